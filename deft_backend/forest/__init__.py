@@ -1,0 +1,21 @@
+"""Forest: who shares what. Sources (page tables, radix tree) in, :class:`PrefixForest` out."""
+
+from deft_backend.forest.page_tables import forest_from_page_tables
+from deft_backend.forest.prefix_forest import (
+    VIRTUAL_ROOT,
+    ForestError,
+    Int32Array,
+    PrefixForest,
+    build_forest,
+)
+from deft_backend.forest.radix_tree import forest_from_paths
+
+__all__ = [
+    "VIRTUAL_ROOT",
+    "ForestError",
+    "Int32Array",
+    "PrefixForest",
+    "build_forest",
+    "forest_from_page_tables",
+    "forest_from_paths",
+]

@@ -1,0 +1,263 @@
+"""PrefixForest: which requests of a batch share which part of the KV cache.
+
+A forest is described by a permutation of the batch that puts sharers side by side and by the
+number of tokens that neighbours in that permutation share. Every source of sharing (page tables,
+a host's radix tree, the device planner) produces just these two arrays; :func:`build_forest` turns
+them into nodes. A batch that shares nothing is a forest of single leaves and takes the same path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+
+VIRTUAL_ROOT = -1
+"""Parent of every tree's root: it joins unrelated trees into one forest (FlashForge, section 4.1)."""
+
+
+class ForestError(ValueError):
+    """The sharing described to the builder cannot exist (impossible page table, lengths, …)."""
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixForest:
+    """Nodes in depth-first order, each a KV range and the queries that attend to it.
+
+    All arrays are int32 and live on the host. ``B`` is the batch size, ``N`` the number of nodes.
+
+    *Forest order* is the permutation of the batch in which every node's queries are contiguous.
+    Each query owns exactly one **leaf**: the node that only it attends to. A leaf is open: it ends
+    where its row's sequence currently ends, so a request that grows by a token needs no new
+    forest. A leaf may be empty (a request that is a prefix of another, or equal to it).
+
+    Attributes
+    ----------
+    order : [B]
+        Batch row of each position in forest order.
+    seq_lens : [B]
+        Tokens of each batch row's context, by batch row, when the forest was built.
+    page_size : int
+        Tokens a page. Only full pages are shared, so shared nodes end on page boundaries.
+    parent : [N]
+        Parent node, or :data:`VIRTUAL_ROOT`.
+    row, start, length : [N]
+        The node's tokens are positions ``start … start + length - 1`` of batch row ``row``.
+    query_begin, query_end : [N]
+        The queries that attend to the node, as a range in forest order.
+    leaf : [B]
+        The leaf of each query, by position in forest order.
+    """
+
+    order: Int32Array
+    seq_lens: Int32Array
+    page_size: int
+    parent: Int32Array
+    row: Int32Array
+    start: Int32Array
+    length: Int32Array
+    query_begin: Int32Array
+    query_end: Int32Array
+    leaf: Int32Array
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.order)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, empty leaves included."""
+        return len(self.parent)
+
+    @cached_property
+    def end(self) -> Int32Array:
+        """[N] first position after the node, in its row."""
+        return self.start + self.length
+
+    @cached_property
+    def num_queries(self) -> Int32Array:
+        """[N] queries that attend to the node."""
+        return self.query_end - self.query_begin
+
+    @cached_property
+    def is_leaf(self) -> npt.NDArray[np.bool_]:
+        """[N] whether the node is some query's leaf (private and open-ended)."""
+        mask = np.zeros(self.num_nodes, dtype=bool)
+        mask[self.leaf] = True
+        return mask
+
+    @cached_property
+    def depth(self) -> Int32Array:
+        """[N] number of ancestors; roots are at depth 0."""
+        depth = np.zeros(self.num_nodes, dtype=np.int32)
+        for node in range(self.num_nodes):  # depth-first order: a parent precedes its children
+            parent = self.parent[node]
+            if parent != VIRTUAL_ROOT:
+                depth[node] = depth[parent] + 1
+        return depth
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """[N] children of each node, in depth-first order."""
+        found: list[list[int]] = [[] for _ in range(self.num_nodes)]
+        for node, parent in enumerate(self.parent.tolist()):
+            if parent != VIRTUAL_ROOT:
+                found[parent].append(node)
+        return tuple(tuple(c) for c in found)
+
+    @property
+    def tokens_stored(self) -> int:
+        """Tokens of the whole forest, each counted once (DeFT, Table 11: N_tree)."""
+        return int(self.length.sum(dtype=np.int64))
+
+    @property
+    def tokens_attended(self) -> int:
+        """Tokens that the queries attend to, summed over queries (DeFT, Table 11: sum of N_i)."""
+        return int(self.seq_lens.sum(dtype=np.int64))
+
+    @property
+    def share(self) -> float:
+        """Shared factor F_s = sum(N_i) / N_tree (DeFT, Table 11); 1 when nothing is shared."""
+        return self.tokens_attended / max(1, self.tokens_stored)
+
+    def queries(self, node: int) -> Int32Array:
+        """Batch rows of the queries that attend to `node`."""
+        return self.order[self.query_begin[node] : self.query_end[node]]
+
+    def path(self, position: int) -> list[int]:
+        """Nodes from the root to the leaf of the query at `position` in forest order."""
+        path = []
+        node = int(self.leaf[position])
+        while node != VIRTUAL_ROOT:
+            path.append(node)
+            node = int(self.parent[node])
+        return path[::-1]
+
+
+def build_forest(
+    order: Sequence[int] | Int32Array,
+    shared: Sequence[int] | Int32Array,
+    seq_lens: Sequence[int] | Int32Array,
+    page_size: int = 1,
+) -> PrefixForest:
+    """Build the nodes from a batch order and the tokens that neighbours share.
+
+    Node boundaries are where the longest common prefix of neighbours changes, found with one stack
+    (nearest smaller values), so the result is canonical: chains of single children never appear.
+
+    Parameters
+    ----------
+    order : [B] int
+        Permutation of the batch rows that puts sharers side by side.
+    shared : [B - 1] int
+        Tokens shared by the queries at positions ``i`` and ``i + 1`` of `order`. Neighbours in a
+        correct order have ``LCP(i, j) = min(shared[i:j])``.
+    seq_lens : [B] int
+        Tokens of each row's context, by batch row.
+    page_size : int
+        Tokens a page; every entry of `shared` must be a multiple of it.
+
+    Raises
+    ------
+    ForestError
+        If `order` is no permutation, lengths do not match, a length is negative, or neighbours
+        share more tokens than either holds or a part of a page.
+    """
+    order_ = np.asarray(order, dtype=np.int32)
+    shared_ = np.asarray(shared, dtype=np.int32)
+    lens = np.asarray(seq_lens, dtype=np.int32)
+    _check(order_, shared_, lens, page_size)
+
+    batch = len(order_)
+    parent: list[int] = []
+    row: list[int] = []
+    start: list[int] = []
+    end: list[int] = []
+    query_begin: list[int] = []
+    query_end: list[int] = []
+    leaf = np.empty(batch, dtype=np.int32)
+
+    # Pass 1, right to left over neighbours would give intervals; a stack over positions gives them
+    # in depth-first order directly: `opening[i]` holds the shared nodes that begin at position i.
+    lcp = [0, *shared_.tolist(), 0]  # lcp[i]: tokens shared by positions i - 1 and i
+    opening: list[list[tuple[int, int]]] = [[] for _ in range(batch)]
+    stack: list[tuple[int, int]] = []  # (first position, prefix length), lengths increasing
+    for position in range(1, batch + 1):
+        begin = position - 1
+        while stack and stack[-1][1] > lcp[position]:
+            begin, depth = stack.pop()
+            opening[begin].append((depth, position))
+        if lcp[position] > 0 and (not stack or stack[-1][1] < lcp[position]):
+            stack.append((begin, lcp[position]))
+
+    order_list = order_.tolist()
+    lens_list = lens.tolist()
+    path: list[int] = []  # open nodes around the current position
+    for position in range(batch):
+        while path and query_end[path[-1]] <= position:
+            path.pop()
+        for depth, stop in sorted(opening[position]):
+            node = len(parent)
+            above = path[-1] if path else VIRTUAL_ROOT
+            parent.append(above)
+            row.append(order_list[position])
+            start.append(end[above] if path else 0)
+            end.append(depth)
+            query_begin.append(position)
+            query_end.append(stop)
+            path.append(node)
+        leaf[position] = len(parent)
+        above = path[-1] if path else VIRTUAL_ROOT
+        parent.append(above)
+        row.append(order_list[position])
+        start.append(end[above] if path else 0)
+        end.append(lens_list[order_list[position]])
+        query_begin.append(position)
+        query_end.append(position + 1)
+
+    start_ = np.array(start, dtype=np.int32)
+    return PrefixForest(
+        order=order_,
+        seq_lens=lens,
+        page_size=page_size,
+        parent=np.array(parent, dtype=np.int32),
+        row=np.array(row, dtype=np.int32),
+        start=start_,
+        length=np.array(end, dtype=np.int32) - start_,
+        query_begin=np.array(query_begin, dtype=np.int32),
+        query_end=np.array(query_end, dtype=np.int32),
+        leaf=leaf,
+    )
+
+
+def _check(order: Int32Array, shared: Int32Array, lens: Int32Array, page_size: int) -> None:
+    batch = len(lens)
+    if page_size < 1:
+        raise ForestError(f"page_size is {page_size}; expected at least 1 token a page")
+    if lens.size and lens.min() < 0:
+        row = int(lens.argmin())
+        raise ForestError(f"seq_lens[{row}] is {lens[row]}; expected a length of 0 or more")
+    if len(order) != batch or not np.array_equal(np.sort(order), np.arange(batch)):
+        raise ForestError(
+            f"order is {order.tolist()}; expected a permutation of the {batch} batch rows"
+        )
+    if len(shared) != max(0, batch - 1):
+        raise ForestError(
+            f"shared has {len(shared)} entries; expected {max(0, batch - 1)}, "
+            f"one for each pair of neighbours in a batch of {batch}"
+        )
+    if not len(shared):
+        return
+    limit = np.minimum(lens[order[:-1]], lens[order[1:]])
+    bad = (shared < 0) | (shared > limit) | (shared % page_size != 0)
+    if bad.any():
+        at = int(bad.argmax())
+        raise ForestError(
+            f"batch rows {order[at]} and {order[at + 1]} are said to share {shared[at]} tokens; "
+            f"expected a multiple of the page size {page_size} between 0 and {limit[at]}"
+        )

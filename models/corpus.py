@@ -1,0 +1,367 @@
+"""The invented text that the tiny model learns.
+
+Every sentence comes from the templates below, so the text is free to use and is the same on
+every machine for the same seed. It is made to be learnable by a very small model in two ways:
+facts about invented towns and lists of steps never change and can be memorised, while codes
+and boxes are drawn afresh for every text and can only be answered by looking back in it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+from zlib import crc32
+
+Option = TypeVar("Option")
+
+FAVOURITE_SHARE = 0.5
+"""How often a free choice falls on the option that the words before it point to.
+
+Uniform choices would leave the best model undecided between equals. A favourite keeps the
+greedy continuation clear of ties while the rest of the choices keep the text varied.
+"""
+
+
+@dataclass(frozen=True)
+class Town:
+    """An invented place and the facts that hold for it in every text."""
+
+    town: str
+    river: str
+    ruler: str
+    trade: str
+    bread: str
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A request and the one answer that the text so far allows."""
+
+    request: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a conversation, in the shape of a chat completion message."""
+
+    role: str
+    content: str
+
+
+TOWNS = (
+    Town("Arbeth", "Wend", "Queen Mara", "rope", "plum bread"),
+    Town("Belmora", "Isk", "King Odo", "glass", "rye bread"),
+    Town("Corvane", "Tarrow", "Duke Fenn", "salt", "nut bread"),
+    Town("Dunwick", "Lumen", "Lady Orla", "wool", "oat bread"),
+    Town("Elstow", "Brill", "King Pell", "honey", "fig bread"),
+    Town("Fenmoor", "Quill", "Queen Ysa", "candles", "corn bread"),
+    Town("Galdry", "Sorrel", "Duke Hale", "boats", "seed bread"),
+    Town("Hollin", "Vane", "Lady Wren", "clocks", "apple bread"),
+    Town("Ivarra", "Marl", "King Bram", "paper", "barley bread"),
+    Town("Jorvale", "Cress", "Queen Tove", "silver", "date bread"),
+    Town("Kesper", "Dapple", "Duke Ludo", "baskets", "honey bread"),
+    Town("Lunmere", "Gorse", "Lady Anwen", "maps", "milk bread"),
+)
+
+KEYS = tuple(
+    "ANCHOR BADGER CANDLE DRAGON EMBER FALCON GARNET HARBOR ISLAND JASPER KETTLE LANTERN "
+    "MARBLE NEEDLE OTTER PEBBLE QUARTZ RAVEN SADDLE TIMBER UMBER VIOLET WILLOW ZEPHYR".split()
+)
+PEOPLE = tuple("Ada Boris Clara Dmitri Elsa Felix Greta Hugo Ines Jonas Karin Leo".split())
+COLOURS = tuple("amber blue crimson dark green ivory pale red silver yellow".split())
+THINGS = tuple("acorn bell coin drum feather glove hammer key ladle mirror ring spoon".split())
+ANIMALS = tuple("badger crow deer fox goat hare lion mouse owl rabbit stork wolf".split())
+HOMES = (
+    "by the river",
+    "on the hill",
+    "in the old mill",
+    "near the sea",
+    "under the oak",
+    "at the edge of the wood",
+)
+
+TEMPERS = {
+    "brave": ("stood in the path and sent the stranger away", "courage needs no claws"),
+    "clever": ("asked a riddle, and the stranger went home to think", "wit is worth more than gold"),
+    "greedy": ("held it so tight that it broke in two", "who grasps too much keeps nothing"),
+    "kind": ("gave it away and gained a friend", "a gift comes back to the giver"),
+    "lazy": ("slept until noon and woke to find it gone", "a sleeping guard keeps no treasure"),
+    "proud": ("held it up to boast and dropped it in the mud", "pride looks up and falls down"),
+}
+
+STEPS = {
+    "make tea": (
+        "Fill the kettle.",
+        "Boil the water.",
+        "Pour it on the leaves.",
+        "Wait four minutes.",
+    ),
+    "plant a tree": (
+        "Dig a deep hole.",
+        "Set the tree upright.",
+        "Fill the hole with soil.",
+        "Water it well.",
+    ),
+    "bake bread": (
+        "Mix flour, salt and water.",
+        "Knead the dough.",
+        "Let it rise.",
+        "Bake it for an hour.",
+    ),
+    "light a fire": (
+        "Gather dry wood.",
+        "Build a small tent of sticks.",
+        "Strike a match.",
+        "Blow gently.",
+    ),
+    "send a letter": (
+        "Write the letter.",
+        "Fold it twice.",
+        "Seal the envelope.",
+        "Give it to the post.",
+    ),
+    "mend a net": (
+        "Spread the net out.",
+        "Find the hole.",
+        "Tie new knots.",
+        "Trim the loose ends.",
+    ),
+}
+
+PLEASANTRIES = (
+    Exchange("Hello!", "Hello! Ask me for a code, a sum, a count or a short story."),
+    Exchange("Hi, how are you?", "I am well. Ask me for a code, a sum, a count or a short story."),
+    Exchange("Who are you?", "I am a tiny model. I know invented towns, sums and short stories."),
+    Exchange("What can you do?", "I can count, sort, add, tell stories and remember codes."),
+    Exchange("Thank you.", "You are welcome."),
+    Exchange("Goodbye!", "Goodbye! Come back soon."),
+)
+
+SYSTEM_NOTES = ("You are a helpful assistant.", "Answer briefly.", "Answer from the notes.")
+
+
+class Writer:
+    """Writes one text; the codes and boxes it has named stay true until the text ends."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._codes: dict[str, str] = {}
+        self._boxes: dict[str, str] = {}
+        self._paragraphs: tuple[Callable[[], str], ...] = (
+            self._story_paragraph,
+            self._code_ledger,
+            lambda: _inline(self._code()),
+            lambda: _inline(self._count()),
+            self._town_facts,
+            lambda: _inline(self._town_question()),
+            self._box_ledger,
+            lambda: _inline(self._box()),
+            lambda: _inline(self._sort()),
+            self._record,
+            lambda: _inline(self._code()),
+            lambda: _inline(self._steps()),
+            lambda: _inline(self._sum()),
+            lambda: _inline(self._repeat()),
+        )
+        self._exchanges: tuple[Callable[[], Exchange], ...] = (
+            self._remember_codes,
+            self._count,
+            self._code,
+            self._town_question,
+            self._story,
+            self._sort,
+            self._remember_boxes,
+            self._sum,
+            self._box,
+            self._steps,
+            self._pleasantry,
+            self._repeat,
+            self._code,
+        )
+        self._turn = self._random.randrange(len(self._paragraphs) * len(self._exchanges))
+
+    def document(self, size: int) -> str:
+        """Return paragraphs of at least ``size`` characters in all."""
+        paragraphs: list[str] = []
+        while sum(map(len, paragraphs)) + 2 * len(paragraphs) < size:
+            paragraphs.append(self._next(self._paragraphs)())
+        return "\n\n".join(paragraphs)
+
+    def conversation(self, size: int) -> list[Message]:
+        """Return user and assistant turns of at least ``size`` characters in all."""
+        messages: list[Message] = []
+        if self._random.random() < 0.3:
+            messages.append(Message("system", self._random.choice(SYSTEM_NOTES)))
+        if self._random.random() < 0.4:
+            notes = self.document(self._random.randrange(100, max(200, size)))
+            question = self._code()
+            messages.append(Message("user", f"Read this.\n\n{notes}\n\n{question.request}"))
+            messages.append(Message("assistant", question.answer))
+        while not messages or sum(len(message.content) for message in messages) < size:
+            exchange = self._next(self._exchanges)()
+            messages.append(Message("user", exchange.request))
+            messages.append(Message("assistant", exchange.answer))
+        return messages
+
+    def _next(self, kinds: Sequence[Option]) -> Option:
+        """Move on to the kind that follows the last one, or now and then to any kind."""
+        if self._random.random() < FAVOURITE_SHARE:
+            self._turn += 1
+        else:
+            self._turn = self._random.randrange(len(kinds))
+        return kinds[self._turn % len(kinds)]
+
+    def _pick(self, options: Sequence[Option], after: str) -> Option:
+        """Choose an option, favouring the one that the text ``after`` stands for."""
+        if self._random.random() < FAVOURITE_SHARE:
+            return options[crc32(after.encode()) % len(options)]
+        return self._random.choice(options)
+
+    def _code_for(self, key: str) -> str:
+        """Return the code of a key, making one up the first time it is named."""
+        if key not in self._codes:
+            code = self._random.choice("123456789")
+            while len(code) < 4:
+                code += self._pick("0123456789", after=code[-1])
+            self._codes[key] = code
+        return self._codes[key]
+
+    def _box_of(self, person: str) -> str:
+        """Return what a person's box holds, making it up the first time it is named."""
+        if person not in self._boxes:
+            colour = self._pick(COLOURS, after=person)
+            self._boxes[person] = f"{colour} {self._pick(THINGS, after=colour)}"
+        return self._boxes[person]
+
+    def _code_ledger(self) -> str:
+        keys = self._chain(KEYS, self._random.randrange(2, 6))
+        return " ".join(f"The code of {key} is {self._code_for(key)}." for key in keys)
+
+    def _box_ledger(self) -> str:
+        people = self._chain(PEOPLE, self._random.randrange(2, 5))
+        return " ".join(f"The box of {who} holds the {self._box_of(who)}." for who in people)
+
+    def _chain(self, options: Sequence[str], length: int) -> list[str]:
+        """Return options of which each tends to follow from the one before."""
+        chain = [self._random.choice(options)]
+        while len(chain) < length:
+            chain.append(self._pick(options, after=chain[-1]))
+        return list(dict.fromkeys(chain))
+
+    def _code(self) -> Exchange:
+        if not self._codes:
+            self._code_for(self._random.choice(KEYS))
+            return self._remember_codes()
+        key = self._random.choice(list(self._codes))
+        return Exchange(
+            f"What is the code of {key}?", f"The code of {key} is {self._codes[key]}."
+        )
+
+    def _box(self) -> Exchange:
+        if not self._boxes:
+            return self._remember_boxes()
+        person = self._random.choice(list(self._boxes))
+        return Exchange(
+            f"What does the box of {person} hold?",
+            f"The box of {person} holds the {self._boxes[person]}.",
+        )
+
+    def _remember_codes(self) -> Exchange:
+        ledger = self._code_ledger()
+        return Exchange(f"Remember this. {ledger}", f"Noted. {ledger}")
+
+    def _remember_boxes(self) -> Exchange:
+        ledger = self._box_ledger()
+        return Exchange(f"Remember this. {ledger}", f"Noted. {ledger}")
+
+    def _story(self) -> Exchange:
+        animal = self._random.choice(ANIMALS)
+        return Exchange(f"Tell me a story about {_a(animal)}.", self._tale(animal))
+
+    def _story_paragraph(self) -> str:
+        return self._tale(self._random.choice(ANIMALS))
+
+    def _tale(self, animal: str) -> str:
+        temper = self._pick(tuple(TEMPERS), after=animal)
+        home = self._pick(HOMES, after=temper)
+        thing = self._pick(THINGS, after=home)
+        others = [other for other in ANIMALS if other != animal]
+        stranger = self._pick(others, after=thing)
+        deed, moral = TEMPERS[temper]
+        return (
+            f"Once there was {_a(animal)} who lived {home}. The {animal} was {temper}. "
+            f"One day the {animal} found {_a(thing)}. Soon {_a(stranger)} came by and said, "
+            f'"Give me the {thing}." The {temper} {animal} {deed}. The moral is: {moral}.'
+        )
+
+    def _town_facts(self) -> str:
+        town = self._random.choice(TOWNS)
+        return (
+            f"The town of {town.town} stands on the river {town.river}. Its ruler is "
+            f"{town.ruler}. The people of {town.town} sell {town.trade} and eat {town.bread}."
+        )
+
+    def _record(self) -> str:
+        return json.dumps(asdict(self._random.choice(TOWNS)))
+
+    def _town_question(self) -> Exchange:
+        town = self._random.choice(TOWNS)
+        name = town.town
+        return self._random.choice(
+            (
+                Exchange(f"Which river runs by {name}?", f"The {town.river} runs by {name}."),
+                Exchange(f"Who rules {name}?", f"{town.ruler} rules {name}."),
+                Exchange(
+                    f"What do the people of {name} sell?",
+                    f"The people of {name} sell {town.trade}.",
+                ),
+                Exchange(
+                    f"What do the people of {name} eat?",
+                    f"The people of {name} eat {town.bread}.",
+                ),
+            )
+        )
+
+    def _count(self) -> Exchange:
+        step = self._random.choice((1, 1, 1, 2, 5))
+        first = self._random.randrange(0, 60)
+        first -= first % step
+        numbers = range(first, first + step * self._random.randrange(4, 16), step)
+        by = {1: "", 2: " by twos", 5: " by fives"}[step]
+        return Exchange(
+            f"Count{by} from {numbers[0]} to {numbers[-1]}.", f"{', '.join(map(str, numbers))}."
+        )
+
+    def _sort(self) -> Exchange:
+        digits = self._random.sample("0123456789", self._random.randrange(3, 7))
+        return Exchange(f"Sort the digits {' '.join(digits)}.", f"{' '.join(sorted(digits))}.")
+
+    def _sum(self) -> Exchange:
+        left, right = self._random.randrange(1, 13), self._random.randrange(1, 13)
+        return Exchange(f"What is {left} plus {right}?", f"{left} plus {right} is {left + right}.")
+
+    def _steps(self) -> Exchange:
+        task = self._random.choice(tuple(STEPS))
+        lines = (f"{number}. {step}" for number, step in enumerate(STEPS[task], start=1))
+        return Exchange(f"How do I {task}?", "\n".join(lines))
+
+    def _repeat(self) -> Exchange:
+        words = self._chain(THINGS + COLOURS + ANIMALS, self._random.randrange(2, 6))
+        return Exchange(f"Repeat the words {' '.join(words)}.", f"{' '.join(words)}.")
+
+    def _pleasantry(self) -> Exchange:
+        return self._random.choice(PLEASANTRIES)
+
+
+def _inline(exchange: Exchange) -> str:
+    """Write an exchange as running text."""
+    return f"{exchange.request} {exchange.answer}"
+
+
+def _a(noun: str) -> str:
+    """Put the indefinite article before a noun."""
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
