@@ -18,7 +18,7 @@ from zlib import crc32
 Option = TypeVar("Option")
 
 FAVOURITE_SHARE = 0.5
-"""How often a free choice falls on the option that the words before it point to.
+"""How often a free choice falls on the one option that the words before it suggest.
 
 Uniform choices would leave the best model undecided between equals. A favourite keeps the
 greedy continuation clear of ties while the rest of the choices keep the text varied.
@@ -86,7 +86,7 @@ HOMES = (
 
 TEMPERS = {
     "brave": ("stood in the path and sent the stranger away", "courage needs no claws"),
-    "clever": ("asked a riddle, and the stranger went home to think", "wit is worth more than gold"),
+    "clever": ("asked a riddle that sent the stranger home", "wit is worth more than gold"),
     "greedy": ("held it so tight that it broke in two", "who grasps too much keeps nothing"),
     "kind": ("gave it away and gained a friend", "a gift comes back to the giver"),
     "lazy": ("slept until noon and woke to find it gone", "a sleeping guard keeps no treasure"),
@@ -151,6 +151,9 @@ class Writer:
         self._random = random.Random(seed)
         self._codes: dict[str, str] = {}
         self._boxes: dict[str, str] = {}
+        self._key = KEYS[0]
+        self._person = PEOPLE[0]
+        self._town = TOWNS[0]
         self._paragraphs: tuple[Callable[[], str], ...] = (
             self._story_paragraph,
             self._code_ledger,
@@ -187,7 +190,7 @@ class Writer:
     def document(self, size: int) -> str:
         """Return paragraphs of at least ``size`` characters in all."""
         paragraphs: list[str] = []
-        while sum(map(len, paragraphs)) + 2 * len(paragraphs) < size:
+        while sum(len(paragraph) + 2 for paragraph in paragraphs) < size + 2:
             paragraphs.append(self._next(self._paragraphs)())
         return "\n\n".join(paragraphs)
 
@@ -215,56 +218,60 @@ class Writer:
             self._turn = self._random.randrange(len(kinds))
         return kinds[self._turn % len(kinds)]
 
-    def _pick(self, options: Sequence[Option], after: str) -> Option:
-        """Choose an option, favouring the one that the text ``after`` stands for."""
+    def _lean(self, options: Sequence[Option], favourite: Option) -> Option:
+        """Choose an option, half of the time the favourite."""
         if self._random.random() < FAVOURITE_SHARE:
-            return options[crc32(after.encode()) % len(options)]
+            return favourite
         return self._random.choice(options)
+
+    def _echo(self, options: Sequence[Option], word: str) -> Option:
+        """Choose an option, favouring the one that always goes with ``word``."""
+        return self._lean(options, options[crc32(word.encode()) % len(options)])
+
+    def _chain(self, options: Sequence[str], length: int) -> list[str]:
+        """Choose different options, favouring after each the one listed next to it."""
+        chain = [self._lean(options, options[0])]
+        while len(chain) < length:
+            neighbour = options[(options.index(chain[-1]) + 1) % len(options)]
+            chain.append(self._lean(options, neighbour))
+        return list(dict.fromkeys(chain))
 
     def _code_for(self, key: str) -> str:
         """Return the code of a key, making one up the first time it is named."""
+        self._key = key
         if key not in self._codes:
-            code = self._random.choice("123456789")
+            code = self._echo("123456789", key)
             while len(code) < 4:
-                code += self._pick("0123456789", after=code[-1])
+                code += self._lean("0123456789", str((int(code[-1]) * 3 + 1) % 10))
             self._codes[key] = code
         return self._codes[key]
 
     def _box_of(self, person: str) -> str:
         """Return what a person's box holds, making it up the first time it is named."""
+        self._person = person
         if person not in self._boxes:
-            colour = self._pick(COLOURS, after=person)
-            self._boxes[person] = f"{colour} {self._pick(THINGS, after=colour)}"
+            colour = self._echo(COLOURS, person)
+            self._boxes[person] = f"{colour} {self._echo(THINGS, colour)}"
         return self._boxes[person]
 
     def _code_ledger(self) -> str:
-        keys = self._chain(KEYS, self._random.randrange(2, 6))
+        keys = self._chain(KEYS, self._lean(range(1, 6), 3))
         return " ".join(f"The code of {key} is {self._code_for(key)}." for key in keys)
 
     def _box_ledger(self) -> str:
-        people = self._chain(PEOPLE, self._random.randrange(2, 5))
+        people = self._chain(PEOPLE, self._lean(range(1, 5), 2))
         return " ".join(f"The box of {who} holds the {self._box_of(who)}." for who in people)
-
-    def _chain(self, options: Sequence[str], length: int) -> list[str]:
-        """Return options of which each tends to follow from the one before."""
-        chain = [self._random.choice(options)]
-        while len(chain) < length:
-            chain.append(self._pick(options, after=chain[-1]))
-        return list(dict.fromkeys(chain))
 
     def _code(self) -> Exchange:
         if not self._codes:
-            self._code_for(self._random.choice(KEYS))
             return self._remember_codes()
-        key = self._random.choice(list(self._codes))
-        return Exchange(
-            f"What is the code of {key}?", f"The code of {key} is {self._codes[key]}."
-        )
+        key = self._lean(list(self._codes), self._key)
+        return Exchange(f"What is the code of {key}?", f"The code of {key} is {self._codes[key]}.")
 
     def _box(self) -> Exchange:
         if not self._boxes:
             return self._remember_boxes()
-        person = self._random.choice(list(self._boxes))
+        person = self._lean(list(self._boxes), self._person)
         return Exchange(
             f"What does the box of {person} hold?",
             f"The box of {person} holds the {self._boxes[person]}.",
@@ -279,18 +286,18 @@ class Writer:
         return Exchange(f"Remember this. {ledger}", f"Noted. {ledger}")
 
     def _story(self) -> Exchange:
-        animal = self._random.choice(ANIMALS)
+        animal = self._lean(ANIMALS, "fox")
         return Exchange(f"Tell me a story about {_a(animal)}.", self._tale(animal))
 
     def _story_paragraph(self) -> str:
-        return self._tale(self._random.choice(ANIMALS))
+        return self._tale(self._lean(ANIMALS, "fox"))
 
     def _tale(self, animal: str) -> str:
-        temper = self._pick(tuple(TEMPERS), after=animal)
-        home = self._pick(HOMES, after=temper)
-        thing = self._pick(THINGS, after=home)
+        temper = self._echo(tuple(TEMPERS), animal)
+        home = self._echo(HOMES, temper)
+        thing = self._echo(THINGS, home)
         others = [other for other in ANIMALS if other != animal]
-        stranger = self._pick(others, after=thing)
+        stranger = self._echo(others, thing)
         deed, moral = TEMPERS[temper]
         return (
             f"Once there was {_a(animal)} who lived {home}. The {animal} was {temper}. "
@@ -299,62 +306,59 @@ class Writer:
         )
 
     def _town_facts(self) -> str:
-        town = self._random.choice(TOWNS)
+        self._town = town = self._lean(TOWNS, TOWNS[0])
         return (
             f"The town of {town.town} stands on the river {town.river}. Its ruler is "
             f"{town.ruler}. The people of {town.town} sell {town.trade} and eat {town.bread}."
         )
 
     def _record(self) -> str:
-        return json.dumps(asdict(self._random.choice(TOWNS)))
+        return json.dumps(asdict(self._lean(TOWNS, self._town)))
 
     def _town_question(self) -> Exchange:
-        town = self._random.choice(TOWNS)
+        town = self._lean(TOWNS, self._town)
         name = town.town
-        return self._random.choice(
-            (
-                Exchange(f"Which river runs by {name}?", f"The {town.river} runs by {name}."),
-                Exchange(f"Who rules {name}?", f"{town.ruler} rules {name}."),
-                Exchange(
-                    f"What do the people of {name} sell?",
-                    f"The people of {name} sell {town.trade}.",
-                ),
-                Exchange(
-                    f"What do the people of {name} eat?",
-                    f"The people of {name} eat {town.bread}.",
-                ),
-            )
+        questions = (
+            Exchange(f"Which river runs by {name}?", f"The {town.river} runs by {name}."),
+            Exchange(f"Who rules {name}?", f"{town.ruler} rules {name}."),
+            Exchange(
+                f"What do the people of {name} sell?", f"The people of {name} sell {town.trade}."
+            ),
+            Exchange(
+                f"What do the people of {name} eat?", f"The people of {name} eat {town.bread}."
+            ),
         )
+        return self._lean(questions, questions[0])
 
     def _count(self) -> Exchange:
-        step = self._random.choice((1, 1, 1, 2, 5))
-        first = self._random.randrange(0, 60)
+        step = self._lean((1, 2, 5), 1)
+        first = self._lean(range(60), 10)
         first -= first % step
-        numbers = range(first, first + step * self._random.randrange(4, 16), step)
+        numbers = range(first, first + step * self._lean(range(4, 16), 9), step)
         by = {1: "", 2: " by twos", 5: " by fives"}[step]
         return Exchange(
             f"Count{by} from {numbers[0]} to {numbers[-1]}.", f"{', '.join(map(str, numbers))}."
         )
 
     def _sort(self) -> Exchange:
-        digits = self._random.sample("0123456789", self._random.randrange(3, 7))
+        digits = self._random.sample("0123456789", self._lean(range(3, 7), 5))
         return Exchange(f"Sort the digits {' '.join(digits)}.", f"{' '.join(sorted(digits))}.")
 
     def _sum(self) -> Exchange:
-        left, right = self._random.randrange(1, 13), self._random.randrange(1, 13)
+        left, right = self._lean(range(1, 13), 7), self._lean(range(1, 13), 5)
         return Exchange(f"What is {left} plus {right}?", f"{left} plus {right} is {left + right}.")
 
     def _steps(self) -> Exchange:
-        task = self._random.choice(tuple(STEPS))
+        task = self._lean(tuple(STEPS), "make tea")
         lines = (f"{number}. {step}" for number, step in enumerate(STEPS[task], start=1))
         return Exchange(f"How do I {task}?", "\n".join(lines))
 
     def _repeat(self) -> Exchange:
-        words = self._chain(THINGS + COLOURS + ANIMALS, self._random.randrange(2, 6))
+        words = self._chain(THINGS + COLOURS + ANIMALS, self._lean(range(2, 6), 3))
         return Exchange(f"Repeat the words {' '.join(words)}.", f"{' '.join(words)}.")
 
     def _pleasantry(self) -> Exchange:
-        return self._random.choice(PLEASANTRIES)
+        return self._lean(PLEASANTRIES, PLEASANTRIES[0])
 
 
 def _inline(exchange: Exchange) -> str:

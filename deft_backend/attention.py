@@ -1,0 +1,286 @@
+"""The library: plan a batch once, run its decode attention as often as needed."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from deft_backend.forest import PrefixForest
+from deft_backend.kernels import HEAD_DIMS, launch_config, run_plan, unsupported
+from deft_backend.planner import TILE_ROWS, DevicePlan, Plan, PlanCapacity, PlanError, plan_forest
+from deft_backend.policies import Grouping, Target, get_policy
+
+
+class AttentionError(ValueError):
+    """An attention that the kernels cannot run, or tensors that do not fit the plan."""
+
+
+class TreeAttention:
+    """Decode attention over a batch that shares prefixes, in two steps: plan and run.
+
+    :meth:`plan` is host work, needed when the batch's composition changes. :meth:`run` launches
+    the kernels; sequences may have grown since the plan was made (their leaves are open).
+
+    Parameters
+    ----------
+    num_query_heads, num_kv_heads, head_dim : int
+        Shape of the attention; query heads are a multiple of KV heads (MHA, GQA, MQA).
+    dtype : torch.dtype
+        Of queries, KV cache and output: float16, bfloat16 or float32.
+    device : torch.device or str
+        An NVIDIA GPU, or the CPU, where the same kernels run in Triton's interpreter.
+    page_size : int
+        Tokens a page of the KV cache (1 when the page table holds one slot a token).
+    max_batch : int
+        Most requests a plan will hold; sizes the plan's arrays and the workspace.
+    policy : str
+        How KV and queries are grouped, by name; see :data:`deft_backend.policies.POLICY_NAMES`.
+    capacity : PlanCapacity, optional
+        Array sizes, if the bound that follows from `max_batch` should be another.
+
+    Attributes
+    ----------
+    forest, last_plan, grouping
+        What the last :meth:`plan` was made of, for inspection (:func:`deft_backend.explain`).
+
+    Raises
+    ------
+    AttentionError
+        If the kernels cannot run this attention; the message names the value and what can be run.
+    PolicyError
+        If there is no such policy.
+
+    Examples
+    --------
+    Three requests share a prefix of 4 tokens and hold 1, 2 and 3 tokens of their own:
+
+    >>> import torch
+    >>> from deft_backend import TreeAttention, forest_from_page_tables
+    >>> page_table = torch.tensor([[0, 1, 2, 3, 4, 0, 0], [0, 1, 2, 3, 5, 6, 0],
+    ...                            [0, 1, 2, 3, 7, 8, 9]], dtype=torch.int32)
+    >>> seq_lens = torch.tensor([5, 6, 7], dtype=torch.int32)
+    >>> k_cache, v_cache = torch.randn(2, 10, 2, 64)     # 10 slots, 2 KV heads
+    >>> q = torch.randn(3, 4, 64)                        # 4 query heads
+    >>> attention = TreeAttention(num_query_heads=4, num_kv_heads=2, head_dim=64,
+    ...                           dtype=torch.float32, device="cpu", max_batch=3)
+    >>> forest = forest_from_page_tables(page_table, seq_lens)
+    >>> forest.tokens_attended, forest.tokens_stored
+    (18, 10)
+    >>> plan = attention.plan(forest)
+    >>> attention.run(q, k_cache, v_cache, page_table, seq_lens).shape
+    torch.Size([3, 4, 64])
+    """
+
+    def __init__(
+        self,
+        *,
+        num_query_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        page_size: int = 1,
+        max_batch: int = 256,
+        policy: str = "auto",
+        capacity: PlanCapacity | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        reason = unsupported(num_query_heads, num_kv_heads, head_dim, dtype, self.device)
+        if reason is not None:
+            raise AttentionError(f"tree attention cannot run: {reason}")
+        if page_size < 1:
+            raise AttentionError(f"page_size is {page_size}; expected at least 1 token a page")
+        if max_batch < 1:
+            raise AttentionError(f"max_batch is {max_batch}; expected at least 1 request")
+        self.policy = get_policy(policy)
+        self.num_query_heads = num_query_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.dtype = dtype
+        self.page_size = page_size
+
+        self._config = launch_config(head_dim, dtype, self.device)
+        programs = max(1, self._config.tiles[0].programs // num_kv_heads)
+        self.capacity = capacity or PlanCapacity.for_batch(max_batch, programs)
+        self.target = Target(
+            num_query_heads=num_query_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype_bytes=dtype.itemsize,
+            num_programs=programs,
+            tile_rows=TILE_ROWS,
+            block_tokens=self._config.tiles[0].block_tokens,
+        )
+        self._plan = DevicePlan(self.capacity, self.device)
+        entries = self.capacity.max_entries
+        self._partial_out = torch.empty(
+            (entries, num_query_heads, head_dim), dtype=torch.float32, device=self.device
+        )
+        self._partial_lse = torch.empty(
+            (entries, num_query_heads), dtype=torch.float32, device=self.device
+        )
+        self._rows = torch.arange(
+            self.capacity.max_batch, dtype=torch.int32, device=self.device
+        )
+        self.forest: PrefixForest | None = None
+        self.last_plan: Plan | None = None
+        self.grouping: Grouping | None = None
+
+    unsupported = staticmethod(unsupported)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of device memory held: partial results and the plan."""
+        return (
+            self._partial_out.nbytes + self._partial_lse.nbytes + self._plan.num_bytes
+        )
+
+    def plan(self, forest: PrefixForest) -> Plan:
+        """Plan a batch and put the plan on the device, on the current stream.
+
+        Raises
+        ------
+        PlanError
+            If the batch is larger than `max_batch`, or its tree needs more than the arrays hold.
+        """
+        plan, grouping = plan_forest(forest, self.policy, self.target, self.capacity)
+        self._plan.upload(plan)
+        self.forest, self.last_plan, self.grouping = forest, plan, grouping
+        return plan
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        table_rows: torch.Tensor | None = None,
+        sm_scale: float | None = None,
+        logit_cap: float = 0.0,
+        out: torch.Tensor | None = None,
+        static_launch: bool = False,
+    ) -> torch.Tensor:
+        """Decode attention of the planned batch.
+
+        Parameters
+        ----------
+        q : [B, Hq, D]
+            One query token a request.
+        k_cache, v_cache : [pages, page_size, Hkv, D], or [slots, Hkv, D] when `page_size` is 1
+            The KV cache of one layer; any strides with a contiguous last dimension.
+        page_table : [rows, P] int32
+            Page ids (slot ids when `page_size` is 1).
+        seq_lens : [B] int32 or int64
+            Current tokens of each request, the token of `q` included.
+        table_rows : [B] int, optional
+            Row of the page table of each request; default: row ``b``.
+        sm_scale : float, optional
+            Scale of the scores; default ``1 / sqrt(D)``.
+        logit_cap : float
+            Soft cap of the scores, ``cap * tanh(score / cap)``; 0 for none.
+        out : [B, Hq, D], optional
+            Where the result goes.
+        static_launch : bool
+            Launch every kernel, needed or not, as a CUDA graph that serves later plans must.
+
+        Returns
+        -------
+        [B, Hq, D] of q's dtype
+
+        Raises
+        ------
+        AttentionError
+            If nothing was planned, or shapes, dtypes or devices do not match.
+        """
+        k_cache, v_cache = self._paged(k_cache), self._paged(v_cache)
+        if out is None:
+            out = torch.empty_like(q)
+        batch = self._check(q, k_cache, v_cache, page_table, seq_lens, out, static_launch)
+        if table_rows is None:
+            table_rows = self._rows[:batch]
+        plan = self.last_plan
+        if batch == 0:
+            return out
+        # Triton's interpreter truncates to bfloat16; torch rounds.
+        truncates = self._config.interpreted and self.dtype == torch.bfloat16
+        result = torch.empty_like(out, dtype=torch.float32) if truncates else out
+        run_plan(
+            self._config,
+            self._plan,
+            q,
+            k_cache,
+            v_cache,
+            page_table,
+            table_rows,
+            seq_lens,
+            result,
+            self._partial_out,
+            self._partial_lse,
+            sm_scale=1.0 / math.sqrt(self.head_dim) if sm_scale is None else sm_scale,
+            logit_cap=logit_cap,
+            host_plan=None if static_launch else plan,
+            masked=static_launch or (plan is not None and plan.masked),
+        )
+        if truncates:
+            out.copy_(result)
+        return out
+
+    def _paged(self, cache: torch.Tensor) -> torch.Tensor:
+        return cache.unsqueeze(1) if cache.dim() == 3 and self.page_size == 1 else cache
+
+    def _check(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out: torch.Tensor,
+        static_launch: bool,
+    ) -> int:
+        if self.forest is None and not static_launch:
+            raise AttentionError("nothing is planned; call plan(forest) first")
+        batch = self.forest.batch_size if self.forest is not None and not static_launch else len(q)
+        heads = (self.num_query_heads, self.head_dim)
+        cache = (self.page_size, self.num_kv_heads, self.head_dim)
+        for name, tensor, expected in (
+            ("q", q, (batch, *heads)),
+            ("out", out, (batch, *heads)),
+            ("k_cache", k_cache, (len(k_cache), *cache)),
+            ("v_cache", v_cache, (len(v_cache), *cache)),
+        ):
+            if tuple(tensor.shape) != expected:
+                raise AttentionError(
+                    f"{name} has shape {list(tensor.shape)}; expected {list(expected)}"
+                )
+            if tensor.dtype != self.dtype:
+                raise AttentionError(f"{name} has dtype {tensor.dtype}; expected {self.dtype}")
+            if tensor.stride(-1) != 1:
+                raise AttentionError(
+                    f"{name} has stride {tensor.stride(-1)} in its last dimension; expected 1"
+                )
+        if len(seq_lens) != batch:
+            raise AttentionError(f"seq_lens holds {len(seq_lens)} lengths; expected {batch}")
+        if page_table.dim() != 2 or page_table.stride(1) != 1:
+            raise AttentionError(
+                f"page_table has shape {list(page_table.shape)} and strides "
+                f"{page_table.stride()}; expected [rows, pages] with contiguous rows"
+            )
+        for name, tensor in (("page_table", page_table), ("seq_lens", seq_lens)):
+            if tensor.dtype not in (torch.int32, torch.int64):
+                raise AttentionError(f"{name} has dtype {tensor.dtype}; expected int32 or int64")
+        for name, tensor in (
+            ("q", q), ("k_cache", k_cache), ("v_cache", v_cache),
+            ("page_table", page_table), ("seq_lens", seq_lens), ("out", out),
+        ):
+            if tensor.device != self.device:
+                raise AttentionError(f"{name} is on {tensor.device}; expected {self.device}")
+        return batch
+
+
+__all__ = ["HEAD_DIMS", "AttentionError", "PlanError", "TreeAttention"]

@@ -1,0 +1,70 @@
+"""Stage 2: merge a query's partial results by their log-sum-exp (FlashForge's POR, Algorithm 3).
+
+    O = sum_i O_i 2^LSE_i / sum_i 2^LSE_i          (DeFT, equation 1, in base 2)
+
+A query's partial results are contiguous and merged in the order of its plan's items, so the
+result is the same, bit for bit, from run to run. Queries whose attention was one item are absent.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+def reduce_partials(
+    partial_out_ptr,
+    partial_lse_ptr,
+    out_ptr,
+    num_reduce_ptr,
+    reduce_query_ptr,
+    reduce_slot_ptr,
+    stride_out_batch,
+    stride_out_head,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    offs_d = tl.arange(0, HEAD_DIM_PADDED)
+    offs_p = tl.arange(0, BLOCK_P)
+    in_head = offs_d < HEAD_DIM
+    work_end = tl.load(num_reduce_ptr) * NUM_HEADS
+
+    for work in range(tl.program_id(0), work_end, tl.num_programs(0)):
+        which = work // NUM_HEADS
+        head = work % NUM_HEADS
+        query = tl.load(reduce_query_ptr + which).to(tl.int64)
+        begin = tl.load(reduce_slot_ptr + which)
+        end = tl.load(reduce_slot_ptr + which + 1)
+
+        maximum = float("-inf")
+        total = 0.0
+        acc = tl.full([HEAD_DIM_PADDED], 0.0, tl.float32)
+        for first in range(begin, end, BLOCK_P):
+            slot = first + offs_p
+            present = slot < end
+            where = slot.to(tl.int64) * NUM_HEADS + head
+            lse = tl.load(partial_lse_ptr + where, mask=present, other=float("-inf"))
+            o = tl.load(
+                partial_out_ptr + where[:, None] * HEAD_DIM + offs_d[None, :],
+                mask=present[:, None] & in_head[None, :],
+                other=0.0,
+            )
+            new_maximum = tl.maximum(maximum, tl.reduce(lse, 0, tl.standard._elementwise_max))
+            reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+            weights = tl.exp2(lse - reference)
+            rescale = tl.exp2(maximum - reference)
+            total = total * rescale + tl.reduce(weights, 0, tl.standard._sum_combine)
+            acc = acc * rescale + tl.reduce(weights[:, None] * o, 0, tl.standard._sum_combine)
+            maximum = new_maximum
+
+        result = acc / tl.where(total > 0.0, total, 1.0)
+        tl.store(
+            out_ptr + query * stride_out_batch + head * stride_out_head + offs_d,
+            result.to(out_ptr.dtype.element_ty),
+            mask=in_head,
+        )
+
+
+compiled = triton.jit(reduce_partials)

@@ -1,0 +1,99 @@
+"""The plan's fixed arrays on the device, and how a new plan gets there."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from deft_backend.planner.plan import TILE_ROWS, Plan, PlanCapacity
+
+_ALIGNMENT = 16  # bytes; the widest vector load of a kernel
+_STAGING_BUFFERS = 4
+
+
+class DevicePlan:
+    """Arrays of a plan at addresses that never change, so that CUDA graphs can hold them.
+
+    All arrays are views of one buffer: a new plan is one copy to the device, ordered on the
+    current stream like any kernel. Counts (`tile_ptr`, `num_reduce`) are in the buffer too, and
+    kernels read them there.
+
+    Parameters
+    ----------
+    capacity : PlanCapacity
+        Sizes of the arrays.
+    device : torch.device
+        Where the kernels run.
+    """
+
+    def __init__(self, capacity: PlanCapacity, device: torch.device) -> None:
+        self.capacity = capacity
+        sizes = {
+            "tile_ptr": (len(TILE_ROWS) + 1, torch.int32),
+            "num_reduce": (1, torch.int32),
+            "item_segment_ptr": (capacity.max_items + 1, torch.int32),
+            "item_query_ptr": (capacity.max_items + 1, torch.int32),
+            "segment_row": (capacity.max_segments, torch.int32),
+            "segment_start": (capacity.max_segments, torch.int32),
+            "segment_end": (capacity.max_segments, torch.int32),
+            "segment_mask": (capacity.max_segments, torch.int32),
+            "mask_words": (capacity.max_mask_words, torch.int64),
+            "entry_query": (capacity.max_entries, torch.int32),
+            "entry_slot": (capacity.max_entries, torch.int32),
+            "reduce_query": (capacity.max_batch, torch.int32),
+            "reduce_ptr": (capacity.max_batch + 1, torch.int32),
+        }
+        self._layout: dict[str, tuple[int, int, torch.dtype]] = {}
+        total = 0
+        for name, (count, dtype) in sizes.items():
+            bytes_ = count * dtype.itemsize
+            self._layout[name] = (total, bytes_, dtype)
+            total += -(-bytes_ // _ALIGNMENT) * _ALIGNMENT
+
+        self._buffer = torch.zeros(total, dtype=torch.uint8, device=device)
+        self._views = self._views_of(self._buffer)
+        # A copy to the GPU may still read its staging buffer when the next plan is made: several
+        # take turns, each guarded by an event. On the CPU the arrays are written in place.
+        self._staging: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+        if device.type == "cuda":
+            for _ in range(_STAGING_BUFFERS):
+                host = torch.zeros(total, dtype=torch.uint8, pin_memory=True)
+                self._staging.append((host, torch.cuda.Event()))
+        self._turn = 0
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._views[name]
+
+    @property
+    def num_bytes(self) -> int:
+        return self._buffer.numel()
+
+    def upload(self, plan: Plan) -> None:
+        """Replace the plan on the device, in the order of the current stream."""
+        if not self._staging:
+            self._fill(self._views, plan)
+            return
+        self._turn = (self._turn + 1) % len(self._staging)
+        host, copied = self._staging[self._turn]
+        copied.synchronize()
+        self._fill(self._views_of(host), plan)
+        self._buffer.copy_(host, non_blocking=True)
+        copied.record()
+
+    def clear(self) -> None:
+        """Make the plan empty: every kernel returns at once."""
+        self._buffer.zero_()
+
+    def _views_of(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {
+            name: buffer[begin : begin + size].view(dtype)
+            for name, (begin, size, dtype) in self._layout.items()
+        }
+
+    @staticmethod
+    def _fill(views: dict[str, torch.Tensor], plan: Plan) -> None:
+        for name, array in plan.arrays().items():
+            if array.dtype == np.uint64:
+                array = array.view(np.int64)
+            views[name].numpy()[: len(array)] = array
+        views["num_reduce"].numpy()[0] = len(plan.reduce_query)

@@ -1,0 +1,54 @@
+"""The data flow is also the import order: forest → policies → planner → kernels → hosts."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "deft_backend"
+
+MAY_IMPORT = {
+    "forest": set(),
+    "policies": {"forest"},
+    "planner": {"forest", "policies"},
+    "kernels": {"planner"},
+    "explain": {"forest", "policies", "planner"},
+    "hosts": {"forest", "policies", "planner", "explain", "attention", "config", "patches"},
+}
+HOST_PACKAGES = {"sglang", "vllm"}
+
+
+def imports(path: Path) -> set[str]:
+    """Absolute module names that a file imports, wherever it does."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            pytest.fail(f"{path}: relative import; the package uses absolute ones")
+    return found
+
+
+@pytest.mark.parametrize("folder", sorted(MAY_IMPORT))
+def test_folders_import_along_the_data_flow(folder: str) -> None:
+    allowed = MAY_IMPORT[folder] | {folder}
+    files = list((PACKAGE / folder).rglob("*.py"))
+    assert files, f"deft_backend/{folder} holds no modules"
+    for path in files:
+        for name in imports(path):
+            parts = name.split(".")
+            if parts[0] == "deft_backend" and len(parts) > 1:
+                assert parts[1] in allowed, f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_only_hosts_and_patches_import_servers() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        if "hosts" in path.relative_to(PACKAGE).parts:
+            continue
+        servers = {name for name in imports(path) if name.split(".")[0] in HOST_PACKAGES}
+        assert not servers, f"{path.relative_to(ROOT)} imports {servers}"
