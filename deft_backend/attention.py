@@ -230,6 +230,11 @@ class TreeAttention:
             out.copy_(result)
         return out
 
+    def poison_workspace(self) -> None:
+        """Fill the workspace with NaN: a partial result read before it is written then shows."""
+        self._partial_out.fill_(float("nan"))
+        self._partial_lse.fill_(float("nan"))
+
     def _paged(self, cache: torch.Tensor) -> torch.Tensor:
         return cache.unsqueeze(1) if cache.dim() == 3 and self.page_size == 1 else cache
 

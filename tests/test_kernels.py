@@ -5,8 +5,7 @@ Runs interpreted on the CPU; with a GPU, the compiled kernels run the same tests
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deft_backend import POLICY_NAMES, AttentionError, TreeAttention, forest_from_page_tables
+from deft_backend.bench.random_forest import random_batch as paged_batch
 from deft_backend.planner import PlanCapacity
 from deft_backend.reference import reference_attention, relative_error
 
@@ -22,9 +22,8 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 
-@dataclass
-class Batch:
-    """Page tables of a random forest, with shuffled rows and page ids."""
+class Batch(NamedTuple):
+    """Page tables of a random forest, as tensors on the CPU."""
 
     page_table: torch.Tensor
     seq_lens: torch.Tensor
@@ -34,44 +33,8 @@ class Batch:
 def random_batch(
     seed: int, page_size: int, requests: int, longest: int = 90, spare: int = 0
 ) -> Batch:
-    """Several unrelated trees; prefixes, equal requests and requests without tokens included."""
-    rng = random.Random(seed)
-    rows: list[list[int]] = []
-    lens: list[int] = []
-    used = 0
-
-    def pages(count: int) -> list[int]:
-        nonlocal used
-        used += count
-        return list(range(used - count, used))
-
-    def grow(prefix: list[int], depth: int, branches: int) -> None:
-        prefix = prefix + pages(rng.randint(0, longest // page_size))
-        if branches == 1 or depth == 0:
-            for _ in range(branches):
-                tokens = rng.choice([0, 1, rng.randint(1, longest)])
-                rows.append(prefix + pages(-(-(tokens + spare) // page_size)))
-                lens.append(len(prefix) * page_size + tokens)
-            return
-        while branches:
-            part = rng.randint(1, branches)
-            grow(prefix, depth - 1, part)
-            branches -= part
-
-    while len(rows) < requests:
-        grow([], rng.randint(0, 3), rng.randint(1, requests - len(rows)))
-    ids = list(range(used))
-    rng.shuffle(ids)
-    order = list(range(requests))
-    rng.shuffle(order)
-    table = np.zeros((requests, max(map(len, rows), default=0) + 1), dtype=np.int32)
-    for to, row in enumerate(order):
-        table[to, : len(rows[row])] = [ids[p] for p in rows[row]]
-    return Batch(
-        torch.from_numpy(table),
-        torch.tensor([lens[row] for row in order], dtype=torch.int32),
-        max(1, used),
-    )
+    made = paged_batch(seed, requests, page_size, longest=longest, spare=spare)
+    return Batch(torch.from_numpy(made.page_table), torch.from_numpy(made.seq_lens), made.num_pages)
 
 
 def check(
@@ -114,8 +77,7 @@ def check(
         )
     )
     # Poison: anything read before it was written, or never written, shows.
-    attention._partial_out.fill_(float("nan"))
-    attention._partial_lse.fill_(float("nan"))
+    attention.poison_workspace()
     out = torch.full_like(q, float("nan"))
     lens = (batch.seq_lens + grow).to(device)
     table = batch.page_table.to(device)

@@ -1,0 +1,128 @@
+"""Kernel correctness in every supported combination, recorded: ``python -m deft_backend.bench.kernel_check``.
+
+Every combination of dtype, head dimension, head counts, page size and soft cap runs every policy
+on fresh random forests with poisoned outputs, against float64 attention. Kernels are compiled by
+several processes at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import Progress
+
+from deft_backend import POLICY_NAMES, TreeAttention, forest_from_page_tables
+from deft_backend.bench.provenance import provenance
+from deft_backend.bench.random_forest import random_batch
+from deft_backend.kernels import HEAD_DIMS
+from deft_backend.reference import reference_attention, relative_error
+
+TOLERANCE = {"float16": 1e-3, "bfloat16": 6e-3}
+HEADS = ((32, 8), (32, 32), (16, 1), (28, 4))
+PAGE_SIZES = (1, 16, 64, 5)
+SOFT_CAPS = (0.0, 30.0)
+
+Shape = tuple[str, int, tuple[int, int], int, float]
+
+
+def shapes() -> list[Shape]:
+    """Every (dtype, head_dim, heads, page_size, soft cap)."""
+    return list(itertools.product(TOLERANCE, HEAD_DIMS, HEADS, PAGE_SIZES, SOFT_CAPS))
+
+
+def check_shape(job: tuple[Shape, str, int]) -> list[dict[str, Any]]:
+    """Run every policy for one shape; one row each."""
+    (dtype_name, head_dim, heads, page_size, cap), device, seed = job
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    query_heads, kv_heads = heads
+    # Enough queries on one node for the largest tile: 128 rows, and more than one of it.
+    requests = max(24, 2 * 128 * kv_heads // query_heads + 9) if device == "cuda" else 9
+    rows = []
+    for number, policy in enumerate(POLICY_NAMES):
+        batch = random_batch(
+            seed + number, requests, page_size,
+            longest=300 if device == "cuda" else 60, spare=40, single_tree=number % 2 == 0,
+        )  # fmt: skip
+        generator = torch.Generator(device).manual_seed(seed * 31 + number)
+
+        def normal(*size: int, generator: torch.Generator = generator) -> torch.Tensor:
+            return torch.randn(*size, generator=generator, device=device).to(dtype)
+
+        q = normal(requests, query_heads, head_dim)
+        k_cache = normal(batch.num_pages, page_size, kv_heads, head_dim)
+        v_cache = normal(batch.num_pages, page_size, kv_heads, head_dim)
+        attention = TreeAttention(
+            num_query_heads=query_heads, num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype,
+            device=device, page_size=page_size, max_batch=requests, policy=policy,
+        )  # fmt: skip
+        forest = forest_from_page_tables(batch.page_table, batch.seq_lens, page_size)
+        plan = attention.plan(forest)
+        attention.poison_workspace()
+        out = torch.full_like(q, float("nan"))
+        table = torch.from_numpy(batch.page_table).to(device)
+        lens = torch.from_numpy(batch.seq_lens).to(device) + 33  # grown since the plan was made
+        attention.run(q, k_cache, v_cache, table, lens, logit_cap=cap, out=out)
+        reference = reference_attention(q, k_cache, v_cache, table, lens, logit_cap=cap)
+        error = relative_error(out, reference)
+        rows.append(
+            {
+                "policy": policy, "dtype": dtype_name, "head_dim": head_dim,
+                "heads": f"{query_heads}/{kv_heads}", "page_size": page_size, "soft_cap": cap,
+                "batch": requests, "share": round(forest.share, 2), "items": plan.num_items,
+                "tiles": plan.tile_ptr.tolist(), "error": error,
+                "ok": error <= TOLERANCE[dtype_name],
+            }
+        )  # fmt: skip
+    return rows
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="JSON file to write.")],
+    processes: Annotated[int, typer.Option(help="Processes that compile and run.")] = 8,
+    seed: Annotated[int, typer.Option(help="Seed of forests and data.")] = 0,
+    limit: Annotated[int, typer.Option(help="Check only the first N shapes; 0: all.")] = 0,
+) -> None:
+    """Check the kernels in every supported combination and record the errors."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    jobs: Iterable[tuple[Shape, str, int]]
+    jobs = [(shape, device, seed + 1000 * i) for i, shape in enumerate(shapes())]
+    jobs = jobs[:limit] if limit else jobs
+    rows: list[dict[str, Any]] = []
+    with (
+        Progress(transient=True) as progress,
+        multiprocessing.get_context("spawn").Pool(processes) as pool,
+    ):
+        task = progress.add_task("checking kernels", total=len(jobs))
+        for found in pool.imap_unordered(check_shape, jobs):
+            rows += found
+            progress.advance(task)
+    rows.sort(key=lambda r: (r["dtype"], r["head_dim"], r["heads"], r["page_size"], r["soft_cap"]))
+    failed = [row for row in rows if not row["ok"]]
+    summary = {
+        "cases": len(rows),
+        "failed": len(failed),
+        "tolerance": TOLERANCE,
+        "largest_error": {
+            name: max((r["error"] for r in rows if r["dtype"] == name), default=None)
+            for name in TOLERANCE
+        },
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n  ".join(json.dumps(row) for row in rows)
+    head = json.dumps({**provenance(), **summary}, indent=1)
+    out.write_text(f'{{"header": {head},\n "rows": [\n  {lines}\n]}}\n')
+    typer.echo(json.dumps(summary))
+    for row in failed[:20]:
+        typer.echo(f"FAILED {row}")
+    raise typer.Exit(bool(failed))
+
+
+if __name__ == "__main__":
+    typer.run(main)
