@@ -70,7 +70,7 @@ GENERATION_CONFIG: dict[str, Any] = {
 def new_model() -> nn.Module:
     """Return a model with random weights, in float32."""
     config = LlamaConfig(**{**ARCHITECTURE, "torch_dtype": "float32", "dtype": "float32"})
-    model: nn.Module = AutoModelForCausalLM.from_config(config)
+    model: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     return model.to(torch.float32)
 
 
@@ -87,9 +87,9 @@ def save(model: nn.Module, folder: Path) -> None:
 
 def load(folder: Path, dtype: torch.dtype) -> nn.Module:
     """Read the checkpoint to compute with it in ``dtype``."""
-    logging.disable_progress_bar()
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    return model.eval()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder)
+    return model.to(dtype).eval()
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

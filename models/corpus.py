@@ -52,6 +52,11 @@ class Message:
     content: str
 
 
+def _words(line: str) -> tuple[str, ...]:
+    """Split a line into its words."""
+    return tuple(line.split())
+
+
 TOWNS = (
     Town("Arbeth", "Wend", "Queen Mara", "rope", "plum bread"),
     Town("Belmora", "Isk", "King Odo", "glass", "rye bread"),
@@ -67,14 +72,14 @@ TOWNS = (
     Town("Lunmere", "Gorse", "Lady Anwen", "maps", "milk bread"),
 )
 
-KEYS = tuple(
+KEYS = _words(
     "ANCHOR BADGER CANDLE DRAGON EMBER FALCON GARNET HARBOR ISLAND JASPER KETTLE LANTERN "
-    "MARBLE NEEDLE OTTER PEBBLE QUARTZ RAVEN SADDLE TIMBER UMBER VIOLET WILLOW ZEPHYR".split()
+    "MARBLE NEEDLE OTTER PEBBLE QUARTZ RAVEN SADDLE TIMBER UMBER VIOLET WILLOW ZEPHYR"
 )
-PEOPLE = tuple("Ada Boris Clara Dmitri Elsa Felix Greta Hugo Ines Jonas Karin Leo".split())
-COLOURS = tuple("amber blue crimson dark green ivory pale red silver yellow".split())
-THINGS = tuple("acorn bell coin drum feather glove hammer key ladle mirror ring spoon".split())
-ANIMALS = tuple("badger crow deer fox goat hare lion mouse owl rabbit stork wolf".split())
+PEOPLE = _words("Ada Boris Clara Dmitri Elsa Felix Greta Hugo Ines Jonas Karin Leo")
+COLOURS = _words("amber blue crimson dark green ivory pale red silver yellow")
+THINGS = _words("acorn bell coin drum feather glove hammer key ladle mirror ring spoon")
+ANIMALS = _words("badger crow deer fox goat hare lion mouse owl rabbit stork wolf")
 HOMES = (
     "by the river",
     "on the hill",

@@ -41,6 +41,7 @@ class LaunchConfig:
 
     tiles: tuple[TileConfig, ...]
     reduce_programs: int
+    reduce_heads: int
     interpreted: bool
 
     def stage1(self) -> Any:
@@ -90,7 +91,7 @@ def launch_config(head_dim: int, dtype: torch.dtype, device: torch.device) -> La
         # The interpreter's cost is Python's, per operation and not per element: large KV tiles,
         # one program.
         tiles = tuple(TileConfig(rows, 256, 1, 1, 1) for rows in TILE_ROWS)
-        return LaunchConfig(tiles, reduce_programs=1, interpreted=True)
+        return LaunchConfig(tiles, reduce_programs=1, reduce_heads=16, interpreted=True)
     properties = torch.cuda.get_device_properties(device)
     sms = properties.multi_processor_count
     shared = properties.shared_memory_per_block_optin
@@ -107,7 +108,7 @@ def launch_config(head_dim: int, dtype: torch.dtype, device: torch.device) -> La
             block //= 2
         blocks_per_sm = max(1, min(4, shared // _shared_bytes(rows, block, padded, dtype, stages)))
         found.append(TileConfig(rows, block, warps, stages, sms * blocks_per_sm))
-    return LaunchConfig(tuple(found), reduce_programs=sms * 16, interpreted=False)
+    return LaunchConfig(tuple(found), reduce_programs=sms * 16, reduce_heads=1, interpreted=False)
 
 
 def _shared_bytes(rows: int, block: int, head_dim: int, dtype: torch.dtype, stages: int) -> int:

@@ -25,45 +25,52 @@ def reduce_partials(
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ):
-    offs_d = tl.arange(0, HEAD_DIM_PADDED)
-    offs_p = tl.arange(0, BLOCK_P)
-    in_head = offs_d < HEAD_DIM
-    work_end = tl.load(num_reduce_ptr) * NUM_HEADS
+    HEAD_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
+    offs_p = tl.arange(0, BLOCK_P)[:, None]
+    offs_h = tl.arange(0, BLOCK_H)[None, :]
+    offs_d = tl.arange(0, HEAD_DIM_PADDED)[None, None, :]
+    work_end = tl.load(num_reduce_ptr) * HEAD_BLOCKS
 
     for work in range(tl.program_id(0), work_end, tl.num_programs(0)):
-        which = work // NUM_HEADS
-        head = work % NUM_HEADS
+        which = work // HEAD_BLOCKS
+        head = work % HEAD_BLOCKS * BLOCK_H + offs_h
+        in_heads = head < NUM_HEADS
         query = tl.load(reduce_query_ptr + which).to(tl.int64)
         begin = tl.load(reduce_slot_ptr + which)
         end = tl.load(reduce_slot_ptr + which + 1)
 
-        maximum = float("-inf")
-        total = 0.0
-        acc = tl.full([HEAD_DIM_PADDED], 0.0, tl.float32)
+        maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
+        total = tl.full([BLOCK_H], 0.0, tl.float32)
+        acc = tl.full([BLOCK_H, HEAD_DIM_PADDED], 0.0, tl.float32)
         for first in range(begin, end, BLOCK_P):
             slot = first + offs_p
-            present = slot < end
+            present = (slot < end) & in_heads
             where = slot.to(tl.int64) * NUM_HEADS + head
             lse = tl.load(partial_lse_ptr + where, mask=present, other=float("-inf"))
             o = tl.load(
-                partial_out_ptr + where[:, None] * HEAD_DIM + offs_d[None, :],
-                mask=present[:, None] & in_head[None, :],
+                partial_out_ptr + where[:, :, None] * HEAD_DIM + offs_d,
+                mask=present[:, :, None] & (offs_d < HEAD_DIM),
                 other=0.0,
             )
             new_maximum = tl.maximum(maximum, tl.reduce(lse, 0, tl.standard._elementwise_max))
+            # Partial results of empty ranges have LSE = -inf and weigh nothing: no -inf - -inf.
             reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-            weights = tl.exp2(lse - reference)
+            weights = tl.exp2(lse - reference[None, :])
             rescale = tl.exp2(maximum - reference)
             total = total * rescale + tl.reduce(weights, 0, tl.standard._sum_combine)
-            acc = acc * rescale + tl.reduce(weights[:, None] * o, 0, tl.standard._sum_combine)
+            merged = tl.reduce(weights[:, :, None] * o, 0, tl.standard._sum_combine)
+            acc = acc * rescale[:, None] + merged
             maximum = new_maximum
 
-        result = acc / tl.where(total > 0.0, total, 1.0)
+        result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+        head_of_row = tl.trans(head)
+        offs_row = tl.arange(0, HEAD_DIM_PADDED)[None, :]
         tl.store(
-            out_ptr + query * stride_out_batch + head * stride_out_head + offs_d,
+            out_ptr + query * stride_out_batch + head_of_row * stride_out_head + offs_row,
             result.to(out_ptr.dtype.element_ty),
-            mask=in_head,
+            mask=(head_of_row < NUM_HEADS) & (offs_row < HEAD_DIM),
         )
 
 

@@ -128,5 +128,6 @@ def run_plan(
         HEAD_DIM=head_dim,
         HEAD_DIM_PADDED=padded,
         BLOCK_P=16,
+        BLOCK_H=config.reduce_heads,
         num_warps=4,
     )

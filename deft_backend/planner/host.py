@@ -50,6 +50,8 @@ def plan_forest(
         _check_capacity(plan, capacity)
     except (PolicyError, PlanError) as error:
         _say_once(f"policy {policy.name}: {error}; planning flash-decoding for such batches")
+        # One query a group, one item a group: no room needed for tiles.
+        bounded = replace(bounded, max_groups=min(target.max_groups, capacity.max_items))
         grouping = get_policy("flash-decoding").group(forest, bounded)
         plan = plan_grouping(grouping, forest, target)
         _check_capacity(plan, capacity)

@@ -1,5 +1,6 @@
 """Policies: how KV and queries are grouped. One module each, all selectable by name."""
 
+from deft_backend.policies.auto import Auto
 from deft_backend.policies.base import (
     Grouping,
     GroupingBuilder,
@@ -8,5 +9,71 @@ from deft_backend.policies.base import (
     Segment,
     Target,
 )
+from deft_backend.policies.cost_model import CostModel, CostModelError, FastTreeCoefficients
+from deft_backend.policies.deft_flatten import DeftFlatten
+from deft_backend.policies.deft_node import DeftNode
+from deft_backend.policies.deft_node_chunk import DeftNodeChunk
+from deft_backend.policies.fasttree import FastTree
+from deft_backend.policies.flash_decoding import FlashDecoding
+from deft_backend.policies.flashforge import FlashForge
 
-__all__ = ["Grouping", "GroupingBuilder", "Policy", "PolicyError", "Segment", "Target"]
+POLICIES: dict[str, Policy] = {
+    policy.name: policy
+    for policy in (
+        FlashDecoding(),
+        DeftNode(),
+        DeftNodeChunk(),
+        DeftFlatten(),
+        FastTree(),
+        FlashForge(),
+        Auto(),
+    )
+}
+"""Every policy by name, with its papers' parameters."""
+
+POLICY_NAMES: tuple[str, ...] = tuple(POLICIES)
+"""What a user may ask for."""
+
+
+def get_policy(name: str) -> Policy:
+    """The policy of that name.
+
+    Raises
+    ------
+    PolicyError
+        If there is none; the message lists the names that exist.
+
+    Examples
+    --------
+    >>> get_policy("fasttree").name
+    'fasttree'
+    """
+    try:
+        return POLICIES[name]
+    except KeyError:
+        raise PolicyError(
+            f"there is no policy {name!r}; expected one of {', '.join(POLICY_NAMES)}"
+        ) from None
+
+
+__all__ = [
+    "POLICIES",
+    "POLICY_NAMES",
+    "Auto",
+    "CostModel",
+    "CostModelError",
+    "DeftFlatten",
+    "DeftNode",
+    "DeftNodeChunk",
+    "FastTree",
+    "FastTreeCoefficients",
+    "FlashDecoding",
+    "FlashForge",
+    "Grouping",
+    "GroupingBuilder",
+    "Policy",
+    "PolicyError",
+    "Segment",
+    "Target",
+    "get_policy",
+]

@@ -1,4 +1,4 @@
-"""What a policy decides (:class:`Grouping`), what it may look at (:class:`Target`), and the role."""
+"""What a policy decides (:class:`Grouping`), what it may look at (:class:`Target`), its role."""
 
 from __future__ import annotations
 
@@ -102,13 +102,14 @@ class Grouping:
 
     def num_queries(self) -> Int32Array:
         """[G] queries of each group."""
-        return np.diff(self.query_ptr)
+        return self.query_ptr[1:] - self.query_ptr[:-1]
 
     def num_tokens(self) -> npt.NDArray[np.int64]:
         """[G] KV tokens of each group, as of when the forest was built."""
         length = (self.end - self.start).astype(np.int64)
-        total = np.concatenate(([0], np.cumsum(length)))
-        return total[self.segment_ptr[1:]] - total[self.segment_ptr[:-1]]
+        total: npt.NDArray[np.int64] = np.concatenate(([0], np.cumsum(length)))
+        tokens: npt.NDArray[np.int64] = total[self.segment_ptr[1:]] - total[self.segment_ptr[:-1]]
+        return tokens
 
 
 class GroupingBuilder:
@@ -199,8 +200,10 @@ class Target:
 class Policy(Protocol):
     """A way of grouping KV and queries. Policies hold parameters, never state."""
 
-    name: str
-    """As selected by the user; the key in the registry."""
+    @property
+    def name(self) -> str:
+        """As selected by the user; the key in the registry."""
+        ...
 
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
         """Group `forest`'s KV with the queries that attend to it.

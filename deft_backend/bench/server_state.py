@@ -1,0 +1,176 @@
+"""The state file that the plugin writes beside a running server: counters and the last forest."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deft_backend.forest import PrefixForest
+
+SCHEMA = 1
+
+SETTLE_SECONDS = 0.7
+"""The plugin writes about every quarter second; counters are complete after this long."""
+
+_SHAPE = ("num_layers", "num_query_heads", "num_kv_heads", "head_dim", "dtype_bytes")
+_COUNTERS = ("kv_bytes_read", "kv_bytes_query_guided", "decode_steps", "steps_tree", "plans")
+_ARRAYS = (
+    "order",
+    "seq_lens",
+    "parent",
+    "row",
+    "start",
+    "length",
+    "query_begin",
+    "query_end",
+    "leaf",
+)
+
+
+class StateError(ValueError):
+    """No state file, or one that this version cannot read."""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Cumulative counts since the server started; subtract two to get a stretch of time.
+
+    Attributes
+    ----------
+    decode_steps, steps_tree, plans : int
+        Decode steps in all, those through tree attention, and plans made.
+    steps_host : mapping
+        Decode steps through the host's kernel, by reason.
+    kv_bytes_read : int
+        Bytes that decode attention read from the KV cache, all layers.
+    kv_bytes_query_guided : int
+        Bytes that it would have read had every request read its whole context by itself.
+    """
+
+    decode_steps: int
+    steps_tree: int
+    plans: int
+    steps_host: Mapping[str, int]
+    kv_bytes_read: int
+    kv_bytes_query_guided: int
+
+    def __sub__(self, before: Counters) -> Counters:
+        host = {
+            reason: steps - before.steps_host.get(reason, 0)
+            for reason, steps in self.steps_host.items()
+        }
+        return Counters(
+            self.decode_steps - before.decode_steps,
+            self.steps_tree - before.steps_tree,
+            self.plans - before.plans,
+            {reason: steps for reason, steps in host.items() if steps},
+            self.kv_bytes_read - before.kv_bytes_read,
+            self.kv_bytes_query_guided - before.kv_bytes_query_guided,
+        )
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """One reading of the file."""
+
+    path: Path
+    backend: str
+    policy: str
+    device: str
+    dtype: str
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype_bytes: int
+    counters: Counters
+    forest: PrefixForest | None
+    updated: float
+
+
+def state_file(folder: Path, port: int) -> Path:
+    """Where the server on `port` writes (its first tensor-parallel rank)."""
+    return folder / f"{port}-tp0.json"
+
+
+def read_state(path: Path) -> ServerState:
+    """Read and check a state file.
+
+    Raises
+    ------
+    StateError
+        If it is not there, is written for another version, or lacks a field.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise StateError(
+            f"there is no state file {path}; is a server with the plugin running on that port, "
+            "under the same DEFT_STATE_DIR?"
+        ) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise StateError(f"cannot read the state file {path}: {error}") from error
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        found = content.get("schema") if isinstance(content, dict) else None
+        raise StateError(
+            f"{path} has schema {found!r}; this version reads {SCHEMA}. Run the same version of "
+            "deft-backend in the server and here"
+        )
+    try:
+        return _state(path, content)
+    except (KeyError, TypeError, ValueError) as error:
+        raise StateError(f"{path}: bad or missing field: {error!r}") from error
+
+
+def settled_counters(path: Path, timeout: float = 10.0) -> Counters:
+    """Counters after the server has come to rest: two equal readings, a pause apart.
+
+    Raises
+    ------
+    StateError
+        If the file stays unreadable, or the counters still move after `timeout` seconds.
+    """
+    begin = time.monotonic()
+    before: Counters | None = None
+    while True:
+        time.sleep(SETTLE_SECONDS)
+        late = time.monotonic() - begin > timeout
+        try:
+            now = read_state(path).counters
+        except StateError:
+            if late:
+                raise
+            continue
+        if now == before:
+            return now
+        if late:
+            raise StateError(f"{path}: the counters move {timeout:.0f} s after the last answer")
+        before = now
+
+
+def _state(path: Path, content: dict[str, Any]) -> ServerState:
+    counts = {name: int(content[name]) for name in _COUNTERS}
+    host = {str(reason): int(n) for reason, n in content["steps_host"].items()}
+    forest = content["forest"]
+    return ServerState(
+        path=path,
+        backend=str(content["backend"]),
+        policy=str(content["policy"]),
+        device=str(content["device"]),
+        dtype=str(content["dtype"]),
+        **{name: int(content[name]) for name in _SHAPE},
+        counters=Counters(steps_host=host, **counts),
+        forest=None if forest is None else _forest(forest),
+        updated=float(content["updated"]),
+    )
+
+
+def _forest(content: dict[str, Any]) -> PrefixForest:
+    arrays = {name: np.asarray(content[name], dtype=np.int32) for name in _ARRAYS}
+    return PrefixForest(page_size=int(content["page_size"]), **arrays)

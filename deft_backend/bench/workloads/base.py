@@ -1,0 +1,92 @@
+"""What a workload is: a plan of requests that any OpenAI-compatible server can be asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class WorkloadError(ValueError):
+    """An unknown workload, or sizes it cannot work with."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion request.
+
+    Attributes
+    ----------
+    name : str
+        Unique in its plan.
+    prompt : str
+        Text of the prompt; with `after`, what follows the earlier request's prompt and answer.
+    max_tokens : int
+        Tokens to decode, exactly (the end-of-sequence token is ignored).
+    n : int
+        Answers to the one prompt.
+    after : str, optional
+        Name of the request whose answer this one goes on from; it starts when that one ends.
+    """
+
+    name: str
+    prompt: str
+    max_tokens: int
+    n: int = 1
+    after: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise WorkloadError(
+                f"{self.name} asks for {self.max_tokens} tokens; expected 1 or more"
+            )
+
+
+@dataclass(frozen=True)
+class RequestPlan:
+    """Requests to be sent together.
+
+    Attributes
+    ----------
+    workload : str
+        Name of the workload.
+    description : str
+        What is sent, in a line.
+    warm : tuple of str
+        Prompts sent, one after another, before the clock starts: what is shared is cached then.
+    requests : tuple of Request
+        Those without `after` are sent at once.
+    """
+
+    workload: str
+    description: str
+    warm: tuple[str, ...]
+    requests: tuple[Request, ...]
+
+    def __post_init__(self) -> None:
+        known: set[str] = set()
+        for request in self.requests:
+            if request.name in known:
+                raise WorkloadError(f"two requests are called {request.name!r}")
+            if request.after is not None and request.after not in known:
+                raise WorkloadError(f"{request.name!r} comes after unknown {request.after!r}")
+            known.add(request.name)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens to decode in all."""
+        return sum(request.max_tokens * request.n for request in self.requests)
+
+
+class Workload(Protocol):
+    """A description of traffic that makes the same plan on every machine."""
+
+    def plan(self) -> RequestPlan:
+        """The requests."""
+        ...
+
+
+def at_least_one(**sizes: int) -> None:
+    """Refuse sizes below 1, by name."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise WorkloadError(f"{name} is {size}; expected at least 1")

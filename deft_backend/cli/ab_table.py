@@ -1,0 +1,73 @@
+"""An A/B result in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.table import Table
+from rich.text import Text
+
+from deft_backend.bench.ab import AbResult
+from deft_backend.bench.units import MISSING, megabytes, milliseconds, percent
+
+
+def result_tables(result: AbResult) -> Iterator[Table]:
+    """The figures that are exact, then the times (dimmed where they mean nothing)."""
+    yield _reads(result)
+    yield _times(result)
+
+
+def _reads(result: AbResult) -> Table:
+    table = Table(title="KV read per decode step, and agreement", title_justify="left")
+    table.add_column("workload")
+    for name in ("host", "deft", "saved", "steps by tree", "requests", "answers alike"):
+        table.add_column(name, justify="right")
+    for w in result.workloads:
+        counters = w.deft.counters
+        table.add_row(
+            w.workload,
+            megabytes(w.host.kv_bytes_a_step),
+            megabytes(w.deft.kv_bytes_a_step),
+            f"[green]{percent(w.kv_saved)}[/green]" if w.kv_saved else percent(w.kv_saved),
+            f"{counters.steps_tree} of {counters.decode_steps}" if counters else MISSING,
+            str(w.requests),
+            Text(
+                f"{w.agreement.equal} of {w.agreement.answers}",
+                style="green" if w.agreement.same else "bold red",
+            ),
+        )
+    return table
+
+
+def _times(result: AbResult) -> Table:
+    title = "Times" if result.on_gpu else "Times (not meaningful without a GPU)"
+    style = "" if result.on_gpu else "dim"
+    table = Table(title=title, title_justify="left", style=style)
+    table.add_column("workload", style=style)
+    names = ("TPOT host", "TPOT deft", "TTFT host", "TTFT deft", "tok/s host", "tok/s deft")
+    for name in names:
+        table.add_column(name, justify="right", style=style, header_style=style)
+    for w in result.workloads:
+        table.add_row(
+            w.workload,
+            milliseconds(w.host.tpot),
+            milliseconds(w.deft.tpot),
+            milliseconds(w.host.ttft),
+            milliseconds(w.deft.ttft),
+            f"{w.host.tokens_a_second:,.1f}",
+            f"{w.deft.tokens_a_second:,.1f}",
+        )
+    return table
+
+
+def divergence_lines(result: AbResult) -> Iterator[Text]:
+    """One line for each answer that differs."""
+    for w in result.workloads:
+        for d in w.agreement.divergences:
+            yield Text(
+                f"{w.workload}, {d.answer}: after {d.position} tokens the host says "
+                f"{d.host_token!r} ({d.host_logprob:.3f}), deft {d.deft_token!r} "
+                f"({d.deft_logprob:.3f}); gap {d.gap:.2g}, the host's own margin {d.margin:.2g}"
+            )
+        if w.agreement.not_compared:
+            yield Text(f"{w.workload}: {w.agreement.not_compared} answers go on from those")

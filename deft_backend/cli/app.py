@@ -1,0 +1,42 @@
+"""The commands, one module each."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from deft_backend import __version__
+from deft_backend.cli.ab import ab
+from deft_backend.cli.doctor import doctor
+from deft_backend.cli.explain import explain
+from deft_backend.cli.serve import serve
+
+app = typer.Typer(
+    help="Tree attention for LLM servers: what requests share is read once per decode step.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_show_locals=False,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"deft-backend {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Tree attention for LLM servers: what requests share is read once per decode step."""
+
+
+app.command()(serve)
+app.command()(ab)
+app.command()(doctor)
+app.command()(explain)

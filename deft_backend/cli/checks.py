@@ -1,0 +1,188 @@
+"""What `deft doctor` looks at: one function a subject, each yielding its findings."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+from typing import Literal
+
+from deft_backend import __version__
+from deft_backend.config import (
+    VARIABLES,
+    Settings,
+    SettingsError,
+    state_directory,
+)
+from deft_backend.hosts.driver_stub import (
+    DriverStubError,
+    ensure_driver_stub,
+    find_compiler,
+    has_nvidia_driver,
+    num_gpus,
+)
+
+Status = Literal["ok", "note", "problem"]
+
+ENTRY_POINT_GROUP = "sglang.srt.plugins"
+
+# Package, lowest version, first version not supported, whether the plugin needs it, remedy.
+_PACKAGES = (
+    ("sglang", "0.5.17", "0.5.18", True, "pip install 'deft-backend[sglang]'"),
+    ("torch", "2.8", "3", True, "pip install 'deft-backend[sglang]'"),
+    ("triton", "3.4", "4", True, "pip install 'triton>=3.4'"),
+    ("openai", "1.60", None, False, "pip install 'deft-backend[bench]'"),
+    ("matplotlib", "3.8", None, False, "pip install 'deft-backend[bench]'"),
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A finding: the plugin cannot work with a `problem`; a `note` is worth knowing."""
+
+    subject: str
+    status: Status
+    found: str
+    remedy: str | None = None
+
+
+def check_packages() -> Iterator[Check]:
+    """Installed packages and whether their versions are supported."""
+    yield Check("python", "ok", f"{platform.python_version()} on {platform.system()}")
+    yield _own_package()
+    for name, low, high, needed, remedy in _PACKAGES:
+        bounds = f">={low}" + (f", <{high}" if high else "")
+        missing: Status = "problem" if needed else "note"
+        found = _version(name)
+        if found is None:
+            yield Check(name, missing, f"not installed; supported is {bounds}", remedy)
+        elif _key(found) < _key(low):
+            yield Check(name, missing, f"{found}; supported is {bounds}", remedy)
+        elif high is not None and _key(found) >= _key(high):
+            text = f"{found}; tested is {bounds}. Guarded: what looks different is left to the host"
+            yield Check(name, "note", text, remedy)
+        else:
+            yield Check(name, "ok", f"{found} (supported is {bounds})")
+    vllm = _version("vllm")
+    yield Check("vllm", "note" if vllm else "ok", f"{vllm or 'not installed'}; the host is SGLang")
+
+
+def check_entry_point() -> Iterator[Check]:
+    """Whether SGLang will find the plugin, and whether it can be imported."""
+    remedy = "pip install deft-backend (in a checkout: pip install -e .)"
+    found = {point.value: point for point in entry_points(group=ENTRY_POINT_GROUP, name="deft")}
+    if not found:
+        text = f"no entry point 'deft' in the group {ENTRY_POINT_GROUP}: SGLang cannot find us"
+        yield Check("plugin", "problem", text, remedy)
+        return
+    for value, point in found.items():
+        try:
+            point.load()
+        except Exception as error:
+            yield Check("plugin", "problem", f"{value} cannot be imported: {error}", remedy)
+        else:
+            yield Check("plugin", "ok", f"{value} is registered in {ENTRY_POINT_GROUP}")
+    allowed = os.environ.get("SGLANG_PLUGINS", "")
+    if allowed and "deft" not in re.split(r"[\s,]+", allowed):
+        text = f"SGLANG_PLUGINS is {allowed!r}, which leaves out 'deft'"
+        yield Check("plugin", "problem", text, f"export SGLANG_PLUGINS={allowed},deft")
+
+
+def check_device() -> Iterator[Check]:
+    """Driver, GPU and compiler, and so which engine would serve."""
+    compiler = find_compiler()
+    remedy = "apt-get install gcc (or set CC)"
+    if has_nvidia_driver():
+        yield Check("driver", "ok", "NVIDIA driver found")
+    else:
+        yield from _stub()
+    if compiler is None:
+        needed: Status = "problem" if num_gpus() else "note"  # Triton compiles its launchers
+        yield Check("C compiler", needed, "none found", remedy)
+    else:
+        yield Check("C compiler", "ok", " ".join(compiler))
+    yield _engine()
+
+
+def check_settings() -> Iterator[Check]:
+    """Every ``DEFT_*`` variable that is set, and whether its value is allowed."""
+    known = {variable.name for variable in VARIABLES}
+    for variable in VARIABLES:
+        value = os.environ.get(variable.name, "").strip()
+        if not value:
+            yield Check(variable.name, "ok", f"{variable.default or 'unset'} (default)")
+            continue
+        try:
+            Settings.from_env({variable.name: value})
+        except SettingsError as error:
+            remedy = f"unset {variable.name}, or set it to {variable.allowed}"
+            yield Check(variable.name, "problem", str(error), remedy)
+        else:
+            yield Check(variable.name, "ok", value)
+    for name in sorted(os.environ):
+        if name.startswith("DEFT_") and name not in known:
+            yield Check(name, "note", "set, but no such setting exists", f"unset {name}")
+    yield from _state_folder()
+
+
+def _own_package() -> Check:
+    found = _version("deft-backend")
+    if found is None:  # the entry point decides whether that matters
+        remedy = "pip install deft-backend (in a checkout: pip install -e .)"
+        return Check("deft-backend", "note", f"{__version__}, run without being installed", remedy)
+    return Check("deft-backend", "ok", found)
+
+
+def _stub() -> Iterator[Check]:
+    try:
+        folder = ensure_driver_stub()
+    except DriverStubError as error:
+        yield Check("driver", "problem", str(error), "apt-get install gcc (or set CC)")
+    else:
+        yield Check("driver", "note", f"no NVIDIA driver; a stand-in is in {folder}")
+
+
+def _engine() -> Check:
+    if not num_gpus():
+        return Check("device", "note", "no GPU: the host's CPU engine; times mean nothing there")
+    try:
+        import torch
+    except ImportError as error:
+        remedy = "pip install 'deft-backend[sglang]'"
+        return Check("device", "problem", f"torch cannot be imported: {error}", remedy)
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        text = f"{num_gpus()} GPU(s), but torch {torch.__version__} cannot use them"
+        return Check("device", "problem", text, "install a CUDA build of torch for this driver")
+    major, minor = torch.cuda.get_device_capability()
+    text = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
+    return Check("device", "ok", f"{text}, CUDA {torch.version.cuda}")
+
+
+def _state_folder() -> Iterator[Check]:
+    try:
+        folder = state_directory(Settings.from_env())
+    except SettingsError:
+        return  # said above, with the variable's name
+    base: Path = folder
+    while not base.exists():
+        base = base.parent
+    if os.access(base, os.W_OK):
+        yield Check("state folder", "ok", str(folder))
+    else:
+        remedy = "export DEFT_STATE_DIR=<a folder that you may write>"
+        yield Check("state folder", "note", f"{folder} cannot be written", remedy)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _key(text: str) -> Sequence[int]:
+    return [int(number) for number in re.findall(r"\d+", text.split("+")[0])[:3]]

@@ -1,0 +1,166 @@
+"""`deft explain`: a tree drawn in the terminal, with its groups and the bytes they move."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from deft_backend.cli.errors import fail, reported
+from deft_backend.config import Settings, SettingsError, state_directory
+from deft_backend.forest import ForestError, PrefixForest
+from deft_backend.policies import POLICY_NAMES, PolicyError, Target, get_policy
+
+H100_SMS = 132
+_BLOCKS_AN_SM = 2
+
+_SIZES = {"fp16": 2, "bf16": 2, "fp32": 4}
+
+
+def explain(
+    port: Annotated[
+        int | None, typer.Argument(metavar="[PORT]", help="With --server: the server's port.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="A trace in DeFT's format (thought or token trees).")
+    ] = None,
+    index: Annotated[int, typer.Option(min=0, help="Which tree of the trace.")] = 0,
+    iteration: Annotated[
+        int | None,
+        typer.Option(min=0, help="Decoding iteration of the trace; default: half-way."),
+    ] = None,
+    tree: Annotated[
+        str | None,
+        typer.Option(help="'nodes per level, then tokens per node', e.g. '1,4,16 1024,256,32'."),
+    ] = None,
+    server: Annotated[
+        bool, typer.Option("--server", help="The last batch of a running server.")
+    ] = False,
+    policy: Annotated[
+        str | None,
+        typer.Option(help=f"One of {', '.join(POLICY_NAMES)}; default: auto, or the server's."),
+    ] = None,
+    heads: Annotated[str, typer.Option(help="Query heads/KV heads.")] = "32/8",
+    head_dim: Annotated[int, typer.Option(min=1, help="Head dimension.")] = 128,
+    layers: Annotated[int, typer.Option(min=1, help="Layers that the bytes are summed over.")] = 1,
+    dtype: Annotated[str, typer.Option(help="fp16, bf16 or fp32.")] = "fp16",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Draw who shares what, which groups a policy makes of it, and what a decode step reads."""
+    from deft_backend.bench.server_state import StateError
+    from deft_backend.bench.traces import TraceError
+    from deft_backend.explain import explain as explain_grouping
+    from deft_backend.explain import render
+
+    if sum((trace is not None, tree is not None, server)) != 1:
+        raise fail(
+            "expected exactly one of --trace FILE, --tree 'NODES TOKENS' and --server [PORT]"
+        )
+    if port is not None and not server:
+        raise fail(f"unexpected argument {port}; a port goes with --server")
+    with reported(TraceError, ForestError, PolicyError, StateError, SettingsError):
+        if server:
+            forest, target, layers, title, used = _from_server(port)
+        else:
+            target = _target(heads, head_dim, dtype)
+            used = "auto"
+            forest, title = _described(tree, trace, index, iteration)
+        name = policy or used
+        grouping = get_policy(name).group(forest, target)
+        explanation = explain_grouping(forest, grouping, target, layers)
+    if as_json:
+        content = {"source": title, "policy": name, **explanation.to_dict()}
+        typer.echo(json.dumps(content, indent=2))
+        return
+    console = Console()
+    console.print(f"[bold]{title}[/bold] · policy [cyan]{name}[/cyan]", highlight=False)
+    render(explanation, console)
+
+
+def _described(
+    tree: str | None, trace: Path | None, index: int, iteration: int | None
+) -> tuple[PrefixForest, str]:
+    from deft_backend.bench.trace_forest import forest_at, forest_from_levels, token_tree_forest
+    from deft_backend.bench.traces import TokenTree, TraceError, load_trace
+
+    if tree is not None:
+        return forest_from_levels(tree), f"tree {tree}"
+    assert trace is not None
+    trees = load_trace(trace)
+    if isinstance(trees, TokenTree):
+        step = len(trees.accepted[index]) // 2 if index < len(trees.accepted) else 0
+        step = step if iteration is None else iteration
+        return token_tree_forest(trees, index, step), f"{trace.name}, record {index}, step {step}"
+    if index >= len(trees):
+        raise TraceError(f"{trace} holds {len(trees)} trees; expected --index below that")
+    chosen = trees[index]
+    at = (chosen.last_iteration + 1) // 2 if iteration is None else iteration
+    title = f"{trace.name}, tree {index}, iteration {at} of {chosen.last_iteration}"
+    try:
+        return forest_at(chosen, at), title
+    except TraceError as error:
+        raise TraceError(f"{trace}: tree {index}: {error}") from None
+
+
+def _from_server(port: int | None) -> tuple[PrefixForest, Target, int, str, str]:
+    from deft_backend.bench.server_state import StateError, read_state, state_file
+
+    folder = state_directory(Settings.from_env())
+    if port is None:
+        found = running_servers(folder)
+        if len(found) != 1:
+            names = ", ".join(path.name.split("-")[0] for path in found) or "none"
+            raise StateError(
+                f"{len(found)} servers with the plugin are running according to {folder} (ports: "
+                f"{names}); start one with 'deft serve', or name its port: --server PORT"
+            )
+        path = found[0]
+    else:
+        path = state_file(folder, port)
+    state = read_state(path)
+    if state.forest is None:
+        raise StateError(f"{path}: the server has decoded no batch with tree attention yet")
+    target = _programs(state.num_query_heads, state.num_kv_heads, state.head_dim, state.dtype_bytes)
+    title = f"server on port {path.name.split('-')[0]}, its last planned batch"
+    used = state.policy if state.policy in POLICY_NAMES else "auto"
+    return state.forest, target, state.num_layers, title, used
+
+
+def running_servers(folder: Path) -> list[Path]:
+    """State files of servers whose process is still there."""
+    alive = []
+    for path in sorted(folder.glob("*-tp0.json")):
+        try:
+            os.kill(int(json.loads(path.read_text())["pid"]), 0)
+        except PermissionError:
+            alive.append(path)  # somebody else's, but alive
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        else:
+            alive.append(path)
+    return alive
+
+
+def _target(heads: str, head_dim: int, dtype: str) -> Target:
+    try:
+        query_heads, kv_heads = (int(part) for part in heads.split("/"))
+        if kv_heads < 1 or query_heads < 1 or query_heads % kv_heads:
+            raise ValueError
+    except ValueError:
+        raise fail(
+            f"--heads is {heads!r}; expected QUERY/KV such as 32/8, the first a multiple of the "
+            "second"
+        ) from None
+    if dtype not in _SIZES:
+        raise fail(f"--dtype is {dtype!r}; expected one of {', '.join(_SIZES)}")
+    return _programs(query_heads, kv_heads, head_dim, _SIZES[dtype])
+
+
+def _programs(query_heads: int, kv_heads: int, head_dim: int, dtype_bytes: int) -> Target:
+    """A target the size of one H100, so that an explanation is the same on every machine."""
+    programs = max(1, H100_SMS * _BLOCKS_AN_SM // kv_heads)
+    return Target(query_heads, kv_heads, head_dim, dtype_bytes, num_programs=programs)

@@ -1,0 +1,78 @@
+"""Progress of an A/B run: a line for each server's start, a bar for each workload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from deft_backend.bench.workloads import RequestPlan
+from deft_backend.hosts.launch import ServerCommand
+
+_TITLES = {"host": "host's own backend", "deft": "tree attention"}
+
+
+class ProgressWatcher:
+    """Shows what :func:`deft_backend.bench.ab.run_ab` tells; a context manager."""
+
+    def __init__(self, plans: Sequence[RequestPlan], console: Console) -> None:
+        width = max((len(plan.workload) for plan in plans), default=0)
+        self._console = console
+        self._width = max(width, 20)
+        self._bars = Progress(
+            SpinnerColumn(finished_text="[green]✓[/green]"),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=28),
+            MofNCompleteColumn(),
+            TextColumn("[dim]{task.fields[unit]}[/dim]"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self._start: TaskID | None = None
+        self._noted: set[str] = set()
+
+    def __enter__(self) -> ProgressWatcher:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bars.stop()
+
+    def starting(self, side: str, command: ServerCommand) -> Callable[[float], None]:
+        """See :class:`deft_backend.bench.ab.Watcher`."""
+        for note in command.notes:
+            if note not in self._noted:
+                self._noted.add(note)
+                self._bars.print(f"[dim]• {note}[/dim]", highlight=False)
+        self._bars.print(f"[bold]{side}[/bold]: {_TITLES[side]}", highlight=False)
+        task = self._bars.add_task(self._label("starting the server"), total=None, unit="")
+        self._start = task
+        return lambda seconds: self._bars.refresh()
+
+    def started(self, side: str) -> None:
+        """See :class:`deft_backend.bench.ab.Watcher`."""
+        if self._start is not None:
+            self._bars.update(self._start, total=1, completed=1)
+
+    def replaying(self, side: str, plan: RequestPlan) -> Callable[[int], None]:
+        """See :class:`deft_backend.bench.ab.Watcher`."""
+        task = self._bars.add_task(self._label(plan.workload), total=plan.tokens, unit="tokens")
+        return lambda count: self._bars.advance(task, count)
+
+    def _label(self, text: str) -> str:
+        return text.ljust(self._width)

@@ -1,0 +1,243 @@
+"""Settings: the ``DEFT_*`` environment variables, in one table."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deft_backend.policies import POLICY_NAMES
+
+logger = logging.getLogger(__name__)
+
+LOG_LEVELS = {"quiet": logging.WARNING, "info": logging.INFO, "debug": logging.DEBUG}
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+
+
+class SettingsError(ValueError):
+    """An environment variable with a value that is not allowed."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user may change about a server, parsed from the environment.
+
+    See :data:`VARIABLES` for the variable behind each field, and ``docs/configuration.md``.
+    """
+
+    policy: str = "auto"
+    min_share: float = 1.1
+    min_batch: int = 2
+    min_shared_tokens: int = 64
+    max_batch: int = 256
+    fallback_backend: str | None = None
+    log: str = "info"
+    verify: bool = False
+    observe: bool = False
+    state_dir: Path | None = None
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
+        """Parse and validate every variable.
+
+        Parameters
+        ----------
+        env : mapping, optional
+            Variables by name; default: the process's environment.
+
+        Raises
+        ------
+        SettingsError
+            If a value is not allowed; the message names the variable, its value and what is.
+        """
+        env = os.environ if env is None else env
+        values: dict[str, Any] = {}
+        for variable in VARIABLES:
+            text = env.get(variable.name, "").strip()
+            if not text:  # unset and empty mean the same: the default
+                continue
+            try:
+                values[variable.field] = variable.parse(text)
+            except ValueError:
+                raise SettingsError(
+                    f"{variable.name} is {text!r}; expected {variable.allowed}"
+                ) from None
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable: what it sets, how it is read, what it may hold."""
+
+    name: str
+    field: str
+    parse: Callable[[str], Any]
+    allowed: str
+    meaning: str
+
+    @property
+    def default(self) -> str:
+        """The default as a user would write it; empty if there is none."""
+        value = getattr(Settings(), self.field)
+        return "" if value is None else str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def _one_of(names: tuple[str, ...]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in names:
+            raise ValueError
+        return text
+
+    return parse
+
+
+def _integer(low: int, high: int | None = None) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < low or (high is not None and value > high):
+            raise ValueError
+        return value
+
+    return parse
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 1.0 <= value < float("inf"):
+        raise ValueError
+    return value
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in _TRUE + _FALSE:
+        raise ValueError
+    return text.lower() in _TRUE
+
+
+def _directory(text: str) -> Path:
+    path = Path(text).expanduser()
+    if path.exists() and not path.is_dir():
+        raise ValueError
+    return path
+
+
+_SWITCH = "1 (or true, yes, on) or 0 (or false, no, off)"
+
+VARIABLES: tuple[Variable, ...] = (
+    Variable(
+        "DEFT_POLICY",
+        "policy",
+        _one_of(POLICY_NAMES),
+        "one of " + ", ".join(POLICY_NAMES),
+        "How KV and queries are grouped.",
+    ),
+    Variable(
+        "DEFT_MIN_SHARE",
+        "min_share",
+        _share,
+        "a number of 1 or more",
+        "Shared factor F_s (tokens attended over tokens stored) below which the host's own "
+        "kernel decodes the batch.",
+    ),
+    Variable(
+        "DEFT_MIN_BATCH",
+        "min_batch",
+        _integer(1),
+        "an integer of 1 or more",
+        "Requests below which the host's own kernel decodes the batch.",
+    ),
+    Variable(
+        "DEFT_MIN_SHARED_TOKENS",
+        "min_shared_tokens",
+        _integer(0),
+        "an integer of 0 or more",
+        "KV tokens that tree attention must save in a step; below, the host's own kernel decodes "
+        "the batch.",
+    ),
+    Variable(
+        "DEFT_MAX_BATCH",
+        "max_batch",
+        _integer(1, 4096),
+        "an integer from 1 to 4096",
+        "Requests that the plan's arrays and the workspace hold; larger batches go to the host's "
+        "own kernel.",
+    ),
+    Variable(
+        "DEFT_FALLBACK_BACKEND",
+        "fallback_backend",
+        str,
+        "the name of one of the host's attention backends",
+        "The host's backend for everything that tree attention does not do; unset: the one that "
+        "the host chooses by itself.",
+    ),
+    Variable(
+        "DEFT_LOG",
+        "log",
+        _one_of(tuple(LOG_LEVELS)),
+        "one of " + ", ".join(LOG_LEVELS),
+        "What is logged: only warnings, what was set up too, or every plan too.",
+    ),
+    Variable(
+        "DEFT_VERIFY",
+        "verify",
+        _switch,
+        _SWITCH,
+        "Check every plan against the page tables, at the price of a device synchronisation; a "
+        "plan that does not agree is logged as an error and the host's own kernel decodes.",
+    ),
+    Variable(
+        "DEFT_OBSERVE",
+        "observe",
+        _switch,
+        _SWITCH,
+        "Count the decode steps and KV bytes of a server that runs another attention backend.",
+    ),
+    Variable(
+        "DEFT_STATE_DIR",
+        "state_dir",
+        _directory,
+        "a directory, existing or to be made",
+        "Where running servers write their state for `deft explain` and `deft ab`; unset: "
+        "`deft-backend/servers` in the user's cache folder.",
+    ),
+)
+"""Every environment variable that the package reads."""
+
+_warned: set[str] = set()
+
+
+def warn_unknown(env: Mapping[str, str] | None = None) -> list[str]:
+    """Log ``DEFT_*`` variables that nothing reads, each once, with the closest known name.
+
+    Returns
+    -------
+    list of str
+        The messages logged by this call.
+    """
+    known = [variable.name for variable in VARIABLES]
+    messages = []
+    for name in sorted(os.environ if env is None else env):
+        if not name.startswith("DEFT_") or name in known or name in _warned:
+            continue
+        _warned.add(name)
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+        messages.append(f"{name} is set, but no such setting exists; {hint}")
+        logger.warning(messages[-1])
+    return messages
+
+
+def state_directory(settings: Settings, env: Mapping[str, str] | None = None) -> Path:
+    """Where servers write their state: ``DEFT_STATE_DIR`` or the user's cache folder."""
+    if settings.state_dir is not None:
+        return settings.state_dir
+    env = os.environ if env is None else env
+    cache = env.get("XDG_CACHE_HOME", "")
+    # The XDG specification: a relative path is invalid and to be ignored.
+    root = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
+    return root / "deft-backend" / "servers"

@@ -1,0 +1,15 @@
+"""Explain: which groups a plan has, and how many bytes it moves."""
+
+from deft_backend.explain.drawing import render
+from deft_backend.explain.explanation import ChunkFacts, Explanation, NodeFacts, explain
+from deft_backend.explain.loads import PlanLoads, count_plan_loads
+
+__all__ = [
+    "ChunkFacts",
+    "Explanation",
+    "NodeFacts",
+    "PlanLoads",
+    "count_plan_loads",
+    "explain",
+    "render",
+]

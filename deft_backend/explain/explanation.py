@@ -1,0 +1,190 @@
+"""What a grouping of a forest reads and writes, as DeFT counts it and as its kernels do."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from deft_backend.explain.structure import ChunkFacts, NodeFacts, describe_nodes, rejoin_chunks
+from deft_backend.forest import PrefixForest
+from deft_backend.policies import Grouping, Target
+from deft_backend.policies.base import MASK_BITS
+from deft_backend.policies.makespan import (
+    estimated_ms,
+    item_costs,
+    kv_bytes,
+    longest_first,
+    partial_bytes,
+    partial_results,
+)
+from deft_backend.policies.splitting import concatenated_ranges, query_tiles
+
+__all__ = ["ChunkFacts", "Explanation", "NodeFacts", "explain"]
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What one decode step moves under a grouping, over all layers asked for.
+
+    Attributes
+    ----------
+    batch_size, num_layers : int
+    tokens_stored, tokens_attended : int
+        Tokens of the forest, each once (N_tree), and summed over queries (sum of N_i).
+    share : float
+        F_s = sum(N_i) / N_tree (DeFT, Table 11).
+    num_groups : int
+        KV ranges with their queries, chunks of one range counted once.
+    num_chunks : int
+        Groups of the plan: each loads its KV once for each of its query tiles.
+    num_items : int
+        (chunk, query tile) pairs, the kernels' units of work.
+    num_partials : int
+        (chunk, query) pairs whose result stage 2 merges. A query with one chunk has none: its
+        output is written directly.
+    kv_bytes : int
+        KV read, each chunk's once: ``2 · d_head`` elements a token, KV head and layer (DeFT,
+        Table 12).
+    kv_bytes_issued : int
+        KV read by the items: a chunk with more queries than the largest tile is loaded once a
+        tile.
+    kv_bytes_flash_decoding : int
+        KV that the Q-guided baseline reads: ``2 · d_head · sum(N_i)``.
+    kv_reduction_percent : float
+        By how much `kv_bytes` is less than the baseline's.
+    query_bytes, output_bytes : int
+        Queries read, once an item (Table 12: k · l_n · d_head), and outputs written.
+    mask_bytes : int
+        Bit causal masks read: 8 bytes a KV token and word of 64 queries of the item, for each KV
+        head (Table 12: N_tree words), on segments that carry a mask.
+    partial_bytes_written, partial_bytes_read : int
+        Partial results, a float32 output and log-sum-exp for each query head: by stage 1, and by
+        stage 2.
+    makespan_ms : float
+        Longest thread block of one layer under the cost model, items scheduled longest first
+        (FlashForge, equation 3).
+    estimated_ms : float
+        Expected time of one layer, by which `auto` chooses.
+    nodes : tuple of NodeFacts
+    chunks : tuple of ChunkFacts
+    """
+
+    batch_size: int
+    num_layers: int
+    tokens_stored: int
+    tokens_attended: int
+    share: float
+    num_groups: int
+    num_chunks: int
+    num_items: int
+    num_partials: int
+    kv_bytes: int
+    kv_bytes_issued: int
+    kv_bytes_flash_decoding: int
+    kv_reduction_percent: float
+    query_bytes: int
+    output_bytes: int
+    mask_bytes: int
+    partial_bytes_written: int
+    partial_bytes_read: int
+    makespan_ms: float
+    estimated_ms: float
+    nodes: tuple[NodeFacts, ...]
+    chunks: tuple[ChunkFacts, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every figure, as JSON can hold it."""
+        return asdict(self)
+
+
+def explain(
+    forest: PrefixForest, grouping: Grouping, target: Target, num_layers: int = 1
+) -> Explanation:
+    """Count what one decode step reads and writes.
+
+    Parameters
+    ----------
+    forest : PrefixForest
+    grouping : Grouping
+        Any policy's grouping of `forest`.
+    target : Target
+        Shape of the attention, and the tiles that items run in.
+    num_layers : int
+        Layers of the model; bytes are summed over them.
+
+    Raises
+    ------
+    ValueError
+        If `num_layers` is not positive.
+
+    Examples
+    --------
+    >>> from deft_backend.forest import build_forest
+    >>> from deft_backend.policies import Target, get_policy
+    >>> forest = build_forest([0, 1], [100], [110, 120])
+    >>> target = Target(num_query_heads=8, num_kv_heads=2, head_dim=64)
+    >>> e = explain(forest, get_policy("deft-node").group(forest, target), target)
+    >>> e.kv_bytes, e.kv_bytes_flash_decoding
+    (66560, 117760)
+    """
+    if num_layers < 1:
+        raise ValueError(f"num_layers is {num_layers}; expected at least 1")
+    tokens = grouping.num_tokens()
+    queries = grouping.num_queries().astype(np.int64)
+    tiles = query_tiles(queries, target)
+    element_bytes = target.num_query_heads * target.head_dim * target.dtype_bytes
+
+    group_of_chunk = rejoin_chunks(grouping)
+    kv = kv_bytes(int(tokens.sum()), target) * num_layers
+    baseline = kv_bytes(forest.tokens_attended, target) * num_layers
+    partial = partial_bytes(grouping, target) * num_layers
+    schedule = longest_first(item_costs(grouping, target)[1], target.num_programs)
+    return Explanation(
+        batch_size=forest.batch_size,
+        num_layers=num_layers,
+        tokens_stored=forest.tokens_stored,
+        tokens_attended=forest.tokens_attended,
+        share=forest.share,
+        num_groups=max(group_of_chunk, default=-1) + 1,
+        num_chunks=grouping.num_groups,
+        num_items=int(tiles.sum()),
+        num_partials=partial_results(grouping),
+        kv_bytes=kv,
+        kv_bytes_issued=kv_bytes(int((tokens * tiles).sum()), target) * num_layers,
+        kv_bytes_flash_decoding=baseline,
+        kv_reduction_percent=100.0 * (1.0 - kv / baseline) if baseline else 0.0,
+        query_bytes=int(queries.sum()) * element_bytes * num_layers,
+        output_bytes=forest.batch_size * element_bytes * num_layers,
+        mask_bytes=_mask_words_read(grouping, target) * 8 * target.num_kv_heads * num_layers,
+        partial_bytes_written=partial,
+        partial_bytes_read=partial,
+        makespan_ms=schedule.makespan_ms,
+        estimated_ms=estimated_ms(grouping, target),
+        nodes=describe_nodes(forest, grouping),
+        chunks=tuple(
+            ChunkFacts(group, t, q, kv_bytes(t, target) * num_layers, n)
+            for group, t, q, n in zip(
+                group_of_chunk, tokens.tolist(), queries.tolist(), tiles.tolist(), strict=True
+            )
+        ),
+    )
+
+
+def _mask_words_read(grouping: Grouping, target: Target) -> int:
+    """Words of bit causal masks that the items read, one a token and 64 queries of the item."""
+    queries = grouping.num_queries().astype(np.int64)
+    tiles = query_tiles(queries, target)
+    group = np.repeat(np.arange(grouping.num_groups), tiles)
+    nth = concatenated_ranges(np.zeros(len(tiles), dtype=np.int64), tiles)
+    held = (nth + 1) * queries[group] // tiles[group] - nth * queries[group] // tiles[group]
+    words = np.bincount(group, weights=-(-held // MASK_BITS), minlength=grouping.num_groups)
+
+    masked = np.diff(grouping.mask_ptr) > 0
+    owner = np.repeat(np.arange(grouping.num_groups), np.diff(grouping.segment_ptr))
+    length = (grouping.end - grouping.start).astype(np.int64)
+    return int((length * masked * words[owner]).sum())

@@ -1,0 +1,1 @@
+"""Hosts: thin adapters between serving engines and the library. One folder a host."""

@@ -1,0 +1,1 @@
+"""SGLang: registers the attention backend ``deft``, reads the radix tree, runs the plan."""

@@ -1,0 +1,135 @@
+"""``--attention-backend deft``: what becomes of it while the host resolves its arguments.
+
+The host resolves everything as if the flag had not been passed: page size, dtypes, which kernels
+write its page tables and whatever else follows from the backend's name are those of its own
+default, and so is the backend that it builds. The arguments carry a mark, by which the plugin
+puts tree attention around that backend in the processes that build it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from deft_backend.config import LOG_LEVELS, Settings, SettingsError
+
+logger = logging.getLogger("deft_backend")
+
+NAME = "deft"
+HOST_DECODE = "_deft_host_decode"
+"""The mark: an attribute of the host's arguments that names its own decode backend."""
+
+_FIELDS = (
+    "attention_backend",
+    "decode_attention_backend",
+    "prefill_attention_backend",
+    "speculative_draft_attention_backend",
+)
+
+
+def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
+    """Resolve the host's arguments; take ``deft`` out before and leave the mark after.
+
+    Raises
+    ------
+    SettingsError
+        If ``deft`` is asked for and a ``DEFT_*`` variable holds a value that is not allowed: the
+        server refuses to start.
+    """
+    asked = [name for name in _FIELDS if getattr(server_args, name, None) == NAME]
+    if not asked or getattr(server_args, "_resolution_finished", False):
+        return resolve_host(server_args)
+
+    settings = Settings.from_env()
+    _check_fallback(settings.fallback_backend)
+    logger.setLevel(LOG_LEVELS[settings.log])
+    for name in asked:
+        setattr(server_args, name, None)
+    if settings.fallback_backend is not None and server_args.attention_backend is None:
+        server_args.attention_backend = settings.fallback_backend
+    result = resolve_host(server_args)
+
+    backends = _resolved(server_args)
+    if backends is None:
+        return result
+    _, decode = backends
+    reason = unsupported(server_args)
+    if reason is not None:
+        logger.warning(
+            "deft: %s; all attention runs through the host's own backend (%s)", reason, decode
+        )
+        return result
+    _disable_decode_graphs(server_args)
+    setattr(server_args, HOST_DECODE, decode)
+    return result
+
+
+def unsupported(server_args: Any) -> str | None:
+    """Why this server's arguments rule out tree attention, in one line, or None."""
+    from deft_backend.patches import sglang_capture_batch, sglang_resolve_arguments
+
+    for missing in (sglang_resolve_arguments.missing(), sglang_capture_batch.missing()):
+        if missing is not None:
+            return f"this SGLang is not one that tree attention was made for ({missing})"
+    if str(server_args.device) not in ("cuda", "cpu"):
+        return f"device {server_args.device} is not supported (cuda and cpu are)"
+    for name, expected, what in _FEATURES:
+        value = getattr(server_args, name, expected)
+        if value != expected and value:
+            return f"{what} is not supported ({name}={value})"
+    for name in ("dcp_size", "attn_cp_size"):
+        if getattr(server_args, name, 1) not in (None, 1):
+            return f"context parallelism is not supported ({name}={getattr(server_args, name)})"
+    if server_args.use_mla_backend():
+        return "MLA models are not supported"
+    if server_args.get_model_config().is_encoder_decoder:
+        return "encoder-decoder models are not supported"
+    return None
+
+
+_FEATURES = (
+    ("speculative_algorithm", None, "speculative decoding"),
+    ("disaggregation_mode", "null", "prefill-decode disaggregation"),
+    ("enable_two_batch_overlap", False, "two-batch overlap"),
+    ("enable_pdmux", False, "prefill-decode multiplexing"),
+    ("enable_deterministic_inference", False, "deterministic inference"),
+    ("enable_torch_compile", False, "torch.compile"),
+    ("enable_hierarchical_cache", False, "the hierarchical cache"),
+    ("enable_hisparse", False, "hierarchical sparse attention"),
+    ("enable_streaming_session", False, "the streaming session cache"),
+    ("enable_unified_memory", False, "the unified memory pool"),
+    ("enable_page_major_kv_layout", False, "the page-major KV layout"),
+    ("dllm_algorithm", None, "diffusion decoding"),
+)
+"""Arguments of the host that change what a decode batch is: name, value when off, in words."""
+
+
+def _resolved(server_args: Any) -> tuple[str, str] | None:
+    """(prefill, decode) as the host resolved them; None for placeholder models, which it skips."""
+    get = getattr(server_args, "get_attention_backends", None)
+    if get is None:
+        logger.warning("deft: not supported by this SGLang; its own attention backend runs")
+        return None
+    prefill, decode = get()
+    return None if decode is None else (prefill, decode)
+
+
+def _check_fallback(name: str | None) -> None:
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    known = sorted(set(ATTENTION_BACKENDS) - {NAME})
+    if name is not None and name not in known:
+        raise SettingsError(
+            f"DEFT_FALLBACK_BACKEND is {name!r}; expected one of {', '.join(known)}"
+        )
+
+
+def _disable_decode_graphs(server_args: Any) -> None:
+    """Decode runs without CUDA graphs: the plan, made on the host, decides what is launched."""
+    decode = server_args.cuda_graph_config.decode
+    if decode.backend == "disabled":
+        return
+    decode.backend = "disabled"
+    if server_args.device == "cuda":
+        logger.warning("deft: decode CUDA graphs are off: plans are made on the host, step by step")

@@ -1,0 +1,172 @@
+"""When a decode batch needs a new plan, and whether tree attention pays for it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from deft_backend.config import Settings
+from deft_backend.forest import Int32Array, PrefixForest
+from deft_backend.hosts.sglang.radix_forest import Key, forest_of, key_of
+from deft_backend.hosts.state import ServerState
+from deft_backend.planner import OPEN_END, Plan
+
+logger = logging.getLogger("deft_backend")
+
+GROWTH_TOKENS = 256
+GROWTH_SHARE = 0.25
+"""A plan is renewed when requests grew by more than this since, on average: leaves were balanced
+for the lengths they had."""
+
+Verify = Callable[[PrefixForest], str | None]
+"""Check a forest against the page tables; returns what does not agree, or None."""
+
+
+class Planner(Protocol):
+    """What a batch is planned with: :class:`deft_backend.TreeAttention`."""
+
+    def plan(self, forest: PrefixForest) -> Plan: ...
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The decision made for a batch's composition; it holds until the composition changes.
+
+    Attributes
+    ----------
+    keys : list
+        Composition of the batch, a key a row.
+    host_reason : str, optional
+        Why the host's kernel decodes the batch; None: tree attention does.
+    shared : [B] int32
+        Tokens of each row that others may read through it.
+    tokens : int
+        Tokens of all rows when the decision was made.
+    loaded, grows : int
+        Tokens that the plan's items load, and open ranges among them, which load one token more
+        each step.
+    """
+
+    keys: list[Key]
+    host_reason: str | None
+    shared: Int32Array
+    tokens: int
+    loaded: int
+    grows: int
+
+    def loads(self, tokens: int) -> int:
+        """Tokens that a step loads when all rows together hold `tokens`."""
+        return self.loaded + self.grows * (tokens - self.tokens) // max(1, len(self.keys))
+
+    def holds_for(self, keys: list[Key], seq_lens: npt.NDArray[np.integer], tokens: int) -> bool:
+        """Whether the decision stands for this step; O(batch) comparisons."""
+        if keys != self.keys or not bool((seq_lens > self.shared).all()):
+            return False
+        grown = tokens - self.tokens
+        return grown <= max(GROWTH_TOKENS * len(keys), GROWTH_SHARE * self.tokens)
+
+
+class DecodePlanner:
+    """Keeps the plan of the current composition."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        settings: Settings,
+        state: ServerState,
+        verify: Callable[[PrefixForest, Any], str | None] | None = None,
+    ) -> None:
+        self._planner = planner
+        self._settings = settings
+        self._state = state
+        self._verify = verify
+        self.current: Planned | None = None
+
+    def step(
+        self,
+        requests: Sequence[Any],
+        seq_lens: npt.NDArray[np.integer],
+        tokens: int,
+        batch: Any = None,
+    ) -> Planned:
+        """Decide on a decode step; plan it if the composition changed.
+
+        Parameters
+        ----------
+        requests : [B] of the host's requests
+        seq_lens : [B] int, on the host
+            The token being decoded included.
+        tokens : int
+            Sum of `seq_lens`.
+        batch
+            Handed to the verification.
+        """
+        keys = [key_of(request) for request in requests]
+        current = self.current
+        if current is not None and current.holds_for(keys, seq_lens, tokens):
+            return current
+        self.current = None  # whatever happens below, the old plan is gone from the device
+        self.current = self._decide(keys, requests, seq_lens, tokens, batch)
+        return self.current
+
+    def forget(self) -> None:
+        """Drop the plan, so that the next step makes one."""
+        self.current = None
+
+    def _decide(
+        self,
+        keys: list[Key],
+        requests: Sequence[Any],
+        seq_lens: npt.NDArray[np.integer],
+        tokens: int,
+        batch: Any,
+    ) -> Planned:
+        began = time.perf_counter()
+        empty = np.zeros(len(keys), dtype=np.int32)
+        if len(keys) > self._settings.max_batch:
+            return Planned(keys, "batch above DEFT_MAX_BATCH", empty, tokens, 0, 0)
+        if len(keys) < self._settings.min_batch:
+            return Planned(keys, "batch below DEFT_MIN_BATCH", empty, tokens, 0, 0)
+        forest = forest_of(requests, seq_lens)
+        shared = empty
+        shared[forest.order] = forest.start[forest.leaf]
+        reason = self._too_little(forest)
+        if reason is None and self._verify is not None:
+            wrong = self._verify(forest, batch)
+            if wrong is not None:
+                logger.error("deft: the plan does not agree with the page tables: %s", wrong)
+                reason = "verification failed"
+        if reason is not None:
+            return Planned(keys, reason, shared, tokens, 0, 0)
+        plan = self._planner.plan(forest)
+        seconds = time.perf_counter() - began
+        self._state.plans += 1
+        self._state.plan_seconds += seconds
+        self._state.rids = [request.rid for request in requests]
+        self._state.forest = forest
+        loaded, grows = loaded_tokens(plan, forest.seq_lens)
+        logger.debug(
+            "deft: planned %d requests, %d nodes, %d items in %.1f ms: loads %d of %d tokens",
+            len(keys), forest.num_nodes, plan.num_items, seconds * 1e3, loaded, tokens,
+        )  # fmt: skip
+        return Planned(keys, None, shared, tokens, loaded, grows)
+
+    def _too_little(self, forest: PrefixForest) -> str | None:
+        if forest.share < self._settings.min_share:
+            return "shares less than DEFT_MIN_SHARE"
+        if forest.tokens_attended - forest.tokens_stored < self._settings.min_shared_tokens:
+            return "saves less than DEFT_MIN_SHARED_TOKENS"
+        return None
+
+
+def loaded_tokens(plan: Plan, seq_lens: Int32Array) -> tuple[int, int]:
+    """Tokens that a plan's items load for rows of these lengths, and its open ranges."""
+    is_open = plan.segment_end == OPEN_END
+    end = np.where(is_open, seq_lens[plan.segment_row], plan.segment_end)
+    return int((end - plan.segment_start).sum(dtype=np.int64)), int(is_open.sum())

@@ -1,0 +1,177 @@
+"""Builds the backend for a model runner, or says why the host's own one runs instead."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from deft_backend.attention import TreeAttention
+from deft_backend.config import LOG_LEVELS, Settings, state_directory, warn_unknown
+from deft_backend.forest import PrefixForest, build_forest
+from deft_backend.hosts.sglang.arguments import NAME
+from deft_backend.hosts.sglang.capture import BatchCapture
+from deft_backend.hosts.sglang.decode_plan import DecodePlanner
+from deft_backend.hosts.sglang.verify import disagreement
+from deft_backend.hosts.state import ServerState, StateWriter
+from deft_backend.patches import sglang_capture_batch
+
+logger = logging.getLogger("deft_backend")
+
+
+def wrap_backend(runner: Any, name: str, host: Any) -> Any:
+    """Tree attention around the host's backend of a model runner, or that alone and the reason.
+
+    Parameters
+    ----------
+    runner
+        The host's model runner.
+    name : str
+        What the host calls its backend.
+    host
+        That backend.
+    """
+    settings = Settings.from_env()
+    logger.setLevel(LOG_LEVELS[settings.log])
+    warn_unknown()
+    reason = unsupported_model(runner)
+    if reason is None:
+        return _create(runner, host, name, settings)
+    logger.warning("deft: %s; all attention runs through the host's own backend (%s)", reason, name)
+    return host
+
+
+def unsupported_model(runner: Any) -> str | None:
+    """Why a model runner's KV cache or device rules out tree attention, in one line, or None."""
+    if runner.is_draft_worker:
+        return "draft models are not supported"
+    missing = sglang_capture_batch.missing() or _missing_fence(runner)
+    if missing is not None:
+        return f"this SGLang is not one that tree attention was made for ({missing})"
+    for module in {type(part).__module__ for part in runner.model.modules()}:
+        # Such models ask for the class or the metadata of the backend, which must be the host's.
+        if hasattr(sys.modules[module], "get_attn_backend") and ".models." in module:
+            return f"models that use their attention backend directly ({module}) are not supported"
+    pool = runner.token_to_kv_pool
+    kind = type(pool).__name__
+    if kind != "MHATokenToKVPool":
+        return f"a KV cache of kind {kind} is not supported"
+    if runner.kv_cache_dtype != runner.dtype or pool.store_dtype != runner.dtype:
+        return f"KV in {runner.kv_cache_dtype} under a model in {runner.dtype} is not supported"
+    heads, kv_heads, dim = _shape(runner)
+    reason = TreeAttention.unsupported(heads, kv_heads, dim, runner.dtype, _device(runner))
+    return None if reason is None else f"not supported: {reason}"
+
+
+def _missing_fence(runner: Any) -> str | None:
+    """With overlap on a GPU, page-table writes must wait for the forward that reads them.
+
+    A plan reads a shared prefix through one request's row. If that request has ended, its row may
+    be given to another while the forward still runs; the host's own fence prevents that.
+    """
+    if runner.device != "cuda" or runner.server_args.disable_overlap_schedule:
+        return None
+    from sglang.srt.managers.scheduler import Scheduler
+
+    if not hasattr(Scheduler, "_apply_war_barrier"):
+        return "Scheduler has no _apply_war_barrier; try --disable-overlap-schedule"
+    return None
+
+
+def _shape(runner: Any) -> tuple[int, int, int]:
+    """Query heads, KV heads and head dimension on this rank."""
+    from sglang.srt.runtime_context import get_parallel
+
+    keys = runner.token_to_kv_pool.get_key_buffer(runner.token_to_kv_pool.start_layer)
+    heads = runner.model_config.num_attention_heads // get_parallel().attn_tp_size
+    return heads, int(keys.shape[-2]), int(keys.shape[-1])
+
+
+def _device(runner: Any) -> torch.device:
+    if runner.device == "cuda":
+        return torch.device("cuda", runner.ps.gpu_id)
+    return torch.device(runner.device)
+
+
+def _create(runner: Any, host: Any, name: str, settings: Settings) -> Any:
+    from deft_backend.hosts.sglang.backend import DeftAttentionBackend
+
+    heads, kv_heads, dim = _shape(runner)
+    largest = runner.req_to_token_pool.size  # no batch holds more requests
+    attention = TreeAttention(
+        num_query_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        dtype=runner.dtype,
+        device=_device(runner),
+        max_batch=min(settings.max_batch, largest),
+        policy=settings.policy,
+    )
+    if attention.device.type == "cuda":
+        _warm_up(attention, runner)
+    state = state_of(runner, NAME, settings.policy)
+    req_to_token = runner.req_to_token_pool.req_to_token
+
+    def verify(forest: PrefixForest, batch: Any) -> str | None:
+        return disagreement(forest, req_to_token, batch.req_pool_indices)
+
+    planner = DecodePlanner(attention, settings, state, verify if settings.verify else None)
+    capture = BatchCapture(runner)
+    backend = DeftAttentionBackend(host, attention, planner, capture, state)
+    sglang_capture_batch.install(capture.observe)
+    start_writer(state, runner, settings)
+    logger.info(
+        "deft: decode goes through tree attention (policy %s, workspace %.1f MiB); everything "
+        "else, and batches that share too little, through %s",
+        settings.policy, attention.workspace_bytes / 2**20, name,
+    )  # fmt: skip
+    return backend
+
+
+def _warm_up(attention: TreeAttention, runner: Any) -> None:
+    """Compile every kernel now, over one token of a slot that holds no request's KV."""
+    device, pool = attention.device, runner.token_to_kv_pool
+    attention.plan(build_forest([0], [], [1]))
+    attention.run(
+        torch.zeros((1, attention.num_query_heads, attention.head_dim),
+                    dtype=attention.dtype, device=device),
+        pool.get_key_buffer(pool.start_layer),
+        pool.get_value_buffer(pool.start_layer),
+        torch.zeros((1, 1), dtype=torch.int32, device=device),
+        torch.ones(1, dtype=torch.int32, device=device),
+        static_launch=True,
+    )  # fmt: skip
+    torch.cuda.synchronize(device)
+
+
+def state_of(runner: Any, backend: str, policy: str) -> ServerState:
+    """Counters for a model runner, at zero."""
+    heads, kv_heads, dim = _shape(runner)
+    args, pool = runner.server_args, runner.token_to_kv_pool
+    return ServerState(
+        port=args.port,
+        rank=int(runner.ps.tp_rank),
+        host="sglang",
+        host_version=version("sglang"),
+        backend=backend,
+        policy=policy,
+        device=str(runner.device),
+        dtype=str(runner.dtype).removeprefix("torch."),
+        num_layers=int(pool.layer_num),
+        num_query_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        dtype_bytes=int(runner.kv_cache_dtype.itemsize),
+    )
+
+
+def start_writer(state: ServerState, runner: Any, settings: Settings) -> None:
+    """Write the state from now on, beside other ranks of the same server."""
+    args, place = runner.server_args, runner.ps
+    suffix = f"-pp{place.pp_rank}" if getattr(args, "pp_size", 1) > 1 else ""
+    if getattr(args, "dp_size", 1) > 1:
+        suffix += f"-dp{place.dp_rank or 0}"
+    StateWriter(state, state_directory(settings), suffix).start()

@@ -1,0 +1,52 @@
+"""``DEFT_OBSERVE``: count the decode steps of a server that runs another attention backend.
+
+The baseline of ``deft ab``: what its kernels read, query by query.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from deft_backend.config import Settings
+from deft_backend.hosts.sglang.arguments import NAME
+from deft_backend.hosts.sglang.factory import start_writer, state_of
+from deft_backend.hosts.state import ServerState
+from deft_backend.patches import sglang_capture_batch
+
+logger = logging.getLogger("deft_backend")
+
+
+def install() -> None:
+    """Observe every model runner of this process that does not run ``deft``."""
+    missing = sglang_capture_batch.missing()
+    if missing is not None:
+        logger.warning("deft: DEFT_OBSERVE does not work with this SGLang (%s)", missing)
+        return
+    sglang_capture_batch.install(Observer().observe)
+
+
+class Observer:
+    """Counts decode steps, from the first one on."""
+
+    def __init__(self) -> None:
+        self._state: ServerState | None = None
+        self._runner: Any = None
+
+    def observe(self, forward_batch: Any, batch: Any, runner: Any) -> None:
+        """Observer of ``ForwardBatch.init_new``."""
+        if runner.is_draft_worker or not forward_batch.forward_mode.is_decode():
+            return
+        backend = runner.server_args.get_attention_backends()[1]
+        if backend == NAME:  # counts by itself
+            return
+        if self._state is None:
+            settings = Settings.from_env()
+            self._state = state_of(runner, backend, "")
+            self._runner = runner
+            start_writer(self._state, runner, settings)
+        if runner is self._runner:
+            tokens = forward_batch.seq_lens_sum
+            if tokens is None:
+                tokens = int(forward_batch.seq_lens_cpu.sum())
+            self._state.count_host("observed", int(tokens))

@@ -1,0 +1,135 @@
+"""`deft-flatten`: the flattened tree in even blocks, with bit causal masks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from deft_backend.forest import PrefixForest
+from deft_backend.policies.base import MASK_BITS, Grouping, PolicyError, Target, Uint64Array
+from deft_backend.policies.splitting import (
+    Int64Array,
+    check_limits,
+    concatenated_ranges,
+    offsets,
+)
+
+_LOW_BITS: Uint64Array = np.array(
+    [(1 << bits) - 1 for bits in range(MASK_BITS + 1)], dtype=np.uint64
+)
+"""Words whose lowest 0, 1, … 64 bits are set."""
+
+
+@dataclass(frozen=True)
+class DeftFlatten:
+    """DeFT-Flatten (DeFT, Remark 3.1 and Algorithm 3): flattened tree KV splitting.
+
+    - *Depth-first flatten*: nodes follow one another in depth-first order, which maximises the
+      overlap of the queries of neighbouring nodes.
+    - *Evenly block-wise*: the flattened KV is cut into ``m = ceil(N_tree / S_t)`` blocks of
+      ``S_t`` tokens (`chunk_tokens`), whatever the nodes' lengths, so every group is equally long.
+    - *Bit mask*: a block's queries are the union of the queries of its nodes; 64-bit integers
+      record which of them attend to which of its nodes. A block of more than 64 queries takes
+      more words a node.
+
+    An empty leaf stands as an open range of no tokens behind the node before it. Where the plan
+    cannot hold that many groups, the blocks are made longer.
+
+    Attributes
+    ----------
+    chunk_tokens : int
+        KV tokens a block; DeFT uses 128.
+    """
+
+    name: ClassVar[str] = "deft-flatten"
+
+    chunk_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens < 1:
+            raise PolicyError(f"chunk_tokens is {self.chunk_tokens}; expected at least 1")
+
+    def group(self, forest: PrefixForest, target: Target) -> Grouping:
+        chunk = self.chunk_tokens
+        while True:
+            grouping = _flatten(forest, chunk)
+            fits = (
+                grouping.num_groups <= target.max_groups
+                and len(grouping.queries) <= target.max_group_queries
+            )
+            if fits or chunk >= forest.tokens_stored:
+                check_limits(self.name, grouping.num_groups, len(grouping.queries), target)
+                return grouping
+            chunk *= 2
+
+
+def _flatten(forest: PrefixForest, chunk: int) -> Grouping:
+    """Slice the flattened tree into blocks of `chunk` tokens (DeFT, Algorithm 3: Slice)."""
+    node, begin, end, block = _slices(forest, chunk)
+    first = np.flatnonzero(np.diff(block, prepend=-1))  # first slice of each block
+    segment_ptr = np.append(first, len(node)).astype(np.int32)
+
+    # Neighbours in depth-first order have overlapping or adjacent queries, so the union over a
+    # block is one range in forest order.
+    slice_from = forest.query_begin[node].astype(np.int64)
+    slice_to = forest.query_end[node].astype(np.int64)
+    if len(first):
+        query_from = np.minimum.reduceat(slice_from, first)
+        query_to = np.maximum.reduceat(slice_to, first)
+    else:
+        query_from = query_to = np.zeros(0, dtype=np.int64)
+
+    owner = np.repeat(np.arange(len(first)), np.diff(segment_ptr))
+    mask_ptr, mask_words = _bit_masks(
+        slice_from - query_from[owner], slice_to - query_from[owner], (query_to - query_from)[owner]
+    )
+    return Grouping(
+        query_ptr=offsets(query_to - query_from),
+        queries=forest.order[concatenated_ranges(query_from, query_to - query_from)],
+        segment_ptr=segment_ptr,
+        row=forest.row[node],
+        start=begin,
+        end=end,
+        open=forest.is_leaf[node] & (end == forest.end[node]),
+        mask_ptr=mask_ptr,
+        mask_words=mask_words,
+    )
+
+
+def _slices(
+    forest: PrefixForest, chunk: int
+) -> tuple[Int64Array, npt.NDArray[np.int32], npt.NDArray[np.int32], Int64Array]:
+    """Node, begin, end and block of every slice: nodes cut where blocks end."""
+    length = forest.length.astype(np.int64)
+    flat_end = np.cumsum(length)
+    flat_begin = flat_end - length
+    first_block = flat_begin // chunk
+    last_block = np.maximum(flat_end - 1, 0) // chunk
+    # An empty leaf at a block's edge joins the block of the token before it.
+    first_block = np.minimum(first_block, last_block)
+    count = last_block - first_block + 1
+    node = np.repeat(np.arange(forest.num_nodes), count)
+    block = concatenated_ranges(first_block, count)
+    shift = forest.start[node] - flat_begin[node]
+    begin = np.maximum(block * chunk, flat_begin[node]) + shift
+    end = np.minimum((block + 1) * chunk, flat_end[node]) + shift
+    begin = np.minimum(begin, end)
+    return node, begin.astype(np.int32), end.astype(np.int32), block
+
+
+def _bit_masks(
+    low: Int64Array, high: Int64Array, width: Int64Array
+) -> tuple[npt.NDArray[np.int32], Uint64Array]:
+    """Masks with bits ``low … high - 1`` of `width` set (DeFT, Algorithm 3: GetBitMask).
+
+    A segment to which every query attends gets no words.
+    """
+    words = np.where((low > 0) | (high < width), -(-width // MASK_BITS), 0)
+    owner = np.repeat(np.arange(len(words)), words)
+    nth = concatenated_ranges(np.zeros(len(words), dtype=np.int64), words)
+    below = np.clip(low[owner] - nth * MASK_BITS, 0, MASK_BITS)
+    upto = np.clip(high[owner] - nth * MASK_BITS, 0, MASK_BITS)
+    return offsets(words), _LOW_BITS[upto] & ~_LOW_BITS[below]

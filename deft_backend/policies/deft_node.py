@@ -1,0 +1,29 @@
+"""`deft-node`: one group a tree node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from deft_backend.forest import PrefixForest
+from deft_backend.policies.base import Grouping, Target
+from deft_backend.policies.splitting import check_limits, cut_evenly, node_ranges
+
+
+@dataclass(frozen=True)
+class DeftNode:
+    """DeFT-Node (DeFT, section 3.3 and Algorithm 1): KV-guided grouping, split by node.
+
+    ``KVMapQ[i]``: the KV of node ``i`` is grouped with all queries that share it, so every KV
+    token is read once (``2 · d_head · N_tree``, Table 12) and no mask is needed. The number of QKV
+    groups is ``k = #node``; node lengths, hence thread blocks' work, may be very uneven.
+    """
+
+    name: ClassVar[str] = "deft-node"
+
+    def group(self, forest: PrefixForest, target: Target) -> Grouping:
+        ranges = node_ranges(forest)
+        check_limits(self.name, len(ranges.row), len(ranges.queries), target)
+        return cut_evenly(ranges, np.ones_like(ranges.num_queries), target.block_tokens)

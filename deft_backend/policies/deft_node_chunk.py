@@ -1,0 +1,46 @@
+"""`deft-node-chunk`: tree nodes, large ones cut into chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from deft_backend.forest import PrefixForest
+from deft_backend.policies.base import Grouping, PolicyError, Target
+from deft_backend.policies.splitting import cut_by, fit_chunk_tokens, node_ranges, pieces_by
+
+
+@dataclass(frozen=True)
+class DeftNodeChunk:
+    """DeFT-Node-Chunk (DeFT, section 3.3): nodes cut into chunks of at most `chunk_tokens`.
+
+    The number of QKV groups is ``k = sum_i ceil(n_i / b_s)`` (Table 12), ``b_s`` being
+    `chunk_tokens`. Short nodes still make short groups. Where the plan cannot hold that many
+    groups, the chunks are made longer.
+
+    Attributes
+    ----------
+    chunk_tokens : int
+        KV tokens a chunk; DeFT uses 128.
+    """
+
+    name: ClassVar[str] = "deft-node-chunk"
+
+    chunk_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens < 1:
+            raise PolicyError(f"chunk_tokens is {self.chunk_tokens}; expected at least 1")
+
+    def group(self, forest: PrefixForest, target: Target) -> Grouping:
+        ranges = node_ranges(forest)
+        pieces = pieces_by(ranges.tokens, self.chunk_tokens)
+        chunk = self.chunk_tokens
+        if (
+            pieces.sum() > target.max_groups
+            or (pieces * ranges.num_queries).sum() > target.max_group_queries
+        ):
+            chunk = fit_chunk_tokens(
+                self.name, ranges, target, fill_programs=False, minimum=self.chunk_tokens
+            )
+        return cut_by(ranges, chunk)

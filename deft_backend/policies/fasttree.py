@@ -1,0 +1,139 @@
+"""`fasttree`: binary edge assignment by a greedy search over padding and reduction costs."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from deft_backend.forest import VIRTUAL_ROOT, PrefixForest
+from deft_backend.policies.base import Grouping, Target
+from deft_backend.policies.cost_model import FastTreeCoefficients, cost_model_of
+from deft_backend.policies.fasttree_costs import FastTreeCosts
+from deft_backend.policies.splitting import (
+    KVRanges,
+    concatenated_ranges,
+    cut_evenly,
+    fit_chunk_tokens,
+    offsets,
+    pieces_by,
+)
+
+
+@dataclass(frozen=True)
+class FastTree:
+    """FastTree's context-query grouping as a binary edge assignment.
+
+    Every edge ``v -> l`` gets 0 (*split KV*: parent and child are two groups, and the child's
+    queries have one more partial result) or 1 (*split Q*: the child's queries leave the parent's
+    group and attend to the parent's context concatenated with the child's). A breadth-first search
+    takes the cheaper choice for each edge; see :class:`FastTreeCosts` for the equations. The
+    parent's context grows by concatenation on the way down. Every node of a path is contiguous in
+    the rows of its queries, so a concatenated context is one KV range.
+
+    *Long-context splitting*: the contexts are then cut as far as thread blocks are idle or one
+    context would outlast the others. *Multi-phase tiling*: a group's phase is the smallest query
+    tile that holds it.
+
+    Attributes
+    ----------
+    coefficients : FastTreeCoefficients, optional
+        alpha, beta and gamma; default those of the target's cost model.
+    """
+
+    name: ClassVar[str] = "fasttree"
+
+    coefficients: FastTreeCoefficients | None = None
+
+    def group(self, forest: PrefixForest, target: Target) -> Grouping:
+        ranges = assigned_ranges(forest, self.assign_edges(forest, target))
+        chunk = fit_chunk_tokens(self.name, ranges, target, fill_programs=True)
+        return cut_evenly(ranges, pieces_by(ranges.tokens, chunk), target.block_tokens)
+
+    def assign_edges(self, forest: PrefixForest, target: Target) -> npt.NDArray[np.bool_]:
+        """The greedy search (FastTree, cost-based greedy heuristic).
+
+        Returns
+        -------
+        [N] bool
+            For each node the value of the edge from its parent; False for roots.
+        """
+        coefficients = self.coefficients or cost_model_of(target).fasttree
+        costs = FastTreeCosts.for_target(coefficients, target)
+        children = forest.children
+        queries = forest.num_queries.tolist()
+        context = forest.length.tolist()  # grows by concatenation
+        assigned = np.zeros(forest.num_nodes, dtype=bool)
+        frontier = deque(np.flatnonzero(forest.parent == VIRTUAL_ROOT).tolist())
+        while frontier:
+            node = frontier.popleft()
+            remaining, length = queries[node], context[node]
+            for child in children[node]:
+                edge = (remaining, queries[child], length, context[child])
+                if costs.split_kv(*edge) > costs.split_q(*edge):
+                    assigned[child] = True
+                    remaining -= queries[child]
+                    context[child] += length
+                frontier.append(child)
+        return assigned
+
+
+def assigned_ranges(forest: PrefixForest, assigned: npt.NDArray[np.bool_]) -> KVRanges:
+    """Context-query groups of an edge assignment.
+
+    Parameters
+    ----------
+    forest : PrefixForest
+    assigned : [N] bool
+        Value of the edge from each node's parent; True concatenates.
+
+    Returns
+    -------
+    KVRanges
+        One range for each node that any query still attends to as its own group.
+    """
+    batch, nodes = forest.batch_size, forest.num_nodes
+    start = forest.start.copy()
+    for node in np.flatnonzero(assigned).tolist():  # depth-first order: parents come first
+        start[node] = start[forest.parent[node]]
+
+    # Marks of the queries each node's group keeps: all of the node's, less the concatenated
+    # children's. Flat over (node, query) pairs, as nodes' queries are ranges of the forest order.
+    count = forest.num_queries.astype(np.int64)
+    pair_of = np.cumsum(count) - count
+    position = concatenated_ranges(forest.query_begin, count)
+    keeps = np.ones(len(position), dtype=bool)
+    child = np.flatnonzero(assigned)
+    parent = forest.parent[child]
+    first = pair_of[parent] + forest.query_begin[child] - forest.query_begin[parent]
+    keeps[concatenated_ranges(first, count[child])] = False
+
+    owner = np.repeat(np.arange(nodes), count)[keeps]
+    queries = forest.order[position[keeps]]
+    kept = np.bincount(owner, minlength=nodes)
+    row = forest.row.copy()
+    is_open = forest.is_leaf.copy()
+
+    # An empty leaf needs no group of its own behind a group of the same single query: that group
+    # ends where the query's context ends, and grows with it.
+    first_kept = np.cumsum(kept) - kept
+    for leaf in np.flatnonzero(forest.is_leaf & (forest.length == 0) & ~assigned).tolist():
+        parent_ = int(forest.parent[leaf])
+        if parent_ != VIRTUAL_ROOT and kept[parent_] == 1:
+            row[parent_] = queries[first_kept[parent_]]
+            is_open[parent_] = True
+            kept[leaf] = 0
+    alive = kept > 0
+    queries = queries[alive[owner]]
+    assert batch == 0 or alive.any()
+    return KVRanges(
+        row=row[alive],
+        start=start[alive],
+        end=forest.end[alive],
+        open=is_open[alive],
+        query_ptr=offsets(kept[alive]),
+        queries=queries,
+    )

@@ -1,0 +1,27 @@
+"""`flash-decoding`: the baseline, every query alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from deft_backend.forest import PrefixForest
+from deft_backend.policies.base import Grouping, Target
+from deft_backend.policies.splitting import cut_evenly, fit_chunk_tokens, pieces_by, query_ranges
+
+
+@dataclass(frozen=True)
+class FlashDecoding:
+    """Q-guided grouping (DeFT, section 3.3; Flash-Decoding).
+
+    Each query is grouped with its whole context, so a shared prefix is read once for every query
+    that shares it: KV IO is ``2 · d_head · sum_i N_i`` (DeFT, Table 12). Contexts are split evenly,
+    and only as far as needed to fill the GPU's thread blocks.
+    """
+
+    name: ClassVar[str] = "flash-decoding"
+
+    def group(self, forest: PrefixForest, target: Target) -> Grouping:
+        ranges = query_ranges(forest)
+        chunk = fit_chunk_tokens(self.name, ranges, target, fill_programs=True)
+        return cut_evenly(ranges, pieces_by(ranges.tokens, chunk), target.block_tokens)

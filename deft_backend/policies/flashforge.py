@@ -1,0 +1,182 @@
+"""`flashforge`: profiled costs, bounded division, longest-first scheduling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from deft_backend.forest import PrefixForest
+from deft_backend.policies.base import Grouping, PolicyError, Target
+from deft_backend.policies.cost_model import CostModel, FloatArray, cost_model_of
+from deft_backend.policies.makespan import item_costs, longest_first
+from deft_backend.policies.splitting import (
+    Int64Array,
+    KVRanges,
+    check_limits,
+    cut_evenly,
+    node_ranges,
+    query_tiles,
+    reordered,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """The solver's result (FlashForge, section 5.1).
+
+    Attributes
+    ----------
+    pieces : [N] int64
+        ``b_k`` of each node: the slices of its KV.
+    lower_bound_ms : float
+        ``cost_l``: no division and schedule has a smaller makespan.
+    makespan_ms : float
+        Time of the thread block that takes longest.
+    grouping : Grouping
+        The slices, longest first.
+    """
+
+    pieces: Int64Array
+    lower_bound_ms: float
+    makespan_ms: float
+    grouping: Grouping
+
+
+@dataclass(frozen=True)
+class _Tasks:
+    """Tasks ``T[i] = (n_q[i], n[i])``, one a node (FlashForge, section 5.1)."""
+
+    rows: Int64Array
+    tokens: Int64Array
+    tiles: Int64Array
+    """``b_q``: 1, or as many as the kernels' largest query tile demands."""
+    blocks: Int64Array
+    """Most slices: one a block of KV tokens."""
+    cost: FloatArray
+    """``C_est(n_q, n)`` of the undivided task."""
+
+    def pieces(self, cost_ms: float | FloatArray) -> Int64Array:
+        """``b_k <= ceil(C_est / cost_l)`` (equation 5)."""
+        wanted = np.ceil(self.cost / cost_ms).astype(np.int64)
+        return np.clip(wanted, 1, self.blocks)
+
+    def slice_cost(self, model: CostModel, pieces: Int64Array) -> FloatArray:
+        """``C[j] = C_est(n_q / b_q, n / b_k)`` (equation 7)."""
+        return model.time(self.rows, self.tokens / pieces)
+
+
+@dataclass(frozen=True)
+class FlashForge:
+    """FlashForge's task division and scheduling (FlashForge, section 5).
+
+    A node and its queries are a task. Its KV is divided into ``b_k`` slices so that the makespan
+    over ``m`` thread blocks, ``max_i sum_j C[j] · A[i, j]`` (equation 3), is smallest:
+
+    1. costs come from a profiled table with interpolation, ``C_est(n_q, n)`` (section 5.2);
+    2. the makespan is at least the mean over thread blocks (equation 4), which only grows with
+       finer division: a binary search finds the smallest cost that its own division allows,
+       ``cost_l``;
+    3. ``b_k[i] <= ceil(C_est(n_q[i], n[i]) / cost_l)`` (equation 5); queries are not divided
+       (``b_q = 1``) beyond the kernels' largest tile;
+    4. a grid search over divisions within that bound keeps the one whose longest-first schedule
+       has the smallest makespan.
+
+    Attributes
+    ----------
+    grid_ratio : float
+        Ratio of neighbouring costs in the grid.
+    """
+
+    name: ClassVar[str] = "flashforge"
+
+    grid_ratio: float = 1.25
+
+    def __post_init__(self) -> None:
+        if not self.grid_ratio > 1.0:
+            raise PolicyError(f"grid_ratio is {self.grid_ratio}; expected a number above 1")
+
+    def group(self, forest: PrefixForest, target: Target) -> Grouping:
+        return self.divide(forest, target).grouping
+
+    def divide(self, forest: PrefixForest, target: Target) -> Division:
+        """Divide and schedule.
+
+        Raises
+        ------
+        PolicyError
+            If there are more nodes than the target's plan can hold.
+        """
+        ranges = node_ranges(forest)
+        check_limits(self.name, len(ranges.row), len(ranges.queries), target)
+        model = cost_model_of(target)
+        tasks = _tasks(ranges, target, model)
+        bound = makespan_lower_bound(tasks, model, target.num_programs)
+        grid = self._grid(tasks, bound)
+
+        # Divisions by their own lower bound, so that most need no schedule.
+        slice_cost = tasks.slice_cost(model, grid)
+        mean = (tasks.tiles * grid * slice_cost).sum(axis=1) / target.num_programs
+        at_least = np.maximum(mean, slice_cost.max(axis=1, initial=0.0))
+        fits = (grid.sum(axis=1) <= target.max_groups) & (
+            grid @ ranges.num_queries <= target.max_group_queries
+        )
+        best: Division | None = None
+        # Of equal makespans the coarser division: it leaves fewer partial results to reduce.
+        for at in np.lexsort((grid.sum(axis=1), at_least)).tolist():
+            if not fits[at]:
+                continue
+            if best is not None and at_least[at] >= best.makespan_ms:
+                break
+            grouping = cut_evenly(ranges, grid[at], target.block_tokens)
+            group_of_item, cost = item_costs(grouping, target)
+            schedule = longest_first(cost, target.num_programs)
+            if best is None or schedule.makespan_ms < best.makespan_ms:
+                first_items = np.unique(group_of_item, return_index=True)[1]
+                longest = np.argsort(-cost[first_items], kind="stable")
+                best = Division(grid[at], bound, schedule.makespan_ms, reordered(grouping, longest))
+        assert best is not None  # the undivided tasks are in the grid and within the limits
+        return best
+
+    def _grid(self, tasks: _Tasks, bound: float) -> Int64Array:
+        """[K, N] distinct divisions, from equation 5's bound to undivided tasks."""
+        highest = max(bound, float(tasks.cost.max(initial=bound)))
+        steps = int(np.ceil(np.log(highest / bound) / np.log(self.grid_ratio))) + 1
+        costs: FloatArray = bound * self.grid_ratio ** np.arange(steps, dtype=np.float64)
+        grid = np.vstack([tasks.pieces(costs[:, None]), np.ones_like(tasks.blocks)])
+        changes = np.append((np.diff(grid, axis=0) != 0).any(axis=1), True)
+        distinct: Int64Array = grid[changes]
+        return distinct
+
+
+def makespan_lower_bound(tasks: _Tasks, model: CostModel, num_programs: int) -> float:
+    """``cost_l`` (equation 4) by binary search.
+
+    A schedule of makespan ``c`` cuts task ``i`` into at least ``ceil(C_est / c)`` slices, and their
+    mean over the thread blocks is at most ``c``. The mean falls as ``c`` grows, so the smallest
+    ``c`` for which this holds is a lower bound.
+    """
+    low = 0.0
+    high = max(
+        float(tasks.cost.max(initial=0.0)), float((tasks.tiles * tasks.cost).sum()) / num_programs
+    )
+    if high == 0.0:
+        return 1.0  # an empty batch: any positive cost divides nothing
+    while high - low > 1e-3 * high:
+        middle = (low + high) / 2
+        pieces = tasks.pieces(middle)
+        total = float((tasks.tiles * pieces * tasks.slice_cost(model, pieces)).sum())
+        if total / num_programs <= middle:
+            high = middle
+        else:
+            low = middle
+    return low if low > 0.0 else high
+
+
+def _tasks(ranges: KVRanges, target: Target, model: CostModel) -> _Tasks:
+    queries, tokens = ranges.num_queries, ranges.tokens
+    tiles = query_tiles(queries, target)
+    rows = -(-queries // tiles) * target.gqa_group
+    blocks = np.maximum(1, -(-tokens // target.block_tokens))
+    return _Tasks(rows, tokens, tiles, blocks, model.time(rows, tokens))

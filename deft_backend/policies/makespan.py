@@ -1,0 +1,101 @@
+"""What a grouping is expected to cost: its items' times, their schedule, its partial results."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+
+from deft_backend.policies.base import Grouping, PolicyError, Target
+from deft_backend.policies.cost_model import SMALLEST_MS, FloatArray, cost_model_of
+from deft_backend.policies.splitting import Int64Array, query_tiles
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Subtasks on thread blocks (FlashForge, section 5.1).
+
+    Attributes
+    ----------
+    order : [S] int64
+        Subtasks, longest first.
+    program : [S] int64
+        Thread block of each subtask.
+    makespan_ms : float
+        Time of the thread block that takes longest: the objective of equation 3.
+    """
+
+    order: Int64Array
+    program: Int64Array
+    makespan_ms: float
+
+
+def longest_first(cost_ms: FloatArray, num_programs: int) -> Schedule:
+    """Longest-processing-time scheduling: each subtask goes to the thread block free first.
+
+    Parameters
+    ----------
+    cost_ms : [S] float64
+    num_programs : int
+        Thread blocks; at least 1.
+    """
+    if num_programs < 1:
+        raise PolicyError(f"num_programs is {num_programs}; expected at least 1 thread block")
+    order = np.argsort(-cost_ms, kind="stable")
+    program = np.arange(len(cost_ms), dtype=np.int64)
+    longest = float(cost_ms[order[0]]) if len(order) else 0.0
+    free = [(cost, at) for at, cost in enumerate(cost_ms[order[:num_programs]].tolist())]
+    placed = list(range(len(free)))
+    heapq.heapify(free)
+    for cost in cost_ms[order[num_programs:]].tolist():
+        busy, at = free[0]
+        placed.append(at)
+        heapq.heapreplace(free, (busy + cost, at))
+        longest = max(longest, busy + cost)
+    program[order] = placed
+    return Schedule(order, program, longest)
+
+
+def item_costs(grouping: Grouping, target: Target) -> tuple[Int64Array, FloatArray]:
+    """Group and milliseconds of each item, a group's query tiles being as many items."""
+    queries = grouping.num_queries()
+    tiles = query_tiles(queries, target)
+    rows = -(-queries // tiles) * target.gqa_group
+    cost = cost_model_of(target).time(rows, grouping.num_tokens())
+    return np.repeat(np.arange(grouping.num_groups, dtype=np.int64), tiles), np.repeat(cost, tiles)
+
+
+def partial_results(grouping: Grouping) -> int:
+    """(group, query) pairs whose result stage 2 must merge; a query in one group has none."""
+    parts = np.bincount(grouping.queries) if len(grouping.queries) else np.zeros(0, dtype=np.int64)
+    return int(parts[parts > 1].sum())
+
+
+def partial_bytes(grouping: Grouping, target: Target) -> int:
+    """Bytes of float32 outputs and log-sum-exps that stage 1 writes, for one layer."""
+    return partial_results(grouping) * target.num_query_heads * (target.head_dim + 1) * 4
+
+
+def kv_bytes(tokens: int, target: Target) -> int:
+    """Bytes of `tokens` tokens of keys and values, all KV heads, for one layer."""
+    return 2 * target.head_dim * target.dtype_bytes * target.num_kv_heads * tokens
+
+
+def estimated_ms(grouping: Grouping, target: Target, *, stop_above: float = np.inf) -> float:
+    """Expected time of both stages of one layer.
+
+    Stage 1 takes its launch and the longer of two times: the makespan of its items on
+    `target.num_programs` thread blocks, and that of its KV loads at the GPU's bandwidth. Stage 2
+    takes that of writing partial results and reading them back. Where a lower bound of the sum is
+    above `stop_above`, that bound is returned and nothing is scheduled.
+    """
+    model = cost_model_of(target)
+    group, cost = item_costs(grouping, target)
+    cost = np.maximum(cost - model.launch_ms, SMALLEST_MS)
+    other = model.launch_ms + model.transfer_ms(2 * partial_bytes(grouping, target))
+    loads = model.transfer_ms(kv_bytes(int(grouping.num_tokens()[group].sum()), target))
+    bound = max(float(cost.max(initial=0.0)), float(cost.sum()) / target.num_programs, loads)
+    if bound + other > stop_above:
+        return bound + other
+    return max(longest_first(cost, target.num_programs).makespan_ms, loads) + other

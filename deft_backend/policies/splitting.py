@@ -1,0 +1,237 @@
+"""Groups of one KV range each, and how they are cut: evenly, by a fixed size, within limits.
+
+Every policy but `deft-flatten` first decides which range goes with which queries and then cuts
+long ranges. The first step is theirs; the second is shared and lives here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from deft_backend.forest import Int32Array, PrefixForest
+from deft_backend.policies.base import Grouping, PolicyError, Target
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class KVRanges:
+    """One KV range a group, before cutting. Host arrays, ``R`` ranges.
+
+    Attributes
+    ----------
+    row, start, end : [R] int32
+        Positions ``start … end - 1`` of batch row ``row``.
+    open : [R] bool
+        Whether the range ends where its row's sequence currently ends.
+    query_ptr : [R + 1] int32, queries : int32
+        Batch rows of the queries that attend to the range.
+    """
+
+    row: Int32Array
+    start: Int32Array
+    end: Int32Array
+    open: npt.NDArray[np.bool_]
+    query_ptr: Int32Array
+    queries: Int32Array
+
+    @property
+    def tokens(self) -> Int64Array:
+        """[R] KV tokens of each range."""
+        return (self.end - self.start).astype(np.int64)
+
+    @property
+    def num_queries(self) -> Int64Array:
+        """[R] queries of each range."""
+        return np.diff(self.query_ptr).astype(np.int64)
+
+
+def concatenated_ranges(
+    begin: npt.NDArray[np.integer], count: npt.NDArray[np.integer]
+) -> Int64Array:
+    """``begin[0], begin[0] + 1, …`` (``count[0]`` of them), then the same for the next, …"""
+    count = count.astype(np.int64)
+    first = np.cumsum(count) - count
+    values: Int64Array = np.arange(int(count.sum()), dtype=np.int64) + np.repeat(
+        begin - first, count
+    )
+    return values
+
+
+def offsets(count: npt.NDArray[np.integer]) -> Int32Array:
+    """Pointer array ``0, count[0], count[0] + count[1], …``."""
+    return np.concatenate(([0], np.cumsum(count))).astype(np.int32)
+
+
+def node_ranges(forest: PrefixForest) -> KVRanges:
+    """KV-guided grouping (DeFT, section 3.3): one range a node, with all queries that share it.
+
+    Empty leaves keep their range of no tokens: it is where their query's context will grow.
+    """
+    return KVRanges(
+        row=forest.row,
+        start=forest.start,
+        end=forest.end,
+        open=forest.is_leaf,
+        query_ptr=offsets(forest.num_queries),
+        queries=forest.order[concatenated_ranges(forest.query_begin, forest.num_queries)],
+    )
+
+
+def query_ranges(forest: PrefixForest) -> KVRanges:
+    """Q-guided grouping (DeFT, section 3.3): one range a query, its whole context."""
+    batch = forest.batch_size
+    return KVRanges(
+        row=forest.order,
+        start=np.zeros(batch, dtype=np.int32),
+        end=forest.seq_lens[forest.order],
+        open=np.ones(batch, dtype=bool),
+        query_ptr=np.arange(batch + 1, dtype=np.int32),
+        queries=forest.order,
+    )
+
+
+def query_tiles(num_queries: npt.NDArray[np.integer], target: Target) -> Int64Array:
+    """Query tiles that groups of `num_queries` queries take: each loads the group's KV once."""
+    largest = max(1, target.tile_queries[-1])
+    return -(-num_queries.astype(np.int64) // largest)
+
+
+def pieces_by(tokens: Int64Array, chunk_tokens: int) -> Int64Array:
+    """Chunks of at most `chunk_tokens` that hold `tokens`; an empty range is one chunk."""
+    return np.maximum(1, -(-tokens // chunk_tokens))
+
+
+def fit_chunk_tokens(
+    policy: str,
+    ranges: KVRanges,
+    target: Target,
+    *,
+    fill_programs: bool,
+    minimum: int | None = None,
+) -> int:
+    """Smallest chunk size, in whole blocks, whose chunks keep within every limit.
+
+    Parameters
+    ----------
+    policy : str
+        Named in the error.
+    ranges : KVRanges
+        What is to be cut.
+    target : Target
+        Its `max_groups` and `max_group_queries` are the limits.
+    fill_programs : bool
+        Also stop where the chunks fill `target.num_programs` thread blocks: finer chunks add
+        partial results and no parallelism (FastTree, long-context splitting; Flash-Decoding).
+    minimum : int, optional
+        Smallest size to consider, in tokens; default one block.
+
+    Raises
+    ------
+    PolicyError
+        If even uncut ranges are more than the limits allow.
+    """
+    block = target.block_tokens
+    tokens, queries = ranges.tokens, ranges.num_queries
+    check_limits(policy, len(tokens), int(queries.sum()), target)
+    tiles = query_tiles(queries, target)
+
+    def fits(chunk: int) -> bool:
+        pieces = pieces_by(tokens, chunk)
+        if pieces.sum() > target.max_groups or pieces @ queries > target.max_group_queries:
+            return False
+        # Chunks of a cut range take a thread block each; ranges shorter than a chunk share one.
+        # A context much longer than the rest (long tail) is cut even if the rest fills the GPU.
+        blocks = tiles * np.where(tokens > chunk, pieces, tokens / chunk)
+        return not fill_programs or bool(blocks.sum() <= target.num_programs)
+
+    low = -(-(minimum or block) // block)
+    high = max(low, -(-int(tokens.max(initial=0)) // block))
+    while low < high:  # the largest size needs no test: it cuts nothing
+        middle = (low + high) // 2
+        if fits(middle * block):
+            high = middle
+        else:
+            low = middle + 1
+    return low * block
+
+
+def check_limits(policy: str, groups: int, pairs: int, target: Target) -> None:
+    """Refuse more groups or (group, query) pairs than `target` allows."""
+    for what, held, limit in (
+        ("groups", groups, target.max_groups),
+        ("(group, query) pairs", pairs, target.max_group_queries),
+    ):
+        if held > limit:
+            raise PolicyError(
+                f"{policy} makes {held} {what} of this batch and the plan holds {limit}; "
+                "raise the plan's capacity or choose flash-decoding"
+            )
+
+
+def cut_evenly(ranges: KVRanges, pieces: Int64Array, block_tokens: int) -> Grouping:
+    """Cut range ``r`` into ``pieces[r]`` chunks of equal length, to a block of tokens.
+
+    A range of fewer blocks than pieces is cut into as many chunks as it has blocks.
+    """
+    tokens = ranges.tokens
+    blocks = np.maximum(1, -(-tokens // block_tokens))
+    pieces = np.clip(pieces, 1, blocks)
+    owner = np.repeat(np.arange(len(pieces)), pieces)
+    nth = concatenated_ranges(np.zeros(len(pieces), dtype=np.int64), pieces)
+    begin = nth * blocks[owner] // pieces[owner] * block_tokens
+    stop = (nth + 1) * blocks[owner] // pieces[owner] * block_tokens
+    return _chunks(ranges, owner, nth + 1 == pieces[owner], begin, stop)
+
+
+def cut_by(ranges: KVRanges, chunk_tokens: int) -> Grouping:
+    """Cut every range into chunks of `chunk_tokens`; the last holds what remains."""
+    pieces = pieces_by(ranges.tokens, chunk_tokens)
+    owner = np.repeat(np.arange(len(pieces)), pieces)
+    nth = concatenated_ranges(np.zeros(len(pieces), dtype=np.int64), pieces)
+    return _chunks(
+        ranges, owner, nth + 1 == pieces[owner], nth * chunk_tokens, (nth + 1) * chunk_tokens
+    )
+
+
+def _chunks(
+    ranges: KVRanges,
+    owner: Int64Array,
+    last: npt.NDArray[np.bool_],
+    begin: Int64Array,
+    stop: Int64Array,
+) -> Grouping:
+    """Groups of chunks, given as offsets into the ranges that own them."""
+    start = ranges.start[owner] + begin
+    end = np.minimum(ranges.start[owner] + stop, ranges.end[owner])
+    count = ranges.num_queries[owner]
+    return Grouping(
+        query_ptr=offsets(count),
+        queries=ranges.queries[concatenated_ranges(ranges.query_ptr[owner], count)],
+        segment_ptr=np.arange(len(owner) + 1, dtype=np.int32),
+        row=ranges.row[owner],
+        start=start.astype(np.int32),
+        end=end.astype(np.int32),
+        open=ranges.open[owner] & last,  # only the last chunk grows with its row
+        mask_ptr=np.zeros(len(owner) + 1, dtype=np.int32),
+        mask_words=np.zeros(0, dtype=np.uint64),
+    )
+
+
+def reordered(grouping: Grouping, order: Int64Array) -> Grouping:
+    """The same groups, of one unmasked range each, in another order."""
+    count = np.diff(grouping.query_ptr)[order]
+    return Grouping(
+        query_ptr=offsets(count),
+        queries=grouping.queries[concatenated_ranges(grouping.query_ptr[order], count)],
+        segment_ptr=grouping.segment_ptr,
+        row=grouping.row[order],
+        start=grouping.start[order],
+        end=grouping.end[order],
+        open=grouping.open[order],
+        mask_ptr=grouping.mask_ptr,
+        mask_words=grouping.mask_words,
+    )

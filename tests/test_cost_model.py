@@ -1,0 +1,155 @@
+"""The profiled cost table: FlashForge's Table 2, its interpolation, and files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deft_backend.forest import build_forest
+from deft_backend.policies import CostModel, CostModelError, Target, get_policy
+from deft_backend.policies.cost_model import DEFAULT_TABLE, cost_model_of, default_cost_model
+
+# FlashForge, Table 2: milliseconds by n (rows) and n_q (columns), typed from the paper.
+QUERIES = [1, 2, 5, 10, 20, 50, 100]
+TABLE_2 = {
+    512: [0.036, 0.035, 0.036, 0.043, 0.048, 0.074, 0.112],
+    1024: [0.043, 0.043, 0.044, 0.054, 0.062, 0.109, 0.122],
+    2048: [0.060, 0.059, 0.059, 0.079, 0.094, 0.124, 0.145],
+    4096: [0.092, 0.092, 0.093, 0.126, 0.147, 0.156, 0.183],
+    8192: [0.156, 0.157, 0.156, 0.199, 0.189, 0.195, 0.266],
+    16384: [0.283, 0.282, 0.283, 0.301, 0.303, 0.471, 0.746],
+}
+
+
+def test_the_shipped_table_is_table_2() -> None:
+    model = default_cost_model()
+    for n, row in TABLE_2.items():
+        for n_q, expected in zip(QUERIES, row, strict=True):
+            assert float(model.time(n_q, n)) == pytest.approx(expected, abs=1e-12)
+
+
+def test_interpolation_is_bilinear() -> None:
+    model = default_cost_model()
+    assert float(model.time(1, 768)) == pytest.approx((0.036 + 0.043) / 2)
+    assert float(model.time(15, 512)) == pytest.approx((0.043 + 0.048) / 2)
+    assert float(model.time(1.5, 768)) == pytest.approx((0.036 + 0.035 + 0.043 + 0.043) / 4)
+    assert float(model.time(75, 12_288)) == pytest.approx((0.195 + 0.266 + 0.471 + 0.746) / 4)
+
+
+def test_extrapolation_is_linear_and_never_free() -> None:
+    model = default_cost_model()
+    assert float(model.time(1, 32_768)) == pytest.approx(0.283 + 2 * (0.283 - 0.156))
+    assert float(model.time(150, 512)) == pytest.approx(0.112 + (0.112 - 0.074))
+    assert float(model.time(1, 0)) == pytest.approx(0.036 - (0.043 - 0.036))
+    steep = _replaced(time_ms=[[0.001, 0.001], [1.0, 1.0]])
+    assert 0 < float(steep.time(1, 0)) < 1e-3
+
+
+def test_arguments_broadcast() -> None:
+    times = default_cost_model().time(np.array([1, 2])[:, None], np.array([512, 1024, 2048]))
+    np.testing.assert_allclose(times, [[0.036, 0.043, 0.060], [0.035, 0.043, 0.059]])
+
+
+def test_transfer_time() -> None:
+    assert _replaced(bandwidth_gb_s=1000.0).transfer_ms(3e9) == pytest.approx(3.0)
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    model = _replaced(source="here")
+    model.save(tmp_path / "table.json")
+    loaded = CostModel.load(tmp_path / "table.json")
+    for name, value in vars(model).items():
+        np.testing.assert_array_equal(getattr(loaded, name), value, err_msg=name)
+
+
+def test_a_target_without_a_model_takes_the_shipped_one_once() -> None:
+    target = Target(num_query_heads=1, num_kv_heads=1, head_dim=64)
+    assert cost_model_of(target) is cost_model_of(target) is default_cost_model()
+    own = _replaced()
+    assert cost_model_of(Target(1, 1, 64, cost_model=own)) is own
+
+
+def test_a_targets_own_table_changes_the_plan() -> None:
+    # Where slices cost as much as the whole, nothing is worth dividing.
+    forest = build_forest([0, 1], [8192], [8200, 8200])
+    flat = _replaced(time_ms=[[1.0, 1.0], [1.0, 1.0]])
+    profiled = Target(4, 4, 64, num_programs=8)
+    constant = Target(4, 4, 64, num_programs=8, cost_model=flat)
+    policy = get_policy("flashforge")
+    assert policy.group(forest, constant).num_groups == 3
+    assert policy.group(forest, profiled).num_groups > 3
+
+
+def _data(**changes: Any) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "format": 1,
+        "source": "test",
+        "head_dim": 64,
+        "query_rows": [1, 2],
+        "tokens": [16, 32],
+        "time_ms": [[1.0, 2.0], [2.0, 3.0]],
+        "launch_ms": 0.1,
+        "bandwidth_gb_s": 1000,
+        "fasttree": {"alpha": 0.5, "beta": 0.25, "gamma": 0.125},
+    }
+    return {**data, **changes}
+
+
+def _replaced(**changes: Any) -> CostModel:
+    return CostModel._from_dict(_data(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 2}, "format is 2; expected 1"),
+        ({"query_rows": [2, 1]}, r"query_rows is \[2.0, 1.0\]; expected 2 or more positive"),
+        ({"tokens": [16]}, r"tokens is \[16.0\]; expected 2 or more"),
+        ({"tokens": [0, 16]}, r"tokens is .*positive"),
+        ({"tokens": "many"}, "tokens is 'many'; expected a list of numbers"),
+        ({"time_ms": [[1.0, 2.0]]}, r"time_ms has shape \(1, 2\); expected \(2, 2\)"),
+        ({"time_ms": [[1.0, 2.0], [3.0]]}, "time_ms is .*expected a list of numbers"),
+        ({"time_ms": [[1.0, 0.0], [2.0, 3.0]]}, "no positive number"),
+        ({"time_ms": [[1.0, 2.0], [2.0, float("nan")]]}, "no positive number"),
+        ({"time_ms": [[1.0, 2.0], [0.5, 3.0]]}, "time_ms falls from 16 to 32 tokens at 1 query"),
+        ({"launch_ms": -1}, "launch_ms is -1.0; expected a number of 0 or more"),
+        ({"bandwidth_gb_s": 0}, "bandwidth_gb_s is 0.0; expected a number above 0"),
+        ({"head_dim": 0}, "head_dim is 0; expected at least 1"),
+        ({"head_dim": True}, "head_dim is True; expected a number"),
+        ({"fasttree": None}, "fasttree is missing"),
+        ({"fasttree": {"alpha": 1, "beta": 1}}, "gamma is None; expected a number"),
+        ({"fasttree": {"alpha": -1, "beta": 1, "gamma": 1}}, "alpha is -1.0"),
+    ],
+)
+def test_bad_tables_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(_data(**changes)))
+    with pytest.raises(CostModelError, match=message) as error:
+        CostModel.load(path)
+    assert str(path) in str(error.value)
+
+
+def test_missing_fields_files_and_json_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CostModelError, match=r"none\.json: No such file"):
+        CostModel.load(tmp_path / "none.json")
+    path = tmp_path / "table.json"
+    path.write_text("{")
+    with pytest.raises(CostModelError, match="no JSON"):
+        CostModel.load(path)
+    path.write_text("[]")
+    with pytest.raises(CostModelError, match="holds a list; expected an object"):
+        CostModel.load(path)
+    data = _data()
+    del data["tokens"]
+    path.write_text(json.dumps(data))
+    with pytest.raises(CostModelError, match="tokens is missing"):
+        CostModel.load(path)
+
+
+def test_the_shipped_table_names_its_source() -> None:
+    data = json.loads(DEFAULT_TABLE.read_text(encoding="utf-8"))
+    assert "FlashForge, Table 2" in data["source"]
