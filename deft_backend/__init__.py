@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deft_backend.attention import AttentionError, TreeAttention
-    from deft_backend.explain import Explanation, explain
     from deft_backend.forest import (
         ForestError,
         PrefixForest,
@@ -32,7 +31,6 @@ __version__ = "0.1.0"
 
 _HOME = {
     "AttentionError": "attention",
-    "Explanation": "explain",
     "ForestError": "forest",
     "POLICY_NAMES": "policies",
     "Plan": "planner",
@@ -42,7 +40,6 @@ _HOME = {
     "PrefixForest": "forest",
     "Target": "policies",
     "TreeAttention": "attention",
-    "explain": "explain",
     "forest_from_page_tables": "forest",
     "forest_from_paths": "forest",
     "get_policy": "policies",
@@ -51,7 +48,6 @@ _HOME = {
 __all__ = [
     "POLICY_NAMES",
     "AttentionError",
-    "Explanation",
     "ForestError",
     "Plan",
     "PlanCapacity",
@@ -60,7 +56,6 @@ __all__ = [
     "PrefixForest",
     "Target",
     "TreeAttention",
-    "explain",
     "forest_from_page_tables",
     "forest_from_paths",
     "get_policy",

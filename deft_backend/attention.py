@@ -42,7 +42,7 @@ class TreeAttention:
     Attributes
     ----------
     forest, last_plan, grouping
-        What the last :meth:`plan` was made of, for inspection (:func:`deft_backend.explain`).
+        What the last :meth:`plan` was made of, for inspection (:func:`deft_backend.explain.explain`).
 
     Raises
     ------
@@ -86,7 +86,7 @@ class TreeAttention:
         capacity: PlanCapacity | None = None,
     ) -> None:
         self.device = torch.device(device)
-        if self.device.type == "cuda" and self.device.index is None:
+        if self.device == torch.device("cuda"):
             self.device = torch.device("cuda", torch.cuda.current_device())
         reason = unsupported(num_query_heads, num_kv_heads, head_dim, dtype, self.device)
         if reason is not None:
@@ -122,9 +122,7 @@ class TreeAttention:
         self._partial_lse = torch.empty(
             (entries, num_query_heads), dtype=torch.float32, device=self.device
         )
-        self._rows = torch.arange(
-            self.capacity.max_batch, dtype=torch.int32, device=self.device
-        )
+        self._rows = torch.arange(self.capacity.max_batch, dtype=torch.int32, device=self.device)
         self.forest: PrefixForest | None = None
         self.last_plan: Plan | None = None
         self.grouping: Grouping | None = None
@@ -134,9 +132,7 @@ class TreeAttention:
     @property
     def workspace_bytes(self) -> int:
         """Bytes of device memory held: partial results and the plan."""
-        return (
-            self._partial_out.nbytes + self._partial_lse.nbytes + self._plan.num_bytes
-        )
+        return self._partial_out.nbytes + self._partial_lse.nbytes + self._plan.num_bytes
 
     def plan(self, forest: PrefixForest) -> Plan:
         """Plan a batch and put the plan on the device, on the current stream.
@@ -280,8 +276,12 @@ class TreeAttention:
             if tensor.dtype not in (torch.int32, torch.int64):
                 raise AttentionError(f"{name} has dtype {tensor.dtype}; expected int32 or int64")
         for name, tensor in (
-            ("q", q), ("k_cache", k_cache), ("v_cache", v_cache),
-            ("page_table", page_table), ("seq_lens", seq_lens), ("out", out),
+            ("q", q),
+            ("k_cache", k_cache),
+            ("v_cache", v_cache),
+            ("page_table", page_table),
+            ("seq_lens", seq_lens),
+            ("out", out),
         ):
             if tensor.device != self.device:
                 raise AttentionError(f"{name} is on {tensor.device}; expected {self.device}")

@@ -1,4 +1,4 @@
-"""The attention that every kernel is held against: plain PyTorch, float64, one request at a time."""
+"""What every kernel is held against: attention in plain PyTorch and float64, request by request."""
 
 from __future__ import annotations
 

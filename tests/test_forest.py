@@ -46,7 +46,7 @@ class ToyServer:
         self.requests: list[list[int]] = []  # slots
 
     def _allocate(self, tokens: int, after: list[int]) -> list[int]:
-        """Slots for `tokens` more tokens of a sequence that holds `after`, whole pages at a time."""
+        """Slots for `tokens` more tokens of a sequence that holds `after`, page by page."""
         slots = []
         last = after[-1] if len(after) % self.page_size else None
         for _ in range(tokens):
@@ -237,7 +237,7 @@ def test_depth_and_children() -> None:
 @pytest.mark.parametrize(
     ("tables", "lens", "page_size", "num_pages", "message"),
     [
-        ([[0, 1]], [5], 2, None, r"request 0 holds 5 tokens, 3 pages of 2, but its page table has 2"),
+        ([[0, 1]], [5], 2, None, "holds 5 tokens, 3 pages of 2, but its page table has 2"),
         ([[0, -3]], [2], 1, None, r"page_tables\[0, 1\] is -3"),
         ([[0, 9]], [2], 1, 9, r"page_tables\[0, 1\] is 9.*below 9"),
         ([[0, 1], [2, 1]], [2, 2], 1, None, r"requests 0 and 1 hold the same page"),
@@ -274,7 +274,7 @@ def test_impossible_sharing_is_refused(
     ("paths", "lens", "message"),
     [
         ([[("a", 3)]], [2], "holds 2 tokens but its path"),
-        ([[("a", 0)]], [2], "holds 0 tokens"),
+        ([[("a", 0)]], [2], "holds 0 tokens; expected 1 or more"),
         ([], [2], "0 paths for 1"),
     ],
 )

@@ -81,9 +81,7 @@ def check(
     out = torch.full_like(q, float("nan"))
     lens = (batch.seq_lens + grow).to(device)
     table = batch.page_table.to(device)
-    attention.run(
-        q, k_cache, v_cache, table, lens, logit_cap=logit_cap, sm_scale=sm_scale, out=out
-    )
+    attention.run(q, k_cache, v_cache, table, lens, logit_cap=logit_cap, sm_scale=sm_scale, out=out)
     reference = reference_attention(
         q, k_cache, v_cache, table, lens, logit_cap=logit_cap, sm_scale=sm_scale
     )
@@ -258,9 +256,7 @@ def test_unsupported_attention_is_refused(change: dict[str, object], message: st
         ({"page_table": torch.zeros(4, dtype=torch.int32)}, "page_table has shape"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(
-    change: dict[str, torch.Tensor], message: str
-) -> None:
+def test_tensors_that_do_not_fit_are_refused(change: dict[str, torch.Tensor], message: str) -> None:
     attention = TreeAttention(
         num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu"
     )

@@ -171,10 +171,14 @@ def _check_tables(
 
 
 def _check_monotone(
-    tables: npt.NDArray[np.integer], order: Int32Array, shared: Int32Array, full: npt.NDArray[np.integer]
+    tables: npt.NDArray[np.integer],
+    order: Int32Array,
+    shared: Int32Array,
+    full: npt.NDArray[np.integer],
 ) -> None:
     """Refuse neighbours whose tables agree somewhere beyond, or differ within, what they share."""
-    for left, right, pages in zip(order[:-1].tolist(), order[1:].tolist(), shared.tolist()):
+    rows = order.tolist()
+    for left, right, pages in zip(rows[:-1], rows[1:], shared.tolist(), strict=True):
         head = tables[left, :pages] != tables[right, :pages]
         stop = int(min(full[left], full[right]))
         tail = tables[left, pages:stop] == tables[right, pages:stop]

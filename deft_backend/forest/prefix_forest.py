@@ -18,7 +18,7 @@ import numpy.typing as npt
 Int32Array = npt.NDArray[np.int32]
 
 VIRTUAL_ROOT = -1
-"""Parent of every tree's root: it joins unrelated trees into one forest (FlashForge, section 4.1)."""
+"""Parent of every tree's root: it joins unrelated trees into one (FlashForge, section 4.1)."""
 
 
 class ForestError(ValueError):

@@ -65,12 +65,13 @@ def forest_from_paths(
         for identity, tokens in path:
             if tokens <= 0:
                 raise ForestError(
-                    f"request {request}: node {identity!r} holds {tokens} tokens; expected 1 or more"
+                    f"request {request}: node {identity!r} holds {tokens} tokens; "
+                    "expected 1 or more"
                 )
-            below = node.children.get(identity)
-            if below is None:
-                below = node.children[identity] = _TrieNode(node.depth + tokens)
-            node = below
+            child = node.children.get(identity)
+            if child is None:
+                child = node.children[identity] = _TrieNode(node.depth + tokens)
+            node = child
         if node.depth > lens[request]:
             raise ForestError(
                 f"request {request} holds {lens[request]} tokens but its path in the radix tree "
@@ -85,15 +86,15 @@ def forest_from_paths(
     # `seam` is the depth of the deepest node that this subtree and what precedes it share.
     stack: list[tuple[_TrieNode, int]] = [(root, 0)]
     while stack:
-        node, seam = stack.pop()
-        if node.ending is not None:
+        visited, seam = stack.pop()
+        if visited.ending is not None:
             if order:
                 shared.append(seam)
-            order.append(node.ending)
+            order.append(visited.ending)
             continue
-        below = list(node.children.values())  # insertion order: by first row in the batch
+        below = list(visited.children.values())  # insertion order: by first row in the batch
         for later in reversed(below[1:]):
-            stack.append((later, node.depth))
+            stack.append((later, visited.depth))
         if below:
             stack.append((below[0], seam))
     return build_forest(order, shared, lens, page_size)

@@ -94,7 +94,7 @@ def launch_config(head_dim: int, dtype: torch.dtype, device: torch.device) -> La
         return LaunchConfig(tiles, reduce_programs=1, reduce_heads=16, interpreted=True)
     properties = torch.cuda.get_device_properties(device)
     sms = properties.multi_processor_count
-    shared = properties.shared_memory_per_block_optin
+    shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     padded = triton.next_power_of_2(head_dim)
     found = []
     for rows in TILE_ROWS:

@@ -81,9 +81,7 @@ def partial_attention(
     query_of_row = offs_m // GQA_GROUP
     head_of_row = offs_m % GQA_GROUP
 
-    for work in range(
-        first_item * NUM_KV_HEADS + tl.program_id(0), work_end, tl.num_programs(0)
-    ):
+    for work in range(first_item * NUM_KV_HEADS + tl.program_id(0), work_end, tl.num_programs(0)):
         # KV heads of one item are neighbours: they read the same page-table entries.
         item = work // NUM_KV_HEADS
         kv_head = work % NUM_KV_HEADS

@@ -58,7 +58,7 @@ class DevicePlan:
         if device.type == "cuda":
             for _ in range(_STAGING_BUFFERS):
                 host = torch.zeros(total, dtype=torch.uint8, pin_memory=True)
-                self._staging.append((host, torch.cuda.Event()))
+                self._staging.append((host, torch.cuda.Event()))  # type: ignore[no-untyped-call]
         self._turn = 0
 
     def __getitem__(self, name: str) -> torch.Tensor:

@@ -96,8 +96,9 @@ def plan_grouping(grouping: Grouping, forest: PrefixForest, target: Target) -> P
 
     segments = np.diff(grouping.segment_ptr)[group]
     segment = np.repeat(grouping.segment_ptr[group], segments) + _positions(segments)
-    segment_mask, mask_words = _tile_masks(grouping, segment, np.repeat(first, segments),
-                                           np.repeat(stop, segments))
+    segment_mask, mask_words = _tile_masks(
+        grouping, segment, np.repeat(first, segments), np.repeat(stop, segments)
+    )
     return Plan(
         tile_ptr=_offsets(np.bincount(shape, minlength=len(target.tile_rows))),
         item_segment_ptr=_offsets(segments),
@@ -121,9 +122,10 @@ def _say_once(message: str) -> None:
 
 def _positions(counts: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
     """0 … counts[0]-1, 0 … counts[1]-1, …"""
-    counts = counts.astype(np.int64)
+    counts = np.asarray(counts, dtype=np.int64)
     begin = np.cumsum(counts) - counts
-    return np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(begin, counts)
+    within: npt.NDArray[np.int64] = np.arange(counts.sum()) - np.repeat(begin, counts)
+    return within
 
 
 def _offsets(counts: npt.NDArray[np.integer]) -> Int32Array:
@@ -165,7 +167,9 @@ def _tile_masks(
         for at in np.flatnonzero(np.diff(grouping.mask_ptr)[segment] > 0).tolist():
             s = int(segment[at])
             bits = 0
-            for word in reversed(grouping.mask_words[grouping.mask_ptr[s] : grouping.mask_ptr[s + 1]]):
+            for word in reversed(
+                grouping.mask_words[grouping.mask_ptr[s] : grouping.mask_ptr[s + 1]]
+            ):
                 bits = bits << 64 | int(word)
             count = int(stop[at] - first[at])
             bits = bits >> int(first[at]) & ((1 << count) - 1)

@@ -83,8 +83,14 @@ def unsupported(server_args: Any) -> str | None:
             return f"context parallelism is not supported ({name}={getattr(server_args, name)})"
     if server_args.use_mla_backend():
         return "MLA models are not supported"
-    if server_args.get_model_config().is_encoder_decoder:
+    kv_dtype = str(server_args.kv_cache_dtype)
+    if kv_dtype not in ("auto", "bf16", "bfloat16", "float16", "float32"):
+        return f"quantized KV caches are not supported (kv_cache_dtype={kv_dtype})"
+    model = server_args.get_model_config()
+    if model.is_encoder_decoder:
         return "encoder-decoder models are not supported"
+    if model.is_hybrid_swa:
+        return "models with a sliding-window KV cache are not supported"
     return None
 
 
