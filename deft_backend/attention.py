@@ -42,7 +42,7 @@ class TreeAttention:
     Attributes
     ----------
     forest, last_plan, grouping
-        What the last :meth:`plan` was made of, for inspection (:func:`deft_backend.explain.explain`).
+        What the last :meth:`plan` was made of; :func:`deft_backend.explain.explain` shows it.
 
     Raises
     ------
@@ -143,9 +143,14 @@ class TreeAttention:
             If the batch is larger than `max_batch`, or its tree needs more than the arrays hold.
         """
         plan, grouping = plan_forest(forest, self.policy, self.target, self.capacity)
-        self._plan.upload(plan)
-        self.forest, self.last_plan, self.grouping = forest, plan, grouping
+        self.use(plan, forest)
+        self.grouping = grouping
         return plan
+
+    def use(self, plan: Plan, forest: PrefixForest) -> None:
+        """Put a plan made elsewhere on the device; it must cover the batch of `forest`."""
+        self._plan.upload(plan)
+        self.forest, self.last_plan, self.grouping = forest, plan, None
 
     def run(
         self,

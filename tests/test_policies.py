@@ -43,7 +43,7 @@ from deft_backend.policies.fasttree_costs import (
     query_padding_cost,
 )
 from deft_backend.policies.makespan import estimated_ms, item_costs, longest_first
-from deft_backend.policies.splitting import cut_evenly
+from deft_backend.policies.splitting import cut_evenly, node_ranges
 
 MHA = Target(num_query_heads=4, num_kv_heads=4, head_dim=64, num_programs=16)
 GQA = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, num_programs=16)
@@ -77,7 +77,10 @@ def test_coverage_of_large_and_special_batches(name: str) -> None:
     wide[:, 100:] = 100 + np.arange(200 * 300).reshape(200, 300)
     equal = np.tile(np.arange(100, dtype=np.int32), (3, 1))
     equal[:, 50:] = 100 + np.arange(150).reshape(3, 50)
+    edge = np.tile(np.arange(300, dtype=np.int32), (3, 1))
+    edge[:, 256:] = 300 + np.arange(132).reshape(3, 44)
     for batch in (
+        Batch(edge, np.array([256, 256, 260], dtype=np.int32), 1),  # ends where a block does
         Batch(wide, np.full(200, 101, dtype=np.int32), 1),
         Batch(wide, np.arange(100, 300, dtype=np.int32), 1),
         Batch(wide, np.arange(200, dtype=np.int32), 1),
@@ -467,6 +470,24 @@ def test_flashforge_divides_the_long_shared_node_only() -> None:
     division = FlashForge().divide(forest, replace(MHA, num_programs=33))
     assert division.pieces[0] > 4
     assert set(division.pieces[1:].tolist()) == {1}
+
+
+@pytest.mark.parametrize("tokens", [[10_240, 64], [2048, 1024], [4096, 3072], [640, 128]])
+@pytest.mark.parametrize("programs", [3, 7, 33])
+def test_flashforge_keeps_the_best_of_the_grid(tokens: list[int], programs: int) -> None:
+    forest = regular_forest([2, 5], tokens)
+    target = replace(MHA, num_programs=programs)
+    division = FlashForge().divide(forest, target)
+    model = default_cost_model()
+    cost = model.time(forest.num_queries, forest.length)
+    makespans = []
+    for step in range(60):
+        pieces = np.ceil(cost / (division.lower_bound_ms * 1.25**step)).astype(np.int64)
+        pieces = np.clip(pieces, 1, -(-forest.length // target.block_tokens))
+        grouping = cut_evenly(node_ranges(forest), pieces, target.block_tokens)
+        items = item_costs(grouping, target)[1]
+        makespans.append(longest_first(items, programs).makespan_ms)
+    assert division.makespan_ms == pytest.approx(min(makespans))
 
 
 def test_grid_ratio_is_checked() -> None:

@@ -1,4 +1,6 @@
-"""Kernel correctness in every supported combination, recorded: ``python -m deft_backend.bench.kernel_check``.
+"""Kernel correctness in every supported combination, recorded.
+
+``python -m deft_backend.bench.kernel_check --out FILE``
 
 Every combination of dtype, head dimension, head counts, page size and soft cap runs every policy
 on fresh random forests with poisoned outputs, against float64 attention. Kernels are compiled by

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -38,6 +39,8 @@ def _device() -> str:
 
 
 def _commit() -> str | None:
+    if found := os.environ.get("GIT_COMMIT"):  # a copy without its repository
+        return found
     here = Path(__file__).parent
     try:
         commit = subprocess.run(

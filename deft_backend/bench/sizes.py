@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 from deft_backend.bench.generate import ThoughtTreeShape, generate_thought_tree
@@ -49,11 +50,12 @@ def characters_a_token(model: str) -> float:
     if not path.is_file():
         return _USUAL_CHARACTERS_A_TOKEN
     try:
-        from tokenizers import Tokenizer
+        tokenizers = import_module("tokenizers")  # comes with every host
     except ImportError:
         return _USUAL_CHARACTERS_A_TOKEN
     sample = passage(2000, 0)
-    return len(sample) / len(Tokenizer.from_file(str(path)).encode(sample).ids)
+    tokens: int = len(tokenizers.Tokenizer.from_file(str(path)).encode(sample).ids)
+    return len(sample) / tokens
 
 
 def make_plans(

@@ -4,109 +4,30 @@ A tree of thoughts file is a list of ``{"incompleted", "prompt", "data"}``; ``da
 ``{"id", "value", "start", "end", "children"}``. Node 0 is the prompt (``value`` tokens ending at
 iteration 0). Any other node is a thought: its tokens are decoded at iterations ``start`` to
 ``end``, counted from the end of the prompt. When a thought ends its children start; a thought
-without children was pruned or is an answer. Source: DeFT, section 4.1 and appendix A.5.
+without children was pruned or is an answer. Source: DeFT, appendix A.6.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-ROOT = 0
-"""Id of the node that holds the prompt."""
+from deft_backend.bench.trees import ROOT, Thought, ThoughtTree, TokenTree, TraceError, lay_out
 
-
-class TraceError(ValueError):
-    """A trace file that cannot be what it is said to be; names file, tree, node and field."""
-
-
-@dataclass(frozen=True)
-class Thought:
-    """A node: ``tokens`` tokens, decoded at iterations ``start`` to ``end``, both included."""
-
-    id: int
-    tokens: int
-    start: int
-    end: int
-    children: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class ThoughtTree:
-    """A recorded tree of thoughts. A tree recorded as incomplete may have no nodes at all."""
-
-    prompt: str
-    incomplete: bool
-    nodes: Mapping[int, Thought]
-
-    @cached_property
-    def parent(self) -> dict[int, int]:
-        """Parent of every node but the root."""
-        return {child: node.id for node in self.nodes.values() for child in node.children}
-
-    @property
-    def last_iteration(self) -> int:
-        """The iteration that decodes the tree's last token; 0 if it has no thoughts."""
-        return max((node.end for node in self.nodes.values()), default=0)
-
-    def path(self, node: int) -> list[int]:
-        """Nodes from the root down to `node`, both included."""
-        found = [node]
-        while found[-1] != ROOT:
-            found.append(self.parent[found[-1]])
-        return found[::-1]
-
-    def live(self, iteration: int) -> list[Thought]:
-        """Thoughts that decode a token at `iteration`, in depth-first order."""
-        order: list[Thought] = []
-        stack = [ROOT] if self.nodes else []
-        while stack:
-            node = self.nodes[stack.pop()]
-            if node.tokens and node.start <= iteration <= node.end:
-                order.append(node)
-            stack.extend(reversed(node.children))
-        return order
-
-    def scaled(self, scale: float) -> ThoughtTree:
-        """The same branching with every length multiplied by `scale`, at least one token each."""
-        lengths = {
-            node.id: max(1, round(node.tokens * scale)) if node.tokens else 0
-            for node in self.nodes.values()
-        }
-        children = {node.id: node.children for node in self.nodes.values()}
-        characters = len(self.prompt) if scale >= 1 else max(1, round(len(self.prompt) * scale))
-        return ThoughtTree(self.prompt[:characters], self.incomplete, lay_out(lengths, children))
-
-
-@dataclass(frozen=True)
-class TokenTree:
-    """A Medusa token tree and the tokens that each step of a recording accepted.
-
-    ``paths`` hold, for each candidate token, the choices from the root to it; a candidate's
-    parent is its path without the last choice, the root being the last accepted token.
-    """
-
-    paths: tuple[tuple[int, ...], ...]
-    prompts: tuple[str, ...]
-    accepted: tuple[tuple[int, ...], ...]
-
-
-def lay_out(
-    lengths: Mapping[int, int], children: Mapping[int, Sequence[int]]
-) -> dict[int, Thought]:
-    """Nodes from lengths and children alone: a child starts right after its parent's end."""
-    nodes: dict[int, Thought] = {}
-    stack = [(ROOT, 1 - lengths[ROOT])] if lengths else []
-    while stack:
-        node, start = stack.pop()
-        end = start + lengths[node] - 1
-        nodes[node] = Thought(node, lengths[node], start, end, tuple(children[node]))
-        stack.extend((child, end + 1) for child in reversed(children[node]))
-    return nodes
+__all__ = [
+    "ROOT",
+    "Thought",
+    "ThoughtTree",
+    "TokenTree",
+    "TraceError",
+    "dump_thought_trees",
+    "lay_out",
+    "load_thought_trees",
+    "load_token_tree",
+    "load_trace",
+]
 
 
 def load_thought_trees(path: Path) -> list[ThoughtTree]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
@@ -184,5 +184,5 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _key(text: str) -> Sequence[int]:
-    return [int(number) for number in re.findall(r"\d+", text.split("+")[0])[:3]]
+def _key(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", text.split("+")[0])[:3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from deft_backend.bench.generate import ThoughtTreeShape, generate_thought_tree
@@ -23,7 +24,7 @@ class TreeOfThoughts:
     def plan(self) -> RequestPlan:
         if not self.tree.nodes:
             raise WorkloadError("the trace's tree holds no nodes (it was recorded as incomplete)")
-        if not self.scale > 0:
+        if not (self.scale > 0 and math.isfinite(self.scale)):
             raise WorkloadError(f"the scale is {self.scale}; expected a number above 0")
         tree = self.tree.scaled(self.scale)
         requests: list[Request] = []

@@ -54,7 +54,10 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
     if backends is None:
         return result
     _, decode = backends
-    reason = unsupported(server_args)
+    try:
+        reason = unsupported(server_args)
+    except Exception as error:
+        reason = f"this SGLang is not one that tree attention was made for ({error!r})"
     if reason is not None:
         logger.warning(
             "deft: %s; all attention runs through the host's own backend (%s)", reason, decode

@@ -1,0 +1,99 @@
+"""Recorded trees as data: trees of thoughts, and the token trees of speculative decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+ROOT = 0
+"""Id of the node that holds the prompt."""
+
+
+class TraceError(ValueError):
+    """A trace file that cannot be what it is said to be; names file, tree, node and field."""
+
+
+@dataclass(frozen=True)
+class Thought:
+    """A node: ``tokens`` tokens, decoded at iterations ``start`` to ``end``, both included."""
+
+    id: int
+    tokens: int
+    start: int
+    end: int
+    children: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ThoughtTree:
+    """A recorded tree of thoughts. A tree recorded as incomplete may have no nodes at all."""
+
+    prompt: str
+    incomplete: bool
+    nodes: Mapping[int, Thought]
+
+    @cached_property
+    def parent(self) -> dict[int, int]:
+        """Parent of every node but the root."""
+        return {child: node.id for node in self.nodes.values() for child in node.children}
+
+    @property
+    def last_iteration(self) -> int:
+        """The iteration that decodes the tree's last token; 0 if it has no thoughts."""
+        return max((node.end for node in self.nodes.values()), default=0)
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from the root down to `node`, both included."""
+        found = [node]
+        while found[-1] != ROOT:
+            found.append(self.parent[found[-1]])
+        return found[::-1]
+
+    def live(self, iteration: int) -> list[Thought]:
+        """Thoughts that decode a token at `iteration`, in depth-first order."""
+        order: list[Thought] = []
+        stack = [ROOT] if self.nodes else []
+        while stack:
+            node = self.nodes[stack.pop()]
+            if node.tokens and node.start <= iteration <= node.end:
+                order.append(node)
+            stack.extend(reversed(node.children))
+        return order
+
+    def scaled(self, scale: float) -> ThoughtTree:
+        """The same branching with every length multiplied by `scale`, at least one token each."""
+        lengths = {
+            node.id: max(1, round(node.tokens * scale)) if node.tokens else 0
+            for node in self.nodes.values()
+        }
+        children = {node.id: node.children for node in self.nodes.values()}
+        characters = len(self.prompt) if scale >= 1 else max(1, round(len(self.prompt) * scale))
+        return ThoughtTree(self.prompt[:characters], self.incomplete, lay_out(lengths, children))
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """A Medusa token tree and the tokens that each step of a recording accepted.
+
+    ``paths`` hold, for each candidate token, the choices from the root to it; a candidate's
+    parent is its path without the last choice, the root being the last accepted token.
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+    prompts: tuple[str, ...]
+    accepted: tuple[tuple[int, ...], ...]
+
+
+def lay_out(
+    lengths: Mapping[int, int], children: Mapping[int, Sequence[int]]
+) -> dict[int, Thought]:
+    """Nodes from lengths and children alone: a child starts right after its parent's end."""
+    nodes: dict[int, Thought] = {}
+    stack = [(ROOT, 1 - lengths[ROOT])] if lengths else []
+    while stack:
+        node, start = stack.pop()
+        end = start + lengths[node] - 1
+        nodes[node] = Thought(node, lengths[node], start, end, tuple(children[node]))
+        stack.extend((child, end + 1) for child in reversed(children[node]))
+    return nodes

@@ -1,0 +1,29 @@
+"""Servers that must not start, and servers that the plugin must leave alone."""
+
+from __future__ import annotations
+
+import pytest
+from sglang_server import Ask, Group, Server, running
+
+from deft_backend.hosts.launch import LaunchError
+
+
+def test_a_wrong_setting_stops_the_server(tmp_path) -> None:
+    """It says which variable, its value, and what is allowed."""
+    group = Group(settings={"DEFT_POLICY": "fastest"})
+    with pytest.raises(LaunchError) as refused, running("deft", group, tmp_path):
+        pass
+    message = str(refused.value)
+    assert "DEFT_POLICY is 'fastest'; expected one of " in message
+    assert "auto" in message
+
+
+def test_another_backend_is_left_alone_and_observed(baseline: Server) -> None:
+    """The baseline runs the host's own backend; its steps are counted query by query."""
+    baseline.complete([Ask("A short line about rain.", tokens=4)] * 2)
+    state = baseline.state()
+    assert state["backend"] != "deft"
+    assert state["steps_tree"] == 0
+    assert set(state["steps_host"]) == {"observed"}
+    assert state["kv_bytes_read"] == state["kv_bytes_query_guided"] > 0
+    assert not baseline.trouble()

@@ -1,0 +1,86 @@
+"""The driver stand-in: compiled once, exporting one symbol, and never taken for a driver."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deft_backend.hosts import driver_stub
+from deft_backend.hosts.driver_stub import DriverStubError, ensure_driver_stub
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler is installed"
+)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    return tmp_path
+
+
+@needs_compiler
+def test_it_exports_the_symbol_and_answers_with_an_error(cache: Path) -> None:
+    folder = ensure_driver_stub()
+    assert folder.is_relative_to(cache)
+    assert [path.name for path in folder.iterdir()] == ["libcuda.so.1"]
+    library = ctypes.CDLL(str(folder / "libcuda.so.1"))
+    assert library.cuPointerGetAttribute(None, 0, ctypes.c_ulonglong(0)) != 0
+    assert not hasattr(library, "cuInit")
+
+
+@needs_compiler
+def test_it_is_found_by_its_name_and_is_no_driver(cache: Path) -> None:
+    if driver_stub.has_nvidia_driver():
+        pytest.skip("this machine has a real driver")
+    script = (
+        "import ctypes; ctypes.CDLL('libcuda.so.1').cuPointerGetAttribute;"
+        "from deft_backend.hosts.driver_stub import has_nvidia_driver, num_gpus;"
+        "print(has_nvidia_driver(), num_gpus())"
+    )
+    environment = {"LD_LIBRARY_PATH": str(ensure_driver_stub()), "PYTHONPATH": ":".join(sys.path)}
+    output = subprocess.check_output([sys.executable, "-c", script], env=environment, text=True)
+    assert output.split() == ["False", "0"]
+
+
+@needs_compiler
+def test_it_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = ensure_driver_stub()
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert ensure_driver_stub() == folder
+
+
+def test_a_missing_compiler_is_named_with_what_to_install(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler -O2")
+    with pytest.raises(DriverStubError, match=r"'no-such-compiler -O2'.*install gcc"):
+        ensure_driver_stub()
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(cache))
+    with pytest.raises(DriverStubError, match=r"found none.*install gcc"):
+        ensure_driver_stub()
+
+
+def test_a_failing_compiler_leaves_nothing_behind(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "false")
+    with pytest.raises(DriverStubError, match="failed with exit code 1"):
+        ensure_driver_stub()
+    assert not [path for path in cache.rglob("*") if path.is_file()]
+
+
+@needs_compiler
+def test_a_relative_cache_home_is_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")  # invalid by the XDG specification
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert driver_stub.cache_folder() == tmp_path / ".cache" / "deft-backend"
