@@ -6,10 +6,11 @@ import asyncio
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +153,7 @@ def running(backend: str | None, group: Group, folder: Path) -> Iterator[Server]
         gpu=False,
     )  # fmt: skip
     if group.cli:
-        arguments = list(command.arguments)
-        arguments[1:3] = ["-m", "sglang.cli.main", "serve"]
-        command = type(command)(
-            tuple(arguments), command.environment, command.port, command.on_gpu, command.notes
-        )
+        script = str(Path(sys.executable).parent / "sglang")
+        command = replace(command, arguments=(script, "serve", *command.arguments[3:]))
     with ServerProcess(command, folder / "server.log", timeout=START_SECONDS) as process:
         yield Server(process, folder / "state", backend)

@@ -78,9 +78,7 @@ def test_a_failing_compiler_leaves_nothing_behind(
 
 
 @needs_compiler
-def test_a_relative_cache_home_is_ignored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_cache_home_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")  # invalid by the XDG specification
     monkeypatch.setenv("HOME", str(tmp_path))
     assert driver_stub.cache_folder() == tmp_path / ".cache" / "deft-backend"

@@ -140,7 +140,14 @@ def test_what_was_not_measured_is_a_dash(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(None, "–"), (0, "0 B"), (999, "999 B"), (1500, "1.50 kB"), (2.5e6, "2.50 MB"), (3e9, "3.00 GB")],
+    [
+        (None, "–"),
+        (0, "0 B"),
+        (999, "999 B"),
+        (1500, "1.50 kB"),
+        (2.5e6, "2.50 MB"),
+        (3e9, "3.00 GB"),
+    ],
 )
 def test_bytes(value: float | None, shown: str) -> None:
     assert megabytes(value) == shown

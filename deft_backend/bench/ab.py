@@ -16,15 +16,18 @@ from deft_backend.bench.replay import Replayed, ReplayError, replay
 from deft_backend.bench.server_state import (
     Counters,
     StateError,
+    appears,
     read_state,
     settled_counters,
     state_file,
 )
-from deft_backend.bench.workloads import RequestPlan
+from deft_backend.bench.workloads import Request, RequestPlan
 from deft_backend.hosts.launch import BACKEND, ServerCommand, free_port, server_command
 from deft_backend.hosts.server_process import ServerProcess
 
 SIDES = ("host", "deft")
+
+_FIRST = RequestPlan("first contact", "not measured", (), (Request("hello", "Hello!", 4),))
 
 
 class AbError(RuntimeError):
@@ -195,9 +198,17 @@ def _run_side(side: str, setup: AbSetup, logs: Path, watcher: Watcher) -> _Side:
         counters: list[Counters | None] = []
         with ServerProcess(command, log, progress=watcher.starting(side, command)) as server:
             watcher.started(side)
+            try:
+                replay(_FIRST, server.url)  # the counters start with the first decode step
+            except ReplayError as error:
+                server.check_alive()
+                raise AbError(f"{side} server: {error}. Its log is {log}") from error
+            counting = appears(state)
             for plan in setup.plans:
                 try:
-                    answers, counted = _run_plan(plan, server, state, watcher.replaying(side, plan))
+                    answers, counted = _run_plan(
+                        plan, server.url, state if counting else None, watcher.replaying(side, plan)
+                    )
                 except (ReplayError, StateError) as error:
                     server.check_alive()  # if it died, that is the news
                     raise AbError(f"{side} server: {error}. Its log is {log}") from error
@@ -213,13 +224,12 @@ def _run_side(side: str, setup: AbSetup, logs: Path, watcher: Watcher) -> _Side:
 
 
 def _run_plan(
-    plan: RequestPlan, server: ServerProcess, state: Path, on_tokens: Callable[[int], None]
+    plan: RequestPlan, url: str, state: Path | None, on_tokens: Callable[[int], None]
 ) -> tuple[Replayed, Counters | None]:
-    # Without a state file the plugin is not in that server: nothing is counted.
-    before = settled_counters(state) if state.is_file() else None
-    replayed = replay(plan, server.url, on_tokens)
-    if before is None:
-        return replayed, None
+    if state is None:  # the plugin is not in that server: nothing is counted
+        return replay(plan, url, on_tokens), None
+    before = settled_counters(state)
+    replayed = replay(plan, url, on_tokens)
     return replayed, settled_counters(state) - before
 
 

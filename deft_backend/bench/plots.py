@@ -54,7 +54,7 @@ def _bars(
             (0.19, deft, DEFT_COLOUR, "deft"),
         ):
             bars = axes.barh([y + shift for y in at], values, 0.36, color=colour, label=label)
-            axes.bar_label(bars, labels=[f"{v:.3g}" if v else "–" for v in values], padding=3)
+            axes.bar_label(bars, labels=[_label(v) for v in values], padding=3)
         axes.set_yticks(list(at), names)
         axes.invert_yaxis()
         axes.set_xlim(0, 1.14 * max([*host, *deft, 1e-9]))
@@ -63,6 +63,12 @@ def _bars(
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1.0, 1.12), ncols=2)
         return _svg(figure)
+
+
+def _label(value: float) -> str:
+    if not value:
+        return "–"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _svg(figure: Any) -> str:

@@ -128,6 +128,16 @@ def read_state(path: Path) -> ServerState:
         raise StateError(f"{path}: bad or missing field: {error!r}") from error
 
 
+def appears(path: Path, timeout: float = 5.0) -> bool:
+    """Whether the file is there, or comes to be in time: a server's first answer precedes it."""
+    begin = time.monotonic()
+    while not path.is_file():
+        if time.monotonic() - begin > timeout:
+            return False
+        time.sleep(0.1)
+    return True
+
+
 def settled_counters(path: Path, timeout: float = 10.0) -> Counters:
     """Counters after the server has come to rest: two equal readings, a pause apart.
 

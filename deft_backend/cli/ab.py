@@ -86,7 +86,9 @@ def ab(
     folder = out or Path("reports") / f"ab-{stamp}"
     console.print(f"[bold]deft ab[/bold] · {setup.model}", highlight=False)
     if not on_gpu:
-        _say_cpu(console)
+        console.print(
+            "[bold yellow]no GPU: times will mean nothing, KV reads are exact[/bold yellow]"
+        )
     result = _run(setup, folder, console)
     _print_result(result, console)
     page, data = write_report(result, folder, shlex.join(["deft", *sys.argv[1:]]))

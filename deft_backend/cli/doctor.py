@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -88,7 +87,6 @@ def _model_shape(model: Path) -> tuple[int, int, int, str]:
 
 def _kernels(shapes: list[tuple[int, int, int, str]]) -> list[dict[str, Any]]:
     """What would decode each shape here: tree attention or, with the reason, the host's kernel."""
-    os.environ.setdefault("TRITON_INTERPRET", "1") if not _on_gpu() else None
     try:
         import torch
 

@@ -30,12 +30,12 @@ class TreeOfThoughts:
         requests: list[Request] = []
         pending = _below(tree, ROOT, None)
         while pending:
-            node, after, number = pending.pop()
+            node, after = pending.pop()
             thought = tree.nodes[node]
             name = after
             if thought.tokens:
                 name = f"thought {node}"
-                mark = f"\n\nThought {number}:"
+                mark = _mark(node)
                 prompt = mark if after is not None else tree.prompt + mark
                 requests.append(Request(name, prompt, thought.tokens, after=after))
             pending.extend(_below(tree, node, name))
@@ -49,7 +49,11 @@ class TreeOfThoughts:
         )
 
 
-def _below(tree: ThoughtTree, node: int, name: str | None) -> list[tuple[int, str | None, int]]:
-    """Children of `node`, last first, with the request they come after and their numbers."""
-    numbered = list(enumerate(tree.nodes[node].children, 1))
-    return [(child, name, number) for number, child in reversed(numbered)]
+def _below(tree: ThoughtTree, node: int, name: str | None) -> list[tuple[int, str | None]]:
+    """Children of `node`, last first, with the request they come after."""
+    return [(child, name) for child in reversed(tree.nodes[node].children)]
+
+
+def _mark(node: int) -> str:
+    """Tells thoughts apart, and has one clear answer: greedy decoding stays away from ties."""
+    return f"\n\nCount from {node} to {node + 12}."

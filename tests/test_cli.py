@@ -1,0 +1,300 @@
+"""The `deft` command: help, bad input told in a line, explain and doctor end to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from deft_backend.bench.ab import AbResult
+from deft_backend.bench.generate import ThoughtTreeShape, generate_thought_tree
+from deft_backend.bench.server_state import StateError, appears, read_state, settled_counters
+from deft_backend.bench.traces import dump_thought_trees
+from deft_backend.bench.workloads import WORKLOADS
+from deft_backend.cli import ab as ab_module
+from deft_backend.cli import app, checks
+from deft_backend.forest import build_forest
+from deft_backend.policies import POLICY_NAMES
+
+runner = CliRunner(env={"COLUMNS": "400", "NO_COLOR": "1", "TERM": "dumb"})
+
+FOREST = build_forest([0, 1], [100], [110, 120])
+
+
+def run(*arguments: str, **environment: str) -> tuple[int, str, str]:
+    result = runner.invoke(app, list(arguments), env=environment)
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": "float16"}))
+    return str(folder)
+
+
+@pytest.fixture
+def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bad input is refused before any server starts."""
+
+    def started(*arguments: Any) -> AbResult:
+        raise AssertionError("a server would have been started")
+
+    monkeypatch.setattr(ab_module, "_run", started)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("serve", ["--model", "--port", "--policy", "HOST OPTIONS"]),
+        ("ab", ["--workload", "--trace", "--scale", "--baseline", "--quick", "--out", *WORKLOADS]),
+        ("doctor", ["--model", "--json"]),
+        ("explain", ["--trace", "--tree", "--server", "--iteration", *POLICY_NAMES]),
+    ],
+)
+def test_help_names_every_option(command: str, words: list[str]) -> None:
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    for word in words:
+        assert word in out
+
+
+def test_version() -> None:
+    assert run("--version")[1].startswith("deft-backend ")
+
+
+@pytest.mark.usefixtures("no_server")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--policy", "best"], r"no policy 'best'; expected one of flash-decoding, deft-node"),
+        (["--workload", "chat"], r"no workload 'chat'; expected one of few-shot"),
+        (["--model", "/no/such/model"], r"/no/such/model is no folder"),
+        (["--baseline", "deft"], r"--baseline is 'deft'"),
+        (["--trace", "/no/trace.json"], r"cannot read the trace /no/trace\.json"),
+        (["--scale", "0.5"], r"--scale and --index belong to --trace"),
+        (["--trace", "x", "--workload", "few-shot"], r"tree-of-thoughts, which is not selected"),
+        (["positional"], r"unexpected argument 'positional'.*--"),
+    ],
+)
+def test_ab_refuses_bad_input(arguments: list[str], said: str, model: str) -> None:
+    if "--model" not in arguments:
+        arguments = ["--model", model, *arguments]
+    code, _, err = run("ab", *arguments)
+    assert code == 2
+    assert re.search(said, err)
+
+
+@pytest.mark.usefixtures("no_server")
+def test_ab_names_file_tree_and_node_of_a_bad_trace(tmp_path: Path, model: str) -> None:
+    path = tmp_path / "bad.json"
+    node = {"id": 0, "value": 4, "start": -3, "end": 0, "children": [1]}
+    path.write_text(json.dumps([{"incompleted": False, "prompt": "", "data": {"0": node}}]))
+    code, _, err = run("ab", "--model", model, "--trace", str(path))
+    assert code == 2
+    assert f"{path}: tree 0, node 0: children holds 1" in err
+    dump_thought_trees([generate_thought_tree(ThoughtTreeShape())], path)
+    code, _, err = run("ab", "--model", model, "--trace", str(path), "--index", "3")
+    assert code == 2
+    assert "holds 1 trees" in err
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    code, _, err = run("serve", "--model", str(tmp_path))
+    assert code == 2
+    assert "holds no config.json" in err
+
+
+def test_serve_prints_the_command_it_would_run(model: str) -> None:
+    code, out, _ = run(
+        "serve", "--dry-run", "--model", model, "--policy", "fasttree", "--port", "1234",
+        "--", "--page-size", "16",
+    )  # fmt: skip
+    assert code == 0
+    assert "DEFT_POLICY=fasttree" in out
+    assert f"--model-path {model} --port 1234 --attention-backend deft" in out
+    assert out.strip().endswith("--page-size 16")
+
+
+def test_serve_refuses_an_unknown_policy(model: str) -> None:
+    code, _, err = run("serve", "--model", model, "--policy", "best")
+    assert (code, "'best'" in err) == (2, True)
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_explain_draws_a_described_tree(policy: str) -> None:
+    code, out, _ = run("explain", "--tree", "1,2,4 64,32,8", "--policy", policy)
+    assert code == 0
+    assert "batch of 4" in out
+    assert "160 tokens stored" in out
+
+
+def test_explain_json_counts_bytes() -> None:
+    code, out, _ = run(
+        "explain", "--tree", "1,4 100,10", "--policy", "deft-node", "--heads", "8/2",
+        "--head-dim", "64", "--layers", "3", "--json",
+    )  # fmt: skip
+    assert code == 0
+    content = json.loads(out)
+    token = 2 * 2 * 64 * 2 * 3  # K and V, KV heads, head dimension, bytes, layers
+    assert content["kv_bytes"] == (100 + 4 * 10) * token
+    assert content["kv_bytes_flash_decoding"] == 4 * 110 * token
+
+
+def test_explain_reads_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    tree = generate_thought_tree(ThoughtTreeShape(width=5, prompt_tokens=77))
+    dump_thought_trees([tree], path)
+    code, out, _ = run("explain", "--trace", str(path), "--iteration", "1", "--json")
+    assert code == 0
+    assert json.loads(out)["tokens_stored"] == 77 + 5
+    code, _, err = run("explain", "--trace", str(path), "--iteration", "9999")
+    assert code == 2
+    assert f"iteration 9999; expected 0 to {tree.last_iteration}" in err
+    assert str(path) in err
+    code, _, err = run("explain", "--trace", str(path), "--index", "1")
+    assert (code, "holds 1 trees" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "expected exactly one of"),
+        (["--tree", "1 1", "--server"], "expected exactly one of"),
+        (["--tree", "1,2"], "the tree is described as '1,2'"),
+        (["--tree", "1 1", "--policy", "best"], "no policy 'best'"),
+        (["--tree", "1 1", "--heads", "7/2"], "--heads is '7/2'"),
+        (["--tree", "1 1", "--dtype", "int8"], "--dtype is 'int8'"),
+        (["30000", "--tree", "1 1"], "a port goes with --server"),
+        (["--trace", "nowhere.json"], "cannot read the trace nowhere.json"),
+    ],
+)
+def test_explain_refuses_bad_input(arguments: list[str], said: str) -> None:
+    code, _, err = run("explain", *arguments)
+    assert code == 2
+    assert said in err
+
+
+def state(**changes: Any) -> dict[str, Any]:
+    arrays = ("order", "parent", "row", "start", "length", "query_begin", "query_end", "leaf")
+    forest = {name: getattr(FOREST, name).tolist() for name in (*arrays, "seq_lens")}
+    content: dict[str, Any] = {
+        "schema": 1, "pid": os.getpid(), "port": 31234, "rank": 0, "host": "sglang",
+        "host_version": "0", "backend": "deft", "policy": "deft-node", "device": "cpu",
+        "dtype": "float16", "num_layers": 4, "num_query_heads": 4, "num_kv_heads": 2,
+        "head_dim": 64, "dtype_bytes": 2, "steps_tree": 9, "steps_host": {"small batch": 1},
+        "kv_bytes_read": 1000, "kv_bytes_query_guided": 5000, "decode_steps": 10, "plans": 2,
+        "plan_seconds": 0.1, "updated": time.time(),
+        "forest": {**forest, "page_size": 1, "rids": ["a", "b"]},
+    }  # fmt: skip
+    return content | changes
+
+
+def test_explain_reads_a_running_server(tmp_path: Path) -> None:
+    (tmp_path / "31234-tp0.json").write_text(json.dumps(state()))
+    (tmp_path / "31235-tp0.json").write_text(json.dumps(state(pid=2**22 + 1)))  # no such process
+    for arguments in (["--server", "31234"], ["--server"]):
+        code, out, _ = run("explain", *arguments, "--json", DEFT_STATE_DIR=str(tmp_path))
+        assert code == 0
+        content = json.loads(out)
+        assert content["policy"] == "deft-node"
+        assert content["tokens_stored"] == FOREST.tokens_stored
+        assert content["kv_bytes"] == FOREST.tokens_stored * 2 * 2 * 64 * 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "there is no state file"),
+        (state(schema=2), "has schema 2; this version reads 1"),
+        (state(forest=None), "no batch with tree attention yet"),
+        ({k: v for k, v in state().items() if k != "num_layers"}, "num_layers"),
+        ([], "has schema None"),
+    ],
+)
+def test_explain_names_what_is_wrong_with_a_state_file(
+    content: object, said: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "31234-tp0.json").write_text(json.dumps(content))
+    code, _, err = run("explain", "--server", "31234", DEFT_STATE_DIR=str(tmp_path))
+    assert code == 2
+    assert said in err
+    assert "31234-tp0.json" in err
+
+
+def test_no_running_server_is_said(tmp_path: Path) -> None:
+    code, _, err = run("explain", "--server", DEFT_STATE_DIR=str(tmp_path))
+    assert (code, "0 servers" in err) == (2, True)
+
+
+def test_counters_are_read_at_rest_and_subtracted(tmp_path: Path) -> None:
+    path = tmp_path / "1-tp0.json"
+    assert not appears(path, timeout=0.0)
+    with pytest.raises(StateError):
+        settled_counters(path, timeout=0.0)
+    path.write_text(json.dumps(state()))
+    before = settled_counters(path)
+    later = state(steps_tree=12, steps_host={"small batch": 1, "other": 2}, kv_bytes_read=1700)
+    path.write_text(json.dumps(later))
+    moved = read_state(path).counters - before
+    assert (moved.steps_tree, moved.steps_host, moved.kv_bytes_read) == (3, {"other": 2}, 700)
+
+
+def test_doctor_json(model: str) -> None:
+    code, out, _ = run("doctor", "--json", "--model", model)
+    content = json.loads(out)
+    found = [check for part in ("installed", "machine", "settings") for check in content[part]]
+    assert {"python", "torch", "sglang", "plugin", "DEFT_POLICY"} <= {c["subject"] for c in found}
+    assert content["works"] == all(check["status"] != "problem" for check in found)
+    assert code == (0 if content["works"] else 1)
+    assert all(check["remedy"] for check in found if check["status"] == "problem")
+    (kernel,) = content["kernels"]
+    assert (kernel["heads"], kernel["head_dim"], kernel["dtype"]) == ("4/2", 64, "float16")
+
+
+def test_doctor_finds_bad_settings() -> None:
+    code, out, _ = run("doctor", "--json", DEFT_POLICY="best", DEFT_POLCY="auto")
+    assert code == 1
+    settings = {check["subject"]: check for check in json.loads(out)["settings"]}
+    assert settings["DEFT_POLICY"]["status"] == "problem"
+    assert "'best'" in settings["DEFT_POLICY"]["found"]
+    assert settings["DEFT_POLCY"]["status"] == "note"
+
+
+def test_doctor_says_what_mends_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_version", lambda name: None)
+    monkeypatch.setattr(checks, "entry_points", lambda **selection: ())
+    code, out, _ = run("doctor")
+    assert code == 1
+    assert "→ pip install 'deft-backend[sglang]'" in out
+    assert "SGLang cannot find us" in out
+
+
+@pytest.mark.parametrize(
+    ("version", "status"), [("0.5.16", "problem"), ("0.5.17", "ok"), ("0.5.23.post1", "note")]
+)
+def test_doctor_compares_versions(
+    version: str, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "_version", lambda name: version if name == "sglang" else "99")
+    found = {check.subject: check.status for check in checks.check_packages()}
+    assert found["sglang"] == status
+
+
+def test_doctor_shows_why_the_host_would_decode() -> None:
+    _, out, _ = run("doctor", "--heads", "7/2", "--json")
+    kernels = json.loads(out)["kernels"]
+    assert {kernel["kernel"] for kernel in kernels} == {"host"}
+    assert all("7 query heads" in kernel["why"] for kernel in kernels)
+    assert run("doctor", "--heads", "many")[0] == 2
