@@ -50,8 +50,9 @@ GROUPS = {
     "no-overlap": Group(("--disable-overlap-schedule",), cli=True),
     "chunked-pages": Group(("--chunked-prefill-size", "128", "--page-size", "16"), EAGER),
     "no-radix": Group(("--disable-radix-cache",), EAGER),
-    "small-pool": Group(
-        ("--max-total-tokens", "768", "--schedule-conservativeness", "0.05"), EAGER
+    # The host's own switch for its tests: every few steps it takes back requests that decode.
+    "retracting": Group(
+        settings={**EAGER, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "6"}
     ),
 }
 
@@ -61,7 +62,7 @@ class Ask:
     """One greedy completion."""
 
     prompt: str
-    tokens: int = 12
+    tokens: int = 8
     n: int = 1
 
 

@@ -8,14 +8,15 @@ from corpus import Message
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-BOS, EOS, USER, ASSISTANT = 256, 257, 258, 259
+BOS, EOS, USER, ASSISTANT, PAD = 256, 257, 258, 259, 260
 VOCABULARY_SIZE = 320
 SPECIAL_TOKENS = (
     "<|bos|>",
     "<|eos|>",
     "<|user|>",
     "<|assistant|>",
-    *(f"<|reserved_{number}|>" for number in range(VOCABULARY_SIZE - 260)),
+    "<|pad|>",
+    *(f"<|reserved_{number}|>" for number in range(VOCABULARY_SIZE - 261)),
 )
 
 CHAT_TEMPLATE = (

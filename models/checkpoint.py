@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from byte_tokens import BOS, CHAT_TEMPLATE, EOS, VOCABULARY_SIZE, build_tokenizer
+from byte_tokens import BOS, CHAT_TEMPLATE, EOS, PAD, VOCABULARY_SIZE, build_tokenizer
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -44,7 +44,7 @@ ARCHITECTURE: dict[str, Any] = {
     "tie_word_embeddings": False,
     "bos_token_id": BOS,
     "eos_token_id": EOS,
-    "pad_token_id": EOS,
+    "pad_token_id": PAD,
     "use_cache": True,
 }
 
@@ -52,7 +52,7 @@ TOKENIZER_CONFIG: dict[str, Any] = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "bos_token": "<|bos|>",
     "eos_token": "<|eos|>",
-    "pad_token": "<|eos|>",
+    "pad_token": "<|pad|>",
     "add_bos_token": False,
     "clean_up_tokenization_spaces": False,
     "model_max_length": CONTEXT_SIZE,
@@ -62,7 +62,7 @@ TOKENIZER_CONFIG: dict[str, Any] = {
 GENERATION_CONFIG: dict[str, Any] = {
     "bos_token_id": BOS,
     "eos_token_id": EOS,
-    "pad_token_id": EOS,
+    "pad_token_id": PAD,
     "do_sample": False,
 }
 
@@ -79,6 +79,7 @@ def save(model: nn.Module, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: weight.half().contiguous() for name, weight in model.state_dict().items()}
     save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    (folder / WEIGHTS_FILE).chmod(0o644)
     build_tokenizer().save(str(folder / "tokenizer.json"))
     _write_json(folder / "config.json", ARCHITECTURE)
     _write_json(folder / "tokenizer_config.json", TOKENIZER_CONFIG)

@@ -24,6 +24,9 @@ Uniform choices would leave the best model undecided between equals. A favourite
 greedy continuation clear of ties while the rest of the choices keep the text varied.
 """
 
+FAINT_SHARE = 0.25
+"""The same for what is asked for afterwards: guessing the favourite must not pay there."""
+
 
 @dataclass(frozen=True)
 class Town:
@@ -80,6 +83,7 @@ PEOPLE = _words("Ada Boris Clara Dmitri Elsa Felix Greta Hugo Ines Jonas Karin L
 COLOURS = _words("amber blue crimson dark green ivory pale red silver yellow")
 THINGS = _words("acorn bell coin drum feather glove hammer key ladle mirror ring spoon")
 ANIMALS = _words("badger crow deer fox goat hare lion mouse owl rabbit stork wolf")
+DIGITS = tuple("0123456789")
 HOMES = (
     "by the river",
     "on the hill",
@@ -162,17 +166,17 @@ class Writer:
         self._paragraphs: tuple[Callable[[], str], ...] = (
             self._story_paragraph,
             self._code_ledger,
-            lambda: _inline(self._code()),
+            lambda: self._several(self._code),
             lambda: _inline(self._count()),
             self._town_facts,
             lambda: _inline(self._town_question()),
             self._box_ledger,
-            lambda: _inline(self._box()),
+            lambda: self._several(self._box),
             lambda: _inline(self._sort()),
             self._record,
-            lambda: _inline(self._code()),
+            lambda: self._several(self._code),
             lambda: _inline(self._steps()),
-            lambda: _inline(self._sum()),
+            lambda: self._several(self._sum),
             lambda: _inline(self._repeat()),
         )
         self._exchanges: tuple[Callable[[], Exchange], ...] = (
@@ -223,9 +227,11 @@ class Writer:
             self._turn = self._random.randrange(len(kinds))
         return kinds[self._turn % len(kinds)]
 
-    def _lean(self, options: Sequence[Option], favourite: Option) -> Option:
-        """Choose an option, half of the time the favourite."""
-        if self._random.random() < FAVOURITE_SHARE:
+    def _lean(
+        self, options: Sequence[Option], favourite: Option, share: float = FAVOURITE_SHARE
+    ) -> Option:
+        """Choose an option, now and then the favourite."""
+        if self._random.random() < share:
             return favourite
         return self._random.choice(options)
 
@@ -245,10 +251,10 @@ class Writer:
         """Return the code of a key, making one up the first time it is named."""
         self._key = key
         if key not in self._codes:
-            code = self._echo("123456789", key)
-            while len(code) < 4:
-                code += self._lean("0123456789", str((int(code[-1]) * 3 + 1) % 10))
-            self._codes[key] = code
+            digits = [self._lean(DIGITS, DIGITS[3], FAINT_SHARE)]
+            while len(digits) < 4:
+                digits.append(self._lean(DIGITS, _after(digits[-1]), FAINT_SHARE))
+            self._codes[key] = "".join(digits)
         return self._codes[key]
 
     def _box_of(self, person: str) -> str:
@@ -258,6 +264,10 @@ class Writer:
             colour = self._echo(COLOURS, person)
             self._boxes[person] = f"{colour} {self._echo(THINGS, colour)}"
         return self._boxes[person]
+
+    def _several(self, kind: Callable[[], Exchange]) -> str:
+        """Write one to four exchanges of a kind as running text."""
+        return " ".join(_inline(kind()) for _ in range(self._lean(range(1, 5), 2)))
 
     def _code_ledger(self) -> str:
         keys = self._chain(KEYS, self._lean(range(1, 6), 3))
@@ -339,18 +349,23 @@ class Writer:
         step = self._lean((1, 2, 5), 1)
         first = self._lean(range(60), 10)
         first -= first % step
-        numbers = range(first, first + step * self._lean(range(4, 16), 9), step)
+        numbers = range(first, first + step * self._lean(range(4, 14), 9, FAINT_SHARE), step)
         by = {1: "", 2: " by twos", 5: " by fives"}[step]
         return Exchange(
             f"Count{by} from {numbers[0]} to {numbers[-1]}.", f"{', '.join(map(str, numbers))}."
         )
 
     def _sort(self) -> Exchange:
-        digits = self._random.sample("0123456789", self._lean(range(3, 7), 5))
+        digits = [self._lean(DIGITS, DIGITS[3])]
+        for _ in range(self._lean(range(2, 6), 4)):
+            left = [digit for digit in DIGITS if digit not in digits]
+            favourite = _after(digits[-1])
+            digits.append(self._lean(left, favourite if favourite in left else left[0]))
         return Exchange(f"Sort the digits {' '.join(digits)}.", f"{' '.join(sorted(digits))}.")
 
     def _sum(self) -> Exchange:
-        left, right = self._lean(range(1, 13), 7), self._lean(range(1, 13), 5)
+        left = self._lean(range(1, 13), 7, FAINT_SHARE)
+        right = self._lean(range(1, 13), 5, FAINT_SHARE)
         return Exchange(f"What is {left} plus {right}?", f"{left} plus {right} is {left + right}.")
 
     def _steps(self) -> Exchange:
@@ -364,6 +379,11 @@ class Writer:
 
     def _pleasantry(self) -> Exchange:
         return self._lean(PLEASANTRIES, PLEASANTRIES[0])
+
+
+def _after(digit: str) -> str:
+    """Return the digit that most often follows a digit where any might."""
+    return DIGITS[(int(digit) + 3) % 10]
 
 
 def _inline(exchange: Exchange) -> str:

@@ -20,8 +20,8 @@ sorting digits, sums, lists of steps, words to repeat, and codes and boxes that 
 asked for later, as running text and as conversations. Half of the free choices fall on a fixed
 favourite, so that the best continuation seldom ties with the next one.
 
-A token is a byte. `<|bos|>`, `<|eos|>`, `<|user|>` and `<|assistant|>` are tokens 256 to 259, and
-60 reserved tokens fill the vocabulary up to 320. Plain text gets no extra token.
+A token is a byte. `<|bos|>`, `<|eos|>`, `<|user|>`, `<|assistant|>` and `<|pad|>` are tokens 256 to
+260, and 59 reserved tokens fill the vocabulary up to 320. Plain text gets no extra token.
 
 ## Training
 

@@ -11,7 +11,14 @@ import pytest
 
 from deft_backend.forest import build_forest
 from deft_backend.policies import CostModel, CostModelError, Target, get_policy
-from deft_backend.policies.cost_model import DEFAULT_TABLE, cost_model_of, default_cost_model
+from deft_backend.policies.cost_model import (
+    DEFAULT_TABLE,
+    FLASHFORGE_TABLE,
+    cost_model_of,
+    default_cost_model,
+)
+
+PAPER = CostModel.load(FLASHFORGE_TABLE)
 
 # FlashForge, Table 2: milliseconds by n (rows) and n_q (columns), typed from the paper.
 QUERIES = [1, 2, 5, 10, 20, 50, 100]
@@ -25,15 +32,15 @@ TABLE_2 = {
 }
 
 
-def test_the_shipped_table_is_table_2() -> None:
-    model = default_cost_model()
+def test_the_papers_table_is_table_2() -> None:
+    model = PAPER
     for n, row in TABLE_2.items():
         for n_q, expected in zip(QUERIES, row, strict=True):
             assert float(model.time(n_q, n)) == pytest.approx(expected, abs=1e-12)
 
 
 def test_interpolation_is_bilinear() -> None:
-    model = default_cost_model()
+    model = PAPER
     assert float(model.time(1, 768)) == pytest.approx((0.036 + 0.043) / 2)
     assert float(model.time(15, 512)) == pytest.approx((0.043 + 0.048) / 2)
     assert float(model.time(1.5, 768)) == pytest.approx((0.036 + 0.035 + 0.043 + 0.043) / 4)
@@ -41,7 +48,7 @@ def test_interpolation_is_bilinear() -> None:
 
 
 def test_extrapolation_is_linear_and_never_free() -> None:
-    model = default_cost_model()
+    model = PAPER
     assert float(model.time(1, 32_768)) == pytest.approx(0.283 + 2 * (0.283 - 0.156))
     assert float(model.time(150, 512)) == pytest.approx(0.112 + (0.112 - 0.074))
     assert float(model.time(1, 0)) == pytest.approx(0.036 - (0.043 - 0.036))
@@ -50,7 +57,7 @@ def test_extrapolation_is_linear_and_never_free() -> None:
 
 
 def test_arguments_broadcast() -> None:
-    times = default_cost_model().time(np.array([1, 2])[:, None], np.array([512, 1024, 2048]))
+    times = PAPER.time(np.array([1, 2])[:, None], np.array([512, 1024, 2048]))
     np.testing.assert_allclose(times, [[0.036, 0.043, 0.060], [0.035, 0.043, 0.059]])
 
 
@@ -150,6 +157,6 @@ def test_missing_fields_files_and_json_are_refused(tmp_path: Path) -> None:
         CostModel.load(path)
 
 
-def test_the_shipped_table_names_its_source() -> None:
-    data = json.loads(DEFAULT_TABLE.read_text(encoding="utf-8"))
-    assert "FlashForge, Table 2" in data["source"]
+def test_the_shipped_tables_name_their_sources() -> None:
+    assert "FlashForge, Table 2" in PAPER.source
+    assert "H100" in CostModel.load(DEFAULT_TABLE).source

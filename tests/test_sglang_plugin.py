@@ -740,3 +740,21 @@ def test_registering_never_raises(host: Any, monkeypatch, caplog) -> None:
     monkeypatch.setattr(plugin, "_register", fail)
     plugin.register()
     assert "a host from another planet" in caplog.text
+
+
+@pytest.mark.parametrize("max_batch", [1, 20, 256])
+def test_warm_up_runs_every_tile_that_fits(host: Any, max_batch: int) -> None:
+    from deft_backend.attention import TreeAttention
+    from deft_backend.hosts.sglang.factory import _warm_up
+
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+        max_batch=max_batch, policy="deft-node",
+    )  # fmt: skip
+    pool = FakePool()
+    pool.start_layer = 0  # type: ignore[attr-defined]
+    _warm_up(attention, SimpleNamespace(token_to_kv_pool=pool))
+    plan = attention.last_plan
+    assert plan is not None
+    tiles = sum(int(count > 0) for count in np.diff(plan.tile_ptr))
+    assert tiles == {1: 1, 20: 1, 256: 4}[max_batch]

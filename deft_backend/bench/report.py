@@ -19,8 +19,9 @@ CPU_TIMES = (
 )
 KV_MEANING = (
     "The KV figures are exact: bytes that the decode attention reads from the KV cache, counted "
-    "from the plans that ran. They depend on the batch alone and are the same on a GPU, where they "
-    "are what a decode step waits for."
+    "from the plans that ran. The same plan reads the same on a GPU, where it is what a decode "
+    "step waits for. (The policy auto plans for its device: a GPU may treat very small batches "
+    "otherwise.)"
 )
 
 

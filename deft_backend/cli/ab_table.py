@@ -19,7 +19,7 @@ def result_tables(result: AbResult) -> Iterator[Table]:
 
 def _reads(result: AbResult) -> Table:
     table = Table(title="KV read per decode step, and agreement", title_justify="left")
-    table.add_column("workload")
+    table.add_column("workload", no_wrap=True, min_width=18)
     for name in ("host", "deft", "saved", "steps by tree", "requests", "answers alike"):
         table.add_column(name, justify="right")
     for w in result.workloads:
@@ -43,7 +43,7 @@ def _times(result: AbResult) -> Table:
     title = "Times" if result.on_gpu else "Times (not meaningful without a GPU)"
     style = "" if result.on_gpu else "dim"
     table = Table(title=title, title_justify="left", style=style)
-    table.add_column("workload", style=style)
+    table.add_column("workload", style=style, no_wrap=True, min_width=18)
     names = ("TPOT host", "TPOT deft", "TTFT host", "TTFT deft", "tok/s host", "tok/s deft")
     for name in names:
         table.add_column(name, justify="right", style=style, header_style=style)

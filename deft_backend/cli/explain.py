@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -14,6 +14,9 @@ from deft_backend.cli.errors import fail, reported
 from deft_backend.config import Settings, SettingsError, state_directory
 from deft_backend.forest import ForestError, PrefixForest
 from deft_backend.policies import POLICY_NAMES, PolicyError, Target, get_policy
+
+if TYPE_CHECKING:
+    from deft_backend.bench.server_state import ServerState
 
 H100_SMS = 132
 _BLOCKS_AN_SM = 2
@@ -124,10 +127,27 @@ def _from_server(port: int | None) -> tuple[PrefixForest, Target, int, str, str]
     state = read_state(path)
     if state.forest is None:
         raise StateError(f"{path}: the server has decoded no batch with tree attention yet")
-    target = _programs(state.num_query_heads, state.num_kv_heads, state.head_dim, state.dtype_bytes)
+    target = _server_target(state)
     title = f"server on port {path.name.split('-')[0]}, its last planned batch"
     used = state.policy if state.policy in POLICY_NAMES else "auto"
     return state.forest, target, state.num_layers, title, used
+
+
+def _server_target(state: ServerState) -> Target:
+    """The target that the server itself plans for, if its device can be asked here."""
+    import torch
+
+    from deft_backend.kernels import launch_config
+
+    shape = (state.num_query_heads, state.num_kv_heads, state.head_dim, state.dtype_bytes)
+    on_cpu = state.device.startswith("cpu")
+    if not on_cpu and not torch.cuda.is_available():
+        return _programs(*shape)
+    dtype = getattr(torch, state.dtype.removeprefix("torch."))
+    device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+    config = launch_config(state.head_dim, dtype, device)
+    programs = max(1, config.tiles[0].programs // state.num_kv_heads)
+    return Target(*shape, num_programs=programs, block_tokens=config.tiles[0].block_tokens)
 
 
 def running_servers(folder: Path) -> list[Path]:

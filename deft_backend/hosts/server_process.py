@@ -103,10 +103,12 @@ class ServerProcess:
         if process is None:
             return
         members = _tree(process.pid)
-        _signal_tree(process.pid, members, signal.SIGTERM)
+        # Only the server itself is asked: it ends its workers, and takes one that goes first for a
+        # crash.
+        process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=15)
-        _signal_tree(process.pid, members, signal.SIGKILL)
+        _kill_tree(process.pid, members)
         process.wait()
 
     def _wait_until_healthy(self) -> None:
@@ -152,11 +154,11 @@ def _tree(pid: int) -> list[int]:
         return []
 
 
-def _signal_tree(leader: int, members: list[int], number: signal.Signals) -> None:
+def _kill_tree(leader: int, members: list[int]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, number)
+        os.killpg(leader, signal.SIGKILL)
     for pid in members:
-        # Killed only where it is still the same session's: a pid may have been given out anew.
+        # Only where it is still of the same session: a pid may have been given out anew.
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if os.getsid(pid) == leader or number == signal.SIGTERM:
-                os.kill(pid, number)
+            if os.getsid(pid) == leader:
+                os.kill(pid, signal.SIGKILL)

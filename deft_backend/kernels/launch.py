@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,8 +21,59 @@ HEAD_DIMS = (64, 96, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Element types; float32 on the CPU only, where small models are served in it."""
 
-_interpreted_stage1 = InterpretedFunction(stage1.partial_attention)
-_interpreted_stage2 = InterpretedFunction(stage2.reduce_partials)
+
+class Kernel:
+    """A kernel, compiled for the GPU or interpreted on the CPU.
+
+    Triton analyses every argument of every launch to find the variant to run, which takes longer
+    than a short kernel does. Layers of a model differ in nothing that it looks for: a launch whose
+    `variant` was seen before, with every pointer aligned as usual, goes to that variant directly.
+    """
+
+    def __init__(self, function: Any, compiled: Any) -> None:
+        self._compiled = compiled
+        self._interpreted = InterpretedFunction(function)
+        self._variants: dict[Hashable, Any] = {}
+
+    def launch(
+        self,
+        programs: int,
+        arguments: Sequence[Any],
+        constants: Mapping[str, Any],
+        *,
+        variant: Hashable,
+        aligned: bool,
+        interpreted: bool,
+        **options: int,
+    ) -> None:
+        """Run `programs` programs.
+
+        Parameters
+        ----------
+        arguments, constants
+            In the order of the kernel's signature; constants are its constexprs.
+        variant : hashable
+            Everything that decides how the kernel is compiled: device, dtypes, integers, constants.
+        aligned : bool
+            Whether every pointer is a multiple of 16 bytes.
+        options
+            ``num_warps`` and ``num_stages``.
+        """
+        grid = (programs, 1, 1)
+        if interpreted:
+            self._interpreted[grid](*arguments, **constants)
+            return
+        known = self._variants.get(variant) if aligned else None
+        if known is not None:
+            known[grid](*arguments, *constants.values())
+            return
+        found = self._compiled[grid](*arguments, **constants, **options)
+        if aligned:
+            self._variants[variant] = found
+
+
+PARTIAL_ATTENTION = Kernel(stage1.partial_attention, stage1.compiled)
+REDUCE_PARTIALS = Kernel(stage2.reduce_partials, stage2.compiled)
 
 
 @dataclass(frozen=True)
@@ -43,12 +95,6 @@ class LaunchConfig:
     reduce_programs: int
     reduce_heads: int
     interpreted: bool
-
-    def stage1(self) -> Any:
-        return _interpreted_stage1 if self.interpreted else stage1.compiled
-
-    def stage2(self) -> Any:
-        return _interpreted_stage2 if self.interpreted else stage2.compiled
 
 
 def unsupported(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from deft_backend.kernels.launch import LaunchConfig
+from deft_backend.kernels.launch import PARTIAL_ATTENTION, REDUCE_PARTIALS, LaunchConfig
 from deft_backend.planner import DevicePlan, Plan
 
 
@@ -50,11 +50,28 @@ def run_plan(
         Whether items may have several segments and bit causal masks.
     """
     _, num_heads, head_dim = q.shape
-    num_kv_heads = k_cache.shape[2]
+    num_kv_heads, page_size = k_cache.shape[2], k_cache.shape[1]
     padded = triton.next_power_of_2(head_dim)
-    # Without tensor-core rounding for float32: the answer of the host's own kernel is exact too.
-    precision = "ieee" if q.dtype == torch.float32 else "tf32"
-    stage1 = config.stage1()
+    tensors = (q, k_cache, v_cache, out, partial_out, partial_lse, page_table, table_rows, seq_lens)
+    strides = (
+        *q.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        *out.stride()[:2],
+        page_table.stride(0),
+    )
+    pointers = 0
+    for tensor in tensors:
+        pointers |= tensor.data_ptr()
+    aligned = pointers % 16 == 0
+    kind = (
+        q.device, q.dtype, page_table.dtype, table_rows.dtype, seq_lens.dtype,
+        strides, num_heads, num_kv_heads, head_dim, page_size, masked, logit_cap > 0.0,
+    )  # fmt: skip
+
+    arguments = (
+        *tensors, *plan.stage1, float(sm_scale), float(logit_cap) or 1.0, *strides
+    )  # fmt: skip
     for shape, tile in enumerate(config.tiles):
         programs = tile.programs
         if host_plan is not None:
@@ -62,72 +79,48 @@ def run_plan(
             if items == 0:
                 continue
             programs = min(programs, items * num_kv_heads)
-        stage1[(programs,)](
-            q,
-            k_cache,
-            v_cache,
-            out,
-            partial_out,
-            partial_lse,
-            page_table,
-            table_rows,
-            seq_lens,
-            plan["tile_ptr"],
-            plan["item_segment_ptr"],
-            plan["item_query_ptr"],
-            plan["segment_row"],
-            plan["segment_start"],
-            plan["segment_end"],
-            plan["segment_mask"],
-            plan["mask_words"],
-            plan["entry_query"],
-            plan["entry_slot"],
-            sm_scale,
-            logit_cap if logit_cap > 0.0 else 1.0,
-            q.stride(0),
-            q.stride(1),
-            k_cache.stride(0),
-            k_cache.stride(1),
-            k_cache.stride(2),
-            v_cache.stride(0),
-            v_cache.stride(1),
-            v_cache.stride(2),
-            out.stride(0),
-            out.stride(1),
-            page_table.stride(0),
-            TILE=shape,
-            BLOCK_M=tile.rows,
-            BLOCK_N=tile.block_tokens,
-            NUM_KV_HEADS=num_kv_heads,
-            GQA_GROUP=num_heads // num_kv_heads,
-            HEAD_DIM=head_dim,
-            HEAD_DIM_PADDED=padded,
-            PAGE_SIZE=k_cache.shape[1],
-            MASKED=masked,
-            SOFT_CAP=logit_cap > 0.0,
-            PRECISION=precision,
-            UPCAST=config.interpreted,
+        PARTIAL_ATTENTION.launch(
+            programs,
+            arguments,
+            {
+                "TILE": shape,
+                "BLOCK_M": tile.rows,
+                "BLOCK_N": tile.block_tokens,
+                "NUM_KV_HEADS": num_kv_heads,
+                "GQA_GROUP": num_heads // num_kv_heads,
+                "HEAD_DIM": head_dim,
+                "HEAD_DIM_PADDED": padded,
+                "PAGE_SIZE": page_size,
+                "MASKED": masked,
+                "SOFT_CAP": logit_cap > 0.0,
+                # Without tensor-core rounding for float32: the host's own answer is exact, too.
+                "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+                "UPCAST": config.interpreted,
+            },
+            variant=(shape, kind),
+            aligned=aligned,
+            interpreted=config.interpreted,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
+
     programs = config.reduce_programs
     if host_plan is not None:
         if len(host_plan.reduce_query) == 0:
             return
         programs = min(programs, len(host_plan.reduce_query) * num_heads)
-    config.stage2()[(programs,)](
-        partial_out,
-        partial_lse,
-        out,
-        plan["num_reduce"],
-        plan["reduce_query"],
-        plan["reduce_ptr"],
-        out.stride(0),
-        out.stride(1),
-        NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        HEAD_DIM_PADDED=padded,
-        BLOCK_P=16,
-        BLOCK_H=config.reduce_heads,
+    REDUCE_PARTIALS.launch(
+        programs,
+        (partial_out, partial_lse, out, *plan.stage2, *out.stride()[:2]),
+        {
+            "NUM_HEADS": num_heads,
+            "HEAD_DIM": head_dim,
+            "HEAD_DIM_PADDED": padded,
+            "BLOCK_P": 16,
+            "BLOCK_H": config.reduce_heads,
+        },
+        variant=kind,
+        aligned=aligned,
+        interpreted=config.interpreted,
         num_warps=4,
     )

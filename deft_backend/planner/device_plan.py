@@ -10,6 +10,21 @@ from deft_backend.planner.plan import TILE_ROWS, Plan, PlanCapacity
 _ALIGNMENT = 16  # bytes; the widest vector load of a kernel
 _STAGING_BUFFERS = 4
 
+# What each kernel reads, in the order of its parameters.
+_STAGE_1 = (
+    "tile_ptr",
+    "item_segment_ptr",
+    "item_query_ptr",
+    "segment_row",
+    "segment_start",
+    "segment_end",
+    "segment_mask",
+    "mask_words",
+    "entry_query",
+    "entry_slot",
+)
+_STAGE_2 = ("num_reduce", "reduce_query", "reduce_ptr")
+
 
 class DevicePlan:
     """Arrays of a plan at addresses that never change, so that CUDA graphs can hold them.
@@ -52,6 +67,8 @@ class DevicePlan:
 
         self._buffer = torch.zeros(total, dtype=torch.uint8, device=device)
         self._views = self._views_of(self._buffer)
+        self.stage1 = tuple(self._views[name] for name in _STAGE_1)
+        self.stage2 = tuple(self._views[name] for name in _STAGE_2)
         # A copy to the GPU may still read its staging buffer when the next plan is made: several
         # take turns, each guarded by an event. On the CPU the arrays are written in place.
         self._staging: list[tuple[torch.Tensor, torch.cuda.Event]] = []

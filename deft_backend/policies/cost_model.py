@@ -20,8 +20,13 @@ FloatArray = npt.NDArray[np.float64]
 TABLE_FORMAT = 1
 """Version of the JSON files that :meth:`CostModel.load` reads."""
 
-DEFAULT_TABLE = Path(__file__).parent / "tables" / "default.json"
-"""The table shipped with the package."""
+TABLES = Path(__file__).parent / "tables"
+
+DEFAULT_TABLE = TABLES / "h100.json"
+"""The table that the package plans with: this package's own kernel on an H100."""
+
+FLASHFORGE_TABLE = TABLES / "flashforge_a100.json"
+"""FlashForge's Table 2, for comparison with the paper."""
 
 SMALLEST_MS = 1e-6
 """Least estimated time: extrapolation below a table must not promise work for free."""

@@ -7,6 +7,7 @@ import sys
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
 import torch
 
 from deft_backend.attention import TreeAttention
@@ -132,19 +133,29 @@ def _create(runner: Any, host: Any, name: str, settings: Settings) -> Any:
 
 
 def _warm_up(attention: TreeAttention, runner: Any) -> None:
-    """Compile every kernel now, over one token of a slot that holds no request's KV."""
+    """Compile the kernels now: a request must not wait for it, nor find that it fails.
+
+    One group of requests for every tile shape, each sharing one token, all of it in slot 0, which
+    the host keeps for padding.
+    """
     device, pool = attention.device, runner.token_to_kv_pool
-    attention.plan(build_forest([0], [], [1]))
+    sizes: list[int] = []
+    for queries in attention.target.tile_queries:
+        if queries > 0 and sum(sizes) + queries <= attention.capacity.max_batch:
+            sizes.append(queries)
+    batch = sum(sizes) or 1
+    shared = [int(i not in set(np.cumsum(sizes))) for i in range(1, batch)]
+    attention.plan(build_forest(range(batch), shared, [2] * batch))
+    shape = (batch, attention.num_query_heads, attention.head_dim)
     attention.run(
-        torch.zeros((1, attention.num_query_heads, attention.head_dim),
-                    dtype=attention.dtype, device=device),
+        torch.zeros(shape, dtype=attention.dtype, device=device),
         pool.get_key_buffer(pool.start_layer),
         pool.get_value_buffer(pool.start_layer),
-        torch.zeros((1, 1), dtype=torch.int32, device=device),
-        torch.ones(1, dtype=torch.int32, device=device),
-        static_launch=True,
-    )  # fmt: skip
-    torch.cuda.synchronize(device)
+        torch.zeros((batch, 2), dtype=torch.int32, device=device),
+        torch.full((batch,), 2, dtype=torch.int32, device=device),
+    )
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def state_of(runner: Any, backend: str, policy: str) -> ServerState:
