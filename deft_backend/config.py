@@ -34,6 +34,7 @@ class Settings:
     min_share: float = 1.1
     min_batch: int = 2
     min_shared_tokens: int = 64
+    eager_cost_ms: float = 8.0
     max_batch: int = 256
     fallback_backend: str | None = None
     log: str = "info"
@@ -113,6 +114,13 @@ def _share(text: str) -> float:
     return value
 
 
+def _milliseconds(text: str) -> float:
+    value = float(text)
+    if not 0.0 <= value < float("inf"):
+        raise ValueError
+    return value
+
+
 def _switch(text: str) -> bool:
     if text.lower() not in _TRUE + _FALSE:
         raise ValueError
@@ -158,6 +166,15 @@ VARIABLES: tuple[Variable, ...] = (
         "an integer of 0 or more",
         "KV tokens that tree attention must save in a step; below, the host's own kernel decodes "
         "the batch.",
+    ),
+    Variable(
+        "DEFT_EAGER_COST_MS",
+        "eager_cost_ms",
+        _milliseconds,
+        "a number of 0 or more",
+        "Milliseconds that a decode step takes longer outside the host's CUDA graph. While the "
+        "host has decode graphs, tree attention must save more than that in KV reads; batches that "
+        "would not replay the host's graph.",
     ),
     Variable(
         "DEFT_MAX_BATCH",

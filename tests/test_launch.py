@@ -115,7 +115,9 @@ def test_the_cpu_engine_gets_its_environment(
     )
     words = " ".join(found.arguments)
     assert "sglang.launch_server --model-path M --port 1234 --attention-backend deft" in words
-    assert words.endswith("--device cpu --max-total-tokens 16384 --max-total-tokens 99")
+    assert words.endswith(
+        "--device cpu --max-total-tokens 16384 --dtype float32 --max-total-tokens 99"
+    )
     assert found.environment["SGLANG_USE_CPU_ENGINE"] == "1"
     assert found.environment["DEFT_POLICY"] == "fasttree"
     assert found.environment["LD_LIBRARY_PATH"] == f"{tmp_path}:/elsewhere"

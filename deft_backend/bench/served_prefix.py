@@ -24,7 +24,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from deft_backend.bench.provenance import provenance
-from deft_backend.hosts.launch import ServerCommand, free_port, server_command
+from deft_backend.hosts.launch import free_port, server_command
 from deft_backend.hosts.server_process import ServerProcess
 
 CONFIG: dict[str, Any] = {
@@ -111,19 +111,18 @@ def generate(port: int, prompts: list[list[int]], tokens: int) -> list[dict[str,
     return answers
 
 
-def measure(command: ServerCommand, log: Path, prompts: list[list[int]], tokens: int) -> Any:
-    """Start a server; return its answers and the median time per output token in milliseconds."""
-    with ServerProcess(command, log, timeout=500):
-        generate(command.port, prompts[:1], 1)  # the prefix enters the tree
-        answers = generate(command.port, prompts, tokens)
-        times = []
-        for _ in range(3):
-            seconds = []
-            for count in (1, tokens):
-                began = time.perf_counter()
-                generate(command.port, prompts, count)
-                seconds.append(time.perf_counter() - began)
-            times.append((seconds[1] - seconds[0]) / (tokens - 1) * 1e3)
+def measure(port: int, prompts: list[list[int]], tokens: int) -> tuple[list[dict[str, Any]], float]:
+    """Answers, and the median time per output token in milliseconds."""
+    generate(port, prompts[:1], 1)  # what is shared enters the tree
+    answers = generate(port, prompts, tokens)
+    times = []
+    for _ in range(3):
+        seconds = []
+        for count in (1, tokens):
+            began = time.perf_counter()
+            generate(port, prompts, count)
+            seconds.append(time.perf_counter() - began)
+        times.append((seconds[1] - seconds[0]) / (tokens - 1) * 1e3)
     return answers, sorted(times)[1]
 
 
@@ -153,11 +152,31 @@ def agreement(reference: list[dict[str, Any]], other: list[dict[str, Any]]) -> d
     }
 
 
+def parse_case(text: str) -> tuple[int, int, int]:
+    """``PREFIX,BRANCHES,SUFFIX`` in tokens, requests, tokens."""
+    try:
+        prefix, branches, suffix = (int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}; expected PREFIX,BRANCHES,SUFFIX") from None
+    return prefix, branches, suffix
+
+
+def options_of(name: str, sizes: list[int]) -> tuple[str, list[str]]:
+    """Attention backend and host options of ``NAME`` (eager) or ``NAME+graphs``."""
+    kernel, _, graphs = name.partition("+")
+    options = ["--skip-tokenizer-init", "--sampling-backend", "pytorch"]
+    if not graphs:
+        return kernel, [*options, "--disable-cuda-graph"]
+    bs = [str(size) for size in sorted({1, *sizes})]
+    options += ["--cuda-graph-backend-prefill=disabled", "--cuda-graph-bs-decode", *bs]
+    return kernel, options
+
+
 def main(
     out: Annotated[Path, typer.Option(help="JSON file to write.")],
-    prefix: Annotated[int, typer.Option(help="Tokens shared by all branches.")] = 16384,
-    branches: Annotated[int, typer.Option(help="Requests.")] = 64,
-    suffix: Annotated[int, typer.Option(help="Tokens of each request's own.")] = 64,
+    case: Annotated[
+        list[str] | None, typer.Option(help="PREFIX,BRANCHES,SUFFIX; may be repeated.")
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens to decode.")] = 32,
     backend: Annotated[
         list[str] | None, typer.Option(help="First the reference; `NAME+graphs` keeps CUDA graphs.")
@@ -172,39 +191,40 @@ def main(
         found: list[int] = torch.randint(0, 128000, (count,), generator=generator).tolist()
         return found
 
-    shared = ids(prefix)
-    prompts = [shared + ids(suffix) for _ in range(branches)]
+    cases = [parse_case(text) for text in case or ["16384,64,64"]]
+    prompts = []
+    for prefix, branches, suffix in cases:
+        shared = ids(prefix)
+        prompts.append([shared + ids(suffix) for _ in range(branches)])
     rows: list[dict[str, Any]] = []
-    first: list[dict[str, Any]] = []
+    reference: dict[int, tuple[str, list[dict[str, Any]]]] = {}
+    head = {**provenance(), "model": "Llama-3.1-8B shape, random weights, bfloat16"}
+    out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder))
         console.print("checkpoint written")
         for name in backend or ["fa3", "triton", "deft"]:
-            kernel, _, graphs = name.partition("+")
-            options = ["--skip-tokenizer-init", "--sampling-backend", "pytorch"]
-            if graphs:
-                options += ["--cuda-graph-bs-decode", "1", str(branches)]
-                options += ["--cuda-graph-backend-prefill=disabled"]
-            else:
-                options += ["--disable-cuda-graph"]
+            kernel, options = options_of(name, [branches for _, branches, _ in cases])
             command = server_command(
                 folder, free_port(), backend=kernel, host_arguments=options,
-                environment={"DEFT_VERIFY": "1", "DEFT_STATE_DIR": str(logs / "state")},
+                environment={"DEFT_STATE_DIR": str(logs / "state")},
             )  # fmt: skip
-            answers, tpot = measure(command, logs / f"{name}.log", prompts, tokens)
-            first = first or answers
-            rows.append(
-                {
-                    "workload": "few-shot", "prefix": prefix, "branches": branches,
-                    "suffix": suffix, "gen": tokens, "backend": name, "tpot_ms": round(tpot, 3),
-                    "against": rows[0]["backend"] if rows else None,
-                    **(agreement(first, answers) if rows else {}),
-                }
-            )  # fmt: skip
-            console.print(rows[-1])
-            out.parent.mkdir(parents=True, exist_ok=True)
-            head = {**provenance(), "model": "Llama-3.1-8B shape, random weights, bfloat16"}
-            out.write_text(json.dumps({"header": head, "rows": rows}, indent=1) + "\n")
+            with ServerProcess(command, logs / f"{name}.log", timeout=500):
+                for number, (prefix, branches, suffix) in enumerate(cases):
+                    answers, tpot = measure(command.port, prompts[number], tokens)
+                    first, theirs = reference.setdefault(number, (name, answers))
+                    row = {
+                        "workload": "few-shot" if prefix else "unshared", "prefix": prefix,
+                        "branches": branches, "suffix": suffix, "gen": tokens, "backend": name,
+                        "tpot_ms": round(tpot, 3),
+                    }  # fmt: skip
+                    if theirs is not answers:
+                        row |= {"against": first, **agreement(theirs, answers)}
+                    rows.append(row)
+                    console.print(row)
+                    lines = ",\n  ".join(json.dumps(row) for row in rows)
+                    text = json.dumps(head, indent=1)
+                    out.write_text(f'{{"header": {text},\n "rows": [\n  {lines}\n]}}\n')
 
 
 if __name__ == "__main__":

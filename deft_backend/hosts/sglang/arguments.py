@@ -63,7 +63,7 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
             "deft: %s; all attention runs through the host's own backend (%s)", reason, decode
         )
         return result
-    _disable_decode_graphs(server_args)
+    _keep_or_disable_decode_graphs(server_args)
     setattr(server_args, HOST_DECODE, decode)
     return result
 
@@ -118,7 +118,10 @@ def _resolved(server_args: Any) -> tuple[str, str] | None:
     """(prefill, decode) as the host resolved them; None for placeholder models, which it skips."""
     get = getattr(server_args, "get_attention_backends", None)
     if get is None:
-        logger.warning("deft: not supported by this SGLang; its own attention backend runs")
+        logger.warning(
+            "deft: this SGLang is not one that tree attention was made for (ServerArgs has no "
+            "get_attention_backends); all attention runs through the host's own backend"
+        )
         return None
     prefill, decode = get()
     return None if decode is None else (prefill, decode)
@@ -134,11 +137,20 @@ def _check_fallback(name: str | None) -> None:
         )
 
 
-def _disable_decode_graphs(server_args: Any) -> None:
-    """Decode runs without CUDA graphs: the plan, made on the host, decides what is launched."""
+def _keep_or_disable_decode_graphs(server_args: Any) -> None:
+    """Turn decode graphs off where a batch could not choose to run outside them.
+
+    Graphs hold the host's kernel. Batches that tree attention decodes run eagerly, since the plan
+    is made on the host and decides what is launched; all others replay the host's graph.
+    """
+    from deft_backend.patches import sglang_choose_graph
+
     decode = server_args.cuda_graph_config.decode
     if decode.backend == "disabled":
         return
+    missing = sglang_choose_graph.missing() if server_args.device == "cuda" else "on the CPU"
+    if missing is None:
+        return
     decode.backend = "disabled"
     if server_args.device == "cuda":
-        logger.warning("deft: decode CUDA graphs are off: plans are made on the host, step by step")
+        logger.warning("deft: decode CUDA graphs are off, since batches cannot choose: %s", missing)

@@ -60,24 +60,38 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         self._said: set[str] = set()
         self._broken: str | None = None
         self._tree_batch: Any = None  # the batch that is decoded through the current plan
+        self._decided: tuple[Any, bool] | None = None  # a batch's list of ids, and the decision
         self._host_ready = False  # whether the host's metadata is that batch's
 
     # -- metadata ---------------------------------------------------------------------------
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self._tree_batch = None
-        if forward_batch.forward_mode.is_decode() and self._decide(forward_batch):
+        taken = forward_batch.forward_mode.is_decode() and self.takes(forward_batch)
+        self._decided = None  # the step begins
+        if taken:
             self._tree_batch = forward_batch
             self._host_ready = False
             return
         self._host.init_forward_metadata(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        self._tree_batch = None  # graphs hold the host's kernels
+        self._tree_batch = self._decided = None  # graphs hold the host's kernels
         self._host.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         self._host.init_forward_metadata_in_graph(forward_batch)
+
+    def takes(self, forward_batch: Any) -> bool:
+        """Whether a decode batch goes through tree attention; decided and counted once a batch.
+
+        Asked before the host chooses between its graph and an eager step, and again when the
+        eager step begins. A batch is told by its list of ids, which the host makes anew each step.
+        """
+        rids = forward_batch.rids
+        if rids is None or self._decided is None or self._decided[0] is not rids:
+            self._decided = (rids, self._decide(forward_batch))
+        return self._decided[1]
 
     def _decide(self, forward_batch: Any) -> bool:
         """Whether the batch goes through tree attention; plans and counts it."""
@@ -231,7 +245,7 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
 
 _OWN = frozenset({
     "_host", "_attention", "_planner", "_capture", "_state", "_pool", "_req_to_token", "_layers",
-    "_said", "_broken", "_tree_batch", "_host_ready",
+    "_said", "_broken", "_tree_batch", "_decided", "_host_ready",
 })  # fmt: skip
 
 

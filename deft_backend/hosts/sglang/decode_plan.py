@@ -16,6 +16,7 @@ from deft_backend.forest import Int32Array, PrefixForest
 from deft_backend.hosts.sglang.radix_forest import Key, forest_of, key_of
 from deft_backend.hosts.state import ServerState
 from deft_backend.planner import OPEN_END, Plan
+from deft_backend.policies.cost_model import default_cost_model
 
 logger = logging.getLogger("deft_backend")
 
@@ -81,11 +82,13 @@ class DecodePlanner:
         settings: Settings,
         state: ServerState,
         verify: Callable[[PrefixForest, Any], str | None] | None = None,
+        step_cost_ms: float = 0.0,
     ) -> None:
         self._planner = planner
         self._settings = settings
         self._state = state
         self._verify = verify
+        self._step_cost_ms = step_cost_ms
         self.current: Planned | None = None
 
     def step(
@@ -160,8 +163,16 @@ class DecodePlanner:
     def _too_little(self, forest: PrefixForest) -> str | None:
         if forest.share < self._settings.min_share:
             return "shares less than DEFT_MIN_SHARE"
-        if forest.tokens_attended - forest.tokens_stored < self._settings.min_shared_tokens:
+        saved = forest.tokens_attended - forest.tokens_stored
+        if saved < self._settings.min_shared_tokens:
             return "saves less than DEFT_MIN_SHARED_TOKENS"
+        if self._step_cost_ms > 0.0:
+            state = self._state
+            milliseconds = default_cost_model().transfer_ms(
+                saved * state.token_bytes * state.num_layers
+            )
+            if milliseconds < self._step_cost_ms:
+                return "saves less than DEFT_EAGER_COST_MS"
         return None
 
 

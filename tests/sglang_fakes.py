@@ -1,0 +1,159 @@
+"""Light stand-ins for SGLang: a radix tree, requests, layers, a KV cache."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deft_backend.config import Settings
+from deft_backend.forest import PrefixForest
+from deft_backend.hosts.sglang.decode_plan import DecodePlanner
+from deft_backend.hosts.state import ServerState
+from deft_backend.planner import PlanCapacity, plan_forest
+from deft_backend.policies import Target, get_policy
+
+EAGER = Settings(min_batch=1, min_share=1.0, min_shared_tokens=0)
+
+
+class Node:
+    """A node of the host's radix tree, as far as the adapter looks at it."""
+
+    counter = 0
+
+    def __init__(self, parent: Node | None, key: list[int]) -> None:
+        Node.counter += 1
+        self.id = Node.counter
+        self.parent = parent
+        self.key = key
+        self.slots: list[int] = []
+        self.children: dict[int, Node] = {}
+
+
+class Tree:
+    """A radix tree that splits nodes as the host's does: the new node goes above the old one."""
+
+    def __init__(self) -> None:
+        self.root = Node(None, [])
+        self.next_slot = 1
+
+    def insert(self, tokens: list[int]) -> tuple[Node, list[int]]:
+        """The node that ends `tokens`, and their slots."""
+        node, slots = self.root, []
+        while tokens:
+            child = node.children.get(tokens[0])
+            if child is None:
+                child = Node(node, tokens)
+                child.slots = self.take(len(tokens))
+                node.children[tokens[0]] = child
+                return child, slots + child.slots
+            shared = 0
+            while shared < min(len(child.key), len(tokens)) and child.key[shared] == tokens[shared]:
+                shared += 1
+            if shared < len(child.key):
+                upper = Node(node, child.key[:shared])
+                upper.slots, child.slots = child.slots[:shared], child.slots[shared:]
+                node.children[tokens[0]] = upper
+                child.key, child.parent = child.key[shared:], upper
+                upper.children[child.key[0]] = child
+                child = upper
+            slots += child.slots
+            tokens, node = tokens[shared:], child
+        return node, slots
+
+    def take(self, count: int) -> list[int]:
+        self.next_slot += count
+        return list(range(self.next_slot - count, self.next_slot))
+
+
+def make_request(node: Node | None, owned: int, row: int | None = 0, rid: str = "r") -> Any:
+    return SimpleNamespace(last_node=node, cache_protected_len=owned, req_pool_idx=row, rid=rid)
+
+
+def requests_of(prompts: list[list[int]], tree: Tree, private: int = 1) -> tuple[Any, Any, Any]:
+    """Requests over a tree, their page table, and their lengths (`private` tokens beyond)."""
+    made = []
+    for prompt in prompts:
+        node, slots = tree.insert(prompt)
+        made.append((node, slots + tree.take(private)))
+    longest = max(len(slots) for _, slots in made)
+    table = np.zeros((len(made) + 1, longest), dtype=np.int32)
+    requests = []
+    for row, (node, slots) in enumerate(made, start=1):
+        table[row, : len(slots)] = slots
+        requests.append(make_request(node, len(slots) - private, row, f"r{row}"))
+    return requests, table, np.array([len(slots) for _, slots in made])
+
+
+class FakeAttention:
+    """Plans for real, on the host; counts how often."""
+
+    def __init__(self, policy: str = "deft-node") -> None:
+        self.policy = get_policy(policy)
+        self.forests: list[PrefixForest] = []
+
+    def plan(self, forest: PrefixForest) -> Any:
+        self.forests.append(forest)
+        target = Target(num_query_heads=4, num_kv_heads=2, head_dim=64)
+        return plan_forest(forest, self.policy, target, PlanCapacity.for_batch(64))[0]
+
+
+def make_state() -> ServerState:
+    return ServerState(
+        port=1, rank=0, host="sglang", host_version="0", backend="deft", policy="auto",
+        device="cpu", dtype="float32", num_layers=2, num_query_heads=4, num_kv_heads=2,
+        head_dim=64, dtype_bytes=4,
+    )  # fmt: skip
+
+
+def make_planner(settings: Settings = EAGER, verify: Any = None) -> tuple[DecodePlanner, Any]:
+    attention = FakeAttention()
+    return DecodePlanner(attention, settings, make_state(), verify), attention
+
+
+def step(planner: DecodePlanner, requests: list[Any], lens: Any) -> Any:
+    lens = np.asarray(lens)
+    return planner.step(requests, lens, int(lens.sum()))
+
+
+def make_layer(**changes: Any) -> Any:
+    layer = SimpleNamespace(
+        is_cross_attention=False, attn_type=SimpleNamespace(value="decoder"),
+        sliding_window_size=-1, use_irope=False, pos_encoding_mode="NONE", xai_temperature_len=-1,
+        logit_cap=0.0, logit_capping_method="tanh", qk_head_dim=64, v_head_dim=64,
+        tp_q_head_num=4, tp_k_head_num=2, tp_v_head_num=2, layer_id=0, scaling=0.125,
+    )  # fmt: skip
+    return SimpleNamespace(**{**vars(layer), **changes})
+
+
+class FakePool:
+    def __init__(self, slots: int = 64) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.k = torch.randn(slots, 2, 64, generator=generator)
+        self.v = torch.randn(slots, 2, 64, generator=generator)
+
+    def set_kv_buffer(self, layer: Any, loc: Any, k: Any, v: Any) -> None:
+        self.k[loc.loc], self.v[loc.loc] = k.view(-1, 2, 64), v.view(-1, 2, 64)
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.k
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.v
+
+
+def load_host() -> Any:
+    """The host's base class, importable without a driver through the stand-in for it."""
+    pytest.importorskip("sglang")
+    import ctypes
+
+    from deft_backend.hosts.driver_stub import SONAME, ensure_driver_stub, has_nvidia_driver
+
+    if not has_nvidia_driver():
+        ctypes.CDLL(str(ensure_driver_stub() / SONAME), mode=ctypes.RTLD_GLOBAL)
+    import sglang.srt.layers.attention.base_attn_backend as module
+
+    return module

@@ -1,0 +1,308 @@
+"""The attention backend around a stand-in for the host's own one: what goes where."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sglang_fakes import (
+    EAGER,
+    FakePool,
+    Tree,
+    load_host,
+    make_layer,
+    make_state,
+    requests_of,
+)
+
+from deft_backend.hosts.sglang.capture import BatchCapture
+from deft_backend.hosts.sglang.decode_plan import DecodePlanner
+from deft_backend.hosts.sglang.layers import unsupported_layer
+
+
+@pytest.fixture(scope="module")
+def host() -> Any:
+    return load_host()
+
+
+def test_capture_knows_its_batch_by_the_list_of_ids() -> None:
+    runner, decode = object(), SimpleNamespace(is_decode=lambda: True)
+    capture = BatchCapture(runner)
+    rids = ["a", "b"]
+    made = SimpleNamespace(forward_mode=decode, rids=rids)
+    batch = SimpleNamespace(reqs=["ra", "rb"], tree_cache="tree")
+    capture.observe(made, batch, runner)
+    replaced = SimpleNamespace(forward_mode=decode, rids=rids)
+    found = capture.of(replaced)
+    assert found is not None
+    assert (found.requests, found.tree_cache) == (["ra", "rb"], "tree")
+    assert capture.of(SimpleNamespace(rids=["a", "b"])) is None  # equal, not the same
+    assert capture.of(SimpleNamespace(rids=None)) is None
+    capture.observe(SimpleNamespace(forward_mode=decode, rids=["c"]), batch, object())
+    assert capture.of(replaced) is not None  # another runner's batch
+    extend = SimpleNamespace(is_decode=lambda: False)
+    capture.observe(SimpleNamespace(forward_mode=extend, rids=["d"]), batch, runner)
+    assert capture.of(replaced) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"logit_cap": 30.0}, None),
+        ({"logit_cap": 30.0, "logit_capping_method": "sigmoid"}, "sigmoid capping"),
+        ({"is_cross_attention": True}, "cross attention"),
+        ({"attn_type": SimpleNamespace(value="encoder_only")}, "encoder_only attention"),
+        ({"sliding_window_size": 0}, "a sliding window"),
+        ({"sliding_window_size": 128}, "a sliding window"),
+        ({"use_irope": True}, "chunked local attention"),
+        ({"pos_encoding_mode": "ALIBI"}, "position encoding ALIBI"),
+        ({"xai_temperature_len": 4}, "a temperature"),
+        ({"v_head_dim": 128}, "keys of 64 and values of 128"),
+        ({"tp_q_head_num": 8}, "8 query and 2 KV heads of 64"),
+        ({"qk_head_dim": 128, "v_head_dim": 128}, "4 query and 2 KV heads of 128"),
+    ],
+)
+def test_layers(changes: dict[str, Any], reason: str | None) -> None:
+    found = unsupported_layer(make_layer(**changes), 4, 2, 64)
+    assert found is None if reason is None else reason in str(found)
+
+
+@pytest.fixture
+def server(host: Any) -> Any:
+    """A backend over a fake host backend that records its calls, with two sharing requests."""
+    from deft_backend.attention import TreeAttention
+    from deft_backend.hosts.sglang.backend import DeftAttentionBackend
+
+    requests, table, lens = requests_of([[1, 2, 3, 4, 5], [1, 2, 3, 9]], Tree())
+    calls: list[str] = []
+
+    class HostBackend(host.AttentionBackend):
+        needs_cpu_seq_lens = False
+        extra = "of the host"
+        token_to_kv_pool = FakePool()
+        req_to_token_pool = SimpleNamespace(req_to_token=torch.from_numpy(table))
+
+        def init_forward_metadata(self, forward_batch: Any) -> None:
+            calls.append("metadata")
+
+        def forward_decode(self, q: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append("decode")
+            return torch.zeros_like(q)
+
+        def forward_extend(self, q: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append("extend")
+            return q
+
+        def support_triton(self) -> bool:
+            return False
+
+    runner = object()
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+        max_batch=4, policy="deft-node",
+    )  # fmt: skip
+    state = make_state()
+    capture = BatchCapture(runner)
+    planner = DecodePlanner(attention, EAGER, state)
+    backend = DeftAttentionBackend(HostBackend(), attention, planner, capture, state)
+
+    class Mode:
+        def __init__(self, decode: bool) -> None:
+            self.is_decode = lambda: decode
+            self.is_idle = lambda: False
+            self.is_mixed = lambda: False
+
+    def batch(decode: bool = True, captured: bool = True) -> Any:
+        made = SimpleNamespace(
+            forward_mode=Mode(decode), rids=["a", "b"], batch_size=2,
+            seq_lens=torch.from_numpy(lens), seq_lens_cpu=torch.from_numpy(lens),
+            seq_lens_sum=int(lens.sum()), req_pool_indices=torch.tensor([1, 2]),
+            out_cache_loc=torch.tensor([table[i + 1, n - 1] for i, n in enumerate(lens)]),
+        )  # fmt: skip
+        if captured:
+            cache = type("RadixCache", (), {"__module__": "sglang.srt.mem_cache.radix_cache"})()
+            capture.observe(made, SimpleNamespace(reqs=requests, tree_cache=cache), runner)
+        return made
+
+    return SimpleNamespace(
+        backend=backend, calls=calls, batch=batch, state=state, table=table, lens=lens,
+        pool=HostBackend.token_to_kv_pool, attention=attention, capture=capture,
+    )  # fmt: skip
+
+
+def query(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(2, heads * 64, generator=generator) for heads in (4, 2, 2))  # type: ignore[return-value]
+
+
+def expected_attention(server: Any, q: torch.Tensor, scale: float) -> torch.Tensor:
+    """Decode attention in float64, request by request, over the page table."""
+    out = torch.empty(2, 4, 64, dtype=torch.float64)
+    for row, length in enumerate(server.lens):
+        slots = torch.from_numpy(server.table[row + 1, :length]).long()
+        for head in range(4):
+            keys = server.pool.k[slots, head // 2].double()
+            weights = (keys @ q.view(2, 4, 64)[row, head].double() * scale).softmax(0)
+            out[row, head] = weights @ server.pool.v[slots, head // 2].double()
+    return out.view(2, -1)
+
+
+def test_a_shared_decode_batch_goes_through_the_tree(server: Any) -> None:
+    batch, (q, k, v) = server.batch(), query()
+    server.backend.init_forward_metadata(batch)
+    out = server.backend.forward(q=q, k=k, v=v, layer=make_layer(), forward_batch=batch)
+    assert server.calls == []
+    expected = expected_attention(server, q, 0.125)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+    assert server.pool.k[batch.out_cache_loc].flatten().tolist() == k.flatten().tolist()
+    assert (server.state.steps_tree, server.state.plans) == (1, 1)
+    assert server.state.kv_bytes_read < server.state.kv_bytes_query_guided
+
+
+def test_layers_that_are_left_to_the_host_get_its_metadata_once(server: Any, caplog) -> None:
+    batch, (q, k, v) = server.batch(), query()
+    server.backend.init_forward_metadata(batch)
+    windowed = [make_layer(sliding_window_size=8, layer_id=i) for i in (1, 2)]
+    for layer in windowed:
+        server.backend.forward(q, k, v, layer, batch)
+    assert server.calls == ["metadata", "decode", "decode"]
+    server.backend.forward(q, k, v, make_layer(), batch)
+    assert server.calls == ["metadata", "decode", "decode"]
+    assert caplog.text.count("layers with a sliding window decode through the host's") == 1
+
+
+@pytest.mark.parametrize("change", [{"sinks": torch.zeros(4)}, {"k": None}])
+def test_arguments_that_are_not_known_are_handed_on(server: Any, change: dict[str, Any]) -> None:
+    batch, (q, k, v) = server.batch(), query()
+    server.backend.init_forward_metadata(batch)
+    server.backend.forward(q, k, v, make_layer(), batch)
+    assert server.calls == []
+    arguments = {"q": q, "k": k, "v": v, "layer": make_layer(), "forward_batch": batch, **change}
+    server.backend.forward(**arguments)
+    assert server.calls == ["metadata", "decode"]
+
+
+@pytest.mark.parametrize("kind", ["extend", "not captured", "padded", "unknown tree", "no lengths"])
+def test_other_batches_are_handed_on(server: Any, kind: str) -> None:
+    batch, (q, k, v) = server.batch(kind != "extend", kind != "not captured"), query()
+    if kind == "padded":
+        batch.batch_size = 4
+    if kind == "unknown tree":
+        server.capture.observe(batch, SimpleNamespace(reqs=[1, 2], tree_cache=object()),
+                               server.capture._runner)  # fmt: skip
+    if kind == "no lengths":
+        batch.seq_lens_cpu = None
+    server.backend.init_forward_metadata(batch)
+    server.backend.forward(q, k, v, make_layer(), batch)
+    assert server.calls == ["metadata", "extend" if kind == "extend" else "decode"]
+    assert server.state.steps_tree == 0
+    reasons = {"not captured": "no requests behind the batch", "padded": "padded batch",
+               "unknown tree": "unknown tree cache"}  # fmt: skip
+    assert list(server.state.steps_host) == ([reasons[kind]] if kind in reasons else [])
+
+
+def test_a_batch_is_decided_and_counted_once(server: Any) -> None:
+    """The host asks before it chooses its graph; the eager step that follows takes the answer."""
+    batch = server.batch()
+    assert server.backend.takes(batch)
+    assert server.backend.takes(batch)
+    server.backend.init_forward_metadata(batch)
+    assert server.state.steps_tree == 1
+    server.backend.init_forward_metadata(server.batch())
+    assert server.state.steps_tree == 2
+    other = server.batch(captured=False)
+    assert not server.backend.takes(other)
+    server.backend.init_forward_metadata(other)
+    assert server.state.steps_tree == 2
+    assert sum(server.state.steps_host.values()) == 1
+
+
+def test_batches_of_the_tree_do_not_replay_the_hosts_graph(
+    host: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from deft_backend.patches import sglang_choose_graph as patch
+
+    assert patch.missing() is None
+
+    def broken(runner: Any, batch: Any) -> bool:
+        raise KeyError("tree")
+
+    monkeypatch.setattr(patch, "_choosers", [lambda runner, batch: batch == "shared", broken])
+    asked: list[Any] = []
+
+    def original(runner: Any, batch: Any) -> bool:
+        asked.append(batch)
+        return True
+
+    assert patch._choose(original, None, "shared") is False
+    assert patch._choose(original, None, "alone") is True
+    assert "choosing between kernels failed and was dropped: KeyError('tree')" in caplog.text
+    assert len(patch._choosers) == 1
+    assert asked == ["alone"]
+
+
+def test_planning_that_fails_costs_a_line(server: Any, caplog, monkeypatch) -> None:
+    def fail(forest: Any) -> None:
+        raise ValueError("no room")
+
+    monkeypatch.setattr(server.attention, "plan", fail)
+    batch, (q, k, v) = server.batch(), query()
+    for _ in range(2):
+        server.backend.init_forward_metadata(batch)
+        server.backend.forward(q, k, v, make_layer(), batch)
+    assert server.calls == ["metadata", "decode"] * 2
+    assert caplog.text.count("planning failed (ValueError('no room'))") == 1
+    assert server.state.steps_host == {"planning failed": 2}
+
+
+def test_a_kernel_that_fails_is_not_tried_again(server: Any, caplog, monkeypatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("out of resources")
+
+    monkeypatch.setattr(server.attention, "run", fail)
+    batch, (q, k, v) = server.batch(), query()
+    server.backend.init_forward_metadata(batch)
+    for layer_id in range(2):
+        server.backend.forward(q, k, v, make_layer(layer_id=layer_id), batch)
+    server.backend.init_forward_metadata(server.batch())
+    assert server.calls == ["metadata", "decode", "decode", "metadata"]
+    assert caplog.text.count("a kernel failed") == 1
+    assert server.state.steps_host == {"kernel failed": 1}
+
+
+def test_members_are_the_hosts(server: Any, host: Any) -> None:
+    """Those that only the host's backend has, and those that its base class defines, too."""
+    backend = server.backend
+    assert isinstance(backend, host.AttentionBackend)
+    assert backend.extra == "of the host"
+    assert backend.support_triton() is False
+    assert backend.needs_cpu_seq_lens is True  # ours: the forest needs them
+    backend.prefill_attention_backend_str = "triton"
+    assert backend._host.prefill_attention_backend_str == "triton"
+    assert backend.prefill_attention_backend_str == "triton"
+    with pytest.raises(AttributeError, match="no_such_member"):
+        _ = backend.no_such_member
+    with pytest.raises(NotImplementedError):  # the host's base class says so
+        backend.init_cuda_graph_state(1, 1)
+
+
+@pytest.mark.parametrize("max_batch", [1, 20, 256])
+def test_warm_up_runs_every_tile_that_fits(host: Any, max_batch: int) -> None:
+    from deft_backend.attention import TreeAttention
+    from deft_backend.hosts.sglang.factory import _warm_up
+
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+        max_batch=max_batch, policy="deft-node",
+    )  # fmt: skip
+    pool = FakePool()
+    pool.start_layer = 0  # type: ignore[attr-defined]
+    _warm_up(attention, SimpleNamespace(token_to_kv_pool=pool))
+    plan = attention.last_plan
+    assert plan is not None
+    tiles = sum(int(count > 0) for count in np.diff(plan.tile_ptr))
+    assert tiles == {1: 1, 20: 1, 256: 4}[max_batch]

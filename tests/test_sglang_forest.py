@@ -1,0 +1,219 @@
+"""Forests from the host's radix tree, and when a decode batch is planned anew."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sglang_fakes import (
+    EAGER,
+    FakeAttention,
+    Tree,
+    make_planner,
+    make_request,
+    make_state,
+    requests_of,
+    step,
+)
+
+from deft_backend.config import Settings
+from deft_backend.forest import forest_from_page_tables
+from deft_backend.hosts.sglang.decode_plan import DecodePlanner, loaded_tokens
+from deft_backend.hosts.sglang.radix_forest import PRIVATE, forest_of, key_of, known_tree, path_of
+from deft_backend.hosts.sglang.verify import disagreement
+from deft_backend.planner import OPEN_END
+from deft_backend.policies import POLICY_NAMES
+from deft_backend.policies.cost_model import default_cost_model
+
+ARRAYS = ("order", "parent", "row", "start", "length", "query_begin", "query_end", "leaf")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tree_and_page_tables_agree(seed: int) -> None:
+    """Random prompts over a small alphabet split each other's nodes."""
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(2) for _ in range(draw.randint(1, 9))] for _ in range(12)]
+    requests, table, lens = requests_of(prompts, Tree())
+    ours, theirs = forest_of(requests, lens), forest_from_page_tables(table[1:], lens)
+    assert ours.tokens_stored < ours.tokens_attended
+    for name in ARRAYS:
+        assert getattr(ours, name).tolist() == getattr(theirs, name).tolist(), name
+    rows = torch.arange(1, len(prompts) + 1)
+    assert disagreement(ours, torch.from_numpy(table), rows) is None
+
+
+def test_a_split_leaves_keys_as_they_are() -> None:
+    """A plan survives the split of a node: rows, ranges and keys stay."""
+    tree = Tree()
+    requests, _, lens = requests_of([[1, 2, 3, 4], [1, 2, 3, 4]], tree)
+    before, keys = forest_of(requests, lens), [key_of(r) for r in requests]
+    tree.insert([1, 2, 9])
+    assert requests[0].last_node.key == [3, 4]
+    assert [key_of(r) for r in requests] == keys
+    after = forest_of(requests, lens)
+    for name in ARRAYS:
+        assert getattr(before, name).tolist() == getattr(after, name).tolist(), name
+
+
+def test_the_current_token_is_always_private() -> None:
+    tree = Tree()
+    node, _ = tree.insert([1, 2, 3, 4])
+    pair = [make_request(node, 4), make_request(node, 4)]
+    forest = forest_of(pair, np.array([4, 4]))  # as long as the path: cut to 3
+    assert forest.length[forest.leaf].tolist() == [1, 1]
+    assert forest.length[0] == 3
+
+
+def test_only_what_the_tree_owns_is_shared() -> None:
+    """A node that one request holds in part is not the node that another holds whole."""
+    node, _ = Tree().insert([1, 2, 3, 4])
+    assert path_of(make_request(node, 2), 9) == [((node.id, 2), 2)]
+    forest = forest_of([make_request(node, 2), make_request(node, 4)], np.array([9, 9]))
+    assert forest.tokens_stored == forest.tokens_attended == 18
+
+
+def test_requests_without_a_place_in_the_tree_are_private() -> None:
+    node, _ = Tree().insert([1, 2, 3])
+    freed = make_request(node, 3, row=None)
+    assert key_of(freed) == key_of(make_request(None, 0)) == PRIVATE
+    forest = forest_of([freed, make_request(node, 3), make_request(None, 3)], np.array([5, 5, 5]))
+    assert forest.tokens_stored == 15
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "known"),
+    [
+        ("sglang.srt.mem_cache.radix_cache", "RadixCache", True),
+        ("sglang.srt.mem_cache.chunk_cache", "ChunkCache", True),
+        ("sglang.srt.mem_cache.chunk_cache", "SWAChunkCache", False),
+        ("sglang.srt.mem_cache.hiradix_cache", "HiRadixCache", False),
+        ("sglang.srt.session.streaming_session", "StreamingSession", False),
+    ],
+)
+def test_known_trees(module: str, name: str, known: bool) -> None:
+    cache = type(name, (), {"__module__": module, "is_eagle": False})()
+    reason = known_tree(cache)
+    assert (reason is None) == known
+    assert known or name in str(reason)
+
+
+def test_verification_finds_a_wrong_forest() -> None:
+    requests, table, lens = requests_of([[1, 2, 3], [1, 2, 4], [7, 8]], Tree())
+    rows = torch.arange(1, 4)
+    good = forest_of(requests, lens)
+    page_table = torch.from_numpy(table)
+    assert disagreement(good, page_table, rows) is None
+    wrong = page_table.clone()
+    wrong[2, 1] = 99
+    assert "[0, 1] do not share tokens 0 to 2" in str(disagreement(good, wrong, rows))
+    alone = forest_of([make_request(None, 0)] * 3, lens)  # misses what is shared
+    assert "the page tables give" in str(disagreement(alone, page_table, rows))
+
+
+def test_a_steady_batch_is_planned_once() -> None:
+    requests, _, lens = requests_of([[1, 2, 3], [1, 2, 4]], Tree())
+    planner, attention = make_planner()
+    first = step(planner, requests, lens)
+    for grown in range(1, 200):
+        assert step(planner, requests, lens + grown) is first
+    assert len(attention.forests) == 1
+
+
+def test_a_changed_composition_is_planned_anew() -> None:
+    tree = Tree()
+    requests, _, lens = requests_of([[1, 2, 3], [1, 2, 4], [1, 2, 3, 5]], tree)
+    planner, attention = make_planner()
+    step(planner, requests[:2], lens[:2])
+    step(planner, requests, lens)  # joined
+    step(planner, requests[1:], lens[1:])  # finished, aborted or retracted
+    step(planner, requests[:0:-1], lens[:0:-1])  # another order
+    assert len(attention.forests) == 4
+    requests[1].last_node, _ = tree.insert([1, 2, 4, 4])  # its prefill's result entered the tree
+    requests[1].cache_protected_len = 4
+    step(planner, requests[:0:-1], lens[:0:-1] + 1)
+    assert len(attention.forests) == 5
+    requests[1].req_pool_idx = None  # freed, but still in flight for one step
+    step(planner, requests[:0:-1], lens[:0:-1] + 2)
+    assert len(attention.forests) == 6
+    assert attention.forests[-1].tokens_stored == attention.forests[-1].tokens_attended
+
+
+def test_a_row_shorter_than_its_shared_part_is_planned_anew() -> None:
+    """Cannot happen unless the host rewinds a request; then sharing must shrink with it."""
+    requests, _, lens = requests_of([[1, 2, 3, 4], [1, 2, 3, 4]], Tree())
+    planner, attention = make_planner()
+    step(planner, requests, lens)
+    assert len(attention.forests) == 1
+    planned = step(planner, requests, [3, 5])
+    assert len(attention.forests) == 2
+    assert planned.shared.tolist() == [0, 0]  # a part of a node is not the whole node
+
+
+def test_leaves_that_grew_much_are_balanced_anew() -> None:
+    requests, _, lens = requests_of([[1, 2], [1, 2]], Tree())
+    planner, attention = make_planner()
+    step(planner, requests, lens)
+    step(planner, requests, lens + 256)
+    assert len(attention.forests) == 1
+    step(planner, requests, lens + 257)
+    assert len(attention.forests) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (Settings(min_batch=3), "batch below DEFT_MIN_BATCH"),
+        (Settings(max_batch=1), "batch above DEFT_MAX_BATCH"),
+        (Settings(min_share=1.9), "shares less than DEFT_MIN_SHARE"),
+        (Settings(min_share=1.0, min_shared_tokens=5), "saves less than DEFT_MIN_SHARED_TOKENS"),
+        (Settings(min_share=1.5, min_shared_tokens=4), None),
+    ],
+)
+def test_thresholds(settings: Settings, reason: str | None) -> None:
+    """Two requests share 4 tokens and hold 1 each: 10 attended, 6 stored."""
+    requests, _, lens = requests_of([[1, 2, 3, 4], [1, 2, 3, 4]], Tree())
+    planner, attention = make_planner(settings)
+    assert step(planner, requests, lens).host_reason == reason
+    assert len(attention.forests) == (reason is None)
+
+
+def test_leaving_the_hosts_graph_must_pay() -> None:
+    """Under decode graphs, the KV reads saved must take longer than an eager step costs."""
+    requests, _, lens = requests_of([[1] * 1001, [1] * 1001], Tree())
+    state = make_state()
+    gain = default_cost_model().transfer_ms(1000 * state.token_bytes * state.num_layers)
+    for cost, reason in ((1.01 * gain, "saves less than DEFT_EAGER_COST_MS"), (0.99 * gain, None)):
+        planner = DecodePlanner(FakeAttention(), EAGER, state, step_cost_ms=cost)
+        assert step(planner, requests, lens).host_reason == reason
+
+
+def test_a_plan_that_fails_verification_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    requests, _, lens = requests_of([[1, 2], [1, 2]], Tree())
+    planner, attention = make_planner(verify=lambda forest, batch: "row 1 is wrong")
+    assert step(planner, requests, lens).host_reason == "verification failed"
+    assert not attention.forests
+    assert "row 1 is wrong" in caplog.text
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_loaded_tokens_follow_growth(policy: str) -> None:
+    """What a step loads, by the plan's own items, before and after every row grew by 3."""
+    requests, _, lens = requests_of([[1] * 70, [1] * 60 + [2] * 9, [3] * 5], Tree())
+    attention = FakeAttention(policy)
+    planner = DecodePlanner(attention, EAGER, make_state())
+    planned = step(planner, requests, lens)
+    plan = attention.plan(attention.forests[0])
+
+    def counted(lengths: Any) -> int:
+        total = 0
+        for row, start, end in zip(
+            plan.segment_row, plan.segment_start, plan.segment_end, strict=True
+        ):
+            total += (lengths[row] if end == OPEN_END else end) - start
+        return total
+
+    assert planned.loads(int(lens.sum())) == counted(lens) == loaded_tokens(plan, lens)[0]
+    assert planned.loads(int(lens.sum()) + 9) == counted(lens + 3)
