@@ -10,6 +10,7 @@ from deft_backend.forest import PrefixForest
 from deft_backend.kernels import HEAD_DIMS, launch_config, run_plan, unsupported
 from deft_backend.planner import TILE_ROWS, DevicePlan, Plan, PlanCapacity, PlanError, plan_forest
 from deft_backend.policies import Grouping, Target, get_policy
+from deft_backend.policies.deft_flatten import DeftFlatten
 
 
 class AttentionError(ValueError):
@@ -114,6 +115,7 @@ class TreeAttention:
             tile_rows=TILE_ROWS,
             block_tokens=self._config.tiles[0].block_tokens,
         )
+        self._masks = isinstance(self.policy, DeftFlatten)
         self._plan = DevicePlan(self.capacity, self.device)
         entries = self.capacity.max_entries
         self._partial_out = torch.empty(
@@ -146,6 +148,17 @@ class TreeAttention:
         self.use(plan, forest)
         self.grouping = grouping
         return plan
+
+    def clear_plan(self) -> None:
+        """Empty the plan on the device: kernels return at once, whatever batch they are given."""
+        self._plan.clear()
+
+    def restore_plan(self) -> None:
+        """Put the last plan back after :meth:`clear_plan`, for kernels on any stream."""
+        if self.last_plan is not None:
+            self._plan.upload(self.last_plan)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def use(self, plan: Plan, forest: PrefixForest) -> None:
         """Put a plan made elsewhere on the device; it must cover the batch of `forest`."""
@@ -206,7 +219,9 @@ class TreeAttention:
                 )  # fmt: skip
         k_cache, v_cache = self._paged(k_cache), self._paged(v_cache)
         if out is None:
-            out = torch.empty_like(q)
+            # A graph is replayed for fewer requests than it was captured for: rows that no request
+            # owns must not hold whatever was in memory.
+            out = torch.zeros_like(q) if static_launch else torch.empty_like(q)
         batch = self._check(q, k_cache, v_cache, page_table, seq_lens, out, static_launch)
         if table_rows is None:
             table_rows = self._rows[:batch]
@@ -231,7 +246,7 @@ class TreeAttention:
             sm_scale=1.0 / math.sqrt(self.head_dim) if sm_scale is None else sm_scale,
             logit_cap=logit_cap,
             host_plan=None if static_launch else plan,
-            masked=static_launch or (plan is not None and plan.masked),
+            masked=self._masks if static_launch else plan is not None and plan.masked,
         )
         if truncates:
             out.copy_(result)

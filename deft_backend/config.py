@@ -34,7 +34,7 @@ class Settings:
     min_share: float = 1.1
     min_batch: int = 2
     min_shared_tokens: int = 64
-    eager_cost_ms: float = 8.0
+    min_saved_ms: float = 0.5
     max_batch: int = 256
     fallback_backend: str | None = None
     log: str = "info"
@@ -168,13 +168,13 @@ VARIABLES: tuple[Variable, ...] = (
         "the batch.",
     ),
     Variable(
-        "DEFT_EAGER_COST_MS",
-        "eager_cost_ms",
+        "DEFT_MIN_SAVED_MS",
+        "min_saved_ms",
         _milliseconds,
         "a number of 0 or more",
-        "Milliseconds that a decode step takes longer outside the host's CUDA graph. While the "
-        "host has decode graphs, tree attention must save more than that in KV reads; batches that "
-        "would not replay the host's graph.",
+        "On a GPU: milliseconds of KV reads that tree attention must save in a step, all layers "
+        "together, by the bandwidth of the cost table; below, the host's own kernel decodes the "
+        "batch.",
     ),
     Variable(
         "DEFT_MAX_BATCH",

@@ -89,6 +89,11 @@ def server(host: Any) -> Any:
         def init_forward_metadata(self, forward_batch: Any) -> None:
             calls.append("metadata")
 
+        def init_forward_metadata_out_graph(
+            self, forward_batch: Any, in_capture: bool = False
+        ) -> None:
+            calls.append("metadata out of graph")
+
         def forward_decode(self, q: Any, *args: Any, **kwargs: Any) -> Any:
             calls.append("decode")
             return torch.zeros_like(q)
@@ -221,28 +226,101 @@ def test_a_batch_is_decided_and_counted_once(server: Any) -> None:
     assert sum(server.state.steps_host.values()) == 1
 
 
-def test_batches_of_the_tree_do_not_replay_the_hosts_graph(
-    host: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from deft_backend.patches import sglang_choose_graph as patch
+def test_a_second_set_of_graphs_is_captured_and_replayed(host: Any) -> None:
+    """The patch against a runner that records: labels, order, and the fence."""
+    from deft_backend.patches import sglang_tree_graphs as patch
 
-    assert patch.missing() is None
+    events: list[Any] = []
+    model = SimpleNamespace(war_fastpath_read_done_event=None)
+    runner = SimpleNamespace(model_runner=model)
 
-    def broken(runner: Any, batch: Any) -> bool:
-        raise KeyError("tree")
+    class Controller:
+        def takes(self, batch: Any) -> bool:
+            return bool(batch.shared)
 
-    monkeypatch.setattr(patch, "_choosers", [lambda runner, batch: batch == "shared", broken])
-    asked: list[Any] = []
+        def capture_tree(self, capturing: bool) -> None:
+            events.append(capturing)
 
-    def original(runner: Any, batch: Any) -> bool:
-        asked.append(batch)
-        return True
+    def capture(runner: Any, size: int, forward: Any, stream: Any, label: Any) -> None:
+        events.append((size, label))
 
-    assert patch._choose(original, None, "shared") is False
-    assert patch._choose(original, None, "alone") is True
-    assert "choosing between kernels failed and was dropped: KeyError('tree')" in caplog.text
-    assert len(patch._choosers) == 1
-    assert asked == ["alone"]
+    def execute(runner: Any, batch: Any, proxy: Any) -> str:
+        model.war_fastpath_read_done_event = "metadata was read"
+        return "logits"
+
+    def batch(shared: bool, decode: bool = True) -> Any:
+        return SimpleNamespace(
+            shared=shared, forward_mode=SimpleNamespace(is_decode=lambda: decode)
+        )
+
+    patch._capture_one_shape(capture, runner, 8, None)
+    assert events == [(8, None)]  # no controller: as if the patch were not there
+    patch._controllers[id(model)] = Controller()
+    try:
+        patch._capture_one_shape(capture, runner, 8, None)
+        assert events[1:] == [(8, None), True, (8, "deft"), False]
+        for given, shared, decode, expected in (
+            (None, True, True, "deft"), ("nolora", True, True, "nolora+deft"),
+            (None, False, True, None), (None, True, False, None),
+        ):  # fmt: skip
+            label = patch._resolve_variant(lambda *_, g=given: g, runner, batch(shared, decode))
+            assert label == expected
+        assert patch._execute(execute, runner, batch(False)) == "logits"
+        assert model.war_fastpath_read_done_event == "metadata was read"
+        assert patch._execute(execute, runner, batch(True)) == "logits"
+        assert model.war_fastpath_read_done_event is None
+    finally:
+        del patch._controllers[id(model)]
+
+
+def test_the_host_has_what_a_second_set_of_graphs_needs(host: Any) -> None:
+    from deft_backend.patches import sglang_tree_graphs as patch
+
+    def arguments(kind: str) -> Any:
+        decode = SimpleNamespace(backend=kind)
+        return SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=decode))
+
+    assert patch.missing(arguments("full")) is None
+    assert "of the kind breakable" in str(patch.missing(arguments("breakable")))
+
+
+def test_graphs_launch_every_kernel_over_whatever_plan_is_there(server: Any) -> None:
+    """Capture under an empty plan, with a batch of other size; then replay by hand."""
+    backend, (q, k, v) = server.backend, query()
+    shared = server.batch()
+    assert backend.takes(shared)  # the step is decided, and planned, before the host captures
+    captured = server.batch(captured=False)
+    backend.capture_tree(True)
+    backend.init_forward_metadata_out_graph(captured, in_capture=True)
+    empty = backend.forward(q, k, v, make_layer(), captured)
+    assert not empty.any()
+    backend.capture_tree(False)
+    assert server.calls == ["metadata out of graph"]
+    # The plan of the step is back: the launches of the graph now compute its attention.
+    view = SimpleNamespace(forward_mode=shared.forward_mode, out_cache_loc=shared.out_cache_loc)
+    backend.init_forward_metadata_out_graph(view)
+    assert server.calls == ["metadata out of graph"]  # the replay needs none of the host's
+    out = server.attention.run(
+        q.view(2, 4, 64), server.pool.get_key_buffer(0), server.pool.get_value_buffer(0),
+        torch.from_numpy(server.table), shared.seq_lens, table_rows=shared.req_pool_indices,
+        static_launch=True,
+    )  # fmt: skip
+    expected = server.attention.run(
+        q.view(2, 4, 64), server.pool.get_key_buffer(0), server.pool.get_value_buffer(0),
+        torch.from_numpy(server.table), shared.seq_lens, table_rows=shared.req_pool_indices,
+    )  # fmt: skip
+    assert out.any()
+    assert torch.equal(out, expected)
+    # Another batch's replay, or a prefill's, is not the decided one.
+    for other in (
+        SimpleNamespace(forward_mode=shared.forward_mode, out_cache_loc=torch.zeros(2)),
+        SimpleNamespace(
+            forward_mode=server.batch(decode=False).forward_mode,
+            out_cache_loc=shared.out_cache_loc,
+        ),
+    ):
+        backend.init_forward_metadata_out_graph(other)
+    assert server.calls == ["metadata out of graph"] * 3
 
 
 def test_planning_that_fails_costs_a_line(server: Any, caplog, monkeypatch) -> None:

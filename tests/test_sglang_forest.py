@@ -180,13 +180,13 @@ def test_thresholds(settings: Settings, reason: str | None) -> None:
     assert len(attention.forests) == (reason is None)
 
 
-def test_leaving_the_hosts_graph_must_pay() -> None:
-    """Under decode graphs, the KV reads saved must take longer than an eager step costs."""
+def test_on_a_gpu_the_gain_must_be_worth_it() -> None:
+    """The KV reads saved must take the GPU's memory longer than the least gain."""
     requests, _, lens = requests_of([[1] * 1001, [1] * 1001], Tree())
     state = make_state()
     gain = default_cost_model().transfer_ms(1000 * state.token_bytes * state.num_layers)
-    for cost, reason in ((1.01 * gain, "saves less than DEFT_EAGER_COST_MS"), (0.99 * gain, None)):
-        planner = DecodePlanner(FakeAttention(), EAGER, state, step_cost_ms=cost)
+    for cost, reason in ((1.01 * gain, "saves less than DEFT_MIN_SAVED_MS"), (0.99 * gain, None)):
+        planner = DecodePlanner(FakeAttention(), EAGER, state, least_gain_ms=cost)
         assert step(planner, requests, lens).host_reason == reason
 
 

@@ -138,19 +138,18 @@ def _check_fallback(name: str | None) -> None:
 
 
 def _keep_or_disable_decode_graphs(server_args: Any) -> None:
-    """Turn decode graphs off where a batch could not choose to run outside them.
-
-    Graphs hold the host's kernel. Batches that tree attention decodes run eagerly, since the plan
-    is made on the host and decides what is launched; all others replay the host's graph.
-    """
-    from deft_backend.patches import sglang_choose_graph
+    """Turn decode graphs off where there cannot be a second set with tree attention."""
+    from deft_backend.patches import sglang_tree_graphs
 
     decode = server_args.cuda_graph_config.decode
     if decode.backend == "disabled":
         return
-    missing = sglang_choose_graph.missing() if server_args.device == "cuda" else "on the CPU"
-    if missing is None:
+    if server_args.device != "cuda":
+        decode.backend = "disabled"
         return
-    decode.backend = "disabled"
-    if server_args.device == "cuda":
-        logger.warning("deft: decode CUDA graphs are off, since batches cannot choose: %s", missing)
+    missing = sglang_tree_graphs.missing(server_args)
+    if missing is not None:
+        decode.backend = "disabled"
+        logger.warning(
+            "deft: decode CUDA graphs are off; tree attention is not in them: %s", missing
+        )

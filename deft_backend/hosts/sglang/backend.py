@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -16,6 +16,17 @@ from deft_backend.hosts.sglang.radix_forest import known_tree
 from deft_backend.hosts.state import ServerState
 
 logger = logging.getLogger("deft_backend")
+
+
+class Decision(NamedTuple):
+    """Which kernel decodes a step."""
+
+    rids: Any
+    """The batch's own list of request ids, which the host makes anew each step."""
+    slots: Any
+    """The batch's tensor of slots for the new tokens, which graphs' views of it share."""
+    taken: bool
+    """Tree attention, not the host's kernel."""
 
 
 class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
@@ -60,7 +71,8 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         self._said: set[str] = set()
         self._broken: str | None = None
         self._tree_batch: Any = None  # the batch that is decoded through the current plan
-        self._decided: tuple[Any, bool] | None = None  # a batch's list of ids, and the decision
+        self._decided: Decision | None = None
+        self._capturing = False  # the forward that runs is captured with tree attention
         self._host_ready = False  # whether the host's metadata is that batch's
 
     # -- metadata ---------------------------------------------------------------------------
@@ -76,8 +88,13 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         self._host.init_forward_metadata(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        self._tree_batch = self._decided = None  # graphs hold the host's kernels
+        self._tree_batch = None
+        if in_capture and self._capturing:
+            self._tree_batch = forward_batch
+        if not in_capture and self._replays_tree(forward_batch):
+            return
         self._host.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+        self._host_ready = True
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         self._host.init_forward_metadata_in_graph(forward_batch)
@@ -89,9 +106,38 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         eager step begins. A batch is told by its list of ids, which the host makes anew each step.
         """
         rids = forward_batch.rids
-        if rids is None or self._decided is None or self._decided[0] is not rids:
-            self._decided = (rids, self._decide(forward_batch))
-        return self._decided[1]
+        if rids is None or self._decided is None or self._decided.rids is not rids:
+            slots = forward_batch.out_cache_loc
+            self._decided = Decision(rids, slots, self._decide(forward_batch))
+        return self._decided.taken
+
+    def capture_tree(self, capturing: bool) -> None:
+        """The forwards from now on are captured with tree attention, or no longer.
+
+        What is captured are launches that read whatever plan is on the device. Until then it is
+        empty: the batch of a capture is none that a plan was made for. The host may capture again
+        between two steps, or within one, so the plan in use comes back afterwards.
+        """
+        self._capturing = capturing
+        self._tree_batch = None
+        if capturing:
+            self._attention.clear_plan()
+        else:
+            self._attention.restore_plan()
+
+    def _replays_tree(self, view: Any) -> bool:
+        """Whether a graph's replay is one of tree attention that needs no metadata of the host.
+
+        The host shows a view of the batch that was decided on, with the same tensor of slots.
+        """
+        decided = self._decided
+        return (
+            decided is not None
+            and decided.taken
+            and view.forward_mode.is_decode()
+            and view.out_cache_loc is decided.slots
+            and not any(self._layers.values())  # layers of the host's kernel read its metadata
+        )
 
     def _decide(self, forward_batch: Any) -> bool:
         """Whether the batch goes through tree attention; plans and counts it."""
@@ -200,6 +246,7 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
             table_rows=forward_batch.req_pool_indices,
             sm_scale=layer.scaling,
             logit_cap=layer.logit_cap or 0.0,
+            static_launch=self._capturing,
         )
         return out.view(-1, heads * dim)
 
@@ -245,7 +292,7 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
 
 _OWN = frozenset({
     "_host", "_attention", "_planner", "_capture", "_state", "_pool", "_req_to_token", "_layers",
-    "_said", "_broken", "_tree_batch", "_decided", "_host_ready",
+    "_said", "_broken", "_tree_batch", "_decided", "_capturing", "_host_ready",
 })  # fmt: skip
 
 

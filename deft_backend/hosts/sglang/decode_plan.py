@@ -82,13 +82,13 @@ class DecodePlanner:
         settings: Settings,
         state: ServerState,
         verify: Callable[[PrefixForest, Any], str | None] | None = None,
-        step_cost_ms: float = 0.0,
+        least_gain_ms: float = 0.0,
     ) -> None:
         self._planner = planner
         self._settings = settings
         self._state = state
         self._verify = verify
-        self._step_cost_ms = step_cost_ms
+        self._least_gain_ms = least_gain_ms
         self.current: Planned | None = None
 
     def step(
@@ -166,13 +166,13 @@ class DecodePlanner:
         saved = forest.tokens_attended - forest.tokens_stored
         if saved < self._settings.min_shared_tokens:
             return "saves less than DEFT_MIN_SHARED_TOKENS"
-        if self._step_cost_ms > 0.0:
+        if self._least_gain_ms > 0.0:
             state = self._state
             milliseconds = default_cost_model().transfer_ms(
                 saved * state.token_bytes * state.num_layers
             )
-            if milliseconds < self._step_cost_ms:
-                return "saves less than DEFT_EAGER_COST_MS"
+            if milliseconds < self._least_gain_ms:
+                return "saves less than DEFT_MIN_SAVED_MS"
         return None
 
 

@@ -18,7 +18,7 @@ from deft_backend.hosts.sglang.capture import BatchCapture
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner
 from deft_backend.hosts.sglang.verify import disagreement
 from deft_backend.hosts.state import ServerState, StateWriter
-from deft_backend.patches import sglang_capture_batch, sglang_choose_graph
+from deft_backend.patches import sglang_capture_batch, sglang_tree_graphs
 
 logger = logging.getLogger("deft_backend")
 
@@ -125,13 +125,13 @@ def _create(runner: Any, host: Any, name: str, settings: Settings) -> Any:
         settings,
         state,
         verify if settings.verify else None,
-        step_cost_ms=settings.eager_cost_ms if graphs and attention.device.type == "cuda" else 0.0,
+        least_gain_ms=settings.min_saved_ms if attention.device.type == "cuda" else 0.0,
     )
     capture = BatchCapture(runner)
     backend = DeftAttentionBackend(host, attention, planner, capture, state)
     sglang_capture_batch.install(capture.observe)
     if graphs:
-        _install_graph_choice(runner, backend)
+        sglang_tree_graphs.install(runner, backend)
     start_writer(state, runner, settings)
     logger.info(
         "deft: decode goes through tree attention (policy %s, workspace %.1f MiB); everything "
@@ -139,17 +139,6 @@ def _create(runner: Any, host: Any, name: str, settings: Settings) -> Any:
         settings.policy, attention.workspace_bytes / 2**20, name,
     )  # fmt: skip
     return backend
-
-
-def _install_graph_choice(runner: Any, backend: Any) -> None:
-    """Batches for tree attention run eagerly; the host's graphs hold its own kernel."""
-
-    def eager(graph_runner: Any, forward_batch: Any) -> bool:
-        if graph_runner.model_runner is not runner or not forward_batch.forward_mode.is_decode():
-            return False
-        return bool(backend.takes(forward_batch))
-
-    sglang_choose_graph.install(eager)
 
 
 def _warm_up(attention: TreeAttention, runner: Any) -> None:

@@ -1,0 +1,130 @@
+"""A second set of decode CUDA graphs, with tree attention in the place of the host's kernel.
+
+Changes, on ``DecodeCudaGraphRunner`` (SGLang 0.5.17), for runners that have a controller:
+    ``capture_one_shape``: after the host's graph of a batch size, the same forward is captured once
+    more under a label of its own, while the controller says that it is being captured;
+    ``_resolve_lora_variant``: gives that label to batches that the controller takes, so that the
+    host replays the second graph; all others replay the host's;
+    ``execute``: after such a replay, later page-table writes wait for the whole forward. The host
+    lets them go once its metadata is read, before the replay; tree attention reads page tables
+    during the replay.
+Why: which batches share enough is known on the host before every step; a graph cannot choose.
+Looks for: the three methods with the parameters used here, the event behind the fence, and the
+    graph backend "full" (one graph for a whole forward).
+Harmless to runners without a controller: the wrappers call straight through.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Protocol
+
+TARGET = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+LABEL = "deft"
+PARAMETERS = {
+    "capture_one_shape": ["self", "size", "forward", "stream_idx", "variant_label"],
+    "_resolve_lora_variant": ["self", "forward_batch"],
+    "execute": ["self", "forward_batch", "pp_proxy_tensors"],
+}
+FENCE = "war_fastpath_read_done_event"
+"""Attribute of the model runner: the event after which page tables may be written; None: the end
+of the forward."""
+
+
+class Controller(Protocol):
+    """Decides which batches replay the second set, and prepares their capture."""
+
+    def takes(self, forward_batch: Any) -> bool:
+        """Whether a batch goes through tree attention."""
+        ...
+
+    def capture_tree(self, capturing: bool) -> None:
+        """The forwards from now on are captured with tree attention, or no longer."""
+        ...
+
+
+_controllers: dict[int, Controller] = {}
+"""By the id of the model runner."""
+
+
+def missing(server_args: Any) -> str | None:
+    """What the host lacks, in one line, or None."""
+    try:
+        from sglang.srt.model_executor.model_runner import ModelRunner
+        from sglang.srt.model_executor.runner.decode_cuda_graph_runner import (
+            DecodeCudaGraphRunner,
+        )
+    except ImportError:
+        return "there is no DecodeCudaGraphRunner"
+    for name, expected in PARAMETERS.items():
+        method = getattr(DecodeCudaGraphRunner, name, None)
+        if method is None:
+            return f"DecodeCudaGraphRunner has no {name}"
+        found = list(inspect.signature(inspect.unwrap(method)).parameters)
+        if found != expected:
+            return f"{name} takes {found}, not {expected}"
+    if FENCE not in inspect.getsource(ModelRunner):
+        return f"ModelRunner has no {FENCE}"
+    backend = server_args.cuda_graph_config.decode.backend
+    if backend != "full":
+        return f"decode graphs are of the kind {backend}, not full"
+    return None
+
+
+def install(model_runner: Any, controller: Controller) -> None:
+    """Give `model_runner` a second set of graphs; before its graphs are captured."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if not _controllers:
+        for name, hook in (
+            ("capture_one_shape", _capture_one_shape),
+            ("_resolve_lora_variant", _resolve_variant),
+            ("execute", _execute),
+        ):
+            HookRegistry.register(f"{TARGET}.{name}", hook, HookType.AROUND)
+    _controllers[id(model_runner)] = controller
+    HookRegistry.apply_hooks()
+
+
+def _capture_one_shape(
+    original: Any,
+    runner: Any,
+    size: int,
+    forward: Any,
+    stream_idx: int | None = None,
+    variant_label: str | None = None,
+) -> None:
+    original(runner, size, forward, stream_idx, variant_label)
+    controller = _controllers.get(id(runner.model_runner))
+    if controller is None:
+        return
+    controller.capture_tree(True)
+    try:
+        original(runner, size, forward, stream_idx, _labelled(variant_label))
+    finally:
+        controller.capture_tree(False)
+
+
+def _resolve_variant(original: Any, runner: Any, forward_batch: Any) -> str | None:
+    label: str | None = original(runner, forward_batch)
+    return _labelled(label) if _taken(runner, forward_batch) else label
+
+
+def _execute(original: Any, runner: Any, forward_batch: Any, pp_proxy_tensors: Any = None) -> Any:
+    output = original(runner, forward_batch, pp_proxy_tensors)
+    if _taken(runner, forward_batch):
+        setattr(runner.model_runner, FENCE, None)
+    return output
+
+
+def _taken(runner: Any, forward_batch: Any) -> bool:
+    controller = _controllers.get(id(runner.model_runner))
+    return (
+        controller is not None
+        and forward_batch.forward_mode.is_decode()
+        and controller.takes(forward_batch)
+    )
+
+
+def _labelled(label: str | None) -> str:
+    return LABEL if label is None else f"{label}+{LABEL}"
