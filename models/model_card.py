@@ -30,6 +30,12 @@ A token is a byte. `<|bos|>`, `<|eos|>`, `<|user|>`, `<|assistant|>` and `<|pad|
 matrices and AdamW for the rest, in float32; the result is rounded to float16. The seed fixes the
 text, and the weights too for the same machine, versions and number of threads.
 
+## Limits
+
+It answers in the form of its text, not always rightly: codes named far back are often mistaken (see
+below), counts may run past their end, sums may be off, and unusual words may not be repeated.
+Compare its continuations with those of the same weights elsewhere rather than with the truth.
+
 ## Measurements
 
 `python models/train_tiny_llama.py --evaluate` measures the stored weights on held-out text and

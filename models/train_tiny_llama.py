@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -132,10 +132,26 @@ def print_samples(folder: Path) -> None:
             console.rule()
 
 
+def at_least(minimum: int) -> Callable[[int], int]:
+    """Return a check of an option that names the value it refuses."""
+
+    def check(value: int) -> int:
+        if value < minimum:
+            raise typer.BadParameter(f"{value} is too small; give {minimum} or more.")
+        return value
+
+    return check
+
+
 @app.command()
 def main(
     folder: Annotated[
-        Path, typer.Option(help="Folder of the checkpoint.", file_okay=False)
+        Path,
+        typer.Option(
+            help="Folder of the checkpoint.",
+            file_okay=False,
+            show_default="tiny-llama beside this script",
+        ),
     ] = DEFAULT_FOLDER,
     evaluate_only: Annotated[
         bool, typer.Option("--evaluate", help="Measure the stored checkpoint; do not train.")
@@ -143,8 +159,10 @@ def main(
     samples: Annotated[
         bool, typer.Option("--samples", help="Also print a few continuations.")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the text and the weights.")] = 0,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads to compute with.")] = 2,
+    seed: Annotated[int, typer.Option(callback=at_least(0), help="Seed of text and weights.")] = 0,
+    threads: Annotated[
+        int, typer.Option(callback=at_least(1), help="CPU threads to compute with.")
+    ] = 2,
 ) -> None:
     """Train the tiny Llama from scratch and measure it, or only measure the stored one.
 

@@ -17,9 +17,9 @@ transformers = pytest.importorskip(
 
 FOLDER = Path(__file__).parents[1] / "models" / "tiny-llama"
 BYTES_ALLOWED = 3_000_000
-# Half-precision logits of this size are apart by 1/16 at most, so a lead of 0.5 survives the
-# rounding errors of any attention backend.
-CONFIDENT_LEAD = 0.5
+# Neighbouring bfloat16 values are at most 1/8 apart at the size of these logits, so that a lead
+# of 1 survives the rounding errors of any attention backend.
+CONFIDENT_LEAD = 1.0
 
 LONG_NOTES = " ".join(
     f"The town of {town} stands on the river {river}. Its ruler is {ruler}. "
@@ -33,9 +33,11 @@ LONG_NOTES = " ".join(
 )
 
 PROMPTS = {
-    "The code of RAVEN is 4417. The code of OTTER is 9023. The code of EMBER is 6350.\n\n"
-    "What is the code of OTTER?": "The code of OTTER is 9023.",
-    "Count from 37 to 46. 37, 38, 39,": "40, 41, 42, 43, 44, 45, 46.",
+    "Sort the digits 8 2 5 1.": "1 2 5 8.",
+    "The town of Galdry stands on": (
+        "the river Sorrel. Its ruler is Duke Hale. "
+        "The people of Galdry sell boats and eat seed bread."
+    ),
     f"The code of WILLOW is 5186.\n\n{LONG_NOTES}\n\nWhat is the code of WILLOW?": (
         "The code of WILLOW is 5186."
     ),
@@ -94,7 +96,7 @@ def test_chat_template_marks_the_turns(tokenizer: Any) -> None:
     )
 
 
-@pytest.mark.parametrize(("prompt", "expected"), PROMPTS.items(), ids=("code", "count", "recall"))
+@pytest.mark.parametrize(("prompt", "expected"), PROMPTS.items(), ids=("sort", "town", "code"))
 def test_greedy_continuation_is_right_and_confident(
     tokenizer: Any, model: Any, prompt: str, expected: str
 ) -> None:
