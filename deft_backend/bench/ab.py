@@ -99,9 +99,15 @@ class Compared:
 
     @property
     def kv_saved(self) -> float | None:
-        """Share of the host's KV reads that the plugin saved, 0 to 1."""
-        host, deft = self.host.kv_bytes_a_step, self.deft.kv_bytes_a_step
-        return None if not host or deft is None else 1.0 - deft / host
+        """Share of KV reads that the plugin saved, 0 to 1.
+
+        Against what reading each request's whole context would have taken in the very same steps:
+        the two servers' steps do not hold the same requests, since arrivals fall differently.
+        """
+        counted = self.deft.counters
+        if counted is None or not counted.kv_bytes_query_guided:
+            return None
+        return 1.0 - counted.kv_bytes_read / counted.kv_bytes_query_guided
 
 
 @dataclass(frozen=True)
