@@ -1,0 +1,34 @@
+"""`deft ab` as a user runs it: two real servers, one after the other, and the report."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.timeout(600)
+def test_ab_compares_two_servers_and_writes_the_report(tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-c", "from deft_backend.cli import app; app()", "ab",
+        "--workload", "few-shot", "--branches", "3", "--prefix-tokens", "150",
+        "--max-tokens", "6", "--out", str(tmp_path),
+    ]  # fmt: skip
+    environment = {name: value for name, value in os.environ.items() if name[:5] != "DEFT_"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment,
+        cwd=Path(__file__).parent.parent, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    data = json.loads((tmp_path / "results.json").read_text())
+    assert data["same"]
+    (workload,) = data["workloads"]
+    assert workload["kv_saved"] > 0.4
+    assert workload["deft"]["counters"]["steps_tree"] > 0
+    assert workload["host"]["counters"]["steps_tree"] == 0
+    assert "few-shot" in (tmp_path / "report.html").read_text()
+    assert str(tmp_path / "report.html") in done.stdout.replace("\n", "")
