@@ -323,6 +323,23 @@ def test_graphs_launch_every_kernel_over_whatever_plan_is_there(server: Any) -> 
     assert server.calls == ["metadata out of graph"] * 3
 
 
+def test_a_graph_with_a_layer_of_the_host_gets_the_hosts_metadata(server: Any) -> None:
+    """Also where it is one call of a layer, not the layer, that tree attention does not know."""
+    backend, (q, k, v) = server.backend, query()
+    shared = server.batch()
+    assert backend.takes(shared)
+    captured = server.batch(captured=False)
+    backend.capture_tree(True)
+    backend.init_forward_metadata_out_graph(captured, in_capture=True)
+    backend.forward(q, k, v, make_layer(), captured)
+    backend.forward(q, k, v, make_layer(), captured, sinks=torch.zeros(4))
+    backend.capture_tree(False)
+    assert server.calls == ["metadata out of graph", "decode"]
+    view = SimpleNamespace(forward_mode=shared.forward_mode, out_cache_loc=shared.out_cache_loc)
+    backend.init_forward_metadata_out_graph(view)
+    assert server.calls == ["metadata out of graph", "decode", "metadata out of graph"]
+
+
 def test_planning_that_fails_costs_a_line(server: Any, caplog, monkeypatch) -> None:
     def fail(forest: Any) -> None:
         raise ValueError("no room")

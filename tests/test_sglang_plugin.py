@@ -57,6 +57,17 @@ def test_the_host_resolves_as_if_the_flag_were_not_there(arguments: Any, name: s
     assert made.cuda_graph_config.decode.backend == "disabled"
 
 
+@pytest.mark.parametrize(("kind", "kept"), [("full", "full"), ("breakable", "disabled")])
+def test_decode_graphs_on_a_gpu(arguments: Any, caplog: Any, kind: str, kept: str) -> None:
+    """Full graphs get a second set; kinds that cannot are switched off, and the log says so."""
+    graphs = SimpleNamespace(decode=SimpleNamespace(backend=kind))
+    made = make_arguments(device="cuda", cuda_graph_config=graphs)
+    arguments.resolve(resolve_as_host, made)
+    assert made.cuda_graph_config.decode.backend == kept
+    assert hasattr(made, arguments.HOST_DECODE)
+    assert ("decode graphs are of the kind breakable" in caplog.text) == (kind == "breakable")
+
+
 def test_servers_that_do_not_ask_are_left_alone(arguments: Any, monkeypatch) -> None:
     monkeypatch.setenv("DEFT_POLICY", "nonsense")
     made = make_arguments(attention_backend="triton")

@@ -73,6 +73,7 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         self._tree_batch: Any = None  # the batch that is decoded through the current plan
         self._decided: Decision | None = None
         self._capturing = False  # the forward that runs is captured with tree attention
+        self._host_in_graphs = False  # some layer of those graphs is the host's kernel
         self._host_ready = False  # whether the host's metadata is that batch's
 
     # -- metadata ---------------------------------------------------------------------------
@@ -136,7 +137,7 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
             and decided.taken
             and view.forward_mode.is_decode()
             and view.out_cache_loc is decided.slots
-            and not any(self._layers.values())  # layers of the host's kernel read its metadata
+            and not self._host_in_graphs  # the host's kernel reads the host's metadata
         )
 
     def _decide(self, forward_batch: Any) -> bool:
@@ -218,6 +219,7 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
             except Exception as error:
                 self._broken = "kernel failed"
                 logger.error("deft: a kernel failed, the host's own decode from here: %r", error)
+        self._host_in_graphs |= self._capturing
         if not self._host_ready:
             self._host.init_forward_metadata(forward_batch)
             self._host_ready = True
@@ -292,7 +294,8 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
 
 _OWN = frozenset({
     "_host", "_attention", "_planner", "_capture", "_state", "_pool", "_req_to_token", "_layers",
-    "_said", "_broken", "_tree_batch", "_decided", "_capturing", "_host_ready",
+    "_said", "_broken", "_tree_batch", "_decided", "_capturing",
+    "_host_in_graphs", "_host_ready",
 })  # fmt: skip
 
 
