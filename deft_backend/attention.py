@@ -6,9 +6,18 @@ import math
 
 import torch
 
+from deft_backend.cost_tables import cost_model_on
 from deft_backend.forest import PrefixForest
 from deft_backend.kernels import HEAD_DIMS, launch_config, run_plan, unsupported
-from deft_backend.planner import TILE_ROWS, DevicePlan, Plan, PlanCapacity, PlanError, plan_forest
+from deft_backend.planner import (
+    TILE_SEGMENTS,
+    DevicePlan,
+    Plan,
+    PlanCapacity,
+    PlanError,
+    check_capacity,
+    plan_forest,
+)
 from deft_backend.policies import Grouping, Target, get_policy
 from deft_backend.policies.deft_flatten import DeftFlatten
 
@@ -103,26 +112,36 @@ class TreeAttention:
         self.dtype = dtype
         self.page_size = page_size
 
-        self._config = launch_config(head_dim, dtype, self.device)
-        programs = max(1, self._config.tiles[0].programs // num_kv_heads)
-        self.capacity = capacity or PlanCapacity.for_batch(max_batch, programs)
+        self._config = launch_config(head_dim, dtype, self.device, num_query_heads // num_kv_heads)
+        tile_programs = tuple(max(1, t.programs // num_kv_heads) for t in self._config.tiles)
+        programs = tile_programs[-1]
+        # Outputs in 16 bits over their row's largest element: 11 bits of mantissa, any range.
+        partial_dtype = torch.float32 if dtype == torch.float32 else torch.float16
+        entry_bytes = num_query_heads * (head_dim * partial_dtype.itemsize + 8)
+        self.capacity = capacity or PlanCapacity.for_batch(max_batch, programs, entry_bytes)
         self.target = Target(
             num_query_heads=num_query_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             dtype_bytes=dtype.itemsize,
             num_programs=programs,
-            tile_rows=TILE_ROWS,
-            block_tokens=self._config.tiles[0].block_tokens,
+            tile_rows=tuple(tile.rows for tile in self._config.tiles),
+            tile_programs=tile_programs,
+            tile_segments=TILE_SEGMENTS,
+            block_tokens=self._config.tiles[-1].block_tokens,
+            cost_model=cost_model_on(
+                self.device, num_query_heads, num_kv_heads, head_dim, dtype, page_size
+            ),
         )
-        self._masks = isinstance(self.policy, DeftFlatten)
+        # Only this policy makes items of several KV ranges: other graphs need no launch for them.
+        self._packed = isinstance(self.policy, DeftFlatten)
         self._plan = DevicePlan(self.capacity, self.device)
         entries = self.capacity.max_entries
         self._partial_out = torch.empty(
-            (entries, num_query_heads, head_dim), dtype=torch.float32, device=self.device
+            (entries, num_query_heads, head_dim), dtype=partial_dtype, device=self.device
         )
-        self._partial_lse = torch.empty(
-            (entries, num_query_heads), dtype=torch.float32, device=self.device
+        self._partial_lse, self._partial_scale = torch.empty(
+            (2, entries, num_query_heads), dtype=torch.float32, device=self.device
         )
         self._rows = torch.arange(self.capacity.max_batch, dtype=torch.int32, device=self.device)
         self.forest: PrefixForest | None = None
@@ -134,7 +153,8 @@ class TreeAttention:
     @property
     def workspace_bytes(self) -> int:
         """Bytes of device memory held: partial results and the plan."""
-        return self._partial_out.nbytes + self._partial_lse.nbytes + self._plan.num_bytes
+        partials = (self._partial_out, self._partial_lse, self._partial_scale)
+        return sum(int(tensor.nbytes) for tensor in partials) + self._plan.num_bytes
 
     def plan(self, forest: PrefixForest) -> Plan:
         """Plan a batch and put the plan on the device, on the current stream.
@@ -161,7 +181,21 @@ class TreeAttention:
             torch.cuda.synchronize(self.device)
 
     def use(self, plan: Plan, forest: PrefixForest) -> None:
-        """Put a plan made elsewhere on the device; it must cover the batch of `forest`."""
+        """Put a plan made elsewhere on the device; it must cover the batch of `forest`.
+
+        Raises
+        ------
+        PlanError
+            If it holds items of several KV ranges, for which captured graphs of this policy have
+            no launch.
+        """
+        if plan.tile_ptr[-1] > plan.tile_ptr[-2] and not self._packed:
+            raise PlanError(
+                f"the plan has {int(plan.tile_ptr[-1] - plan.tile_ptr[-2])} items of several KV "
+                f"ranges, which policy {self.policy.name} never makes; create TreeAttention with "
+                "policy='deft-flatten'"
+            )
+        check_capacity(plan, self.capacity)
         self._plan.upload(plan)
         self.forest, self.last_plan, self.grouping = forest, plan, None
 
@@ -222,6 +256,8 @@ class TreeAttention:
             # A graph is replayed for fewer requests than it was captured for: rows that no request
             # owns must not hold whatever was in memory.
             out = torch.zeros_like(q) if static_launch else torch.empty_like(q)
+        if sm_scale is not None and not sm_scale > 0.0:
+            raise AttentionError(f"sm_scale is {sm_scale}; expected a number above 0")
         batch = self._check(q, k_cache, v_cache, page_table, seq_lens, out, static_launch)
         if table_rows is None:
             table_rows = self._rows[:batch]
@@ -243,10 +279,11 @@ class TreeAttention:
             result,
             self._partial_out,
             self._partial_lse,
+            self._partial_scale,
             sm_scale=1.0 / math.sqrt(self.head_dim) if sm_scale is None else sm_scale,
             logit_cap=logit_cap,
             host_plan=None if static_launch else plan,
-            masked=self._masks if static_launch else plan is not None and plan.masked,
+            packed=self._packed,
         )
         if truncates:
             out.copy_(result)
@@ -256,6 +293,7 @@ class TreeAttention:
         """Fill the workspace with NaN: a partial result read before it is written then shows."""
         self._partial_out.fill_(float("nan"))
         self._partial_lse.fill_(float("nan"))
+        self._partial_scale.fill_(float("nan"))
 
     def _paged(self, cache: torch.Tensor) -> torch.Tensor:
         return cache.unsqueeze(1) if cache.dim() == 3 and self.page_size == 1 else cache

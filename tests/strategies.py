@@ -73,18 +73,22 @@ def batches(draw: st.DrawFn, max_requests: int = 12) -> Batch:
 
 
 targets = st.builds(
-    lambda heads, programs, block, largest: Target(
+    lambda heads, programs, block, tiles, ranges: Target(
         num_query_heads=heads[0],
         num_kv_heads=heads[1],
         head_dim=64,
         num_programs=programs,
-        tile_rows=(16, 32, 64, 128)[:largest],
+        tile_rows=tiles,
+        tile_programs=(4 * programs, programs, programs),
+        tile_segments=(1, 1, ranges),
         block_tokens=block,
     ),
-    heads=st.sampled_from([(4, 4), (8, 2), (8, 1)]),
+    heads=st.sampled_from([(4, 4), (8, 2), (8, 1), (12, 1)]),
     programs=st.sampled_from([1, 5, 33]),
     block=st.sampled_from([16, 64]),
-    largest=st.sampled_from([1, 4]),
+    # With 12 heads on a KV head, tiles of 8 rows serve no query.
+    tiles=st.sampled_from([(8, 64, 64), (16, 48, 32), (8, 24, 12)]),
+    ranges=st.sampled_from([2, 32]),
 )
 
 
@@ -102,11 +106,6 @@ def regular_forest(fan_out: list[int], tokens: list[int]) -> PrefixForest:
             agreed = int(end)
         shared.append(agreed)
     return build_forest(np.arange(batch), shared, np.full(batch, depth[-1]))
-
-
-def attends(mask: tuple[int, ...] | None, query: int) -> bool:
-    """Whether the group's query number `query` is in the segment's mask."""
-    return mask is None or bool(mask[query // 64] >> (query % 64) & 1)
 
 
 def check_coverage(batch: Batch, grouping: Grouping, growth: npt.NDArray[np.int32]) -> None:
@@ -131,15 +130,9 @@ def check_coverage(batch: Batch, grouping: Grouping, growth: npt.NDArray[np.int3
                 assert segment.end == batch.seq_lens[segment.row], "an open segment ends early"
             end = int(now[segment.row]) if segment.open else segment.end
             slots = batch.slots(segment.row, segment.start, end)
-            if segment.mask is not None:
-                assert len(segment.mask) == -(-len(queries) // 64), "a mask of the wrong width"
-                assert not any(
-                    attends(segment.mask, bit)
-                    for bit in range(len(queries), 64 * len(segment.mask))
-                ), "a mask has bits beyond the group's queries"
-            for bit, query in enumerate(queries):
-                if not attends(segment.mask, bit):
-                    continue
+            run = range(segment.attend_begin, segment.attend_end)
+            assert 0 <= run.start < run.stop <= len(queries), "a run beyond the group's queries"
+            for query in queries[run.start : run.stop]:
                 useful.add(query)
                 assert end <= now[query], f"query {query} attends beyond its context"
                 own = batch.slots(query, segment.start, end)

@@ -91,9 +91,12 @@ def test_a_targets_own_table_changes_the_plan() -> None:
     assert policy.group(forest, profiled).num_groups > 3
 
 
+TILES = {"item_ns": [9, 8, 7], "token_ns": [6, 5, 4], "partial_ns": 3, "reduce_ns": 2}
+
+
 def _data(**changes: Any) -> dict[str, Any]:
     data: dict[str, Any] = {
-        "format": 1,
+        "format": 2,
         "source": "test",
         "head_dim": 64,
         "query_rows": [1, 2],
@@ -102,6 +105,7 @@ def _data(**changes: Any) -> dict[str, Any]:
         "launch_ms": 0.1,
         "bandwidth_gb_s": 1000,
         "fasttree": {"alpha": 0.5, "beta": 0.25, "gamma": 0.125},
+        "tiles": TILES,
     }
     return {**data, **changes}
 
@@ -113,7 +117,7 @@ def _replaced(**changes: Any) -> CostModel:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 2}, "format is 2; expected 1"),
+        ({"format": 1}, "format is 1; expected 2"),
         ({"query_rows": [2, 1]}, r"query_rows is \[2.0, 1.0\]; expected 2 or more positive"),
         ({"tokens": [16]}, r"tokens is \[16.0\]; expected 2 or more"),
         ({"tokens": [0, 16]}, r"tokens is .*positive"),
@@ -130,6 +134,13 @@ def _replaced(**changes: Any) -> CostModel:
         ({"fasttree": None}, "fasttree is missing"),
         ({"fasttree": {"alpha": 1, "beta": 1}}, "gamma is None; expected a number"),
         ({"fasttree": {"alpha": -1, "beta": 1, "gamma": 1}}, "alpha is -1.0"),
+        ({"tiles": None}, "tiles is missing; expected an object"),
+        ({"tiles": {**TILES, "item_ns": [1, 2]}}, "item_ns has 2 entries and token_ns 3"),
+        ({"tiles": {**TILES, "item_ns": [], "token_ns": []}}, "item_ns has 0 entries"),
+        ({"tiles": {**TILES, "token_ns": [6, 0, 4]}}, "token_ns holds 0.0; expected numbers above"),
+        ({"tiles": {**TILES, "token_ns": "few"}}, "token_ns is 'few'; expected a list of numbers"),
+        ({"tiles": {**TILES, "partial_ns": float("nan")}}, "partial_ns holds nan"),
+        ({"tiles": {**TILES, "reduce_ns": None}}, "reduce_ns is None; expected a number"),
     ],
 )
 def test_bad_tables_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -155,6 +166,16 @@ def test_missing_fields_files_and_json_are_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(data))
     with pytest.raises(CostModelError, match="tokens is missing"):
         CostModel.load(path)
+
+
+def test_the_costs_of_tiles_in_one_array() -> None:
+    assert _replaced().tiles.as_array().tolist() == [9, 8, 7, 6, 5, 4, 3, 2]
+
+
+@pytest.mark.parametrize("path", [DEFAULT_TABLE, FLASHFORGE_TABLE])
+def test_the_shipped_tables_cost_every_tile_of_the_kernels(path: Path) -> None:
+    target = Target(num_query_heads=1, num_kv_heads=1, head_dim=64)
+    assert len(CostModel.load(path).tiles.item_ns) == len(target.single_range_tiles)
 
 
 def test_the_shipped_tables_name_their_sources() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 from collections import Counter
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -15,7 +17,8 @@ from strategies import GROWTH, Batch, batches, regular_forest, targets
 from deft_backend.explain import count_plan_loads, explain, render
 from deft_backend.forest import PrefixForest, build_forest
 from deft_backend.planner import OPEN_END, plan_grouping
-from deft_backend.policies import POLICY_NAMES, Target, get_policy
+from deft_backend.policies import POLICY_NAMES, Grouping, Target, get_policy
+from deft_backend.policies.range_choice import MAX_MERGED
 
 LLAMA_2_7B = Target(
     num_query_heads=32, num_kv_heads=32, head_dim=128, dtype_bytes=2, num_programs=16
@@ -23,13 +26,70 @@ LLAMA_2_7B = Target(
 GQA = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, num_programs=16)
 
 
+class Counts(NamedTuple):
+    """What the items of a grouping load and store, counted without a plan."""
+
+    items: int
+    kv_tokens: int
+    masked_tokens: int
+    queries: int
+    partials: int
+
+
+def counts_by_hand(grouping: Grouping, target: Target) -> Counts:
+    """Cut every group into tiles and items, as docs/how-it-works.md says."""
+    *singles, packed = (rows // target.gqa_group for rows in target.tile_rows)
+    items = kv_tokens = masked_tokens = 0
+    tiles_of: dict[int, list[tuple[bool, int]]] = {}  # a query's items: smallest shape? queries?
+    for group in range(grouping.num_groups):
+        queries = grouping.group_queries(group).tolist()
+        segments = list(grouping.segments(group))
+        runs = [range(s.attend_begin, s.attend_end) for s in segments]
+        plain = runs == [range(len(queries))]
+        tiles = -(-len(queries) // (max(singles) if plain else packed))
+        for nth in range(tiles):
+            tile = range(nth * len(queries) // tiles, (nth + 1) * len(queries) // tiles)
+            read = [n for n, run in enumerate(runs) if set(run) & set(tile)]
+            for at in range(0, len(read), target.tile_segments[-1]):
+                held = read[at : at + target.tile_segments[-1]]
+                tokens = [segments[n].end - segments[n].start for n in held]
+                stem = tokens[0] if set(tile) <= set(runs[held[0]]) else 0
+                items += 1
+                kv_tokens += sum(tokens)
+                masked_tokens += 0 if plain else sum(tokens) - stem
+                for query in queries[tile.start : tile.stop]:
+                    smallest = plain and len(tile) <= singles[0]
+                    tiles_of.setdefault(query, []).append((smallest, len(tile)))
+    partials = 0
+    for held_by in tiles_of.values():
+        small = [queries for smallest, queries in held_by if smallest]
+        merges = small == [1] and 1 < len(held_by) <= 1 + MAX_MERGED
+        partials += len(held_by) - merges if len(held_by) > 1 else 0
+    pairs = sum(map(len, tiles_of.values()))
+    return Counts(items, kv_tokens, masked_tokens, pairs, partials)
+
+
 @pytest.mark.parametrize("name", POLICY_NAMES)
 @settings(max_examples=60)
 @given(batch=batches(), target=targets)
-def test_figures_are_the_plans_own_loads(name: str, batch: Batch, target: Target) -> None:
+def test_figures_are_those_of_the_groups_and_of_the_plan(
+    name: str, batch: Batch, target: Target
+) -> None:
     forest = batch.forest()
     grouping = get_policy(name).group(forest, target)
     explanation = explain(forest, grouping, target, num_layers=3)
+    counts = counts_by_hand(grouping, target)
+    head = target.head_dim * target.dtype_bytes * 3
+    partial = 3 * target.num_query_heads * (target.head_dim * 2 + 2 * 4)
+    assert explanation.num_items == counts.items
+    assert explanation.kv_bytes_issued == counts.kv_tokens * 2 * head * target.num_kv_heads
+    assert explanation.mask_bytes == counts.masked_tokens * 4 * 3 * target.num_kv_heads
+    assert explanation.query_bytes == counts.queries * head * target.num_query_heads
+    assert explanation.output_bytes == len(batch.seq_lens) * head * target.num_query_heads
+    assert explanation.num_partials == counts.partials
+    assert explanation.partial_bytes_written == counts.partials * partial
+    assert explanation.partial_bytes_read == counts.partials * partial
+    # Requests grow by a token each under the same plan: an open range for every query grows.
     plan = plan_grouping(grouping, forest, target)
     shape = {
         "num_query_heads": target.num_query_heads,
@@ -37,15 +97,7 @@ def test_figures_are_the_plans_own_loads(name: str, batch: Batch, target: Target
         "head_dim": target.head_dim,
         "dtype_bytes": target.dtype_bytes,
     }
-    loads = count_plan_loads(plan, batch.seq_lens, **shape, num_layers=3)
-    assert loads.kv_bytes == explanation.kv_bytes_issued
-    assert loads.num_items == explanation.num_items
-    assert loads.query_bytes == explanation.query_bytes
-    assert loads.output_bytes == explanation.output_bytes
-    assert loads.partial_bytes_written == loads.partial_bytes_read
-    assert loads.mask_bytes == explanation.mask_bytes
-    assert loads.partial_bytes_written == explanation.partial_bytes_written
-    # Requests grow by a token each under the same plan: an open range for every query grows.
+    loads = count_plan_loads(plan, batch.seq_lens, **shape)
     grown = count_plan_loads(plan, batch.seq_lens + GROWTH, **shape)
     tiles_of_open = int((plan.segment_end == OPEN_END).sum())
     assert tiles_of_open >= len(batch.seq_lens)
@@ -95,13 +147,16 @@ def test_tiles_and_layers_multiply_what_is_issued() -> None:
     grouping = get_policy("deft-node").group(forest, GQA)
     one = explain(forest, grouping, GQA)
     token = 2 * 64 * 2 * 2
-    # 100 queries of a GQA group of 4 are 400 rows: 4 tiles of at most 128.
+    # 100 queries of a GQA group of 4 are 400 rows: 7 tiles of at most 64.
     assert one.kv_bytes == (1000 + 100 * 10) * token
-    assert one.kv_bytes_issued == (4 * 1000 + 100 * 10) * token
-    assert (one.num_groups, one.num_chunks, one.num_items) == (101, 101, 104)
+    assert one.kv_bytes_issued == (7 * 1000 + 100 * 10) * token
+    assert (one.num_groups, one.num_chunks, one.num_items) == (101, 101, 107)
     assert one.query_bytes == 200 * 8 * 64 * 2
-    assert one.num_partials == 200
-    assert one.partial_bytes_written == one.partial_bytes_read == 200 * 8 * 65 * 4
+    # The leaves' items merge what the root's left, and leave nothing themselves.
+    assert one.num_partials == 100
+    assert one.partial_bytes_written == one.partial_bytes_read == 100 * 8 * (64 * 2 + 2 * 4)
+    full = explain(forest, grouping, replace(GQA, dtype_bytes=4))
+    assert full.partial_bytes_written == 100 * 8 * (64 * 4 + 2 * 4)
     four = explain(forest, grouping, GQA, num_layers=4)
     assert four.kv_bytes == 4 * one.kv_bytes
     assert four.partial_bytes_read == 4 * one.partial_bytes_read
@@ -109,13 +164,15 @@ def test_tiles_and_layers_multiply_what_is_issued() -> None:
         explain(forest, grouping, GQA, num_layers=0)
 
 
-def test_masks_are_counted_by_token_and_word() -> None:
+def test_masks_are_counted_by_token_behind_the_stem() -> None:
     forest = regular_forest([1, 100], [28, 1])
     target = Target(num_query_heads=2, num_kv_heads=2, head_dim=64)
     explanation = explain(forest, get_policy("deft-flatten").group(forest, target), target)
-    # One block, one tile of 100 queries: two words for each of 100 one-token leaves, 2 KV heads.
-    assert explanation.num_items == 1
-    assert explanation.mask_bytes == 100 * 2 * 8 * 2
+    # One block of two tiles of 50 queries, each of the root and 50 leaves: 32 ranges and 19.
+    assert explanation.num_items == 4
+    assert explanation.kv_bytes_issued == (2 * 28 + 100) * 2 * 64 * 2 * 2
+    assert explanation.mask_bytes == 100 * 4 * 2
+    assert explanation.num_partials == 200
 
 
 def test_a_query_with_one_chunk_writes_no_partial_result() -> None:

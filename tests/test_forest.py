@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from forest_oracle import Arrays, oracle_of_neighbours, oracle_of_paths, oracle_of_tables
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +22,12 @@ from deft_backend.forest import (
     build_forest,
     forest_from_page_tables,
     forest_from_paths,
+    forest_from_tree,
+    warm_up,
 )
+from deft_backend.forest.nodes import depth_of, first_mistake, nodes_of
+from deft_backend.forest.prefix_tree import insert_rows
+from deft_backend.forest.tree_order import misplaced, order_of_tree
 
 FIELDS = (
     "order", "seq_lens", "parent", "row", "start", "length", "query_begin", "query_end", "leaf"
@@ -199,6 +209,193 @@ def test_sharing_is_exactly_the_common_pages(seed: int, page_size: int, requests
             assert sum(int(forest.length[n]) for n in common) == expected
 
 
+def assert_is(forest: PrefixForest, expected: Arrays) -> None:
+    for name in FIELDS:
+        array = getattr(forest, name)
+        assert array.dtype == np.int32, name
+        assert array.tolist() == expected[name], name
+
+
+Layout = Callable[[np.ndarray], np.ndarray]
+
+
+def rows_of_a_wider_table(tables: np.ndarray) -> np.ndarray:
+    wide = np.full((tables.shape[0], tables.shape[1] + 3), 7, dtype=tables.dtype)
+    wide[:, : tables.shape[1]] = tables
+    return wide[:, : tables.shape[1]]
+
+
+def of_torch(tables: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(tables).clone().numpy()
+
+
+def read_only(tables: np.ndarray) -> np.ndarray:
+    tables = tables.copy()
+    tables.setflags(write=False)
+    return tables
+
+
+LAYOUTS: dict[str, Layout] = {
+    "contiguous": np.ascontiguousarray,
+    "rows of a wider table": rows_of_a_wider_table,
+    "columns first": np.asfortranarray,
+    "every other row": lambda tables: np.repeat(tables, 2, axis=0)[::2],
+    "torch": of_torch,
+    "read only": read_only,
+}
+
+
+def made_tables(
+    rng: random.Random, page_size: int, requests: int, longest: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tables of requests that fork from one another; unused entries hold other rows' pages."""
+    rows: list[list[int]] = []
+    next_page = 0
+    for _ in range(requests):
+        head: list[int] = []
+        if rows and rng.random() < 0.85:
+            other = rng.choice(rows)  # fork, be a prefix of it, or be equal to it
+            head = other[: rng.choice([rng.randint(0, len(other)), len(other)])]
+        new = rng.choice([0, 0, 1, 2, rng.randint(0, longest)])
+        rows.append(head + [2**31 - 1 - page for page in range(next_page, next_page + new)])
+        next_page += new
+    rng.shuffle(rows)
+    lens = [
+        max(0, len(row) * page_size - rng.choice([0, rng.randrange(page_size)])) for row in rows
+    ]
+    width = max(map(len, rows), default=0) + rng.choice([0, 2])
+    garbage = [page for row in rows for page in row] or [0]
+    tables = np.array(
+        [row + [rng.choice(garbage) for _ in range(width - len(row))] for row in rows], dtype=int
+    ).reshape(requests, width)
+    return tables, np.array(lens, dtype=int)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    page_size=st.sampled_from([1, 3, 16]),
+    requests=st.integers(0, 40),
+    longest=st.sampled_from([3, 40, 3000]),
+    dtype=st.sampled_from([np.int32, np.int64, ">i4", np.uint32]),
+    layout=st.sampled_from(sorted(LAYOUTS)),
+)
+def test_page_tables_give_what_plain_python_finds(
+    seed: int, page_size: int, requests: int, longest: int, dtype: Any, layout: str
+) -> None:
+    rng = random.Random(seed)
+    tables, lens = made_tables(rng, page_size, requests, longest)
+    expected = oracle_of_tables(tables, lens, page_size)
+    native = layout != "torch" or dtype in (np.int32, np.int64)
+    tables = LAYOUTS[layout](tables.astype(dtype if native else np.int64))
+    assert_is(forest_from_page_tables(tables, lens, page_size), expected)
+    assert_is(forest_from_page_tables(tables, lens.tolist(), page_size, check=False), expected)
+
+
+def test_long_rows_are_searched_to_the_page() -> None:
+    """Every place at which two rows may part, for lengths around the search's steps."""
+    for length in [*range(1, 60), 145, 1000]:
+        base = np.arange(length, dtype=np.int32)
+        for common in range(length + 1):
+            other = np.where(base < common, base, base + 5000)
+            forest = forest_from_page_tables(np.stack([base, other]), [length] * 2, check=False)
+            assert forest.start[forest.leaf].tolist() == [common] * 2
+
+
+def test_large_batches_fill_the_tables_of_the_builder() -> None:
+    for share in (0, 7):
+        tables = np.arange(3000 * 9, dtype=np.int64).reshape(3000, 9) << 32  # keys above 32 bits
+        tables[:, :share] = tables[0, :share]
+        lens = np.full(3000, 9)
+        expected = oracle_of_tables(tables, lens, 1)
+        assert_is(forest_from_page_tables(tables, lens, check=False), expected)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    page_size=st.sampled_from([1, 16]),
+    requests=st.integers(0, 40),
+    as_array=st.booleans(),
+)
+def test_neighbours_give_what_plain_python_finds(
+    seed: int, page_size: int, requests: int, as_array: bool
+) -> None:
+    rng = random.Random(seed)
+    order = rng.sample(range(requests), requests)
+    lens = [rng.randint(0, 9) * page_size + rng.randrange(page_size) for _ in order]
+    shared = [
+        page_size * rng.randint(0, min(lens[a], lens[b]) // page_size) for a, b in pairwise(order)
+    ]
+    given = [np.array(x, dtype=np.int64) for x in (order, shared, lens)] if as_array else [
+        order, shared, lens
+    ]  # fmt: skip
+    assert_is(build_forest(*given, page_size), oracle_of_neighbours(order, shared, lens))
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32), requests=st.integers(0, 40), twigs=st.integers(1, 30))
+def test_paths_and_trees_give_what_plain_python_finds(seed: int, requests: int, twigs: int) -> None:
+    rng = random.Random(seed)
+    parent, depth = [0], [0]
+    for _ in range(twigs):
+        parent.append(rng.randrange(len(parent)))
+        depth.append(depth[parent[-1]] + rng.randint(1, 5))
+    holder = [rng.randrange(twigs + 1) for _ in range(requests)]
+    lens = [depth[node] + rng.choice([0, 0, 1, 7]) for node in holder]
+    paths = []
+    for node in holder:
+        path: list[tuple[object, int]] = []
+        while node:
+            path.insert(0, (("node", node), depth[node] - depth[parent[node]]))
+            node = parent[node]
+        paths.append(path)
+    expected = oracle_of_paths(paths, lens)
+    assert_is(forest_from_paths(paths, lens), expected)
+    assert_is(forest_from_paths([tuple(path) for path in paths], np.array(lens)), expected)
+    assert_is(forest_from_tree(parent, depth, holder, lens), expected)
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 2**32), requests=st.integers(1, 20))
+def test_impossible_tables_that_are_trusted_stay_in_bounds(seed: int, requests: int) -> None:
+    """Tables of noise: whatever is said to be shared, the result is a forest of the batch."""
+    rng = np.random.default_rng(seed)
+    tables = rng.integers(-2, 3, (requests, 70))
+    lens = rng.integers(0, 71, requests)
+    check_invariants(forest_from_page_tables(tables, lens, check=False))
+
+
+def test_trusted_tables_may_lack_the_open_page_but_no_full_one() -> None:
+    assert forest_from_page_tables([[4], [4]], [5, 6], 4, check=False).length[0] == 4
+    with pytest.raises(ForestError, match="request 1 holds 8 tokens, 2 pages of 4, but its page"):
+        forest_from_page_tables([[4], [4]], [5, 8], 4, check=False)
+
+
+def test_forests_keep_nothing_of_their_arguments() -> None:
+    """Hosts count their sequence lengths up in place."""
+    lens, order = np.array([2, 2], dtype=np.int32), np.array([1, 0], dtype=np.int32)
+    tables, shared = np.array([[1, 2], [1, 3]], dtype=np.int32), np.array([1], dtype=np.int32)
+    tree = [np.array(values, dtype=np.int32) for values in ([0, 0], [0, 1], [1, 1])]
+    forests = [
+        forest_from_page_tables(tables, lens),
+        build_forest(order, shared, lens),
+        forest_from_tree(*tree, lens),
+        forest_from_paths([[("a", 1)]] * 2, lens),
+    ]
+    before = [{name: getattr(f, name).tolist() for name in FIELDS} for f in forests]
+    for array in (lens, order, tables, shared, *tree):
+        array += 7
+    assert before == [{name: getattr(f, name).tolist() for name in FIELDS} for f in forests]
+
+
+def test_read_only_arguments_are_taken() -> None:
+    arrays = [np.array(values, dtype=np.int32) for values in ([0, 1], [1], [2, 2])]
+    for array in arrays:
+        array.setflags(write=False)
+    assert build_forest(*arrays).num_nodes == 3
+
+
 def test_equal_and_prefix_requests_keep_open_leaves() -> None:
     forest = forest_from_page_tables([[5, 6], [5, 6], [5, 0]], [2, 2, 1])
     assert forest.order.tolist() == [0, 1, 2]
@@ -261,6 +458,13 @@ def test_impossible_page_tables_are_refused(
         ([0, 1], [], [2, 2], 1, "expected 1"),
         ([0, 1], [3], [2, 4], 1, "share 3 tokens.*between 0 and 2"),
         ([0, 1], [3], [4, 4], 2, "multiple of the page size 2"),
+        ([0, 1], [-1], [2, 4], 1, "share -1 tokens"),
+        ([0, 2], [1], [2, 2], 1, "permutation"),
+        ([-1, 0], [1], [2, 2], 1, "permutation"),
+        ([0], [], [2, 2], 1, "permutation of the 2 batch rows"),
+        ([1, 0], [0], [2, -4], 1, r"seq_lens\[1\] is -4"),
+        ([0, 1], [0], [2, 2], 0, "page_size is 0"),
+        ([[0, 1]], [0], [2, 2], 1, r"order has shape \(1, 2\)"),
     ],
 )
 def test_impossible_sharing_is_refused(
@@ -283,3 +487,39 @@ def test_impossible_paths_are_refused(
 ) -> None:
     with pytest.raises(ForestError, match=message):
         forest_from_paths(paths, lens)
+
+
+@pytest.mark.parametrize(
+    ("parent", "depth", "holder", "lens", "message"),
+    [
+        ([0, 2, 0], [0, 1, 1], [1], [1], "tree node 1 has parent 2"),
+        ([0, -1], [0, 1], [1], [1], "tree node 1 has parent -1"),
+        ([0, 0], [0, 0], [1], [1], "tree node 1 has parent 0 and ends at token 0"),
+        ([0, 0], [1, 2], [1], [3], "tree node 0 has parent 0 and ends at token 1"),
+        ([0, 0], [0, 3], [1], [2], "request 0 holds 2 tokens but its path.*holds 3"),
+        ([0, 0], [0, 3], [0, 2], [2, 9], "request 1 ends at tree node 2; expected one of 0 to 1"),
+        ([0, 0], [0, 3], [-1], [2], "request 0 ends at tree node -1"),
+        ([0, 0], [0], [0], [2], "2 parents, 1 depths"),
+        ([0], [0], [0], [2, 2], "1 holders and 2 sequence lengths"),
+        ([], [], [], [], "0 parents"),
+    ],
+)
+def test_impossible_trees_are_refused(
+    parent: list[int], depth: list[int], holder: list[int], lens: list[int], message: str
+) -> None:
+    with pytest.raises(ForestError, match=message):
+        forest_from_tree(parent, depth, holder, lens)
+
+
+def test_after_warm_up_nothing_is_left_to_compile() -> None:
+    warm_up()
+    compiled = [depth_of, first_mistake, insert_rows, misplaced, nodes_of, order_of_tree]
+    before = [len(function.signatures) for function in compiled]  # type: ignore[attr-defined]
+    for dtype in (np.int32, np.int64):
+        tables = np.array([[1, 2, 3], [1, 2, 4], [5, 6, 7]], dtype=dtype)
+        for view in (tables, tables[:, :2], tables[:1], tables[::2], of_torch(tables)):
+            for lens in ([2] * len(view), np.array([2] * len(view)), torch.tensor([2] * len(view))):
+                assert forest_from_page_tables(view, lens).depth[0] == 0
+    forest_from_paths([[("a", 2), ("b", 1)], [("a", 2)]], [3, 3])
+    build_forest(range(3), [1, 0], torch.tensor([2, 2, 2], dtype=torch.int32))
+    assert [len(function.signatures) for function in compiled] == before  # type: ignore[attr-defined]

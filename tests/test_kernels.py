@@ -5,6 +5,7 @@ Runs interpreted on the CPU; with a GPU, the compiled kernels run the same tests
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,10 @@ from hypothesis import strategies as st
 
 from deft_backend import POLICY_NAMES, AttentionError, TreeAttention, forest_from_page_tables
 from deft_backend.bench.random_forest import random_batch as paged_batch
-from deft_backend.planner import PlanCapacity
+from deft_backend.forest import PrefixForest
+from deft_backend.planner import Plan, PlanCapacity, plan_grouping
+from deft_backend.planner.plan import MERGES
+from deft_backend.policies import DeftFlatten, Grouping, GroupingBuilder, Segment, Target
 from deft_backend.reference import reference_attention, relative_error
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -49,8 +53,15 @@ def check(
     logit_cap: float = 0.0,
     grow: int = 0,
     sm_scale: float | None = None,
-) -> None:
-    """Plan, let sequences grow by `grow` tokens, run, and hold the result against float64."""
+    values: float = 1.0,
+    layout: str = "apart",
+    group: Callable[[PrefixForest, Target], Grouping] | None = None,
+) -> Plan:
+    """Plan, let sequences grow by `grow` tokens, run, and hold the result against float64.
+
+    `group` makes the grouping instead of `policy`; `values` scales V; `layout` is how K and V lie
+    in memory.
+    """
     query_heads, kv_heads = heads
     generator = torch.Generator().manual_seed(int(batch.seq_lens.sum()) + head_dim)
 
@@ -59,8 +70,16 @@ def check(
 
     requests = len(batch.seq_lens)
     q = normal(requests, query_heads, head_dim)
-    k_cache = normal(batch.num_pages, page_size, kv_heads, head_dim)
-    v_cache = normal(batch.num_pages, page_size, kv_heads, head_dim)
+    pages = (batch.num_pages, page_size, kv_heads)
+    if layout == "apart":
+        k_cache, v_cache = normal(*pages, head_dim), normal(*pages, head_dim)
+    elif layout == "interleaved":  # K and V of a head side by side
+        k_cache, v_cache = normal(*pages, 2, head_dim).unbind(-2)
+    else:  # V by head first, and with room between pages that K does not have
+        k_cache = normal(*pages, head_dim)
+        wide = normal(batch.num_pages, kv_heads + 1, page_size, head_dim)
+        v_cache = wide[:, 1:].transpose(1, 2)
+    v_cache *= values
     attention = TreeAttention(
         num_query_heads=query_heads,
         num_kv_heads=kv_heads,
@@ -69,13 +88,16 @@ def check(
         device=device,
         page_size=page_size,
         max_batch=max(1, requests),
-        policy=policy,
+        policy=policy if group is None else "deft-flatten",  # which allows items of any kind
     )
-    attention.plan(
-        forest_from_page_tables(
-            batch.page_table, batch.seq_lens, page_size, num_pages=batch.num_pages
-        )
+    forest = forest_from_page_tables(
+        batch.page_table, batch.seq_lens, page_size, num_pages=batch.num_pages
     )
+    if group is None:
+        plan = attention.plan(forest)
+    else:
+        plan = plan_grouping(group(forest, attention.target), forest, attention.target)
+        attention.use(plan, forest)
     # Poison: anything read before it was written, or never written, shows.
     attention.poison_workspace()
     out = torch.full_like(q, float("nan"))
@@ -85,8 +107,31 @@ def check(
     reference = reference_attention(
         q, k_cache, v_cache, table, lens, logit_cap=logit_cap, sm_scale=sm_scale
     )
-    assert not out.isnan().any()
+    assert out.isfinite().all()
     assert relative_error(out, reference) <= TOLERANCE[dtype]
+    return plan
+
+
+def shapes_of(plan: Plan) -> list[int]:
+    """Tile shapes that a plan has items of."""
+    return np.flatnonzero(np.diff(plan.tile_ptr)).tolist()
+
+
+def star(requests: int, shared: int, own: list[int], page_size: int = 1, spare: int = 0) -> Batch:
+    """`requests` of one prefix, in whole pages, with ``own[i % len(own)]`` tokens of their own."""
+    prefix = list(range(shared // page_size))
+    used = len(prefix)
+    lens = [len(prefix) * page_size + own[i % len(own)] for i in range(requests)]
+    width = -(-(max(lens) + spare) // page_size)
+    order = torch.randperm(
+        used + requests * (width - used), generator=torch.Generator().manual_seed(requests)
+    )
+    table = torch.zeros((requests, width), dtype=torch.int32)
+    for row in range(requests):
+        table[row, : len(prefix)] = order[: len(prefix)]
+        table[row, len(prefix) :] = order[used : used + width - len(prefix)]
+        used += width - len(prefix)
+    return Batch(table, torch.tensor(lens, dtype=torch.int32), len(order))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -136,8 +181,8 @@ def test_logit_soft_cap_and_scale(device: str, policy: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("policy", ["deft-node", "deft-flatten", "fasttree"])
-def test_more_queries_than_a_tile_or_a_mask_word(device: str, policy: str) -> None:
-    """150 queries: several tiles of 128 rows, and masks of more than 64 bits."""
+def test_more_queries_than_a_tile(device: str, policy: str) -> None:
+    """150 queries: several tiles of 64 rows."""
     batch = random_batch(21, 1, 150, longest=12)
     check(batch, device=device, policy=policy, heads=(2, 2))
 
@@ -148,22 +193,121 @@ def test_large_scores_do_not_overflow(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_same_batch_gives_equal_bits(device: str) -> None:
-    batch = random_batch(13, 1, 12)
+@pytest.mark.parametrize(
+    ("requests", "shapes"),
+    [(2, [0]), (4, [0]), (5, [0, 1]), (32, [0, 1]), (33, [0, 1]), (65, [0, 1])],
+)
+def test_tile_shapes_and_tails(device: str, requests: int, shapes: list[int]) -> None:
+    """Two heads a group: 4 and 32 queries a tile. Tails of any block that a kernel loads."""
+    for shared in (1, 64, 129, 256, 321) if device == "cuda" or requests < 32 else (129, 256):
+        batch = star(requests, shared, [1, 64, 31, 65, 257][: 2 + requests % 4], spare=9)
+        plan = check(batch, policy="deft-node", device=device, grow=9)
+        assert shapes_of(plan) == shapes
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("grow", [0, 20])
+@pytest.mark.parametrize("shared", [0, 48, 288])
+def test_packed_items(device: str, page_size: int, grow: int, shared: int) -> None:
+    """40 leaves and their stem in one block: more than 32 ranges and 16 queries, some empty."""
+    own = [3, 0, 1, 17, 0, 40] if shared else [3, 5, 1, 17, 2, 40]
+    batch = star(40, shared, own, page_size, spare=20)
+    plan = check(
+        batch, device=device, page_size=page_size, grow=grow, group=DeftFlatten(1 << 20).group
+    )
+    assert shapes_of(plan) == [2]
+    ranges, queries = np.diff(plan.item_segment_ptr), np.diff(plan.item_query_ptr)
+    # Two tiles of 20 queries; without a stem each has 20 ranges, else 21.
+    assert sorted(queries.tolist()) == [20, 20]
+    assert ranges.max() == 20 + (shared > 0)
+    plan = check(
+        batch, device=device, page_size=page_size, grow=grow, heads=(2, 2),
+        group=DeftFlatten(1 << 20).group,
+    )  # fmt: skip
+    assert sorted(np.diff(plan.item_query_ptr).tolist()) == [40, 40]
+    assert np.diff(plan.item_segment_ptr).max() == 32
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_empty_leaves_that_grow(device: str, page_size: int, policy: str) -> None:
+    batch = star(7, 144, [0, 0, 5, 0, 30], page_size, spare=20)
+    for grow in (0, 1, 20):
+        check(batch, policy=policy, device=device, page_size=page_size, grow=grow)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chunks", [1, 2, 8, 9, 11])
+def test_results_merged_by_leaves_and_by_stage_2(device: str, chunks: int) -> None:
+    """Up to 8 partial results are merged by the leaf's own item, whatever their tiles."""
+
+    def group(forest: PrefixForest, target: Target) -> Grouping:
+        builder = GroupingBuilder()
+        for n in range(chunks):
+            begin, end = n * 600 // chunks, (n + 1) * 600 // chunks
+            # Odd chunks for half of the queries at a time.
+            for rows in (range(20), range(20, 40)) if n % 2 else (range(40),):
+                builder.add(list(rows), [Segment(0, begin, end, False, 0, len(rows))])
+        for row in range(40):
+            builder.add([row], [Segment(row, 600, int(forest.seq_lens[row]), True, 0, 1)])
+        return builder.build()
+
+    batch = star(40, 600, [0, 1, 90, 300], spare=5)
+    for logit_cap in (0.0, 3.0):
+        plan = check(batch, device=device, grow=5, group=group, logit_cap=logit_cap)
+        assert (plan.entry_slot <= MERGES).sum() == (40 if chunks <= 8 else 0)
+        assert len(plan.reduce_query) == (40 if chunks > 8 else 0)
+        assert len(shapes_of(plan)) == 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("policy", ["deft-node-chunk", "deft-flatten", "auto"])
+@pytest.mark.parametrize("values", [1e6, 1e30, 1e-6, 1e-30])
+def test_values_of_any_size_survive_their_partial_results(
+    device: str, policy: str, values: float
+) -> None:
+    """Partial results are kept in 16 bits: beyond float16's range, or far below its precision."""
+    batch = star(9, 600, [10, 0, 70], spare=3)
+    plan = check(batch, policy=policy, device=device, dtype=torch.bfloat16, values=values, grow=3)
+    assert plan.num_partials > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_values_of_zero_give_zero(device: str) -> None:
+    check(star(9, 600, [10, 0, 70]), policy="deft-node-chunk", device=device, values=0.0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["interleaved", "V by head"])
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("policy", ["auto", "deft-flatten", "deft-node"])
+def test_layouts_of_the_cache(device: str, layout: str, page_size: int, policy: str) -> None:
+    batch = star(35, 144, [1, 30, 2], page_size, spare=2)
+    check(batch, policy=policy, device=device, layout=layout, page_size=page_size, grow=2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("policy", ["auto", "deft-node", "deft-node-chunk", "deft-flatten"])
+def test_same_batch_gives_equal_bits(device: str, policy: str) -> None:
+    """From run to run, from plan to plan, and when every kernel is launched, needed or not."""
+    batch = star(12, 300, [1, 40, 0, 7])
     torch.manual_seed(0)
     q = torch.randn(12, 4, 64).to(device, torch.float16)
     kv = torch.randn(2, batch.num_pages, 2, 64).to(device, torch.float16)
+    table, lens = batch.page_table.to(device), batch.seq_lens.to(device)
     results = []
     for _ in range(2):
         attention = TreeAttention(
             num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=q.dtype, device=device,
-            max_batch=12, policy="deft-node-chunk",
+            max_batch=12, policy=policy,
         )  # fmt: skip
         attention.plan(forest_from_page_tables(batch.page_table, batch.seq_lens))
-        results.append(
-            attention.run(q, kv[0], kv[1], batch.page_table.to(device), batch.seq_lens.to(device))
-        )
-    assert torch.equal(results[0], results[1])
+        for static_launch in (False, False, True):
+            attention.poison_workspace()
+            results.append(attention.run(q, kv[0], kv[1], table, lens, static_launch=static_launch))
+    assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -209,7 +353,7 @@ def test_a_plan_too_large_for_its_arrays_becomes_one_that_fits() -> None:
     forest = forest_from_page_tables(batch.page_table, batch.seq_lens)
     attention = TreeAttention(
         num_query_heads=2, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
-        policy="deft-node", capacity=PlanCapacity(30, 33, 33, 33, 0),
+        policy="deft-node", capacity=PlanCapacity(30, 33, 33, 33),
     )  # fmt: skip
     assert forest.num_nodes > 33
     plan = attention.plan(forest)

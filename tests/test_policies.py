@@ -42,7 +42,7 @@ from deft_backend.policies.fasttree_costs import (
     pad,
     query_padding_cost,
 )
-from deft_backend.policies.makespan import estimated_ms, item_costs, longest_first
+from deft_backend.policies.makespan import item_costs, longest_first
 from deft_backend.policies.splitting import cut_evenly, node_ranges
 
 MHA = Target(num_query_heads=4, num_kv_heads=4, head_dim=64, num_programs=16)
@@ -120,7 +120,6 @@ def test_limits_are_kept_or_refused_with_both_numbers(name: str, batch: Batch, s
         refusal = ""
     if refusal:
         assert name != "flash-decoding", "the baseline always fits one group a query"
-        assert name != "auto", "auto has the baseline among its candidates"
         assert re.search(rf"holds ({limited.max_groups}|{limited.max_group_queries});", refusal), (
             refusal
         )
@@ -184,14 +183,14 @@ def _corruptions(grouping: Grouping) -> dict[str, Grouping]:
             start=np.append(grouping.start, grouping.start[-1]),
             end=np.append(grouping.end, grouping.end[-1]),
             open=np.append(grouping.open, grouping.open[-1]),
-            mask_ptr=np.append(grouping.mask_ptr, grouping.mask_ptr[-1]),
+            attend_begin=np.append(grouping.attend_begin, grouping.attend_begin[-1]),
+            attend_end=np.append(grouping.attend_end, grouping.attend_end[-1]),
         ),
     }
-    if grouping.masked:
-        for bit in range(2):
-            words = grouping.mask_words.copy()
-            words[0] ^= np.uint64(1 << bit)
-            found[f"mask bit {bit} flipped"] = replace(grouping, mask_words=words)
+    for name, by in itertools.product(("attend_begin", "attend_end"), (-1, 1)):
+        moved = getattr(grouping, name).copy()
+        moved[-1] += by
+        found[f"{name} of the last segment {by:+}"] = replace(grouping, **{name: moved})
     return found
 
 
@@ -262,18 +261,21 @@ def test_deft_flatten_has_table_12s_even_blocks() -> None:
     assert coarse.num_groups <= 5
 
 
-def test_a_block_of_more_than_64_queries_takes_more_words() -> None:
+def test_a_blocks_bit_masks_are_runs() -> None:
     forest = regular_forest([1, 150], [50, 1])
     grouping = get_policy("deft-flatten").group(forest, GQA)
-    # The first block holds the root and 78 leaves: 150 queries, three words a leaf.
+    # The first block holds the root and 78 leaves: 150 queries, of which each leaf has one.
     assert grouping.num_groups == 2
     root, *leaves = grouping.segments(0)
-    assert root.mask is None
-    assert len(leaves) == 78
-    for at, leaf in enumerate(leaves):
-        assert leaf.mask is not None
-        assert sum(word << 64 * i for i, word in enumerate(leaf.mask)) == 1 << at
-        assert len(leaf.mask) == 3
+    assert (root.attend_begin, root.attend_end) == (0, 150)
+    assert [(leaf.attend_begin, leaf.attend_end) for leaf in leaves] == [
+        (at, at + 1) for at in range(78)
+    ]
+    # The second block has the other leaves, and their queries alone.
+    assert grouping.num_queries().tolist() == [150, 72]
+    assert [segment.attend_begin for segment in grouping.segments(1)] == list(range(72))
+    assert grouping.several_ranges.tolist() == [True, True]
+    assert not get_policy("deft-node").group(forest, GQA).several_ranges.any()
 
 
 @pytest.mark.parametrize("policy", [DeftFlatten, DeftNodeChunk])
@@ -333,7 +335,8 @@ def _greedy_by_the_notes(
 
     def c_p(n_q: int, length: int) -> float:
         rows = n_q * target.gqa_group
-        tile = next((t for t in target.tile_rows if rows <= t), target.tile_rows[-1])
+        phases = sorted(set(target.tile_rows))
+        tile = next((t for t in phases if rows <= t), phases[-1])
         pad_q = -rows % tile
         pad_c = -min(length, target.block_tokens) % target.block_tokens
         return alpha * pad_q * length * target.head_dim + beta * rows * pad_c * target.head_dim
@@ -421,7 +424,7 @@ def test_flashforge_divides_within_equation_5(batch: Batch, target: Target) -> N
     forest = batch.forest()
     division = FlashForge().divide(forest, target)
     model = default_cost_model()
-    largest = max(1, target.tile_queries[-1])
+    largest = max(1, target.largest_tile)
     for node in range(forest.num_nodes):
         queries = int(forest.num_queries[node])
         rows = -(-queries // -(-queries // largest)) * target.gqa_group
@@ -504,30 +507,6 @@ def test_flashforge_keeps_the_best_of_the_grid(
 def test_grid_ratio_is_checked() -> None:
     with pytest.raises(PolicyError, match=r"grid_ratio is 1\.0"):
         FlashForge(grid_ratio=1.0)
-
-
-# --- auto -----------------------------------------------------------------------------------------
-
-
-@settings(max_examples=60)
-@given(batch=batches(), target=targets)
-def test_auto_is_no_slower_than_its_candidates_by_the_cost_model(
-    batch: Batch, target: Target
-) -> None:
-    forest = batch.forest()
-    chosen = get_policy("auto").group(forest, target)
-    if forest.tokens_stored == forest.tokens_attended:
-        assert_same(chosen, get_policy("flash-decoding").group(forest, target))
-        return
-    for name in ("fasttree", "flashforge", "flash-decoding"):
-        other = get_policy(name).group(forest, target)
-        assert estimated_ms(chosen, target) <= estimated_ms(other, target) + 1e-12
-
-
-def test_auto_does_not_read_a_long_prefix_once_per_request() -> None:
-    forest = regular_forest([1, 64], [16_000, 64])
-    grouping = get_policy("auto").group(forest, replace(GQA, num_query_heads=32, num_kv_heads=8))
-    assert grouping.num_tokens().sum() < 0.1 * forest.tokens_attended
 
 
 # --- docs/papers.md -------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -385,19 +386,51 @@ def test_members_are_the_hosts(server: Any, host: Any) -> None:
         backend.init_cuda_graph_state(1, 1)
 
 
-@pytest.mark.parametrize("max_batch", [1, 20, 256])
-def test_warm_up_runs_every_tile_that_fits(host: Any, max_batch: int) -> None:
+@pytest.mark.parametrize(
+    ("max_batch", "policy", "reached"),
+    [(1, "auto", {0}), (20, "auto", {0, 1}), (40, "deft-flatten", {0, 1, 2})],
+)  # fmt: skip
+def test_warm_up_launches_every_set_of_tiles(
+    host: Any, monkeypatch: pytest.MonkeyPatch, max_batch: int, policy: str, reached: set[int]
+) -> None:
+    """Which launch leads or follows another is compiled in: no request may be the first."""
     from deft_backend.attention import TreeAttention
     from deft_backend.hosts.sglang.factory import _warm_up
 
     attention = TreeAttention(
         num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
-        max_batch=max_batch, policy="deft-node",
+        max_batch=max_batch, policy=policy,
     )  # fmt: skip
+    assert attention.target.tile_queries == (4, 32, 32)
+    launched: set[tuple[tuple[int, ...], bool]] = set()
+    calls: list[tuple[Any, ...]] = []
+
+    def run(q: Any, k: Any, v: Any, table: Any, lens: Any, *, table_rows: Any) -> None:
+        plan = attention.last_plan
+        assert plan is not None
+        shapes = tuple(np.flatnonzero(np.diff(plan.tile_ptr)).tolist())
+        launched.add((shapes, len(plan.reduce_query) > 0))
+        calls.append((table.stride(0), table.dtype, lens.dtype, table_rows.dtype, len(q)))
+        if len(shapes) == 1:  # the others take the interpreter long
+            TreeAttention.run(attention, q, k, v, table, lens, table_rows=table_rows)
+
+    monkeypatch.setattr(attention, "run", run)
     pool = FakePool()
     pool.start_layer = 0  # type: ignore[attr-defined]
-    _warm_up(attention, SimpleNamespace(token_to_kv_pool=pool))
-    plan = attention.last_plan
-    assert plan is not None
-    tiles = sum(int(count > 0) for count in np.diff(plan.tile_ptr))
-    assert tiles == {1: 1, 20: 1, 256: 4}[max_batch]
+    table = torch.zeros((9, 70), dtype=torch.int32)
+    _warm_up(
+        attention,
+        SimpleNamespace(
+            token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token=table)
+        ),
+    )
+    fewest = {0: 1, 1: 5, 2: 1}
+    assert launched == {
+        (shapes, reduces)
+        for count in range(1, len(reached) + 1)
+        for shapes in itertools.combinations(sorted(reached), count)
+        for reduces in (False, True)
+        if sum(fewest[shape] for shape in shapes) <= max_batch
+    }
+    assert {call[:4] for call in calls} == {(70, torch.int32, torch.int64, torch.int64)}
+    assert max(call[4] for call in calls) <= max_batch

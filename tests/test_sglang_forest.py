@@ -20,9 +20,15 @@ from sglang_fakes import (
 )
 
 from deft_backend.config import Settings
-from deft_backend.forest import forest_from_page_tables
+from deft_backend.forest import forest_from_page_tables, forest_from_paths
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner, loaded_tokens
-from deft_backend.hosts.sglang.radix_forest import PRIVATE, forest_of, key_of, known_tree, path_of
+from deft_backend.hosts.sglang.radix_forest import (
+    PRIVATE,
+    TreeError,
+    forest_of,
+    key_of,
+    known_tree,
+)
 from deft_backend.hosts.sglang.verify import disagreement
 from deft_backend.planner import OPEN_END
 from deft_backend.policies import POLICY_NAMES
@@ -43,6 +49,47 @@ def test_tree_and_page_tables_agree(seed: int) -> None:
         assert getattr(ours, name).tolist() == getattr(theirs, name).tolist(), name
     rows = torch.arange(1, len(prompts) + 1)
     assert disagreement(ours, torch.from_numpy(table), rows) is None
+
+
+def path_of(request: Any, seq_len: int) -> list[tuple[Any, int]]:
+    """A request's nodes from the root, cut to what it may share: the rule, written plainly."""
+    whole = []
+    node = request.last_node
+    while node is not None and node.parent is not None:
+        whole.insert(0, (node.id, len(node.key)))
+        node = node.parent
+    left = min(request.cache_protected_len, seq_len - 1)
+    path = []
+    for identity, tokens in whole:
+        if min(tokens, left) > 0:
+            path.append(((identity, min(tokens, left)), min(tokens, left)))
+        left -= tokens
+    return path
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_cut_paths_give_the_forest_of_the_paths(seed: int) -> None:
+    """Requests own the tree only in part, or are as short as what they own."""
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(2) for _ in range(draw.randint(1, 9))] for _ in range(16)]
+    requests, _, lens = requests_of(prompts, Tree(), private=0)
+    for request, length in zip(requests, lens, strict=True):
+        request.cache_protected_len = draw.randint(0, length)
+        if draw.random() < 0.1:
+            request.last_node = None
+    lens += np.array([draw.choice([0, 0, 1, 5]) for _ in requests])
+    ours = forest_of(requests, lens)
+    paths = [path_of(r, n) for r, n in zip(requests, lens.tolist(), strict=True)]
+    theirs = forest_from_paths(paths, lens)
+    for name in (*ARRAYS, "seq_lens"):
+        assert getattr(ours, name).tolist() == getattr(theirs, name).tolist(), name
+
+
+def test_a_node_without_tokens_is_refused() -> None:
+    node, _ = Tree().insert([1, 2, 3])
+    node.key = []
+    with pytest.raises(TreeError, match=f"node {node.id} of the radix tree holds 0 tokens"):
+        forest_of([make_request(node, 3)], np.array([5]))
 
 
 def test_a_split_leaves_keys_as_they_are() -> None:
@@ -70,7 +117,7 @@ def test_the_current_token_is_always_private() -> None:
 def test_only_what_the_tree_owns_is_shared() -> None:
     """A node that one request holds in part is not the node that another holds whole."""
     node, _ = Tree().insert([1, 2, 3, 4])
-    assert path_of(make_request(node, 2), 9) == [((node.id, 2), 2)]
+    assert path_of(make_request(node, 2), 9) == [((node.id, 2), 2)]  # the reference, too
     forest = forest_of([make_request(node, 2), make_request(node, 4)], np.array([9, 9]))
     assert forest.tokens_stored == forest.tokens_attended == 18
 

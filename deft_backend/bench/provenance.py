@@ -9,7 +9,9 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PACKAGES = ("deft-backend", "torch", "triton", "sglang", "vllm", "flashinfer-python", "numpy")
+PACKAGES = (
+    "deft-backend", "torch", "triton", "sglang", "vllm", "flashinfer-python", "numpy", "numba",
+)  # fmt: skip
 
 
 def provenance() -> dict[str, object]:

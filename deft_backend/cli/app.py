@@ -8,9 +8,11 @@ import typer
 
 from deft_backend import __version__
 from deft_backend.cli.ab import ab
+from deft_backend.cli.bench import bench
 from deft_backend.cli.doctor import doctor
 from deft_backend.cli.explain import explain
 from deft_backend.cli.serve import serve
+from deft_backend.cli.tune import tune
 
 app = typer.Typer(
     help="Tree attention for LLM servers: what requests share is read once per decode step.",
@@ -40,3 +42,5 @@ app.command()(serve)
 app.command()(ab)
 app.command()(doctor)
 app.command()(explain)
+app.command()(tune)
+app.add_typer(bench, name="bench")

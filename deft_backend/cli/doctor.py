@@ -19,12 +19,14 @@ from deft_backend.cli.checks import (
     check_packages,
     check_settings,
 )
-from deft_backend.cli.errors import fail
+from deft_backend.cli.shapes import HeadShape, model_shape, parse_heads
+from deft_backend.config import SettingsError
+from deft_backend.policies.cost_model import DEFAULT_TABLE, default_cost_model
+from deft_backend.policies.tables import SHORT_DTYPES, TableInUse, table_in_use
 
 CANNOT_WORK = 1
 
 _SIGNS = {"ok": "[green]✓[/green]", "note": "[yellow]•[/yellow]", "problem": "[red]✗[/red]"}
-_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
 def doctor(
@@ -56,60 +58,62 @@ def doctor(
         raise typer.Exit(CANNOT_WORK)
 
 
-def _shapes(model: Path | None, heads: str) -> list[tuple[int, int, int, str]]:
-    """Query heads, KV heads, head dimension and dtype of each kernel asked about."""
+def _shapes(model: Path | None, heads: str) -> list[HeadShape]:
+    """Head shapes of each kernel asked about."""
     if model is not None:
-        return [_model_shape(model)]
-    try:
-        query_heads, kv_heads = (int(part) for part in heads.split("/"))
-    except ValueError:
-        raise fail(f"--heads is {heads!r}; expected QUERY/KV such as 32/8") from None
-    if min(query_heads, kv_heads) < 1:
-        raise fail(f"--heads is {heads!r}; expected QUERY/KV such as 32/8")
-    return [(query_heads, kv_heads, d, t) for d in (64, 96, 128, 256) for t in _DTYPES.values()]
+        return [model_shape(model)]
+    query_heads, kv_heads = parse_heads(heads)
+    return [
+        HeadShape(query_heads, kv_heads, dim, dtype)
+        for dim in (64, 96, 128, 256)
+        for dtype in SHORT_DTYPES.values()
+    ]
 
 
-def _model_shape(model: Path) -> tuple[int, int, int, str]:
-    path = model / "config.json"
-    try:
-        config = json.loads(path.read_text())
-        config = config.get("text_config", config)
-        query_heads = int(config["num_attention_heads"])
-        kv_heads = int(config.get("num_key_value_heads") or query_heads)
-        head_dim = int(config.get("head_dim") or config["hidden_size"] // query_heads)
-        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float16")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise fail(f"cannot read the attention's shape from {path}: {error!r}") from None
-    if dtype not in _DTYPES.values():
-        raise fail(f"{path}: dtype is {dtype!r}; expected one of {', '.join(_DTYPES.values())}")
-    return query_heads, kv_heads, head_dim, dtype
-
-
-def _kernels(shapes: list[tuple[int, int, int, str]]) -> list[dict[str, Any]]:
+def _kernels(shapes: list[HeadShape]) -> list[dict[str, Any]]:
     """What would decode each shape here: tree attention or, with the reason, the host's kernel."""
     try:
         import torch
 
+        from deft_backend.config import tables_directory
+        from deft_backend.cost_tables import table_key
         from deft_backend.kernels import launch_config, unsupported
     except ImportError as error:
-        return [
-            {"heads": f"{q}/{kv}", "head_dim": d, "dtype": t, "kernel": "none", "why": str(error)}
-            for q, kv, d, t in shapes
-        ]
+        return [{**_entry(shape), "kernel": "none", "why": str(error)} for shape in shapes]
     device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
     found = []
-    for query_heads, kv_heads, head_dim, name in shapes:
+    for shape in shapes:
+        query_heads, kv_heads, head_dim, name = shape
         dtype = getattr(torch, name)
         why = unsupported(query_heads, kv_heads, head_dim, dtype, device)
-        entry = {"heads": f"{query_heads}/{kv_heads}", "head_dim": head_dim, "dtype": name}
-        if why is None:
-            config = launch_config(head_dim, dtype, device)
-            tiles = "/".join(str(tile.rows) for tile in config.tiles)
-            why = f"tiles of {tiles} rows" + (", interpreted" if config.interpreted else "")
-            found.append({**entry, "kernel": "tree attention", "why": why})
-        else:
-            found.append({**entry, "kernel": "host", "why": why})
+        if why is not None:
+            found.append({**_entry(shape), "kernel": "host", "why": why})
+            continue
+        config = launch_config(head_dim, dtype, device, query_heads // kv_heads)
+        tiles = "/".join(str(tile.rows) for tile in config.tiles)
+        why = f"tiles of {tiles} rows" + (", interpreted" if config.interpreted else "")
+        entry = {**_entry(shape), "kernel": "tree attention", "why": why}
+        key = table_key(device, *shape[:3], dtype)
+        try:
+            found.append({**entry, **_table(table_in_use(key, tables_directory()))})
+        except SettingsError:
+            found.append(entry)  # said above, with the variable's name
     return found
+
+
+def _entry(shape: HeadShape) -> dict[str, Any]:
+    heads = f"{shape.query_heads}/{shape.kv_heads}"
+    return {"heads": heads, "head_dim": shape.head_dim, "dtype": shape.dtype}
+
+
+def _table(found: TableInUse) -> dict[str, Any]:
+    """Which cost table plans, and the remedy where another should."""
+    if found.tuned:
+        return {"table": f"tuned: {found.path}"}
+    scaled = " (scaled)" if found.model.source != default_cost_model().source else ""
+    entry = {"table": f"shipped: {DEFAULT_TABLE.name}{scaled}"}
+    said = found.damage or found.notice
+    return entry if said is None else {**entry, "remedy": said.removeprefix("deft: ")}
 
 
 def _on_gpu() -> bool:
@@ -135,15 +139,18 @@ def _print(sections: dict[str, list[Check]], kernels: list[dict[str, Any]], work
         console.print(table)
         console.print()
     table = Table(title="Which kernel would decode", title_justify="left")
-    for name in ("heads", "head_dim", "dtype", "kernel", "why"):
-        table.add_column("head dim" if name == "head_dim" else name)
+    for name in ("heads", "head_dim", "dtype", "kernel", "why", "table"):
+        table.add_column({"head_dim": "head dim", "table": "cost table"}.get(name, name))
     for entry in kernels:
         sign = "ok" if entry["kernel"] == "tree attention" else "note"
         kernel = f"{_SIGNS[sign]} {entry['kernel']}"
         table.add_row(
-            entry["heads"], str(entry["head_dim"]), entry["dtype"], kernel, Text(entry["why"])
-        )
+            entry["heads"], str(entry["head_dim"]), entry["dtype"], kernel, Text(entry["why"]),
+            Text(entry.get("table", "")),
+        )  # fmt: skip
     console.print(table)
+    for remedy in dict.fromkeys(entry["remedy"] for entry in kernels if "remedy" in entry):
+        console.print(Text(f"→ {remedy}", style="cyan"), soft_wrap=True)
     if works:
         console.print("[green]✓ the plugin can work here[/green]: deft serve, or deft ab --quick")
     else:

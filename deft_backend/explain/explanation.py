@@ -6,25 +6,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from deft_backend.explain.loads import count_plan_loads
 from deft_backend.explain.structure import ChunkFacts, NodeFacts, describe_nodes, rejoin_chunks
 from deft_backend.forest import PrefixForest
+from deft_backend.planner import plan_grouping
 from deft_backend.policies import Grouping, Target
-from deft_backend.policies.base import MASK_BITS
-from deft_backend.policies.makespan import (
-    estimated_ms,
-    item_costs,
-    kv_bytes,
-    longest_first,
-    partial_bytes,
-    partial_results,
-)
-from deft_backend.policies.splitting import concatenated_ranges, query_tiles
+from deft_backend.policies.makespan import estimated_ms, item_costs, kv_bytes, longest_first
+from deft_backend.policies.splitting import group_tiles
 
 __all__ = ["ChunkFacts", "Explanation", "NodeFacts", "explain"]
-
-Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -43,16 +34,17 @@ class Explanation:
     num_chunks : int
         Groups of the plan: each loads its KV once for each of its query tiles.
     num_items : int
-        (chunk, query tile) pairs, the kernels' units of work.
+        (chunk, query tile) pairs, the kernels' units of work; a tile of many KV ranges takes
+        several.
     num_partials : int
-        (chunk, query) pairs whose result stage 2 merges. A query with one chunk has none: its
-        output is written directly.
+        (item, query) pairs whose result waits in memory to be merged. A query with one item has
+        none: its output is written directly. Nor has an item that merges its query's others.
     kv_bytes : int
         KV read, each chunk's once: ``2 · d_head`` elements a token, KV head and layer (DeFT,
         Table 12).
     kv_bytes_issued : int
         KV read by the items: a chunk with more queries than the largest tile is loaded once a
-        tile.
+        tile, except ranges that no query of the tile attends to.
     kv_bytes_flash_decoding : int
         KV that the Q-guided baseline reads: ``2 · d_head · sum(N_i)``.
     kv_reduction_percent : float
@@ -60,16 +52,16 @@ class Explanation:
     query_bytes, output_bytes : int
         Queries read, once an item (Table 12: k · l_n · d_head), and outputs written.
     mask_bytes : int
-        Bit causal masks read: 8 bytes a KV token and word of 64 queries of the item, for each KV
-        head (Table 12: N_tree words), on segments that carry a mask.
+        Bit causal masks read (Table 12: N_tree words). Ours are runs, 4 bytes a KV token and KV
+        head, on what items of several KV ranges read behind a first range for all queries.
     partial_bytes_written, partial_bytes_read : int
-        Partial results, a float32 output and log-sum-exp for each query head: by stage 1, and by
-        stage 2.
+        Partial results: for each query head an output, in 16 bits unless the model is in float32,
+        and the float32 log-sum-exp and scale of it.
     makespan_ms : float
         Longest thread block of one layer under the cost model, items scheduled longest first
         (FlashForge, equation 3).
     estimated_ms : float
-        Expected time of one layer, by which `auto` chooses.
+        Expected time of one layer: makespan or KV loads, whichever is longer, and merging.
     nodes : tuple of NodeFacts
     chunks : tuple of ChunkFacts
     """
@@ -136,13 +128,20 @@ def explain(
         raise ValueError(f"num_layers is {num_layers}; expected at least 1")
     tokens = grouping.num_tokens()
     queries = grouping.num_queries().astype(np.int64)
-    tiles = query_tiles(queries, target)
-    element_bytes = target.num_query_heads * target.head_dim * target.dtype_bytes
+    tiles = group_tiles(grouping, target)
+    loads = count_plan_loads(
+        plan_grouping(grouping, forest, target),
+        forest.seq_lens,
+        num_query_heads=target.num_query_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        dtype_bytes=target.dtype_bytes,
+        num_layers=num_layers,
+    )
 
     group_of_chunk = rejoin_chunks(grouping)
     kv = kv_bytes(int(tokens.sum()), target) * num_layers
     baseline = kv_bytes(forest.tokens_attended, target) * num_layers
-    partial = partial_bytes(grouping, target) * num_layers
     schedule = longest_first(item_costs(grouping, target)[1], target.num_programs)
     return Explanation(
         batch_size=forest.batch_size,
@@ -152,17 +151,17 @@ def explain(
         share=forest.share,
         num_groups=max(group_of_chunk, default=-1) + 1,
         num_chunks=grouping.num_groups,
-        num_items=int(tiles.sum()),
-        num_partials=partial_results(grouping),
+        num_items=loads.num_items,
+        num_partials=loads.num_partials,
         kv_bytes=kv,
-        kv_bytes_issued=kv_bytes(int((tokens * tiles).sum()), target) * num_layers,
+        kv_bytes_issued=loads.kv_bytes,
         kv_bytes_flash_decoding=baseline,
         kv_reduction_percent=100.0 * (1.0 - kv / baseline) if baseline else 0.0,
-        query_bytes=int(queries.sum()) * element_bytes * num_layers,
-        output_bytes=forest.batch_size * element_bytes * num_layers,
-        mask_bytes=_mask_words_read(grouping, target) * 8 * target.num_kv_heads * num_layers,
-        partial_bytes_written=partial,
-        partial_bytes_read=partial,
+        query_bytes=loads.query_bytes,
+        output_bytes=loads.output_bytes,
+        mask_bytes=loads.mask_bytes,
+        partial_bytes_written=loads.partial_bytes_written,
+        partial_bytes_read=loads.partial_bytes_read,
         makespan_ms=schedule.makespan_ms,
         estimated_ms=estimated_ms(grouping, target),
         nodes=describe_nodes(forest, grouping),
@@ -173,18 +172,3 @@ def explain(
             )
         ),
     )
-
-
-def _mask_words_read(grouping: Grouping, target: Target) -> int:
-    """Words of bit causal masks that the items read, one a token and 64 queries of the item."""
-    queries = grouping.num_queries().astype(np.int64)
-    tiles = query_tiles(queries, target)
-    group = np.repeat(np.arange(grouping.num_groups), tiles)
-    nth = concatenated_ranges(np.zeros(len(tiles), dtype=np.int64), tiles)
-    held = (nth + 1) * queries[group] // tiles[group] - nth * queries[group] // tiles[group]
-    words = np.bincount(group, weights=-(-held // MASK_BITS), minlength=grouping.num_groups)
-
-    masked = np.diff(grouping.mask_ptr) > 0
-    owner = np.repeat(np.arange(grouping.num_groups), np.diff(grouping.segment_ptr))
-    length = (grouping.end - grouping.start).astype(np.int64)
-    return int((length * masked * words[owner]).sum())

@@ -8,18 +8,37 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from deft_backend.planner.plan import DIRECT, OPEN_END, Plan
+from deft_backend.planner.plan import DIRECT, OPEN_END, SPAN_SHIFT, Plan
+from deft_backend.policies.makespan import partial_result_bytes
+
+SPAN_BYTES = 4
+"""What a KV token of a masked range costs beside its keys and values: the run of its range."""
 
 
 @dataclass(frozen=True)
 class PlanLoads:
     """What the kernels move for one decode step, over all layers asked for.
 
-    Fields are those of :class:`~deft_backend.explain.Explanation` of the same names; `kv_bytes`
-    here is what the items issue.
+    Attributes
+    ----------
+    num_items : int
+        (KV range, query tile) pairs.
+    num_partials : int
+        (item, query) pairs whose result waits in memory for others to be merged with. A query's
+        last item may merge the others itself; its own result then never leaves the registers.
+    kv_tokens, kv_bytes : int
+        KV that the items issue loads for.
+    query_bytes, output_bytes : int
+        Queries, once an item, and outputs.
+    mask_bytes : int
+        Runs of attending queries, one a token: of all ranges of an item for several ranges, except
+        a first one that the whole tile attends to.
+    partial_bytes_written, partial_bytes_read : int
+        Partial results.
     """
 
     num_items: int
+    num_partials: int
     kv_tokens: int
     kv_bytes: int
     query_bytes: int
@@ -39,9 +58,7 @@ def count_plan_loads(
     dtype_bytes: int = 2,
     num_layers: int = 1,
 ) -> PlanLoads:
-    """Walk a plan item by item and count what stage 1 and stage 2 load and store.
-
-    It shares no arithmetic with :func:`~deft_backend.explain.explain`; each checks the other.
+    """Count what stage 1 and stage 2 load and store, item by item.
 
     Parameters
     ----------
@@ -51,36 +68,34 @@ def count_plan_loads(
     num_query_heads, num_kv_heads, head_dim, dtype_bytes, num_layers : int
         Shape of the attention, bytes of an element, and layers to sum over.
     """
-    kv_tokens = queries = direct = partials = mask_words = 0
-    for item in range(plan.num_items):
-        first, stop = int(plan.item_query_ptr[item]), int(plan.item_query_ptr[item + 1])
-        queries += stop - first
-        for entry in range(first, stop):
-            if plan.entry_slot[entry] == DIRECT:
-                direct += 1
-            else:
-                partials += 1
-        for s in range(int(plan.item_segment_ptr[item]), int(plan.item_segment_ptr[item + 1])):
-            end = int(plan.segment_end[s])
-            if end == OPEN_END:
-                end = int(seq_lens[int(plan.segment_row[s])])
-            tokens = max(0, end - int(plan.segment_start[s]))
-            kv_tokens += tokens
-            if plan.segment_mask[s] >= 0:
-                mask_words += tokens * -(-(stop - first) // 64)
+    lens = np.asarray(seq_lens, dtype=np.int64)
+    end = np.where(plan.segment_end == OPEN_END, lens[plan.segment_row], plan.segment_end)
+    tokens = np.maximum(0, end - plan.segment_start)
+    queries = np.diff(plan.item_query_ptr)
 
-    reduced = sum(
-        int(plan.reduce_ptr[r + 1]) - int(plan.reduce_ptr[r]) for r in range(len(plan.reduce_query))
-    )
+    single = int(plan.tile_ptr[-2])  # items of several ranges are the last ones
+    first = plan.item_segment_ptr[single:-1]
+    masked = np.arange(len(tokens)) >= plan.item_segment_ptr[single]
+    masked[first[plan.segment_span[first] == queries[single:] << SPAN_SHIFT]] = False
+
+    written = int((plan.entry_slot >= 0).sum())
+    merging = plan.entry_slot < DIRECT
+    # An item that merges serves one query and is of the first shape: as many segments as items.
+    entry_item = np.repeat(np.arange(plan.num_items), queries)
+    merged = int(plan.segment_span[entry_item[merging]].sum())
+    outputs = int((plan.entry_slot < 0).sum()) + len(plan.reduce_query)
+
     query_vector = num_query_heads * head_dim * dtype_bytes * num_layers
-    partial = num_query_heads * (head_dim + 1) * 4 * num_layers
+    partial = partial_result_bytes(num_query_heads, head_dim, dtype_bytes) * num_layers
+    kv_tokens = int(tokens.sum())
     return PlanLoads(
         num_items=plan.num_items,
+        num_partials=written,
         kv_tokens=kv_tokens,
         kv_bytes=kv_tokens * 2 * head_dim * dtype_bytes * num_kv_heads * num_layers,
-        query_bytes=queries * query_vector,
-        output_bytes=(direct + len(plan.reduce_query)) * query_vector,
-        mask_bytes=mask_words * 8 * num_kv_heads * num_layers,
-        partial_bytes_written=partials * partial,
-        partial_bytes_read=reduced * partial,
+        query_bytes=len(plan.entry_query) * query_vector,
+        output_bytes=outputs * query_vector,
+        mask_bytes=int(tokens[masked].sum()) * SPAN_BYTES * num_kv_heads * num_layers,
+        partial_bytes_written=written * partial,
+        partial_bytes_read=(int(plan.reduce_ptr[-1]) + merged) * partial,
     )

@@ -1,5 +1,6 @@
 """Forest: who shares what. Sources (page tables, radix tree) in, :class:`PrefixForest` out."""
 
+from deft_backend.forest.compilation import warm_up
 from deft_backend.forest.page_tables import forest_from_page_tables
 from deft_backend.forest.prefix_forest import (
     VIRTUAL_ROOT,
@@ -8,7 +9,7 @@ from deft_backend.forest.prefix_forest import (
     PrefixForest,
     build_forest,
 )
-from deft_backend.forest.radix_tree import forest_from_paths
+from deft_backend.forest.radix_tree import forest_from_paths, forest_from_tree
 
 __all__ = [
     "VIRTUAL_ROOT",
@@ -18,4 +19,6 @@ __all__ = [
     "build_forest",
     "forest_from_page_tables",
     "forest_from_paths",
+    "forest_from_tree",
+    "warm_up",
 ]

@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from deft_backend.forest.prefix_forest import ForestError, Int32Array, PrefixForest, build_forest
+from deft_backend.forest.prefix_tree import insert_rows
+from deft_backend.forest.tree_order import order_of_tree
 
 
 def forest_from_page_tables(
@@ -21,8 +23,9 @@ def forest_from_page_tables(
     """Group requests by the pages at the head of their page tables.
 
     Equality is monotone: two rows that hold the same page at some position hold the same pages at
-    every position before it. Hence the common prefix of two rows is found by binary search, and
-    no row is ever read whole. A page that a request fills only partly is never shared.
+    every position before it. Hence rows are inserted into a prefix tree with a look or two a
+    level, and no row is ever read whole (see ``forest/prefix_tree.py``). A page that a request
+    fills only partly is never shared.
 
     Parameters
     ----------
@@ -48,8 +51,9 @@ def forest_from_page_tables(
     Raises
     ------
     ForestError
-        If shapes do not match, a row is shorter than its length needs, a used page id is negative
-        or not below `num_pages`, or two rows agree at a position but not before it.
+        If shapes do not match, a length is negative, or a row is shorter than its full pages need;
+        with `check`, also if it is shorter than its last page needs, a used page id is negative or
+        not below `num_pages`, or two rows agree at a position but not before it.
     """
     tables = np.asarray(page_tables)
     lens = np.asarray(seq_lens, dtype=np.int32)
@@ -69,76 +73,19 @@ def forest_from_page_tables(
         _check_tables(tables, lens, page_size, num_pages)
 
     full = np.maximum(lens, 0) // page_size
-    order, shared = _sort_rows(tables, full.astype(np.int32))
+    if full.size and full.max() > tables.shape[1]:
+        raise _too_short(tables, lens, page_size, int(full.argmax()))
+    parent, depth, holder, nodes = insert_rows(_compilable(tables), full)
+    order, shared = order_of_tree(parent, depth, holder, nodes)
     if check:
         _check_monotone(tables, order, shared, full)
     return build_forest(order, shared * page_size, lens, page_size)
 
 
-def _sort_rows(tables: npt.NDArray[np.integer], full: Int32Array) -> tuple[Int32Array, Int32Array]:
-    """Permutation that puts sharers side by side and the full pages that neighbours share."""
-    batch = len(full)
-    order: list[int] = []
-    shared = np.zeros(max(0, batch - 1), dtype=np.int32)
-    # A group is a set of rows (ascending) that agree on the first `pages` pages. Groups are taken
-    # from a stack in depth-first order; neighbours of different groups share the pages of the
-    # group that was split, recorded at the seam.
-    stack: list[tuple[Int32Array, int, int]] = []  # rows, agreed pages, shared with predecessor
-    if batch:
-        stack.append((np.arange(batch, dtype=np.int32), 0, 0))
-    while stack:
-        rows, pages, seam = stack.pop()
-        if order:
-            shared[len(order) - 1] = seam
-        if len(rows) == 1:
-            order.append(int(rows[0]))
-            continue
-        parts = _split(tables, rows, pages, full)
-        for part, agreed in reversed(parts[1:]):
-            stack.append((part, agreed, pages))
-        first, agreed = parts[0]
-        if len(parts) == 1 and agreed == pages:
-            raise AssertionError("a group that cannot be split must have ended")  # pragma: no cover
-        stack.append((first, agreed, seam))
-    return np.array(order, dtype=np.int32), shared
-
-
-def _split(
-    tables: npt.NDArray[np.integer], rows: Int32Array, pages: int, full: Int32Array
-) -> list[tuple[Int32Array, int]]:
-    """Split rows that agree on `pages` pages by their next page; rows that end stand alone.
-
-    Each part comes with the number of pages on which all of it agrees.
-    """
-    going_on = full[rows] > pages
-    parts: list[tuple[Int32Array, int]] = [
-        (rows[i : i + 1], int(pages)) for i in np.flatnonzero(~going_on)
-    ]
-    rest = rows[going_on]
-    if len(rest):
-        _, label = np.unique(tables[rest, pages], return_inverse=True)
-        by_label = np.argsort(label, kind="stable")
-        cuts = np.flatnonzero(np.diff(label[by_label])) + 1
-        for members in np.split(rest[by_label], cuts):
-            agreed = _agreement(tables, members, pages + 1, full) if len(members) > 1 else pages
-            parts.append((members, agreed))
-    parts.sort(key=lambda part: int(part[0][0]))  # subtrees by their first row in the batch
-    return parts
-
-
-def _agreement(
-    tables: npt.NDArray[np.integer], rows: Int32Array, known: int, full: Int32Array
-) -> int:
-    """Pages on which all `rows` agree, given that they agree on the first `known`."""
-    low, high = known, int(full[rows].min())
-    while low < high:  # invariant: agree on the first `low`; not known beyond
-        middle = (low + high + 1) // 2
-        column = tables[rows, middle - 1]
-        if (column == column[0]).all():
-            low = middle
-        else:
-            high = middle - 1
-    return low
+def _compilable(tables: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
+    """The tables as int32 or int64 in this machine's byte order; almost always they are."""
+    known = tables.dtype == np.int32 or tables.dtype == np.int64
+    return tables if known and tables.flags.aligned else tables.astype(np.int64)
 
 
 def _check_tables(
@@ -152,11 +99,7 @@ def _check_tables(
         raise ForestError(f"seq_lens[{row}] is {lens[row]}; expected a length of 0 or more")
     used = -(-lens.astype(np.int64) // page_size)
     if used.size and used.max() > tables.shape[1]:
-        row = int(used.argmax())
-        raise ForestError(
-            f"request {row} holds {lens[row]} tokens, {used[row]} pages of {page_size}, but its "
-            f"page table has {tables.shape[1]} entries; pass a table of at least {used[row]}"
-        )
+        raise _too_short(tables, lens, page_size, int(used.argmax()))
     in_use = np.arange(tables.shape[1])[None, :] < used[:, None]
     bad = in_use & (tables < 0)
     limit = ""
@@ -168,6 +111,16 @@ def _check_tables(
         raise ForestError(
             f"page_tables[{row}, {at}] is {tables[row, at]}; expected a page id of 0 or more{limit}"
         )
+
+
+def _too_short(
+    tables: npt.NDArray[np.integer], lens: Int32Array, page_size: int, row: int
+) -> ForestError:
+    used = -(-int(lens[row]) // page_size)
+    return ForestError(
+        f"request {row} holds {lens[row]} tokens, {used} pages of {page_size}, but its "
+        f"page table has {tables.shape[1]} entries; pass a table of at least {used}"
+    )
 
 
 def _check_monotone(

@@ -15,10 +15,19 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-Int32Array = npt.NDArray[np.int32]
+from deft_backend.forest.nodes import (
+    BAD_LENGTH,
+    BAD_ORDER,
+    BAD_SHARED_COUNT,
+    NO_MISTAKE,
+    VIRTUAL_ROOT,
+    Int32Array,
+    depth_of,
+    first_mistake,
+    nodes_of,
+)
 
-VIRTUAL_ROOT = -1
-"""Parent of every tree's root: it joins unrelated trees into one (FlashForge, section 4.1)."""
+__all__ = ["VIRTUAL_ROOT", "ForestError", "Int32Array", "PrefixForest", "build_forest", "int32"]
 
 
 class ForestError(ValueError):
@@ -94,12 +103,7 @@ class PrefixForest:
     @cached_property
     def depth(self) -> Int32Array:
         """[N] number of ancestors; roots are at depth 0."""
-        depth = np.zeros(self.num_nodes, dtype=np.int32)
-        for node in range(self.num_nodes):  # depth-first order: a parent precedes its children
-            parent = self.parent[node]
-            if parent != VIRTUAL_ROOT:
-                depth[node] = depth[parent] + 1
-        return depth
+        return depth_of(self.parent)
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
@@ -147,8 +151,8 @@ def build_forest(
 ) -> PrefixForest:
     """Build the nodes from a batch order and the tokens that neighbours share.
 
-    Node boundaries are where the longest common prefix of neighbours changes, found with one stack
-    (nearest smaller values), so the result is canonical: chains of single children never appear.
+    Node boundaries are where the longest common prefix of neighbours changes, so the result is
+    canonical: chains of single children never appear.
 
     Parameters
     ----------
@@ -168,96 +172,56 @@ def build_forest(
         If `order` is no permutation, lengths do not match, a length is negative, or neighbours
         share more tokens than either holds or a part of a page.
     """
-    order_ = np.asarray(order, dtype=np.int32)
-    shared_ = np.asarray(shared, dtype=np.int32)
-    lens = np.asarray(seq_lens, dtype=np.int32)
+    # Kept, hence copied: hosts write to their sequence lengths in place.
+    order_ = np.asarray(order, dtype=np.int32).copy()
+    lens = np.asarray(seq_lens, dtype=np.int32).copy()
+    shared_ = int32(shared)
     _check(order_, shared_, lens, page_size)
-
-    batch = len(order_)
-    parent: list[int] = []
-    row: list[int] = []
-    start: list[int] = []
-    end: list[int] = []
-    query_begin: list[int] = []
-    query_end: list[int] = []
-    leaf = np.empty(batch, dtype=np.int32)
-
-    # Pass 1, right to left over neighbours would give intervals; a stack over positions gives them
-    # in depth-first order directly: `opening[i]` holds the shared nodes that begin at position i.
-    lcp = [0, *shared_.tolist(), 0]  # lcp[i]: tokens shared by positions i - 1 and i
-    opening: list[list[tuple[int, int]]] = [[] for _ in range(batch)]
-    stack: list[tuple[int, int]] = []  # (first position, prefix length), lengths increasing
-    for position in range(1, batch + 1):
-        begin = position - 1
-        while stack and stack[-1][1] > lcp[position]:
-            begin, depth = stack.pop()
-            opening[begin].append((depth, position))
-        if lcp[position] > 0 and (not stack or stack[-1][1] < lcp[position]):
-            stack.append((begin, lcp[position]))
-
-    order_list = order_.tolist()
-    lens_list = lens.tolist()
-    path: list[int] = []  # open nodes around the current position
-    for position in range(batch):
-        while path and query_end[path[-1]] <= position:
-            path.pop()
-        for depth, stop in sorted(opening[position]):
-            node = len(parent)
-            above = path[-1] if path else VIRTUAL_ROOT
-            parent.append(above)
-            row.append(order_list[position])
-            start.append(end[above] if path else 0)
-            end.append(depth)
-            query_begin.append(position)
-            query_end.append(stop)
-            path.append(node)
-        leaf[position] = len(parent)
-        above = path[-1] if path else VIRTUAL_ROOT
-        parent.append(above)
-        row.append(order_list[position])
-        start.append(end[above] if path else 0)
-        end.append(lens_list[order_list[position]])
-        query_begin.append(position)
-        query_end.append(position + 1)
-
-    start_ = np.array(start, dtype=np.int32)
+    parent, row, start, length, query_begin, query_end, leaf = nodes_of(order_, shared_, lens)
     return PrefixForest(
         order=order_,
         seq_lens=lens,
         page_size=page_size,
-        parent=np.array(parent, dtype=np.int32),
-        row=np.array(row, dtype=np.int32),
-        start=start_,
-        length=np.array(end, dtype=np.int32) - start_,
-        query_begin=np.array(query_begin, dtype=np.int32),
-        query_end=np.array(query_end, dtype=np.int32),
+        parent=parent,
+        row=row,
+        start=start,
+        length=length,
+        query_begin=query_begin,
+        query_end=query_end,
         leaf=leaf,
     )
 
 
+def int32(values: npt.ArrayLike) -> Int32Array:
+    """The values as the compiled code takes them; itself where nothing has to change."""
+    array = np.ascontiguousarray(values, dtype=np.int32)
+    return array if array.flags.writeable else array.copy()
+
+
 def _check(order: Int32Array, shared: Int32Array, lens: Int32Array, page_size: int) -> None:
-    batch = len(lens)
     if page_size < 1:
         raise ForestError(f"page_size is {page_size}; expected at least 1 token a page")
-    if lens.size and lens.min() < 0:
+    for name, array in (("order", order), ("shared", shared), ("seq_lens", lens)):
+        if array.ndim != 1:
+            raise ForestError(f"{name} has shape {array.shape}; expected one dimension")
+    mistake, at = first_mistake(order, shared, lens, page_size)
+    if mistake == NO_MISTAKE:
+        return
+    batch = len(lens)
+    if mistake == BAD_LENGTH:
         row = int(lens.argmin())
         raise ForestError(f"seq_lens[{row}] is {lens[row]}; expected a length of 0 or more")
-    if len(order) != batch or not np.array_equal(np.sort(order), np.arange(batch)):
+    if mistake == BAD_ORDER:
         raise ForestError(
             f"order is {order.tolist()}; expected a permutation of the {batch} batch rows"
         )
-    if len(shared) != max(0, batch - 1):
+    if mistake == BAD_SHARED_COUNT:
         raise ForestError(
             f"shared has {len(shared)} entries; expected {max(0, batch - 1)}, "
             f"one for each pair of neighbours in a batch of {batch}"
         )
-    if not len(shared):
-        return
-    limit = np.minimum(lens[order[:-1]], lens[order[1:]])
-    bad = (shared < 0) | (shared > limit) | (shared % page_size != 0)
-    if bad.any():
-        at = int(bad.argmax())
-        raise ForestError(
-            f"batch rows {order[at]} and {order[at + 1]} are said to share {shared[at]} tokens; "
-            f"expected a multiple of the page size {page_size} between 0 and {limit[at]}"
-        )
+    limit = min(lens[order[at]], lens[order[at + 1]])
+    raise ForestError(
+        f"batch rows {order[at]} and {order[at + 1]} are said to share {shared[at]} tokens; "
+        f"expected a multiple of the page size {page_size} between 0 and {limit}"
+    )

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 import torch
 import triton
-from triton.runtime.interpreter import InterpretedFunction
 
+from deft_backend.kernels import hopper_stem, leaf_attention
 from deft_backend.kernels import partial_attention as stage1
 from deft_backend.kernels import reduction as stage2
-from deft_backend.planner import TILE_ROWS
+from deft_backend.kernels.interpreted import interpreted_copy
+from deft_backend.planner import TILE_ROWS, TILE_SEGMENTS
 
 HEAD_DIMS = (64, 96, 128, 256)
 """Head dimensions that the kernels are tested for."""
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Element types; float32 on the CPU only, where small models are served in it."""
+
+
+def parameters(kernel: Any) -> list[str]:
+    """Names of a kernel's parameters."""
+    return list(inspect.signature(getattr(kernel, "fn", kernel)).parameters)
 
 
 class Kernel:
@@ -30,9 +38,12 @@ class Kernel:
     `variant` was seen before, with every pointer aligned as usual, goes to that variant directly.
     """
 
-    def __init__(self, function: Any, compiled: Any) -> None:
-        self._compiled = compiled
-        self._interpreted = InterpretedFunction(function)
+    def __init__(self, module: ModuleType, name: str) -> None:
+        self._module = module
+        self._name = name
+        self._compiled = getattr(module, name)
+        #: Names of the kernel's constants, in the order of its parameters.
+        self.constants = tuple(n for n in parameters(self._compiled) if n.isupper())
         self._variants: dict[Hashable, Any] = {}
 
     def launch(
@@ -44,7 +55,7 @@ class Kernel:
         variant: Hashable,
         aligned: bool,
         interpreted: bool,
-        **options: int,
+        **options: int | bool,
     ) -> None:
         """Run `programs` programs.
 
@@ -57,11 +68,12 @@ class Kernel:
         aligned : bool
             Whether every pointer is a multiple of 16 bytes.
         options
-            ``num_warps`` and ``num_stages``.
+            ``num_warps``, ``num_stages``, ``launch_pdl``.
         """
         grid = (programs, 1, 1)
         if interpreted:
-            self._interpreted[grid](*arguments, **constants)
+            kernel = getattr(interpreted_copy(self._module), self._name)
+            kernel[grid](*arguments, **constants)
             return
         known = self._variants.get(variant) if aligned else None
         if known is not None:
@@ -72,8 +84,10 @@ class Kernel:
             self._variants[variant] = found
 
 
-PARTIAL_ATTENTION = Kernel(stage1.partial_attention, stage1.compiled)
-REDUCE_PARTIALS = Kernel(stage2.reduce_partials, stage2.compiled)
+PARTIAL_ATTENTION = Kernel(stage1, "partial_attention")
+LEAF_ATTENTION = Kernel(leaf_attention, "leaf_attention")
+STEM_ATTENTION = Kernel(hopper_stem, "stem_attention")
+REDUCE_PARTIALS = Kernel(stage2, "reduce_partials")
 
 
 @dataclass(frozen=True)
@@ -82,18 +96,35 @@ class TileConfig:
 
     rows: int
     block_tokens: int
+    block_segments: int
     num_warps: int
     num_stages: int
+    programs: int
+    lookahead: int = 0
+    """Blocks that the Hopper kernel copies ahead; 0: the plain kernel."""
+
+
+@dataclass(frozen=True)
+class ReduceConfig:
+    """How stage 2 runs: partial results and heads that a program takes at a time."""
+
+    partials: int
+    heads: int
+    num_warps: int
     programs: int
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How both stages run on one device for one head shape."""
+    """How both stages run on one device for one head shape.
+
+    `overlapped` launches use programmatic dependent launch: kernels of one attention start while
+    the one before still runs (NVIDIA Hopper and newer).
+    """
 
     tiles: tuple[TileConfig, ...]
-    reduce_programs: int
-    reduce_heads: int
+    reduce: ReduceConfig
+    overlapped: bool
     interpreted: bool
 
 
@@ -112,7 +143,7 @@ def unsupported(
         )
     group = num_query_heads // num_kv_heads
     if group > TILE_ROWS[-1]:
-        return f"{group} query heads share a KV head; the largest tile holds {TILE_ROWS[-1]}"
+        return f"{group} query heads share a KV head; a tile holds {TILE_ROWS[-1]}"
     if head_dim not in HEAD_DIMS:
         return f"head dimension {head_dim}; supported are {', '.join(map(str, HEAD_DIMS))}"
     if dtype not in DTYPES:
@@ -131,30 +162,57 @@ def unsupported(
 
 
 @lru_cache(maxsize=64)
-def launch_config(head_dim: int, dtype: torch.dtype, device: torch.device) -> LaunchConfig:
+def launch_config(
+    head_dim: int, dtype: torch.dtype, device: torch.device, gqa_group: int = 1
+) -> LaunchConfig:
     """Tile shapes for `head_dim` elements of `dtype` on `device`."""
+    # The smallest tile holds one query's group at least, and eight rows, the tensor cores' least.
+    tile_rows = (min(32, max(TILE_ROWS[0], triton.next_power_of_2(gqa_group))), *TILE_ROWS[1:])
     if device.type == "cpu":
         # The interpreter's cost is Python's, per operation and not per element: large KV tiles,
         # one program.
-        tiles = tuple(TileConfig(rows, 256, 1, 1, 1) for rows in TILE_ROWS)
-        return LaunchConfig(tiles, reduce_programs=1, reduce_heads=16, interpreted=True)
+        interpreted = tuple(
+            TileConfig(rows, 256, segments, 1, 1, 1)
+            for rows, segments in zip(tile_rows, TILE_SEGMENTS, strict=True)
+        )
+        return LaunchConfig(interpreted, ReduceConfig(16, 16, 1, 1), False, interpreted=True)
     properties = torch.cuda.get_device_properties(device)
     sms = properties.multi_processor_count
     shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    per_sm_shared: int = properties.shared_memory_per_multiprocessor
     padded = triton.next_power_of_2(head_dim)
+    hopper = hopper_stem.available() and (properties.major, properties.minor) == (9, 0)
     found = []
-    for rows in TILE_ROWS:
-        warps = 4 if rows <= 64 else 8
-        block = 64 if padded * dtype.itemsize <= 256 else 32
-        stages = 3
-        # Q, the K and V tiles of every stage, and the weights share the SM's memory.
+    for rows, segments in zip(tile_rows, TILE_SEGMENTS, strict=True):
+        if rows < 64:
+            # One warp a program, which meets no barrier, and as many programs as fit: reading a
+            # leaf is a chain of dependent loads, hidden only by other leaves' loads.
+            warps, block, stages, most = 1, 16, 3, 8
+        else:
+            warps, block, stages, most = 4, 64 if padded * dtype.itemsize <= 256 else 32, 3, 2
+        # Q, the K and V blocks of every stage, and the weights share the SM's memory.
         while stages > 1 and _shared_bytes(rows, block, padded, dtype, stages) > shared:
             stages -= 1
         while block > 16 and _shared_bytes(rows, block, padded, dtype, stages) > shared:
             block //= 2
-        blocks_per_sm = max(1, min(4, shared // _shared_bytes(rows, block, padded, dtype, stages)))
-        found.append(TileConfig(rows, block, warps, stages, sms * blocks_per_sm))
-    return LaunchConfig(tuple(found), reduce_programs=sms * 16, reduce_heads=1, interpreted=False)
+        per_sm = min(most, per_sm_shared // _shared_bytes(rows, block, padded, dtype, stages))
+        plain = TileConfig(rows, block, segments, warps, stages, sms * max(1, per_sm))
+        found.append((_hopper_tile(plain, head_dim, sms) if hopper else None) or plain)
+    return LaunchConfig(
+        tuple(found),
+        ReduceConfig(partials=8, heads=1, num_warps=1, programs=sms * 32),
+        overlapped=properties.major >= 9,
+        interpreted=False,
+    )
+
+
+def _hopper_tile(plain: TileConfig, head_dim: int, sms: int) -> TileConfig | None:
+    """How the Hopper kernel runs a tile shape; None: the plain kernel runs it."""
+    measured = {64: (64, 2), 128: (64, 1)}  # head dimension: KV tokens a block, blocks ahead
+    if plain.rows != 64 or plain.block_segments > 1 or head_dim not in measured:
+        return None
+    block, lookahead = measured[head_dim]
+    return replace(plain, block_tokens=block, lookahead=lookahead, programs=2 * sms)
 
 
 def _shared_bytes(rows: int, block: int, head_dim: int, dtype: torch.dtype, stages: int) -> int:

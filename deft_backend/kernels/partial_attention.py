@@ -1,27 +1,106 @@
 """Stage 1: partial attention of KV ranges and query tiles (FlashForge's PAC, Algorithm 2).
 
-For an item with queries Q and KV range K, V the kernel computes
+For an item with queries Q and KV ranges K, V the kernel computes
 
     S   = Q K^T * sm_scale            (soft-capped: cap * tanh(S / cap))
     LSE = log2 sum_n 2^(S_n * log2 e)
     O   = softmax(S) V
 
-with an online softmax over KV tiles and float32 accumulation (DeFT, section 3.1). The KV tile is
+with an online softmax over KV blocks and float32 accumulation (DeFT, section 3.1). A block is
 loaded once for every query of the tile and every query head of its GQA group: rows of the tile are
-(query, head of the group) pairs, so that even a single query fills part of a tensor-core tile. An
-item that is the whole of its query's attention writes the output; the others leave (O, LSE) for
-stage 2.
+(query, head of the group) pairs. Tiles of few rows have a kernel of their own, `leaf_attention`.
+
+An item's KV is a list of segments. A segment that every query of the tile attends to (a **stem**)
+may come first: its whole blocks run in a loop without masks, which is where the time of a hot
+prefix goes. What remains, the stem's last tokens and the segments behind it (leaves packed into
+one item, DeFT's flattened nodes), runs in a second loop that finds each token's segment and masks
+rows outside the run of queries that attend to it. In forest order those are one run (DeFT's bit
+mask is a run of ones), so two small integers hold it.
+
+Both loops hold the page ids of the block to be loaded next in registers: the KV loads, which the
+compiler pipelines, then depend on no other load.
 
 Programs are persistent: they read how many items there are from the device and take every
-``num_programs``-th, so one launch shape serves every plan.
+``num_programs``-th, so one launch shape serves every plan. Launches of different tile shapes do
+not depend on one another and overlap; each lets the next one start at once (programmatic dependent
+launch) and ends only after the one before it.
 """
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
+from triton import jit
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
+@jit
+def _attend(
+    q, k, v, acc, maximum, total, allowed, scale, logit_cap, MASKED: tl.constexpr,
+    SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One block of the online softmax; `scale` brings scores to base 2."""
+    if UPCAST:  # what a tensor core does with the operands; the interpreter cannot
+        k = k.to(tl.float32)
+        v = v.to(tl.float32)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if SOFT_CAP:
+        # tanh through exp: saturates to +-1 without overflow in either direction. `scale` is
+        # sm_scale here, without the change of base.
+        LOG2_E: tl.constexpr = 1.4426950408889634
+        doubled = tl.exp2(scores * (scale * 2.0 * LOG2_E / logit_cap))
+        scores = (logit_cap * LOG2_E) * (1.0 - 2.0 / (doubled + 1.0))
+        factor = 1.0
+    else:
+        factor = scale
+    if MASKED:
+        scores = tl.where(allowed, scores, float("-inf"))
+    # A warpgroup's threads hold pairs of columns, eight apart: reduced in several short chains,
+    # not in one that is as long as a thread's columns are many.
+    M: tl.constexpr = scores.shape[0]
+    CHAINS: tl.constexpr = scores.shape[1] // 16
+    chains = tl.reshape(scores, [M, 2, CHAINS, 8])
+    chains = tl.reshape(tl.reduce(chains, 2, tl.standard._elementwise_max), [M, 16])
+    highest = tl.reduce(chains, 1, tl.standard._elementwise_max) * factor
+    new_maximum = tl.maximum(maximum, highest)
+    if MASKED:
+        # A row that has seen no token yet keeps its maximum at -inf: avoid -inf - -inf.
+        reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    else:
+        reference = new_maximum
+    weights = tl.exp2(scores * factor - reference[:, None])
+    rescale = tl.exp2(maximum - reference)
+    chains = tl.reshape(weights, [M, 2, CHAINS, 8])
+    chains = tl.reshape(tl.reduce(chains, 2, tl.standard._sum_combine), [M, 16])
+    total = total * rescale + tl.reduce(chains, 1, tl.standard._sum_combine)
+    acc = acc * rescale[:, None]
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+    return acc, new_maximum, total
+
+
+@jit
+def _locate(
+    position, total, offset, code, first_segment, segment_row_ptr, segment_span_ptr,
+    table_rows_ptr, page_table_ptr, stride_table, PAGE_SIZE: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Page, token in the page and query span of [N] positions of an item.
+
+    Positions count through the item's segments. `code` grows with the segment, so that the segment
+    of a position is a maximum: the segment's number above SHIFT bits of its shift.
+    """
+    inside = position < total
+    started = position[:, None] >= offset[None, :]
+    found = tl.reduce(tl.where(started, code[None, :], 0), 1, tl.standard._elementwise_max)
+    token = position + (found & ((1 << SHIFT) - 1)) - (1 << (SHIFT - 1))
+    segment = first_segment + (found >> SHIFT)
+    row = tl.load(segment_row_ptr + segment, mask=inside, other=0)
+    span = tl.load(segment_span_ptr + segment, mask=inside, other=0)
+    table_row = tl.load(table_rows_ptr + row, mask=inside, other=0)
+    entry = page_table_ptr + table_row.to(tl.int64) * stride_table + token // PAGE_SIZE
+    page = tl.load(entry, mask=inside, other=0)
+    return page, token % PAGE_SIZE, span
+
+
+@jit
 def partial_attention(
     q_ptr,
     k_ptr,
@@ -29,6 +108,7 @@ def partial_attention(
     out_ptr,
     partial_out_ptr,
     partial_lse_ptr,
+    partial_scale_ptr,
     page_table_ptr,
     table_rows_ptr,
     seq_lens_ptr,
@@ -38,44 +118,48 @@ def partial_attention(
     segment_row_ptr,
     segment_start_ptr,
     segment_end_ptr,
-    segment_mask_ptr,
-    mask_words_ptr,
+    segment_span_ptr,
     entry_query_ptr,
     entry_slot_ptr,
-    sm_scale,
+    scale,
     logit_cap,
     stride_q_batch,
     stride_q_head,
-    stride_k_page,
-    stride_k_token,
-    stride_k_head,
-    stride_v_page,
-    stride_v_token,
-    stride_v_head,
     stride_out_batch,
     stride_out_head,
     stride_table,
+    STRIDE_K_PAGE: tl.constexpr,
+    STRIDE_K_TOKEN: tl.constexpr,
+    STRIDE_K_HEAD: tl.constexpr,
+    STRIDE_V_PAGE: tl.constexpr,
+    STRIDE_V_TOKEN: tl.constexpr,
+    STRIDE_V_HEAD: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GQA_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    MASKED: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
-    LOG2_E: tl.constexpr = 1.4426950408889634
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GQA_GROUP
+    # Bits that hold a segment's shift from positions in the item to positions in its row.
+    SHIFT: tl.constexpr = 26
+    if OVERLAPPED:
+        gdc_launch_dependents()
 
     first_item = tl.load(tile_ptr + TILE)
     work_end = tl.load(tile_ptr + TILE + 1) * NUM_KV_HEADS
 
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
+    offs_s = tl.arange(0, BLOCK_S)
     offs_d = tl.arange(0, HEAD_DIM_PADDED)[None, :]
     in_head = offs_d < HEAD_DIM
     query_of_row = offs_m // GQA_GROUP
@@ -85,11 +169,16 @@ def partial_attention(
         # KV heads of one item are neighbours: they read the same page-table entries.
         item = work // NUM_KV_HEADS
         kv_head = work % NUM_KV_HEADS
+        if BLOCK_S > 1:
+            first_segment = tl.load(item_segment_ptr + item)
+            num_segments = tl.load(item_segment_ptr + item + 1) - first_segment
+        else:  # every item of this shape, and of the shapes before it, has one
+            first_segment = item
+            num_segments = 1
         entry = tl.load(item_query_ptr + item)
         num_queries = tl.load(item_query_ptr + item + 1) - entry
         in_tile = query_of_row < num_queries
         query = tl.load(entry_query_ptr + entry + query_of_row, mask=in_tile, other=0)
-        slot = tl.load(entry_slot_ptr + entry + query_of_row, mask=in_tile, other=0)
         head = kv_head * GQA_GROUP + head_of_row
 
         q = tl.load(
@@ -105,121 +194,120 @@ def partial_attention(
         maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.full([BLOCK_M], 0.0, tl.float32)
         acc = tl.full([BLOCK_M, HEAD_DIM_PADDED], 0.0, tl.float32)
-        k_head = k_ptr + kv_head.to(tl.int64) * stride_k_head
-        v_head = v_ptr + kv_head.to(tl.int64) * stride_v_head
+        k_head = k_ptr + kv_head.to(tl.int64) * STRIDE_K_HEAD
+        v_head = v_ptr + kv_head.to(tl.int64) * STRIDE_V_HEAD
 
-        segment_begin = tl.load(item_segment_ptr + item)
-        segment_stop = tl.load(item_segment_ptr + item + 1)
-        if MASKED:
-            # Positions are counted through the item's segments, whose ends are only known now:
-            # an open segment may have grown since the plan was made.
-            begin = 0
-            end = 0
-            for segment in range(segment_begin, segment_stop):
-                row = tl.load(segment_row_ptr + segment)
-                stop = tl.load(segment_end_ptr + segment)
-                if stop < 0:
-                    stop = tl.load(seq_lens_ptr + row).to(tl.int32)
-                end += tl.maximum(stop - tl.load(segment_start_ptr + segment), 0)
-            table = page_table_ptr
-        else:
-            row = tl.load(segment_row_ptr + segment_begin)
-            begin = tl.load(segment_start_ptr + segment_begin)
-            end = tl.load(segment_end_ptr + segment_begin)
-            if end < 0:
-                end = tl.load(seq_lens_ptr + row).to(tl.int32)
-            table = page_table_ptr + tl.load(table_rows_ptr + row).to(tl.int64) * stride_table
+        # The stem: the item's first segment, if every query attends to it.
+        row = tl.load(segment_row_ptr + first_segment)
+        start = tl.load(segment_start_ptr + first_segment)
+        stop = tl.load(segment_end_ptr + first_segment)
+        if stop < 0:  # open: it ends where its row's sequence ends now
+            stop = tl.load(seq_lens_ptr + row).to(tl.int32)
+        table = page_table_ptr + tl.load(table_rows_ptr + row).to(tl.int64) * stride_table
+        length = tl.maximum(stop - start, 0)
+        if BLOCK_S > 1:
+            if tl.load(segment_span_ptr + first_segment) != num_queries << 16:
+                length = 0
+        done = length // BLOCK_N * BLOCK_N
+        ahead = start + offs_n
+        page = tl.load(table + ahead // PAGE_SIZE, mask=offs_n < length, other=0)
+        for begin in range(0, done, BLOCK_N):
+            in_page = (start + begin + offs_n) % PAGE_SIZE
+            k_offset = page.to(tl.int64) * STRIDE_K_PAGE + in_page * STRIDE_K_TOKEN
+            v_offset = page.to(tl.int64) * STRIDE_V_PAGE + in_page * STRIDE_V_TOKEN
+            k = tl.load(k_head + k_offset[:, None] + offs_d, mask=in_head, other=0.0)
+            v = tl.load(v_head + v_offset[:, None] + offs_d, mask=in_head, other=0.0)
+            ahead = begin + BLOCK_N + offs_n
+            page = tl.load(table + (start + ahead) // PAGE_SIZE, mask=ahead < length, other=0)
+            acc, maximum, total = _attend(
+                q, k, v, acc, maximum, total, True, scale, logit_cap,
+                False, SOFT_CAP, PRECISION, UPCAST,
+            )  # fmt: skip
+        if done < length:  # its last tokens; `page` holds their pages
+            inside = offs_n < length - done
+            in_page = (start + done + offs_n) % PAGE_SIZE
+            k_offset = page.to(tl.int64) * STRIDE_K_PAGE + in_page * STRIDE_K_TOKEN
+            v_offset = page.to(tl.int64) * STRIDE_V_PAGE + in_page * STRIDE_V_TOKEN
+            present = inside[:, None] & in_head
+            k = tl.load(k_head + k_offset[:, None] + offs_d, mask=present, other=0.0)
+            v = tl.load(v_head + v_offset[:, None] + offs_d, mask=present, other=0.0)
+            acc, maximum, total = _attend(
+                q, k, v, acc, maximum, total, inside[None, :], scale, logit_cap,
+                True, SOFT_CAP, PRECISION, UPCAST,
+            )  # fmt: skip
 
-        for tile_begin in range(begin, end, BLOCK_N):
-            position = tile_begin + offs_n
-            in_range = position < end
-            if MASKED:
-                offset = 0
-                owner = tl.full([BLOCK_N], 0, tl.int32)
-                token = tl.full([BLOCK_N], 0, tl.int32)
-                for segment in range(segment_begin, segment_stop):
-                    row = tl.load(segment_row_ptr + segment)
-                    start = tl.load(segment_start_ptr + segment)
-                    stop = tl.load(segment_end_ptr + segment)
-                    if stop < 0:
-                        stop = tl.load(seq_lens_ptr + row).to(tl.int32)
-                    length = tl.maximum(stop - start, 0)
-                    inside = (position >= offset) & (position < offset + length)
-                    owner = tl.where(inside, segment, owner)
-                    token = tl.where(inside, position - offset + start, token)
-                    offset += length
-                row_of_token = tl.load(segment_row_ptr + owner, mask=in_range, other=0)
-                table_row = tl.load(table_rows_ptr + row_of_token, mask=in_range, other=0)
-                entry_of_token = page_table_ptr + table_row.to(tl.int64) * stride_table
-                page = tl.load(entry_of_token + token // PAGE_SIZE, mask=in_range, other=0)
-                # Bit `query_of_row` of the token's mask; no mask words: every query attends.
-                words = tl.load(segment_mask_ptr + owner, mask=in_range, other=-1)
-                word = tl.load(
-                    mask_words_ptr + words[None, :] + (query_of_row // 64)[:, None],
-                    mask=in_range[None, :] & (words[None, :] >= 0) & in_tile[:, None],
-                    other=-1,
+        if BLOCK_S > 1:
+            present = offs_s < num_segments
+            segment = first_segment + offs_s
+            row_of = tl.load(segment_row_ptr + segment, mask=present, other=0)
+            start_of = tl.load(segment_start_ptr + segment, mask=present, other=0)
+            stop_of = tl.load(segment_end_ptr + segment, mask=present, other=0)
+            length_of = tl.load(seq_lens_ptr + row_of, mask=present & (stop_of < 0), other=0)
+            stop_of = tl.where(stop_of < 0, length_of.to(tl.int32), stop_of)
+            start_of += tl.where(offs_s == 0, length, 0)
+            tokens = tl.maximum(stop_of - start_of, 0)
+            offset = tl.associative_scan(tokens, 0, tl.standard._sum_combine)
+            remaining = tl.reduce(tokens, 0, tl.standard._sum_combine)
+            offset -= tokens
+            code = (offs_s << SHIFT) + (start_of - offset + (1 << (SHIFT - 1)))
+            offset = tl.where(present, offset, remaining)
+
+            page, in_page, span = _locate(
+                offs_n, remaining, offset, code, first_segment, segment_row_ptr, segment_span_ptr,
+                table_rows_ptr, page_table_ptr, stride_table, PAGE_SIZE, SHIFT,
+            )  # fmt: skip
+            for begin in range(0, remaining, BLOCK_N):
+                inside = begin + offs_n < remaining
+                k_offset = page.to(tl.int64) * STRIDE_K_PAGE + in_page * STRIDE_K_TOKEN
+                v_offset = page.to(tl.int64) * STRIDE_V_PAGE + in_page * STRIDE_V_TOKEN
+                load_mask = inside[:, None] & in_head
+                k = tl.load(k_head + k_offset[:, None] + offs_d, mask=load_mask, other=0.0)
+                v = tl.load(v_head + v_offset[:, None] + offs_d, mask=load_mask, other=0.0)
+                # Tokens outside the item have span 0: no row attends to them.
+                allowed = (query_of_row[:, None] >= (span & 0xFFFF)[None, :]) & (
+                    query_of_row[:, None] < (span >> 16)[None, :]
                 )
-                bit = (word >> (query_of_row % 64)[:, None].to(tl.int64)) & 1
-                attends = (bit != 0) & in_range[None, :]
-            else:
-                token = position
-                page = tl.load(table + token // PAGE_SIZE, mask=in_range, other=0)
-                attends = in_range[None, :]
+                page, in_page, span = _locate(
+                    begin + BLOCK_N + offs_n, remaining, offset, code, first_segment,
+                    segment_row_ptr, segment_span_ptr, table_rows_ptr, page_table_ptr,
+                    stride_table, PAGE_SIZE, SHIFT,
+                )  # fmt: skip
+                acc, maximum, total = _attend(
+                    q, k, v, acc, maximum, total, allowed, scale, logit_cap,
+                    True, SOFT_CAP, PRECISION, UPCAST,
+                )  # fmt: skip
 
-            page = page.to(tl.int64)
-            if PAGE_SIZE == 1:
-                k_offset = page * stride_k_page
-                v_offset = page * stride_v_page
-            else:
-                in_page = token % PAGE_SIZE
-                k_offset = page * stride_k_page + in_page * stride_k_token
-                v_offset = page * stride_v_page + in_page * stride_v_token
-            load_mask = in_range[:, None] & in_head
-            k = tl.load(k_head + k_offset[:, None] + offs_d, mask=load_mask, other=0.0)
-            if UPCAST:  # what a tensor core does with the operands; the interpreter cannot
-                k = k.to(tl.float32)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * sm_scale
-            if SOFT_CAP:
-                # tanh through exp: saturates to +-1 without overflow in either direction.
-                doubled = tl.exp2(scores * (2.0 * LOG2_E / logit_cap))
-                scores = logit_cap * (1.0 - 2.0 / (doubled + 1.0))
-            scores = tl.where(attends, scores * LOG2_E, float("-inf"))
-
-            new_maximum = tl.maximum(maximum, tl.reduce(scores, 1, tl.standard._elementwise_max))
-            # A row that has seen no token yet keeps its maximum at -inf: avoid -inf - -inf.
-            reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-            weights = tl.exp2(scores - reference[:, None])
-            rescale = tl.exp2(maximum - reference)
-            total = total * rescale + tl.reduce(weights, 1, tl.standard._sum_combine)
-            v = tl.load(v_head + v_offset[:, None] + offs_d, mask=load_mask, other=0.0)
-            acc = acc * rescale[:, None]
-            if UPCAST:
-                v = v.to(tl.float32)
-            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
-            maximum = new_maximum
-
+        # Read again rather than held in registers through the loops.
+        query = tl.load(entry_query_ptr + entry + query_of_row, mask=in_tile, other=0)
+        slot = tl.load(entry_slot_ptr + entry + query_of_row, mask=in_tile, other=0)
         # An empty range contributes nothing: O = 0, LSE = -inf.
         safe_total = tl.where(total > 0.0, total, 1.0)
-        result = acc / safe_total[:, None]
-        lse = tl.where(total > 0.0, maximum + tl.log2(safe_total), float("-inf"))
-
+        normal = 1.0 / safe_total
         direct = in_tile & (slot < 0)
-        tl.store(
-            out_ptr
-            + query.to(tl.int64)[:, None] * stride_out_batch
-            + head[:, None] * stride_out_head
-            + offs_d,
-            result.to(out_ptr.dtype.element_ty),
-            mask=direct[:, None] & in_head,
-        )
         partial = in_tile & (slot >= 0)
-        where = slot.to(tl.int64) * NUM_HEADS + head
-        tl.store(
-            partial_out_ptr + where[:, None] * HEAD_DIM + offs_d,
-            result,
-            mask=partial[:, None] & in_head,
-        )
-        tl.store(partial_lse_ptr + where, lse, mask=partial)
+        if tl.reduce(direct.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
+            tl.store(
+                out_ptr
+                + query.to(tl.int64)[:, None] * stride_out_batch
+                + head[:, None] * stride_out_head
+                + offs_d,
+                (acc * normal[:, None]).to(out_ptr.dtype.element_ty),
+                mask=direct[:, None] & in_head,
+            )
+        if tl.reduce(partial.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
+            # Partial results keep 11 bits of mantissa relative to their row's largest element,
+            # whatever the range of the cache's dtype.
+            largest = tl.reduce(tl.abs(acc), 1, tl.standard._elementwise_max)
+            largest = tl.maximum(largest, 1.0e-30)
+            where = slot.to(tl.int64) * NUM_HEADS + head
+            tl.store(
+                partial_out_ptr + where[:, None] * HEAD_DIM + offs_d,
+                (acc * (1.0 / largest)[:, None]).to(partial_out_ptr.dtype.element_ty),
+                mask=partial[:, None] & in_head,
+            )
+            lse = tl.where(total > 0.0, maximum + tl.log2(safe_total), float("-inf"))
+            tl.store(partial_lse_ptr + where, lse, mask=partial)
+            tl.store(partial_scale_ptr + where, largest * normal, mask=partial)
 
-
-compiled = triton.jit(partial_attention)
+    if OVERLAPPED:
+        gdc_wait()

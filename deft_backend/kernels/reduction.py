@@ -8,13 +8,16 @@ result is the same, bit for bit, from run to run. Queries whose attention was on
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
+from triton import jit
+from triton.language.extra.cuda import gdc_wait
 
 
+@jit
 def reduce_partials(
     partial_out_ptr,
     partial_lse_ptr,
+    partial_scale_ptr,
     out_ptr,
     num_reduce_ptr,
     reduce_query_ptr,
@@ -26,12 +29,15 @@ def reduce_partials(
     HEAD_DIM_PADDED: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     HEAD_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     offs_p = tl.arange(0, BLOCK_P)[:, None]
     offs_h = tl.arange(0, BLOCK_H)[None, :]
     offs_d = tl.arange(0, HEAD_DIM_PADDED)[None, None, :]
     work_end = tl.load(num_reduce_ptr) * HEAD_BLOCKS
+    if OVERLAPPED:
+        gdc_wait()
 
     for work in range(tl.program_id(0), work_end, tl.num_programs(0)):
         which = work // HEAD_BLOCKS
@@ -49,19 +55,20 @@ def reduce_partials(
             present = (slot < end) & in_heads
             where = slot.to(tl.int64) * NUM_HEADS + head
             lse = tl.load(partial_lse_ptr + where, mask=present, other=float("-inf"))
+            scale = tl.load(partial_scale_ptr + where, mask=present, other=0.0)
             o = tl.load(
                 partial_out_ptr + where[:, :, None] * HEAD_DIM + offs_d,
                 mask=present[:, :, None] & (offs_d < HEAD_DIM),
                 other=0.0,
-            )
+            ).to(tl.float32)
             new_maximum = tl.maximum(maximum, tl.reduce(lse, 0, tl.standard._elementwise_max))
             # Partial results of empty ranges have LSE = -inf and weigh nothing: no -inf - -inf.
             reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
             weights = tl.exp2(lse - reference[None, :])
             rescale = tl.exp2(maximum - reference)
             total = total * rescale + tl.reduce(weights, 0, tl.standard._sum_combine)
-            merged = tl.reduce(weights[:, :, None] * o, 0, tl.standard._sum_combine)
-            acc = acc * rescale[:, None] + merged
+            scaled = (weights * scale)[:, :, None] * o
+            acc = acc * rescale[:, None] + tl.reduce(scaled, 0, tl.standard._sum_combine)
             maximum = new_maximum
 
         result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -72,6 +79,3 @@ def reduce_partials(
             result.to(out_ptr.dtype.element_ty),
             mask=(head_of_row < NUM_HEADS) & (offs_row < HEAD_DIM),
         )
-
-
-compiled = triton.jit(reduce_partials)

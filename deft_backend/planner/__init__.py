@@ -1,17 +1,19 @@
 """Planner: a policy's groups become the kernels' work items."""
 
 from deft_backend.planner.device_plan import DevicePlan
-from deft_backend.planner.host import PlanError, plan_forest, plan_grouping
-from deft_backend.planner.plan import DIRECT, OPEN_END, TILE_ROWS, Plan, PlanCapacity
+from deft_backend.planner.host import PlanError, check_capacity, plan_forest, plan_grouping
+from deft_backend.planner.plan import DIRECT, OPEN_END, TILE_ROWS, TILE_SEGMENTS, Plan, PlanCapacity
 
 __all__ = [
     "DIRECT",
     "OPEN_END",
     "TILE_ROWS",
+    "TILE_SEGMENTS",
     "DevicePlan",
     "Plan",
     "PlanCapacity",
     "PlanError",
+    "check_capacity",
     "plan_forest",
     "plan_grouping",
 ]

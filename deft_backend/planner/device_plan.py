@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from deft_backend.planner.plan import TILE_ROWS, Plan, PlanCapacity
@@ -18,8 +17,7 @@ _STAGE_1 = (
     "segment_row",
     "segment_start",
     "segment_end",
-    "segment_mask",
-    "mask_words",
+    "segment_span",
     "entry_query",
     "entry_slot",
 )
@@ -51,8 +49,7 @@ class DevicePlan:
             "segment_row": (capacity.max_segments, torch.int32),
             "segment_start": (capacity.max_segments, torch.int32),
             "segment_end": (capacity.max_segments, torch.int32),
-            "segment_mask": (capacity.max_segments, torch.int32),
-            "mask_words": (capacity.max_mask_words, torch.int64),
+            "segment_span": (capacity.max_segments, torch.int32),
             "entry_query": (capacity.max_entries, torch.int32),
             "entry_slot": (capacity.max_entries, torch.int32),
             "reduce_query": (capacity.max_batch, torch.int32),
@@ -110,7 +107,5 @@ class DevicePlan:
     @staticmethod
     def _fill(views: dict[str, torch.Tensor], plan: Plan) -> None:
         for name, array in plan.arrays().items():
-            if array.dtype == np.uint64:
-                array = array.view(np.int64)
             views[name].numpy()[: len(array)] = array
         views["num_reduce"].numpy()[0] = len(plan.reduce_query)

@@ -7,14 +7,31 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-TILE_ROWS = (16, 32, 64, 128)
-"""Rows of the query tiles that stage 1 is compiled for (FastTree's multi-phase tiling)."""
+TILE_ROWS = (8, 64, 64)
+"""Rows of the query tiles that stage 1 is compiled for (FastTree's multi-phase tiling). The first
+is larger for GQA groups of more than eight heads."""
+
+TILE_SEGMENTS = (1, 1, 32)
+"""Most KV ranges of one item of each tile shape: all shapes but the last take one range, for every
+query of the tile; the last takes what is packed or flattened, and masks."""
 
 DIRECT = -1
 """Partial slot of an item that is its query's whole attention: it writes the output itself."""
 
+MERGES = -2
+"""Counted down from here: first partial slot of the results that a leaf's item merges itself."""
+
 OPEN_END = -1
 """End of a segment that stops where its row's sequence currently ends."""
+
+SPAN_SHIFT = 16
+"""A segment's span is ``attend_begin | attend_end << SPAN_SHIFT``."""
+
+MAX_TOKENS = 1 << 25
+"""Longest context: the kernels keep shifts between positions in 26 bits."""
+
+WORKSPACE_LIMIT = 256 << 20
+"""Most bytes of partial results that a plan's capacity asks for by itself."""
 
 
 @dataclass(frozen=True)
@@ -30,38 +47,36 @@ class PlanCapacity:
     max_entries : int
         (item, query) pairs; also the partial results that the workspace holds.
     max_segments : int
-        KV ranges; more than items only under bit causal masks.
-    max_mask_words : int
-        64-bit words of bit causal masks.
+        KV ranges; more than items only where leaves are packed or the tree is flattened.
     """
 
     max_batch: int
     max_items: int
     max_entries: int
     max_segments: int
-    max_mask_words: int
 
     @classmethod
-    def for_batch(cls, max_batch: int, num_programs: int = 132) -> PlanCapacity:
+    def for_batch(
+        cls, max_batch: int, num_programs: int = 132, entry_bytes: int = 0
+    ) -> PlanCapacity:
         """Room for every tree over `max_batch` requests, each KV range split for `num_programs`.
 
         A forest over B queries has at most 2B - 1 nodes. Splitting long nodes adds at most a few
-        items a program; every query takes part in 16 items on average (a policy that wants more
-        is coarsened by the planner until it fits).
+        items a program; every query takes part in 12 items on average (a policy that wants more
+        is coarsened by the planner until it fits), fewer where `entry_bytes`, the bytes of one
+        query's partial result, would make the workspace larger than WORKSPACE_LIMIT. Two items
+        a query and one a program always fit.
         """
         items = 4 * max_batch + 8 * num_programs
-        entries = 16 * max_batch + 8 * num_programs
+        entries = 12 * max_batch + 8 * num_programs
+        if entry_bytes:
+            entries = min(entries, WORKSPACE_LIMIT // entry_bytes)
         return cls(
             max_batch=max_batch,
             max_items=items,
-            max_entries=entries,
+            max_entries=max(entries, 2 * max_batch + num_programs),
             max_segments=items + 2 * max_batch,
-            max_mask_words=2 * (items + 2 * max_batch),
         )
-
-    def workspace_bytes(self, num_query_heads: int, head_dim: int) -> int:
-        """Bytes of float32 partial outputs and log-sum-exps."""
-        return self.max_entries * num_query_heads * (head_dim + 1) * 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,14 +91,15 @@ class Plan:
         Segments and entries of each item.
     segment_row, segment_start, segment_end : [S] int32
         KV ranges by batch row; `segment_end` is OPEN_END for a range that grows with its row.
-    segment_mask : [S] int32
-        First word of the segment's bit causal mask in `mask_words`, or -1: every query attends.
-    mask_words : [W] uint64
-        Masks over the item's queries, lowest bit first.
+    segment_span : [S] int32
+        Run of the item's queries that attend to the range: ``begin | end << SPAN_SHIFT``; for
+        items of the smallest tile shape, the number of partial results that the item merges.
     entry_query : [E] int32
         Batch row of each (item, query) pair.
     entry_slot : [E] int32
-        Where the pair's partial result goes, or DIRECT.
+        Where the pair's partial result goes; DIRECT if the item is its query's whole attention;
+        ``MERGES - slot`` if it merges the results from `slot` on into the output, which the
+        launches before its own have left there.
     reduce_query : [R] int32, reduce_ptr : [R + 1] int32
         Queries that stage 2 reduces, and their partial slots (contiguous for each query).
     """
@@ -94,8 +110,7 @@ class Plan:
     segment_row: npt.NDArray[np.int32]
     segment_start: npt.NDArray[np.int32]
     segment_end: npt.NDArray[np.int32]
-    segment_mask: npt.NDArray[np.int32]
-    mask_words: npt.NDArray[np.uint64]
+    segment_span: npt.NDArray[np.int32]
     entry_query: npt.NDArray[np.int32]
     entry_slot: npt.NDArray[np.int32]
     reduce_query: npt.NDArray[np.int32]
@@ -108,12 +123,7 @@ class Plan:
     @property
     def num_partials(self) -> int:
         """Partial results that stage 1 writes and stage 2 reads, for each query head."""
-        return int(self.reduce_ptr[-1])
-
-    @property
-    def masked(self) -> bool:
-        """Whether any item needs a bit causal mask or more than one segment."""
-        return len(self.segment_row) > self.num_items or len(self.mask_words) > 0
+        return int((self.entry_slot >= 0).sum())
 
     def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
         """Every array by name."""

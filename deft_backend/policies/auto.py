@@ -1,8 +1,7 @@
-"""`auto`: the grouping that the cost model expects to be fastest for this forest."""
+"""`auto`: the grouping that measured costs expect to be fastest for this forest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,53 +9,66 @@ import numpy as np
 
 from deft_backend.forest import PrefixForest
 from deft_backend.policies.base import Grouping, PolicyError, Target
-from deft_backend.policies.fasttree import FastTree
-from deft_backend.policies.flash_decoding import FlashDecoding
-from deft_backend.policies.flashforge import FlashForge
-from deft_backend.policies.makespan import estimated_ms
-from deft_backend.policies.splitting import cut_evenly, fit_chunk_tokens, node_ranges, pieces_by
+from deft_backend.policies.cost_model import cost_model_of
+from deft_backend.policies.makespan import kv_bytes
+from deft_backend.policies.range_choice import choose_chunks, choose_ranges, cut_ranges
+from deft_backend.policies.splitting import check_limits
 
 
 @dataclass(frozen=True)
 class Auto:
-    """Candidate groupings, and of them the one with the smallest estimated time.
+    """KV ranges by measured cost, then even chunks that fill the GPU.
 
-    A batch that shares nothing goes straight to `flash-decoding`. Otherwise the candidates are
-    `flash-decoding`, nodes in chunks as small as fill the thread blocks, `fasttree` and
-    `flashforge`; the estimate is the makespan of their items under the profiled cost model and
-    the time of their partial results (:func:`~deft_backend.policies.makespan.estimated_ms`).
+    Between Q-guided grouping (every query its whole context, nothing to merge) and one group a
+    node (every token once, most to merge) lie the groupings in which some nodes get groups of
+    their own and the tokens of the others are read with those below them: FastTree's edge
+    assignment. `auto` decides from the root down with the times that `deft tune` measured on the
+    GPU (:class:`~deft_backend.policies.tile_costs.TileCosts`), in one pass over the forest. Ranges
+    of each tile shape are then cut into chunks whose rounds over the GPU's programs are expected to
+    end first (FlashForge, section 5.1, with one chunk length a shape instead of one a task). A
+    batch that shares nothing, and a tree too flat to be worth merging, become `flash-decoding`.
     """
 
     name: ClassVar[str] = "auto"
 
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
-        if forest.tokens_stored == forest.tokens_attended:
-            return FlashDecoding().group(forest, target)
-        candidates: tuple[Callable[[PrefixForest, Target], Grouping], ...] = (
-            _adaptive_chunks,
-            FastTree().group,
-            FlashForge().group,
-            FlashDecoding().group,
+        model = cost_model_of(target)
+        costs = model.tiles.as_array()
+        tile_queries = np.array(target.single_range_tiles, dtype=np.int64)
+        if len(model.tiles.item_ns) != len(tile_queries):
+            raise PolicyError(
+                f"the cost table holds {len(model.tiles.item_ns)} tile shapes; expected "
+                f"{len(tile_queries)}: measure this version's kernels with `deft tune`"
+            )
+        programs = np.array(target.tile_programs[: len(tile_queries)], dtype=np.int64)
+        is_leaf = forest.is_leaf
+        block = target.block_tokens
+        node, begin, end = choose_ranges(
+            forest.parent, forest.start, forest.length, forest.query_begin, forest.query_end,
+            is_leaf, tile_queries, programs, costs, block,
+        )  # fmt: skip
+        queries = (forest.query_end - forest.query_begin)[node].astype(np.int64)
+        check_limits(self.name, len(node), int(queries.sum()), target)
+        chunks = choose_chunks(
+            queries, end - begin, tile_queries, programs, costs,
+            model.transfer_ms(kv_bytes(1, target)) * 1e6, block,
+        )  # fmt: skip
+        while True:
+            query_ptr, grouped, row, start, stop, is_open, count = cut_ranges(
+                node, begin, end, forest.row, forest.query_begin, forest.query_end, is_leaf,
+                forest.order, tile_queries, chunks, block,
+            )  # fmt: skip
+            if len(row) <= target.max_groups and len(grouped) <= target.max_group_queries:
+                break
+            chunks *= 2  # the undivided ranges were within the limits
+        return Grouping(
+            query_ptr=query_ptr,
+            queries=grouped,
+            segment_ptr=np.arange(len(row) + 1, dtype=np.int32),
+            row=row,
+            start=start,
+            end=stop,
+            open=is_open,
+            attend_begin=np.zeros(len(row), dtype=np.int32),
+            attend_end=count,
         )
-        best: Grouping | None = None
-        fastest = np.inf
-        refusal = ""
-        for candidate in candidates:
-            try:
-                grouping = candidate(forest, target)
-            except PolicyError as error:  # does not fit the plan; another may
-                refusal = str(error)
-                continue
-            expected = estimated_ms(grouping, target, stop_above=fastest)
-            if expected < fastest:
-                best, fastest = grouping, expected
-        if best is None:
-            raise PolicyError(f"no candidate of auto fits the plan: {refusal}")
-        return best
-
-
-def _adaptive_chunks(forest: PrefixForest, target: Target) -> Grouping:
-    """Nodes in chunks, of a size that fills the thread blocks instead of a fixed one."""
-    ranges = node_ranges(forest)
-    chunk = fit_chunk_tokens("auto", ranges, target, fill_programs=True)
-    return cut_evenly(ranges, pieces_by(ranges.tokens, chunk), target.block_tokens)

@@ -14,11 +14,6 @@ from deft_backend.forest import Int32Array, PrefixForest
 if TYPE_CHECKING:
     from deft_backend.policies.cost_model import CostModel
 
-Uint64Array = npt.NDArray[np.uint64]
-
-MASK_BITS = 64
-"""Queries a word of a bit causal mask covers (DeFT, Remark 3.1)."""
-
 
 class PolicyError(ValueError):
     """An unknown policy, or parameters it cannot work with."""
@@ -28,15 +23,15 @@ class Segment(NamedTuple):
     """A contiguous range of one row's tokens inside a group.
 
     ``open`` ranges end where the row's sequence currently ends; `end` is where that was when the
-    plan was made. ``mask`` has bit ``i`` of word ``i // 64`` set if the group's query ``i``
-    attends to the range; None means that all of them do.
+    plan was made. The group's queries number ``attend_begin … attend_end - 1`` attend to the range.
     """
 
     row: int
     start: int
     end: int
     open: bool
-    mask: tuple[int, ...] | None
+    attend_begin: int
+    attend_end: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +39,10 @@ class Grouping:
     """Groups of KV and queries, the output of a policy.
 
     A group's KV is loaded once for all of its queries (KV-guided grouping, DeFT section 3.3). It
-    is one range of one row, or, with bit causal masks, several ranges that follow one another in
-    the depth-first flattened forest. All arrays live on the host; ``G`` groups, ``S`` segments.
+    is one range of one row, or several ranges that follow one another in the depth-first flattened
+    forest. Queries stand in forest order, so those that attend to a range are a run of the
+    group's queries: DeFT's bit causal mask (Remark 3.1) as two integers. All arrays live on the
+    host; ``G`` groups, ``S`` segments.
 
     Attributes
     ----------
@@ -59,10 +56,8 @@ class Grouping:
         Each segment's tokens: positions ``start … end - 1`` of batch row ``row``.
     open : [S] bool
         Whether the segment ends where its row's sequence currently ends.
-    mask_ptr : [S + 1] int32
-        Words of each segment's bit causal mask in `mask_words`; no words: every query attends.
-    mask_words : uint64
-        Bit causal masks over the group's queries, lowest bit first.
+    attend_begin, attend_end : [S] int32
+        The run of the group's queries that attend to each segment.
     """
 
     query_ptr: Int32Array
@@ -72,17 +67,21 @@ class Grouping:
     start: Int32Array
     end: Int32Array
     open: npt.NDArray[np.bool_]
-    mask_ptr: Int32Array
-    mask_words: Uint64Array
+    attend_begin: Int32Array
+    attend_end: Int32Array
 
     @property
     def num_groups(self) -> int:
         return len(self.query_ptr) - 1
 
     @property
-    def masked(self) -> bool:
-        """Whether any group needs a bit causal mask."""
-        return len(self.mask_words) > 0
+    def several_ranges(self) -> npt.NDArray[np.bool_]:
+        """[G] whether a group is more than one KV range that all of its queries attend to."""
+        several: npt.NDArray[np.bool_] = np.diff(self.segment_ptr) != 1
+        owner = np.repeat(np.arange(self.num_groups), np.diff(self.segment_ptr))
+        partly = (self.attend_begin > 0) | (self.attend_end < self.num_queries()[owner])
+        several[owner[partly]] = True
+        return several
 
     def group_queries(self, group: int) -> Int32Array:
         """Batch rows of the queries of `group`."""
@@ -91,13 +90,13 @@ class Grouping:
     def segments(self, group: int) -> Iterator[Segment]:
         """The KV ranges of `group`."""
         for s in range(int(self.segment_ptr[group]), int(self.segment_ptr[group + 1])):
-            words = self.mask_words[self.mask_ptr[s] : self.mask_ptr[s + 1]]
             yield Segment(
                 row=int(self.row[s]),
                 start=int(self.start[s]),
                 end=int(self.end[s]),
                 open=bool(self.open[s]),
-                mask=tuple(int(w) for w in words) if len(words) else None,
+                attend_begin=int(self.attend_begin[s]),
+                attend_end=int(self.attend_end[s]),
             )
 
     def num_queries(self) -> Int32Array:
@@ -123,8 +122,8 @@ class GroupingBuilder:
         self._start: list[int] = []
         self._end: list[int] = []
         self._open: list[bool] = []
-        self._mask_ptr = [0]
-        self._words: list[int] = []
+        self._attend_begin: list[int] = []
+        self._attend_end: list[int] = []
 
     def add(self, queries: Sequence[int] | Int32Array, segments: Sequence[Segment]) -> None:
         """Add a group; `queries` are batch rows."""
@@ -135,8 +134,8 @@ class GroupingBuilder:
             self._start.append(segment.start)
             self._end.append(segment.end)
             self._open.append(segment.open)
-            self._words.extend(segment.mask or ())
-            self._mask_ptr.append(len(self._words))
+            self._attend_begin.append(segment.attend_begin)
+            self._attend_end.append(segment.attend_end)
         self._segment_ptr.append(len(self._row))
 
     def build(self) -> Grouping:
@@ -148,8 +147,8 @@ class GroupingBuilder:
             start=np.array(self._start, dtype=np.int32),
             end=np.array(self._end, dtype=np.int32),
             open=np.array(self._open, dtype=bool),
-            mask_ptr=np.array(self._mask_ptr, dtype=np.int32),
-            mask_words=np.array(self._words, dtype=np.uint64),
+            attend_begin=np.array(self._attend_begin, dtype=np.int32),
+            attend_end=np.array(self._attend_end, dtype=np.int32),
         )
 
 
@@ -162,11 +161,16 @@ class Target:
     num_query_heads, num_kv_heads, head_dim, dtype_bytes : int
         Shape of the attention; bytes of one element of the KV cache.
     num_programs : int
-        Thread blocks that run at once for each KV head and tile shape (about the number of SMs
-        times the blocks an SM holds, over the KV heads).
+        Thread blocks that run at once for each KV head (about the number of SMs times the blocks
+        an SM holds, over the KV heads).
     tile_rows : tuple of int
-        Rows of the query tiles the kernels offer, ascending. A row is one (query, query head of
-        the GQA group) pair, so a tile of ``r`` rows serves ``r // gqa_group`` queries.
+        Rows of the query tiles the kernels offer: ascending for groups of one range, and last the
+        tile for groups of several. A row is one (query, query head of the GQA group) pair, so a
+        tile of ``r`` rows serves ``r // gqa_group`` queries.
+    tile_programs : tuple of int
+        Thread blocks that run at once for each KV head, by tile shape.
+    tile_segments : tuple of int
+        KV ranges that one item of each tile shape may have.
     block_tokens : int
         KV tokens a kernel loads at a time.
     max_groups, max_group_queries : int
@@ -180,7 +184,9 @@ class Target:
     head_dim: int
     dtype_bytes: int = 2
     num_programs: int = 132
-    tile_rows: tuple[int, ...] = (16, 32, 64, 128)
+    tile_rows: tuple[int, ...] = (8, 64, 64)
+    tile_programs: tuple[int, ...] = (132, 33, 33)
+    tile_segments: tuple[int, ...] = (1, 1, 32)
     block_tokens: int = 64
     max_groups: int = 1 << 30
     max_group_queries: int = 1 << 30
@@ -190,6 +196,17 @@ class Target:
     def gqa_group(self) -> int:
         """Query heads that share one KV head."""
         return self.num_query_heads // self.num_kv_heads
+
+    @property
+    def largest_tile(self) -> int:
+        """Queries that the largest tile serves."""
+        return max(self.tile_rows) // self.gqa_group
+
+    @property
+    def single_range_tiles(self) -> tuple[int, ...]:
+        """Queries that each tile shape for one KV range serves, ascending (0: none)."""
+        single = zip(self.tile_queries, self.tile_segments, strict=True)
+        return tuple(queries for queries, segments in single if segments == 1)
 
     @property
     def tile_queries(self) -> tuple[int, ...]:

@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from deft_backend.policies.base import PolicyError, Target
+from deft_backend.policies.tile_costs import TileCosts
 
 FloatArray = npt.NDArray[np.float64]
 
-TABLE_FORMAT = 1
+TABLE_FORMAT = 2
 """Version of the JSON files that :meth:`CostModel.load` reads."""
 
 TABLES = Path(__file__).parent / "tables"
@@ -73,6 +74,8 @@ class CostModel:
         one block alone do not show.
     fasttree : FastTreeCoefficients
         Weights of FastTree's cost equations on this GPU.
+    tiles : TileCosts
+        Times of items and partial results on the whole GPU.
     """
 
     source: str
@@ -83,6 +86,7 @@ class CostModel:
     launch_ms: float
     bandwidth_gb_s: float
     fasttree: FastTreeCoefficients
+    tiles: TileCosts
 
     def __post_init__(self) -> None:
         for name, axis in (("query_rows", self.query_rows), ("tokens", self.tokens)):
@@ -173,11 +177,12 @@ class CostModel:
             fasttree=FastTreeCoefficients(
                 *(_number(fasttree, name) for name in ("alpha", "beta", "gamma"))
             ),
+            tiles=_tiles(data.get("tiles")),
         )
 
-    def save(self, path: str | Path) -> None:
-        """Write the table as JSON."""
-        data = {
+    def to_dict(self) -> dict[str, Any]:
+        """What a table's JSON file holds."""
+        return {
             "format": TABLE_FORMAT,
             "source": self.source,
             "head_dim": self.head_dim,
@@ -187,8 +192,15 @@ class CostModel:
             "launch_ms": self.launch_ms,
             "bandwidth_gb_s": self.bandwidth_gb_s,
             "fasttree": vars(self.fasttree),
+            "tiles": {
+                name: list(value) if isinstance(value, tuple) else value
+                for name, value in vars(self.tiles).items()
+            },
         }
-        Path(path).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+    def save(self, path: str | Path) -> None:
+        """Write the table as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
 @lru_cache(maxsize=1)
@@ -206,6 +218,20 @@ def _locate(axis: FloatArray, at: FloatArray) -> tuple[npt.NDArray[np.int64], Fl
     """Cell of `axis` and position in it: within 0 … 1 inside the table, beyond them outside."""
     cell = np.clip(np.searchsorted(axis, at, side="right") - 1, 0, len(axis) - 2)
     return cell, (at - axis[cell]) / (axis[cell + 1] - axis[cell])
+
+
+def _tiles(data: Any) -> TileCosts:
+    if not isinstance(data, Mapping):
+        raise CostModelError("tiles is missing; expected an object with the costs of each tile")
+    try:
+        return TileCosts(
+            item_ns=tuple(_floats(data, "item_ns").tolist()),
+            token_ns=tuple(_floats(data, "token_ns").tolist()),
+            partial_ns=_number(data, "partial_ns"),
+            reduce_ns=_number(data, "reduce_ns"),
+        )
+    except ValueError as error:
+        raise CostModelError(f"tiles: {error}") from error
 
 
 def _number(data: Mapping[str, Any], name: str) -> float:

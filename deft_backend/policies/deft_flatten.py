@@ -9,18 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from deft_backend.forest import PrefixForest
-from deft_backend.policies.base import MASK_BITS, Grouping, PolicyError, Target, Uint64Array
+from deft_backend.policies.base import Grouping, PolicyError, Target
 from deft_backend.policies.splitting import (
     Int64Array,
     check_limits,
     concatenated_ranges,
     offsets,
 )
-
-_LOW_BITS: Uint64Array = np.array(
-    [(1 << bits) - 1 for bits in range(MASK_BITS + 1)], dtype=np.uint64
-)
-"""Words whose lowest 0, 1, … 64 bits are set."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +26,9 @@ class DeftFlatten:
       overlap of the queries of neighbouring nodes.
     - *Evenly block-wise*: the flattened KV is cut into ``m = ceil(N_tree / S_t)`` blocks of
       ``S_t`` tokens (`chunk_tokens`), whatever the nodes' lengths, so every group is equally long.
-    - *Bit mask*: a block's queries are the union of the queries of its nodes; 64-bit integers
-      record which of them attend to which of its nodes. A block of more than 64 queries takes
-      more words a node.
+    - *Bit mask*: a block's queries are the union of the queries of its nodes; DeFT records in
+      64-bit integers which of them attend to which of its nodes. In depth-first order the bits of
+      a node are a run of ones, kept as its two ends: any number of queries, two integers.
 
     An empty leaf stands as an open range of no tokens behind the node before it. Where the plan
     cannot hold that many groups, the blocks are made longer.
@@ -83,9 +78,6 @@ def _flatten(forest: PrefixForest, chunk: int) -> Grouping:
         query_from = query_to = np.zeros(0, dtype=np.int64)
 
     owner = np.repeat(np.arange(len(first)), np.diff(segment_ptr))
-    mask_ptr, mask_words = _bit_masks(
-        slice_from - query_from[owner], slice_to - query_from[owner], (query_to - query_from)[owner]
-    )
     return Grouping(
         query_ptr=offsets(query_to - query_from),
         queries=forest.order[concatenated_ranges(query_from, query_to - query_from)],
@@ -94,8 +86,8 @@ def _flatten(forest: PrefixForest, chunk: int) -> Grouping:
         start=begin,
         end=end,
         open=forest.is_leaf[node] & (end == forest.end[node]),
-        mask_ptr=mask_ptr,
-        mask_words=mask_words,
+        attend_begin=(slice_from - query_from[owner]).astype(np.int32),
+        attend_end=(slice_to - query_from[owner]).astype(np.int32),
     )
 
 
@@ -118,18 +110,3 @@ def _slices(
     end = np.minimum((block + 1) * chunk, flat_end[node]) + shift
     begin = np.minimum(begin, end)
     return node, begin.astype(np.int32), end.astype(np.int32), block
-
-
-def _bit_masks(
-    low: Int64Array, high: Int64Array, width: Int64Array
-) -> tuple[npt.NDArray[np.int32], Uint64Array]:
-    """Masks with bits ``low … high - 1`` of `width` set (DeFT, Algorithm 3: GetBitMask).
-
-    A segment to which every query attends gets no words.
-    """
-    words = np.where((low > 0) | (high < width), -(-width // MASK_BITS), 0)
-    owner = np.repeat(np.arange(len(words)), words)
-    nth = concatenated_ranges(np.zeros(len(words), dtype=np.int64), words)
-    below = np.clip(low[owner] - nth * MASK_BITS, 0, MASK_BITS)
-    upto = np.clip(high[owner] - nth * MASK_BITS, 0, MASK_BITS)
-    return offsets(words), _LOW_BITS[upto] & ~_LOW_BITS[below]

@@ -59,7 +59,7 @@ class FastTreeCosts:
     @classmethod
     def for_target(cls, coefficients: FastTreeCoefficients, target: Target) -> FastTreeCosts:
         """Costs on the tiles that the target's kernels offer."""
-        phases = tuple((rows, target.block_tokens) for rows in target.tile_rows)
+        phases = tuple((rows, target.block_tokens) for rows in sorted(set(target.tile_rows)))
         return cls(coefficients, phases, target.head_dim, target.gqa_group)
 
     def phase(self, rows: int) -> tuple[int, int]:

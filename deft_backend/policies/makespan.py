@@ -9,7 +9,7 @@ import numpy as np
 
 from deft_backend.policies.base import Grouping, PolicyError, Target
 from deft_backend.policies.cost_model import SMALLEST_MS, FloatArray, cost_model_of
-from deft_backend.policies.splitting import Int64Array, query_tiles
+from deft_backend.policies.splitting import Int64Array, group_tiles
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ def longest_first(cost_ms: FloatArray, num_programs: int) -> Schedule:
 def item_costs(grouping: Grouping, target: Target) -> tuple[Int64Array, FloatArray]:
     """Group and milliseconds of each item, a group's query tiles being as many items."""
     queries = grouping.num_queries()
-    tiles = query_tiles(queries, target)
+    tiles = group_tiles(grouping, target)
     rows = -(-queries // tiles) * target.gqa_group
     cost = cost_model_of(target).time(rows, grouping.num_tokens())
     return np.repeat(np.arange(grouping.num_groups, dtype=np.int64), tiles), np.repeat(cost, tiles)
@@ -72,9 +72,19 @@ def partial_results(grouping: Grouping) -> int:
     return int(parts[parts > 1].sum())
 
 
+def partial_result_bytes(num_query_heads: int, head_dim: int, dtype_bytes: int) -> int:
+    """Bytes of one query's partial result, for one layer.
+
+    Each head has an output in 16 bits, scaled by its largest element (32 bits where the model is
+    in float32), and two float32 numbers: that element and the log-sum-exp.
+    """
+    return num_query_heads * (head_dim * (4 if dtype_bytes == 4 else 2) + 8)
+
+
 def partial_bytes(grouping: Grouping, target: Target) -> int:
-    """Bytes of float32 outputs and log-sum-exps that stage 1 writes, for one layer."""
-    return partial_results(grouping) * target.num_query_heads * (target.head_dim + 1) * 4
+    """Bytes of partial results that stage 1 writes at most, for one layer."""
+    each = partial_result_bytes(target.num_query_heads, target.head_dim, target.dtype_bytes)
+    return partial_results(grouping) * each
 
 
 def kv_bytes(tokens: int, target: Target) -> int:

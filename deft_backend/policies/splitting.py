@@ -96,8 +96,15 @@ def query_ranges(forest: PrefixForest) -> KVRanges:
 
 def query_tiles(num_queries: npt.NDArray[np.integer], target: Target) -> Int64Array:
     """Query tiles that groups of `num_queries` queries take: each loads the group's KV once."""
-    largest = max(1, target.tile_queries[-1])
+    largest = max(1, target.largest_tile)
     return -(-num_queries.astype(np.int64) // largest)
+
+
+def group_tiles(grouping: Grouping, target: Target) -> Int64Array:
+    """[G] query tiles of each group; one of several KV ranges takes the tiles made for those."""
+    queries = grouping.num_queries()
+    packed = -(-queries.astype(np.int64) // max(1, target.tile_queries[-1]))
+    return np.where(grouping.several_ranges, packed, query_tiles(queries, target))
 
 
 def pieces_by(tokens: Int64Array, chunk_tokens: int) -> Int64Array:
@@ -216,13 +223,13 @@ def _chunks(
         start=start.astype(np.int32),
         end=end.astype(np.int32),
         open=ranges.open[owner] & last,  # only the last chunk grows with its row
-        mask_ptr=np.zeros(len(owner) + 1, dtype=np.int32),
-        mask_words=np.zeros(0, dtype=np.uint64),
+        attend_begin=np.zeros(len(owner), dtype=np.int32),
+        attend_end=count.astype(np.int32),
     )
 
 
 def reordered(grouping: Grouping, order: Int64Array) -> Grouping:
-    """The same groups, of one unmasked range each, in another order."""
+    """The same groups, of one range each that every query attends to, in another order."""
     count = np.diff(grouping.query_ptr)[order]
     return Grouping(
         query_ptr=offsets(count),
@@ -232,6 +239,6 @@ def reordered(grouping: Grouping, order: Int64Array) -> Grouping:
         start=grouping.start[order],
         end=grouping.end[order],
         open=grouping.open[order],
-        mask_ptr=grouping.mask_ptr,
-        mask_words=grouping.mask_words,
+        attend_begin=grouping.attend_begin,
+        attend_end=count.astype(np.int32),
     )

@@ -7,17 +7,17 @@ import sys
 from importlib.metadata import version
 from typing import Any
 
-import numpy as np
 import torch
 
 from deft_backend.attention import TreeAttention
 from deft_backend.config import LOG_LEVELS, Settings, state_directory, warn_unknown
-from deft_backend.forest import PrefixForest, build_forest
+from deft_backend.forest import PrefixForest
 from deft_backend.hosts.sglang.arguments import NAME
 from deft_backend.hosts.sglang.capture import BatchCapture
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner
 from deft_backend.hosts.sglang.verify import disagreement
 from deft_backend.hosts.state import ServerState, StateWriter
+from deft_backend.hosts.warm_up import warm_up_attention
 from deft_backend.patches import sglang_capture_batch, sglang_tree_graphs
 
 logger = logging.getLogger("deft_backend")
@@ -142,29 +142,15 @@ def _create(runner: Any, host: Any, name: str, settings: Settings) -> Any:
 
 
 def _warm_up(attention: TreeAttention, runner: Any) -> None:
-    """Compile the kernels now: a request must not wait for it, nor find that it fails.
-
-    One group of requests for every tile shape, each sharing one token, all of it in slot 0, which
-    the host keeps for padding.
-    """
-    device, pool = attention.device, runner.token_to_kv_pool
-    sizes: list[int] = []
-    for queries in attention.target.tile_queries:
-        if queries > 0 and sum(sizes) + queries <= attention.capacity.max_batch:
-            sizes.append(queries)
-    batch = sum(sizes) or 1
-    shared = [int(i not in set(np.cumsum(sizes))) for i in range(1, batch)]
-    attention.plan(build_forest(range(batch), shared, [2] * batch))
-    shape = (batch, attention.num_query_heads, attention.head_dim)
-    attention.run(
-        torch.zeros(shape, dtype=attention.dtype, device=device),
+    """Compile planner and kernels, for tensors as the host's decode steps hand them over."""
+    pool, table = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
+    warm_up_attention(
+        attention,
         pool.get_key_buffer(pool.start_layer),
         pool.get_value_buffer(pool.start_layer),
-        torch.zeros((batch, 2), dtype=torch.int32, device=device),
-        torch.full((batch,), 2, dtype=torch.int32, device=device),
+        table.shape[1],
+        table_dtype=table.dtype,
     )
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def state_of(runner: Any, backend: str, policy: str) -> ServerState:

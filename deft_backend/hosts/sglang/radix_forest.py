@@ -12,13 +12,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from deft_backend.forest import PrefixForest, forest_from_paths
+from deft_backend.forest import PrefixForest, forest_from_tree
 
 Key = tuple[int, int]
 """(id of the last node, tokens the tree owns): with the same key a row keeps the same prefix."""
 
 PRIVATE: Key = (-1, 0)
 """Key of a request that holds nothing of the tree."""
+
+
+ROOT = 0
+"""The root among the nodes of a :class:`_Tree`."""
 
 
 class TreeError(ValueError):
@@ -51,40 +55,12 @@ def key_of(request: Any) -> Key:
     return (node.id, request.cache_protected_len)
 
 
-def path_of(request: Any, seq_len: int) -> list[tuple[tuple[int, int], int]]:
-    """Tree nodes that hold the head of a request's context, root first, as (identity, tokens).
-
-    The path is cut to what the tree owns of the request, and to ``seq_len - 1`` tokens, so that
-    the token being decoded is always private. A node that is cut is another node than the whole.
-
-    Raises
-    ------
-    TreeError
-        If a node has no tokens, or no way to the root.
-    """
-    if key_of(request) == PRIVATE:
-        return []
-    lengths = []
-    node = request.last_node
-    while node.parent is not None:
-        tokens = len(node.key)
-        if tokens <= 0:
-            raise TreeError(f"node {node.id} of the radix tree holds {tokens} tokens")
-        lengths.append((node.id, tokens))
-        node = node.parent
-    left = min(request.cache_protected_len, seq_len - 1)
-    path = []
-    for identity, tokens in reversed(lengths):
-        kept = min(tokens, left)
-        if kept <= 0:
-            break
-        path.append(((identity, kept), kept))
-        left -= kept
-    return path
-
-
 def forest_of(requests: Sequence[Any], seq_lens: npt.NDArray[np.integer]) -> PrefixForest:
     """Forest of a decode batch.
+
+    A request's path through the tree is cut to what the tree owns of the request, and to
+    ``seq_len - 1`` tokens, so that the token being decoded is always private. A node that is cut
+    is another node than the whole.
 
     Parameters
     ----------
@@ -92,7 +68,82 @@ def forest_of(requests: Sequence[Any], seq_lens: npt.NDArray[np.integer]) -> Pre
         In batch order.
     seq_lens : [B] int, on the host
         Tokens of each request, the one being decoded included.
+
+    Raises
+    ------
+    TreeError
+        If a node has no tokens.
     """
-    lens = seq_lens.tolist()
-    paths = [path_of(request, length) for request, length in zip(requests, lens, strict=True)]
-    return forest_from_paths(paths, lens)
+    tree = _Tree()
+    index, depth = tree.index, tree.depth
+    holder = []
+    for request, length in zip(requests, seq_lens.tolist(), strict=True):
+        node = request.last_node
+        if node is None or request.req_pool_idx is None:  # as in `key_of`
+            holder.append(ROOT)
+            continue
+        held = index.get(node.id)
+        if held is None:
+            held = tree.add(node)
+        shared = request.cache_protected_len
+        if shared >= length:
+            shared = length - 1
+        holder.append(held if depth[held] <= shared else tree.cut(held, shared))
+    return forest_from_tree(tree.parent, depth, holder, seq_lens)
+
+
+class _Tree:
+    """The part of the host's tree that a batch holds; each of its nodes is visited once.
+
+    Attributes
+    ----------
+    index : dict
+        Host's node id → our node.
+    parent, depth : list
+        Of each node of ours; see :func:`~deft_backend.forest.forest_from_tree`.
+    """
+
+    __slots__ = ("_cuts", "depth", "index", "parent")
+
+    def __init__(self) -> None:
+        self.index: dict[int, int] = {}
+        self.parent = [ROOT]
+        self.depth = [0]
+        self._cuts: dict[tuple[int, int], int] = {}
+
+    def add(self, node: Any) -> int:
+        """Add a node of the host, and those above it that are not known yet."""
+        index, parent, depth = self.index, self.parent, self.depth
+        unknown = []
+        above = None
+        while above is None:
+            upper = node.parent
+            if upper is None:
+                above = index[node.id] = ROOT
+                break
+            unknown.append(node)
+            node = upper
+            above = index.get(node.id)
+        for node in reversed(unknown):
+            tokens = len(node.key)
+            if tokens <= 0:
+                raise TreeError(f"node {node.id} of the radix tree holds {tokens} tokens")
+            depth.append(depth[above] + tokens)
+            parent.append(above)
+            above = index[node.id] = len(parent) - 1
+        return above
+
+    def cut(self, held: int, shared: int) -> int:
+        """The node at the end of the first `shared` tokens on the way to `held`."""
+        if shared <= 0:
+            return ROOT
+        while self.depth[self.parent[held]] >= shared:
+            held = self.parent[held]
+        if self.depth[held] == shared:
+            return held
+        part = self._cuts.get((held, shared))
+        if part is None:
+            part = self._cuts[held, shared] = len(self.parent)
+            self.parent.append(self.parent[held])
+            self.depth.append(shared)
+        return part

@@ -1,0 +1,180 @@
+"""`deft tune`: measure what attention takes on this GPU, for the policies to plan with."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from deft_backend.cli.errors import fail, reported, stderr
+from deft_backend.cli.shapes import HeadShape, model_shape, parse_heads
+from deft_backend.config import SettingsError, tables_directory
+from deft_backend.policies.tables import SHORT_DTYPES, TableKey, save_table, table_in_use
+
+if TYPE_CHECKING:
+    from deft_backend.policies import CostModel
+
+FAILED = 1
+"""Exit code when there is no GPU to measure on, or not enough of its memory."""
+
+_DTYPES = ("fp16", "bf16")
+
+
+def tune(
+    model: Annotated[
+        Path | None, typer.Option(help="A checkpoint's folder: heads, dimension and dtype of it.")
+    ] = None,
+    heads: Annotated[
+        str | None, typer.Option(help="Query heads/KV heads on one GPU; default: 32/8.")
+    ] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(min=1, help="Head dimension; default: 128.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="fp16 or bf16; default: fp16.")] = None,
+    page_size: Annotated[
+        int, typer.Option(min=1, help="Tokens a page; 1 is what SGLang's adapter works with.")
+    ] = 1,
+    show: Annotated[
+        bool, typer.Option("--show", help="Print the table in use; measure nothing.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write instead of the one in the user's cache.")
+    ] = None,
+) -> None:
+    """Measure attention of one head shape on this machine's GPU, in under two minutes.
+
+    Policies plan with the table from then on. A server reads it when it starts.
+    """
+    if show and out is not None:
+        raise fail("--show measures nothing, so there is nothing for --out to write")
+    shape = _shape(model, heads, head_dim, dtype)
+    with reported(SettingsError):
+        folder = tables_directory()
+    key = _key(shape, page_size)
+    if show:
+        _show(key, folder)
+        return
+    _measure(key, out or folder / key.file_name)
+
+
+def _shape(
+    model: Path | None, heads: str | None, head_dim: int | None, dtype: str | None
+) -> HeadShape:
+    given = {"--heads": heads, "--head-dim": head_dim, "--dtype": dtype}
+    if model is not None:
+        for name in ("--heads", "--head-dim"):
+            if given[name] is not None:
+                raise fail(f"{name} is given, but --model says it already; leave one of them out")
+    if dtype is not None and dtype not in _DTYPES:
+        raise fail(f"--dtype is {dtype!r}; expected one of {', '.join(_DTYPES)}")
+    if model is None:
+        return HeadShape(
+            *parse_heads(heads or "32/8"), head_dim or 128, SHORT_DTYPES[dtype or "fp16"]
+        )
+    shape = model_shape(model)
+    if dtype is not None:  # a server may be started with another one than the checkpoint's
+        shape = shape._replace(dtype=SHORT_DTYPES[dtype])
+    return shape
+
+
+def _key(shape: HeadShape, page_size: int) -> TableKey:
+    import torch
+
+    from deft_backend.cost_tables import table_key
+
+    device = torch.device("cpu")
+    if _has_gpu():
+        device = torch.device("cuda", torch.cuda.current_device())
+    return table_key(device, *shape[:3], getattr(torch, shape.dtype), page_size)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.version.cuda is not None and torch.cuda.is_available()
+
+
+def _measure(key: TableKey, path: Path) -> None:
+    import torch
+
+    if not key.gpu:
+        stderr.print(
+            "Error: deft tune measures on an NVIDIA GPU, and torch finds none; see deft doctor",
+            highlight=False,
+            soft_wrap=True,
+        )
+        raise typer.Exit(FAILED)
+    from deft_backend.attention import AttentionError
+    from deft_backend.tuning.run import tune as run
+
+    # That there is no table for this GPU yet is what this run mends.
+    logging.getLogger("deft_backend.policies.tables").setLevel(logging.ERROR)
+    console = Console()
+    console.print(f"{key.gpu}: {key.shape}", highlight=False)
+    began = time.perf_counter()
+    try:
+        with console.status("starting") as status, reported(AttentionError):
+            tuned = run(key, lambda title: status.update(title))
+    except torch.OutOfMemoryError as error:
+        stderr.print(
+            f"Error: not enough free GPU memory to measure in; stop what else uses it ({error})",
+            highlight=False,
+            soft_wrap=True,
+        )
+        raise typer.Exit(FAILED) from None
+    try:
+        save_table(tuned.model, key, path)
+    except OSError as error:
+        raise fail(f"cannot write {path}: {error.strerror}; use --out or DEFT_CACHE_DIR") from None
+    for title, seconds in tuned.seconds.items():
+        console.print(f"  {title}: {seconds:.1f} s", highlight=False)
+    errors = ", ".join(f"{name} {error:.1%}" for name, error in tuned.errors.items())
+    console.print(
+        f"{tuned.variants} kernel variants; errors of the fits: {errors}", highlight=False
+    )
+    _print(tuned.model, console)
+    console.print(
+        f"{path}, in {time.perf_counter() - began:.0f} s", highlight=False, soft_wrap=True
+    )
+
+
+def _show(key: TableKey, folder: Path) -> None:
+    found = table_in_use(key, folder)
+    console = Console()
+    console.print(f"{key.gpu or 'CPU'}: {key.shape}", highlight=False)
+    for said in (found.damage, found.notice):
+        if said is not None:
+            console.print(said.removeprefix("deft: "), highlight=False, soft_wrap=True)
+    kind = "tuned" if found.tuned else "shipped"
+    console.print(f"{kind} table {found.path}", highlight=False, soft_wrap=True)
+    console.print(found.model.source, highlight=False, markup=False, soft_wrap=True)
+    _print(found.model, console)
+
+
+def _print(model: CostModel, console: Console) -> None:
+    tiles, weights = model.tiles, model.fasttree
+    for shape, (item, token) in enumerate(zip(tiles.item_ns, tiles.token_ns, strict=True)):
+        console.print(
+            f"tile {shape}: {item:.4g} ns an item, {token:.4g} ns a token", highlight=False
+        )
+    console.print(
+        f"partial result: {tiles.partial_ns:.4g} ns; reduction: {tiles.reduce_ns:.4g} ns; "
+        f"memory: {model.bandwidth_gb_s:.0f} GB/s; launch: {model.launch_ms * 1e3:.3g} us",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    console.print(
+        f"FastTree: alpha {weights.alpha:.3g}, beta {weights.beta:.3g}, gamma {weights.gamma:.3g}",
+        highlight=False,
+    )
+    table = Table(title="C_est(n_q, n), microseconds", title_justify="left")
+    table.add_column("tokens", justify="right")
+    for rows in model.query_rows:
+        table.add_column(f"{rows:g} rows", justify="right")
+    for tokens, times in zip(model.tokens, model.time_ms, strict=True):
+        table.add_row(f"{tokens:g}", *(f"{time * 1e3:.1f}" for time in times))
+    console.print(table)

@@ -1,0 +1,159 @@
+"""The prefix tree of a batch's page tables: rows inserted one by one, reading little of each.
+
+Rows are long (a page table for 64k tokens spans many cache lines and memory pages) and every look
+into one is a cache miss, so the insertion is built around few and independent looks:
+
+- Equality is monotone, so a row that agrees with an edge at its last page agrees with all of it.
+  That look also brings in the page behind it, the key of the next edge: about one miss a level.
+- Requests that share arrive together more often than not: the search starts at the tree node of
+  the row before and climbs to the first node that the row agrees with.
+- Only where an edge has to be split is its inside searched, several looks at a time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from deft_backend.jit import host_jit
+
+Int32Array = npt.NDArray[np.int32]
+
+ROOT = 0
+LOOKS = 8
+"""Looks that a search makes at once, in two rows each: cache misses that a core keeps in flight."""
+
+
+@host_jit
+def insert_rows(
+    tables: npt.NDArray[np.integer], full: Int32Array
+) -> tuple[Int32Array, Int32Array, Int32Array, int]:
+    """Insert the first ``full[b]`` pages of each row into a prefix tree.
+
+    Parameters
+    ----------
+    tables : [B, P] int32 or int64
+        Page ids; ``full <= P``. Entries from ``full[b]`` on are never read.
+    full : [B] int32
+        Pages of each row that may be shared.
+
+    Returns
+    -------
+    parent : [2 B + 1] int32
+        Parent of each tree node; node 0 is the root (no pages) and its own parent.
+    depth : [2 B + 1] int32
+        Pages from the root to the end of each tree node.
+    holder : [B] int32
+        Tree node at which each row ends.
+    nodes : int
+        Tree nodes in use; entries of `parent` and `depth` from there on hold anything.
+    """
+    batch = len(full)
+    most = 2 * batch + 1
+    parent = np.empty(most, dtype=np.int32)
+    depth = np.empty(most, dtype=np.int32)
+    row = np.empty(most, dtype=np.int32)  # a row that holds the node
+    first = np.empty(most, dtype=np.int64)  # page at the parent's depth: the key among siblings
+    last = np.empty(most, dtype=np.int64)  # page at depth - 1, of nodes with children
+    inner = np.zeros(most, dtype=np.bool_)
+    holder = np.empty(batch, dtype=np.int32)
+    bits = 3
+    while (1 << bits) < 4 * batch:
+        bits += 1
+    slots = np.zeros(1 << bits, dtype=np.int32)  # (node, page) -> child; 0: free
+    mask = (1 << bits) - 1
+    shift = np.uint64(64 - bits)
+
+    parent[ROOT] = ROOT
+    depth[ROOT] = 0
+    inner[ROOT] = True
+    nodes = 1
+    node = ROOT
+    for request in range(batch):
+        stop = full[request]
+        if not inner[node]:
+            node = parent[node]
+        while node != ROOT:
+            at = depth[node]
+            if at <= stop and tables[request, at - 1] == last[node]:
+                break
+            node = parent[node]
+        while True:
+            at = depth[node]
+            if stop == at:
+                break
+            page = np.int64(tables[request, at])
+            slot = _slot(node, page, shift)
+            child = slots[slot]
+            while child != 0 and (parent[child] != node or first[child] != page):
+                slot = (slot + 1) & mask
+                child = slots[slot]
+            if child == 0:
+                child = nodes
+                nodes += 1
+                slots[slot] = child
+                parent[child] = node
+                depth[child] = stop
+                row[child] = request
+                first[child] = page
+                if not inner[node]:  # a row ended here; now another goes on
+                    inner[node] = True
+                    last[node] = tables[request, at - 1]
+                node = child
+                break
+            end = depth[child]
+            other = row[child]
+            if inner[child] and end <= stop and tables[request, end - 1] == last[child]:
+                node = child
+                continue
+            common = _agreement(tables, request, other, at + 1, min(end, stop))
+            if common == end:
+                node = child
+                continue
+            middle = nodes
+            nodes += 1
+            slots[slot] = middle
+            parent[middle] = node
+            depth[middle] = common
+            row[middle] = other
+            first[middle] = page
+            last[middle] = tables[other, common - 1]
+            inner[middle] = True
+            page = np.int64(tables[other, common])
+            parent[child] = middle
+            first[child] = page
+            slot = _slot(middle, page, shift)
+            while slots[slot] != 0:
+                slot = (slot + 1) & mask
+            slots[slot] = child
+            node = middle
+        holder[request] = node
+    return parent, depth, holder, nodes
+
+
+@host_jit
+def _slot(node: int, page: int, shift: np.uint64) -> int:
+    """Where the search for a child begins (multiplicative hashing)."""
+    mixed = np.uint64(page) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(node)
+    slot: int = np.int64((mixed * np.uint64(0xD6E8FEB86659FD93)) >> shift)
+    return slot
+
+
+@host_jit
+def _agreement(tables: npt.NDArray[np.integer], row: int, other: int, low: int, high: int) -> int:
+    """Pages on which two rows agree, given that it is at least `low` and at most `high`."""
+    if low < high and tables[row, high - 1] == tables[other, high - 1]:
+        return high
+    high -= 1
+    while high - low >= 2 * LOOKS:  # invariant: agree on the first `low`, differ at `high`
+        step = (high - low) // (LOOKS + 1)
+        agreeing = 0
+        for look in range(1, LOOKS + 1):  # no early exit: the misses overlap
+            at = low + look * step - 1
+            agreeing += tables[row, at] == tables[other, at]
+        if agreeing < LOOKS:
+            high = low + (agreeing + 1) * step - 1
+        low += agreeing * step
+    while low < high and tables[row, low] == tables[other, low]:
+        low += 1
+    return low

@@ -1,0 +1,106 @@
+"""Batch order of a prefix tree: depth first, subtrees by their first request."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from deft_backend.jit import host_jit
+
+Int32Array = npt.NDArray[np.int32]
+
+NONE = -1
+
+
+@host_jit
+def order_of_tree(
+    parent: Int32Array, depth: Int32Array, holder: Int32Array, nodes: int
+) -> tuple[Int32Array, Int32Array]:
+    """Put sharers side by side.
+
+    Parameters
+    ----------
+    parent, depth : [>= nodes] int32
+        Parent of each tree node and its depth, in any unit. Node 0 is the root.
+    holder : [B] int32
+        Tree node that holds the end of what each request shares.
+    nodes : int
+        Tree nodes; nodes that no request holds are left out.
+
+    Returns
+    -------
+    order : [B] int32
+        Requests in depth-first order; children of a node, requests that end there among them, are
+        ordered by their first request.
+    shared : [max(0, B - 1)] int32
+        Depth of the deepest node that neighbours in `order` have in common.
+    """
+    batch = len(holder)
+    order = np.empty(batch, dtype=np.int32)
+    shared = np.empty(max(0, batch - 1), dtype=np.int32)
+    if batch == 0:
+        return order, shared
+
+    # Children are tree nodes and, from `nodes` on, requests. Walking up from each request in batch
+    # order links every node when its first request is met.
+    first_child = np.full(nodes, NONE, dtype=np.int32)
+    last_child = np.empty(nodes, dtype=np.int32)
+    sibling = np.full(nodes + batch, NONE, dtype=np.int32)
+    for request in range(batch):
+        child = nodes + request
+        above = holder[request]
+        while True:
+            linked = first_child[above] != NONE
+            if linked:
+                sibling[last_child[above]] = child
+            else:
+                first_child[above] = child
+            last_child[above] = child
+            if linked or above == 0:
+                break
+            child = above
+            above = parent[above]
+
+    position = 0
+    seam = 0
+    item = 0
+    while True:
+        while item < nodes:
+            item = first_child[item]
+        request = item - nodes
+        order[position] = request
+        if position > 0:
+            shared[position - 1] = seam
+        position += 1
+        if position == batch:
+            return order, shared
+        above = holder[request]
+        while sibling[item] == NONE:
+            item = above
+            above = parent[above]
+        seam = depth[above]
+        item = sibling[item]
+
+
+@host_jit
+def misplaced(
+    parent: Int32Array, depth: Int32Array, holder: Int32Array, seq_lens: Int32Array
+) -> tuple[int, int]:
+    """First tree node that does not come after and below its parent, and first request that its
+    holder's depth exceeds or that has none; -1: no such.
+
+    Node 0 is the root, of depth 0; ``holder`` and ``seq_lens`` have equal lengths.
+    """
+    nodes = len(parent)
+    for node in range(nodes):
+        above = parent[node]
+        if node == 0:
+            if above != 0 or depth[node] != 0:
+                return node, -1
+        elif above < 0 or above >= node or depth[node] <= depth[above]:
+            return node, -1
+    for request in range(len(holder)):
+        held = holder[request]
+        if held < 0 or held >= nodes or depth[held] > seq_lens[request]:
+            return -1, request
+    return -1, -1

@@ -1,0 +1,96 @@
+"""Compile everything before the first request: it must not wait, nor find that it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import combinations
+
+import torch
+
+from deft_backend.attention import TreeAttention
+from deft_backend.forest import build_forest, warm_up
+from deft_backend.planner import Plan, plan_grouping
+from deft_backend.policies import DeftFlatten, GroupingBuilder, Segment
+
+
+def warm_up_attention(
+    attention: TreeAttention,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    table_columns: int,
+    *,
+    table_dtype: torch.dtype = torch.int32,
+    index_dtype: torch.dtype = torch.int64,
+) -> None:
+    """Run the planner, and the kernels in every combination in which a plan may launch them.
+
+    Which launches of an attention lead and follow others is compiled into them, so every set of
+    tile shapes runs, with and without a reduction. All requests are made of the first page.
+
+    Parameters
+    ----------
+    attention : TreeAttention
+    k_cache, v_cache : [pages, page_size, Hkv, D], or [slots, Hkv, D] when the page size is 1
+        Of some layer; layers must not differ in strides.
+    table_columns : int
+        Columns of the host's page table.
+    table_dtype, index_dtype : torch.dtype
+        Of the host's page table, and of its table rows and lengths.
+    """
+    warm_up()
+    batch = min(attention.capacity.max_batch, 4)
+    attention.plan(build_forest(range(batch), [1] * (batch - 1), [2] * batch))
+    device = attention.device
+    table = torch.zeros((1, max(2, table_columns)), dtype=table_dtype, device=device)
+    for plan, queries in plans_of_all_shapes(attention):
+        forest = build_forest(range(queries), [0] * (queries - 1), [2] * queries)
+        attention.use(plan, forest)
+        shape = (queries, attention.num_query_heads, attention.head_dim)
+        attention.run(
+            torch.zeros(shape, dtype=attention.dtype, device=device),
+            k_cache,
+            v_cache,
+            table,
+            torch.full((queries,), 2, dtype=index_dtype, device=device),
+            table_rows=torch.zeros(queries, dtype=index_dtype, device=device),
+        )
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def plans_of_all_shapes(attention: TreeAttention) -> Iterator[tuple[Plan, int]]:
+    """A plan and its batch size for every set of tile shapes, without and with a reduction.
+
+    Sets that no batch of the attention's size and policy reaches are left out.
+    """
+    target, largest = attention.target, attention.capacity.max_batch
+    queries = []  # of a group that runs in each tile shape
+    below = 0
+    for held, ranges in zip(target.tile_queries, target.tile_segments, strict=True):
+        if ranges > 1:
+            queries.append(1 if isinstance(attention.policy, DeftFlatten) else 0)
+        else:
+            queries.append(below + 1 if held > below else 0)
+            below = max(below, held)
+    reached = [shape for shape, needed in enumerate(queries) if 0 < needed <= largest]
+    for shapes in _subsets(reached):
+        batch = sum(queries[shape] for shape in shapes)
+        if batch > largest:
+            continue
+        forest = build_forest(range(batch), [0] * (batch - 1), [2] * batch)
+        for repeats in (1, 2):  # two items a query: stage 2 merges them
+            builder = GroupingBuilder()
+            first = 0
+            for shape in shapes:
+                rows = list(range(first, first + queries[shape]))
+                token = Segment(first, 0, 1, False, 0, len(rows))
+                several = target.tile_segments[shape] > 1
+                for _ in range(repeats):
+                    builder.add(rows, [token, token] if several else [token])
+                first += len(rows)
+            yield plan_grouping(builder.build(), forest, target), batch
+
+
+def _subsets(shapes: list[int]) -> Iterable[tuple[int, ...]]:
+    for count in range(1, len(shapes) + 1):
+        yield from combinations(shapes, count)

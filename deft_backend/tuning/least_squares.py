@@ -1,0 +1,67 @@
+"""Least squares over coefficients that cannot be negative."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+
+
+def fit_times(features: npt.ArrayLike, times: npt.ArrayLike) -> tuple[FloatArray, float]:
+    """Coefficients of 0 or more with which ``features @ coefficients`` is nearest to `times`.
+
+    Every measurement weighs by its relative error: a launch of 10 µs counts as much as one of
+    1 ms.
+
+    Parameters
+    ----------
+    features : [M, N]
+    times : [M]
+        Above 0.
+
+    Returns
+    -------
+    coefficients : [N] float64
+        0 for what the measurements speak against.
+    error : float
+        Root of the mean squared relative error.
+    """
+    measured = np.asarray(times, dtype=np.float64)
+    matrix = np.asarray(features, dtype=np.float64) / measured[:, None]
+    ones = np.ones(len(measured))
+    return _non_negative(matrix, ones)
+
+
+def fit_differences(
+    features: npt.ArrayLike, differences: npt.ArrayLike, scale: npt.ArrayLike
+) -> tuple[FloatArray, float]:
+    """As :func:`fit_times`, for differences of times that are measured as well as `scale` is."""
+    of = np.asarray(scale, dtype=np.float64)
+    matrix = np.asarray(features, dtype=np.float64) / of[:, None]
+    return _non_negative(matrix, np.asarray(differences, dtype=np.float64) / of)
+
+
+def _non_negative(matrix: FloatArray, goal: FloatArray) -> tuple[FloatArray, float]:
+    """Of the solutions on every set of columns, the best without a negative coefficient.
+
+    That is the constrained optimum: on its own columns it is the unconstrained one. A handful of
+    columns makes a handful of sets.
+    """
+    size = np.linalg.norm(matrix, axis=0)
+    scaled = matrix / np.where(size > 0.0, size, 1.0)
+    best: FloatArray = np.zeros(matrix.shape[1])
+    least = float(np.linalg.norm(goal))
+    for count in range(1, matrix.shape[1] + 1):
+        for columns in combinations(range(matrix.shape[1]), count):
+            chosen = list(columns)
+            found, *_ = np.linalg.lstsq(scaled[:, chosen], goal, rcond=None)
+            error = float(np.linalg.norm(scaled[:, chosen] @ found - goal))
+            if (found >= 0.0).all() and error < least * (1.0 - 1e-9):
+                least = error
+                best = np.zeros(matrix.shape[1])
+                best[chosen] = found
+    coefficients: FloatArray = best / np.where(size > 0.0, size, 1.0)
+    return coefficients, least / float(np.sqrt(len(goal)))

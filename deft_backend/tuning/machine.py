@@ -1,0 +1,147 @@
+"""Launches of many equal groups on one device: what every fit of `deft tune` measures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from deft_backend.attention import TreeAttention
+from deft_backend.forest import build_forest
+from deft_backend.planner import PlanCapacity, plan_grouping
+from deft_backend.policies import GroupingBuilder, Segment, Target
+
+Launch = Callable[[], torch.Tensor]
+Clock = Callable[[Launch], float]
+"""Microseconds that a launch takes."""
+
+_MOST_CACHE_BYTES = 2 << 30
+_CACHE_SHARE_OF_FREE = 4
+_RESIDENT_SHARE_OF_L2 = 4
+_ROW_PAGES = 16
+
+
+@dataclass(frozen=True)
+class Work:
+    """A launch of equal groups.
+
+    Attributes
+    ----------
+    groups : int
+        Groups; a multiple of `parts`.
+    queries, tokens : int
+        Queries and KV tokens of each group.
+    parts : int
+        Groups that each query takes part in: with 1 it needs no reduction, and with more the
+        groups are as many chunks of its context.
+    resident : bool
+        Whether the KV is few enough tokens, read again and again, to stay in the L2 cache; if
+        not, every group has its own.
+    """
+
+    groups: int
+    queries: int
+    tokens: int
+    parts: int = 1
+    resident: bool = False
+
+    @property
+    def results(self) -> int:
+        """Partial results of all groups; none where nothing is reduced."""
+        return self.groups * self.queries if self.parts > 1 else 0
+
+
+class Machine:
+    """One device, one head shape, and a KV cache to read.
+
+    Parameters
+    ----------
+    num_query_heads, num_kv_heads, head_dim, dtype, page_size
+        Shape of the attention.
+    device : torch.device
+    clock : Clock
+        How a launch is timed.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_query_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        page_size: int,
+        device: torch.device,
+        clock: Clock,
+    ) -> None:
+        self._heads = (num_query_heads, num_kv_heads, head_dim)
+        self._dtype, self._page_size, self._device = dtype, page_size, device
+        self._clock = clock
+        self.target: Target = self._attention(PlanCapacity(1, 1, 1, 1)).target
+        self.num_sms = 1
+        free, cache_l2 = _MOST_CACHE_BYTES >> 8, 1 << 16  # enough for a rehearsal on a CPU
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            self.num_sms = properties.multi_processor_count
+            cache_l2 = properties.L2_cache_size
+            free = torch.cuda.mem_get_info(device)[0]
+        page_bytes = 2 * page_size * num_kv_heads * head_dim * dtype.itemsize
+        pages = max(2, min(_MOST_CACHE_BYTES, free // _CACHE_SHARE_OF_FREE) // page_bytes)
+        self._resident_pages = max(1, cache_l2 // _RESIDENT_SHARE_OF_L2 // page_bytes)
+        cache = (pages, page_size, num_kv_heads, head_dim)
+        self._kv = [torch.randn(cache, device=device, dtype=dtype) for _ in range(2)]
+        # In no order, as in a server's pool after a while.
+        self._pages = torch.randperm(pages, device=device, dtype=torch.int32)
+
+    def time_us(self, work: Work) -> float:
+        """Microseconds that `work` takes."""
+        return self._clock(self.launch(work))
+
+    def launch(self, work: Work) -> Launch:
+        """`work`, planned and ready to run."""
+        contexts = work.groups // work.parts
+        batch, length = contexts * work.queries, work.parts * work.tokens
+        builder = GroupingBuilder()
+        for context in range(contexts):
+            first = context * work.queries
+            for part in range(work.parts):
+                begin = part * work.tokens
+                builder.add(
+                    range(first, first + work.queries),
+                    [Segment(first, begin, begin + work.tokens, False, 0, work.queries)],
+                )
+        entries = work.groups * work.queries
+        attention = self._attention(PlanCapacity(batch, 2 * work.groups, entries, 2 * work.groups))
+        shared = np.where(np.arange(1, batch) % work.queries > 0, length, 0)
+        forest = build_forest(np.arange(batch), shared, np.full(batch, length))
+        attention.use(plan_grouping(builder.build(), forest, attention.target), forest)
+
+        pages = -(-length // self._page_size)
+        held = min(len(self._pages), self._resident_pages) if work.resident else len(self._pages)
+        # Rows of a multiple of 16, as in a server: kernels are compiled for it.
+        width = -(-pages // _ROW_PAGES) * _ROW_PAGES
+        at = torch.arange(contexts, device=self._device)[:, None] * pages
+        table = self._pages[(at + torch.arange(width, device=self._device)) % held]
+        rows = torch.arange(contexts, dtype=torch.int32, device=self._device)
+        rows = rows.repeat_interleave(work.queries)
+        lens = torch.full((batch,), length, dtype=torch.int32, device=self._device)
+        query_heads, _, head_dim = self._heads
+        q = torch.randn(batch, query_heads, head_dim, device=self._device, dtype=self._dtype)
+        out = torch.empty_like(q)
+        k_cache, v_cache = self._kv
+        return lambda: attention.run(q, k_cache, v_cache, table, lens, table_rows=rows, out=out)
+
+    def _attention(self, capacity: PlanCapacity) -> TreeAttention:
+        query_heads, kv_heads, head_dim = self._heads
+        return TreeAttention(
+            num_query_heads=query_heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=self._dtype,
+            device=self._device,
+            page_size=self._page_size,
+            max_batch=capacity.max_batch,
+            capacity=capacity,
+        )

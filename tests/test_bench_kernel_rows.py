@@ -1,0 +1,300 @@
+"""Rows of `deft bench kernel`: files, merging, verdicts, plots, and the commands themselves."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from deft_backend.bench.kernel import plots
+from deft_backend.bench.kernel.bars import bar_of, is_met, mean_is_met
+from deft_backend.bench.kernel.methods import OURS
+from deft_backend.bench.kernel.rows import (
+    Row,
+    RowsError,
+    best_peer,
+    geometric_mean,
+    header_file,
+    merged,
+    of_roof,
+    read_rows,
+    speed_up,
+    write_rows,
+)
+from deft_backend.cli import app
+
+runner = CliRunner(env={"COLUMNS": "400", "NO_COLOR": "1", "TERM": "dumb"})
+HEADER = {"device": "NVIDIA H100 80GB HBM3 (CUDA 13.0)", "versions": {}, "commit": "c"}
+
+
+def row(name: str = "1,20 4000,200", **changes: Any) -> Row:
+    made: dict[str, Any] = {
+        "set": "deft", "workload": name, "heads": "32/8", "head_dim": 128, "dtype": "fp16",
+        "page_size": 1, "layout": "shuffled", "batch": 20, "tokens_stored": 8000,
+        "tokens_attended": 84000, "share": 10.5, "policy": "auto", "roof_us": 10.0,
+        "us": {"deft": 20.0, "fa3": 50.0, "flashinfer": 40.0, "cascade": None},
+        "error": {"deft": 3e-4, "fa3": 3e-4, "flashinfer": 3e-4, "cascade": 0.5},
+        "skipped": {"cascade": "wrong result: relative error 0.5"}, "plan_us": {}, "facts": {},
+        "repeatable": True,
+    }  # fmt: skip
+    return Row(**{**made, **changes})  # type: ignore[typeddict-item]
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    result = runner.invoke(app, ["bench", *arguments])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+# Figures
+
+
+def test_only_correct_peers_count() -> None:
+    assert best_peer(row()) == ("flashinfer", 40.0)
+    assert speed_up(row()) == 2.0
+    assert of_roof(row()) == 0.5
+    assert of_roof(row(), "cascade") is None
+    alone = row(us={"deft": 20.0, "fa3": None})
+    assert best_peer(alone) is None
+    assert speed_up(alone) is None
+
+
+def test_geometric_mean_leaves_out_what_is_missing() -> None:
+    assert geometric_mean([1.0, None, 4.0]) == pytest.approx(2.0)
+    assert geometric_mean([None]) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "met"),
+    [
+        ({"us": {"deft": 20.0, "fa3": 23.0}}, True),  # 1.15 times
+        ({"us": {"deft": 20.0, "fa3": 22.9}}, False),
+        ({"us": {"deft": 12.5, "fa3": 12.6}}, True),  # 0.8 of the roof, and faster
+        ({"us": {"deft": 12.6, "fa3": 12.7}}, False),
+        ({"us": {"deft": 12.5, "fa3": 12.4}}, False),  # near the roof, but slower
+        ({"us": {"deft": None, "fa3": 12.4}}, False),  # ours is wrong
+        ({"us": {"deft": 12.5, "fa3": None}}, None),  # nothing to compare with
+        ({"heads": "16/1", "us": {"deft": 20.0, "fa3": 20.1}}, True),
+        ({"heads": "16/1", "us": {"deft": 20.0, "fa3": 20.0}}, False),
+        ({"share": 1.0, "us": {"deft": 100.0, "fa3": 97.0, "flashinfer": 99.0}}, True),
+        ({"share": 1.0, "us": {"deft": 100.0, "fa3": 99.0, "flashinfer": 96.9}}, False),
+        ({"share": 1.0, "us": {"deft": 100.0, "flash-decoding": 50.0}}, None),
+    ],
+)
+def test_bars(changes: dict[str, Any], met: bool | None) -> None:
+    assert is_met(row(**changes)) is met
+
+
+def test_bars_are_told_in_words() -> None:
+    assert bar_of(row()) == "≥ 1.15×, or ≥ 0.8 of the roof and faster"
+    assert bar_of(row(heads="32/32")) == "faster than every peer"
+    assert bar_of(row(share=1.0)) == "≥ 0.97 of fa3, flashinfer"
+
+
+def test_means_have_bars() -> None:
+    low, high = row(us={"deft": 40.0}), row(us={"deft": 20.0})  # 0.25 and 0.5 of the roof
+    assert mean_is_met([low, high]) is True  # 0.354
+    assert mean_is_met([low, low, high]) is False
+    assert mean_is_met([row(set="mixed")]) is None
+    assert mean_is_met([row(heads="16/1")]) is None
+
+
+# Files
+
+
+def test_rows_are_a_list_beside_their_header(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "kernel-h100.json"
+    write_rows(path, [row(), row("other")], HEADER)
+    assert [found["workload"] for found in json.loads(path.read_text())] == [
+        "1,20 4000,200", "other",
+    ]  # fmt: skip
+    assert json.loads((path.parent / "kernel-h100.header.json").read_text()) == HEADER
+    assert read_rows(path) == ([row(), row("other")], HEADER)
+    assert len(list(path.parent.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("{", "expected JSON"), ("{}", "does not hold rows"), ('[{"us": {}}]', "does not hold rows")],
+)
+def test_a_file_that_holds_no_rows_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    header_file(path).write_text("{}")
+    with pytest.raises(RowsError, match=re.escape(str(path)) + ".*" + said):
+        read_rows(path)
+    with pytest.raises(RowsError, match=r"cannot read .*none\.json: No such file"):
+        read_rows(tmp_path / "none.json")
+
+
+def test_merging_keeps_the_later_row_and_every_run() -> None:
+    first = (Path("a"), [row(), row("one")], {**HEADER, "complete": True, "runs": [{"part": 1}]})
+    newer = row("one", us={"deft": 1.0})
+    second = (Path("b"), [newer, row("two")], {**HEADER, "complete": False, "runs": [{"part": 2}]})
+    rows, header = merged([first, second])
+    assert rows == [row(), newer, row("two")]
+    assert header["runs"] == [{"part": 1}, {"part": 2}]
+    assert header["complete"] is False
+    # Another dtype, page size or policy is another case.
+    other = (Path("c"), [row(dtype="bf16"), row(page_size=16), row(policy="deft-node")], HEADER)
+    assert len(merged([first, other])[0]) == 5
+
+
+@pytest.mark.parametrize("name", ["device", "versions", "commit"])
+def test_runs_of_different_machines_or_builds_do_not_merge(name: str) -> None:
+    with pytest.raises(RowsError, match=f"b was measured with {name} other, a with"):
+        merged([(Path("a"), [row()], HEADER), (Path("b"), [row()], {**HEADER, name: "other"})])
+
+
+# Plots
+
+
+def test_plots_show_what_is_slower(tmp_path: Path) -> None:
+    fast = [
+        row(),
+        row(set="mixed", share=1.0),
+        row("a[0]@3", set="traces"),
+        row("a[0]@9", set="traces"),
+    ]
+    made = plots.draw(fast, HEADER, tmp_path / "kernel-h100.json")
+    assert [path.name for path in made] == [
+        "kernel-h100-trees.svg", "kernel-h100-families.svg", "kernel-h100-roof.svg",
+    ]  # fmt: skip
+    slower = plots.SLOWER_COLOUR.lower()
+    assert slower not in made[0].read_text()
+    plots.draw([row(us={"deft": 50.0, "fa3": 40.0})], HEADER, tmp_path / "kernel-h100.json")
+    assert slower in made[0].read_text()
+
+
+def test_the_same_rows_draw_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        plots.draw([row()], HEADER, tmp_path / name / "x.json")
+    assert (tmp_path / "a/x-roof.svg").read_bytes() == (tmp_path / "b/x-roof.svg").read_bytes()
+
+
+def test_rows_without_times_draw_nothing(tmp_path: Path) -> None:
+    rows = [row(us={"deft": None}), row(roof_us=None)]
+    assert plots.draw(rows, HEADER, tmp_path / "x.json") == []
+
+
+# Commands
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--set", "fasttre"], r"no set 'fasttre'; expected one or more of fasttree, deft, .*trac"),
+        (["--set", ""], r"no set ''"),
+        (["--set", "traces"], r"--traces PATH"),
+        (["--traces", "/no/folder"], r"cannot read the trace /no/folder"),
+        (["--set", "deft", "--traces", "/x"], r"'traces' is not selected; add it to --set"),
+        (["--tree", "1,20"], r"'1,20'; expected something like '1,4,16 1024,256,32'"),
+        (["--tree", "4,2 8,8"], r"a level of 2 nodes below one of 4"),
+        (["--heads", "32/5"], r"--heads is '32/5'; expected QUERY/KV such as 32/8"),
+        (["--dtype", "fp8"], r"--dtype is 'fp8'; expected one of fp16, bf16"),
+        (["--page-size", "0"], r"--page-size is '0'; expected auto or a number"),
+        (["--layout", "random"], r"--layout is 'random'; expected one of shuffled, contiguous"),
+        (["--policy", "best"], r"no policy 'best'; expected one of"),
+        (["--peers", "fa4"], r"--peers is 'fa4'; expected one of flashinfer, cascade, fa3, flash-"),
+        (["--part", "3/2"], r"--part is '3/2'; expected I/N"),
+        (["--tree", "2 8", "--part", "2/2"], r"only 1 cases"),
+        (["--device", "tpu"], r"--device is 'tpu'; expected one of cuda, cpu"),
+        (["--device", "cpu"], r"add --quick"),
+        (["--device", "cpu", "--quick", "--set", "deft"], r"'deft', which would take hours"),
+        (["--device", "cpu", "--quick", "--head-dim", "48"], r"--head-dim is 48; expected one of"),
+    ],
+)
+def test_bad_input_is_told_in_a_line(arguments: list[str], said: str) -> None:
+    code, _, err = run("kernel", *arguments)
+    assert code == 2
+    assert re.search(said, err)
+    assert len(err.splitlines()) == 1
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, _, err = run("kernel")
+    assert code == 1
+    assert err.startswith("deft bench kernel needs an NVIDIA GPU")
+    assert len(err.splitlines()) == 1
+
+
+def test_checks_results_on_the_cpu_and_merges_and_draws(tmp_path: Path) -> None:
+    trees = ["--tree", "1,2 9,3", "--tree", "2 5"]
+    common = ["kernel", "--device", "cpu", "--quick", "--heads", "2/1", "--head-dim", "64", *trees]
+    for part in ("1/2", "2/2"):
+        code, out, _ = run(*common, "--part", part, "--out", str(tmp_path / part[0]))
+        assert code == 0
+        assert "without fa3: needs an NVIDIA GPU" in out
+    first, header = read_rows(tmp_path / "1" / "kernel-cpu.json")
+    assert header["complete"] is True
+    assert header["runs"][0]["rows"] == 1
+    assert header["runs"][0]["options"]["part"] == "1/2"
+    assert first[0]["workload"] == "1,2 9,3"
+    assert first[0]["us"] == {"deft": None, "flash-decoding": None}
+    assert all(0 < error < 1e-3 for error in first[0]["error"].values())  # type: ignore[operator]
+
+    both = tmp_path / "both.json"
+    files = [str(tmp_path / part / "kernel-cpu.json") for part in "12"]
+    code, out, _ = run("kernel-merge", *files, "--out", str(both), "--bars")
+    assert code == 0
+    assert [found["workload"] for found in read_rows(both)[0]] == ["1,2 9,3", "2 5"]
+    assert not list(tmp_path.glob("*.svg"))  # nothing was timed
+
+    write_rows(both, [row()], HEADER)
+    code, out, _ = run("kernel-plot", str(both), "--bars")
+    assert code == 0
+    assert "2.00×" in out
+    assert "met" in out
+    assert len(list(tmp_path.glob("both-*.svg"))) == 2
+    code, _, err = run("kernel-plot", str(tmp_path / "none.json"))
+    assert code == 2
+    assert "cannot read" in err
+
+
+def test_a_wrong_result_of_ours_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deft_backend.bench.kernel import run as run_module
+
+    monkeypatch.setattr(run_module, "TOLERANCE", {torch.float16: 1e-9})
+    code, out, err = run(
+        "kernel", "--device", "cpu", "--quick", "--tree", "1,2 3,2", "--heads", "2/1",
+        "--head-dim", "64", "--peers", "none", "--out", str(tmp_path),
+    )  # fmt: skip
+    assert code == 1
+    assert re.search(r"wrong own, 1,2 3,2, heads 2/1: wrong result: relative error", err)
+    assert "wrong or failed" in out
+    assert list(read_rows(tmp_path / "kernel-cpu.json")[0][0]["us"]) == [OURS]
+
+
+def test_what_was_measured_survives_an_interruption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deft_backend.bench.kernel import run as run_module
+
+    measure_case = run_module.measure_case
+
+    def once(case: Any, setup: Any) -> Row:
+        monkeypatch.setattr(run_module, "measure_case", interrupted)
+        return measure_case(case, setup)
+
+    def interrupted(case: Any, setup: Any) -> Row:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_module, "measure_case", once)
+    code, _, _ = run(
+        "kernel", "--device", "cpu", "--quick", "--tree", "1,2 3,2", "--tree", "1 2", "--heads",
+        "2/1", "--head-dim", "64", "--peers", "none", "--out", str(tmp_path),
+    )  # fmt: skip
+    assert code != 0
+    rows, header = read_rows(tmp_path / "kernel-cpu.json")
+    assert [found["workload"] for found in rows] == ["1,2 3,2"]
+    assert header["complete"] is False

@@ -1,0 +1,268 @@
+"""Plans as the kernels read them: every query's tokens once, every partial result in its place."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import GROWTH, Batch, batches, regular_forest, targets
+
+from deft_backend import TreeAttention
+from deft_backend.forest import build_forest
+from deft_backend.planner import (
+    DIRECT,
+    OPEN_END,
+    TILE_ROWS,
+    TILE_SEGMENTS,
+    Plan,
+    PlanCapacity,
+    PlanError,
+    plan_forest,
+    plan_grouping,
+)
+from deft_backend.planner.plan import MERGES, SPAN_SHIFT, WORKSPACE_LIMIT
+from deft_backend.policies import POLICY_NAMES, GroupingBuilder, Segment, Target, get_policy
+from deft_backend.policies.range_choice import MAX_MERGED
+
+GQA = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, num_programs=16)
+
+
+def check_plan(batch: Batch, plan: Plan, target: Target, growth: npt.NDArray[np.int32]) -> None:
+    """Walk a plan as both stages do, for requests that have grown by `growth` tokens.
+
+    Raises
+    ------
+    AssertionError
+        If an item does not fit its tile shape, a query attends to a wrong token, misses one or
+        meets it twice, or a partial result is lost, overwritten, or merged before it is there.
+    """
+    now = batch.seq_lens + growth
+    seen = [np.zeros(n, dtype=np.int64) for n in now]
+    written: dict[int, tuple[int, int]] = {}  # slot: its query and the launch that fills it
+    merges: dict[int, tuple[int, int, int]] = {}  # query: first slot, results, launch
+    direct: list[int] = []
+    shapes = len(target.tile_rows)
+    assert len(plan.tile_ptr) == shapes + 1
+    assert (plan.tile_ptr[0], plan.tile_ptr[-1]) == (0, plan.num_items)
+    assert (np.diff(plan.tile_ptr) >= 0).all()
+    for item in range(plan.num_items):
+        shape = int(np.searchsorted(plan.tile_ptr, item, side="right")) - 1
+        entries = range(plan.item_query_ptr[item], plan.item_query_ptr[item + 1])
+        held = range(plan.item_segment_ptr[item], plan.item_segment_ptr[item + 1])
+        assert 0 < len(entries) * target.gqa_group <= target.tile_rows[shape]
+        assert 0 < len(held) <= target.tile_segments[shape]
+        queries = plan.entry_query[entries.start : entries.stop].tolist()
+        merged = 0
+        for s in held:
+            row, start, end = (
+                int(array[s]) for array in (plan.segment_row, plan.segment_start, plan.segment_end)
+            )
+            end = int(now[row]) if end == OPEN_END else end
+            span = int(plan.segment_span[s])
+            if shape == 0:  # one range that all attend to; the span says what is merged
+                assert held.start == item
+                merged, run = span, range(len(queries))
+            else:
+                run = range(span & 0xFFFF, span >> SPAN_SHIFT)
+                assert 0 <= run.start < run.stop <= len(queries)
+                assert shape == shapes - 1 or run == range(len(queries))
+            for query in queries[run.start : run.stop]:
+                assert end <= now[query]
+                slots = batch.slots(query, start, end)
+                assert (batch.slots(row, start, end) == slots).all()
+                seen[query][start:end] += 1
+        for entry, query in zip(entries, queries, strict=True):
+            slot = int(plan.entry_slot[entry])
+            if slot >= 0:
+                assert slot not in written
+                written[slot] = (query, shape)
+            elif slot == DIRECT:
+                direct.append(query)
+            else:
+                assert len(queries) == 1
+                assert 1 <= merged <= MAX_MERGED
+                merges[query] = (MERGES - slot, merged, shape)
+        assert merged == 0 or queries[0] in merges
+    for query, count in enumerate(seen):
+        assert (count == 1).all(), f"query {query} does not attend to each token once"
+
+    pieces = list(itertools.pairwise(plan.reduce_ptr.tolist()))
+    reduced = dict(zip(plan.reduce_query.tolist(), pieces, strict=True))
+    assert plan.reduce_ptr[0] == 0
+    assert plan.reduce_ptr[-1] == sum(stop - first for first, stop in pieces)
+    outputs = [*direct, *merges, *reduced]
+    assert sorted(outputs) == list(range(len(now))), "an output is not written just once"
+    taken: list[int] = []
+    for query, (first, stop) in reduced.items():
+        assert stop - first > 1
+        assert all(written[slot][0] == query for slot in range(first, stop))
+        taken += range(first, stop)
+    for query, (first, count, launch) in merges.items():
+        for slot in range(first, first + count):
+            # Tile shapes are launched from the last to the first.
+            assert written[slot][0] == query
+            assert written[slot][1] > launch
+        taken += range(first, first + count)
+    assert sorted(taken) == sorted(written), "a partial result is merged never, or twice"
+    assert sorted(written) == list(range(plan.num_partials)), "slots have gaps"
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+@settings(max_examples=60)
+@given(batch=batches(), target=targets, data=st.data())
+def test_plans_cover_every_query_once(
+    name: str, batch: Batch, target: Target, data: st.DataObject
+) -> None:
+    forest = batch.forest()
+    plan = plan_grouping(get_policy(name).group(forest, target), forest, target)
+    rows = len(batch.seq_lens)
+    check_plan(batch, plan, target, np.zeros(rows, dtype=np.int32))
+    growth = data.draw(st.lists(st.integers(0, GROWTH), min_size=rows, max_size=rows))
+    check_plan(batch, plan, target, np.array(growth, dtype=np.int32))
+
+
+def wide_batch(requests: int, shared: int = 100, own: int = 60) -> Batch:
+    tables = np.zeros((requests, shared + own + GROWTH), dtype=np.int32)
+    tables[:, :shared] = np.arange(shared)
+    private = own + GROWTH
+    tables[:, shared:] = shared + np.arange(requests * private).reshape(requests, private)
+    return Batch(tables, np.full(requests, shared + own, dtype=np.int32), 1)
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+@pytest.mark.parametrize("requests", [1, 2, 3, 16, 17, 32, 33, 150])
+def test_every_tile_shape_and_its_neighbours(name: str, requests: int) -> None:
+    batch = wide_batch(requests, own=3)
+    forest = batch.forest()
+    plan = plan_grouping(get_policy(name).group(forest, GQA), forest, GQA)
+    check_plan(batch, plan, GQA, np.full(requests, 5, dtype=np.int32))
+
+
+def _corruptions(plan: Plan) -> dict[str, Plan]:
+    found = {}
+    for name, array in plan.arrays().items():
+        # Another row of the same prefix is as good: take ranges of one row.
+        own = np.flatnonzero(plan.segment_end == OPEN_END)
+        for at in own[[0, -1]] if name == "segment_row" else (0, -1) if len(array) else ():
+            moved = array.copy()
+            moved[at] += 1
+            found[f"{name}[{at}] + 1"] = replace(plan, **{name: moved})
+    found["all ends fixed"] = replace(plan, segment_end=np.maximum(plan.segment_end, 160))
+    for slot in (DIRECT, 0):
+        dropped = plan.entry_slot.copy()
+        dropped[np.flatnonzero(dropped != slot)[0]] = slot
+        found[f"a slot is {slot}"] = replace(plan, entry_slot=dropped)
+    if len(plan.reduce_query):
+        found["a query not reduced"] = replace(
+            plan, reduce_query=plan.reduce_query[:-1], reduce_ptr=plan.reduce_ptr[:-1]
+        )
+    for entry in np.flatnonzero(plan.entry_slot <= MERGES)[:1]:
+        moved = plan.entry_slot.copy()
+        moved[entry] -= 1
+        found["merges another's results"] = replace(plan, entry_slot=moved)
+    return found
+
+
+@pytest.mark.parametrize("name", ["deft-node", "deft-flatten", "deft-node-chunk"])
+def test_the_checker_finds_every_corruption(name: str) -> None:
+    batch = wide_batch(20, shared=300)
+    target = replace(GQA, tile_segments=(1, 1, 1, 2))
+    plan = plan_grouping(get_policy(name).group(batch.forest(), target), batch.forest(), target)
+    growth = np.ones(20, dtype=np.int32)
+    check_plan(batch, plan, target, growth)
+    missed = []
+    for what, corrupted in _corruptions(plan).items():
+        try:
+            check_plan(batch, corrupted, target, growth)
+            missed.append(what)
+        except (AssertionError, IndexError, KeyError, ValueError):
+            pass
+    assert not missed
+
+
+def test_a_leafs_item_merges_what_launches_before_left() -> None:
+    """Up to 8 partial results; more, and those of its own launch, are stage 2's."""
+    batch = wide_batch(40, shared=600, own=60)
+    forest = batch.forest()
+    for chunks in (1, 8, 9):
+        builder = GroupingBuilder()
+        edges = [n * 600 // chunks for n in range(chunks + 1)]
+        for start, end in itertools.pairwise(edges):
+            builder.add(list(range(40)), [Segment(0, start, end, False, 0, 40)])
+        for row in range(40):
+            builder.add([row], [Segment(row, 600, 660, True, 0, 1)])
+        plan = plan_grouping(builder.build(), forest, GQA)
+        check_plan(batch, plan, GQA, np.zeros(40, dtype=np.int32))
+        merging = int((plan.entry_slot <= MERGES).sum())
+        assert (merging, len(plan.reduce_query)) == ((0, 40) if chunks > 8 else (40, 0))
+
+
+def test_items_of_a_shape_come_longest_first() -> None:
+    forest = build_forest(range(4), [0, 0, 0], [10, 300, 20, 200])
+    plan = plan_grouping(get_policy("deft-node").group(forest, GQA), forest, GQA)
+    assert plan.segment_row.tolist() == [1, 3, 2, 0]
+    assert plan.tile_ptr.tolist() == [0, 4, 4, 4]
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+@settings(max_examples=15)
+@given(batch=batches(), target=targets)
+def test_the_same_forest_gives_the_same_arrays(name: str, batch: Batch, target: Target) -> None:
+    capacity = PlanCapacity.for_batch(16)
+    plans = [
+        plan_forest(batch.forest(), get_policy(name), target, capacity)[0].arrays()
+        for _ in range(2)
+    ]
+    for array, values in plans[0].items():
+        np.testing.assert_array_equal(values, plans[1][array], err_msg=array)
+
+
+@pytest.mark.parametrize("heads", [(32, 8), (64, 8)])
+def test_the_workspace_for_1024_requests_is_bounded(heads: tuple[int, int]) -> None:
+    attention = TreeAttention(
+        num_query_heads=heads[0], num_kv_heads=heads[1], head_dim=128, dtype=torch.bfloat16,
+        device="cpu", max_batch=1024,
+    )  # fmt: skip
+    assert attention.workspace_bytes <= WORKSPACE_LIMIT == 256 << 20
+    # What a GPU of 132 SMs, two blocks an SM, asks for.
+    capacity = PlanCapacity.for_batch(1024, 2 * 132 // heads[1], heads[0] * (128 * 2 + 8))
+    assert capacity.max_entries * heads[0] * (128 * 2 + 8) <= WORKSPACE_LIMIT
+
+
+@pytest.mark.parametrize("entry_bytes", [0, 32 * 264, 64 * 264, 1 << 20, 1 << 30])
+@pytest.mark.parametrize("batch", [1, 7, 1024, 4096])
+def test_one_chunk_a_query_fits_every_capacity(batch: int, entry_bytes: int) -> None:
+    capacity = PlanCapacity.for_batch(batch, 33, entry_bytes)
+    forest = build_forest(range(batch), [40] * (batch - 1), np.full(batch, 1000))
+    target = replace(GQA, num_programs=4096)
+    for name in ("auto", "deft-node-chunk", "flash-decoding"):
+        plan, grouping = plan_forest(forest, get_policy(name), target, capacity)
+        assert plan.num_items <= capacity.max_items
+        assert plan.num_partials <= len(plan.entry_query) <= capacity.max_entries
+        assert len(plan.segment_row) <= capacity.max_segments
+        assert np.bincount(grouping.queries, minlength=batch).min() > 0
+
+
+def test_limits_are_named() -> None:
+    forest = regular_forest([1, 3], [100, 10])
+    with pytest.raises(PlanError, match=r"the batch holds 3 requests; the plan was sized for 2"):
+        plan_forest(forest, get_policy("auto"), GQA, PlanCapacity.for_batch(2))
+    long = build_forest([0], [], [1 << 25])
+    with pytest.raises(PlanError, match="a request holds 33554432 tokens"):
+        plan_forest(long, get_policy("auto"), GQA, PlanCapacity.for_batch(1))
+    builder = GroupingBuilder()
+    builder.add([0, 2], [Segment(0, 0, 100, False, 0, 2)])
+    with pytest.raises(PlanError, match="request 1 belongs to no group"):
+        plan_grouping(builder.build(), forest, GQA)
+    with pytest.raises(PlanError, match="256 query heads share a KV head; the largest tile has"):
+        plan_grouping(builder.build(), forest, Target(256, 1, 64))
+
+
+def test_the_targets_defaults_are_the_kernels_tiles() -> None:
+    assert (GQA.tile_rows, GQA.tile_segments) == (TILE_ROWS, TILE_SEGMENTS)
