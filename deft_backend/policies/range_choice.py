@@ -171,9 +171,13 @@ def choose_chunks(
             busy = rounds * (costs[t] + read / items * costs[shapes + t])
             alone = costs[t] + min(chunk, longest[t]) * costs[shapes + t]
             expected = max(busy, alone, stored * transfer_ns) + results * partial
-            # Few results are merged one after another where the leaf is read, many in stage 2.
-            if most > 1:
-                expected += reduce if t == 0 or most > MAX_MERGED else most * reduce / MAX_MERGED
+            # Few results are merged one after another where the leaf is read, many in stage 2,
+            # which takes longer the more it has of one query.
+            if t == 0 or most > MAX_MERGED:
+                if most > 1:
+                    expected += reduce + most * reduce / (8 * MAX_MERGED)
+            else:
+                expected += (most - 1) * reduce / MAX_MERGED
             if expected < best:
                 best = expected
                 found[t] = chunk
