@@ -128,7 +128,8 @@ class TreeAttention:
             tile_rows=tuple(tile.rows for tile in self._config.tiles),
             tile_programs=tile_programs,
             tile_segments=TILE_SEGMENTS,
-            block_tokens=self._config.tiles[-1].block_tokens,
+            # The interpreter takes larger blocks, for speed; plans are the same on every device.
+            block_tokens=min(64, self._config.tiles[-1].block_tokens),
             cost_model=cost_model_on(
                 self.device, num_query_heads, num_kv_heads, head_dim, dtype, page_size
             ),

@@ -40,7 +40,7 @@ def ranges_of(
     return choose_ranges(
         forest.parent, forest.start, forest.length, forest.query_begin, forest.query_end,
         forest.is_leaf, np.array(target.single_range_tiles), np.array(target.tile_programs[:-1]),
-        costs.as_array(), target.block_tokens,
+        costs.as_array(),
     )  # fmt: skip
 
 
@@ -91,16 +91,15 @@ def test_an_unshared_batch_has_one_range_a_query(
 
 @settings(max_examples=100)
 @given(batch=batches(), target=targets, costs=tile_costs)
-def test_ranges_of_shared_nodes_are_whole_blocks_that_leaves_continue(
+def test_ranges_of_shared_nodes_are_continued_by_leaves(
     batch: Batch, target: Target, costs: TileCosts
 ) -> None:
     forest = batch.forest()
     node, begin, end = ranges_of(forest, target, costs)
     leaf = forest.is_leaf[node]
     assert node[leaf].tolist() == np.flatnonzero(forest.is_leaf).tolist()
-    assert (begin % target.block_tokens == 0).all()
-    assert (end[~leaf] % target.block_tokens == 0).all()
     assert (end[~leaf] > begin[~leaf]).all()
+    assert (end[~leaf] == forest.end[node[~leaf]]).all()
     assert (end[leaf] == forest.end[node[leaf]]).all()
 
 

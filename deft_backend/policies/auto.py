@@ -45,7 +45,7 @@ class Auto:
         block = target.block_tokens
         node, begin, end = choose_ranges(
             forest.parent, forest.start, forest.length, forest.query_begin, forest.query_end,
-            is_leaf, tile_queries, programs, costs, block,
+            is_leaf, tile_queries, programs, costs,
         )  # fmt: skip
         queries = (forest.query_end - forest.query_begin)[node].astype(np.int64)
         check_limits(self.name, len(node), int(queries.sum()), target)

@@ -38,14 +38,12 @@ def choose_ranges(
     tile_queries: Int64Array,
     programs: Int64Array,
     costs: FloatArray,
-    block: int,
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Ranges as (node, begin, end): those tokens of the node's row, for all of its queries.
 
     From the root down, a node's tokens either get items of their own, whose partial results must
     be merged, or are read by every item below the node, as a longer range of the same row. The
-    cheaper way is taken, counted in time of the whole GPU. What is left of a node beyond whole
-    blocks is read below, too: items near the root then need no masks. Leaves always have a range.
+    cheaper way is taken, counted in time of the whole GPU. Leaves always have a range.
     """
     shapes = len(tile_queries)
     nodes = len(parent)
@@ -90,7 +88,7 @@ def choose_ranges(
         has_partials = parent[v] != ROOT and merged[parent[v]]
         base[v] = begin
         merged[v] = has_partials
-        tokens = (end - begin) // block * block
+        tokens = end - begin
         if tokens == 0:
             continue
         queries = query_end[v] - query_begin[v]
