@@ -67,7 +67,8 @@ def plan_grouping(grouping: Grouping, forest: PrefixForest, target: Target) -> P
     A group with more queries than the largest tile is cut into even tiles; each item runs in the
     smallest tile shape that holds it, longest first within a shape (longest-processing-time
     order, FlashForge section 5.1). A query that takes part in one item needs no reduction: that
-    item writes the output. The others get contiguous partial slots, in item order.
+    item writes the output. The others get contiguous partial slots, in item order; a query's item
+    in the last launch merges them itself where it can (MAX_MERGED), else stage 2 does.
 
     Raises
     ------
