@@ -122,7 +122,7 @@ class Plan:
 
     @property
     def num_partials(self) -> int:
-        """Partial results that stage 1 writes, for stage 2 or a leaf's item to merge, a query head."""
+        """Partial results that stage 1 writes for a later launch to merge, for each query head."""
         return int((self.entry_slot >= 0).sum())
 
     def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
