@@ -24,8 +24,8 @@ def warm_up_attention(
 ) -> None:
     """Run the planner, and the kernels in every combination in which a plan may launch them.
 
-    Whether a launch follows another is compiled into it, so every set of tile shapes runs, with and without a
-    reduction. All requests are made of the first page.
+    Whether a launch follows another is compiled into it, so every set of tile shapes runs, with
+    and without a reduction. All requests are made of the first page.
 
     Parameters
     ----------

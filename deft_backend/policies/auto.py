@@ -24,9 +24,10 @@ class Auto:
     their own and the tokens of the others are read with those below them: FastTree's edge
     assignment. `auto` decides from the root down with the times that its
     cost table holds (:class:`~deft_backend.policies.tile_costs.TileCosts`), in one pass over the
-    forest. Ranges of each tile shape are then cut into chunks whose rounds over the GPU's programs are expected to
-    end first (FlashForge, section 5.1, with one chunk length a shape instead of one a task). A
-    batch that shares nothing, and a tree too flat to be worth merging, become `flash-decoding`.
+    forest. Ranges of each tile shape are then cut into chunks whose rounds over the GPU's programs
+    are expected to end first (FlashForge, section 5.1, with one chunk length a shape instead of
+    one a task). A batch that shares nothing, and a tree too flat to be worth merging, become
+    `flash-decoding`.
     """
 
     name: ClassVar[str] = "auto"
