@@ -18,7 +18,8 @@ from deft_backend.planner import (
     check_capacity,
     plan_forest,
 )
-from deft_backend.policies import Grouping, Target, get_policy
+from deft_backend.planner.on_device import DevicePlanner
+from deft_backend.policies import Auto, Grouping, PolicyError, Target, get_policy
 from deft_backend.policies.deft_flatten import DeftFlatten
 
 
@@ -29,8 +30,10 @@ class AttentionError(ValueError):
 class TreeAttention:
     """Decode attention over a batch that shares prefixes, in two steps: plan and run.
 
-    :meth:`plan` is host work, needed when the batch's composition changes. :meth:`run` launches
-    the kernels; sequences may have grown since the plan was made (their leaves are open).
+    :meth:`plan` is host work, needed when the batch's composition changes; :meth:`plan_on_device`
+    is a few launches that make the plan from the page table, cheap enough for every step and for a
+    CUDA graph. :meth:`run` launches the kernels; sequences may have grown since the plan was made
+    (their leaves are open).
 
     Parameters
     ----------
@@ -144,6 +147,7 @@ class TreeAttention:
         self._partial_lse, self._partial_scale = torch.empty(
             (2, entries, num_query_heads), dtype=torch.float32, device=self.device
         )
+        self._device_planner: DevicePlanner | None = None
         self._rows = torch.arange(self.capacity.max_batch, dtype=torch.int32, device=self.device)
         self.forest: PrefixForest | None = None
         self.last_plan: Plan | None = None
@@ -169,6 +173,71 @@ class TreeAttention:
         self.use(plan, forest)
         self.grouping = grouping
         return plan
+
+    def plan_on_device(
+        self,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        table_rows: torch.Tensor | None = None,
+    ) -> None:
+        """Plan a batch by launches alone, on the current stream, following the policy ``auto``.
+
+        The host learns nothing of the plan (`last_plan` stays None) and waits for nothing: run
+        with ``static_launch=True`` after it. Captured in a CUDA graph, it plans the batch of each
+        replay; a row of length 0 stands for no request.
+
+        Parameters
+        ----------
+        page_table : [rows, P] int32 or int64
+            Page ids (slot ids when `page_size` is 1), on the attention's device.
+        seq_lens : [B] int32 or int64
+            Tokens of each request.
+        table_rows : [B] int32 or int64, optional
+            Row of the page table of each request; default: row ``b``.
+
+        Raises
+        ------
+        AttentionError
+            If shapes, dtypes or devices do not match, or the batch is larger than `max_batch`.
+        PolicyError
+            If the attention's policy is not ``auto``, or its `max_batch` is too large for plans
+            made on the device.
+        """
+        batch = len(seq_lens)
+        if batch > self.capacity.max_batch:
+            raise AttentionError(
+                f"the batch holds {batch} requests; the plan was sized for "
+                f"{self.capacity.max_batch}: raise max_batch"
+            )
+        if table_rows is None:
+            table_rows = self._rows[:batch]
+        if table_rows.shape != seq_lens.shape:
+            raise AttentionError(
+                f"table_rows has shape {list(table_rows.shape)}; expected {list(seq_lens.shape)}"
+            )
+        self._check_integers(
+            page_table=page_table, seq_lens=seq_lens, table_rows=table_rows
+        )
+        self._check_table(page_table)
+        self.forest = self.last_plan = self.grouping = None
+        if batch:
+            self.device_planner.plan(page_table, table_rows, seq_lens)
+
+    @property
+    def device_planner(self) -> DevicePlanner:
+        """What :meth:`plan_on_device` launches; made at its first use, with its scratch memory."""
+        if self._device_planner is None:
+            if not isinstance(self.policy, Auto):
+                raise PolicyError(
+                    f"plans made on the device follow the policy auto, not {self.policy.name}; "
+                    "plan on the host, or choose auto"
+                )
+            self._device_planner = DevicePlanner(
+                self.target, self._plan, self.device, self.page_size,
+                overlapped=self._config.overlapped,
+            )  # fmt: skip
+        return self._device_planner
 
     def clear_plan(self) -> None:
         """Empty the plan on the device: kernels return at once, whatever batch they are given."""
@@ -332,25 +401,28 @@ class TreeAttention:
                 )
         if len(seq_lens) != batch:
             raise AttentionError(f"seq_lens holds {len(seq_lens)} lengths; expected {batch}")
+        self._check_table(page_table)
+        self._check_integers(page_table=page_table, seq_lens=seq_lens)
+        self._check_device(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
+        return batch
+
+    def _check_table(self, page_table: torch.Tensor) -> None:
         if page_table.dim() != 2 or page_table.stride(1) != 1:
             raise AttentionError(
                 f"page_table has shape {list(page_table.shape)} and strides "
                 f"{page_table.stride()}; expected [rows, pages] with contiguous rows"
             )
-        for name, tensor in (("page_table", page_table), ("seq_lens", seq_lens)):
+
+    def _check_integers(self, **tensors: torch.Tensor) -> None:
+        for name, tensor in tensors.items():
             if tensor.dtype not in (torch.int32, torch.int64):
                 raise AttentionError(f"{name} has dtype {tensor.dtype}; expected int32 or int64")
-        for name, tensor in (
-            ("q", q),
-            ("k_cache", k_cache),
-            ("v_cache", v_cache),
-            ("page_table", page_table),
-            ("seq_lens", seq_lens),
-            ("out", out),
-        ):
+        self._check_device(**tensors)
+
+    def _check_device(self, **tensors: torch.Tensor) -> None:
+        for name, tensor in tensors.items():
             if tensor.device != self.device:
                 raise AttentionError(f"{name} is on {tensor.device}; expected {self.device}")
-        return batch
 
 
 __all__ = ["HEAD_DIMS", "AttentionError", "PlanError", "TreeAttention"]

@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "deft_backend"
 
-# Compiling for the host is a tool, not a stage of the data flow.
-TOOLS = {"jit"}
+# Compiling, for the host and for the device, is a tool, not a stage of the data flow.
+TOOLS = {"jit", "triton_kernel"}
 MAY_IMPORT = {
     "forest": set(),
     "policies": {"forest"},

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from types import ModuleType
-from typing import Any
 
 import torch
 import triton
@@ -15,73 +11,14 @@ import triton
 from deft_backend.kernels import hopper_stem, leaf_attention
 from deft_backend.kernels import partial_attention as stage1
 from deft_backend.kernels import reduction as stage2
-from deft_backend.kernels.interpreted import interpreted_copy
 from deft_backend.planner import TILE_ROWS, TILE_SEGMENTS
+from deft_backend.triton_kernel import Kernel
 
 HEAD_DIMS = (64, 96, 128, 256)
 """Head dimensions that the kernels are tested for."""
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Element types; float32 on the CPU only, where small models are served in it."""
-
-
-def parameters(kernel: Any) -> list[str]:
-    """Names of a kernel's parameters."""
-    return list(inspect.signature(getattr(kernel, "fn", kernel)).parameters)
-
-
-class Kernel:
-    """A kernel, compiled for the GPU or interpreted on the CPU.
-
-    Triton analyses every argument of every launch to find the variant to run, which takes longer
-    than a short kernel does. Layers of a model differ in nothing that it looks for: a launch whose
-    `variant` was seen before, with every pointer aligned as usual, goes to that variant directly.
-    """
-
-    def __init__(self, module: ModuleType, name: str) -> None:
-        self._module = module
-        self._name = name
-        self._compiled = getattr(module, name)
-        #: Names of the kernel's constants, in the order of its parameters.
-        self.constants = tuple(n for n in parameters(self._compiled) if n.isupper())
-        self._variants: dict[Hashable, Any] = {}
-
-    def launch(
-        self,
-        programs: int,
-        arguments: Sequence[Any],
-        constants: Mapping[str, Any],
-        *,
-        variant: Hashable,
-        aligned: bool,
-        interpreted: bool,
-        **options: int | bool,
-    ) -> None:
-        """Run `programs` programs.
-
-        Parameters
-        ----------
-        arguments, constants
-            In the order of the kernel's signature; constants are its constexprs.
-        variant : hashable
-            Everything that decides how the kernel is compiled: device, dtypes, integers, constants.
-        aligned : bool
-            Whether every pointer is a multiple of 16 bytes.
-        options
-            ``num_warps``, ``num_stages``, ``launch_pdl``.
-        """
-        grid = (programs, 1, 1)
-        if interpreted:
-            kernel = getattr(interpreted_copy(self._module), self._name)
-            kernel[grid](*arguments, **constants)
-            return
-        known = self._variants.get(variant) if aligned else None
-        if known is not None:
-            known[grid](*arguments, *constants.values())
-            return
-        found = self._compiled[grid](*arguments, **constants, **options)
-        if aligned:
-            self._variants[variant] = found
 
 
 PARTIAL_ATTENTION = Kernel(stage1, "partial_attention")

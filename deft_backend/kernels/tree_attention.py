@@ -12,10 +12,10 @@ from deft_backend.kernels.launch import (
     PARTIAL_ATTENTION,
     REDUCE_PARTIALS,
     STEM_ATTENTION,
-    Kernel,
     LaunchConfig,
 )
 from deft_backend.planner import DevicePlan, Plan
+from deft_backend.triton_kernel import Kernel
 
 LOG2_E = 1.4426950408889634
 

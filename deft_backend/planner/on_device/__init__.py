@@ -1,0 +1,10 @@
+"""The device planner: page tables to Plan on the GPU, in the order in which its kernels run.
+
+``compare_rows`` → ``sort_rows`` → ``find_nodes`` → ``choose_ranges`` → ``price_chunks`` →
+``measure_ranges`` → ``write_plan``. Nothing is read back by the host, so that a CUDA graph can hold
+them; nothing is left from one step to the next, so that no plan can be stale.
+"""
+
+from deft_backend.planner.on_device.planner import DevicePlanner, largest_batch
+
+__all__ = ["DevicePlanner", "largest_batch"]

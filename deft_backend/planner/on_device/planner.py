@@ -1,0 +1,300 @@
+"""The device planner's launches and scratch memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from deft_backend.planner.device_plan import DevicePlan
+from deft_backend.planner.on_device import (
+    choose_ranges,
+    compare_rows,
+    find_nodes,
+    measure_ranges,
+    price_chunks,
+    sort_rows,
+    write_plan,
+)
+from deft_backend.policies import PolicyError, Target
+from deft_backend.policies.cost_model import cost_model_of
+from deft_backend.policies.makespan import kv_bytes
+from deft_backend.policies.range_choice import MAX_MERGED
+from deft_backend.triton_kernel import Kernel
+
+COMPARE_ROWS = Kernel(compare_rows, "compare_rows")
+SORT_ROWS = Kernel(sort_rows, "sort_rows")
+FIND_NODES = Kernel(find_nodes, "find_nodes")
+CHOOSE_RANGES = Kernel(choose_ranges, "choose_ranges")
+PRICE_CHUNKS = Kernel(price_chunks, "price_chunks")
+MEASURE_RANGES = Kernel(measure_ranges, "measure_ranges")
+WRITE_PLAN = Kernel(write_plan, "write_plan")
+
+SIZES = (64, 256, 1024)
+"""Batches that the kernels are compiled for; a smaller batch leaves lanes idle."""
+
+PIECES = (*range(1, 9), *range(10, 33, 2), *range(40, 257, 8))
+"""Chunks of the longest range: the candidates, as on the host."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How the launches are divided into programs.
+
+    Attributes
+    ----------
+    rows : int
+        Requests that one program of ``compare_rows`` compares with all others.
+    places : int
+        Requests or ranges that one program looks at beside all others.
+    leaves : int
+        Requests whose leaves one program writes.
+    candidates : int
+        Chunk lengths that are priced for each tile shape; a power of two.
+    """
+
+    rows: int
+    places: int
+    leaves: int
+    candidates: int
+
+    @classmethod
+    def interpreted(cls, size: int) -> Blocks:
+        """The interpreter's cost is Python's, a program and an operation: few programs."""
+        return cls(rows=size, places=size, leaves=size, candidates=4)
+
+    def pieces(self) -> list[int]:
+        """[candidates] of PIECES, the last repeated."""
+        every = max(1, len(PIECES) // self.candidates)
+        found = PIECES[::every][: self.candidates]
+        return [*found, *[found[-1]] * (self.candidates - len(found))]
+
+
+GPU_BLOCKS = Blocks(rows=4, places=8, leaves=32, candidates=64)
+
+
+def largest_batch() -> int:
+    """Requests that a plan made on the device may hold."""
+    return SIZES[-1]
+
+
+class DevicePlanner:
+    """Plans batches on the device, by the policy `auto`.
+
+    Seven launches, of which none waits for the host and none depends on what is in the page table;
+    captured into a CUDA graph they plan whatever batch it is replayed for.
+
+    Parameters
+    ----------
+    target : Target
+        What is planned for; its cost table holds the measured costs.
+    plan : DevicePlan
+        Where plans go.
+    device : torch.device
+    page_size : int
+        Tokens a page.
+    overlapped : bool
+        Whether each launch may begin before the one ahead of it has ended (programmatic dependent
+        launch).
+
+    Attributes
+    ----------
+    counters : [3] int64, in host memory
+        Plans made, tokens of context in them (what decoding query by query reads), and tokens that
+        their items load. Written by the device, some time after each plan.
+
+    Raises
+    ------
+    PolicyError
+        If the cost table was measured for other tile shapes, or the plan is larger than
+        :func:`largest_batch`.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        plan: DevicePlan,
+        device: torch.device,
+        page_size: int,
+        *,
+        overlapped: bool,
+    ) -> None:
+        capacity = plan.capacity
+        if capacity.max_batch > largest_batch():
+            raise PolicyError(
+                f"max_batch is {capacity.max_batch}; plans made on the device hold at most "
+                f"{largest_batch()} requests"
+            )
+        model = cost_model_of(target)
+        tiles = target.single_range_tiles
+        if len(tiles) != 2 or len(model.tiles.item_ns) != 2:
+            raise PolicyError(
+                f"{len(tiles)} tile shapes for one KV range and costs of "
+                f"{len(model.tiles.item_ns)}; expected 2 of both: measure this version's kernels "
+                "with `deft tune`"
+            )
+        self._plan = plan
+        self._device = device
+        self._page_size = page_size
+        self._overlapped = overlapped
+        self._interpreted = device.type == "cpu"
+        self._costs = model.tiles
+        self._tiles = (tiles[0], tiles[1])
+        self._programs = (target.tile_programs[0], target.tile_programs[1])
+        self._transfer_ns = model.transfer_ms(kv_bytes(1, target)) * 1e6
+        self._block = target.block_tokens
+        size = self._size_for(capacity.max_batch)
+        # Rows at multiples of 16 bytes, as the launches of one variant must all have them.
+        scratch = torch.zeros((11, size + 4), dtype=torch.int32, device=device)
+        (
+            self._rank, self._common, self._order, self._cut, self._first, self._queries,
+            self._parent, self._leaf_parent, self._leaves, self._parts, self._merged,
+        ) = scratch  # fmt: skip
+        self._below = torch.zeros(2 * size, dtype=torch.int32, device=device)
+        (
+            self._range_queries, self._range_begin, self._range_end, self._range_pieces,
+            self._range_item, self._range_entry, self._range_part,
+        ) = torch.zeros((7, 2 * size), dtype=torch.int32, device=device)  # fmt: skip
+        pieces = self._blocks(size).pieces()
+        self._pieces = torch.tensor(pieces, dtype=torch.int32, device=device)
+        self._price = torch.zeros(2 * len(pieces), dtype=torch.float32, device=device)
+        self._chunk = torch.zeros(2 * len(pieces), dtype=torch.int32, device=device)
+        self._counters = torch.zeros(3, dtype=torch.int64, device=device)
+        self.counters = torch.zeros(3, dtype=torch.int64, pin_memory=not self._interpreted)
+
+    def plan(
+        self, page_table: torch.Tensor, table_rows: torch.Tensor, seq_lens: torch.Tensor
+    ) -> None:
+        """Launch the planning of a batch, on the current stream.
+
+        Parameters
+        ----------
+        page_table : [rows, P] int32 or int64
+            Page ids; rows are contiguous.
+        table_rows : [B] int
+            Row of the page table of each request.
+        seq_lens : [B] int
+            Tokens of each request.
+        """
+        batch, columns = len(seq_lens), page_table.shape[1]
+        size = self._size_for(batch)
+        small, large = self._tiles
+        table = (page_table, table_rows, seq_lens)
+        kind = (
+            size, self._device, page_table.dtype, table_rows.dtype, seq_lens.dtype,
+            self._page_size, columns.bit_length(), self._overlapped,
+        )  # fmt: skip
+        pointers = 0
+        for tensor in table:
+            pointers |= tensor.data_ptr()
+        self._kind, self._aligned = kind, pointers % 16 == 0
+        common: dict[str, Any] = {"BATCH": size, "OVERLAPPED": self._overlapped}
+        shape = (batch, columns, page_table.stride(0))
+        blocks = self._blocks(size)
+        rows, places = -(-batch // blocks.rows), -(-batch // blocks.places)
+
+        self._launch(
+            COMPARE_ROWS, (rows,), (*table, self._rank, self._common, *shape),
+            {**common, "BLOCK": blocks.rows, "PAGE_SIZE": self._page_size, "STEPS": columns.bit_length()},
+            follows=False,
+        )  # fmt: skip
+        self._launch(
+            SORT_ROWS, (places,),
+            (*table, self._rank, self._common, self._order, self._cut, self._below, *shape),
+            {**common, "BLOCK": blocks.places, "PAGE_SIZE": self._page_size},
+        )  # fmt: skip
+        self._launch(
+            FIND_NODES, (places,),
+            (
+                self._cut, self._first, self._queries, self._parent, self._leaf_parent,
+                self._leaves, self._below, batch, small, large,
+            ),
+            {**common, "BLOCK": blocks.places},
+        )  # fmt: skip
+        self._plan_ranges(batch, seq_lens, blocks, common)
+
+    def _plan_ranges(
+        self, batch: int, seq_lens: torch.Tensor, blocks: Blocks, common: dict[str, Any]
+    ) -> None:
+        """The launches that no longer look at the page table."""
+        small, large = self._tiles
+        costs, capacity = self._costs, self._plan.capacity
+        limits = (capacity.max_entries, capacity.max_items)
+        # A few requests do not fill the GPU: what each of them reads takes all the longer.
+        busy = (max(1, min(self._programs[0], batch)), self._programs[1])
+        per_gpu = [
+            cost / programs
+            for shape, programs in enumerate(busy)
+            for cost in (costs.item_ns[shape], costs.token_ns[shape])
+        ]
+        per_item = [
+            float(cost)
+            for shape in range(2)
+            for cost in (costs.item_ns[shape], costs.token_ns[shape])
+        ]
+        priced = {"CANDIDATES": blocks.candidates, "MAX_MERGED": MAX_MERGED}
+        ranges = (self._range_queries, self._range_begin, self._range_end)
+        self._launch(
+            CHOOSE_RANGES, (1,),
+            (
+                self._order, seq_lens, self._cut, self._queries, self._parent, self._leaf_parent,
+                self._leaves, self._below, *ranges, batch, small, large, *limits, *per_gpu,
+                float(costs.partial_ns),
+            ),
+            common, num_warps=8,
+        )  # fmt: skip
+        self._launch(
+            PRICE_CHUNKS, (blocks.candidates, 2),
+            (
+                *ranges, self._pieces, self._price, self._chunk, small, large, *limits,
+                *self._programs, *per_item, float(costs.partial_ns), float(costs.reduce_ns),
+                float(self._transfer_ns), self._block,
+            ),
+            {**common, **priced},
+        )  # fmt: skip
+        measured = (self._range_pieces, self._range_item, self._range_entry, self._range_part)
+        self._launch(
+            MEASURE_RANGES, (2 * common["BATCH"] // blocks.places,),
+            (
+                self._first, *ranges, self._price, self._chunk, *measured, self._parts,
+                self._merged, small, large,
+            ),
+            {**common, **priced, "BLOCK": blocks.places},
+            num_warps=8,
+        )  # fmt: skip
+        self._launch(
+            WRITE_PLAN, (-(-batch // blocks.leaves) + batch,),
+            (
+                self._order, self._first, *ranges, *measured, self._parts, self._merged,
+                *self._plan.stage1, *self._plan.stage2, self._counters, self.counters,
+                batch, small, large, self._block,
+            ),
+            {**common, "LEAVES": blocks.leaves, "WIDTH": 256},
+        )  # fmt: skip
+
+    def _launch(
+        self,
+        kernel: Kernel,
+        grid: tuple[int, ...],
+        arguments: tuple[Any, ...],
+        constants: dict[str, Any],
+        *,
+        num_warps: int = 4,
+        follows: bool = True,
+    ) -> None:
+        kernel.launch(
+            grid, arguments, {name: constants[name] for name in kernel.constants},
+            variant=self._kind, aligned=self._aligned, interpreted=self._interpreted,
+            num_warps=num_warps, launch_pdl=follows and self._overlapped,
+        )  # fmt: skip
+
+    def _blocks(self, size: int) -> Blocks:
+        return Blocks.interpreted(size) if self._interpreted else GPU_BLOCKS
+
+    def _size_for(self, batch: int) -> int:
+        """The batch that the kernels are compiled for."""
+        if self._interpreted:
+            return max(8, triton.next_power_of_2(batch))
+        return next(size for size in SIZES if size >= batch)

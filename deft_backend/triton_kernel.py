@@ -1,0 +1,95 @@
+"""`Kernel`: a Triton kernel, compiled for the GPU or interpreted on the CPU, launched quickly."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Hashable, Mapping, Sequence
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+from triton import knobs
+
+
+def parameters(kernel: Any) -> list[str]:
+    """Names of a kernel's parameters."""
+    return list(inspect.signature(getattr(kernel, "fn", kernel)).parameters)
+
+
+class Kernel:
+    """A kernel, compiled for the GPU or interpreted on the CPU.
+
+    Triton analyses every argument of every launch to find the variant to run, which takes longer
+    than a short kernel does. Layers of a model differ in nothing that it looks for: a launch whose
+    `variant` was seen before, with every pointer aligned as usual, goes to that variant directly.
+    """
+
+    def __init__(self, module: ModuleType, name: str) -> None:
+        self._module = module
+        self._name = name
+        self._compiled = getattr(module, name)
+        #: Names of the kernel's constants, in the order of its parameters.
+        self.constants = tuple(n for n in parameters(self._compiled) if n.isupper())
+        self._variants: dict[Hashable, Any] = {}
+
+    def launch(
+        self,
+        programs: int | tuple[int, ...],
+        arguments: Sequence[Any],
+        constants: Mapping[str, Any],
+        *,
+        variant: Hashable,
+        aligned: bool,
+        interpreted: bool,
+        **options: int | bool,
+    ) -> None:
+        """Run `programs` programs, a number or the sizes of a grid.
+
+        Parameters
+        ----------
+        arguments, constants
+            In the order of the kernel's signature; constants are its constexprs.
+        variant : hashable
+            Everything that decides how the kernel is compiled: device, dtypes, integers, constants.
+        aligned : bool
+            Whether every pointer is a multiple of 16 bytes.
+        options
+            ``num_warps``, ``num_stages``, ``launch_pdl``.
+        """
+        sizes = (programs,) if isinstance(programs, int) else programs
+        grid = (*sizes, 1, 1)[:3]
+        if interpreted:
+            kernel = getattr(interpreted_copy(self._module), self._name)
+            kernel[grid](*arguments, **constants)
+            return
+        known = self._variants.get(variant) if aligned else None
+        if known is not None:
+            known[grid](*arguments, *constants.values())
+            return
+        found = self._compiled[grid](*arguments, **constants, **options)
+        if aligned:
+            self._variants[variant] = found
+
+
+@lru_cache
+def interpreted_copy(module: ModuleType) -> ModuleType:
+    """A second copy of a kernel's module, whose functions run in Triton's interpreter.
+
+    Triton decides once, when a function is decorated, whether it is compiled or interpreted, for
+    the whole process. The same process here may serve a model on the CPU and test compiled kernels.
+    """
+    name = f"{module.__name__}_interpreted"
+    spec = importlib.util.spec_from_file_location(name, module.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
+    sys.modules[name] = copy
+    compiled = knobs.runtime.interpret
+    knobs.runtime.interpret = True
+    try:
+        spec.loader.exec_module(copy)
+    finally:
+        knobs.runtime.interpret = compiled
+    return copy

@@ -1,0 +1,240 @@
+"""The device planner, interpreted: the same attention as the host planner's `auto`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import Batch, batches, regular_forest, targets
+from test_planner import check_plan
+
+from deft_backend import TreeAttention
+from deft_backend.attention import AttentionError
+from deft_backend.forest import PrefixForest, build_forest
+from deft_backend.planner import DevicePlan, Plan, PlanCapacity, plan_forest
+from deft_backend.planner.on_device import DevicePlanner, largest_batch
+from deft_backend.policies import Auto, PolicyError, Target
+
+CPU = torch.device("cpu")
+TARGET = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, block_tokens=16)
+
+
+def planner_for(
+    target: Target, batch: int, page_size: int, capacity: PlanCapacity | None = None
+) -> tuple[DevicePlanner, DevicePlan]:
+    plan = DevicePlan(capacity or PlanCapacity.for_batch(batch), CPU)
+    return DevicePlanner(target, plan, CPU, page_size, overlapped=False), plan
+
+
+def read(plan: DevicePlan) -> Plan:
+    """What is on the device, cut to its counts."""
+    tiles = plan["tile_ptr"].numpy().copy()
+    items, reduced = int(tiles[-1]), int(plan["num_reduce"][0])
+    entries = int(plan["item_query_ptr"][items])
+
+    def cut(name: str, count: int) -> npt.NDArray[np.int32]:
+        return plan[name][:count].numpy().copy()
+
+    return Plan(
+        tile_ptr=tiles,
+        item_segment_ptr=cut("item_segment_ptr", items + 1),
+        item_query_ptr=cut("item_query_ptr", items + 1),
+        **{n: cut(f"segment_{n[8:]}", items) for n in (
+            "segment_row", "segment_start", "segment_end", "segment_span")},
+        entry_query=cut("entry_query", entries),
+        entry_slot=cut("entry_slot", entries),
+        reduce_query=cut("reduce_query", reduced),
+        reduce_ptr=cut("reduce_ptr", reduced + 1),
+    )  # fmt: skip
+
+
+def plan_of(
+    batch: Batch, target: Target = TARGET, capacity: PlanCapacity | None = None
+) -> Plan:
+    requests = len(batch.seq_lens)
+    planner, plan = planner_for(target, max(1, requests), batch.page_size, capacity)
+    for tensor in plan["segment_row"], plan["entry_slot"], plan["item_query_ptr"]:
+        tensor.fill_(-(1 << 20))  # whatever was there before
+    tables = torch.from_numpy(np.ascontiguousarray(batch.page_tables))
+    planner.plan(
+        tables, torch.arange(requests, dtype=torch.int32), torch.from_numpy(batch.seq_lens)
+    )
+    return read(plan)
+
+
+def batch_of(forest: PrefixForest, seed: int = 0) -> Batch:
+    """Page tables of pages of one token, rows and page ids in random order."""
+    random = np.random.default_rng(seed)
+    tables = np.zeros((forest.batch_size, int(forest.seq_lens.max()) + 40), dtype=np.int32)
+    fresh = 1
+    for node in range(forest.num_nodes):
+        start, stop = int(forest.start[node]), int(forest.start[node] + forest.length[node])
+        rows = forest.order[forest.query_begin[node] : forest.query_end[node]]
+        tables[rows, start:stop] = np.arange(fresh, fresh + stop - start)
+        fresh += stop - start
+    for row, length in enumerate(forest.seq_lens.tolist()):
+        tables[row, length:] = np.arange(fresh, fresh + tables.shape[1] - length)
+        fresh += tables.shape[1] - length
+    names = random.permutation(fresh).astype(np.int32)
+    return Batch(names[tables], forest.seq_lens.astype(np.int32), 1)
+
+
+def items_of(plan: Plan) -> Counter[tuple[int, int, int]]:
+    """Queries and range of every item, whoever represents them."""
+    return Counter(
+        (int(queries), int(start), int(end))
+        for queries, start, end in zip(
+            np.diff(plan.item_query_ptr), plan.segment_start, plan.segment_end, strict=True
+        )
+    )
+
+
+@settings(deadline=None, max_examples=40)
+@given(batch=batches(max_requests=12).filter(lambda b: len(b.seq_lens) > 0), target=targets)
+def test_every_query_attends_to_its_own_tokens_once(batch: Batch, target: Target) -> None:
+    plan = plan_of(batch, target)
+    check_plan(batch, plan, target, np.zeros(len(batch.seq_lens), dtype=np.int32))
+
+
+TREES = {
+    "one level": ([1, 32], [4000, 5]),
+    "many small levels": ([1, 2, 2, 2, 2], [16, 16, 16, 16, 16]),
+    "two trees": ([2, 8, 2], [1000, 33, 16]),
+    "unshared": ([16], [500]),
+    "one request": ([1], [3000]),
+    "long and wide": ([1, 3, 20], [20_000, 700, 90]),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_the_host_planner_decides_the_same(name: str) -> None:
+    forest = regular_forest(*TREES[name])
+    batch = batch_of(forest)
+    capacity = PlanCapacity.for_batch(64)
+    # The interpreted planner prices four lengths of chunks; with one block a range there is one.
+    target = replace(TARGET, block_tokens=32_768)
+    host, _ = plan_forest(batch.forest(), Auto(), target, capacity)
+    device = plan_of(batch, target, capacity)
+    assert items_of(device) == items_of(host)
+    assert device.tile_ptr.tolist() == host.tile_ptr.tolist()
+    assert sorted(device.reduce_query.tolist()) == sorted(host.reduce_query.tolist())
+    assert device.num_partials == host.num_partials
+
+
+def test_long_ranges_are_cut_for_the_machine() -> None:
+    batch = batch_of(regular_forest([1, 40], [8000, 20]))
+    plan = plan_of(batch)
+    check_plan(batch, plan, TARGET, np.zeros(40, dtype=np.int32))
+    stems = np.diff(plan.item_query_ptr) > 2
+    lengths = (plan.segment_end - plan.segment_start)[stems]
+    assert stems.sum() >= 8
+    assert lengths.max() - lengths.min() <= TARGET.block_tokens
+
+
+@settings(deadline=None, max_examples=15)
+@given(data=st.data())
+def test_pages_of_one_prefix_in_two_places(data: st.DataObject) -> None:
+    """Equality that is not monotone: each page of a prefix is one of two copies of it."""
+    requests = data.draw(st.integers(2, 9))
+    bits = st.lists(st.integers(0, 1), min_size=12, max_size=12)
+    copies = np.array([data.draw(bits) for _ in range(requests)], dtype=np.int32)
+    tables = np.concatenate(
+        (2 * np.arange(12, dtype=np.int32) + copies,
+         100 + np.arange(requests * 2, dtype=np.int32).reshape(requests, 2)), axis=1,
+    )  # fmt: skip
+    batch = Batch(tables, np.full(requests, 13 * 16, dtype=np.int32), 16)
+    plan = plan_of(batch)
+    # The copies hold the same tokens: read as one prefix, every query must be right.
+    one = tables.copy()
+    one[:, :12] = 2 * np.arange(12)
+    check_plan(
+        Batch(one, batch.seq_lens, 16), plan, TARGET, np.zeros(requests, dtype=np.int32)
+    )
+
+
+def test_too_little_room_falls_back_to_query_by_query() -> None:
+    """A degenerate tree, node by node, has more (item, query) pairs than the arrays hold."""
+    levels = np.arange(1, 32) * 400
+    forest = build_forest(np.arange(32), levels, np.append(levels, 31 * 400) + 30)
+    batch = batch_of(forest)
+    roomy = plan_of(batch)
+    tight = PlanCapacity(max_batch=32, max_items=90, max_entries=90, max_segments=90)
+    plan = plan_of(batch, capacity=tight)
+    for made in (roomy, plan):
+        check_plan(batch, made, TARGET, np.zeros(32, dtype=np.int32))
+    assert np.diff(roomy.item_query_ptr).max() > 1
+    assert np.diff(plan.item_query_ptr).max() == 1
+    assert len(plan.entry_query) <= 90
+
+
+def test_rows_without_a_request_are_written_as_nothing() -> None:
+    """What pads the batch of a CUDA graph: length 0, and whatever row."""
+    batch = batch_of(regular_forest([1, 3], [100, 10]))
+    lens = np.concatenate((batch.seq_lens, [0, 0])).astype(np.int32)
+    tables = np.concatenate((batch.page_tables, batch.page_tables[:2]))
+    plan = plan_of(Batch(tables, lens, 1))
+    check_plan(Batch(tables, lens, 1), plan, TARGET, np.zeros(5, dtype=np.int32))
+
+
+def test_the_counters_add_up() -> None:
+    batch = batch_of(regular_forest([1, 8], [2000, 10]))
+    planner, plan = planner_for(TARGET, 8, 1)
+    tables = torch.from_numpy(batch.page_tables)
+    rows, lens = torch.arange(8, dtype=torch.int32), torch.from_numpy(batch.seq_lens)
+    planner.plan(tables, rows, lens)
+    planner.plan(tables, rows, lens)
+    made = read(plan)
+    end = np.where(made.segment_end < 0, batch.seq_lens[made.segment_row], made.segment_end)
+    loaded = int((end - made.segment_start).sum())
+    assert loaded < batch.seq_lens.sum()
+    assert planner.counters.tolist() == [2, 2 * int(batch.seq_lens.sum()), 2 * loaded]
+
+
+def attention(policy: str = "auto", max_batch: int = 8) -> TreeAttention:
+    return TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+        max_batch=max_batch, policy=policy,
+    )  # fmt: skip
+
+
+def test_the_library_attends_over_a_plan_made_on_the_device() -> None:
+    batch = batch_of(regular_forest([1, 2, 3], [90, 20, 7]))
+    tables, lens = torch.from_numpy(batch.page_tables), torch.from_numpy(batch.seq_lens)
+    torch.manual_seed(0)
+    slots = int(batch.page_tables.max()) + 1
+    k, v = torch.randn(2, slots, 2, 64)
+    q = torch.randn(6, 4, 64)
+    tree = attention()
+    tree.poison_workspace()
+    rows = torch.tensor([5, 3, 1, 0, 2, 4])
+    tree.plan_on_device(tables, lens[rows], table_rows=rows)
+    out = tree.run(q, k, v, tables, lens[rows], table_rows=rows, static_launch=True)
+    for request, row in enumerate(rows.tolist()):
+        own = batch.page_tables[row, : int(lens[row])]
+        keys = k[own].double().repeat_interleave(2, dim=1)
+        values = v[own].double().repeat_interleave(2, dim=1)
+        weights = torch.einsum("hd,thd->ht", q[request].double(), keys) / 8
+        expected = torch.einsum("ht,thd->hd", weights.softmax(1), values)
+        torch.testing.assert_close(out[request].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_be_planned_on_the_device_is_named() -> None:
+    table, lens = torch.zeros((2, 8), dtype=torch.int32), torch.tensor([3, 4])
+    with pytest.raises(PolicyError, match="follow the policy auto, not fasttree"):
+        attention("fasttree").plan_on_device(table, lens)
+    with pytest.raises(PolicyError, match=f"at most {largest_batch()} requests"):
+        attention(max_batch=largest_batch() + 1).plan_on_device(table, lens)
+    with pytest.raises(AttentionError, match="raise max_batch"):
+        attention(max_batch=1).plan_on_device(table, lens)
+    with pytest.raises(AttentionError, match="seq_lens has dtype torch.float32"):
+        attention().plan_on_device(table, lens.float())
+    with pytest.raises(AttentionError, match="table_rows has shape"):
+        attention().plan_on_device(table, lens, table_rows=torch.zeros(3, dtype=torch.int32))
+    with pytest.raises(AttentionError, match="contiguous rows"):
+        attention().plan_on_device(table.t(), lens)
