@@ -216,9 +216,7 @@ class TreeAttention:
             raise AttentionError(
                 f"table_rows has shape {list(table_rows.shape)}; expected {list(seq_lens.shape)}"
             )
-        self._check_integers(
-            page_table=page_table, seq_lens=seq_lens, table_rows=table_rows
-        )
+        self._check_integers(page_table=page_table, seq_lens=seq_lens, table_rows=table_rows)
         self._check_table(page_table)
         self.forest = self.last_plan = self.grouping = None
         if batch:

@@ -15,6 +15,7 @@ from deft_backend.policies import POLICY_NAMES
 logger = logging.getLogger(__name__)
 
 LOG_LEVELS = {"quiet": logging.WARNING, "info": logging.INFO, "debug": logging.DEBUG}
+PLANNERS = ("host", "device")
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 
@@ -31,6 +32,7 @@ class Settings:
     """
 
     policy: str = "auto"
+    planner: str = "host"
     min_share: float = 1.1
     min_batch: int = 2
     min_shared_tokens: int = 64
@@ -144,6 +146,15 @@ VARIABLES: tuple[Variable, ...] = (
         _one_of(POLICY_NAMES),
         "one of " + ", ".join(POLICY_NAMES),
         "How KV and queries are grouped.",
+    ),
+    Variable(
+        "DEFT_PLANNER",
+        "planner",
+        _one_of(PLANNERS),
+        "one of " + ", ".join(PLANNERS),
+        "SGLang only: where decode batches are planned. host: from the radix tree, when the batch "
+        "changes. device: from the page tables, in every step, by kernels in the step's own CUDA "
+        "graph; policy `auto` only.",
     ),
     Variable(
         "DEFT_MIN_SHARE",

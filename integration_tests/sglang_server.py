@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -47,9 +48,20 @@ EAGER = {"DEFT_MIN_BATCH": "1", "DEFT_MIN_SHARE": "1", "DEFT_MIN_SHARED_TOKENS":
 
 GROUPS = {
     "default": Group(),
-    "no-overlap": Group(("--disable-overlap-schedule",), cli=True),
+    "no-overlap": Group(
+        ("--disable-overlap-schedule", "--enable-metrics", "--decode-log-interval", "4"), cli=True
+    ),
     "chunked-pages": Group(("--chunked-prefill-size", "128", "--page-size", "16"), EAGER),
     "no-radix": Group(("--disable-radix-cache",), EAGER),
+    "device-planner": Group(
+        settings={
+            **EAGER,
+            "DEFT_PLANNER": "device",
+            "DEFT_VERIFY": "0",
+            "SGLANG_TEST_RETRACT": "1",
+            "SGLANG_TEST_RETRACT_INTERVAL": "8",
+        }
+    ),
     # The host's own switch for its tests: every few steps it takes back requests that decode.
     "retracting": Group(
         settings={**EAGER, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "6"}
@@ -98,6 +110,19 @@ class Server:
         port = self.process.command.port
         return json.loads((self._state_dir / f"{port}-tp0.json").read_text())
 
+    def metrics(self, prefix: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+        """The series of the server's ``/metrics`` under a prefix: (name, labels) to value."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        with self._open(urllib.request.Request(f"{self.process.url}/metrics")) as response:
+            families = text_string_to_metric_families(response.read().decode())
+        return {
+            (sample.name, frozenset(sample.labels.items())): sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name.startswith(prefix)
+        }
+
     def client(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(
             base_url=f"{self.process.url}/v1", api_key="none", timeout=REQUEST_SECONDS,
@@ -114,10 +139,13 @@ class Server:
 
     def flush(self) -> None:
         """Empty the radix tree, so that one test's prefixes do not serve the next."""
-        import urllib.request
+        self._open(urllib.request.Request(f"{self.process.url}/flush_cache", method="POST"))
 
-        request = urllib.request.Request(f"{self.process.url}/flush_cache", method="POST")
-        urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=30)
+    @staticmethod
+    def _open(request: urllib.request.Request) -> Any:
+        return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
+            request, timeout=30
+        )
 
 
 async def complete(client: openai.AsyncOpenAI, ask: Ask) -> list[Answer]:

@@ -41,7 +41,7 @@ def test_shared_prefix(server: Server, reference) -> None:
     check(server, reference, [Ask(PREFIX + f"Tonight it spoke of {t}.") for t in TOPICS])
 
 
-@on("default", "chunked-pages")
+@on("default", "chunked-pages", "device-planner")
 def test_equal_prompts_and_prompts_that_are_prefixes(server: Server, reference) -> None:
     whole = PREFIX + "Nobody came."
     check(server, reference, [Ask(whole), Ask(whole), Ask(whole[:-7]), Ask(PREFIX)])
@@ -52,7 +52,7 @@ def test_forked(server: Server, reference) -> None:
     check(server, reference, [Ask(PREFIX + "Of the keeper it said:", n=4)])
 
 
-@on("default", "no-overlap", "chunked-pages")
+@on("default", "no-overlap", "chunked-pages", "device-planner")
 def test_levels(server: Server, reference) -> None:
     middle = [PREFIX + f"In the year of {topic} " * 3 for topic in TOPICS[:2]]
     asks = [Ask(m + f"they found {topic}") for m in middle for topic in TOPICS[2:5]]
@@ -75,7 +75,7 @@ def test_different_lengths_leave_one_by_one(server: Server, reference) -> None:
     check(server, reference, asks)
 
 
-@on("default", "no-overlap", "chunked-pages")
+@on("default", "no-overlap", "chunked-pages", "device-planner")
 def test_requests_join_and_others_are_aborted(server: Server, reference) -> None:
     """Two of four streams are cut off; two requests join while the others decode."""
     first = [Ask(PREFIX + f"Then came {topic},", tokens=14) for topic in TOPICS[:4]]
@@ -152,6 +152,19 @@ def _has_state(server: Server) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+@on("device-planner")
+def test_the_device_plans_every_step(server: Server, reference) -> None:
+    """Requests that share, loners, and some that the host takes back and prefills anew."""
+    asks = [Ask(PREFIX + f"Say of {topic}:", tokens=16) for topic in TOPICS[:4]]
+    check(server, reference, [*asks, Ask("Once upon a time", tokens=16)])
+    state = server.state()
+    assert state["steps_tree"] > 0
+    assert not state["steps_host"]
+    assert state["plans"] == 0  # none on the host
+    assert 0 < state["kv_bytes_read"] < state["kv_bytes_query_guided"]
+    assert "planned on the device" in server.log
 
 
 @on("no-radix")

@@ -5,12 +5,9 @@ Changes, on ``DecodeCudaGraphRunner`` (SGLang 0.5.17), for runners that have a c
     more under a label of its own, while the controller says that it is being captured;
     ``_resolve_lora_variant``: gives that label to batches that the controller takes, so that the
     host replays the second graph; all others replay the host's;
-    ``execute``: after such a replay, later page-table writes wait for the whole forward. The host
-    lets them go once its metadata is read, before the replay; tree attention reads page tables
-    during the replay.
 Why: which batches share enough is known on the host before every step; a graph cannot choose.
-Looks for: the three methods with the parameters used here, the event behind the fence, and the
-    graph backend "full" (one graph for a whole forward).
+Looks for: the two methods with the parameters used here, and the graph backend "full" (one graph
+    for a whole forward).
 Harmless to runners without a controller: the wrappers call straight through.
 """
 
@@ -24,11 +21,7 @@ LABEL = "deft"
 PARAMETERS = {
     "capture_one_shape": ["self", "size", "forward", "stream_idx", "variant_label"],
     "_resolve_lora_variant": ["self", "forward_batch"],
-    "execute": ["self", "forward_batch", "pp_proxy_tensors"],
 }
-FENCE = "war_fastpath_read_done_event"
-"""Attribute of the model runner: the event after which page tables may be written; None: the end
-of the forward."""
 
 
 class Controller(Protocol):
@@ -50,7 +43,6 @@ _controllers: dict[int, Controller] = {}
 def missing(server_args: Any) -> str | None:
     """What the host lacks, in one line, or None."""
     try:
-        from sglang.srt.model_executor.model_runner import ModelRunner
         from sglang.srt.model_executor.runner.decode_cuda_graph_runner import (
             DecodeCudaGraphRunner,
         )
@@ -63,8 +55,6 @@ def missing(server_args: Any) -> str | None:
         found = list(inspect.signature(inspect.unwrap(method)).parameters)
         if found != expected:
             return f"{name} takes {found}, not {expected}"
-    if FENCE not in inspect.getsource(ModelRunner):
-        return f"ModelRunner has no {FENCE}"
     backend = server_args.cuda_graph_config.decode.backend
     if backend != "full":
         return f"decode graphs are of the kind {backend}, not full"
@@ -79,7 +69,6 @@ def install(model_runner: Any, controller: Controller) -> None:
         for name, hook in (
             ("capture_one_shape", _capture_one_shape),
             ("_resolve_lora_variant", _resolve_variant),
-            ("execute", _execute),
         ):
             HookRegistry.register(f"{TARGET}.{name}", hook, HookType.AROUND)
     _controllers[id(model_runner)] = controller
@@ -108,13 +97,6 @@ def _capture_one_shape(
 def _resolve_variant(original: Any, runner: Any, forward_batch: Any) -> str | None:
     label: str | None = original(runner, forward_batch)
     return _labelled(label) if _taken(runner, forward_batch) else label
-
-
-def _execute(original: Any, runner: Any, forward_batch: Any, pp_proxy_tensors: Any = None) -> Any:
-    output = original(runner, forward_batch, pp_proxy_tensors)
-    if _taken(runner, forward_batch):
-        setattr(runner.model_runner, FENCE, None)
-    return output
 
 
 def _taken(runner: Any, forward_batch: Any) -> bool:

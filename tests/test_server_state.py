@@ -1,43 +1,50 @@
-"""The state file of a server."""
+"""What a server counts, and its state file."""
 
 from __future__ import annotations
 
 import json
+import threading
 
+import numpy as np
+import pytest
 from sglang_fakes import (
     Tree,
     make_state,
     requests_of,
 )
 
+from deft_backend.hosts.counters import Counters
 from deft_backend.hosts.sglang.radix_forest import forest_of
 from deft_backend.hosts.state import StateWriter
+
+TOKEN = 2 * 2 * 64 * 4  # of make_state: keys and values, KV heads, elements, bytes
+LAYERS = 2
 
 
 def test_state_file(tmp_path) -> None:
     """Written atomically, when something changed; what it holds."""
     state = make_state()
     writer = StateWriter(state, tmp_path / "made", "-pp1")
-    writer.write()
+    writer.look()
     assert writer.path.name == "1-tp0-pp1.json"
     first = writer.path.read_text()
     assert json.loads(first)["forest"] is None
-    writer.write()
+    writer.look()
     assert writer.path.read_text() == first  # nothing changed: not written, not even the time
 
     requests, _, lens = requests_of([[1, 2], [1, 2]], Tree())
     state.forest = forest_of(requests, lens)
     state.rids = ["a", "b"]
-    token = 2 * 2 * 64 * 4  # keys and values, KV heads, elements, bytes
     state.count_host("small", tokens=10)
     state.count_tree(tokens=6, loaded=4, tree_layers=1)
-    writer.write()
+    writer.look()
     content = json.loads(writer.path.read_text())
     assert content["schema"] == 1
+    assert (content["port"], content["dtype"], content["num_layers"]) == (1, "float32", LAYERS)
     assert content["steps_host"] == {"small": 1}
     assert (content["steps_tree"], content["decode_steps"]) == (1, 2)
-    assert content["kv_bytes_query_guided"] == (10 + 6) * 2 * token
-    assert content["kv_bytes_read"] == (10 * 2 + 4 + 6) * token
+    assert content["kv_bytes_query_guided"] == (10 + 6) * LAYERS * TOKEN
+    assert content["kv_bytes_read"] == (10 * LAYERS + 4 + 6) * TOKEN
     assert content["forest"]["order"] == [0, 1]
     assert content["forest"]["rids"] == ["a", "b"]
     assert content["forest"]["page_size"] == 1
@@ -48,8 +55,127 @@ def test_a_state_file_that_cannot_be_written_is_said_once(tmp_path, caplog) -> N
     (tmp_path / "file").write_text("")
     state = make_state()
     writer = StateWriter(state, tmp_path / "file")
-    writer.write()
+    heard: list[Counters] = []
+    writer.listeners.append(heard.append)
+    writer.look()
     state.count_host("x", 1)
-    writer.write()
+    writer.look()
     assert len(caplog.records) == 1
     assert "the server's state is not written" in caplog.text
+    assert [counters.decode_steps for counters in heard] == [0, 1]  # metrics and log go on
+
+
+def test_a_listener_that_raises_is_said_once_and_the_others_go_on(tmp_path, caplog) -> None:
+    state = make_state()
+    writer = StateWriter(state, tmp_path)
+    heard: list[int] = []
+
+    def broken(counters: Counters) -> None:
+        raise OSError("disk full")
+
+    writer.listeners += [broken, lambda counters: heard.append(counters.decode_steps)]
+    for _ in range(3):
+        state.count_host("x", 1)
+        writer.look()
+    assert heard == [1, 2, 3]
+    assert json.loads(writer.path.read_text())["decode_steps"] == 3
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "OSError('disk full')" in caplog.text
+
+
+def test_counts_of_host_and_device_are_one_set_of_figures(tmp_path) -> None:
+    state = make_state()
+    memory = np.array([7, 700, 70], dtype=np.int64)  # warm-up
+    state.count_host("small", tokens=10)
+    state.count_tree(tokens=6, loaded=4, tree_layers=LAYERS)
+    writer = StateWriter(state, tmp_path)
+    state.attach_device_counters(memory)
+    writer.look()
+    before = state.counters()
+    assert (before.steps_tree, before.decode_steps) == (1, 2)
+    assert before.kv_bytes_read == (10 + 4) * LAYERS * TOKEN
+
+    memory += [3, 300, 120]  # as kernels do: in place, nothing else is told
+    writer.look()
+    content = json.loads(writer.path.read_text())
+    assert (content["steps_tree"], content["decode_steps"]) == (4, 5)
+    assert content["kv_bytes_query_guided"] == (10 + 6 + 300) * LAYERS * TOKEN
+    assert content["kv_bytes_read"] == (10 + 4 + 120) * LAYERS * TOKEN
+    assert (state.steps_tree, state.kv_bytes_read) == (4, content["kv_bytes_read"])
+
+    state.device_tree_layers = 1  # the other layer reads every token that is attended
+    assert state.kv_bytes_read == ((10 + 4) * LAYERS + 120 + 300) * TOKEN
+    assert state.kv_bytes_query_guided == content["kv_bytes_query_guided"]
+
+
+def test_only_words_are_written_again_when_bytes_alone_moved(tmp_path) -> None:
+    """A reading between two words of a step is followed by one that has them all."""
+    state = make_state()
+    memory = np.zeros(3, dtype=np.int64)
+    state.attach_device_counters(memory)
+    writer = StateWriter(state, tmp_path)
+    memory[0] = 1
+    writer.look()
+    memory[1:] = 20, 5
+    writer.look()
+    content = json.loads(writer.path.read_text())
+    assert content["decode_steps"] == 1
+    assert content["kv_bytes_read"] == 5 * LAYERS * TOKEN
+
+
+@pytest.mark.parametrize(
+    "array", [np.zeros(2, np.int64), np.zeros((1, 3), np.int64), np.zeros(3, np.int32)]
+)
+def test_a_wrong_source_of_device_counters_is_refused(array) -> None:
+    with pytest.raises(ValueError, match=r"expected \(3,\) int64") as refused:
+        make_state().attach_device_counters(array)
+    assert str(array.shape) in str(refused.value)
+
+
+def test_a_second_source_of_device_counters_is_refused() -> None:
+    state = make_state()
+    state.attach_device_counters(np.zeros(3, np.int64))
+    with pytest.raises(ValueError, match="attached already"):
+        state.attach_device_counters(np.zeros(3, np.int64))
+
+
+def test_readings_while_another_thread_counts(tmp_path) -> None:
+    """None raises, none goes back, and the last one has everything."""
+    state = make_state()
+    writer = StateWriter(state, tmp_path)
+    readings: list[Counters] = []
+    writer.listeners.append(readings.append)
+
+    def count() -> None:
+        for i in range(3000):
+            state.count_host(f"reason {i}", tokens=1)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    while thread.is_alive():
+        writer.look()
+    thread.join()
+    writer.look()
+    assert len(writer.listeners) == 1
+    steps = [reading.decode_steps for reading in readings]
+    assert steps == sorted(steps)
+    assert steps[-1] == 3000
+    content = json.loads(writer.path.read_text())
+    assert len(content["steps_host"]) == 3000
+    assert content["kv_bytes_read"] == 3000 * LAYERS * TOKEN
+
+
+def test_counters_come_back_from_json_and_subtract() -> None:
+    state = make_state()
+    state.count_host("small", tokens=10)
+    state.plans, state.plan_seconds = 1, 0.25
+    before = Counters.from_json(json.loads(json.dumps(state.counters().as_json())))
+    assert before == state.counters()
+    state.count_tree(tokens=6, loaded=4, tree_layers=LAYERS)
+    state.count_host("other", tokens=2)
+    state.plans, state.plan_seconds = 3, 0.75
+    assert state.counters() - before == Counters(
+        decode_steps=2, steps_tree=1, plans=2, steps_host={"other": 1},
+        kv_bytes_read=(4 + 2) * LAYERS * TOKEN, kv_bytes_query_guided=(6 + 2) * LAYERS * TOKEN,
+        plan_seconds=0.5,
+    )  # fmt: skip

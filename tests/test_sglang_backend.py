@@ -76,7 +76,7 @@ def test_layers(changes: dict[str, Any], reason: str | None) -> None:
 def server(host: Any) -> Any:
     """A backend over a fake host backend that records its calls, with two sharing requests."""
     from deft_backend.attention import TreeAttention
-    from deft_backend.hosts.sglang.backend import DeftAttentionBackend
+    from deft_backend.hosts.sglang.host_planned import HostPlannedBackend
 
     requests, table, lens = requests_of([[1, 2, 3, 4, 5], [1, 2, 3, 9]], Tree())
     calls: list[str] = []
@@ -114,7 +114,7 @@ def server(host: Any) -> Any:
     state = make_state()
     capture = BatchCapture(runner)
     planner = DecodePlanner(attention, EAGER, state)
-    backend = DeftAttentionBackend(HostBackend(), attention, planner, capture, state)
+    backend = HostPlannedBackend(HostBackend(), attention, planner, capture, state)
 
     class Mode:
         def __init__(self, decode: bool) -> None:
@@ -228,11 +228,11 @@ def test_a_batch_is_decided_and_counted_once(server: Any) -> None:
 
 
 def test_a_second_set_of_graphs_is_captured_and_replayed(host: Any) -> None:
-    """The patch against a runner that records: labels, order, and the fence."""
+    """The patch against a runner that records: labels and order."""
     from deft_backend.patches import sglang_tree_graphs as patch
 
     events: list[Any] = []
-    model = SimpleNamespace(war_fastpath_read_done_event=None)
+    model = SimpleNamespace()
     runner = SimpleNamespace(model_runner=model)
 
     class Controller:
@@ -244,10 +244,6 @@ def test_a_second_set_of_graphs_is_captured_and_replayed(host: Any) -> None:
 
     def capture(runner: Any, size: int, forward: Any, stream: Any, label: Any) -> None:
         events.append((size, label))
-
-    def execute(runner: Any, batch: Any, proxy: Any) -> str:
-        model.war_fastpath_read_done_event = "metadata was read"
-        return "logits"
 
     def batch(shared: bool, decode: bool = True) -> Any:
         return SimpleNamespace(
@@ -266,12 +262,31 @@ def test_a_second_set_of_graphs_is_captured_and_replayed(host: Any) -> None:
         ):  # fmt: skip
             label = patch._resolve_variant(lambda *_, g=given: g, runner, batch(shared, decode))
             assert label == expected
-        assert patch._execute(execute, runner, batch(False)) == "logits"
-        assert model.war_fastpath_read_done_event == "metadata was read"
-        assert patch._execute(execute, runner, batch(True)) == "logits"
-        assert model.war_fastpath_read_done_event is None
     finally:
         del patch._controllers[id(model)]
+
+
+def test_page_tables_are_not_written_while_a_graph_reads_them(host: Any) -> None:
+    from deft_backend.patches import sglang_page_table_fence as patch
+
+    assert patch.missing() is None
+    model = SimpleNamespace(war_fastpath_read_done_event=None)
+    runner = SimpleNamespace(model_runner=model)
+
+    def execute(runner: Any, batch: Any, proxy: Any) -> str:
+        model.war_fastpath_read_done_event = "metadata was read"
+        return "logits"
+
+    patch._readers[id(model)] = lambda batch: batch == "reads"
+    try:
+        assert patch._execute(execute, runner, "does not read") == "logits"
+        assert model.war_fastpath_read_done_event == "metadata was read"
+        assert patch._execute(execute, runner, "reads") == "logits"
+        assert model.war_fastpath_read_done_event is None
+    finally:
+        del patch._readers[id(model)]
+    patch._execute(execute, runner, "reads")  # another model runner's
+    assert model.war_fastpath_read_done_event == "metadata was read"
 
 
 def test_the_host_has_what_a_second_set_of_graphs_needs(host: Any) -> None:
@@ -405,7 +420,10 @@ def test_warm_up_launches_every_set_of_tiles(
     launched: set[tuple[tuple[int, ...], bool]] = set()
     calls: list[tuple[Any, ...]] = []
 
-    def run(q: Any, k: Any, v: Any, table: Any, lens: Any, *, table_rows: Any) -> None:
+    def run(
+        q: Any, k: Any, v: Any, table: Any, lens: Any, *, table_rows: Any, static_launch: bool
+    ) -> None:
+        assert not static_launch
         plan = attention.last_plan
         assert plan is not None
         shapes = tuple(np.flatnonzero(np.diff(plan.tile_ptr)).tolist())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from deft_backend.forest import PrefixForest
+from deft_backend.hosts.counters import Counters as Counters
 
 SCHEMA = 1
 
@@ -19,7 +19,6 @@ SETTLE_SECONDS = 0.7
 """The plugin writes about every quarter second; counters are complete after this long."""
 
 _SHAPE = ("num_layers", "num_query_heads", "num_kv_heads", "head_dim", "dtype_bytes")
-_COUNTERS = ("kv_bytes_read", "kv_bytes_query_guided", "decode_steps", "steps_tree", "plans")
 _ARRAYS = (
     "order",
     "seq_lens",
@@ -35,44 +34,6 @@ _ARRAYS = (
 
 class StateError(ValueError):
     """No state file, or one that this version cannot read."""
-
-
-@dataclass(frozen=True)
-class Counters:
-    """Cumulative counts since the server started; subtract two to get a stretch of time.
-
-    Attributes
-    ----------
-    decode_steps, steps_tree, plans : int
-        Decode steps in all, those through tree attention, and plans made.
-    steps_host : mapping
-        Decode steps through the host's kernel, by reason.
-    kv_bytes_read : int
-        Bytes that decode attention read from the KV cache, all layers.
-    kv_bytes_query_guided : int
-        Bytes that it would have read had every request read its whole context by itself.
-    """
-
-    decode_steps: int
-    steps_tree: int
-    plans: int
-    steps_host: Mapping[str, int]
-    kv_bytes_read: int
-    kv_bytes_query_guided: int
-
-    def __sub__(self, before: Counters) -> Counters:
-        host = {
-            reason: steps - before.steps_host.get(reason, 0)
-            for reason, steps in self.steps_host.items()
-        }
-        return Counters(
-            self.decode_steps - before.decode_steps,
-            self.steps_tree - before.steps_tree,
-            self.plans - before.plans,
-            {reason: steps for reason, steps in host.items() if steps},
-            self.kv_bytes_read - before.kv_bytes_read,
-            self.kv_bytes_query_guided - before.kv_bytes_query_guided,
-        )
 
 
 @dataclass(frozen=True)
@@ -165,8 +126,6 @@ def settled_counters(path: Path, timeout: float = 10.0) -> Counters:
 
 
 def _state(path: Path, content: dict[str, Any]) -> ServerState:
-    counts = {name: int(content[name]) for name in _COUNTERS}
-    host = {str(reason): int(n) for reason, n in content["steps_host"].items()}
     forest = content["forest"]
     return ServerState(
         path=path,
@@ -175,7 +134,7 @@ def _state(path: Path, content: dict[str, Any]) -> ServerState:
         device=str(content["device"]),
         dtype=str(content["dtype"]),
         **{name: int(content[name]) for name in _SHAPE},
-        counters=Counters(steps_host=host, **counts),
+        counters=Counters.from_json(content),
         forest=None if forest is None else _forest(forest),
         updated=float(content["updated"]),
     )

@@ -10,6 +10,7 @@ import torch
 from deft_backend.attention import TreeAttention
 from deft_backend.forest import build_forest, warm_up
 from deft_backend.planner import Plan, plan_grouping
+from deft_backend.planner.on_device import SIZES
 from deft_backend.policies import DeftFlatten, GroupingBuilder, Segment
 
 
@@ -21,6 +22,7 @@ def warm_up_attention(
     *,
     table_dtype: torch.dtype = torch.int32,
     index_dtype: torch.dtype = torch.int64,
+    on_device: bool = False,
 ) -> None:
     """Run the planner, and the kernels in every combination in which a plan may launch them.
 
@@ -36,24 +38,35 @@ def warm_up_attention(
         Columns of the host's page table.
     table_dtype, index_dtype : torch.dtype
         Of the host's page table, and of its table rows and lengths.
+    on_device : bool
+        Whether plans are made on the device: its planner's kernels run for every size of batch
+        that they are compiled for, and those of attention in the one set that all plans take.
     """
-    warm_up()
-    batch = min(attention.capacity.max_batch, 4)
-    attention.plan(build_forest(range(batch), [1] * (batch - 1), [2] * batch))
     device = attention.device
     table = torch.zeros((1, max(2, table_columns)), dtype=table_dtype, device=device)
-    for plan, queries in plans_of_all_shapes(attention):
-        forest = build_forest(range(queries), [0] * (queries - 1), [2] * queries)
-        attention.use(plan, forest)
-        shape = (queries, attention.num_query_heads, attention.head_dim)
+
+    def run(batch: int, static_launch: bool) -> None:
+        rows = torch.zeros(batch, dtype=index_dtype, device=device)
+        lens = torch.full((batch,), 2, dtype=index_dtype, device=device)
+        if static_launch:
+            attention.plan_on_device(table, lens, table_rows=rows)
+        shape = (batch, attention.num_query_heads, attention.head_dim)
+        q = torch.zeros(shape, dtype=attention.dtype, device=device)
         attention.run(
-            torch.zeros(shape, dtype=attention.dtype, device=device),
-            k_cache,
-            v_cache,
-            table,
-            torch.full((queries,), 2, dtype=index_dtype, device=device),
-            table_rows=torch.zeros(queries, dtype=index_dtype, device=device),
+            q, k_cache, v_cache, table, lens, table_rows=rows, static_launch=static_launch
         )
+
+    if on_device:
+        for batch in (*SIZES, attention.capacity.max_batch):
+            if batch <= attention.capacity.max_batch:
+                run(batch, static_launch=True)
+    else:
+        warm_up()
+        batch = min(attention.capacity.max_batch, 4)
+        attention.plan(build_forest(range(batch), [1] * (batch - 1), [2] * batch))
+        for plan, queries in plans_of_all_shapes(attention):
+            attention.use(plan, build_forest(range(queries), [0] * (queries - 1), [2] * queries))
+            run(queries, static_launch=False)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -138,8 +138,8 @@ def _check_fallback(name: str | None) -> None:
 
 
 def _keep_or_disable_decode_graphs(server_args: Any) -> None:
-    """Turn decode graphs off where there cannot be a second set with tree attention."""
-    from deft_backend.patches import sglang_tree_graphs
+    """Turn decode graphs off where tree attention cannot be in them."""
+    from deft_backend.patches import sglang_page_table_fence, sglang_tree_graphs
 
     decode = server_args.cuda_graph_config.decode
     if decode.backend == "disabled":
@@ -147,7 +147,7 @@ def _keep_or_disable_decode_graphs(server_args: Any) -> None:
     if server_args.device != "cuda":
         decode.backend = "disabled"
         return
-    missing = sglang_tree_graphs.missing(server_args)
+    missing = sglang_tree_graphs.missing(server_args) or sglang_page_table_fence.missing()
     if missing is not None:
         decode.backend = "disabled"
         logger.warning(

@@ -1,41 +1,30 @@
-"""The attention backend: the host's own one, with decode batches that share taken out of it."""
+"""The attention backend: the host's own one, with decode batches taken out of it.
+
+Which batches are taken, and who plans them, is what the two kinds of it differ in:
+``host_planned.py`` and ``device_planned.py``.
+"""
 
 from __future__ import annotations
 
 import logging
-from typing import Any, NamedTuple
+from typing import Any
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from deft_backend.attention import TreeAttention
-from deft_backend.hosts.sglang.capture import BatchCapture
-from deft_backend.hosts.sglang.decode_plan import DecodePlanner, Planned
 from deft_backend.hosts.sglang.layers import unsupported_layer
-from deft_backend.hosts.sglang.radix_forest import known_tree
 from deft_backend.hosts.state import ServerState
 
 logger = logging.getLogger("deft_backend")
 
 
-class Decision(NamedTuple):
-    """Which kernel decodes a step."""
-
-    rids: Any
-    """The batch's own list of request ids, which the host makes anew each step."""
-    slots: Any
-    """The batch's tensor of slots for the new tokens, which graphs' views of it share."""
-    taken: bool
-    """Tree attention, not the host's kernel."""
-
-
 class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
     """Composition around the host's own backend, to which everything else is handed on.
 
-    A decode batch goes through tree attention if its requests are known (it was made by the
-    scheduler, not for warm-up or capture), its radix tree can be read, and it shares enough.
-    The host's metadata is then made only if some layer needs the host's kernel after all.
-    Whatever goes wrong while deciding costs a line in the log and the host's kernel for the step.
+    Its kinds set `_tree_batch` to the batch that is decoded through the plan on the device. The
+    host's metadata is made only if some layer needs the host's kernel after all. A kernel that
+    fails costs a line in the log, and the host's own decodes from there.
 
     Parameters
     ----------
@@ -43,145 +32,34 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         The host's own decode backend.
     attention : TreeAttention
         Sized for the model's layers.
-    planner : DecodePlanner
-    capture : BatchCapture
-        Gives the scheduler's requests behind a forward batch.
     state : ServerState
         Receives the counters.
     """
 
-    needs_cpu_seq_lens = True  # the forest is built from them
+    _own = frozenset({
+        "_host", "_attention", "_state", "_pool", "_req_to_token", "_layers", "_said", "_broken",
+        "_tree_batch", "_capturing", "_host_in_graphs", "_host_ready",
+    })  # fmt: skip
+    """Members that are not the host's."""
 
-    def __init__(
-        self,
-        host: AttentionBackend,
-        attention: TreeAttention,
-        planner: DecodePlanner,
-        capture: BatchCapture,
-        state: ServerState,
-    ) -> None:
+    @property
+    def _static_launch(self) -> bool:
+        """Whether every kernel is launched, needed or not: the host does not know the plan."""
+        return self._capturing
+
+    def __init__(self, host: AttentionBackend, attention: TreeAttention, state: ServerState):
         self._host = host
         self._attention = attention
-        self._planner = planner
-        self._capture = capture
         self._state = state
         self._pool = host.token_to_kv_pool
         self._req_to_token = host.req_to_token_pool.req_to_token
         self._layers: dict[int, str | None] = {}
         self._said: set[str] = set()
         self._broken: str | None = None
-        self._tree_batch: Any = None  # the batch that is decoded through the current plan
-        self._decided: Decision | None = None
+        self._tree_batch: Any = None
         self._capturing = False  # the forward that runs is captured with tree attention
         self._host_in_graphs = False  # some layer of those graphs is the host's kernel
         self._host_ready = False  # whether the host's metadata is that batch's
-
-    # -- metadata ---------------------------------------------------------------------------
-
-    def init_forward_metadata(self, forward_batch: Any) -> None:
-        self._tree_batch = None
-        taken = forward_batch.forward_mode.is_decode() and self.takes(forward_batch)
-        self._decided = None  # the step begins
-        if taken:
-            self._tree_batch = forward_batch
-            self._host_ready = False
-            return
-        self._host.init_forward_metadata(forward_batch)
-
-    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        self._tree_batch = None
-        if in_capture and self._capturing:
-            self._tree_batch = forward_batch
-        if not in_capture and self._replays_tree(forward_batch):
-            return
-        self._host.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
-        self._host_ready = True
-
-    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        self._host.init_forward_metadata_in_graph(forward_batch)
-
-    def takes(self, forward_batch: Any) -> bool:
-        """Whether a decode batch goes through tree attention; decided and counted once a batch.
-
-        Asked before the host chooses between its graph and an eager step, and again when the
-        eager step begins. A batch is told by its list of ids, which the host makes anew each step.
-        """
-        rids = forward_batch.rids
-        if rids is None or self._decided is None or self._decided.rids is not rids:
-            slots = forward_batch.out_cache_loc
-            self._decided = Decision(rids, slots, self._decide(forward_batch))
-        return self._decided.taken
-
-    def capture_tree(self, capturing: bool) -> None:
-        """The forwards from now on are captured with tree attention, or no longer.
-
-        What is captured are launches that read whatever plan is on the device. Until then it is
-        empty: the batch of a capture is none that a plan was made for. The host may capture again
-        between two steps, or within one, so the plan in use comes back afterwards.
-        """
-        self._capturing = capturing
-        self._tree_batch = None
-        if capturing:
-            self._attention.clear_plan()
-        else:
-            self._attention.restore_plan()
-
-    def _replays_tree(self, view: Any) -> bool:
-        """Whether a graph's replay is one of tree attention that needs no metadata of the host.
-
-        The host shows a view of the batch that was decided on, with the same tensor of slots.
-        """
-        decided = self._decided
-        return (
-            decided is not None
-            and decided.taken
-            and view.forward_mode.is_decode()
-            and view.out_cache_loc is decided.slots
-            and not self._host_in_graphs  # the host's kernel reads the host's metadata
-        )
-
-    def _decide(self, forward_batch: Any) -> bool:
-        """Whether the batch goes through tree attention; plans and counts it."""
-        lens = forward_batch.seq_lens_cpu
-        if lens is None:
-            self._say("the host keeps no sequence lengths in host memory")
-            return False
-        seq_lens = lens.numpy()
-        tokens = forward_batch.seq_lens_sum
-        tokens = int(seq_lens.sum()) if tokens is None else int(tokens)
-        try:
-            planned = self._plan(forward_batch, seq_lens, tokens)
-        except Exception as error:
-            self._planner.forget()
-            self._say(f"planning failed ({error!r}); the host's kernel decodes such batches")
-            logger.debug("deft: planning failed", exc_info=True)
-            planned = "planning failed"
-        if isinstance(planned, str):
-            self._state.count_host(planned, tokens)
-            return False
-        tree_layers = self._state.num_layers - sum(r is not None for r in self._layers.values())
-        self._state.count_tree(tokens, planned.loads(tokens), tree_layers)
-        return True
-
-    def _plan(self, forward_batch: Any, seq_lens: Any, tokens: int) -> Planned | str:
-        """The plan for this step, or why the host's kernel decodes it."""
-        if self._broken is not None:
-            return self._broken
-        captured = self._capture.of(forward_batch)
-        if captured is None:
-            return "no requests behind the batch"
-        if len(captured.requests) != forward_batch.batch_size:
-            return "padded batch"
-        if len(seq_lens) != forward_batch.batch_size:
-            return "padded batch"
-        unknown = known_tree(captured.tree_cache)
-        if unknown is not None:
-            self._say(f"{unknown}; the host's kernel decodes")
-            return "unknown tree cache"
-        planned = self._planner.step(captured.requests, seq_lens, tokens, forward_batch)
-        return planned if planned.host_reason is None else planned.host_reason
-
-    # -- attention --------------------------------------------------------------------------
 
     def forward(
         self,
@@ -248,7 +126,7 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
             table_rows=forward_batch.req_pool_indices,
             sm_scale=layer.scaling,
             logit_cap=layer.logit_cap or 0.0,
-            static_launch=self._capturing,
+            static_launch=self._static_launch,
         )
         return out.view(-1, heads * dim)
 
@@ -278,25 +156,16 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
             self._said.add(message)
             logger.warning("deft: %s", message)
 
-    # -- everything else --------------------------------------------------------------------
-
     def __getattr__(self, name: str) -> Any:
         if name == "_host":  # not constructed yet
             raise AttributeError(name)
         return getattr(self._host, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN:
+        if name in self._own:
             object.__setattr__(self, name, value)
         else:
             setattr(self._host, name, value)
-
-
-_OWN = frozenset({
-    "_host", "_attention", "_planner", "_capture", "_state", "_pool", "_req_to_token", "_layers",
-    "_said", "_broken", "_tree_batch", "_decided", "_capturing",
-    "_host_in_graphs", "_host_ready",
-})  # fmt: skip
 
 
 def _hand_on(name: str) -> property:

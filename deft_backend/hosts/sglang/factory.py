@@ -12,13 +12,20 @@ import torch
 from deft_backend.attention import TreeAttention
 from deft_backend.config import LOG_LEVELS, Settings, state_directory, warn_unknown
 from deft_backend.forest import PrefixForest
+from deft_backend.hosts.decode_log import DecodeLog
+from deft_backend.hosts.metrics import publisher, rank_labels
 from deft_backend.hosts.sglang.arguments import NAME
 from deft_backend.hosts.sglang.capture import BatchCapture
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner
 from deft_backend.hosts.sglang.verify import disagreement
 from deft_backend.hosts.state import ServerState, StateWriter
 from deft_backend.hosts.warm_up import warm_up_attention
-from deft_backend.patches import sglang_capture_batch, sglang_tree_graphs
+from deft_backend.patches import (
+    sglang_capture_batch,
+    sglang_page_table_fence,
+    sglang_tree_graphs,
+)
+from deft_backend.planner.on_device import largest_batch
 
 logger = logging.getLogger("deft_backend")
 
@@ -98,28 +105,68 @@ def _device(runner: Any) -> torch.device:
 
 
 def _create(runner: Any, host: Any, name: str, settings: Settings) -> Any:
-    from deft_backend.hosts.sglang.backend import DeftAttentionBackend
-
+    on_device = _plans_on_device(settings)
     heads, kv_heads, dim = _shape(runner)
-    largest = runner.req_to_token_pool.size  # no batch holds more requests
+    largest = min(settings.max_batch, runner.req_to_token_pool.size)  # no batch holds more requests
     attention = TreeAttention(
         num_query_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=dim,
         dtype=runner.dtype,
         device=_device(runner),
-        max_batch=min(settings.max_batch, largest),
+        max_batch=min(largest, largest_batch()) if on_device else largest,
         policy=settings.policy,
     )
     if attention.device.type == "cuda":
-        _warm_up(attention, runner)
+        _warm_up(attention, runner, on_device)
     state = state_of(runner, NAME, settings.policy)
+    make = _device_planned if on_device else _host_planned
+    backend = make(runner, host, attention, state, settings)
+    if runner.server_args.cuda_graph_config.decode.backend != "disabled":
+        sglang_page_table_fence.install(runner, backend.replayed_tree)
+    start_writer(state, runner, settings)
+    logger.info(
+        "deft: decode goes through tree attention (policy %s, planned on the %s, workspace %.1f "
+        "MiB); everything else, and batches that share too little, through %s",
+        settings.policy, "device" if on_device else "host", attention.workspace_bytes / 2**20, name,
+    )  # fmt: skip
+    return backend
+
+
+def _plans_on_device(settings: Settings) -> bool:
+    """Whether the device plans, as asked for; where it cannot, the log says so."""
+    if settings.planner != "device":
+        return False
+    for reason, holds in (
+        (f"plans made on the device follow the policy auto, not {settings.policy}",
+         settings.policy != "auto"),
+        ("DEFT_VERIFY checks plans made on the host", settings.verify),
+    ):  # fmt: skip
+        if holds:
+            logger.warning("deft: %s; batches are planned on the host", reason)
+            return False
+    return True
+
+
+def _device_planned(
+    runner: Any, host: Any, attention: TreeAttention, state: ServerState, settings: Settings
+) -> Any:
+    from deft_backend.hosts.sglang.device_planned import DevicePlannedBackend
+
+    _ = attention.device_planner  # what it cannot do is said here, not in the first step
+    return DevicePlannedBackend(host, attention, state, settings.min_batch)
+
+
+def _host_planned(
+    runner: Any, host: Any, attention: TreeAttention, state: ServerState, settings: Settings
+) -> Any:
+    from deft_backend.hosts.sglang.host_planned import HostPlannedBackend
+
     req_to_token = runner.req_to_token_pool.req_to_token
 
     def verify(forest: PrefixForest, batch: Any) -> str | None:
         return disagreement(forest, req_to_token, batch.req_pool_indices)
 
-    graphs = runner.server_args.cuda_graph_config.decode.backend != "disabled"
     planner = DecodePlanner(
         attention,
         settings,
@@ -128,20 +175,14 @@ def _create(runner: Any, host: Any, name: str, settings: Settings) -> Any:
         least_gain_ms=settings.min_saved_ms if attention.device.type == "cuda" else 0.0,
     )
     capture = BatchCapture(runner)
-    backend = DeftAttentionBackend(host, attention, planner, capture, state)
+    backend = HostPlannedBackend(host, attention, planner, capture, state)
     sglang_capture_batch.install(capture.observe)
-    if graphs:
+    if runner.server_args.cuda_graph_config.decode.backend != "disabled":
         sglang_tree_graphs.install(runner, backend)
-    start_writer(state, runner, settings)
-    logger.info(
-        "deft: decode goes through tree attention (policy %s, workspace %.1f MiB); everything "
-        "else, and batches that share too little, through %s",
-        settings.policy, attention.workspace_bytes / 2**20, name,
-    )  # fmt: skip
     return backend
 
 
-def _warm_up(attention: TreeAttention, runner: Any) -> None:
+def _warm_up(attention: TreeAttention, runner: Any, on_device: bool = False) -> None:
     """Compile planner and kernels, for tensors as the host's decode steps hand them over."""
     pool, table = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
     warm_up_attention(
@@ -150,6 +191,7 @@ def _warm_up(attention: TreeAttention, runner: Any) -> None:
         pool.get_value_buffer(pool.start_layer),
         table.shape[1],
         table_dtype=table.dtype,
+        on_device=on_device,
     )
 
 
@@ -175,9 +217,18 @@ def state_of(runner: Any, backend: str, policy: str) -> ServerState:
 
 
 def start_writer(state: ServerState, runner: Any, settings: Settings) -> None:
-    """Write the state from now on, beside other ranks of the same server."""
+    """Write the state from now on, beside other ranks of the same server, and tell the host's
+    ``/metrics`` and log where the server has them."""
     args, place = runner.server_args, runner.ps
     suffix = f"-pp{place.pp_rank}" if getattr(args, "pp_size", 1) > 1 else ""
     if getattr(args, "dp_size", 1) > 1:
         suffix += f"-dp{place.dp_rank or 0}"
-    StateWriter(state, state_directory(settings), suffix).start()
+    writer = StateWriter(state, state_directory(settings), suffix)
+    if args.enable_metrics:
+        publish = publisher(rank_labels(writer.path))
+        if publish is not None:
+            writer.listeners.append(publish)
+    # Where the host writes its own line about decoding.
+    if place.attn_tp_rank == 0 and LOG_LEVELS[settings.log] <= logging.INFO:
+        writer.listeners.append(DecodeLog(steps=max(1, args.decode_log_interval)))
+    writer.start()

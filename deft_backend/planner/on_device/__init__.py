@@ -5,6 +5,6 @@
 them; nothing is left from one step to the next, so that no plan can be stale.
 """
 
-from deft_backend.planner.on_device.planner import DevicePlanner, largest_batch
+from deft_backend.planner.on_device.planner import SIZES, DevicePlanner, largest_batch
 
-__all__ = ["DevicePlanner", "largest_batch"]
+__all__ = ["SIZES", "DevicePlanner", "largest_batch"]

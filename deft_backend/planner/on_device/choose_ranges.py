@@ -66,7 +66,9 @@ def choose_ranges(
         small_below += leaves
     else:  # GQA groups that fill more rows than the smallest tile has
         large_below += leaves
-    below = small_below.to(tl.float32) * small_token_ns + large_below.to(tl.float32) * large_token_ns
+    below = (
+        small_below.to(tl.float32) * small_token_ns + large_below.to(tl.float32) * large_token_ns
+    )
     items = tiles.to(tl.float32) * tl.where(is_large, large_item_ns, small_item_ns)
 
     # Where the ranges below a node begin, times two, plus whether a range above them was chosen.

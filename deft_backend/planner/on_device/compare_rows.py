@@ -71,7 +71,9 @@ def compare_rows(
     page = tl.load(table + low, mask=differ, other=0)
     other_page = tl.load(other_table + low, mask=differ, other=0)
     shorter = (other_pages < pages) | ((other_pages == pages) & (other < row))
-    before = ((differ & (other_page < page)) | ((differ == 0) & shorter)) & is_other & (row != other)
+    before = (
+        ((differ & (other_page < page)) | ((differ == 0) & shorter)) & is_other & (row != other)
+    )
     rank = tl.reduce(before.to(tl.int32), 1, tl.standard._sum_combine)
     common = tl.reduce(tl.where(before, low, 0), 1, tl.standard._elementwise_max)
 

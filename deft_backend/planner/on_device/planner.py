@@ -243,7 +243,7 @@ class DevicePlanner:
                 self._leaves, self._below, *ranges, batch, small, large, *limits, *per_gpu,
                 float(costs.partial_ns),
             ),
-            common, num_warps=8,
+            common,
         )  # fmt: skip
         self._launch(
             PRICE_CHUNKS, (blocks.candidates, 2),
@@ -262,7 +262,6 @@ class DevicePlanner:
                 self._merged, small, large,
             ),
             {**common, **priced, "BLOCK": blocks.places},
-            num_warps=8,
         )  # fmt: skip
         self._launch(
             WRITE_PLAN, (-(-batch // blocks.leaves) + batch,),
@@ -281,13 +280,12 @@ class DevicePlanner:
         arguments: tuple[Any, ...],
         constants: dict[str, Any],
         *,
-        num_warps: int = 4,
         follows: bool = True,
     ) -> None:
         kernel.launch(
             grid, arguments, {name: constants[name] for name in kernel.constants},
             variant=self._kind, aligned=self._aligned, interpreted=self._interpreted,
-            num_warps=num_warps, launch_pdl=follows and self._overlapped,
+            num_warps=8 if constants["BATCH"] > 256 else 4, launch_pdl=follows and self._overlapped,
         )  # fmt: skip
 
     def _blocks(self, size: int) -> Blocks:

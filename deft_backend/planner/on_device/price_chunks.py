@@ -11,7 +11,17 @@ from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-@jit(do_not_specialize=["small_tile", "large_tile", "max_entries", "max_items", "small_programs", "large_programs", "block"])
+@jit(
+    do_not_specialize=[
+        "small_tile",
+        "large_tile",
+        "max_entries",
+        "max_items",
+        "small_programs",
+        "large_programs",
+        "block",
+    ]
+)
 def price_chunks(
     range_queries_ptr,
     range_begin_ptr,

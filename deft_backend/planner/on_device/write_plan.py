@@ -33,6 +33,52 @@ def _count(counters_ptr, seen_ptr, counter, more):
     tl.store(seen_ptr + counter, total)
 
 
+@jit
+def _write_totals(
+    order_ptr, range_queries_ptr, range_begin_ptr, range_end_ptr, range_pieces_ptr, tile_ptr,
+    item_segment_ptr, item_query_ptr, num_reduce_ptr, reduce_query_ptr, reduce_slot_ptr,
+    counters_ptr, seen_ptr, slots, reduced, num_reduced, batch, small_tile, large_tile,
+    BATCH: tl.constexpr,
+):  # fmt: skip
+    """The reduction's queries, how much there is of everything, and the counters."""
+    place = tl.arange(0, BATCH)
+    inside = place < batch
+    is_reduced = (reduced > 0).to(tl.int32)
+    number = tl.associative_scan(is_reduced, 0, tl.standard._sum_combine) - is_reduced
+    count = tl.reduce(is_reduced, 0, tl.standard._sum_combine)
+    row = tl.load(order_ptr + place, mask=inside, other=0)
+    tl.store(reduce_query_ptr + number, row, mask=reduced > 0)
+    tl.store(reduce_slot_ptr + number, slots, mask=reduced > 0)
+    tl.store(reduce_slot_ptr + count, num_reduced)
+    tl.store(num_reduce_ptr, count)
+
+    which = tl.arange(0, 2 * BATCH)
+    queries = tl.load(range_queries_ptr + which)
+    pieces = tl.load(range_pieces_ptr + which)
+    is_large = queries > small_tile
+    held = tl.where(is_large, large_tile, tl.maximum(small_tile, 1))
+    items = (queries + held - 1) // held * pieces
+    small_items = tl.where(is_large, 0, items)
+    total = tl.reduce(items, 0, tl.standard._sum_combine)
+    tl.store(tile_ptr, 0)
+    tl.store(tile_ptr + 1, tl.reduce(small_items, 0, tl.standard._sum_combine))
+    tl.store(tile_ptr + 2, total)
+    tl.store(tile_ptr + 3, total)
+    tl.store(item_segment_ptr + total, total)
+    entries = tl.reduce(queries * pieces, 0, tl.standard._sum_combine)
+    tl.store(item_query_ptr + total, entries)
+
+    # What the step reads, and what it would read query by query, in tokens.
+    begin = tl.load(range_begin_ptr + which)
+    end = tl.load(range_end_ptr + which)
+    tiles = (queries + held - 1) // held
+    loaded = tl.where(queries > 0, tiles.to(tl.int64) * (end - begin).to(tl.int64), 0)
+    leaf_end = tl.load(range_end_ptr + BATCH + place, mask=inside, other=0).to(tl.int64)
+    _count(counters_ptr, seen_ptr, 0, tl.full([], 1, tl.int64))
+    _count(counters_ptr, seen_ptr, 1, tl.reduce(leaf_end, 0, tl.standard._sum_combine))
+    _count(counters_ptr, seen_ptr, 2, tl.reduce(loaded, 0, tl.standard._sum_combine))
+
+
 @jit(do_not_specialize=["batch", "small_tile", "large_tile", "block"])
 def write_plan(
     order_ptr,
@@ -166,39 +212,9 @@ def write_plan(
             tl.store(entry_query_ptr + entry, row, mask=is_item)
             tl.store(entry_slot_ptr + entry, slot, mask=is_item)
         if program == 0:
-            place = tl.arange(0, BATCH)
-            inside = place < batch
-            is_reduced = (reduced > 0).to(tl.int32)
-            number = tl.associative_scan(is_reduced, 0, tl.standard._sum_combine) - is_reduced
-            count = tl.reduce(is_reduced, 0, tl.standard._sum_combine)
-            row = tl.load(order_ptr + place, mask=inside, other=0)
-            tl.store(reduce_query_ptr + number, row, mask=reduced > 0)
-            tl.store(reduce_slot_ptr + number, slots, mask=reduced > 0)
-            tl.store(reduce_slot_ptr + count, num_reduced)
-            tl.store(num_reduce_ptr, count)
-
-            which = tl.arange(0, 2 * BATCH)
-            queries = tl.load(range_queries_ptr + which)
-            pieces = tl.load(range_pieces_ptr + which)
-            is_large = queries > small_tile
-            held = tl.where(is_large, large_tile, tl.maximum(small_tile, 1))
-            items = (queries + held - 1) // held * pieces
-            small_items = tl.where(is_large, 0, items)
-            total = tl.reduce(items, 0, tl.standard._sum_combine)
-            tl.store(tile_ptr, 0)
-            tl.store(tile_ptr + 1, tl.reduce(small_items, 0, tl.standard._sum_combine))
-            tl.store(tile_ptr + 2, total)
-            tl.store(tile_ptr + 3, total)
-            tl.store(item_segment_ptr + total, total)
-            entries = tl.reduce(queries * pieces, 0, tl.standard._sum_combine)
-            tl.store(item_query_ptr + total, entries)
-
-            # What the step reads, and what it would read query by query, in tokens.
-            begin = tl.load(range_begin_ptr + which)
-            end = tl.load(range_end_ptr + which)
-            tiles = (queries + held - 1) // held
-            loaded = tl.where(queries > 0, tiles.to(tl.int64) * (end - begin).to(tl.int64), 0)
-            leaf_end = tl.load(range_end_ptr + BATCH + place, mask=inside, other=0).to(tl.int64)
-            _count(counters_ptr, seen_ptr, 0, tl.full([], 1, tl.int64))
-            _count(counters_ptr, seen_ptr, 1, tl.reduce(leaf_end, 0, tl.standard._sum_combine))
-            _count(counters_ptr, seen_ptr, 2, tl.reduce(loaded, 0, tl.standard._sum_combine))
+            _write_totals(
+                order_ptr, range_queries_ptr, range_begin_ptr, range_end_ptr, range_pieces_ptr,
+                tile_ptr, item_segment_ptr, item_query_ptr, num_reduce_ptr, reduce_query_ptr,
+                reduce_slot_ptr, counters_ptr, seen_ptr, slots, reduced, num_reduced, batch,
+                small_tile, large_tile, BATCH,
+            )  # fmt: skip

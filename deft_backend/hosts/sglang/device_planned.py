@@ -1,0 +1,145 @@
+"""Decode batches planned on the device, from the page table, in every step."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from deft_backend.attention import TreeAttention
+from deft_backend.hosts.sglang.backend import DeftAttentionBackend
+from deft_backend.hosts.state import ServerState
+
+logger = logging.getLogger("deft_backend")
+
+
+class DevicePlannedBackend(DeftAttentionBackend):
+    """Every decode batch of `min_batch` requests or more goes through tree attention.
+
+    Planning is launches alone, made in the step and recorded into its graph: the plan is of the
+    page table as the step finds it, whatever happened to requests, tree nodes or pages since the
+    step before, and the host does nothing for it. What is not shared costs nothing more than the
+    host's own kernel would, so there is nothing to decide but whether there are requests to share.
+
+    Parameters
+    ----------
+    host : AttentionBackend
+        The host's own decode backend.
+    attention : TreeAttention
+        Sized for the model's layers.
+    state : ServerState
+        Receives the counters, which the device keeps.
+    min_batch : int
+        Requests below which the host's kernel decodes.
+    """
+
+    _own = DeftAttentionBackend._own | {
+        "_min_batch", "_max_batch", "_tree_graphs", "_replayed_tree", "_counting",
+    }  # fmt: skip
+
+    def __init__(
+        self, host: Any, attention: TreeAttention, state: ServerState, min_batch: int
+    ) -> None:
+        super().__init__(host, attention, state)
+        self._min_batch = min_batch
+        self._max_batch = attention.capacity.max_batch
+        self._tree_graphs: set[int] = set()  # batch sizes
+        self._replayed_tree = False
+        self._counting = False
+
+    @property
+    def _static_launch(self) -> bool:
+        return True
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """An eager step begins."""
+        self._tree_batch = None
+        self._capturing = False
+        if not forward_batch.forward_mode.is_decode():
+            self._host.init_forward_metadata(forward_batch)
+            return
+        self._attach_counters()
+        reason = self._reason(forward_batch.batch_size)
+        if reason is None and self._planned(forward_batch):
+            self._tree_batch = forward_batch
+            self._host_ready = False
+            self._count(None, forward_batch)
+            return
+        self._count(reason or "planning failed", forward_batch)
+        self._host.init_forward_metadata(forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """A graph is captured or replayed next; only its capture shows what it holds."""
+        self._tree_batch = None
+        self._capturing = False
+        self._replayed_tree = False
+        size = forward_batch.batch_size
+        decodes = forward_batch.forward_mode.is_decode()
+        if in_capture and decodes and self._reason(size) is None:
+            self._tree_batch = forward_batch
+            self._capturing = True
+            self._tree_graphs.add(size)
+        if not in_capture and decodes:
+            self._attach_counters()
+            self._replayed_tree = size in self._tree_graphs
+            reason = None if self._replayed_tree else self._reason(size) or "no graph"
+            self._count(reason, forward_batch)
+            if self._replayed_tree and not self._host_in_graphs:
+                return
+        self._host.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+        self._host_ready = True
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Launches recorded into the graph; before its capture they run, to warm up."""
+        if forward_batch is self._tree_batch:
+            self._planned(forward_batch)
+        self._host.init_forward_metadata_in_graph(forward_batch)
+
+    def replayed_tree(self, forward_batch: Any) -> bool:
+        """Whether the graph that was replayed last reads page tables while it runs."""
+        return self._replayed_tree
+
+    def _reason(self, batch: int) -> str | None:
+        """Why the host's kernel decodes a batch of this size, or None."""
+        if self._broken is not None:
+            return self._broken
+        if batch < self._min_batch:
+            return "batch below DEFT_MIN_BATCH"
+        if batch > self._max_batch:
+            return "batch above DEFT_MAX_BATCH"
+        return None
+
+    def _planned(self, forward_batch: Any) -> bool:
+        """Launch the planning; if that fails, the host's kernel decodes from here."""
+        try:
+            self._attention.plan_on_device(
+                self._req_to_token,
+                forward_batch.seq_lens,
+                table_rows=forward_batch.req_pool_indices,
+            )
+        except Exception as error:
+            self._broken = "planning failed"
+            self._tree_batch = None
+            self._tree_graphs.discard(forward_batch.batch_size)  # if it was to be captured
+            logger.error("deft: planning failed, the host's own decode from here: %r", error)
+            logger.debug("deft: planning failed", exc_info=True)
+            return False
+        return True
+
+    def _count(self, reason: str | None, forward_batch: Any) -> None:
+        """Count a step of the host's kernel; those of tree attention the device counts."""
+        if reason is None:
+            left = sum(r is not None for r in self._layers.values())
+            self._state.device_tree_layers = self._state.num_layers - left
+            return
+        tokens = forward_batch.seq_lens_sum
+        if tokens is None:
+            lens = forward_batch.seq_lens_cpu
+            tokens = 0 if lens is None else lens.sum()
+        self._state.count_host(reason, int(tokens))
+
+    def _attach_counters(self) -> None:
+        """From the first step on: what was planned to warm up and to capture is not counted."""
+        if not self._counting:
+            self._counting = True
+            counters = self._attention.device_planner.counters
+            self._state.attach_device_counters(counters.numpy())

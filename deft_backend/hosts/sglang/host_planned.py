@@ -1,0 +1,170 @@
+"""Decode batches planned on the host, from its radix tree, when their composition changes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple
+
+from deft_backend.attention import TreeAttention
+from deft_backend.hosts.sglang.backend import DeftAttentionBackend
+from deft_backend.hosts.sglang.capture import BatchCapture
+from deft_backend.hosts.sglang.decode_plan import DecodePlanner, Planned
+from deft_backend.hosts.sglang.radix_forest import known_tree
+from deft_backend.hosts.state import ServerState
+
+logger = logging.getLogger("deft_backend")
+
+
+class Decision(NamedTuple):
+    """Which kernel decodes a step."""
+
+    rids: Any
+    """The batch's own list of request ids, which the host makes anew each step."""
+    slots: Any
+    """The batch's tensor of slots for the new tokens, which graphs' views of it share."""
+    taken: bool
+    """Tree attention, not the host's kernel."""
+
+
+class HostPlannedBackend(DeftAttentionBackend):
+    """A decode batch goes through tree attention if it is known, and shares enough.
+
+    Known: it was made by the scheduler, not for warm-up or capture, and its radix tree can be
+    read. Whatever goes wrong while deciding costs a line in the log and the host's kernel for the
+    step.
+
+    Parameters
+    ----------
+    host : AttentionBackend
+        The host's own decode backend.
+    attention : TreeAttention
+        Sized for the model's layers.
+    planner : DecodePlanner
+    capture : BatchCapture
+        Gives the scheduler's requests behind a forward batch.
+    state : ServerState
+        Receives the counters.
+    """
+
+    needs_cpu_seq_lens = True  # the forest is built from them
+    _own = DeftAttentionBackend._own | {"_planner", "_capture", "_decided"}
+
+    def __init__(
+        self,
+        host: Any,
+        attention: TreeAttention,
+        planner: DecodePlanner,
+        capture: BatchCapture,
+        state: ServerState,
+    ) -> None:
+        super().__init__(host, attention, state)
+        self._planner = planner
+        self._capture = capture
+        self._decided: Decision | None = None
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        self._tree_batch = None
+        taken = forward_batch.forward_mode.is_decode() and self.takes(forward_batch)
+        self._decided = None  # the step begins
+        if taken:
+            self._tree_batch = forward_batch
+            self._host_ready = False
+            return
+        self._host.init_forward_metadata(forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        self._tree_batch = None
+        if in_capture and self._capturing:
+            self._tree_batch = forward_batch
+        if not in_capture and self._replays_tree(forward_batch):
+            return
+        self._host.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+        self._host_ready = True
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        self._host.init_forward_metadata_in_graph(forward_batch)
+
+    def takes(self, forward_batch: Any) -> bool:
+        """Whether a decode batch goes through tree attention; decided and counted once a batch.
+
+        Asked before the host chooses between its graph and an eager step, and again when the
+        eager step begins. A batch is told by its list of ids, which the host makes anew each step.
+        """
+        rids = forward_batch.rids
+        if rids is None or self._decided is None or self._decided.rids is not rids:
+            slots = forward_batch.out_cache_loc
+            self._decided = Decision(rids, slots, self._decide(forward_batch))
+        return self._decided.taken
+
+    def capture_tree(self, capturing: bool) -> None:
+        """The forwards from now on are captured with tree attention, or no longer.
+
+        What is captured are launches that read whatever plan is on the device. Until then it is
+        empty: the batch of a capture is none that a plan was made for. The host may capture again
+        between two steps, or within one, so the plan in use comes back afterwards.
+        """
+        self._capturing = capturing
+        self._tree_batch = None
+        if capturing:
+            self._attention.clear_plan()
+        else:
+            self._attention.restore_plan()
+
+    def replayed_tree(self, forward_batch: Any) -> bool:
+        """Whether the graph that was replayed for a batch reads page tables while it runs."""
+        return bool(forward_batch.forward_mode.is_decode()) and self.takes(forward_batch)
+
+    def _replays_tree(self, view: Any) -> bool:
+        """Whether a graph's replay is one of tree attention that needs no metadata of the host.
+
+        The host shows a view of the batch that was decided on, with the same tensor of slots.
+        """
+        decided = self._decided
+        return (
+            decided is not None
+            and decided.taken
+            and view.forward_mode.is_decode()
+            and view.out_cache_loc is decided.slots
+            and not self._host_in_graphs  # the host's kernel reads the host's metadata
+        )
+
+    def _decide(self, forward_batch: Any) -> bool:
+        """Whether the batch goes through tree attention; plans and counts it."""
+        lens = forward_batch.seq_lens_cpu
+        if lens is None:
+            self._say("the host keeps no sequence lengths in host memory")
+            return False
+        seq_lens = lens.numpy()
+        tokens = forward_batch.seq_lens_sum
+        tokens = int(seq_lens.sum()) if tokens is None else int(tokens)
+        try:
+            planned = self._plan(forward_batch, seq_lens, tokens)
+        except Exception as error:
+            self._planner.forget()
+            self._say(f"planning failed ({error!r}); the host's kernel decodes such batches")
+            logger.debug("deft: planning failed", exc_info=True)
+            planned = "planning failed"
+        if isinstance(planned, str):
+            self._state.count_host(planned, tokens)
+            return False
+        tree_layers = self._state.num_layers - sum(r is not None for r in self._layers.values())
+        self._state.count_tree(tokens, planned.loads(tokens), tree_layers)
+        return True
+
+    def _plan(self, forward_batch: Any, seq_lens: Any, tokens: int) -> Planned | str:
+        """The plan for this step, or why the host's kernel decodes it."""
+        if self._broken is not None:
+            return self._broken
+        captured = self._capture.of(forward_batch)
+        if captured is None:
+            return "no requests behind the batch"
+        if len(captured.requests) != forward_batch.batch_size:
+            return "padded batch"
+        if len(seq_lens) != forward_batch.batch_size:
+            return "padded batch"
+        unknown = known_tree(captured.tree_cache)
+        if unknown is not None:
+            self._say(f"{unknown}; the host's kernel decodes")
+            return "unknown tree cache"
+        planned = self._planner.step(captured.requests, seq_lens, tokens, forward_batch)
+        return planned if planned.host_reason is None else planned.host_reason

@@ -1,0 +1,66 @@
+"""Page-table writes wait for decode graphs that read page tables while they run.
+
+Changes, on ``DecodeCudaGraphRunner`` (SGLang 0.5.17), for runners that have a reader:
+    ``execute``: after a replay that the reader says reads page tables, later writes to them wait
+    for the whole forward. The host lets them go once its own metadata is read, before the replay.
+Why: tree attention reads page tables during the replay. With overlap on, the host prepares the next
+    batch meanwhile, and may give a request's row to another.
+Looks for: the method with the parameters used here, and the event behind the host's fence.
+Harmless to runners without a reader: the wrapper calls straight through.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+TARGET = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+PARAMETERS = ["self", "forward_batch", "pp_proxy_tensors"]
+FENCE = "war_fastpath_read_done_event"
+"""Attribute of the model runner: the event after which page tables may be written; None: the end
+of the forward."""
+
+Reader = Callable[[Any], bool]
+"""Whether the graph that a forward batch has just replayed reads page tables."""
+
+_readers: dict[int, Reader] = {}
+"""By the id of the model runner."""
+
+
+def missing() -> str | None:
+    """What the host lacks, in one line, or None."""
+    try:
+        from sglang.srt.model_executor.model_runner import ModelRunner
+        from sglang.srt.model_executor.runner.decode_cuda_graph_runner import (
+            DecodeCudaGraphRunner,
+        )
+    except ImportError:
+        return "there is no DecodeCudaGraphRunner"
+    method = getattr(DecodeCudaGraphRunner, "execute", None)
+    if method is None:
+        return "DecodeCudaGraphRunner has no execute"
+    found = list(inspect.signature(inspect.unwrap(method)).parameters)
+    if found != PARAMETERS:
+        return f"execute takes {found}, not {PARAMETERS}"
+    if FENCE not in inspect.getsource(ModelRunner):
+        return f"ModelRunner has no {FENCE}"
+    return None
+
+
+def install(model_runner: Any, reader: Reader) -> None:
+    """Hold page-table writes for the replays of `model_runner` that `reader` says."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if not _readers:
+        HookRegistry.register(f"{TARGET}.execute", _execute, HookType.AROUND)
+    _readers[id(model_runner)] = reader
+    HookRegistry.apply_hooks()
+
+
+def _execute(original: Any, runner: Any, forward_batch: Any, pp_proxy_tensors: Any = None) -> Any:
+    output = original(runner, forward_batch, pp_proxy_tensors)
+    reader = _readers.get(id(runner.model_runner))
+    if reader is not None and reader(forward_batch):
+        setattr(runner.model_runner, FENCE, None)
+    return output

@@ -1,0 +1,220 @@
+"""The attention backend that plans on the device: eager steps, captures and replays."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang_fakes import FakePool, Tree, load_host, make_layer, make_state, requests_of
+
+from deft_backend.attention import TreeAttention
+
+PREFIX = list(range(10, 510))
+SHARED = [[*PREFIX, 4, 5], [*PREFIX, 9]]
+DECODE = SimpleNamespace(is_decode=lambda: True, is_mixed=lambda: False, is_idle=lambda: False)
+EXTEND = SimpleNamespace(is_decode=lambda: False, is_mixed=lambda: False, is_idle=lambda: False)
+
+
+@pytest.fixture
+def server() -> Any:
+    """A backend over a host that records its calls; the host's graphs hold static tensors."""
+    host = load_host()
+    from deft_backend.hosts.sglang.device_planned import DevicePlannedBackend
+
+    _, table, lens = requests_of(SHARED, Tree())
+    calls: list[str] = []
+
+    class HostBackend(host.AttentionBackend):
+        token_to_kv_pool = FakePool(520)
+        req_to_token_pool = SimpleNamespace(req_to_token=torch.from_numpy(table))
+
+        def init_forward_metadata(self, forward_batch: Any) -> None:
+            calls.append("metadata")
+
+        def init_forward_metadata_out_graph(
+            self, forward_batch: Any, in_capture: bool = False
+        ) -> None:
+            calls.append("capture" if in_capture else "replay")
+
+        def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+            calls.append("in graph")
+
+        def forward_decode(self, q: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append("decode")
+            return torch.zeros_like(q)
+
+        def forward_extend(self, q: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append("extend")
+            return q
+
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+        max_batch=4,
+    )  # fmt: skip
+    state = make_state()
+    backend = DevicePlannedBackend(HostBackend(), attention, state, min_batch=2)
+
+    def batch(mode: Any = DECODE, size: int = 2) -> Any:
+        rows = torch.tensor([1, 2, 0, 0, 0, 0][:size])
+        lengths = torch.tensor([*lens.tolist(), 1, 1, 1, 1][:size])
+        slots = torch.tensor([int(table[row, n - 1]) for row, n in zip(rows, lengths, strict=True)])
+        return SimpleNamespace(
+            forward_mode=mode, batch_size=size, seq_lens=lengths, req_pool_indices=rows,
+            out_cache_loc=slots, seq_lens_sum=int(lengths.sum()), seq_lens_cpu=None,
+        )  # fmt: skip
+
+    return SimpleNamespace(
+        backend=backend, calls=calls, batch=batch, state=state, table=table, attention=attention,
+        pool=HostBackend.token_to_kv_pool,
+    )  # fmt: skip
+
+
+def query(size: int = 2) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(1)
+    return tuple(torch.randn(size, heads * 64, generator=generator) for heads in (4, 2, 2))
+
+
+def expected_attention(server: Any, q: torch.Tensor, batch: Any) -> torch.Tensor:
+    """Decode attention in float64, request by request, over the page table."""
+    out = torch.empty(len(q), 4, 64, dtype=torch.float64)
+    for request, (row, length) in enumerate(
+        zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True)
+    ):
+        slots = torch.from_numpy(server.table[row, :length]).long()
+        for head in range(4):
+            keys = server.pool.k[slots, head // 2].double()
+            scores = keys @ q.view(-1, 4, 64)[request, head].double() * 0.125
+            out[request, head] = scores.softmax(0) @ server.pool.v[slots, head // 2].double()
+    return out.view(len(q), -1)
+
+
+def check(server: Any, batch: Any, out: torch.Tensor, q: torch.Tensor) -> None:
+    expected = expected_attention(server, q, batch)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_eager_step_is_planned_from_the_page_table(server: Any) -> None:
+    batch, (q, k, v) = server.batch(), query()
+    server.backend.init_forward_metadata(batch)
+    out = server.backend.forward(q=q, k=k, v=v, layer=make_layer(), forward_batch=batch)
+    assert server.calls == []
+    check(server, batch, out, q)
+    assert server.pool.k[batch.out_cache_loc].flatten().tolist() == k.flatten().tolist()
+
+
+def test_what_is_captured_plans_whatever_it_is_replayed_for(server: Any) -> None:
+    """Capture with a dummy batch padded to four; replay by hand over other rows and lengths."""
+    backend, (q, k, v) = server.backend, query(4)
+    static = server.batch(size=4)
+    static.seq_lens.fill_(1)
+    static.req_pool_indices.fill_(0)
+    backend.init_forward_metadata_out_graph(static, in_capture=True)
+    backend.init_forward_metadata_in_graph(static)
+    backend.forward(q=q, k=k, v=v, layer=make_layer(), forward_batch=static)
+    assert server.calls == ["capture", "in graph"]
+
+    real = server.batch(size=4)
+    static.seq_lens.copy_(real.seq_lens)
+    static.req_pool_indices.copy_(real.req_pool_indices)
+    view = SimpleNamespace(**{**vars(real), "seq_lens": static.seq_lens})
+    backend.init_forward_metadata_out_graph(view)
+    assert server.calls == ["capture", "in graph"], "the replay needs no metadata of the host"
+    assert backend.replayed_tree(real)
+    # What the graph holds: the planning, and the launches of one layer.
+    server.attention.plan_on_device(
+        torch.from_numpy(server.table), static.seq_lens, table_rows=static.req_pool_indices
+    )
+    out = server.attention.run(
+        q.view(4, 4, 64), server.pool.k, server.pool.v, torch.from_numpy(server.table),
+        static.seq_lens, table_rows=static.req_pool_indices, sm_scale=0.125, static_launch=True,
+    )  # fmt: skip
+    check(server, real, out.view(4, -1), q)
+
+
+def test_small_large_and_other_batches_are_the_hosts(server: Any) -> None:
+    backend = server.backend
+    for size in (1, 5):
+        q, k, v = query(size)
+        backend.init_forward_metadata(server.batch(size=size))
+        backend.forward(q, k, v, make_layer(), server.batch(size=size))
+        for in_capture in (True, False):
+            backend.init_forward_metadata_out_graph(server.batch(size=size), in_capture=in_capture)
+        assert not backend.replayed_tree(None)
+    assert server.calls == ["metadata", "decode", "capture", "replay"] * 2
+    batch, (q, k, v) = server.batch(EXTEND), query()
+    backend.init_forward_metadata(batch)
+    backend.forward(q, k, v, make_layer(), batch)
+    assert server.calls[-2:] == ["metadata", "extend"]
+    assert server.state.steps_host == {
+        "batch below DEFT_MIN_BATCH": 2, "batch above DEFT_MAX_BATCH": 2,
+    }  # fmt: skip
+    assert server.state.steps_tree == 0
+
+
+def test_a_graph_that_was_captured_with_a_hosts_layer_gets_its_metadata(server: Any) -> None:
+    backend, batch, (q, k, v) = server.backend, server.batch(), query()
+    backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    backend.init_forward_metadata_in_graph(batch)
+    backend.forward(q, k, v, make_layer(sliding_window_size=8, layer_id=1), batch)
+    assert server.calls == ["capture", "in graph", "decode"]
+    backend.init_forward_metadata_out_graph(server.batch())
+    assert server.calls[-1] == "replay"
+    assert backend.replayed_tree(None)
+
+
+def test_planning_that_fails_leaves_the_capture_to_the_host(
+    server: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("out of resources")
+
+    monkeypatch.setattr(server.attention, "plan_on_device", fail)
+    backend, batch, (q, k, v) = server.backend, server.batch(), query()
+    backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    backend.init_forward_metadata_in_graph(batch)
+    backend.forward(q, k, v, make_layer(), batch)
+    backend.init_forward_metadata_out_graph(server.batch())
+    backend.init_forward_metadata(server.batch())
+    assert server.calls == ["capture", "in graph", "decode", "replay", "metadata"]
+    assert not backend.replayed_tree(None)
+    assert caplog.text.count("planning failed, the host's own decode from here") == 1
+    assert server.state.steps_host == {"planning failed": 2}
+
+
+def test_a_kernel_that_fails_leaves_the_capture_to_the_host(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("out of resources")
+
+    monkeypatch.setattr(server.attention, "run", fail)
+    backend, batch, (q, k, v) = server.backend, server.batch(), query()
+    backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    backend.init_forward_metadata_in_graph(batch)
+    for layer_id in range(2):
+        backend.forward(q, k, v, make_layer(layer_id=layer_id), batch)
+    backend.init_forward_metadata_out_graph(server.batch())
+    assert server.calls == ["capture", "in graph", "decode", "decode", "replay"]
+
+
+def test_the_device_counts_steps_but_not_those_of_captures(server: Any) -> None:
+    backend, warm = server.backend, server.batch()
+    backend.init_forward_metadata_out_graph(warm, in_capture=True)
+    backend.init_forward_metadata_in_graph(warm)
+    for _ in range(3):
+        backend.init_forward_metadata(server.batch())
+    counters = server.state.counters()
+    assert counters.steps_tree == 3
+    tokens = counters.kv_bytes_query_guided // (2 * server.state.token_bytes)
+    assert tokens == 3 * int(warm.seq_lens.sum())
+    assert counters.kv_bytes_read < 0.6 * counters.kv_bytes_query_guided
+
+
+def test_members_are_the_hosts(server: Any) -> None:
+    assert server.backend._host is not None
+    server.backend.prefill_attention_backend_str = "triton"
+    assert server.backend._host.prefill_attention_backend_str == "triton"
+    with pytest.raises(AttributeError, match="no_such_member"):
+        _ = server.backend.no_such_member
