@@ -294,5 +294,5 @@ class DevicePlanner:
     def _size_for(self, batch: int) -> int:
         """The batch that the kernels are compiled for."""
         if self._interpreted:
-            return max(8, triton.next_power_of_2(batch))
+            return max(8, int(triton.next_power_of_2(batch)))
         return next(size for size in SIZES if size >= batch)
