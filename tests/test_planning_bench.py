@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from forest_oracle import oracle_of_tables
 
-from deft_backend.bench import planning
+from deft_backend import TreeAttention
+from deft_backend.bench import planning, planning_device
+from deft_backend.bench.kernel.timing import Budget
 from deft_backend.forest import (
     forest_from_page_tables,
     forest_from_paths,
@@ -59,3 +63,35 @@ def test_the_file_holds_a_row_a_batch(tmp_path: Path, monkeypatch: pytest.Monkey
         times = [value for key, value in row.items() if key.endswith("_ms")]
         assert len(times) == 7
         assert min(times) > 0
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_planning_on_the_device_is_compared_with_the_host(
+    page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row, on the CPU: clocks and graphs are stand-ins, plans and outputs are not."""
+
+    class OnCpu(TreeAttention):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**{**options, "dtype": torch.float32})
+
+    randn = torch.randn
+
+    def random(shape: Any, **options: Any) -> torch.Tensor:
+        return randn(shape, **{**options, "dtype": torch.float32})
+
+    monkeypatch.setattr(planning_device, "FAN_OUTS", {8: (2, 2, 2)})
+    monkeypatch.setattr(planning_device, "TreeAttention", OnCpu)
+    monkeypatch.setattr(planning_device, "captured", lambda launch: (launch, launch()))
+    monkeypatch.setattr(planning_device, "launch_us", lambda replay, budget: 3.0)
+    monkeypatch.setattr(planning_device, "kernel_times", lambda replay: {})
+    monkeypatch.setattr(torch, "randn", random)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    tables = planning_device.shared(8, page_size, prefix_tokens=1600)
+    row = planning_device.measure(tables, torch.device("cpu"), Budget())
+    assert row["tokens_attended"] == int(tables.seq_lens.sum())
+    assert row["tokens_loaded"] < 0.7 * row["tokens_attended"]
+    assert 0 < row["error"] < 1e-4
+    assert row["attention_us"] == {"device plan": 3.0, "host plan": 3.0}
+    alone = planning_device.unshared(3, 40, page_size)
+    assert len(np.unique(alone.page_table)) == alone.page_table.size
