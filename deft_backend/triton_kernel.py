@@ -5,17 +5,24 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
 from triton import knobs
+from triton.runtime import interpreter
 
 
 def parameters(kernel: Any) -> list[str]:
     """Names of a kernel's parameters."""
     return list(inspect.signature(getattr(kernel, "fn", kernel)).parameters)
+
+
+check_overflow = False
+"""Whether interpreted integers are checked for overflow, which takes half of the time; tests do."""
 
 
 class Kernel:
@@ -62,7 +69,8 @@ class Kernel:
         grid = (*sizes, 1, 1)[:3]
         if interpreted:
             kernel = getattr(interpreted_copy(self._module), self._name)
-            kernel[grid](*arguments, **constants)
+            with _overflow_checks(check_overflow):
+                kernel[grid](*arguments, **constants)
             return
         known = self._variants.get(variant) if aligned else None
         if known is not None:
@@ -71,6 +79,21 @@ class Kernel:
         found = self._compiled[grid](*arguments, **constants, **options)
         if aligned:
             self._variants[variant] = found
+
+
+@contextmanager
+def _overflow_checks(on: bool) -> Iterator[None]:
+    """Triton's interpreter with or without them; where it has no such switch, as it is."""
+    builder: Any = getattr(interpreter, "interpreter_builder", None)
+    options: Any = getattr(builder, "options", None)
+    if not hasattr(options, "sanitize_overflow"):
+        yield
+        return
+    builder.options = replace(options, sanitize_overflow=on)
+    try:
+        yield
+    finally:
+        builder.options = options
 
 
 @lru_cache

@@ -1,4 +1,4 @@
-"""Settings for every test: no downloads, and one profile for hypothesis."""
+"""Settings for every test: no downloads, checked integers, and one profile for hypothesis."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import os
 
 from hypothesis import settings
 
+from deft_backend import triton_kernel
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 settings.register_profile("deft", deadline=None, print_blob=True)
 settings.load_profile("deft")
+
+triton_kernel.check_overflow = True
