@@ -149,10 +149,9 @@ class _Session:
                 prompt=prompt,
                 max_tokens=request.max_tokens,
                 n=request.n,
-                temperature=0.0,
                 logprobs=2,
                 stream=True,
-                extra_body={"ignore_eos": True, "return_token_ids": True},
+                **_greedy(request.n),
             )
             async for chunk in stream:
                 now = time.perf_counter() - begin
@@ -170,6 +169,17 @@ class _Session:
                     "model's context length hold prompt and answer?"
                 )
         return answers
+
+
+def _greedy(answers: int) -> dict[str, Any]:
+    """Sampling that always takes the likeliest token, and the rest of the body.
+
+    vLLM refuses several answers at temperature 0; the likeliest one token only is the same.
+    """
+    body: dict[str, Any] = {"ignore_eos": True, "return_token_ids": True}
+    if answers == 1:
+        return {"temperature": 0.0, "extra_body": body}
+    return {"temperature": 1.0, "extra_body": {**body, "top_k": 1}}
 
 
 def _take(answer: Answer, choice: Any, now: float) -> int:

@@ -1,0 +1,214 @@
+"""A server that speaks both hosts' endpoints, with a language model that one can compute by hand.
+
+Run as a script it is a host server: ``bench_e2e_fakes.py PORT HOST MODE``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from deft_backend.bench.e2e.client import Completion
+from deft_backend.bench.e2e.model import Model
+from deft_backend.bench.e2e.servers import HOSTS, Launch
+from deft_backend.hosts.launch import ServerCommand, free_port
+
+VOCABULARY = 97
+GAP = 0.125
+"""By how much the first choice is likelier than the second."""
+
+MODEL = Model("/nowhere", "fake", VOCABULARY, 4096)
+
+
+def first_choice(context: Sequence[int]) -> int:
+    return (sum(context) * 31 + len(context) * 7) % VOCABULARY
+
+
+def second_choice(context: Sequence[int]) -> int:
+    return (first_choice(context) + 1) % VOCABULARY
+
+
+def third_choice(context: Sequence[int]) -> int:
+    """Not among those that the server tells log-probabilities of."""
+    return (first_choice(context) + 50) % VOCABULARY
+
+
+def decode(prompt: Sequence[int], tokens: int, mode: str = "right") -> Completion:
+    """The answer; `mode` says what happens at every fifth position: ``tie`` or ``wrong``."""
+    context, answer = list(prompt), Completion()
+    for _ in range(tokens):
+        choose = first_choice
+        if len(context) % 5 == 0:
+            choose = {"tie": second_choice, "wrong": third_choice}.get(mode, first_choice)
+        found = choose(context)
+        top = {first_choice(context): -0.5, second_choice(context): -0.5 - GAP}
+        answer.ids.append(found)
+        answer.top.append(top)
+        answer.logprobs.append(top.get(found, -9.0))
+        context.append(found)
+    return answer
+
+
+@dataclass
+class FakeHost:
+    """The server; `hung_up` counts streams that the client left."""
+
+    host: str = "sglang"
+    mode: str = "right"
+    incremental: bool = False
+    requests: int = 0
+    hung_up: int = 0
+    prompts: list[list[int]] = field(default_factory=list)
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=2**26)
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_post("/generate", self.generate)
+        app.router.add_post("/v1/completions", self.complete)
+        return app
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response(text="ok")
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "served"}]})
+
+    def _enough(self) -> None:
+        self.requests += 1
+        if self.mode == "dies" and self.requests > 2:
+            os._exit(3)
+        if self.mode == "refuses":
+            raise web.HTTPBadRequest(text="no room")
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        self._enough()
+        body = json.loads(await request.text())
+        tokens = body["sampling_params"]["max_new_tokens"] - (self.mode == "short")
+        if not body["stream"]:
+            self.prompts += body["input_ids"]
+            return web.json_response([
+                self._sglang(decode(prompt, tokens, self.mode), body.get("return_logprob", False))
+                for prompt in body["input_ids"]
+            ])  # fmt: skip
+        self.prompts.append(body["input_ids"])
+        ids = decode(body["input_ids"], tokens, self.mode).ids
+        pieces = [
+            {
+                "output_ids": ids[i : i + 1] if self.incremental else ids[: i + 1],
+                "meta_info": {"completion_tokens": i + 1, "cached_tokens": 3},
+            }
+            for i in range(tokens)
+        ]
+        return await self._stream(request, pieces)
+
+    def _sglang(self, answer: Completion, logprobs: bool) -> dict[str, Any]:
+        meta: dict[str, Any] = {"completion_tokens": len(answer.ids), "cached_tokens": 3}
+        if logprobs:
+            meta["output_token_logprobs"] = [
+                [value, token, None]
+                for value, token in zip(answer.logprobs, answer.ids, strict=True)
+            ]
+            meta["output_top_logprobs"] = [
+                [[value, token, None] for token, value in top.items()] for top in answer.top
+            ]
+        return {"output_ids": answer.ids, "meta_info": meta}
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        self._enough()
+        body = json.loads(await request.text())
+        assert body["model"] == "served"
+        tokens = body["max_tokens"] - (self.mode == "short")
+        answers = [decode(prompt, tokens, self.mode) for prompt in body["prompt"]]
+        self.prompts += body["prompt"]
+        if body["stream"]:
+            pieces = [
+                {"choices": [{"index": 0, "text": "", "token_ids": [id]}]} for id in answers[0].ids
+            ]
+            return await self._stream(request, [*pieces, {"choices": [], "usage": {}}])
+        choices = [
+            {
+                "index": index, "token_ids": answer.ids,
+                "logprobs": {
+                    "token_logprobs": answer.logprobs,
+                    "top_logprobs": [
+                        {f"token_id:{token}": value for token, value in top.items()}
+                        for top in answer.top
+                    ],
+                } if body.get("logprobs") else None,
+            }
+            for index, answer in enumerate(answers)
+        ]  # fmt: skip
+        return web.json_response({"choices": choices[::-1]})  # in whatever order
+
+    async def _stream(
+        self, request: web.Request, pieces: list[dict[str, Any]]
+    ) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        try:
+            for piece in pieces:
+                await response.write(f"data: {json.dumps(piece)}\n\n".encode())
+                await asyncio.sleep(0.001)
+            await response.write(b"data: [DONE]\n\n")
+        except ConnectionError:
+            self.hung_up += 1
+        return response
+
+
+class FakeLaunch(Launch):
+    """Starts the script below in a host's place; the backend's name is what the server does."""
+
+    def command(self, backend: str, state: Path) -> ServerCommand:
+        port = free_port()
+        arguments = (sys.executable, __file__, str(port), self.host.name, backend)
+        return ServerCommand(arguments, {}, port, on_gpu=False)
+
+
+def fake_launch(host: str = "sglang") -> FakeLaunch:
+    """`right` is ours, other backends are named after what goes wrong in them."""
+    named = replace(HOSTS[host], backends=("right", "tie"), on_cpu=("right", "tie"))
+    return FakeLaunch(named, MODEL)
+
+
+class FakeClient:
+    """A client without a server, whose time passes as a formula says."""
+
+    def __init__(self, seconds_a_token: float = 0.01, seconds_before: float = 0.5) -> None:
+        self.seconds_a_token = seconds_a_token
+        self.seconds_before = seconds_before
+        self.asked: list[tuple[tuple[int, ...], int]] = []
+        self.mode = "right"
+
+    async def batch(
+        self, prompts: Sequence[Sequence[int]], tokens: int, *, logprobs: bool = False
+    ) -> tuple[list[Completion], float]:
+        seconds = self.seconds_before + self.seconds_a_token * (tokens - 1)
+        return [decode(prompt, tokens, self.mode) for prompt in prompts], seconds
+
+    async def stream(
+        self, prompt: Sequence[int], tokens: int, *, leave_after: int | None = None
+    ) -> Completion:
+        self.asked.append((tuple(prompt), tokens))
+        await asyncio.sleep(0)
+        answer = decode(prompt, tokens, self.mode)
+        answer.arrivals = [
+            self.seconds_before + i * self.seconds_a_token for i in range(len(answer.ids))
+        ]
+        answer.cached = 0
+        return answer
+
+
+if __name__ == "__main__":
+    _port, _host, _mode = sys.argv[1:]
+    if _mode == "crashes":
+        sys.exit("the server does not start")
+    web.run_app(FakeHost(_host, _mode).app(), host="127.0.0.1", port=int(_port), print=None)

@@ -1,0 +1,106 @@
+"""The client of token ids against a server that speaks both hosts' endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from aiohttp import web
+from bench_e2e_fakes import FakeHost, decode
+
+from deft_backend.bench.e2e.client import Client, ClientError
+
+HOSTS = pytest.mark.parametrize("host", ["sglang", "vllm"])
+PROMPTS = [[1, 2, 3], [5], [90, 7, 7, 7]]
+
+
+def with_server(host: FakeHost, use: Callable[[Client], Coroutine[Any, Any, Any]]) -> Any:
+    """Run `use` with a client of an in-process server."""
+
+    async def run() -> Any:
+        runner = web.AppRunner(host.app())
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        try:
+            async with Client(f"http://127.0.0.1:{port}", host.host) as client:
+                return await use(client)
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+@HOSTS
+def test_a_batch_comes_back_in_the_prompts_order(host: str) -> None:
+    answers, seconds = with_server(FakeHost(host), lambda client: client.batch(PROMPTS, 6))
+    assert [answer.ids for answer in answers] == [decode(prompt, 6).ids for prompt in PROMPTS]
+    assert seconds > 0
+    assert not answers[0].logprobs
+
+
+@HOSTS
+def test_log_probabilities_are_of_the_ids(host: str) -> None:
+    answers, _ = with_server(
+        FakeHost(host, "tie"), lambda client: client.batch(PROMPTS, 6, logprobs=True)
+    )
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        expected = decode(prompt, 6, "tie")
+        assert answer.logprobs == expected.logprobs
+        assert answer.top == expected.top
+
+
+@pytest.mark.parametrize(("host", "incremental"), [("sglang", 0), ("sglang", 1), ("vllm", 1)])
+def test_a_stream_gives_each_token_once_with_its_time(host: str, incremental: int) -> None:
+    fake = FakeHost(host, incremental=bool(incremental))
+    answer = with_server(fake, lambda client: client.stream([4, 4], 9))
+    assert answer.ids == decode([4, 4], 9).ids
+    assert len(answer.arrivals) == 9
+    assert answer.arrivals == sorted(answer.arrivals)
+    assert all(gap >= 0 for gap in answer.gaps)
+    assert len(answer.gaps) == 8
+    assert answer.cached == (3 if host == "sglang" else None)
+
+
+@HOSTS
+def test_hanging_up_ends_the_request(host: str) -> None:
+    fake = FakeHost(host)
+
+    async def leave(client: Client) -> Any:
+        answer = await client.stream([1], 5000, leave_after=3)
+        for _ in range(3000):
+            if fake.hung_up:
+                break
+            await asyncio.sleep(0.01)
+        return answer
+
+    answer = with_server(fake, leave)
+    assert 3 <= len(answer.ids) < 5000
+    assert fake.hung_up == 1
+
+
+@HOSTS
+def test_what_the_server_refuses_is_told(host: str) -> None:
+    with pytest.raises(ClientError, match="answered 400: no room"):
+        with_server(FakeHost(host, "refuses"), lambda client: client.batch(PROMPTS, 2))
+
+
+@HOSTS
+def test_an_answer_that_is_too_short_is_no_answer(host: str) -> None:
+    fake = FakeHost(host, "short")
+    with pytest.raises(ClientError, match="3 answers of 5 tokens, got 3 of \\[4\\]"):
+        with_server(fake, lambda client: client.batch(PROMPTS, 5))
+    with pytest.raises(ClientError, match="ended after 4 of 5 tokens"):
+        with_server(fake, lambda client: client.stream([1], 5))
+
+
+def test_nobody_there_is_a_client_error() -> None:
+    async def ask() -> None:
+        async with Client("http://127.0.0.1:9", "sglang") as client:
+            await client.batch([[1]], 1)
+
+    with pytest.raises(ClientError, match="/generate failed"):
+        asyncio.run(ask())

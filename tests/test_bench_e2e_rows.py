@@ -1,0 +1,220 @@
+"""Rows of end-to-end runs: kept, put together, and held against the bars."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from deft_backend.bench.e2e.bars import bars
+from deft_backend.bench.e2e.plots import draw
+from deft_backend.bench.e2e.rows import (
+    Row,
+    RowsError,
+    by_case,
+    header_file,
+    make_row,
+    merged,
+    read_rows,
+    replaced,
+    write_rows,
+)
+from deft_backend.bench.e2e.table import bars_table, rows_table
+
+HEADER: dict[str, Any] = {
+    "device": "A GPU (CUDA 13.0)", "driver": "1", "versions": {"torch": "2"}, "commit": "abc",
+    "runs": [{"command": "deft bench e2e"}],
+}  # fmt: skip
+
+
+def timed(
+    backend: str,
+    tpot: float | None,
+    case: tuple[int, int, int] | None = (4096, 32, 64),
+    workload: str = "few-shot",
+    host: str = "sglang",
+    **figures: Any,
+) -> Row:
+    row = make_row(workload, host, backend, "fake", "")
+    if case is not None:
+        row["prefix"], row["branches"], row["suffix"] = case
+    row["tpot_ms"] = tpot
+    if backend in ("deft", "CUSTOM"):
+        row["detail"]["steps"] = {"tree": 5, "host": {}}
+    row.update(figures)  # type: ignore[typeddict-item]
+    return row
+
+
+def test_rows_survive_their_file(tmp_path: Path) -> None:
+    rows = [timed("deft", 1.5), timed("fa3", None, error="it died")]
+    write_rows(tmp_path / "deep" / "e.json", rows, HEADER)
+    assert read_rows(tmp_path / "deep" / "e.json") == (rows, HEADER)
+    assert list((tmp_path / "deep").glob("*.part")) == []
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "e.json"
+    with pytest.raises(RowsError, match="cannot read"):
+        read_rows(path)
+    path.write_text("[")
+    header_file(path).write_text("{}")
+    with pytest.raises(RowsError, match="expected JSON"):
+        read_rows(path)
+    path.write_text('[{"workload": "few-shot"}]')
+    with pytest.raises(RowsError, match="does not hold rows"):
+        read_rows(path)
+
+
+def test_a_case_measured_again_takes_its_own_place() -> None:
+    old = [timed("deft", 1.0), timed("fa3", 2.0)]
+    again = timed("deft", 3.0)
+    other_options = timed("deft", 4.0, options="--page-size 16")
+    rows = replaced(old, [again, other_options])
+    assert [(row["backend"], row["tpot_ms"]) for row in rows] == [
+        ("deft", 3.0), ("fa3", 2.0), ("deft", 4.0),
+    ]  # fmt: skip
+    assert [list(backends) for backends in by_case(rows).values()] == [["deft", "fa3"], ["deft"]]
+
+
+def test_runs_of_one_machine_are_merged(tmp_path: Path) -> None:
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    write_rows(a, [timed("deft", 1.0), timed("fa3", 2.0)], HEADER)
+    write_rows(b, [timed("fa3", 5.0), timed("triton", 7.0)], HEADER)
+    rows, header = merged([a, b])
+    assert {row["backend"]: row["tpot_ms"] for row in rows} == {
+        "deft": 1.0, "fa3": 5.0, "triton": 7.0,
+    }  # fmt: skip
+    assert len(header["runs"]) == 2
+
+
+@pytest.mark.parametrize("field", ["device", "driver", "versions", "commit"])
+def test_runs_of_different_machines_are_not(tmp_path: Path, field: str) -> None:
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    write_rows(a, [timed("deft", 1.0)], HEADER)
+    write_rows(b, [timed("fa3", 5.0)], {**HEADER, field: "another"})
+    with pytest.raises(RowsError, match=f"{field} .*another"):
+        merged([a, b])
+
+
+def only(rows: list[Row]) -> tuple[str, bool | None]:
+    (bar,) = bars(rows)
+    return bar.found, bar.met
+
+
+@pytest.mark.parametrize(
+    ("case", "limit"),
+    [((65536, 32, 64), 0.40), ((16384, 64, 64), 0.50), ((4096, 128, 64), 0.65),
+     ((4096, 32, 64), 0.85)],
+)  # fmt: skip
+def test_sglang_is_held_against_the_best_other(case: tuple[int, int, int], limit: float) -> None:
+    others = [timed("fa3", 12.0, case), timed("flashinfer", 10.0, case)]
+    assert only([timed("deft", 10.0 * limit, case), *others]) == (f"{limit:.3f}", True)
+    assert only([timed("deft", 10.0 * limit + 0.02, case), *others])[1] is False
+    failed = timed("triton", 1.0, case, error="it died")  # no peer to beat
+    assert only([timed("deft", 10.0 * limit, case), *others, failed])[1] is True
+
+
+@pytest.mark.parametrize(
+    ("case", "limit"), [((65536, 32, 64), 0.42), ((16384, 64, 64), 0.50), ((4096, 128, 64), 0.62)]
+)
+def test_vllm_is_held_against_flash_attn(case: tuple[int, int, int], limit: float) -> None:
+    others = [
+        timed("FLASH_ATTN", 10.0, case, host="vllm"), timed("FLASHINFER", 1.0, case, host="vllm"),
+    ]  # fmt: skip
+    met = [timed("CUSTOM", 10.0 * limit, case, host="vllm"), *others]
+    assert only(met)[1] is True
+    assert only([timed("CUSTOM", 10.0 * limit + 0.02, case, host="vllm"), *others])[1] is False
+
+
+def test_nothing_shared_may_cost_two_percent() -> None:
+    case = (0, 32, 2048)
+
+    def row(backend: str, tpot: float) -> Row:
+        found = timed(backend, tpot, case, "unshared")
+        found["detail"] = {}  # the host's own kernel decodes there
+        return found
+
+    assert only([row("deft", 10.2), row("fa3", 10.0), row("flashinfer", 9.0)])[1] is True
+    assert only([row("deft", 10.21), row("fa3", 10.0)])[1] is False
+    assert only([row("deft", 10.0), row("flashinfer", 9.0)])[1] is None
+
+
+def test_a_peer_without_a_sensible_time_is_none() -> None:
+    assert only([timed("deft", 1.0), timed("fa3", -44.0)])[1] is None
+    assert only([timed("deft", 9.0), timed("fa3", -44.0), timed("triton", 10.0)])[1] is False
+
+
+def test_an_idle_plugin_meets_no_bar() -> None:
+    ours = timed("deft", 1.0)
+    ours["detail"] = {"steps": {"tree": 0, "host": {"batch below DEFT_MIN_BATCH": 7}}}
+    assert only([ours, timed("fa3", 10.0)]) == ("no step counted through tree attention", None)
+
+
+def test_what_failed_is_not_met() -> None:
+    assert only([timed("deft", None, error="died\nof it"), timed("fa3", 1.0)]) == ("died", False)
+    assert only([timed("deft", 1.0)])[1] is None
+
+
+def test_the_hosts_clients_are_held_to_throughput_and_first_token() -> None:
+    def row(backend: str, speed: float, ttft: float) -> Row:
+        name = "generated-shared-prefix:default"
+        return timed(backend, 1.0, None, name, tokens_per_s=speed, ttft_ms=ttft)
+
+    found = bars([row("deft", 101.0, 10.3), row("fa3", 90.0, 10.0), row("triton", 100.0, 12.0)])
+    assert [bar.met for bar in found] == [True, True]
+    found = bars([row("deft", 99.0, 10.4), row("fa3", 90.0, 10.0), row("triton", 100.0, 12.0)])
+    assert [bar.met for bar in found] == [False, False]
+
+
+def test_trees_must_be_faster_than_every_other() -> None:
+    def row(backend: str, tpot: float) -> Row:
+        return timed(backend, tpot, None, "tree-of-thoughts sorting")
+
+    assert only([row("deft", 9.9), row("fa3", 10.0), row("triton", 12.0)])[1] is True
+    assert only([row("deft", 10.0), row("fa3", 10.0)])[1] is False
+
+
+def test_traffic_is_held_to_its_tokens() -> None:
+    def row(wrong: int, trouble: int = 0, **figures: Any) -> list[Row]:
+        found = timed("deft", None, (8, 4, 4), "mixed-traffic part 1", **figures)
+        checked = {"tokens": 9, "wrong": wrong, "ties": 2}
+        found["detail"] |= {"checked": checked, "log_trouble": trouble}
+        return [found]
+
+    assert only(row(0)) == ("9 tokens: 0 wrong, 2 ties", True)
+    assert only(row(1))[1] is False
+    assert only(row(0, trouble=1))[1] is False
+    assert only(row(0, error="3 requests failed"))[1] is False
+    assert only([timed("deft", None, (8, 4, 4), "mixed-traffic part 1")])[1] is None
+
+
+def test_the_scheduler_is_held_to_microseconds() -> None:
+    def rows(ours: float) -> list[Row]:
+        return [
+            timed("deft", ours, (0, 32, 256), "scheduler"),
+            timed("fa3", 1.0, (0, 32, 256), "scheduler"),
+        ]
+
+    assert only(rows(1.029)) == ("+29.0 µs", True)
+    assert only(rows(1.031))[1] is False
+
+
+def test_tables_and_plots_say_what_rows_hold(tmp_path: Path) -> None:
+    steps = {"iteration": [1.0, 2.0], "ms": [3.0, 4.0]}
+    rows = [timed("deft", 1.25), timed("fa3", 2.5), timed("triton", None, error="it\ndied")]
+    for backend in ("deft", "fa3"):
+        tree = timed(backend, 5.0, None, "tree-of-thoughts sorting")
+        tree["detail"]["steps_ms"] = steps
+        rows.append(tree)
+    console = Console(width=160, record=True)
+    console.print(rows_table(rows))
+    console.print(bars_table(rows))
+    text = console.export_text()
+    for expected in ("4,096 × 32 × 64", "1.250", "0.500", "it", "tree-of-thoughts sorting"):
+        assert expected in text
+    drawn = draw(rows, HEADER, tmp_path / "e.json")
+    assert [path.name for path in drawn] == ["e.svg", "e-trees.svg"]
+    assert all(path.stat().st_size > 1000 for path in drawn)
+    assert draw([rows[2]], HEADER, tmp_path / "none.json") == []

@@ -1,0 +1,404 @@
+"""Whole end-to-end runs over servers of our own, the hosts' clients' figures, and the command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_e2e_fakes import GAP, MODEL, fake_launch
+from typer.testing import CliRunner
+
+from deft_backend.bench.e2e.cases import GRID as GRID_SIZES
+from deft_backend.bench.e2e.cases import grid_case
+from deft_backend.bench.e2e.choice import Choice, ChoiceError, prepared
+from deft_backend.bench.e2e.host_clients import HostClient, HostClientError, fill, requests_of
+from deft_backend.bench.e2e.model import ModelError, read_model, write_model
+from deft_backend.bench.e2e.rows import Row, RowsError, make_row, read_rows, write_rows
+from deft_backend.bench.e2e.servers import Host
+from deft_backend.bench.e2e.session import Setup, record
+from deft_backend.bench.e2e.traffic import Traffic
+from deft_backend.bench.e2e.workloads import Mixed, Together
+from deft_backend.cli.app import app
+
+GRID = Together(grid_case(MODEL, 16, 3, 4), 6, 1)
+
+
+@pytest.fixture(autouse=True)
+def one_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever edits the checkout while tests run does not make it another build."""
+    monkeypatch.setenv("GIT_COMMIT", "abc")
+
+
+def run(tmp_path: Path, backends: tuple[str, ...], workloads: Any, host: str = "sglang") -> Any:
+    said: list[str] = []
+    setup = Setup(
+        fake_launch(host), backends, "tie", workloads, tmp_path / "e.json", tmp_path / "logs",
+        "deft bench e2e", 120.0,
+    )  # fmt: skip
+    rows = record(setup, said.append)
+    assert read_rows(setup.out)[0] == rows
+    return {(row["workload"], row["backend"]): row for row in rows}, said
+
+
+@pytest.mark.parametrize("host", ["sglang", "vllm"])
+def test_every_backend_gets_a_row_and_answers_are_compared(tmp_path: Path, host: str) -> None:
+    rows, said = run(tmp_path, ("tie", "right"), [GRID], host)
+    assert [backend for _, backend in rows] == ["right", "tie"]  # ours first
+    for row in rows.values():
+        assert row["error"] is None
+        assert None not in (row["ttft_ms"], row["itl_p99_ms"], row["tokens_per_s"])
+        assert len(row["detail"]["tpot_runs_ms"]) == 1
+        assert (row["prefix"], row["branches"], row["suffix"], row["gen"]) == (16, 3, 4, 6)
+    found = rows["few-shot", "right"]["detail"]["agreement"]
+    assert found["against"] == "tie"
+    assert found["requests"] == 3
+    assert found["equal_answers"] == 0
+    assert "agreement" not in rows["few-shot", "tie"]["detail"]
+    assert any("few-shot" in line for line in said)
+
+
+def test_a_server_that_does_not_start_is_a_row_with_an_error(tmp_path: Path) -> None:
+    other = Together(grid_case(MODEL, 0, 2, 4), 4, 1)
+    rows, _ = run(tmp_path, ("right", "crashes", "tie"), [GRID, other])
+    assert len(rows) == 6
+    for workload in ("few-shot", "unshared"):
+        error = rows[workload, "crashes"]["error"]
+        assert "LaunchError" in error
+        assert "the server does not start" in error
+        assert rows[workload, "tie"]["error"] is None
+
+
+def test_a_server_that_dies_leaves_an_error_for_what_it_did_not_do(tmp_path: Path) -> None:
+    other = Together(grid_case(MODEL, 0, 2, 4), 4, 1)
+    rows, _ = run(tmp_path, ("right", "dies"), [GRID, other])
+    assert "ended with exit code" in rows["few-shot", "dies"]["error"]
+    assert "ended with exit code" in rows["unshared", "dies"]["error"]
+    assert rows["unshared", "right"]["error"] is None
+
+
+def test_a_refused_workload_does_not_end_the_others(tmp_path: Path) -> None:
+    rows, _ = run(tmp_path, ("short",), [GRID, GRID])
+    assert "ClientError: asked for" in rows["few-shot", "short"]["error"]
+
+
+def test_a_server_that_hangs_is_given_up(tmp_path: Path) -> None:
+    slow = Together(grid_case(MODEL, 16, 3, 4), 6, 1, seconds=0.0)
+    rows, _ = run(tmp_path, ("right", "tie"), [slow, Together(grid_case(MODEL, 0, 1, 4), 2, 1)])
+    for row in rows.values():
+        assert row["error"].startswith("ServerHung: few-shot 16 × 3 × 4 did not end")
+
+
+def test_runs_add_to_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _ = run(tmp_path, ("right",), [GRID])
+    assert "agreement" not in first["few-shot", "right"]["detail"]
+    both, _ = run(tmp_path, ("tie",), [GRID])
+    assert set(both) == {("few-shot", "right"), ("few-shot", "tie")}
+    # The reference came later; what the first server answered was kept.
+    assert both["few-shot", "right"]["detail"]["agreement"]["against"] == "tie"
+    header = read_rows(tmp_path / "e.json")[1]
+    assert [entry["backends"] for entry in header["runs"]] == [["right"], ["tie"]]
+    monkeypatch.setenv("GIT_COMMIT", "def")
+    with pytest.raises(RowsError, match="commit"):
+        run(tmp_path, ("tie",), [GRID])
+
+
+TRAFFIC = Traffic(
+    0.02, workers=3, documents=2, document_tokens=12, most_question_tokens=4,
+    most_answer_tokens=9, aborted=0.0, samples=5,
+)  # fmt: skip
+
+
+def test_traffic_is_checked_against_the_reference(tmp_path: Path) -> None:
+    rows, _ = run(tmp_path, ("tie", "right"), [Mixed(TRAFFIC, GAP)])
+    (row,) = rows.values()
+    assert row["backend"] == "right"
+    assert row["error"] is None
+    checked = row["detail"]["checked"]
+    # The reference finds its own second choice less likely than ours: no tie of ours.
+    assert checked["answers"] == min(5, row["detail"]["traffic"]["finished"])
+    assert checked["tokens"] > 0
+    assert checked["against"] == "tie"
+    assert checked["wrong"] == 0
+    assert row["detail"]["traffic"]["finished"] >= TRAFFIC.workers
+    assert len(row["detail"]["memory"]) >= 2
+    assert row["detail"]["memory"][0]["rss_mib"] > 0
+
+
+def test_traffic_of_a_wrong_server_is_found_wrong(tmp_path: Path) -> None:
+    launch = fake_launch()
+    object.__setattr__(launch.host, "backends", ("wrong", "right"))
+    setup = Setup(
+        launch, ("wrong", "right"), "right", [Mixed(TRAFFIC, GAP)], tmp_path / "e.json",
+        tmp_path / "logs", "", 120.0,
+    )  # fmt: skip
+    (row,) = record(setup, lambda line: None)
+    assert row["detail"]["checked"]["wrong"] > 0
+
+
+def test_without_recorded_answers_there_is_nothing_to_check(tmp_path: Path) -> None:
+    rows, _ = run(tmp_path, ("tie",), [Mixed(TRAFFIC, GAP)])
+    (row,) = rows.values()
+    assert "no answers of right to check" in row["error"]
+
+
+# -- the hosts' clients ----------------------------------------------------------------------
+
+FIGURES: dict[str, Any] = {
+    "completed": 12, "failed": 0, "median_tpot_ms": 4.5, "median_ttft_ms": 51.7,
+    "p99_ttft_ms": 60.0, "median_itl_ms": 4.4, "p99_itl_ms": 9.0, "output_throughput": 1023.9,
+    "duration": 0.5, "mean_ttft_ms": 52.0, "request_throughput": 24.0,
+    "total_input_tokens": 1632, "total_output_tokens": 96,
+}  # fmt: skip
+
+
+def client_row() -> Row:
+    return make_row("generated-shared-prefix:tiny", "sglang", "deft", "fake", "")
+
+
+def test_a_clients_figures_become_a_row() -> None:
+    row = client_row()
+    fill(row, FIGURES, asked=12)
+    assert (row["tpot_ms"], row["ttft_ms"], row["ttft_p99_ms"]) == (4.5, 51.7, 60.0)
+    assert (row["itl_p50_ms"], row["itl_p99_ms"], row["tokens_per_s"]) == (4.4, 9.0, 1023.9)
+    assert row["detail"]["requests"] == 12
+
+
+@pytest.mark.parametrize(
+    ("figures", "message"),
+    [({"failed": 2}, "2 failed"), ({"completed": 11}, "11 requests were answered"),
+     ({"median_tpot_ms": None}, "figures without"), ({"completed": 0}, "0 requests")],
+)  # fmt: skip
+def test_figures_that_are_not_whole_are_refused(figures: dict[str, Any], message: str) -> None:
+    with pytest.raises(HostClientError, match=message):
+        fill(client_row(), FIGURES | figures, asked=12)
+
+
+@pytest.mark.parametrize(
+    ("host", "shape", "requests"),
+    [("sglang", "default", 1024), ("sglang", "64-groups", 2048), ("sglang", "tiny", 12),
+     ("vllm", "default", 1000), ("vllm", "64-groups", 2048), ("vllm", "tiny", 12)],
+)  # fmt: skip
+def test_how_many_requests_a_shape_sends(host: str, shape: str, requests: int) -> None:
+    assert requests_of(HostClient(host, shape)) == requests
+
+
+@pytest.mark.parametrize("host", ["sglang", "vllm"])
+def test_a_client_is_run_and_its_figures_are_read(
+    tmp_path: Path, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "client.py"
+    script.write_text(
+        "import json, os, sys\n"
+        "assert os.environ['HF_HUB_OFFLINE'] == '1' and os.environ['EXTRA'] == '1'\n"
+        f"open(sys.argv[1], 'a').write(json.dumps({FIGURES!r}) + '\\n')\n"
+    )
+    client = HostClient(host, "tiny")
+    command = client.command("http://x", MODEL, tmp_path / "o.json")
+    assert "http://x" in command
+    assert command[command.index("--dataset-name") + 1].startswith(("generated", "prefix_rep"))
+    monkeypatch.setattr(
+        HostClient, "command", lambda self, url, model, out: [sys.executable, script, str(out)]
+    )
+    for _ in range(2):  # a file of an earlier run is not added to
+        figures = client.run("http://x", MODEL, {"EXTRA": "1"}, tmp_path / "client")
+        assert figures == FIGURES
+
+
+def test_a_client_that_fails_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        HostClient, "command", lambda *_: [sys.executable, "-c", "raise SystemExit('no server')"]
+    )
+    with pytest.raises(HostClientError, match=r"(?s)ended with 1.*no server"):
+        HostClient("sglang", "tiny").run("http://x", MODEL, {}, tmp_path)
+    monkeypatch.setattr(
+        HostClient, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"]
+    )
+    with pytest.raises(HostClientError, match="did not end within"):
+        HostClient("sglang", "tiny", timeout=0.2).run("http://x", MODEL, {}, tmp_path)
+
+
+# -- the model -------------------------------------------------------------------------------
+
+
+def test_the_tokenizer_gives_back_the_ids_that_it_decoded(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = write_model(tmp_path, "tiny", "dummy", "float32")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert len(tokenizer) == 1024
+    ids = [0, 5, 1021, 77, 77, 300]
+    assert tokenizer.encode(tokenizer.decode(ids)) == ids
+    assert tokenizer.encode(f"{tokenizer.decode(ids)}\n\n{tokenizer.decode(ids)}") == ids + ids
+    assert (model.load_format, model.ids, model.context) == ("dummy", 1022, 16384)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_random_weights_have_the_shapes_of_the_config(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = write_model(tmp_path, "tiny", "random", "float32")
+    assert model.load_format is None
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
+    assert not any(report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert loaded.config.num_hidden_layers == 2
+
+
+def test_a_users_checkpoint_is_asked_for_its_ids(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="cannot be read as a checkpoint"):
+        read_model(str(tmp_path))
+    config = {
+        "vocab_size": 320, "max_position_embeddings": 100, "bos_token_id": 256,
+        "eos_token_id": [257, 255], "pad_token_id": 0,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = read_model(str(tmp_path))
+    assert (model.ids, model.context, model.load_format) == (255, 100, None)
+
+
+# -- the command -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deft_backend.bench.e2e.servers.find_spec", lambda name: object())
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"host": "tgi"}, "the host is 'tgi'; expected one of sglang, vllm"),
+        ({"workloads": ["speed"]}, "the workload is 'speed'"),
+        ({"shape": "huge"}, "the shape is 'huge'"),
+        ({"weights": "good"}, "the weights is 'good'"),
+        ({"workloads": ["trees"]}, "--traces"),
+        ({"workloads": ["scheduler", "grid"]}, "run it by itself"),
+        ({"workloads": ["traffic"], "weights": "dummy"}, "dummy weights"),
+        ({"workloads": ["clients"], "client_shapes": ["vast"]}, "'vast'"),
+    ],
+)
+def test_a_choice_that_cannot_be_is_refused_before_a_server(
+    tmp_path: Path, choice: dict[str, Any], message: str
+) -> None:
+    asked: dict[str, Any] = {"weights": "dummy", "shape": "tiny", **choice}
+    if "scheduler" in choice.get("workloads", ()):
+        asked["shape"] = None
+    with (
+        pytest.raises(ChoiceError, match=message.replace("(", "\\(")),
+        prepared(Choice(tmp_path / "e.json", "", **asked)),
+    ):
+        pytest.fail("it was let through")
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_written_checkpoint_is_found_again(tmp_path: Path) -> None:
+    choice = Choice(tmp_path / "e.json", "", shape="tiny", checkpoint=tmp_path / "kept")
+    with prepared(choice) as setup:
+        path = Path(setup.launch.model.path)
+    before = {file: file.stat().st_mtime_ns for file in path.iterdir()}
+    assert len(list(path.glob("*.safetensors"))) == 3
+    with prepared(choice) as setup:
+        assert setup.launch.model.path == str(path)
+        assert setup.launch.model.load_format is None
+        command = setup.launch.command("deft", tmp_path)
+    assert {file: file.stat().st_mtime_ns for file in path.iterdir()} == before
+    assert "--skip-tokenizer-init" in command.arguments
+    assert command.arguments[command.arguments.index("--attention-backend") + 1] == "deft"
+
+
+@pytest.mark.usefixtures("installed")
+def test_servers_of_clients_have_a_tokenizer(tmp_path: Path) -> None:
+    choice = Choice(
+        tmp_path / "e.json", "", shape="tiny", weights="dummy", workloads=("clients", "grid"),
+        options=("--page-size", "16"),
+    )  # fmt: skip
+    with prepared(choice) as setup:
+        command = setup.launch.command("host", tmp_path)
+        assert "--skip-tokenizer-init" not in command.arguments
+        assert "--attention-backend" not in command.arguments
+        assert command.arguments[-2:] == ("--page-size", "16")
+        assert command.arguments[command.arguments.index("--load-format") + 1] == "dummy"
+        assert setup.launch.label == "(tokenizer) --page-size 16"
+    with prepared(Choice(tmp_path / "e.json", "", host="vllm", shape="tiny", weights="dummy")) as s:
+        arguments = s.launch.command("CUSTOM", tmp_path).arguments
+        assert arguments[arguments.index("--attention-backend") + 1] == "CUSTOM"
+        assert "vllm.entrypoints.openai.api_server" in arguments
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(("on_gpu", "gen", "repeats"), [(True, 512, 7), (False, 512, 1)])
+def test_the_schedulers_model_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_gpu: bool, gen: int, repeats: int
+) -> None:
+    monkeypatch.setattr(Host, "on_gpu", lambda self: on_gpu)
+    choice = Choice(tmp_path / "e.json", "", workloads=("scheduler",), weights="dummy")
+    with prepared(choice) as setup:
+        assert setup.launch.model.name.startswith("one-layer, dummy weights, ")
+        rows = [workload.row(setup.launch, "deft") for workload in setup.workloads]
+        assert {workload.repeats for workload in setup.workloads} == {repeats}
+    assert [(row["workload"], row["prefix"], row["gen"]) for row in rows] == [
+        ("scheduler", 0, gen), ("scheduler", 2048, gen),
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("installed")
+def test_on_a_gpu_the_default_is_the_published_grid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Host, "on_gpu", lambda self: True)
+    with prepared(Choice(tmp_path / "e.json", "", weights="dummy")) as setup:
+        assert setup.backends == ("deft", "fa3", "flashinfer", "triton")
+        assert setup.reference == "fa3"
+        assert setup.launch.model.name == "llama-3.1-8b, dummy weights, bfloat16"
+        found = [(w.case.prefix, w.case.branches, w.case.suffix) for w in setup.workloads]
+        assert found == list(GRID_SIZES)
+        assert [w.repeats for w in setup.workloads] == [7, 7, 7, 3, 3, 3]
+    with prepared(Choice(tmp_path / "e.json", "", host="vllm", weights="dummy")) as setup:
+        assert setup.backends == ("CUSTOM", "FLASH_ATTN", "FLASHINFER")
+        assert setup.reference == "FLASH_ATTN"
+
+
+def test_the_command_measures_shows_and_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "e.json"
+    setup = Setup(
+        fake_launch(), ("right", "crashes"), "tie", [GRID], out, tmp_path / "logs", "", 120.0
+    )
+    asked: list[Choice] = []
+
+    class Prepared:
+        def __init__(self, choice: Choice) -> None:
+            asked.append(choice)
+
+        def __enter__(self) -> Setup:
+            return setup
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr("deft_backend.bench.e2e.choice.prepared", Prepared)
+    command = [
+        "bench", "e2e", "--backends", "deft, fa3", "--case", "0,1,8", "--out", str(out),
+        "--", "--page-size", "16",
+    ]  # fmt: skip
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1, done.output  # a row has an error
+    assert asked[0].backends == ["deft", "fa3"]
+    assert (asked[0].cases, asked[0].options) == (["0,1,8"], ("--page-size", "16"))
+    assert "few-shot 16 × 3 × 4" in done.output
+    rows, header = read_rows(out)
+    rows[0]["tpot_ms"] = 1.5  # a server of ours has no speed to speak of
+    write_rows(out, rows, header)
+    merged = tmp_path / "m.json"
+    done = CliRunner().invoke(app, ["bench", "e2e-merge", str(out), str(out), "--out", str(merged)])
+    assert done.exit_code == 0, done.output
+    assert len(read_rows(merged)[0]) == 2
+    assert (tmp_path / "m.svg").is_file()
+    done = CliRunner().invoke(app, ["bench", "e2e-merge", str(tmp_path / "none.json")])
+    assert done.exit_code == 2
+    done = CliRunner().invoke(app, ["bench", "e2e-merge", str(out), str(out)])
+    assert (done.exit_code, "name it with --out" in done.output) == (2, True)

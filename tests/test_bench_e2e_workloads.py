@@ -1,0 +1,290 @@
+"""What an end-to-end run sends and how it is measured, with a client whose time is computed."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_e2e_fakes import GAP, MODEL, FakeClient, decode, third_choice
+
+from deft_backend.bench.e2e import tree_replay
+from deft_backend.bench.e2e.agreement import compare
+from deft_backend.bench.e2e.cases import (
+    CaseError,
+    Documents,
+    check_fits,
+    grid_case,
+    parse_case,
+    percentile,
+)
+from deft_backend.bench.e2e.checked_answers import check, load_samples, save_samples
+from deft_backend.bench.e2e.measure import measure
+from deft_backend.bench.e2e.memory import growth
+from deft_backend.bench.e2e.rows import make_row
+from deft_backend.bench.e2e.traffic import Traffic, drive
+from deft_backend.bench.traces import TraceError, dump_thought_trees
+from deft_backend.bench.trees import ThoughtTree, lay_out
+
+
+def row_of(name: str = "few-shot") -> Any:
+    return make_row(name, "sglang", "deft", "fake", "")
+
+
+def common_prefix(prompts: Any) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda ids: len(set(ids)) == 1, zip(*prompts)))  # noqa: B905
+
+
+def test_branches_share_their_prefix_and_nothing_else() -> None:
+    case = grid_case(MODEL, 64, 8, 16)
+    assert [len(prompt) for prompt in case.prompts] == [80] * 8
+    assert common_prefix(case.prompts) in range(64, 68)
+    assert len(set(case.prompts)) == 8
+    assert case == grid_case(MODEL, 64, 8, 16)  # another run sends the same
+    assert case.warm[0][:64] == case.prompts[3][:64]
+    unshared = grid_case(MODEL, 0, 4, 32)
+    assert (unshared.workload, unshared.warm) == ("unshared", ())
+    assert common_prefix(unshared.prompts) < 4
+    assert all(0 <= id < MODEL.ids for prompt in case.prompts for id in prompt)
+
+
+def test_documents_are_mixed_with_loners() -> None:
+    sizes = Documents(
+        documents=3, tokens=50, questions=4, question_tokens=5, loners=6, loner_tokens=20
+    )
+    case = sizes.case(MODEL)
+    by_document = [[p for p in case.prompts if p[:50] == text] for text in case.warm]
+    assert [len(found) for found in by_document] == [4, 4, 4]
+    assert sum(len(prompt) == 20 for prompt in case.prompts) == 6
+    of = [next((i for i, t in enumerate(case.warm) if p[:50] == t), 3) for p in case.prompts]
+    assert of != sorted(of)
+
+
+@pytest.mark.parametrize("text", ["", "1,2", "a,b,c", "-1,2,3", "4,0,3", "4,2,0", "1,2,3,4"])
+def test_a_case_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(CaseError, match="PREFIX,BRANCHES,SUFFIX"):
+        parse_case(text)
+
+
+def test_a_case_must_fit_the_context() -> None:
+    case = grid_case(MODEL, 4000, 1, 90)
+    check_fits(case, 6, MODEL)
+    with pytest.raises(CaseError, match="4090 tokens and answers of 7"):
+        check_fits(case, 7, MODEL)
+
+
+def test_time_per_token_leaves_out_what_requests_cost_besides() -> None:
+    row = row_of()
+    client = FakeClient(seconds_a_token=0.02, seconds_before=3.0)
+    asyncio.run(measure(grid_case(MODEL, 8, 4, 4), 10, 3, client, row))  # type: ignore[arg-type]
+    assert row["tpot_ms"] == pytest.approx(20.0)
+    assert row["detail"]["tpot_runs_ms"] == pytest.approx([20.0] * 3)
+    assert row["tokens_per_s"] == pytest.approx(4 * 11 / 3.2, rel=1e-3)
+    assert (row["ttft_ms"], row["ttft_p99_ms"]) == (3000.0, 3000.0)
+    assert row["itl_p50_ms"] == pytest.approx(20.0)
+    assert row["itl_p99_ms"] == pytest.approx(20.0)
+    assert {tokens for _, tokens in client.asked} == {11}
+
+
+def test_a_time_that_is_lost_in_the_noise_is_no_time() -> None:
+    row = row_of()
+    client = FakeClient(seconds_a_token=-0.001, seconds_before=3.0)
+    asyncio.run(measure(grid_case(MODEL, 8, 4, 4), 10, 3, client, row))  # type: ignore[arg-type]
+    assert row["tpot_ms"] is None
+    assert row["detail"]["tpot_runs_ms"] == pytest.approx([-1.0] * 3)
+
+
+def test_percentiles_are_nearest_ranks() -> None:
+    values = list(range(1, 101))
+    assert [percentile(values, share) for share in (0.5, 0.99, 1.0, 0.0)] == [50, 99, 100, 1]
+    assert percentile([7.0], 0.99) == 7.0
+    assert percentile([], 0.5) is None
+
+
+# -- trees -----------------------------------------------------------------------------------
+
+LENGTHS = {0: 10, 1: 3, 2: 5, 3: 4, 4: 0, 5: 2}
+CHILDREN: dict[int, tuple[int, ...]] = {0: (1, 2), 1: (3, 4), 2: (), 3: (), 4: (5,), 5: ()}
+
+
+def the_tree() -> ThoughtTree:
+    return ThoughtTree("a prompt", False, lay_out(LENGTHS, CHILDREN))
+
+
+def test_children_go_on_from_their_parents_answer() -> None:
+    client, row = FakeClient(), row_of("tree")
+    tree = the_tree()
+    asyncio.run(tree_replay.replay_tree("t", tree, MODEL, client, row))  # type: ignore[arg-type]
+    asked = {tokens: prompt for prompt, tokens in client.asked}
+    assert sorted(asked) == [2, 3, 4, 5]  # the empty thought is not sent; its child is
+    root = asked[3][: LENGTHS[0]]
+    assert asked[5][: LENGTHS[0]] == root
+    assert [len(asked[tokens]) for tokens in (3, 5)] == [12, 12]
+    parent = asked[3] + tuple(decode(asked[3], 3).ids)
+    for tokens in (4, 2):
+        assert asked[tokens][: len(parent)] == parent
+        assert len(asked[tokens]) == len(parent) + tree_replay.MARK
+    assert len({prompt[-2:] for prompt in asked.values()}) == 4
+    assert row["detail"]["thoughts"] == 4
+    assert row["detail"]["iterations"] == tree.last_iteration == 7
+    assert row["tpot_ms"] == pytest.approx(10.0)
+    longest = max(len(prompt) + tokens for prompt, tokens in client.asked)
+    assert tree_replay.longest_path(tree) >= longest
+
+
+def test_a_steps_latency_is_the_median_of_those_alive() -> None:
+    def answered(start: int, arrivals: list[float]) -> tree_replay.Answered:
+        completion = decode([1], len(arrivals))
+        completion.arrivals = arrivals
+        return tree_replay.Answered(start, completion)
+
+    answers = [
+        answered(1, [0.5, 0.6, 0.8]), answered(1, [0.5, 0.9]), answered(2, [9.0, 9.4, 9.5]),
+    ]  # fmt: skip
+    steps = tree_replay.step_latencies(answers)
+    assert list(steps) == [2, 3, 4]
+    assert steps[2] == pytest.approx((0.1 + 0.4) / 2)
+    assert steps[3] == pytest.approx((0.2 + 0.4) / 2)
+    assert steps[4] == pytest.approx(0.1)
+    points = tree_replay.plotted({i: 0.001 * i for i in range(1, 1001)})
+    assert len(points["ms"]) <= tree_replay.POINTS
+    assert points["iteration"][0] == points["ms"][0] == 2.0
+
+
+def test_of_a_file_the_tree_with_most_thoughts_is_replayed(tmp_path: Path) -> None:
+    small = ThoughtTree("p", False, lay_out({0: 2, 1: 1}, {0: (1,), 1: ()}))
+    dump_thought_trees([small, the_tree(), small], tmp_path / "a.json")
+    (tmp_path / "medusa.json").write_text('{"Tree_Structure": [[0]], "Records": []}')
+    ((name, tree),) = tree_replay.recorded_trees(tmp_path)
+    assert (name, len(tree.nodes)) == ("a[1]", 6)
+    (tmp_path / "a.json").unlink()
+    with pytest.raises(TraceError, match="holds no tree of thoughts"):
+        tree_replay.recorded_trees(tmp_path)
+
+
+# -- answers ---------------------------------------------------------------------------------
+
+SAMPLES = [((1, 2, 3, 4), 12), ((9, 9), 7)]
+
+
+def checked(mode: str, tolerance: float, answers: str) -> Any:
+    """Answers of a server that behaves as `answers` says, against one that behaves as `mode`."""
+    client = FakeClient()
+    client.mode = mode
+    samples = [(prompt, decode(prompt, tokens, answers).ids) for prompt, tokens in SAMPLES]
+    return asyncio.run(check(samples, client, tolerance))  # type: ignore[arg-type]
+
+
+def test_right_answers_are_found_right_to_their_last_token() -> None:
+    found = checked("right", 0.0, "right")
+    assert (found.answers, found.tokens, found.ties, found.wrong) == (2, 19, [], [])
+
+
+def test_every_tie_is_found_and_what_follows_it_is_looked_at() -> None:
+    found = checked("right", GAP, "tie")
+    assert found.tokens == 19
+    # positions divisible by five: 5, 10, 15 of the first context, 5 of the second
+    assert found.ties == pytest.approx([GAP] * 4)
+    assert not found.wrong
+
+
+def test_beyond_the_tolerance_a_tie_is_wrong() -> None:
+    found = checked("right", GAP / 2, "tie")
+    assert len(found.wrong) == 2
+    assert "0.125 less likely" in found.wrong[0]
+    assert not found.ties
+
+
+def test_a_wrong_token_is_told_apart_from_ties() -> None:
+    found = checked("right", 10.0, "wrong")
+    assert len(found.wrong) == 2
+    expected = third_choice([1, 2, 3, 4, decode([1, 2, 3, 4], 1).ids[0]])
+    assert f"token 1: {expected} instead of" in found.wrong[0]
+    assert "not among its likeliest" in found.wrong[0]
+
+
+def test_samples_survive_their_file(tmp_path: Path) -> None:
+    samples = [((1, 2), [3, 4]), ((5,), [6])]
+    save_samples(tmp_path / "deep" / "s", samples)
+    assert load_samples(tmp_path / "deep" / "s") == samples
+
+
+def test_agreement_counts_up_to_where_answers_part() -> None:
+    prompts = [[1, 2, 3, 4], [9, 9]]
+    reference = [decode(prompt, 6) for prompt in prompts]
+    found = compare(reference, [decode(prompt, 6, "tie") for prompt in prompts])
+    assert (found["requests"], found["equal_answers"]) == (2, 0)
+    assert found["compared_tokens"] == 1 + 3
+    assert found["gap_where_parted_max"] == pytest.approx(GAP)
+    assert found["logprob_difference_max"] == 0.0
+    assert compare(reference, reference)["equal_answers"] == 2
+    outside = compare(reference, [decode(prompt, 6, "wrong") for prompt in prompts])
+    assert (outside["parted_outside_top"], outside["gap_where_parted_max"]) == (2, None)
+
+
+# -- traffic ---------------------------------------------------------------------------------
+
+
+class Clock:
+    """A second a look."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def drive_for(minutes: float, client: FakeClient, **sizes: Any) -> Any:
+    settings: dict[str, Any] = {
+        "workers": 4, "documents": 3, "document_tokens": 40, "most_question_tokens": 6,
+        "most_answer_tokens": 8, "samples": 25, **sizes,
+    }  # fmt: skip
+    traffic = Traffic(minutes, **settings)
+    dead: list[int] = []
+    seen = asyncio.run(
+        drive(traffic, MODEL, client, alive=lambda: dead.append(1), clock=Clock())  # type: ignore[arg-type]
+    )
+    return seen, traffic, dead
+
+
+def test_traffic_joins_leaves_and_keeps_samples() -> None:
+    client = FakeClient()
+    seen, traffic, dead = drive_for(10, client, aborted=0.25)
+    assert seen.finished + seen.aborted == len(client.asked) >= 500
+    assert 0.15 < seen.aborted / len(client.asked) < 0.35
+    assert len(seen.samples) == 25
+    assert all(answer == decode(prompt, len(answer)).ids for prompt, answer in seen.samples)
+    loners = sum(len(prompt) <= 6 for prompt, _ in client.asked)
+    assert 0.1 < loners / len(client.asked) < 0.3
+    assert len({prompt[:40] for prompt, _ in client.asked if len(prompt) > 6}) > 3  # turned over
+    assert max(len(prompt) + tokens for prompt, tokens in client.asked) <= traffic.longest
+    assert seen.evicted > 0  # this client says that nothing was cached
+    assert not seen.failures
+    assert not dead
+
+
+def test_failures_are_told_and_a_dead_server_ends_it() -> None:
+    class Refusing(FakeClient):
+        async def stream(self, *args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("gone")
+
+    def died() -> None:
+        raise ChildProcessError("the server ended")
+
+    traffic = Traffic(1, workers=2, documents=2, document_tokens=8)
+    with pytest.raises(ChildProcessError):
+        asyncio.run(drive(traffic, MODEL, Refusing(), alive=died, clock=Clock()))  # type: ignore[arg-type]
+    seen, _, dead = drive_for(0.05, Refusing())
+    assert seen.failures
+    assert "gone" in seen.failures[0]
+    assert dead
+    assert seen.to_dict()["failures"] == len(seen.failures)
+
+
+def test_growth_leaves_out_the_first_third() -> None:
+    samples = [{"rss_mib": rss, "gpu_mib": None} for rss in (10.0, 50.0, 80.0, 81.0, 82.0, 83.5)]
+    assert growth(samples) == {"rss_mib": 3.5, "gpu_mib": None}
