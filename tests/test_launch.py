@@ -116,7 +116,7 @@ def test_the_cpu_engine_gets_its_environment(
     words = " ".join(found.arguments)
     assert "sglang.launch_server --model-path M --port 1234 --attention-backend deft" in words
     assert words.endswith(
-        "--device cpu --max-total-tokens 16384 --dtype float32 --max-total-tokens 99"
+        "--dtype float32 --device cpu --max-total-tokens 16384 --max-total-tokens 99"
     )
     assert found.environment["SGLANG_USE_CPU_ENGINE"] == "1"
     assert found.environment["DEFT_POLICY"] == "fasttree"
@@ -140,3 +140,37 @@ def test_a_gpu_needs_nothing_special() -> None:
 def test_a_driver_needs_no_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "has_nvidia_driver", lambda: True)
     assert "LD_LIBRARY_PATH" not in server_command("M", 1, gpu=False).environment
+
+
+def test_vllm_on_the_cpu_gets_its_environment() -> None:
+    found = server_command("M", 1234, host="vllm", policy="fasttree", host_arguments=["--x"],
+                           gpu=False)  # fmt: skip
+    words = " ".join(found.arguments[1:])
+    assert words == (
+        "-m vllm.entrypoints.openai.api_server --model M --port 1234 --attention-backend CUSTOM "
+        "--dtype float32 --enforce-eager --x"
+    )
+    assert dict(found.environment) == {
+        "DEFT_POLICY": "fasttree", "TRITON_INTERPRET": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("backend", "named"), [(None, None), ("FLASHINFER", "FLASHINFER")])
+def test_vllm_on_a_gpu_needs_nothing_special(backend: str | None, named: str | None) -> None:
+    found = server_command("M", 1234, host="vllm", backend=backend, gpu=True)
+    expected = ["--model", "M", "--port", "1234"]
+    expected += [] if named is None else ["--attention-backend", named]
+    assert list(found.arguments[3:]) == expected
+    assert dict(found.environment) == {}
+
+
+def test_a_cpu_build_of_vllm_uses_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "use_gpu", lambda: True)
+    for is_cpu, expected in ((True, False), (False, True)):
+        monkeypatch.setattr(launch, "vllm_is_cpu_build", lambda is_cpu=is_cpu: is_cpu)
+        assert server_command("M", 1, host="vllm").on_gpu is expected
+
+
+def test_an_unknown_host_is_refused() -> None:
+    with pytest.raises(LaunchError, match="no host 'tgi'; expected one of sglang, vllm"):
+        server_command("M", 1, host="tgi")

@@ -22,7 +22,13 @@ from deft_backend.bench.server_state import (
     state_file,
 )
 from deft_backend.bench.workloads import Request, RequestPlan
-from deft_backend.hosts.launch import BACKEND, ServerCommand, free_port, server_command
+from deft_backend.hosts.launch import (
+    BACKEND,
+    BACKEND_NAMES,
+    ServerCommand,
+    free_port,
+    server_command,
+)
 from deft_backend.hosts.server_process import ServerProcess
 
 SIDES = ("host", "deft")
@@ -64,6 +70,8 @@ class AbSetup:
         The plugin's policy and the host's attention backend; None leaves each its default.
     host_arguments : sequence of str
         Passed on to both servers.
+    host : str
+        Which host's servers are compared.
     """
 
     model: str
@@ -71,6 +79,7 @@ class AbSetup:
     policy: str | None = None
     baseline: str | None = None
     host_arguments: Sequence[str] = ()
+    host: str = "sglang"
 
 
 @dataclass(frozen=True)
@@ -193,6 +202,7 @@ def _run_side(side: str, setup: AbSetup, logs: Path, watcher: Watcher) -> _Side:
         command = server_command(
             setup.model,
             free_port(),
+            host=setup.host,
             backend=setup.baseline if side == "host" else BACKEND,
             policy=setup.policy if side == "deft" else None,
             host_arguments=setup.host_arguments,
@@ -223,8 +233,8 @@ def _run_side(side: str, setup: AbSetup, logs: Path, watcher: Watcher) -> _Side:
             backend, policy = _names(side, setup, state)
     if side == "deft" and not any(counted and counted.decode_steps for counted in counters):
         raise AbError(
-            f"the server was started with --attention-backend {BACKEND}, but the plugin wrote no "
-            f"counts; run 'deft doctor'. The log is {log}"
+            f"the server was started with --attention-backend {BACKEND_NAMES[setup.host]}, but "
+            f"the plugin wrote no counts; run 'deft doctor'. The log is {log}"
         )
     return _Side(tuple(replayed), tuple(counters), command, backend, policy)
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from deft_backend.bench.workloads import WORKLOADS
 from deft_backend.cli.errors import fail, host_arguments, reported
 from deft_backend.cli.models import chosen_model
-from deft_backend.cli.serve import HOST_HINT
+from deft_backend.cli.serve import HostOption, chosen_host
 from deft_backend.policies import POLICY_NAMES, PolicyError, get_policy
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def ab(
         str | None,
         typer.Option(help="Checkpoint folder or name; default: models/tiny-llama of the checkout."),
     ] = None,
+    host: HostOption = None,
     workload: Annotated[
         list[str] | None,
         typer.Option(help=f"One of {', '.join(WORKLOADS)}; may be repeated. Default: all."),
@@ -71,13 +72,12 @@ def ab(
     extra = host_arguments(host_args)
     setup, on_gpu = _setup(
         model, workload, (branches, prefix_tokens, max_tokens), trace, index, scale, policy,
-        baseline, extra, quick,
+        baseline, extra, quick, host,
     )  # fmt: skip
     for package in ("openai", "matplotlib"):
         if find_spec(package) is None:
             raise fail(f"{package} is not installed; run: pip install 'deft-backend[bench]'")
-    if find_spec("sglang") is None:
-        raise fail(HOST_HINT)
+    chosen_host(setup.host)
 
     from deft_backend.bench.report import write_report
 
@@ -109,16 +109,18 @@ def _setup(
     baseline: str | None,
     extra: list[str],
     quick: bool,
+    host: str | None,
 ) -> tuple[AbSetup, bool]:
     """Check everything that can be checked before a server is started."""
     from deft_backend.bench import sizes
     from deft_backend.bench.ab import AbSetup
     from deft_backend.bench.traces import TraceError, load_thought_trees
     from deft_backend.bench.workloads import WorkloadError
-    from deft_backend.hosts.launch import BACKEND, use_gpu
+    from deft_backend.hosts.launch import BACKEND, BACKEND_NAMES, use_gpu, vllm_is_cpu_build
 
+    host = chosen_host(host, needed=False)
     names = list(dict.fromkeys(workload or WORKLOADS))
-    if baseline == BACKEND:
+    if baseline in (BACKEND, BACKEND_NAMES[host]):
         raise fail(f"--baseline is {baseline!r}, the plugin itself; expected a host's backend")
     if trace is not None and "tree-of-thoughts" not in names:
         raise fail("--trace is replayed by the workload tree-of-thoughts, which is not selected")
@@ -139,7 +141,7 @@ def _setup(
                 raise TraceError(f"{trace} holds {len(trees)} trees; expected --index below that")
             tree = trees[index]
         path = chosen_model(model)
-        on_gpu = use_gpu()
+        on_gpu = use_gpu() and not (host == "vllm" and vllm_is_cpu_build())
         default = sizes.default_sizes(on_gpu=on_gpu, quick=quick)
         chosen = sizes.Sizes(
             asked[0] or default.branches,
@@ -153,7 +155,7 @@ def _setup(
             tree=tree,
             scale=scale,
         )
-    return AbSetup(path, tuple(plans), policy, baseline, tuple(extra)), on_gpu
+    return AbSetup(path, tuple(plans), policy, baseline, tuple(extra), host), on_gpu
 
 
 def _run(setup: AbSetup, folder: Path, console: Console) -> AbResult:

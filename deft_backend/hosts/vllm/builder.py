@@ -1,0 +1,116 @@
+"""The metadata builder: the host's metadata, with a step of tree attention attached to decodes."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, cast
+
+import torch
+
+from deft_backend.hosts.vllm.factory import create_group
+from deft_backend.hosts.vllm.group import GroupAttention
+from deft_backend.hosts.vllm.step import TreeStep, attach, step_of
+
+
+class TreeBuilder:
+    """Stands before one of the host's ``AttentionMetadataBuilder`` classes; see ``compose.py``.
+
+    Nothing here reads the device: what is decided follows from sizes that the host knows.
+    """
+
+    host: ClassVar[Any]
+    """The backend of the host that is surrounded."""
+
+    deft_group: GroupAttention | None
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any,
+                 device: torch.device) -> None:  # fmt: skip
+        self._host().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.deft_group = create_group(
+            self.host, kv_cache_spec, layer_names, vllm_config, torch.device(device)
+        )
+
+    def _host(self) -> Any:
+        return cast(Any, super())
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        """The host's level, up to ``UNIFORM_BATCH``.
+
+        A graph of any mixed batch would hold whichever implementation its capture chose, and be
+        replayed for batches of another kind. Graphs of uniform batches are apart by query length.
+        """
+        from vllm.v1.attention.backend import AttentionCGSupport
+
+        support = cast(Any, super()).get_cudagraph_support(vllm_config, kv_cache_spec)
+        return min(support, AttentionCGSupport.UNIFORM_BATCH, key=lambda level: level.value)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any,
+              **kwargs: Any) -> Any:  # fmt: skip
+        """The host's metadata; a step is attached if the batch decodes through tree attention."""
+        metadata = self._host().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
+        step, reason = self._step(common_prefix_len, common_attn_metadata)
+        attach(metadata, step)
+        group = self.deft_group
+        if group is not None and not self._capturing and (step is not None or reason is not None):
+            group.count(reason, common_attn_metadata)
+        return metadata
+
+    _capturing = False
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        """Metadata of a batch made for capture: the same, but no step of the server."""
+        self._capturing = True
+        try:
+            return self._host().build_for_cudagraph_capture(common_attn_metadata)
+        finally:
+            self._capturing = False
+
+    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
+        """Draft models run the host's implementation."""
+        metadata = self._host().build_for_drafting(common_attn_metadata, draft_index)
+        attach(metadata, None)
+        return metadata
+
+    def update_block_table(self, metadata: Any, blk_table: torch.Tensor, slot_mapping: Any) -> Any:
+        """Metadata of another group, for this one's blocks: its step must be this group's, too."""
+        updated = self._host().update_block_table(metadata, blk_table, slot_mapping)
+        other = step_of(metadata)
+        group = self.deft_group
+        step = None
+        if other is not None and group is not None:
+            batch = len(other.seq_lens)
+            if group.refuses(batch) is None:
+                step = TreeStep(group, blk_table[:batch], other.seq_lens)
+        attach(updated, step)
+        return updated
+
+    def use_cascade_attention(self, common_prefix_len: int, query_lens: Any, *args: Any,
+                              **kwargs: Any) -> bool:  # fmt: skip
+        """The host's cascade for one common prefix, but not for what tree attention decodes."""
+        group = self.deft_group
+        is_decode = len(query_lens) > 0 and int(query_lens.max()) == 1
+        if group is not None and is_decode and group.refuses(len(query_lens)) is None:
+            return False
+        return bool(
+            self._host().use_cascade_attention(common_prefix_len, query_lens, *args, **kwargs)
+        )
+
+    def _step(self, common_prefix_len: int, common: Any) -> tuple[TreeStep | None, str | None]:
+        """The step of a decode batch, or why the host decodes it; neither for other batches."""
+        group = self.deft_group
+        batch = int(common.num_reqs)
+        if group is None or common.max_query_len != 1 or common.num_actual_tokens != batch:
+            return None, None
+        reason = group.refuses(batch)
+        if reason is None and common_prefix_len:
+            reason = "cascade attention"
+        if reason is None and common.causal is not True:
+            reason = "attention that is not causal"
+        if reason is None and (
+            getattr(common, "mm_req_doc_ranges", None)
+            or getattr(common, "dcp_local_seq_lens", None) is not None
+        ):
+            reason = "attention over another range of tokens"
+        if reason is not None:
+            return None, reason
+        return TreeStep(group, common.block_table_tensor[:batch], common.seq_lens[:batch]), None

@@ -1,0 +1,205 @@
+"""Tree attention for an attention group, or one line that says why the host's own runs instead."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, cast
+
+import torch
+
+from deft_backend.attention import TreeAttention
+from deft_backend.config import LOG_LEVELS, Settings, warn_unknown
+from deft_backend.forest import warm_up
+from deft_backend.hosts.vllm.group import GroupAttention
+from deft_backend.hosts.vllm.layers import Layer, LayerShape
+from deft_backend.hosts.vllm.server import server_of
+from deft_backend.planner.on_device import largest_batch
+
+logger = logging.getLogger("deft_backend")
+
+_said: set[str] = set()
+
+
+def create_group(
+    host: Any, spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+) -> GroupAttention | None:
+    """Tree attention for the layers of a metadata builder; None with the reason in the log.
+
+    Parameters
+    ----------
+    host : type[AttentionBackend]
+        The host's backend that is surrounded.
+    spec : KVCacheSpec
+        Of the builder's layers, with the block size that kernels see.
+    layer_names : list of str
+    vllm_config : VllmConfig
+    device : torch.device
+
+    Raises
+    ------
+    SettingsError
+        If a ``DEFT_*`` variable has a value that is not allowed.
+    """
+    settings = Settings.from_env()
+    logger.setLevel(LOG_LEVELS[settings.log])
+    warn_unknown()
+    try:
+        group = _create(host, spec, layer_names, vllm_config, device, settings)
+    except Exception as error:
+        logger.debug("deft: set-up failed", exc_info=True)
+        group = f"tree attention could not be set up ({error!r})"
+    if not isinstance(group, str):
+        return group
+    _say_once(f"{group}; these layers run through {host.get_name()} alone")
+    return None
+
+
+def _create(
+    host: Any,
+    spec: Any,
+    layer_names: list[str],
+    vllm_config: Any,
+    device: torch.device,
+    settings: Settings,
+) -> GroupAttention | str:
+    reason = unsupported_server(vllm_config) or unsupported_spec(spec)
+    if reason is not None:
+        return reason
+    layers = attention_layers(vllm_config)
+    mine = [layers[name] for name in layer_names if name in layers]
+    taken = [layer for layer in mine if layer.reason is None]
+    for layer in mine:
+        if layer.reason is not None:
+            _say_once(f"layers with {layer.reason} decode through {host.get_name()}")
+    if not taken:
+        return "no layer of this group is one that tree attention supports"
+    shape = taken[0].shape
+    dtype = vllm_config.model_config.dtype
+    reason = _unsupported_shape(shape, spec, dtype, device, settings)
+    if reason is not None:
+        return reason
+    server = server_of(vllm_config)
+    key = (tuple(layer_names), spec, device)
+    if key in server.groups:
+        return cast(GroupAttention, server.groups[key])
+    attention = TreeAttention(
+        num_query_heads=shape.num_query_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=dtype,
+        device=device,
+        page_size=spec.block_size,
+        max_batch=min(
+            settings.max_batch, vllm_config.scheduler_config.max_num_seqs, largest_batch()
+        ),
+        policy=settings.policy,
+    )
+    plans_on_device = settings.policy == "auto"
+    if plans_on_device:
+        _warm_up(attention, host, -(-vllm_config.model_config.max_model_len // spec.block_size))
+    else:
+        warm_up()
+    state = server.count_in(layer_names, shape, dtype, device, settings)
+    group = GroupAttention(
+        attention,
+        settings,
+        state,
+        tree_layers=sum(x.reason is None and x.shape == shape for x in layers.values()),
+        counts=server.counting == tuple(layer_names),
+        plans_on_device=plans_on_device,
+    )
+    server.groups[key] = group
+    logger.info(
+        "deft: decode of %d layers goes through tree attention (policy %s, block size %d, "
+        "workspace %.1f MiB); everything else through %s",
+        len(taken), settings.policy, spec.block_size, attention.workspace_bytes / 2**20,
+        host.get_name(),
+    )  # fmt: skip
+    return group
+
+
+def unsupported_server(vllm_config: Any) -> str | None:
+    """Which feature of a server rules out tree attention, in one line, or None."""
+    parallel = vllm_config.parallel_config
+    if vllm_config.speculative_config is not None:
+        return "speculative decoding is not supported"
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            return f"{name.replace('_', ' ').removesuffix(' size')} is not supported"
+    if getattr(parallel, "use_ubatching", False):
+        return "decoding in micro-batches (dual batch overlap) is not supported"
+    return None
+
+
+def unsupported_spec(spec: Any) -> str | None:
+    """Why a group's KV cache rules out tree attention, in one line, or None."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    if type(spec) is not FullAttentionSpec:  # its subclasses are other caches
+        return f"a KV cache of kind {type(spec).__name__} is not supported"
+    if spec.sliding_window is not None or spec.attention_chunk_size is not None:
+        return "a sliding window or chunked attention is not supported"
+    if spec.non_causal:
+        return "attention that is not causal is not supported"
+    if spec.head_size_v not in (None, spec.head_size):
+        return f"values of {spec.head_size_v} and keys of {spec.head_size} are not supported"
+    return None
+
+
+def attention_layers(vllm_config: Any) -> dict[str, Layer]:
+    """The model's layers that our implementation runs, by name."""
+    context = vllm_config.compilation_config.static_forward_context
+    found = {}
+    for name, module in context.items():
+        layer = getattr(getattr(module, "impl", None), "deft_layer", None)
+        if layer is not None:
+            found[name] = layer
+    return found
+
+
+def _unsupported_shape(
+    shape: LayerShape, spec: Any, dtype: torch.dtype, device: torch.device, settings: Settings
+) -> str | None:
+    if spec.dtype != dtype:
+        return f"KV in {spec.dtype} under a model in {dtype} is not supported"
+    if (shape.num_kv_heads, shape.head_dim) != (spec.num_kv_heads, spec.head_size):
+        return f"{shape} over a KV cache of {spec.num_kv_heads} heads of {spec.head_size}"
+    if device.type == "cuda" and settings.policy != "auto":
+        return f"DEFT_POLICY={settings.policy} is not supported: a GPU plans by itself, with auto"
+    reason = TreeAttention.unsupported(*shape, dtype, device)
+    return None if reason is None else f"not supported: {reason}"
+
+
+def _warm_up(attention: TreeAttention, host: Any, columns: int) -> None:
+    """Compile planner and kernels, for tensors as the host's decode steps hand them over."""
+    from deft_backend.hosts.vllm.layout import kv_views
+
+    device = attention.device
+    shape = host.get_kv_cache_shape(
+        2, attention.page_size, attention.num_kv_heads, attention.head_dim
+    )
+    try:
+        order = tuple(host.get_kv_cache_stride_order())
+    except (AttributeError, NotImplementedError):
+        order = tuple(range(len(shape)))
+    cache = torch.zeros([shape[i] for i in order], dtype=attention.dtype, device=device)
+    k_cache, v_cache = kv_views(
+        cache.permute([order.index(i) for i in range(len(shape))]), attention.head_dim
+    )
+    batch = min(attention.capacity.max_batch, 4)
+    table = torch.zeros((batch, max(1, columns)), dtype=torch.int32, device=device)
+    lens = torch.ones(batch, dtype=torch.int32, device=device)
+    query = torch.zeros(
+        (batch, attention.num_query_heads, attention.head_dim),
+        dtype=attention.dtype, device=device,
+    )  # fmt: skip
+    attention.plan_on_device(table, lens)
+    attention.run(query, k_cache, v_cache, table, lens, static_launch=True)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _say_once(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        logger.warning("deft: %s", message)

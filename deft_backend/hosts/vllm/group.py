@@ -1,0 +1,203 @@
+"""Tree attention of the layers that share a block table: vLLM's attention group."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from deft_backend.attention import TreeAttention
+from deft_backend.config import Settings
+from deft_backend.forest import forest_from_page_tables
+from deft_backend.hosts.state import ServerState
+from deft_backend.hosts.vllm.layers import Layer, LayerShape
+from deft_backend.hosts.vllm.layout import kv_views
+from deft_backend.planner import OPEN_END, Plan
+
+logger = logging.getLogger("deft_backend")
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Of ``DEFT_VERIFY``: the largest difference allowed, relative to the largest value."""
+
+
+class GroupAttention:
+    """The :class:`TreeAttention` of one attention group, and when it is used.
+
+    With the policy ``auto`` a step is launches alone, which a captured graph may hold: the plan is
+    made on the device from the host's tensors, and nothing is read back. On the CPU the same
+    launches run in the interpreter, and the host planner offers the other policies.
+
+    Parameters
+    ----------
+    attention : TreeAttention
+        Sized for the group's layers and block size.
+    settings : Settings
+    state : ServerState
+        Receives the counters.
+    tree_layers : int
+        Layers of the whole model that go through tree attention.
+    counts : bool
+        Whether this group counts the server's steps: one of them does.
+    plans_on_device : bool
+        Plan by launches alone; else by the host planner, from host memory.
+    """
+
+    def __init__(
+        self,
+        attention: TreeAttention,
+        settings: Settings,
+        state: ServerState,
+        tree_layers: int,
+        *,
+        counts: bool,
+        plans_on_device: bool,
+    ) -> None:
+        self.shape = LayerShape(
+            attention.num_query_heads, attention.num_kv_heads, attention.head_dim
+        )
+        self.verifies = settings.verify
+        self._attention = attention
+        self._on_device = plans_on_device
+        self._settings = settings
+        self._state = state
+        self._tree_layers = tree_layers
+        self._counts = counts
+        self._counting = False
+        self._broken = False
+
+    def takes(self, layer: Layer) -> bool:
+        """Whether a layer goes through tree attention."""
+        return not self._broken and layer.reason is None and layer.shape == self.shape
+
+    def refuses(self, requests: int) -> str | None:
+        """Why the host's implementation decodes a batch of so many requests, or None.
+
+        It must follow from the padded size alone: a graph is captured for a size and replayed
+        for every batch that is padded to it.
+        """
+        if self._broken:
+            return "kernel failed"
+        if requests > min(self._settings.max_batch, self._attention.capacity.max_batch):
+            return "batch above DEFT_MAX_BATCH"
+        if requests < self._settings.min_batch:
+            return "batch below DEFT_MIN_BATCH"
+        return None
+
+    def plan(self, page_table: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """Plan a step: from `page_table` [B, P] and `seq_lens` [B], where the host keeps them."""
+        if self._on_device:
+            self._attention.plan_on_device(page_table, seq_lens)
+            return
+        began = time.perf_counter()
+        lens = seq_lens.numpy()
+        # Not checked: equal blocks computed twice are both kept, and a later request may hold
+        # either at any position. What is equal at a position is equal in content before it.
+        forest = forest_from_page_tables(
+            page_table.numpy(), lens, self._attention.page_size, check=False
+        )
+        plan = self._attention.plan(forest)
+        state = self._state
+        state.plans += 1
+        state.plan_seconds += time.perf_counter() - began
+        if self._counts:
+            state.forest, state.rids = forest, [str(row) for row in range(len(lens))]
+            state.count_tree(int(lens.sum()), loaded_tokens(plan, lens), self._tree_layers)
+
+    def run(
+        self,
+        layer: Layer,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        """Decode one layer of the planned step into the first B rows of `output` [T, Hq, D]."""
+        batch = len(seq_lens)
+        k_cache, v_cache = kv_views(kv_cache, layer.shape.head_dim)
+        out = output[:batch]
+        if _capturing(out):
+            # A graph is replayed for fewer requests than it was captured for. No kernel writes
+            # the rows that no request owns, and what follows in the model reads them.
+            out.zero_()
+        self._attention.run(
+            query[:batch],
+            k_cache,
+            v_cache,
+            page_table,
+            seq_lens,
+            sm_scale=layer.sm_scale,
+            logit_cap=layer.logit_cap,
+            out=out,
+            static_launch=self._on_device,
+        )
+
+    def count(self, reason: str | None, common: Any) -> None:
+        """Count a decode step: the host's, for a reason; the plan's maker counts the others.
+
+        Parameters
+        ----------
+        reason : str, optional
+            Why the host's implementation decodes it.
+        common : CommonAttentionMetadata
+            Of the batch.
+        """
+        if not self._counts:
+            return
+        if self._on_device and not self._counting:
+            # What was planned until now were batches made for warm-up and capture.
+            self._counting = True
+            counters = self._attention.device_planner.counters
+            self._state.attach_device_counters(counters.numpy())
+            self._state.device_tree_layers = self._tree_layers
+        if reason is not None:
+            self._state.count_host(reason, tokens_of(common))
+
+    def verify(self, out: torch.Tensor, host: Callable[[], torch.Tensor]) -> None:
+        """Compare `out` with what the host computes; keep the host's result if they differ.
+
+        Nothing can be read back while a graph is captured: eager steps only.
+        """
+        if _capturing(out):
+            return
+        ours = out.clone()
+        host()
+        scale = max(1.0, float(out.abs().max()))
+        difference = float((ours.float() - out.float()).abs().max())
+        if difference <= TOLERANCE[out.dtype] * scale:
+            out.copy_(ours)
+            return
+        logger.error(
+            "deft: tree attention does not agree with the host's own: they differ by %g; the "
+            "host's decodes from here", difference,
+        )  # fmt: skip
+        self._broken = True
+
+    def give_up(self, error: Exception) -> None:
+        """Leave every decode step from here on to the host's implementation."""
+        self._broken = True
+        logger.error("deft: a kernel failed, the host's own decode from here: %r", error)
+        logger.debug("deft: a kernel failed", exc_info=True)
+
+
+def tokens_of(common: Any) -> int:
+    """Tokens of context of a batch, as far as they are known in host memory."""
+    lens = common.seq_lens_cpu_upper_bound
+    if lens is None and common.seq_lens.device.type == "cpu":
+        lens = common.seq_lens
+    return 0 if lens is None else int(lens[: common.num_reqs].sum())
+
+
+def _capturing(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def loaded_tokens(plan: Plan, seq_lens: np.ndarray) -> int:
+    """Tokens that the items of a plan load, for requests of these lengths."""
+    is_open = plan.segment_end == OPEN_END
+    end = np.where(is_open, seq_lens[plan.segment_row], plan.segment_end)
+    return int((end - plan.segment_start).sum(dtype=np.int64))

@@ -1,0 +1,86 @@
+"""Which layers go through tree attention: told by the arguments that the model gives them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+UNQUANTISED = ("auto", "float16", "bfloat16", "float32")
+
+
+class LayerShape(NamedTuple):
+    """Shape of a layer's attention on this rank."""
+
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class Layer(NamedTuple):
+    """One attention layer, as its implementation was constructed.
+
+    Attributes
+    ----------
+    shape : LayerShape
+    sm_scale, logit_cap : float
+        Scale and soft cap of the scores; no cap is 0.
+    reason : str, optional
+        Why the host's own implementation decodes it; None: tree attention does.
+    """
+
+    shape: LayerShape
+    sm_scale: float
+    logit_cap: float
+    reason: str | None
+
+
+def layer_of(init: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layer:
+    """Read a layer from the arguments of its implementation's constructor.
+
+    Parameters
+    ----------
+    init : callable
+        The bound constructor of the host's implementation, whose signature names the arguments.
+    args, kwargs
+        What it is called with.
+    """
+    bound = inspect.signature(init).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            given.update(value)
+        else:
+            given[name] = value
+    heads = int(given.pop("num_heads"))
+    kv_heads = given.pop("num_kv_heads", None)
+    shape = LayerShape(heads, heads if kv_heads is None else int(kv_heads), given.pop("head_size"))
+    scale = float(given.pop("scale"))
+    cap = float(given.pop("logits_soft_cap", None) or 0.0)
+    return Layer(shape, scale, cap, _reason(given, scale, cap))
+
+
+def _reason(given: Mapping[str, Any], scale: float, cap: float) -> str | None:
+    rest = dict(given)
+    kind = rest.pop("attn_type", "decoder")
+    kind = str(getattr(kind, "value", kind))
+    if kind != "decoder":
+        return f"attention of type {kind}"
+    for name, text in (
+        ("sliding_window", "a sliding window"),
+        ("alibi_slopes", "alibi slopes"),
+        ("sinks", "attention sinks"),
+        ("kv_sharing_target_layer_name", "the KV cache of another layer"),
+    ):
+        if rest.pop(name, None) is not None:
+            return text
+    dtype = rest.pop("kv_cache_dtype", "auto")
+    if dtype not in UNQUANTISED:
+        return f"a KV cache of kind {dtype}"
+    if not scale > 0.0 or cap < 0.0:
+        return f"scale {scale} and soft cap {cap}"
+    for name, value in rest.items():
+        if value is not None and value is not False:
+            return f"the argument {name}"
+    return None

@@ -1,0 +1,82 @@
+"""``DEFT_OBSERVE``: count the decode steps of a server that runs another attention backend.
+
+The baseline of ``deft ab``: what its kernels read, query by query.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, cast
+
+import torch
+
+from deft_backend.config import Settings
+from deft_backend.hosts.vllm.group import tokens_of
+from deft_backend.hosts.vllm.layers import LayerShape
+from deft_backend.hosts.vllm.server import server_of
+
+OBSERVED = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION")
+"""Backends of the CUDA platform that are observed; the CPU platform has only one."""
+
+
+def original_backend(name: str) -> Any:
+    """The host's own class behind a name, whatever is registered for it."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return resolve_obj_by_qualname(AttentionBackendEnum[name].value)
+
+
+@cache
+def observed_backend(host: Any) -> Any:
+    """A backend of the host whose builder counts decode steps; all else is the host's."""
+    builder = type(host.get_builder_cls().__name__, (ObservedBuilder, host.get_builder_cls()), {})
+    builder.host = host  # type: ignore[attr-defined]
+    members = {
+        "get_builder_cls": staticmethod(lambda: builder),
+        "__module__": "deft_backend.hosts.vllm.registered",
+        "__qualname__": host.get_name(),
+        "observed": host,
+    }
+    return type(host.__name__, (host,), members)
+
+
+class ObservedBuilder:
+    """Stands before one of the host's ``AttentionMetadataBuilder`` classes."""
+
+    host: Any
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any,
+                 device: torch.device) -> None:  # fmt: skip
+        self._host().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        model, place = vllm_config.model_config, vllm_config.parallel_config
+        shape = LayerShape(
+            model.get_num_attention_heads(place), kv_cache_spec.num_kv_heads,
+            kv_cache_spec.head_size,
+        )  # fmt: skip
+        server = server_of(vllm_config)
+        self._state = server.count_in(
+            layer_names, shape, kv_cache_spec.dtype, torch.device(device), Settings.from_env(),
+            self.host.get_name(),
+        )  # fmt: skip
+        self._counts = server.counting == tuple(layer_names)
+        self._capturing = False
+
+    def _host(self) -> Any:
+        return cast(Any, super())
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any,
+              **kwargs: Any) -> Any:  # fmt: skip
+        """The host's metadata; a decode step is counted."""
+        common = common_attn_metadata
+        if self._counts and not self._capturing and common.max_query_len == 1:
+            self._state.count_host("observed", tokens_of(common))
+        return self._host().build(common_prefix_len, common, *args, **kwargs)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        """Metadata of a batch made for capture, which is no step of the server."""
+        self._capturing = True
+        try:
+            return self._host().build_for_cudagraph_capture(common_attn_metadata)
+        finally:
+            self._capturing = False

@@ -1,0 +1,72 @@
+"""Entry point of vLLM's plugin group: runs in every process of every server on the machine."""
+
+from __future__ import annotations
+
+import logging
+
+from deft_backend.config import Settings, warn_unknown
+
+logger = logging.getLogger("deft_backend")
+
+MODULE = "deft_backend.hosts.vllm.registered"
+"""Where vLLM looks for the classes registered here; each is resolved when a layer needs it."""
+
+
+def register() -> None:
+    """Name tree attention ``CUSTOM``; change nothing in a server that does not ask for it.
+
+    Whatever fails here costs one line in the log.
+    """
+    try:
+        _log_with_the_host()
+        _register()
+    except Exception as error:
+        logger.warning("deft: the plugin is not available in this server: %r", error)
+
+
+def _log_with_the_host() -> None:
+    """Lines of ours appear beside the host's, in its format: vLLM sets up its own logger alone."""
+    host = logging.getLogger("vllm")
+    if host.handlers and not logger.handlers:
+        for handler in host.handlers:
+            logger.addHandler(handler)
+        logger.setLevel(host.level)
+        logger.propagate = host.propagate
+
+
+def _register() -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from deft_backend.hosts.vllm.versions import missing
+
+    absent = missing()
+    if absent is not None:
+        logger.warning(
+            "deft: this vLLM is not one that tree attention was made for (%s); not registered",
+            absent,
+        )
+        return
+    register_backend(AttentionBackendEnum.CUSTOM, f"{MODULE}.Custom")
+    if _on_cpu():
+        # The CPU platform always asks for this one. Which class it gets is decided by the
+        # server's configuration, once that is known.
+        register_backend(AttentionBackendEnum.CPU_ATTN, f"{MODULE}.CPU_ATTN")
+    elif _observing():
+        from deft_backend.hosts.vllm.observe import OBSERVED
+
+        for name in OBSERVED:
+            register_backend(AttentionBackendEnum[name], f"{MODULE}.{name}")
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def _observing() -> bool:
+    warn_unknown()
+    try:
+        return Settings.from_env().observe
+    except ValueError:  # said where the backend is asked for; other servers do not need it
+        return False

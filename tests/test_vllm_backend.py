@@ -1,0 +1,484 @@
+"""vLLM's builder and implementation with tree attention around them: what goes where, and right."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="the adapter's tests run where vLLM is installed")
+
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm_fakes import DIM, HEADS, Batch, Cache, Layers, make_config, make_spec, reference, run
+
+from deft_backend.attention import TreeAttention
+from deft_backend.config import Settings, SettingsError
+from deft_backend.hosts.state import ServerState
+from deft_backend.hosts.vllm import factory, server
+from deft_backend.hosts.vllm.compose import tree_backend
+from deft_backend.hosts.vllm.cpu import PlainCpuBackend
+from deft_backend.hosts.vllm.layers import LayerShape
+from deft_backend.hosts.vllm.step import step_of
+
+DECODE = [40, 37, 33, 65, 5]
+POLICIES = ["auto", "deft-node"]  # planned by launches alone, and by the host planner
+
+
+@pytest.fixture(autouse=True)
+def settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A state folder of the test's own, and nothing kept from the test before."""
+    monkeypatch.setenv("DEFT_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr(server, "_current", None)
+    monkeypatch.setattr(factory, "_said", set())
+    monkeypatch.setattr("vllm.v1.attention.backends.utils.get_kv_cache_layout", lambda: "NHD")
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Page tables of the plans made, in order, by whichever planner."""
+    tables: list[torch.Tensor] = []
+    from deft_backend.hosts.vllm.group import GroupAttention
+
+    plan = GroupAttention.plan
+
+    def recorded(self: Any, page_table: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        tables.append(page_table)
+        plan(self, page_table, seq_lens)
+
+    monkeypatch.setattr(GroupAttention, "plan", recorded)
+    return tables
+
+
+def state() -> ServerState:
+    assert server._current is not None
+    assert server._current.state is not None
+    return server._current.state
+
+
+def make_layers(config: Any | None = None, **kwargs: Any) -> Layers:
+    return Layers(tree_backend(PlainCpuBackend), config or make_config(), **kwargs)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("block_size", "order", "padded"),
+    [(16, "NHD", 0), (32, "HND", 0), (64, "NHD", 128), (128, "HND", 64)],
+)
+def test_decode_reads_every_layout(
+    block_size: int, order: str, padded: int, policy: str, planned: list[torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("DEFT_POLICY", policy)
+    layers = make_layers()
+    builder = layers.builder(make_spec(block_size))
+    batch = Batch([4 * block_size + n for n in (1, 7, 11)] + [3], shared=3, block_size=block_size)
+    cache = Cache(batch.pages, block_size, order, padded)
+    metadata = builder.build(0, batch.common())
+    for impl in layers.impls:
+        close(run(impl, batch, cache, metadata), reference(batch, cache))
+    assert len(planned) == 1
+
+
+def test_soft_cap_and_scale_are_the_layers_own() -> None:
+    layers = make_layers(arguments={"logits_soft_cap": 2.0})
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+    metadata = layers.builder(make_spec()).build(0, batch.common())
+    assert step_of(metadata) is not None
+    found = run(layers.impls[0], batch, cache, metadata)
+    close(found, reference(batch, cache, cap=2.0))
+    assert not torch.allclose(found.double(), reference(batch, cache), atol=1e-2)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rows_that_no_request_owns(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph is captured for more rows than a batch has: those come out as zeros."""
+    monkeypatch.setenv("DEFT_POLICY", policy)
+    from deft_backend.hosts.vllm import group
+
+    monkeypatch.setattr(group, "_capturing", lambda tensor: True)
+    layers = make_layers()
+    builder = layers.builder(make_spec())
+    batch = Batch(DECODE, shared=2, padding=3)
+    cache = Cache(batch.pages, 16)
+    found = run(layers.impls[0], batch, cache, builder.build(0, batch.common()), rows=2)
+    close(found[:-2], reference(batch, cache))
+    assert found[len(DECODE) : -2].eq(0.0).all()
+    assert found[-2:].eq(7.0).all()  # beyond the batch nothing is touched
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_computed_twice(seed: int, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM keeps both of two equal blocks, and later requests may hold either at any position.
+
+    Two rows then agree at one position and not before it, though their content is the same.
+    """
+    monkeypatch.setenv("DEFT_POLICY", policy)
+    draw = random.Random(seed)
+    layers = make_layers(count=1)
+    batch = Batch([33 + 3 * row for row in range(6)], shared=0)
+    cache = Cache(batch.pages + 12, 16)
+    for position in range(2):  # of a prefix that forks after its first block
+        for fork in range(position + 1):
+            copies = [batch.pages + 4 * position + 2 * fork + copy for copy in range(2)]
+            cache.tensor[copies[1]] = cache.tensor[copies[0]]
+            for row in range(6):
+                if position == 0 or row % 2 == fork:
+                    batch.table[row, position] = draw.choice(copies)
+    metadata = layers.builder(make_spec()).build(0, batch.common())
+    close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
+
+
+def test_a_plan_serves_a_pass_and_no_longer(planned: list[torch.Tensor]) -> None:
+    """The host runs the same metadata again when it captures: planning must be captured, too."""
+    layers = make_layers(count=3)
+    builder = layers.builder(make_spec())
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+    metadata = builder.build(0, batch.common())
+    for passes in (1, 2):
+        for impl in layers.impls:
+            run(impl, batch, cache, metadata)
+        assert len(planned) == passes
+    batch.lens += 1  # the host's own tensor, a step later
+    grown = builder.build(0, batch.common())
+    for impl in layers.impls:
+        close(run(impl, batch, cache, grown), reference(batch, cache))
+    assert len(planned) == 3
+
+
+def test_a_pass_may_begin_with_any_layer(planned: list[torch.Tensor]) -> None:
+    layers = make_layers(count=3)
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+    metadata = layers.builder(make_spec()).build(0, batch.common())
+    for impl in layers.impls:
+        run(impl, batch, cache, metadata)
+    for impl in layers.impls[1:]:
+        run(impl, batch, cache, metadata)
+    assert len(planned) == 2
+
+
+@pytest.mark.parametrize("query_lens", [[3, 1, 20, 1, 5], [40, 37, 33, 65, 5]])
+def test_prefill_and_mixed_batches_are_the_hosts(
+    query_lens: list[int], planned: list[torch.Tensor]
+) -> None:
+    layers = make_layers()
+    batch = Batch(DECODE, shared=0, query_lens=query_lens)
+    cache = Cache(batch.pages, 16)
+    metadata = layers.builder(make_spec()).build(0, batch.common())
+    assert step_of(metadata) is None
+    close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
+    assert not planned
+
+
+def test_layers_of_another_kind_are_the_hosts(
+    planned: list[torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    """In one group, as where vLLM's hybrid cache manager is off: one line, the host's kernel."""
+    config = make_config()
+    window = make_layers(config, count=1, arguments={"sliding_window": 9}, prefix="window")
+    full = make_layers(config, count=1)
+    names = ["window.0", "layer.0"]
+    builder_cls = full.backend.get_builder_cls()
+    with caplog.at_level(logging.WARNING, "deft_backend"):
+        builder = builder_cls(make_spec(), names, config, torch.device("cpu"))
+    assert [r.message for r in caplog.records].count(
+        "deft: layers with a sliding window decode through CPU_ATTN"
+    ) == 1
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+    metadata = builder.build(0, batch.common())
+    close(run(window.impls[0], batch, cache, metadata), reference(batch, cache, window=9))
+    assert not planned
+    close(run(full.impls[0], batch, cache, metadata), reference(batch, cache))
+    assert len(planned) == 1
+
+
+def test_layers_of_another_shape_are_the_hosts(planned: list[torch.Tensor]) -> None:
+    config = make_config()
+    layers = make_layers(config, count=1)
+    other = Layers(layers.backend, config, 1, {"num_heads": 2 * HEADS}, "other")
+    metadata = layers.builder(make_spec()).build(0, Batch(DECODE, shared=2).common())
+    assert not step_of(metadata).takes(other.impls[0].deft_layer)
+    assert step_of(metadata).takes(layers.impls[0].deft_layer)
+
+
+def test_only_unsupported_layers_make_no_group(caplog: pytest.LogCaptureFixture) -> None:
+    layers = make_layers(arguments={"sliding_window": 9})
+    with caplog.at_level(logging.WARNING, "deft_backend"):
+        builder = layers.builder(make_spec())
+    assert builder.deft_group is None
+    assert "no layer of this group" in caplog.text
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+    metadata = builder.build(0, batch.common())
+    close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache, window=9))
+
+
+def test_groups_have_plans_of_their_own(planned: list[torch.Tensor]) -> None:
+    """Two KV-cache groups hold the same requests in other blocks."""
+    config = make_config()
+    first, second = (make_layers(config, count=2, prefix=name) for name in ("first", "second"))
+    builders = [layers.builder(make_spec()) for layers in (first, second)]
+    # In the second group, nothing is shared: a plan of the first would read others' tokens.
+    batches = [Batch(DECODE, shared=2), Batch(DECODE, shared=0, first_page=3)]
+    cache = Cache(max(b.pages for b in batches), 16)
+    batches[1].query = batches[0].query
+    built = [b.build(0, batch.common()) for b, batch in zip(builders, batches, strict=True)]
+    for index in range(2):  # layers of the groups take turns
+        for layers, batch, metadata in zip((first, second), batches, built, strict=True):
+            close(run(layers.impls[index], batch, cache, metadata), reference(batch, cache))
+    assert len(planned) == 2
+
+
+def test_an_updated_block_table_is_planned_anew(
+    planned: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host copies one group's metadata for another; a step of the first must not come along."""
+
+    def update(self: Any, metadata: Any, blk_table: Any, slot_mapping: Any) -> Any:
+        copied = dataclasses.replace(metadata, block_table=blk_table)
+        vars(copied).update({k: v for k, v in vars(metadata).items() if k not in vars(copied)})
+        return copied
+
+    monkeypatch.setattr(
+        PlainCpuBackend.get_builder_cls(), "update_block_table", update, raising=False
+    )
+    config = make_config()
+    first, second = (make_layers(config, count=1, prefix=name) for name in ("first", "second"))
+    builders = [layers.builder(make_spec()) for layers in (first, second)]
+    batch, other = Batch(DECODE, shared=2), Batch(DECODE, shared=0, first_page=3)
+    other.query = batch.query
+    cache = Cache(max(batch.pages, other.pages), 16)
+    metadata = builders[0].build(0, batch.common())
+    updated = builders[1].update_block_table(metadata, other.table, None)
+    assert step_of(updated).group is builders[1].deft_group
+    close(run(first.impls[0], batch, cache, metadata), reference(batch, cache))
+    close(run(second.impls[0], other, cache, updated), reference(other, cache))
+    mixed = Batch(DECODE, shared=0, query_lens=[2, 1, 1, 1, 1])
+    prefill = builders[0].build(0, mixed.common())
+    assert step_of(builders[1].update_block_table(prefill, mixed.table, None)) is None
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [("ALWAYS", "UNIFORM_BATCH"), ("UNIFORM_SINGLE_TOKEN_DECODE",) * 2, ("NEVER", "NEVER")],
+)
+def test_graphs_of_uniform_batches_only(
+    level: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = PlainCpuBackend.get_builder_cls()
+    monkeypatch.setattr(host, "_cudagraph_support", AttentionCGSupport[level])
+    builder = tree_backend(PlainCpuBackend).get_builder_cls()
+    assert builder.get_cudagraph_support(None, None) is AttentionCGSupport[expected]
+
+
+def test_cascade_is_for_what_tree_attention_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = PlainCpuBackend.get_builder_cls()
+    monkeypatch.setattr(host, "use_cascade_attention", lambda self, *args, **kwargs: True)
+    builder = make_layers().builder(make_spec())
+    for query_lens, expected in (([1, 1, 1], False), ([1, 5, 1], True), ([1], True)):
+        assert builder.use_cascade_attention(64, np.array(query_lens), 4, 2) is expected
+    builder.deft_group = None
+    assert builder.use_cascade_attention(64, np.array([1, 1, 1]), 4, 2)
+
+
+def test_captures_and_drafts_are_no_steps() -> None:
+    layers = make_layers()
+    builder = layers.builder(make_spec())
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+    captured = builder.build_for_cudagraph_capture(batch.common())
+    assert step_of(captured) is not None
+    run(layers.impls[0], batch, cache, captured)
+    assert state().decode_steps == 0
+    run(layers.impls[0], batch, cache, builder.build(0, batch.common()))
+    assert state().decode_steps == state().steps_tree == 1
+    assert step_of(builder.build_for_drafting(batch.common(), 0)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "prefix", "reason"),
+    [
+        ({}, 32, "cascade attention"),
+        ({"causal": False}, 0, "attention that is not causal"),
+        ({"dcp_local_seq_lens": torch.ones(5)}, 0, "attention over another range of tokens"),
+    ],
+)
+def test_decodes_of_another_kind_are_counted(
+    changes: dict[str, Any], prefix: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = PlainCpuBackend.get_builder_cls()
+    monkeypatch.setattr(host, "build", lambda self, *args, **kwargs: type("Metadata", (), {})())
+    builder = make_layers().builder(make_spec())
+    metadata = builder.build(prefix, Batch(DECODE, shared=2).common(**changes))
+    assert step_of(metadata) is None
+    assert state().steps_host == {reason: 1}
+    assert state().kv_bytes_read == state().kv_bytes_query_guided > 0
+
+
+def test_batches_beyond_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEFT_MAX_BATCH", "4")
+    builder = make_layers().builder(make_spec())
+    assert step_of(builder.build(0, Batch(DECODE[:4], shared=2).common())) is not None
+    assert step_of(builder.build(0, Batch(DECODE, shared=2).common())) is None
+    assert step_of(builder.build(0, Batch(DECODE[:1], shared=2).common())) is None
+    assert state().steps_host == {"batch above DEFT_MAX_BATCH": 1, "batch below DEFT_MIN_BATCH": 1}
+
+
+def test_counts_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEFT_POLICY", "deft-node")  # shares whatever can be shared
+    layers = make_layers()
+    batch = Batch([40, 37, 33], shared=2)  # 32 tokens shared, 8 + 5 + 1 of their own
+    run(layers.impls[0], batch, Cache(batch.pages, 16), layers.builder(make_spec()).build(
+        0, batch.common()))  # fmt: skip
+    token = 2 * 2 * DIM * 4 * 2  # keys and values, KV heads, float32, layers
+    assert (state().steps_tree, state().plans) == (1, 1)
+    assert state().kv_bytes_query_guided == 110 * token
+    assert state().kv_bytes_read == 46 * token
+
+
+def test_the_device_counts_its_own_steps() -> None:
+    layers = make_layers(count=1)
+    builder = layers.builder(make_spec())
+    batch = Batch([40, 37, 33], shared=2, padding=1)
+    cache = Cache(batch.pages, 16)
+    for _ in range(3):
+        run(layers.impls[0], batch, cache, builder.build(0, batch.common()))
+    token = 2 * 2 * DIM * 4
+    assert (state().steps_tree, state().plans) == (3, 0)
+    assert state().kv_bytes_query_guided == 3 * 110 * token
+    assert 3 * 46 * token <= state().kv_bytes_read <= 3 * 110 * token
+
+
+def test_builders_made_anew_keep_workspace_and_counters() -> None:
+    """The host builds them twice where it profiles its graphs; another server starts at zero."""
+    layers = make_layers()
+    first, again = layers.builder(make_spec()), layers.builder(make_spec())
+    assert first.deft_group is again.deft_group
+    batch = Batch(DECODE, shared=2)
+    for builder in (first, again):
+        run(layers.impls[0], batch, Cache(batch.pages, 16), builder.build(0, batch.common()))
+    assert state().steps_tree == 2
+    other = make_layers().builder(make_spec())
+    assert other.deft_group is not first.deft_group
+    assert state().steps_tree == 0
+
+
+def test_a_wrong_setting_stops_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEFT_POLICY", "fastest")
+    with pytest.raises(SettingsError, match="DEFT_POLICY is 'fastest'; expected one of"):
+        make_layers().builder(make_spec())
+
+
+def test_a_gpu_plans_with_auto_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = LayerShape(HEADS, 2, DIM)
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(TreeAttention, "unsupported", staticmethod(lambda *given: None))
+    for policy, reason in (("auto", None), ("deft-node", "DEFT_POLICY=deft-node")):
+        found = factory._unsupported_shape(
+            shape, make_spec(), torch.float32, gpu, Settings(policy=policy)
+        )
+        assert found is None if reason is None else reason in found
+
+
+def test_kv_of_another_kind_makes_no_group(caplog: pytest.LogCaptureFixture) -> None:
+    for spec, reason in (
+        (make_spec(dtype=torch.bfloat16), "KV in torch.bfloat16 under a model in torch.float32"),
+        (make_spec(num_kv_heads=1), "over a KV cache of 1 heads"),
+    ):
+        with caplog.at_level(logging.WARNING, "deft_backend"):
+            assert make_layers().builder(spec).deft_group is None
+        assert reason in caplog.text
+
+
+def test_a_failing_kernel_costs_a_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    layers = make_layers()
+    builder = layers.builder(make_spec())
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+    metadata = builder.build(0, batch.common())
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(TreeAttention, "run", fail)
+    with caplog.at_level(logging.ERROR, "deft_backend"):
+        for impl in layers.impls:
+            close(run(impl, batch, cache, metadata), reference(batch, cache))
+    assert caplog.text.count("no such instruction") == 1
+    assert step_of(builder.build(0, batch.common())) is None
+
+
+def test_verification_finds_a_wrong_kernel(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DEFT_VERIFY", "1")
+    layers = make_layers()
+    builder = layers.builder(make_spec())
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+    run(layers.impls[0], batch, cache, builder.build(0, batch.common()))
+    assert "agree" not in caplog.text
+    attention_run = TreeAttention.run
+
+    def wrong(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        out = attention_run(self, *args, **kwargs)
+        out[2, 1, 3] += 0.01
+        return out
+
+    monkeypatch.setattr(TreeAttention, "run", wrong)
+    with caplog.at_level(logging.ERROR, "deft_backend"):
+        found = run(layers.impls[0], batch, cache, builder.build(0, batch.common()))
+    close(found, reference(batch, cache))
+    assert caplog.text.count("does not agree") == 1
+    assert step_of(builder.build(0, batch.common())) is None
+
+
+def test_a_fused_output_quantisation_is_the_hosts() -> None:
+    layers = make_layers()
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+    metadata = layers.builder(make_spec()).build(0, batch.common())
+    with pytest.raises(NotImplementedError, match="fused output quantisation"):
+        layers.impls[0].forward(
+            None, batch.query, None, None, cache.tensor, metadata,
+            torch.zeros((5, HEADS, DIM)), torch.ones(1),
+        )  # fmt: skip
+
+
+def test_keys_and_values_go_to_their_slots() -> None:
+    impl = make_layers(count=1).impls[0]
+    cache = Cache(4, 16, "HND")
+    before = cache.tensor.clone()
+    key, value = torch.randn(2, 3, 2, DIM)
+    impl.do_kv_cache_update(None, key, value, cache.tensor, torch.tensor([17, -1, 63]))
+    assert torch.equal(cache.keys[1, 1], key[0])
+    assert torch.equal(cache.values[1, 1], value[0])
+    assert torch.equal(cache.keys[3, 15], key[2])
+    changed = (cache.tensor != before).any(-1).nonzero().tolist()
+    assert changed == [[1, 0, 1], [1, 1, 1], [3, 0, 15], [3, 1, 15]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [({"sinks": torch.zeros(4)}, "sinks"), ({"alibi_slopes": [1.0]}, "alibi_slopes"),
+     ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"), ({"attn_type": "encoder"}, "attn_type")],
+)  # fmt: skip
+def test_the_cpu_refuses_what_it_does_not_compute(arguments: dict[str, Any], word: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"{word}.*without CUSTOM"):
+        make_layers(arguments=arguments)

@@ -1,0 +1,245 @@
+"""What vLLM gets for the names that the plugin registers: ours, its own, or a refusal."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="the adapter's tests run where vLLM is installed")
+
+from vllm.platforms import current_platform
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends import cpu_attn
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.selector import AttentionSelectorConfig
+from vllm_fakes import make_config, make_spec
+
+from deft_backend.hosts.vllm import factory, plugin, registered, server, versions
+from deft_backend.hosts.vllm.compose import cannot_surround, tree_backend
+from deft_backend.hosts.vllm.cpu import PlainCpuBackend
+from deft_backend.hosts.vllm.observe import observed_backend, original_backend
+
+CONFIG = AttentionSelectorConfig(128, torch.bfloat16, "auto", None)
+CUSTOM = AttentionBackendEnum.CUSTOM
+
+
+@pytest.fixture(autouse=True)
+def untouched(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The registry as it was, and no choice from the test before."""
+    monkeypatch.setattr(registered.Custom, "_chosen", None)
+    monkeypatch.setattr(server, "_current", None)
+    monkeypatch.setattr(factory, "_said", set())
+    monkeypatch.delenv("DEFT_OBSERVE", raising=False)
+    yield
+    for member in AttentionBackendEnum:
+        member.clear_override()
+
+
+def chosen_as_the_host_does(config: AttentionSelectorConfig = CONFIG) -> Any:
+    """The calls of ``platforms/cuda.py`` for a selected backend."""
+    backend = CUSTOM.get_class()
+    reasons = backend.validate_configuration(device_capability=None, **config._asdict())
+    if reasons:
+        raise ValueError(reasons)
+    return resolve_obj_by_qualname(".".join(backend.full_cls_name()))
+
+
+def host_chooses(monkeypatch: pytest.MonkeyPatch, name: str) -> list[tuple[Any, Any]]:
+    """Let the platform answer with a backend, and note what it is asked."""
+    asked: list[tuple[Any, Any]] = []
+
+    def choose(cls: Any, selected: Any, config: Any, num_heads: Any = None) -> str:
+        asked.append((selected, config))
+        return AttentionBackendEnum[name if selected is None else selected.name].get_path()
+
+    monkeypatch.setattr(type(current_platform), "get_attn_backend_cls", classmethod(choose))
+    return asked
+
+
+@pytest.mark.parametrize("name", ["FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION"])
+def test_custom_surrounds_what_the_host_would_choose(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin.register()
+    asked = host_chooses(monkeypatch, name)
+    host = original_backend(name)
+    found = chosen_as_the_host_does()
+    assert asked == [(None, CONFIG)]
+    assert issubclass(found, host)
+    assert found is tree_backend(host)
+    assert issubclass(found.get_impl_cls(), host.get_impl_cls())
+    assert issubclass(found.get_builder_cls(), host.get_builder_cls())
+    # What the host asks a backend is answered by its own.
+    for question in (
+        "get_name", "get_supported_kernel_block_sizes", "get_supported_head_sizes",
+        "supports_sink", "is_mla", "get_required_kv_cache_layout",
+    ):  # fmt: skip
+        assert (
+            getattr(found, question).__func__ is getattr(host, question).__func__
+            if hasattr(getattr(host, question), "__func__")
+            else getattr(found, question) is getattr(host, question)
+        )
+    assert found.forward_includes_kv_cache_update is host.forward_includes_kv_cache_update
+    assert found.full_cls_name() != host.full_cls_name()  # groups are kept apart by it
+
+
+def test_layers_may_get_different_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin.register()
+    host_chooses(monkeypatch, "FLASH_ATTN")
+    first = chosen_as_the_host_does()
+    host_chooses(monkeypatch, "TRITON_ATTN")
+    second = chosen_as_the_host_does(CONFIG._replace(head_size=80))
+    assert first is not second
+    assert resolve_obj_by_qualname(".".join(first.full_cls_name())) is first
+
+
+class OtherLayout(AttentionBackend):
+    """A backend with keys and values apart."""
+
+    get_name = staticmethod(lambda: "OTHER")
+    get_impl_cls = get_builder_cls = staticmethod(lambda: None)
+    get_kv_cache_shape = staticmethod(lambda b, n, h, d, cache_dtype_str="auto": (2, b, n, h, d))
+
+
+class WritesItself(PlainCpuBackend):
+    forward_includes_kv_cache_update = True
+
+
+class Mla(PlainCpuBackend):
+    is_mla = classmethod(lambda cls: True)
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [(OtherLayout, "laid out"), (WritesItself, "writes the KV cache"), (Mla, "MLA")],
+)
+def test_what_cannot_be_surrounded_runs_by_itself(
+    host: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plugin.register()
+    assert reason in cannot_surround(host)
+    register_backend(AttentionBackendEnum.FLASH_ATTN, f"{__name__}.{host.__name__}")
+    host_chooses(monkeypatch, "FLASH_ATTN")
+    with caplog.at_level(logging.WARNING, "deft_backend"):
+        assert CUSTOM.get_class().validate_configuration(None, **CONFIG._asdict()) == []
+    assert CUSTOM.get_class()._chosen is host
+    assert reason in caplog.text
+
+
+def test_a_fallback_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin.register()
+    asked = host_chooses(monkeypatch, "FLASH_ATTN")
+    monkeypatch.setenv("DEFT_FALLBACK_BACKEND", "TRITON_ATTN")
+    assert issubclass(chosen_as_the_host_does(), original_backend("TRITON_ATTN"))
+    assert asked[0][0] is AttentionBackendEnum.TRITON_ATTN
+    for name in ("CUSTOM", "fa3"):
+        monkeypatch.setenv("DEFT_FALLBACK_BACKEND", name)
+        with pytest.raises(ValueError, match=f"'{name}'; expected one of .*FLASH_ATTN"):
+            chosen_as_the_host_does()
+
+
+def test_the_hosts_refusal_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin.register()
+
+    def refuse(cls: Any, selected: Any, config: Any, num_heads: Any = None) -> str:
+        raise ValueError("No valid attention backend found")
+
+    monkeypatch.setattr(type(current_platform), "get_attn_backend_cls", classmethod(refuse))
+    with pytest.raises(ValueError, match="No valid attention backend found"):
+        chosen_as_the_host_does()
+
+
+def test_before_a_layer_is_configured_nothing_is_chosen() -> None:
+    with pytest.raises(RuntimeError, match="before any layer"):
+        registered.Custom.get_impl_cls()
+    assert registered.Custom.get_name() == "CUSTOM"
+
+
+@pytest.mark.parametrize(
+    ("backend", "observe", "kind"),
+    [(None, "0", "host"), (CUSTOM, "0", "tree"), (CUSTOM, "1", "tree"), (None, "1", "observed"),
+     (None, "maybe", "host")],
+)  # fmt: skip
+def test_the_cpu_platforms_backend(
+    backend: Any, observe: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a server that asks for the plugin gets anything but the host's own class."""
+    monkeypatch.setenv("DEFT_OBSERVE", observe)
+    plugin.register()
+    config = SimpleNamespace(attention_config=SimpleNamespace(backend=backend))
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config)
+    path = current_platform.get_attn_backend_cls(backend, CONFIG)
+    found = resolve_obj_by_qualname(path)
+    host = cpu_attn.CPUAttentionBackend
+    expected = {
+        "host": host, "tree": tree_backend(PlainCpuBackend), "observed": observed_backend(host),
+    }  # fmt: skip
+    assert found is expected[kind]
+
+
+def test_outside_of_a_server_the_host_is_untouched() -> None:
+    plugin.register()
+    assert AttentionBackendEnum.CPU_ATTN.get_class() is cpu_attn.CPUAttentionBackend
+
+
+def test_observing_counts_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setenv("DEFT_STATE_DIR", str(tmp_path))
+    found = observed_backend(PlainCpuBackend)
+    assert found.get_impl_cls() is PlainCpuBackend.get_impl_cls()
+    config = make_config()
+    config.model_config.get_num_attention_heads = lambda place: 4
+    builder = found.get_builder_cls()(make_spec(), ["a"], config, torch.device("cpu"))
+    other = found.get_builder_cls()(make_spec(), ["b"], config, torch.device("cpu"))
+    lens = torch.tensor([5, 7], dtype=torch.int32)
+    common = SimpleNamespace(
+        max_query_len=1, seq_lens=lens, seq_lens_cpu_upper_bound=None, num_reqs=2, causal=True,
+        query_start_loc=torch.tensor([0, 1, 2]), block_table_tensor=torch.zeros(2, 1),
+    )  # fmt: skip
+    metadata = builder.build(0, common)
+    assert type(metadata).__name__ == "PlainCpuMetadata"
+    assert metadata.seq_lens is lens
+    builder.build_for_cudagraph_capture(common)
+    other.build(0, common)
+    common.max_query_len = 3
+    builder.build(0, common)
+    assert server._current is not None
+    state = server._current.state
+    assert state is not None
+    assert state.steps_host == {"observed": 1}
+    assert state.kv_bytes_read == 12 * state.token_bytes * state.num_layers
+
+
+def test_this_vllm_is_one_that_the_adapter_knows() -> None:
+    assert versions.missing() is None
+
+
+@pytest.mark.parametrize(
+    ("member", "found"),
+    [
+        ("AttentionMetadataBuilder.update_block_table", "update_block_table is missing"),
+        ("AttentionImpl.forward", "AttentionImpl.forward has no parameter query"),
+    ],
+)
+def test_another_vllm_is_left_alone(
+    member: str, found: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vllm.v1.attention import backend
+
+    owner, name = member.split(".")
+    if "missing" in found:
+        monkeypatch.delattr(getattr(backend, owner), name)
+    else:
+        monkeypatch.setattr(getattr(backend, owner), name, lambda self, other: None)
+    assert found in versions.missing()
+    with caplog.at_level(logging.WARNING, "deft_backend"):
+        plugin.register()
+    assert "not registered" in caplog.text
+    assert not CUSTOM.is_overridden()
+    assert not AttentionBackendEnum.CPU_ATTN.is_overridden()

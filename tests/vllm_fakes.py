@@ -1,0 +1,177 @@
+"""A vLLM worker's data without a worker: configuration, KV cache, batches, layers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+HEADS, KV_HEADS, DIM = 4, 2, 64
+
+
+def make_config(**changes: Any) -> Any:
+    """As much of a ``VllmConfig`` as the adapter reads."""
+    parallel = SimpleNamespace(
+        tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1, rank=0,
+        data_parallel_rank=0, decode_context_parallel_size=1, prefill_context_parallel_size=1,
+        use_ubatching=False,
+    )  # fmt: skip
+    config = SimpleNamespace(
+        parallel_config=parallel,
+        speculative_config=None,
+        model_config=SimpleNamespace(dtype=torch.float32, max_model_len=2048),
+        scheduler_config=SimpleNamespace(max_num_seqs=16),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+    )
+    for name, value in changes.items():
+        owner = config if hasattr(config, name) else parallel
+        setattr(owner, name, value)
+    return config
+
+
+def make_spec(block_size: int = 16, **changes: Any) -> Any:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    values = {
+        "block_size": block_size, "num_kv_heads": KV_HEADS, "head_size": DIM,
+        "dtype": torch.float32, **changes,
+    }  # fmt: skip
+    return FullAttentionSpec(**values)
+
+
+@dataclass
+class Layers:
+    """Layers of one model behind one backend class, registered in a configuration."""
+
+    backend: Any
+    config: Any
+    count: int = 2
+    arguments: dict[str, Any] = field(default_factory=dict)
+    prefix: str = "layer"
+
+    def __post_init__(self) -> None:
+        self.impls = []
+        context = self.config.compilation_config.static_forward_context
+        for index in range(self.count):
+            values = {
+                "num_heads": HEADS, "head_size": DIM, "scale": DIM**-0.5,
+                "num_kv_heads": KV_HEADS, **self.arguments,
+            }  # fmt: skip
+            impl = self.backend.get_impl_cls()(**values)
+            context[f"{self.prefix}.{index}"] = SimpleNamespace(impl=impl)
+            self.impls.append(impl)
+
+    def builder(self, spec: Any) -> Any:
+        names = [f"{self.prefix}.{index}" for index in range(self.count)]
+        return self.backend.get_builder_cls()(spec, names, self.config, torch.device("cpu"))
+
+
+class Cache:
+    """A layer's KV cache in a memory order of the host's, filled at random."""
+
+    def __init__(self, pages: int, block_size: int, order: str = "NHD", padded: int = 0) -> None:
+        generator = torch.Generator().manual_seed(pages + block_size)
+        numbers = torch.randn(
+            (pages, KV_HEADS, block_size, 2 * DIM), generator=generator, dtype=torch.float32
+        )
+        inner = (block_size, KV_HEADS) if order == "NHD" else (KV_HEADS, block_size)
+        page = math.prod(inner) * 2 * DIM
+        memory = torch.full((pages, page + padded), float("nan"))
+        view = memory[:, :page].unflatten(1, (*inner, 2 * DIM))
+        self.tensor = view.transpose(1, 2) if order == "NHD" else view
+        self.tensor.copy_(numbers)
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """[pages, block_size, Hkv, D]: written out here, not taken from the adapter."""
+        return self.tensor.permute(0, 2, 1, 3)[..., :DIM]
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self.tensor.permute(0, 2, 1, 3)[..., DIM:]
+
+
+@dataclass
+class Batch:
+    """Requests with their blocks; the first `shared` blocks are common to all of them."""
+
+    seq_lens: list[int]
+    shared: int
+    block_size: int = 16
+    query_lens: list[int] | None = None
+    padding: int = 0
+    first_page: int = 1
+
+    def __post_init__(self) -> None:
+        pages = max(-(-length // self.block_size) for length in self.seq_lens) + 1
+        rows = len(self.seq_lens) + self.padding
+        self.table = torch.zeros((rows, pages), dtype=torch.int32)
+        common = list(range(self.first_page, self.first_page + self.shared))
+        unused = self.first_page + self.shared
+        for row, length in enumerate(self.seq_lens):
+            needed = -(-length // self.block_size)
+            held = min(self.shared, length // self.block_size)
+            own = list(range(unused, unused + needed - held))
+            unused += needed - held
+            self.table[row, :needed] = torch.tensor(common[:held] + own, dtype=torch.int32)
+        self.pages = unused
+        lens = [*self.seq_lens, *[0] * self.padding]
+        self.lens = torch.tensor(lens, dtype=torch.int32)
+        queries = self.query_lens or [1] * rows
+        self.starts = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0).to(torch.int32)
+        generator = torch.Generator().manual_seed(len(lens) * 97 + sum(lens))
+        fused = torch.randn((sum(queries), 2 * HEADS, DIM), generator=generator)
+        self.query = fused[:, :HEADS]  # a part of a fused projection: rows are far apart
+
+    def common(self, **changes: Any) -> Any:
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        rows = len(self.lens)
+        queries = self.starts.diff()
+        values = {
+            "query_start_loc": self.starts, "query_start_loc_cpu": self.starts,
+            "seq_lens": self.lens, "num_reqs": rows, "num_actual_tokens": len(self.query),
+            "max_query_len": int(queries.max()), "max_seq_len": int(self.lens.max()),
+            "block_table_tensor": self.table,
+            "slot_mapping": torch.full((len(self.query),), -1, dtype=torch.int64),
+            "causal": True, **changes,
+        }  # fmt: skip
+        return CommonAttentionMetadata(**values)
+
+
+def reference(
+    batch: Batch, cache: Cache, *, window: int | None = None, cap: float = 0.0
+) -> torch.Tensor:
+    """Causal attention of every query token in float64, token by token: [T, Hq, D]."""
+    out = torch.zeros(batch.query.shape, dtype=torch.float64)
+    for row, length in enumerate(batch.lens.tolist()):
+        begin, end = int(batch.starts[row]), int(batch.starts[row + 1])
+        for token in range(begin, end):
+            last = length - (end - token)  # position of the token itself
+            if last < 0:
+                continue
+            first = 0 if window is None else max(0, last - window + 1)
+            places = range(first, last + 1)
+            pages = [int(batch.table[row, place // batch.block_size]) for place in places]
+            offsets = [place % batch.block_size for place in places]
+            k, v = cache.keys[pages, offsets].double(), cache.values[pages, offsets].double()
+            for head in range(HEADS):
+                kv = head // (HEADS // KV_HEADS)
+                scores = k[:, kv] @ batch.query[token, head].double() * DIM**-0.5
+                if cap:
+                    scores = cap * torch.tanh(scores / cap)
+                out[token, head] = scores.softmax(0) @ v[:, kv]
+    return out
+
+
+def run(impl: Any, batch: Batch, cache: Cache, metadata: Any, rows: int = 0) -> torch.Tensor:
+    """One layer's forward; `rows` more of padding follow the batch's tokens."""
+    padding = torch.full((rows, HEADS, DIM), 7.0)
+    output = torch.full((len(batch.query) + rows, HEADS, DIM), 7.0)
+    query = torch.cat([batch.query, padding]) if rows else batch.query
+    found = impl.forward(None, query, None, None, cache.tensor, metadata, output)
+    assert found is output
+    return output
