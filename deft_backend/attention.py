@@ -148,6 +148,7 @@ class TreeAttention:
             (2, entries, num_query_heads), dtype=torch.float32, device=self.device
         )
         self._device_planner: DevicePlanner | None = None
+        self._covers_padding = False
         self._rows = torch.arange(self.capacity.max_batch, dtype=torch.int32, device=self.device)
         self.forest: PrefixForest | None = None
         self.last_plan: Plan | None = None
@@ -219,6 +220,7 @@ class TreeAttention:
         self._check_integers(page_table=page_table, seq_lens=seq_lens, table_rows=table_rows)
         self._check_table(page_table)
         self.forest = self.last_plan = self.grouping = None
+        self._covers_padding = True
         if batch:
             self.device_planner.plan(page_table, table_rows, seq_lens)
 
@@ -266,6 +268,7 @@ class TreeAttention:
         check_capacity(plan, self.capacity)
         self._plan.upload(plan)
         self.forest, self.last_plan, self.grouping = forest, plan, None
+        self._covers_padding = False
 
     def run(
         self,
@@ -322,8 +325,10 @@ class TreeAttention:
         k_cache, v_cache = self._paged(k_cache), self._paged(v_cache)
         if out is None:
             # A graph is replayed for fewer requests than it was captured for: rows that no request
-            # owns must not hold whatever was in memory.
-            out = torch.zeros_like(q) if static_launch else torch.empty_like(q)
+            # owns must not hold whatever was in memory. Plans made on the device have them, as
+            # requests of no or few tokens; those made on the host do not.
+            padded = static_launch and not self._covers_padding
+            out = torch.zeros_like(q) if padded else torch.empty_like(q)
         if sm_scale is not None and not sm_scale > 0.0:
             raise AttentionError(f"sm_scale is {sm_scale}; expected a number above 0")
         batch = self._check(q, k_cache, v_cache, page_table, seq_lens, out, static_launch)

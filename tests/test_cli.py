@@ -84,6 +84,7 @@ def test_version() -> None:
         (["--trace", "/no/trace.json"], r"cannot read the trace /no/trace\.json"),
         (["--scale", "0.5"], r"--scale and --index belong to --trace"),
         (["--trace", "x", "--workload", "few-shot"], r"tree-of-thoughts, which is not selected"),
+        (["--grid", "0,2,64", "--quick"], r"--grid goes with --model, --host and --out"),
         (["positional"], r"unexpected argument 'positional'.*--"),
     ],
 )
@@ -93,6 +94,24 @@ def test_ab_refuses_bad_input(arguments: list[str], said: str, model: str) -> No
     code, _, err = run("ab", *arguments)
     assert code == 2
     assert re.search(said, err)
+
+
+def test_ab_times_a_grid_by_the_end_to_end_benchmark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deft_backend.cli import bench_e2e
+
+    chosen: list[Any] = []
+    monkeypatch.setattr(bench_e2e, "run_choice", chosen.append)
+    arguments = ["ab", "--host", "vllm", "--grid", "0,2,64", "--grid", "256,4,16"]
+    run(*arguments, "--out", str(tmp_path), "--baseline", "FLASH_ATTN", "--", "--seed", "1")
+    run("ab", "--host", "sglang", "--grid", "default")
+    named, usual = chosen
+    assert (named.host, list(named.cases)) == ("vllm", ["0,2,64", "256,4,16"])
+    assert named.out == tmp_path / "e2e.json"
+    assert tuple(named.backends) == ("deft", "FLASH_ATTN")
+    assert named.options == ("--seed", "1")
+    assert (usual.host, list(usual.cases), usual.backends) == ("sglang", [], None)
 
 
 @pytest.mark.usefixtures("no_server")

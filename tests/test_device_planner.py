@@ -237,6 +237,23 @@ def test_the_library_attends_over_a_plan_made_on_the_device() -> None:
         torch.testing.assert_close(out[request].double(), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_rows_without_a_request_get_zeros() -> None:
+    """What follows in the model reads them, and only the plan's kernels write them."""
+    batch = batch_of(regular_forest([1, 3], [900, 10]))
+    tables = torch.from_numpy(np.concatenate((batch.page_tables, batch.page_tables[:1] * 0)))
+    rows = torch.tensor([0, 3, 1, 2, 3])
+    lens = torch.from_numpy(np.append(batch.seq_lens, 0).astype(np.int32))[rows]
+    k, v = torch.randn(2, int(batch.page_tables.max()) + 1, 2, 64)
+    tree = attention()
+    tree.poison_workspace()
+    out = torch.full((5, 4, 64), float("nan"))
+    tree.plan_on_device(tables, lens, table_rows=rows)
+    tree.run(torch.randn(5, 4, 64), k, v, tables, lens, table_rows=rows, out=out,
+             static_launch=True)  # fmt: skip
+    assert not out.isnan().any()
+    assert [bool(row.any()) for row in out] == [True, False, True, True, False]
+
+
 def test_what_cannot_be_planned_on_the_device_is_named() -> None:
     table, lens = torch.zeros((2, 8), dtype=torch.int32), torch.tensor([3, 4])
     with pytest.raises(PolicyError, match="follow the policy auto, not fasttree"):
@@ -245,7 +262,7 @@ def test_what_cannot_be_planned_on_the_device_is_named() -> None:
         attention(max_batch=largest_batch() + 1).plan_on_device(table, lens)
     with pytest.raises(AttentionError, match="raise max_batch"):
         attention(max_batch=1).plan_on_device(table, lens)
-    with pytest.raises(AttentionError, match="seq_lens has dtype torch.float32"):
+    with pytest.raises(AttentionError, match=r"seq_lens has dtype torch\.float32"):
         attention().plan_on_device(table, lens.float())
     with pytest.raises(AttentionError, match="table_rows has shape"):
         attention().plan_on_device(table, lens, table_rows=torch.zeros(3, dtype=torch.int32))

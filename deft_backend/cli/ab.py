@@ -64,12 +64,25 @@ def ab(
         Path | None, typer.Option(help="Folder for the report; default: reports/ab-<time>.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Smaller workloads.")] = False,
+    grid: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PREFIX,BRANCHES,SUFFIX",
+            help="Time one such case, or 'default' for the usual ones, with each of the host's "
+            "backends; may be repeated. More of this: deft bench e2e.",
+        ),
+    ] = None,
 ) -> None:
     """Serve a model twice, with and without the plugin, and compare tokens, KV reads and times.
 
     Exits with 1 if any token differs.
     """
     extra = host_arguments(host_args)
+    if grid:
+        if workload or trace or quick or policy:
+            raise fail("--grid goes with --model, --host and --out; the other options are not its")
+        _time_grid(grid, model, host, out, extra, baseline)
+        return
     setup, on_gpu = _setup(
         model, workload, (branches, prefix_tokens, max_tokens), trace, index, scale, policy,
         baseline, extra, quick, host,
@@ -96,6 +109,34 @@ def ab(
     console.print(f"data    {data}", highlight=False, soft_wrap=True)
     if not result.same:
         raise typer.Exit(TOKENS_DIFFER)
+
+
+def _time_grid(
+    grid: list[str],
+    model: str | None,
+    host: str | None,
+    out: Path | None,
+    extra: list[str],
+    baseline: str | None,
+) -> None:
+    """The end-to-end benchmark's grid, by its own code."""
+    from deft_backend.bench.e2e.choice import Choice
+    from deft_backend.cli.bench_e2e import run_choice
+    from deft_backend.hosts.launch import BACKEND
+
+    name = chosen_host(host, needed=False)
+    command = shlex.join(["deft", *sys.argv[1:]])
+    run_choice(
+        Choice(
+            out=(out or Path("reports")) / "e2e.json",
+            command=command,
+            host=name,
+            backends=None if baseline is None else (BACKEND, baseline),
+            cases=[case for case in grid if case != "default"],
+            model=model,
+            options=tuple(extra),
+        )
+    )
 
 
 def _setup(

@@ -119,11 +119,7 @@ class GroupAttention:
         """Decode one layer of the planned step into the first B rows of `output` [T, Hq, D]."""
         batch = len(seq_lens)
         k_cache, v_cache = kv_views(kv_cache, layer.shape.head_dim)
-        out = output[:batch]
-        if _capturing(out):
-            # A graph is replayed for fewer requests than it was captured for. No kernel writes
-            # the rows that no request owns, and what follows in the model reads them.
-            out.zero_()
+        # Rows that pad a graph's batch have length 0: the plan has them, and writes zeros there.
         self._attention.run(
             query[:batch],
             k_cache,
@@ -132,7 +128,7 @@ class GroupAttention:
             seq_lens,
             sm_scale=layer.sm_scale,
             logit_cap=layer.logit_cap,
-            out=out,
+            out=output[:batch],
             static_launch=self._on_device,
         )
 

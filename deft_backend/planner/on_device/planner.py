@@ -191,19 +191,20 @@ class DevicePlanner:
             pointers |= tensor.data_ptr()
         self._kind, self._aligned = kind, pointers % 16 == 0
         common: dict[str, Any] = {"BATCH": size, "OVERLAPPED": self._overlapped}
+        paged = {"PAGE_SIZE": self._page_size}
         shape = (batch, columns, page_table.stride(0))
         blocks = self._blocks(size)
         rows, places = -(-batch // blocks.rows), -(-batch // blocks.places)
 
         self._launch(
             COMPARE_ROWS, (rows,), (*table, self._rank, self._common, *shape),
-            {**common, "BLOCK": blocks.rows, "PAGE_SIZE": self._page_size, "STEPS": columns.bit_length()},
+            {**common, **paged, "BLOCK": blocks.rows, "STEPS": columns.bit_length()},
             follows=False,
         )  # fmt: skip
         self._launch(
             SORT_ROWS, (places,),
             (*table, self._rank, self._common, self._order, self._cut, self._below, *shape),
-            {**common, "BLOCK": blocks.places, "PAGE_SIZE": self._page_size},
+            {**common, **paged, "BLOCK": blocks.places},
         )  # fmt: skip
         self._launch(
             FIND_NODES, (places,),
