@@ -206,7 +206,7 @@ def test_the_counters_add_up() -> None:
     end = np.where(made.segment_end < 0, batch.seq_lens[made.segment_row], made.segment_end)
     loaded = int((end - made.segment_start).sum())
     assert loaded < batch.seq_lens.sum()
-    assert planner.counters.tolist() == [2, 2 * int(batch.seq_lens.sum()), 2 * loaded]
+    assert planner.counters.tolist() == [2, 2 * int(batch.seq_lens.sum()), 2 * loaded, 0]
 
 
 def attention(policy: str = "auto", max_batch: int = 8) -> TreeAttention:

@@ -85,7 +85,7 @@ def test_a_listener_that_raises_is_said_once_and_the_others_go_on(tmp_path, capl
 
 def test_counts_of_host_and_device_are_one_set_of_figures(tmp_path) -> None:
     state = make_state()
-    memory = np.array([7, 700, 70], dtype=np.int64)  # warm-up
+    memory = np.array([7, 700, 70, 7_000_000], dtype=np.int64)  # warm-up
     state.count_host("small", tokens=10)
     state.count_tree(tokens=6, loaded=4, tree_layers=LAYERS)
     writer = StateWriter(state, tmp_path)
@@ -95,13 +95,15 @@ def test_counts_of_host_and_device_are_one_set_of_figures(tmp_path) -> None:
     assert (before.steps_tree, before.decode_steps) == (1, 2)
     assert before.kv_bytes_read == (10 + 4) * LAYERS * TOKEN
 
-    memory += [3, 300, 120]  # as kernels do: in place, nothing else is told
+    memory += [3, 300, 120, 6_000_000]  # as kernels do: in place, nothing else is told
     writer.look()
     content = json.loads(writer.path.read_text())
     assert (content["steps_tree"], content["decode_steps"]) == (4, 5)
     assert content["kv_bytes_query_guided"] == (10 + 6 + 300) * LAYERS * TOKEN
     assert content["kv_bytes_read"] == (10 + 4 + 120) * LAYERS * TOKEN
     assert (state.steps_tree, state.kv_bytes_read) == (4, content["kv_bytes_read"])
+    assert content["plans"] == 3
+    assert content["plan_seconds"] == pytest.approx(6e-3)
 
     state.device_tree_layers = 1  # the other layer reads every token that is attended
     assert state.kv_bytes_read == ((10 + 4) * LAYERS + 120 + 300) * TOKEN
@@ -111,12 +113,12 @@ def test_counts_of_host_and_device_are_one_set_of_figures(tmp_path) -> None:
 def test_only_words_are_written_again_when_bytes_alone_moved(tmp_path) -> None:
     """A reading between two words of a step is followed by one that has them all."""
     state = make_state()
-    memory = np.zeros(3, dtype=np.int64)
+    memory = np.zeros(4, dtype=np.int64)
     state.attach_device_counters(memory)
     writer = StateWriter(state, tmp_path)
     memory[0] = 1
     writer.look()
-    memory[1:] = 20, 5
+    memory[1:] = 20, 5, 0
     writer.look()
     content = json.loads(writer.path.read_text())
     assert content["decode_steps"] == 1
@@ -124,19 +126,19 @@ def test_only_words_are_written_again_when_bytes_alone_moved(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    "array", [np.zeros(2, np.int64), np.zeros((1, 3), np.int64), np.zeros(3, np.int32)]
+    "array", [np.zeros(3, np.int64), np.zeros((1, 4), np.int64), np.zeros(4, np.int32)]
 )
 def test_a_wrong_source_of_device_counters_is_refused(array) -> None:
-    with pytest.raises(ValueError, match=r"expected \(3,\) int64") as refused:
+    with pytest.raises(ValueError, match=r"expected \(4,\) int64") as refused:
         make_state().attach_device_counters(array)
     assert str(array.shape) in str(refused.value)
 
 
 def test_a_second_source_of_device_counters_is_refused() -> None:
     state = make_state()
-    state.attach_device_counters(np.zeros(3, np.int64))
+    state.attach_device_counters(np.zeros(4, np.int64))
     with pytest.raises(ValueError, match="attached already"):
-        state.attach_device_counters(np.zeros(3, np.int64))
+        state.attach_device_counters(np.zeros(4, np.int64))
 
 
 def test_readings_while_another_thread_counts(tmp_path) -> None:

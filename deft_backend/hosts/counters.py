@@ -21,7 +21,8 @@ class Counters:
     Attributes
     ----------
     decode_steps, steps_tree, plans : int
-        Decode steps in all, those through tree attention, and plans made on the host.
+        Decode steps in all, those through tree attention, and plans made, on the host or on the
+        device (one a step).
     steps_host : mapping
         Decode steps through the host's kernel, by reason.
     kv_bytes_read : int
@@ -29,7 +30,8 @@ class Counters:
     kv_bytes_query_guided : int
         Bytes that it would have read had every request read its whole context by itself.
     plan_seconds : float
-        Time in which those plans were made, forest included.
+        Time in which those plans were made, forest included; what the interpreter takes on the
+        CPU in the device's place is not counted.
     """
 
     decode_steps: int = 0
@@ -77,23 +79,25 @@ class Counters:
 
 
 class DeviceCounts(NamedTuple):
-    """Steps planned on the device, and their tokens: attended by requests, loaded by items."""
+    """Steps planned on the device, their tokens, attended by requests and loaded by items, and
+    the nanoseconds of planning."""
 
     steps: int
     attended: int
     loaded: int
+    nanoseconds: int
 
 
 class DeviceCounters:
     """Counts that kernels add up in host memory, from the moment of this call on.
 
-    Reading is a copy of three words: no call into the device's driver, no lock. A reading may fall
+    Reading is a copy of four words: no call into the device's driver, no lock. A reading may fall
     between two words of one step; the next one has them all.
 
     Parameters
     ----------
-    array : [3] int64, a view of memory that the device writes (pinned, mapped)
-        Steps, tokens attended, tokens loaded; cumulative, never set back.
+    array : [4] int64, a view of memory that the device writes (pinned, mapped)
+        Steps, tokens attended, tokens loaded, nanoseconds; cumulative, never set back.
 
     Raises
     ------
@@ -104,8 +108,8 @@ class DeviceCounters:
     def __init__(self, array: npt.NDArray[np.int64]) -> None:
         if array.shape != (len(DeviceCounts._fields),) or array.dtype != np.int64:
             raise ValueError(
-                f"device counters of shape {array.shape} and type {array.dtype}; expected (3,) "
-                "int64: steps, tokens attended, tokens loaded"
+                f"device counters of shape {array.shape} and type {array.dtype}; expected (4,) "
+                "int64: steps, tokens attended, tokens loaded, nanoseconds"
             )
         self._array = array
         self._start = array.copy()

@@ -54,7 +54,7 @@ GUIDED = Metric(
     "deft_kv_query_guided_bytes",
     "Bytes of KV cache that reading every request's whole context would have read.",
 )
-PLANS = Metric("deft_plans", "Plans of tree attention made on the host.")
+PLANS = Metric("deft_plans", "Plans of tree attention, made on the host or on the device.")
 PLAN_SECONDS = Metric("deft_plan_seconds", "Seconds in which those plans were made.")
 METRICS = (STEPS, HOST_STEPS, READ, GUIDED, PLANS, PLAN_SECONDS)
 

@@ -138,9 +138,9 @@ class ServerState:
 
         Parameters
         ----------
-        array : [3] int64, a view of memory that the device writes (pinned)
-            Steps, tokens attended, tokens loaded; cumulative, never set back. What it holds now
-            (warm-up) is not counted.
+        array : [4] int64, a view of memory that the device writes (pinned)
+            Steps, tokens attended, tokens loaded, nanoseconds of planning; cumulative, never set
+            back. What it holds now (warm-up) is not counted.
 
         Raises
         ------
@@ -154,18 +154,18 @@ class ServerState:
     def counters(self) -> Counters:
         """All counts, of steps planned on the host and on the device; for any thread."""
         steps_host = dict(self.steps_host)
-        steps, attended, loaded = self._on_device.read() if self._on_device else (0, 0, 0)
+        steps, attended, loaded, spent = self._on_device.read() if self._on_device else (0,) * 4
         layers = self.num_layers if self.device_tree_layers is None else self.device_tree_layers
         steps_tree = self._steps_tree + steps
         return Counters(
             decode_steps=steps_tree + sum(steps_host.values()),
             steps_tree=steps_tree,
-            plans=self.plans,
+            plans=self.plans + steps,
             steps_host=steps_host,
             kv_bytes_read=self._kv_bytes_read + self._read_bytes(attended, loaded, layers),
             kv_bytes_query_guided=self._kv_bytes_query_guided
             + attended * self.num_layers * self.token_bytes,
-            plan_seconds=self.plan_seconds,
+            plan_seconds=self.plan_seconds + spent * 1e-9,
         )
 
     def _read_bytes(self, tokens: int, loaded: int, tree_layers: int) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import triton.language as tl
 from triton import jit
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, globaltimer
 
 
 @jit(do_not_specialize=["batch", "columns", "stride_table"])
@@ -23,6 +23,7 @@ def compare_rows(
     seq_lens_ptr,
     rank_ptr,
     common_ptr,
+    began_ptr,
     batch,
     columns,
     stride_table,
@@ -30,12 +31,17 @@ def compare_rows(
     BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     STEPS: tl.constexpr,
+    TIMED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     """rank [B]: rows before each; common [B]: tokens that it shares with one of those.
 
-    `columns` is the page table's width; STEPS halvings bring it to one page.
+    `columns` is the page table's width; STEPS halvings bring it to one page. began [1] int64: the
+    GPU's clock.
     """
+    if TIMED:
+        if tl.program_id(0) == 0:
+            tl.store(began_ptr, globaltimer())
     if OVERLAPPED:
         gdc_launch_dependents()
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]

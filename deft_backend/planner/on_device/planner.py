@@ -101,9 +101,10 @@ class DevicePlanner:
 
     Attributes
     ----------
-    counters : [3] int64, in host memory
-        Plans made, tokens of context in them (what decoding query by query reads), and tokens that
-        their items load. Written by the device, some time after each plan.
+    counters : [4] int64, in host memory
+        Plans made, tokens of context in them (what decoding query by query reads), tokens that
+        their items load, and nanoseconds that planning took, by the GPU's clock (0 on the CPU).
+        Written by the device, some time after each plan.
 
     Raises
     ------
@@ -161,8 +162,9 @@ class DevicePlanner:
         self._pieces = torch.tensor(pieces, dtype=torch.int32, device=device)
         self._price = torch.zeros(2 * len(pieces), dtype=torch.float32, device=device)
         self._chunk = torch.zeros(2 * len(pieces), dtype=torch.int32, device=device)
-        self._counters = torch.zeros(3, dtype=torch.int64, device=device)
-        self.counters = torch.zeros(3, dtype=torch.int64, pin_memory=not self._interpreted)
+        self._counters = torch.zeros(4, dtype=torch.int64, device=device)
+        self._began = torch.zeros(2, dtype=torch.int64, device=device)
+        self.counters = torch.zeros(4, dtype=torch.int64, pin_memory=not self._interpreted)
 
     def plan(
         self, page_table: torch.Tensor, table_rows: torch.Tensor, seq_lens: torch.Tensor
@@ -190,14 +192,16 @@ class DevicePlanner:
         for tensor in table:
             pointers |= tensor.data_ptr()
         self._kind, self._aligned = kind, pointers % 16 == 0
-        common: dict[str, Any] = {"BATCH": size, "OVERLAPPED": self._overlapped}
+        common: dict[str, Any] = {
+            "BATCH": size, "OVERLAPPED": self._overlapped, "TIMED": not self._interpreted,
+        }  # fmt: skip
         paged = {"PAGE_SIZE": self._page_size}
         shape = (batch, columns, page_table.stride(0))
         blocks = self._blocks(size)
         rows, places = -(-batch // blocks.rows), -(-batch // blocks.places)
 
         self._launch(
-            COMPARE_ROWS, (rows,), (*table, self._rank, self._common, *shape),
+            COMPARE_ROWS, (rows,), (*table, self._rank, self._common, self._began, *shape),
             {**common, **paged, "BLOCK": blocks.rows, "STEPS": columns.bit_length()},
             follows=False,
         )  # fmt: skip
@@ -269,6 +273,7 @@ class DevicePlanner:
             (
                 self._order, self._first, *ranges, *measured, self._parts, self._merged,
                 *self._plan.stage1, *self._plan.stage2, self._counters, self.counters,
+                self._began,
                 batch, small, large, self._block,
             ),
             {**common, "LEAVES": blocks.leaves, "WIDTH": 256},

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import triton.language as tl
 from triton import jit
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_wait, globaltimer
 
 
 @jit
@@ -37,8 +37,8 @@ def _count(counters_ptr, seen_ptr, counter, more):
 def _write_totals(
     order_ptr, range_queries_ptr, range_begin_ptr, range_end_ptr, range_pieces_ptr, tile_ptr,
     item_segment_ptr, item_query_ptr, num_reduce_ptr, reduce_query_ptr, reduce_slot_ptr,
-    counters_ptr, seen_ptr, slots, reduced, num_reduced, batch, small_tile, large_tile,
-    BATCH: tl.constexpr,
+    counters_ptr, seen_ptr, began_ptr, slots, reduced, num_reduced, batch, small_tile, large_tile,
+    BATCH: tl.constexpr, TIMED: tl.constexpr,
 ):  # fmt: skip
     """The reduction's queries, how much there is of everything, and the counters."""
     place = tl.arange(0, BATCH)
@@ -77,6 +77,8 @@ def _write_totals(
     _count(counters_ptr, seen_ptr, 0, tl.full([], 1, tl.int64))
     _count(counters_ptr, seen_ptr, 1, tl.reduce(leaf_end, 0, tl.standard._sum_combine))
     _count(counters_ptr, seen_ptr, 2, tl.reduce(loaded, 0, tl.standard._sum_combine))
+    if TIMED:  # from the first launch's first program to here, which ends about when the others do
+        _count(counters_ptr, seen_ptr, 3, globaltimer() - tl.load(began_ptr))
 
 
 @jit(do_not_specialize=["batch", "small_tile", "large_tile", "block"])
@@ -106,6 +108,7 @@ def write_plan(
     reduce_slot_ptr,
     counters_ptr,
     seen_ptr,
+    began_ptr,
     batch,
     small_tile,
     large_tile,
@@ -113,13 +116,14 @@ def write_plan(
     BATCH: tl.constexpr,
     LEAVES: tl.constexpr,
     WIDTH: tl.constexpr,
+    TIMED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     """The arrays of :class:`~deft_backend.planner.plan.Plan`, and the counters.
 
-    The first ``ceil(batch / LEAVES)`` programs write leaves, the others nodes. counters [3] int64:
-    plans, tokens of context in them, and tokens that their items load; `seen` gets a copy, which
-    the host reads in its own memory.
+    The first ``ceil(batch / LEAVES)`` programs write leaves, the others nodes. counters [4] int64:
+    plans, tokens of context in them, tokens that their items load, and nanoseconds; `seen` gets a
+    copy, which the host reads in its own memory.
     """
     DIRECT: tl.constexpr = -1
     MERGES: tl.constexpr = -2
@@ -215,6 +219,6 @@ def write_plan(
             _write_totals(
                 order_ptr, range_queries_ptr, range_begin_ptr, range_end_ptr, range_pieces_ptr,
                 tile_ptr, item_segment_ptr, item_query_ptr, num_reduce_ptr, reduce_query_ptr,
-                reduce_slot_ptr, counters_ptr, seen_ptr, slots, reduced, num_reduced, batch,
-                small_tile, large_tile, BATCH,
+                reduce_slot_ptr, counters_ptr, seen_ptr, began_ptr, slots, reduced, num_reduced,
+                batch, small_tile, large_tile, BATCH, TIMED,
             )  # fmt: skip
