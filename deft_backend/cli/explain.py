@@ -125,6 +125,11 @@ def _from_server(port: int | None) -> tuple[PrefixForest, Target, int, str, str]
     else:
         path = state_file(folder, port)
     state = read_state(path)
+    if state.forest is None and state.counters.steps_tree:
+        raise StateError(
+            f"{path}: the server's batches are planned on the device, so their forests are not "
+            "known here; for this command start it with DEFT_PLANNER=host (SGLang)"
+        )
     if state.forest is None:
         raise StateError(f"{path}: the server has decoded no batch with tree attention yet")
     target = _server_target(state)
