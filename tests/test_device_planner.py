@@ -19,6 +19,7 @@ from deft_backend.attention import AttentionError
 from deft_backend.forest import PrefixForest, build_forest
 from deft_backend.planner import DevicePlan, Plan, PlanCapacity, plan_forest
 from deft_backend.planner.on_device import DevicePlanner, largest_batch
+from deft_backend.planner.on_device.planner import GPU_BLOCKS, Blocks
 from deft_backend.policies import Auto, PolicyError, Target
 
 CPU = torch.device("cpu")
@@ -138,6 +139,31 @@ def test_the_host_planner_decides_the_same_on_random_forests(seed: int) -> None:
     target = replace(TARGET, block_tokens=32_768)
     host, _ = plan_forest(batch.forest(), Auto(), target, capacity)
     assert items_of(plan_of(batch, target, capacity)) == items_of(host)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_a_gpus_candidates_chunks_are_the_hosts_too(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All lengths that a GPU prices, as the host does; the interpreter prices four of them."""
+
+    def as_on_a_gpu(cls: type[Blocks], size: int) -> Blocks:
+        return Blocks(size, size, size, GPU_BLOCKS.candidates)
+
+    monkeypatch.setattr(Blocks, "interpreted", classmethod(as_on_a_gpu))
+    random = np.random.default_rng(seed)
+    requests = int(random.integers(2, 40))
+    shared = random.choice([0, 16, 96, 400, 3000, 9000], size=requests - 1)
+    longest = np.maximum(np.append(shared, 0), np.append(0, shared))
+    lens = longest + random.integers(1, 1500, size=requests)
+    batch = batch_of(build_forest(np.arange(requests), shared, lens), seed)
+    target = Target(num_query_heads=32, num_kv_heads=8, head_dim=128)
+    capacity = PlanCapacity.for_batch(64)
+    host, _ = plan_forest(batch.forest(), Auto(), target, capacity)
+    device = plan_of(batch, target, capacity)
+    assert items_of(device) == items_of(host)
+    assert device.tile_ptr.tolist() == host.tile_ptr.tolist()
+    assert device.num_partials == host.num_partials
 
 
 def test_long_ranges_are_cut_for_the_machine() -> None:
