@@ -1,0 +1,1 @@
+"""Programs that use the package; not part of it."""

@@ -1,0 +1,109 @@
+"""The decode step: static buffers, and on a GPU one captured CUDA graph a batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from deft_backend.hosts.state import ServerState
+from examples.page_table_engine import torch_attention
+from examples.page_table_engine.cache import PagedCache
+from examples.page_table_engine.model import Llama
+from examples.page_table_engine.torch_attention import DecodeBatch
+from examples.page_table_engine.tree_attention import TreeDecode
+
+
+class DecodeStep:
+    """Decodes one token for each of a batch's requests.
+
+    Everything here runs on one stream, so a row of `page_table` that is written for a new request
+    waits for the step that still reads it: that is this engine's fence.
+
+    Parameters
+    ----------
+    model : Llama
+    cache : PagedCache
+    page_table : [max_batch, P] int32
+        On the device, written by the engine when a request joins.
+    tree : TreeDecode, optional
+        Without it, torch attends query by query.
+    state : ServerState
+        Counts the steps of torch's attention.
+    """
+
+    def __init__(
+        self, model: Llama, cache: PagedCache, page_table: torch.Tensor,
+        tree: TreeDecode | None, state: ServerState,
+    ) -> None:  # fmt: skip
+        self._model, self._cache, self._tree, self._state = model, cache, tree, state
+        self._page_table = page_table
+        max_batch = len(page_table)
+        # Tokens, table rows and lengths in one tensor: one copy to the device a step.
+        self._inputs = torch.zeros((3, max_batch), dtype=torch.int64, device=model.device)
+        self.sizes = [1 << n for n in range((max_batch - 1).bit_length())] + [max_batch]
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        if tree is not None:
+            if model.device.type == "cuda" and tree.capturable:
+                self._capture(tree)
+            tree.start_counting()
+
+    def run(
+        self, requests: Sequence[int], tokens: Sequence[int], rows: Sequence[int],
+        lens: Sequence[int],
+    ) -> list[int]:  # fmt: skip
+        """The next token of each request.
+
+        Parameters
+        ----------
+        requests, tokens, rows, lens : [n] int
+            Ids, last tokens, rows of the page table, and lengths with that token.
+        """
+        size = next(size for size in self.sizes if size >= len(tokens))
+        padding = [0] * (size - len(tokens))  # a row of length 0 is no request
+        inputs = [[*given, *padding] for given in (tokens, rows, lens)]
+        self._inputs[:, :size].copy_(torch.tensor(inputs))
+        tree = self._tree
+        if tree is not None and tree.takes(size):
+            tree.prepare(requests, lens, self._batch(size))
+        else:
+            reason = "no tree attention" if tree is None else "batch below DEFT_MIN_BATCH"
+            self._state.count_host(reason, sum(lens))
+        if size in self._graphs:
+            graph, out = self._graphs[size]
+            graph.replay()
+        else:
+            out = self._forward(size)
+        return out[: len(tokens)].tolist()
+
+    def _batch(self, size: int) -> DecodeBatch:
+        _, rows, lens = self._inputs[:, :size]
+        return DecodeBatch(self._page_table, rows, lens)
+
+    def _forward(self, size: int) -> torch.Tensor:
+        batch = self._batch(size)
+        positions = (batch.seq_lens - 1).clamp(min=0)
+        slots = self._cache.slots(batch.page_table, batch.table_rows, positions, batch.seq_lens > 0)
+        tree = self._tree if self._tree is not None and self._tree.takes(size) else None
+        if tree is not None:
+            tree.plan(batch)
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            self._cache.write(layer, slots, k, v)  # before attention: a query attends to itself
+            if tree is not None:
+                return tree.run(layer, q, batch)
+            return torch_attention.decode(q, self._cache, layer, batch)
+
+        hidden = self._model(self._inputs[0, :size], positions, attend)
+        return self._model.greedy(hidden)
+
+    def _capture(self, tree: TreeDecode) -> None:
+        """One graph for each size that the tree takes, of a batch that is padding throughout."""
+        pool = torch.cuda.graph_pool_handle()
+        for size in filter(tree.takes, reversed(self.sizes)):
+            self._forward(size)  # libraries set themselves up in their first call
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                out = self._forward(size)
+            self._graphs[size] = (graph, out)
