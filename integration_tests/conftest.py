@@ -8,26 +8,9 @@ import pytest
 
 pytest.importorskip("sglang", reason="the integration tests start real SGLang servers")
 
-from sglang_server import GROUPS, MODEL, Answer, Ask, Group, Server, running
-
-
-class Reference:
-    """The answers of the host's own backend, each asked for once."""
-
-    def __init__(self, server: Server) -> None:
-        self.server = server
-        self._known: dict[Ask, list[Answer]] = {}
-
-    def answers(self, asks: list[Ask]) -> list[list[Answer]]:
-        unknown = list(dict.fromkeys(ask for ask in asks if ask not in self._known))
-        self._known.update(zip(unknown, self.server.complete(unknown), strict=True))
-        return [self._known[ask] for ask in asks]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def model_exists() -> None:
-    if not (MODEL / "config.json").is_file():
-        pytest.fail(f"{MODEL} holds no model; train it with models/train_tiny_llama.py")
+from integration_tests.common.fixtures import model_exists, reference  # noqa: F401
+from integration_tests.common.server import Server
+from integration_tests.sglang_server import GROUPS, Group, running
 
 
 @pytest.fixture(scope="session")
@@ -35,11 +18,6 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The host's own backend, observed."""
     with running(None, Group(), tmp_path_factory.mktemp("baseline")) as server:
         yield server
-
-
-@pytest.fixture(scope="session")
-def reference(baseline: Server) -> Reference:
-    return Reference(baseline)
 
 
 @pytest.fixture(scope="session")

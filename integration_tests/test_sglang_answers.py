@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 
-import pytest
-from sglang_server import Answer, Ask, Server, complete
-
-TOPICS = ("the harbour", "an old map", "seven lamps", "the northern road", "a grey cat", "salt")
-PREFIX = (
-    "The library stood at the corner of two narrow streets, and every evening its keeper lit the "
-    "lamps, counted the readers, closed the shutters one by one, and wrote a short line into the "
-    "long book of days. "
+from integration_tests.common.answers import (
+    PREFIX,
+    TOPICS,
+    check,
+    check_joins_and_aborts,
+    on,
 )
-
-
-def on(*groups: str) -> pytest.MarkDecorator:
-    """Run the test on a server of each group."""
-    return pytest.mark.parametrize("server", groups, indirect=True)
-
-
-def assert_same(asks: list[Ask], found: list[list[Answer]], expected: list[list[Answer]]) -> None:
-    for ask, ours, theirs in zip(asks, found, expected, strict=True):
-        assert len(ours) == ask.n
-        for a, b in zip(ours, theirs, strict=True):
-            assert a.token_texts == b.token_texts, f"after {ask.prompt[-40:]!r}"
-            assert a.text == b.text
-            assert a.finish == b.finish == "length"
-            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-3)
-
-
-def check(server: Server, reference, asks: list[Ask]) -> None:
-    assert_same(asks, server.complete(asks), reference.answers(asks))
-    assert not server.trouble()
+from integration_tests.common.server import Server
+from integration_tests.sglang_server import Ask
 
 
 @on("default", "no-overlap", "chunked-pages", "no-radix")
@@ -80,36 +59,7 @@ def test_requests_join_and_others_are_aborted(server: Server, reference) -> None
     """Two of four streams are cut off; two requests join while the others decode."""
     first = [Ask(PREFIX + f"Then came {topic},", tokens=14) for topic in TOPICS[:4]]
     later = [Ask(PREFIX + f"Then came {topic}, and", tokens=8) for topic in TOPICS[:2]]
-
-    async def traffic() -> tuple[list[list[Answer]], list[list[Answer]]]:
-        async with server.client() as client:
-            begun = asyncio.Event()
-
-            async def abandon(ask: Ask) -> None:
-                stream = await client.completions.create(
-                    model="default", prompt=ask.prompt, max_tokens=200, temperature=0,
-                    stream=True, extra_body={"ignore_eos": True},
-                )  # fmt: skip
-                seen = 0
-                async for _ in stream:
-                    seen += 1
-                    begun.set()
-                    if seen == 4:
-                        break
-                await stream.close()
-
-            async def join(ask: Ask) -> list[Answer]:
-                await begun.wait()
-                return await complete(client, ask)
-
-            kept = [asyncio.create_task(complete(client, ask)) for ask in first[:2]]
-            joined = [asyncio.create_task(join(ask)) for ask in later]
-            await asyncio.gather(*(abandon(ask) for ask in first[2:]))
-            return list(await asyncio.gather(*kept)), list(await asyncio.gather(*joined))
-
-    kept, joined = asyncio.run(traffic())
-    assert_same(first[:2], kept, reference.answers(first[:2]))
-    assert_same(later, joined, reference.answers(later))
+    check_joins_and_aborts(server, reference, kept=first[:2], cut=first[2:], later=later)
     again = [Ask(PREFIX + f"Afterwards, {topic}") for topic in TOPICS[:3]]
     check(server, reference, again)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from sglang_server import Ask, Group, Server, running
 
 from deft_backend.hosts.launch import LaunchError
+from integration_tests.common.server import Server
+from integration_tests.sglang_server import Ask, Group, running
 
 
 def test_a_wrong_setting_stops_the_server(tmp_path) -> None:

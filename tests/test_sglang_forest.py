@@ -21,7 +21,7 @@ from sglang_fakes import (
 
 from deft_backend.config import Settings
 from deft_backend.forest import forest_from_page_tables, forest_from_paths
-from deft_backend.hosts.sglang.decode_plan import DecodePlanner, loaded_tokens
+from deft_backend.hosts.sglang.decode_plan import DecodePlanner
 from deft_backend.hosts.sglang.radix_forest import (
     PRIVATE,
     TreeError,
@@ -262,5 +262,5 @@ def test_loaded_tokens_follow_growth(policy: str) -> None:
             total += (lengths[row] if end == OPEN_END else end) - start
         return total
 
-    assert planned.loads(int(lens.sum())) == counted(lens) == loaded_tokens(plan, lens)[0]
+    assert planned.loads(int(lens.sum())) == counted(lens) == plan.loaded_tokens(lens)
     assert planned.loads(int(lens.sum()) + 9) == counted(lens + 3)

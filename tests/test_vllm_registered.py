@@ -17,7 +17,7 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import AttentionSelectorConfig
-from vllm_fakes import make_config, make_spec
+from vllm_fakes import forget_collectors, make_config, make_spec
 
 from deft_backend.hosts.vllm import factory, plugin, registered, server, versions
 from deft_backend.hosts.vllm.compose import cannot_surround, tree_backend
@@ -36,6 +36,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(factory, "_said", set())
     monkeypatch.delenv("DEFT_OBSERVE", raising=False)
     yield
+    forget_collectors()
     for member in AttentionBackendEnum:
         member.clear_override()
 

@@ -175,3 +175,14 @@ def run(impl: Any, batch: Batch, cache: Cache, metadata: Any, rows: int = 0) -> 
     found = impl.forward(None, query, None, None, cache.tensor, metadata, output)
     assert found is output
     return output
+
+
+def forget_collectors() -> None:
+    """Take what the plugin has registered out of the client's global registry."""
+    from prometheus_client import REGISTRY
+
+    from deft_backend.hosts.metrics import StateCollector
+
+    for collector in list(REGISTRY._collector_to_names):
+        if isinstance(collector, StateCollector):
+            REGISTRY.unregister(collector)

@@ -40,7 +40,9 @@ def warm_up_attention(
         Of the host's page table, and of its table rows and lengths.
     on_device : bool
         Whether plans are made on the device: its planner's kernels run for every size of batch
-        that they are compiled for, and those of attention in the one set that all plans take.
+        that they are compiled for, and those of attention in the one set that all plans take. On
+        the CPU they are interpreted and there is nothing to compile: one small batch shows that
+        they run.
     """
     device = attention.device
     table = torch.zeros((1, max(2, table_columns)), dtype=table_dtype, device=device)
@@ -57,8 +59,10 @@ def warm_up_attention(
         )
 
     if on_device:
-        for batch in (*SIZES, attention.capacity.max_batch):
-            if batch <= attention.capacity.max_batch:
+        largest = attention.capacity.max_batch
+        sizes = (min(largest, 4),) if device.type == "cpu" else (*SIZES, largest)
+        for batch in sizes:
+            if batch <= largest:
                 run(batch, static_launch=True)
     else:
         warm_up()

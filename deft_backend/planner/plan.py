@@ -125,6 +125,17 @@ class Plan:
         """Partial results that stage 1 writes for a later launch to merge, for each query head."""
         return int((self.entry_slot >= 0).sum())
 
+    @property
+    def num_open(self) -> int:
+        """Ranges that grow with their rows: each is one token longer in the next step."""
+        return int((self.segment_end == OPEN_END).sum())
+
+    def loaded_tokens(self, seq_lens: npt.NDArray[np.integer]) -> int:
+        """Tokens that the items load, all together, when the rows have these lengths: [B] int."""
+        is_open = self.segment_end == OPEN_END
+        end = np.where(is_open, seq_lens[self.segment_row], self.segment_end)
+        return int((end - self.segment_start).sum(dtype=np.int64))
+
     def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
         """Every array by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}

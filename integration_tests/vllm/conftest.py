@@ -11,26 +11,9 @@ import pytest
 if find_spec("vllm") is None:  # the other host's environment
     collect_ignore_glob = ["test_*.py"]
 else:
-    from vllm_server import GROUPS, MODEL, Ask, Server, running, write_adapter
-
-
-class Reference:
-    """The answers of the host's own backend, each asked for once."""
-
-    def __init__(self, server: Server) -> None:
-        self.server = server
-        self._known: dict[Ask, object] = {}
-
-    def answers(self, asks: list[Ask]) -> list[object]:
-        unknown = list(dict.fromkeys(ask for ask in asks if ask not in self._known))
-        self._known.update(zip(unknown, self.server.complete(unknown), strict=True))
-        return [self._known[ask] for ask in asks]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def model_exists() -> None:
-    if not (MODEL / "config.json").is_file():
-        pytest.fail(f"{MODEL} holds no model; train it with models/train_tiny_llama.py")
+    from integration_tests.common.fixtures import model_exists, reference  # noqa: F401
+    from integration_tests.common.server import Server
+    from integration_tests.vllm.vllm_server import GROUPS, running, write_adapter
 
 
 @pytest.fixture(scope="session")
@@ -47,11 +30,6 @@ def baseline(tmp_path_factory: pytest.TempPathFactory, adapter: Path) -> Iterato
     folder = tmp_path_factory.mktemp("baseline")
     with running(None, GROUPS["default"], folder, adapter) as server:
         yield server
-
-
-@pytest.fixture(scope="session")
-def reference(baseline: Server) -> Reference:
-    return Reference(baseline)
 
 
 @pytest.fixture(scope="session")

@@ -2,47 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 
-import pytest
-from vllm_server import Answer, Ask, Server, complete
-
-TOPICS = ("the harbour", "an old map", "seven lamps", "the northern road", "a grey cat", "salt")
-PREFIX = (
-    "The library stood at the corner of two narrow streets, and every evening its keeper lit the "
-    "lamps, counted the readers, closed the shutters one by one, and wrote a short line into the "
-    "long book of days. "
+from integration_tests.common.answers import (
+    PREFIX,
+    TOPICS,
+    check,
+    check_joins_and_aborts,
+    on,
 )
-
-
-def on(*groups: str) -> pytest.MarkDecorator:
-    """Run the test on a server of each group."""
-    return pytest.mark.parametrize("server", groups, indirect=True)
-
-
-def assert_same(asks: list[Ask], found: list[list[Answer]], expected: list[list[Answer]]) -> None:
-    for ask, ours, theirs in zip(asks, found, expected, strict=True):
-        assert len(ours) == len(theirs) == (ask.beams or ask.n)
-        for a, b in zip(ours, theirs, strict=True):
-            assert a.text == b.text, f"after {ask.prompt[-40:]!r}"
-            assert a.token_texts == b.token_texts
-            assert a.finish == b.finish
-            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-3)
-            for top, other in zip(a.likeliest, b.likeliest, strict=True):
-                # A tie at the edge of the list may be cut either way.
-                common = top.keys() & other.keys()
-                assert len(common) >= len(other) - 1
-                assert [top[t] for t in common] == pytest.approx(
-                    [other[t] for t in common], abs=1e-3
-                )
-
-
-def check(server: Server, reference, asks: list[Ask]) -> list[list[Answer]]:
-    found = server.complete(asks)
-    assert_same(asks, found, reference.answers(asks))
-    assert not server.trouble()
-    return found
+from integration_tests.common.server import Server
+from integration_tests.vllm.vllm_server import Ask
 
 
 @on("default", "pressed")
@@ -120,35 +90,7 @@ def test_requests_join_and_others_are_aborted(server: Server, reference) -> None
     """One of three streams is cut off; two requests join while the others decode."""
     first = [Ask(PREFIX + f"Then came {topic},", tokens=12) for topic in TOPICS[:3]]
     later = [Ask(PREFIX + f"Then came {topic}, and", tokens=6) for topic in TOPICS[:2]]
-
-    async def traffic() -> tuple[list[list[Answer]], list[list[Answer]]]:
-        async with server.client() as client:
-            begun = asyncio.Event()
-
-            async def abandon(ask: Ask) -> None:
-                body = {**ask.body(), "max_tokens": 200, "stream": True}
-                stream = await client.completions.create(**body)
-                seen = 0
-                async for _ in stream:
-                    seen += 1
-                    begun.set()
-                    if seen == 3:
-                        break
-                await stream.close()
-
-            async def join(ask: Ask) -> list[Answer]:
-                await begun.wait()
-                return await complete(client, ask)
-
-            kept = [asyncio.create_task(complete(client, ask)) for ask in first[:2]]
-            joined = [asyncio.create_task(join(ask)) for ask in later]
-            await abandon(first[2])
-            return list(await asyncio.gather(*kept)), list(await asyncio.gather(*joined))
-
-    kept, joined = asyncio.run(traffic())
-    assert_same(first[:2], kept, reference.answers(first[:2]))
-    assert_same(later, joined, reference.answers(later))
-    assert not server.trouble()
+    check_joins_and_aborts(server, reference, kept=first[:2], cut=first[2:], later=later)
 
 
 @on("pressed")
@@ -159,13 +101,20 @@ def test_long_prompts_come_in_pieces(server: Server, reference) -> None:
     check(server, reference, asks)
 
 
+def preemptions(server: Server) -> float:
+    """The host's own count."""
+    figures = server.metrics("vllm:num_preemptions_total")
+    assert figures, "the host has no such counter"
+    return sum(figures.values())
+
+
 @on("pressed")
 def test_preempted_requests_come_back(server: Server, reference) -> None:
     """19 blocks are there, and 5 requests grow to 5 blocks each."""
-    before = server.metric("vllm:num_preemptions_total")
+    before = preemptions(server)
     asks = [Ask(PREFIX[:100] + f" Tell of {topic}:", tokens=32) for topic in TOPICS[:5]]
     check(server, reference, asks)
-    assert server.metric("vllm:num_preemptions_total") > before
+    assert preemptions(server) > before
 
 
 @on("pressed")

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import re
-import time
-import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import openai
 import torch
 from safetensors.torch import save_file
 
 from deft_backend.hosts.launch import free_port, server_command
 from deft_backend.hosts.server_process import ServerProcess
-
-ROOT = Path(__file__).parents[2]
-MODEL = Path(os.environ.get("INTEGRATION_MODEL", ROOT / "models" / "tiny-llama"))
-"""The model served; another one may be named in the environment."""
-
-START_SECONDS = 400
-REQUEST_SECONDS = 400
-
-# What the host logs while it works as it should is no sign of trouble; these are.
-TROUBLE = re.compile(
-    r"Traceback|\bERROR\b|deft: .*(fail|not agree|could not|not supported|not registered)"
-)
+from integration_tests.common.server import MODEL, START_SECONDS, Server, state_settings
 
 
 @dataclass(frozen=True)
@@ -47,6 +30,7 @@ GROUPS = {
     # Prefix caching is on, as it is unless one turns it off.
     "default": Group(
         ("--block-size", "16", "--max-model-len", "2048", "--max-num-batched-tokens", "512"),
+        {"VLLM_LOG_STATS_INTERVAL": "1"},
         lora=True,
     ),
     # Prompts in pieces, no cache of prefixes, and fewer blocks than the requests will want; the
@@ -75,6 +59,10 @@ class Ask:
     beams: int = 0
     """Beam search over so many."""
 
+    @property
+    def choices(self) -> int:
+        return self.beams or self.n
+
     def body(self) -> dict[str, Any]:
         """The request, as the `openai` client takes it."""
         extra: dict[str, Any] = {}
@@ -95,90 +83,12 @@ class Ask:
         return {**body, "extra_body": extra}
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What came back for one choice: text and, per token, the likeliest with their logarithms."""
-
-    text: str
-    finish: str | None
-    token_texts: tuple[str, ...]
-    logprobs: tuple[float, ...]
-    likeliest: tuple[dict[str, float], ...]
-
-
-class Server:
-    """A running server, as a client sees it."""
-
-    def __init__(self, process: ServerProcess, state_dir: Path) -> None:
-        self.process = process
-        self._state_dir = state_dir
-
-    @property
-    def log(self) -> str:
-        return self.process.log.read_text(errors="replace")
-
-    def trouble(self) -> list[str]:
-        """Lines of the log that a healthy server does not write."""
-        return [line for line in self.log.splitlines() if TROUBLE.search(line)]
-
-    def state(self) -> dict[str, Any]:
-        """The server's state file, once it has settled."""
-        time.sleep(0.8)  # three rounds of the writer
-        port = self.process.command.port
-        return json.loads((self._state_dir / f"{port}-tp0.json").read_text())
-
-    def metric(self, name: str) -> float:
-        """Sum of one of the host's own counters."""
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"{self.process.url}/metrics", timeout=30) as response:
-            lines = response.read().decode().splitlines()
-        values = [line.rsplit(" ", 1)[1] for line in lines if line.startswith(f"{name}{{")]
-        assert values, f"the host has no counter {name}"
-        return sum(map(float, values))
-
-    def client(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(
-            base_url=f"{self.process.url}/v1", api_key="none", timeout=REQUEST_SECONDS,
-            max_retries=0,
-        )  # fmt: skip
-
-    def complete(self, asks: Sequence[Ask]) -> list[list[Answer]]:
-        """Ask everything at once; answers in order, one list of choices each."""
-        return asyncio.run(self._complete(asks))
-
-    async def _complete(self, asks: Sequence[Ask]) -> list[list[Answer]]:
-        async with self.client() as client:
-            return list(await asyncio.gather(*(complete(client, ask) for ask in asks)))
-
-
-async def complete(client: openai.AsyncOpenAI, ask: Ask) -> list[Answer]:
-    """One completion."""
-    response = await client.completions.create(**ask.body())
-    found = []
-    for choice in sorted(response.choices, key=lambda choice: choice.index):
-        logs = choice.logprobs
-        found.append(
-            Answer(
-                choice.text,
-                choice.finish_reason,
-                tuple(logs.tokens) if logs else (),
-                tuple(logs.token_logprobs) if logs else (),
-                tuple(logs.top_logprobs) if logs else (),
-            )
-        )
-    return found
-
-
 @contextmanager
 def running(backend: str | None, group: Group, folder: Path, adapter: Path) -> Iterator[Server]:
     """A server for the length of a block. Every decode step is checked against the host's."""
-    settings = {
-        "DEFT_STATE_DIR": str(folder / "state"),
-        "DEFT_VERIFY": "1",
-        "DEFT_LOG": "debug",
-        "DEFT_OBSERVE": "0" if backend == "deft" else "1",
-        **(group.settings if backend == "deft" else {}),
-    }
+    settings = state_settings(backend, folder)
+    if backend == "deft":
+        settings |= group.settings
     flags = ["--max-num-seqs", "32", "--served-model-name", "tiny", *group.flags]
     if group.lora:
         flags += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", "8"]

@@ -15,7 +15,7 @@ from deft_backend.config import Settings
 from deft_backend.forest import Int32Array, PrefixForest
 from deft_backend.hosts.sglang.radix_forest import Key, forest_of, key_of
 from deft_backend.hosts.state import ServerState
-from deft_backend.planner import OPEN_END, Plan
+from deft_backend.planner import Plan
 from deft_backend.policies.cost_model import default_cost_model
 
 logger = logging.getLogger("deft_backend")
@@ -153,12 +153,12 @@ class DecodePlanner:
         self._state.plan_seconds += seconds
         self._state.rids = [request.rid for request in requests]
         self._state.forest = forest
-        loaded, grows = loaded_tokens(plan, forest.seq_lens)
+        loaded = plan.loaded_tokens(forest.seq_lens)
         logger.debug(
             "deft: planned %d requests, %d nodes, %d items in %.1f ms: loads %d of %d tokens",
             len(keys), forest.num_nodes, plan.num_items, seconds * 1e3, loaded, tokens,
         )  # fmt: skip
-        return Planned(keys, None, shared, tokens, loaded, grows)
+        return Planned(keys, None, shared, tokens, loaded, plan.num_open)
 
     def _too_little(self, forest: PrefixForest) -> str | None:
         if forest.share < self._settings.min_share:
@@ -174,10 +174,3 @@ class DecodePlanner:
             if milliseconds < self._least_gain_ms:
                 return "saves less than DEFT_MIN_SAVED_MS"
         return None
-
-
-def loaded_tokens(plan: Plan, seq_lens: Int32Array) -> tuple[int, int]:
-    """Tokens that a plan's items load for rows of these lengths, and its open ranges."""
-    is_open = plan.segment_end == OPEN_END
-    end = np.where(is_open, seq_lens[plan.segment_row], plan.segment_end)
-    return int((end - plan.segment_start).sum(dtype=np.int64)), int(is_open.sum())

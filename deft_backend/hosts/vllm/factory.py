@@ -13,6 +13,7 @@ from deft_backend.forest import warm_up
 from deft_backend.hosts.vllm.group import GroupAttention
 from deft_backend.hosts.vllm.layers import Layer, LayerShape
 from deft_backend.hosts.vllm.server import server_of
+from deft_backend.hosts.warm_up import warm_up_attention
 from deft_backend.planner.on_device import largest_batch
 
 logger = logging.getLogger("deft_backend")
@@ -174,7 +175,6 @@ def _warm_up(attention: TreeAttention, host: Any, columns: int) -> None:
     """Compile planner and kernels, for tensors as the host's decode steps hand them over."""
     from deft_backend.hosts.vllm.layout import kv_views
 
-    device = attention.device
     shape = host.get_kv_cache_shape(
         2, attention.page_size, attention.num_kv_heads, attention.head_dim
     )
@@ -182,21 +182,11 @@ def _warm_up(attention: TreeAttention, host: Any, columns: int) -> None:
         order = tuple(host.get_kv_cache_stride_order())
     except (AttributeError, NotImplementedError):
         order = tuple(range(len(shape)))
-    cache = torch.zeros([shape[i] for i in order], dtype=attention.dtype, device=device)
+    cache = torch.zeros([shape[i] for i in order], dtype=attention.dtype, device=attention.device)
     k_cache, v_cache = kv_views(
         cache.permute([order.index(i) for i in range(len(shape))]), attention.head_dim
     )
-    batch = min(attention.capacity.max_batch, 4)
-    table = torch.zeros((batch, max(1, columns)), dtype=torch.int32, device=device)
-    lens = torch.ones(batch, dtype=torch.int32, device=device)
-    query = torch.zeros(
-        (batch, attention.num_query_heads, attention.head_dim),
-        dtype=attention.dtype, device=device,
-    )  # fmt: skip
-    attention.plan_on_device(table, lens)
-    attention.run(query, k_cache, v_cache, table, lens, static_launch=True)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    warm_up_attention(attention, k_cache, v_cache, columns, index_dtype=torch.int32, on_device=True)
 
 
 def _say_once(message: str) -> None:

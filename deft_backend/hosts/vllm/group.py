@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from deft_backend.attention import TreeAttention
@@ -16,7 +15,6 @@ from deft_backend.forest import forest_from_page_tables
 from deft_backend.hosts.state import ServerState
 from deft_backend.hosts.vllm.layers import Layer, LayerShape
 from deft_backend.hosts.vllm.layout import kv_views
-from deft_backend.planner import OPEN_END, Plan
 
 logger = logging.getLogger("deft_backend")
 
@@ -105,7 +103,7 @@ class GroupAttention:
         state.plan_seconds += time.perf_counter() - began
         if self._counts:
             state.forest, state.rids = forest, [str(row) for row in range(len(lens))]
-            state.count_tree(int(lens.sum()), loaded_tokens(plan, lens), self._tree_layers)
+            state.count_tree(int(lens.sum()), plan.loaded_tokens(lens), self._tree_layers)
 
     def run(
         self,
@@ -190,10 +188,3 @@ def tokens_of(common: Any) -> int:
 
 def _capturing(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def loaded_tokens(plan: Plan, seq_lens: np.ndarray) -> int:
-    """Tokens that the items of a plan load, for requests of these lengths."""
-    is_open = plan.segment_end == OPEN_END
-    end = np.where(is_open, seq_lens[plan.segment_row], plan.segment_end)
-    return int((end - plan.segment_start).sum(dtype=np.int64))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 
-from deft_backend.config import Settings, warn_unknown
+from deft_backend.config import Settings, state_directory, warn_unknown
 
 logger = logging.getLogger("deft_backend")
 
@@ -56,6 +57,7 @@ def _register() -> None:
 
         for name in OBSERVED:
             register_backend(AttentionBackendEnum[name], f"{MODULE}.{name}")
+    _show_counters()
 
 
 def _on_cpu() -> bool:
@@ -70,3 +72,18 @@ def _observing() -> bool:
         return Settings.from_env().observe
     except ValueError:  # said where the backend is asked for; other servers do not need it
         return False
+
+
+def _show_counters() -> None:
+    """Let ``/metrics`` of this process, if it is the API server, read the state files of its port.
+
+    Nothing is there to be shown in a server that neither asks for tree attention nor is observed.
+    """
+    from deft_backend.hosts.metrics import register_states
+    from deft_backend.hosts.vllm.server import port_of
+
+    try:
+        settings = Settings.from_env()
+    except ValueError:  # as above
+        return
+    register_states(state_directory(settings), port_of(sys.argv))

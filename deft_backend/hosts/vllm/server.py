@@ -13,6 +13,7 @@ import torch
 
 from deft_backend.config import LOG_LEVELS, Settings, state_directory
 from deft_backend.hosts.decode_log import DecodeLog
+from deft_backend.hosts.metrics import page_of_files, publisher, rank_labels
 from deft_backend.hosts.state import ServerState, StateWriter
 from deft_backend.hosts.vllm.layers import LayerShape
 
@@ -81,7 +82,8 @@ def _start(
     settings: Settings,
     backend: str,
 ) -> ServerState:
-    """Counters at zero, written to their file from now on, and to the log at the host's rate."""
+    """Counters at zero, written to their file from now on, to the log at the host's rate,
+    and to ``/metrics`` where the host makes that page from files of all processes."""
     state = ServerState(
         port=port_of(sys.argv),
         rank=_tensor_rank(),
@@ -100,6 +102,10 @@ def _start(
     writer = StateWriter(state, state_directory(settings), _suffix(vllm_config.parallel_config))
     if state.rank == 0 and LOG_LEVELS[settings.log] <= logging.INFO:
         writer.listeners.append(DecodeLog(seconds=_log_interval()))
+    if page_of_files():  # else the API server reads the state files: see plugin.py
+        publish = publisher(rank_labels(writer.path))
+        if publish is not None:
+            writer.listeners.append(publish)
     writer.start()
     return state
 

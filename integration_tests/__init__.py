@@ -1,0 +1,1 @@
+"""Real servers of both hosts: ``common`` serves both; SGLang's tests stand here, vLLM's beside."""

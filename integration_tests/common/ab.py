@@ -1,0 +1,41 @@
+"""`deft ab` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from integration_tests.common.server import ROOT
+
+
+def deft_ab(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """Run it into a folder, and check its results; those, and what it printed.
+
+    Parameters
+    ----------
+    folder : Path
+        Where it writes ``results.json`` and ``report.html``.
+    arguments
+        Of the command; those of the host last, after ``--``.
+    """
+    command = [
+        sys.executable, "-c", "from deft_backend.cli import app; app()", "ab",
+        "--out", str(folder), *arguments,
+    ]  # fmt: skip
+    environment = {name: value for name, value in os.environ.items() if name[:5] != "DEFT_"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    data: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    assert data["same"]
+    for workload in data["workloads"]:
+        # How much depends on the steps in which the requests meet, which is the machine's affair.
+        assert 0.0 < workload["kv_saved"] < 1.0
+        assert workload["deft"]["counters"]["steps_tree"] > 0
+        assert workload["host"]["counters"]["steps_tree"] == 0
+    return data, done.stdout

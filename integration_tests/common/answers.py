@@ -1,0 +1,86 @@
+"""Answers held against the reference's, and the traffic in which they are asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from integration_tests.common.server import Answer, Ask, Reference, Server, complete
+
+TOPICS = ("the harbour", "an old map", "seven lamps", "the northern road", "a grey cat", "salt")
+PREFIX = (
+    "The library stood at the corner of two narrow streets, and every evening its keeper lit the "
+    "lamps, counted the readers, closed the shutters one by one, and wrote a short line into the "
+    "long book of days. "
+)
+
+
+def on(*groups: str) -> pytest.MarkDecorator:
+    """Run the test on a server of each group."""
+    return pytest.mark.parametrize("server", groups, indirect=True)
+
+
+def assert_same(
+    asks: Sequence[Ask], found: list[list[Answer]], expected: list[list[Answer]]
+) -> None:
+    """Every choice is the reference's: token for token, and its log-probabilities."""
+    for ask, ours, theirs in zip(asks, found, expected, strict=True):
+        assert len(ours) == len(theirs) == ask.choices
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.token_texts == b.token_texts, f"after {ask.prompt[-40:]!r}"
+            assert a.text == b.text, f"after {ask.prompt[-40:]!r}"
+            assert a.finish == b.finish in ("length", "stop")
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-3)
+            for top, other in zip(a.likeliest, b.likeliest, strict=True):
+                # A tie at the edge of the list may be cut either way.
+                common = top.keys() & other.keys()
+                assert len(common) >= len(other) - 1
+                assert [top[t] for t in common] == pytest.approx(
+                    [other[t] for t in common], abs=1e-3
+                )
+
+
+def check(server: Server, reference: Reference, asks: Sequence[Ask]) -> list[list[Answer]]:
+    """Ask everything at once and compare; the answers."""
+    found = server.complete(asks)
+    assert_same(asks, found, reference.answers(asks))
+    assert not server.trouble()
+    return found
+
+
+def check_joins_and_aborts(
+    server: Server, reference: Reference, *, kept: Sequence[Ask], cut: Sequence[Ask],
+    later: Sequence[Ask],
+) -> None:  # fmt: skip
+    """Some requests are cut off after a few tokens; others join while the rest decode."""
+
+    async def traffic() -> tuple[list[list[Answer]], list[list[Answer]]]:
+        async with server.client() as client:
+            begun = asyncio.Event()
+
+            async def abandon(ask: Ask) -> None:
+                body = {**ask.body(), "max_tokens": 200, "stream": True}
+                stream = await client.completions.create(**body)
+                seen = 0
+                async for _ in stream:
+                    seen += 1
+                    begun.set()
+                    if seen == 4:
+                        break
+                await stream.close()
+
+            async def join(ask: Ask) -> list[Answer]:
+                await begun.wait()
+                return await complete(client, ask)
+
+            staying = [asyncio.create_task(complete(client, ask)) for ask in kept]
+            joining = [asyncio.create_task(join(ask)) for ask in later]
+            await asyncio.gather(*(abandon(ask) for ask in cut))
+            return list(await asyncio.gather(*staying)), list(await asyncio.gather(*joining))
+
+    stayed, joined = asyncio.run(traffic())
+    assert_same(kept, stayed, reference.answers(kept))
+    assert_same(later, joined, reference.answers(later))
+    assert not server.trouble()

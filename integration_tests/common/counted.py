@@ -1,0 +1,52 @@
+"""What a server shows on ``/metrics`` and logs, held against its state file."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import pytest
+
+from integration_tests.common.server import Series, Server
+
+LINE = re.compile(
+    r"deft: (?:([\d,]+) decode steps? through tree attention)?(?:, )?"
+    r"(?:([\d,]+)(?: decode steps?)? through the host's kernel \(.+?\))?; KV read "
+)
+
+
+def expected_series(state: dict[str, Any]) -> Series:
+    """The series that a state file stands for."""
+    host = state["steps_host"]
+    values: list[tuple[str, dict[str, str], float]] = [
+        ("deft_decode_steps_total", {"kernel": "tree"}, state["steps_tree"]),
+        ("deft_decode_steps_total", {"kernel": "host"}, sum(host.values())),
+        *(("deft_host_decode_steps_total", {"reason": r}, n) for r, n in host.items()),
+        ("deft_kv_read_bytes_total", {}, state["kv_bytes_read"]),
+        ("deft_kv_query_guided_bytes_total", {}, state["kv_bytes_query_guided"]),
+        ("deft_plans_total", {}, state["plans"]),
+        ("deft_plan_seconds_total", {}, state["plan_seconds"]),
+    ]
+    return {(name, frozenset((labels | {"tp_rank": "0"}).items())): n for name, labels, n in values}
+
+
+def check_metrics(server: Server) -> dict[str, Any]:
+    """The page of a server at rest shows what its state file holds; the file's content."""
+    deadline = time.monotonic() + 60  # until the writer has caught up, however slow the machine
+    while True:
+        state = server.state()
+        figures = server.metrics("deft_")
+        if figures == pytest.approx(expected_series(state)) or time.monotonic() > deadline:
+            break
+    assert figures == pytest.approx(expected_series(state))
+    return state
+
+
+def logged_steps(log: str) -> tuple[int, int]:
+    """Steps through tree attention and through the host's kernel, of all lines."""
+    tree = host = 0
+    for line in LINE.finditer(log):
+        tree += int((line[1] or "0").replace(",", ""))
+        host += int((line[2] or "0").replace(",", ""))
+    return tree, host

@@ -1,0 +1,18 @@
+"""Fixtures that the ``conftest.py`` of each host imports; ``baseline`` is that host's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from integration_tests.common.server import MODEL, Reference, Server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def model_exists() -> None:
+    if not (MODEL / "config.json").is_file():
+        pytest.fail(f"{MODEL} holds no model; train it with models/train_tiny_llama.py")
+
+
+@pytest.fixture(scope="session")
+def reference(baseline: Server) -> Reference:
+    return Reference(baseline)

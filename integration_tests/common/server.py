@@ -1,0 +1,156 @@
+"""A running server of either host, as its clients see it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import time
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import openai
+
+from deft_backend.hosts.server_process import ServerProcess
+
+ROOT = Path(__file__).parents[2]
+MODEL = Path(os.environ.get("INTEGRATION_MODEL", ROOT / "models" / "tiny-llama"))
+"""The model served; another one may be named in the environment."""
+
+START_SECONDS = 400
+REQUEST_SECONDS = 400
+
+# What the hosts log while they work as they should is no sign of trouble; these are.
+TROUBLE = re.compile(
+    r"Traceback|\bERROR\b"
+    r"|deft: .*(fail|not agree|dropped|could not|not supported|not registered|does not show)"
+)
+
+# Small batches and prefixes must go through the kernels, too: that is what is tested.
+EAGER = {"DEFT_MIN_BATCH": "1", "DEFT_MIN_SHARE": "1", "DEFT_MIN_SHARED_TOKENS": "0"}
+
+Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
+"""Samples of ``/metrics``: name and labels to value."""
+
+
+class Ask(Protocol):
+    """A completion to be asked for; hashable."""
+
+    @property
+    def prompt(self) -> str: ...
+
+    @property
+    def choices(self) -> int:
+        """Choices that must come back."""
+
+    def body(self) -> dict[str, Any]:
+        """The request, as the `openai` client takes it."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back for one choice: text and, per token, the likeliest with their logarithms."""
+
+    text: str
+    finish: str | None
+    token_texts: tuple[str, ...]
+    logprobs: tuple[float, ...]
+    likeliest: tuple[dict[str, float], ...]
+
+
+class Server:
+    """A running server."""
+
+    def __init__(self, process: ServerProcess, state_dir: Path) -> None:
+        self.process = process
+        self._state_dir = state_dir
+
+    @property
+    def log(self) -> str:
+        return self.process.log.read_text(errors="replace")
+
+    def trouble(self) -> list[str]:
+        """Lines of the log that a healthy server does not write."""
+        return [line for line in self.log.splitlines() if TROUBLE.search(line)]
+
+    def state(self) -> dict[str, Any]:
+        """The server's state file, once it has settled."""
+        time.sleep(0.8)  # three rounds of the writer
+        port = self.process.command.port
+        return json.loads((self._state_dir / f"{port}-tp0.json").read_text())
+
+    def metrics(self, prefix: str) -> Series:
+        """The series of the server's ``/metrics`` whose names begin so."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        with self._open("metrics") as response:
+            families = text_string_to_metric_families(response.read().decode())
+        return {
+            (sample.name, frozenset(sample.labels.items())): sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name.startswith(prefix)
+        }
+
+    def client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=f"{self.process.url}/v1", api_key="none", timeout=REQUEST_SECONDS,
+            max_retries=0,
+        )  # fmt: skip
+
+    def complete(self, asks: Sequence[Ask]) -> list[list[Answer]]:
+        """Ask everything at once; answers in order, one list of choices each."""
+        return asyncio.run(self._complete(asks))
+
+    async def _complete(self, asks: Sequence[Ask]) -> list[list[Answer]]:
+        async with self.client() as client:
+            return list(await asyncio.gather(*(complete(client, ask) for ask in asks)))
+
+    def _open(self, path: str) -> Any:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        return opener.open(f"{self.process.url}/{path}", timeout=30)
+
+
+async def complete(client: openai.AsyncOpenAI, ask: Ask) -> list[Answer]:
+    """One completion, its choices in order."""
+    response = await client.completions.create(**ask.body())
+    found = []
+    for choice in sorted(response.choices, key=lambda choice: choice.index):
+        logs = choice.logprobs
+        found.append(
+            Answer(
+                choice.text,
+                choice.finish_reason,
+                tuple(logs.tokens) if logs else (),
+                tuple(logs.token_logprobs) if logs else (),
+                tuple(logs.top_logprobs or ()) if logs else (),
+            )
+        )
+    return found
+
+
+class Reference:
+    """The answers of the host's own backend, each asked for once."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._known: dict[Ask, list[Answer]] = {}
+
+    def answers(self, asks: Sequence[Ask]) -> list[list[Answer]]:
+        unknown = list(dict.fromkeys(ask for ask in asks if ask not in self._known))
+        self._known.update(zip(unknown, self._server.complete(unknown), strict=True))
+        return [self._known[ask] for ask in asks]
+
+
+def state_settings(backend: str | None, folder: Path) -> dict[str, str]:
+    """Settings of a server that keeps its state in a folder, and checks all that it decodes."""
+    return {
+        "DEFT_STATE_DIR": str(folder / "state"),
+        "DEFT_VERIFY": "1",
+        "DEFT_LOG": "debug",
+        "DEFT_OBSERVE": "0" if backend == "deft" else "1",
+    }

@@ -1,0 +1,1 @@
+"""Real vLLM servers, in the environment in which vLLM is installed."""

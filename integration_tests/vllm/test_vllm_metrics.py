@@ -1,0 +1,33 @@
+"""What the server shows on vLLM's own ``/metrics`` and says in its log is what it counted."""
+
+from __future__ import annotations
+
+from integration_tests.common.answers import PREFIX, TOPICS, on
+from integration_tests.common.counted import check_metrics, logged_steps
+from integration_tests.common.server import Server
+from integration_tests.vllm.vllm_server import Ask
+
+
+@on("default")
+def test_metrics_and_log_say_what_was_counted(server: Server) -> None:
+    """Group default: VLLM_LOG_STATS_INTERVAL is a second."""
+    server.complete([Ask(PREFIX + f"Of {topic} they wrote", tokens=6) for topic in TOPICS[:4]])
+    server.complete([Ask("A single line.", tokens=4)])  # below DEFT_MIN_BATCH
+    state = check_metrics(server)
+    assert state["steps_tree"] > 0
+    assert state["steps_host"]
+    assert state["plans"] == state["steps_tree"]
+    assert 0 < state["kv_bytes_read"] < state["kv_bytes_query_guided"]
+    # A line stands for whole steps, and what came after the last line is not logged yet.
+    tree, host = logged_steps(server.log)
+    assert 0 < tree <= state["steps_tree"]
+    assert host <= sum(state["steps_host"].values())
+    assert server.metrics("vllm:")  # the host's own, on the same page
+    assert not server.trouble()
+
+
+def test_an_observed_server_shows_its_own_steps(baseline: Server) -> None:
+    baseline.complete([Ask("A short line about snow.", tokens=4)] * 2)
+    state = check_metrics(baseline)
+    assert set(state["steps_host"]) == {"observed"}
+    assert state["steps_tree"] == 0

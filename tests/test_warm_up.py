@@ -1,0 +1,61 @@
+"""What runs before the first request: every size of batch that something is compiled for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deft_backend.hosts.warm_up import warm_up_attention
+
+
+class Recorder:
+    """Stands for a :class:`TreeAttention`: notes what it is called with, in order."""
+
+    num_query_heads, head_dim, dtype = 4, 64, torch.float32
+
+    def __init__(self, device: str, max_batch: int) -> None:
+        self.device = torch.device(device)
+        self.capacity = SimpleNamespace(max_batch=max_batch)
+        self.planned: list[int] = []
+        self.ran: list[int] = []
+        self.integers: set[tuple[torch.dtype, ...]] = set()
+
+    def plan_on_device(self, table: Any, lens: Any, *, table_rows: Any) -> None:
+        assert len(table_rows) == len(lens)
+        self.planned.append(len(lens))
+        self.integers.add((table.dtype, lens.dtype, table_rows.dtype))
+
+    def run(
+        self, q: Any, k: Any, v: Any, table: Any, lens: Any, *, table_rows: Any, static_launch: bool
+    ) -> None:
+        assert static_launch
+        assert q.shape == (len(lens), 4, 64)
+        self.ran.append(len(lens))
+        self.integers.add((table.dtype, lens.dtype, table_rows.dtype))
+
+
+@pytest.mark.parametrize(
+    ("device", "max_batch", "expected"),
+    [
+        ("meta", 32, {32}),  # any device but the CPU: kernels are compiled for it
+        ("meta", 300, {64, 256, 300}),
+        ("meta", 1024, {64, 256, 1024}),
+        ("cpu", 300, {4}),
+        ("cpu", 2, {2}),
+    ],
+)
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_the_device_planner_runs_every_size_it_is_compiled_for(
+    device: str, max_batch: int, expected: set[int], index_dtype: torch.dtype
+) -> None:
+    attention = Recorder(device, max_batch)
+    cache = torch.zeros((2, 16, 2, 64), device=device)
+    warm_up_attention(
+        attention, cache, cache, 9, index_dtype=index_dtype, on_device=True  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert set(attention.planned) == expected
+    assert attention.ran == attention.planned
+    assert attention.integers == {(torch.int32, index_dtype, index_dtype)}
