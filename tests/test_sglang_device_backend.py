@@ -10,6 +10,7 @@ import torch
 from sglang_fakes import FakePool, Tree, load_host, make_layer, make_state, requests_of
 
 from deft_backend.attention import TreeAttention
+from deft_backend.config import Settings
 
 PREFIX = list(range(10, 510))
 SHARED = [[*PREFIX, 4, 5], [*PREFIX, 9]]
@@ -54,7 +55,7 @@ def server() -> Any:
         max_batch=4,
     )  # fmt: skip
     state = make_state()
-    backend = DevicePlannedBackend(HostBackend(), attention, state, min_batch=2)
+    backend = DevicePlannedBackend(HostBackend(), attention, state, Settings(min_batch=2))
 
     def batch(mode: Any = DECODE, size: int = 2) -> Any:
         rows = torch.tensor([1, 2, 0, 0, 0, 0][:size])

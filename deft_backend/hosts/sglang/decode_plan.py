@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from deft_backend.config import Settings
 from deft_backend.forest import Int32Array, PrefixForest
+from deft_backend.hosts.limits import refused
 from deft_backend.hosts.sglang.radix_forest import Key, forest_of, key_of
 from deft_backend.hosts.state import ServerState
 from deft_backend.planner import Plan
@@ -132,10 +133,9 @@ class DecodePlanner:
     ) -> Planned:
         began = time.perf_counter()
         empty = np.zeros(len(keys), dtype=np.int32)
-        if len(keys) > self._settings.max_batch:
-            return Planned(keys, "batch above DEFT_MAX_BATCH", empty, tokens, 0, 0)
-        if len(keys) < self._settings.min_batch:
-            return Planned(keys, "batch below DEFT_MIN_BATCH", empty, tokens, 0, 0)
+        reason = refused(len(keys), self._settings, self._settings.max_batch)
+        if reason is not None:
+            return Planned(keys, reason, empty, tokens, 0, 0)
         forest = forest_of(requests, seq_lens)
         shared = empty
         shared[forest.order] = forest.start[forest.leaf]

@@ -6,6 +6,8 @@ import logging
 from typing import Any
 
 from deft_backend.attention import TreeAttention
+from deft_backend.config import Settings
+from deft_backend.hosts.limits import refused
 from deft_backend.hosts.sglang.backend import DeftAttentionBackend
 from deft_backend.hosts.state import ServerState
 
@@ -13,7 +15,7 @@ logger = logging.getLogger("deft_backend")
 
 
 class DevicePlannedBackend(DeftAttentionBackend):
-    """Every decode batch of `min_batch` requests or more goes through tree attention.
+    """Every decode batch of DEFT_MIN_BATCH requests or more goes through tree attention.
 
     Planning is launches alone, made in the step and recorded into its graph: the plan is of the
     page table as the step finds it, whatever happened to requests, tree nodes or pages since the
@@ -28,20 +30,19 @@ class DevicePlannedBackend(DeftAttentionBackend):
         Sized for the model's layers.
     state : ServerState
         Receives the counters, which the device keeps.
-    min_batch : int
-        Requests below which the host's kernel decodes.
+    settings : Settings
+        Their limits on batches.
     """
 
     _own = DeftAttentionBackend._own | {
-        "_min_batch", "_max_batch", "_tree_graphs", "_replayed_tree", "_counting",
+        "_settings", "_tree_graphs", "_replayed_tree", "_counting",
     }  # fmt: skip
 
     def __init__(
-        self, host: Any, attention: TreeAttention, state: ServerState, min_batch: int
+        self, host: Any, attention: TreeAttention, state: ServerState, settings: Settings
     ) -> None:
         super().__init__(host, attention, state)
-        self._min_batch = min_batch
-        self._max_batch = attention.capacity.max_batch
+        self._settings = settings
         self._tree_graphs: set[int] = set()  # batch sizes
         self._replayed_tree = False
         self._counting = False
@@ -102,11 +103,7 @@ class DevicePlannedBackend(DeftAttentionBackend):
         """Why the host's kernel decodes a batch of this size, or None."""
         if self._broken is not None:
             return self._broken
-        if batch < self._min_batch:
-            return "batch below DEFT_MIN_BATCH"
-        if batch > self._max_batch:
-            return "batch above DEFT_MAX_BATCH"
-        return None
+        return refused(batch, self._settings, self._attention.capacity.max_batch)
 
     def _planned(self, forward_batch: Any) -> bool:
         """Launch the planning; if that fails, the host's kernel decodes from here."""

@@ -154,7 +154,7 @@ def _device_planned(
     from deft_backend.hosts.sglang.device_planned import DevicePlannedBackend
 
     _ = attention.device_planner  # what it cannot do is said here, not in the first step
-    return DevicePlannedBackend(host, attention, state, settings.min_batch)
+    return DevicePlannedBackend(host, attention, state, settings)
 
 
 def _host_planned(

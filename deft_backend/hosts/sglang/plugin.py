@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from deft_backend.config import Settings, warn_unknown
+from deft_backend.hosts.limits import observing
 from deft_backend.hosts.sglang import arguments
 
 logger = logging.getLogger("deft_backend")
@@ -38,7 +38,7 @@ def _register() -> None:
         host.ATTENTION_BACKEND_CHOICES.append(arguments.NAME)
     for name, create in list(registry.ATTENTION_BACKENDS.items()):
         registry.register_attention_backend(name)(_around(name, create))
-    if _observing():
+    if observing():
         from deft_backend.hosts.sglang import observe
 
         observe.install()
@@ -64,11 +64,3 @@ def _around(name: str, create: Callable[[Any], Any]) -> Callable[[Any], Any]:
             return backend
 
     return create_backend
-
-
-def _observing() -> bool:
-    warn_unknown()
-    try:
-        return Settings.from_env().observe
-    except ValueError:  # said where the backend is asked for; other servers do not need it
-        return False

@@ -12,6 +12,7 @@ import torch
 from deft_backend.attention import TreeAttention
 from deft_backend.config import Settings
 from deft_backend.forest import forest_from_page_tables
+from deft_backend.hosts.limits import refused
 from deft_backend.hosts.state import ServerState
 from deft_backend.hosts.vllm.layers import Layer, LayerShape
 from deft_backend.hosts.vllm.layout import kv_views
@@ -79,11 +80,7 @@ class GroupAttention:
         """
         if self._broken:
             return "kernel failed"
-        if requests > min(self._settings.max_batch, self._attention.capacity.max_batch):
-            return "batch above DEFT_MAX_BATCH"
-        if requests < self._settings.min_batch:
-            return "batch below DEFT_MIN_BATCH"
-        return None
+        return refused(requests, self._settings, self._attention.capacity.max_batch)
 
     def plan(self, page_table: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """Plan a step: from `page_table` [B, P] and `seq_lens` [B], where the host keeps them."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 
-from deft_backend.config import Settings, state_directory, warn_unknown
+from deft_backend.config import Settings, state_directory
+from deft_backend.hosts.limits import observing
 
 logger = logging.getLogger("deft_backend")
 
@@ -52,7 +53,7 @@ def _register() -> None:
         # The CPU platform always asks for this one. Which class it gets is decided by the
         # server's configuration, once that is known.
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{MODULE}.CPU_ATTN")
-    elif _observing():
+    elif observing():
         from deft_backend.hosts.vllm.observe import OBSERVED
 
         for name in OBSERVED:
@@ -64,14 +65,6 @@ def _on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
-
-
-def _observing() -> bool:
-    warn_unknown()
-    try:
-        return Settings.from_env().observe
-    except ValueError:  # said where the backend is asked for; other servers do not need it
-        return False
 
 
 def _show_counters() -> None:

@@ -9,6 +9,7 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from deft_backend.config import Settings
+from deft_backend.hosts.limits import observing
 from deft_backend.hosts.vllm.compose import cannot_surround, tree_backend
 from deft_backend.hosts.vllm.observe import OBSERVED, observed_backend, original_backend
 
@@ -106,14 +107,7 @@ def _cpu_backend() -> Any:
         logger.info("deft: CPU_ATTN is replaced by tree attention and torch's own attention")
         return tree_backend(PlainCpuBackend)
     host = original_backend("CPU_ATTN")
-    return observed_backend(host) if _observing() else host
-
-
-def _observing() -> bool:
-    try:
-        return Settings.from_env().observe
-    except ValueError:
-        return False
+    return observed_backend(host) if observing() else host
 
 
 def __getattr__(name: str) -> Any:
