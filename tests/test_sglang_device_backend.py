@@ -160,6 +160,7 @@ def test_a_graph_that_was_captured_with_a_hosts_layer_gets_its_metadata(server: 
     backend.init_forward_metadata_in_graph(batch)
     backend.forward(q, k, v, make_layer(sliding_window_size=8, layer_id=1), batch)
     assert server.calls == ["capture", "in graph", "decode"]
+    assert server.state.device_tree_layers == server.state.num_layers - 1
     backend.init_forward_metadata_out_graph(server.batch())
     assert server.calls[-1] == "replay"
     assert backend.replayed_tree(None)

@@ -144,6 +144,8 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
                 reason = "keys and values of another layer"
             self._layers[layer.layer_id] = reason
             if reason is not None:
+                left = sum(r is not None for r in self._layers.values())
+                self._state.device_tree_layers = self._state.num_layers - left
                 self._say(f"layers with {reason} decode through the host's kernel")
         reason = self._layers[layer.layer_id]
         given = (value is not None for value in kwargs.values())

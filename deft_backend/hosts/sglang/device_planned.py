@@ -63,9 +63,8 @@ class DevicePlannedBackend(DeftAttentionBackend):
         if reason is None and self._planned(forward_batch):
             self._tree_batch = forward_batch
             self._host_ready = False
-            self._count(None, forward_batch)
             return
-        self._count(reason or "planning failed", forward_batch)
+        self._count_host(reason or "planning failed", forward_batch)
         self._host.init_forward_metadata(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
@@ -82,9 +81,9 @@ class DevicePlannedBackend(DeftAttentionBackend):
         if not in_capture and decodes:
             self._attach_counters()
             self._replayed_tree = size in self._tree_graphs
-            reason = None if self._replayed_tree else self._reason(size) or "no graph"
-            self._count(reason, forward_batch)
-            if self._replayed_tree and not self._host_in_graphs:
+            if not self._replayed_tree:
+                self._count_host(self._reason(size) or "no graph", forward_batch)
+            elif not self._host_in_graphs:
                 return
         self._host.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
         self._host_ready = True
@@ -122,12 +121,8 @@ class DevicePlannedBackend(DeftAttentionBackend):
             return False
         return True
 
-    def _count(self, reason: str | None, forward_batch: Any) -> None:
+    def _count_host(self, reason: str, forward_batch: Any) -> None:
         """Count a step of the host's kernel; those of tree attention the device counts."""
-        if reason is None:
-            left = sum(r is not None for r in self._layers.values())
-            self._state.device_tree_layers = self._state.num_layers - left
-            return
         tokens = forward_batch.seq_lens_sum
         if tokens is None:
             lens = forward_batch.seq_lens_cpu
