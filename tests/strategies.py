@@ -39,9 +39,9 @@ class Batch:
 
 
 @st.composite
-def batches(draw: st.DrawFn, max_requests: int = 12) -> Batch:
+def batches(draw: st.DrawFn, max_requests: int = 12, page_size: int | None = None) -> Batch:
     """Batches over one or several random trees."""
-    page_size = draw(st.sampled_from([1, 3, 16]))
+    page_size = page_size or draw(st.sampled_from([1, 3, 16]))
     parents: list[int] = []
     pages: list[list[int]] = []
     fresh = 0

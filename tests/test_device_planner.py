@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import Batch, batches, regular_forest, targets
+from strategies import GROWTH, Batch, batches, regular_forest, targets
 from test_planner import check_plan
 
 from deft_backend import TreeAttention
@@ -195,6 +195,25 @@ def test_pages_of_one_prefix_in_two_places(data: st.DataObject) -> None:
     # Both copies hold the same tokens: read as one prefix, every query must be right.
     one = Batch(np.concatenate((heads, tails), axis=1), lens, 16)
     check_plan(one, plan, TARGET, np.zeros(requests, dtype=np.int32))
+
+
+@settings(deadline=None, max_examples=25)
+@given(data=st.data())
+def test_what_was_planned_before_decides_nothing(data: st.DataObject) -> None:
+    """One planner, batch after batch: each gets the plan that a new planner would make."""
+    first = data.draw(batches().filter(lambda batch: len(batch.seq_lens) > 0))
+    others = batches(page_size=first.page_size).filter(lambda batch: len(batch.seq_lens) > 0)
+    before = data.draw(st.lists(others, min_size=1, max_size=3))
+    planner, plan = planner_for(TARGET, 64, first.page_size)
+    grown = replace(first, seq_lens=first.seq_lens + GROWTH)
+    for batch in (*before, first, grown, first):
+        requests = len(batch.seq_lens)
+        tables = torch.from_numpy(np.ascontiguousarray(batch.page_tables))
+        rows = torch.arange(requests, dtype=torch.int32)
+        planner.plan(tables, rows, torch.from_numpy(batch.seq_lens))
+        fresh = plan_of(batch, capacity=PlanCapacity.for_batch(64))
+        for name, expected in vars(fresh).items():
+            np.testing.assert_array_equal(getattr(read(plan), name), expected, err_msg=name)
 
 
 def test_too_little_room_falls_back_to_query_by_query() -> None:

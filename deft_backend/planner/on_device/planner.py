@@ -153,6 +153,7 @@ class DevicePlanner:
             self._rank, self._common, self._order, self._cut, self._first, self._queries,
             self._parent, self._leaf_parent, self._leaves, self._parts, self._merged,
         ) = scratch  # fmt: skip
+        self._guess = torch.zeros((size, size), dtype=torch.int32, device=device)
         self._below = torch.zeros(2 * size, dtype=torch.int32, device=device)
         (
             self._range_queries, self._range_begin, self._range_end, self._range_pieces,
@@ -186,7 +187,7 @@ class DevicePlanner:
         table = (page_table, table_rows, seq_lens)
         kind = (
             size, self._device, page_table.dtype, table_rows.dtype, seq_lens.dtype,
-            self._page_size, columns.bit_length(), self._overlapped,
+            self._page_size, self._overlapped,
         )  # fmt: skip
         pointers = 0
         for tensor in table:
@@ -201,8 +202,9 @@ class DevicePlanner:
         rows, places = -(-batch // blocks.rows), -(-batch // blocks.places)
 
         self._launch(
-            COMPARE_ROWS, (rows,), (*table, self._rank, self._common, self._began, *shape),
-            {**common, **paged, "BLOCK": blocks.rows, "STEPS": columns.bit_length()},
+            COMPARE_ROWS, (rows,),
+            (*table, self._rank, self._common, self._guess, self._began, *shape),
+            {**common, **paged, "BLOCK": blocks.rows},
             follows=False,
         )  # fmt: skip
         self._launch(
