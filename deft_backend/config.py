@@ -15,7 +15,7 @@ from deft_backend.policies import POLICY_NAMES
 logger = logging.getLogger(__name__)
 
 LOG_LEVELS = {"quiet": logging.WARNING, "info": logging.INFO, "debug": logging.DEBUG}
-PLANNERS = ("host", "device")
+PLANNERS = ("auto", "host", "device")
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 
@@ -32,12 +32,12 @@ class Settings:
     """
 
     policy: str = "auto"
-    planner: str = "host"
+    planner: str = "auto"
     min_share: float = 1.1
     min_batch: int = 2
     min_shared_tokens: int = 64
     min_saved_ms: float = 0.5
-    max_batch: int = 256
+    max_batch: int = 1024
     fallback_backend: str | None = None
     log: str = "info"
     verify: bool = False
@@ -154,7 +154,7 @@ VARIABLES: tuple[Variable, ...] = (
         "one of " + ", ".join(PLANNERS),
         "SGLang only: where decode batches are planned. host: from the radix tree, when the batch "
         "changes. device: from the page tables, in every step, by kernels in the step's own CUDA "
-        "graph; policy `auto` only.",
+        "graph; policy `auto` only. auto: device on a GPU where it can, else host.",
     ),
     Variable(
         "DEFT_MIN_SHARE",

@@ -49,7 +49,8 @@ class Client:
         import aiohttp
 
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            # A server closes connections that idle; one that is reused at that moment breaks.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=REQUEST_SECONDS),
             read_bufsize=2**22,  # a line of the stream may hold a whole answer
         )

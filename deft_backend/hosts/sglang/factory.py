@@ -105,7 +105,7 @@ def _device(runner: Any) -> torch.device:
 
 
 def _create(runner: Any, host: Any, name: str, settings: Settings) -> Any:
-    on_device = _plans_on_device(settings)
+    on_device = _plans_on_device(settings, _device(runner))
     heads, kv_heads, dim = _shape(runner)
     largest = min(settings.max_batch, runner.req_to_token_pool.size)  # no batch holds more requests
     attention = TreeAttention(
@@ -133,10 +133,12 @@ def _create(runner: Any, host: Any, name: str, settings: Settings) -> Any:
     return backend
 
 
-def _plans_on_device(settings: Settings) -> bool:
-    """Whether the device plans, as asked for; where it cannot, the log says so."""
-    if settings.planner != "device":
+def _plans_on_device(settings: Settings, device: torch.device) -> bool:
+    """Whether the device plans; where it was asked to and cannot, the log says so."""
+    if settings.planner == "host":
         return False
+    if settings.planner == "auto":
+        return device.type == "cuda" and settings.policy == "auto" and not settings.verify
     for reason, holds in (
         (f"plans made on the device follow the policy auto, not {settings.policy}",
          settings.policy != "auto"),
