@@ -187,6 +187,7 @@ class FakeClient:
         self.seconds_before = seconds_before
         self.asked: list[tuple[tuple[int, ...], int]] = []
         self.mode = "right"
+        self.takes_in_together = True
 
     async def batch(
         self, prompts: Sequence[Sequence[int]], tokens: int, *, logprobs: bool = False

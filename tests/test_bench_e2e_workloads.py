@@ -81,11 +81,32 @@ def test_time_per_token_leaves_out_what_requests_cost_besides() -> None:
     asyncio.run(measure(grid_case(MODEL, 8, 4, 4), 10, 3, client, row))  # type: ignore[arg-type]
     assert row["tpot_ms"] == pytest.approx(20.0)
     assert row["detail"]["tpot_runs_ms"] == pytest.approx([20.0] * 3)
+    assert row["detail"]["tpot_from_tokens"] == 1
     assert row["tokens_per_s"] == pytest.approx(4 * 11 / 3.2, rel=1e-3)
     assert (row["ttft_ms"], row["ttft_p99_ms"]) == (3000.0, 3000.0)
     assert row["itl_p50_ms"] == pytest.approx(20.0)
     assert row["itl_p99_ms"] == pytest.approx(20.0)
     assert {tokens for _, tokens in client.asked} == {11}
+
+
+@pytest.mark.parametrize("apart", [0.0, 0.03, 0.2])
+def test_requests_that_come_one_by_one_are_timed_when_all_decode(apart: float) -> None:
+    class OneByOne(FakeClient):
+        """A step takes 5 ms and 2 ms for every request; requests come `apart` seconds apart."""
+
+        async def batch(self, prompts: Any, tokens: int, *, logprobs: bool = False) -> Any:
+            now, left = 0.0, [tokens] * len(prompts)
+            while any(left):
+                running = [i for i in range(len(left)) if left[i] and i * apart <= now]
+                now += 0.005 + 0.002 * len(running) if running else 0.001
+                for i in running:
+                    left[i] -= 1
+            return [], now
+
+    row, client = row_of(), OneByOne()
+    client.takes_in_together = False
+    asyncio.run(measure(grid_case(MODEL, 8, 16, 4), 20, 1, client, row))  # type: ignore[arg-type]
+    assert row["tpot_ms"] == pytest.approx(5 + 2 * 16, rel=0.02)
 
 
 def test_a_time_that_is_lost_in_the_noise_is_no_time() -> None:

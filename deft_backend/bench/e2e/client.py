@@ -61,6 +61,11 @@ class Client:
             raise
         return self
 
+    @property
+    def takes_in_together(self) -> bool:
+        """Whether the host takes in all prompts of a batch before it decodes the first."""
+        return self._dialect.takes_in_together
+
     async def __aexit__(self, *_: object) -> None:
         if self._session is not None:
             await self._session.close()

@@ -56,6 +56,7 @@ class Dialect(Protocol):
     """What a host's endpoint is asked, and what it answers."""
 
     path: str
+    takes_in_together: bool
 
     async def prepare(self, get: Get) -> None:
         """Learn what requests need to say from the server's documents."""
@@ -78,6 +79,7 @@ class Dialect(Protocol):
 
 class SGLangDialect:
     path = "/generate"
+    takes_in_together = True
 
     async def prepare(self, get: Get) -> None:
         """Nothing to learn."""
@@ -122,6 +124,7 @@ class SGLangDialect:
 
 class VLLMDialect:
     path = "/v1/completions"
+    takes_in_together = False
 
     def __init__(self) -> None:
         self.model = ""

@@ -1,19 +1,31 @@
-"""Time per output token as (time for n + 1 tokens − time for one) ÷ n; what a client sees of it.
+"""Time per output token as a difference of two batches' times; what a client sees of it.
 
-The difference takes out whatever a request costs besides decoding: sending and parsing its ids,
-matching its prefix, prefilling the rest. It is taken from whole batches without streaming, so that
-neither the server's nor the client's work for each streamed token is in it. Latencies as a client
-sees them come from one streamed pass, where that work shows.
+Two batches of the same prompts that differ in the length of their answers by n tokens differ in
+time by n decode steps of the whole batch. The difference takes out whatever a request costs besides
+decoding: sending and parsing its ids, matching its prefix, prefilling the rest. The shorter answers
+have one token where the host takes all prompts of a batch in at once; where it takes in one after
+the other, they are as long as it takes until the last has come, or the whole batch would never
+decode together. Both are asked for without streaming, so that neither the server's nor the client's
+work for each streamed token counts. Latencies as a client sees them come from one streamed pass,
+where that work shows.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
 
 from deft_backend.bench.e2e.cases import Case, percentile
 from deft_backend.bench.e2e.client import Client, Completion
 from deft_backend.bench.e2e.rows import Row
+
+
+FASTEST_STEP = 0.004
+"""Seconds of a decode step of the models that are measured, at least."""
+
+LONGEST_WAIT = 1024
+"""Tokens of the shorter answers, at most."""
 
 
 async def measure(case: Case, gen: int, repeats: int, client: Client, row: Row) -> None:
@@ -34,19 +46,33 @@ async def measure(case: Case, gen: int, repeats: int, client: Client, row: Row) 
     for prompt in case.warm:
         await client.batch([prompt], 1)
     await client.batch(case.prompts, gen + 1)  # all prompts are cached, all kernels compiled
+    _, one = await client.batch(case.prompts, 1)
+    _, seconds = await client.batch(case.prompts, gen + 1)
+    fewest = 1 if client.takes_in_together else _until_all_decode(one, seconds, gen)
     pairs = []
     for _ in range(repeats):
-        _, one = await client.batch(case.prompts, 1)
-        _, all_of_them = await client.batch(case.prompts, gen + 1)
-        pairs.append((one, all_of_them))
-    times = [(many - one) / gen * 1e3 for one, many in pairs]
-    seconds = statistics.median(many for _, many in pairs)
+        _, few = await client.batch(case.prompts, fewest)
+        _, many = await client.batch(case.prompts, fewest + gen)
+        pairs.append((few, many))
+    times = [(many - few) / gen * 1e3 for few, many in pairs]
     median = statistics.median(times)
     row["tpot_ms"] = round(median, 4) if median > 0 else None  # else it is lost in the noise
     row["tokens_per_s"] = round(len(case.prompts) * (gen + 1) / seconds, 2)
+    row["detail"]["tpot_from_tokens"] = fewest
     row["detail"]["tpot_runs_ms"] = [round(time, 4) for time in times]
     answers = await asyncio.gather(*(client.stream(prompt, gen + 1) for prompt in case.prompts))
     latencies(answers, row)
+
+
+def _until_all_decode(one: float, all_of_them: float, gen: int) -> int:
+    """Tokens after which requests that came one by one all decode.
+
+    `one` are the seconds of a batch with answers of one token, and as such no less than what lies
+    between the first request and the last; `all_of_them` those of one with `gen` tokens more. Steps
+    of a batch that was never whole are shorter than those that are to be measured, if anything.
+    """
+    step = max((all_of_them - one) / gen, FASTEST_STEP)
+    return min(math.ceil(one / step), LONGEST_WAIT) + 1
 
 
 def latencies(answers: list[Completion], row: Row) -> None:
