@@ -16,6 +16,7 @@ from integration_tests.common.server import (
     MODEL,
     START_SECONDS,
     Server,
+    cores_of_two_ranks,
     state_settings,
 )
 
@@ -45,6 +46,15 @@ GROUPS = {
             "SGLANG_TEST_RETRACT": "1",
             "SGLANG_TEST_RETRACT_INTERVAL": "8",
         }
+    ),
+    # Where nccl is found, the host's group of two ranks wants a GPU.
+    "two-ranks": Group(
+        ("--tensor-parallel-size", "2"),
+        {
+            **EAGER,
+            "SGLANG_CPU_OMP_THREADS_BIND": cores_of_two_ranks(),
+            "SGLANG_NCCL_SO_PATH": "/nowhere/libnccl.so",
+        },
     ),
     # The host's own switch for its tests: every few steps it takes back requests that decode.
     "retracting": Group(

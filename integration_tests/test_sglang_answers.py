@@ -8,6 +8,7 @@ from integration_tests.common.answers import (
     PREFIX,
     TOPICS,
     check,
+    check_both_ranks,
     check_joins_and_aborts,
     on,
 )
@@ -62,6 +63,18 @@ def test_requests_join_and_others_are_aborted(server: Server, reference) -> None
     check_joins_and_aborts(server, reference, kept=first[:2], cut=first[2:], later=later)
     again = [Ask(PREFIX + f"Afterwards, {topic}") for topic in TOPICS[:3]]
     check(server, reference, again)
+
+
+@on("two-ranks")
+def test_every_rank_plans_for_itself(server: Server, reference) -> None:
+    """Half of the heads each, one tree: the answers are those of one rank with all heads."""
+    middle = [PREFIX + f"In the year of {topic} " * 3 for topic in TOPICS[:2]]
+    asks = [Ask(m + f"they found {topic}") for m in middle for topic in TOPICS[2:4]]
+    check(server, reference, [*asks, Ask("Alone, from the first word on.")])
+    first = [Ask(PREFIX + f"Then came {topic},", tokens=10) for topic in TOPICS[:3]]
+    later = [Ask(PREFIX + f"Then came {TOPICS[0]}, and", tokens=6)]
+    check_joins_and_aborts(server, reference, kept=first[:2], cut=first[2:], later=later)
+    check_both_ranks(server)
 
 
 @on("retracting")

@@ -107,6 +107,8 @@ def test_requests_that_come_one_by_one_are_timed_when_all_decode(apart: float) -
     client.takes_in_together = False
     asyncio.run(measure(grid_case(MODEL, 8, 16, 4), 20, 1, client, row))  # type: ignore[arg-type]
     assert row["tpot_ms"] == pytest.approx(5 + 2 * 16, rel=0.02)
+    asyncio.run(measure(grid_case(MODEL, 8, 16, 4), 20, 1, client, row, room=3))  # type: ignore[arg-type]
+    assert row["detail"]["tpot_from_tokens"] <= 3
 
 
 def test_a_time_that_is_lost_in_the_noise_is_no_time() -> None:

@@ -84,3 +84,13 @@ def check_joins_and_aborts(
     assert_same(kept, stayed, reference.answers(kept))
     assert_same(later, joined, reference.answers(later))
     assert not server.trouble()
+
+
+def check_both_ranks(server: Server) -> None:
+    """Two ranks decoded the same steps over the same trees, with half of the KV heads each."""
+    ours, theirs = server.state(0), server.state(1)
+    assert 0 < ours["kv_bytes_read"] < ours["kv_bytes_query_guided"]
+    for name in ("steps_tree", "steps_host", "kv_bytes_read", "kv_bytes_query_guided"):
+        assert ours[name] == theirs[name], name
+    assert (ours["rank"], theirs["rank"]) == (0, 1)
+    assert ours["num_kv_heads"] == theirs["num_kv_heads"] == 1

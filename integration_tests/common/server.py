@@ -33,6 +33,13 @@ TROUBLE = re.compile(
 # Small batches and prefixes must go through the kernels, too: that is what is tested.
 EAGER = {"DEFT_MIN_BATCH": "1", "DEFT_MIN_SHARE": "1", "DEFT_MIN_SHARED_TOKENS": "0"}
 
+
+def cores_of_two_ranks() -> str:
+    """A core for each of two tensor-parallel ranks, as both hosts' variables name them."""
+    cores = sorted(os.sched_getaffinity(0))
+    return f"{cores[0]}|{cores[-1]}"
+
+
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 """Samples of ``/metrics``: name and labels to value."""
 
@@ -77,11 +84,11 @@ class Server:
         """Lines of the log that a healthy server does not write."""
         return [line for line in self.log.splitlines() if TROUBLE.search(line)]
 
-    def state(self) -> dict[str, Any]:
-        """The server's state file, once it has settled."""
+    def state(self, rank: int = 0) -> dict[str, Any]:
+        """The state file of one of the server's ranks, once it has settled."""
         time.sleep(0.8)  # three rounds of the writer
         port = self.process.command.port
-        return json.loads((self._state_dir / f"{port}-tp0.json").read_text())
+        return json.loads((self._state_dir / f"{port}-tp{rank}.json").read_text())
 
     def metrics(self, prefix: str) -> Series:
         """The series of the server's ``/metrics`` whose names begin so."""

@@ -8,6 +8,7 @@ from integration_tests.common.answers import (
     PREFIX,
     TOPICS,
     check,
+    check_both_ranks,
     check_joins_and_aborts,
     on,
 )
@@ -140,3 +141,12 @@ def test_the_hosts_own_backend_is_left_alone(baseline: Server) -> None:
     assert state["kv_bytes_read"] == state["kv_bytes_query_guided"] > 0
     assert not [line for line in baseline.trouble() if "deft" in line]
     assert "deft: CPU_ATTN is replaced" not in baseline.log
+
+
+@on("two-ranks")
+def test_every_rank_plans_for_itself(server: Server, reference) -> None:
+    """Half of the heads each, one tree: the answers are those of one rank with all heads."""
+    server.complete([Ask(PREFIX, tokens=1)])  # the next ones find its blocks
+    asks = [Ask(PREFIX + f"Of {topic} it is told", tokens=6) for topic in TOPICS[:4]]
+    check(server, reference, [*asks, Ask("Alone, from the first word on.", tokens=6)])
+    check_both_ranks(server)

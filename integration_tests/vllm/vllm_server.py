@@ -14,7 +14,13 @@ from safetensors.torch import save_file
 
 from deft_backend.hosts.launch import free_port, server_command
 from deft_backend.hosts.server_process import ServerProcess
-from integration_tests.common.server import MODEL, START_SECONDS, Server, state_settings
+from integration_tests.common.server import (
+    MODEL,
+    START_SECONDS,
+    Server,
+    cores_of_two_ranks,
+    state_settings,
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,10 @@ GROUPS = {
             "--max-num-batched-tokens", "64", "--num-gpu-blocks-override", "20",
         ),
         {"VLLM_KV_CACHE_LAYOUT": "HND", "DEFT_MIN_BATCH": "1"},
+    ),
+    "two-ranks": Group(
+        ("--block-size", "16", "--max-model-len", "1024", "--tensor-parallel-size", "2"),
+        {"DEFT_MIN_BATCH": "1", "VLLM_CPU_OMP_THREADS_BIND": cores_of_two_ranks()},
     ),
 }  # fmt: skip
 

@@ -20,7 +20,6 @@ from deft_backend.bench.e2e.cases import Case, percentile
 from deft_backend.bench.e2e.client import Client, Completion
 from deft_backend.bench.e2e.rows import Row
 
-
 FASTEST_STEP = 0.004
 """Seconds of a decode step of the models that are measured, at least."""
 
@@ -28,7 +27,9 @@ LONGEST_WAIT = 1024
 """Tokens of the shorter answers, at most."""
 
 
-async def measure(case: Case, gen: int, repeats: int, client: Client, row: Row) -> None:
+async def measure(
+    case: Case, gen: int, repeats: int, client: Client, row: Row, *, room: int = LONGEST_WAIT
+) -> None:
     """Fill in the figures of a case.
 
     Parameters
@@ -42,13 +43,17 @@ async def measure(case: Case, gen: int, repeats: int, client: Client, row: Row) 
     client : Client
     row : Row
         Receives the figures.
+    room : int
+        Output tokens that the context holds beside the longest prompt and `gen` more, at least 1.
     """
     for prompt in case.warm:
         await client.batch([prompt], 1)
     await client.batch(case.prompts, gen + 1)  # all prompts are cached, all kernels compiled
     _, one = await client.batch(case.prompts, 1)
     _, seconds = await client.batch(case.prompts, gen + 1)
-    fewest = 1 if client.takes_in_together else _until_all_decode(one, seconds, gen)
+    fewest = 1
+    if not client.takes_in_together:
+        fewest = min(_until_all_decode(one, seconds, gen), room)
     pairs = []
     for _ in range(repeats):
         _, few = await client.batch(case.prompts, fewest)
@@ -59,6 +64,7 @@ async def measure(case: Case, gen: int, repeats: int, client: Client, row: Row) 
     row["tpot_ms"] = round(median, 4) if median > 0 else None  # else it is lost in the noise
     row["tokens_per_s"] = round(len(case.prompts) * (gen + 1) / seconds, 2)
     row["detail"]["tpot_from_tokens"] = fewest
+    row["detail"]["one_token_s"] = round(one, 4)
     row["detail"]["tpot_runs_ms"] = [round(time, 4) for time in times]
     answers = await asyncio.gather(*(client.stream(prompt, gen + 1) for prompt in case.prompts))
     latencies(answers, row)

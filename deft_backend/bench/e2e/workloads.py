@@ -105,7 +105,8 @@ class Together:
 
     async def run(self, served: Served, rows: Sequence[Row]) -> Row:
         row = self.row(served.launch, served.backend)
-        await measure(self.case, self.gen, self.repeats, served.client, row)
+        room = served.launch.model.context - self.case.longest - self.gen
+        await measure(self.case, self.gen, self.repeats, served.client, row, room=room)
         if served.launch.model.load_format != "dummy":  # attention does not reach their logits
             answers = await agreement.ask(served.client, self.case.prompts, self.gen)
             agreement.keep(answers_file(served.folder, row, served.backend), answers)
