@@ -154,7 +154,8 @@ VARIABLES: tuple[Variable, ...] = (
         "one of " + ", ".join(PLANNERS),
         "SGLang only: where decode batches are planned. host: from the radix tree, when the batch "
         "changes. device: from the page tables, in every step, by kernels in the step's own CUDA "
-        "graph; policy `auto` only. auto: device on a GPU where it can, else host.",
+        "graph; policy `auto` only. auto: device where a batch that shares nothing was measured to "
+        "lose nothing by it (Hopper GPUs, 4 query heads a KV head, head dimension 128), else host.",
     ),
     Variable(
         "DEFT_MIN_SHARE",

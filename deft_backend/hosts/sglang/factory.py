@@ -105,8 +105,8 @@ def _device(runner: Any) -> torch.device:
 
 
 def _create(runner: Any, host: Any, name: str, settings: Settings) -> Any:
-    on_device = _plans_on_device(settings, _device(runner))
     heads, kv_heads, dim = _shape(runner)
+    on_device = _plans_on_device(settings, _device(runner), heads // kv_heads, dim)
     largest = min(settings.max_batch, runner.req_to_token_pool.size)  # no batch holds more requests
     attention = TreeAttention(
         num_query_heads=heads,
@@ -133,12 +133,24 @@ def _create(runner: Any, host: Any, name: str, settings: Settings) -> Any:
     return backend
 
 
-def _plans_on_device(settings: Settings, device: torch.device) -> bool:
-    """Whether the device plans; where it was asked to and cannot, the log says so."""
+FREE_UNSHARED = (((9, 0), 4, 128),)
+"""Compute capability, query heads of a KV head and head dimension where it has been measured that
+batches that share nothing are as fast through tree attention as through the host's kernel. Planned
+on the device they all go there; the host's planner sends them to the host's kernel."""
+
+
+def _plans_on_device(settings: Settings, device: torch.device, group: int, head_dim: int) -> bool:
+    """Whether the device plans; where it was asked to and cannot, the log says so.
+
+    `group` are the query heads of a KV head.
+    """
     if settings.planner == "host":
         return False
     if settings.planner == "auto":
-        return device.type == "cuda" and settings.policy == "auto" and not settings.verify
+        return (
+            device.type == "cuda" and settings.policy == "auto" and not settings.verify
+            and (torch.cuda.get_device_capability(device), group, head_dim) in FREE_UNSHARED
+        )  # fmt: skip
     for reason, holds in (
         (f"plans made on the device follow the policy auto, not {settings.policy}",
          settings.policy != "auto"),
