@@ -6,6 +6,13 @@ import math
 
 import torch
 
+from deft_backend.attention_inputs import (
+    AttentionError,
+    check_device,
+    check_integers,
+    check_operands,
+    check_table,
+)
 from deft_backend.cost_tables import cost_model_on
 from deft_backend.forest import PrefixForest
 from deft_backend.kernels import HEAD_DIMS, launch_config, run_plan, unsupported
@@ -21,10 +28,6 @@ from deft_backend.planner import (
 from deft_backend.planner.on_device import DevicePlanner
 from deft_backend.policies import Auto, Grouping, PolicyError, Target, get_policy
 from deft_backend.policies.deft_flatten import DeftFlatten
-
-
-class AttentionError(ValueError):
-    """An attention that the kernels cannot run, or tensors that do not fit the plan."""
 
 
 class TreeAttention:
@@ -148,7 +151,7 @@ class TreeAttention:
             (2, entries, num_query_heads), dtype=torch.float32, device=self.device
         )
         self._device_planner: DevicePlanner | None = None
-        self._covers_padding = False
+        self._planned_on_device = False
         self._rows = torch.arange(self.capacity.max_batch, dtype=torch.int32, device=self.device)
         self.forest: PrefixForest | None = None
         self.last_plan: Plan | None = None
@@ -184,9 +187,8 @@ class TreeAttention:
     ) -> None:
         """Plan a batch by launches alone, on the current stream, following the policy ``auto``.
 
-        The host learns nothing of the plan (`last_plan` stays None) and waits for nothing: run
-        with ``static_launch=True`` after it. Captured in a CUDA graph, it plans the batch of each
-        replay; a row of length 0 stands for no request.
+        The host learns nothing of the plan (`last_plan` stays None) and waits for nothing. Captured
+        in a CUDA graph, it plans the batch of each replay; a row of length 0 stands for no request.
 
         Parameters
         ----------
@@ -217,10 +219,12 @@ class TreeAttention:
             raise AttentionError(
                 f"table_rows has shape {list(table_rows.shape)}; expected {list(seq_lens.shape)}"
             )
-        self._check_integers(page_table=page_table, seq_lens=seq_lens, table_rows=table_rows)
-        self._check_table(page_table)
+        integers = {"page_table": page_table, "seq_lens": seq_lens, "table_rows": table_rows}
+        check_integers(**integers)
+        check_device(self.device, **integers)
+        check_table(page_table)
         self.forest = self.last_plan = self.grouping = None
-        self._covers_padding = True
+        self._planned_on_device = True
         if batch:
             self.device_planner.plan(page_table, table_rows, seq_lens)
 
@@ -268,7 +272,7 @@ class TreeAttention:
         check_capacity(plan, self.capacity)
         self._plan.upload(plan)
         self.forest, self.last_plan, self.grouping = forest, plan, None
-        self._covers_padding = False
+        self._planned_on_device = False
 
     def run(
         self,
@@ -305,7 +309,8 @@ class TreeAttention:
         out : [B, Hq, D], optional
             Where the result goes.
         static_launch : bool
-            Launch every kernel, needed or not, as a CUDA graph that serves later plans must.
+            Launch every kernel, needed or not, as a CUDA graph that serves later plans must; with a
+            plan made on the device nothing else is possible, and this is not asked.
 
         Returns
         -------
@@ -322,12 +327,13 @@ class TreeAttention:
                     q, k_cache, v_cache, page_table, seq_lens, table_rows=table_rows,
                     sm_scale=sm_scale, logit_cap=logit_cap, out=out, static_launch=static_launch,
                 )  # fmt: skip
+        static_launch = static_launch or self._planned_on_device
         k_cache, v_cache = self._paged(k_cache), self._paged(v_cache)
         if out is None:
             # A graph is replayed for fewer requests than it was captured for: rows that no request
             # owns must not hold whatever was in memory. Plans made on the device have them, as
             # requests of no or few tokens; those made on the host do not.
-            padded = static_launch and not self._covers_padding
+            padded = static_launch and not self._planned_on_device
             out = torch.zeros_like(q) if padded else torch.empty_like(q)
         if sm_scale is not None and not sm_scale > 0.0:
             raise AttentionError(f"sm_scale is {sm_scale}; expected a number above 0")
@@ -386,46 +392,21 @@ class TreeAttention:
         batch = self.forest.batch_size if self.forest is not None and not static_launch else len(q)
         heads = (self.num_query_heads, self.head_dim)
         cache = (self.page_size, self.num_kv_heads, self.head_dim)
-        for name, tensor, expected in (
-            ("q", q, (batch, *heads)),
-            ("out", out, (batch, *heads)),
-            ("k_cache", k_cache, (len(k_cache), *cache)),
-            ("v_cache", v_cache, (len(v_cache), *cache)),
-        ):
-            if tuple(tensor.shape) != expected:
-                raise AttentionError(
-                    f"{name} has shape {list(tensor.shape)}; expected {list(expected)}"
-                )
-            if tensor.dtype != self.dtype:
-                raise AttentionError(f"{name} has dtype {tensor.dtype}; expected {self.dtype}")
-            if tensor.stride(-1) != 1:
-                raise AttentionError(
-                    f"{name} has stride {tensor.stride(-1)} in its last dimension; expected 1"
-                )
+        check_operands(
+            {
+                "q": (q, (batch, *heads)), "out": (out, (batch, *heads)),
+                "k_cache": (k_cache, (len(k_cache), *cache)),
+                "v_cache": (v_cache, (len(v_cache), *cache)),
+            },
+            self.dtype,
+        )  # fmt: skip
         if len(seq_lens) != batch:
             raise AttentionError(f"seq_lens holds {len(seq_lens)} lengths; expected {batch}")
-        self._check_table(page_table)
-        self._check_integers(page_table=page_table, seq_lens=seq_lens)
-        self._check_device(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
+        check_table(page_table)
+        check_integers(page_table=page_table, seq_lens=seq_lens)
+        tensors = {"page_table": page_table, "seq_lens": seq_lens, "q": q, "out": out}
+        check_device(self.device, **tensors, k_cache=k_cache, v_cache=v_cache)
         return batch
-
-    def _check_table(self, page_table: torch.Tensor) -> None:
-        if page_table.dim() != 2 or page_table.stride(1) != 1:
-            raise AttentionError(
-                f"page_table has shape {list(page_table.shape)} and strides "
-                f"{page_table.stride()}; expected [rows, pages] with contiguous rows"
-            )
-
-    def _check_integers(self, **tensors: torch.Tensor) -> None:
-        for name, tensor in tensors.items():
-            if tensor.dtype not in (torch.int32, torch.int64):
-                raise AttentionError(f"{name} has dtype {tensor.dtype}; expected int32 or int64")
-        self._check_device(**tensors)
-
-    def _check_device(self, **tensors: torch.Tensor) -> None:
-        for name, tensor in tensors.items():
-            if tensor.device != self.device:
-                raise AttentionError(f"{name} is on {tensor.device}; expected {self.device}")
 
 
 __all__ = ["HEAD_DIMS", "AttentionError", "PlanError", "TreeAttention"]

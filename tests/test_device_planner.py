@@ -272,7 +272,7 @@ def test_the_library_attends_over_a_plan_made_on_the_device() -> None:
     tree.poison_workspace()
     rows = torch.tensor([5, 3, 1, 0, 2, 4])
     tree.plan_on_device(tables, lens[rows], table_rows=rows)
-    out = tree.run(q, k, v, tables, lens[rows], table_rows=rows, static_launch=True)
+    out = tree.run(q, k, v, tables, lens[rows], table_rows=rows)
     for request, row in enumerate(rows.tolist()):
         own = batch.page_tables[row, : int(lens[row])]
         keys = k[own].double().repeat_interleave(2, dim=1)
