@@ -81,8 +81,8 @@ def test_guided_decoding(server: Server, reference) -> None:
 def test_an_adapter_beside_its_base(server: Server, reference) -> None:
     """The same prompts without and then with LoRA: what is cached of them is not the same.
 
-    One after the other: in a prefill batch of both, the CPU build's first token of a request
-    without LoRA was not always the same, and no decode kernel has a part in that one.
+    One after the other: asked for at once, vLLM's CPU build, with its own attention, too, answers
+    some requests without LoRA as if they had named the adapter.
     """
     plain = [Ask(PREFIX + f"Under {t}", tokens=8) for t in TOPICS[:3]]
     adapted = [Ask(ask.prompt, tokens=8, model="adapted") for ask in plain]
