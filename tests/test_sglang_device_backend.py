@@ -223,31 +223,50 @@ def test_members_are_the_hosts(server: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("planner", "device", "capability", "group", "head_dim", "changed", "expected", "said"),
+    ("planner", "device", "capability", "heads", "head_dim", "changed", "expected", "said"),
     [
-        ("auto", "cuda", (9, 0), 4, 128, {}, True, ""),
-        ("auto", "cuda", (9, 0), 8, 128, {}, False, ""),  # not measured with nothing shared
-        ("auto", "cuda", (9, 0), 4, 64, {}, False, ""),
-        ("auto", "cuda", (8, 0), 4, 128, {}, False, ""),
-        ("auto", "cuda", (9, 0), 4, 128, {"verify": True}, False, ""),
-        ("auto", "cuda", (9, 0), 4, 128, {"policy": "fasttree"}, False, ""),
-        ("auto", "cpu", None, 4, 128, {}, False, ""),
-        ("host", "cuda", (9, 0), 4, 128, {}, False, ""),
-        ("device", "cuda", (8, 0), 1, 64, {}, True, ""),
-        ("device", "cpu", None, 2, 64, {}, True, ""),
-        ("device", "cuda", (9, 0), 4, 128, {"verify": True}, False, "DEFT_VERIFY checks plans"),
-        ("device", "cuda", (9, 0), 4, 128, {"policy": "fasttree"}, False, "follow the policy auto"),
+        ("auto", "cuda", (9, 0), (32, 8), 128, {}, True, ""),
+        ("auto", "cuda", (9, 0), (64, 8), 128, {}, False, ""),  # not measured with nothing shared
+        ("auto", "cuda", (9, 0), (16, 4), 128, {}, False, ""),
+        ("auto", "cuda", (9, 0), (32, 8), 64, {}, False, ""),
+        ("auto", "cuda", (8, 0), (32, 8), 128, {}, False, ""),
+        ("auto", "cuda", (9, 0), (32, 8), 128, {"verify": True}, False, ""),
+        ("auto", "cuda", (9, 0), (32, 8), 128, {"policy": "fasttree"}, False, ""),
+        ("auto", "cpu", None, (32, 8), 128, {}, False, ""),
+        ("host", "cuda", (9, 0), (32, 8), 128, {}, False, ""),
+        ("device", "cuda", (8, 0), (8, 8), 64, {}, True, ""),
+        ("device", "cpu", None, (4, 2), 64, {}, True, ""),
+        (
+            "device",
+            "cuda",
+            (9, 0),
+            (32, 8),
+            128,
+            {"verify": True},
+            False,
+            "DEFT_VERIFY checks plans",
+        ),
+        (
+            "device",
+            "cuda",
+            (9, 0),
+            (32, 8),
+            128,
+            {"policy": "fasttree"},
+            False,
+            "follow the policy auto",
+        ),
     ],
 )
 def test_who_plans(
-    planner: str, device: str, capability: Any, group: int, head_dim: int, changed: dict[str, Any],
-    expected: bool, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    planner: str, device: str, capability: Any, heads: tuple[int, int], head_dim: int,
+    changed: dict[str, Any], expected: bool, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     from deft_backend.hosts.sglang import factory
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     settings = Settings(planner=planner, **changed)
     where = torch.device(device)
-    assert factory._plans_on_device(settings, where, group, head_dim) is expected
+    assert factory._plans_on_device(settings, where, (*heads, head_dim)) is expected
     assert said in caplog.text
     assert bool(said) == bool(caplog.text)

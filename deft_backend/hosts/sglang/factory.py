@@ -29,6 +29,11 @@ from deft_backend.planner.on_device import largest_batch
 
 logger = logging.getLogger("deft_backend")
 
+FREE_UNSHARED = (((9, 0), 32, 8, 128),)
+"""Compute capability, query heads, KV heads and head dimension where it has been measured that
+batches that share nothing are as fast through tree attention as through the host's kernel. Planned
+on the device they all go there; the host's planner sends them to the host's kernel."""
+
 
 def wrap_backend(runner: Any, name: str, host: Any) -> Any:
     """Tree attention around the host's backend of a model runner, or that alone and the reason.
@@ -106,7 +111,7 @@ def _device(runner: Any) -> torch.device:
 
 def _create(runner: Any, host: Any, name: str, settings: Settings) -> Any:
     heads, kv_heads, dim = _shape(runner)
-    on_device = _plans_on_device(settings, _device(runner), heads // kv_heads, dim)
+    on_device = _plans_on_device(settings, _device(runner), (heads, kv_heads, dim))
     largest = min(settings.max_batch, runner.req_to_token_pool.size)  # no batch holds more requests
     attention = TreeAttention(
         num_query_heads=heads,
@@ -127,29 +132,24 @@ def _create(runner: Any, host: Any, name: str, settings: Settings) -> Any:
     start_writer(state, runner, settings)
     logger.info(
         "deft: decode goes through tree attention (policy %s, planned on the %s, workspace %.1f "
-        "MiB); everything else, and batches that share too little, through %s",
-        settings.policy, "device" if on_device else "host", attention.workspace_bytes / 2**20, name,
+        "MiB); everything else%s through %s",
+        settings.policy, "device" if on_device else "host", attention.workspace_bytes / 2**20,
+        "" if on_device else ", and batches that share too little,", name,
     )  # fmt: skip
     return backend
 
 
-FREE_UNSHARED = (((9, 0), 4, 128),)
-"""Compute capability, query heads of a KV head and head dimension where it has been measured that
-batches that share nothing are as fast through tree attention as through the host's kernel. Planned
-on the device they all go there; the host's planner sends them to the host's kernel."""
-
-
-def _plans_on_device(settings: Settings, device: torch.device, group: int, head_dim: int) -> bool:
+def _plans_on_device(settings: Settings, device: torch.device, shape: tuple[int, int, int]) -> bool:
     """Whether the device plans; where it was asked to and cannot, the log says so.
 
-    `group` are the query heads of a KV head.
+    `shape` are query heads, KV heads and head dimension.
     """
     if settings.planner == "host":
         return False
     if settings.planner == "auto":
         return (
             device.type == "cuda" and settings.policy == "auto" and not settings.verify
-            and (torch.cuda.get_device_capability(device), group, head_dim) in FREE_UNSHARED
+            and (torch.cuda.get_device_capability(device), *shape) in FREE_UNSHARED
         )  # fmt: skip
     for reason, holds in (
         (f"plans made on the device follow the policy auto, not {settings.policy}",
