@@ -260,7 +260,8 @@ def test_members_are_the_hosts(server: Any) -> None:
 )
 def test_who_plans(
     planner: str, device: str, capability: Any, heads: tuple[int, int], head_dim: int,
-    changed: dict[str, Any], expected: bool, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    changed: dict[str, Any], expected: bool, said: str, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     from deft_backend.hosts.sglang import factory
 
