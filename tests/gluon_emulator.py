@@ -1,0 +1,304 @@
+"""The part of Gluon that the kernels use, in NumPy: what Triton's interpreter is to plain Triton.
+
+A kernel's module is loaded a second time with these names in place of Triton's, and its programs
+run one after the other as ordinary Python. Layouts mean nothing here; everything else is as strict
+as it can be made: shared memory holds NaN until a copy has landed, copies land when they are waited
+for and not before, and an address outside its tensor is an error.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, reduce
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+
+class DType:
+    """An element type, as kernels name it."""
+
+    def __init__(self, name: str) -> None:
+        self.np = np.dtype(name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DType) and self.np == other.np
+
+    def __hash__(self) -> int:
+        return hash(self.np)
+
+
+class Tensor(np.ndarray):
+    """Values in registers."""
+
+    @property
+    def type(self) -> Any:
+        return SimpleNamespace(layout=None)
+
+    def to(self, dtype: DType, bitcast: bool = False) -> Any:
+        return _tensor(self.view(dtype.np) if bitcast else self.astype(dtype.np))
+
+
+def _tensor(values: Any) -> Tensor:
+    return np.asarray(values).view(Tensor)
+
+
+class Pointer:
+    """Addresses within one tensor's memory."""
+
+    def __init__(self, memory: np.ndarray, offset: Any = 0) -> None:
+        self.memory = memory
+        self.offset = np.asarray(offset, dtype=np.int64)
+
+    @property
+    def dtype(self) -> Any:
+        return SimpleNamespace(element_ty=DType(self.memory.dtype.name))
+
+    def to(self, dtype: Any, bitcast: bool) -> Pointer:
+        assert bitcast
+        assert dtype.np.itemsize == self.memory.dtype.itemsize
+        return Pointer(self.memory.view(dtype.np), self.offset)
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.memory, self.offset + np.asarray(offset).astype(np.int64))
+
+    def read(self, mask: Any = None, other: Any = 0) -> Tensor:
+        if mask is None:
+            self._check(self.offset)
+            return _tensor(self.memory[self.offset])
+        offset, mask = np.broadcast_arrays(self.offset, np.asarray(mask))
+        self._check(offset[mask])
+        values = np.full(offset.shape, other, dtype=self.memory.dtype)
+        values[mask] = self.memory[offset[mask]]
+        return _tensor(values)
+
+    def write(self, values: Any, mask: Any = None) -> None:
+        mask = True if mask is None else np.asarray(mask)
+        offset, values, mask = np.broadcast_arrays(self.offset, np.asarray(values), mask)
+        self._check(offset[mask])
+        self.memory[offset[mask]] = values[mask]
+
+    def _check(self, offset: Any) -> None:
+        if offset.size and (offset.min() < 0 or offset.max() >= len(self.memory)):
+            raise IndexError(
+                f"addresses {offset.min()} to {offset.max()} of a tensor of {len(self.memory)}"
+            )
+
+
+class Shared:
+    """Shared memory: what was not written is NaN."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+
+    def index(self, at: Any) -> Shared:
+        assert 0 <= at < len(self.values), f"buffer {at} of {len(self.values)}"
+        return Shared(self.values[int(at)])
+
+    def permute(self, order: Sequence[int]) -> Shared:
+        return Shared(self.values.transpose(order))
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        cut = [slice(None)] * self.values.ndim
+        cut[dim] = slice(start, start + length)
+        return Shared(self.values[tuple(cut)])
+
+    def store(self, values: Any) -> None:
+        assert values.shape == self.values.shape
+        self.values[...] = np.asarray(values)
+
+    def load(self, layout: Any) -> Tensor:
+        return _tensor(self.values.copy())
+
+    def _reinterpret(self, dtype: DType, shape: Sequence[int], layout: Any) -> Shared:
+        assert tuple(shape) == self.values.shape
+        return Shared(self.values.view(dtype.np))
+
+
+class _Machine:
+    """Where the program that runs stands, and its copies on their way."""
+
+    def __init__(self) -> None:
+        self.program = self.programs = self.warps = 0
+        self.begun: list[Callable[[], None]] = []
+        self.groups: list[list[Callable[[], None]]] = []
+
+    def copy(self, buffer: Shared, source: Pointer, mask: Any = None, **_: Any) -> None:
+        def land() -> None:
+            buffer.store(source.read(mask))
+
+        source.read(mask)  # a wrong address is an error where it is given
+        self.begun.append(land)
+
+    def commit(self) -> None:
+        self.groups.append(self.begun)
+        self.begun = []
+
+    def wait(self, outstanding: int) -> None:
+        while len(self.groups) > outstanding:
+            for land in self.groups.pop(0):
+                land()
+
+
+_MACHINE = _Machine()
+
+
+def _values(operand: Any) -> np.ndarray:
+    return np.asarray(operand.values if isinstance(operand, Shared) else operand, dtype=np.float32)
+
+
+def _product(
+    a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = False, **_: Any
+) -> Any:
+    found = _values(a) @ _values(b)
+    return _tensor(np.asarray(acc) + found if use_acc else found)
+
+
+def _waited(outstanding: int, deps: Sequence[Any]) -> Any:
+    return deps[0] if len(deps) == 1 else tuple(deps)
+
+
+def _reduce(values: Any, axis: int, combine: Callable[[Any, Any], Any]) -> Tensor:
+    parts = np.moveaxis(np.asarray(values), axis, 0)
+    return _tensor(reduce(combine, [_tensor(part) for part in parts]))
+
+
+def _load(pointer: Pointer, mask: Any = None, other: Any = 0, volatile: bool = False) -> Tensor:
+    return pointer.read(mask, other)
+
+
+def _elementwise(function: Callable[..., Any]) -> Callable[..., Tensor]:
+    return lambda *operands: _tensor(function(*(np.asarray(o) for o in operands)))
+
+
+def _where(condition: Any, left: Any, right: Any) -> Tensor:
+    found = np.where(np.asarray(condition), np.asarray(left), np.asarray(right))
+    kinds = [v.dtype for v in (left, right) if isinstance(v, np.ndarray)]
+    return _tensor(found.astype(np.result_type(*kinds)) if kinds else found)
+
+
+def _full(shape: Sequence[int], value: Any, dtype: DType, layout: Any = None) -> Tensor:
+    return _tensor(np.full(shape, value, dtype=dtype.np))
+
+
+def _range(*bounds: Any) -> Iterator[Tensor]:
+    """Loop counters are 32-bit integers of the device."""
+    return (_tensor(np.int32(i)) for i in range(*map(int, bounds)))
+
+
+def _static_assert(condition: bool, message: str = "") -> None:
+    assert condition, message
+
+
+def _language() -> ModuleType:
+    """What kernels import as ``gl``."""
+    gl: Any = ModuleType("triton.experimental.gluon.language")
+    for layout in (
+        "NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout",
+        "NVMMASharedLayout", "SwizzledSharedLayout",
+    ):  # fmt: skip
+        setattr(gl, layout, lambda *args, **options: None)
+    for name in ("int16", "int32", "uint32", "int64", "float16", "float32"):
+        setattr(gl, name, DType(name))
+    gl.constexpr = object
+    gl.pointer_type = lambda dtype: dtype
+    gl.program_id = lambda axis: _tensor(np.int32(_MACHINE.program))
+    gl.num_programs = lambda axis: _MACHINE.programs
+    gl.num_warps = lambda: _MACHINE.warps
+    gl.static_range = range
+    gl.static_assert = _static_assert
+    gl.load = _load
+    gl.store = lambda pointer, values, mask=None: pointer.write(values, mask)
+    gl.arange = lambda start, end, layout=None: _tensor(np.arange(start, end, dtype=np.int32))
+    gl.full = _full
+    gl.zeros = lambda shape, dtype, layout=None: _full(shape, 0, dtype)
+    gl.convert_layout = lambda values, layout: values
+    gl.reshape = lambda values, shape: _tensor(np.asarray(values).reshape(shape))
+    gl.permute = lambda values, order: _tensor(np.asarray(values).transpose(order))
+    gl.expand_dims = lambda values, axis: _tensor(np.expand_dims(np.asarray(values), axis))
+    gl.where = _where
+    gl.reduce = _reduce
+    gl.maximum, gl.minimum = _elementwise(np.maximum), _elementwise(np.minimum)
+    gl.exp2, gl.log2, gl.abs = map(_elementwise, (np.exp2, np.log2, np.abs))
+    gl.allocate_shared_memory = lambda dtype, shape, layout: Shared(
+        np.full(shape, np.nan, dtype=dtype.np)
+    )
+    gl.thread_barrier = lambda: None
+    return gl
+
+
+def _stand_ins() -> Mapping[str, ModuleType]:
+    """Modules that kernels import, by name."""
+
+    def module(name: str, **members: Any) -> ModuleType:
+        made = ModuleType(name)
+        vars(made).update(members)
+        return made
+
+    gluon = "triton.experimental.gluon"
+    nothing = {name: lambda: None for name in ("gdc_launch_dependents", "gdc_wait")}
+    language = _language()
+    found = (
+        module(gluon, jit=lambda function: function, language=language),
+        language,
+        module(
+            f"{gluon}.language.nvidia.ampere.async_copy",
+            async_copy_global_to_shared=_MACHINE.copy, commit_group=_MACHINE.commit,
+            wait_group=_MACHINE.wait,
+        ),
+        module(f"{gluon}.language.nvidia.ampere", mma_v2=_product),
+        module(
+            f"{gluon}.language.nvidia.hopper",
+            fence_async_shared=lambda: None, warpgroup_mma=_product, warpgroup_mma_wait=_waited,
+        ),
+        module("triton.language.extra.cuda", **nothing),
+    )  # fmt: skip
+    return {made.__name__: made for made in found}
+
+
+@lru_cache
+def emulated(module: ModuleType) -> ModuleType:
+    """A copy of a kernel's module that runs in Python."""
+    name = f"{module.__name__}_emulated"
+    spec = importlib.util.spec_from_file_location(name, module.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
+    vars(copy)["range"] = _range
+    with patch.dict(sys.modules, _stand_ins()):
+        spec.loader.exec_module(copy)
+    return copy
+
+
+def run(
+    module: ModuleType,
+    name: str,
+    programs: int,
+    arguments: Sequence[Any],
+    constants: Mapping[str, Any],
+    *,
+    num_warps: int,
+) -> None:
+    """Run a kernel over tensors on the CPU, program after program."""
+    kernel = getattr(emulated(module), name)
+    given = [_argument(value) for value in arguments]
+    _MACHINE.programs, _MACHINE.warps = programs, num_warps
+    with np.errstate(all="ignore"):
+        for program in range(programs):
+            _MACHINE.program = program
+            kernel(*given, **constants)
+            assert not _MACHINE.begun, "copies that belong to no group"
+            _MACHINE.wait(0)
+
+
+def _argument(value: Any) -> Any:
+    """A tensor's memory from its first element on; integers as what the GPU computes with."""
+    if isinstance(value, torch.Tensor):
+        length = value.untyped_storage().nbytes() // value.element_size() - value.storage_offset()
+        return Pointer(torch.as_strided(value, (length,), (1,)).numpy())
+    return _tensor(np.float32(value)) if isinstance(value, float) else value
