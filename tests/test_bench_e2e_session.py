@@ -20,6 +20,7 @@ from deft_backend.bench.e2e.rows import Row, RowsError, make_row, read_rows, wri
 from deft_backend.bench.e2e.servers import Host
 from deft_backend.bench.e2e.session import Setup, record
 from deft_backend.bench.e2e.traffic import Traffic
+from deft_backend.bench.e2e.weights import write_weights
 from deft_backend.bench.e2e.workloads import Mixed, Together
 from deft_backend.cli.app import app
 
@@ -246,6 +247,18 @@ def test_random_weights_have_the_shapes_of_the_config(tmp_path: Path) -> None:
     assert loaded.config.num_hidden_layers == 2
 
 
+def test_another_process_writes_what_this_one_would(tmp_path: Path) -> None:
+    write_model(tmp_path, "tiny", "random", "float32", seed=7)
+    names = ["head.safetensors", "layer-00.safetensors", "layer-01.safetensors"]
+    assert sorted(file.name for file in tmp_path.glob("*.safetensors")) == names
+    files = [tmp_path / name for name in (*names, "model.safetensors.index.json")]
+    written = [file.read_bytes() for file in files]
+    for file in files:
+        file.unlink()
+    write_weights(tmp_path, 7)
+    assert [file.read_bytes() for file in files] == written
+
+
 def test_a_users_checkpoint_is_asked_for_its_ids(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot be read as a checkpoint"):
         read_model(str(tmp_path))
@@ -307,6 +320,22 @@ def test_a_written_checkpoint_is_found_again(tmp_path: Path) -> None:
     assert {file: file.stat().st_mtime_ns for file in path.iterdir()} == before
     assert "--skip-tokenizer-init" in command.arguments
     assert command.arguments[command.arguments.index("--attention-backend") + 1] == "deft"
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_checkpoint_that_was_not_finished_is_written_again(tmp_path: Path) -> None:
+    choice = Choice(tmp_path / "e.json", "", shape="tiny", checkpoint=tmp_path / "kept")
+    folder = tmp_path / "kept" / "tiny-random"
+    in_the_way = folder / "layer-01.safetensors"
+    in_the_way.mkdir(parents=True)
+    with pytest.raises(ModelError, match=r"(?s)ended with 1: .*Is a directory"), prepared(choice):
+        pytest.fail("it was let through")
+    assert (folder / "layer-00.safetensors").is_file()
+    assert not (folder / "complete").exists()
+    in_the_way.rmdir()
+    with prepared(choice):
+        assert in_the_way.is_file()
+        assert (folder / "complete").is_file()
 
 
 @pytest.mark.usefixtures("installed")

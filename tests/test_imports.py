@@ -54,3 +54,11 @@ def test_only_hosts_and_patches_import_servers() -> None:
             continue
         servers = {name for name in imports(path) if name.split(".")[0] in HOST_PACKAGES}
         assert not servers, f"{path.relative_to(ROOT)} imports {servers}"
+
+
+def test_the_process_that_measures_servers_does_without_torch() -> None:
+    """A CUDA context in it would take memory of the GPU that the servers would have."""
+    for path in (PACKAGE / "bench" / "e2e").glob("*.py"):
+        if path.name != "weights.py":
+            found = imports(path) & {"torch", "deft_backend.bench.e2e.weights"}
+            assert not found, f"{path.relative_to(ROOT)} imports {found}"

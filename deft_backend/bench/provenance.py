@@ -6,6 +6,7 @@ import datetime
 import os
 import platform
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -35,9 +36,25 @@ def _version(name: str) -> str | None:
 def _device() -> str:
     import torch
 
-    if torch.cuda.is_available():
-        return f"{torch.cuda.get_device_name()} (CUDA {torch.version.cuda})"
+    if torch.cuda.is_available():  # only counts the devices: no CUDA context
+        return f"{_gpu_name()} (CUDA {torch.version.cuda})"
     return f"CPU: {platform.processor() or platform.machine()}"
+
+
+def _gpu_name() -> str:
+    """PyTorch's name of the GPU, without starting CUDA in this process.
+
+    PyTorch starts CUDA before it tells a name, and what that takes of the GPU's memory is missing
+    from the servers that a benchmark measures while it lives. A process of its own is asked then.
+    """
+    import torch
+
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.cuda.get_device_name()
+    ask = "import torch; print(torch.cuda.get_device_name())"
+    return subprocess.run(
+        [sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout.strip()
 
 
 def _commit() -> str | None:

@@ -1,14 +1,15 @@
 """A model to serve that needs nothing but this machine: a written shape, weights and tokenizer.
 
-Random weights are scaled so that attention is neither uniform nor one-hot: answers then depend on
-every part of the KV cache, and a wrong kernel shows in the tokens. Dummy weights (the host fills
-them in) start sooner and take no space on disk, but are so small that attention never reaches the
-logits: with them only times can be compared.
+Random weights (:mod:`weights`) make answers depend on every part of the KV cache. Dummy weights
+(the host fills them in) start sooner and take no space on disk, but are so small that attention
+never reaches the logits: with them only times can be compared.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,12 +54,12 @@ SHAPES: Mapping[str, dict[str, Any]] = {
 }  # fmt: skip
 WEIGHTS = ("random", "dummy")
 
-SHARPNESS = 1.5
-"""Standard deviation of q and k elements: scores spread by its square."""
+_MOST_STDERR = 800
+"""Characters that are told of a process that failed: the end of its traceback."""
 
 
 class ModelError(ValueError):
-    """A checkpoint folder that cannot be served with token ids."""
+    """A checkpoint folder that cannot be served with token ids, or could not be written."""
 
 
 @dataclass(frozen=True)
@@ -99,13 +100,18 @@ def write_model(folder: Path, shape: str, weights: str, served: str, seed: int =
         Dtype in which servers will run it, for its name.
     seed : int
         Of the random weights, which are the same on every machine of one kind of device.
+
+    Raises
+    ------
+    ModelError
+        If the random weights could not be written; the folder holds part of them then.
     """
     config = SHAPES[shape]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     write_tokenizer(folder, config["vocab_size"])
     if weights == "random":
-        _write_weights(folder, config, seed)
+        _write_weights(folder, seed)
     return written_model(folder, shape, weights, served)
 
 
@@ -164,54 +170,16 @@ def write_tokenizer(folder: Path, words: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def _write_weights(folder: Path, config: Mapping[str, Any], seed: int) -> None:
-    """Random weights, one file a layer, and the index that says what is where."""
-    import torch
-    from safetensors.torch import save_file
+def _write_weights(folder: Path, seed: int) -> None:
+    """Have the weights written by a process of its own, whose GPU memory ends with it.
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    generator = torch.Generator(device).manual_seed(seed)
-    hidden, inner, vocab = (
-        config["hidden_size"], config["intermediate_size"], config["vocab_size"],
-    )  # fmt: skip
-    query = config["num_attention_heads"] * config["head_dim"]
-    kv = config["num_key_value_heads"] * config["head_dim"]
-
-    def normal(rows: int, columns: int, scale: float) -> torch.Tensor:
-        weight = torch.randn(rows, columns, generator=generator, device=device)
-        return (weight * scale).to(torch.bfloat16).cpu()
-
-    where: dict[str, str] = {}
-
-    def save(tensors: dict[str, torch.Tensor], name: str) -> None:
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        where.update(dict.fromkeys(tensors, name))
-
-    ones = torch.ones(hidden, dtype=torch.bfloat16)
-    unit = hidden**-0.5
-    for layer in range(config["num_hidden_layers"]):
-        name = f"model.layers.{layer}."
-        save(
-            {
-                name + "self_attn.q_proj.weight": normal(query, hidden, SHARPNESS * unit),
-                name + "self_attn.k_proj.weight": normal(kv, hidden, SHARPNESS * unit),
-                name + "self_attn.v_proj.weight": normal(kv, hidden, 4 * unit),
-                name + "self_attn.o_proj.weight": normal(hidden, query, query**-0.5),
-                name + "mlp.gate_proj.weight": normal(inner, hidden, unit),
-                name + "mlp.up_proj.weight": normal(inner, hidden, unit),
-                name + "mlp.down_proj.weight": normal(hidden, inner, inner**-0.5),
-                name + "input_layernorm.weight": ones.clone(),
-                name + "post_attention_layernorm.weight": ones.clone(),
-            },
-            f"layer-{layer:02d}.safetensors",
+    This process lives as long as the servers that are measured. A CUDA context and the caching
+    allocator's gigabytes in it would be missing from the KV cache of every one of them.
+    """
+    command = [sys.executable, "-m", "deft_backend.bench.e2e.weights", str(folder), str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode:
+        raise ModelError(
+            f"writing random weights to {folder} ended with {done.returncode}: "
+            f"{done.stderr.strip()[-_MOST_STDERR:] or '(nothing)'}"
         )
-    save(
-        {
-            "model.embed_tokens.weight": normal(vocab, hidden, 1.0),
-            "model.norm.weight": ones.clone(),
-            "lm_head.weight": normal(vocab, hidden, 3 * unit),
-        },
-        "head.safetensors",
-    )
-    index = {"metadata": {}, "weight_map": where}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
