@@ -22,6 +22,8 @@ from deft_backend.bench.e2e.session import Setup, record
 from deft_backend.bench.e2e.traffic import Traffic
 from deft_backend.bench.e2e.weights import write_weights
 from deft_backend.bench.e2e.workloads import Mixed, Together
+from deft_backend.bench.traces import dump_thought_trees
+from deft_backend.bench.trees import ThoughtTree, lay_out
 from deft_backend.cli.app import app
 
 GRID = Together(grid_case(MODEL, 16, 3, 4), 6, 1)
@@ -371,6 +373,24 @@ def test_the_schedulers_model_is_another(
     assert [(row["workload"], row["prefix"], row["gen"]) for row in rows] == [
         ("scheduler", 0, gen), ("scheduler", 2048, gen),
     ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("on_gpu", "asked", "repeats"), [(True, None, 3), (False, None, 1), (True, 5, 5), (False, 2, 2)]
+)
+def test_trees_are_replayed_as_often_as_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_gpu: bool, asked: int | None, repeats: int
+) -> None:
+    monkeypatch.setattr(Host, "on_gpu", lambda self: on_gpu)
+    tree = ThoughtTree("p", False, lay_out({0: 2, 1: 1}, {0: (1,), 1: ()}))
+    dump_thought_trees([tree], tmp_path / "a.json")
+    choice = Choice(
+        tmp_path / "e.json", "", workloads=("trees",), weights="dummy", traces=tmp_path / "a.json",
+        repeats=asked,
+    )  # fmt: skip
+    with prepared(choice) as setup:
+        assert [workload.repeats for workload in setup.workloads] == [repeats]
 
 
 @pytest.mark.usefixtures("installed")

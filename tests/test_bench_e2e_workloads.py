@@ -139,7 +139,7 @@ def the_tree() -> ThoughtTree:
 def test_children_go_on_from_their_parents_answer() -> None:
     client, row = FakeClient(), row_of("tree")
     tree = the_tree()
-    asyncio.run(tree_replay.replay_tree("t", tree, MODEL, client, row))  # type: ignore[arg-type]
+    asyncio.run(tree_replay.replay_tree("t", tree, MODEL, client, row, 1))  # type: ignore[arg-type]
     asked = {tokens: prompt for prompt, tokens in client.asked}
     assert sorted(asked) == [2, 3, 4, 5]  # the empty thought is not sent; its child is
     root = asked[3][: LENGTHS[0]]
@@ -155,6 +155,64 @@ def test_children_go_on_from_their_parents_answer() -> None:
     assert row["tpot_ms"] == pytest.approx(10.0)
     longest = max(len(prompt) + tokens for prompt, tokens in client.asked)
     assert tree_replay.longest_path(tree) >= longest
+
+
+class Replays(FakeClient):
+    """Every replay has a speed of its own; what it asks for is kept apart."""
+
+    def __init__(self, seconds_a_token: list[float]) -> None:
+        super().__init__()
+        self.speeds = iter(seconds_a_token)
+        self.prompts: list[tuple[int, ...]] = []
+        self.by_replay: list[list[tuple[tuple[int, ...], int]]] = []
+
+    async def batch(self, prompts: Any, tokens: int, *, logprobs: bool = False) -> Any:
+        self.seconds_a_token = next(self.speeds)
+        self.prompts += prompts
+        self.asked = []
+        self.by_replay.append(self.asked)
+        return await super().batch(prompts, tokens, logprobs=logprobs)
+
+
+def replayed(repeats: int, seconds: float, speeds: list[float]) -> tuple[Any, Replays]:
+    """The row of replays of the tree that take `seconds` each."""
+    client, row = Replays(speeds), row_of("tree")
+    clock = itertools.count(0.0, seconds).__next__
+    replay = tree_replay.replay_tree("t", the_tree(), MODEL, client, row, repeats, clock=clock)  # type: ignore[arg-type]
+    asyncio.run(replay)
+    return row, client
+
+
+def test_the_median_of_a_trees_replays_counts() -> None:
+    row, client = replayed(3, 2.0, [0.01, 0.03, 0.02])
+    assert row["tpot_ms"] == pytest.approx(20.0)
+    assert row["detail"]["tpot_runs_ms"] == pytest.approx([10.0, 30.0, 20.0])
+    assert row["detail"]["tokens_per_s_runs"] == [7.0] * 3
+    assert row["tokens_per_s"] == 7.0
+    assert row["detail"]["thoughts"] == 4
+    assert set(row["detail"]["steps_ms"]["ms"]) == {20.0}
+    assert row["itl_p99_ms"] == pytest.approx(30.0)  # over all replays' answers
+    assert len(client.by_replay) == 3
+    of_two, _ = replayed(2, 2.0, [0.03, 0.01])
+    assert of_two["tpot_ms"] == pytest.approx(20.0)
+    assert set(of_two["detail"]["steps_ms"]["ms"]) == {10.0}
+
+
+def test_a_replay_finds_only_its_own_prompt_cached() -> None:
+    _, client = replayed(3, 2.0, [0.01] * 3)
+    assert len({prompt[:4] for prompt in client.prompts}) == 3
+    for prompt, asked in zip(client.prompts, client.by_replay, strict=True):
+        assert {sent[: len(prompt)] for sent, _ in asked} == {prompt}
+    again = replayed(3, 2.0, [0.01] * 3)[1]
+    assert again.by_replay == client.by_replay  # another backend gets the same
+
+
+@pytest.mark.parametrize(
+    ("seconds", "replays"), [(0.5, 5), (4.0, 4), (6.5, 2), (12.0, 2), (12.5, 1)]
+)
+def test_long_replays_are_not_repeated(seconds: float, replays: int) -> None:
+    row, _ = replayed(5, seconds, [0.01] * 5)
+    assert len(row["detail"]["tpot_runs_ms"]) == replays
 
 
 def test_a_steps_latency_is_the_median_of_those_alive() -> None:

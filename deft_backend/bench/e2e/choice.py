@@ -77,7 +77,7 @@ class Choice:
     cases : sequence of str
         ``PREFIX,BRANCHES,SUFFIX`` in place of the default grid.
     gen, repeats : int, optional
-        Output tokens that are timed, and how often.
+        Output tokens that are timed, and how often; how often a tree is replayed at most.
     traces : Path, optional
         Recorded trees of thoughts, and a factor on their lengths.
     client_shapes : sequence of str, optional
@@ -190,7 +190,7 @@ def _workloads(name: str, choice: Choice, model: Model, on_gpu: bool) -> Iterato
         check_fits(case, gen + 1, model)
         yield Together(case, gen, choice.repeats or _repeats(case, on_gpu))
     elif name == "trees":
-        yield from _trees(choice, model)
+        yield from _trees(choice, model, on_gpu)
     elif name == "clients":
         yield from _clients(choice, on_gpu)
     else:
@@ -213,7 +213,7 @@ def _repeats(case: Case, on_gpu: bool) -> int:
     return 3 if sum(len(prompt) for prompt in case.prompts) > MANY_IDS else 7
 
 
-def _trees(choice: Choice, model: Model) -> Iterator[Workload]:
+def _trees(choice: Choice, model: Model, on_gpu: bool) -> Iterator[Workload]:
     if choice.traces is None:
         raise ChoiceError(
             "the workload trees replays recorded trees; name their file or folder with --traces"
@@ -224,7 +224,8 @@ def _trees(choice: Choice, model: Model) -> Iterator[Workload]:
                 f"{name} has requests of {longest} tokens, {model.name} takes {model.context}; "
                 "choose a smaller --scale"
             )
-        yield Tree(name if choice.scale == 1 else f"{name} × {choice.scale:g}", tree)
+        repeats = choice.repeats or (3 if on_gpu else 1)
+        yield Tree(name if choice.scale == 1 else f"{name} × {choice.scale:g}", tree, repeats)
 
 
 def _clients(choice: Choice, on_gpu: bool) -> Iterator[Workload]:

@@ -115,10 +115,11 @@ class Together:
 
 @dataclass(frozen=True)
 class Tree:
-    """A recorded tree of thoughts, replayed."""
+    """A recorded tree of thoughts, replayed up to `repeats` times."""
 
     name: str
     tree: ThoughtTree
+    repeats: int
     seconds: float = 560.0
 
     def row(self, launch: Launch, backend: str) -> Row:
@@ -129,7 +130,8 @@ class Tree:
 
     async def run(self, served: Served, rows: Sequence[Row]) -> Row:
         row = self.row(served.launch, served.backend)
-        await replay_tree(self.name, self.tree, served.launch.model, served.client, row)
+        model, client = served.launch.model, served.client
+        await replay_tree(self.name, self.tree, model, client, row, self.repeats)
         return row
 
 
