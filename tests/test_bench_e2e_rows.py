@@ -187,7 +187,14 @@ def test_traffic_is_held_to_its_tokens() -> None:
     assert only(row(1))[1] is False
     assert only(row(0, trouble=1))[1] is False
     assert only(row(0, error="3 requests failed"))[1] is False
-    assert only([timed("deft", None, (8, 4, 4), "mixed-traffic part 1")])[1] is None
+    unchecked = timed("deft", None, (8, 4, 4), "mixed-traffic part 1")
+    assert only([unchecked]) == ("not checked against the reference yet", None)
+    unchecked["detail"]["check_with"] = "--backends fa3 --workloads traffic"
+    said = (
+        "not checked yet; run the same command with --backends fa3 --workloads traffic, into the "
+        "same --out"
+    )
+    assert only([unchecked]) == (said, None)
 
 
 def test_the_scheduler_is_held_to_microseconds() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,8 @@ TRAFFIC = Traffic(
 
 
 def test_traffic_is_checked_against_the_reference(tmp_path: Path) -> None:
-    rows, _ = run(tmp_path, ("tie", "right"), [Mixed(TRAFFIC, GAP)])
+    rows, said = run(tmp_path, ("tie", "right"), [Mixed(TRAFFIC, GAP)])
+    assert not any("not checked" in line for line in said)
     (row,) = rows.values()
     assert row["backend"] == "right"
     assert row["error"] is None
@@ -128,6 +130,22 @@ def test_traffic_is_checked_against_the_reference(tmp_path: Path) -> None:
     assert row["detail"]["traffic"]["finished"] >= TRAFFIC.workers
     assert len(row["detail"]["memory"]) >= 2
     assert row["detail"]["memory"][0]["rss_mib"] > 0
+
+
+def test_traffic_without_the_reference_says_what_checks_it(tmp_path: Path) -> None:
+    part = replace(TRAFFIC, part=3)
+    options = "--backends tie --workloads traffic --minutes 0.02 --part 3"
+    rows, said = run(tmp_path, ("right",), [Mixed(part, GAP)])
+    assert f"not checked yet; run the same command with {options}, into the same --out" in said[-1]
+    (row,) = rows.values()
+    assert row["detail"]["check_with"] == options
+    _, said = run(tmp_path, ("right",), [GRID])  # it is not this run's
+    assert not any("not checked" in line for line in said)
+    rows, said = run(tmp_path, ("tie",), [Mixed(part, GAP)])
+    assert not any("not checked" in line for line in said)
+    detail = rows["mixed-traffic part 3", "right"]["detail"]
+    assert detail["checked"]["against"] == "tie"
+    assert "check_with" not in detail
 
 
 def test_traffic_of_a_wrong_server_is_found_wrong(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from deft_backend.bench.e2e.checked_answers import still_to_run
 from deft_backend.bench.e2e.rows import Row, by_case, case_name
 from deft_backend.bench.e2e.servers import HOSTS
 
@@ -100,9 +101,9 @@ def _traffic(row: Row, ours: Row | None) -> Bar:
     case, asked = case_name(row), "no failure, no wrong token"
     if failed := _failure(ours):
         return Bar(case, asked, failed, False)
-    checked = ours["detail"].get("checked") if ours else None
-    if ours is None or not checked:
-        return Bar(case, asked, "not checked against the reference yet", None)
+    if ours is None or not (checked := ours["detail"].get("checked")):
+        left = still_to_run(ours) if ours else None
+        return Bar(case, asked, left or "not checked against the reference yet", None)
     trouble = ours["detail"].get("log_trouble", 0)
     said = f"{checked['tokens']:,} tokens: {checked['wrong']} wrong, {checked['ties']} ties"
     if trouble:

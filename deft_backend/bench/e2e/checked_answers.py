@@ -11,6 +11,7 @@ from typing import Any
 
 from deft_backend.bench.e2e.agreement import gap_to
 from deft_backend.bench.e2e.client import Client
+from deft_backend.bench.e2e.rows import Row
 
 Sample = tuple[tuple[int, ...], list[int]]
 """A prompt and the answer to it."""
@@ -109,6 +110,17 @@ async def _check_answer(
             return
         found.ties.append(gap)
         at += differs + 1
+
+
+def still_to_run(row: Row) -> str | None:
+    """What is left to do about traffic whose answers the reference has not checked; None: nothing.
+
+    A run may hold one backend alone, and nothing else would tell its user of the other.
+    """
+    options = row["detail"].get("check_with")
+    if options is None:
+        return None
+    return f"not checked yet; run the same command with {options}, into the same --out"
 
 
 def save_samples(path: Path, samples: Sequence[Sample]) -> None:

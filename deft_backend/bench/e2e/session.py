@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deft_backend.bench.e2e.agreement import compare, kept
+from deft_backend.bench.e2e.checked_answers import still_to_run
 from deft_backend.bench.e2e.client import Client, ClientError
 from deft_backend.bench.e2e.memory import driver
 from deft_backend.bench.e2e.rows import (
@@ -133,6 +134,10 @@ def record(setup: Setup, said: Callable[[str], None]) -> list[Row]:
     ours = setup.launch.host.ours
     for backend in sorted(setup.backends, key=lambda name: name != ours):
         _serve(setup, backend, recorder, said)
+    run = {case_of(workload.row(setup.launch, ours)) for workload in setup.workloads}
+    for row in recorder.rows:
+        if row["backend"] == ours and case_of(row) in run and (left := still_to_run(row)):
+            said(f"{ours}: {case_name(row)}: {left}")
     return recorder.rows
 
 

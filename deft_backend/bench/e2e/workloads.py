@@ -212,10 +212,20 @@ class Mixed:
         row["detail"] |= {
             "minutes": self.traffic.minutes, "memory": memory, "memory_growth": growth(memory),
             "log_trouble": len(trouble), "first_log_trouble": trouble[:5],
+            "check_with": self._check_with(served),
         }  # fmt: skip
         if seen.failures:
             row["error"] = f"{len(seen.failures)} requests failed, first: {seen.failures[0]}"
         return row
+
+    def _check_with(self, served: Served) -> str:
+        """The options of the run that checks what was answered."""
+        # With clients, which need a tokenizer, traffic is another case.
+        workloads = "clients,traffic" if served.launch.tokenizer else "traffic"
+        return (
+            f"--backends {served.reference} --workloads {workloads} "
+            f"--minutes {self.traffic.minutes:g} --part {self.traffic.part}"
+        )
 
     async def _check(
         self, served: Served, ours: Row, samples: Path, rows: Sequence[Row]
@@ -230,6 +240,7 @@ class Mixed:
         checked = found.to_dict(self.tolerance) | {"against": served.backend}
         row = known[-1]
         row["detail"]["checked"] = checked
+        row["detail"].pop("check_with", None)
         return row
 
     async def _watch(self, pid: int | None, began: float, memory: list[dict[str, Any]]) -> None:
