@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -61,106 +63,164 @@ def run_plan(
     packed : bool
         Whether, without a host plan, items of several KV ranges are launched, too.
     """
-    _, num_heads, head_dim = q.shape
-    num_kv_heads, page_size = k_cache.shape[2], k_cache.shape[1]
-    padded = triton.next_power_of_2(head_dim)
     tensors = (
         q, k_cache, v_cache, out, partial_out, partial_lse, partial_scale,
         page_table, table_rows, seq_lens,
     )  # fmt: skip
-    strides = (*q.stride()[:2], *out.stride()[:2], page_table.stride(0))
-    # Layouts of the cache are few and last: compiled in, address arithmetic takes half as long.
-    names = ("PAGE", "TOKEN", "HEAD")
-    layout = {
-        **{f"STRIDE_K_{n}": s for n, s in zip(names, k_cache.stride(), strict=False)},
-        **{f"STRIDE_V_{n}": s for n, s in zip(names, v_cache.stride(), strict=False)},
-    }
     pointers = 0
     for tensor in tensors:
         pointers |= tensor.data_ptr()
     aligned = pointers % 16 == 0
-    # The Hopper kernel reads 16 bytes at a time, whatever the row.
-    wide = aligned and all(s % 8 == 0 for s in (*q.stride()[:2], *layout.values()))
-    kind = (
-        q.device, q.dtype, page_table.dtype, table_rows.dtype, seq_lens.dtype,
-        strides, *layout.values(), num_heads, num_kv_heads, head_dim, page_size, logit_cap > 0.0,
-    )  # fmt: skip
+    strides = (*q.stride()[:2], *out.stride()[:2], page_table.stride(0))
+    _, num_heads, head_dim = q.shape
+    _, page_size, num_kv_heads, _ = k_cache.shape
+    kind = Kind(
+        dtype=q.dtype,
+        k_strides=k_cache.stride()[:3],
+        v_strides=v_cache.stride()[:3],
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        soft_cap=logit_cap > 0.0,
+        wide_rows=aligned and (strides[0] | strides[1]) % 8 == 0,
+    )
+    launches = _launches(config, kind)
+    # What Triton compiles for beside the constants.
+    types = (q.device, page_table.dtype, table_rows.dtype, seq_lens.dtype, strides)
 
     # Scores in base 2, unless a soft cap needs them as they are.
     scale = float(sm_scale) if logit_cap > 0.0 else float(sm_scale) * LOG2_E
     arguments = (*tensors, *plan.stage1, scale, float(logit_cap) or 1.0, *strides)
-    launches = _tiles_to_launch(config, host_plan, num_kv_heads, packed)
-    merges = host_plan is None or len(host_plan.reduce_query) > 0
-    for nth, (shape, programs) in enumerate(launches):
-        tile = config.tiles[shape]
-        follows = config.overlapped and nth > 0
-        shared = {
-            **layout,
-            "TILE": shape,
-            "BLOCK_M": tile.rows,
-            "BLOCK_N": tile.block_tokens,
-            "NUM_KV_HEADS": num_kv_heads,
-            "GQA_GROUP": num_heads // num_kv_heads,
-            "HEAD_DIM": head_dim,
-            "PAGE_SIZE": page_size,
-            "SOFT_CAP": logit_cap > 0.0,
-            "OVERLAPPED": config.overlapped,
-        }
-        options: dict[str, int | bool] = {
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-            "launch_pdl": follows,
-        }
-        variant = (shape, tile, follows, kind)
-        if tile.lookahead and wide:
-            constants = _in_order(STEM_ATTENTION, {**shared, "LOOKAHEAD": tile.lookahead})
-            STEM_ATTENTION.launch(
-                programs, arguments, constants,
-                variant=variant, aligned=aligned, interpreted=False, **options,
-            )  # fmt: skip
-            continue
-        constants = {
-            **shared,
-            "BLOCK_S": tile.block_segments,
-            "HEAD_DIM_PADDED": padded,
-            # Without tensor-core rounding for float32: the host's own answer is exact, too.
-            "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
-            "UPCAST": config.interpreted,
-        }
-        kernel = LEAF_ATTENTION if shape == 0 else PARTIAL_ATTENTION
-        kernel.launch(
-            programs, arguments, _in_order(kernel, constants),
-            variant=variant, aligned=aligned, interpreted=config.interpreted, **options,
+    follows = False
+    for shape, programs in _tiles_to_launch(config, host_plan, num_kv_heads, packed):
+        launches.stage1[shape][follows].run(programs, arguments, types, aligned)
+        follows = config.overlapped
+
+    programs = config.reduce.programs
+    if host_plan is not None:
+        merged = len(host_plan.reduce_query)
+        if merged == 0:
+            return
+        programs = min(programs, merged * -(-num_heads // config.reduce.heads))
+    arguments = (partial_out, partial_lse, partial_scale, out, *plan.stage2, *strides[2:4])
+    launches.stage2.run(programs, arguments, types, aligned)
+
+
+class Kind(NamedTuple):
+    """What the kernels' constants follow from, for a launch configuration."""
+
+    dtype: torch.dtype
+    #: Elements from one page, token and head to the next. Layouts of the cache are few and last:
+    #: compiled in, address arithmetic takes half as long.
+    k_strides: tuple[int, ...]
+    v_strides: tuple[int, ...]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    soft_cap: bool
+    #: Whether pointers, and rows of the queries, are multiples of 16 bytes.
+    wide_rows: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """A kernel as it is compiled and launched for one kind.
+
+    There is one of a kind: its identity stands for `constants` and options where compiled
+    variants are looked up.
+    """
+
+    kernel: Kernel
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int
+    launch_pdl: bool
+    interpreted: bool
+
+    def run(
+        self, programs: int, arguments: tuple[Any, ...], types: tuple[Any, ...], aligned: bool
+    ) -> None:
+        """Launch it; `types` is what it is compiled for beside its constants."""
+        self.kernel.launch(
+            programs, arguments, self.constants,
+            variant=(self, types), aligned=aligned, interpreted=self.interpreted,
+            num_warps=self.num_warps, num_stages=self.num_stages, launch_pdl=self.launch_pdl,
         )  # fmt: skip
 
-    if not merges:
-        return
-    reduce = config.reduce
-    programs = reduce.programs
-    if host_plan is not None:
-        programs = min(programs, len(host_plan.reduce_query) * -(-num_heads // reduce.heads))
-    REDUCE_PARTIALS.launch(
-        programs,
-        (partial_out, partial_lse, partial_scale, out, *plan.stage2, *out.stride()[:2]),
-        {
-            "NUM_HEADS": num_heads,
-            "HEAD_DIM": head_dim,
-            "HEAD_DIM_PADDED": padded,
-            "BLOCK_P": reduce.partials,
-            "BLOCK_H": reduce.heads,
-            "OVERLAPPED": config.overlapped,
-        },
-        variant=(reduce, kind),
-        aligned=aligned,
-        interpreted=config.interpreted,
-        num_warps=reduce.num_warps,
-        num_stages=3,
-        launch_pdl=config.overlapped,
+
+class Launches(NamedTuple):
+    """Every launch that a plan may need.
+
+    ``stage1`` holds two of each tile shape: as the first launch, and as one that may begin before
+    the one ahead of it has ended.
+    """
+
+    stage1: tuple[tuple[Launch, Launch], ...]
+    stage2: Launch
+
+
+@cache
+def _launches(config: LaunchConfig, kind: Kind) -> Launches:
+    """Made once: a launch takes the GPU a few microseconds, and its dictionaries the host more."""
+    shapes = range(len(config.tiles))
+    return Launches(
+        tuple((_stage1(config, kind, s, False), _stage1(config, kind, s, True)) for s in shapes),
+        _stage2(config, kind),
     )
 
 
+def _stage1(config: LaunchConfig, kind: Kind, shape: int, follows: bool) -> Launch:
+    tile = config.tiles[shape]
+    # The Hopper kernel reads 16 bytes at a time, whatever the row.
+    wide = kind.wide_rows and all(s % 8 == 0 for s in (*kind.k_strides, *kind.v_strides))
+    kernel = LEAF_ATTENTION if shape == 0 else PARTIAL_ATTENTION
+    if tile.lookahead and wide:
+        kernel = STEM_ATTENTION
+    places = ("PAGE", "TOKEN", "HEAD")
+    constants = {
+        **{f"STRIDE_K_{n}": s for n, s in zip(places, kind.k_strides, strict=True)},
+        **{f"STRIDE_V_{n}": s for n, s in zip(places, kind.v_strides, strict=True)},
+        "TILE": shape,
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": tile.block_tokens,
+        "BLOCK_S": tile.block_segments,
+        "LOOKAHEAD": tile.lookahead,
+        "NUM_KV_HEADS": kind.num_kv_heads,
+        "GQA_GROUP": kind.num_heads // kind.num_kv_heads,
+        "HEAD_DIM": kind.head_dim,
+        "HEAD_DIM_PADDED": triton.next_power_of_2(kind.head_dim),
+        "PAGE_SIZE": kind.page_size,
+        "SOFT_CAP": kind.soft_cap,
+        # Without tensor-core rounding for float32: the host's own answer is exact, too.
+        "PRECISION": "ieee" if kind.dtype == torch.float32 else "tf32",
+        "UPCAST": config.interpreted,
+        "OVERLAPPED": config.overlapped,
+    }
+    return Launch(
+        kernel, _in_order(kernel, constants), tile.num_warps, tile.num_stages,
+        launch_pdl=follows, interpreted=config.interpreted,
+    )  # fmt: skip
+
+
+def _stage2(config: LaunchConfig, kind: Kind) -> Launch:
+    constants = {
+        "NUM_HEADS": kind.num_heads,
+        "HEAD_DIM": kind.head_dim,
+        "HEAD_DIM_PADDED": triton.next_power_of_2(kind.head_dim),
+        "BLOCK_P": config.reduce.partials,
+        "BLOCK_H": config.reduce.heads,
+        "OVERLAPPED": config.overlapped,
+    }
+    return Launch(
+        REDUCE_PARTIALS, _in_order(REDUCE_PARTIALS, constants), config.reduce.num_warps,
+        num_stages=3, launch_pdl=config.overlapped, interpreted=config.interpreted,
+    )  # fmt: skip
+
+
 def _in_order(kernel: Kernel, constants: dict[str, Any]) -> dict[str, Any]:
-    """Constants in the order of the kernel's parameters, as the fast path passes them."""
+    """A kernel's constants in the order of its parameters, as the fast path passes them."""
     return {name: constants[name] for name in kernel.constants}
 
 

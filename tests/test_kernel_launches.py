@@ -1,0 +1,212 @@
+"""What is kept from one launch to the next is never used for tensors of another kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deft_backend import TreeAttention, forest_from_page_tables
+from deft_backend.bench.random_forest import random_batch
+from deft_backend.kernels import launch, run_plan, tree_attention
+from deft_backend.kernels.launch import LaunchConfig, ReduceConfig, TileConfig
+from deft_backend.planner import DevicePlan, PlanCapacity
+from deft_backend.reference import reference_attention, relative_error
+from deft_backend.triton_kernel import Kernel
+
+KERNELS = (
+    launch.PARTIAL_ATTENTION, launch.LEAF_ATTENTION, launch.STEM_ATTENTION, launch.REDUCE_PARTIALS,
+)  # fmt: skip
+TILES = (
+    TileConfig(8, 16, 1, 1, 3, 100),
+    TileConfig(64, 64, 1, 4, 3, 20, lookahead=1),
+    TileConfig(64, 64, 32, 4, 3, 20),
+)
+CONFIG = LaunchConfig(TILES, ReduceConfig(8, 1, 1, 100), overlapped=True, interpreted=False)
+PLAN = DevicePlan(PlanCapacity(4, 8, 8, 8), torch.device("cpu"))
+LEAVES = SimpleNamespace(tile_ptr=[0, 4, 4, 4], reduce_query=[0])
+"""What is asked of a host's plan, for one without items of larger tile shapes."""
+
+
+class Compiler:
+    """In Triton's place: notes, launch by launch, what the kernel that ran was compiled for and
+    what it was given."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.launched: list[Any] = []
+        self.compiled = 0
+        self._patch = patch
+        for kernel in KERNELS:
+            patch.setattr(kernel, "_compiled", OnGrid(partial(self._compile, kernel)))
+        self.forget()
+
+    def forget(self) -> None:
+        """As in a new process."""
+        tree_attention._launches.cache_clear()
+        for kernel in KERNELS:
+            self._patch.setattr(kernel, "_variants", {})
+
+    def launches_of(self, call: Callable[[], None]) -> list[Any]:
+        self.launched = []
+        call()
+        return self.launched
+
+    def _compile(self, kernel: Kernel, grid: Any, *arguments: Any, **named: Any) -> OnGrid:
+        self.compiled += 1
+        variant = partial(self._launch, kernel._name, (named, looked_at(arguments)))
+        variant(grid, *arguments, *(named[name] for name in kernel.constants))
+        return OnGrid(variant)
+
+    def _launch(self, name: str, compiled_for: Any, grid: Any, *given: Any) -> None:
+        self.launched.append((name, grid, compiled_for, looked_at(given)))
+
+
+class OnGrid:
+    """What is launched as ``kernel[grid](...)``."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return partial(self._call, grid)
+
+
+def looked_at(arguments: tuple[Any, ...]) -> list[Any]:
+    """What Triton compiles for, argument by argument."""
+
+    def kind(argument: Any) -> Any:
+        if isinstance(argument, torch.Tensor):
+            return argument.dtype, argument.device, argument.data_ptr() % 16 == 0
+        return float if isinstance(argument, float) else argument
+
+    return [kind(argument) for argument in arguments]
+
+
+def launch_all(
+    *, config: LaunchConfig = CONFIG, host_plan: Any = None, logit_cap: float = 0.0,
+    device: str = "cpu", dtype: torch.dtype = torch.bfloat16, heads: int = 8, kv_heads: int = 2,
+    head_dim: int = 128, page_size: int = 2, table: torch.dtype = torch.int32,
+    rows: torch.dtype = torch.int64, lens: torch.dtype = torch.int64, columns: int = 8,
+    skip: int = 0, q_width: int = 256, out_width: int = 256, k_width: int = 256, v_width: int = 256,
+) -> None:  # fmt: skip
+    """Both stages over tensors that lie in larger ones: one thing can change without another."""
+
+    def queries(width: int) -> torch.Tensor:
+        held = torch.zeros(4, 16, width, dtype=dtype, device=device)
+        return held[:, :heads, skip : skip + head_dim]
+
+    def cache(width: int) -> torch.Tensor:
+        held = torch.zeros(12, 4, 4, width, dtype=dtype, device=device)
+        return held[:, :page_size, :kv_heads, :head_dim]
+
+    run_plan(
+        config, PLAN, queries(q_width), cache(k_width), cache(v_width),
+        torch.zeros(4, columns, dtype=table), torch.zeros(4, dtype=rows),
+        torch.zeros(4, dtype=lens), queries(out_width), torch.zeros(8, 16, 256),
+        torch.zeros(8, 16), torch.zeros(8, 16), sm_scale=0.1, logit_cap=logit_cap,
+        host_plan=host_plan, packed=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"config": replace(CONFIG, overlapped=False)},
+        {"config": replace(CONFIG, tiles=(replace(TILES[0], num_warps=2), *TILES[1:]))},
+        {"config": replace(CONFIG, reduce=ReduceConfig(4, 1, 1, 100))},
+        {"host_plan": LEAVES},
+        {"logit_cap": 30.0},
+        {"device": "meta"},
+        {"dtype": torch.float16},
+        {"heads": 4},
+        {"kv_heads": 4},
+        {"head_dim": 64},
+        {"page_size": 4},
+        {"table": torch.int64},
+        {"rows": torch.int32},
+        {"lens": torch.int32},
+        {"columns": 9},
+        {"skip": 1},
+        {"skip": 8},
+        {"q_width": 257},
+        {"q_width": 264},
+        {"out_width": 264},
+        {"k_width": 264},
+        {"v_width": 264},
+        {"v_width": 257},
+    ],
+    ids=lambda change: ", ".join(change),
+)
+def test_kinds_are_not_mixed_up(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ran before, launches are those of a process that sees their kind alone."""
+    compiler = Compiler(monkeypatch)
+    calls = (launch_all, partial(launch_all, **change))
+    alone = []
+    for call in calls:
+        compiler.forget()
+        alone.append(compiler.launches_of(call))
+    same = change == {"skip": 8}  # another address, aligned as before
+    assert (alone[0] == alone[1]) is same
+    compiler.forget()
+    for call, expected in zip(calls, alone, strict=True):
+        assert compiler.launches_of(call) == expected
+    aligned = change != {"skip": 1}
+    for call, expected in zip(calls, alone, strict=True):
+        compiler.compiled = 0
+        assert compiler.launches_of(call) == expected
+        assert compiler.compiled == (0 if aligned or call is launch_all else len(expected))
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ({}, [("stem_attention", False), ("leaf_attention", True), ("reduce_partials", True)]),
+        ({"host_plan": LEAVES}, [("leaf_attention", False), ("reduce_partials", True)]),
+        *(
+            (kind, [("partial_attention", False), ("leaf_attention", True),
+                    ("reduce_partials", True)])
+            for kind in ({"skip": 1}, {"q_width": 257}, {"k_width": 260}, {"v_width": 260})
+        ),
+        (
+            {"config": replace(CONFIG, overlapped=False)},
+            [("stem_attention", False), ("leaf_attention", False), ("reduce_partials", False)],
+        ),
+    ],
+    ids=["", "leaves", "unaligned", "queries", "keys", "values", "one after the other"],
+)  # fmt: skip
+def test_kernels_and_which_begin_before_the_one_ahead_has_ended(
+    kind: dict[str, Any], expected: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Hopper kernel only where every row of queries, keys and values has whole 16 bytes."""
+    compiler = Compiler(monkeypatch)
+    launched = compiler.launches_of(partial(launch_all, **kind))
+    assert [(name, named["launch_pdl"]) for name, _, (named, _), _ in launched] == expected
+
+
+def test_one_attention_runs_over_caches_of_several_kinds() -> None:
+    """By turns: two layouts of the cache, with and without a soft cap, pages of two sizes."""
+    cases = []
+    for page_size in (2, 4):
+        batch = random_batch(7, 6, page_size, longest=60)
+        table, lens = torch.from_numpy(batch.page_table), torch.from_numpy(batch.seq_lens)
+        attention = TreeAttention(
+            num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+            page_size=page_size, max_batch=6,
+        )  # fmt: skip
+        attention.plan(forest_from_page_tables(table, lens, page_size, num_pages=batch.num_pages))
+        torch.manual_seed(page_size)
+        q = torch.randn(6, 4, 64)
+        apart = torch.randn(2, batch.num_pages, page_size, 2, 64)
+        interleaved = torch.randn(batch.num_pages, page_size, 2, 2, 64)
+        for k_cache, v_cache in (apart, interleaved.unbind(-2)):
+            for logit_cap in (0.0, 3.0):
+                cases.append((attention, (q, k_cache, v_cache, table, lens), logit_cap))
+    for attention, tensors, logit_cap in cases * 2:
+        out = attention.run(*tensors, logit_cap=logit_cap)
+        expected = reference_attention(*tensors, logit_cap=logit_cap)
+        assert relative_error(out, expected) <= 2e-6
