@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "policies": {"forest"},
     "planner": {"forest", "policies"},
     "kernels": {"planner"},
+    "attention": {"forest", "policies", "planner", "kernels", "cost_tables"},
     "explain": {"forest", "policies", "planner"},
     "hosts": {"forest", "policies", "planner", "explain", "attention", "config", "patches"},
 }

@@ -1,0 +1,8 @@
+"""The library: plan a batch once, run its decode attention as often as needed."""
+
+from deft_backend.attention.inputs import AttentionError
+from deft_backend.attention.tree_attention import TreeAttention
+from deft_backend.kernels import HEAD_DIMS
+from deft_backend.planner import PlanError
+
+__all__ = ["HEAD_DIMS", "AttentionError", "PlanError", "TreeAttention"]

@@ -1,0 +1,139 @@
+"""What an attention and its tensors must be like before kernels see them.
+
+Errors name what was found and what was expected.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from deft_backend.kernels import unsupported
+
+
+class AttentionError(ValueError):
+    """An attention that the kernels cannot run, or tensors that do not fit the plan."""
+
+
+def check_attention(
+    num_query_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    page_size: int,
+    max_batch: int,
+) -> None:
+    """Refuse what the kernels cannot run, on this device or at all.
+
+    Raises
+    ------
+    AttentionError
+        With the value, and what can be run.
+    """
+    reason = unsupported(num_query_heads, num_kv_heads, head_dim, dtype, device)
+    if reason is not None:
+        raise AttentionError(f"tree attention cannot run: {reason}")
+    if page_size < 1:
+        raise AttentionError(f"page_size is {page_size}; expected at least 1 token a page")
+    if max_batch < 1:
+        raise AttentionError(f"max_batch is {max_batch}; expected at least 1 request")
+
+
+def check_step(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    queries: tuple[int, int, int],
+    page: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Refuse tensors of a decode step that do not fit one another, the plan or the device.
+
+    Parameters
+    ----------
+    queries : B, Hq, D
+        Shape of `q` and `out`.
+    page : page_size, Hkv, D
+        Shape of a page of the caches, [pages, page_size, Hkv, D].
+    dtype : torch.dtype
+        Of queries, caches and output.
+
+    Raises
+    ------
+    AttentionError
+        For the first that does not fit.
+    """
+    for name, tensor in (("q", q), ("out", out)):
+        _check_operand(name, tensor, queries, dtype)
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
+        _check_operand(name, tensor, (*tensor.shape[:1], *page), dtype)
+    if len(seq_lens) != queries[0]:
+        raise AttentionError(f"seq_lens holds {len(seq_lens)} lengths; expected {queries[0]}")
+    _check_table(page_table)
+    _check_integers(page_table=page_table, seq_lens=seq_lens)
+    _check_device(
+        device, page_table=page_table, seq_lens=seq_lens, q=q, out=out, k_cache=k_cache,
+        v_cache=v_cache,
+    )  # fmt: skip
+
+
+def check_batch(
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    table_rows: torch.Tensor,
+    device: torch.device,
+) -> None:
+    """Refuse what a batch cannot be planned from: page table, lengths and rows of the table.
+
+    Raises
+    ------
+    AttentionError
+        For the first that does not fit.
+    """
+    if table_rows.shape != seq_lens.shape:
+        raise AttentionError(
+            f"table_rows has shape {list(table_rows.shape)}; expected {list(seq_lens.shape)}"
+        )
+    integers = {"page_table": page_table, "seq_lens": seq_lens, "table_rows": table_rows}
+    _check_integers(**integers)
+    _check_device(device, **integers)
+    _check_table(page_table)
+
+
+def _check_operand(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    if tensor.shape != shape:
+        raise AttentionError(f"{name} has shape {list(tensor.shape)}; expected {list(shape)}")
+    if tensor.dtype != dtype:
+        raise AttentionError(f"{name} has dtype {tensor.dtype}; expected {dtype}")
+    if tensor.stride(-1) != 1:
+        raise AttentionError(
+            f"{name} has stride {tensor.stride(-1)} in its last dimension; expected 1"
+        )
+
+
+def _check_table(page_table: torch.Tensor) -> None:
+    if page_table.dim() != 2 or page_table.stride(1) != 1:
+        raise AttentionError(
+            f"page_table has shape {list(page_table.shape)} and strides {page_table.stride()}; "
+            "expected [rows, pages] with contiguous rows"
+        )
+
+
+def _check_integers(**tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise AttentionError(f"{name} has dtype {tensor.dtype}; expected int32 or int64")
+
+
+def _check_device(device: torch.device, **tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.device != device:
+            raise AttentionError(f"{name} is on {tensor.device}; expected {device}")

@@ -1,0 +1,58 @@
+"""Memory for what stage 1 leaves to be merged."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Workspace(NamedTuple):
+    """Partial results on the device, at addresses that never change, as CUDA graphs need them.
+
+    Attributes
+    ----------
+    out : [E, Hq, D] float16 or float32
+        Outputs over their rows' largest elements.
+    lse, scale : [E, Hq] float32
+        Log-sum-exp of the scores, and those largest elements.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    scale: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls,
+        entries: int,
+        num_query_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Workspace:
+        """Room for the partial results of `entries` queries of items, for operands of `dtype`."""
+        out = torch.empty(
+            (entries, num_query_heads, head_dim), dtype=_out_dtype(dtype), device=device
+        )
+        lse, scale = torch.empty((2, entries, num_query_heads), dtype=torch.float32, device=device)
+        return cls(out, lse, scale)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self)
+
+    def poison(self) -> None:
+        """Fill it with NaN: a partial result that is read before it is written then shows."""
+        for tensor in self:
+            tensor.fill_(float("nan"))
+
+
+def entry_bytes(num_query_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of one query's partial result of one item."""
+    return num_query_heads * (head_dim * _out_dtype(dtype).itemsize + 2 * torch.float32.itemsize)
+
+
+def _out_dtype(dtype: torch.dtype) -> torch.dtype:
+    # In 16 bits over the row's largest element: 11 bits of mantissa, any range.
+    return torch.float32 if dtype == torch.float32 else torch.float16
