@@ -268,7 +268,7 @@ def test_an_interval_is_steps_or_seconds(given) -> None:
     ],
 )
 def test_what_sglang_is_told(enabled, rank, level, listening, monkeypatch, tmp_path) -> None:
-    from deft_backend.hosts.sglang.factory import start_writer
+    from deft_backend.hosts.sglang.server import start_reporting
 
     metrics._value_class.cache_clear()
     metrics._value.cache_clear()
@@ -276,13 +276,13 @@ def test_what_sglang_is_told(enabled, rank, level, listening, monkeypatch, tmp_p
     started: list[StateWriter] = []
     monkeypatch.setattr(StateWriter, "start", lambda writer: started.append(writer))
     arguments = SimpleNamespace(
-        enable_metrics=enabled, decode_log_interval=40, pp_size=1, dp_size=2
+        enable_metrics=enabled, decode_log_interval=40, pp_size=2, dp_size=2
     )
     place = SimpleNamespace(tp_rank=rank, attn_tp_rank=rank, pp_rank=0, dp_rank=1)
     runner = SimpleNamespace(server_args=arguments, ps=place)
     state = make_state()
     state.rank = rank
-    start_writer(state, runner, Settings(state_dir=tmp_path, log=level))
+    start_reporting(state, runner, Settings(state_dir=tmp_path, log=level))
     (writer,) = started
     assert [type(listener) for listener in writer.listeners] == listening
-    assert writer.path == tmp_path / f"1-tp{rank}-dp1.json"
+    assert writer.path == tmp_path / f"1-tp{rank}-pp0-dp1.json"

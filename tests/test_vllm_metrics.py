@@ -118,7 +118,7 @@ def test_several_api_servers_show_what_the_decoding_process_publishes(
     plugin.register()
     decode(steps=2)
     (writer,) = writers
-    assert [type(each) for each in writer.listeners] == [DecodeLog, metrics.Publisher]
+    assert [type(each) for each in writer.listeners] == [metrics.Publisher, DecodeLog]
     writer.look()
     assert page() == {}  # or every process would show them again
     registry = CollectorRegistry()

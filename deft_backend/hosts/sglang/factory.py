@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import logging
 import sys
-from importlib.metadata import version
 from typing import Any
 
 import torch
 
 from deft_backend.attention import TreeAttention
-from deft_backend.config import LOG_LEVELS, Settings, state_directory, warn_unknown
+from deft_backend.config import LOG_LEVELS, Settings, warn_unknown
 from deft_backend.forest import PrefixForest
-from deft_backend.hosts.decode_log import DecodeLog
-from deft_backend.hosts.metrics import publisher, rank_labels
 from deft_backend.hosts.sglang.arguments import NAME
 from deft_backend.hosts.sglang.capture import BatchCapture
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner
+from deft_backend.hosts.sglang.server import shape_of, start_reporting, state_of
 from deft_backend.hosts.sglang.verify import disagreement
-from deft_backend.hosts.state import ServerState, StateWriter
+from deft_backend.hosts.state import ServerState
 from deft_backend.hosts.warm_up import warm_up_attention
 from deft_backend.patches import (
     sglang_capture_batch,
@@ -74,7 +72,7 @@ def unsupported_model(runner: Any) -> str | None:
         return f"a KV cache of kind {kind} is not supported"
     if runner.kv_cache_dtype != runner.dtype or pool.store_dtype != runner.dtype:
         return f"KV in {runner.kv_cache_dtype} under a model in {runner.dtype} is not supported"
-    heads, kv_heads, dim = _shape(runner)
+    heads, kv_heads, dim = shape_of(runner)
     reason = TreeAttention.unsupported(heads, kv_heads, dim, runner.dtype, _device(runner))
     return None if reason is None else f"not supported: {reason}"
 
@@ -94,15 +92,6 @@ def _missing_fence(runner: Any) -> str | None:
     return None
 
 
-def _shape(runner: Any) -> tuple[int, int, int]:
-    """Query heads, KV heads and head dimension on this rank."""
-    from sglang.srt.runtime_context import get_parallel
-
-    keys = runner.token_to_kv_pool.get_key_buffer(runner.token_to_kv_pool.start_layer)
-    heads = runner.model_config.num_attention_heads // get_parallel().attn_tp_size
-    return heads, int(keys.shape[-2]), int(keys.shape[-1])
-
-
 def _device(runner: Any) -> torch.device:
     if runner.device == "cuda":
         return torch.device("cuda", runner.ps.gpu_id)
@@ -110,7 +99,7 @@ def _device(runner: Any) -> torch.device:
 
 
 def _create(runner: Any, host: Any, name: str, settings: Settings) -> Any:
-    heads, kv_heads, dim = _shape(runner)
+    heads, kv_heads, dim = shape_of(runner)
     on_device = _plans_on_device(settings, _device(runner), (heads, kv_heads, dim))
     largest = min(settings.max_batch, runner.req_to_token_pool.size)  # no batch holds more requests
     attention = TreeAttention(
@@ -129,7 +118,7 @@ def _create(runner: Any, host: Any, name: str, settings: Settings) -> Any:
     backend = make(runner, host, attention, state, settings)
     if runner.server_args.cuda_graph_config.decode.backend != "disabled":
         sglang_page_table_fence.install(runner, backend.replayed_tree)
-    start_writer(state, runner, settings)
+    start_reporting(state, runner, settings)
     logger.info(
         "deft: decode goes through tree attention (policy %s, planned on the %s, workspace %.1f "
         "MiB); everything else%s through %s",
@@ -207,42 +196,3 @@ def _warm_up(attention: TreeAttention, runner: Any, on_device: bool = False) -> 
         table_dtype=table.dtype,
         on_device=on_device,
     )
-
-
-def state_of(runner: Any, backend: str, policy: str) -> ServerState:
-    """Counters for a model runner, at zero."""
-    heads, kv_heads, dim = _shape(runner)
-    args, pool = runner.server_args, runner.token_to_kv_pool
-    return ServerState(
-        port=args.port,
-        rank=int(runner.ps.tp_rank),
-        host="sglang",
-        host_version=version("sglang"),
-        backend=backend,
-        policy=policy,
-        device=str(runner.device),
-        dtype=str(runner.dtype).removeprefix("torch."),
-        num_layers=int(pool.layer_num),
-        num_query_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=dim,
-        dtype_bytes=int(runner.kv_cache_dtype.itemsize),
-    )
-
-
-def start_writer(state: ServerState, runner: Any, settings: Settings) -> None:
-    """Write the state from now on, beside other ranks of the same server, and tell the host's
-    ``/metrics`` and log where the server has them."""
-    args, place = runner.server_args, runner.ps
-    suffix = f"-pp{place.pp_rank}" if getattr(args, "pp_size", 1) > 1 else ""
-    if getattr(args, "dp_size", 1) > 1:
-        suffix += f"-dp{place.dp_rank or 0}"
-    writer = StateWriter(state, state_directory(settings), suffix)
-    if args.enable_metrics:
-        publish = publisher(rank_labels(writer.path))
-        if publish is not None:
-            writer.listeners.append(publish)
-    # Where the host writes its own line about decoding.
-    if place.attn_tp_rank == 0 and LOG_LEVELS[settings.log] <= logging.INFO:
-        writer.listeners.append(DecodeLog(steps=max(1, args.decode_log_interval)))
-    writer.start()

@@ -10,7 +10,7 @@ from typing import Any
 
 from deft_backend.config import Settings
 from deft_backend.hosts.sglang.arguments import NAME
-from deft_backend.hosts.sglang.factory import start_writer, state_of
+from deft_backend.hosts.sglang.server import start_reporting, state_of
 from deft_backend.hosts.state import ServerState
 from deft_backend.patches import sglang_capture_batch
 
@@ -44,7 +44,7 @@ class Observer:
             settings = Settings.from_env()
             self._state = state_of(runner, backend, "")
             self._runner = runner
-            start_writer(self._state, runner, settings)
+            start_reporting(self._state, runner, settings)
         if runner is self._runner:
             tokens = forward_batch.seq_lens_sum
             if tokens is None:

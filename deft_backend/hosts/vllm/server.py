@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +10,11 @@ from typing import Any
 
 import torch
 
-from deft_backend.config import LOG_LEVELS, Settings, state_directory
+from deft_backend.config import Settings
+from deft_backend.hosts import reporting
 from deft_backend.hosts.decode_log import DecodeLog
-from deft_backend.hosts.metrics import page_of_files, publisher, rank_labels
-from deft_backend.hosts.state import ServerState, StateWriter
+from deft_backend.hosts.metrics import page_of_files
+from deft_backend.hosts.state import ServerState
 from deft_backend.hosts.vllm.layers import LayerShape
 
 BACKEND = "CUSTOM"
@@ -59,7 +59,10 @@ class Server:
         """The counters, which the first group to ask for them keeps."""
         if self.state is None:
             self.counting = tuple(layer_names)
-            self.state = _start(self.config, shape, dtype, device, settings, backend)
+            policy = settings.policy if backend == BACKEND else ""
+            state = _state_of(self.config, shape, dtype, device, backend, policy)
+            _start_reporting(state, self.config.parallel_config, settings)
+            self.state = state
         return self.state
 
 
@@ -74,23 +77,22 @@ def server_of(vllm_config: Any) -> Server:
     return _current
 
 
-def _start(
+def _state_of(
     vllm_config: Any,
     shape: LayerShape,
     dtype: torch.dtype,
     device: torch.device,
-    settings: Settings,
     backend: str,
+    policy: str,
 ) -> ServerState:
-    """Counters at zero, written to their file from now on, to the log at the host's rate,
-    and to ``/metrics`` where the host makes that page from files of all processes."""
-    state = ServerState(
+    """Counters for a server, at zero."""
+    return ServerState(
         port=port_of(sys.argv),
         rank=_tensor_rank(),
         host="vllm",
         host_version=vllm_version(),
         backend=backend,
-        policy=settings.policy if backend == BACKEND else "",
+        policy=policy,
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),
         num_layers=_num_layers(vllm_config),
@@ -99,15 +101,19 @@ def _start(
         head_dim=shape.head_dim,
         dtype_bytes=dtype.itemsize,
     )
-    writer = StateWriter(state, state_directory(settings), _suffix(vllm_config.parallel_config))
-    if state.rank == 0 and LOG_LEVELS[settings.log] <= logging.INFO:
-        writer.listeners.append(DecodeLog(seconds=_log_interval()))
-    if page_of_files():  # else the API server reads the state files: see plugin.py
-        publish = publisher(rank_labels(writer.path))
-        if publish is not None:
-            writer.listeners.append(publish)
-    writer.start()
-    return state
+
+
+def _start_reporting(state: ServerState, place: Any, settings: Settings) -> None:
+    """Tell what is counted from now on; in the log, at the rate of the host's own line."""
+    stages = place.pipeline_parallel_size
+    reporting.start(
+        state,
+        settings,
+        pp_rank=place.rank // place.tensor_parallel_size % stages if stages > 1 else None,
+        dp_rank=place.data_parallel_rank if place.data_parallel_size > 1 else None,
+        log=DecodeLog(seconds=_log_interval()) if state.rank == 0 else None,
+        publishes=page_of_files(),  # else the API server reads the state files: see plugin.py
+    )
 
 
 def _log_interval() -> float:
@@ -153,15 +159,6 @@ def _tensor_rank() -> int:
         return int(parallel_state.get_tensor_model_parallel_rank())
     except AssertionError:  # outside of a server
         return 0
-
-
-def _suffix(place: Any) -> str:
-    suffix = ""
-    if place.pipeline_parallel_size > 1:
-        suffix += f"-pp{place.rank // place.tensor_parallel_size % place.pipeline_parallel_size}"
-    if place.data_parallel_size > 1:
-        suffix += f"-dp{place.data_parallel_rank}"
-    return suffix
 
 
 def _num_layers(vllm_config: Any) -> int:
