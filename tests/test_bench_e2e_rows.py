@@ -10,18 +10,9 @@ from rich.console import Console
 
 from deft_backend.bench.e2e.bars import bars
 from deft_backend.bench.e2e.plots import draw
-from deft_backend.bench.e2e.rows import (
-    Row,
-    RowsError,
-    by_case,
-    header_file,
-    make_row,
-    merged,
-    read_rows,
-    replaced,
-    write_rows,
-)
+from deft_backend.bench.e2e.rows import Row, by_case, make_row, merged, read_rows, replaced
 from deft_backend.bench.e2e.table import bars_table, rows_table
+from deft_backend.bench.row_files import RowsError, header_file, write_rows
 
 HEADER: dict[str, Any] = {
     "device": "A GPU (CUDA 13.0)", "driver": "1", "versions": {"torch": "2"}, "commit": "abc",

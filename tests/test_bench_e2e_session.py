@@ -17,12 +17,13 @@ from deft_backend.bench.e2e.cases import grid_case
 from deft_backend.bench.e2e.choice import Choice, ChoiceError, prepared
 from deft_backend.bench.e2e.host_clients import HostClient, HostClientError, fill, requests_of
 from deft_backend.bench.e2e.model import ModelError, read_model, write_model
-from deft_backend.bench.e2e.rows import Row, RowsError, make_row, read_rows, write_rows
+from deft_backend.bench.e2e.rows import Row, make_row, read_rows
 from deft_backend.bench.e2e.servers import Host
 from deft_backend.bench.e2e.session import Setup, record
 from deft_backend.bench.e2e.traffic import Traffic
 from deft_backend.bench.e2e.weights import write_weights
 from deft_backend.bench.e2e.workloads import Mixed, Together
+from deft_backend.bench.row_files import RowsError, write_rows
 from deft_backend.bench.traces import dump_thought_trees
 from deft_backend.bench.trees import ThoughtTree, lay_out
 from deft_backend.cli.app import app

@@ -16,16 +16,14 @@ from deft_backend.bench.kernel.bars import bar_of, is_met, mean_is_met
 from deft_backend.bench.kernel.methods import OURS
 from deft_backend.bench.kernel.rows import (
     Row,
-    RowsError,
     best_peer,
     geometric_mean,
-    header_file,
     merged,
     of_roof,
     read_rows,
     speed_up,
-    write_rows,
 )
+from deft_backend.bench.row_files import RowsError, header_file, write_rows
 from deft_backend.cli import app
 
 runner = CliRunner(env={"COLUMNS": "400", "NO_COLOR": "1", "TERM": "dumb"})

@@ -146,7 +146,8 @@ def kernel_merge(
     bars: Annotated[bool, typer.Option("--bars", help="Show which cases meet their bar.")] = False,
 ) -> None:
     """Put the rows of several runs into one file, and draw it. A later row replaces an earlier."""
-    from deft_backend.bench.kernel.rows import RowsError, merged, read_rows, write_rows
+    from deft_backend.bench.kernel.rows import merged, read_rows
+    from deft_backend.bench.row_files import RowsError, write_rows
 
     with reported(RowsError):
         rows, header = merged([(path, *read_rows(path)) for path in files])
@@ -160,7 +161,8 @@ def kernel_plot(
     bars: Annotated[bool, typer.Option("--bars", help="Show which cases meet their bar.")] = False,
 ) -> None:
     """Draw the plots of a file of rows again, beside it, and print its tables."""
-    from deft_backend.bench.kernel.rows import RowsError, read_rows
+    from deft_backend.bench.kernel.rows import read_rows
+    from deft_backend.bench.row_files import RowsError
 
     with reported(RowsError):
         rows, _ = read_rows(file)

@@ -118,8 +118,8 @@ def run_choice(choice: Choice) -> None:
         With 2 and a message for what the user can mend.
     """
     from deft_backend.bench.e2e.choice import ERRORS, prepared
-    from deft_backend.bench.e2e.rows import RowsError
     from deft_backend.bench.e2e.session import record
+    from deft_backend.bench.row_files import RowsError
 
     console = Console()
     if find_spec("aiohttp") is None:
@@ -155,7 +155,8 @@ def e2e_merge(
     ] = None,
 ) -> None:
     """Put the rows of several runs into one file, show what they say, and draw it."""
-    from deft_backend.bench.e2e.rows import RowsError, merged, write_rows
+    from deft_backend.bench.e2e.rows import merged
+    from deft_backend.bench.row_files import RowsError, write_rows
 
     with reported(RowsError):
         rows, header = merged(files)

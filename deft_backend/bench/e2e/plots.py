@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from deft_backend.bench import figures
 from deft_backend.bench.e2e.rows import Row, by_case
 from deft_backend.bench.e2e.servers import HOSTS
 from deft_backend.hosts.launch import BACKEND, HOST_NAMES
@@ -28,25 +28,12 @@ def draw(rows: Sequence[Row], header: dict[str, Any], beside: Path) -> list[Path
     ]  # fmt: skip
     trees = [c for c in cases.values() if "steps_ms" in _first(c)["detail"]]
     made = []
-    with _style():
+    with figures.style():
         for suffix, chosen, draw_one in ((".svg", together, _bars), ("-trees.svg", trees, _steps)):
             if chosen:
                 path = beside.with_name(beside.stem + suffix)
-                draw_one(chosen, header).savefig(path, metadata={"Date": None}, facecolor="white")
-                made.append(path)
+                made.append(figures.save(draw_one(chosen, header), path))
     return made
-
-
-@contextmanager
-def _style() -> Iterator[None]:
-    import matplotlib
-
-    settings = {
-        "font.size": 9, "svg.fonttype": "path", "svg.hashsalt": "deft", "axes.spines.top": False,
-        "axes.spines.right": False, "axes.edgecolor": "#52606d", "axes.axisbelow": True,
-    }  # fmt: skip
-    with matplotlib.rc_context(settings):
-        yield
 
 
 def _bars(cases: Sequence[dict[str, Row]], header: dict[str, Any]) -> Any:

@@ -6,11 +6,12 @@ the same file, because a machine may not be lent for long enough to do everythin
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, cast
+
+from deft_backend.bench import row_files
+from deft_backend.bench.row_files import RowsError
 
 SAME = ("device", "driver", "versions", "commit")
 """What runs must have in common to share a file."""
@@ -41,10 +42,6 @@ class Row(TypedDict):
     tokens_per_s: float | None
     error: str | None
     detail: dict[str, Any]
-
-
-class RowsError(ValueError):
-    """A file that holds no rows, or rows that do not belong together."""
 
 
 def make_row(
@@ -99,37 +96,9 @@ def replaced(rows: Sequence[Row], new: Iterable[Row]) -> list[Row]:
     return list(found.values())
 
 
-def header_file(path: Path) -> Path:
-    """Where the header of a file of rows is."""
-    return path.with_suffix(".header.json")
-
-
-def write_rows(path: Path, rows: Sequence[Row], header: dict[str, Any]) -> None:
-    """Write rows and header, each at once: a reader never sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n ".join(json.dumps(row, allow_nan=False) for row in rows)
-    _put(path, f"[{lines}]\n")
-    _put(header_file(path), json.dumps(header, indent=1) + "\n")
-
-
 def read_rows(path: Path) -> tuple[list[Row], dict[str, Any]]:
-    """Rows and header of a file that :func:`write_rows` wrote.
-
-    Raises
-    ------
-    RowsError
-        If there is no such file, or it holds something else.
-    """
-    rows, header = _get(path), _get(header_file(path))
-    if not isinstance(rows, list) or not all(
-        isinstance(row, dict) and row.keys() >= Row.__required_keys__ for row in rows
-    ):
-        raise RowsError(
-            f"{path} does not hold rows of 'deft bench e2e'; expected a list of objects with "
-            f"{', '.join(sorted(Row.__required_keys__))}"
-        )
-    if not isinstance(header, dict):
-        raise RowsError(f"{header_file(path)} holds no object; expected the header of {path.name}")
+    """Rows and header of a file; raises RowsError if it holds something else."""
+    rows, header = row_files.read_rows(path, Row.__required_keys__, "deft bench e2e")
     return cast(list[Row], rows), header
 
 
@@ -163,18 +132,3 @@ def merged(files: Sequence[Path]) -> tuple[list[Row], dict[str, Any]]:
         header = joined(files[0], rows, header, new, path)
         rows = replaced(rows, others)
     return rows, header
-
-
-def _put(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
-
-
-def _get(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RowsError(f"cannot read {path}: {error.strerror or error}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise RowsError(f"{path}: expected JSON; {error}") from error

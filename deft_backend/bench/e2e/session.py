@@ -14,18 +14,11 @@ from deft_backend.bench.e2e.agreement import compare, kept
 from deft_backend.bench.e2e.checked_answers import still_to_run
 from deft_backend.bench.e2e.client import Client, ClientError
 from deft_backend.bench.e2e.memory import driver
-from deft_backend.bench.e2e.rows import (
-    Row,
-    case_name,
-    case_of,
-    joined,
-    read_rows,
-    replaced,
-    write_rows,
-)
+from deft_backend.bench.e2e.rows import Row, case_name, case_of, joined, read_rows, replaced
 from deft_backend.bench.e2e.servers import Launch
 from deft_backend.bench.e2e.workloads import Served, Workload, answers_file
 from deft_backend.bench.provenance import provenance
+from deft_backend.bench.row_files import write_rows
 from deft_backend.bench.server_state import Counters, StateError, settled_counters, state_file
 from deft_backend.hosts.driver_stub import DriverStubError
 from deft_backend.hosts.launch import LaunchError

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from deft_backend.bench import figures
 from deft_backend.bench.kernel.methods import OURS
 from deft_backend.bench.kernel.rows import Row, best_peer, geometric_mean, of_roof, speed_up
 from deft_backend.bench.kernel.workloads import TRACES
@@ -34,7 +34,7 @@ def draw(rows: Sequence[Row], header: dict[str, Any], beside: Path) -> list[Path
     trees = [row for row in timed if row["set"] in _TREE_SETS]
     families = [row for row in timed if row["set"] not in _TREE_SETS]
     made = []
-    with _style():
+    with figures.style():
         for name, chosen, draw_one in (
             ("trees", trees, _speed_ups),
             ("families", families, _speed_ups),
@@ -43,21 +43,8 @@ def draw(rows: Sequence[Row], header: dict[str, Any], beside: Path) -> list[Path
             drawn = draw_one(chosen, header) if chosen else None
             if drawn is not None:
                 path = beside.with_name(f"{beside.stem}-{name}.svg")
-                drawn.savefig(path, metadata={"Date": None}, facecolor="white")
-                made.append(path)
+                made.append(figures.save(drawn, path))
     return made
-
-
-@contextmanager
-def _style() -> Iterator[None]:
-    import matplotlib
-
-    settings = {
-        "font.size": 9, "svg.fonttype": "path", "svg.hashsalt": "deft", "axes.spines.top": False,
-        "axes.spines.right": False, "axes.edgecolor": "#52606d", "axes.axisbelow": True,
-    }  # fmt: skip
-    with matplotlib.rc_context(settings):
-        yield
 
 
 def _speed_ups(rows: Sequence[Row], header: dict[str, Any]) -> Any:

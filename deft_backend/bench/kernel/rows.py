@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
+from deft_backend.bench import row_files
 from deft_backend.bench.kernel.methods import OURS
+from deft_backend.bench.row_files import RowsError
 
 
 class Row(TypedDict):
@@ -38,10 +38,6 @@ class Row(TypedDict):
     plan_us: dict[str, float]
     facts: dict[str, dict[str, int]]
     repeatable: bool | None
-
-
-class RowsError(ValueError):
-    """A file that holds no rows, or rows that do not belong together."""
 
 
 def key_of(row: Row) -> tuple[str, str, str, str, int, int, str, str]:
@@ -76,37 +72,9 @@ def geometric_mean(values: Iterable[float | None]) -> float | None:
     return math.exp(sum(found) / len(found)) if found else None
 
 
-def header_file(path: Path) -> Path:
-    """Where the header of a file of rows is."""
-    return path.with_suffix(".header.json")
-
-
-def write_rows(path: Path, rows: Sequence[Row], header: dict[str, Any]) -> None:
-    """Write rows and their header, each at once: a reader never sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n ".join(json.dumps(row, allow_nan=False) for row in rows)
-    _replace(path, f"[{lines}]\n" if rows else "[]\n")
-    _replace(header_file(path), json.dumps(header, indent=1) + "\n")
-
-
 def read_rows(path: Path) -> tuple[list[Row], dict[str, Any]]:
-    """Rows and header of a file that :func:`write_rows` wrote.
-
-    Raises
-    ------
-    RowsError
-        If there is no such file, or it holds something else.
-    """
-    rows, header = _read(path), _read(header_file(path))
-    if not isinstance(rows, list) or not all(
-        isinstance(row, dict) and row.keys() >= Row.__required_keys__ for row in rows
-    ):
-        raise RowsError(
-            f"{path} does not hold rows of 'deft bench kernel'; expected a list of objects with "
-            f"{', '.join(sorted(Row.__required_keys__))}"
-        )
-    if not isinstance(header, dict):
-        raise RowsError(f"{header_file(path)} holds no object; expected the header of {path.name}")
+    """Rows and header of a file; raises RowsError if it holds something else."""
+    rows, header = row_files.read_rows(path, Row.__required_keys__, "deft bench kernel")
     return cast(list[Row], rows), header
 
 
@@ -136,18 +104,3 @@ def merged(
     runs = [run for _, _, other in parts for run in other.get("runs", [])]
     complete = all(other.get("complete", False) for _, _, other in parts)
     return list(found.values()), {**header, "complete": complete, "runs": runs}
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RowsError(f"cannot read {path}: {error.strerror or error}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise RowsError(f"{path}: expected JSON; {error}") from error

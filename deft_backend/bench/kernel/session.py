@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from deft_backend.bench.kernel.methods import OURS, Method
-from deft_backend.bench.kernel.rows import Row, write_rows
+from deft_backend.bench.kernel.rows import Row
 from deft_backend.bench.kernel.run import DeviceLost, Setup, measure
 from deft_backend.bench.kernel.workloads import Case
 from deft_backend.bench.provenance import provenance
+from deft_backend.bench.row_files import write_rows
 
 
 def rows_file(folder: Path, device: torch.device) -> Path:

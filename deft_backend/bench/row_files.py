@@ -1,0 +1,70 @@
+"""Files of rows: a JSON list, a line a row, and its header beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class RowsError(ValueError):
+    """A file that holds no rows, or rows that do not belong together."""
+
+
+def header_file(path: Path) -> Path:
+    """Where the header of a file of rows is."""
+    return path.with_suffix(".header.json")
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], header: Mapping[str, Any]) -> None:
+    """Write rows and their header, each at once: a reader never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n ".join(json.dumps(row, allow_nan=False) for row in rows)
+    _replace(path, f"[{lines}]\n")
+    _replace(header_file(path), json.dumps(header, indent=1) + "\n")
+
+
+def read_rows(path: Path, keys: Collection[str], command: str) -> tuple[Any, dict[str, Any]]:
+    """Rows and header of a file that :func:`write_rows` wrote.
+
+    Parameters
+    ----------
+    path : Path
+    keys : collection of str
+        What every row has.
+    command : str
+        Whose rows they are, for the error.
+
+    Raises
+    ------
+    RowsError
+        If there is no such file, or it holds something else.
+    """
+    rows, header = _read(path), _read(header_file(path))
+    if not isinstance(rows, list) or not all(
+        isinstance(row, dict) and row.keys() >= set(keys) for row in rows
+    ):
+        raise RowsError(
+            f"{path} does not hold rows of '{command}'; expected a list of objects with "
+            f"{', '.join(sorted(keys))}"
+        )
+    if not isinstance(header, dict):
+        raise RowsError(f"{header_file(path)} holds no object; expected the header of {path.name}")
+    return rows, header
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RowsError(f"cannot read {path}: {error.strerror or error}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise RowsError(f"{path}: expected JSON; {error}") from error
