@@ -128,6 +128,7 @@ def test_the_device_plans_every_step(server: Server, reference) -> None:
     assert state["plans"] == state["steps_tree"]
     assert 0 < state["kv_bytes_read"] < state["kv_bytes_query_guided"]
     assert "planned on the device" in server.log
+    assert 1 <= server.explain()["batch_size"] <= len(asks) + 1
 
 
 @on("no-radix")

@@ -237,7 +237,7 @@ def test_explain_reads_a_running_server(tmp_path: Path) -> None:
         (None, "there is no state file"),
         (state(schema=2), "has schema 2; this version reads 1"),
         (state(forest=None, steps_tree=0), "no batch with tree attention yet"),
-        (state(forest=None), "planned on the device"),
+        (state(forest=None), "did not say within 5 s which batch it decodes"),
         ({k: v for k, v in state().items() if k != "num_layers"}, "num_layers"),
         ([], "has schema None"),
     ],

@@ -11,6 +11,7 @@ from sglang_fakes import FakePool, Tree, load_host, make_layer, make_state, requ
 
 from deft_backend.attention import TreeAttention
 from deft_backend.config import Settings
+from deft_backend.hosts.shown_batch import forest_of
 
 PREFIX = list(range(10, 510))
 SHARED = [[*PREFIX, 4, 5], [*PREFIX, 9]]
@@ -102,6 +103,8 @@ def test_an_eager_step_is_planned_from_the_page_table(server: Any) -> None:
     out = server.backend.forward(q=q, k=k, v=v, layer=make_layer(), forward_batch=batch)
     assert server.calls == []
     check(server, batch, out, q)
+    shown = forest_of(server.state.batch)
+    assert (shown.batch_size, shown.tokens_stored) == (2, len(PREFIX) + 5)
     assert server.pool.k[batch.out_cache_loc].flatten().tolist() == k.flatten().tolist()
 
 
@@ -115,6 +118,7 @@ def test_what_is_captured_plans_whatever_it_is_replayed_for(server: Any) -> None
     backend.init_forward_metadata_in_graph(static)
     backend.forward(q=q, k=k, v=v, layer=make_layer(), forward_batch=static)
     assert server.calls == ["capture", "in graph"]
+    assert server.state.batch is None  # what is captured is no batch of the server
 
     real = server.batch(size=4)
     static.seq_lens.copy_(real.seq_lens)
@@ -123,6 +127,7 @@ def test_what_is_captured_plans_whatever_it_is_replayed_for(server: Any) -> None
     backend.init_forward_metadata_out_graph(view)
     assert server.calls == ["capture", "in graph"], "the replay needs no metadata of the host"
     assert backend.replayed_tree(real)
+    assert forest_of(server.state.batch).tokens_stored == len(PREFIX) + 5
     # What the graph holds: the planning, and the launches of one layer.
     server.attention.plan_on_device(
         torch.from_numpy(server.table), static.seq_lens, table_rows=static.req_pool_indices

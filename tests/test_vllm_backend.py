@@ -19,6 +19,7 @@ from vllm_fakes import DIM, HEADS, Batch, Cache, Layers, make_config, make_spec,
 
 from deft_backend.attention import TreeAttention
 from deft_backend.config import Settings, SettingsError
+from deft_backend.hosts.shown_batch import forest_of
 from deft_backend.hosts.state import ServerState
 from deft_backend.hosts.vllm import factory, server
 from deft_backend.hosts.vllm.compose import tree_backend
@@ -362,6 +363,8 @@ def test_the_device_counts_its_own_steps() -> None:
     assert state().counters().plans == 3
     assert state().kv_bytes_query_guided == 3 * 110 * token
     assert 3 * 46 * token <= state().kv_bytes_read <= 3 * 110 * token
+    shown = forest_of(state().batch)
+    assert (shown.batch_size, shown.tokens_stored, shown.page_size) == (3, 46, 16)
 
 
 def test_builders_made_anew_keep_workspace_and_counters() -> None:

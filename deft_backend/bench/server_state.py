@@ -12,6 +12,7 @@ import numpy as np
 
 from deft_backend.forest import PrefixForest
 from deft_backend.hosts.counters import Counters as Counters
+from deft_backend.hosts.shown_batch import answer_file, request_file
 
 SCHEMA = 1
 
@@ -89,6 +90,33 @@ def read_state(path: Path) -> ServerState:
         raise StateError(f"{path}: bad or missing field: {error!r}") from error
 
 
+def shown_forest(state: Path, timeout: float = 5.0) -> PrefixForest:
+    """Ask a server that plans on the device for its last batch.
+
+    Raises
+    ------
+    StateError
+        If it does not answer in time, or has no batch to show.
+    """
+    asked, answered = request_file(state), answer_file(state)
+    try:
+        answered.unlink(missing_ok=True)
+        asked.touch()
+        if not appears(answered, timeout):
+            asked.unlink(missing_ok=True)
+            raise StateError(
+                f"{state}: the server did not say within {timeout:.0f} s which batch it decodes; "
+                "is it still running?"
+            )
+        content = json.loads(answered.read_text())
+        answered.unlink(missing_ok=True)
+    except (OSError, json.JSONDecodeError) as error:
+        raise StateError(f"{state}: cannot ask the server for its last batch: {error}") from error
+    if "forest" not in content:
+        raise StateError(f"{state}: the server has no batch to show: {content.get('error')}")
+    return forest_from_json(content["forest"])
+
+
 def appears(path: Path, timeout: float = 5.0) -> bool:
     """Whether the file is there, or comes to be in time: a server's first answer precedes it."""
     begin = time.monotonic()
@@ -135,11 +163,12 @@ def _state(path: Path, content: dict[str, Any]) -> ServerState:
         dtype=str(content["dtype"]),
         **{name: int(content[name]) for name in _SHAPE},
         counters=Counters.from_json(content),
-        forest=None if forest is None else _forest(forest),
+        forest=None if forest is None else forest_from_json(forest),
         updated=float(content["updated"]),
     )
 
 
-def _forest(content: dict[str, Any]) -> PrefixForest:
+def forest_from_json(content: dict[str, Any]) -> PrefixForest:
+    """A forest that the plugin wrote."""
     arrays = {name: np.asarray(content[name], dtype=np.int32) for name in _ARRAYS}
     return PrefixForest(page_size=int(content["page_size"]), **arrays)

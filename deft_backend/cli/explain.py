@@ -110,7 +110,7 @@ def _described(
 
 
 def _from_server(port: int | None) -> tuple[PrefixForest, Target, int, str, str]:
-    from deft_backend.bench.server_state import StateError, read_state, state_file
+    from deft_backend.bench.server_state import StateError, read_state, shown_forest, state_file
 
     folder = state_directory(Settings.from_env())
     if port is None:
@@ -125,17 +125,15 @@ def _from_server(port: int | None) -> tuple[PrefixForest, Target, int, str, str]
     else:
         path = state_file(folder, port)
     state = read_state(path)
-    if state.forest is None and state.counters.steps_tree:
-        raise StateError(
-            f"{path}: the server's batches are planned on the device, so their forests are not "
-            "known here; for this command start it with DEFT_PLANNER=host (SGLang)"
-        )
-    if state.forest is None:
+    forest = state.forest
+    if forest is None and not state.counters.steps_tree:
         raise StateError(f"{path}: the server has decoded no batch with tree attention yet")
+    if forest is None:  # only the device knows it
+        forest = shown_forest(path)
     target = _server_target(state)
     title = f"server on port {path.name.split('-')[0]}, its last planned batch"
     used = state.policy if state.policy in POLICY_NAMES else "auto"
-    return state.forest, target, state.num_layers, title, used
+    return forest, target, state.num_layers, title, used
 
 
 def _server_target(state: ServerState) -> Target:

@@ -20,6 +20,13 @@ import numpy.typing as npt
 
 from deft_backend.forest import PrefixForest
 from deft_backend.hosts.counters import Counters, DeviceCounters
+from deft_backend.hosts.shown_batch import (
+    Batch,
+    answer,
+    answer_file,
+    forest_as_json,
+    request_file,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +37,6 @@ INTERVAL = 0.25
 _IDENTITY = (
     "pid", "port", "rank", "host", "host_version", "backend", "policy", "device", "dtype",
     "num_layers", "num_query_heads", "num_kv_heads", "head_dim", "dtype_bytes",
-)  # fmt: skip
-_FOREST_ARRAYS = (
-    "order", "parent", "row", "start", "length", "query_begin", "query_end", "leaf", "seq_lens",
 )  # fmt: skip
 
 
@@ -56,6 +60,10 @@ class ServerState:
         Seconds in which they were made.
     device_tree_layers : int, optional
         Layers that go through the device's plans; None: all. The others read query by query.
+    forest : PrefixForest, optional
+        Of the last batch that the host planned, with its requests' ids.
+    batch : Batch, optional
+        The last one that the device planned, to be shown to those who ask.
     """
 
     port: int
@@ -78,6 +86,7 @@ class ServerState:
     device_tree_layers: int | None = None
     forest: PrefixForest | None = None
     rids: Sequence[str] = ()
+    batch: Batch | None = None
     _steps_tree: int = field(default=0, init=False)
     _kv_bytes_read: int = field(default=0, init=False)
     _kv_bytes_query_guided: int = field(default=0, init=False)
@@ -181,11 +190,7 @@ class ServerState:
             **counters.as_json(),
             "forest": None
             if forest is None
-            else {
-                **{name: getattr(forest, name).tolist() for name in _FOREST_ARRAYS},
-                "page_size": forest.page_size,
-                "rids": list(self.rids),
-            },
+            else {**forest_as_json(forest), "rids": list(self.rids)},
         }
 
 
@@ -222,6 +227,7 @@ class StateWriter:
         with self._lock:  # of this thread and of the exit; never taken by the forward thread
             counters = self.state.counters()
             self._write(counters)
+            self._show_batch()
             for listener in list(self.listeners):
                 try:
                     listener(counters)
@@ -234,20 +240,32 @@ class StateWriter:
         if self._failed or counters == self._seen:
             return
         try:
-            self._replace({**self.state.as_json(counters), "updated": time.time()})
+            content = {**self.state.as_json(counters), "updated": time.time()}
+            self._replace(self.path, content)
         except OSError as error:
             self._failed = True
             logger.warning("deft: the server's state is not written: %s", error)
             return
         self._seen = counters
 
-    def _replace(self, content: dict[str, Any]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name, suffix=".tmp")
+    def _show_batch(self) -> None:
+        """Answer `deft explain --server`, if it asks."""
+        asked = request_file(self.path)
+        if not asked.is_file():
+            return
+        try:
+            asked.unlink()  # first: an answer that fails must not be tried for ever
+            self._replace(answer_file(self.path), answer(self.state.batch))
+        except OSError as error:
+            logger.warning("deft: the last batch is not shown: %s", error)
+
+    def _replace(self, path: Path, content: dict[str, Any]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
         try:
             with os.fdopen(handle, "w") as file:
                 json.dump(content, file)
-            os.replace(name, self.path)
+            os.replace(name, path)
         except BaseException:
             os.unlink(name)
             raise

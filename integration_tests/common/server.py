@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import re
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Sequence
@@ -89,6 +91,17 @@ class Server:
         time.sleep(0.8)  # three rounds of the writer
         port = self.process.command.port
         return json.loads((self._state_dir / f"{port}-tp{rank}.json").read_text())
+
+    def explain(self) -> dict[str, Any]:
+        """What ``deft explain --server`` prints as JSON about the last batch."""
+        command = [sys.executable, "-m", "deft_backend", "explain", "--json", "--server"]
+        done = subprocess.run(
+            [*command, str(self.process.command.port)], capture_output=True, text=True, timeout=120,
+            env={**os.environ, "DEFT_STATE_DIR": str(self._state_dir)}, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
 
     def metrics(self, prefix: str) -> Series:
         """The series of the server's ``/metrics`` whose names begin so."""

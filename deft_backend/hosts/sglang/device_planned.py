@@ -9,6 +9,7 @@ from deft_backend.attention import TreeAttention
 from deft_backend.config import Settings
 from deft_backend.hosts.limits import refused
 from deft_backend.hosts.sglang.backend import DeftAttentionBackend
+from deft_backend.hosts.shown_batch import Batch
 from deft_backend.hosts.state import ServerState
 
 logger = logging.getLogger("deft_backend")
@@ -62,6 +63,7 @@ class DevicePlannedBackend(DeftAttentionBackend):
         reason = self._reason(forward_batch.batch_size)
         if reason is None and self._planned(forward_batch):
             self._tree_batch = forward_batch
+            self._show(forward_batch)
             self._host_ready = False
             return
         self._count_host(reason or "planning failed", forward_batch)
@@ -83,8 +85,10 @@ class DevicePlannedBackend(DeftAttentionBackend):
             self._replayed_tree = size in self._tree_graphs
             if not self._replayed_tree:
                 self._count_host(self._reason(size) or "no graph", forward_batch)
-            elif not self._host_in_graphs:
-                return
+            else:
+                self._show(forward_batch)
+                if not self._host_in_graphs:
+                    return
         self._host.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
         self._host_ready = True
 
@@ -120,6 +124,12 @@ class DevicePlannedBackend(DeftAttentionBackend):
             logger.debug("deft: planning failed", exc_info=True)
             return False
         return True
+
+    def _show(self, forward_batch: Any) -> None:
+        """Keep the batch for those who ask what is shared in it."""
+        self._state.batch = Batch(
+            self._req_to_token, forward_batch.seq_lens, 1, forward_batch.req_pool_indices
+        )
 
     def _count_host(self, reason: str, forward_batch: Any) -> None:
         """Count a step of the host's kernel; those of tree attention the device counts."""

@@ -13,6 +13,7 @@ from deft_backend.attention import TreeAttention
 from deft_backend.config import Settings
 from deft_backend.forest import forest_from_page_tables
 from deft_backend.hosts.limits import refused
+from deft_backend.hosts.shown_batch import Batch
 from deft_backend.hosts.state import ServerState
 from deft_backend.hosts.vllm.layers import Layer, LayerShape
 from deft_backend.hosts.vllm.layout import kv_views
@@ -147,6 +148,12 @@ class GroupAttention:
             self._state.device_tree_layers = self._tree_layers
         if reason is not None:
             self._state.count_host(reason, tokens_of(common))
+        elif self._on_device:
+            requests = common.num_reqs
+            self._state.batch = Batch(
+                common.block_table_tensor[:requests], common.seq_lens[:requests],
+                self._attention.page_size,
+            )  # fmt: skip
 
     def verify(self, out: torch.Tensor, host: Callable[[], torch.Tensor]) -> None:
         """Compare `out` with what the host computes; keep the host's result if they differ.
