@@ -24,7 +24,6 @@ def test_metrics_and_log_say_what_was_counted(server: Server) -> None:
     assert host <= sum(state["steps_host"].values())
     assert server.metrics("vllm:")  # the host's own, on the same page
     assert not server.trouble()
-    assert 2 <= server.explain()["batch_size"] <= 4  # DEFT_MIN_BATCH and what was asked at once
 
 
 def test_an_observed_server_shows_its_own_steps(baseline: Server) -> None:
