@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from deft_backend.forest import PrefixForest
 from deft_backend.hosts.counters import Counters as Counters
+from deft_backend.hosts.forest_json import forest_from_json
 from deft_backend.hosts.shown_batch import answer_file, request_file
 
 SCHEMA = 1
@@ -20,17 +19,6 @@ SETTLE_SECONDS = 0.7
 """The plugin writes about every quarter second; counters are complete after this long."""
 
 _SHAPE = ("num_layers", "num_query_heads", "num_kv_heads", "head_dim", "dtype_bytes")
-_ARRAYS = (
-    "order",
-    "seq_lens",
-    "parent",
-    "row",
-    "start",
-    "length",
-    "query_begin",
-    "query_end",
-    "leaf",
-)
 
 
 class StateError(ValueError):
@@ -166,9 +154,3 @@ def _state(path: Path, content: dict[str, Any]) -> ServerState:
         forest=None if forest is None else forest_from_json(forest),
         updated=float(content["updated"]),
     )
-
-
-def forest_from_json(content: dict[str, Any]) -> PrefixForest:
-    """A forest that the plugin wrote."""
-    arrays = {name: np.asarray(content[name], dtype=np.int32) for name in _ARRAYS}
-    return PrefixForest(page_size=int(content["page_size"]), **arrays)

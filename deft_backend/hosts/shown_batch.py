@@ -12,16 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from deft_backend.forest import PrefixForest, forest_from_page_tables
+from deft_backend.hosts.forest_json import forest_as_json
 
 if TYPE_CHECKING:
     import torch
 
 LIMIT = 1 << 26
 """Page ids of a batch that are copied at most: 256 MiB."""
-
-_ARRAYS = (
-    "order", "parent", "row", "start", "length", "query_begin", "query_end", "leaf", "seq_lens",
-)  # fmt: skip
 
 
 class ShownBatchError(ValueError):
@@ -69,7 +66,7 @@ def answer(batch: Batch | None) -> dict[str, Any]:
 def forest_of(batch: Batch | None) -> PrefixForest:
     """Copy a batch from the device, and find what its requests share.
 
-    The server goes on meanwhile: requests that join or leave while it is copied may be seen or not.
+    The server goes on meanwhile: what is copied is what the host's tensors hold by then.
 
     Raises
     ------
@@ -86,12 +83,6 @@ def forest_of(batch: Batch | None) -> PrefixForest:
     # On a stream of its own: the forward of the server neither waits nor is waited for.
     with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
         return _forest(batch)
-
-
-def forest_as_json(forest: PrefixForest) -> dict[str, Any]:
-    """A forest for :func:`deft_backend.bench.server_state.forest_from_json`."""
-    arrays = {name: getattr(forest, name).tolist() for name in _ARRAYS}
-    return {**arrays, "page_size": forest.page_size}
 
 
 def _forest(batch: Batch) -> PrefixForest:

@@ -20,13 +20,8 @@ import numpy.typing as npt
 
 from deft_backend.forest import PrefixForest
 from deft_backend.hosts.counters import Counters, DeviceCounters
-from deft_backend.hosts.shown_batch import (
-    Batch,
-    answer,
-    answer_file,
-    forest_as_json,
-    request_file,
-)
+from deft_backend.hosts.forest_json import forest_as_json
+from deft_backend.hosts.shown_batch import Batch, answer, answer_file, request_file
 
 logger = logging.getLogger(__name__)
 

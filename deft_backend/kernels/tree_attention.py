@@ -163,7 +163,7 @@ class Launches(NamedTuple):
 
 @cache
 def _launches(config: LaunchConfig, kind: Kind) -> Launches:
-    """Made once: a launch takes the GPU a few microseconds, and its dictionaries the host more."""
+    """Made once of a kind, not for every layer of every step."""
     shapes = range(len(config.tiles))
     return Launches(
         tuple((_stage1(config, kind, s, False), _stage1(config, kind, s, True)) for s in shapes),
