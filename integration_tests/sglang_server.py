@@ -38,7 +38,15 @@ GROUPS = {
     ),
     "chunked-pages": Group(("--chunked-prefill-size", "128", "--page-size", "16"), EAGER),
     "no-radix": Group(("--disable-radix-cache",), EAGER),
-    "device-planner": Group(settings={**EAGER, "DEFT_PLANNER": "device", "DEFT_VERIFY": "0"}),
+    "device-planner": Group(
+        settings={
+            **EAGER,
+            "DEFT_PLANNER": "device",
+            "DEFT_VERIFY": "0",
+            "SGLANG_TEST_RETRACT": "1",
+            "SGLANG_TEST_RETRACT_INTERVAL": "8",
+        }
+    ),
     # Where nccl is found, the host's group of two ranks wants a GPU.
     "two-ranks": Group(
         ("--tensor-parallel-size", "2"),

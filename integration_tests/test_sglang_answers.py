@@ -119,7 +119,7 @@ def _has_state(server: Server) -> bool:
 
 @on("device-planner")
 def test_the_device_plans_every_step(server: Server, reference) -> None:
-    """Requests that share, and a loner."""
+    """Requests that share, loners, and some that the host takes back and prefills anew."""
     asks = [Ask(PREFIX + f"Say of {topic}:", tokens=16) for topic in TOPICS[:4]]
     check(server, reference, [*asks, Ask("Once upon a time", tokens=16)])
     state = server.state()
