@@ -80,7 +80,7 @@ def check(
     seed=st.integers(0, 2**31 - 1),
     requests=st.integers(3, 24),
     page_size=st.sampled_from([1, 3, 16]),
-    lookahead=st.sampled_from([1, 2]),
+    lookahead=st.sampled_from([1, 2, 3]),
     heads=st.sampled_from([(4, 1), (4, 2), (2, 2), (6, 2)]),
     grow=st.integers(0, 3),
 )

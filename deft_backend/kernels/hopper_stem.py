@@ -14,10 +14,12 @@ during P V.
 Blocks run from the segment's end to its start, so that only the first one, before the loop, masks
 tokens past the end.
 
-K and V blocks are gathered by page ids into rings of shared-memory buffers, LOOKAHEAD blocks ahead
-of the block whose scores are started next. A barrier a block orders both directions: what every
-thread has copied is visible to the tensor cores after it (a proxy fence comes before), and the
-products that read the oldest buffers have ended in both warpgroups, so copies may overwrite them.
+K and V blocks are gathered by page ids into rings of shared-memory buffers, K blocks LOOKAHEAD
+blocks ahead of the one whose scores are started next, V blocks one block behind them, as they are
+multiplied. Page ids come into a ring of their own, a few blocks before they are needed. A barrier a
+block orders both directions: what every thread has copied is visible to the tensor cores after it
+(a proxy fence follows it), and the products that read the oldest buffers have ended in all
+warpgroups, so copies may overwrite them.
 
 Everything that Q, K and V are read through is a multiple of 16 bytes: their addresses, and their
 strides.
@@ -166,52 +168,40 @@ def _rows(zero, ROWS: gl.constexpr, STEP: gl.constexpr, ROW: gl.constexpr):
 
 
 @jit
-def _page(table, position, PAGE_SIZE: gl.constexpr):
-    """Page of each position, of position 0 for those before it, which no block is copied from."""
-    return gl.load(table + gl.maximum(position, 0) // PAGE_SIZE).to(gl.int32)
+def _copy_ids(buffer, table, position, least, most, PAGE_SIZE: gl.constexpr):
+    """Start copying the page ids of positions, those outside a segment moved to its ends."""
+    position = gl.maximum(gl.minimum(position, most), least)
+    async_copy_global_to_shared(buffer, table + position // PAGE_SIZE)
 
 
 @jit
 def _copy(
-    buffer, head_ptr, page, token, offs_d, STRIDE_PAGE: gl.constexpr, STRIDE_TOKEN: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
+    exists, buffer, head_ptr, page, token, offs_d, STRIDE_PAGE: gl.constexpr,
+    STRIDE_TOKEN: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Start copying a block of K or V of one KV head."""
+    """Start copying a block of K or V of one KV head; zeros if it does not exist.
+
+    `token` is each row's position, of which the part within its page counts. A mask in place of a
+    branch: the compiler puts a barrier into every branch that copies.
+    """
     # In units of 16 bytes 32 bits reach 64 GiB, and one 32-bit product finds a token.
     gl.static_assert(STRIDE_PAGE % 8 == 0)
     gl.static_assert(STRIDE_TOKEN % 8 == 0)
-    offset = page * (STRIDE_PAGE // 8)
+    offset = page.to(gl.int32) * (STRIDE_PAGE // 8)
     if PAGE_SIZE > 1:
         offset += (token.to(gl.uint32) % PAGE_SIZE).to(gl.int32) * (STRIDE_TOKEN // 8)
     offset = offset.to(gl.uint32).to(gl.int64) * 8
-    async_copy_global_to_shared(buffer, head_ptr + offset[:, None] + offs_d[None, :])
+    mask = (offs_d >= 0)[None, :] & exists
+    async_copy_global_to_shared(buffer, head_ptr + offset[:, None] + offs_d[None, :], mask=mask)
     commit_group()
-
-
-@jit
-def _copy_block(
-    exists, k_buffer, v_buffer, k_head, v_head, page, token, offs_d,
-    STRIDE_K_PAGE: gl.constexpr, STRIDE_K_TOKEN: gl.constexpr,
-    STRIDE_V_PAGE: gl.constexpr, STRIDE_V_TOKEN: gl.constexpr, PAGE_SIZE: gl.constexpr,
-):  # fmt: skip
-    """Start copying a block of K, then of V. Without a block the copies still count, as empty.
-
-    `token` is each row's position, of which the part within its page counts.
-    """
-    if exists:
-        _copy(k_buffer, k_head, page, token, offs_d, STRIDE_K_PAGE, STRIDE_K_TOKEN, PAGE_SIZE)
-        _copy(v_buffer, v_head, page, token, offs_d, STRIDE_V_PAGE, STRIDE_V_TOKEN, PAGE_SIZE)
-    else:
-        commit_group()
-        commit_group()
 
 
 @jit
 def _arrived(OUTSTANDING: gl.constexpr):
     """All but the newest OUTSTANDING copies have landed, for the tensor cores and every thread."""
     wait_group(OUTSTANDING)
-    fence_async_shared()
     gl.thread_barrier()
+    fence_async_shared()
 
 
 @jit
@@ -269,15 +259,17 @@ def stem_attention(
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     PARTIAL: gl.constexpr = partial_out_ptr.dtype.element_ty
     gl.static_assert(partial_out_ptr.dtype.element_ty == gl.float16)
-    # K blocks in shared memory: the one being multiplied and those on their way. A V block is
-    # multiplied one step after its K block, under schedule 2 two.
-    K_SLOTS: gl.constexpr = LOOKAHEAD + 1
-    V_SLOTS: gl.constexpr = LOOKAHEAD + 2
+    # Blocks in shared memory, of K and of V: the one being multiplied and those on their way.
+    SLOTS: gl.constexpr = LOOKAHEAD + 1
+    # Page ids of as many blocks, a power of two: from the V block that is copied next to one whose
+    # ids are on their way. Those were asked for at least LOOKAHEAD steps before they are read.
+    IDS_SLOTS: gl.constexpr = 4 if LOOKAHEAD == 1 else (8 if LOOKAHEAD <= 3 else 16)
     # Copies that may be on their way when the next block's K is needed (V, older, is there then).
-    OUTSTANDING: gl.constexpr = 2 * LOOKAHEAD - 1
+    OUTSTANDING: gl.constexpr = 2 * LOOKAHEAD - 2
 
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HEAD_DIM, 16])
+    QUERIES: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     OUTPUT_ROW: gl.constexpr = gl.SliceLayout(1, OUTPUT)
@@ -287,13 +279,25 @@ def stem_attention(
     )
     COPY_ROW: gl.constexpr = gl.SliceLayout(1, COPY)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    # One number a thread.
+    LIST: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
     if OVERLAPPED:
         gdc_launch_dependents()
 
-    q_shared = gl.allocate_shared_memory(DTYPE, [BLOCK_M, HEAD_DIM], SHARED)
-    k_shared = gl.allocate_shared_memory(DTYPE, [K_SLOTS, BLOCK_N, HEAD_DIM], SHARED)
-    v_shared = gl.allocate_shared_memory(DTYPE, [V_SLOTS, BLOCK_N, HEAD_DIM], SHARED)
+    k_shared = gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_N, HEAD_DIM], SHARED)
+    v_shared = gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_N, HEAD_DIM], SHARED)
+    ids = gl.allocate_shared_memory(
+        page_table_ptr.dtype.element_ty, [IDS_SLOTS, BLOCK_N], PLAIN
+    )
+    # Q, and later the results, as whole rows.
+    if BLOCK_M == BLOCK_N:
+        rows_shared = v_shared.index(LOOKAHEAD)  # while no block is there
+    else:
+        rows_shared = gl.allocate_shared_memory(DTYPE, [BLOCK_M, HEAD_DIM], SHARED)
+    # Of each row: its query, and where its result goes.
+    places = gl.allocate_shared_memory(gl.int32, [2, BLOCK_M], PLAIN)
 
     factor = scale
     if SOFT_CAP:
@@ -324,46 +328,77 @@ def stem_attention(
         # An empty range runs one block, all of it masked.
         blocks = gl.maximum((tokens + BLOCK_N - 1) // BLOCK_N, 1)
 
+        # Page ids of the first blocks, and of each row its query and where its result goes.
+        last = start + (blocks - 1) * BLOCK_N
+        most = gl.maximum(stop - 1, 0)
+        offs_ids = gl.arange(0, IDS_SLOTS * BLOCK_N, layout=LIST)
+        first_ids = last - offs_ids // BLOCK_N * BLOCK_N + offs_ids % BLOCK_N
+        _copy_ids(
+            ids._reinterpret(ids.dtype, [IDS_SLOTS * BLOCK_N], PLAIN), table, first_ids, start,
+            most, PAGE_SIZE,
+        )  # fmt: skip
+        commit_group()
+
         zero = num_queries >> 16
+        row_m = gl.arange(0, BLOCK_M, layout=LIST) + zero
+        row_entry = entry + gl.minimum(row_m // GQA_GROUP, num_queries - 1)
+        async_copy_global_to_shared(places.index(0), entry_query_ptr + row_entry)
+        async_copy_global_to_shared(places.index(1), entry_slot_ptr + row_entry)
         offs_m = _rows(zero, BLOCK_M, 256 // HEAD_DIM * WARPS, COPY_ROW)
         in_tile = offs_m // GQA_GROUP < num_queries
         query = gl.load(entry_query_ptr + entry + offs_m // GQA_GROUP, mask=in_tile, other=0)
         head = kv_head * GQA_GROUP + offs_m % GQA_GROUP
         # Rows outside the tile read query 0's: their results go nowhere.
         q_row = query.to(gl.int64) * (stride_q_batch // 8) + head * (stride_q_head // 8)
-        async_copy_global_to_shared(q_shared, q_ptr + q_row[:, None] * 8 + offs_d[None, :])
+        async_copy_global_to_shared(rows_shared, q_ptr + q_row[:, None] * 8 + offs_d[None, :])
 
         # Position of each row of the block to be copied next. Masked rows, too, hold tokens of
         # the segment: others, even times 0, could spoil the result.
-        position = start + (blocks - 1) * BLOCK_N + offs_n
+        position = last + offs_n
+        inside = gl.maximum(gl.minimum(position, most), start)
+        wait_group(0)
+        gl.thread_barrier()
         for ahead in gl.static_range(LOOKAHEAD + 1):
-            token = gl.maximum(gl.minimum(gl.maximum(position, start), stop - 1), 0)
-            # An empty range's row may have no page at all.
-            page = gl.where(tokens > 0, _page(table, token, PAGE_SIZE), 0)
-            _copy_block(
-                blocks > ahead, k_shared.index(ahead), v_shared.index(ahead), k_head, v_head,
-                page, token, offs_d, STRIDE_K_PAGE, STRIDE_K_TOKEN, STRIDE_V_PAGE, STRIDE_V_TOKEN,
-                PAGE_SIZE,
+            if ahead > 0:
+                page = ids.index(ahead - 1).load(COPY_ROW)
+                token = position + BLOCK_N
+                if ahead == 1:
+                    page = gl.where(tokens > 0, page, 0)
+                    token = inside
+                _copy(
+                    blocks > ahead - 1, v_shared.index(ahead - 1), v_head, page, token, offs_d,
+                    STRIDE_V_PAGE, STRIDE_V_TOKEN, PAGE_SIZE,
+                )  # fmt: skip
+            page = ids.index(ahead).load(COPY_ROW)
+            token = position
+            if ahead == 0:  # An empty range's row may have no page.
+                page = gl.where(tokens > 0, page, 0)
+                token = inside
+            _copy(
+                blocks > ahead, k_shared.index(ahead), k_head, page, token, offs_d,
+                STRIDE_K_PAGE, STRIDE_K_TOKEN, PAGE_SIZE,
             )  # fmt: skip
             position -= BLOCK_N
-        page = _page(table, position, PAGE_SIZE)
 
-        _arrived(2 * LOOKAHEAD + 1)
+        _arrived(2 * LOOKAHEAD)
+        q = rows_shared
+        if BLOCK_M == BLOCK_N:  # a V block comes where Q is
+            q = rows_shared.load(QUERIES)
         no_scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
         scores = warpgroup_mma(
-            q_shared, k_shared.index(0).permute((1, 0)), no_scores, use_acc=False
+            q, k_shared.index(0).permute((1, 0)), no_scores, use_acc=False
         )
         scores = _capped(scores, scale, logit_cap, SOFT_CAP)
         scores = _mask(scores, tokens - (blocks - 1) * BLOCK_N, BLOCK_M, BLOCK_N, SCORES)
 
         maximum = gl.full([BLOCK_M], float("-inf"), gl.float32, ROW)
         acc = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, OUTPUT)
-        # The slots of the K block to multiply next, the V block to multiply next, and of the
-        # K and V blocks to copy next.
-        k_next = 1
-        v_now = 0
-        k_free = 0
-        v_free = LOOKAHEAD + 1
+        # The slots of the V block to multiply next and of the K block to multiply next.
+        now = 0
+        following = 1
+        # That of the page ids to copy next, and their positions.
+        ids_free = 0
+        ids_at = last - IDS_SLOTS * BLOCK_N + gl.arange(0, BLOCK_N, layout=LIST)
 
         fresh, added, maximum, rescale = _softmax(scores, maximum, factor, BLOCK_M, BLOCK_N, ROW)
         total = added
@@ -371,22 +406,30 @@ def stem_attention(
         for step in range(0, blocks - 1):
             _arrived(OUTSTANDING)
             started = warpgroup_mma(
-                q_shared, k_shared.index(k_next).permute((1, 0)), no_scores,
+                q, k_shared.index(following).permute((1, 0)), no_scores,
                 use_acc=False, is_async=True,
             )  # fmt: skip
-            summing = warpgroup_mma(weights, v_shared.index(v_now), acc, is_async=True)
-            _copy_block(
-                blocks > step + LOOKAHEAD + 1,
-                k_shared.index(k_free), v_shared.index(v_free),
-                k_head, v_head, page, position, offs_d, STRIDE_K_PAGE, STRIDE_K_TOKEN,
-                STRIDE_V_PAGE, STRIDE_V_TOKEN, PAGE_SIZE,
+            summing = warpgroup_mma(weights, v_shared.index(now), acc, is_async=True)
+            # V goes where the V block before this one was, K where this one's was.
+            before = gl.where(now == 0, LOOKAHEAD, now - 1)
+            ids_now = (ids_free + LOOKAHEAD) % IDS_SLOTS
+            v_page = ids.index(ids_now).load(COPY_ROW)
+            k_page = ids.index((ids_now + 1) % IDS_SLOTS).load(COPY_ROW)
+            _copy(
+                blocks > step + LOOKAHEAD, v_shared.index(before), v_head, v_page,
+                position + BLOCK_N, offs_d, STRIDE_V_PAGE, STRIDE_V_TOKEN, PAGE_SIZE,
             )  # fmt: skip
+            _copy(
+                blocks > step + LOOKAHEAD + 1, k_shared.index(now), k_head, k_page, position,
+                offs_d, STRIDE_K_PAGE, STRIDE_K_TOKEN, PAGE_SIZE,
+            )  # fmt: skip
+            # These count with the next step's.
+            _copy_ids(ids.index(ids_free), table, ids_at, start, most, PAGE_SIZE)
             position -= BLOCK_N
-            page = _page(table, position, PAGE_SIZE)
-            k_next = _next(k_next, K_SLOTS)
-            v_now = _next(v_now, V_SLOTS)
-            k_free = _next(k_free, K_SLOTS)
-            v_free = _next(v_free, V_SLOTS)
+            ids_at -= BLOCK_N
+            ids_free = (ids_free + 1) % IDS_SLOTS
+            now = following
+            following = _next(following, SLOTS)
             scores = warpgroup_mma_wait(1, deps=[started])
             scores = _capped(scores, scale, logit_cap, SOFT_CAP)
             fresh, added, maximum, rescale = _softmax(
@@ -398,7 +441,7 @@ def stem_attention(
             acc = acc * gl.convert_layout(rescale, OUTPUT_ROW)[:, None]
 
         _arrived(0)
-        acc = warpgroup_mma(weights, v_shared.index(v_now), acc)
+        acc = warpgroup_mma(weights, v_shared.index(now), acc)
         sums = gl.convert_layout(gl.reduce(total, 1, _sum), ROW)
 
         # An empty range contributes nothing: O = 0, LSE = -inf.
@@ -415,14 +458,14 @@ def stem_attention(
 
         # Q has been read: its memory turns the results into whole rows, so that threads side
         # by side write side by side. `zero` is not known before the loop, as in `_rows`.
-        zero = gl.load(item_query_ptr + item, volatile=True) - entry
+        zero = now >> 16
         row_m = gl.arange(0, BLOCK_M, layout=OUTPUT_ROW) + zero
         row_in_tile = row_m // GQA_GROUP < num_queries
-        row_slot = gl.load(entry_slot_ptr + entry + row_m // GQA_GROUP, mask=row_in_tile, other=0)
+        row_slot = places.index(1).load(OUTPUT_ROW)
         direct_bits = result.to(DTYPE).to(gl.int16, bitcast=True)
         partial_bits = (result * shrink[:, None]).to(PARTIAL).to(gl.int16, bitcast=True)
         bits = gl.where((row_slot < 0)[:, None], direct_bits, partial_bits)
-        rows = q_shared._reinterpret(gl.int16, [BLOCK_M, HEAD_DIM], SHARED)
+        rows = rows_shared._reinterpret(gl.int16, [BLOCK_M, HEAD_DIM], SHARED)
         gl.thread_barrier()
         rows.store(bits)
         where = row_slot.to(gl.int64) * NUM_HEADS + kv_head * GQA_GROUP + row_m % GQA_GROUP
@@ -434,8 +477,8 @@ def stem_attention(
         offs_m = _rows(zero, BLOCK_M, 256 // HEAD_DIM * WARPS, COPY_ROW)
         in_tile = offs_m // GQA_GROUP < num_queries
         head = kv_head * GQA_GROUP + offs_m % GQA_GROUP
-        slot = gl.load(entry_slot_ptr + entry + offs_m // GQA_GROUP, mask=in_tile, other=0)
-        query = gl.load(entry_query_ptr + entry + offs_m // GQA_GROUP, mask=in_tile, other=0)
+        query = places.index(0).load(COPY_ROW)
+        slot = places.index(1).load(COPY_ROW)
         direct_row = query.to(gl.int64) * stride_out_batch + head * stride_out_head
         partial_row = (slot.to(gl.int64) * NUM_HEADS + head) * HEAD_DIM
         gl.store(

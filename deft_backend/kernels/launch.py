@@ -145,7 +145,7 @@ def launch_config(
 
 def _hopper_tile(plain: TileConfig, head_dim: int, sms: int) -> TileConfig | None:
     """How the Hopper kernel runs a tile shape; None: the plain kernel runs it."""
-    measured = {64: (64, 2), 128: (64, 1)}  # head dimension: KV tokens a block, blocks ahead
+    measured = {64: (64, 3), 128: (64, 2)}  # head dimension: KV tokens a block, blocks ahead
     if plain.rows != 64 or plain.block_segments > 1 or head_dim not in measured:
         return None
     block, lookahead = measured[head_dim]
