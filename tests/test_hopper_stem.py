@@ -18,8 +18,6 @@ from deft_backend.kernels import hopper_stem
 from deft_backend.kernels.launch import STEM_ATTENTION
 from deft_backend.reference import reference_attention, relative_error
 
-BLOCK = 32
-
 
 def stem_attention(
     programs: int, arguments: Any, constants: dict[str, Any], *, num_warps: int, **_: Any
@@ -41,18 +39,19 @@ def emulation() -> Iterator[None]:
         yield
 
 
-def with_stems(attention: TreeAttention, lookahead: int) -> None:
+def with_stems(attention: TreeAttention, lookahead: int, block: int) -> None:
     """Let the Hopper kernel run the middle tile shape of an attention on the CPU."""
     small, stem, packed = attention._config.tiles
-    stem = replace(stem, block_tokens=BLOCK, lookahead=lookahead, num_warps=4, programs=3)
+    stem = replace(stem, block_tokens=block, lookahead=lookahead, num_warps=4, programs=3)
     attention._config = replace(attention._config, tiles=(small, stem, packed))
 
 
 def check(
     seed: int, requests: int, page_size: int = 1, lookahead: int = 1, logit_cap: float = 0.0,
-    heads: tuple[int, int] = (4, 1), head_dim: int = 64, grow: int = 0,
+    heads: tuple[int, int] = (4, 1), head_dim: int = 64, grow: int = 0, block: int = 32,
+    longest: int = 200,
 ) -> None:  # fmt: skip
-    batch = random_batch(seed, requests, page_size, longest=200, spare=grow)
+    batch = random_batch(seed, requests, page_size, longest=longest, spare=grow)
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -64,7 +63,7 @@ def check(
         num_query_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, dtype=torch.float16,
         device="cpu", page_size=page_size, max_batch=requests, policy="fasttree",
     )  # fmt: skip
-    with_stems(attention, lookahead)
+    with_stems(attention, lookahead, block)
     table, lens = torch.from_numpy(batch.page_table), torch.from_numpy(batch.seq_lens)
     attention.plan(forest_from_page_tables(table, lens, page_size, num_pages=batch.num_pages))
     attention.poison_workspace()
@@ -83,11 +82,14 @@ def check(
     lookahead=st.sampled_from([1, 2, 3]),
     heads=st.sampled_from([(4, 1), (4, 2), (2, 2), (6, 2)]),
     grow=st.integers(0, 3),
+    block=st.sampled_from([32, 64]),
 )
 def test_random_forests(
-    seed: int, requests: int, page_size: int, lookahead: int, heads: tuple[int, int], grow: int
-) -> None:
-    check(seed, requests, page_size, lookahead, heads=heads, grow=grow)
+    seed: int, requests: int, page_size: int, lookahead: int, heads: tuple[int, int], grow: int,
+    block: int,
+) -> None:  # fmt: skip
+    """A block as long as a tile has rows lets Q share a V block's memory."""
+    check(seed, requests, page_size, lookahead, heads=heads, grow=grow, block=block)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +101,11 @@ def test_head_dimensions_and_soft_caps(
     launched.clear()
     check(1, 12, 16, heads=heads, head_dim=head_dim, logit_cap=logit_cap)
     assert launched
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 3, 4])
+def test_long_segments_go_round_the_rings(lookahead: int) -> None:
+    check(3, 6, lookahead=lookahead, longest=1500)
 
 
 @pytest.mark.parametrize("late", [0, 1])

@@ -419,12 +419,11 @@ def stem_attention(
                 blocks > step + LOOKAHEAD, v_shared.index(before), v_head, v_page,
                 position + BLOCK_N, offs_d, STRIDE_V_PAGE, STRIDE_V_TOKEN, PAGE_SIZE,
             )  # fmt: skip
+            _copy_ids(ids.index(ids_free), table, ids_at, start, most, PAGE_SIZE)
             _copy(
                 blocks > step + LOOKAHEAD + 1, k_shared.index(now), k_head, k_page, position,
                 offs_d, STRIDE_K_PAGE, STRIDE_K_TOKEN, PAGE_SIZE,
             )  # fmt: skip
-            # These count with the next step's.
-            _copy_ids(ids.index(ids_free), table, ids_at, start, most, PAGE_SIZE)
             position -= BLOCK_N
             ids_at -= BLOCK_N
             ids_free = (ids_free + 1) % IDS_SLOTS
