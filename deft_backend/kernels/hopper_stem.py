@@ -210,6 +210,30 @@ def _next(slot, SLOTS: gl.constexpr):
 
 
 @jit
+def _read_item(
+    work, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr, segment_end_ptr,
+    NUM_KV_HEADS: gl.constexpr,
+):  # fmt: skip
+    """An item's entries, row, start and end; zeros if there is none."""
+    # Every item of this shape, and of the shapes before it, has one segment.
+    item = work // NUM_KV_HEADS
+    there = work < work_end
+    entry = gl.load(item_query_ptr + item, mask=there, other=0)
+    entry_end = gl.load(item_query_ptr + item + 1, mask=there, other=0)
+    row = gl.load(segment_row_ptr + item, mask=there, other=0)
+    start = gl.load(segment_start_ptr + item, mask=there, other=0)
+    stop = gl.load(segment_end_ptr + item, mask=there, other=0)
+    return entry, entry_end, row, start, stop
+
+
+@jit
+def _read_row(row, seq_lens_ptr, table_rows_ptr):
+    """Tokens of a row's sequence, and its row of the page table."""
+    length = gl.load(seq_lens_ptr + row).to(gl.int32)
+    return length, gl.load(table_rows_ptr + row).to(gl.int64)
+
+
+@jit
 def stem_attention(
     q_ptr,
     k_ptr,
@@ -309,19 +333,21 @@ def stem_attention(
     offs_d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, COPY))
     offs_n = gl.arange(0, BLOCK_N, layout=COPY_ROW)
 
-    for work in range(first_item * NUM_KV_HEADS + gl.program_id(0), work_end, gl.num_programs(0)):
+    first_work = first_item * NUM_KV_HEADS + gl.program_id(0)
+    step_work = gl.num_programs(0)
+    entry, entry_end, row, start, stop = _read_item(
+        first_work, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
+        segment_end_ptr, NUM_KV_HEADS,
+    )  # fmt: skip
+    length, table_row = _read_row(row, seq_lens_ptr, table_rows_ptr)
+
+    for work in range(first_work, work_end, step_work):
         # KV heads of one item are neighbours: they read the same page-table entries.
-        item = work // NUM_KV_HEADS
         kv_head = work % NUM_KV_HEADS
-        # Every item of this shape, and of the shapes before it, has one segment.
-        entry = gl.load(item_query_ptr + item)
-        num_queries = gl.load(item_query_ptr + item + 1) - entry
-        row = gl.load(segment_row_ptr + item)
-        start = gl.load(segment_start_ptr + item)
-        stop = gl.load(segment_end_ptr + item)
-        if stop < 0:  # An open segment ends where its row's sequence ends now.
-            stop = gl.load(seq_lens_ptr + row).to(gl.int32)
-        table = page_table_ptr + gl.load(table_rows_ptr + row).to(gl.int64) * stride_table
+        num_queries = entry_end - entry
+        # An open segment ends where its row's sequence ends now.
+        stop = gl.where(stop < 0, length, stop)
+        table = page_table_ptr + table_row * stride_table
         k_head = k_ptr + kv_head.to(gl.int64) * STRIDE_K_HEAD
         v_head = v_ptr + kv_head.to(gl.int64) * STRIDE_V_HEAD
         tokens = gl.maximum(stop - start, 0)
@@ -380,6 +406,11 @@ def stem_attention(
             )  # fmt: skip
             position -= BLOCK_N
 
+        # What the next item needs first is on its way while this one is worked on.
+        next_entry, next_entry_end, next_row, next_start, next_stop = _read_item(
+            work + step_work, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
+            segment_end_ptr, NUM_KV_HEADS,
+        )  # fmt: skip
         _arrived(2 * LOOKAHEAD)
         q = rows_shared
         if BLOCK_M == BLOCK_N:  # a V block comes where Q is
@@ -439,6 +470,7 @@ def stem_attention(
             weights = gl.convert_layout(fresh.to(DTYPE), WEIGHTS)
             acc = acc * gl.convert_layout(rescale, OUTPUT_ROW)[:, None]
 
+        next_length, next_table_row = _read_row(next_row, seq_lens_ptr, table_rows_ptr)
         _arrived(0)
         acc = warpgroup_mma(weights, v_shared.index(now), acc)
         sums = gl.convert_layout(gl.reduce(total, 1, _sum), ROW)
@@ -496,6 +528,10 @@ def stem_attention(
         )
         # The next item's Q comes into the same memory.
         gl.thread_barrier()
+        entry, entry_end, row, start, stop = (
+            next_entry, next_entry_end, next_row, next_start, next_stop,
+        )  # fmt: skip
+        length, table_row = next_length, next_table_row
 
     if OVERLAPPED:
         gdc_wait()
