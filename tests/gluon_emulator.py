@@ -36,7 +36,16 @@ class DType:
 
 
 class Tensor(np.ndarray):
-    """Values in registers."""
+    """Values in registers: an assignment gives a name to new ones, and changes none."""
+
+    def __iadd__(self, other: Any) -> Any:
+        return self + other
+
+    def __isub__(self, other: Any) -> Any:
+        return self - other
+
+    def __imul__(self, other: Any) -> Any:
+        return self * other
 
     @property
     def type(self) -> Any:

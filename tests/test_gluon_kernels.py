@@ -46,7 +46,7 @@ def emulation() -> Iterator[None]:
 def use_gluon(attention: TreeAttention, lookahead: int, programs: int) -> None:
     """Let the kernels in Gluon run an attention on the CPU."""
     leaf, stem, packed = attention._config.tiles
-    leaf = replace(leaf, block_tokens=16, lookahead=1, programs=programs)
+    leaf = replace(leaf, block_tokens=16, lookahead=lookahead, programs=programs)
     stem = replace(stem, block_tokens=32, lookahead=lookahead, num_warps=4, programs=3)
     attention._config = replace(attention._config, tiles=(leaf, stem, packed))
 
@@ -84,7 +84,7 @@ def check(
     seed=st.integers(0, 2**31 - 1),
     requests=st.integers(1, 24),
     page_size=st.sampled_from([1, 3, 16]),
-    lookahead=st.sampled_from([1, 2]),
+    lookahead=st.sampled_from([1, 2, 3]),
     heads=st.sampled_from([(4, 1), (4, 2), (2, 2), (6, 2), (16, 1)]),
     grow=st.integers(0, 3),
     policy=st.sampled_from(["auto", "fasttree", "deft-node", "flash-decoding"]),

@@ -157,11 +157,11 @@ def _gluon_tile(
         return replace(plain, block_tokens=block, lookahead=lookahead, programs=2 * sms)
     if plain.rows > 16:  # results of more rows do not fit the registers of one warp
         return None
-    block = 16
-    # Two buffers of K, V and Q each, and a tile of results on its way to other threads.
-    held = 2 * (2 * block + plain.rows) * head_dim * 2 + plain.rows * head_dim * 4 + 1024
-    per_sm = min(12, per_sm_shared // held)
-    return replace(plain, block_tokens=block, lookahead=1, programs=per_sm * sms)
+    block, lookahead = 16, 2
+    # Buffers of K, V and Q, and a tile of results on its way to other threads.
+    held = (lookahead + 1) * (2 * block + plain.rows) * head_dim * 2 + plain.rows * head_dim * 4
+    per_sm = min(12, per_sm_shared // (held + 1024))
+    return replace(plain, block_tokens=block, lookahead=lookahead, programs=per_sm * sms)
 
 
 def _shared_bytes(rows: int, block: int, head_dim: int, dtype: torch.dtype, stages: int) -> int:

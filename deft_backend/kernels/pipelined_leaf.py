@@ -5,11 +5,12 @@ smallest tile shape. Nothing is reused here, so what counts is that loads are in
 and that little else is done for a token:
 
 - A program is one warp. It meets no barrier, and an SM holds many.
-- Blocks of K and V come into a ring of two shared-memory buffers. While a block is worked on the
-  next one is on its way, be it of the same item or of the next: written in Gluon, since Triton's
-  own pipelining ends with every item.
+- Blocks of K and V come into a ring of shared-memory buffers, LOOKAHEAD blocks ahead of the one
+  that is worked on, be they of the same item or of those after it: written in Gluon, since
+  Triton's own pipelining ends with every item.
 - An item is a chain of loads, each of whose addresses come from the one before: the item, its row
-  of the page table, page ids, keys and values. Each link is read one item earlier than the next.
+  of the page table, page ids, keys and values. Each link is read one item, or one block, earlier
+  than the next: nothing waits for a load that has just begun.
 - Tokens fill the tensor cores' rows and query heads their columns (S^T = K Q^T, O^T = V^T P^T):
   a tile of eight columns wastes little on a group of four, and holds half the registers.
 - A page id is read, and turned into an address, by one thread for its token.
@@ -43,7 +44,7 @@ def _read_item(
     work, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr, segment_end_ptr,
     NUM_KV_HEADS: gl.constexpr,
 ):  # fmt: skip
-    """First link of the chain: entries, row, start and end. Of no item: those of an empty one."""
+    """First link of the chain: entry, queries, row, start and end. Of no item: of an empty one."""
     item = work // NUM_KV_HEADS  # item and segment are one: see TILE_SEGMENTS
     there = work < work_end
     entry = gl.load(item_query_ptr + item, mask=there, other=0)
@@ -55,18 +56,25 @@ def _read_item(
 
 
 @jit
-def _read_row(row, start, stop, seq_lens_ptr, table_rows_ptr, page_table_ptr, stride_table):
-    """Second link: the row of the page table, and the tokens of the range."""
+def _tokens(row, start, stop, seq_lens_ptr):
+    """Tokens of a range. An open one ends where its row's sequence ends now."""
     length = gl.load(seq_lens_ptr + row).to(gl.int32)
-    table = page_table_ptr + gl.load(table_rows_ptr + row).to(gl.int64) * stride_table
-    # An open range ends where its row's sequence ends now.
-    return table, gl.maximum(gl.where(stop < 0, length, stop) - start, 0)
+    return gl.maximum(gl.where(stop < 0, length, stop) - start, 0)
 
 
 @jit
-def _read_pages(table, first, left, offs_n, PAGE_SIZE: gl.constexpr):
-    """Third link: pages of the tokens from `first` on, of which `left` are of the range."""
-    pages = gl.load(table + (first + offs_n) // PAGE_SIZE, mask=offs_n < left, other=0)
+def _read_row(row, table_rows_ptr, page_table_ptr, stride_table):
+    """Second link: the row of the page table."""
+    return page_table_ptr + gl.load(table_rows_ptr + row).to(gl.int64) * stride_table
+
+
+@jit
+def _read_pages(
+    table, start, length, block, offs_n, BLOCK_N: gl.constexpr, PAGE_SIZE: gl.constexpr
+):  # fmt: skip
+    """Third link: pages of the tokens of one of a range's blocks."""
+    token = block * BLOCK_N + offs_n
+    pages = gl.load(table + (start + token) // PAGE_SIZE, mask=token < length, other=0)
     return pages.to(gl.int32)
 
 
@@ -91,6 +99,11 @@ def _copy_rows(buffer, pointer, offset, inside, ROW: gl.constexpr, offs_d):
     async_copy_global_to_shared(
         buffer, pointer + wide[:, None] + offs_d[None, :], mask=inside[:, None]
     )
+
+
+@jit
+def _after(slot, SLOTS: gl.constexpr):
+    return gl.where(slot == SLOTS - 1, 0, slot + 1)
 
 
 @jit
@@ -137,6 +150,111 @@ def _merged(result, maximum, total, lse, part_scale, part_out):
 
 
 @jit
+def _finish(
+    acc, maximum, total, entry, queries, kv_head, merged, out_ptr, partial_out_ptr,
+    partial_lse_ptr, partial_scale_ptr, entry_query_ptr, entry_slot_ptr, stride_out_batch,
+    stride_out_head, offs_m, offs_d, NUM_HEADS: gl.constexpr, GQA_GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr, OVERLAPPED: gl.constexpr, COPY: gl.constexpr,
+):  # fmt: skip
+    """Merge what an item is to merge, and write its queries' outputs or partial results."""
+    MERGES: gl.constexpr = -2  # first partial slot of an item that merges, counted down from here
+    ROW: gl.constexpr = gl.SliceLayout(1, COPY)
+    DTYPE: gl.constexpr = out_ptr.dtype.element_ty
+    PARTIAL: gl.constexpr = partial_out_ptr.dtype.element_ty
+    query_of_row = offs_m // GQA_GROUP
+    in_tile = query_of_row < queries
+    query = gl.load(entry_query_ptr + entry + query_of_row, mask=in_tile, other=0)
+    slot = gl.load(entry_slot_ptr + entry + query_of_row, mask=in_tile, other=0)
+    row_head = kv_head * GQA_GROUP + offs_m % GQA_GROUP
+    result = gl.convert_layout(gl.permute(acc, (1, 0)), COPY)
+    row_maximum = gl.convert_layout(maximum, ROW)
+    row_total = gl.convert_layout(total, ROW)
+    if OVERLAPPED:
+        if merged > 0:
+            gdc_wait()
+    at = (MERGES - slot) * NUM_HEADS + row_head
+    # Four at a time, so that their loads are on their way together, and a last one alone.
+    together = (merged + 2) // 4
+    for group in range(0, together):
+        parts = merged - group * 4
+        lse_0, scale_0, out_0 = _read_partial(
+            at,
+            in_tile,
+            partial_lse_ptr,
+            partial_scale_ptr,
+            partial_out_ptr,
+            offs_d,
+            HEAD_DIM,
+        )
+        lse_1, scale_1, out_1 = _read_partial(
+            at + NUM_HEADS, in_tile & (parts > 1), partial_lse_ptr, partial_scale_ptr,
+            partial_out_ptr, offs_d, HEAD_DIM,
+        )  # fmt: skip
+        lse_2, scale_2, out_2 = _read_partial(
+            at + 2 * NUM_HEADS, in_tile & (parts > 2), partial_lse_ptr, partial_scale_ptr,
+            partial_out_ptr, offs_d, HEAD_DIM,
+        )  # fmt: skip
+        lse_3, scale_3, out_3 = _read_partial(
+            at + 3 * NUM_HEADS, in_tile & (parts > 3), partial_lse_ptr, partial_scale_ptr,
+            partial_out_ptr, offs_d, HEAD_DIM,
+        )  # fmt: skip
+        at += 4 * NUM_HEADS
+        result, row_maximum, row_total = _merged(
+            result, row_maximum, row_total, lse_0, scale_0, out_0
+        )
+        result, row_maximum, row_total = _merged(
+            result, row_maximum, row_total, lse_1, scale_1, out_1
+        )
+        result, row_maximum, row_total = _merged(
+            result, row_maximum, row_total, lse_2, scale_2, out_2
+        )
+        result, row_maximum, row_total = _merged(
+            result, row_maximum, row_total, lse_3, scale_3, out_3
+        )
+    if merged > together * 4:
+        lse, part_scale, part_out = _read_partial(
+            at,
+            in_tile,
+            partial_lse_ptr,
+            partial_scale_ptr,
+            partial_out_ptr,
+            offs_d,
+            HEAD_DIM,
+        )
+        result, row_maximum, row_total = _merged(
+            result, row_maximum, row_total, lse, part_scale, part_out
+        )
+
+    # An empty range contributes nothing: O = 0, LSE = -inf.
+    safe_total = gl.where(row_total > 0.0, row_total, 1.0)
+    normal = 1.0 / safe_total
+    direct = in_tile & (slot < 0)
+    partial = in_tile & (slot >= 0)
+    if gl.reduce(direct.to(gl.int32), 0, larger) > 0:
+        out_at = query * (stride_out_batch // 8) + row_head * (stride_out_head // 8)
+        out_at = out_at.to(gl.uint32).to(gl.int64) * 8
+        gl.store(
+            out_ptr + out_at[:, None] + offs_d[None, :],
+            (result * normal[:, None]).to(DTYPE),
+            mask=direct[:, None],
+        )
+    if gl.reduce(partial.to(gl.int32), 0, larger) > 0:
+        # Partial results keep 11 bits of mantissa relative to their row's largest element,
+        # whatever the range of the cache's dtype.
+        largest = gl.maximum(gl.reduce(gl.abs(result), 1, larger), 1.0e-30)
+        slot_at = slot * NUM_HEADS + row_head
+        slot_row = (slot_at * (HEAD_DIM // 8)).to(gl.uint32).to(gl.int64) * 8
+        gl.store(
+            partial_out_ptr + slot_row[:, None] + offs_d[None, :],
+            (result * (1.0 / largest)[:, None]).to(PARTIAL),
+            mask=partial[:, None],
+        )
+        row_lse = gl.where(row_total > 0.0, row_maximum + gl.log2(safe_total), float("-inf"))
+        gl.store(partial_lse_ptr + slot_at, row_lse, mask=partial)
+        gl.store(partial_scale_ptr + slot_at, largest * normal, mask=partial)
+
+
+@jit
 def pipelined_leaf_attention(
     q_ptr,
     k_ptr,
@@ -172,6 +290,7 @@ def pipelined_leaf_attention(
     STRIDE_V_HEAD: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
+    LOOKAHEAD: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr,
     GQA_GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -180,9 +299,8 @@ def pipelined_leaf_attention(
     OVERLAPPED: gl.constexpr,
 ):
     NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GQA_GROUP
-    MERGES: gl.constexpr = -2  # first partial slot of an item that merges, counted down from here
+    SLOTS: gl.constexpr = LOOKAHEAD + 1
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
-    PARTIAL: gl.constexpr = partial_out_ptr.dtype.element_ty
     SAME_STRIDES: gl.constexpr = STRIDE_K_PAGE == STRIDE_V_PAGE and STRIDE_K_TOKEN == STRIDE_V_TOKEN
     gl.static_assert(gl.num_warps() == 1)
 
@@ -201,9 +319,9 @@ def pipelined_leaf_attention(
     if OVERLAPPED:
         gdc_launch_dependents()
 
-    q_shared = gl.allocate_shared_memory(DTYPE, [2, BLOCK_M, HEAD_DIM], SHARED)
-    k_shared = gl.allocate_shared_memory(DTYPE, [2, BLOCK_N, HEAD_DIM], SHARED)
-    v_shared = gl.allocate_shared_memory(DTYPE, [2, BLOCK_N, HEAD_DIM], SHARED)
+    q_shared = gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_M, HEAD_DIM], SHARED)
+    k_shared = gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_N, HEAD_DIM], SHARED)
+    v_shared = gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_N, HEAD_DIM], SHARED)
 
     factor = scale
     if SOFT_CAP:
@@ -211,7 +329,7 @@ def pipelined_leaf_attention(
 
     # The first tile shape's items come first in the plan.
     work_end = gl.load(tile_ptr + 1) * NUM_KV_HEADS
-    first_work = gl.program_id(0)
+    work = gl.program_id(0)
     step = gl.num_programs(0)
 
     offs_n = gl.arange(0, BLOCK_N, layout=ONE_EACH)
@@ -221,105 +339,114 @@ def pipelined_leaf_attention(
     token = gl.arange(0, BLOCK_N, layout=TOKEN)
     query_of_row = offs_m // GQA_GROUP
 
+    # The range that is copied, by the number of its next block; the ones after it, of which each
+    # is known by one link less. `page` and `ahead_page` are pages of the next block and the one
+    # after that.
+    copied_work = work
+    block = 0
     entry, queries, row, start, stop = _read_item(
-        first_work, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
-        segment_end_ptr, NUM_KV_HEADS,
+        work, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr, segment_end_ptr,
+        NUM_KV_HEADS,
     )  # fmt: skip
     next_entry, next_queries, next_row, next_start, next_stop = _read_item(
-        first_work + step, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
+        work + step, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
         segment_end_ptr, NUM_KV_HEADS,
     )  # fmt: skip
     later_entry, later_queries, later_row, later_start, later_stop = _read_item(
-        first_work + 2 * step, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
+        work + 2 * step, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
         segment_end_ptr, NUM_KV_HEADS,
     )  # fmt: skip
-    table, length = _read_row(
-        row, start, stop, seq_lens_ptr, table_rows_ptr, page_table_ptr, stride_table
+    last_entry, last_queries, last_row, last_start, last_stop = _read_item(
+        work + 3 * step, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
+        segment_end_ptr, NUM_KV_HEADS,
+    )  # fmt: skip
+    table = _read_row(row, table_rows_ptr, page_table_ptr, stride_table)
+    length = _tokens(row, start, stop, seq_lens_ptr)
+    next_table = _read_row(next_row, table_rows_ptr, page_table_ptr, stride_table)
+    next_length = _tokens(next_row, next_start, next_stop, seq_lens_ptr)
+    later_table = _read_row(later_row, table_rows_ptr, page_table_ptr, stride_table)
+    later_length = _tokens(later_row, later_start, later_stop, seq_lens_ptr)
+    page = _read_pages(table, start, length, 0, offs_n, BLOCK_N, PAGE_SIZE)
+    ahead_page = _read_pages(table, start, length, 1, offs_n, BLOCK_N, PAGE_SIZE)
+    next_page = _read_pages(next_table, next_start, next_length, 0, offs_n, BLOCK_N, PAGE_SIZE)
+    query = gl.load(entry_query_ptr + entry + query_of_row, mask=query_of_row < queries, other=0)
+    next_query = gl.load(
+        entry_query_ptr + next_entry + query_of_row, mask=query_of_row < next_queries, other=0
     )
-    next_table, next_length = _read_row(
-        next_row, next_start, next_stop, seq_lens_ptr, table_rows_ptr, page_table_ptr, stride_table
-    )
-    first_query = gl.load(
-        entry_query_ptr + entry + query_of_row, mask=query_of_row < queries, other=0
-    )
-    page = _read_pages(table, start, length, offs_n, PAGE_SIZE)
-    next_page = _read_pages(next_table, next_start, next_length, offs_n, PAGE_SIZE)
+    free = 0  # the buffers that are copied to
+    q_free = 0
 
-    kv_head = first_work % NUM_KV_HEADS
-    _copy_queries(
-        q_shared.index(0), q_ptr, first_query, queries, kv_head, stride_q_batch, stride_q_head,
-        offs_m, offs_d, GQA_GROUP,
+    # The item that is worked on, the one after it, and the links of a third.
+    merged = gl.load(segment_span_ptr + work // NUM_KV_HEADS, mask=work < work_end, other=0)
+    own_entry, own_queries, own_length = entry, queries, length
+    coming_entry, coming_queries, coming_length = next_entry, next_queries, next_length
+    link_entry, link_queries, link_row, link_start, link_stop = (
+        later_entry, later_queries, later_row, later_start, later_stop,
     )  # fmt: skip
-    k_offset = _offsets(page, start, offs_n, STRIDE_K_PAGE, STRIDE_K_TOKEN, PAGE_SIZE)
-    v_offset = k_offset
-    if not SAME_STRIDES:
-        v_offset = _offsets(page, start, offs_n, STRIDE_V_PAGE, STRIDE_V_TOKEN, PAGE_SIZE)
-    inside = row_n < length
-    _copy_rows(
-        k_shared.index(0), k_ptr + kv_head.to(gl.int64) * STRIDE_K_HEAD, k_offset, inside, ROW,
-        offs_d,
-    )  # fmt: skip
-    _copy_rows(
-        v_shared.index(0), v_ptr + kv_head.to(gl.int64) * STRIDE_V_HEAD, v_offset, inside, ROW,
-        offs_d,
-    )  # fmt: skip
-    commit_group()
-    now = 0  # the buffer of the block that is worked on
+    left = own_length  # tokens of it that are to be worked on
+    now = 0  # the buffers of the block that is worked on
     q_now = 0
+    maximum = gl.full([BLOCK_M], float("-inf"), gl.float32, COLUMN)
+    total = gl.zeros([BLOCK_M], gl.float32, COLUMN)
+    acc = gl.zeros([HEAD_DIM, BLOCK_M], gl.float32, MMA)
 
-    for work in range(first_work, work_end, step):
-        # KV heads of one item are neighbours: they read the same page-table entries.
-        kv_head = work % NUM_KV_HEADS
-        next_head = (work + step) % NUM_KV_HEADS
-        later_table, later_length = _read_row(
-            later_row, later_start, later_stop, seq_lens_ptr, table_rows_ptr, page_table_ptr,
-            stride_table,
-        )  # fmt: skip
-        last_entry, last_queries, last_row, last_start, last_stop = _read_item(
-            work + 3 * step, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
-            segment_end_ptr, NUM_KV_HEADS,
-        )  # fmt: skip
-        merged = gl.load(segment_span_ptr + work // NUM_KV_HEADS)
-        next_query = gl.load(
-            entry_query_ptr + next_entry + query_of_row, mask=query_of_row < next_queries, other=0
+    begun = 0
+    while work < work_end:
+        gl.thread_barrier()  # whatever was read from the buffers that are copied to now
+        head = (copied_work % NUM_KV_HEADS).to(gl.int64)
+        first = start + block * BLOCK_N
+        inside = row_n < length - block * BLOCK_N
+        k_offset = _offsets(page, first, offs_n, STRIDE_K_PAGE, STRIDE_K_TOKEN, PAGE_SIZE)
+        v_offset = k_offset
+        if not SAME_STRIDES:
+            v_offset = _offsets(page, first, offs_n, STRIDE_V_PAGE, STRIDE_V_TOKEN, PAGE_SIZE)
+        _copy_rows(
+            k_shared.index(free), k_ptr + head * STRIDE_K_HEAD, k_offset, inside, ROW, offs_d
         )
-        page = _read_pages(table, start + BLOCK_N, length - BLOCK_N, offs_n, PAGE_SIZE)
+        _copy_rows(
+            v_shared.index(free), v_ptr + head * STRIDE_V_HEAD, v_offset, inside, ROW, offs_d
+        )
+        if block == 0:
+            _copy_queries(
+                q_shared.index(q_free), q_ptr, query, queries, copied_work % NUM_KV_HEADS,
+                stride_q_batch, stride_q_head, offs_m, offs_d, GQA_GROUP,
+            )  # fmt: skip
+        commit_group()
+        free = _after(free, SLOTS)
+        block += 1
+        page = ahead_page
+        if block * BLOCK_N >= length:  # the next range
+            block = 0
+            q_free = _after(q_free, SLOTS)
+            copied_work += step
+            entry, queries, table, start, length = (
+                next_entry, next_queries, next_table, next_start, next_length,
+            )  # fmt: skip
+            page, query = next_page, next_query
+            next_entry, next_queries, next_table, next_start, next_length = (
+                later_entry, later_queries, later_table, later_start, later_length,
+            )  # fmt: skip
+            next_page = _read_pages(
+                next_table, next_start, next_length, 0, offs_n, BLOCK_N, PAGE_SIZE
+            )
+            next_query = gl.load(
+                entry_query_ptr + next_entry + query_of_row,
+                mask=query_of_row < next_queries,
+                other=0,
+            )
+            later_entry, later_queries, later_start = last_entry, last_queries, last_start
+            later_table = _read_row(last_row, table_rows_ptr, page_table_ptr, stride_table)
+            later_length = _tokens(last_row, last_start, last_stop, seq_lens_ptr)
+            last_entry, last_queries, last_row, last_start, last_stop = _read_item(
+                copied_work + 3 * step, work_end, item_query_ptr, segment_row_ptr,
+                segment_start_ptr, segment_end_ptr, NUM_KV_HEADS,
+            )  # fmt: skip
+        ahead_page = _read_pages(table, start, length, block + 1, offs_n, BLOCK_N, PAGE_SIZE)
 
-        maximum = gl.full([BLOCK_M], float("-inf"), gl.float32, COLUMN)
-        total = gl.zeros([BLOCK_M], gl.float32, COLUMN)
-        acc = gl.zeros([HEAD_DIM, BLOCK_M], gl.float32, MMA)
-        blocks = gl.maximum((length + BLOCK_N - 1) // BLOCK_N, 1)
-        for block in range(0, blocks):
-            wait_group(0)
+        begun += 1
+        if begun > LOOKAHEAD:
+            wait_group(LOOKAHEAD)
             gl.thread_barrier()
-
-            # The block after this one comes into the other buffer.
-            left = length - block * BLOCK_N
-            ends = left <= BLOCK_N
-            first = gl.where(ends, next_start, start + (block + 1) * BLOCK_N)
-            inside = row_n < gl.where(ends, next_length, left - BLOCK_N)
-            head = gl.where(ends, next_head, kv_head).to(gl.int64)
-            coming = gl.where(ends, next_page, page)
-            k_offset = _offsets(coming, first, offs_n, STRIDE_K_PAGE, STRIDE_K_TOKEN, PAGE_SIZE)
-            v_offset = k_offset
-            if not SAME_STRIDES:
-                v_offset = _offsets(coming, first, offs_n, STRIDE_V_PAGE, STRIDE_V_TOKEN, PAGE_SIZE)
-            _copy_rows(
-                k_shared.index(1 - now), k_ptr + head * STRIDE_K_HEAD, k_offset, inside, ROW, offs_d
-            )
-            _copy_rows(
-                v_shared.index(1 - now), v_ptr + head * STRIDE_V_HEAD, v_offset, inside, ROW, offs_d
-            )
-            if ends:
-                _copy_queries(
-                    q_shared.index(1 - q_now), q_ptr, next_query, next_queries, next_head,
-                    stride_q_batch, stride_q_head, offs_m, offs_d, GQA_GROUP,
-                )  # fmt: skip
-            commit_group()
-            page = _read_pages(
-                table, start + (block + 2) * BLOCK_N, left - 2 * BLOCK_N, offs_n, PAGE_SIZE
-            )
-
             keys = k_shared.index(now).load(LEFT)
             q = q_shared.index(q_now).permute((1, 0)).load(RIGHT)
             scores = mma_v2(keys, q, gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA))
@@ -335,100 +462,35 @@ def pipelined_leaf_attention(
             values = v_shared.index(now).permute((1, 0)).load(LEFT)
             weights = gl.convert_layout(weights.to(DTYPE), RIGHT)
             acc = mma_v2(values, weights, acc * rescale[None, :])
-            now = 1 - now
+            now = _after(now, SLOTS)
+            left -= BLOCK_N
 
-        page = _read_pages(later_table, later_start, later_length, offs_n, PAGE_SIZE)
+            if left <= 0:
+                _finish(
+                    acc, maximum, total, own_entry, own_queries, work % NUM_KV_HEADS, merged,
+                    out_ptr, partial_out_ptr, partial_lse_ptr, partial_scale_ptr, entry_query_ptr,
+                    entry_slot_ptr, stride_out_batch, stride_out_head, offs_m, offs_d, NUM_HEADS,
+                    GQA_GROUP, HEAD_DIM, OVERLAPPED, COPY,
+                )  # fmt: skip
 
-        # Read again rather than held in registers through the loop.
-        in_tile = query_of_row < queries
-        query = gl.load(entry_query_ptr + entry + query_of_row, mask=in_tile, other=0)
-        slot = gl.load(entry_slot_ptr + entry + query_of_row, mask=in_tile, other=0)
-        row_head = kv_head * GQA_GROUP + offs_m % GQA_GROUP
-        result = gl.convert_layout(gl.permute(acc, (1, 0)), COPY)
-        row_maximum = gl.convert_layout(maximum, ROW)
-        row_total = gl.convert_layout(total, ROW)
-        if OVERLAPPED:
-            if merged > 0:
-                gdc_wait()
-        at = (MERGES - slot) * NUM_HEADS + row_head
-        # Four at a time, so that their loads are on their way together, and a last one alone.
-        together = (merged + 2) // 4
-        for group in range(0, together):
-            left = merged - group * 4
-            lse_0, scale_0, out_0 = _read_partial(
-                at, in_tile, partial_lse_ptr, partial_scale_ptr, partial_out_ptr, offs_d, HEAD_DIM
-            )
-            lse_1, scale_1, out_1 = _read_partial(
-                at + NUM_HEADS, in_tile & (left > 1), partial_lse_ptr, partial_scale_ptr,
-                partial_out_ptr, offs_d, HEAD_DIM,
-            )  # fmt: skip
-            lse_2, scale_2, out_2 = _read_partial(
-                at + 2 * NUM_HEADS, in_tile & (left > 2), partial_lse_ptr, partial_scale_ptr,
-                partial_out_ptr, offs_d, HEAD_DIM,
-            )  # fmt: skip
-            lse_3, scale_3, out_3 = _read_partial(
-                at + 3 * NUM_HEADS, in_tile & (left > 3), partial_lse_ptr, partial_scale_ptr,
-                partial_out_ptr, offs_d, HEAD_DIM,
-            )  # fmt: skip
-            at += 4 * NUM_HEADS
-            result, row_maximum, row_total = _merged(
-                result, row_maximum, row_total, lse_0, scale_0, out_0
-            )
-            result, row_maximum, row_total = _merged(
-                result, row_maximum, row_total, lse_1, scale_1, out_1
-            )
-            result, row_maximum, row_total = _merged(
-                result, row_maximum, row_total, lse_2, scale_2, out_2
-            )
-            result, row_maximum, row_total = _merged(
-                result, row_maximum, row_total, lse_3, scale_3, out_3
-            )
-        if merged > together * 4:
-            lse, part_scale, part_out = _read_partial(
-                at, in_tile, partial_lse_ptr, partial_scale_ptr, partial_out_ptr, offs_d, HEAD_DIM
-            )
-            result, row_maximum, row_total = _merged(
-                result, row_maximum, row_total, lse, part_scale, part_out
-            )
+                # The next item.
+                work += step
+                q_now = _after(q_now, SLOTS)
+                own_entry, own_queries, own_length = coming_entry, coming_queries, coming_length
+                merged = gl.load(
+                    segment_span_ptr + work // NUM_KV_HEADS, mask=work < work_end, other=0
+                )
+                coming_entry, coming_queries = link_entry, link_queries
+                coming_length = _tokens(link_row, link_start, link_stop, seq_lens_ptr)
+                link_entry, link_queries, link_row, link_start, link_stop = _read_item(
+                    work + 2 * step, work_end, item_query_ptr, segment_row_ptr,
+                    segment_start_ptr, segment_end_ptr, NUM_KV_HEADS,
+                )  # fmt: skip
+                left = own_length
+                maximum = gl.full([BLOCK_M], float("-inf"), gl.float32, COLUMN)
+                total = gl.zeros([BLOCK_M], gl.float32, COLUMN)
+                acc = gl.zeros([HEAD_DIM, BLOCK_M], gl.float32, MMA)
 
-        # An empty range contributes nothing: O = 0, LSE = -inf.
-        safe_total = gl.where(row_total > 0.0, row_total, 1.0)
-        normal = 1.0 / safe_total
-        direct = in_tile & (slot < 0)
-        partial = in_tile & (slot >= 0)
-        if gl.reduce(direct.to(gl.int32), 0, larger) > 0:
-            out_at = query * (stride_out_batch // 8) + row_head * (stride_out_head // 8)
-            out_at = out_at.to(gl.uint32).to(gl.int64) * 8
-            gl.store(
-                out_ptr + out_at[:, None] + offs_d[None, :],
-                (result * normal[:, None]).to(DTYPE),
-                mask=direct[:, None],
-            )
-        if gl.reduce(partial.to(gl.int32), 0, larger) > 0:
-            # Partial results keep 11 bits of mantissa relative to their row's largest element,
-            # whatever the range of the cache's dtype.
-            largest = gl.maximum(gl.reduce(gl.abs(result), 1, larger), 1.0e-30)
-            slot_at = slot * NUM_HEADS + row_head
-            slot_row = (slot_at * (HEAD_DIM // 8)).to(gl.uint32).to(gl.int64) * 8
-            gl.store(
-                partial_out_ptr + slot_row[:, None] + offs_d[None, :],
-                (result * (1.0 / largest)[:, None]).to(PARTIAL),
-                mask=partial[:, None],
-            )
-            row_lse = gl.where(row_total > 0.0, row_maximum + gl.log2(safe_total), float("-inf"))
-            gl.store(partial_lse_ptr + slot_at, row_lse, mask=partial)
-            gl.store(partial_scale_ptr + slot_at, largest * normal, mask=partial)
-
-        table, start, length, entry, queries = (
-            next_table, next_start, next_length, next_entry, next_queries,
-        )  # fmt: skip
-        next_table, next_start, next_length, next_entry, next_queries, next_page = (
-            later_table, later_start, later_length, later_entry, later_queries, page,
-        )  # fmt: skip
-        later_entry, later_queries, later_row, later_start, later_stop = (
-            last_entry, last_queries, last_row, last_start, last_stop,
-        )  # fmt: skip
-        q_now = 1 - q_now
-
+    wait_group(0)
     if OVERLAPPED:
         gdc_wait()
