@@ -47,7 +47,7 @@ def use_gluon(attention: TreeAttention, lookahead: int, programs: int) -> None:
     """Let the kernels in Gluon run an attention on the CPU."""
     leaf, stem, packed = attention._config.tiles
     leaf = replace(leaf, block_tokens=16, lookahead=lookahead, programs=programs)
-    stem = replace(stem, block_tokens=32, lookahead=lookahead, num_warps=4, programs=3)
+    stem = replace(stem, block_tokens=32, lookahead=min(lookahead, 2), num_warps=4, programs=3)
     attention._config = replace(attention._config, tiles=(leaf, stem, packed))
 
 

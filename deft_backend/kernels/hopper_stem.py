@@ -132,6 +132,18 @@ def _page(table, position, PAGE_SIZE: gl.constexpr):
 
 
 @jit
+def _inside(position, start, stop):
+    """Positions, those outside a segment moved to its first or last token."""
+    return gl.maximum(gl.minimum(gl.maximum(position, start), stop - 1), 0)
+
+
+@jit
+def _first_page(table, position, start, stop, tokens, PAGE_SIZE: gl.constexpr):
+    """Pages of positions that may be outside the segment; its row may have no page at all."""
+    return gl.where(tokens > 0, _page(table, _inside(position, start, stop), PAGE_SIZE), 0)
+
+
+@jit
 def _copy(
     buffer, head_ptr, page, token, offs_d, STRIDE_PAGE: gl.constexpr, STRIDE_TOKEN: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
@@ -229,6 +241,7 @@ def stem_attention(
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     PARTIAL: gl.constexpr = partial_out_ptr.dtype.element_ty
     gl.static_assert(partial_out_ptr.dtype.element_ty == gl.float16)
+    gl.static_assert(LOOKAHEAD <= 2)  # page_0 to page_2
     # K blocks in shared memory: the one being multiplied and those on their way. A V block is
     # multiplied one step after its K block, under schedule 2 two.
     K_SLOTS: gl.constexpr = LOOKAHEAD + 1
@@ -296,14 +309,24 @@ def stem_attention(
         # Position of each row of the block to be copied next. Masked rows, too, hold tokens of
         # the segment: others, even times 0, could spoil the result.
         position = start + (blocks - 1) * BLOCK_N + offs_n
+        # All their page ids are on their way before the first of them is waited for: the barrier
+        # keeps the compiler from reading each where it is used.
+        page_0 = _first_page(table, position, start, stop, tokens, PAGE_SIZE)
+        page_1 = _first_page(table, position - BLOCK_N, start, stop, tokens, PAGE_SIZE)
+        page_2 = page_1
+        if LOOKAHEAD > 1:
+            page_2 = _first_page(table, position - 2 * BLOCK_N, start, stop, tokens, PAGE_SIZE)
+        gl.thread_barrier()
         for ahead in gl.static_range(LOOKAHEAD + 1):
-            token = gl.maximum(gl.minimum(gl.maximum(position, start), stop - 1), 0)
-            # An empty range's row may have no page at all.
-            page = gl.where(tokens > 0, _page(table, token, PAGE_SIZE), 0)
+            page = page_0
+            if ahead == 1:
+                page = page_1
+            if ahead == 2:
+                page = page_2
             _copy_block(
                 blocks > ahead, k_shared.index(ahead), v_shared.index(ahead), k_head, v_head,
-                page, token, offs_d, STRIDE_K_PAGE, STRIDE_K_TOKEN, STRIDE_V_PAGE, STRIDE_V_TOKEN,
-                PAGE_SIZE,
+                page, _inside(position, start, stop), offs_d, STRIDE_K_PAGE, STRIDE_K_TOKEN,
+                STRIDE_V_PAGE, STRIDE_V_TOKEN, PAGE_SIZE,
             )  # fmt: skip
             position -= BLOCK_N
         page = _page(table, position, PAGE_SIZE)
@@ -357,7 +380,12 @@ def stem_attention(
             weights = gl.convert_layout(fresh.to(DTYPE), WEIGHTS)
             acc = acc * gl.convert_layout(rescale, OUTPUT_ROW)[:, None]
 
+        # `zero` is not known before the loop, as in `_rows`.
+        zero = gl.load(item_query_ptr + item, volatile=True) - entry
         _arrived(0)
+        row_m = gl.arange(0, BLOCK_M, layout=OUTPUT_ROW) + zero
+        row_in_tile = row_m // GQA_GROUP < num_queries
+        row_slot = gl.load(entry_slot_ptr + entry + row_m // GQA_GROUP, mask=row_in_tile, other=0)
         acc = warpgroup_mma(weights, v_shared.index(v_now), acc)
         sums = gl.convert_layout(gl.reduce(total, 1, plus), ROW)
 
@@ -374,14 +402,15 @@ def stem_attention(
         shrink = 1.0 / largest
 
         # Q has been read: its memory turns the results into whole rows, so that threads side
-        # by side write side by side. `zero` is not known before the loop, as in `_rows`.
-        zero = gl.load(item_query_ptr + item, volatile=True) - entry
-        row_m = gl.arange(0, BLOCK_M, layout=OUTPUT_ROW) + zero
-        row_in_tile = row_m // GQA_GROUP < num_queries
-        row_slot = gl.load(entry_slot_ptr + entry + row_m // GQA_GROUP, mask=row_in_tile, other=0)
+        # by side write side by side.
         direct_bits = result.to(DTYPE).to(gl.int16, bitcast=True)
         partial_bits = (result * shrink[:, None]).to(PARTIAL).to(gl.int16, bitcast=True)
         bits = gl.where((row_slot < 0)[:, None], direct_bits, partial_bits)
+        offs_m = _rows(zero, BLOCK_M, 256 // HEAD_DIM * WARPS, COPY_ROW)
+        in_tile = offs_m // GQA_GROUP < num_queries
+        head = kv_head * GQA_GROUP + offs_m % GQA_GROUP
+        slot = gl.load(entry_slot_ptr + entry + offs_m // GQA_GROUP, mask=in_tile, other=0)
+        query = gl.load(entry_query_ptr + entry + offs_m // GQA_GROUP, mask=in_tile, other=0)
         rows = q_shared._reinterpret(gl.int16, [BLOCK_M, HEAD_DIM], SHARED)
         gl.thread_barrier()
         rows.store(bits)
@@ -391,11 +420,6 @@ def stem_attention(
         gl.store(partial_lse_ptr + where, gl.convert_layout(lse, OUTPUT_ROW), mask=partial)
         gl.thread_barrier()
         bits = rows.load(COPY)
-        offs_m = _rows(zero, BLOCK_M, 256 // HEAD_DIM * WARPS, COPY_ROW)
-        in_tile = offs_m // GQA_GROUP < num_queries
-        head = kv_head * GQA_GROUP + offs_m % GQA_GROUP
-        slot = gl.load(entry_slot_ptr + entry + offs_m // GQA_GROUP, mask=in_tile, other=0)
-        query = gl.load(entry_query_ptr + entry + offs_m // GQA_GROUP, mask=in_tile, other=0)
         direct_row = query.to(gl.int64) * stride_out_batch + head * stride_out_head
         partial_row = (slot.to(gl.int64) * NUM_HEADS + head) * HEAD_DIM
         gl.store(
