@@ -14,6 +14,17 @@ from triton.language.extra.cuda import gdc_wait
 
 
 @jit
+def _read_query(work, work_end, reduce_query_ptr, reduce_slot_ptr, HEAD_BLOCKS: tl.constexpr):
+    """The query of a piece of work, and its first and last partial result; of none: zeros."""
+    which = work // HEAD_BLOCKS
+    there = work < work_end
+    query = tl.load(reduce_query_ptr + which, mask=there, other=0).to(tl.int64)
+    begin = tl.load(reduce_slot_ptr + which, mask=there, other=0)
+    end = tl.load(reduce_slot_ptr + which + 1, mask=there, other=0)
+    return query, begin, end
+
+
+@jit
 def reduce_partials(
     partial_out_ptr,
     partial_lse_ptr,
@@ -36,16 +47,20 @@ def reduce_partials(
     offs_h = tl.arange(0, BLOCK_H)[None, :]
     offs_d = tl.arange(0, HEAD_DIM_PADDED)[None, None, :]
     work_end = tl.load(num_reduce_ptr) * HEAD_BLOCKS
+    step = tl.num_programs(0)
+    # Which results a program merges is part of the plan, and read while they are still made.
+    query, begin, end = _read_query(
+        tl.program_id(0), work_end, reduce_query_ptr, reduce_slot_ptr, HEAD_BLOCKS
+    )
     if OVERLAPPED:
         gdc_wait()
 
-    for work in range(tl.program_id(0), work_end, tl.num_programs(0)):
-        which = work // HEAD_BLOCKS
+    for work in range(tl.program_id(0), work_end, step):
         head = work % HEAD_BLOCKS * BLOCK_H + offs_h
         in_heads = head < NUM_HEADS
-        query = tl.load(reduce_query_ptr + which).to(tl.int64)
-        begin = tl.load(reduce_slot_ptr + which)
-        end = tl.load(reduce_slot_ptr + which + 1)
+        next_query, next_begin, next_end = _read_query(
+            work + step, work_end, reduce_query_ptr, reduce_slot_ptr, HEAD_BLOCKS
+        )
 
         maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
         total = tl.full([BLOCK_H], 0.0, tl.float32)
@@ -79,3 +94,4 @@ def reduce_partials(
             result.to(out_ptr.dtype.element_ty),
             mask=(head_of_row < NUM_HEADS) & (offs_row < HEAD_DIM),
         )
+        query, begin, end = next_query, next_begin, next_end
