@@ -19,6 +19,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from deft_backend.kernels import gluon_parts
+
 
 class DType:
     """An element type, as kernels name it."""
@@ -34,7 +36,16 @@ class DType:
 
 
 class Tensor(np.ndarray):
-    """Values in registers."""
+    """Values in registers: an assignment gives a name to new ones, and changes none."""
+
+    def __iadd__(self, other: Any) -> Any:
+        return self + other
+
+    def __isub__(self, other: Any) -> Any:
+        return self - other
+
+    def __imul__(self, other: Any) -> Any:
+        return self * other
 
     @property
     def type(self) -> Any:
@@ -275,7 +286,10 @@ def emulated(module: ModuleType) -> ModuleType:
     assert spec.loader is not None
     copy = importlib.util.module_from_spec(spec)
     vars(copy)["range"] = _range
-    with patch.dict(sys.modules, _stand_ins()):
+    stand_ins = dict(_stand_ins())
+    if module is not gluon_parts:
+        stand_ins[gluon_parts.__name__] = emulated(gluon_parts)
+    with patch.dict(sys.modules, stand_ins):
         spec.loader.exec_module(copy)
     return copy
 

@@ -27,12 +27,9 @@ strides.
 
 from __future__ import annotations
 
-from typing import Any
-
-import triton
+from deft_backend.kernels.gluon_parts import capped, jit, larger, plus
 
 try:
-    from triton.experimental.gluon import jit
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.ampere.async_copy import (
         async_copy_global_to_shared,
@@ -45,33 +42,8 @@ try:
         warpgroup_mma_wait,
     )
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-    _IMPORTED = True
-except ImportError:
-    _IMPORTED = False
-
-    def jit(function: Any) -> Any:
-        """Leave a kernel uncompiled where there is nothing to compile it."""
-        return function
-
-
-TRITON_VERSIONS = ("3.6.",)
-"""Versions whose Gluon, an experimental language, this kernel was written for and tested with."""
-
-
-def available() -> bool:
-    """Whether this Triton can compile `stem_attention` (for compute capability 9.0 alone)."""
-    return _IMPORTED and triton.__version__.startswith(TRITON_VERSIONS)
-
-
-@jit
-def _maximum(a, b):
-    return gl.maximum(a, b)
-
-
-@jit
-def _sum(a, b):
-    return a + b
+except ImportError:  # `available` says so before anything is launched
+    pass
 
 
 @jit
@@ -88,27 +60,15 @@ def _by_thread(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 def _row_max(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """[ROWS]: each row's maximum."""
     x = _by_thread(x, ROWS, COLUMNS)
-    x = gl.reduce(gl.reduce(gl.reduce(x, 2, _maximum), 1, _maximum), 2, _maximum)
-    return gl.reduce(x, 1, _maximum)
+    x = gl.reduce(gl.reduce(gl.reduce(x, 2, larger), 1, larger), 2, larger)
+    return gl.reduce(x, 1, larger)
 
 
 @jit
 def _thread_sum(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """[ROWS, 4]: the sum of what each of the 4 threads that share a row holds of it."""
     x = _by_thread(x, ROWS, COLUMNS)
-    return gl.reduce(gl.reduce(gl.reduce(x, 2, _sum), 1, _sum), 2, _sum)
-
-
-@jit
-def _capped(scores, scale, logit_cap, SOFT_CAP: gl.constexpr):
-    """Scores under the soft cap, if there is one, in base 2."""
-    if SOFT_CAP:
-        # tanh through exp: saturates to +-1 without overflow in either direction. `scale` is
-        # sm_scale here, without the change of base.
-        LOG2_E: gl.constexpr = 1.4426950408889634
-        doubled = gl.exp2(scores * (scale * 2.0 * LOG2_E / logit_cap))
-        scores = (logit_cap * LOG2_E) * (1.0 - 2.0 / (doubled + 1.0))
-    return scores
+    return gl.reduce(gl.reduce(gl.reduce(x, 2, plus), 1, plus), 2, plus)
 
 
 @jit
@@ -419,7 +379,7 @@ def stem_attention(
         scores = warpgroup_mma(
             q, k_shared.index(0).permute((1, 0)), no_scores, use_acc=False
         )
-        scores = _capped(scores, scale, logit_cap, SOFT_CAP)
+        scores = capped(scores, scale, logit_cap, SOFT_CAP)
         scores = _mask(scores, tokens - (blocks - 1) * BLOCK_N, BLOCK_M, BLOCK_N, SCORES)
 
         maximum = gl.full([BLOCK_M], float("-inf"), gl.float32, ROW)
@@ -461,7 +421,7 @@ def stem_attention(
             now = following
             following = _next(following, SLOTS)
             scores = warpgroup_mma_wait(1, deps=[started])
-            scores = _capped(scores, scale, logit_cap, SOFT_CAP)
+            scores = capped(scores, scale, logit_cap, SOFT_CAP)
             fresh, added, maximum, rescale = _softmax(
                 scores, maximum, factor, BLOCK_M, BLOCK_N, ROW
             )
@@ -473,7 +433,7 @@ def stem_attention(
         next_length, next_table_row = _read_row(next_row, seq_lens_ptr, table_rows_ptr)
         _arrived(0)
         acc = warpgroup_mma(weights, v_shared.index(now), acc)
-        sums = gl.convert_layout(gl.reduce(total, 1, _sum), ROW)
+        sums = gl.convert_layout(gl.reduce(total, 1, plus), ROW)
 
         # An empty range contributes nothing: O = 0, LSE = -inf.
         empty = sums == 0.0
@@ -483,7 +443,7 @@ def stem_attention(
         result = gl.where(inverse == 0.0, 0.0, acc * inverse)
         # Partial results keep 11 bits of mantissa relative to their row's largest element,
         # whatever the range of the cache's dtype.
-        largest = gl.reduce(gl.abs(result), 1, _maximum)
+        largest = gl.reduce(gl.abs(result), 1, larger)
         largest = gl.maximum(largest, 1.0e-30)
         shrink = 1.0 / largest
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 import triton
 
-from deft_backend.kernels import hopper_stem, leaf_attention
+from deft_backend.kernels import gluon_parts, hopper_stem, leaf_attention, pipelined_leaf
 from deft_backend.kernels import partial_attention as stage1
 from deft_backend.kernels import reduction as stage2
 from deft_backend.planner import TILE_ROWS, TILE_SEGMENTS
@@ -23,6 +23,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 PARTIAL_ATTENTION = Kernel(stage1, "partial_attention")
 LEAF_ATTENTION = Kernel(leaf_attention, "leaf_attention")
+PIPELINED_LEAF_ATTENTION = Kernel(pipelined_leaf, "pipelined_leaf_attention")
 STEM_ATTENTION = Kernel(hopper_stem, "stem_attention")
 REDUCE_PARTIALS = Kernel(stage2, "reduce_partials")
 
@@ -38,7 +39,7 @@ class TileConfig:
     num_stages: int
     programs: int
     lookahead: int = 0
-    """Blocks that the Hopper kernel copies ahead; 0: the plain kernel."""
+    """Blocks that the kernel in Gluon copies ahead; 0: the plain kernel."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def launch_config(
     shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     per_sm_shared: int = properties.shared_memory_per_multiprocessor
     padded = triton.next_power_of_2(head_dim)
-    hopper = hopper_stem.available() and (properties.major, properties.minor) == (9, 0)
+    hopper = gluon_parts.available() and (properties.major, properties.minor) == (9, 0)
     found = []
     for rows, segments in zip(tile_rows, TILE_SEGMENTS, strict=True):
         if rows < 64:
@@ -134,7 +135,8 @@ def launch_config(
             block //= 2
         per_sm = min(most, per_sm_shared // _shared_bytes(rows, block, padded, dtype, stages))
         plain = TileConfig(rows, block, segments, warps, stages, sms * max(1, per_sm))
-        found.append((_hopper_tile(plain, head_dim, sms) if hopper else None) or plain)
+        gluon = _gluon_tile(plain, head_dim, sms) if hopper else None
+        found.append(gluon or plain)
     return LaunchConfig(
         tuple(found),
         ReduceConfig(partials=8, heads=1, num_warps=1, programs=sms * 32),
@@ -143,8 +145,8 @@ def launch_config(
     )
 
 
-def _hopper_tile(plain: TileConfig, head_dim: int, sms: int) -> TileConfig | None:
-    """How the Hopper kernel runs a tile shape; None: the plain kernel runs it."""
+def _gluon_tile(plain: TileConfig, head_dim: int, sms: int) -> TileConfig | None:
+    """How the kernels in Gluon run a tile shape on Hopper; None: the plain kernel runs it."""
     measured = {64: (64, 3), 128: (64, 2)}  # head dimension: KV tokens a block, blocks ahead
     if plain.rows != 64 or plain.block_segments > 1 or head_dim not in measured:
         return None

@@ -12,6 +12,7 @@ import triton
 from deft_backend.kernels.launch import (
     LEAF_ATTENTION,
     PARTIAL_ATTENTION,
+    PIPELINED_LEAF_ATTENTION,
     REDUCE_PARTIALS,
     STEM_ATTENTION,
     LaunchConfig,
@@ -83,7 +84,7 @@ def run_plan(
         head_dim=head_dim,
         page_size=page_size,
         soft_cap=logit_cap > 0.0,
-        wide_rows=aligned and (strides[0] | strides[1]) % 8 == 0,
+        wide_rows=aligned and all(stride % 8 == 0 for stride in strides[:4]),
     )
     launches = _launches(config, kind)
     # What Triton compiles for beside the constants.
@@ -120,7 +121,7 @@ class Kind(NamedTuple):
     head_dim: int
     page_size: int
     soft_cap: bool
-    #: Whether pointers, and rows of the queries, are multiples of 16 bytes.
+    #: Whether pointers, and rows of queries and outputs, are multiples of 16 bytes.
     wide_rows: bool
 
 
@@ -173,11 +174,13 @@ def _launches(config: LaunchConfig, kind: Kind) -> Launches:
 
 def _stage1(config: LaunchConfig, kind: Kind, shape: int, follows: bool) -> Launch:
     tile = config.tiles[shape]
-    # The Hopper kernel reads 16 bytes at a time, whatever the row.
+    # The kernels in Gluon read 16 bytes at a time, whatever the row.
     wide = kind.wide_rows and all(s % 8 == 0 for s in (*kind.k_strides, *kind.v_strides))
-    kernel = LEAF_ATTENTION if shape == 0 else PARTIAL_ATTENTION
-    if tile.lookahead and wide:
-        kernel = STEM_ATTENTION
+    plain, pipelined = (
+        (LEAF_ATTENTION, PIPELINED_LEAF_ATTENTION) if shape == 0
+        else (PARTIAL_ATTENTION, STEM_ATTENTION)
+    )  # fmt: skip
+    kernel = pipelined if tile.lookahead and wide else plain
     places = ("PAGE", "TOKEN", "HEAD")
     constants = {
         **{f"STRIDE_K_{n}": s for n, s in zip(places, kind.k_strides, strict=True)},

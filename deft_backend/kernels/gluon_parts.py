@@ -1,0 +1,54 @@
+"""What the kernels in Gluon share: the language where there is one, and small functions in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+
+try:
+    from triton.experimental.gluon import jit
+    from triton.experimental.gluon import language as gl
+
+    _IMPORTED = True
+except ImportError:
+    _IMPORTED = False
+
+    def jit(function: Any) -> Any:
+        """Leave a kernel uncompiled where there is nothing to compile it."""
+        return function
+
+
+__all__ = ["available", "capped", "jit", "larger", "plus"]
+
+TRITON_VERSIONS = ("3.6.",)
+"""Versions whose Gluon, an experimental language, the kernels were written for and tested with."""
+
+
+def available() -> bool:
+    """Whether this Triton can compile the kernels (for compute capability 9.0 alone)."""
+    return _IMPORTED and triton.__version__.startswith(TRITON_VERSIONS)
+
+
+@jit
+def larger(a, b):
+    """For reductions."""
+    return gl.maximum(a, b)
+
+
+@jit
+def plus(a, b):
+    """For reductions."""
+    return a + b
+
+
+@jit
+def capped(scores, scale, logit_cap, SOFT_CAP: gl.constexpr):
+    """Scores under the soft cap, if there is one, in base 2."""
+    if SOFT_CAP:
+        # tanh through exp: saturates to +-1 without overflow in either direction. `scale` is
+        # sm_scale here, without the change of base.
+        LOG2_E: gl.constexpr = 1.4426950408889634
+        doubled = gl.exp2(scores * (scale * 2.0 * LOG2_E / logit_cap))
+        scores = (logit_cap * LOG2_E) * (1.0 - 2.0 / (doubled + 1.0))
+    return scores

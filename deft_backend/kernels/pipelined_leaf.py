@@ -1,0 +1,496 @@
+"""Stage 1 for few rows, pipelined: leaves, and requests that share nothing.
+
+The same items, arguments and results as `leaf_attention` (FlashForge's PAC, Algorithm 2), for the
+smallest tile shape. Nothing is reused here, so what counts is that loads are in flight all the time
+and that little else is done for a token:
+
+- A program is one warp. It meets no barrier, and an SM holds many.
+- Blocks of K and V come into a ring of shared-memory buffers, LOOKAHEAD blocks ahead of the one
+  that is worked on, be they of the same item or of those after it: written in Gluon, since
+  Triton's own pipelining ends with every item.
+- An item is a chain of loads, each of whose addresses come from the one before: the item, its row
+  of the page table, page ids, keys and values. Each link is read one item, or one block, earlier
+  than the next: nothing waits for a load that has just begun.
+- Tokens fill the tensor cores' rows and query heads their columns (S^T = K Q^T, O^T = V^T P^T):
+  a tile of eight columns wastes little on a group of four, and holds half the registers.
+- A page id is read, and turned into an address, by one thread for its token.
+
+An item may **merge** its query's other partial results, which the launches before this one have
+left, and write the query's output: no second stage is needed then.
+
+Everything that Q, K and V are read through is a multiple of 16 bytes: their addresses, and their
+strides.
+"""
+
+from __future__ import annotations
+
+from deft_backend.kernels.gluon_parts import capped, jit, larger, plus
+
+try:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+    from triton.experimental.gluon.language.nvidia.ampere.async_copy import (
+        async_copy_global_to_shared,
+        commit_group,
+        wait_group,
+    )
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # `available` says so before anything is launched
+    pass
+
+
+@jit
+def _read_item(
+    work, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr, segment_end_ptr,
+    NUM_KV_HEADS: gl.constexpr,
+):  # fmt: skip
+    """First link of the chain: entry, queries, row, start and end. Of no item: of an empty one."""
+    item = work // NUM_KV_HEADS  # item and segment are one: see TILE_SEGMENTS
+    there = work < work_end
+    entry = gl.load(item_query_ptr + item, mask=there, other=0)
+    entry_end = gl.load(item_query_ptr + item + 1, mask=there, other=0)
+    row = gl.load(segment_row_ptr + item, mask=there, other=0)
+    start = gl.load(segment_start_ptr + item, mask=there, other=0)
+    stop = gl.load(segment_end_ptr + item, mask=there, other=0)
+    return entry, entry_end - entry, row, start, stop
+
+
+@jit
+def _tokens(row, start, stop, seq_lens_ptr):
+    """Tokens of a range. An open one ends where its row's sequence ends now."""
+    length = gl.load(seq_lens_ptr + row).to(gl.int32)
+    return gl.maximum(gl.where(stop < 0, length, stop) - start, 0)
+
+
+@jit
+def _read_row(row, table_rows_ptr, page_table_ptr, stride_table):
+    """Second link: the row of the page table."""
+    return page_table_ptr + gl.load(table_rows_ptr + row).to(gl.int64) * stride_table
+
+
+@jit
+def _read_pages(
+    table, start, length, block, offs_n, BLOCK_N: gl.constexpr, PAGE_SIZE: gl.constexpr
+):  # fmt: skip
+    """Third link: pages of the tokens of one of a range's blocks."""
+    token = block * BLOCK_N + offs_n
+    pages = gl.load(table + (start + token) // PAGE_SIZE, mask=token < length, other=0)
+    return pages.to(gl.int32)
+
+
+@jit
+def _offsets(
+    page, first, offs_n, STRIDE_PAGE: gl.constexpr, STRIDE_TOKEN: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+):  # fmt: skip
+    """Where tokens lie in a cache, in units of 16 bytes: 32 bits of them reach 64 GiB."""
+    gl.static_assert(STRIDE_PAGE % 8 == 0)
+    gl.static_assert(STRIDE_TOKEN % 8 == 0)
+    offset = page * (STRIDE_PAGE // 8)
+    if PAGE_SIZE > 1:
+        offset += ((first + offs_n).to(gl.uint32) % PAGE_SIZE).to(gl.int32) * (STRIDE_TOKEN // 8)
+    return offset
+
+
+@jit
+def _copy_rows(buffer, pointer, offset, inside, ROW: gl.constexpr, offs_d):
+    """Start copying rows, `offset` times 16 bytes from `pointer`; zeros where not inside."""
+    wide = gl.convert_layout(offset, ROW).to(gl.uint32).to(gl.int64) * 8
+    async_copy_global_to_shared(
+        buffer, pointer + wide[:, None] + offs_d[None, :], mask=inside[:, None]
+    )
+
+
+@jit
+def _after(slot, SLOTS: gl.constexpr):
+    return gl.where(slot == SLOTS - 1, 0, slot + 1)
+
+
+@jit
+def _copy_queries(
+    buffer, q_ptr, query, queries, kv_head, stride_q_batch, stride_q_head, offs_m, offs_d,
+    GQA_GROUP: gl.constexpr,
+):  # fmt: skip
+    """Start copying the rows of an item's queries; zeros below them."""
+    head = kv_head * GQA_GROUP + offs_m % GQA_GROUP
+    q_row = query.to(gl.int64) * (stride_q_batch // 8) + head * (stride_q_head // 8)
+    async_copy_global_to_shared(
+        buffer,
+        q_ptr + q_row[:, None] * 8 + offs_d[None, :],
+        mask=(offs_m // GQA_GROUP < queries)[:, None],
+    )
+
+
+@jit
+def _read_partial(
+    at, there, lse_ptr, scale_ptr, out_ptr, offs_d, HEAD_DIM: gl.constexpr
+):  # fmt: skip
+    """A partial result of each row, `at` a row of the workspace, or one that weighs nothing.
+
+    The workspace holds far fewer than 2^31 units of 16 bytes.
+    """
+    lse = gl.load(lse_ptr + at, mask=there, other=float("-inf"))
+    scale = gl.load(scale_ptr + at, mask=there, other=0.0)
+    row = (at * (HEAD_DIM // 8)).to(gl.uint32).to(gl.int64) * 8
+    out = gl.load(out_ptr + row[:, None] + offs_d[None, :], mask=there[:, None], other=0.0)
+    return lse, scale, out
+
+
+@jit
+def _merged(result, maximum, total, lse, part_scale, part_out):
+    """A result that is not divided by its sum yet, with a partial result (DeFT, equation 1)."""
+    highest = gl.maximum(maximum, lse)
+    # Empty ranges have LSE = -inf and weigh nothing: avoid -inf - -inf.
+    reference = gl.where(highest == float("-inf"), 0.0, highest)
+    rescale = gl.exp2(maximum - reference)
+    weight = gl.exp2(lse - reference)
+    result = result * rescale[:, None]
+    result += part_out.to(gl.float32) * (weight * part_scale)[:, None]
+    return result, highest, total * rescale + weight
+
+
+@jit
+def _finish(
+    acc, maximum, total, entry, queries, kv_head, merged, out_ptr, partial_out_ptr,
+    partial_lse_ptr, partial_scale_ptr, entry_query_ptr, entry_slot_ptr, stride_out_batch,
+    stride_out_head, offs_m, offs_d, NUM_HEADS: gl.constexpr, GQA_GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr, OVERLAPPED: gl.constexpr, COPY: gl.constexpr,
+):  # fmt: skip
+    """Merge what an item is to merge, and write its queries' outputs or partial results."""
+    MERGES: gl.constexpr = -2  # first partial slot of an item that merges, counted down from here
+    ROW: gl.constexpr = gl.SliceLayout(1, COPY)
+    DTYPE: gl.constexpr = out_ptr.dtype.element_ty
+    PARTIAL: gl.constexpr = partial_out_ptr.dtype.element_ty
+    query_of_row = offs_m // GQA_GROUP
+    in_tile = query_of_row < queries
+    query = gl.load(entry_query_ptr + entry + query_of_row, mask=in_tile, other=0)
+    slot = gl.load(entry_slot_ptr + entry + query_of_row, mask=in_tile, other=0)
+    row_head = kv_head * GQA_GROUP + offs_m % GQA_GROUP
+    result = gl.convert_layout(gl.permute(acc, (1, 0)), COPY)
+    row_maximum = gl.convert_layout(maximum, ROW)
+    row_total = gl.convert_layout(total, ROW)
+    if OVERLAPPED:
+        if merged > 0:
+            gdc_wait()
+    at = (MERGES - slot) * NUM_HEADS + row_head
+    # Four at a time, so that their loads are on their way together, and a last one alone.
+    together = (merged + 2) // 4
+    for group in range(0, together):
+        parts = merged - group * 4
+        lse_0, scale_0, out_0 = _read_partial(
+            at,
+            in_tile,
+            partial_lse_ptr,
+            partial_scale_ptr,
+            partial_out_ptr,
+            offs_d,
+            HEAD_DIM,
+        )
+        lse_1, scale_1, out_1 = _read_partial(
+            at + NUM_HEADS, in_tile & (parts > 1), partial_lse_ptr, partial_scale_ptr,
+            partial_out_ptr, offs_d, HEAD_DIM,
+        )  # fmt: skip
+        lse_2, scale_2, out_2 = _read_partial(
+            at + 2 * NUM_HEADS, in_tile & (parts > 2), partial_lse_ptr, partial_scale_ptr,
+            partial_out_ptr, offs_d, HEAD_DIM,
+        )  # fmt: skip
+        lse_3, scale_3, out_3 = _read_partial(
+            at + 3 * NUM_HEADS, in_tile & (parts > 3), partial_lse_ptr, partial_scale_ptr,
+            partial_out_ptr, offs_d, HEAD_DIM,
+        )  # fmt: skip
+        at += 4 * NUM_HEADS
+        result, row_maximum, row_total = _merged(
+            result, row_maximum, row_total, lse_0, scale_0, out_0
+        )
+        result, row_maximum, row_total = _merged(
+            result, row_maximum, row_total, lse_1, scale_1, out_1
+        )
+        result, row_maximum, row_total = _merged(
+            result, row_maximum, row_total, lse_2, scale_2, out_2
+        )
+        result, row_maximum, row_total = _merged(
+            result, row_maximum, row_total, lse_3, scale_3, out_3
+        )
+    if merged > together * 4:
+        lse, part_scale, part_out = _read_partial(
+            at,
+            in_tile,
+            partial_lse_ptr,
+            partial_scale_ptr,
+            partial_out_ptr,
+            offs_d,
+            HEAD_DIM,
+        )
+        result, row_maximum, row_total = _merged(
+            result, row_maximum, row_total, lse, part_scale, part_out
+        )
+
+    # An empty range contributes nothing: O = 0, LSE = -inf.
+    safe_total = gl.where(row_total > 0.0, row_total, 1.0)
+    normal = 1.0 / safe_total
+    direct = in_tile & (slot < 0)
+    partial = in_tile & (slot >= 0)
+    if gl.reduce(direct.to(gl.int32), 0, larger) > 0:
+        out_at = query * (stride_out_batch // 8) + row_head * (stride_out_head // 8)
+        out_at = out_at.to(gl.uint32).to(gl.int64) * 8
+        gl.store(
+            out_ptr + out_at[:, None] + offs_d[None, :],
+            (result * normal[:, None]).to(DTYPE),
+            mask=direct[:, None],
+        )
+    if gl.reduce(partial.to(gl.int32), 0, larger) > 0:
+        # Partial results keep 11 bits of mantissa relative to their row's largest element,
+        # whatever the range of the cache's dtype.
+        largest = gl.maximum(gl.reduce(gl.abs(result), 1, larger), 1.0e-30)
+        slot_at = slot * NUM_HEADS + row_head
+        slot_row = (slot_at * (HEAD_DIM // 8)).to(gl.uint32).to(gl.int64) * 8
+        gl.store(
+            partial_out_ptr + slot_row[:, None] + offs_d[None, :],
+            (result * (1.0 / largest)[:, None]).to(PARTIAL),
+            mask=partial[:, None],
+        )
+        row_lse = gl.where(row_total > 0.0, row_maximum + gl.log2(safe_total), float("-inf"))
+        gl.store(partial_lse_ptr + slot_at, row_lse, mask=partial)
+        gl.store(partial_scale_ptr + slot_at, largest * normal, mask=partial)
+
+
+@jit
+def pipelined_leaf_attention(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    partial_out_ptr,
+    partial_lse_ptr,
+    partial_scale_ptr,
+    page_table_ptr,
+    table_rows_ptr,
+    seq_lens_ptr,
+    tile_ptr,
+    item_segment_ptr,
+    item_query_ptr,
+    segment_row_ptr,
+    segment_start_ptr,
+    segment_end_ptr,
+    segment_span_ptr,
+    entry_query_ptr,
+    entry_slot_ptr,
+    scale,
+    logit_cap,
+    stride_q_batch,
+    stride_q_head,
+    stride_out_batch,
+    stride_out_head,
+    stride_table,
+    STRIDE_K_PAGE: gl.constexpr,
+    STRIDE_K_TOKEN: gl.constexpr,
+    STRIDE_K_HEAD: gl.constexpr,
+    STRIDE_V_PAGE: gl.constexpr,
+    STRIDE_V_TOKEN: gl.constexpr,
+    STRIDE_V_HEAD: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    LOOKAHEAD: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr,
+    GQA_GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    SOFT_CAP: gl.constexpr,
+    OVERLAPPED: gl.constexpr,
+):
+    NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GQA_GROUP
+    SLOTS: gl.constexpr = LOOKAHEAD + 1
+    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    SAME_STRIDES: gl.constexpr = STRIDE_K_PAGE == STRIDE_V_PAGE and STRIDE_K_TOKEN == STRIDE_V_TOKEN
+    gl.static_assert(gl.num_warps() == 1)
+
+    # Scores are [tokens, rows], outputs [dimensions, rows].
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    TOKEN: gl.constexpr = gl.SliceLayout(1, MMA)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, MMA)
+    # 16 bytes a thread, whole rows side by side.
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [1, 1], [1, 0])
+    ROW: gl.constexpr = gl.SliceLayout(1, COPY)
+    ONE_EACH: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+
+    if OVERLAPPED:
+        gdc_launch_dependents()
+
+    q_shared = gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_M, HEAD_DIM], SHARED)
+    k_shared = gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_N, HEAD_DIM], SHARED)
+    v_shared = gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_N, HEAD_DIM], SHARED)
+
+    factor = scale
+    if SOFT_CAP:
+        factor = 1.0
+
+    # The first tile shape's items come first in the plan.
+    work_end = gl.load(tile_ptr + 1) * NUM_KV_HEADS
+    work = gl.program_id(0)
+    step = gl.num_programs(0)
+
+    offs_n = gl.arange(0, BLOCK_N, layout=ONE_EACH)
+    row_n = gl.arange(0, BLOCK_N, layout=ROW)
+    offs_m = gl.arange(0, BLOCK_M, layout=ROW)
+    offs_d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, COPY))
+    token = gl.arange(0, BLOCK_N, layout=TOKEN)
+    query_of_row = offs_m // GQA_GROUP
+
+    # The range that is copied, by the number of its next block; the ones after it, of which each
+    # is known by one link less. `page` and `ahead_page` are pages of the next block and the one
+    # after that.
+    copied_work = work
+    block = 0
+    entry, queries, row, start, stop = _read_item(
+        work, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr, segment_end_ptr,
+        NUM_KV_HEADS,
+    )  # fmt: skip
+    next_entry, next_queries, next_row, next_start, next_stop = _read_item(
+        work + step, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
+        segment_end_ptr, NUM_KV_HEADS,
+    )  # fmt: skip
+    later_entry, later_queries, later_row, later_start, later_stop = _read_item(
+        work + 2 * step, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
+        segment_end_ptr, NUM_KV_HEADS,
+    )  # fmt: skip
+    last_entry, last_queries, last_row, last_start, last_stop = _read_item(
+        work + 3 * step, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
+        segment_end_ptr, NUM_KV_HEADS,
+    )  # fmt: skip
+    table = _read_row(row, table_rows_ptr, page_table_ptr, stride_table)
+    length = _tokens(row, start, stop, seq_lens_ptr)
+    next_table = _read_row(next_row, table_rows_ptr, page_table_ptr, stride_table)
+    next_length = _tokens(next_row, next_start, next_stop, seq_lens_ptr)
+    later_table = _read_row(later_row, table_rows_ptr, page_table_ptr, stride_table)
+    later_length = _tokens(later_row, later_start, later_stop, seq_lens_ptr)
+    page = _read_pages(table, start, length, 0, offs_n, BLOCK_N, PAGE_SIZE)
+    ahead_page = _read_pages(table, start, length, 1, offs_n, BLOCK_N, PAGE_SIZE)
+    next_page = _read_pages(next_table, next_start, next_length, 0, offs_n, BLOCK_N, PAGE_SIZE)
+    query = gl.load(entry_query_ptr + entry + query_of_row, mask=query_of_row < queries, other=0)
+    next_query = gl.load(
+        entry_query_ptr + next_entry + query_of_row, mask=query_of_row < next_queries, other=0
+    )
+    free = 0  # the buffers that are copied to
+    q_free = 0
+
+    # The item that is worked on, the one after it, and the links of a third.
+    merged = gl.load(segment_span_ptr + work // NUM_KV_HEADS, mask=work < work_end, other=0)
+    own_entry, own_queries, own_length = entry, queries, length
+    coming_entry, coming_queries, coming_length = next_entry, next_queries, next_length
+    link_entry, link_queries, link_row, link_start, link_stop = (
+        later_entry, later_queries, later_row, later_start, later_stop,
+    )  # fmt: skip
+    left = own_length  # tokens of it that are to be worked on
+    now = 0  # the buffers of the block that is worked on
+    q_now = 0
+    maximum = gl.full([BLOCK_M], float("-inf"), gl.float32, COLUMN)
+    total = gl.zeros([BLOCK_M], gl.float32, COLUMN)
+    acc = gl.zeros([HEAD_DIM, BLOCK_M], gl.float32, MMA)
+
+    begun = 0
+    while work < work_end:
+        gl.thread_barrier()  # whatever was read from the buffers that are copied to now
+        head = (copied_work % NUM_KV_HEADS).to(gl.int64)
+        first = start + block * BLOCK_N
+        inside = row_n < length - block * BLOCK_N
+        k_offset = _offsets(page, first, offs_n, STRIDE_K_PAGE, STRIDE_K_TOKEN, PAGE_SIZE)
+        v_offset = k_offset
+        if not SAME_STRIDES:
+            v_offset = _offsets(page, first, offs_n, STRIDE_V_PAGE, STRIDE_V_TOKEN, PAGE_SIZE)
+        _copy_rows(
+            k_shared.index(free), k_ptr + head * STRIDE_K_HEAD, k_offset, inside, ROW, offs_d
+        )
+        _copy_rows(
+            v_shared.index(free), v_ptr + head * STRIDE_V_HEAD, v_offset, inside, ROW, offs_d
+        )
+        if block == 0:
+            _copy_queries(
+                q_shared.index(q_free), q_ptr, query, queries, copied_work % NUM_KV_HEADS,
+                stride_q_batch, stride_q_head, offs_m, offs_d, GQA_GROUP,
+            )  # fmt: skip
+        commit_group()
+        free = _after(free, SLOTS)
+        block += 1
+        page = ahead_page
+        if block * BLOCK_N >= length:  # the next range
+            block = 0
+            q_free = _after(q_free, SLOTS)
+            copied_work += step
+            entry, queries, table, start, length = (
+                next_entry, next_queries, next_table, next_start, next_length,
+            )  # fmt: skip
+            page, query = next_page, next_query
+            next_entry, next_queries, next_table, next_start, next_length = (
+                later_entry, later_queries, later_table, later_start, later_length,
+            )  # fmt: skip
+            next_page = _read_pages(
+                next_table, next_start, next_length, 0, offs_n, BLOCK_N, PAGE_SIZE
+            )
+            next_query = gl.load(
+                entry_query_ptr + next_entry + query_of_row,
+                mask=query_of_row < next_queries,
+                other=0,
+            )
+            later_entry, later_queries, later_start = last_entry, last_queries, last_start
+            later_table = _read_row(last_row, table_rows_ptr, page_table_ptr, stride_table)
+            later_length = _tokens(last_row, last_start, last_stop, seq_lens_ptr)
+            last_entry, last_queries, last_row, last_start, last_stop = _read_item(
+                copied_work + 3 * step, work_end, item_query_ptr, segment_row_ptr,
+                segment_start_ptr, segment_end_ptr, NUM_KV_HEADS,
+            )  # fmt: skip
+        ahead_page = _read_pages(table, start, length, block + 1, offs_n, BLOCK_N, PAGE_SIZE)
+
+        begun += 1
+        if begun > LOOKAHEAD:
+            wait_group(LOOKAHEAD)
+            gl.thread_barrier()
+            keys = k_shared.index(now).load(LEFT)
+            q = q_shared.index(q_now).permute((1, 0)).load(RIGHT)
+            scores = mma_v2(keys, q, gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA))
+            scores = capped(scores, scale, logit_cap, SOFT_CAP)
+            scores = gl.where((token < left)[:, None], scores, float("-inf"))
+            new_maximum = gl.maximum(maximum, gl.reduce(scores, 0, larger) * factor)
+            # An empty range keeps its maximum at -inf: avoid -inf - -inf.
+            reference = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+            weights = gl.exp2(scores * factor - reference[None, :])
+            rescale = gl.exp2(maximum - reference)
+            total = total * rescale + gl.reduce(weights, 0, plus)
+            maximum = new_maximum
+            values = v_shared.index(now).permute((1, 0)).load(LEFT)
+            weights = gl.convert_layout(weights.to(DTYPE), RIGHT)
+            acc = mma_v2(values, weights, acc * rescale[None, :])
+            now = _after(now, SLOTS)
+            left -= BLOCK_N
+
+            if left <= 0:
+                _finish(
+                    acc, maximum, total, own_entry, own_queries, work % NUM_KV_HEADS, merged,
+                    out_ptr, partial_out_ptr, partial_lse_ptr, partial_scale_ptr, entry_query_ptr,
+                    entry_slot_ptr, stride_out_batch, stride_out_head, offs_m, offs_d, NUM_HEADS,
+                    GQA_GROUP, HEAD_DIM, OVERLAPPED, COPY,
+                )  # fmt: skip
+
+                # The next item.
+                work += step
+                q_now = _after(q_now, SLOTS)
+                own_entry, own_queries, own_length = coming_entry, coming_queries, coming_length
+                merged = gl.load(
+                    segment_span_ptr + work // NUM_KV_HEADS, mask=work < work_end, other=0
+                )
+                coming_entry, coming_queries = link_entry, link_queries
+                coming_length = _tokens(link_row, link_start, link_stop, seq_lens_ptr)
+                link_entry, link_queries, link_row, link_start, link_stop = _read_item(
+                    work + 2 * step, work_end, item_query_ptr, segment_row_ptr,
+                    segment_start_ptr, segment_end_ptr, NUM_KV_HEADS,
+                )  # fmt: skip
+                left = own_length
+                maximum = gl.full([BLOCK_M], float("-inf"), gl.float32, COLUMN)
+                total = gl.zeros([BLOCK_M], gl.float32, COLUMN)
+                acc = gl.zeros([HEAD_DIM, BLOCK_M], gl.float32, MMA)
+
+    wait_group(0)
+    if OVERLAPPED:
+        gdc_wait()

@@ -1,0 +1,171 @@
+"""The kernels in Gluon without a GPU: what they compute, through an emulation of their language."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import gluon_emulator
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deft_backend import TreeAttention, forest_from_page_tables
+from deft_backend.bench.random_forest import random_batch
+from deft_backend.kernels import hopper_stem, pipelined_leaf
+from deft_backend.kernels.launch import PIPELINED_LEAF_ATTENTION, STEM_ATTENTION
+from deft_backend.reference import reference_attention, relative_error
+
+launched: Counter[str] = Counter()
+"""Launches of each kernel since the test began."""
+
+
+def emulated(module: ModuleType, name: str) -> Callable[..., None]:
+    def launch(
+        programs: int, arguments: Any, constants: dict[str, Any], *, num_warps: int, **_: Any
+    ) -> None:
+        gluon_emulator.run(module, name, programs, arguments, constants, num_warps=num_warps)
+        launched[name] += 1
+
+    return launch
+
+
+@pytest.fixture(autouse=True, scope="module")
+def emulation() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(STEM_ATTENTION, "launch", emulated(hopper_stem, "stem_attention"))
+        leaf = emulated(pipelined_leaf, "pipelined_leaf_attention")
+        patch.setattr(PIPELINED_LEAF_ATTENTION, "launch", leaf)
+        yield
+
+
+def use_gluon(attention: TreeAttention, lookahead: int, programs: int, block: int = 32) -> None:
+    """Let the kernels in Gluon run an attention on the CPU, stems `block` tokens at a time."""
+    leaf, stem, packed = attention._config.tiles
+    leaf = replace(leaf, block_tokens=16, lookahead=lookahead, programs=programs)
+    stem = replace(stem, block_tokens=block, lookahead=lookahead, num_warps=4, programs=3)
+    attention._config = replace(attention._config, tiles=(leaf, stem, packed))
+
+
+def check(
+    seed: int, requests: int, page_size: int = 1, lookahead: int = 1, logit_cap: float = 0.0,
+    heads: tuple[int, int] = (4, 1), head_dim: int = 64, grow: int = 0, policy: str = "fasttree",
+    programs: int = 3, longest: int = 200, block: int = 32,
+) -> None:  # fmt: skip
+    batch = random_batch(seed, requests, page_size, longest=longest, spare=grow)
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(torch.float16)
+
+    q = normal(requests, heads[0], head_dim)
+    k_cache, v_cache = normal(2, batch.num_pages, page_size, heads[1], head_dim)
+    attention = TreeAttention(
+        num_query_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, dtype=torch.float16,
+        device="cpu", page_size=page_size, max_batch=requests, policy=policy,
+    )  # fmt: skip
+    use_gluon(attention, lookahead, programs, block)
+    table, lens = torch.from_numpy(batch.page_table), torch.from_numpy(batch.seq_lens)
+    attention.plan(forest_from_page_tables(table, lens, page_size, num_pages=batch.num_pages))
+    attention.poison_workspace()
+    out = torch.full_like(q, float("nan"))
+    attention.run(q, k_cache, v_cache, table, lens + grow, logit_cap=logit_cap, out=out)
+    expected = reference_attention(q, k_cache, v_cache, table, lens + grow, logit_cap=logit_cap)
+    assert out.isfinite().all()
+    assert relative_error(out, expected) <= 1e-3
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**31 - 1),
+    requests=st.integers(1, 24),
+    page_size=st.sampled_from([1, 3, 16]),
+    lookahead=st.sampled_from([1, 2, 3]),
+    heads=st.sampled_from([(4, 1), (4, 2), (2, 2), (6, 2), (16, 1)]),
+    grow=st.integers(0, 3),
+    policy=st.sampled_from(["auto", "fasttree", "deft-node", "flash-decoding"]),
+    programs=st.integers(1, 9),
+    block=st.sampled_from([32, 64]),
+)
+def test_random_forests(
+    seed: int, requests: int, page_size: int, lookahead: int, heads: tuple[int, int], grow: int,
+    policy: str, programs: int, block: int,
+) -> None:  # fmt: skip
+    """A block as long as a tile has rows lets Q share a V block's memory."""
+    check(
+        seed, requests, page_size, lookahead, heads=heads, grow=grow, policy=policy,
+        programs=programs, longest=120, block=block,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "logit_cap"), [((8, 2), 128, 0.0), ((8, 2), 128, 20.0), ((4, 1), 64, 5.0)]
+)
+def test_head_dimensions_and_soft_caps(
+    heads: tuple[int, int], head_dim: int, logit_cap: float
+) -> None:
+    launched.clear()
+    check(1, 12, 16, heads=heads, head_dim=head_dim, logit_cap=logit_cap)
+    assert launched == {"stem_attention": 1, "pipelined_leaf_attention": 1}
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 3, 4])
+def test_long_segments_go_round_the_rings(lookahead: int) -> None:
+    check(3, 6, lookahead=lookahead, longest=1500)
+
+
+@pytest.mark.parametrize("module", [hopper_stem, pipelined_leaf])
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_copy_that_is_not_waited_for_shows(
+    late: int, module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The emulation can fail: with one group more on its way, the products read NaN."""
+    wait = gluon_emulator._MACHINE.wait
+    copy = gluon_emulator.emulated(module)
+    monkeypatch.setattr(copy, "wait_group", lambda outstanding: wait(outstanding + late))
+    if late:
+        with pytest.raises(AssertionError):
+            check(1, 12)
+    else:
+        check(1, 12)
+
+
+@pytest.mark.parametrize("merged", [1, 2, 4, 5, 8])
+def test_leaves_merge_any_number_of_results(merged: int) -> None:
+    """A prefix in so many pieces that all requests share, and leaves of their own."""
+    from deft_backend.forest import build_forest
+    from deft_backend.planner import plan_grouping
+    from deft_backend.policies import GroupingBuilder, Segment
+
+    requests, shared, own, heads, dim = 5, 16 * merged, 21, (8, 2), 64
+    generator = torch.Generator().manual_seed(merged)
+    slots = shared + requests * own
+    table = torch.randperm(slots, generator=generator, dtype=torch.int32)
+    table = torch.cat(
+        [table[:shared].expand(requests, -1), table[shared:].reshape(requests, own)], dim=1
+    )
+    lens = torch.full((requests,), shared + own, dtype=torch.int32)
+    q = torch.randn(requests, heads[0], dim, generator=generator).half()
+    k_cache, v_cache = torch.randn(2, slots, 1, heads[1], dim, generator=generator).half()
+    attention = TreeAttention(
+        num_query_heads=heads[0], num_kv_heads=heads[1], head_dim=dim, dtype=torch.float16,
+        device="cpu", max_batch=requests,
+    )  # fmt: skip
+    use_gluon(attention, 1, 4)
+    forest = build_forest(range(requests), [shared] * (requests - 1), lens.tolist())
+    builder = GroupingBuilder()
+    everyone = list(range(requests))
+    for begin in range(0, shared, 16):
+        builder.add(everyone, [Segment(0, begin, begin + 16, False, 0, requests)])
+    for request in everyone:
+        builder.add([request], [Segment(request, shared, shared + own, True, 0, 1)])
+    plan = plan_grouping(builder.build(), forest, attention.target)
+    assert len(plan.reduce_query) == 0  # leaves merge
+    attention.use(plan, forest)
+    attention.poison_workspace()
+    out = attention.run(q, k_cache, v_cache, table.contiguous(), lens)
+    assert relative_error(out, reference_attention(q, k_cache, v_cache, table, lens)) <= 1e-3
