@@ -41,6 +41,6 @@ def _apply(vllm_config: Any) -> AttentionBackendEnum | None:
     attention.backend = None
     try:
         settings.verify_and_update_config(vllm_config)
-        return attention.backend  # type: ignore[no-any-return]
+        return attention.backend
     finally:
         attention.backend = AttentionBackendEnum.CUSTOM
