@@ -330,6 +330,14 @@ def test_decodes_of_another_kind_are_counted(
     assert state().kv_bytes_read == state().kv_bytes_query_guided > 0
 
 
+@pytest.mark.parametrize("documents", [{}, {0: [], 1: [], 2: []}, {0: [(3, 9)], 1: []}])
+def test_documents_in_a_prompt_change_no_decode(documents: dict[int, Any]) -> None:
+    """What may attend to later tokens of its document has none after the token decoded."""
+    builder = make_layers().builder(make_spec())
+    metadata = builder.build(0, Batch(DECODE, shared=2).common(mm_req_doc_ranges=documents))
+    assert step_of(metadata) is not None
+
+
 def test_batches_beyond_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEFT_MAX_BATCH", "4")
     builder = make_layers().builder(make_spec())

@@ -16,6 +16,7 @@ from vllm_fakes import DIM, KV_HEADS, Cache, make_config, make_spec
 from deft_backend.hosts.vllm.factory import unsupported_server, unsupported_spec
 from deft_backend.hosts.vllm.layers import LayerShape, layer_of
 from deft_backend.hosts.vllm.layout import has_packed_layout, kv_views
+from deft_backend.hosts.vllm.observe import original_backend
 from deft_backend.hosts.vllm.server import port_of
 
 
@@ -47,6 +48,7 @@ def test_the_arguments_are_read_however_they_are_given() -> None:
         ({"attn_type": SimpleNamespace(value="encoder_decoder")}, "of type encoder_decoder"),
         ({"scale": 0.0}, "scale 0.0"),
         ({"chunk_lookback": 3}, "the argument chunk_lookback"),
+        ({"chunk_lookback": -1}, None),
         ({"use_alibi_sqrt": False}, None),
         ({"kv_cache_dtype": "bfloat16"}, None),
     ],
@@ -55,6 +57,15 @@ def test_what_a_layer_must_not_have(changes: dict[str, Any], reason: str | None)
     given = {"num_heads": 8, "head_size": 64, "scale": 0.1, "num_kv_heads": 2, **changes}
     found = layer_of(constructor, (), given).reason
     assert found == reason if reason is None else reason in found
+
+
+@pytest.mark.parametrize("name", ["FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "CPU_ATTN"])
+def test_a_plain_layer_of_the_hosts_own_is_taken(name: str) -> None:
+    """With the signatures, and the defaults, that the host's implementations really have."""
+    impl = original_backend(name).get_impl_cls()
+    init = impl.__init__.__get__(object.__new__(impl))
+    plain = (8, 128, 0.1, 2, None, None, "auto", None, "decoder", None)
+    assert layer_of(init, plain, {}) == (LayerShape(8, 2, 128), 0.1, 0.0, None)
 
 
 def test_caches_of_other_kinds_are_refused() -> None:
@@ -82,6 +93,18 @@ def test_caches_of_other_kinds_are_refused() -> None:
 def test_servers_of_other_kinds_are_refused(changes: dict[str, Any], reason: str | None) -> None:
     found = unsupported_server(make_config(**changes))
     assert found is None if reason is None else reason in found
+
+
+def test_a_server_that_sleeps_is_refused() -> None:
+    """It drops what was allocated beside the KV cache, and the planner's constants are."""
+    config = make_config()
+    config.model_config.enable_sleep_mode = True
+    assert unsupported_server(config) == "sleep mode is not supported"
+
+
+def test_results_that_must_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert "batch-invariant mode is not supported" in unsupported_server(make_config())
 
 
 @pytest.mark.parametrize("order", ["NHD", "HND"])

@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("vllm", reason="the adapter's tests run where vLLM is installed")
 
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import AttentionBackend
@@ -97,6 +98,50 @@ def test_layers_may_get_different_backends(monkeypatch: pytest.MonkeyPatch) -> N
     second = chosen_as_the_host_does(CONFIG._replace(head_size=80))
     assert first is not second
     assert resolve_obj_by_qualname(".".join(first.full_cls_name())) is first
+
+
+@pytest.mark.parametrize("new_version", [True, False])
+@pytest.mark.parametrize(
+    "architecture", ["Gemma4ForCausalLM", "DiffusionGemmaForBlockDiffusion", "LlamaForCausalLM"]
+)
+def test_a_model_keeps_the_hosts_defaults_for_it(
+    architecture: str, new_version: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host sets some only where no backend is asked for, as here none is in effect."""
+    monkeypatch.setattr(
+        "vllm.v1.attention.backends.fa_utils.is_fa_version_supported", lambda version: new_version
+    )
+
+    def start(backend: Any) -> Any:
+        attention = SimpleNamespace(
+            backend=backend, flash_attn_version=None, use_non_causal=False, backend_per_kind=None
+        )
+        model = SimpleNamespace(
+            architecture=architecture, hf_text_config=SimpleNamespace(
+                head_dim=256, global_head_dim=512
+            ), override_generation_config={},
+        )  # fmt: skip
+        config = SimpleNamespace(
+            model_config=model, attention_config=attention, diffusion_config=object(),
+            scheduler_config=None,
+        )  # fmt: skip
+        if settings := MODELS_CONFIG_MAP.get(architecture):
+            settings.verify_and_update_config(config)
+        return config
+
+    plugin.register()
+    asked = host_chooses(monkeypatch, "FLASH_ATTN")
+    expected, config = start(None).attention_config, start(CUSTOM)
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config)
+    for _ in range(2):
+        found = chosen_as_the_host_does()
+        name = expected.backend.name if expected.backend else "FLASH_ATTN"
+        assert issubclass(found, original_backend(name))
+        selected, given = asked.pop()
+        assert selected == expected.backend
+        assert given.use_non_causal == expected.use_non_causal
+    expected.backend = CUSTOM
+    assert config.attention_config == expected
 
 
 class OtherLayout(AttentionBackend):

@@ -22,7 +22,9 @@ def make_config(**changes: Any) -> Any:
     config = SimpleNamespace(
         parallel_config=parallel,
         speculative_config=None,
-        model_config=SimpleNamespace(dtype=torch.float32, max_model_len=2048),
+        model_config=SimpleNamespace(
+            dtype=torch.float32, max_model_len=2048, enable_sleep_mode=False
+        ),
         scheduler_config=SimpleNamespace(max_num_seqs=16),
         compilation_config=SimpleNamespace(static_forward_context={}),
     )

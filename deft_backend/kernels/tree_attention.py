@@ -22,6 +22,10 @@ from deft_backend.triton_kernel import Kernel
 
 LOG2_E = 1.4426950408889634
 
+WIDE_REACH = 1 << 36
+"""Bytes of a cache within which the Hopper kernel finds a page: 32 bits, in units of 16 bytes. A
+layer's cache may span more than that where the host lays the pages of all layers together."""
+
 
 def run_plan(
     config: LaunchConfig,
@@ -84,7 +88,9 @@ def run_plan(
         head_dim=head_dim,
         page_size=page_size,
         soft_cap=logit_cap > 0.0,
-        wide_rows=aligned and all(stride % 8 == 0 for stride in strides[:4]),
+        wide_rows=aligned
+        and all(stride % 8 == 0 for stride in strides[:4])
+        and max(_reach(k_cache), _reach(v_cache)) <= WIDE_REACH,
     )
     launches = _launches(config, kind)
     # What Triton compiles for beside the constants.
@@ -108,6 +114,11 @@ def run_plan(
     launches.stage2.run(programs, arguments, types, aligned)
 
 
+def _reach(cache: torch.Tensor) -> int:
+    """Bytes from the first page to the end of the last."""
+    return int(cache.shape[0] * cache.stride(0) * cache.element_size())
+
+
 class Kind(NamedTuple):
     """What the kernels' constants follow from, for a launch configuration."""
 
@@ -121,7 +132,8 @@ class Kind(NamedTuple):
     head_dim: int
     page_size: int
     soft_cap: bool
-    #: Whether pointers, and rows of queries and outputs, are multiples of 16 bytes.
+    #: Whether pointers, and rows of queries and outputs, are multiples of 16 bytes, and both caches
+    #: are within WIDE_REACH.
     wide_rows: bool
 
 

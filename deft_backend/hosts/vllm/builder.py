@@ -106,10 +106,9 @@ class TreeBuilder:
             reason = "cascade attention"
         if reason is None and common.causal is not True:
             reason = "attention that is not causal"
-        if reason is None and (
-            getattr(common, "mm_req_doc_ranges", None)
-            or getattr(common, "dcp_local_seq_lens", None) is not None
-        ):
+        # Documents of a multimodal prompt (`mm_req_doc_ranges`) attend to what comes after a token;
+        # after the one that is decoded there is nothing.
+        if reason is None and getattr(common, "dcp_local_seq_lens", None) is not None:
             reason = "attention over another range of tokens"
         if reason is not None:
             return None, reason

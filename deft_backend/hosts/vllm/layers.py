@@ -80,6 +80,8 @@ def _reason(given: Mapping[str, Any], scale: float, cap: float) -> str | None:
         return f"a KV cache of kind {dtype}"
     if not scale > 0.0 or cap < 0.0:
         return f"scale {scale} and soft cap {cap}"
+    if rest.get("chunk_lookback") == -1:  # TRITON_ATTN's none
+        del rest["chunk_lookback"]
     for name, value in rest.items():
         if value is not None and value is not False:
             return f"the argument {name}"

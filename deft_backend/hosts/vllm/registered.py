@@ -11,6 +11,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from deft_backend.config import Settings
 from deft_backend.hosts.limits import observing
 from deft_backend.hosts.vllm.compose import cannot_surround, tree_backend
+from deft_backend.hosts.vllm.model_defaults import apply_model_defaults
 from deft_backend.hosts.vllm.observe import OBSERVED, observed_backend, original_backend
 
 logger = logging.getLogger("deft_backend")
@@ -33,14 +34,21 @@ class Custom(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def validate_configuration(cls, device_capability: Any, **config: Any) -> list[str]:
         """Why the host has no backend for this configuration; empty if it has one."""
+        from vllm.config import get_current_vllm_config_or_none
         from vllm.platforms import current_platform
         from vllm.utils.import_utils import resolve_obj_by_qualname
         from vllm.v1.attention.selector import AttentionSelectorConfig
 
+        wanted = None
+        vllm_config = get_current_vllm_config_or_none()
+        if vllm_config is not None:
+            wanted = apply_model_defaults(vllm_config)
+            config["use_non_causal"] = vllm_config.attention_config.use_non_causal
         fallback = Settings.from_env().fallback_backend
         try:
             path = current_platform.get_attn_backend_cls(
-                None if fallback is None else _fallback(fallback), AttentionSelectorConfig(**config)
+                wanted if fallback is None else _fallback(fallback),
+                AttentionSelectorConfig(**config),
             )
         except ValueError as error:
             return [str(error)]
