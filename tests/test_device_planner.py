@@ -299,6 +299,13 @@ def test_rows_without_a_request_get_zeros() -> None:
     assert [bool(row.any()) for row in out] == [True, False, True, True, False]
 
 
+@pytest.mark.parametrize("capacity", [(6, 4, 6, 9), (6, 9, 5, 9), (6, 9, 9, 8)])
+def test_a_plan_without_room_for_its_batch_is_refused(capacity: tuple[int, ...]) -> None:
+    plan = DevicePlan(PlanCapacity(*capacity), torch.device("cpu"))
+    with pytest.raises(PolicyError, match="an item, an entry and a KV range for each request"):
+        DevicePlanner(Target(4, 2, 64), plan, torch.device("cpu"), 1, overlapped=False)
+
+
 def test_what_cannot_be_planned_on_the_device_is_named() -> None:
     table, lens = torch.zeros((2, 8), dtype=torch.int32), torch.tensor([3, 4])
     with pytest.raises(PolicyError, match="follow the policy auto, not fasttree"):

@@ -395,7 +395,13 @@ def test_unsupported_attention_is_refused(change: dict[str, object], message: st
         ({"q": torch.zeros(2, 4, 64).half()}, "q has dtype torch.float16; expected torch.float32"),
         ({"k_cache": torch.zeros(9, 1, 64)}, r"k_cache has shape \[9, 1, 1, 64\]"),
         ({"v_cache": torch.zeros(9, 2, 128)[..., ::2]}, "v_cache has stride 2"),
-        ({"seq_lens": torch.tensor([1])}, "seq_lens holds 1 lengths; expected 2"),
+        ({"seq_lens": torch.tensor([1])}, r"seq_lens has shape \[1\]; expected \[2\]"),
+        ({"seq_lens": torch.tensor([[1, 7], [2, 7]])[:, 0]}, "seq_lens has stride 2; expected 1"),
+        ({"seq_lens": torch.tensor([1]).expand(2)}, "seq_lens has stride 0; expected 1"),
+        ({"table_rows": torch.tensor([0])}, r"table_rows has shape \[1\]; expected \[2\]"),
+        ({"table_rows": torch.tensor([0.0, 1.0])}, "table_rows has dtype torch.float32"),
+        ({"table_rows": torch.tensor([0, 1, 2])[::2]}, "table_rows has stride 2"),
+        ({"page_table": torch.zeros(1, 4, dtype=torch.int32)}, "a page table of 1 rows"),
         ({"seq_lens": torch.tensor([1.0, 2.0])}, "seq_lens has dtype torch.float32"),
         ({"page_table": torch.zeros(4, dtype=torch.int32)}, "page_table has shape"),
     ],
@@ -414,3 +420,44 @@ def test_tensors_that_do_not_fit_are_refused(change: dict[str, torch.Tensor], me
     attention.plan(forest_from_page_tables([[0, 1], [2, 3]], [1, 2]))
     with pytest.raises(AttentionError, match=message):
         attention.run(**(tensors | change))
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_batch_smaller_than_the_plan_is_refused(on_device: bool) -> None:
+    """Its items would read and write beyond the batch's rows."""
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+        max_batch=4,
+    )  # fmt: skip
+    table, lens = torch.tensor([[0, 1], [0, 2], [0, 3]]).int(), torch.tensor([2, 2, 2])
+    if on_device:
+        attention.plan_on_device(table, lens)
+    else:
+        attention.plan(forest_from_page_tables(table, lens))
+    q, (k, v) = torch.zeros(3, 4, 64), torch.zeros(2, 9, 2, 64)
+    with pytest.raises(AttentionError, match="q holds 2 queries; the plan is for 3 requests"):
+        attention.run(q[:2], k, v, table[:2], lens[:2], static_launch=True)
+    attention.clear_plan()  # as while a graph of another size is captured
+    attention.run(q[:2], k, v, table[:2], lens[:2], static_launch=True)
+    attention.restore_plan()
+    attention.run(q, k, v, table, lens, static_launch=True)
+    larger = torch.zeros(5, 4, 64)
+    with pytest.raises(AttentionError, match=r"5 requests, .*max_batch 4"):
+        attention.run(larger, k, v, torch.zeros(5, 2).int(), torch.ones(5).long(),
+                      static_launch=True)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_beyond_the_plan_stay_as_they_are(dtype: torch.dtype) -> None:
+    """A graph is replayed for fewer requests than it was captured for."""
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=dtype, device="cpu", max_batch=4
+    )
+    table, lens = torch.tensor([[0, 1], [0, 2], [0, 0]]).int(), torch.tensor([2, 2, 0])
+    attention.plan(forest_from_page_tables(table[:2], lens[:2]))
+    q, (k, v) = torch.ones(3, 4, 64, dtype=dtype), torch.ones(2, 9, 2, 64, dtype=dtype)
+    assert not attention.run(q, k, v, table, lens, static_launch=True)[2].any()
+    out = torch.full_like(q, -5.0)
+    attention.run(q, k, v, table, lens, static_launch=True, out=out)
+    assert (out[2] == -5.0).all()
+    assert (out[:2] == 1.0).all()

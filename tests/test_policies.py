@@ -525,3 +525,14 @@ def test_the_papers_page_names_what_exists() -> None:
                 path,
                 name,
             )
+
+
+def test_flattened_blocks_stay_within_what_the_kernels_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forest = regular_forest([1, 2], [900, 100])
+    target = replace(MHA, max_groups=2)
+    assert DeftFlatten().group(forest, target).num_groups <= 2
+    monkeypatch.setattr("deft_backend.policies.deft_flatten.MOST_TOKENS", 512)
+    with pytest.raises(PolicyError, match="blocks of 1024 tokens; the kernels address 512"):
+        DeftFlatten().group(forest, target)

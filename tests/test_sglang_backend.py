@@ -93,7 +93,7 @@ def server(host: Any) -> Any:
         def init_forward_metadata_out_graph(
             self, forward_batch: Any, in_capture: bool = False
         ) -> None:
-            calls.append("metadata out of graph")
+            calls.append("new buffers" if in_capture else "metadata out of graph")
 
         def forward_decode(self, q: Any, *args: Any, **kwargs: Any) -> Any:
             calls.append("decode")
@@ -337,6 +337,42 @@ def test_graphs_launch_every_kernel_over_whatever_plan_is_there(server: Any) -> 
     ):
         backend.init_forward_metadata_out_graph(other)
     assert server.calls == ["metadata out of graph"] * 3
+
+
+def test_the_second_capture_of_a_size_leaves_the_hosts_buffers_to_its_own_graph(
+    server: Any,
+) -> None:
+    """A host's backend may make new buffers for each capture, and prepare the newest ones alone."""
+    from deft_backend.patches import sglang_tree_graphs as patch
+
+    def capture(runner: Any, size: int, forward: Any, stream: Any, label: str | None) -> None:
+        server.calls.append(f"graph {label}")
+        batch = server.batch(captured=False)
+        server.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+
+    model = SimpleNamespace()
+    patch._controllers[id(model)] = server.backend
+    try:
+        patch._capture_one_shape(capture, SimpleNamespace(model_runner=model), 2, None)
+    finally:
+        del patch._controllers[id(model)]
+    assert server.calls == ["graph None", "new buffers", "graph deft", "metadata out of graph"]
+    server.backend.init_forward_metadata_out_graph(server.batch(captured=False), in_capture=True)
+    assert server.calls[-1] == "new buffers"  # the next size's
+
+
+def test_a_batch_that_is_padded_after_it_was_decided_on_is_the_hosts(server: Any) -> None:
+    """As where ranks of data-parallel attention agree on a size between graph and eager step."""
+    batch, (q, k, v) = server.batch(), query()
+    assert server.backend.takes(batch)
+    batch.batch_size = 4
+    server.backend.init_forward_metadata(batch)
+    server.backend.forward(q, k, v, make_layer(), batch)
+    assert server.calls == ["metadata", "decode"]
+    again = server.batch()
+    server.backend.init_forward_metadata(again)
+    server.backend.forward(q, k, v, make_layer(), again)
+    assert server.calls == ["metadata", "decode"]  # tree attention goes on with the next batch
 
 
 def test_a_graph_with_a_layer_of_the_host_gets_the_hosts_metadata(server: Any) -> None:

@@ -188,15 +188,60 @@ def test_a_changed_composition_is_planned_anew() -> None:
     assert attention.forests[-1].tokens_stored == attention.forests[-1].tokens_attended
 
 
-def test_a_row_shorter_than_its_shared_part_is_planned_anew() -> None:
-    """Cannot happen unless the host rewinds a request; then sharing must shrink with it."""
+@pytest.mark.parametrize("shorter", [1, 4, 30])
+def test_a_newcomer_under_the_same_key_is_planned_anew(shorter: int) -> None:
+    """Requests with one prompt have one key: only lengths tell that another is there."""
+    requests, _, lens = requests_of([[1, 2, 3, 4], [1, 2, 3, 4]], Tree())
+    lens += [0, 40]
+    planner, attention = make_planner()
+    step(planner, requests, lens)
+    step(planner, requests, lens + 1)
+    assert len(attention.forests) == 1
+    step(planner, requests, lens - [0, shorter])
+    assert len(attention.forests) == 2
+    assert attention.forests[-1].seq_lens.tolist() == (lens - [0, shorter]).tolist()
+
+
+def test_lengths_are_kept_apart_from_the_hosts() -> None:
+    """The host counts on in the array that it handed over."""
     requests, _, lens = requests_of([[1, 2, 3, 4], [1, 2, 3, 4]], Tree())
     planner, attention = make_planner()
     step(planner, requests, lens)
+    lens += 5
+    step(planner, requests, lens)
+    lens -= 2
+    step(planner, requests, lens)  # longer than planned for
     assert len(attention.forests) == 1
-    planned = step(planner, requests, [3, 5])
+    lens -= 4
+    step(planner, requests, lens)
     assert len(attention.forests) == 2
-    assert planned.shared.tolist() == [0, 0]  # a part of a node is not the whole node
+
+
+def test_a_newcomer_attends_to_its_own_tokens_alone() -> None:
+    """Under a plan that cuts the leaf of the request before it into ranges."""
+    from deft_backend.attention import TreeAttention
+    from deft_backend.reference import reference_attention, relative_error
+
+    shared, long = 64, 900
+    node, _ = Tree().insert(list(range(1, shared + 1)))
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+        max_batch=4, policy="deft-node-chunk",
+    )  # fmt: skip
+    planner = DecodePlanner(attention, EAGER, make_state())
+    requests = [make_request(node, shared, row=row) for row in (1, 2, 3)]
+    width = shared + long + 8
+    own = torch.arange(shared + 1, shared + 1 + 4 * width, dtype=torch.int32).view(4, width)
+    table = torch.cat([torch.arange(1, shared + 1).int().expand(4, -1), own], dim=1)[:, :width]
+    torch.manual_seed(0)
+    k_cache, v_cache = torch.randn(2, int(table.max()) + 1, 1, 2, 64)
+    rows = torch.tensor([1, 2, 3])
+    for lens in ([80, 80, shared + long], [81, 81, shared + 1]):
+        planner.step(requests, np.array(lens), sum(lens))
+        q = torch.randn(3, 4, 64)
+        out = attention.run(q, k_cache, v_cache, table, torch.tensor(lens), table_rows=rows)
+        expected = reference_attention(q, k_cache, v_cache, table[rows], torch.tensor(lens))
+        assert relative_error(out, expected) < 1e-5
 
 
 def test_leaves_that_grew_much_are_balanced_anew() -> None:

@@ -57,6 +57,27 @@ def test_the_host_resolves_as_if_the_flag_were_not_there(arguments: Any, name: s
     assert made.cuda_graph_config.decode.backend == "disabled"
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_backend": None, "decode_attention_backend": "triton",
+         "prefill_attention_backend": "deft"},
+        {"attention_backend": "triton", "prefill_attention_backend": "deft"},
+        {"attention_backend": "deft", "decode_attention_backend": "triton"},
+        {"attention_backend": "triton", "speculative_draft_attention_backend": "deft"},
+    ],
+)  # fmt: skip
+def test_another_backend_named_for_decode_decodes(
+    arguments: Any, caplog: Any, changes: dict[str, Any]
+) -> None:
+    made = make_arguments(**changes)
+    arguments.resolve(resolve_as_host, made)
+    assert made.get_attention_backends()[1] == "triton"
+    assert not hasattr(made, arguments.HOST_DECODE)
+    assert "deft" not in [value for name, value in vars(made).items() if name.endswith("_backend")]
+    assert "another backend is named for decode" in caplog.text
+
+
 @pytest.mark.parametrize(("kind", "kept"), [("full", "full"), ("breakable", "disabled")])
 def test_decode_graphs_on_a_gpu(arguments: Any, caplog: Any, kind: str, kept: str) -> None:
     """Full graphs get a second set; kinds that cannot are switched off, and the log says so."""

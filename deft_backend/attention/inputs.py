@@ -46,6 +46,7 @@ def check_step(
     v_cache: torch.Tensor,
     page_table: torch.Tensor,
     seq_lens: torch.Tensor,
+    table_rows: torch.Tensor,
     out: torch.Tensor,
     *,
     queries: tuple[int, int, int],
@@ -73,13 +74,12 @@ def check_step(
         _check_operand(name, tensor, queries, dtype)
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
         _check_operand(name, tensor, (*tensor.shape[:1], *page), dtype)
-    if len(seq_lens) != queries[0]:
-        raise AttentionError(f"seq_lens holds {len(seq_lens)} lengths; expected {queries[0]}")
     _check_table(page_table)
-    _check_integers(page_table=page_table, seq_lens=seq_lens)
+    _check_lists(queries[0], seq_lens=seq_lens, table_rows=table_rows)
+    _check_integers(page_table=page_table, seq_lens=seq_lens, table_rows=table_rows)
     _check_device(
-        device, page_table=page_table, seq_lens=seq_lens, q=q, out=out, k_cache=k_cache,
-        v_cache=v_cache,
+        device, page_table=page_table, seq_lens=seq_lens, table_rows=table_rows, q=q, out=out,
+        k_cache=k_cache, v_cache=v_cache,
     )  # fmt: skip
 
 
@@ -96,10 +96,7 @@ def check_batch(
     AttentionError
         For the first that does not fit.
     """
-    if table_rows.shape != seq_lens.shape:
-        raise AttentionError(
-            f"table_rows has shape {list(table_rows.shape)}; expected {list(seq_lens.shape)}"
-        )
+    _check_lists(len(seq_lens), seq_lens=seq_lens, table_rows=table_rows)
     integers = {"page_table": page_table, "seq_lens": seq_lens, "table_rows": table_rows}
     _check_integers(**integers)
     _check_device(device, **integers)
@@ -125,6 +122,16 @@ def _check_table(page_table: torch.Tensor) -> None:
             f"page_table has shape {list(page_table.shape)} and strides {page_table.stride()}; "
             "expected [rows, pages] with contiguous rows"
         )
+
+
+def _check_lists(length: int, **tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.shape != (length,):
+            raise AttentionError(f"{name} has shape {list(tensor.shape)}; expected [{length}]")
+        if length > 1 and tensor.stride(0) != 1:
+            raise AttentionError(
+                f"{name} has stride {tensor.stride(0)}; expected 1: make it contiguous"
+            )
 
 
 def _check_integers(**tensors: torch.Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from deft_backend.attention.inputs import AttentionError, check_attention, check_batch
@@ -71,6 +73,8 @@ class PlannedAttention:
         )
         self._device_planner: DevicePlanner | None = None
         self._planned_on_device = False
+        self._planned = 0
+        """Requests of the plan on the device."""
         self._rows = torch.arange(self.capacity.max_batch, dtype=torch.int32, device=self.device)
         self.forest: PrefixForest | None = None
         self.last_plan: Plan | None = None
@@ -130,12 +134,14 @@ class PlannedAttention:
                 f"{self.capacity.max_batch}: raise max_batch"
             )
         if table_rows is None:
-            table_rows = self._rows[:batch]
+            table_rows = self._own_rows(page_table, batch)
         check_batch(page_table, seq_lens, table_rows, self.device)
         self.forest = self.last_plan = self.grouping = None
         self._planned_on_device = True
+        self._planned = batch
         if batch:
-            self.device_planner.plan(page_table, table_rows, seq_lens)
+            with self._current():
+                self.device_planner.plan(page_table, table_rows, seq_lens)
 
     @property
     def device_planner(self) -> DevicePlanner:
@@ -154,12 +160,16 @@ class PlannedAttention:
 
     def clear_plan(self) -> None:
         """Empty the plan on the device: kernels return at once, whatever batch they are given."""
-        self._plan.clear()
+        with self._current():
+            self._plan.clear()
+        self._planned = 0
 
     def restore_plan(self) -> None:
         """Put the last plan back after :meth:`clear_plan`, for kernels on any stream."""
-        if self.last_plan is not None:
-            self._plan.upload(self.last_plan)
+        if self.last_plan is not None and self.forest is not None:
+            with self._current():
+                self._plan.upload(self.last_plan)
+            self._planned = self.forest.batch_size
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -179,9 +189,26 @@ class PlannedAttention:
                 "policy='deft-flatten'"
             )
         check_capacity(plan, self.capacity)
-        self._plan.upload(plan)
+        with self._current():
+            self._plan.upload(plan)
+        self._planned = forest.batch_size
         self.forest, self.last_plan, self.grouping = forest, plan, None
         self._planned_on_device = False
+
+    def _own_rows(self, page_table: torch.Tensor, batch: int) -> torch.Tensor:
+        """[batch]: row ``b`` of the page table for request ``b``."""
+        if batch > min(len(page_table), len(self._rows)):
+            raise AttentionError(
+                f"{batch} requests, a page table of {len(page_table)} rows and max_batch "
+                f"{len(self._rows)}; expected a row each, or table_rows, and a larger max_batch"
+            )
+        return self._rows[:batch]
+
+    def _current(self) -> AbstractContextManager[object]:
+        """Launches and copies go to the current device: let that be the attention's."""
+        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
+            return torch.cuda.device(self.device)
+        return nullcontext()
 
     def poison_workspace(self) -> None:
         """Fill the workspace with NaN: a partial result read before it is written then shows."""

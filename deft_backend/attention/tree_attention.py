@@ -137,19 +137,25 @@ class TreeAttention(PlannedAttention):
         if self.forest is None and not static_launch:
             raise AttentionError("nothing is planned; call plan(forest) first")
         batch = self.forest.batch_size if self.forest is not None and not static_launch else len(q)
+        if batch < self._planned:
+            raise AttentionError(
+                f"q holds {batch} queries; the plan is for {self._planned} requests: plan the "
+                "batch that is run"
+            )
+        if table_rows is None:
+            table_rows = self._own_rows(page_table, batch)
         check_step(
-            q, k_cache, v_cache, page_table, seq_lens, out,
+            q, k_cache, v_cache, page_table, seq_lens, table_rows, out,
             queries=(batch, self.num_query_heads, self.head_dim),
             page=(self.page_size, self.num_kv_heads, self.head_dim),
             dtype=self.dtype, device=self.device,
         )  # fmt: skip
-        if table_rows is None:
-            table_rows = self._rows[:batch]
         if batch == 0:
             return out
-        # Triton's interpreter truncates to bfloat16; torch rounds.
+        # Triton's interpreter truncates to bfloat16; torch rounds. Rows that the plan has no
+        # request for stay as they are.
         truncates = self._config.interpreted and self.dtype == torch.bfloat16
-        result = torch.empty_like(out, dtype=torch.float32) if truncates else out
+        result = out.float() if truncates else out
         run_plan(
             self._config,
             self._plan,

@@ -17,6 +17,9 @@ from deft_backend.policies.splitting import (
     offsets,
 )
 
+MOST_TOKENS = 1 << 24
+"""Longest block: with the longest request beside it, positions still fit the kernels' 26 bits."""
+
 
 @dataclass(frozen=True)
 class DeftFlatten:
@@ -32,6 +35,10 @@ class DeftFlatten:
 
     An empty leaf stands as an open range of no tokens behind the node before it. Where the plan
     cannot hold that many groups, the blocks are made longer.
+
+    Requests whose tokens share a block share its matrix products: a NaN or infinity among the keys
+    or values of one, times a masked weight of 0, is a NaN in the others'. No other policy mixes the
+    tokens of requests that do not attend to them.
 
     Attributes
     ----------
@@ -59,6 +66,11 @@ class DeftFlatten:
                 check_limits(self.name, grouping.num_groups, len(grouping.queries), target)
                 return grouping
             chunk *= 2
+            if chunk > MOST_TOKENS:
+                raise PolicyError(
+                    f"{self.name} needs blocks of {chunk} tokens; the kernels address "
+                    f"{MOST_TOKENS} of an item"
+                )
 
 
 def _flatten(forest: PrefixForest, chunk: int) -> Grouping:

@@ -44,11 +44,18 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
     settings = Settings.from_env()
     _check_fallback(settings.fallback_backend)
     logger.setLevel(LOG_LEVELS[settings.log])
+    decodes = _decodes(server_args)
     for name in asked:
         setattr(server_args, name, None)
     if settings.fallback_backend is not None and server_args.attention_backend is None:
         server_args.attention_backend = settings.fallback_backend
     result = resolve_host(server_args)
+    if not decodes:
+        logger.warning(
+            "deft: %s names deft, which decodes, and another backend is named for decode; all "
+            "attention runs through the host's own backends", ", ".join(asked),
+        )  # fmt: skip
+        return result
 
     backends = _resolved(server_args)
     if backends is None:
@@ -66,6 +73,14 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
     _keep_or_disable_decode_graphs(server_args)
     setattr(server_args, HOST_DECODE, decode)
     return result
+
+
+def _decodes(server_args: Any) -> bool:
+    """Whether ``deft`` is what the arguments name for decode, by itself or for everything."""
+    decode = getattr(server_args, "decode_attention_backend", None)
+    if decode is not None:
+        return bool(decode == NAME)
+    return server_args.attention_backend in (NAME, None)
 
 
 def unsupported(server_args: Any) -> str | None:

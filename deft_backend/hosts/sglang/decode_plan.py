@@ -46,8 +46,8 @@ class Planned:
         Composition of the batch, a key a row.
     host_reason : str, optional
         Why the host's kernel decodes the batch; None: tree attention does.
-    shared : [B] int32
-        Tokens of each row that others may read through it.
+    lens : [B] int32
+        Tokens of each row when the decision was made.
     tokens : int
         Tokens of all rows when the decision was made.
     loaded, grows : int
@@ -57,7 +57,7 @@ class Planned:
 
     keys: list[Key]
     host_reason: str | None
-    shared: Int32Array
+    lens: Int32Array
     tokens: int
     loaded: int
     grows: int
@@ -67,8 +67,12 @@ class Planned:
         return self.loaded + self.grows * (tokens - self.tokens) // max(1, len(self.keys))
 
     def holds_for(self, keys: list[Key], seq_lens: npt.NDArray[np.integer], tokens: int) -> bool:
-        """Whether the decision stands for this step; O(batch) comparisons."""
-        if keys != self.keys or not bool((seq_lens > self.shared).all()):
+        """Whether the decision stands for this step; O(batch) comparisons.
+
+        Rows only grow. One that is shorter than it was belongs to another request, with the prefix,
+        and so the key, of the one before it; the plan's ranges may end beyond its last token.
+        """
+        if keys != self.keys or not bool((seq_lens >= self.lens).all()):
             return False
         grown = tokens - self.tokens
         return grown <= max(GROWTH_TOKENS * len(keys), GROWTH_SHARE * self.tokens)
@@ -132,13 +136,11 @@ class DecodePlanner:
         batch: Any,
     ) -> Planned:
         began = time.perf_counter()
-        empty = np.zeros(len(keys), dtype=np.int32)
+        lens = np.array(seq_lens, dtype=np.int32)  # a copy: the host's own changes
         reason = refused(len(keys), self._settings, self._settings.max_batch)
         if reason is not None:
-            return Planned(keys, reason, empty, tokens, 0, 0)
+            return Planned(keys, reason, lens, tokens, 0, 0)
         forest = forest_of(requests, seq_lens)
-        shared = empty
-        shared[forest.order] = forest.start[forest.leaf]
         reason = self._too_little(forest)
         if reason is None and self._verify is not None:
             wrong = self._verify(forest, batch)
@@ -146,7 +148,7 @@ class DecodePlanner:
                 logger.error("deft: the plan does not agree with the page tables: %s", wrong)
                 reason = "verification failed"
         if reason is not None:
-            return Planned(keys, reason, shared, tokens, 0, 0)
+            return Planned(keys, reason, lens, tokens, 0, 0)
         plan = self._planner.plan(forest)
         seconds = time.perf_counter() - began
         self._state.plans += 1
@@ -158,7 +160,7 @@ class DecodePlanner:
             "deft: planned %d requests, %d nodes, %d items in %.1f ms: loads %d of %d tokens",
             len(keys), forest.num_nodes, plan.num_items, seconds * 1e3, loaded, tokens,
         )  # fmt: skip
-        return Planned(keys, None, shared, tokens, loaded, plan.num_open)
+        return Planned(keys, None, lens, tokens, loaded, plan.num_open)
 
     def _too_little(self, forest: PrefixForest) -> str | None:
         if forest.share < self._settings.min_share:

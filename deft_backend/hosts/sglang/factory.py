@@ -101,6 +101,14 @@ def _device(runner: Any) -> torch.device:
 def _create(runner: Any, host: Any, name: str, settings: Settings) -> Any:
     heads, kv_heads, dim = shape_of(runner)
     on_device = _plans_on_device(settings, _device(runner), (heads, kv_heads, dim))
+    if not on_device and getattr(runner.server_args, "enable_dp_attention", False):
+        # Each rank would choose between its two sets of graphs by its own requests, and graphs of
+        # one size must be the same on all ranks: they hold the ranks' collectives.
+        logger.warning(
+            "deft: DP attention is not supported where batches are planned on the host "
+            "(DEFT_PLANNER); all attention runs through the host's own backend (%s)", name,
+        )  # fmt: skip
+        return host
     largest = min(settings.max_batch, runner.req_to_token_pool.size)  # no batch holds more requests
     attention = TreeAttention(
         num_query_heads=heads,

@@ -65,6 +65,8 @@ class HostPlannedBackend(DeftAttentionBackend):
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self._tree_batch = None
         taken = forward_batch.forward_mode.is_decode() and self.takes(forward_batch)
+        # The host may pad a batch after it was decided on.
+        taken = taken and forward_batch.batch_size == len(forward_batch.rids)
         self._decided = None  # the step begins
         if taken:
             self._tree_batch = forward_batch
@@ -78,6 +80,10 @@ class HostPlannedBackend(DeftAttentionBackend):
             self._tree_batch = forward_batch
         if not in_capture and self._replays_tree(forward_batch):
             return
+        # The host's own graph of this size has just been captured. Told of a second capture, some
+        # backends (FlashInfer) make new buffers for the size, and prepare those ever after, while
+        # their graph reads the old ones.
+        in_capture = in_capture and not self._capturing
         self._host.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
         self._host_ready = True
 

@@ -110,7 +110,7 @@ class DevicePlanner:
     ------
     PolicyError
         If the cost table was measured for other tile shapes, or the plan is larger than
-        :func:`largest_batch`.
+        :func:`largest_batch` or too small for its batch.
     """
 
     def __init__(
@@ -127,6 +127,14 @@ class DevicePlanner:
             raise PolicyError(
                 f"max_batch is {capacity.max_batch}; plans made on the device hold at most "
                 f"{largest_batch()} requests"
+            )
+        if (
+            min(capacity.max_items, capacity.max_entries) < capacity.max_batch
+            or capacity.max_segments < capacity.max_items
+        ):
+            raise PolicyError(
+                f"{capacity}; plans made on the device need an item, an entry and a KV range for "
+                "each request, and a KV range for each item"
             )
         model = cost_model_of(target)
         tiles = target.single_range_tiles
