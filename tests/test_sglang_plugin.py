@@ -172,3 +172,38 @@ def test_registering_never_raises(host: Any, monkeypatch, caplog) -> None:
     monkeypatch.setattr(plugin, "_register", fail)
     plugin.register()
     assert "a host from another planet" in caplog.text
+
+
+@pytest.mark.parametrize("attention_per_rank", [True, False])
+def test_ranks_that_decode_for_themselves_need_the_devices_planner(
+    host: Any, caplog: Any, monkeypatch: Any, attention_per_rank: bool
+) -> None:
+    """Each would choose between two sets of graphs, which hold the ranks' collectives."""
+    from deft_backend.config import Settings
+    from deft_backend.hosts.sglang import factory
+
+    class Made(Exception):
+        pass
+
+    def make(**_: Any) -> None:
+        raise Made
+
+    monkeypatch.setattr(factory, "shape_of", lambda runner: (4, 2, 64))
+    monkeypatch.setattr(factory, "TreeAttention", make)
+    runner = SimpleNamespace(
+        device="cpu", dtype=None, req_to_token_pool=SimpleNamespace(size=4),
+        server_args=SimpleNamespace(enable_dp_attention=attention_per_rank),
+    )  # fmt: skip
+    if attention_per_rank:
+        own = object()
+        assert factory._create(runner, own, "fa3", Settings(planner="host")) is own
+        (record,) = caplog.records
+        assert (
+            "DP attention is not supported where batches are planned on the host" in record.message
+        )
+        assert "(fa3)" in record.message
+        with pytest.raises(Made):
+            factory._create(runner, own, "fa3", Settings(planner="device"))
+    else:
+        with pytest.raises(Made):
+            factory._create(runner, object(), "fa3", Settings(planner="host"))

@@ -204,11 +204,13 @@ class PlannedAttention:
             )
         return self._rows[:batch]
 
+    def _is_elsewhere(self) -> bool:
+        """Whether another GPU than the attention's is the current one, where launches go."""
+        return self.device.type == "cuda" and torch.cuda.current_device() != self.device.index
+
     def _current(self) -> AbstractContextManager[object]:
-        """Launches and copies go to the current device: let that be the attention's."""
-        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
-            return torch.cuda.device(self.device)
-        return nullcontext()
+        """Launches and copies within go to the attention's device."""
+        return torch.cuda.device(self.device) if self._is_elsewhere() else nullcontext()
 
     def poison_workspace(self) -> None:
         """Fill the workspace with NaN: a partial result read before it is written then shows."""

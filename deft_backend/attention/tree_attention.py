@@ -118,8 +118,8 @@ class TreeAttention(PlannedAttention):
         AttentionError
             If nothing was planned, or shapes, dtypes or devices do not match.
         """
-        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
-            with torch.cuda.device(self.device):  # kernels run on the current device
+        if self._is_elsewhere():
+            with self._current():
                 return self.run(
                     q, k_cache, v_cache, page_table, seq_lens, table_rows=table_rows,
                     sm_scale=sm_scale, logit_cap=logit_cap, out=out, static_launch=static_launch,

@@ -43,7 +43,8 @@ class Custom(AttentionBackend):  # type: ignore[misc]
         vllm_config = get_current_vllm_config_or_none()
         if vllm_config is not None:
             wanted = apply_model_defaults(vllm_config)
-            config["use_non_causal"] = vllm_config.attention_config.use_non_causal
+            if "use_non_causal" in config:  # asked for before the defaults were there
+                config["use_non_causal"] = vllm_config.attention_config.use_non_causal
         fallback = Settings.from_env().fallback_backend
         try:
             path = current_platform.get_attn_backend_cls(
