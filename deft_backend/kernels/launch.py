@@ -147,11 +147,16 @@ def launch_config(
 
 def _gluon_tile(plain: TileConfig, head_dim: int, sms: int) -> TileConfig | None:
     """How the kernels in Gluon run a tile shape on Hopper; None: the plain kernel runs it."""
-    measured = {64: (64, 3), 128: (64, 2)}  # head dimension: KV tokens a block, blocks ahead
-    if plain.rows != 64 or plain.block_segments > 1 or head_dim not in measured:
+    if plain.block_segments > 1:
         return None
-    block, lookahead = measured[head_dim]
-    return replace(plain, block_tokens=block, lookahead=lookahead, programs=2 * sms)
+    if plain.rows == 64 and head_dim in (64, 128):
+        block, lookahead = {64: (64, 3), 128: (64, 2)}[head_dim]
+        return replace(plain, block_tokens=block, lookahead=lookahead, programs=2 * sms)
+    # Of one warp, as the plain kernel: as many as registers and shared memory hold.
+    per_sm = {(8, 128): 9, (16, 128): 7}.get((plain.rows, head_dim))
+    if per_sm is None:
+        return None
+    return replace(plain, block_tokens=16, lookahead=1, programs=per_sm * sms)
 
 
 def _shared_bytes(rows: int, block: int, head_dim: int, dtype: torch.dtype, stages: int) -> int:

@@ -17,6 +17,10 @@ ROOT = -1
 MAX_MERGED = 8
 """Most partial results that a leaf's item merges itself."""
 
+ALONE = 0.7
+"""Time a token takes an item of a large tile that has half an SM to itself, over its time beside
+another: stems of `1,1024 2048,32` on an H100."""
+
 
 @host_jit
 def _shape_of(queries: int, tile_queries: Int64Array) -> int:
@@ -120,6 +124,9 @@ def choose_chunks(
     Items of a shape run in rounds of as many as there are programs; short chunks even them out and
     fill the programs, but each chunk has its overhead and its partial results. `transfer_ns` is
     the time in which the GPU's memory delivers one token of all KV heads: no chunking beats it.
+
+    Where items of a large shape take no more than half of its programs, each runs alone on an SM:
+    faster, and beside items of the smallest shape, which else begin when the large ones end.
     """
     shapes = len(tile_queries)
     count = len(queries)
@@ -133,6 +140,11 @@ def choose_chunks(
         largest = tile_queries[shape[r]]
         tiles[r] = (queries[r] + largest - 1) // largest
         longest[shape[r]] = max(longest[shape[r]], tokens[r])
+    # About the time that items of the smallest shape take.
+    beside = 0.0
+    for r in range(count):
+        if shape[r] == 0:
+            beside = max(beside, costs[0]) + tokens[r] * transfer_ns
 
     found = np.empty(shapes, dtype=np.int64)
     for t in range(shapes):
@@ -166,9 +178,16 @@ def choose_chunks(
             if items == 0:
                 break
             rounds = (items + programs[t] - 1) // programs[t]
-            busy = rounds * (costs[t] + read / items * costs[shapes + t])
-            alone = costs[t] + min(chunk, longest[t]) * costs[shapes + t]
-            expected = max(busy, alone, stored * transfer_ns) + results * partial
+            token = costs[shapes + t]
+            leaves_room = t > 0 and 2 * items <= programs[t]
+            if leaves_room:
+                token *= ALONE
+            busy = rounds * (costs[t] + read / items * token)
+            alone = costs[t] + min(chunk, longest[t]) * token
+            expected = max(busy, alone, stored * transfer_ns)
+            if leaves_room:
+                expected -= min(expected, beside)
+            expected += results * partial
             # Few results are merged one after another where the leaf is read, many in stage 2,
             # which takes longer the more it has of one query.
             if t == 0 or most > MAX_MERGED:

@@ -46,6 +46,7 @@ def price_chunks(
     BATCH: tl.constexpr,
     CANDIDATES: tl.constexpr,
     MAX_MERGED: tl.constexpr,
+    ALONE: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     """cost, chunk [2, CANDIDATES]: nanoseconds, and tokens a chunk, for `pieces` of the longest.
@@ -71,7 +72,8 @@ def price_chunks(
     queries = tl.where(mine, all_queries, 0)
     tiles = tl.where(mine, all_tiles, 0)
     begin = tl.load(range_begin_ptr + which)
-    tokens = tl.where(mine, tl.load(range_end_ptr + which) - begin, 0)
+    all_tokens = tl.where(all_queries > 0, tl.load(range_end_ptr + which) - begin, 0)
+    tokens = tl.where(mine, all_tokens, 0)
     longest = tl.reduce(tokens, 0, tl.standard._elementwise_max)
     pieces = tl.load(pieces_ptr + candidate)
     share = (longest + pieces * block - 1) // (pieces * block)
@@ -87,14 +89,22 @@ def price_chunks(
     read_tokens = tiles.to(tl.float32) * tokens.to(tl.float32)
     read = tl.reduce(read_tokens, 0, tl.standard._sum_combine)
     stored = tl.reduce(tokens.to(tl.float32), 0, tl.standard._sum_combine)
+    # About the time that items of the small shape take.
+    is_small = (all_queries > 0) & (all_large == 0)
+    small_tokens = tl.where(is_small, all_tokens, 0).to(tl.float32)
+    beside = tl.reduce(small_tokens, 0, tl.standard._sum_combine) * transfer_ns + small_item_ns
+    beside = tl.where(tl.reduce(is_small.to(tl.int32), 0, tl.standard._sum_combine) > 0, beside, 0)
 
     item_ns = tl.where(shape == 1, large_item_ns, small_item_ns)
     token_ns = tl.where(shape == 1, large_token_ns, small_token_ns)
     programs = tl.where(shape == 1, large_programs, small_programs)
+    leaves_room = (shape == 1) & (2 * items <= programs)
+    token_ns = tl.where(leaves_room, token_ns * ALONE, token_ns)
     rounds = ((items + programs - 1) // programs).to(tl.float32)
     busy = rounds * (item_ns + read / tl.maximum(items, 1).to(tl.float32) * token_ns)
     alone = item_ns + tl.minimum(chunk, longest).to(tl.float32) * token_ns
     cost = tl.maximum(tl.maximum(busy, alone), stored * transfer_ns)
+    cost -= tl.where(leaves_room, tl.minimum(cost, beside), 0.0)
     cost += split_results.to(tl.float32) * partial_ns
     # Few results are merged one after another where the leaf is read, many in stage 2.
     reduced = (shape == 0) | (most > MAX_MERGED)
