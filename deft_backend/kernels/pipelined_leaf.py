@@ -122,43 +122,99 @@ def _copy_queries(
 
 
 @jit
-def _read_partial(
-    at, there, lse_ptr, scale_ptr, out_ptr, offs_d, HEAD_DIM: gl.constexpr
+def _add_partial(
+    result, factor, row, there, out_ptr, offs_d, HEAD_DIM: gl.constexpr
 ):  # fmt: skip
-    """A partial result of each row, `at` a row of the workspace, or one that weighs nothing.
+    """Add a partial result of each row, `row` of the workspace, times its factor.
 
     The workspace holds far fewer than 2^31 units of 16 bytes.
     """
-    lse = gl.load(lse_ptr + at, mask=there, other=float("-inf"))
-    scale = gl.load(scale_ptr + at, mask=there, other=0.0)
-    row = (at * (HEAD_DIM // 8)).to(gl.uint32).to(gl.int64) * 8
-    out = gl.load(out_ptr + row[:, None] + offs_d[None, :], mask=there[:, None], other=0.0)
-    return lse, scale, out
+    at = (row * (HEAD_DIM // 8)).to(gl.uint32).to(gl.int64) * 8
+    out = gl.load(out_ptr + at[:, None] + offs_d[None, :], mask=there[:, None], other=0.0)
+    return result + out.to(gl.float32) * factor[:, None]
 
 
 @jit
-def _merged(result, maximum, total, lse, part_scale, part_out):
-    """A result that is not divided by its sum yet, with a partial result (DeFT, equation 1)."""
-    highest = gl.maximum(maximum, lse)
+def _merge(
+    acc_shared, factors, maximum, total, first_slot, query, kv_head, merged, out_ptr,
+    partial_out_ptr, partial_lse_ptr, partial_scale_ptr, stride_out_batch, stride_out_head, offs_d,
+    NUM_HEADS: gl.constexpr, GQA_GROUP: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, RESULT: gl.constexpr, COPY: gl.constexpr,
+):  # fmt: skip
+    """Merge the result of an item of one query with those from `first_slot` on; write its output.
+
+    First what each of them weighs (DeFT, equation 1), one number a thread, then their sum. Of the
+    item's tile, only the ROWS that its query fills are looked at.
+    """
+    PARTS: gl.constexpr = 8  # policies' MAX_MERGED
+    DTYPE: gl.constexpr = out_ptr.dtype.element_ty
+    ROW: gl.constexpr = gl.SliceLayout(1, COPY)
+    THREADS: gl.constexpr = ROWS if ROWS > 4 else 4
+    WEIGH: gl.constexpr = gl.BlockedLayout(
+        [1, THREADS // 4], [THREADS, 32 // THREADS], [1, 1], [1, 0]
+    )
+    WEIGH_ROW: gl.constexpr = gl.SliceLayout(1, WEIGH)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    head = kv_head * GQA_GROUP + gl.arange(0, ROWS, layout=WEIGH_ROW)
+    part = gl.arange(0, PARTS, layout=gl.SliceLayout(0, WEIGH))
+    there = (gl.arange(0, ROWS, layout=WEIGH_ROW) < GQA_GROUP)[:, None] & (part < merged)[None, :]
+    at = ((first_slot + part) * NUM_HEADS)[None, :] + head[:, None]
+    lse = gl.load(partial_lse_ptr + at, mask=there, other=float("-inf"))
+    scale = gl.load(partial_scale_ptr + at, mask=there, other=0.0)
+
+    row = gl.arange(0, ROWS, layout=ROW)
+    in_group = row < GQA_GROUP
+    row_head = kv_head * GQA_GROUP + row
+    at_row = first_slot * NUM_HEADS + row_head
+    tiles = acc_shared._reinterpret(gl.float32, [BLOCK_M // ROWS, ROWS, HEAD_DIM], RESULT)
+    result = tiles.index(0).load(COPY)
+    own_maximum = maximum.slice(0, ROWS).load(WEIGH_ROW)
+    own_total = total.slice(0, ROWS).load(WEIGH_ROW)
+    highest = gl.maximum(own_maximum, gl.reduce(lse, 1, larger))
     # Empty ranges have LSE = -inf and weigh nothing: avoid -inf - -inf.
     reference = gl.where(highest == float("-inf"), 0.0, highest)
-    rescale = gl.exp2(maximum - reference)
-    weight = gl.exp2(lse - reference)
-    result = result * rescale[:, None]
-    result += part_out.to(gl.float32) * (weight * part_scale)[:, None]
-    return result, highest, total * rescale + weight
+    weight = gl.exp2(lse - reference[:, None])
+    own_weight = gl.exp2(own_maximum - reference)
+    sums = own_total * own_weight + gl.reduce(weight, 1, plus)
+    normal = 1.0 / gl.where(sums > 0.0, sums, 1.0)
+    factors.permute((1, 0)).store(weight * scale * normal[:, None])
+    result = result * gl.convert_layout(own_weight * normal, ROW)[:, None]
+    gl.thread_barrier()
+
+    # Four or two at a time, so that their loads are on their way together.
+    weights = factors._reinterpret(gl.float32, [PARTS, ROWS], PLAIN)
+    done = 0
+    for _ in range(0, (merged + 1) // 4):
+        for index in gl.static_range(4):
+            result = _add_partial(
+                result, weights.index(done + index).load(ROW),
+                at_row + (done + index) * NUM_HEADS, in_group & (done + index < merged),
+                partial_out_ptr, offs_d, HEAD_DIM,
+            )  # fmt: skip
+        done += 4
+    if done < merged:
+        for index in gl.static_range(2):
+            result = _add_partial(
+                result, weights.index(done + index).load(ROW),
+                at_row + (done + index) * NUM_HEADS, in_group & (done + index < merged),
+                partial_out_ptr, offs_d, HEAD_DIM,
+            )  # fmt: skip
+
+    out_at = query * (stride_out_batch // 8) + row_head * (stride_out_head // 8)
+    out_at = out_at.to(gl.uint32).to(gl.int64) * 8
+    gl.store(
+        out_ptr + out_at[:, None] + offs_d[None, :], result.to(DTYPE), mask=in_group[:, None]
+    )
 
 
 @jit
 def _finish(
-    acc, maximum, total, entry, queries, kv_head, merged, out_ptr, partial_out_ptr,
+    acc_shared, row_maximum, row_total, entry, queries, kv_head, out_ptr, partial_out_ptr,
     partial_lse_ptr, partial_scale_ptr, entry_query_ptr, entry_slot_ptr, stride_out_batch,
     stride_out_head, offs_m, offs_d, NUM_HEADS: gl.constexpr, GQA_GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr, OVERLAPPED: gl.constexpr, COPY: gl.constexpr,
+    HEAD_DIM: gl.constexpr, COPY: gl.constexpr,
 ):  # fmt: skip
-    """Merge what an item is to merge, and write its queries' outputs or partial results."""
-    MERGES: gl.constexpr = -2  # first partial slot of an item that merges, counted down from here
-    ROW: gl.constexpr = gl.SliceLayout(1, COPY)
+    """Write the outputs or partial results of an item's queries."""
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     PARTIAL: gl.constexpr = partial_out_ptr.dtype.element_ty
     query_of_row = offs_m // GQA_GROUP
@@ -166,64 +222,7 @@ def _finish(
     query = gl.load(entry_query_ptr + entry + query_of_row, mask=in_tile, other=0)
     slot = gl.load(entry_slot_ptr + entry + query_of_row, mask=in_tile, other=0)
     row_head = kv_head * GQA_GROUP + offs_m % GQA_GROUP
-    result = gl.convert_layout(gl.permute(acc, (1, 0)), COPY)
-    row_maximum = gl.convert_layout(maximum, ROW)
-    row_total = gl.convert_layout(total, ROW)
-    if OVERLAPPED:
-        if merged > 0:
-            gdc_wait()
-    at = (MERGES - slot) * NUM_HEADS + row_head
-    # Four at a time, so that their loads are on their way together, and a last one alone.
-    together = (merged + 2) // 4
-    for group in range(0, together):
-        parts = merged - group * 4
-        lse_0, scale_0, out_0 = _read_partial(
-            at,
-            in_tile,
-            partial_lse_ptr,
-            partial_scale_ptr,
-            partial_out_ptr,
-            offs_d,
-            HEAD_DIM,
-        )
-        lse_1, scale_1, out_1 = _read_partial(
-            at + NUM_HEADS, in_tile & (parts > 1), partial_lse_ptr, partial_scale_ptr,
-            partial_out_ptr, offs_d, HEAD_DIM,
-        )  # fmt: skip
-        lse_2, scale_2, out_2 = _read_partial(
-            at + 2 * NUM_HEADS, in_tile & (parts > 2), partial_lse_ptr, partial_scale_ptr,
-            partial_out_ptr, offs_d, HEAD_DIM,
-        )  # fmt: skip
-        lse_3, scale_3, out_3 = _read_partial(
-            at + 3 * NUM_HEADS, in_tile & (parts > 3), partial_lse_ptr, partial_scale_ptr,
-            partial_out_ptr, offs_d, HEAD_DIM,
-        )  # fmt: skip
-        at += 4 * NUM_HEADS
-        result, row_maximum, row_total = _merged(
-            result, row_maximum, row_total, lse_0, scale_0, out_0
-        )
-        result, row_maximum, row_total = _merged(
-            result, row_maximum, row_total, lse_1, scale_1, out_1
-        )
-        result, row_maximum, row_total = _merged(
-            result, row_maximum, row_total, lse_2, scale_2, out_2
-        )
-        result, row_maximum, row_total = _merged(
-            result, row_maximum, row_total, lse_3, scale_3, out_3
-        )
-    if merged > together * 4:
-        lse, part_scale, part_out = _read_partial(
-            at,
-            in_tile,
-            partial_lse_ptr,
-            partial_scale_ptr,
-            partial_out_ptr,
-            offs_d,
-            HEAD_DIM,
-        )
-        result, row_maximum, row_total = _merged(
-            result, row_maximum, row_total, lse, part_scale, part_out
-        )
+    result = acc_shared.load(COPY)
 
     # An empty range contributes nothing: O = 0, LSE = -inf.
     safe_total = gl.where(row_total > 0.0, row_total, 1.0)
@@ -298,6 +297,7 @@ def pipelined_leaf_attention(
     SOFT_CAP: gl.constexpr,
     OVERLAPPED: gl.constexpr,
 ):
+    MERGES: gl.constexpr = -2  # first partial slot of an item that merges, counted down from here
     NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GQA_GROUP
     SLOTS: gl.constexpr = LOOKAHEAD + 1
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
@@ -315,6 +315,12 @@ def pipelined_leaf_attention(
     ROW: gl.constexpr = gl.SliceLayout(1, COPY)
     ONE_EACH: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    # Rows that one query fills, rounded up to a power of two.
+    QUERY_ROWS: gl.constexpr = (
+        1 if GQA_GROUP == 1 else 2 if GQA_GROUP == 2 else 4 if GQA_GROUP <= 4
+        else 8 if GQA_GROUP <= 8 else 16 if GQA_GROUP <= 16 else 32
+    )  # fmt: skip
 
     if OVERLAPPED:
         gdc_launch_dependents()
@@ -322,6 +328,18 @@ def pipelined_leaf_attention(
     q_shared = gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_M, HEAD_DIM], SHARED)
     k_shared = gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_N, HEAD_DIM], SHARED)
     v_shared = gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_N, HEAD_DIM], SHARED)
+
+    # Results as whole rows: where the item's last block of K was, if they fit there.
+    RESULT: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+    IN_PLACE: gl.constexpr = BLOCK_N >= 2 * BLOCK_M
+    if not IN_PLACE:
+        acc_shared = gl.allocate_shared_memory(gl.float32, [BLOCK_M, HEAD_DIM], RESULT)
+    # Each row's maximum and sum, and what partial results of a row weigh.
+    maximum_shared = gl.allocate_shared_memory(gl.float32, [BLOCK_M], PLAIN)
+    total_shared = gl.allocate_shared_memory(gl.float32, [BLOCK_M], PLAIN)
+    factors = gl.allocate_shared_memory(
+        gl.float32, [8, QUERY_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
 
     factor = scale
     if SOFT_CAP:
@@ -379,6 +397,9 @@ def pipelined_leaf_attention(
     # The item that is worked on, the one after it, and the links of a third.
     merged = gl.load(segment_span_ptr + work // NUM_KV_HEADS, mask=work < work_end, other=0)
     own_entry, own_queries, own_length = entry, queries, length
+    # What an item of one query needs of it at its end.
+    own_query = gl.load(entry_query_ptr + own_entry)
+    own_slot = gl.load(entry_slot_ptr + own_entry)
     coming_entry, coming_queries, coming_length = next_entry, next_queries, next_length
     link_entry, link_queries, link_row, link_start, link_stop = (
         later_entry, later_queries, later_row, later_start, later_stop,
@@ -462,21 +483,46 @@ def pipelined_leaf_attention(
             values = v_shared.index(now).permute((1, 0)).load(LEFT)
             weights = gl.convert_layout(weights.to(DTYPE), RIGHT)
             acc = mma_v2(values, weights, acc * rescale[None, :])
+            if IN_PLACE:
+                acc_shared = (
+                    k_shared.index(now)
+                    ._reinterpret(gl.float32, [BLOCK_N // 2, HEAD_DIM], RESULT)
+                    .slice(0, BLOCK_M)
+                )
             now = _after(now, SLOTS)
             left -= BLOCK_N
 
             if left <= 0:
-                _finish(
-                    acc, maximum, total, own_entry, own_queries, work % NUM_KV_HEADS, merged,
-                    out_ptr, partial_out_ptr, partial_lse_ptr, partial_scale_ptr, entry_query_ptr,
-                    entry_slot_ptr, stride_out_batch, stride_out_head, offs_m, offs_d, NUM_HEADS,
-                    GQA_GROUP, HEAD_DIM, OVERLAPPED, COPY,
-                )  # fmt: skip
+                gl.thread_barrier()  # K has been read
+                acc_shared.permute((1, 0)).store(acc)
+                maximum_shared.store(maximum)
+                total_shared.store(total)
+                gl.thread_barrier()
+                if merged > 0:
+                    if OVERLAPPED:
+                        gdc_wait()
+                    _merge(
+                        acc_shared, factors, maximum_shared, total_shared, MERGES - own_slot,
+                        own_query, work % NUM_KV_HEADS, merged, out_ptr, partial_out_ptr,
+                        partial_lse_ptr, partial_scale_ptr, stride_out_batch, stride_out_head,
+                        offs_d, NUM_HEADS, GQA_GROUP, BLOCK_M, QUERY_ROWS, HEAD_DIM, RESULT,
+                        COPY,
+                    )  # fmt: skip
+                else:
+                    _finish(
+                        acc_shared, maximum_shared.load(ROW), total_shared.load(ROW), own_entry,
+                        own_queries, work % NUM_KV_HEADS, out_ptr, partial_out_ptr,
+                        partial_lse_ptr, partial_scale_ptr, entry_query_ptr, entry_slot_ptr,
+                        stride_out_batch, stride_out_head, offs_m, offs_d, NUM_HEADS, GQA_GROUP,
+                        HEAD_DIM, COPY,
+                    )  # fmt: skip
 
                 # The next item.
                 work += step
                 q_now = _after(q_now, SLOTS)
                 own_entry, own_queries, own_length = coming_entry, coming_queries, coming_length
+                own_query = gl.load(entry_query_ptr + own_entry)
+                own_slot = gl.load(entry_slot_ptr + own_entry)
                 merged = gl.load(
                     segment_span_ptr + work // NUM_KV_HEADS, mask=work < work_end, other=0
                 )
