@@ -153,7 +153,7 @@ def _gluon_tile(plain: TileConfig, head_dim: int, sms: int) -> TileConfig | None
         block, lookahead = {64: (64, 3), 128: (64, 2)}[head_dim]
         return replace(plain, block_tokens=block, lookahead=lookahead, programs=2 * sms)
     # Of one warp, as the plain kernel: as many as registers and shared memory hold.
-    per_sm = {(8, 128): 9, (16, 128): 7}.get((plain.rows, head_dim))
+    per_sm = {(8, 128): 10, (16, 128): 6}.get((plain.rows, head_dim))
     if per_sm is None:
         return None
     return replace(plain, block_tokens=16, lookahead=1, programs=per_sm * sms)

@@ -135,6 +135,20 @@ def _add_partial(
 
 
 @jit
+def _add_partials(
+    result, weights, first_row, in_group, merged, out_ptr, offs_d, MOST: gl.constexpr,
+    NUM_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, ROW: gl.constexpr,
+):  # fmt: skip
+    """The same for the first `merged` of MOST partial results, whose loads are issued together."""
+    for index in gl.static_range(MOST):
+        result = _add_partial(
+            result, weights.index(index).load(ROW), first_row + index * NUM_HEADS,
+            in_group & (index < merged), out_ptr, offs_d, HEAD_DIM,
+        )  # fmt: skip
+    return result
+
+
+@jit
 def _merge(
     acc_shared, factors, maximum, total, first_slot, query, kv_head, merged, out_ptr,
     partial_out_ptr, partial_lse_ptr, partial_scale_ptr, stride_out_batch, stride_out_head, offs_d,
@@ -181,24 +195,22 @@ def _merge(
     result = result * gl.convert_layout(own_weight * normal, ROW)[:, None]
     gl.thread_barrier()
 
-    # Four or two at a time, so that their loads are on their way together.
     weights = factors._reinterpret(gl.float32, [PARTS, ROWS], PLAIN)
-    done = 0
-    for _ in range(0, (merged + 1) // 4):
-        for index in gl.static_range(4):
-            result = _add_partial(
-                result, weights.index(done + index).load(ROW),
-                at_row + (done + index) * NUM_HEADS, in_group & (done + index < merged),
-                partial_out_ptr, offs_d, HEAD_DIM,
-            )  # fmt: skip
-        done += 4
-    if done < merged:
-        for index in gl.static_range(2):
-            result = _add_partial(
-                result, weights.index(done + index).load(ROW),
-                at_row + (done + index) * NUM_HEADS, in_group & (done + index < merged),
-                partial_out_ptr, offs_d, HEAD_DIM,
-            )  # fmt: skip
+    if merged > 4:
+        result = _add_partials(
+            result, weights, at_row, in_group, merged, partial_out_ptr, offs_d, 8, NUM_HEADS,
+            HEAD_DIM, ROW,
+        )  # fmt: skip
+    elif merged > 2:
+        result = _add_partials(
+            result, weights, at_row, in_group, merged, partial_out_ptr, offs_d, 4, NUM_HEADS,
+            HEAD_DIM, ROW,
+        )  # fmt: skip
+    else:
+        result = _add_partials(
+            result, weights, at_row, in_group, merged, partial_out_ptr, offs_d, 2, NUM_HEADS,
+            HEAD_DIM, ROW,
+        )  # fmt: skip
 
     out_at = query * (stride_out_batch // 8) + row_head * (stride_out_head // 8)
     out_at = out_at.to(gl.uint32).to(gl.int64) * 8

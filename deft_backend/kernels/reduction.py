@@ -14,17 +14,6 @@ from triton.language.extra.cuda import gdc_wait
 
 
 @jit
-def _read_work(work, work_end, reduce_query_ptr, reduce_slot_ptr, HEAD_BLOCKS: tl.constexpr):
-    """A work's query, and the slots of its partial results; none if there is no such work."""
-    which = work // HEAD_BLOCKS
-    there = work < work_end
-    query = tl.load(reduce_query_ptr + which, mask=there, other=0)
-    begin = tl.load(reduce_slot_ptr + which, mask=there, other=0)
-    end = tl.load(reduce_slot_ptr + which + 1, mask=there, other=0)
-    return query, begin, end
-
-
-@jit
 def reduce_partials(
     partial_out_ptr,
     partial_lse_ptr,
@@ -47,19 +36,17 @@ def reduce_partials(
     offs_h = tl.arange(0, BLOCK_H)[None, :]
     offs_d = tl.arange(0, HEAD_DIM_PADDED)[None, None, :]
     work_end = tl.load(num_reduce_ptr) * HEAD_BLOCKS
-    # What the plan says of the first work is read before the wait, of the others one work ahead.
-    query, begin, end = _read_work(
-        tl.program_id(0), work_end, reduce_query_ptr, reduce_slot_ptr, HEAD_BLOCKS
-    )
     if OVERLAPPED:
         gdc_wait()
 
     for work in range(tl.program_id(0), work_end, tl.num_programs(0)):
-        next_query, next_begin, next_end = _read_work(
-            work + tl.num_programs(0), work_end, reduce_query_ptr, reduce_slot_ptr, HEAD_BLOCKS
-        )
+        which = work // HEAD_BLOCKS
         head = work % HEAD_BLOCKS * BLOCK_H + offs_h
         in_heads = head < NUM_HEADS
+        query = tl.load(reduce_query_ptr + which).to(tl.int64)
+        begin = tl.load(reduce_slot_ptr + which)
+        end = tl.load(reduce_slot_ptr + which + 1)
+
         maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
         total = tl.full([BLOCK_H], 0.0, tl.float32)
         acc = tl.full([BLOCK_H, HEAD_DIM_PADDED], 0.0, tl.float32)
@@ -88,8 +75,7 @@ def reduce_partials(
         head_of_row = tl.trans(head)
         offs_row = tl.arange(0, HEAD_DIM_PADDED)[None, :]
         tl.store(
-            out_ptr + query.to(tl.int64) * stride_out_batch + head_of_row * stride_out_head + offs_row,
+            out_ptr + query * stride_out_batch + head_of_row * stride_out_head + offs_row,
             result.to(out_ptr.dtype.element_ty),
             mask=(head_of_row < NUM_HEADS) & (offs_row < HEAD_DIM),
         )
-        query, begin, end = next_query, next_begin, next_end
