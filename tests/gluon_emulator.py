@@ -19,7 +19,10 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from deft_backend.kernels import gluon_parts
+from deft_backend.kernels import gluon_parts, leaf_results, stem_softmax
+
+PARTS = (gluon_parts, leaf_results, stem_softmax)
+"""Modules that kernels import functions in Gluon from; each uses none but those before it."""
 
 
 class DType:
@@ -287,8 +290,8 @@ def emulated(module: ModuleType) -> ModuleType:
     copy = importlib.util.module_from_spec(spec)
     vars(copy)["range"] = _range
     stand_ins = dict(_stand_ins())
-    if module is not gluon_parts:
-        stand_ins[gluon_parts.__name__] = emulated(gluon_parts)
+    used = PARTS[: PARTS.index(module)] if module in PARTS else PARTS
+    stand_ins.update({part.__name__: emulated(part) for part in used})
     with patch.dict(sys.modules, stand_ins):
         spec.loader.exec_module(copy)
     return copy

@@ -43,18 +43,18 @@ def emulation() -> Iterator[None]:
         yield
 
 
-def use_gluon(attention: TreeAttention, lookahead: int, programs: int, block: int = 32) -> None:
-    """Let the kernels in Gluon run an attention on the CPU, stems `block` tokens at a time."""
+def use_gluon(attention: TreeAttention, lookahead: int, programs: int) -> None:
+    """Let the kernels in Gluon run an attention on the CPU."""
     leaf, stem, packed = attention._config.tiles
     leaf = replace(leaf, block_tokens=16, lookahead=lookahead, programs=programs)
-    stem = replace(stem, block_tokens=block, lookahead=lookahead, num_warps=4, programs=3)
+    stem = replace(stem, block_tokens=64, lookahead=lookahead, num_warps=4, programs=3)
     attention._config = replace(attention._config, tiles=(leaf, stem, packed))
 
 
 def check(
     seed: int, requests: int, page_size: int = 1, lookahead: int = 1, logit_cap: float = 0.0,
     heads: tuple[int, int] = (4, 1), head_dim: int = 64, grow: int = 0, policy: str = "fasttree",
-    programs: int = 3, longest: int = 200, block: int = 32,
+    programs: int = 3, longest: int = 300,
 ) -> None:  # fmt: skip
     batch = random_batch(seed, requests, page_size, longest=longest, spare=grow)
     generator = torch.Generator().manual_seed(seed)
@@ -68,7 +68,7 @@ def check(
         num_query_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, dtype=torch.float16,
         device="cpu", page_size=page_size, max_batch=requests, policy=policy,
     )  # fmt: skip
-    use_gluon(attention, lookahead, programs, block)
+    use_gluon(attention, lookahead, programs)
     table, lens = torch.from_numpy(batch.page_table), torch.from_numpy(batch.seq_lens)
     attention.plan(forest_from_page_tables(table, lens, page_size, num_pages=batch.num_pages))
     attention.poison_workspace()
@@ -89,16 +89,15 @@ def check(
     grow=st.integers(0, 3),
     policy=st.sampled_from(["auto", "fasttree", "deft-node", "flash-decoding"]),
     programs=st.integers(1, 9),
-    block=st.sampled_from([32, 64]),
 )
 def test_random_forests(
     seed: int, requests: int, page_size: int, lookahead: int, heads: tuple[int, int], grow: int,
-    policy: str, programs: int, block: int,
+    policy: str, programs: int,
 ) -> None:  # fmt: skip
     """A block as long as a tile has rows lets Q share a V block's memory."""
     check(
         seed, requests, page_size, lookahead, heads=heads, grow=grow, policy=policy,
-        programs=programs, longest=120, block=block,
+        programs=programs, longest=260,
     )  # fmt: skip
 
 

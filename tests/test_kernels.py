@@ -238,6 +238,22 @@ def test_empty_leaves_that_grow(device: str, page_size: int, policy: str) -> Non
         check(batch, policy=policy, device=device, page_size=page_size, grow=grow)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter runs one program")
+def test_more_merged_queries_than_programs_on_cuda() -> None:
+    """Programs of stage 2 go round: 150 queries of 32 heads are more than they are."""
+
+    def group(forest: PrefixForest, target: Target) -> Grouping:
+        builder = GroupingBuilder()
+        for begin in range(0, 600, 60):
+            builder.add(list(range(150)), [Segment(0, begin, begin + 60, False, 0, 150)])
+        for row in range(150):
+            builder.add([row], [Segment(row, 600, int(forest.seq_lens[row]), True, 0, 1)])
+        return builder.build()
+
+    plan = check(star(150, 600, [1, 40]), device="cuda", heads=(32, 8), head_dim=128, group=group)
+    assert len(plan.reduce_query) == 150
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("chunks", [1, 2, 8, 9, 11])
 def test_results_merged_by_leaves_and_by_stage_2(device: str, chunks: int) -> None:

@@ -156,6 +156,20 @@ def test_chunks_are_whole_blocks_and_fewer_where_they_cost_more(
     assert results(chunks_of(queries, tokens, target, dearer, transfer_ns)) <= results(chunks)
 
 
+def test_few_items_of_a_shared_node_leave_room_for_leaves() -> None:
+    """Beside leaves that take longer than half of the programs need for the node."""
+    costs = TileCosts((1000.0, 1000.0), (10.0, 10.0), 0.001, 1.0)
+    target = replace(GQA, tile_programs=(128, 32, 32))
+
+    def pieces(leaves: int) -> int:
+        queries, tokens = [16] + [1] * leaves, [4096] + [500] * leaves
+        return -(-4096 // chunks_of(queries, tokens, target, costs, 0.5)[1])
+
+    assert 2 * pieces(0) > 32
+    assert 2 * pieces(10) <= 32
+    assert pieces(1) > pieces(10)  # a short time to hide behind takes more programs
+
+
 @settings(max_examples=60)
 @given(batch=batches(), target=targets, costs=tile_costs)
 def test_groups_are_even_chunks_within_the_chosen_length(

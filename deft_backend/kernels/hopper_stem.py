@@ -28,6 +28,7 @@ strides.
 from __future__ import annotations
 
 from deft_backend.kernels.gluon_parts import capped, jit, larger, plus
+from deft_backend.kernels.stem_softmax import add_rescaled, masked, softmax
 
 try:
     from triton.experimental.gluon import language as gl
@@ -44,71 +45,6 @@ try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError:  # `available` says so before anything is launched
     pass
-
-
-@jit
-def _by_thread(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """[ROWS, columns..] with each of the 4 threads that share a row on the third axis from the end.
-
-    A thread of a matrix product's result holds two neighbours in every eight columns. Several
-    short chains instead of one long chain keep the arithmetic units filled.
-    """
-    return gl.reshape(x, [ROWS, 4, COLUMNS // 32, 4, 2])
-
-
-@jit
-def _row_max(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """[ROWS]: each row's maximum."""
-    x = _by_thread(x, ROWS, COLUMNS)
-    x = gl.reduce(gl.reduce(gl.reduce(x, 2, larger), 1, larger), 2, larger)
-    return gl.reduce(x, 1, larger)
-
-
-@jit
-def _thread_sum(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """[ROWS, 4]: the sum of what each of the 4 threads that share a row holds of it."""
-    x = _by_thread(x, ROWS, COLUMNS)
-    return gl.reduce(gl.reduce(gl.reduce(x, 2, plus), 1, plus), 2, plus)
-
-
-@jit
-def _softmax(
-    scores, maximum, factor, ROWS: gl.constexpr, COLUMNS: gl.constexpr, ROW: gl.constexpr,
-):  # fmt: skip
-    """Weights of one block, their sums by thread, the new row maxima and what the old ones lost.
-
-    `factor` brings scores to base 2.
-    """
-    highest = _row_max(scores, ROWS, COLUMNS)
-    new_maximum = gl.maximum(maximum, gl.convert_layout(highest, ROW) * factor)
-    # A row that has seen no token yet keeps its maximum at -inf: avoid -inf - -inf.
-    reference = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-    weights = gl.exp2(scores * factor - reference[:, None])
-    rescale = gl.exp2(maximum - reference)
-    return weights, _thread_sum(weights, ROWS, COLUMNS), new_maximum, rescale
-
-
-@jit
-def _add_rescaled(total, rescale, added):
-    """Sums by thread, with those of one more block."""
-    ROW: gl.constexpr = gl.SliceLayout(1, total.type.layout)
-    return total * gl.convert_layout(rescale, ROW)[:, None] + added
-
-
-@jit
-def _mask(scores, tokens, ROWS: gl.constexpr, COLUMNS: gl.constexpr, SCORES: gl.constexpr):
-    """Scores with -inf in the columns from `tokens` on.
-
-    By groups of eight columns, which every thread has some of: the groups' numbers are constants.
-    """
-    groups = gl.reshape(scores, [ROWS, COLUMNS // 8, 8])
-    LAYOUT: gl.constexpr = groups.type.layout
-    group = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-    column = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    left = gl.expand_dims(gl.expand_dims(tokens - group * 8, 0), 2)
-    blocks = gl.expand_dims(gl.expand_dims(column, 0), 1) < left
-    groups = gl.where(blocks, groups, float("-inf"))
-    return gl.convert_layout(gl.reshape(groups, [ROWS, COLUMNS]), SCORES)
 
 
 @jit
@@ -272,14 +208,10 @@ def stem_attention(
 
     k_shared = gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_N, HEAD_DIM], SHARED)
     v_shared = gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_N, HEAD_DIM], SHARED)
-    ids = gl.allocate_shared_memory(
-        page_table_ptr.dtype.element_ty, [IDS_SLOTS, BLOCK_N], PLAIN
-    )
-    # Q, and later the results, as whole rows.
-    if BLOCK_M == BLOCK_N:
-        rows_shared = v_shared.index(LOOKAHEAD)  # while no block is there
-    else:
-        rows_shared = gl.allocate_shared_memory(DTYPE, [BLOCK_M, HEAD_DIM], SHARED)
+    ids = gl.allocate_shared_memory(page_table_ptr.dtype.element_ty, [IDS_SLOTS, BLOCK_N], PLAIN)
+    # Q, and later the results, as whole rows, where and while no block of V is.
+    gl.static_assert(BLOCK_M == BLOCK_N)
+    rows_shared = v_shared.index(LOOKAHEAD)
     # Of each row: its query, and where its result goes.
     places = gl.allocate_shared_memory(gl.int32, [2, BLOCK_M], PLAIN)
 
@@ -372,15 +304,11 @@ def stem_attention(
             segment_end_ptr, NUM_KV_HEADS,
         )  # fmt: skip
         _arrived(2 * LOOKAHEAD)
-        q = rows_shared
-        if BLOCK_M == BLOCK_N:  # a V block comes where Q is
-            q = rows_shared.load(QUERIES)
+        q = rows_shared.load(QUERIES)  # a V block comes where Q is
         no_scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
-        scores = warpgroup_mma(
-            q, k_shared.index(0).permute((1, 0)), no_scores, use_acc=False
-        )
+        scores = warpgroup_mma(q, k_shared.index(0).permute((1, 0)), no_scores, use_acc=False)
         scores = capped(scores, scale, logit_cap, SOFT_CAP)
-        scores = _mask(scores, tokens - (blocks - 1) * BLOCK_N, BLOCK_M, BLOCK_N, SCORES)
+        scores = masked(scores, tokens - (blocks - 1) * BLOCK_N, BLOCK_M, BLOCK_N, SCORES)
 
         maximum = gl.full([BLOCK_M], float("-inf"), gl.float32, ROW)
         acc = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, OUTPUT)
@@ -391,7 +319,7 @@ def stem_attention(
         ids_free = 0
         ids_at = last - IDS_SLOTS * BLOCK_N + gl.arange(0, BLOCK_N, layout=LIST)
 
-        fresh, added, maximum, rescale = _softmax(scores, maximum, factor, BLOCK_M, BLOCK_N, ROW)
+        fresh, added, maximum, rescale = softmax(scores, maximum, factor, BLOCK_M, BLOCK_N, ROW)
         total = added
         weights = gl.convert_layout(fresh.to(DTYPE), WEIGHTS)
         for step in range(0, blocks - 1):
@@ -422,10 +350,8 @@ def stem_attention(
             following = _next(following, SLOTS)
             scores = warpgroup_mma_wait(1, deps=[started])
             scores = capped(scores, scale, logit_cap, SOFT_CAP)
-            fresh, added, maximum, rescale = _softmax(
-                scores, maximum, factor, BLOCK_M, BLOCK_N, ROW
-            )
-            total = _add_rescaled(total, rescale, added)
+            fresh, added, maximum, rescale = softmax(scores, maximum, factor, BLOCK_M, BLOCK_N, ROW)
+            total = add_rescaled(total, rescale, added)
             acc, weights, fresh = warpgroup_mma_wait(0, deps=[summing, weights, fresh])
             weights = gl.convert_layout(fresh.to(DTYPE), WEIGHTS)
             acc = acc * gl.convert_layout(rescale, OUTPUT_ROW)[:, None]

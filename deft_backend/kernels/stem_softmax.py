@@ -1,0 +1,75 @@
+"""The stems' online softmax, in the layout of a Hopper matrix product's result (Gluon)."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from deft_backend.kernels.gluon_parts import jit, larger, plus
+
+with suppress(ImportError):  # `available` says so before anything is launched
+    from triton.experimental.gluon import language as gl
+
+
+@jit
+def _by_thread(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """[ROWS, columns..] with each of the 4 threads that share a row on the third axis from the end.
+
+    A thread of a matrix product's result holds two neighbours in every eight columns. Several
+    short chains instead of one long chain keep the arithmetic units filled.
+    """
+    return gl.reshape(x, [ROWS, 4, COLUMNS // 32, 4, 2])
+
+
+@jit
+def _row_max(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """[ROWS]: each row's maximum."""
+    x = _by_thread(x, ROWS, COLUMNS)
+    x = gl.reduce(gl.reduce(gl.reduce(x, 2, larger), 1, larger), 2, larger)
+    return gl.reduce(x, 1, larger)
+
+
+@jit
+def _thread_sum(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """[ROWS, 4]: the sum of what each of the 4 threads that share a row holds of it."""
+    x = _by_thread(x, ROWS, COLUMNS)
+    return gl.reduce(gl.reduce(gl.reduce(x, 2, plus), 1, plus), 2, plus)
+
+
+@jit
+def softmax(
+    scores, maximum, factor, ROWS: gl.constexpr, COLUMNS: gl.constexpr, ROW: gl.constexpr,
+):  # fmt: skip
+    """Weights of one block, their sums by thread, the new row maxima and what the old ones lost.
+
+    `factor` brings scores to base 2.
+    """
+    highest = _row_max(scores, ROWS, COLUMNS)
+    new_maximum = gl.maximum(maximum, gl.convert_layout(highest, ROW) * factor)
+    # A row that has seen no token yet keeps its maximum at -inf: avoid -inf - -inf.
+    reference = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    weights = gl.exp2(scores * factor - reference[:, None])
+    rescale = gl.exp2(maximum - reference)
+    return weights, _thread_sum(weights, ROWS, COLUMNS), new_maximum, rescale
+
+
+@jit
+def add_rescaled(total, rescale, added):
+    """Sums by thread, with those of one more block."""
+    ROW: gl.constexpr = gl.SliceLayout(1, total.type.layout)
+    return total * gl.convert_layout(rescale, ROW)[:, None] + added
+
+
+@jit
+def masked(scores, tokens, ROWS: gl.constexpr, COLUMNS: gl.constexpr, SCORES: gl.constexpr):
+    """Scores with -inf in the columns from `tokens` on.
+
+    By groups of eight columns, which every thread has some of: the groups' numbers are constants.
+    """
+    groups = gl.reshape(scores, [ROWS, COLUMNS // 8, 8])
+    LAYOUT: gl.constexpr = groups.type.layout
+    group = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    column = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    left = gl.expand_dims(gl.expand_dims(tokens - group * 8, 0), 2)
+    blocks = gl.expand_dims(gl.expand_dims(column, 0), 1) < left
+    groups = gl.where(blocks, groups, float("-inf"))
+    return gl.convert_layout(gl.reshape(groups, [ROWS, COLUMNS]), SCORES)
