@@ -19,7 +19,7 @@ except ImportError:
         return function
 
 
-__all__ = ["available", "capped", "jit", "larger", "plus"]
+__all__ = ["available", "capped", "jit", "larger", "next_slot", "plus", "read_item"]
 
 TRITON_VERSIONS = ("3.6.",)
 """Versions whose Gluon, an experimental language, the kernels were written for and tested with."""
@@ -52,3 +52,25 @@ def capped(scores, scale, logit_cap, SOFT_CAP: gl.constexpr):
         doubled = gl.exp2(scores * (scale * 2.0 * LOG2_E / logit_cap))
         scores = (logit_cap * LOG2_E) * (1.0 - 2.0 / (doubled + 1.0))
     return scores
+
+
+@jit
+def read_item(
+    work, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr, segment_end_ptr,
+    NUM_KV_HEADS: gl.constexpr,
+):  # fmt: skip
+    """An item's first entry, queries, row, start and end. Of no item: of an empty one."""
+    item = work // NUM_KV_HEADS  # item and segment are one: see TILE_SEGMENTS
+    there = work < work_end
+    entry = gl.load(item_query_ptr + item, mask=there, other=0)
+    entry_end = gl.load(item_query_ptr + item + 1, mask=there, other=0)
+    row = gl.load(segment_row_ptr + item, mask=there, other=0)
+    start = gl.load(segment_start_ptr + item, mask=there, other=0)
+    stop = gl.load(segment_end_ptr + item, mask=there, other=0)
+    return entry, entry_end - entry, row, start, stop
+
+
+@jit
+def next_slot(slot, SLOTS: gl.constexpr):
+    """The slot after this one in a ring."""
+    return gl.where(slot == SLOTS - 1, 0, slot + 1)

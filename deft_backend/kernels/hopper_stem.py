@@ -27,7 +27,7 @@ strides.
 
 from __future__ import annotations
 
-from deft_backend.kernels.gluon_parts import capped, jit, larger, plus
+from deft_backend.kernels.gluon_parts import capped, jit, larger, next_slot, plus, read_item
 from deft_backend.kernels.stem_softmax import add_rescaled, masked, softmax
 
 try:
@@ -98,28 +98,6 @@ def _arrived(OUTSTANDING: gl.constexpr):
     wait_group(OUTSTANDING)
     gl.thread_barrier()
     fence_async_shared()
-
-
-@jit
-def _next(slot, SLOTS: gl.constexpr):
-    return gl.where(slot == SLOTS - 1, 0, slot + 1)
-
-
-@jit
-def _read_item(
-    work, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr, segment_end_ptr,
-    NUM_KV_HEADS: gl.constexpr,
-):  # fmt: skip
-    """An item's entries, row, start and end; zeros if there is none."""
-    # Every item of this shape, and of the shapes before it, has one segment.
-    item = work // NUM_KV_HEADS
-    there = work < work_end
-    entry = gl.load(item_query_ptr + item, mask=there, other=0)
-    entry_end = gl.load(item_query_ptr + item + 1, mask=there, other=0)
-    row = gl.load(segment_row_ptr + item, mask=there, other=0)
-    start = gl.load(segment_start_ptr + item, mask=there, other=0)
-    stop = gl.load(segment_end_ptr + item, mask=there, other=0)
-    return entry, entry_end, row, start, stop
 
 
 @jit
@@ -227,7 +205,7 @@ def stem_attention(
 
     first_work = first_item * NUM_KV_HEADS + gl.program_id(0)
     step_work = gl.num_programs(0)
-    entry, entry_end, row, start, stop = _read_item(
+    entry, num_queries, row, start, stop = read_item(
         first_work, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
         segment_end_ptr, NUM_KV_HEADS,
     )  # fmt: skip
@@ -236,7 +214,6 @@ def stem_attention(
     for work in range(first_work, work_end, step_work):
         # KV heads of one item are neighbours: they read the same page-table entries.
         kv_head = work % NUM_KV_HEADS
-        num_queries = entry_end - entry
         # An open segment ends where its row's sequence ends now.
         stop = gl.where(stop < 0, length, stop)
         table = page_table_ptr + table_row * stride_table
@@ -299,7 +276,7 @@ def stem_attention(
             position -= BLOCK_N
 
         # What the next item needs first is on its way while this one is worked on.
-        next_entry, next_entry_end, next_row, next_start, next_stop = _read_item(
+        next_entry, next_queries, next_row, next_start, next_stop = read_item(
             work + step_work, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
             segment_end_ptr, NUM_KV_HEADS,
         )  # fmt: skip
@@ -347,7 +324,7 @@ def stem_attention(
             ids_at -= BLOCK_N
             ids_free = (ids_free + 1) % IDS_SLOTS
             now = following
-            following = _next(following, SLOTS)
+            following = next_slot(following, SLOTS)
             scores = warpgroup_mma_wait(1, deps=[started])
             scores = capped(scores, scale, logit_cap, SOFT_CAP)
             fresh, added, maximum, rescale = softmax(scores, maximum, factor, BLOCK_M, BLOCK_N, ROW)
@@ -414,8 +391,8 @@ def stem_attention(
         )
         # The next item's Q comes into the same memory.
         gl.thread_barrier()
-        entry, entry_end, row, start, stop = (
-            next_entry, next_entry_end, next_row, next_start, next_stop,
+        entry, num_queries, row, start, stop = (
+            next_entry, next_queries, next_row, next_start, next_stop,
         )  # fmt: skip
         length, table_row = next_length, next_table_row
 

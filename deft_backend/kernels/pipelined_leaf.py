@@ -24,7 +24,7 @@ strides.
 
 from __future__ import annotations
 
-from deft_backend.kernels.gluon_parts import capped, jit, larger, plus
+from deft_backend.kernels.gluon_parts import capped, jit, larger, next_slot, plus, read_item
 from deft_backend.kernels.leaf_results import merge_results, write_results
 
 try:
@@ -38,22 +38,6 @@ try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError:  # `available` says so before anything is launched
     pass
-
-
-@jit
-def _read_item(
-    work, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr, segment_end_ptr,
-    NUM_KV_HEADS: gl.constexpr,
-):  # fmt: skip
-    """First link of the chain: entry, queries, row, start and end. Of no item: of an empty one."""
-    item = work // NUM_KV_HEADS  # item and segment are one: see TILE_SEGMENTS
-    there = work < work_end
-    entry = gl.load(item_query_ptr + item, mask=there, other=0)
-    entry_end = gl.load(item_query_ptr + item + 1, mask=there, other=0)
-    row = gl.load(segment_row_ptr + item, mask=there, other=0)
-    start = gl.load(segment_start_ptr + item, mask=there, other=0)
-    stop = gl.load(segment_end_ptr + item, mask=there, other=0)
-    return entry, entry_end - entry, row, start, stop
 
 
 @jit
@@ -100,11 +84,6 @@ def _copy_rows(buffer, pointer, offset, inside, ROW: gl.constexpr, offs_d):
     async_copy_global_to_shared(
         buffer, pointer + wide[:, None] + offs_d[None, :], mask=inside[:, None]
     )
-
-
-@jit
-def _after(slot, SLOTS: gl.constexpr):
-    return gl.where(slot == SLOTS - 1, 0, slot + 1)
 
 
 @jit
@@ -231,19 +210,19 @@ def pipelined_leaf_attention(
     # after that.
     copied_work = work
     block = 0
-    entry, queries, row, start, stop = _read_item(
+    entry, queries, row, start, stop = read_item(
         work, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr, segment_end_ptr,
         NUM_KV_HEADS,
     )  # fmt: skip
-    next_entry, next_queries, next_row, next_start, next_stop = _read_item(
+    next_entry, next_queries, next_row, next_start, next_stop = read_item(
         work + step, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
         segment_end_ptr, NUM_KV_HEADS,
     )  # fmt: skip
-    later_entry, later_queries, later_row, later_start, later_stop = _read_item(
+    later_entry, later_queries, later_row, later_start, later_stop = read_item(
         work + 2 * step, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
         segment_end_ptr, NUM_KV_HEADS,
     )  # fmt: skip
-    last_entry, last_queries, last_row, last_start, last_stop = _read_item(
+    last_entry, last_queries, last_row, last_start, last_stop = read_item(
         work + 3 * step, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
         segment_end_ptr, NUM_KV_HEADS,
     )  # fmt: skip
@@ -302,12 +281,12 @@ def pipelined_leaf_attention(
                 stride_q_batch, stride_q_head, offs_m, offs_d, GQA_GROUP,
             )  # fmt: skip
         commit_group()
-        free = _after(free, SLOTS)
+        free = next_slot(free, SLOTS)
         block += 1
         page = ahead_page
         if block * BLOCK_N >= length:  # the next range
             block = 0
-            q_free = _after(q_free, SLOTS)
+            q_free = next_slot(q_free, SLOTS)
             copied_work += step
             entry, queries, table, start, length = (
                 next_entry, next_queries, next_table, next_start, next_length,
@@ -327,7 +306,7 @@ def pipelined_leaf_attention(
             later_entry, later_queries, later_start = last_entry, last_queries, last_start
             later_table = _read_row(last_row, table_rows_ptr, page_table_ptr, stride_table)
             later_length = _tokens(last_row, last_start, last_stop, seq_lens_ptr)
-            last_entry, last_queries, last_row, last_start, last_stop = _read_item(
+            last_entry, last_queries, last_row, last_start, last_stop = read_item(
                 copied_work + 3 * step, work_end, item_query_ptr, segment_row_ptr,
                 segment_start_ptr, segment_end_ptr, NUM_KV_HEADS,
             )  # fmt: skip
@@ -358,7 +337,7 @@ def pipelined_leaf_attention(
                     ._reinterpret(gl.float32, [BLOCK_N // 2, HEAD_DIM], RESULT)
                     .slice(0, BLOCK_M)
                 )
-            now = _after(now, SLOTS)
+            now = next_slot(now, SLOTS)
             left -= BLOCK_N
 
             if left <= 0:
@@ -388,7 +367,7 @@ def pipelined_leaf_attention(
 
                 # The next item.
                 work += step
-                q_now = _after(q_now, SLOTS)
+                q_now = next_slot(q_now, SLOTS)
                 own_entry, own_queries, own_length = coming_entry, coming_queries, coming_length
                 own_query = gl.load(entry_query_ptr + own_entry)
                 own_slot = gl.load(entry_slot_ptr + own_entry)
@@ -397,7 +376,7 @@ def pipelined_leaf_attention(
                 )
                 coming_entry, coming_queries = link_entry, link_queries
                 coming_length = _tokens(link_row, link_start, link_stop, seq_lens_ptr)
-                link_entry, link_queries, link_row, link_start, link_stop = _read_item(
+                link_entry, link_queries, link_row, link_start, link_stop = read_item(
                     work + 2 * step, work_end, item_query_ptr, segment_row_ptr,
                     segment_start_ptr, segment_end_ptr, NUM_KV_HEADS,
                 )  # fmt: skip
