@@ -49,7 +49,7 @@ def merge_results(
     First what each of them weighs (DeFT, equation 1), one number a thread, then their sum. Of the
     item's tile, only the ROWS that its query fills are looked at.
     """
-    PARTS: gl.constexpr = 8  # policies' MAX_MERGED
+    PARTS: gl.constexpr = 8
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     ROW: gl.constexpr = gl.SliceLayout(1, COPY)
     THREADS: gl.constexpr = ROWS if ROWS > 4 else 4

@@ -143,6 +143,7 @@ def pipelined_leaf_attention(
     HEAD_DIM: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     SOFT_CAP: gl.constexpr,
+    MAX_MERGED: gl.constexpr,
     OVERLAPPED: gl.constexpr,
 ):
     MERGES: gl.constexpr = -2  # first partial slot of an item that merges, counted down from here
@@ -151,6 +152,7 @@ def pipelined_leaf_attention(
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     SAME_STRIDES: gl.constexpr = STRIDE_K_PAGE == STRIDE_V_PAGE and STRIDE_K_TOKEN == STRIDE_V_TOKEN
     gl.static_assert(gl.num_warps() == 1)
+    gl.static_assert(MAX_MERGED == 8)  # see merge_results
 
     # Scores are [tokens, rows], outputs [dimensions, rows].
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
@@ -186,7 +188,7 @@ def pipelined_leaf_attention(
     maximum_shared = gl.allocate_shared_memory(gl.float32, [BLOCK_M], PLAIN)
     total_shared = gl.allocate_shared_memory(gl.float32, [BLOCK_M], PLAIN)
     factors = gl.allocate_shared_memory(
-        gl.float32, [8, QUERY_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        gl.float32, [MAX_MERGED, QUERY_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
 
     factor = scale

@@ -18,6 +18,7 @@ from deft_backend.kernels.launch import (
     LaunchConfig,
 )
 from deft_backend.planner import DevicePlan, Plan
+from deft_backend.policies.range_choice import MAX_MERGED
 from deft_backend.triton_kernel import Kernel
 
 LOG2_E = 1.4426950408889634
@@ -208,6 +209,7 @@ def _stage1(config: LaunchConfig, kind: Kind, shape: int, follows: bool) -> Laun
         "HEAD_DIM_PADDED": triton.next_power_of_2(kind.head_dim),
         "PAGE_SIZE": kind.page_size,
         "SOFT_CAP": kind.soft_cap,
+        "MAX_MERGED": MAX_MERGED,
         # Without tensor-core rounding for float32: the host's own answer is exact, too.
         "PRECISION": "ieee" if kind.dtype == torch.float32 else "tf32",
         "UPCAST": config.interpreted,
