@@ -32,6 +32,14 @@ def _shape_of(queries: int, tile_queries: Int64Array) -> int:
 
 
 @host_jit
+def _slower(one: float, other: float) -> float:
+    """About the larger of two times; 9 % more where they are equal, 0.05 % where one is twice."""
+    larger = max(one, other)
+    share = min(one, other) / larger
+    return larger * (1.0 + share**8) ** 0.125
+
+
+@host_jit
 def choose_ranges(
     parent: Int32Array,
     start: Int32Array,
@@ -123,7 +131,8 @@ def choose_chunks(
 
     Items of a shape run in rounds of as many as there are programs; short chunks even them out and
     fill the programs, but each chunk has its overhead and its partial results. `transfer_ns` is
-    the time in which the GPU's memory delivers one token of all KV heads: no chunking beats it.
+    the time in which the GPU's memory delivers one token of all KV heads: no chunking beats it, and
+    what is hardly faster than the memory does not reach it (see `_slower`).
 
     Where items of a large shape take no more than half of its programs, each runs alone on an SM:
     faster, and beside items of the smallest shape, which else begin when the large ones end.
@@ -184,7 +193,7 @@ def choose_chunks(
                 token *= ALONE
             busy = rounds * (costs[t] + read / items * token)
             alone = costs[t] + min(chunk, longest[t]) * token
-            expected = max(busy, alone, stored * transfer_ns)
+            expected = _slower(max(busy, alone), stored * transfer_ns)
             if leaves_room:
                 expected -= min(expected, beside)
             expected += results * partial

@@ -103,7 +103,13 @@ def price_chunks(
     rounds = ((items + programs - 1) // programs).to(tl.float32)
     busy = rounds * (item_ns + read / tl.maximum(items, 1).to(tl.float32) * token_ns)
     alone = item_ns + tl.minimum(chunk, longest).to(tl.float32) * token_ns
-    cost = tl.maximum(tl.maximum(busy, alone), stored * transfer_ns)
+    # About the larger, as on the host: (1 + share^8)^(1/8) times it.
+    own = tl.maximum(busy, alone)
+    transfer = stored * transfer_ns
+    larger = tl.maximum(own, transfer)
+    share = tl.minimum(own, transfer) / larger
+    share = share * share * share * share
+    cost = larger * tl.sqrt(tl.sqrt(tl.sqrt(1.0 + share * share)))
     cost -= tl.where(leaves_room, tl.minimum(cost, beside), 0.0)
     cost += split_results.to(tl.float32) * partial_ns
     # Few results are merged one after another where the leaf is read, many in stage 2.
