@@ -17,8 +17,7 @@ from deft_backend.kernels.launch import (
     STEM_ATTENTION,
     LaunchConfig,
 )
-from deft_backend.planner import DevicePlan, Plan
-from deft_backend.policies.range_choice import MAX_MERGED
+from deft_backend.planner import MAX_MERGED, DevicePlan, Plan
 from deft_backend.triton_kernel import Kernel
 
 LOG2_E = 1.4426950408889634
