@@ -36,7 +36,8 @@ def _slower(one: float, other: float) -> float:
     """About the larger of two times; 9 % more where they are equal, 0.05 % where one is twice."""
     larger = max(one, other)
     share = min(one, other) / larger
-    return larger * (1.0 + share**8) ** 0.125
+    found: float = larger * (1.0 + share**8) ** 0.125
+    return found
 
 
 @host_jit
