@@ -112,6 +112,24 @@ def test_head_dimensions_and_soft_caps(
     assert launched == {"stem_attention": 1, "pipelined_leaf_attention": 1}
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_an_empty_leaf_at_the_end_of_a_full_row(page_size: int) -> None:
+    """Of more heads than a leaf's tile holds: stems read it, and no page behind the table."""
+    table = torch.arange(48 // page_size, dtype=torch.int32).repeat(2, 1)
+    lens = torch.full((2,), 48, dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 40, 64, generator=generator).half()
+    caches = torch.randn(2, 48 // page_size, page_size, 1, 64, generator=generator).half()
+    attention = TreeAttention(
+        num_query_heads=40, num_kv_heads=1, head_dim=64, dtype=torch.float16, device="cpu",
+        page_size=page_size, max_batch=2, policy="deft-node",
+    )  # fmt: skip
+    use_gluon(attention, 2, 3)
+    attention.plan(forest_from_page_tables(table, lens, page_size, num_pages=48 // page_size))
+    out = attention.run(q, *caches, table, lens)
+    assert relative_error(out, reference_attention(q, *caches, table, lens)) <= 1e-3
+
+
 @pytest.mark.parametrize("lookahead", [1, 2, 3, 4])
 def test_long_segments_go_round_the_rings(lookahead: int) -> None:
     check(3, 6, lookahead=lookahead, longest=1500)

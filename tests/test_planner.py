@@ -20,7 +20,6 @@ from deft_backend.planner import (
     OPEN_END,
     TILE_ROWS,
     TILE_SEGMENTS,
-    DevicePlan,
     Plan,
     PlanCapacity,
     PlanError,
@@ -267,12 +266,3 @@ def test_limits_are_named() -> None:
 
 def test_the_targets_defaults_are_the_kernels_tiles() -> None:
     assert (GQA.tile_rows, GQA.tile_segments) == (TILE_ROWS, TILE_SEGMENTS)
-
-
-def test_kernels_may_read_two_rounds_of_items_of_the_smallest_plan() -> None:
-    """Ten programs on each of 200 SMs look at their first two items before they know the counts."""
-    plan = DevicePlan(PlanCapacity(1, 1, 1, 1), torch.device("cpu"))
-    bytes_read = 2 * 10 * 200 * 4
-    for view in plan.stage1:
-        behind = view.untyped_storage().nbytes() - view.storage_offset() * view.element_size()
-        assert behind >= bytes_read

@@ -65,8 +65,11 @@ def _rows(zero, ROWS: gl.constexpr, STEP: gl.constexpr, ROW: gl.constexpr):
 
 @jit
 def _copy_ids(buffer, table, position, least, most, PAGE_SIZE: gl.constexpr):
-    """Start copying the page ids of positions, those outside a segment moved to its ends."""
-    position = gl.maximum(gl.minimum(position, most), least)
+    """Start copying the page ids of positions, those outside a segment moved to its ends.
+
+    Of an empty segment, the page before it: its row may end there.
+    """
+    position = gl.maximum(gl.minimum(position, most), gl.minimum(least, most))
     async_copy_global_to_shared(buffer, table + position // PAGE_SIZE)
 
 
@@ -162,6 +165,7 @@ def stem_attention(
     # Page ids of as many blocks, a power of two: from the V block that is copied next to one whose
     # ids are on their way. Those were asked for at least LOOKAHEAD steps before they are read.
     IDS_SLOTS: gl.constexpr = 4 if LOOKAHEAD == 1 else (8 if LOOKAHEAD <= 3 else 16)
+    gl.static_assert(IDS_SLOTS > 2 * LOOKAHEAD)
     # Copies that may be on their way when the next block's K is needed (V, older, is there then).
     OUTSTANDING: gl.constexpr = 2 * LOOKAHEAD - 2
 

@@ -135,7 +135,7 @@ def launch_config(
             block //= 2
         per_sm = min(most, per_sm_shared // _shared_bytes(rows, block, padded, dtype, stages))
         plain = TileConfig(rows, block, segments, warps, stages, sms * max(1, per_sm))
-        gluon = _gluon_tile(plain, head_dim, sms) if hopper else None
+        gluon = _gluon_tile(plain, head_dim, gqa_group, sms) if hopper else None
         found.append(gluon or plain)
     return LaunchConfig(
         tuple(found),
@@ -145,17 +145,20 @@ def launch_config(
     )
 
 
-def _gluon_tile(plain: TileConfig, head_dim: int, sms: int) -> TileConfig | None:
+def _gluon_tile(plain: TileConfig, head_dim: int, gqa_group: int, sms: int) -> TileConfig | None:
     """How the kernels in Gluon run a tile shape on Hopper; None: the plain kernel runs it."""
     if plain.block_segments > 1:
         return None
     if plain.rows == 64 and head_dim in (64, 128):
         block, lookahead = {64: (64, 3), 128: (64, 2)}[head_dim]
         return replace(plain, block_tokens=block, lookahead=lookahead, programs=2 * sms)
-    # Of one warp, as the plain kernel: as many as registers and shared memory hold.
+    # Of one warp, as the plain kernel: as many as registers and shared memory hold. Groups of one
+    # and three heads take more than the 168 registers of which a quarter of an SM holds three.
     per_sm = {(8, 128): 10, (16, 128): 6}.get((plain.rows, head_dim))
     if per_sm is None:
         return None
+    if gqa_group in (1, 3):
+        per_sm = 8
     return replace(plain, block_tokens=16, lookahead=1, programs=per_sm * sms)
 
 

@@ -8,9 +8,6 @@ from deft_backend.planner.plan import TILE_ROWS, Plan, PlanCapacity
 
 _ALIGNMENT = 16  # bytes; the widest vector load of a kernel
 _STAGING_BUFFERS = 4
-_READ_AHEAD = 1 << 14
-"""Bytes behind the arrays: the leaf kernel reads its programs' first two items before it knows how
-many there are. What it finds there decides nothing."""
 
 # What each kernel reads, in the order of its parameters.
 _STAGE_1 = (
@@ -65,7 +62,7 @@ class DevicePlan:
             self._layout[name] = (total, bytes_, dtype)
             total += -(-bytes_ // _ALIGNMENT) * _ALIGNMENT
 
-        self._buffer = torch.zeros(total + _READ_AHEAD, dtype=torch.uint8, device=device)
+        self._buffer = torch.zeros(total, dtype=torch.uint8, device=device)
         self._views = self._views_of(self._buffer)
         self.stage1 = tuple(self._views[name] for name in _STAGE_1)
         self.stage2 = tuple(self._views[name] for name in _STAGE_2)
@@ -94,7 +91,7 @@ class DevicePlan:
         host, copied = self._staging[self._turn]
         copied.synchronize()
         self._fill(self._views_of(host), plan)
-        self._buffer[: len(host)].copy_(host, non_blocking=True)
+        self._buffer.copy_(host, non_blocking=True)
         copied.record()
 
     def clear(self) -> None:

@@ -185,7 +185,7 @@ def choose_chunks(
                 if parts > 1:
                     results += queries[r] * parts
                     most = max(most, parts)
-            if items == 0:
+            if items == 0 or (items > 8 * programs[t] and most > 1):
                 break
             rounds = (items + programs[t] - 1) // programs[t]
             token = costs[shapes + t]
@@ -208,8 +208,6 @@ def choose_chunks(
             if expected < best:
                 best = expected
                 found[t] = chunk
-            if items > 8 * programs[t] and pieces > 1:
-                break
     return found
 
 
