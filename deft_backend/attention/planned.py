@@ -63,7 +63,7 @@ class PlannedAttention:
             head_dim=head_dim, dtype=dtype, device=self.device, page_size=page_size,
         )  # fmt: skip
         self.capacity = capacity or PlanCapacity.for_batch(
-            max_batch, self.target.num_programs, entry_bytes(num_query_heads, head_dim, dtype)
+            max_batch, max(self.target.tile_programs), entry_bytes(num_query_heads, head_dim, dtype)
         )
         # Only this policy makes items of several KV ranges: other graphs need no launch for them.
         self._packed = isinstance(self.policy, DeftFlatten)

@@ -19,7 +19,7 @@ except ImportError:
         return function
 
 
-__all__ = ["available", "capped", "jit", "larger", "next_slot", "plus", "read_item"]
+__all__ = ["ask", "available", "capped", "jit", "larger", "next_slot", "plus", "read_item"]
 
 TRITON_VERSIONS = ("3.6.",)
 """Versions whose Gluon, an experimental language, the kernels were written for and tested with."""
@@ -28,6 +28,20 @@ TRITON_VERSIONS = ("3.6.",)
 def available() -> bool:
     """Whether this Triton can compile the kernels (for compute capability 9.0 alone)."""
     return _IMPORTED and triton.__version__.startswith(TRITON_VERSIONS)
+
+
+@jit
+def ask(pointer, mask):
+    """Ask the L2 cache for what lies at addresses, where `mask` says so. Nothing waits for it."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred wanted;
+        setp.ne.s32 wanted, $2, 0;
+        @wanted prefetch.global.L2 [$1];
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r", [pointer, mask.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @jit

@@ -27,7 +27,7 @@ strides.
 
 from __future__ import annotations
 
-from deft_backend.kernels.gluon_parts import capped, jit, larger, next_slot, plus, read_item
+from deft_backend.kernels.gluon_parts import ask, capped, jit, larger, next_slot, plus, read_item
 from deft_backend.kernels.stem_softmax import add_rescaled, masked, softmax
 
 try:
@@ -188,6 +188,12 @@ def stem_attention(
     if OVERLAPPED:
         gdc_launch_dependents()
 
+    # The plan's arrays are views of one buffer (DevicePlan): what stage 1 reads of it is brought to
+    # the L2 while its first number is on its way.
+    lines = (entry_slot_ptr.to(gl.int64) - tile_ptr.to(gl.int64)) // 64
+    line = gl.program_id(0) + gl.num_programs(0) * gl.arange(0, 32 * WARPS, layout=LIST)
+    ask(tile_ptr + line * 16, line < lines)
+
     k_shared = gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_N, HEAD_DIM], SHARED)
     v_shared = gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_N, HEAD_DIM], SHARED)
     ids = gl.allocate_shared_memory(page_table_ptr.dtype.element_ty, [IDS_SLOTS, BLOCK_N], PLAIN)
@@ -213,7 +219,25 @@ def stem_attention(
         first_work, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
         segment_end_ptr, NUM_KV_HEADS,
     )  # fmt: skip
+    # Leaves begin with a chain of loads, too. What it reads is brought to the L2 meanwhile, link by
+    # link beside this program's own: each has a share of the leaves' items.
+    share = (first_item + step_work - 1) // step_work
+    offs_leaf = gl.arange(0, 32 * WARPS, layout=LIST)
+    leaf = gl.program_id(0) * share + offs_leaf
+    is_leaf = (offs_leaf < share) & (leaf < first_item)
+    leaf_row = gl.load(segment_row_ptr + leaf, mask=is_leaf, other=0)
+    leaf_start = gl.load(segment_start_ptr + leaf, mask=is_leaf, other=0)
+    leaf_entry = gl.load(item_query_ptr + leaf, mask=is_leaf, other=0)
+    ask(segment_end_ptr + leaf, is_leaf)
+    ask(segment_span_ptr + leaf, is_leaf)
+
     length, table_row = _read_row(row, seq_lens_ptr, table_rows_ptr)
+    leaf_table_row = gl.load(table_rows_ptr + leaf_row, mask=is_leaf, other=0).to(gl.int64)
+    ask(seq_lens_ptr + leaf_row, is_leaf)
+    ask(entry_query_ptr + leaf_entry, is_leaf)
+    ask(entry_slot_ptr + leaf_entry, is_leaf)
+    leaf_table = page_table_ptr + leaf_table_row * stride_table
+    ask(leaf_table + leaf_start // PAGE_SIZE, is_leaf)
 
     for work in range(first_work, work_end, step_work):
         # KV heads of one item are neighbours: they read the same page-table entries.

@@ -11,99 +11,114 @@ with suppress(ImportError):  # `available` says so before anything is launched
 
 
 @jit
-def _add_partial(
-    result, factor, row, there, out_ptr, offs_d, HEAD_DIM: gl.constexpr
+def _load_parts(
+    first_slot, first_head, first, stop, partial_out_ptr, partial_lse_ptr, partial_scale_ptr,
+    MOST: gl.constexpr, ROWS: gl.constexpr, NUM_HEADS: gl.constexpr, GQA_GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Add a partial result of each row, `row` of the workspace, times its factor.
+    """Load partial results `first` to `stop`, at most MOST of them, of one query's group of heads.
 
-    The workspace holds far fewer than 2^31 units of 16 bytes.
+    [ROWS, MOST, HEAD_DIM], [ROWS, MOST] and [ROWS, MOST]: outputs over their rows' largest
+    elements, LSE, and those. The workspace holds far fewer than 2^31 units of 16 bytes.
     """
-    at = (row * (HEAD_DIM // 8)).to(gl.uint32).to(gl.int64) * 8
-    out = gl.load(out_ptr + at[:, None] + offs_d[None, :], mask=there[:, None], other=0.0)
-    return result + out.to(gl.float32) * factor[:, None]
+    # 16 bytes a thread; the threads that share a row all hold its numbers.
+    PARTS: gl.constexpr = gl.BlockedLayout(
+        [1, MOST, 8], [256 // HEAD_DIM, 1, HEAD_DIM // 8], [1, 1, 1], [2, 1, 0]
+    )
+    ROW_PART: gl.constexpr = gl.SliceLayout(2, PARTS)
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, ROW_PART))
+    part = first + gl.arange(0, MOST, layout=gl.SliceLayout(0, ROW_PART))
+    offs_d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, gl.SliceLayout(0, PARTS)))
+    there = (row < GQA_GROUP)[:, None] & (part < stop)[None, :]
+    at = (first_head + row)[:, None] + ((first_slot + part) * NUM_HEADS)[None, :]
+    lse = gl.load(partial_lse_ptr + at, mask=there, other=float("-inf"))
+    scale = gl.load(partial_scale_ptr + at, mask=there, other=0.0)
+    at = (at * (HEAD_DIM // 8)).to(gl.uint32).to(gl.int64) * 8
+    at = gl.expand_dims(at, 2) + gl.expand_dims(gl.expand_dims(offs_d, 0), 0)
+    out = gl.load(partial_out_ptr + at, mask=gl.expand_dims(there, 2), other=0.0)
+    return out, lse, scale
 
 
 @jit
-def _add_partials(
-    result, weights, first_row, in_group, merged, out_ptr, offs_d, MOST: gl.constexpr,
-    NUM_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, ROW: gl.constexpr,
+def _merge_parts(result, maximum, total, out, lse, scale):
+    """Add partial results to one that is not normalised yet (DeFT, equation 1).
+
+    Empty ranges have LSE = -inf and weigh nothing: avoid -inf - -inf.
+    """
+    highest = gl.maximum(maximum, gl.reduce(lse, 1, larger))
+    reference = gl.where(highest == float("-inf"), 0.0, highest)
+    weight = gl.exp2(lse - reference[:, None])
+    own_weight = gl.exp2(maximum - reference)
+    total = total * own_weight + gl.reduce(weight, 1, plus)
+    others = gl.reduce(out.to(gl.float32) * gl.expand_dims(weight * scale, 2), 1, plus)
+    own_weight = gl.convert_layout(own_weight, gl.SliceLayout(1, result.type.layout))
+    result = result * own_weight[:, None] + gl.convert_layout(others, result.type.layout)
+    return result, highest, total
+
+
+@jit
+def _merge_loaded(
+    result, maximum_shared, total_shared, first_slot, first_head, merged, partial_out_ptr,
+    partial_lse_ptr, partial_scale_ptr, MOST: gl.constexpr, LIMIT: gl.constexpr,
+    ROWS: gl.constexpr, NUM_HEADS: gl.constexpr, GQA_GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """The same for the first `merged` of MOST partial results, whose loads are issued together."""
-    for index in gl.static_range(MOST):
-        result = _add_partial(
-            result, weights.index(index).load(ROW), first_row + index * NUM_HEADS,
-            in_group & (index < merged), out_ptr, offs_d, HEAD_DIM,
-        )  # fmt: skip
-    return result
+    """Merge all results, LIMIT at most, MOST at a time, and normalise."""
+    out, lse, scale = _load_parts(
+        first_slot, first_head, 0, merged, partial_out_ptr, partial_lse_ptr, partial_scale_ptr,
+        MOST, ROWS, NUM_HEADS, GQA_GROUP, HEAD_DIM,
+    )  # fmt: skip
+    ROW: gl.constexpr = gl.SliceLayout(1, lse.type.layout)
+    maximum = maximum_shared.slice(0, ROWS).load(ROW)
+    total = total_shared.slice(0, ROWS).load(ROW)
+    result, maximum, total = _merge_parts(result, maximum, total, out, lse, scale)
+    if LIMIT > MOST:
+        for first in range(MOST, merged, MOST):
+            out, lse, scale = _load_parts(
+                first_slot, first_head, first, merged, partial_out_ptr, partial_lse_ptr,
+                partial_scale_ptr, MOST, ROWS, NUM_HEADS, GQA_GROUP, HEAD_DIM,
+            )  # fmt: skip
+            result, maximum, total = _merge_parts(result, maximum, total, out, lse, scale)
+    normal = 1.0 / gl.where(total > 0.0, total, 1.0)
+    return result * gl.convert_layout(normal, gl.SliceLayout(1, result.type.layout))[:, None]
 
 
 @jit
 def merge_results(
-    acc_shared, factors, maximum, total, first_slot, query, kv_head, merged, out_ptr,
+    acc_shared, maximum_shared, total_shared, first_slot, query, kv_head, merged, out_ptr,
     partial_out_ptr, partial_lse_ptr, partial_scale_ptr, stride_out_batch, stride_out_head, offs_d,
-    NUM_HEADS: gl.constexpr, GQA_GROUP: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr,
-    HEAD_DIM: gl.constexpr, RESULT: gl.constexpr, COPY: gl.constexpr,
+    MAX_MERGED: gl.constexpr, NUM_HEADS: gl.constexpr, GQA_GROUP: gl.constexpr,
+    BLOCK_M: gl.constexpr, ROWS: gl.constexpr, HEAD_DIM: gl.constexpr, RESULT: gl.constexpr,
+    COPY: gl.constexpr,
 ):  # fmt: skip
     """Merge the result of an item of one query with those from `first_slot` on; write its output.
 
-    First what each of them weighs (DeFT, equation 1), one number a thread, then their sum. Of the
-    item's tile, only the ROWS that its query fills are looked at.
+    Of the item's tile, only the ROWS that its query fills are looked at.
     """
-    PARTS: gl.constexpr = 8
+    FEW: gl.constexpr = 2 if ROWS <= 8 else 1
+    MANY: gl.constexpr = 8 if ROWS <= 4 else 4 if ROWS == 8 else 1
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
-    ROW: gl.constexpr = gl.SliceLayout(1, COPY)
-    THREADS: gl.constexpr = ROWS if ROWS > 4 else 4
-    WEIGH: gl.constexpr = gl.BlockedLayout(
-        [1, THREADS // 4], [THREADS, 32 // THREADS], [1, 1], [1, 0]
-    )
-    WEIGH_ROW: gl.constexpr = gl.SliceLayout(1, WEIGH)
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    head = kv_head * GQA_GROUP + gl.arange(0, ROWS, layout=WEIGH_ROW)
-    part = gl.arange(0, PARTS, layout=gl.SliceLayout(0, WEIGH))
-    there = (gl.arange(0, ROWS, layout=WEIGH_ROW) < GQA_GROUP)[:, None] & (part < merged)[None, :]
-    at = ((first_slot + part) * NUM_HEADS)[None, :] + head[:, None]
-    lse = gl.load(partial_lse_ptr + at, mask=there, other=float("-inf"))
-    scale = gl.load(partial_scale_ptr + at, mask=there, other=0.0)
-
-    row = gl.arange(0, ROWS, layout=ROW)
-    in_group = row < GQA_GROUP
-    row_head = kv_head * GQA_GROUP + row
-    at_row = first_slot * NUM_HEADS + row_head
     tiles = acc_shared._reinterpret(gl.float32, [BLOCK_M // ROWS, ROWS, HEAD_DIM], RESULT)
     result = tiles.index(0).load(COPY)
-    own_maximum = maximum.slice(0, ROWS).load(WEIGH_ROW)
-    own_total = total.slice(0, ROWS).load(WEIGH_ROW)
-    highest = gl.maximum(own_maximum, gl.reduce(lse, 1, larger))
-    # Empty ranges have LSE = -inf and weigh nothing: avoid -inf - -inf.
-    reference = gl.where(highest == float("-inf"), 0.0, highest)
-    weight = gl.exp2(lse - reference[:, None])
-    own_weight = gl.exp2(own_maximum - reference)
-    sums = own_total * own_weight + gl.reduce(weight, 1, plus)
-    normal = 1.0 / gl.where(sums > 0.0, sums, 1.0)
-    factors.permute((1, 0)).store(weight * scale * normal[:, None])
-    result = result * gl.convert_layout(own_weight * normal, ROW)[:, None]
-    gl.thread_barrier()
-
-    weights = factors._reinterpret(gl.float32, [PARTS, ROWS], PLAIN)
-    if merged > 4:
-        result = _add_partials(
-            result, weights, at_row, in_group, merged, partial_out_ptr, offs_d, 8, NUM_HEADS,
-            HEAD_DIM, ROW,
-        )  # fmt: skip
-    elif merged > 2:
-        result = _add_partials(
-            result, weights, at_row, in_group, merged, partial_out_ptr, offs_d, 4, NUM_HEADS,
-            HEAD_DIM, ROW,
+    first_head = kv_head * GQA_GROUP
+    if merged > FEW:
+        result = _merge_loaded(
+            result, maximum_shared, total_shared, first_slot, first_head, merged, partial_out_ptr,
+            partial_lse_ptr, partial_scale_ptr, MANY, MAX_MERGED, ROWS, NUM_HEADS, GQA_GROUP,
+            HEAD_DIM,
         )  # fmt: skip
     else:
-        result = _add_partials(
-            result, weights, at_row, in_group, merged, partial_out_ptr, offs_d, 2, NUM_HEADS,
-            HEAD_DIM, ROW,
+        result = _merge_loaded(
+            result, maximum_shared, total_shared, first_slot, first_head, merged, partial_out_ptr,
+            partial_lse_ptr, partial_scale_ptr, FEW, FEW, ROWS, NUM_HEADS, GQA_GROUP, HEAD_DIM,
         )  # fmt: skip
 
-    out_at = query * (stride_out_batch // 8) + row_head * (stride_out_head // 8)
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
+    out_at = query * (stride_out_batch // 8) + (first_head + row) * (stride_out_head // 8)
     out_at = out_at.to(gl.uint32).to(gl.int64) * 8
-    gl.store(out_ptr + out_at[:, None] + offs_d[None, :], result.to(DTYPE), mask=in_group[:, None])
+    gl.store(
+        out_ptr + out_at[:, None] + offs_d[None, :], result.to(DTYPE),
+        mask=(row < GQA_GROUP)[:, None],
+    )  # fmt: skip
 
 
 @jit

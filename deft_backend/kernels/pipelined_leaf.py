@@ -152,7 +152,6 @@ def pipelined_leaf_attention(
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     SAME_STRIDES: gl.constexpr = STRIDE_K_PAGE == STRIDE_V_PAGE and STRIDE_K_TOKEN == STRIDE_V_TOKEN
     gl.static_assert(gl.num_warps() == 1)
-    gl.static_assert(MAX_MERGED == 8)  # see merge_results
 
     # Scores are [tokens, rows], outputs [dimensions, rows].
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
@@ -184,12 +183,9 @@ def pipelined_leaf_attention(
     IN_PLACE: gl.constexpr = BLOCK_N >= 2 * BLOCK_M
     if not IN_PLACE:
         acc_shared = gl.allocate_shared_memory(gl.float32, [BLOCK_M, HEAD_DIM], RESULT)
-    # Each row's maximum and sum, and what partial results of a row weigh.
+    # Each row's maximum and sum.
     maximum_shared = gl.allocate_shared_memory(gl.float32, [BLOCK_M], PLAIN)
     total_shared = gl.allocate_shared_memory(gl.float32, [BLOCK_M], PLAIN)
-    factors = gl.allocate_shared_memory(
-        gl.float32, [MAX_MERGED, QUERY_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    )
 
     factor = scale
     if SOFT_CAP:
@@ -352,11 +348,11 @@ def pipelined_leaf_attention(
                     if OVERLAPPED:
                         gdc_wait()
                     merge_results(
-                        acc_shared, factors, maximum_shared, total_shared, MERGES - own_slot,
+                        acc_shared, maximum_shared, total_shared, MERGES - own_slot,
                         own_query, work % NUM_KV_HEADS, merged, out_ptr, partial_out_ptr,
                         partial_lse_ptr, partial_scale_ptr, stride_out_batch, stride_out_head,
-                        offs_d, NUM_HEADS, GQA_GROUP, BLOCK_M, QUERY_ROWS, HEAD_DIM, RESULT,
-                        COPY,
+                        offs_d, MAX_MERGED, NUM_HEADS, GQA_GROUP, BLOCK_M, QUERY_ROWS, HEAD_DIM,
+                        RESULT, COPY,
                     )  # fmt: skip
                 else:
                     write_results(
