@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from deft_backend import TreeAttention, forest_from_page_tables
 from deft_backend.bench.random_forest import random_batch
-from deft_backend.kernels import hopper_stem, pipelined_leaf
+from deft_backend.kernels import hopper_stem, pipelined_leaf, stem_copies
 from deft_backend.kernels.launch import PIPELINED_LEAF_ATTENTION, STEM_ATTENTION
 from deft_backend.reference import reference_attention, relative_error
 
@@ -135,7 +135,7 @@ def test_long_segments_go_round_the_rings(lookahead: int) -> None:
     check(3, 6, lookahead=lookahead, longest=1500)
 
 
-@pytest.mark.parametrize("module", [hopper_stem, pipelined_leaf])
+@pytest.mark.parametrize("module", [stem_copies, pipelined_leaf])
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_copy_that_is_not_waited_for_shows(
     late: int, module: ModuleType, monkeypatch: pytest.MonkeyPatch
@@ -151,14 +151,16 @@ def test_a_copy_that_is_not_waited_for_shows(
         check(1, 12)
 
 
-@pytest.mark.parametrize("merged", [1, 2, 4, 5, 8])
-def test_leaves_merge_any_number_of_results(merged: int) -> None:
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 12])
+@pytest.mark.parametrize("merged", [1, 2, 3, 5, 8])
+def test_leaves_merge_any_number_of_results(merged: int, group: int) -> None:
     """A prefix in so many pieces that all requests share, and leaves of their own."""
     from deft_backend.forest import build_forest
     from deft_backend.planner import plan_grouping
     from deft_backend.policies import GroupingBuilder, Segment
 
-    requests, shared, own, heads, dim = 5, 16 * merged, 21, (8, 2), 64
+    requests = 5 if group > 1 else 11  # more than a small tile holds
+    shared, own, heads, dim = 16 * merged, 21, (2 * group, 2), 64
     generator = torch.Generator().manual_seed(merged)
     slots = shared + requests * own
     table = torch.randperm(slots, generator=generator, dtype=torch.int32)

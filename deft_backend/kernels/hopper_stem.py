@@ -28,6 +28,7 @@ strides.
 from __future__ import annotations
 
 from deft_backend.kernels.gluon_parts import ask, capped, jit, larger, next_slot, plus, read_item
+from deft_backend.kernels.stem_copies import arrived, copy_block, copy_ids, read_row
 from deft_backend.kernels.stem_softmax import add_rescaled, masked, softmax
 
 try:
@@ -38,7 +39,6 @@ try:
         wait_group,
     )
     from triton.experimental.gluon.language.nvidia.hopper import (
-        fence_async_shared,
         warpgroup_mma,
         warpgroup_mma_wait,
     )
@@ -61,53 +61,6 @@ def _rows(zero, ROWS: gl.constexpr, STEP: gl.constexpr, ROW: gl.constexpr):
     many = (gl.arange(0, ROWS // STEP, layout=gl.SliceLayout(1, LAYOUT)) * STEP) ^ zero
     first = gl.arange(0, STEP, layout=gl.SliceLayout(0, LAYOUT))
     return gl.convert_layout(gl.reshape(many[:, None] + first[None, :], [ROWS]), ROW)
-
-
-@jit
-def _copy_ids(buffer, table, position, least, most, PAGE_SIZE: gl.constexpr):
-    """Start copying the page ids of positions, those outside a segment moved to its ends.
-
-    Of an empty segment, the page before it: its row may end there.
-    """
-    position = gl.maximum(gl.minimum(position, most), gl.minimum(least, most))
-    async_copy_global_to_shared(buffer, table + position // PAGE_SIZE)
-
-
-@jit
-def _copy(
-    exists, buffer, head_ptr, page, token, offs_d, STRIDE_PAGE: gl.constexpr,
-    STRIDE_TOKEN: gl.constexpr, PAGE_SIZE: gl.constexpr,
-):  # fmt: skip
-    """Start copying a block of K or V of one KV head; zeros if it does not exist.
-
-    `token` is each row's position, of which the part within its page counts. A mask in place of a
-    branch: the compiler puts a barrier into every branch that copies.
-    """
-    # In units of 16 bytes 32 bits reach 64 GiB, and one 32-bit product finds a token.
-    gl.static_assert(STRIDE_PAGE % 8 == 0)
-    gl.static_assert(STRIDE_TOKEN % 8 == 0)
-    offset = page.to(gl.int32) * (STRIDE_PAGE // 8)
-    if PAGE_SIZE > 1:
-        offset += (token.to(gl.uint32) % PAGE_SIZE).to(gl.int32) * (STRIDE_TOKEN // 8)
-    offset = offset.to(gl.uint32).to(gl.int64) * 8
-    mask = (offs_d >= 0)[None, :] & exists
-    async_copy_global_to_shared(buffer, head_ptr + offset[:, None] + offs_d[None, :], mask=mask)
-    commit_group()
-
-
-@jit
-def _arrived(OUTSTANDING: gl.constexpr):
-    """All but the newest OUTSTANDING copies have landed, for the tensor cores and every thread."""
-    wait_group(OUTSTANDING)
-    gl.thread_barrier()
-    fence_async_shared()
-
-
-@jit
-def _read_row(row, seq_lens_ptr, table_rows_ptr):
-    """Tokens of a row's sequence, and its row of the page table."""
-    length = gl.load(seq_lens_ptr + row).to(gl.int32)
-    return length, gl.load(table_rows_ptr + row).to(gl.int64)
 
 
 @jit
@@ -231,7 +184,7 @@ def stem_attention(
     ask(segment_end_ptr + leaf, is_leaf)
     ask(segment_span_ptr + leaf, is_leaf)
 
-    length, table_row = _read_row(row, seq_lens_ptr, table_rows_ptr)
+    length, table_row = read_row(row, seq_lens_ptr, table_rows_ptr)
     leaf_table_row = gl.load(table_rows_ptr + leaf_row, mask=is_leaf, other=0).to(gl.int64)
     ask(seq_lens_ptr + leaf_row, is_leaf)
     ask(entry_query_ptr + leaf_entry, is_leaf)
@@ -256,7 +209,7 @@ def stem_attention(
         most = gl.maximum(stop - 1, 0)
         offs_ids = gl.arange(0, IDS_SLOTS * BLOCK_N, layout=LIST)
         first_ids = last - offs_ids // BLOCK_N * BLOCK_N + offs_ids % BLOCK_N
-        _copy_ids(
+        copy_ids(
             ids._reinterpret(ids.dtype, [IDS_SLOTS * BLOCK_N], PLAIN), table, first_ids, start,
             most, PAGE_SIZE,
         )  # fmt: skip
@@ -288,7 +241,7 @@ def stem_attention(
                 if ahead == 1:
                     page = gl.where(tokens > 0, page, 0)
                     token = inside
-                _copy(
+                copy_block(
                     blocks > ahead - 1, v_shared.index(ahead - 1), v_head, page, token, offs_d,
                     STRIDE_V_PAGE, STRIDE_V_TOKEN, PAGE_SIZE,
                 )  # fmt: skip
@@ -297,7 +250,7 @@ def stem_attention(
             if ahead == 0:  # An empty range's row may have no page.
                 page = gl.where(tokens > 0, page, 0)
                 token = inside
-            _copy(
+            copy_block(
                 blocks > ahead, k_shared.index(ahead), k_head, page, token, offs_d,
                 STRIDE_K_PAGE, STRIDE_K_TOKEN, PAGE_SIZE,
             )  # fmt: skip
@@ -308,7 +261,7 @@ def stem_attention(
             work + step_work, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
             segment_end_ptr, NUM_KV_HEADS,
         )  # fmt: skip
-        _arrived(2 * LOOKAHEAD)
+        arrived(2 * LOOKAHEAD)
         q = rows_shared.load(QUERIES)  # a V block comes where Q is
         no_scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
         scores = warpgroup_mma(q, k_shared.index(0).permute((1, 0)), no_scores, use_acc=False)
@@ -328,7 +281,7 @@ def stem_attention(
         total = added
         weights = gl.convert_layout(fresh.to(DTYPE), WEIGHTS)
         for step in range(0, blocks - 1):
-            _arrived(OUTSTANDING)
+            arrived(OUTSTANDING)
             started = warpgroup_mma(
                 q, k_shared.index(following).permute((1, 0)), no_scores,
                 use_acc=False, is_async=True,
@@ -339,12 +292,12 @@ def stem_attention(
             ids_now = (ids_free + LOOKAHEAD) % IDS_SLOTS
             v_page = ids.index(ids_now).load(COPY_ROW)
             k_page = ids.index((ids_now + 1) % IDS_SLOTS).load(COPY_ROW)
-            _copy(
+            copy_block(
                 blocks > step + LOOKAHEAD, v_shared.index(before), v_head, v_page,
                 position + BLOCK_N, offs_d, STRIDE_V_PAGE, STRIDE_V_TOKEN, PAGE_SIZE,
             )  # fmt: skip
-            _copy_ids(ids.index(ids_free), table, ids_at, start, most, PAGE_SIZE)
-            _copy(
+            copy_ids(ids.index(ids_free), table, ids_at, start, most, PAGE_SIZE)
+            copy_block(
                 blocks > step + LOOKAHEAD + 1, k_shared.index(now), k_head, k_page, position,
                 offs_d, STRIDE_K_PAGE, STRIDE_K_TOKEN, PAGE_SIZE,
             )  # fmt: skip
@@ -361,8 +314,8 @@ def stem_attention(
             weights = gl.convert_layout(fresh.to(DTYPE), WEIGHTS)
             acc = acc * gl.convert_layout(rescale, OUTPUT_ROW)[:, None]
 
-        next_length, next_table_row = _read_row(next_row, seq_lens_ptr, table_rows_ptr)
-        _arrived(0)
+        next_length, next_table_row = read_row(next_row, seq_lens_ptr, table_rows_ptr)
+        arrived(0)
         acc = warpgroup_mma(weights, v_shared.index(now), acc)
         sums = gl.convert_layout(gl.reduce(total, 1, plus), ROW)
 
