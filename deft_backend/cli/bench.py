@@ -81,6 +81,9 @@ def kernel(
     eager: Annotated[
         bool, typer.Option("--eager", help="Time launches from Python, not CUDA graphs.")
     ] = False,
+    phases: Annotated[
+        bool, typer.Option("--phases", help="Time each launch of ours by itself, too: `facts`.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the data and of the pages' places.")] = 0,
     quick: Annotated[
         bool, typer.Option("--quick", help="Two trees a set, two steps a recording, shorter.")
@@ -116,7 +119,7 @@ def kernel(
         ours, others = chosen_methods(policy, peers)
     require_device(device, quick)
     console = Console()
-    setup = make_setup(ours, others, head_dim, dtype, device, layout, seed, eager, quick)
+    setup = make_setup(ours, others, head_dim, dtype, device, layout, seed, eager, quick, phases)
     for name, reason in setup.unavailable.items():
         console.print(f"without {name}: {reason}", highlight=False, soft_wrap=True)
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")

@@ -114,6 +114,7 @@ def make_setup(
     seed: int,
     eager: bool,
     quick: bool,
+    phases: bool = False,
 ) -> Setup:
     """What is the same for every case; measures the device's ceilings."""
     import torch
@@ -140,6 +141,7 @@ def make_setup(
         budget=QUICK if quick else Budget(),
         ceilings=measure_ceilings(DTYPES[dtype]) if on_gpu else None,
         unavailable={name: reason for name, reason in reasons.items() if reason is not None},
+        phases=phases and on_gpu,
     )
 
 

@@ -51,6 +51,8 @@ class Setup:
         Of the device; None on the CPU.
     unavailable : dict
         Why a peer cannot run here at all, by name; repeated in every row.
+    phases : bool
+        Time each launch of ours by itself, too.
     """
 
     ours: Ours
@@ -64,6 +66,7 @@ class Setup:
     budget: Budget
     ceilings: Ceilings | None
     unavailable: dict[str, str]
+    phases: bool = False
 
 
 def measure(cases: Sequence[Case], setup: Setup) -> Iterator[Row]:
@@ -114,7 +117,18 @@ def measure_case(case: Case, setup: Setup) -> Row:
     if setup.ours.name not in row["skipped"]:
         times = plan_us(setup.ours.attention(inputs), inputs, setup.budget)
         row["plan_us"] = {name: round(us, 1) for name, us in times.items()}
+        if setup.phases:
+            row["facts"].setdefault(OURS, {}).update(_phases_ns(inputs, setup))
     return row
+
+
+def _phases_ns(inputs: Inputs, setup: Setup) -> dict[str, int]:
+    """Nanoseconds of each launch of ours by itself."""
+    found = {}
+    for name, launch in setup.ours.phases(inputs):
+        timed = captured(launch)[0] if setup.graph else launch
+        found[f"{name}_alone_ns"] = round(launch_us(timed, setup.budget) * 1e3)
+    return found
 
 
 def _measure_method(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 
 from deft_backend import TreeAttention, get_policy
 from deft_backend.bench.kernel.inputs import Inputs
 from deft_backend.bench.kernel.methods.base import Method, Prepared
+from deft_backend.bench.kernel.phases import alone
 
 
 class Ours(Method):
@@ -41,16 +44,8 @@ class Ours(Method):
     def prepare(self, inputs: Inputs) -> Prepared:
         attention = self.attention(inputs)
         plan = attention.plan(inputs.forest)
-        out = torch.empty_like(inputs.q)
-
-        def launch() -> torch.Tensor:
-            return attention.run(
-                inputs.q, inputs.k_cache, inputs.v_cache, inputs.page_table, inputs.seq_lens,
-                out=out,
-            )  # fmt: skip
-
         return Prepared(
-            launch,
+            _launch(attention, inputs),
             poison=attention.poison_workspace,
             facts={
                 "items": plan.num_items,
@@ -59,5 +54,25 @@ class Ours(Method):
             },
         )
 
+    def phases(self, inputs: Inputs) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+        """Each launch by itself, to be called or captured, and replayed, before the next is asked
+        for."""
+        attention = self.attention(inputs)
+        launch = _launch(attention, inputs)
+        for name, plan in alone(attention.plan(inputs.forest)).items():
+            attention.use(plan, inputs.forest)
+            yield name, launch
+
     def origin(self) -> str:
         return f"deft-backend, policy {self.policy}"
+
+
+def _launch(attention: TreeAttention, inputs: Inputs) -> Callable[[], torch.Tensor]:
+    out = torch.empty_like(inputs.q)
+
+    def launch() -> torch.Tensor:
+        return attention.run(
+            inputs.q, inputs.k_cache, inputs.v_cache, inputs.page_table, inputs.seq_lens, out=out
+        )
+
+    return launch
