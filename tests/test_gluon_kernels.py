@@ -113,16 +113,18 @@ def test_head_dimensions_and_soft_caps(
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_an_empty_leaf_at_the_end_of_a_full_row(page_size: int) -> None:
-    """Of more heads than a leaf's tile holds: stems read it, and no page behind the table."""
-    table = torch.arange(48 // page_size, dtype=torch.int32).repeat(2, 1)
-    lens = torch.full((2,), 48, dtype=torch.int32)
+@pytest.mark.parametrize(("requests", "heads"), [(2, 40), (12, 4)])
+def test_an_empty_leaf_at_the_end_of_a_full_row(requests: int, heads: int, page_size: int) -> None:
+    """Read by stems, as it has more heads than a leaf's tile holds, or asked for by stems: no page
+    behind the table."""
+    table = torch.arange(48 // page_size, dtype=torch.int32).repeat(requests, 1)
+    lens = torch.full((requests,), 48, dtype=torch.int32)
     generator = torch.Generator().manual_seed(0)
-    q = torch.randn(2, 40, 64, generator=generator).half()
+    q = torch.randn(requests, heads, 64, generator=generator).half()
     caches = torch.randn(2, 48 // page_size, page_size, 1, 64, generator=generator).half()
     attention = TreeAttention(
-        num_query_heads=40, num_kv_heads=1, head_dim=64, dtype=torch.float16, device="cpu",
-        page_size=page_size, max_batch=2, policy="deft-node",
+        num_query_heads=heads, num_kv_heads=1, head_dim=64, dtype=torch.float16, device="cpu",
+        page_size=page_size, max_batch=requests, policy="deft-node",
     )  # fmt: skip
     use_gluon(attention, 2, 3)
     attention.plan(forest_from_page_tables(table, lens, page_size, num_pages=48 // page_size))

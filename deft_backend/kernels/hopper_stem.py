@@ -186,11 +186,12 @@ def stem_attention(
 
     length, table_row = read_row(row, seq_lens_ptr, table_rows_ptr)
     leaf_table_row = gl.load(table_rows_ptr + leaf_row, mask=is_leaf, other=0).to(gl.int64)
-    ask(seq_lens_ptr + leaf_row, is_leaf)
+    leaf_length = gl.load(seq_lens_ptr + leaf_row, mask=is_leaf, other=0).to(gl.int32)
     ask(entry_query_ptr + leaf_entry, is_leaf)
     ask(entry_slot_ptr + leaf_entry, is_leaf)
+    # Behind a full row there is no page of an empty leaf.
     leaf_table = page_table_ptr + leaf_table_row * stride_table
-    ask(leaf_table + leaf_start // PAGE_SIZE, is_leaf)
+    ask(leaf_table + leaf_start // PAGE_SIZE, is_leaf & (leaf_start < leaf_length))
 
     for work in range(first_work, work_end, step_work):
         # KV heads of one item are neighbours: they read the same page-table entries.
