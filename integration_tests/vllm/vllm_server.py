@@ -49,7 +49,7 @@ GROUPS = {
         {"VLLM_KV_CACHE_LAYOUT": "HND", "DEFT_MIN_BATCH": "1"},
     ),
     "two-ranks": Group(
-        ("--block-size", "16", "--max-model-len", "1024", "--tensor-parallel-size", "2"),
+        ("--block-size", "128", "--max-model-len", "1024", "--tensor-parallel-size", "2"),
         {"DEFT_MIN_BATCH": "1", "VLLM_CPU_OMP_THREADS_BIND": cores_of_two_ranks()},
     ),
 }  # fmt: skip
