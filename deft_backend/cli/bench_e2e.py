@@ -74,7 +74,7 @@ def e2e(
         str | None, typer.Option(help="Checkpoint folder; default: one of --shape is written.")
     ] = None,
     shape: Annotated[
-        str | None, typer.Option(help="llama-3.1-8b, one-layer or tiny (without a GPU).")
+        str | None, typer.Option(help="llama-3.1-8b, four-layers, one-layer, tiny (no GPU).")
     ] = None,
     weights: Annotated[str, typer.Option(help="random, or dummy: only times compare.")] = "random",
     checkpoint: Annotated[

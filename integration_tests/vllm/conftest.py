@@ -11,16 +11,17 @@ import pytest
 if find_spec("vllm") is None:  # the other host's environment
     collect_ignore_glob = ["test_*.py"]
 else:
+    from integration_tests.common.adapter import write_adapter
     from integration_tests.common.fixtures import model_exists, reference  # noqa: F401
-    from integration_tests.common.server import Server
-    from integration_tests.vllm.vllm_server import GROUPS, running, write_adapter
+    from integration_tests.common.server import MODEL, Server
+    from integration_tests.vllm.vllm_server import GROUPS, running
 
 
 @pytest.fixture(scope="session")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A LoRA adapter with random weights."""
     folder = tmp_path_factory.mktemp("adapter")
-    write_adapter(folder)
+    write_adapter(folder, MODEL)
     return folder
 
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch
-from safetensors.torch import save_file
 
 from deft_backend.hosts.launch import free_port, server_command
 from deft_backend.hosts.server_process import ServerProcess
@@ -109,28 +105,3 @@ def running(backend: str | None, group: Group, folder: Path, adapter: Path) -> I
     )  # fmt: skip
     with ServerProcess(command, folder / "server.log", timeout=START_SECONDS) as process:
         yield Server(process, folder / "state")
-
-
-def write_adapter(folder: Path) -> None:
-    """A LoRA adapter of rank 8 for every layer's queries, keys and values, of random weights."""
-    config = json.loads((MODEL / "config.json").read_text())
-    width, dim = config["hidden_size"], config["head_dim"]
-    outputs = {
-        "q_proj": config["num_attention_heads"] * dim,
-        "k_proj": config["num_key_value_heads"] * dim,
-        "v_proj": config["num_key_value_heads"] * dim,
-    }
-    generator = torch.Generator().manual_seed(5)
-    weights = {}
-    for layer in range(config["num_hidden_layers"]):
-        for name, rows in outputs.items():
-            base = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{base}.lora_A.weight"] = torch.randn((8, width), generator=generator) * 0.2
-            weights[f"{base}.lora_B.weight"] = torch.randn((rows, 8), generator=generator) * 0.2
-    save_file(weights, str(folder / "adapter_model.safetensors"))
-    settings = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 8,
-        "target_modules": list(outputs), "lora_dropout": 0.0, "bias": "none",
-        "base_model_name_or_path": "tiny",
-    }  # fmt: skip
-    (folder / "adapter_config.json").write_text(json.dumps(settings))

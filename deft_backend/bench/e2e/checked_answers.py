@@ -52,7 +52,7 @@ class Checked:
 
 
 async def check(
-    samples: Sequence[Sample], client: Client, tolerance: float, at_once: int = 8
+    samples: Sequence[Sample], client: Client, tolerance: float, at_once: int = 24
 ) -> Checked:
     """Ask the reference for the same answers and compare.
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from deft_backend.bench.e2e.dialects import (
@@ -38,10 +38,13 @@ class Client:
         The server, without a path.
     host : str
         ``sglang`` or ``vllm``.
+    fields : mapping, optional
+        Further fields of every request, such as SGLang's ``lora_path``.
     """
 
-    def __init__(self, url: str, host: str) -> None:
+    def __init__(self, url: str, host: str, fields: Mapping[str, Any] | None = None) -> None:
         self._url = url
+        self._fields = dict(fields or {})
         self._dialect: Dialect = VLLMDialect() if host == "vllm" else SGLangDialect()
         self._session: aiohttp.ClientSession | None = None
 
@@ -81,7 +84,7 @@ class Client:
             If the server refuses, or an answer does not have `tokens` tokens.
         """
         body = self._dialect.body(prompts, tokens, logprobs=logprobs, stream=False)
-        data = json.dumps(body).encode()
+        data = json.dumps({**body, **self._fields}).encode()
         began = time.perf_counter()
         async with self._post(data) as response:
             content = await response.read()
@@ -111,8 +114,9 @@ class Client:
             As :meth:`batch`.
         """
         body = self._dialect.body([prompt], tokens, logprobs=False, stream=True)
+        data = json.dumps({**body, **self._fields}).encode()
         answer = Completion(sent=time.perf_counter())
-        async with self._post(json.dumps(body).encode()) as response:
+        async with self._post(data) as response:
             async for line in response.content:
                 if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
                     continue

@@ -1,0 +1,1 @@
+"""Tests that start real servers on GPUs; without one they are skipped."""

@@ -1,0 +1,55 @@
+"""A small model with random weights, and a server of every variant that this machine can run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from deft_backend.bench.e2e.model import Model, write_model
+from deft_backend.hosts.driver_stub import num_gpus
+from deft_backend.hosts.launch import LaunchError
+from integration_tests.common.adapter import write_adapter
+from integration_tests.common.server import Server
+from integration_tests.gpu.sglang_variants import REFERENCES, VARIANTS, running
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """Four layers with the heads of Llama-3.1-8B."""
+    return write_model(tmp_path_factory.mktemp("model"), "four-layers", "random", "bfloat16")
+
+
+@pytest.fixture(scope="session")
+def servers(
+    model: Model, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Mapping[str, Server | LaunchError]]:
+    """By name, or why it did not start. Those that need more GPUs than there are are left out."""
+    gpus = num_gpus()
+    adapter = tmp_path_factory.mktemp("adapter")
+    write_adapter(adapter, Path(model.path))
+    names = [n for n, variant in {**REFERENCES, **VARIANTS}.items() if variant.ranks <= gpus]
+    with running(names, gpus, model, adapter, tmp_path_factory.mktemp("servers")) as found:
+        yield found
+
+
+@pytest.fixture
+def variant(request: pytest.FixtureRequest) -> str:
+    """The name of a variant that this machine has enough GPUs for."""
+    name: str = request.param
+    if VARIANTS[name].ranks > num_gpus():
+        pytest.skip(f"{name} needs {VARIANTS[name].ranks} GPUs")
+    return name
+
+
+@pytest.fixture
+def pair(variant: str, servers: Mapping[str, Server | LaunchError]) -> tuple[Server, Server]:
+    """The variant's server, and the one that checks its answers."""
+    ours, theirs = servers[variant], servers[VARIANTS[variant].against]
+    for server in (ours, theirs):
+        if isinstance(server, LaunchError):
+            raise server
+    assert isinstance(ours, Server)
+    assert isinstance(theirs, Server)
+    return ours, theirs

@@ -1,0 +1,68 @@
+"""Requests over a forest of token ids: several levels, ragged, loners, joins and hang-ups."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+
+from deft_backend.bench.e2e.checked_answers import Sample
+from deft_backend.bench.e2e.client import Client
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request.
+
+    Attributes
+    ----------
+    prompt : tuple of int
+    tokens : int
+        Of its answer.
+    leave_after : int, optional
+        Hang up after so many.
+    joins : bool
+        Sent when the others decode.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: int
+    leave_after: int | None = None
+    joins: bool = False
+
+
+def requests(ids: int, seed: int) -> list[Asked]:
+    """Two trees, one of three levels, equal prompts, loners; some leave early and some join."""
+    choose = random.Random(seed)
+
+    def draw(tokens: int) -> tuple[int, ...]:
+        return tuple(choose.randrange(ids) for _ in range(tokens))
+
+    def asked(prompt: tuple[int, ...]) -> Asked:
+        tokens = choose.randint(16, 72)
+        leaves = choose.random() < 0.15
+        return Asked(
+            prompt, tokens, choose.randint(2, tokens - 1) if leaves else None,
+            choose.random() < 0.25,
+        )  # fmt: skip
+
+    root, other = draw(3001), draw(1500)
+    middles = [root + draw(choose.randint(1, 900)) for _ in range(3)]
+    prompts = [middle + draw(choose.randint(1, 150)) for middle in middles for _ in range(8)]
+    prompts += [other + draw(choose.randint(1, 40)) for _ in range(6)]
+    prompts += [prompts[0], prompts[0], root]
+    prompts += [draw(choose.randint(1, 900)) for _ in range(5)]
+    return [asked(prompt) for prompt in prompts]
+
+
+async def answered(client: Client, asked: list[Asked]) -> list[Sample]:
+    """Prompts with the answers of those that did not hang up."""
+
+    async def one(request: Asked) -> Sample | None:
+        if request.joins:
+            await asyncio.sleep(0.1)
+        found = await client.stream(request.prompt, request.tokens, leave_after=request.leave_after)
+        return None if request.leave_after is not None else (request.prompt, found.ids)
+
+    found = await asyncio.gather(*(one(request) for request in asked))
+    return [sample for sample in found if sample is not None]

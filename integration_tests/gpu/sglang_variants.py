@@ -1,0 +1,110 @@
+"""SGLang servers on GPUs that differ in dtype, pages, ranks and adapters, all started at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deft_backend.bench.e2e.model import Model
+from deft_backend.hosts.launch import LaunchError, free_port, server_command
+from deft_backend.hosts.server_process import ServerProcess
+from integration_tests.common.server import START_SECONDS, Server
+
+ADAPTER = "adapted"
+"""Name under which servers with LoRA know the adapter."""
+
+COMMON = (
+    "--skip-tokenizer-init", "--sampling-backend", "pytorch",
+    "--cuda-graph-backend-prefill=disabled", "--cuda-graph-bs-decode", "1", "8", "32", "64",
+    # A share of the GPU each, although they measure its free memory while others start.
+    "--mem-fraction-static", "0.5", "--max-total-tokens", "100000",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A server.
+
+    Attributes
+    ----------
+    backend : str
+        ``deft``, or the host's own that answers are checked against.
+    flags : tuple of str
+    settings : mapping
+        Environment variables.
+    against : str
+        The variant that checks its answers.
+    ranks : int
+        GPUs that it runs on.
+    lora : bool
+        Whether it serves the adapter, too.
+    """
+
+    backend: str
+    flags: tuple[str, ...] = ()
+    settings: Mapping[str, str] = field(default_factory=dict)
+    against: str = "host"
+    ranks: int = 1
+    lora: bool = False
+
+
+DEVICE = {"DEFT_PLANNER": "device"}
+HOST = {"DEFT_PLANNER": "host", "DEFT_MIN_SAVED_MS": "0"}
+
+REFERENCES: Mapping[str, Variant] = {
+    "host": Variant("fa3"),
+    "host-float16": Variant("fa3", ("--dtype", "float16")),
+    "host-lora": Variant("fa3", lora=True),
+}
+
+VARIANTS: Mapping[str, Variant] = {
+    "default": Variant("deft"),
+    "planned-on-the-host": Variant("deft", settings=HOST),
+    "float16": Variant("deft", ("--dtype", "float16"), DEVICE, "host-float16"),
+    "pages-of-16": Variant("deft", ("--page-size", "16", "--chunked-prefill-size", "512"), DEVICE),
+    "lora": Variant("deft", settings=DEVICE, against="host-lora", lora=True),
+    "two-ranks": Variant("deft", ("--tensor-parallel-size", "2"), DEVICE, "default", 2),
+    "two-ranks-planned-on-the-host": Variant(
+        "deft", ("--tensor-parallel-size", "2"), HOST, "default", 2
+    ),
+}
+
+
+@contextmanager
+def running(names: list[str], gpus: int, model: Model, adapter: Path,
+            folder: Path) -> Iterator[dict[str, Server | LaunchError]]:  # fmt: skip
+    """Servers of these names, or why one did not start, for the length of a block."""
+    everything = {**REFERENCES, **VARIANTS}
+    with ExitStack() as stack, ThreadPoolExecutor(len(names)) as threads:
+
+        def start(at: int, name: str) -> Server | LaunchError:
+            variant = everything[name]
+            shown = ",".join(map(str, range(gpus))) if variant.ranks > 1 else str(at % gpus)
+            try:
+                return _start(name, variant, shown, model, adapter, folder, stack)
+            except LaunchError as error:
+                return error
+
+        yield dict(zip(names, threads.map(start, range(len(names)), names), strict=True))
+
+
+def _start(
+    name: str, variant: Variant, gpus: str, model: Model, adapter: Path, folder: Path,
+    stack: ExitStack,
+) -> Server:  # fmt: skip
+    flags = [*COMMON, *variant.flags]
+    if variant.lora:
+        flags += ["--lora-paths", f"{ADAPTER}={adapter}", "--max-loras-per-batch", "2"]
+    state = folder / name / "state"
+    command = server_command(
+        model.path, free_port(), backend=variant.backend, host_arguments=flags, gpu=True,
+        environment={
+            "CUDA_VISIBLE_DEVICES": gpus, "DEFT_STATE_DIR": str(state), **variant.settings,
+        },
+    )  # fmt: skip
+    process = ServerProcess(command, folder / name / "server.log", timeout=START_SECONDS)
+    stack.enter_context(process)
+    return Server(process, state)

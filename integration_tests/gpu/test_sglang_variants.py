@@ -1,0 +1,159 @@
+"""On GPUs: every token of every variant is the host's own, or a tie that rounding decides.
+
+Servers run with the overlap scheduler and CUDA graphs. With ``DEFT_GPU_REPORT`` in the environment,
+what was compared is written to that folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deft_backend.bench.e2e.agreement import ask, compare
+from deft_backend.bench.e2e.checked_answers import TOLERANCE, check
+from deft_backend.bench.e2e.client import Client
+from deft_backend.bench.e2e.model import Model
+from deft_backend.bench.provenance import provenance
+from deft_backend.hosts.driver_stub import num_gpus
+from integration_tests.common.server import Server
+from integration_tests.gpu.forest_traffic import answered, requests
+from integration_tests.gpu.sglang_variants import ADAPTER, VARIANTS
+
+pytestmark = pytest.mark.skipif(not num_gpus(), reason="these servers run on a GPU")
+
+on_each = pytest.mark.parametrize("variant", VARIANTS, indirect=True)
+
+MOSTLY = 0.9
+"""Share of tokens that are equal, not just ties, where nothing is wrong."""
+
+
+@on_each
+def test_every_token_is_the_hosts(variant: str, pair: tuple[Server, Server], model: Model) -> None:
+    """Three rounds of a forest whose requests join, end and hang up."""
+    ours, theirs = pair
+    adapters = (None, ADAPTER) if VARIANTS[variant].lora else (None,)
+    found = {}
+    for adapter in adapters:
+        found[adapter or "base"] = asyncio.run(
+            _checked(ours, theirs, model, adapter, tolerance(variant))
+        )
+    _report(variant, "forest", found)
+    for checked in found.values():
+        assert not checked["wrong"], checked["first_wrong"]
+        assert checked["tokens"] > 2000
+        assert checked["ties"] < (1 - MOSTLY) * checked["tokens"]
+    assert not ours.trouble()
+
+
+@pytest.mark.parametrize("variant", ["lora"], indirect=True)
+def test_an_adapter_beside_its_base(
+    variant: str, pair: tuple[Server, Server], model: Model
+) -> None:
+    """Requests with and without the adapter decode together, and answer as they do alone."""
+    ours, theirs = pair
+
+    async def both() -> list[Any]:
+        runs = (
+            _checked(ours, theirs, model, adapter, tolerance(variant))
+            for adapter in (None, ADAPTER)
+        )
+        return list(await asyncio.gather(*runs))
+
+    found = dict(zip(("base", "adapter"), asyncio.run(both()), strict=True))
+    _report(variant, "together", found)
+    assert not any(checked["wrong"] for checked in found.values()), found
+
+
+@on_each
+def test_several_answers_to_one_prompt(
+    variant: str, pair: tuple[Server, Server], model: Model
+) -> None:
+    """``n`` = 4: forks of one prompt, each decoded by itself."""
+    ours, theirs = pair
+    prompts = [asked.prompt for asked in requests(model.ids, 11)[:3]]
+
+    settings = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True, "n": 4}
+    body = {"input_ids": [list(prompt) for prompt in prompts], "sampling_params": settings}
+    answers = ours.post("generate", body)
+    assert len(answers) == 4 * len(prompts)
+    samples = [(prompts[at // 4], answer["output_ids"]) for at, answer in enumerate(answers)]
+    assert all(len(ids) == 24 for _, ids in samples)
+
+    async def forked() -> dict[str, Any]:
+        async with _client(theirs) as client:
+            return (await check(samples, client, tolerance(variant))).to_dict(tolerance(variant))
+
+    found = asyncio.run(forked())
+    _report(variant, "n=4", {"base": found})
+    assert not found["wrong"], found["first_wrong"]
+
+
+@on_each
+def test_logprobs(variant: str, pair: tuple[Server, Server], model: Model) -> None:
+    """Of all that is decoded before the first tie."""
+    prompts = [asked.prompt for asked in requests(model.ids, 12)]
+
+    async def asked_both() -> dict[str, Any]:
+        found = []
+        for server in pair:
+            async with _client(server) as client:
+                found.append(await ask(client, prompts, 32))
+        return compare(found[1], found[0])
+
+    found = asyncio.run(asked_both())
+    _report(variant, "log-probabilities", found)
+    assert found["compared_tokens"] > 100
+    assert found["logprob_difference_p99"] < tolerance(variant)
+    assert not found["parted_outside_top"]
+
+
+@on_each
+def test_trees_were_decoded(variant: str, pair: tuple[Server, Server]) -> None:
+    """Nearly every step went through tree attention, on every rank, and read less."""
+    ours, _ = pair
+    states = [ours.state(rank) for rank in range(VARIANTS[variant].ranks)]
+    _report(variant, "steps", {
+        name: states[0][name]
+        for name in ("steps_tree", "steps_host", "plans", "kv_bytes_read", "kv_bytes_query_guided")
+    })  # fmt: skip
+    for state in states:
+        assert state["steps_tree"] > 100
+        assert state["kv_bytes_read"] < 0.6 * state["kv_bytes_query_guided"]
+        assert sum(state["steps_host"].values()) < 0.2 * state["steps_tree"]
+        assert state["steps_tree"] == states[0]["steps_tree"]
+
+
+def tolerance(variant: str) -> float:
+    """Difference of log-probability up to which another token is a tie."""
+    return TOLERANCE["float16" if variant == "float16" else "bfloat16"]
+
+
+def _client(server: Server, adapter: str | None = None) -> Client:
+    fields = {"lora_path": adapter} if adapter else {}
+    return Client(server.process.url, "sglang", fields)
+
+
+async def _checked(
+    ours: Server, theirs: Server, model: Model, adapter: str | None, tolerance: float
+) -> dict[str, Any]:
+    samples = []
+    async with _client(ours, adapter) as client:
+        for seed in range(3):
+            samples += await answered(client, requests(model.ids, seed))
+    async with _client(theirs, adapter) as client:
+        return (await check(samples, client, tolerance)).to_dict(tolerance)
+
+
+def _report(variant: str, what: str, found: Mapping[str, Any]) -> None:
+    """Add to the variant's file in the folder that the environment names, if it does."""
+    if folder := os.environ.get("DEFT_GPU_REPORT"):
+        file = Path(folder) / f"{variant}.json"
+        known = json.loads(file.read_text()) if file.is_file() else {"header": provenance()}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({**known, what: found}, indent=1))
