@@ -89,6 +89,21 @@ def test_time_per_token_leaves_out_what_requests_cost_besides() -> None:
     assert {tokens for _, tokens in client.asked} == {11}
 
 
+def test_a_short_batch_that_waited_does_not_count() -> None:
+    class Waits(FakeClient):
+        """Some batches find the server busy for a second."""
+
+        waited = itertools.cycle([0.0, 1.0, 0.0, 0.0])  # the first is the one before all others
+
+        async def batch(self, prompts: Any, tokens: int, *, logprobs: bool = False) -> Any:
+            answers, seconds = await super().batch(prompts, tokens, logprobs=logprobs)
+            return answers, seconds + (next(self.waited) if tokens == 1 else 0.0)
+
+    row = row_of()
+    asyncio.run(measure(grid_case(MODEL, 8, 4, 4), 10, 1, Waits(0.02, 3.0), row))  # type: ignore[arg-type]
+    assert row["tpot_ms"] == pytest.approx(20.0)
+
+
 @pytest.mark.parametrize("apart", [0.0, 0.03, 0.2])
 def test_requests_that_come_one_by_one_are_timed_when_all_decode(apart: float) -> None:
     class OneByOne(FakeClient):

@@ -3,11 +3,11 @@
 Two batches of the same prompts that differ in the length of their answers by n tokens differ in
 time by n decode steps of the whole batch. The difference takes out whatever a request costs besides
 decoding: sending and parsing its ids, matching its prefix, prefilling the rest. The shorter answers
-have one token where the host takes all prompts of a batch in at once; where it takes in one after
-the other, they are as long as it takes until the last has come, or the whole batch would never
-decode together. Both are asked for without streaming, so that neither the server's nor the client's
-work for each streamed token counts. Latencies as a client sees them come from one streamed pass,
-where that work shows.
+have one token where the host takes all prompts of a batch in at once, and the median of several
+counts; where it takes in one after the other, they are as long as it takes until the last has come,
+or the whole batch would never decode together. Both are asked for without streaming, so that
+neither the server's nor the client's work for each streamed token counts. Latencies as a client
+sees them come from one streamed pass, where that work shows.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from deft_backend.bench.e2e.rows import Row
 
 FASTEST_STEP = 0.004
 """Seconds of a decode step of the models that are measured, at least."""
+
+OFTEN = 3
+"""Batches of one-token answers beside each long one: they cost little, and how long they take hangs
+on where in the server's loop they arrive."""
 
 LONGEST_WAIT = 1024
 """Tokens of the shorter answers, at most."""
@@ -39,7 +43,7 @@ async def measure(
     gen : int
         n, the output tokens that are timed.
     repeats : int
-        Pairs of times; their median counts, all are in the row's ``detail``.
+        Long batches; their median counts, all are in the row's ``detail``.
     client : Client
     row : Row
         Receives the figures.
@@ -49,19 +53,21 @@ async def measure(
     for prompt in case.warm:
         await client.batch([prompt], 1)
     await client.batch(case.prompts, gen + 1)  # all prompts are cached, all kernels compiled
-    fewest = 1
+    fewest, often = 1, OFTEN
     if not client.takes_in_together:
         _, one = await client.batch(case.prompts, 1)
         _, seconds = await client.batch(case.prompts, gen + 1)
-        fewest = min(_until_all_decode(one, seconds, gen), room)
+        fewest, often = min(_until_all_decode(one, seconds, gen), room), 1
     pairs = []
     for _ in range(repeats):
-        _, few = await client.batch(case.prompts, fewest)
+        few = [(await client.batch(case.prompts, fewest))[1] for _ in range(often)]
         _, many = await client.batch(case.prompts, fewest + gen)
         pairs.append((few, many))
     if client.takes_in_together:
-        one, seconds = (statistics.median(column) for column in zip(*pairs, strict=True))
-    times = [(many - few) / gen * 1e3 for few, many in pairs]
+        one = statistics.median(second for few, _ in pairs for second in few)
+        seconds = statistics.median(many for _, many in pairs)
+        pairs = [([one], many) for _, many in pairs]
+    times = [(many - few[0]) / gen * 1e3 for few, many in pairs]
     median = statistics.median(times)
     row["tpot_ms"] = round(median, 4) if median > 0 else None  # else it is lost in the noise
     row["tokens_per_s"] = round(len(case.prompts) * (gen + 1) / seconds, 2)
