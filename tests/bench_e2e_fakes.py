@@ -41,6 +41,11 @@ def third_choice(context: Sequence[int]) -> int:
     return (first_choice(context) + 50) % VOCABULARY
 
 
+def gap_to(context: Sequence[int], token: int) -> float:
+    """By how much the first choice is likelier than `token`."""
+    return {first_choice(context): 0.0, second_choice(context): GAP}.get(token, 8.5)
+
+
 def decode(prompt: Sequence[int], tokens: int, mode: str = "right") -> Completion:
     """The answer; `mode` says what happens at every fifth position: ``tie`` or ``wrong``."""
     context, answer = list(prompt), Completion()
@@ -49,12 +54,22 @@ def decode(prompt: Sequence[int], tokens: int, mode: str = "right") -> Completio
         if len(context) % 5 == 0:
             choose = {"tie": second_choice, "wrong": third_choice}.get(mode, first_choice)
         found = choose(context)
-        top = {first_choice(context): -0.5, second_choice(context): -0.5 - GAP}
+        top = {choice: -0.5 - gap_to(context, choice) for choice in
+               (first_choice(context), second_choice(context))}  # fmt: skip
         answer.ids.append(found)
         answer.top.append(top)
-        answer.logprobs.append(top.get(found, -9.0))
+        answer.logprobs.append(-0.5 - gap_to(context, found))
         context.append(found)
     return answer
+
+
+def of_prompt(prompt: Sequence[int], at: int) -> dict[str, dict[str, float]]:
+    """What vLLM tells of a prompt's token: of the likeliest in its place, and of itself."""
+    before = prompt[:at]
+    return {
+        str(token): {"logprob": -0.5 - gap_to(before, token)}
+        for token in (first_choice(before), prompt[at])
+    }
 
 
 @dataclass
@@ -95,10 +110,16 @@ class FakeHost:
         tokens = body["sampling_params"]["max_new_tokens"] - (self.mode == "short")
         if not body["stream"]:
             self.prompts += body["input_ids"]
-            return web.json_response([
+            answers = [
                 self._sglang(decode(prompt, tokens, self.mode), body.get("return_logprob", False))
                 for prompt in body["input_ids"]
-            ])  # fmt: skip
+            ]
+            for prompt, answer in zip(body["input_ids"], answers, strict=True):
+                answer["meta_info"]["output_token_ids_logprobs"] = [
+                    [[-0.5 - gap_to(prompt, token), token, None]
+                     for token in body.get("token_ids_logprob", [])]
+                ]  # fmt: skip
+            return web.json_response(answers)
         self.prompts.append(body["input_ids"])
         ids = decode(body["input_ids"], tokens, self.mode).ids
         pieces = [
@@ -144,8 +165,11 @@ class FakeHost:
                         for top in answer.top
                     ],
                 } if body.get("logprobs") else None,
+                "prompt_logprobs": [
+                    None, *(of_prompt(prompt, i) for i in range(1, len(prompt)))
+                ] if body.get("prompt_logprobs") else None,
             }
-            for index, answer in enumerate(answers)
+            for index, (prompt, answer) in enumerate(zip(body["prompt"], answers, strict=True))
         ]  # fmt: skip
         return web.json_response({"choices": choices[::-1]})  # in whatever order
 
@@ -194,6 +218,9 @@ class FakeClient:
     ) -> tuple[list[Completion], float]:
         seconds = self.seconds_before + self.seconds_a_token * (tokens - 1)
         return [decode(prompt, tokens, self.mode) for prompt in prompts], seconds
+
+    async def gap(self, prompt: Sequence[int], token: int) -> float:
+        return gap_to(prompt, token)
 
     async def stream(
         self, prompt: Sequence[int], tokens: int, *, leave_after: int | None = None

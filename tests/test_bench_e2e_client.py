@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from bench_e2e_fakes import FakeHost, decode
+from bench_e2e_fakes import FakeHost, decode, first_choice, gap_to, second_choice, third_choice
 
 from deft_backend.bench.e2e.client import Client, ClientError
 
@@ -51,6 +51,14 @@ def test_log_probabilities_are_of_the_ids(host: str) -> None:
         expected = decode(prompt, 6, "tie")
         assert answer.logprobs == expected.logprobs
         assert answer.top == expected.top
+
+
+@HOSTS
+def test_how_much_likelier_the_likeliest_token_is(host: str) -> None:
+    context = [3, 1, 4]
+    for token in (first_choice(context), second_choice(context), third_choice(context)):
+        gap = with_server(FakeHost(host), lambda client, token=token: client.gap(context, token))
+        assert gap == pytest.approx(gap_to(context, token))
 
 
 @pytest.mark.parametrize(("host", "incremental"), [("sglang", 0), ("sglang", 1), ("vllm", 1)])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from bench_e2e_fakes import GAP, MODEL, FakeClient, decode, third_choice
 
-from deft_backend.bench.e2e import tree_replay
+from deft_backend.bench.e2e import checked_answers, tree_replay
 from deft_backend.bench.e2e.agreement import compare
 from deft_backend.bench.e2e.cases import (
     CaseError,
@@ -288,17 +288,33 @@ def test_every_tie_is_found_and_what_follows_it_is_looked_at() -> None:
 
 def test_beyond_the_tolerance_a_tie_is_wrong() -> None:
     found = checked("right", GAP / 2, "tie")
-    assert len(found.wrong) == 2
+    assert len(found.wrong) == 4  # what follows a wrong token is looked at, too
     assert "0.125 less likely" in found.wrong[0]
     assert not found.ties
+    assert found.tokens == 19
 
 
 def test_a_wrong_token_is_told_apart_from_ties() -> None:
-    found = checked("right", 10.0, "wrong")
-    assert len(found.wrong) == 2
+    found = checked("right", 0.2, "wrong")
+    assert len(found.wrong) == 4
+    assert not found.ties
     expected = third_choice([1, 2, 3, 4, decode([1, 2, 3, 4], 1).ids[0]])
     assert f"token 1: {expected} instead of" in found.wrong[0]
-    assert "not among its likeliest" in found.wrong[0]
+    assert "8.5 less likely" in found.wrong[0]
+
+
+def test_a_tie_that_the_reference_does_not_list_is_a_tie() -> None:
+    """It lists a few tokens; more may be as likely."""
+    found = checked("right", 8.5, "wrong")
+    assert found.ties == [8.5] * 4
+    assert not found.wrong
+
+
+def test_an_answer_that_is_wrong_all_over_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checked_answers, "MOST_WRONG", 2)
+    found = checked("right", 0.2, "wrong")
+    assert [text.split(" (")[0] for text in found.wrong] == ["answer 0", "answer 0", "answer 1"]
+    assert found.tokens < 19
 
 
 def test_samples_survive_their_file(tmp_path: Path) -> None:

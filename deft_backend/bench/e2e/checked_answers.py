@@ -22,6 +22,10 @@ of 16 to 32 has steps of 0.125 in bfloat16 and 0.016 in float16: two steps and a
 there is no such noise, and every other token is wrong."""
 
 
+MOST_WRONG = 8
+"""Wrong tokens of an answer after which there is no need to look further."""
+
+
 @dataclass
 class Checked:
     """What was found.
@@ -56,8 +60,9 @@ async def check(
 ) -> Checked:
     """Ask the reference for the same answers and compare.
 
-    After a tie the reference goes on from the checked answer's token, so that every token of it is
-    looked at, not just those before the first difference.
+    After a token that differs the reference goes on from the checked answer's, so that every token
+    of it is looked at, not just those before the first difference; after :data:`MOST_WRONG` wrong
+    ones the rest of an answer is left.
 
     Parameters
     ----------
@@ -89,11 +94,12 @@ async def _check_answer(
     tolerance: float,
     found: Checked,
 ) -> None:
-    at = 0
+    at, wrong = 0, 0
     found.answers += 1
-    while at < len(answer):
+    while at < len(answer) and wrong < MOST_WRONG:
         rest = answer[at:]
-        (expected,), _ = await client.batch([(*prompt, *answer[:at])], len(rest), logprobs=True)
+        so_far = (*prompt, *answer[:at])
+        (expected,), _ = await client.batch([so_far], len(rest), logprobs=True)
         pairs = enumerate(zip(expected.ids, rest, strict=True))
         differs = next((i for i, (theirs, ours) in pairs if theirs != ours), None)
         if differs is None:
@@ -101,14 +107,16 @@ async def _check_answer(
             return
         found.tokens += differs + 1
         gap = gap_to(expected, differs, rest[differs])
-        if gap is None or gap > tolerance:
-            said = "not among its likeliest" if gap is None else f"{gap:.3g} less likely"
+        if gap is None:  # not among the few that the reference tells of
+            gap = await client.gap((*so_far, *rest[:differs]), rest[differs])
+        if gap > tolerance:
+            wrong += 1
             found.wrong.append(
                 f"answer {number} ({len(prompt)} tokens before), token {at + differs}: "
-                f"{rest[differs]} instead of {expected.ids[differs]}, {said}"
+                f"{rest[differs]} instead of {expected.ids[differs]}, {gap:.3g} less likely"
             )
-            return
-        found.ties.append(gap)
+        else:
+            found.ties.append(gap)
         at += differs + 1
 
 

@@ -98,6 +98,18 @@ class Client:
             )
         return answers, seconds
 
+    async def gap(self, prompt: Prompt, token: int) -> float:
+        """How much likelier than `token` the likeliest token after a prompt is (log-probabilities).
+
+        Raises
+        ------
+        ClientError
+            If the server refuses.
+        """
+        body = self._dialect.gap_body(prompt, token)
+        async with self._post(json.dumps({**body, **self._fields}).encode()) as response:
+            return self._dialect.gap(json.loads(await response.read()), token)
+
     async def stream(
         self, prompt: Prompt, tokens: int, *, leave_after: int | None = None
     ) -> Completion:

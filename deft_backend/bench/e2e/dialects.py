@@ -76,6 +76,14 @@ class Dialect(Protocol):
         """New ids of a streamed piece."""
         ...
 
+    def gap_body(self, prompt: Prompt, token: int) -> dict[str, Any]:
+        """The request for :meth:`gap`."""
+        ...
+
+    def gap(self, content: Any, token: int) -> float:
+        """How much likelier than `token` the likeliest token after the prompt is."""
+        ...
+
 
 class SGLangDialect:
     path = "/generate"
@@ -120,6 +128,15 @@ class SGLangDialect:
         ids: list[int] = content["output_ids"]
         fresh = meta["completion_tokens"] - len(so_far.ids)
         return ids[-fresh:] if fresh > 0 else []  # pieces hold all ids so far, or the new ones
+
+    def gap_body(self, prompt: Prompt, token: int) -> dict[str, Any]:
+        return {**self.body([prompt], 1, logprobs=True, stream=False), "token_ids_logprob": [token]}
+
+    def gap(self, content: Any, token: int) -> float:
+        meta = content[0]["meta_info"]
+        likeliest: float = meta["output_token_logprobs"][0][0]
+        (value,) = (v for v, id, *_ in meta["output_token_ids_logprobs"][0] if id == token)
+        return likeliest - float(value)
 
 
 class VLLMDialect:
@@ -167,6 +184,16 @@ class VLLMDialect:
         if "error" in content:
             raise ClientError(f"{self.path} broke off: {content['error']}")
         return [id for choice in content["choices"] for id in choice.get("token_ids") or []]
+
+    def gap_body(self, prompt: Prompt, token: int) -> dict[str, Any]:
+        # Of no token of an answer but the likeliest ones, and of every token of a prompt.
+        body = self.body([[*prompt, token]], 1, logprobs=False, stream=False)
+        return {**body, "prompt_logprobs": 1}
+
+    def gap(self, content: Any, token: int) -> float:
+        last = content["choices"][0]["prompt_logprobs"][-1]
+        likeliest: float = max(entry["logprob"] for entry in last.values())
+        return likeliest - float(last[str(token)]["logprob"])
 
 
 def _token_id(name: str) -> int:
