@@ -182,10 +182,20 @@ def client_row() -> Row:
 
 def test_a_clients_figures_become_a_row() -> None:
     row = client_row()
-    fill(row, FIGURES, asked=12)
+    fill(row, [FIGURES], asked=12)
     assert (row["tpot_ms"], row["ttft_ms"], row["ttft_p99_ms"]) == (4.5, 51.7, 60.0)
     assert (row["itl_p50_ms"], row["itl_p99_ms"], row["tokens_per_s"]) == (4.4, 9.0, 1023.9)
     assert row["detail"]["requests"] == 12
+
+
+def test_the_median_of_a_clients_runs_counts() -> None:
+    row = client_row()
+    runs = [{**FIGURES, "median_ttft_ms": t, "output_throughput": 1e3 * t} for t in (5.0, 1.0, 2.0)]
+    fill(row, runs, asked=12)
+    assert (row["ttft_ms"], row["tokens_per_s"]) == (2.0, 2000.0)
+    assert row["detail"]["ttft_runs_ms"] == [5.0, 1.0, 2.0]
+    with pytest.raises(HostClientError, match="2 failed"):
+        fill(client_row(), [*runs, {**FIGURES, "failed": 2}], asked=12)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +205,7 @@ def test_a_clients_figures_become_a_row() -> None:
 )  # fmt: skip
 def test_figures_that_are_not_whole_are_refused(figures: dict[str, Any], message: str) -> None:
     with pytest.raises(HostClientError, match=message):
-        fill(client_row(), FIGURES | figures, asked=12)
+        fill(client_row(), [FIGURES | figures], asked=12)
 
 
 @pytest.mark.parametrize(
@@ -220,6 +230,8 @@ def test_a_client_is_run_and_its_figures_are_read(
     client = HostClient(host, "tiny")
     command = client.command("http://x", MODEL, tmp_path / "o.json")
     assert "http://x" in command
+    other = replace(client, seed=7).command("http://x", MODEL, tmp_path / "o.json")
+    assert {b for a, b in zip(command, other, strict=True) if a != b} == {"7"}
     assert command[command.index("--dataset-name") + 1].startswith(("generated", "prefix_rep"))
     monkeypatch.setattr(
         HostClient, "command", lambda self, url, model, out: [sys.executable, script, str(out)]

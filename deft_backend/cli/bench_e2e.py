@@ -58,6 +58,9 @@ def e2e(
             metavar="NAME[,NAME…]", help="Of the host's client: default, 64-groups, tiny."
         ),
     ] = None,
+    client_runs: Annotated[
+        int, typer.Option(min=1, help="Of each, with other prompts; the median counts.")
+    ] = 1,
     minutes: Annotated[float, typer.Option(min=0.01, help="Of mixed traffic.")] = 8.0,
     part: Annotated[int, typer.Option(min=1, help="Another number is other traffic.")] = 1,
     workers: Annotated[
@@ -102,8 +105,8 @@ def e2e(
         reference=reference, workloads=words(workloads), cases=case or (), gen=gen,
         repeats=repeats, traces=traces, scale=scale,
         client_shapes=words(client_shapes) if client_shapes is not None else None,
-        minutes=minutes, part=part, workers=workers, tolerance=tolerance, model=model,
-        shape=shape, weights=weights, checkpoint=checkpoint,
+        client_runs=client_runs, minutes=minutes, part=part, workers=workers,
+        tolerance=tolerance, model=model, shape=shape, weights=weights, checkpoint=checkpoint,
         options=tuple(host_arguments(host_args)), logs=logs, start_seconds=start_timeout,
     )  # fmt: skip
     run_choice(choice)

@@ -81,6 +81,7 @@ class Choice:
     traces : Path, optional
         Recorded trees of thoughts, and a factor on their lengths.
     client_shapes : sequence of str, optional
+    client_runs : int
     minutes, part, workers : optional
         Of mixed traffic.
     tolerance : float, optional
@@ -104,6 +105,7 @@ class Choice:
     traces: Path | None = None
     scale: float = 1.0
     client_shapes: Sequence[str] | None = None
+    client_runs: int = 1
     minutes: float = 8.0
     part: int = 1
     workers: int | None = None
@@ -231,7 +233,8 @@ def _trees(choice: Choice, model: Model, on_gpu: bool) -> Iterator[Workload]:
 def _clients(choice: Choice, on_gpu: bool) -> Iterator[Workload]:
     known = GENERATED_SHARED_PREFIX if choice.host == "sglang" else PREFIX_REPETITION
     for shape in choice.client_shapes or (("default", "64-groups") if on_gpu else ("tiny",)):
-        yield HostsOwn(HostClient(choice.host, _one_of("the client's shape", shape, known)))
+        client = HostClient(choice.host, _one_of("the client's shape", shape, known))
+        yield HostsOwn(client, choice.client_runs)
 
 
 def _traffic(choice: Choice, on_gpu: bool) -> Traffic:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import site
+import statistics
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,11 +71,14 @@ class HostClient:
     host, shape : str
     timeout : float
         Seconds after which it is given up.
+    seed : int
+        Of its prompts.
     """
 
     host: str
     shape: str
     timeout: float = 540.0
+    seed: int = 42
 
     @property
     def workload(self) -> str:
@@ -84,6 +88,7 @@ class HostClient:
     def command(self, url: str, model: Model, out: Path) -> list[str]:
         """The command line; its figures go to `out`."""
         common = ["--base-url", url, "--model", model.path, "--tokenizer", model.path]
+        common += ["--seed", str(self.seed)]
         if self.host == "sglang":
             return [
                 sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", *common,
@@ -110,7 +115,8 @@ class HostClient:
             If it fails, takes too long, or a request failed.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        out, log = folder / f"{self.shape}.json", folder / f"{self.shape}.log"
+        name = f"{self.shape}-{self.seed}"
+        out, log = folder / f"{name}.json", folder / f"{name}.log"
         out.unlink(missing_ok=True)
         surroundings = {
             "HOME": str(folder.parent / "home"), "PYTHONUSERBASE": site.getuserbase(),
@@ -135,42 +141,56 @@ class HostClient:
         return json.loads(out.read_text().splitlines()[-1])
 
 
-def fill(row: Row, figures: Mapping[str, Any], asked: int | None = None) -> None:
-    """Put a client's figures into a row.
+def fill(row: Row, runs: Sequence[Mapping[str, Any]], asked: int | None = None) -> None:
+    """Put the figures of a client's runs into a row: their medians.
 
     Parameters
     ----------
     row : Row
-    figures : mapping
-        SGLang's and vLLM's keys are the same where they are used here.
+    runs : sequence of mapping
+        At least one. SGLang's and vLLM's keys are the same where they are used here.
     asked : int, optional
-        Requests that were to be answered.
+        Requests that were to be answered in each.
 
     Raises
     ------
     HostClientError
         If the figures lack something, or requests failed.
     """
+    for figures in runs:
+        _check(row["workload"], figures, asked)
+
+    def median(key: str, digits: int | None = None) -> float:
+        try:
+            found = statistics.median(float(figures[key]) for figures in runs)
+        except (KeyError, TypeError, ValueError) as error:
+            raise HostClientError(f"{row['workload']}: figures without {error}") from error
+        return found if digits is None else round(found, digits)
+
+    row["tpot_ms"] = median("median_tpot_ms", 4)
+    row["ttft_ms"] = median("median_ttft_ms", 3)
+    row["ttft_p99_ms"] = median("p99_ttft_ms", 3)
+    row["itl_p50_ms"] = median("median_itl_ms", 3)
+    row["itl_p99_ms"] = median("p99_itl_ms", 3)
+    row["tokens_per_s"] = median("output_throughput", 2)
+    row["detail"] |= {
+        "requests": int(runs[0]["completed"]), "seconds": median("duration"),
+        "input_tokens": runs[0].get("total_input_tokens"),
+        "output_tokens": runs[0].get("total_output_tokens"),
+        "mean_ttft_ms": median("mean_ttft_ms"), "requests_per_s": median("request_throughput"),
+        "ttft_runs_ms": [round(float(figures["median_ttft_ms"]), 3) for figures in runs],
+        "tokens_per_s_runs": [round(float(figures["output_throughput"]), 2) for figures in runs],
+    }  # fmt: skip
+
+
+def _check(workload: str, figures: Mapping[str, Any], asked: int | None) -> None:
     try:
         completed, failed = int(figures["completed"]), int(figures.get("failed") or 0)
-        row["tpot_ms"] = round(float(figures["median_tpot_ms"]), 4)
-        row["ttft_ms"] = round(float(figures["median_ttft_ms"]), 3)
-        row["ttft_p99_ms"] = round(float(figures["p99_ttft_ms"]), 3)
-        row["itl_p50_ms"] = round(float(figures["median_itl_ms"]), 3)
-        row["itl_p99_ms"] = round(float(figures["p99_itl_ms"]), 3)
-        row["tokens_per_s"] = round(float(figures["output_throughput"]), 2)
-        row["detail"] |= {
-            "requests": completed, "seconds": float(figures["duration"]),
-            "input_tokens": figures.get("total_input_tokens"),
-            "output_tokens": figures.get("total_output_tokens"),
-            "mean_ttft_ms": float(figures["mean_ttft_ms"]),
-            "requests_per_s": float(figures["request_throughput"]),
-        }  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
-        raise HostClientError(f"{row['workload']}: figures without {error}") from error
+        raise HostClientError(f"{workload}: figures without {error}") from error
     if failed or not completed or (asked is not None and completed != asked):
         raise HostClientError(
-            f"{row['workload']}: {completed} requests were answered and {failed} failed"
+            f"{workload}: {completed} requests were answered and {failed} failed"
             + (f"; {asked} were sent" if asked is not None else "")
         )
 

@@ -7,7 +7,7 @@ import hashlib
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -137,13 +137,14 @@ class Tree:
 
 @dataclass(frozen=True)
 class HostsOwn:
-    """The host's own serving benchmark."""
+    """The host's own serving benchmark, run several times with other prompts each time."""
 
     client: host_clients.HostClient
+    runs: int = 1
 
     @property
     def seconds(self) -> float:
-        return self.client.timeout + 10
+        return self.runs * (self.client.timeout + 10)
 
     def row(self, launch: Launch, backend: str) -> Row:
         name = self.client.workload
@@ -151,11 +152,14 @@ class HostsOwn:
 
     async def run(self, served: Served, rows: Sequence[Row]) -> Row:
         row = self.row(served.launch, served.backend)
-        figures = await asyncio.to_thread(
-            self.client.run, served.server.url, served.launch.model,
-            _libraries(served.environment), served.folder / f"client-{served.backend}",
-        )  # fmt: skip
-        host_clients.fill(row, figures, host_clients.requests_of(self.client))
+        found = []
+        for seed in range(self.client.seed, self.client.seed + self.runs):
+            figures = await asyncio.to_thread(
+                replace(self.client, seed=seed).run, served.server.url, served.launch.model,
+                _libraries(served.environment), served.folder / f"client-{served.backend}",
+            )  # fmt: skip
+            found.append(figures)
+        host_clients.fill(row, found, host_clients.requests_of(self.client))
         return row
 
 
