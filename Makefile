@@ -22,8 +22,9 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Two processes; integration tests run in one, their servers take the other core.
 unit: $(VENV)/.test
-	$(BIN)/python -m pytest -q deft_backend tests
+	$(BIN)/python -m pytest -q -n 2 deft_backend tests
 
 integration: $(VENV)/.test
 	$(BIN)/python -m pytest -q --ignore integration_tests/vllm integration_tests
