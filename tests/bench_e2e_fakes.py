@@ -82,6 +82,7 @@ class FakeHost:
     requests: int = 0
     hung_up: int = 0
     prompts: list[list[int]] = field(default_factory=list)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=2**26)
@@ -107,6 +108,7 @@ class FakeHost:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         self._enough()
         body = json.loads(await request.text())
+        self.bodies.append(body)
         tokens = body["sampling_params"]["max_new_tokens"] - (self.mode == "short")
         if not body["stream"]:
             self.prompts += body["input_ids"]
@@ -146,6 +148,7 @@ class FakeHost:
     async def complete(self, request: web.Request) -> web.StreamResponse:
         self._enough()
         body = json.loads(await request.text())
+        self.bodies.append(body)
         assert body["model"] == "served"
         tokens = body["max_tokens"] - (self.mode == "short")
         answers = [decode(prompt, tokens, self.mode) for prompt in body["prompt"]]

@@ -74,6 +74,20 @@ def test_a_stream_gives_each_token_once_with_its_time(host: str, incremental: in
 
 
 @HOSTS
+def test_further_fields_are_in_every_request(host: str) -> None:
+    fake = FakeHost(host)
+
+    async def ask(client: Client) -> None:
+        async with Client(client._url, host, {"lora_path": "adapted"}) as other:
+            await other.batch(PROMPTS, 2)
+            await other.stream([1], 2)
+            await other.gap([1], 2)
+
+    with_server(fake, ask)
+    assert [body.get("lora_path") for body in fake.bodies] == ["adapted"] * 3
+
+
+@HOSTS
 def test_hanging_up_ends_the_request(host: str) -> None:
     fake = FakeHost(host)
 

@@ -84,7 +84,7 @@ class Client:
             If the server refuses, or an answer does not have `tokens` tokens.
         """
         body = self._dialect.body(prompts, tokens, logprobs=logprobs, stream=False)
-        data = json.dumps({**body, **self._fields}).encode()
+        data = self._encoded(body)
         began = time.perf_counter()
         async with self._post(data) as response:
             content = await response.read()
@@ -107,7 +107,7 @@ class Client:
             If the server refuses.
         """
         body = self._dialect.gap_body(prompt, token)
-        async with self._post(json.dumps({**body, **self._fields}).encode()) as response:
+        async with self._post(self._encoded(body)) as response:
             return self._dialect.gap(json.loads(await response.read()), token)
 
     async def stream(
@@ -126,7 +126,7 @@ class Client:
             As :meth:`batch`.
         """
         body = self._dialect.body([prompt], tokens, logprobs=False, stream=True)
-        data = json.dumps({**body, **self._fields}).encode()
+        data = self._encoded(body)
         answer = Completion(sent=time.perf_counter())
         async with self._post(data) as response:
             async for line in response.content:
@@ -152,6 +152,9 @@ class Client:
                 return await response.json() if response.status == 200 else None
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
             raise ClientError(f"{path} failed: {error!r}") from error
+
+    def _encoded(self, body: dict[str, Any]) -> bytes:
+        return json.dumps({**body, **self._fields}).encode()
 
     @contextlib.asynccontextmanager
     async def _post(self, data: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
