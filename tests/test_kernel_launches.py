@@ -29,7 +29,7 @@ TILES = (
 )
 CONFIG = LaunchConfig(TILES, ReduceConfig(8, 1, 1, 100), overlapped=True, interpreted=False)
 PLAN = DevicePlan(PlanCapacity(4, 8, 8, 8), torch.device("cpu"))
-LEAVES = SimpleNamespace(tile_ptr=[0, 4, 4, 4], reduce_query=[0])
+LEAVES = SimpleNamespace(items_of={0: (0, 4), 1: (0, 0), 2: (4, 4)}.get, reduce_query=[0])
 """What is asked of a host's plan, for one without items of larger tile shapes."""
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from deft_backend import POLICY_NAMES, AttentionError, TreeAttention, forest_from_page_tables
 from deft_backend.bench.random_forest import random_batch as paged_batch
 from deft_backend.forest import PrefixForest
-from deft_backend.planner import Plan, PlanCapacity, plan_grouping
+from deft_backend.planner import ITEM_ORDER, Plan, PlanCapacity, plan_grouping
 from deft_backend.planner.plan import MERGES
 from deft_backend.policies import DeftFlatten, Grouping, GroupingBuilder, Segment, Target
 from deft_backend.reference import reference_attention, relative_error
@@ -114,7 +114,7 @@ def check(
 
 def shapes_of(plan: Plan) -> list[int]:
     """Tile shapes that a plan has items of."""
-    return np.flatnonzero(np.diff(plan.tile_ptr)).tolist()
+    return [shape for shape in sorted(ITEM_ORDER) if len(range(*plan.items_of(shape)))]
 
 
 def star(requests: int, shared: int, own: list[int], page_size: int = 1, spare: int = 0) -> Batch:

@@ -17,6 +17,7 @@ from deft_backend import TreeAttention
 from deft_backend.forest import build_forest
 from deft_backend.planner import (
     DIRECT,
+    ITEM_ORDER,
     OPEN_END,
     TILE_ROWS,
     TILE_SEGMENTS,
@@ -52,7 +53,8 @@ def check_plan(batch: Batch, plan: Plan, target: Target, growth: npt.NDArray[np.
     assert (plan.tile_ptr[0], plan.tile_ptr[-1]) == (0, plan.num_items)
     assert (np.diff(plan.tile_ptr) >= 0).all()
     for item in range(plan.num_items):
-        shape = int(np.searchsorted(plan.tile_ptr, item, side="right")) - 1
+        place = int(np.searchsorted(plan.tile_ptr, item, side="right")) - 1
+        shape = ITEM_ORDER[place]
         entries = range(plan.item_query_ptr[item], plan.item_query_ptr[item + 1])
         held = range(plan.item_segment_ptr[item], plan.item_segment_ptr[item + 1])
         assert 0 < len(entries) * target.gqa_group <= target.tile_rows[shape]
@@ -207,7 +209,7 @@ def test_items_of_a_shape_come_longest_first() -> None:
     forest = build_forest(range(4), [0, 0, 0], [10, 300, 20, 200])
     plan = plan_grouping(get_policy("deft-node").group(forest, GQA), forest, GQA)
     assert plan.segment_row.tolist() == [1, 3, 2, 0]
-    assert plan.tile_ptr.tolist() == [0, 4, 4, 4]
+    assert plan.tile_ptr.tolist() == [0, 0, 4, 4]  # of the second shape none, of the first all
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)

@@ -98,7 +98,8 @@ class TreeAttention(PlannedAttention):
         seq_lens : [B] int32 or int64
             Current tokens of each request, the token of `q` included.
         table_rows : [B] int, optional
-            Row of the page table of each request; default: row ``b``.
+            Row of the page table of each request; default: row ``b``. A plan made on the device
+            holds those that it was made with.
         sm_scale : float, optional
             Scale of the scores; default ``1 / sqrt(D)``.
         logit_cap : float
@@ -142,6 +143,7 @@ class TreeAttention(PlannedAttention):
                 f"q holds {batch} queries; the plan is for {self._planned} requests: plan the "
                 "batch that is run"
             )
+        own_rows = table_rows is None
         if table_rows is None:
             table_rows = self._own_rows(page_table, batch)
         check_step(
@@ -152,6 +154,12 @@ class TreeAttention(PlannedAttention):
         )  # fmt: skip
         if batch == 0:
             return out
+        # Plans made on the device hold each range's row of the page table. One made on the host
+        # holds its row of the batch: the same where requests have rows of their own.
+        by_segment = self._planned_on_device or own_rows
+        if by_segment:
+            listed = "segment_table" if self._planned_on_device else "segment_row"
+            table_rows = self._plan[listed]
         # Triton's interpreter truncates to bfloat16; torch rounds. Rows that the plan has no
         # request for stay as they are.
         truncates = self._config.interpreted and self.dtype == torch.bfloat16
@@ -171,6 +179,7 @@ class TreeAttention(PlannedAttention):
             logit_cap=logit_cap,
             host_plan=None if static_launch else self.last_plan,
             packed=self._packed,
+            table_by_segment=by_segment,
         )
         if truncates:
             out.copy_(result)

@@ -19,7 +19,10 @@ except ImportError:
         return function
 
 
-__all__ = ["ask", "available", "capped", "jit", "larger", "next_slot", "plus", "read_item"]
+__all__ = [
+    "ask", "available", "capped", "jit", "larger", "next_slot", "plus", "range_end", "read_item",
+    "table_row",
+]  # fmt: skip
 
 TRITON_VERSIONS = ("3.6.",)
 """Versions whose Gluon, an experimental language, the kernels were written for and tested with."""
@@ -69,19 +72,53 @@ def capped(scores, scale, logit_cap, SOFT_CAP: gl.constexpr):
 
 
 @jit
+def _listed(pointer, there, AHEAD: gl.constexpr):
+    """A number of an item's, 0 of no item's. With AHEAD, loaded before it is known which it is."""
+    if AHEAD:
+        return gl.where(there, gl.load(pointer), 0)
+    else:
+        return gl.load(pointer, mask=there, other=0)
+
+
+@jit
 def read_item(
     work, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr, segment_end_ptr,
-    NUM_KV_HEADS: gl.constexpr,
+    table_rows_ptr, NUM_KV_HEADS: gl.constexpr, TABLE_BY_SEGMENT: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """An item's first entry, queries, row, start and end. Of no item: of an empty one."""
+    """First link: an item's first entry, queries, row, page-table row, start and end.
+
+    Unless rows of the page table are listed by segment, that one is found by `table_row`. Of no
+    item: those of an empty one. With AHEAD, the item is one of the READ_AHEAD that plans have room
+    for.
+    """
     item = work // NUM_KV_HEADS  # item and segment are one: see TILE_SEGMENTS
     there = work < work_end
-    entry = gl.load(item_query_ptr + item, mask=there, other=0)
-    entry_end = gl.load(item_query_ptr + item + 1, mask=there, other=0)
-    row = gl.load(segment_row_ptr + item, mask=there, other=0)
-    start = gl.load(segment_start_ptr + item, mask=there, other=0)
-    stop = gl.load(segment_end_ptr + item, mask=there, other=0)
-    return entry, entry_end - entry, row, start, stop
+    entry = _listed(item_query_ptr + item, there, AHEAD)
+    entry_end = _listed(item_query_ptr + item + 1, there, AHEAD)
+    row = _listed(segment_row_ptr + item, there, AHEAD)
+    table = row
+    if TABLE_BY_SEGMENT:
+        table = _listed(table_rows_ptr + item, there, AHEAD)
+    start = _listed(segment_start_ptr + item, there, AHEAD)
+    stop = _listed(segment_end_ptr + item, there, AHEAD)
+    return entry, entry_end - entry, row, table, start, stop
+
+
+@jit
+def table_row(listed, table_rows_ptr, TABLE_BY_SEGMENT: gl.constexpr):
+    """Row of the page table of an item that was read: a second link, unless segments list it."""
+    found = listed.to(gl.int64)
+    if not TABLE_BY_SEGMENT:
+        found = gl.load(table_rows_ptr + listed).to(gl.int64)
+    return found
+
+
+@jit
+def range_end(row, stop, seq_lens_ptr):
+    """Where a range ends: an open one, where its row's sequence ends now."""
+    length = gl.load(seq_lens_ptr + row, mask=stop < 0, other=0).to(gl.int32)
+    return gl.where(stop < 0, length, stop)
 
 
 @jit

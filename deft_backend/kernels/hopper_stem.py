@@ -27,16 +27,31 @@ strides.
 
 from __future__ import annotations
 
-from deft_backend.kernels.gluon_parts import ask, capped, jit, larger, next_slot, plus, read_item
-from deft_backend.kernels.stem_copies import arrived, copy_block, copy_ids, read_row
-from deft_backend.kernels.stem_softmax import add_rescaled, masked, softmax
+from deft_backend.kernels.gluon_parts import (
+    ask,
+    capped,
+    jit,
+    larger,
+    next_slot,
+    plus,
+    range_end,
+    read_item,
+    table_row,
+)
+from deft_backend.kernels.stem_copies import (
+    arrived,
+    copy_block,
+    offsets_of,
+    read_offsets,
+    read_pages,
+    row_of_place,
+)
+from deft_backend.kernels.stem_softmax import add_rescaled, masked, settled, softmax
 
 try:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.ampere.async_copy import (
         async_copy_global_to_shared,
-        commit_group,
-        wait_group,
     )
     from triton.experimental.gluon.language.nvidia.hopper import (
         warpgroup_mma,
@@ -97,7 +112,7 @@ def stem_attention(
     STRIDE_V_PAGE: gl.constexpr,
     STRIDE_V_TOKEN: gl.constexpr,
     STRIDE_V_HEAD: gl.constexpr,
-    TILE: gl.constexpr,
+    PLACE: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     LOOKAHEAD: gl.constexpr,
@@ -106,6 +121,7 @@ def stem_attention(
     HEAD_DIM: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     SOFT_CAP: gl.constexpr,
+    TABLE_BY_SEGMENT: gl.constexpr,
     OVERLAPPED: gl.constexpr,
 ):
     NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GQA_GROUP
@@ -115,10 +131,11 @@ def stem_attention(
     gl.static_assert(partial_out_ptr.dtype.element_ty == gl.float16)
     # Blocks in shared memory, of K and of V: the one being multiplied and those on their way.
     SLOTS: gl.constexpr = LOOKAHEAD + 1
-    # Page ids of as many blocks, a power of two: from the V block that is copied next to one whose
-    # ids are on their way. Those were asked for at least LOOKAHEAD steps before they are read.
-    IDS_SLOTS: gl.constexpr = 4 if LOOKAHEAD == 1 else (8 if LOOKAHEAD <= 3 else 16)
-    gl.static_assert(IDS_SLOTS > 2 * LOOKAHEAD)
+    # Blocks of which it is known where their tokens lie, a power of two: from the V block that is
+    # copied next to the one behind the K block that is.
+    KNOWN: gl.constexpr = 4 if LOOKAHEAD <= 2 else 8
+    gl.static_assert(KNOWN >= LOOKAHEAD + 2)
+    SAME_STRIDES: gl.constexpr = STRIDE_K_PAGE == STRIDE_V_PAGE and STRIDE_K_TOKEN == STRIDE_V_TOKEN
     # Copies that may be on their way when the next block's K is needed (V, older, is there then).
     OUTSTANDING: gl.constexpr = 2 * LOOKAHEAD - 2
 
@@ -133,6 +150,8 @@ def stem_attention(
         [1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [WARPS, 1], [1, 0]
     )
     COPY_ROW: gl.constexpr = gl.SliceLayout(1, COPY)
+    # Rows that are copied at once: so far apart are those that one thread copies.
+    AT_ONCE: gl.constexpr = 256 // HEAD_DIM * WARPS
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     # One number a thread.
     LIST: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -149,7 +168,10 @@ def stem_attention(
 
     k_shared = gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_N, HEAD_DIM], SHARED)
     v_shared = gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_N, HEAD_DIM], SHARED)
-    ids = gl.allocate_shared_memory(page_table_ptr.dtype.element_ty, [IDS_SLOTS, BLOCK_N], PLAIN)
+    k_known = gl.allocate_shared_memory(gl.int32, [KNOWN, BLOCK_N], PLAIN)
+    v_known = k_known
+    if not SAME_STRIDES:
+        v_known = gl.allocate_shared_memory(gl.int32, [KNOWN, BLOCK_N], PLAIN)
     # Q, and later the results, as whole rows, where and while no block of V is.
     gl.static_assert(BLOCK_M == BLOCK_N)
     rows_shared = v_shared.index(LOOKAHEAD)
@@ -160,62 +182,53 @@ def stem_attention(
     if SOFT_CAP:
         factor = 1.0
 
-    first_item = gl.load(tile_ptr + TILE)
-    work_end = gl.load(tile_ptr + TILE + 1) * NUM_KV_HEADS
+    gl.static_assert(PLACE == 0)  # these items come first in the plan
+    num_items = gl.load(tile_ptr + 1)
+    work_end = num_items * NUM_KV_HEADS
 
     offs_d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, COPY))
-    offs_n = gl.arange(0, BLOCK_N, layout=COPY_ROW)
 
-    first_work = first_item * NUM_KV_HEADS + gl.program_id(0)
+    first_work = gl.program_id(0)
     step_work = gl.num_programs(0)
-    entry, num_queries, row, start, stop = read_item(
+    entry, num_queries, row, listed, start, stop = read_item(
         first_work, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
-        segment_end_ptr, NUM_KV_HEADS,
+        segment_end_ptr, table_rows_ptr, NUM_KV_HEADS, TABLE_BY_SEGMENT, AHEAD=True,
     )  # fmt: skip
+    stop = range_end(row, stop, seq_lens_ptr)
+    table_at = table_row(listed, table_rows_ptr, TABLE_BY_SEGMENT)
     # Leaves begin with a chain of loads, too. What it reads is brought to the L2 meanwhile, link by
-    # link beside this program's own: each has a share of the leaves' items.
-    share = (first_item + step_work - 1) // step_work
-    offs_leaf = gl.arange(0, 32 * WARPS, layout=LIST)
-    leaf = gl.program_id(0) * share + offs_leaf
-    is_leaf = (offs_leaf < share) & (leaf < first_item)
-    leaf_row = gl.load(segment_row_ptr + leaf, mask=is_leaf, other=0)
-    leaf_start = gl.load(segment_start_ptr + leaf, mask=is_leaf, other=0)
-    leaf_entry = gl.load(item_query_ptr + leaf, mask=is_leaf, other=0)
-    ask(segment_end_ptr + leaf, is_leaf)
-    ask(segment_span_ptr + leaf, is_leaf)
-
-    length, table_row = read_row(row, seq_lens_ptr, table_rows_ptr)
-    leaf_table_row = gl.load(table_rows_ptr + leaf_row, mask=is_leaf, other=0).to(gl.int64)
-    leaf_length = gl.load(seq_lens_ptr + leaf_row, mask=is_leaf, other=0).to(gl.int32)
-    ask(entry_query_ptr + leaf_entry, is_leaf)
-    ask(entry_slot_ptr + leaf_entry, is_leaf)
-    # Behind a full row there is no page of an empty leaf.
-    leaf_table = page_table_ptr + leaf_table_row * stride_table
-    ask(leaf_table + leaf_start // PAGE_SIZE, is_leaf & (leaf_start < leaf_length))
+    # link beside those of this program's first item: each has a share of the leaves' items.
+    leaves_end = gl.load(tile_ptr + 2)
+    share = (leaves_end - num_items + step_work - 1) // step_work
+    share_begin = num_items + gl.program_id(0) * share
+    share_end = gl.minimum(share_begin + share, leaves_end)
 
     for work in range(first_work, work_end, step_work):
         # KV heads of one item are neighbours: they read the same page-table entries.
         kv_head = work % NUM_KV_HEADS
-        # An open segment ends where its row's sequence ends now.
-        stop = gl.where(stop < 0, length, stop)
-        table = page_table_ptr + table_row * stride_table
-        k_head = k_ptr + kv_head.to(gl.int64) * STRIDE_K_HEAD
-        v_head = v_ptr + kv_head.to(gl.int64) * STRIDE_V_HEAD
+        table = page_table_ptr + table_at * stride_table
+        k_base = k_ptr + kv_head.to(gl.int64) * STRIDE_K_HEAD + offs_d
+        v_base = v_ptr + kv_head.to(gl.int64) * STRIDE_V_HEAD + offs_d
         tokens = gl.maximum(stop - start, 0)
         # An empty range runs one block, all of it masked.
-        blocks = gl.maximum((tokens + BLOCK_N - 1) // BLOCK_N, 1)
+        filled = (tokens + BLOCK_N - 1) // BLOCK_N
+        blocks = gl.maximum(filled, 1)
 
-        # Page ids of the first blocks, and of each row its query and where its result goes.
+        # Pages of the first blocks, and of the two behind them: those of a block are asked for two
+        # steps before it is worked out where its tokens lie. Masked rows, too, hold tokens of the
+        # segment: others, even times 0, could spoil the result.
         last = start + (blocks - 1) * BLOCK_N
         most = gl.maximum(stop - 1, 0)
-        offs_ids = gl.arange(0, IDS_SLOTS * BLOCK_N, layout=LIST)
-        first_ids = last - offs_ids // BLOCK_N * BLOCK_N + offs_ids % BLOCK_N
-        copy_ids(
-            ids._reinterpret(ids.dtype, [IDS_SLOTS * BLOCK_N], PLAIN), table, first_ids, start,
-            most, PAGE_SIZE,
-        )  # fmt: skip
-        commit_group()
+        offs_known = gl.arange(0, KNOWN * BLOCK_N, layout=LIST)
+        first_at = last - offs_known // BLOCK_N * BLOCK_N
+        first_at += row_of_place(offs_known % BLOCK_N, AT_ONCE, BLOCK_N)
+        first_page, first_at = read_pages(table, first_at, start, most, PAGE_SIZE)
+        page_at = last - KNOWN * BLOCK_N
+        page_at += row_of_place(gl.arange(0, BLOCK_N, layout=LIST), AT_ONCE, BLOCK_N)
+        page, _ = read_pages(table, page_at, start, most, PAGE_SIZE)
+        later_page, _ = read_pages(table, page_at - BLOCK_N, start, most, PAGE_SIZE)
 
+        # Of each row its query and where its result goes.
         zero = num_queries >> 16
         row_m = gl.arange(0, BLOCK_M, layout=LIST) + zero
         row_entry = entry + gl.minimum(row_m // GQA_GROUP, num_queries - 1)
@@ -229,40 +242,49 @@ def stem_attention(
         q_row = query.to(gl.int64) * (stride_q_batch // 8) + head * (stride_q_head // 8)
         async_copy_global_to_shared(rows_shared, q_ptr + q_row[:, None] * 8 + offs_d[None, :])
 
-        # Position of each row of the block to be copied next. Masked rows, too, hold tokens of
-        # the segment: others, even times 0, could spoil the result.
-        position = last + offs_n
-        inside = gl.maximum(gl.minimum(position, most), start)
-        wait_group(0)
+        # Leaves, first link.
+        leaf = share_begin + gl.arange(0, 32 * WARPS, layout=LIST)
+        is_leaf = leaf < share_end
+        leaf_row = gl.load(segment_row_ptr + leaf, mask=is_leaf, other=0)
+        leaf_start = gl.load(segment_start_ptr + leaf, mask=is_leaf, other=0)
+        leaf_entry = gl.load(item_query_ptr + leaf, mask=is_leaf, other=0)
+        ask(segment_end_ptr + leaf, is_leaf)
+        ask(segment_span_ptr + leaf, is_leaf)
+
+        k_known._reinterpret(gl.int32, [KNOWN * BLOCK_N], PLAIN).store(
+            offsets_of(first_page, first_at, STRIDE_K_PAGE, STRIDE_K_TOKEN, PAGE_SIZE)
+        )
+        if not SAME_STRIDES:
+            v_known._reinterpret(gl.int32, [KNOWN * BLOCK_N], PLAIN).store(
+                offsets_of(first_page, first_at, STRIDE_V_PAGE, STRIDE_V_TOKEN, PAGE_SIZE)
+            )
         gl.thread_barrier()
         for ahead in gl.static_range(LOOKAHEAD + 1):
             if ahead > 0:
-                page = ids.index(ahead - 1).load(COPY_ROW)
-                token = position + BLOCK_N
-                if ahead == 1:
-                    page = gl.where(tokens > 0, page, 0)
-                    token = inside
-                copy_block(
-                    blocks > ahead - 1, v_shared.index(ahead - 1), v_head, page, token, offs_d,
-                    STRIDE_V_PAGE, STRIDE_V_TOKEN, PAGE_SIZE,
-                )  # fmt: skip
-            page = ids.index(ahead).load(COPY_ROW)
-            token = position
-            if ahead == 0:  # An empty range's row may have no page.
-                page = gl.where(tokens > 0, page, 0)
-                token = inside
-            copy_block(
-                blocks > ahead, k_shared.index(ahead), k_head, page, token, offs_d,
-                STRIDE_K_PAGE, STRIDE_K_TOKEN, PAGE_SIZE,
-            )  # fmt: skip
-            position -= BLOCK_N
+                offset = read_offsets(v_known.index(ahead - 1), AT_ONCE, COPY_ROW)
+                copy_block(filled > ahead - 1, v_shared.index(ahead - 1), v_base, offset, COPY)
+            offset = read_offsets(k_known.index(ahead), AT_ONCE, COPY_ROW)
+            copy_block(filled > ahead, k_shared.index(ahead), k_base, offset, COPY)
+
+        # Leaves, second link.
+        listed_at = leaf_row
+        if TABLE_BY_SEGMENT:
+            listed_at = leaf
+        leaf_table_row = gl.load(table_rows_ptr + listed_at, mask=is_leaf, other=0).to(gl.int64)
+        leaf_length = gl.load(seq_lens_ptr + leaf_row, mask=is_leaf, other=0).to(gl.int32)
+        ask(entry_query_ptr + leaf_entry, is_leaf)
+        ask(entry_slot_ptr + leaf_entry, is_leaf)
 
         # What the next item needs first is on its way while this one is worked on.
-        next_entry, next_queries, next_row, next_start, next_stop = read_item(
+        next_entry, next_queries, next_row, next_listed, next_start, next_stop = read_item(
             work + step_work, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
-            segment_end_ptr, NUM_KV_HEADS,
+            segment_end_ptr, table_rows_ptr, NUM_KV_HEADS, TABLE_BY_SEGMENT, AHEAD=False,
         )  # fmt: skip
         arrived(2 * LOOKAHEAD)
+        # Leaves, third link. Behind a full row there is no page of an empty leaf.
+        leaf_table = page_table_ptr + leaf_table_row * stride_table
+        ask(leaf_table + leaf_start // PAGE_SIZE, is_leaf & (leaf_start < leaf_length))
+        share_end = 0
         q = rows_shared.load(QUERIES)  # a V block comes where Q is
         no_scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
         scores = warpgroup_mma(q, k_shared.index(0).permute((1, 0)), no_scores, use_acc=False)
@@ -274,9 +296,6 @@ def stem_attention(
         # The slots of the V block to multiply next and of the K block to multiply next.
         now = 0
         following = 1
-        # That of the page ids to copy next, and their positions.
-        ids_free = 0
-        ids_at = last - IDS_SLOTS * BLOCK_N + gl.arange(0, BLOCK_N, layout=LIST)
 
         fresh, added, maximum, rescale = softmax(scores, maximum, factor, BLOCK_M, BLOCK_N, ROW)
         total = added
@@ -290,32 +309,34 @@ def stem_attention(
             summing = warpgroup_mma(weights, v_shared.index(now), acc, is_async=True)
             # V goes where the V block before this one was, K where this one's was.
             before = gl.where(now == 0, LOOKAHEAD, now - 1)
-            ids_now = (ids_free + LOOKAHEAD) % IDS_SLOTS
-            v_page = ids.index(ids_now).load(COPY_ROW)
-            k_page = ids.index((ids_now + 1) % IDS_SLOTS).load(COPY_ROW)
-            copy_block(
-                blocks > step + LOOKAHEAD, v_shared.index(before), v_head, v_page,
-                position + BLOCK_N, offs_d, STRIDE_V_PAGE, STRIDE_V_TOKEN, PAGE_SIZE,
-            )  # fmt: skip
-            copy_ids(ids.index(ids_free), table, ids_at, start, most, PAGE_SIZE)
-            copy_block(
-                blocks > step + LOOKAHEAD + 1, k_shared.index(now), k_head, k_page, position,
-                offs_d, STRIDE_K_PAGE, STRIDE_K_TOKEN, PAGE_SIZE,
-            )  # fmt: skip
-            position -= BLOCK_N
-            ids_at -= BLOCK_N
-            ids_free = (ids_free + 1) % IDS_SLOTS
+            v_at, k_at = step + LOOKAHEAD, step + LOOKAHEAD + 1
+            v_offset = read_offsets(v_known.index(v_at % KNOWN), AT_ONCE, COPY_ROW)
+            k_offset = read_offsets(k_known.index(k_at % KNOWN), AT_ONCE, COPY_ROW)
+            # Where the tokens of one more block lie. Behind one barrier with the copies.
+            k_known.index(step % KNOWN).store(
+                offsets_of(page, page_at, STRIDE_K_PAGE, STRIDE_K_TOKEN, PAGE_SIZE)
+            )
+            if not SAME_STRIDES:
+                v_known.index(step % KNOWN).store(
+                    offsets_of(page, page_at, STRIDE_V_PAGE, STRIDE_V_TOKEN, PAGE_SIZE)
+                )
+            copy_block(filled > v_at, v_shared.index(before), v_base, v_offset, COPY)
+            copy_block(filled > k_at, k_shared.index(now), k_base, k_offset, COPY)
+            page = later_page
+            page_at -= BLOCK_N
+            later_page, _ = read_pages(table, page_at - BLOCK_N, start, most, PAGE_SIZE)
             now = following
             following = next_slot(following, SLOTS)
             scores = warpgroup_mma_wait(1, deps=[started])
             scores = capped(scores, scale, logit_cap, SOFT_CAP)
             fresh, added, maximum, rescale = softmax(scores, maximum, factor, BLOCK_M, BLOCK_N, ROW)
-            total = add_rescaled(total, rescale, added)
+            total = add_rescaled(total, rescale, settled(added))
             acc, weights, fresh = warpgroup_mma_wait(0, deps=[summing, weights, fresh])
             weights = gl.convert_layout(fresh.to(DTYPE), WEIGHTS)
             acc = acc * gl.convert_layout(rescale, OUTPUT_ROW)[:, None]
 
-        next_length, next_table_row = read_row(next_row, seq_lens_ptr, table_rows_ptr)
+        next_stop = range_end(next_row, next_stop, seq_lens_ptr)
+        table_at = table_row(next_listed, table_rows_ptr, TABLE_BY_SEGMENT)
         arrived(0)
         acc = warpgroup_mma(weights, v_shared.index(now), acc)
         sums = gl.convert_layout(gl.reduce(total, 1, plus), ROW)
@@ -324,13 +345,10 @@ def stem_attention(
         empty = sums == 0.0
         lse = gl.where(empty, float("-inf"), maximum + gl.log2(sums))
         inverse = gl.where(empty, 0.0, 1.0 / sums)
-        inverse = gl.convert_layout(inverse, OUTPUT_ROW)[:, None]
-        result = gl.where(inverse == 0.0, 0.0, acc * inverse)
+        inverse = gl.convert_layout(inverse, OUTPUT_ROW)
         # Partial results keep 11 bits of mantissa relative to their row's largest element,
         # whatever the range of the cache's dtype.
-        largest = gl.reduce(gl.abs(result), 1, larger)
-        largest = gl.maximum(largest, 1.0e-30)
-        shrink = 1.0 / largest
+        largest = gl.maximum(gl.reduce(gl.abs(acc), 1, larger) * inverse, 1.0e-30)
 
         # Q has been read: its memory turns the results into whole rows, so that threads side
         # by side write side by side. `zero` is not known before the loop, as in `_rows`.
@@ -338,9 +356,11 @@ def stem_attention(
         row_m = gl.arange(0, BLOCK_M, layout=OUTPUT_ROW) + zero
         row_in_tile = row_m // GQA_GROUP < num_queries
         row_slot = places.index(1).load(OUTPUT_ROW)
-        direct_bits = result.to(DTYPE).to(gl.int16, bitcast=True)
-        partial_bits = (result * shrink[:, None]).to(PARTIAL).to(gl.int16, bitcast=True)
-        bits = gl.where((row_slot < 0)[:, None], direct_bits, partial_bits)
+        result = acc * gl.where(row_slot < 0, inverse, inverse / largest)[:, None]
+        bits = result.to(PARTIAL).to(gl.int16, bitcast=True)
+        if DTYPE != PARTIAL:
+            direct_bits = result.to(DTYPE).to(gl.int16, bitcast=True)
+            bits = gl.where((row_slot < 0)[:, None], direct_bits, bits)
         rows = rows_shared._reinterpret(gl.int16, [BLOCK_M, HEAD_DIM], SHARED)
         gl.thread_barrier()
         rows.store(bits)
@@ -373,10 +393,7 @@ def stem_attention(
         )
         # The next item's Q comes into the same memory.
         gl.thread_barrier()
-        entry, num_queries, row, start, stop = (
-            next_entry, next_queries, next_row, next_start, next_stop,
-        )  # fmt: skip
-        length, table_row = next_length, next_table_row
+        entry, num_queries, start, stop = next_entry, next_queries, next_start, next_stop
 
     if OVERLAPPED:
         gdc_wait()

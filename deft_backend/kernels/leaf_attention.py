@@ -69,10 +69,15 @@ def _read_item(
 
 
 @jit
-def _read_row(row, seq_lens_ptr, table_rows_ptr):
+def _read_row(
+    work, work_end, row, seq_lens_ptr, table_rows_ptr, NUM_KV_HEADS: tl.constexpr,
+    TABLE_BY_SEGMENT: tl.constexpr,
+):  # fmt: skip
     """Second link: tokens of the row's sequence, and its row of the page table."""
     length = tl.load(seq_lens_ptr + row).to(tl.int32)
-    return length, tl.load(table_rows_ptr + row).to(tl.int64)
+    listed = work // NUM_KV_HEADS if TABLE_BY_SEGMENT else row
+    table = tl.load(table_rows_ptr + listed, mask=work < work_end, other=0)
+    return length, table.to(tl.int64)
 
 
 @jit
@@ -109,6 +114,7 @@ def leaf_attention(
     STRIDE_V_PAGE: tl.constexpr,
     STRIDE_V_TOKEN: tl.constexpr,
     STRIDE_V_HEAD: tl.constexpr,
+    PLACE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -117,6 +123,7 @@ def leaf_attention(
     HEAD_DIM_PADDED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    TABLE_BY_SEGMENT: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
     OVERLAPPED: tl.constexpr,
@@ -126,9 +133,8 @@ def leaf_attention(
     if OVERLAPPED:
         gdc_launch_dependents()
 
-    # The first tile shape's items come first in the plan.
-    work_end = tl.load(tile_ptr + 1) * NUM_KV_HEADS
-    first_work = tl.program_id(0)
+    work_end = tl.load(tile_ptr + PLACE + 1) * NUM_KV_HEADS
+    first_work = tl.load(tile_ptr + PLACE) * NUM_KV_HEADS + tl.program_id(0)
     step = tl.num_programs(0)
 
     offs_m = tl.arange(0, BLOCK_M)
@@ -146,7 +152,9 @@ def leaf_attention(
         first_work + step, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
         segment_end_ptr, NUM_KV_HEADS,
     )  # fmt: skip
-    row_length, table_row = _read_row(row, seq_lens_ptr, table_rows_ptr)
+    row_length, table_row = _read_row(
+        first_work, work_end, row, seq_lens_ptr, table_rows_ptr, NUM_KV_HEADS, TABLE_BY_SEGMENT
+    )
 
     for work in range(first_work, work_end, step):
         # KV heads of one item are neighbours: they read the same page-table entries.
@@ -160,7 +168,10 @@ def leaf_attention(
         query = tl.load(entry_query_ptr + entry + query_of_row, mask=in_tile, other=0)
 
         # The next items' links, whose addresses are here since the item before.
-        next_row_length, next_table_row = _read_row(next_row, seq_lens_ptr, table_rows_ptr)
+        next_row_length, next_table_row = _read_row(
+            work + step, work_end, next_row, seq_lens_ptr, table_rows_ptr, NUM_KV_HEADS,
+            TABLE_BY_SEGMENT,
+        )  # fmt: skip
         later_entry, later_entry_end, later_row, later_start, later_stop = _read_item(
             work + 2 * step, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
             segment_end_ptr, NUM_KV_HEADS,

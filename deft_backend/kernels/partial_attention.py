@@ -81,6 +81,7 @@ def _attend(
 def _locate(
     position, total, offset, code, first_segment, segment_row_ptr, segment_span_ptr,
     table_rows_ptr, page_table_ptr, stride_table, PAGE_SIZE: tl.constexpr, SHIFT: tl.constexpr,
+    TABLE_BY_SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """Page, token in the page and query span of [N] positions of an item.
 
@@ -92,9 +93,11 @@ def _locate(
     found = tl.reduce(tl.where(started, code[None, :], 0), 1, tl.standard._elementwise_max)
     token = position + (found & ((1 << SHIFT) - 1)) - (1 << (SHIFT - 1))
     segment = first_segment + (found >> SHIFT)
-    row = tl.load(segment_row_ptr + segment, mask=inside, other=0)
     span = tl.load(segment_span_ptr + segment, mask=inside, other=0)
-    table_row = tl.load(table_rows_ptr + row, mask=inside, other=0)
+    listed = segment
+    if not TABLE_BY_SEGMENT:
+        listed = tl.load(segment_row_ptr + segment, mask=inside, other=0)
+    table_row = tl.load(table_rows_ptr + listed, mask=inside, other=0)
     entry = page_table_ptr + table_row.to(tl.int64) * stride_table + token // PAGE_SIZE
     page = tl.load(entry, mask=inside, other=0)
     return page, token % PAGE_SIZE, span
@@ -134,7 +137,7 @@ def partial_attention(
     STRIDE_V_PAGE: tl.constexpr,
     STRIDE_V_TOKEN: tl.constexpr,
     STRIDE_V_HEAD: tl.constexpr,
-    TILE: tl.constexpr,
+    PLACE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -144,6 +147,7 @@ def partial_attention(
     HEAD_DIM_PADDED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    TABLE_BY_SEGMENT: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
     OVERLAPPED: tl.constexpr,
@@ -154,8 +158,8 @@ def partial_attention(
     if OVERLAPPED:
         gdc_launch_dependents()
 
-    first_item = tl.load(tile_ptr + TILE)
-    work_end = tl.load(tile_ptr + TILE + 1) * NUM_KV_HEADS
+    first_item = tl.load(tile_ptr + PLACE)
+    work_end = tl.load(tile_ptr + PLACE + 1) * NUM_KV_HEADS
 
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
@@ -203,7 +207,8 @@ def partial_attention(
         stop = tl.load(segment_end_ptr + first_segment)
         if stop < 0:  # open: it ends where its row's sequence ends now
             stop = tl.load(seq_lens_ptr + row).to(tl.int32)
-        table = page_table_ptr + tl.load(table_rows_ptr + row).to(tl.int64) * stride_table
+        listed = first_segment if TABLE_BY_SEGMENT else row
+        table = page_table_ptr + tl.load(table_rows_ptr + listed).to(tl.int64) * stride_table
         length = tl.maximum(stop - start, 0)
         if BLOCK_S > 1:
             if tl.load(segment_span_ptr + first_segment) != num_queries << 16:
@@ -254,7 +259,7 @@ def partial_attention(
 
             page, in_page, span = _locate(
                 offs_n, remaining, offset, code, first_segment, segment_row_ptr, segment_span_ptr,
-                table_rows_ptr, page_table_ptr, stride_table, PAGE_SIZE, SHIFT,
+                table_rows_ptr, page_table_ptr, stride_table, PAGE_SIZE, SHIFT, TABLE_BY_SEGMENT,
             )  # fmt: skip
             for begin in range(0, remaining, BLOCK_N):
                 inside = begin + offs_n < remaining
@@ -270,7 +275,7 @@ def partial_attention(
                 page, in_page, span = _locate(
                     begin + BLOCK_N + offs_n, remaining, offset, code, first_segment,
                     segment_row_ptr, segment_span_ptr, table_rows_ptr, page_table_ptr,
-                    stride_table, PAGE_SIZE, SHIFT,
+                    stride_table, PAGE_SIZE, SHIFT, TABLE_BY_SEGMENT,
                 )  # fmt: skip
                 acc, maximum, total = _attend(
                     q, k, v, acc, maximum, total, allowed, scale, logit_cap,

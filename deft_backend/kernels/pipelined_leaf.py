@@ -24,7 +24,16 @@ strides.
 
 from __future__ import annotations
 
-from deft_backend.kernels.gluon_parts import capped, jit, larger, next_slot, plus, read_item
+from deft_backend.kernels.gluon_parts import (
+    capped,
+    jit,
+    larger,
+    next_slot,
+    plus,
+    range_end,
+    read_item,
+    table_row,
+)
 from deft_backend.kernels.leaf_results import merge_results, write_results
 
 try:
@@ -42,15 +51,14 @@ except ImportError:  # `available` says so before anything is launched
 
 @jit
 def _tokens(row, start, stop, seq_lens_ptr):
-    """Tokens of a range. An open one ends where its row's sequence ends now."""
-    length = gl.load(seq_lens_ptr + row).to(gl.int32)
-    return gl.maximum(gl.where(stop < 0, length, stop) - start, 0)
+    """Tokens of a range."""
+    return gl.maximum(range_end(row, stop, seq_lens_ptr) - start, 0)
 
 
 @jit
-def _read_row(row, table_rows_ptr, page_table_ptr, stride_table):
-    """Second link: the row of the page table."""
-    return page_table_ptr + gl.load(table_rows_ptr + row).to(gl.int64) * stride_table
+def _table(listed, table_rows_ptr, page_table_ptr, stride_table, TABLE_BY_SEGMENT: gl.constexpr):
+    """Where a row of the page table begins."""
+    return page_table_ptr + table_row(listed, table_rows_ptr, TABLE_BY_SEGMENT) * stride_table
 
 
 @jit
@@ -135,6 +143,7 @@ def pipelined_leaf_attention(
     STRIDE_V_PAGE: gl.constexpr,
     STRIDE_V_TOKEN: gl.constexpr,
     STRIDE_V_HEAD: gl.constexpr,
+    PLACE: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     LOOKAHEAD: gl.constexpr,
@@ -144,6 +153,7 @@ def pipelined_leaf_attention(
     PAGE_SIZE: gl.constexpr,
     SOFT_CAP: gl.constexpr,
     MAX_MERGED: gl.constexpr,
+    TABLE_BY_SEGMENT: gl.constexpr,
     OVERLAPPED: gl.constexpr,
 ):
     MERGES: gl.constexpr = -2  # first partial slot of an item that merges, counted down from here
@@ -191,9 +201,8 @@ def pipelined_leaf_attention(
     if SOFT_CAP:
         factor = 1.0
 
-    # The first tile shape's items come first in the plan.
-    work_end = gl.load(tile_ptr + 1) * NUM_KV_HEADS
-    work = gl.program_id(0)
+    work_end = gl.load(tile_ptr + PLACE + 1) * NUM_KV_HEADS
+    work = gl.load(tile_ptr + PLACE) * NUM_KV_HEADS + gl.program_id(0)
     step = gl.num_programs(0)
 
     offs_n = gl.arange(0, BLOCK_N, layout=ONE_EACH)
@@ -208,27 +217,29 @@ def pipelined_leaf_attention(
     # after that.
     copied_work = work
     block = 0
-    entry, queries, row, start, stop = read_item(
+    entry, queries, row, listed, start, stop = read_item(
         work, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr, segment_end_ptr,
-        NUM_KV_HEADS,
+        table_rows_ptr, NUM_KV_HEADS, TABLE_BY_SEGMENT, AHEAD=False,
     )  # fmt: skip
-    next_entry, next_queries, next_row, next_start, next_stop = read_item(
+    next_entry, next_queries, next_row, next_listed, next_start, next_stop = read_item(
         work + step, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
-        segment_end_ptr, NUM_KV_HEADS,
+        segment_end_ptr, table_rows_ptr, NUM_KV_HEADS, TABLE_BY_SEGMENT, AHEAD=False,
     )  # fmt: skip
-    later_entry, later_queries, later_row, later_start, later_stop = read_item(
+    later_entry, later_queries, later_row, later_listed, later_start, later_stop = read_item(
         work + 2 * step, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
-        segment_end_ptr, NUM_KV_HEADS,
+        segment_end_ptr, table_rows_ptr, NUM_KV_HEADS, TABLE_BY_SEGMENT, AHEAD=False,
     )  # fmt: skip
-    last_entry, last_queries, last_row, last_start, last_stop = read_item(
+    last_entry, last_queries, last_row, last_listed, last_start, last_stop = read_item(
         work + 3 * step, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
-        segment_end_ptr, NUM_KV_HEADS,
+        segment_end_ptr, table_rows_ptr, NUM_KV_HEADS, TABLE_BY_SEGMENT, AHEAD=False,
     )  # fmt: skip
-    table = _read_row(row, table_rows_ptr, page_table_ptr, stride_table)
+    table = _table(listed, table_rows_ptr, page_table_ptr, stride_table, TABLE_BY_SEGMENT)
     length = _tokens(row, start, stop, seq_lens_ptr)
-    next_table = _read_row(next_row, table_rows_ptr, page_table_ptr, stride_table)
+    next_table = _table(next_listed, table_rows_ptr, page_table_ptr, stride_table, TABLE_BY_SEGMENT)
     next_length = _tokens(next_row, next_start, next_stop, seq_lens_ptr)
-    later_table = _read_row(later_row, table_rows_ptr, page_table_ptr, stride_table)
+    later_table = _table(
+        later_listed, table_rows_ptr, page_table_ptr, stride_table, TABLE_BY_SEGMENT
+    )
     later_length = _tokens(later_row, later_start, later_stop, seq_lens_ptr)
     page = _read_pages(table, start, length, 0, offs_n, BLOCK_N, PAGE_SIZE)
     ahead_page = _read_pages(table, start, length, 1, offs_n, BLOCK_N, PAGE_SIZE)
@@ -302,11 +313,14 @@ def pipelined_leaf_attention(
                 other=0,
             )
             later_entry, later_queries, later_start = last_entry, last_queries, last_start
-            later_table = _read_row(last_row, table_rows_ptr, page_table_ptr, stride_table)
+            later_table = _table(
+                last_listed, table_rows_ptr, page_table_ptr, stride_table, TABLE_BY_SEGMENT
+            )
             later_length = _tokens(last_row, last_start, last_stop, seq_lens_ptr)
-            last_entry, last_queries, last_row, last_start, last_stop = read_item(
+            last_entry, last_queries, last_row, last_listed, last_start, last_stop = read_item(
                 copied_work + 3 * step, work_end, item_query_ptr, segment_row_ptr,
-                segment_start_ptr, segment_end_ptr, NUM_KV_HEADS,
+                segment_start_ptr, segment_end_ptr, table_rows_ptr, NUM_KV_HEADS,
+                TABLE_BY_SEGMENT, AHEAD=False,
             )  # fmt: skip
         ahead_page = _read_pages(table, start, length, block + 1, offs_n, BLOCK_N, PAGE_SIZE)
 
@@ -374,9 +388,10 @@ def pipelined_leaf_attention(
                 )
                 coming_entry, coming_queries = link_entry, link_queries
                 coming_length = _tokens(link_row, link_start, link_stop, seq_lens_ptr)
-                link_entry, link_queries, link_row, link_start, link_stop = read_item(
+                link_entry, link_queries, link_row, _, link_start, link_stop = read_item(
                     work + 2 * step, work_end, item_query_ptr, segment_row_ptr,
-                    segment_start_ptr, segment_end_ptr, NUM_KV_HEADS,
+                    segment_start_ptr, segment_end_ptr, table_rows_ptr, NUM_KV_HEADS,
+                    TABLE_BY_SEGMENT, AHEAD=False,
                 )  # fmt: skip
                 left = own_length
                 maximum = gl.full([BLOCK_M], float("-inf"), gl.float32, COLUMN)

@@ -1,4 +1,4 @@
-"""How a stem's blocks come to shared memory: page ids, then keys and values (Gluon)."""
+"""How a stem's blocks come to shared memory: page ids, where tokens lie, then keys and values (Gluon)."""
 
 from __future__ import annotations
 
@@ -17,34 +17,62 @@ with suppress(ImportError):  # `available` says so before anything is launched
 
 
 @jit
-def copy_ids(buffer, table, position, least, most, PAGE_SIZE: gl.constexpr):
-    """Start copying the page ids of positions, those outside a segment moved to its ends.
+def read_pages(table, position, least, most, PAGE_SIZE: gl.constexpr):
+    """Page ids of positions, those outside a segment moved to its ends, and where these are.
 
     Of an empty segment, the page before it: its row may end there.
     """
     position = gl.maximum(gl.minimum(position, most), gl.minimum(least, most))
-    async_copy_global_to_shared(buffer, table + position // PAGE_SIZE)
+    return gl.load(table + position // PAGE_SIZE).to(gl.int32), position
 
 
 @jit
-def copy_block(
-    exists, buffer, head_ptr, page, token, offs_d, STRIDE_PAGE: gl.constexpr,
-    STRIDE_TOKEN: gl.constexpr, PAGE_SIZE: gl.constexpr,
+def offsets_of(
+    page, position, STRIDE_PAGE: gl.constexpr, STRIDE_TOKEN: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Start copying a block of K or V of one KV head; zeros if it does not exist.
-
-    `token` is each row's position, of which the part within its page counts. A mask in place of a
-    branch: the compiler puts a barrier into every branch that copies.
-    """
-    # In units of 16 bytes 32 bits reach 64 GiB, and one 32-bit product finds a token.
+    """Where tokens lie in a cache, in units of 16 bytes: 32 bits of them reach 64 GiB."""
     gl.static_assert(STRIDE_PAGE % 8 == 0)
     gl.static_assert(STRIDE_TOKEN % 8 == 0)
-    offset = page.to(gl.int32) * (STRIDE_PAGE // 8)
+    offset = page * (STRIDE_PAGE // 8)
     if PAGE_SIZE > 1:
-        offset += (token.to(gl.uint32) % PAGE_SIZE).to(gl.int32) * (STRIDE_TOKEN // 8)
-    offset = offset.to(gl.uint32).to(gl.int64) * 8
-    mask = (offs_d >= 0)[None, :] & exists
-    async_copy_global_to_shared(buffer, head_ptr + offset[:, None] + offs_d[None, :], mask=mask)
+        in_page = (position.to(gl.uint32) % PAGE_SIZE).to(gl.int32)
+        offset += in_page * (STRIDE_TOKEN // 8)
+    return offset
+
+
+@jit
+def row_of_place(place, AT_ONCE: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Row of a block whose offset is at a place in shared memory.
+
+    Rows that one thread copies, AT_ONCE apart, lie one behind the other: it reads them at once.
+    """
+    PASSES: gl.constexpr = BLOCK_N // AT_ONCE
+    return place % PASSES * AT_ONCE + place // PASSES
+
+
+@jit
+def read_offsets(offsets, AT_ONCE: gl.constexpr, ROW: gl.constexpr):
+    """[rows]: the offsets of a block, from the order of `row_of_place`."""
+    ROWS: gl.constexpr = offsets.shape[0]
+    PASSES: gl.constexpr = ROWS // AT_ONCE
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    rows = gl.reshape(gl.arange(0, ROWS, layout=ROW), [PASSES, AT_ONCE])
+    LAYOUT: gl.constexpr = gl.permute(rows, (1, 0)).type.layout
+    found = offsets._reinterpret(gl.int32, [AT_ONCE, PASSES], SHARED).load(LAYOUT)
+    return gl.convert_layout(gl.reshape(gl.permute(found, (1, 0)), [ROWS]), ROW)
+
+
+@jit
+def copy_block(exists, buffer, base, offset, COPY: gl.constexpr):
+    """Start copying a block of K or V of one KV head; zeros if it does not exist.
+
+    `base` points to the head's first token, `offset` tells where the block's tokens lie. A mask in
+    place of a branch: the compiler puts a barrier into every branch that copies.
+    """
+    pointers = gl.expand_dims(base, 0) + (offset.to(gl.uint32).to(gl.int64) * 8)[:, None]
+    some = gl.full([buffer.shape[0], buffer.shape[1]], True, gl.int1, COPY)
+    async_copy_global_to_shared(buffer, pointers, mask=some & exists)
     commit_group()
 
 
@@ -54,10 +82,3 @@ def arrived(OUTSTANDING: gl.constexpr):
     wait_group(OUTSTANDING)
     gl.thread_barrier()
     fence_async_shared()
-
-
-@jit
-def read_row(row, seq_lens_ptr, table_rows_ptr):
-    """Tokens of a row's sequence, and its row of the page table."""
-    length = gl.load(seq_lens_ptr + row).to(gl.int32)
-    return length, gl.load(table_rows_ptr + row).to(gl.int64)

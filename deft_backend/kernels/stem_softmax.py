@@ -53,6 +53,27 @@ def softmax(
 
 
 @jit
+def settled(sums):
+    """Sums of a block's weights by thread, known before anything written behind this is waited for.
+
+    What multiplies the block before is waited for behind the softmax, so that it runs meanwhile. The
+    assembler moves that wait up, before everything that does not need the product, but not before a
+    store: this one, which happens where a sum of 16 weights is above 65,536. None is above 16.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred huge;
+        .reg .b32 nowhere;
+        mov.u32 nowhere, 0;
+        setp.gt.f32 huge, $1, 0f47800000;
+        @huge st.shared.f32 [nowhere], $1;
+        mov.b32 $0, $1;
+        }""",
+        "=f,f", [sums], dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@jit
 def add_rescaled(total, rescale, added):
     """Sums by thread, with those of one more block."""
     ROW: gl.constexpr = gl.SliceLayout(1, total.type.layout)

@@ -17,7 +17,7 @@ from deft_backend.kernels.launch import (
     STEM_ATTENTION,
     LaunchConfig,
 )
-from deft_backend.planner import MAX_MERGED, DevicePlan, Plan
+from deft_backend.planner import ITEM_ORDER, MAX_MERGED, DevicePlan, Plan
 from deft_backend.triton_kernel import Kernel
 
 LOG2_E = 1.4426950408889634
@@ -45,6 +45,7 @@ def run_plan(
     logit_cap: float,
     host_plan: Plan | None,
     packed: bool,
+    table_by_segment: bool,
 ) -> None:
     """Compute decode attention of a batch over a plan.
 
@@ -56,8 +57,8 @@ def run_plan(
         The KV cache; the last dimension is contiguous.
     page_table : [rows, P] int
         Page ids.
-    table_rows : [B] int
-        Row of the page table of each batch row.
+    table_rows : [B] or [S] int
+        Row of the page table of each batch row, or of each KV range of the plan.
     seq_lens : [B] int
         Current tokens of each batch row.
     partial_out : [E, Hq, D] float16 or float32; partial_lse, partial_scale : [E, Hq] float32
@@ -67,6 +68,8 @@ def run_plan(
         be skipped. None launches everything, as a captured graph must.
     packed : bool
         Whether, without a host plan, items of several KV ranges are launched, too.
+    table_by_segment : bool
+        Whether `table_rows` is by KV range, which spares every item one load that others wait for.
     """
     tensors = (
         q, k_cache, v_cache, out, partial_out, partial_lse, partial_scale,
@@ -91,6 +94,7 @@ def run_plan(
         wide_rows=aligned
         and all(stride % 8 == 0 for stride in strides[:4])
         and max(_reach(k_cache), _reach(v_cache)) <= WIDE_REACH,
+        table_by_segment=table_by_segment,
     )
     launches = _launches(config, kind)
     # What Triton compiles for beside the constants.
@@ -135,6 +139,7 @@ class Kind(NamedTuple):
     #: Whether pointers, and rows of queries and outputs, are multiples of 16 bytes, and both caches
     #: are within WIDE_REACH.
     wide_rows: bool
+    table_by_segment: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,7 +202,7 @@ def _stage1(config: LaunchConfig, kind: Kind, shape: int, follows: bool) -> Laun
     constants = {
         **{f"STRIDE_K_{n}": s for n, s in zip(places, kind.k_strides, strict=True)},
         **{f"STRIDE_V_{n}": s for n, s in zip(places, kind.v_strides, strict=True)},
-        "TILE": shape,
+        "PLACE": ITEM_ORDER.index(shape),
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.block_tokens,
         "BLOCK_S": tile.block_segments,
@@ -208,6 +213,7 @@ def _stage1(config: LaunchConfig, kind: Kind, shape: int, follows: bool) -> Laun
         "HEAD_DIM_PADDED": triton.next_power_of_2(kind.head_dim),
         "PAGE_SIZE": kind.page_size,
         "SOFT_CAP": kind.soft_cap,
+        "TABLE_BY_SEGMENT": kind.table_by_segment,
         "MAX_MERGED": MAX_MERGED,
         # Without tensor-core rounding for float32: the host's own answer is exact, too.
         "PRECISION": "ieee" if kind.dtype == torch.float32 else "tf32",
@@ -248,10 +254,10 @@ def _tiles_to_launch(
     for shape in range(len(config.tiles) - 1, -1, -1):
         programs = config.tiles[shape].programs
         if host_plan is not None:
-            items = int(host_plan.tile_ptr[shape + 1] - host_plan.tile_ptr[shape])
-            if items == 0:
+            begin, end = host_plan.items_of(shape)
+            if begin == end:
                 continue
-            programs = min(programs, items * num_kv_heads)
+            programs = min(programs, (end - begin) * num_kv_heads)
         elif config.tiles[shape].block_segments > 1 and not packed:
             continue
         found.append((shape, programs))

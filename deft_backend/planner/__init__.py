@@ -2,11 +2,20 @@
 
 from deft_backend.planner.device_plan import DevicePlan
 from deft_backend.planner.host import PlanError, check_capacity, plan_forest, plan_grouping
-from deft_backend.planner.plan import DIRECT, OPEN_END, TILE_ROWS, TILE_SEGMENTS, Plan, PlanCapacity
+from deft_backend.planner.plan import (
+    DIRECT,
+    ITEM_ORDER,
+    OPEN_END,
+    TILE_ROWS,
+    TILE_SEGMENTS,
+    Plan,
+    PlanCapacity,
+)
 from deft_backend.policies.range_choice import MAX_MERGED
 
 __all__ = [
     "DIRECT",
+    "ITEM_ORDER",
     "MAX_MERGED",
     "OPEN_END",
     "TILE_ROWS",

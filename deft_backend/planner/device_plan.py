@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deft_backend.planner.plan import TILE_ROWS, Plan, PlanCapacity
+from deft_backend.planner.plan import ITEM_ORDER, READ_AHEAD, Plan, PlanCapacity
 
 _ALIGNMENT = 16  # bytes; the widest vector load of a kernel
 _STAGING_BUFFERS = 4
@@ -27,6 +27,9 @@ _STAGE_2 = ("num_reduce", "reduce_query", "reduce_ptr")
 class DevicePlan:
     """Arrays of a plan at addresses that never change, so that CUDA graphs can hold them.
 
+    `segment_table`, the row of the page table of each segment, is written by plans made on the device
+    alone: the host knows batch rows.
+
     All arrays are views of one buffer: a new plan is one copy to the device, ordered on the
     current stream like any kernel. Counts (`tile_ptr`, `num_reduce`) are in the buffer too, and
     kernels read them there.
@@ -41,15 +44,18 @@ class DevicePlan:
 
     def __init__(self, capacity: PlanCapacity, device: torch.device) -> None:
         self.capacity = capacity
+        items = max(capacity.max_items, READ_AHEAD)
+        segments = max(capacity.max_segments, READ_AHEAD)
         sizes = {
-            "tile_ptr": (len(TILE_ROWS) + 1, torch.int32),
+            "tile_ptr": (len(ITEM_ORDER) + 1, torch.int32),
             "num_reduce": (1, torch.int32),
-            "item_segment_ptr": (capacity.max_items + 1, torch.int32),
-            "item_query_ptr": (capacity.max_items + 1, torch.int32),
-            "segment_row": (capacity.max_segments, torch.int32),
-            "segment_start": (capacity.max_segments, torch.int32),
-            "segment_end": (capacity.max_segments, torch.int32),
-            "segment_span": (capacity.max_segments, torch.int32),
+            "item_segment_ptr": (items + 1, torch.int32),
+            "item_query_ptr": (items + 1, torch.int32),
+            "segment_table": (segments, torch.int32),
+            "segment_row": (segments, torch.int32),
+            "segment_start": (segments, torch.int32),
+            "segment_end": (segments, torch.int32),
+            "segment_span": (segments, torch.int32),
             "entry_query": (capacity.max_entries, torch.int32),
             "entry_slot": (capacity.max_entries, torch.int32),
             "reduce_query": (capacity.max_batch, torch.int32),

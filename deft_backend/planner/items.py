@@ -15,6 +15,12 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 @host_jit
+def _position(shape: int, packed: int) -> int:
+    """Where a tile shape comes in ITEM_ORDER."""
+    return packed if shape == packed else packed - 1 - shape
+
+
+@host_jit
 def list_items(
     query_ptr: Int32Array,
     segment_ptr: Int32Array,
@@ -25,7 +31,7 @@ def list_items(
     tile_queries: Int64Array,
     tile_segments: Int64Array,
 ) -> Int64Array:
-    """[I, 6] items in launch order: group, first and last query, first and last segment, shape.
+    """[I, 6] items in a plan's order: group, first and last query, first and last segment, shape.
 
     A group with more queries than the largest tile is cut into even tiles; a tile that attends to
     more segments than its shape holds is cut into several items. The segments of an item are those
@@ -83,7 +89,7 @@ def list_items(
                 items[count, 4] = s
                 items[count, 5] = shape
                 # Longest first within a shape; ties in the policy's order (stable sort).
-                key[count] = (shape + 1) * (np.int64(1) << 40) - tokens
+                key[count] = (_position(shape, packed) + 1) * (np.int64(1) << 40) - tokens
                 count += 1
     launch = np.argsort(key[:count], kind="mergesort")
     return items[:count][launch]
@@ -114,7 +120,7 @@ def fill_plan(
     for i in range(num_items):
         num_entries += items[i, 2] - items[i, 1]
         num_segments += items[i, 4] - items[i, 3]
-        tile_ptr[items[i, 5] + 1] += 1
+        tile_ptr[_position(items[i, 5], shapes - 1) + 1] += 1
     for t in range(shapes):
         tile_ptr[t + 1] += tile_ptr[t]
 
@@ -155,7 +161,8 @@ def fill_plan(
     # partial results itself, unless one of them comes from the same launch, or they are many.
     merging = np.full(batch, -1, dtype=np.int64)  # the item
     together = np.zeros(batch, dtype=np.int32)  # parts from the last launch
-    for i in range(tile_ptr[1]):
+    smallest = _position(0, shapes - 1)
+    for i in range(tile_ptr[smallest], tile_ptr[smallest + 1]):
         for e in range(item_query_ptr[i], item_query_ptr[i + 1]):
             together[entry_query[e]] += 1
         if item_query_ptr[i + 1] - item_query_ptr[i] == 1:

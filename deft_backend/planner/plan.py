@@ -15,6 +15,15 @@ TILE_SEGMENTS = (1, 1, 32)
 """Most KV ranges of one item of each tile shape: all shapes but the last take one range, for every
 query of the tile; the last takes what is packed or flattened, and masks."""
 
+ITEM_ORDER = (1, 0, 2)
+"""Tile shapes in the order in which their items lie in a plan: those of one range, largest first,
+then the last. Stems are waited for by everything else, and where the first of them lies their kernel
+knows without reading `tile_ptr`."""
+
+READ_AHEAD = 1024
+"""Items that a plan's arrays on the device have room for at least: a kernel reads its programs' first
+items before it knows how many there are."""
+
 DIRECT = -1
 """Partial slot of an item that is its query's whole attention: it writes the output itself."""
 
@@ -85,8 +94,9 @@ class Plan:
 
     Attributes
     ----------
-    tile_ptr : [len(TILE_ROWS) + 1] int32
-        Items of each tile shape, in launch order (longest first within a shape).
+    tile_ptr : [len(ITEM_ORDER) + 1] int32
+        Items of shape ``ITEM_ORDER[p]`` are those from ``tile_ptr[p]`` to ``tile_ptr[p + 1]``,
+        longest first.
     item_segment_ptr : [I + 1] int32, item_query_ptr : [I + 1] int32
         Segments and entries of each item.
     segment_row, segment_start, segment_end : [S] int32
@@ -119,6 +129,11 @@ class Plan:
     @property
     def num_items(self) -> int:
         return len(self.item_query_ptr) - 1
+
+    def items_of(self, shape: int) -> tuple[int, int]:
+        """First item of a tile shape, and the one after its last."""
+        at = ITEM_ORDER.index(shape)
+        return int(self.tile_ptr[at]), int(self.tile_ptr[at + 1])
 
     @property
     def num_partials(self) -> int:

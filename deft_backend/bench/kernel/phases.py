@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from deft_backend.planner import TILE_ROWS, Plan
+from deft_backend.planner import ITEM_ORDER, Plan
 
 STAGE_1 = ("leaves", "stems", "packed")
 """Launches of stage 1, by tile shape."""
@@ -25,11 +25,12 @@ def alone(plan: Plan) -> dict[str, Plan]:
     nothing = {
         "reduce_query": plan.reduce_query[:0], "reduce_ptr": plan.reduce_ptr[:1],
     }  # fmt: skip
-    for shape in reversed(range(len(TILE_ROWS))):
-        begin, end = plan.tile_ptr[shape], plan.tile_ptr[shape + 1]
+    for shape in reversed(range(len(ITEM_ORDER))):
+        begin, end = plan.items_of(shape)
         if end > begin:
             # Other shapes begin and end at the same item; no item changes its place.
-            tile_ptr = np.where(np.arange(len(plan.tile_ptr)) <= shape, begin, end)
+            place = ITEM_ORDER.index(shape)
+            tile_ptr = np.where(np.arange(len(plan.tile_ptr)) <= place, begin, end)
             found[STAGE_1[shape]] = replace(plan, tile_ptr=tile_ptr.astype(np.int32), **nothing)
     if len(plan.reduce_query):
         found[STAGE_2] = replace(plan, tile_ptr=np.full_like(plan.tile_ptr, plan.tile_ptr[-1]))

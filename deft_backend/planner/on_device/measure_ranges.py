@@ -1,6 +1,6 @@
 """Device planner, 6: where each range's items, entries and partial results go.
 
-Items run longest first within a tile shape. A range's place is the sum over the ranges that come
+Items of the large tile shape come first (ITEM_ORDER), the longest first within a shape. A range's place is the sum over the ranges that come
 before it, and the place of its results among a query's is the sum over the ranges above it: each
 range looks at every other, which spares sorting and scanning.
 """
@@ -84,7 +84,7 @@ def measure_ranges(
     longer = length[None, :] > my_length[:, None]
     as_long = (length[None, :] == my_length[:, None]) & (other[None, :] < mine[:, None])
     same_shape = large[None, :] == my_large[:, None]
-    before = (large[None, :] < my_large[:, None]) | (same_shape & (longer | as_long))
+    before = (large[None, :] > my_large[:, None]) | (same_shape & (longer | as_long))
     items = tl.where(before, (tiles * pieces)[None, :], 0)
     entries = tl.where(before, (queries * pieces)[None, :], 0)
     tl.store(range_pieces_ptr + mine, my_pieces)

@@ -228,10 +228,15 @@ class DevicePlanner:
             ),
             {**common, "BLOCK": blocks.places},
         )  # fmt: skip
-        self._plan_ranges(batch, seq_lens, blocks, common)
+        self._plan_ranges(batch, table_rows, seq_lens, blocks, common)
 
     def _plan_ranges(
-        self, batch: int, seq_lens: torch.Tensor, blocks: Blocks, common: dict[str, Any]
+        self,
+        batch: int,
+        table_rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        blocks: Blocks,
+        common: dict[str, Any],
     ) -> None:
         """The launches that no longer look at the page table."""
         small, large = self._tiles
@@ -281,8 +286,8 @@ class DevicePlanner:
         self._launch(
             WRITE_PLAN, (-(-batch // blocks.leaves) + batch,),
             (
-                self._order, self._first, *ranges, *measured, self._parts, self._merged,
-                *self._plan.stage1, *self._plan.stage2, self._counters, self.counters,
+                table_rows, self._plan["segment_table"], self._order, self._first, *ranges,
+                *measured, self._parts, self._merged, *self._plan.stage1, *self._plan.stage2, self._counters, self.counters,
                 self._began,
                 batch, small, large, self._block,
             ),

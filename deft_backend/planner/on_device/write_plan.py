@@ -58,10 +58,10 @@ def _write_totals(
     is_large = queries > small_tile
     held = tl.where(is_large, large_tile, tl.maximum(small_tile, 1))
     items = (queries + held - 1) // held * pieces
-    small_items = tl.where(is_large, 0, items)
+    large_items = tl.where(is_large, items, 0)
     total = tl.reduce(items, 0, tl.standard._sum_combine)
     tl.store(tile_ptr, 0)
-    tl.store(tile_ptr + 1, tl.reduce(small_items, 0, tl.standard._sum_combine))
+    tl.store(tile_ptr + 1, tl.reduce(large_items, 0, tl.standard._sum_combine))
     tl.store(tile_ptr + 2, total)
     tl.store(tile_ptr + 3, total)
     tl.store(item_segment_ptr + total, total)
@@ -83,6 +83,8 @@ def _write_totals(
 
 @jit(do_not_specialize=["batch", "small_tile", "large_tile", "block"])
 def write_plan(
+    table_rows_ptr,
+    segment_table_ptr,
     order_ptr,
     first_ptr,
     range_queries_ptr,
@@ -146,6 +148,7 @@ def write_plan(
             first_entry = tl.load(range_entry_ptr + node)
             part = tl.load(range_part_ptr + node)
             row = tl.load(order_ptr + first)
+            table_row = tl.load(table_rows_ptr + row).to(tl.int32)
             is_large = queries > small_tile
             held = tl.where(is_large, large_tile, tl.maximum(small_tile, 1))
             tiles = (queries + held - 1) // held
@@ -164,7 +167,9 @@ def write_plan(
                 entry = first_entry + piece * queries + from_query
                 tl.store(item_segment_ptr + item, item, mask=is_item)
                 tl.store(item_query_ptr + item, entry, mask=is_item)
-                tl.store(segment_row_ptr + item, tl.full([WIDTH], 0, tl.int32) + row, mask=is_item)
+                none = tl.full([WIDTH], 0, tl.int32)
+                tl.store(segment_table_ptr + item, none + table_row, mask=is_item)
+                tl.store(segment_row_ptr + item, none + row, mask=is_item)
                 tl.store(segment_start_ptr + item, start, mask=is_item)
                 tl.store(segment_end_ptr + item, stop, mask=is_item)
                 tl.store(segment_span_ptr + item, tl.where(is_large, span, 0), mask=is_item)
@@ -183,6 +188,7 @@ def write_plan(
         is_leaf = position < batch
         leaf = BATCH + position
         row = tl.load(order_ptr + position, mask=is_leaf, other=0)
+        table_row = tl.load(table_rows_ptr + row, mask=is_leaf, other=0).to(tl.int32)
         begin = tl.load(range_begin_ptr + leaf, mask=is_leaf, other=0)
         end = tl.load(range_end_ptr + leaf, mask=is_leaf, other=0)
         pieces = tl.load(range_pieces_ptr + leaf, mask=is_leaf, other=0)
@@ -209,6 +215,7 @@ def write_plan(
             span = tl.where(small, my_merged, 1 << SPAN_SHIFT)
             tl.store(item_segment_ptr + item, item, mask=is_item)
             tl.store(item_query_ptr + item, entry, mask=is_item)
+            tl.store(segment_table_ptr + item, table_row, mask=is_item)
             tl.store(segment_row_ptr + item, row, mask=is_item)
             tl.store(segment_start_ptr + item, start, mask=is_item)
             tl.store(segment_end_ptr + item, stop, mask=is_item)
