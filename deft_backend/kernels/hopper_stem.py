@@ -41,6 +41,7 @@ from deft_backend.kernels.gluon_parts import (
 from deft_backend.kernels.stem_copies import (
     arrived,
     copy_block,
+    copy_pages,
     offsets_of,
     read_offsets,
     read_pages,
@@ -169,6 +170,9 @@ def stem_attention(
     k_shared = gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_N, HEAD_DIM], SHARED)
     v_shared = gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_N, HEAD_DIM], SHARED)
     k_known = gl.allocate_shared_memory(gl.int32, [KNOWN, BLOCK_N], PLAIN)
+    # Page ids of the blocks behind those, on their way for PAGES / 2 steps.
+    PAGES: gl.constexpr = 8
+    pages = gl.allocate_shared_memory(page_table_ptr.dtype.element_ty, [PAGES, BLOCK_N], PLAIN)
     v_known = k_known
     if not SAME_STRIDES:
         v_known = gl.allocate_shared_memory(gl.int32, [KNOWN, BLOCK_N], PLAIN)
@@ -214,8 +218,7 @@ def stem_attention(
         filled = (tokens + BLOCK_N - 1) // BLOCK_N
         blocks = gl.maximum(filled, 1)
 
-        # Pages of the first blocks, and of the two behind them: those of a block are asked for two
-        # steps before it is worked out where its tokens lie. Masked rows, too, hold tokens of the
+        # Pages of the first blocks, and of those behind them. Masked rows, too, hold tokens of the
         # segment: others, even times 0, could spoil the result.
         last = start + (blocks - 1) * BLOCK_N
         most = gl.maximum(stop - 1, 0)
@@ -225,8 +228,11 @@ def stem_attention(
         first_page, first_at = read_pages(table, first_at, start, most, PAGE_SIZE)
         page_at = last - KNOWN * BLOCK_N
         page_at += row_of_place(gl.arange(0, BLOCK_N, layout=LIST), AT_ONCE, BLOCK_N)
-        page, _ = read_pages(table, page_at, start, most, PAGE_SIZE)
-        later_page, _ = read_pages(table, page_at - BLOCK_N, start, most, PAGE_SIZE)
+        for ahead in gl.static_range(PAGES // 2):
+            copy_pages(
+                pages.index((KNOWN + ahead) % PAGES), table, page_at - ahead * BLOCK_N, start, most,
+                PAGE_SIZE,
+            )  # fmt: skip
 
         # Of each row its query and where its result goes.
         zero = num_queries >> 16
@@ -313,6 +319,7 @@ def stem_attention(
             v_offset = read_offsets(v_known.index(v_at % KNOWN), AT_ONCE, COPY_ROW)
             k_offset = read_offsets(k_known.index(k_at % KNOWN), AT_ONCE, COPY_ROW)
             # Where the tokens of one more block lie. Behind one barrier with the copies.
+            page = pages.index((step + KNOWN) % PAGES).load(LIST).to(gl.int32)
             k_known.index(step % KNOWN).store(
                 offsets_of(page, page_at, STRIDE_K_PAGE, STRIDE_K_TOKEN, PAGE_SIZE)
             )
@@ -320,11 +327,13 @@ def stem_attention(
                 v_known.index(step % KNOWN).store(
                     offsets_of(page, page_at, STRIDE_V_PAGE, STRIDE_V_TOKEN, PAGE_SIZE)
                 )
+            copy_pages(
+                pages.index((step + KNOWN + PAGES // 2) % PAGES), table,
+                page_at - PAGES // 2 * BLOCK_N, start, most, PAGE_SIZE,
+            )  # fmt: skip
+            page_at -= BLOCK_N
             copy_block(filled > v_at, v_shared.index(before), v_base, v_offset, COPY)
             copy_block(filled > k_at, k_shared.index(now), k_base, k_offset, COPY)
-            page = later_page
-            page_at -= BLOCK_N
-            later_page, _ = read_pages(table, page_at - BLOCK_N, start, most, PAGE_SIZE)
             now = following
             following = next_slot(following, SLOTS)
             scores = warpgroup_mma_wait(1, deps=[started])

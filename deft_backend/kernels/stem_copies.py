@@ -17,13 +17,25 @@ with suppress(ImportError):  # `available` says so before anything is launched
 
 
 @jit
-def read_pages(table, position, least, most, PAGE_SIZE: gl.constexpr):
-    """Page ids of positions, those outside a segment moved to its ends, and where these are.
+def _within(position, least, most):
+    """Positions, those outside a segment moved to its ends.
 
-    Of an empty segment, the page before it: its row may end there.
+    Of an empty segment, the token before it: its row may end there.
     """
-    position = gl.maximum(gl.minimum(position, most), gl.minimum(least, most))
+    return gl.maximum(gl.minimum(position, most), gl.minimum(least, most))
+
+
+@jit
+def read_pages(table, position, least, most, PAGE_SIZE: gl.constexpr):
+    """Page ids of positions within a segment, and the positions."""
+    position = _within(position, least, most)
     return gl.load(table + position // PAGE_SIZE).to(gl.int32), position
+
+
+@jit
+def copy_pages(buffer, table, position, least, most, PAGE_SIZE: gl.constexpr):
+    """Start copying the page ids of positions within a segment."""
+    async_copy_global_to_shared(buffer, table + _within(position, least, most) // PAGE_SIZE)
 
 
 @jit

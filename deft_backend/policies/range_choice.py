@@ -22,6 +22,12 @@ ALONE = 0.7
 another: stems of `1,1024 2048,32` on an H100."""
 
 
+HIDDEN = 0.6
+"""How much of the time that items of the smallest shape take those of a large one may take beside
+them for nothing. Less than all of it: where the memory is busy, the loads of a long item, each
+waiting for the ones before, take about twice as long as alone."""
+
+
 @host_jit
 def _shape_of(queries: int, tile_queries: Int64Array) -> int:
     """Tile shape that a group of `queries` queries runs in."""
@@ -196,7 +202,7 @@ def choose_chunks(
             alone = costs[t] + min(chunk, longest[t]) * token
             expected = _slower(max(busy, alone), stored * transfer_ns)
             if leaves_room:
-                expected -= min(expected, beside)
+                expected -= min(expected, HIDDEN * beside)
             expected += results * partial
             # Few results are merged one after another where the leaf is read, many in stage 2,
             # which takes longer the more it has of one query.

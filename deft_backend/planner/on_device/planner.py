@@ -21,7 +21,7 @@ from deft_backend.planner.on_device import (
 from deft_backend.policies import PolicyError, Target
 from deft_backend.policies.cost_model import cost_model_of
 from deft_backend.policies.makespan import kv_bytes
-from deft_backend.policies.range_choice import ALONE, MAX_MERGED
+from deft_backend.policies.range_choice import ALONE, HIDDEN, MAX_MERGED
 from deft_backend.triton_kernel import Kernel
 
 COMPARE_ROWS = Kernel(compare_rows, "compare_rows")
@@ -254,7 +254,8 @@ class DevicePlanner:
             for shape in range(2)
             for cost in (costs.item_ns[shape], costs.token_ns[shape])
         ]
-        priced = {"CANDIDATES": blocks.candidates, "MAX_MERGED": MAX_MERGED, "ALONE": ALONE}
+        priced = {"CANDIDATES": blocks.candidates, "MAX_MERGED": MAX_MERGED}
+        priced |= {"ALONE": ALONE, "HIDDEN": HIDDEN}
         ranges = (self._range_queries, self._range_begin, self._range_end)
         self._launch(
             CHOOSE_RANGES, (1,),

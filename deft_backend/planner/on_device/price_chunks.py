@@ -47,6 +47,7 @@ def price_chunks(
     CANDIDATES: tl.constexpr,
     MAX_MERGED: tl.constexpr,
     ALONE: tl.constexpr,
+    HIDDEN: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     """cost, chunk [2, CANDIDATES]: nanoseconds, and tokens a chunk, for `pieces` of the longest.
@@ -110,7 +111,7 @@ def price_chunks(
     share = tl.minimum(own, transfer) / larger
     share = share * share * share * share
     cost = larger * tl.sqrt(tl.sqrt(tl.sqrt(1.0 + share * share)))
-    cost -= tl.where(leaves_room, tl.minimum(cost, beside), 0.0)
+    cost -= tl.where(leaves_room, tl.minimum(cost, HIDDEN * beside), 0.0)
     cost += split_results.to(tl.float32) * partial_ns
     # Few results are merged one after another where the leaf is read, many in stage 2.
     reduced = (shape == 0) | (most > MAX_MERGED)
