@@ -54,7 +54,7 @@ def use_gluon(attention: TreeAttention, lookahead: int, programs: int) -> None:
 def check(
     seed: int, requests: int, page_size: int = 1, lookahead: int = 1, logit_cap: float = 0.0,
     heads: tuple[int, int] = (4, 1), head_dim: int = 64, grow: int = 0, policy: str = "fasttree",
-    programs: int = 3, longest: int = 300,
+    programs: int = 3, longest: int = 300, own_rows: bool = True, wide_v: bool = False,
 ) -> None:  # fmt: skip
     batch = random_batch(seed, requests, page_size, longest=longest, spare=grow)
     generator = torch.Generator().manual_seed(seed)
@@ -64,6 +64,8 @@ def check(
 
     q = normal(requests, heads[0], head_dim)
     k_cache, v_cache = normal(2, batch.num_pages, page_size, heads[1], head_dim)
+    if wide_v:  # other strides than K's
+        v_cache = torch.cat([v_cache, v_cache], dim=2)[:, :, : heads[1]]
     attention = TreeAttention(
         num_query_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, dtype=torch.float16,
         device="cpu", page_size=page_size, max_batch=requests, policy=policy,
@@ -73,7 +75,14 @@ def check(
     attention.plan(forest_from_page_tables(table, lens, page_size, num_pages=batch.num_pages))
     attention.poison_workspace()
     out = torch.full_like(q, float("nan"))
-    attention.run(q, k_cache, v_cache, table, lens + grow, logit_cap=logit_cap, out=out)
+    rows, held = None, table
+    if not own_rows:
+        rows = torch.randperm(requests, generator=generator)
+        held = torch.empty_like(table)
+        held[rows] = table
+    attention.run(
+        q, k_cache, v_cache, held, lens + grow, table_rows=rows, logit_cap=logit_cap, out=out
+    )
     expected = reference_attention(q, k_cache, v_cache, table, lens + grow, logit_cap=logit_cap)
     assert out.isfinite().all()
     assert relative_error(out, expected) <= 1e-3
@@ -89,15 +98,17 @@ def check(
     grow=st.integers(0, 3),
     policy=st.sampled_from(["auto", "fasttree", "deft-node", "flash-decoding"]),
     programs=st.integers(1, 9),
+    own_rows=st.booleans(),
+    wide_v=st.booleans(),
 )
 def test_random_forests(
     seed: int, requests: int, page_size: int, lookahead: int, heads: tuple[int, int], grow: int,
-    policy: str, programs: int,
+    policy: str, programs: int, own_rows: bool, wide_v: bool,
 ) -> None:  # fmt: skip
     """A block as long as a tile has rows lets Q share a V block's memory."""
     check(
         seed, requests, page_size, lookahead, heads=heads, grow=grow, policy=policy,
-        programs=programs, longest=260,
+        programs=programs, longest=260, own_rows=own_rows, wide_v=wide_v,
     )  # fmt: skip
 
 

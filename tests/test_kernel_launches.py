@@ -93,6 +93,7 @@ def launch_all(
     head_dim: int = 128, page_size: int = 2, table: torch.dtype = torch.int32,
     rows: torch.dtype = torch.int64, lens: torch.dtype = torch.int64, columns: int = 8,
     skip: int = 0, q_width: int = 256, out_width: int = 256, k_width: int = 256, v_width: int = 256,
+    by_segment: bool = False,
 ) -> None:  # fmt: skip
     """Both stages over tensors that lie in larger ones: one thing can change without another."""
 
@@ -109,7 +110,7 @@ def launch_all(
         torch.zeros(4, columns, dtype=table), torch.zeros(4, dtype=rows),
         torch.zeros(4, dtype=lens), queries(out_width), torch.zeros(8, 16, 256),
         torch.zeros(8, 16), torch.zeros(8, 16), sm_scale=0.1, logit_cap=logit_cap,
-        host_plan=host_plan, packed=False,
+        host_plan=host_plan, packed=False, table_by_segment=by_segment,
     )  # fmt: skip
 
 
@@ -139,6 +140,7 @@ def launch_all(
         {"k_width": 264},
         {"v_width": 264},
         {"v_width": 257},
+        {"by_segment": True},
     ],
     ids=lambda change: ", ".join(change),
 )

@@ -157,7 +157,7 @@ def test_chunks_are_whole_blocks_and_fewer_where_they_cost_more(
 
 
 def test_few_items_of_a_shared_node_leave_room_for_leaves() -> None:
-    """Beside leaves that take longer than half of the programs need for the node."""
+    """Beside leaves that take well longer than half of the programs need for the node."""
     costs = TileCosts((1000.0, 1000.0), (10.0, 10.0), 0.001, 1.0)
     target = replace(GQA, tile_programs=(128, 32, 32))
 
@@ -167,7 +167,7 @@ def test_few_items_of_a_shared_node_leave_room_for_leaves() -> None:
 
     assert 2 * pieces(0) > 32
     assert 2 * pieces(10) <= 32
-    assert pieces(1) > pieces(10)  # a short time to hide behind takes more programs
+    assert pieces(1) > pieces(40)  # a short time to hide behind takes more programs
 
 
 @settings(max_examples=60)

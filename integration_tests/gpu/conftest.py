@@ -21,15 +21,29 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return write_model(tmp_path_factory.mktemp("model"), "four-layers", "random", "bfloat16")
 
 
+def _asked(session: pytest.Session) -> list[str]:
+    """Variants that the tests of this run are about, and those that check their answers."""
+    found: dict[str, None] = {}
+    for item in session.items:
+        name = getattr(item, "callspec", None) and item.callspec.params.get("variant")  # type: ignore[attr-defined]
+        while name in VARIANTS:
+            found[name] = None
+            name = VARIANTS[name].against
+        if name in REFERENCES:
+            found[name] = None
+    return list(found)
+
+
 @pytest.fixture(scope="session")
 def servers(
-    model: Model, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, model: Model, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Mapping[str, Server | LaunchError]]:
     """By name, or why it did not start. Those that need more GPUs than there are are left out."""
     gpus = num_gpus()
     adapter = tmp_path_factory.mktemp("adapter")
     write_adapter(adapter, Path(model.path))
-    names = [n for n, variant in {**REFERENCES, **VARIANTS}.items() if variant.ranks <= gpus]
+    known = {**REFERENCES, **VARIANTS}
+    names = [name for name in _asked(request.session) if known[name].ranks <= gpus]
     with running(names, gpus, model, adapter, tmp_path_factory.mktemp("servers")) as found:
         yield found
 

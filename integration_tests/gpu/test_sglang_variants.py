@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from deft_backend.bench.e2e.agreement import ask, compare
-from deft_backend.bench.e2e.checked_answers import TOLERANCE, check
+from deft_backend.bench.e2e.checked_answers import TOLERANCE, Sample, check
 from deft_backend.bench.e2e.client import Client
 from deft_backend.bench.e2e.model import Model
 from deft_backend.bench.provenance import provenance
@@ -28,6 +28,9 @@ from integration_tests.gpu.sglang_variants import ADAPTER, VARIANTS
 pytestmark = pytest.mark.skipif(not num_gpus(), reason="these servers run on a GPU")
 
 on_each = pytest.mark.parametrize("variant", VARIANTS, indirect=True)
+
+TOO_FEW = "batch below DEFT_MIN_BATCH"
+LITTLE_SHARED = "shares less than DEFT_MIN_SHARE"
 
 MOSTLY = 0.9
 """Share of tokens that are equal, not just ties, where nothing is wrong."""
@@ -59,11 +62,12 @@ def test_an_adapter_beside_its_base(
     ours, theirs = pair
 
     async def both() -> list[Any]:
-        runs = (
-            _checked(ours, theirs, model, adapter, tolerance(variant))
-            for adapter in (None, ADAPTER)
-        )
-        return list(await asyncio.gather(*runs))
+        adapters = (None, ADAPTER)
+        answers = await asyncio.gather(*(_answers(ours, model, adapter) for adapter in adapters))
+        return [
+            await _compared(samples, theirs, adapter, tolerance(variant))
+            for samples, adapter in zip(answers, adapters, strict=True)
+        ]
 
     found = dict(zip(("base", "adapter"), asyncio.run(both()), strict=True))
     _report(variant, "together", found)
@@ -115,7 +119,10 @@ def test_logprobs(variant: str, pair: tuple[Server, Server], model: Model) -> No
 
 @on_each
 def test_trees_were_decoded(variant: str, pair: tuple[Server, Server]) -> None:
-    """Nearly every step went through tree attention, on every rank, and read less."""
+    """Every step with something to share went through tree attention, on every rank, and read less.
+
+    A server that checks others' answers decodes many by themselves.
+    """
     ours, _ = pair
     states = [ours.state(rank) for rank in range(VARIANTS[variant].ranks)]
     _report(variant, "steps", {
@@ -125,7 +132,9 @@ def test_trees_were_decoded(variant: str, pair: tuple[Server, Server]) -> None:
     for state in states:
         assert state["steps_tree"] > 100
         assert state["kv_bytes_read"] < 0.6 * state["kv_bytes_query_guided"]
-        assert sum(state["steps_host"].values()) < 0.2 * state["steps_tree"]
+        assert set(state["steps_host"]) <= {TOO_FEW, LITTLE_SHARED}
+        if variant not in {other.against for other in VARIANTS.values()}:
+            assert state["steps_host"].get(TOO_FEW, 0) < 0.2 * state["steps_tree"]
         assert state["steps_tree"] == states[0]["steps_tree"]
 
 
@@ -142,10 +151,20 @@ def _client(server: Server, adapter: str | None = None) -> Client:
 async def _checked(
     ours: Server, theirs: Server, model: Model, adapter: str | None, tolerance: float
 ) -> dict[str, Any]:
+    return await _compared(await _answers(ours, model, adapter), theirs, adapter, tolerance)
+
+
+async def _answers(ours: Server, model: Model, adapter: str | None) -> list[Sample]:
     samples = []
     async with _client(ours, adapter) as client:
         for seed in range(2):
             samples += await answered(client, requests(model.ids, seed))
+    return samples
+
+
+async def _compared(
+    samples: list[Sample], theirs: Server, adapter: str | None, tolerance: float
+) -> dict[str, Any]:
     async with _client(theirs, adapter) as client:
         return (await check(samples, client, tolerance, at_once=64)).to_dict(tolerance)
 
