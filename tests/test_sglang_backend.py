@@ -6,7 +6,6 @@ import itertools
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from sglang_fakes import (

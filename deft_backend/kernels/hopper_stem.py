@@ -14,12 +14,13 @@ during P V.
 Blocks run from the segment's end to its start, so that only the first one, before the loop, masks
 tokens past the end.
 
-K and V blocks are gathered by page ids into rings of shared-memory buffers, K blocks LOOKAHEAD
-blocks ahead of the one whose scores are started next, V blocks one block behind them, as they are
-multiplied. Page ids come into a ring of their own, a few blocks before they are needed. A barrier a
-block orders both directions: what every thread has copied is visible to the tensor cores after it
-(a proxy fence follows it), and the products that read the oldest buffers have ended in all
-warpgroups, so copies may overwrite them.
+K and V blocks are gathered into rings of shared-memory buffers, K blocks LOOKAHEAD blocks ahead of
+the one whose scores are started next, V blocks one block behind them, as they are multiplied. Where
+a block's tokens lie is worked out once, by one thread a token, and read by those that copy: page
+ids come into one ring some blocks before, offsets made of them into another one a few blocks later.
+Of two barriers a block, the first makes what every thread has copied visible to the tensor cores (a
+proxy fence follows it); behind the second, the products that read the oldest buffers have ended in
+every warp, so copies may overwrite them.
 
 Everything that Q, K and V are read through is a multiple of 16 bytes: their addresses, and their
 strides.
@@ -133,7 +134,7 @@ def stem_attention(
     # Blocks in shared memory, of K and of V: the one being multiplied and those on their way.
     SLOTS: gl.constexpr = LOOKAHEAD + 1
     # Blocks of which it is known where their tokens lie, a power of two: from the V block that is
-    # copied next to the one behind the K block that is.
+    # copied next to one behind the K block that is.
     KNOWN: gl.constexpr = 4 if LOOKAHEAD <= 2 else 8
     gl.static_assert(KNOWN >= LOOKAHEAD + 2)
     SAME_STRIDES: gl.constexpr = STRIDE_K_PAGE == STRIDE_V_PAGE and STRIDE_K_TOKEN == STRIDE_V_TOKEN
@@ -187,8 +188,7 @@ def stem_attention(
         factor = 1.0
 
     gl.static_assert(PLACE == 0)  # these items come first in the plan
-    num_items = gl.load(tile_ptr + 1)
-    work_end = num_items * NUM_KV_HEADS
+    work_end = gl.load(tile_ptr + 1) * NUM_KV_HEADS
 
     offs_d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, COPY))
 
@@ -200,12 +200,6 @@ def stem_attention(
     )  # fmt: skip
     stop = range_end(row, stop, seq_lens_ptr)
     table_at = table_row(listed, table_rows_ptr, TABLE_BY_SEGMENT)
-    # Leaves begin with a chain of loads, too. What it reads is brought to the L2 meanwhile, link by
-    # link beside those of this program's first item: each has a share of the leaves' items.
-    leaves_end = gl.load(tile_ptr + 2)
-    share = (leaves_end - num_items + step_work - 1) // step_work
-    share_begin = num_items + gl.program_id(0) * share
-    share_end = gl.minimum(share_begin + share, leaves_end)
 
     for work in range(first_work, work_end, step_work):
         # KV heads of one item are neighbours: they read the same page-table entries.
@@ -248,15 +242,6 @@ def stem_attention(
         q_row = query.to(gl.int64) * (stride_q_batch // 8) + head * (stride_q_head // 8)
         async_copy_global_to_shared(rows_shared, q_ptr + q_row[:, None] * 8 + offs_d[None, :])
 
-        # Leaves, first link.
-        leaf = share_begin + gl.arange(0, 32 * WARPS, layout=LIST)
-        is_leaf = leaf < share_end
-        leaf_row = gl.load(segment_row_ptr + leaf, mask=is_leaf, other=0)
-        leaf_start = gl.load(segment_start_ptr + leaf, mask=is_leaf, other=0)
-        leaf_entry = gl.load(item_query_ptr + leaf, mask=is_leaf, other=0)
-        ask(segment_end_ptr + leaf, is_leaf)
-        ask(segment_span_ptr + leaf, is_leaf)
-
         k_known._reinterpret(gl.int32, [KNOWN * BLOCK_N], PLAIN).store(
             offsets_of(first_page, first_at, STRIDE_K_PAGE, STRIDE_K_TOKEN, PAGE_SIZE)
         )
@@ -272,25 +257,12 @@ def stem_attention(
             offset = read_offsets(k_known.index(ahead), AT_ONCE, COPY_ROW)
             copy_block(filled > ahead, k_shared.index(ahead), k_base, offset, COPY)
 
-        # Leaves, second link.
-        listed_at = leaf_row
-        if TABLE_BY_SEGMENT:
-            listed_at = leaf
-        leaf_table_row = gl.load(table_rows_ptr + listed_at, mask=is_leaf, other=0).to(gl.int64)
-        leaf_length = gl.load(seq_lens_ptr + leaf_row, mask=is_leaf, other=0).to(gl.int32)
-        ask(entry_query_ptr + leaf_entry, is_leaf)
-        ask(entry_slot_ptr + leaf_entry, is_leaf)
-
         # What the next item needs first is on its way while this one is worked on.
         next_entry, next_queries, next_row, next_listed, next_start, next_stop = read_item(
             work + step_work, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
             segment_end_ptr, table_rows_ptr, NUM_KV_HEADS, TABLE_BY_SEGMENT, AHEAD=False,
         )  # fmt: skip
         arrived(2 * LOOKAHEAD)
-        # Leaves, third link. Behind a full row there is no page of an empty leaf.
-        leaf_table = page_table_ptr + leaf_table_row * stride_table
-        ask(leaf_table + leaf_start // PAGE_SIZE, is_leaf & (leaf_start < leaf_length))
-        share_end = 0
         q = rows_shared.load(QUERIES)  # a V block comes where Q is
         no_scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
         scores = warpgroup_mma(q, k_shared.index(0).permute((1, 0)), no_scores, use_acc=False)

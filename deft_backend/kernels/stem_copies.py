@@ -1,4 +1,4 @@
-"""How a stem's blocks come to shared memory: page ids, where tokens lie, then keys and values (Gluon)."""
+"""How a stem's blocks come to shared memory: page ids, offsets, then keys and values (Gluon)."""
 
 from __future__ import annotations
 

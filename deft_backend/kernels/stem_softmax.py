@@ -56,9 +56,9 @@ def softmax(
 def settled(sums):
     """Sums of a block's weights by thread, known before anything written behind this is waited for.
 
-    What multiplies the block before is waited for behind the softmax, so that it runs meanwhile. The
-    assembler moves that wait up, before everything that does not need the product, but not before a
-    store: this one, which happens where a sum of 16 weights is above 65,536. None is above 16.
+    The product with the block before is waited for behind the softmax, so that it runs meanwhile.
+    The assembler moves that wait up, ahead of all that does not need the product, but not ahead of
+    a store: this one, which happens where a sum of 16 weights is above 65,536. None is above 16.
     """
     return gl.inline_asm_elementwise(
         """{

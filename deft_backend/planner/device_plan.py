@@ -27,8 +27,8 @@ _STAGE_2 = ("num_reduce", "reduce_query", "reduce_ptr")
 class DevicePlan:
     """Arrays of a plan at addresses that never change, so that CUDA graphs can hold them.
 
-    `segment_table`, the row of the page table of each segment, is written by plans made on the device
-    alone: the host knows batch rows.
+    `segment_table`, the row of the page table of each segment, is written by plans made on the
+    device alone: the host knows batch rows.
 
     All arrays are views of one buffer: a new plan is one copy to the device, ordered on the
     current stream like any kernel. Counts (`tile_ptr`, `num_reduce`) are in the buffer too, and

@@ -17,12 +17,12 @@ query of the tile; the last takes what is packed or flattened, and masks."""
 
 ITEM_ORDER = (1, 0, 2)
 """Tile shapes in the order in which their items lie in a plan: those of one range, largest first,
-then the last. Stems are waited for by everything else, and where the first of them lies their kernel
-knows without reading `tile_ptr`."""
+then the last. Stems are waited for by everything else, and their kernel knows where the first of
+them lies without reading `tile_ptr`."""
 
 READ_AHEAD = 1024
-"""Items that a plan's arrays on the device have room for at least: a kernel reads its programs' first
-items before it knows how many there are."""
+"""Items that a plan's arrays on the device have room for at least: a kernel reads its programs'
+first items before it knows how many there are."""
 
 DIRECT = -1
 """Partial slot of an item that is its query's whole attention: it writes the output itself."""

@@ -1,4 +1,5 @@
-"""A LoRA adapter to serve: random weights, as far from zero as its answers need to differ."""
+"""A LoRA adapter to serve: random weights, as far from zero as its answers need to differ, and no
+further: where scores are large, answers hang on how each sum is rounded."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def write_adapter(folder: Path, model: Path) -> None:
         for name, rows in outputs.items():
             base = f"base_model.model.model.layers.{layer}.self_attn.{name}"
             down = torch.randn((RANK, width), generator=generator)
-            weights[f"{base}.lora_A.weight"] = down * 0.2
-            weights[f"{base}.lora_B.weight"] = torch.randn((rows, RANK), generator=generator) * 0.2
+            weights[f"{base}.lora_A.weight"] = down / width**0.5
+            weights[f"{base}.lora_B.weight"] = torch.randn((rows, RANK), generator=generator) * 0.3
     save_file(weights, str(folder / "adapter_model.safetensors"))
     settings = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK,

@@ -1,8 +1,9 @@
 """Device planner, 6: where each range's items, entries and partial results go.
 
-Items of the large tile shape come first (ITEM_ORDER), the longest first within a shape. A range's place is the sum over the ranges that come
-before it, and the place of its results among a query's is the sum over the ranges above it: each
-range looks at every other, which spares sorting and scanning.
+Items of the large tile shape come first (ITEM_ORDER), the longest first within a shape. A range's
+place is the sum over the ranges that come before it, and the place of its results among a query's
+is the sum over the ranges above it: each range looks at every other, which spares sorting and
+scanning.
 """
 
 from __future__ import annotations

@@ -254,8 +254,10 @@ class DevicePlanner:
             for shape in range(2)
             for cost in (costs.item_ns[shape], costs.token_ns[shape])
         ]
-        priced = {"CANDIDATES": blocks.candidates, "MAX_MERGED": MAX_MERGED}
-        priced |= {"ALONE": ALONE, "HIDDEN": HIDDEN}
+        priced = {
+            "CANDIDATES": blocks.candidates, "MAX_MERGED": MAX_MERGED, "ALONE": ALONE,
+            "HIDDEN": HIDDEN,
+        }  # fmt: skip
         ranges = (self._range_queries, self._range_begin, self._range_end)
         self._launch(
             CHOOSE_RANGES, (1,),
@@ -288,8 +290,8 @@ class DevicePlanner:
             WRITE_PLAN, (-(-batch // blocks.leaves) + batch,),
             (
                 table_rows, self._plan["segment_table"], self._order, self._first, *ranges,
-                *measured, self._parts, self._merged, *self._plan.stage1, *self._plan.stage2, self._counters, self.counters,
-                self._began,
+                *measured, self._parts, self._merged, *self._plan.stage1, *self._plan.stage2,
+                self._counters, self.counters, self._began,
                 batch, small, large, self._block,
             ),
             {**common, "LEAVES": blocks.leaves, "WIDTH": 256},
