@@ -58,15 +58,17 @@ def settled(sums):
 
     The product with the block before is waited for behind the softmax, so that it runs meanwhile.
     The assembler moves that wait up, ahead of all that does not need the product, but not ahead of
-    a store: this one, which happens where a sum of 16 weights is above 65,536. None is above 16.
+    a store: this one, which would happen if the sign of a sum of powers of two were set. It never
+    is, not even a NaN's; of a comparison with 0 the assembler knows, of the bit it does not.
     """
     return gl.inline_asm_elementwise(
         """{
-        .reg .pred huge;
-        .reg .b32 nowhere;
+        .reg .pred below;
+        .reg .b32 nowhere, bits;
         mov.u32 nowhere, 0;
-        setp.gt.f32 huge, $1, 0f47800000;
-        @huge st.shared.f32 [nowhere], $1;
+        mov.b32 bits, $1;
+        setp.lt.s32 below, bits, 0;
+        @below st.shared.b32 [nowhere], bits;
         mov.b32 $0, $1;
         }""",
         "=f,f", [sums], dtype=gl.float32, is_pure=False, pack=1,
