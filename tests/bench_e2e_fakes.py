@@ -214,15 +214,20 @@ class FakeClient:
         self.seconds_before = seconds_before
         self.asked: list[tuple[tuple[int, ...], int]] = []
         self.mode = "right"
+        self.under_way = 0
         self.takes_in_together = True
 
     async def batch(
         self, prompts: Sequence[Sequence[int]], tokens: int, *, logprobs: bool = False
     ) -> tuple[list[Completion], float]:
         seconds = self.seconds_before + self.seconds_a_token * (tokens - 1)
+        self.under_way += 1
+        await asyncio.sleep(0)
+        self.under_way -= 1
         return [decode(prompt, tokens, self.mode) for prompt in prompts], seconds
 
     async def gap(self, prompt: Sequence[int], token: int) -> float:
+        assert not self.under_way, "a gap is asked for beside other requests"
         return gap_to(prompt, token)
 
     async def stream(

@@ -20,8 +20,8 @@ except ImportError:
 
 
 __all__ = [
-    "ask", "available", "capped", "jit", "larger", "next_slot", "plus", "range_end", "read_item",
-    "table_row",
+    "ask", "available", "capped", "jit", "larger", "next_slot", "offsets_of", "plus", "range_end",
+    "read_item", "table_row",
 ]  # fmt: skip
 
 TRITON_VERSIONS = ("3.6.",)
@@ -119,6 +119,21 @@ def range_end(row, stop, seq_lens_ptr):
     """Where a range ends: an open one, where its row's sequence ends now."""
     length = gl.load(seq_lens_ptr + row, mask=stop < 0, other=0).to(gl.int32)
     return gl.where(stop < 0, length, stop)
+
+
+@jit
+def offsets_of(
+    page, position, STRIDE_PAGE: gl.constexpr, STRIDE_TOKEN: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+):  # fmt: skip
+    """Where tokens lie in a cache, in units of 16 bytes: 32 bits of them reach 64 GiB."""
+    gl.static_assert(STRIDE_PAGE % 8 == 0)
+    gl.static_assert(STRIDE_TOKEN % 8 == 0)
+    offset = page * (STRIDE_PAGE // 8)
+    if PAGE_SIZE > 1:
+        in_page = (position.to(gl.uint32) % PAGE_SIZE).to(gl.int32)
+        offset += in_page * (STRIDE_TOKEN // 8)
+    return offset
 
 
 @jit

@@ -34,6 +34,7 @@ from deft_backend.kernels.gluon_parts import (
     jit,
     larger,
     next_slot,
+    offsets_of,
     plus,
     range_end,
     read_item,
@@ -43,7 +44,6 @@ from deft_backend.kernels.stem_copies import (
     arrived,
     copy_block,
     copy_pages,
-    offsets_of,
     read_offsets,
     read_pages,
     row_of_place,
@@ -234,7 +234,7 @@ def stem_attention(
         row_entry = entry + gl.minimum(row_m // GQA_GROUP, num_queries - 1)
         async_copy_global_to_shared(places.index(0), entry_query_ptr + row_entry)
         async_copy_global_to_shared(places.index(1), entry_slot_ptr + row_entry)
-        offs_m = _rows(zero, BLOCK_M, 256 // HEAD_DIM * WARPS, COPY_ROW)
+        offs_m = _rows(zero, BLOCK_M, AT_ONCE, COPY_ROW)
         in_tile = offs_m // GQA_GROUP < num_queries
         query = gl.load(entry_query_ptr + entry + offs_m // GQA_GROUP, mask=in_tile, other=0)
         head = kv_head * GQA_GROUP + offs_m % GQA_GROUP
@@ -351,7 +351,7 @@ def stem_attention(
         gl.store(partial_lse_ptr + where, gl.convert_layout(lse, OUTPUT_ROW), mask=partial)
         gl.thread_barrier()
         bits = rows.load(COPY)
-        offs_m = _rows(zero, BLOCK_M, 256 // HEAD_DIM * WARPS, COPY_ROW)
+        offs_m = _rows(zero, BLOCK_M, AT_ONCE, COPY_ROW)
         in_tile = offs_m // GQA_GROUP < num_queries
         head = kv_head * GQA_GROUP + offs_m % GQA_GROUP
         query = places.index(0).load(COPY_ROW)

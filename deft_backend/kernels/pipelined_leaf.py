@@ -29,6 +29,7 @@ from deft_backend.kernels.gluon_parts import (
     jit,
     larger,
     next_slot,
+    offsets_of,
     plus,
     range_end,
     read_item,
@@ -69,20 +70,6 @@ def _read_pages(
     token = block * BLOCK_N + offs_n
     pages = gl.load(table + (start + token) // PAGE_SIZE, mask=token < length, other=0)
     return pages.to(gl.int32)
-
-
-@jit
-def _offsets(
-    page, first, offs_n, STRIDE_PAGE: gl.constexpr, STRIDE_TOKEN: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-):  # fmt: skip
-    """Where tokens lie in a cache, in units of 16 bytes: 32 bits of them reach 64 GiB."""
-    gl.static_assert(STRIDE_PAGE % 8 == 0)
-    gl.static_assert(STRIDE_TOKEN % 8 == 0)
-    offset = page * (STRIDE_PAGE // 8)
-    if PAGE_SIZE > 1:
-        offset += ((first + offs_n).to(gl.uint32) % PAGE_SIZE).to(gl.int32) * (STRIDE_TOKEN // 8)
-    return offset
 
 
 @jit
@@ -272,12 +259,12 @@ def pipelined_leaf_attention(
     while work < work_end:
         gl.thread_barrier()  # whatever was read from the buffers that are copied to now
         head = (copied_work % NUM_KV_HEADS).to(gl.int64)
-        first = start + block * BLOCK_N
+        position = start + block * BLOCK_N + offs_n
         inside = row_n < length - block * BLOCK_N
-        k_offset = _offsets(page, first, offs_n, STRIDE_K_PAGE, STRIDE_K_TOKEN, PAGE_SIZE)
+        k_offset = offsets_of(page, position, STRIDE_K_PAGE, STRIDE_K_TOKEN, PAGE_SIZE)
         v_offset = k_offset
         if not SAME_STRIDES:
-            v_offset = _offsets(page, first, offs_n, STRIDE_V_PAGE, STRIDE_V_TOKEN, PAGE_SIZE)
+            v_offset = offsets_of(page, position, STRIDE_V_PAGE, STRIDE_V_TOKEN, PAGE_SIZE)
         _copy_rows(
             k_shared.index(free), k_ptr + head * STRIDE_K_HEAD, k_offset, inside, ROW, offs_d
         )

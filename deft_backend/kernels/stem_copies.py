@@ -39,21 +39,6 @@ def copy_pages(buffer, table, position, least, most, PAGE_SIZE: gl.constexpr):
 
 
 @jit
-def offsets_of(
-    page, position, STRIDE_PAGE: gl.constexpr, STRIDE_TOKEN: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-):  # fmt: skip
-    """Where tokens lie in a cache, in units of 16 bytes: 32 bits of them reach 64 GiB."""
-    gl.static_assert(STRIDE_PAGE % 8 == 0)
-    gl.static_assert(STRIDE_TOKEN % 8 == 0)
-    offset = page * (STRIDE_PAGE // 8)
-    if PAGE_SIZE > 1:
-        in_page = (position.to(gl.uint32) % PAGE_SIZE).to(gl.int32)
-        offset += in_page * (STRIDE_TOKEN // 8)
-    return offset
-
-
-@jit
 def row_of_place(place, AT_ONCE: gl.constexpr, BLOCK_N: gl.constexpr):
     """Row of a block whose offset is at a place in shared memory.
 

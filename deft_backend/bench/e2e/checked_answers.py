@@ -101,8 +101,6 @@ async def check(
             await _check_answer(number, prompt, answer, client, tolerance, found, unlisted)
 
     await asyncio.gather(*(one(i, prompt, answer) for i, (prompt, answer) in enumerate(samples)))
-    # By themselves: SGLang 0.5.17 ends if it takes in a prompt with such a question and one without
-    # in the same batch.
     for other in unlisted:
         found.judge(other, await client.gap(other.context, other.token), tolerance)
     return found

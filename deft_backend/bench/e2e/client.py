@@ -101,6 +101,9 @@ class Client:
     async def gap(self, prompt: Prompt, token: int) -> float:
         """How much likelier than `token` the likeliest token after a prompt is (log-probabilities).
 
+        With no other request under way: SGLang 0.5.17 ends if it takes in such a question in one
+        batch with a prompt of none.
+
         Raises
         ------
         ClientError
