@@ -46,15 +46,13 @@ from deft_backend.kernels.stem_copies import (
     copy_pages,
     read_offsets,
     read_pages,
+    result_place,
     row_of_place,
 )
 from deft_backend.kernels.stem_softmax import add_rescaled, masked, settled, softmax
 
 try:
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.ampere.async_copy import (
-        async_copy_global_to_shared,
-    )
     from triton.experimental.gluon.language.nvidia.hopper import (
         warpgroup_mma,
         warpgroup_mma_wait,
@@ -62,22 +60,6 @@ try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError:  # `available` says so before anything is launched
     pass
-
-
-@jit
-def _rows(zero, ROWS: gl.constexpr, STEP: gl.constexpr, ROW: gl.constexpr):
-    """0, 1, .. ROWS - 1, in no register before `zero`, a 0 that the compiler does not know, is.
-
-    What depends on a row's number alone would otherwise be computed once for all items, and held
-    in registers that the loop over blocks needs. A thread's rows are STEP apart. The exclusive or
-    keeps the compiler from adding up all but `zero` in advance.
-    """
-    LAYOUT: gl.constexpr = gl.reshape(
-        gl.arange(0, ROWS, layout=ROW), [ROWS // STEP, STEP]
-    ).type.layout
-    many = (gl.arange(0, ROWS // STEP, layout=gl.SliceLayout(1, LAYOUT)) * STEP) ^ zero
-    first = gl.arange(0, STEP, layout=gl.SliceLayout(0, LAYOUT))
-    return gl.convert_layout(gl.reshape(many[:, None] + first[None, :], [ROWS]), ROW)
 
 
 @jit
@@ -180,7 +162,7 @@ def stem_attention(
     # Q, and later the results, as whole rows, where and while no block of V is.
     gl.static_assert(BLOCK_M == BLOCK_N)
     rows_shared = v_shared.index(LOOKAHEAD)
-    # Of each row: its query, and where its result goes.
+    # Of each row: where its query lies, and where its result goes (`result_place`).
     places = gl.allocate_shared_memory(gl.int32, [2, BLOCK_M], PLAIN)
 
     factor = scale
@@ -204,6 +186,9 @@ def stem_attention(
     for work in range(first_work, work_end, step_work):
         # KV heads of one item are neighbours: they read the same page-table entries.
         kv_head = work % NUM_KV_HEADS
+        # A 0 that the compiler does not know: what depends on a row's number alone would otherwise
+        # be computed once for all items, and held in registers that the loop over blocks needs.
+        zero = num_queries >> 16
         table = page_table_ptr + table_at * stride_table
         k_base = k_ptr + kv_head.to(gl.int64) * STRIDE_K_HEAD + offs_d
         v_base = v_ptr + kv_head.to(gl.int64) * STRIDE_V_HEAD + offs_d
@@ -212,35 +197,22 @@ def stem_attention(
         filled = (tokens + BLOCK_N - 1) // BLOCK_N
         blocks = gl.maximum(filled, 1)
 
-        # Pages of the first blocks, and of those behind them. Masked rows, too, hold tokens of the
-        # segment: others, even times 0, could spoil the result.
+        # Pages of the first blocks. Masked rows, too, hold tokens of the segment: others, even
+        # times 0, could spoil the result.
         last = start + (blocks - 1) * BLOCK_N
         most = gl.maximum(stop - 1, 0)
         offs_known = gl.arange(0, KNOWN * BLOCK_N, layout=LIST)
         first_at = last - offs_known // BLOCK_N * BLOCK_N
         first_at += row_of_place(offs_known % BLOCK_N, AT_ONCE, BLOCK_N)
         first_page, first_at = read_pages(table, first_at, start, most, PAGE_SIZE)
-        page_at = last - KNOWN * BLOCK_N
-        page_at += row_of_place(gl.arange(0, BLOCK_N, layout=LIST), AT_ONCE, BLOCK_N)
-        for ahead in gl.static_range(PAGES // 2):
-            copy_pages(
-                pages.index((KNOWN + ahead) % PAGES), table, page_at - ahead * BLOCK_N, start, most,
-                PAGE_SIZE,
-            )  # fmt: skip
 
-        # Of each row its query and where its result goes.
-        zero = num_queries >> 16
-        row_m = gl.arange(0, BLOCK_M, layout=LIST) + zero
+        # Of each row, where its query lies and where its result goes, by one thread a row. Rows
+        # outside the tile are as its last query's: their results go nowhere.
+        row_m = row_of_place(gl.arange(0, BLOCK_M, layout=LIST), AT_ONCE, BLOCK_M) + zero
         row_entry = entry + gl.minimum(row_m // GQA_GROUP, num_queries - 1)
-        async_copy_global_to_shared(places.index(0), entry_query_ptr + row_entry)
-        async_copy_global_to_shared(places.index(1), entry_slot_ptr + row_entry)
-        offs_m = _rows(zero, BLOCK_M, AT_ONCE, COPY_ROW)
-        in_tile = offs_m // GQA_GROUP < num_queries
-        query = gl.load(entry_query_ptr + entry + offs_m // GQA_GROUP, mask=in_tile, other=0)
-        head = kv_head * GQA_GROUP + offs_m % GQA_GROUP
-        # Rows outside the tile read query 0's: their results go nowhere.
-        q_row = query.to(gl.int64) * (stride_q_batch // 8) + head * (stride_q_head // 8)
-        async_copy_global_to_shared(rows_shared, q_ptr + q_row[:, None] * 8 + offs_d[None, :])
+        head = kv_head * GQA_GROUP + row_m % GQA_GROUP
+        row_query = gl.load(entry_query_ptr + row_entry)
+        row_slot = gl.load(entry_slot_ptr + row_entry)
 
         k_known._reinterpret(gl.int32, [KNOWN * BLOCK_N], PLAIN).store(
             offsets_of(first_page, first_at, STRIDE_K_PAGE, STRIDE_K_TOKEN, PAGE_SIZE)
@@ -249,13 +221,34 @@ def stem_attention(
             v_known._reinterpret(gl.int32, [KNOWN * BLOCK_N], PLAIN).store(
                 offsets_of(first_page, first_at, STRIDE_V_PAGE, STRIDE_V_TOKEN, PAGE_SIZE)
             )
+        q_at = row_query * (stride_q_batch // 8) + head * (stride_q_head // 8)
+        places.index(0).store(q_at.to(gl.int32))
+        places.index(1).store(
+            result_place(
+                row_query, row_slot, head, stride_out_batch, stride_out_head, NUM_HEADS, HEAD_DIM
+            )
+        )
         gl.thread_barrier()
+        q_offset = read_offsets(places.index(0), AT_ONCE, COPY_ROW)
+        copy_block(num_queries > 0, rows_shared, q_ptr + offs_d, q_offset, COPY)
         for ahead in gl.static_range(LOOKAHEAD + 1):
             if ahead > 0:
                 offset = read_offsets(v_known.index(ahead - 1), AT_ONCE, COPY_ROW)
                 copy_block(filled > ahead - 1, v_shared.index(ahead - 1), v_base, offset, COPY)
             offset = read_offsets(k_known.index(ahead), AT_ONCE, COPY_ROW)
             copy_block(filled > ahead, k_shared.index(ahead), k_base, offset, COPY)
+            if ahead == 0:
+                # Pages of the blocks behind those: none of them is needed before V of the first.
+                behind = gl.arange(0, PAGES // 2 * BLOCK_N, layout=LIST)
+                behind_at = last - KNOWN * BLOCK_N - behind // BLOCK_N * BLOCK_N
+                behind_at += row_of_place(behind % BLOCK_N, AT_ONCE, BLOCK_N)
+                copy_pages(
+                    pages._reinterpret(pages.dtype, [PAGES * BLOCK_N], PLAIN)
+                    .slice(KNOWN % PAGES * BLOCK_N, PAGES // 2 * BLOCK_N),
+                    table, behind_at, start, most, PAGE_SIZE,
+                )  # fmt: skip
+        page_at = last - KNOWN * BLOCK_N
+        page_at += row_of_place(gl.arange(0, BLOCK_N, layout=LIST), AT_ONCE, BLOCK_N)
 
         # What the next item needs first is on its way while this one is worked on.
         next_entry, next_queries, next_row, next_listed, next_start, next_stop = read_item(
@@ -327,51 +320,43 @@ def stem_attention(
         lse = gl.where(empty, float("-inf"), maximum + gl.log2(sums))
         inverse = gl.where(empty, 0.0, 1.0 / sums)
         inverse = gl.convert_layout(inverse, OUTPUT_ROW)
-        # Partial results keep 11 bits of mantissa relative to their row's largest element,
-        # whatever the range of the cache's dtype.
-        largest = gl.maximum(gl.reduce(gl.abs(acc), 1, larger) * inverse, 1.0e-30)
+        # Partial results keep 11 bits of mantissa relative to their row's largest element, whatever
+        # the range of the cache's dtype. Of float16 they have the range, being means of V.
+        largest = gl.full([BLOCK_M], 1.0, gl.float32, OUTPUT_ROW)
+        if DTYPE != PARTIAL:
+            largest = gl.maximum(gl.reduce(gl.abs(acc), 1, larger) * inverse, 1.0e-30)
 
         # Q has been read: its memory turns the results into whole rows, so that threads side
-        # by side write side by side. `zero` is not known before the loop, as in `_rows`.
-        zero = now >> 16
-        row_m = gl.arange(0, BLOCK_M, layout=OUTPUT_ROW) + zero
-        row_in_tile = row_m // GQA_GROUP < num_queries
-        row_slot = places.index(1).load(OUTPUT_ROW)
-        result = acc * gl.where(row_slot < 0, inverse, inverse / largest)[:, None]
+        # by side write side by side.
+        row_at = read_offsets(places.index(1), AT_ONCE, OUTPUT_ROW)
+        result = acc * gl.where(row_at < 0, inverse, inverse / largest)[:, None]
         bits = result.to(PARTIAL).to(gl.int16, bitcast=True)
         if DTYPE != PARTIAL:
             direct_bits = result.to(DTYPE).to(gl.int16, bitcast=True)
-            bits = gl.where((row_slot < 0)[:, None], direct_bits, bits)
+            bits = gl.where((row_at < 0)[:, None], direct_bits, bits)
         rows = rows_shared._reinterpret(gl.int16, [BLOCK_M, HEAD_DIM], SHARED)
         gl.thread_barrier()
         rows.store(bits)
-        where = row_slot.to(gl.int64) * NUM_HEADS + kv_head * GQA_GROUP + row_m % GQA_GROUP
-        partial = row_in_tile & (row_slot >= 0)
+        zero = now >> 16  # as above, of a number not known before the loop
+        row_m = gl.arange(0, BLOCK_M, layout=OUTPUT_ROW) + zero
+        partial = (row_m < num_queries * GQA_GROUP) & (row_at >= 0)
+        where = row_at // (HEAD_DIM // 8)
         gl.store(partial_scale_ptr + where, largest, mask=partial)
         gl.store(partial_lse_ptr + where, gl.convert_layout(lse, OUTPUT_ROW), mask=partial)
         gl.thread_barrier()
         bits = rows.load(COPY)
-        offs_m = _rows(zero, BLOCK_M, AT_ONCE, COPY_ROW)
-        in_tile = offs_m // GQA_GROUP < num_queries
-        head = kv_head * GQA_GROUP + offs_m % GQA_GROUP
-        query = places.index(0).load(COPY_ROW)
-        slot = places.index(1).load(COPY_ROW)
-        direct_row = query.to(gl.int64) * stride_out_batch + head * stride_out_head
-        partial_row = (slot.to(gl.int64) * NUM_HEADS + head) * HEAD_DIM
+        at = read_offsets(places.index(1), AT_ONCE, COPY_ROW)
+        offs_m = gl.arange(0, BLOCK_M, layout=COPY_ROW) + zero
+        in_tile = offs_m < num_queries * GQA_GROUP
+        elements = (at & 0x7FFFFFFF).to(gl.int64)[:, None] * 8 + offs_d[None, :]
         gl.store(
-            out_ptr.to(gl.pointer_type(gl.int16), bitcast=True)
-            + direct_row[:, None]
-            + offs_d[None, :],
-            bits,
-            mask=(in_tile & (slot < 0))[:, None],
-        )
+            out_ptr.to(gl.pointer_type(gl.int16), bitcast=True) + elements, bits,
+            mask=(in_tile & (at < 0))[:, None],
+        )  # fmt: skip
         gl.store(
-            partial_out_ptr.to(gl.pointer_type(gl.int16), bitcast=True)
-            + partial_row[:, None]
-            + offs_d[None, :],
-            bits,
-            mask=(in_tile & (slot >= 0))[:, None],
-        )
+            partial_out_ptr.to(gl.pointer_type(gl.int16), bitcast=True) + elements, bits,
+            mask=(in_tile & (at >= 0))[:, None],
+        )  # fmt: skip
         # The next item's Q comes into the same memory.
         gl.thread_barrier()
         entry, num_queries, start, stop = next_entry, next_queries, next_start, next_stop

@@ -37,6 +37,12 @@ def reduce_partials(
     offs_d = tl.arange(0, HEAD_DIM_PADDED)[None, None, :]
     work_end = tl.load(num_reduce_ptr) * HEAD_BLOCKS
     if OVERLAPPED:
+        # The first query's numbers come to the L2 while stage 1 ends. They are read again below: a
+        # loop that carries numbers of its next round loses some in Triton 3.6.
+        first_query = tl.program_id(0) // HEAD_BLOCKS
+        there = tl.program_id(0) < work_end
+        tl.load(reduce_query_ptr + first_query, mask=there, volatile=True)
+        tl.load(reduce_slot_ptr + first_query, mask=there, volatile=True)
         gdc_wait()
 
     for work in range(tl.program_id(0), work_end, tl.num_programs(0)):

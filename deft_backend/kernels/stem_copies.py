@@ -61,6 +61,20 @@ def read_offsets(offsets, AT_ONCE: gl.constexpr, ROW: gl.constexpr):
 
 
 @jit
+def result_place(
+    query, slot, head, stride_out_batch, stride_out_head,
+    NUM_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """Where rows' results go, in units of 16 bytes: into the output if negative, without the sign.
+
+    Else among partial results. 31 bits of them reach 32 GiB.
+    """
+    direct = query * (stride_out_batch // 8) + head * (stride_out_head // 8)
+    partial = (slot * NUM_HEADS + head) * (HEAD_DIM // 8)
+    return gl.where(slot < 0, direct.to(gl.int32) | -0x80000000, partial)
+
+
+@jit
 def copy_block(exists, buffer, base, offset, COPY: gl.constexpr):
     """Start copying a block of K or V of one KV head; zeros if it does not exist.
 

@@ -17,12 +17,12 @@ ROOT = -1
 MAX_MERGED = 8
 """Most partial results that a leaf's item merges itself."""
 
-ALONE = 0.7
+ALONE = 0.8
 """Time a token takes an item of a large tile that has half an SM to itself, over its time beside
 another: stems of `1,1024 2048,32` on an H100."""
 
 
-HIDDEN = 0.6
+HIDDEN = 0.475
 """How much of the time that items of the smallest shape take those of a large one may take beside
 them for nothing. Less than all of it: where the memory is busy, the loads of a long item, each
 waiting for the ones before, take about twice as long as alone."""
@@ -208,9 +208,9 @@ def choose_chunks(
             # which takes longer the more it has of one query.
             if t == 0 or most > MAX_MERGED:
                 if most > 1:
-                    expected += reduce + most * reduce / (8 * MAX_MERGED)
+                    expected += reduce + most * reduce / (16 * MAX_MERGED)
             else:
-                expected += (most - 1) * reduce / MAX_MERGED
+                expected += (most - 1) * reduce / (2 * MAX_MERGED)
             if expected < best:
                 best = expected
                 found[t] = chunk

@@ -115,8 +115,8 @@ def price_chunks(
     cost += split_results.to(tl.float32) * partial_ns
     # Few results are merged one after another where the leaf is read, many in stage 2.
     reduced = (shape == 0) | (most > MAX_MERGED)
-    in_stage_2 = reduce_ns + most.to(tl.float32) * reduce_ns / (8 * MAX_MERGED)
-    at_leaves = (most - 1).to(tl.float32) * reduce_ns / MAX_MERGED
+    in_stage_2 = reduce_ns + most.to(tl.float32) * reduce_ns / (16 * MAX_MERGED)
+    at_leaves = (most - 1).to(tl.float32) * reduce_ns / (2 * MAX_MERGED)
     cost += tl.where(reduced, tl.where(most > 1, in_stage_2, 0.0), at_leaves)
 
     fits = (2 * more_entries <= spare_entries) & (2 * more_items <= spare_items)
