@@ -42,10 +42,11 @@ from deft_backend.kernels.gluon_parts import (
 )
 from deft_backend.kernels.stem_copies import (
     arrived,
+    ask_item,
     copy_block,
     copy_pages,
+    first_positions,
     read_offsets,
-    read_pages,
     result_place,
     row_of_place,
 )
@@ -53,6 +54,7 @@ from deft_backend.kernels.stem_softmax import add_rescaled, masked, settled, sof
 
 try:
     from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere.async_copy import wait_group
     from triton.experimental.gluon.language.nvidia.hopper import (
         warpgroup_mma,
         warpgroup_mma_wait,
@@ -182,6 +184,17 @@ def stem_attention(
     )  # fmt: skip
     stop = range_end(row, stop, seq_lens_ptr)
     table_at = table_row(listed, table_rows_ptr, TABLE_BY_SEGMENT)
+    # An item's first pages, and its rows' queries and slots, on their way to it: where pages of
+    # blocks behind those, and where tokens lie, come once it has begun.
+    first_pages = pages._reinterpret(pages.dtype, [PAGES * BLOCK_N], PLAIN).slice(
+        0, KNOWN * BLOCK_N
+    )
+    entries = k_known
+    ask_item(
+        first_work < work_end, first_pages, entries, page_table_ptr + table_at * stride_table,
+        entry, num_queries, start, stop, entry_query_ptr, entry_slot_ptr, KNOWN, BLOCK_N, BLOCK_M,
+        GQA_GROUP, AT_ONCE, PAGE_SIZE, LIST,
+    )  # fmt: skip
 
     for work in range(first_work, work_end, step_work):
         # KV heads of one item are neighbours: they read the same page-table entries.
@@ -197,22 +210,16 @@ def stem_attention(
         filled = (tokens + BLOCK_N - 1) // BLOCK_N
         blocks = gl.maximum(filled, 1)
 
-        # Pages of the first blocks. Masked rows, too, hold tokens of the segment: others, even
-        # times 0, could spoil the result.
-        last = start + (blocks - 1) * BLOCK_N
-        most = gl.maximum(stop - 1, 0)
-        offs_known = gl.arange(0, KNOWN * BLOCK_N, layout=LIST)
-        first_at = last - offs_known // BLOCK_N * BLOCK_N
-        first_at += row_of_place(offs_known % BLOCK_N, AT_ONCE, BLOCK_N)
-        first_page, first_at = read_pages(table, first_at, start, most, PAGE_SIZE)
-
-        # Of each row, where its query lies and where its result goes, by one thread a row. Rows
-        # outside the tile are as its last query's: their results go nowhere.
+        # What `ask_item` asked for has landed, of every thread.
+        wait_group(0)
+        gl.thread_barrier()
+        last, most, first_at = first_positions(start, stop, KNOWN, BLOCK_N, AT_ONCE, LIST)
+        first_page = first_pages.load(LIST).to(gl.int32)
+        row_query = entries.index(0).load(LIST)
+        row_slot = entries.index(1).load(LIST)
         row_m = row_of_place(gl.arange(0, BLOCK_M, layout=LIST), AT_ONCE, BLOCK_M) + zero
-        row_entry = entry + gl.minimum(row_m // GQA_GROUP, num_queries - 1)
         head = kv_head * GQA_GROUP + row_m % GQA_GROUP
-        row_query = gl.load(entry_query_ptr + row_entry)
-        row_slot = gl.load(entry_slot_ptr + row_entry)
+        gl.thread_barrier()
 
         k_known._reinterpret(gl.int32, [KNOWN * BLOCK_N], PLAIN).store(
             offsets_of(first_page, first_at, STRIDE_K_PAGE, STRIDE_K_TOKEN, PAGE_SIZE)
@@ -312,6 +319,12 @@ def stem_attention(
         next_stop = range_end(next_row, next_stop, seq_lens_ptr)
         table_at = table_row(next_listed, table_rows_ptr, TABLE_BY_SEGMENT)
         arrived(0)
+        ask_item(
+            work + step_work < work_end, first_pages, entries,
+            page_table_ptr + table_at * stride_table, next_entry, next_queries, next_start,
+            next_stop, entry_query_ptr, entry_slot_ptr, KNOWN, BLOCK_N, BLOCK_M, GQA_GROUP, AT_ONCE,
+            PAGE_SIZE, LIST,
+        )  # fmt: skip
         acc = warpgroup_mma(weights, v_shared.index(now), acc)
         sums = gl.convert_layout(gl.reduce(total, 1, plus), ROW)
 

@@ -139,7 +139,7 @@ def launch_config(
         found.append(gluon or plain)
     return LaunchConfig(
         tuple(found),
-        ReduceConfig(partials=16, heads=1, num_warps=1, programs=sms * 16),
+        ReduceConfig(partials=8, heads=1, num_warps=1, programs=sms * 32),
         overlapped=properties.major >= 9,
         interpreted=False,
     )

@@ -26,13 +26,6 @@ def _within(position, least, most):
 
 
 @jit
-def read_pages(table, position, least, most, PAGE_SIZE: gl.constexpr):
-    """Page ids of positions within a segment, and the positions."""
-    position = _within(position, least, most)
-    return gl.load(table + position // PAGE_SIZE).to(gl.int32), position
-
-
-@jit
 def copy_pages(buffer, table, position, least, most, PAGE_SIZE: gl.constexpr):
     """Start copying the page ids of positions within a segment."""
     async_copy_global_to_shared(buffer, table + _within(position, least, most) // PAGE_SIZE)
@@ -46,6 +39,49 @@ def row_of_place(place, AT_ONCE: gl.constexpr, BLOCK_N: gl.constexpr):
     """
     PASSES: gl.constexpr = BLOCK_N // AT_ONCE
     return place % PASSES * AT_ONCE + place // PASSES
+
+
+@jit
+def first_positions(
+    start, stop, KNOWN: gl.constexpr, BLOCK_N: gl.constexpr, AT_ONCE: gl.constexpr,
+    LIST: gl.constexpr,
+):  # fmt: skip
+    """Where a segment's last block begins, its last position, and positions of its first blocks.
+
+    Those are its last KNOWN ones, the last first. Masked rows, too, hold tokens of the segment:
+    others, even times 0, could spoil the result.
+    """
+    blocks = gl.maximum((stop - start + BLOCK_N - 1) // BLOCK_N, 1)
+    last = start + (blocks - 1) * BLOCK_N
+    most = gl.maximum(stop - 1, 0)
+    known = gl.arange(0, KNOWN * BLOCK_N, layout=LIST)
+    position = last - known // BLOCK_N * BLOCK_N
+    position += row_of_place(known % BLOCK_N, AT_ONCE, BLOCK_N)
+    return last, most, _within(position, start, most)
+
+
+@jit
+def ask_item(
+    there, first_pages, entries, table, entry, num_queries, start, stop, entry_query_ptr,
+    entry_slot_ptr, KNOWN: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr,
+    GQA_GROUP: gl.constexpr, AT_ONCE: gl.constexpr, PAGE_SIZE: gl.constexpr, LIST: gl.constexpr,
+):  # fmt: skip
+    """Start copying what an item needs first, if it is there.
+
+    Page ids of `first_positions`, and of each row its query and its slot; of rows outside the tile
+    those of its last query.
+    """
+    _, _, position = first_positions(start, stop, KNOWN, BLOCK_N, AT_ONCE, LIST)
+    row = row_of_place(gl.arange(0, BLOCK_M, layout=LIST), AT_ONCE, BLOCK_M) + (num_queries >> 16)
+    row_entry = entry + gl.minimum(row // GQA_GROUP, num_queries - 1)
+    async_copy_global_to_shared(
+        first_pages, table + position // PAGE_SIZE,
+        mask=gl.full([KNOWN * BLOCK_N], True, gl.int1, LIST) & there,
+    )  # fmt: skip
+    some = gl.full([BLOCK_M], True, gl.int1, LIST) & there
+    async_copy_global_to_shared(entries.index(0), entry_query_ptr + row_entry, mask=some)
+    async_copy_global_to_shared(entries.index(1), entry_slot_ptr + row_entry, mask=some)
+    commit_group()
 
 
 @jit

@@ -17,12 +17,12 @@ ROOT = -1
 MAX_MERGED = 8
 """Most partial results that a leaf's item merges itself."""
 
-ALONE = 0.8
+ALONE = 0.87
 """Time a token takes an item of a large tile that has half an SM to itself, over its time beside
 another: stems of `1,1024 2048,32` on an H100."""
 
 
-HIDDEN = 0.475
+HIDDEN = 0.6
 """How much of the time that items of the smallest shape take those of a large one may take beside
 them for nothing. Less than all of it: where the memory is busy, the loads of a long item, each
 waiting for the ones before, take about twice as long as alone."""
