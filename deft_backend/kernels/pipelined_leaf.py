@@ -63,22 +63,27 @@ def _table(listed, table_rows_ptr, page_table_ptr, stride_table, TABLE_BY_SEGMEN
 
 
 @jit
-def _read_pages(
-    table, start, length, block, offs_n, BLOCK_N: gl.constexpr, PAGE_SIZE: gl.constexpr
-):  # fmt: skip
-    """Third link: pages of the tokens of one of a range's blocks."""
-    token = block * BLOCK_N + offs_n
-    pages = gl.load(table + (start + token) // PAGE_SIZE, mask=token < length, other=0)
-    return pages.to(gl.int32)
+def _positions(start, length, block, offs_n, BLOCK_N: gl.constexpr):
+    """Positions of the tokens of one of a range's blocks, those past its end moved to its last."""
+    return start + gl.minimum(block * BLOCK_N + offs_n, length - 1)
 
 
 @jit
-def _copy_rows(buffer, pointer, offset, inside, ROW: gl.constexpr, offs_d):
-    """Start copying rows, `offset` times 16 bytes from `pointer`; zeros where not inside."""
+def _read_pages(
+    table, start, length, block, offs_n, BLOCK_N: gl.constexpr, PAGE_SIZE: gl.constexpr
+):  # fmt: skip
+    """Third link: pages of the tokens of one of a range's blocks; its last token's past its end."""
+    position = _positions(start, length, block, offs_n, BLOCK_N)
+    some = (offs_n >= 0) & (length > 0)
+    return gl.load(table + position // PAGE_SIZE, mask=some, other=0).to(gl.int32)
+
+
+@jit
+def _copy_rows(buffer, base, offset, exist, ROW: gl.constexpr):
+    """Start copying rows, `offset` times 16 bytes from `base`; zeros unless they exist."""
     wide = gl.convert_layout(offset, ROW).to(gl.uint32).to(gl.int64) * 8
-    async_copy_global_to_shared(
-        buffer, pointer + wide[:, None] + offs_d[None, :], mask=inside[:, None]
-    )
+    pointers = gl.expand_dims(base, 0) + wide[:, None]
+    async_copy_global_to_shared(buffer, pointers, mask=(wide >= 0)[:, None] & exist)
 
 
 @jit
@@ -155,6 +160,12 @@ def pipelined_leaf_attention(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     TOKEN: gl.constexpr = gl.SliceLayout(1, MMA)
+    # Sums of weights by thread: a result's rows are 8 threads' in turn.
+    SUMS: gl.constexpr = gl.SliceLayout(
+        0,
+        gl.reshape(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA), [BLOCK_N // 8, 8, BLOCK_M])
+        .type.layout,
+    )  # fmt: skip
     COLUMN: gl.constexpr = gl.SliceLayout(0, MMA)
     # 16 bytes a thread, whole rows side by side.
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [1, 1], [1, 0])
@@ -193,7 +204,6 @@ def pipelined_leaf_attention(
     step = gl.num_programs(0)
 
     offs_n = gl.arange(0, BLOCK_N, layout=ONE_EACH)
-    row_n = gl.arange(0, BLOCK_N, layout=ROW)
     offs_m = gl.arange(0, BLOCK_M, layout=ROW)
     offs_d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, COPY))
     token = gl.arange(0, BLOCK_N, layout=TOKEN)
@@ -252,25 +262,23 @@ def pipelined_leaf_attention(
     now = 0  # the buffers of the block that is worked on
     q_now = 0
     maximum = gl.full([BLOCK_M], float("-inf"), gl.float32, COLUMN)
-    total = gl.zeros([BLOCK_M], gl.float32, COLUMN)
+    total = gl.zeros([8, BLOCK_M], gl.float32, SUMS)
     acc = gl.zeros([HEAD_DIM, BLOCK_M], gl.float32, MMA)
 
     begun = 0
     while work < work_end:
         gl.thread_barrier()  # whatever was read from the buffers that are copied to now
         head = (copied_work % NUM_KV_HEADS).to(gl.int64)
-        position = start + block * BLOCK_N + offs_n
-        inside = row_n < length - block * BLOCK_N
+        position = _positions(start, length, block, offs_n, BLOCK_N)
         k_offset = offsets_of(page, position, STRIDE_K_PAGE, STRIDE_K_TOKEN, PAGE_SIZE)
         v_offset = k_offset
         if not SAME_STRIDES:
             v_offset = offsets_of(page, position, STRIDE_V_PAGE, STRIDE_V_TOKEN, PAGE_SIZE)
-        _copy_rows(
-            k_shared.index(free), k_ptr + head * STRIDE_K_HEAD, k_offset, inside, ROW, offs_d
-        )
-        _copy_rows(
-            v_shared.index(free), v_ptr + head * STRIDE_V_HEAD, v_offset, inside, ROW, offs_d
-        )
+        # Past the range's end its last token's rows: zeros would cost a mask a row, and weigh no less.
+        k_base = k_ptr + head * STRIDE_K_HEAD + offs_d
+        v_base = v_ptr + head * STRIDE_V_HEAD + offs_d
+        _copy_rows(k_shared.index(free), k_base, k_offset, length > 0, ROW)
+        _copy_rows(v_shared.index(free), v_base, v_offset, length > 0, ROW)
         if block == 0:
             _copy_queries(
                 q_shared.index(q_free), q_ptr, query, queries, copied_work % NUM_KV_HEADS,
@@ -325,7 +333,8 @@ def pipelined_leaf_attention(
             reference = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
             weights = gl.exp2(scores * factor - reference[None, :])
             rescale = gl.exp2(maximum - reference)
-            total = total * rescale + gl.reduce(weights, 0, plus)
+            added = gl.reduce(gl.reshape(weights, [BLOCK_N // 8, 8, BLOCK_M]), 0, plus)
+            total = total * gl.convert_layout(rescale, gl.SliceLayout(0, SUMS))[None, :] + added
             maximum = new_maximum
             values = v_shared.index(now).permute((1, 0)).load(LEFT)
             weights = gl.convert_layout(weights.to(DTYPE), RIGHT)
@@ -343,7 +352,7 @@ def pipelined_leaf_attention(
                 gl.thread_barrier()  # K has been read
                 acc_shared.permute((1, 0)).store(acc)
                 maximum_shared.store(maximum)
-                total_shared.store(total)
+                total_shared.store(gl.reduce(total, 0, plus))
                 gl.thread_barrier()
                 if merged > 0:
                     if OVERLAPPED:
@@ -382,7 +391,7 @@ def pipelined_leaf_attention(
                 )  # fmt: skip
                 left = own_length
                 maximum = gl.full([BLOCK_M], float("-inf"), gl.float32, COLUMN)
-                total = gl.zeros([BLOCK_M], gl.float32, COLUMN)
+                total = gl.zeros([8, BLOCK_M], gl.float32, SUMS)
                 acc = gl.zeros([HEAD_DIM, BLOCK_M], gl.float32, MMA)
 
     wait_group(0)
