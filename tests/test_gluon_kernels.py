@@ -201,3 +201,40 @@ def test_leaves_merge_any_number_of_results(merged: int, group: int) -> None:
     attention.poison_workspace()
     out = attention.run(q, k_cache, v_cache, table.contiguous(), lens)
     assert relative_error(out, reference_attention(q, k_cache, v_cache, table, lens)) <= 1e-3
+
+
+@pytest.mark.parametrize("group", [4, 5])
+def test_a_stem_writes_outputs_and_partial_results(group: int) -> None:
+    """Of one tile, not full: some queries have read all their KV by then, others have not."""
+    from deft_backend.forest import build_forest
+    from deft_backend.planner import plan_grouping
+    from deft_backend.policies import GroupingBuilder, Segment
+
+    requests, shared, own, heads, dim = 7, 100, 9, (2 * group, 2), 64
+    longer = [1, 2, 5]
+    generator = torch.Generator().manual_seed(group)
+    lens = torch.full((requests,), shared, dtype=torch.int32)
+    lens[longer] = shared + own
+    table = torch.arange(shared, shared + requests * own, dtype=torch.int32).reshape(requests, own)
+    table = torch.cat([torch.arange(shared).int().expand(requests, -1), table], dim=1)
+    q = torch.randn(requests, heads[0], dim, generator=generator).half()
+    slots = shared + requests * own
+    k_cache, v_cache = torch.randn(2, slots, 1, heads[1], dim, generator=generator).half()
+    attention = TreeAttention(
+        num_query_heads=heads[0], num_kv_heads=heads[1], head_dim=dim, dtype=torch.float16,
+        device="cpu", max_batch=requests,
+    )  # fmt: skip
+    use_gluon(attention, 2, 3)
+    order = [r for r in range(requests) if r not in longer] + longer
+    forest = build_forest(order, [shared] * (requests - 1), lens.tolist())
+    builder = GroupingBuilder()
+    builder.add(list(range(requests)), [Segment(0, 0, shared, False, 0, requests)])
+    for request in longer:
+        builder.add([request], [Segment(request, shared, shared + own, True, 0, 1)])
+    plan = plan_grouping(builder.build(), forest, attention.target)
+    stem = plan.entry_slot[:requests]
+    assert (stem < 0).sum() == requests - len(longer)
+    attention.use(plan, forest)
+    attention.poison_workspace()
+    out = attention.run(q, k_cache, v_cache, table.contiguous(), lens)
+    assert relative_error(out, reference_attention(q, k_cache, v_cache, table, lens)) <= 1e-3

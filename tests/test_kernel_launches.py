@@ -190,7 +190,7 @@ def test_kernels_and_which_begin_before_the_one_ahead_has_ended(
     assert [(name, named["launch_pdl"]) for name, _, (named, _), _ in launched] == expected
 
 
-def test_a_cache_beyond_32_bits_is_read_by_the_plain_kernel(
+def test_tensors_beyond_32_bits_are_read_by_the_plain_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The Hopper kernel counts in units of 16 bytes; a host may lay all layers' pages together."""
@@ -199,8 +199,8 @@ def test_a_cache_beyond_32_bits_is_read_by_the_plain_kernel(
     pages, page_bytes = 12, 4 * 4 * 256 * 2
     monkeypatch.setattr(tree_attention, "WIDE_REACH", pages * page_bytes)
     assert compiler.launches_of(launch_all)[0][0] == "stem_attention"
-    for name in ("k_width", "v_width"):
-        launched = compiler.launches_of(partial(launch_all, **{name: 264}))
+    for name, width in (("k_width", 264), ("v_width", 264), ("q_width", 512), ("out_width", 512)):
+        launched = compiler.launches_of(partial(launch_all, **{name: width}))
         assert launched[0][0] == "partial_attention"
 
 

@@ -237,7 +237,8 @@ def stem_attention(
         )
         gl.thread_barrier()
         q_offset = read_offsets(places.index(0), AT_ONCE, COPY_ROW)
-        copy_block(num_queries > 0, rows_shared, q_ptr + offs_d, q_offset, COPY)
+        in_tile = gl.arange(0, BLOCK_M, layout=COPY_ROW) + zero < num_queries * GQA_GROUP
+        copy_block(in_tile[:, None], rows_shared, q_ptr + offs_d, q_offset, COPY)
         for ahead in gl.static_range(LOOKAHEAD + 1):
             if ahead > 0:
                 offset = read_offsets(v_known.index(ahead - 1), AT_ONCE, COPY_ROW)

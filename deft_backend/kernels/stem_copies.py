@@ -69,7 +69,7 @@ def ask_item(
     """Start copying what an item needs first, if it is there.
 
     Page ids of `first_positions`, and of each row its query and its slot; of rows outside the tile
-    those of its last query.
+    those of its last query, to be read and not used.
     """
     _, _, position = first_positions(start, stop, KNOWN, BLOCK_N, AT_ONCE, LIST)
     row = row_of_place(gl.arange(0, BLOCK_M, layout=LIST), AT_ONCE, BLOCK_M) + (num_queries >> 16)
@@ -112,10 +112,11 @@ def result_place(
 
 @jit
 def copy_block(exists, buffer, base, offset, COPY: gl.constexpr):
-    """Start copying a block of K or V of one KV head; zeros if it does not exist.
+    """Start copying a block of K or V of one KV head, or of Q; zeros where nothing exists.
 
-    `base` points to the head's first token, `offset` tells where the block's tokens lie. A mask in
-    place of a branch: the compiler puts a barrier into every branch that copies.
+    `base` points to the head's first token, `offset` tells where the block's tokens lie. `exists`
+    is of the whole block, or [rows, 1]. A mask in place of a branch: the compiler puts a barrier
+    into every branch that copies.
     """
     pointers = gl.expand_dims(base, 0) + (offset.to(gl.uint32).to(gl.int64) * 8)[:, None]
     some = gl.full([buffer.shape[0], buffer.shape[1]], True, gl.int1, COPY)

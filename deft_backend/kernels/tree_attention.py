@@ -24,7 +24,8 @@ LOG2_E = 1.4426950408889634
 
 WIDE_REACH = 1 << 36
 """Bytes of a cache within which the Hopper kernel finds a page: 32 bits, in units of 16 bytes. A
-layer's cache may span more than that where the host lays the pages of all layers together."""
+layer's cache may span more than that where the host lays the pages of all layers together. Of
+queries and outputs it is half: one bit says which of two places a result goes to."""
 
 
 def run_plan(
@@ -93,7 +94,8 @@ def run_plan(
         soft_cap=logit_cap > 0.0,
         wide_rows=aligned
         and all(stride % 8 == 0 for stride in strides[:4])
-        and max(_reach(k_cache), _reach(v_cache)) <= WIDE_REACH,
+        and max(_reach(k_cache), _reach(v_cache)) <= WIDE_REACH
+        and max(_reach(q), _reach(out)) <= WIDE_REACH // 2,
         table_by_segment=table_by_segment,
     )
     launches = _launches(config, kind)
@@ -118,9 +120,9 @@ def run_plan(
     launches.stage2.run(programs, arguments, types, aligned)
 
 
-def _reach(cache: torch.Tensor) -> int:
-    """Bytes from the first page to the end of the last."""
-    return int(cache.shape[0] * cache.stride(0) * cache.element_size())
+def _reach(tensor: torch.Tensor) -> int:
+    """Bytes from the first of a tensor's pages, or rows, to the end of the last."""
+    return int(tensor.shape[0] * tensor.stride(0) * tensor.element_size())
 
 
 class Kind(NamedTuple):
@@ -136,8 +138,8 @@ class Kind(NamedTuple):
     head_dim: int
     page_size: int
     soft_cap: bool
-    #: Whether pointers, and rows of queries and outputs, are multiples of 16 bytes, and both caches
-    #: are within WIDE_REACH.
+    #: Whether pointers, and rows of queries and outputs, are multiples of 16 bytes, and caches,
+    #: queries and outputs are within WIDE_REACH.
     wide_rows: bool
     table_by_segment: bool
 
