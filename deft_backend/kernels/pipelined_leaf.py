@@ -274,7 +274,7 @@ def pipelined_leaf_attention(
         v_offset = k_offset
         if not SAME_STRIDES:
             v_offset = offsets_of(page, position, STRIDE_V_PAGE, STRIDE_V_TOKEN, PAGE_SIZE)
-        # Past the range's end its last token's rows: zeros would cost a mask a row, and weigh no less.
+        # Past the range's end its last token's rows: zeros would cost a mask a row.
         k_base = k_ptr + head * STRIDE_K_HEAD + offs_d
         v_base = v_ptr + head * STRIDE_V_HEAD + offs_d
         _copy_rows(k_shared.index(free), k_base, k_offset, length > 0, ROW)
