@@ -11,7 +11,7 @@ import triton
 from deft_backend.kernels import gluon_parts, hopper_stem, leaf_attention, pipelined_leaf
 from deft_backend.kernels import partial_attention as stage1
 from deft_backend.kernels import reduction as stage2
-from deft_backend.planner import TILE_ROWS, TILE_SEGMENTS
+from deft_backend.planner import READ_AHEAD, TILE_ROWS, TILE_SEGMENTS
 from deft_backend.triton_kernel import Kernel
 
 HEAD_DIMS = (64, 96, 128, 256)
@@ -151,7 +151,9 @@ def _gluon_tile(plain: TileConfig, head_dim: int, gqa_group: int, sms: int) -> T
         return None
     if plain.rows == 64 and head_dim in (64, 128):
         block, lookahead = {64: (64, 3), 128: (64, 2)}[head_dim]
-        return replace(plain, block_tokens=block, lookahead=lookahead, programs=2 * sms)
+        # A program reads its first item before it knows whether there is one.
+        programs = min(2 * sms, READ_AHEAD)
+        return replace(plain, block_tokens=block, lookahead=lookahead, programs=programs)
     # Of one warp, as the plain kernel: as many as registers and shared memory hold. Groups of one
     # and three heads take more than the 168 registers of which a quarter of an SM holds three.
     per_sm = {(8, 128): 10, (16, 128): 6}.get((plain.rows, head_dim))

@@ -19,8 +19,7 @@ MAX_MERGED = 8
 
 ALONE = 0.87
 """Time a token takes an item of a large tile that has half an SM to itself, over its time beside
-another: stems of `1,1024 2048,32` on an H100."""
-
+another: as the next one, from sweeps of chunks over 40 trees on an H100 (docs/kernel-log.md)."""
 
 HIDDEN = 0.6
 """How much of the time that items of the smallest shape take those of a large one may take beside
