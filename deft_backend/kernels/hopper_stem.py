@@ -18,6 +18,10 @@ K and V blocks are gathered into rings of shared-memory buffers, K blocks LOOKAH
 the one whose scores are started next, V blocks one block behind them, as they are multiplied. Where
 a block's tokens lie is worked out once, by one thread a token, and read by those that copy: page
 ids come into one ring some blocks before, offsets made of them into another one a few blocks later.
+In the same way one thread a row works out where its query lies and where its result goes. Page ids
+of an item's first blocks, and its rows' queries and slots, are on their way while the item before
+it is written.
+
 Of two barriers a block, the first makes what every thread has copied visible to the tensor cores (a
 proxy fence follows it); behind the second, the products that read the oldest buffers have ended in
 every warp, so copies may overwrite them.
