@@ -1,0 +1,159 @@
+"""Without a GPU: kernels compile for those they are for, and fit there as often as they should."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from deft_backend.kernels import gluon_parts, launch_config, tree_attention
+from deft_backend.kernels.launch import LaunchConfig
+from deft_backend.kernels.tree_attention import Kind, Launch
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+SMS = 132
+REGISTERS = 65536  # of an SM, a quarter of them for each of its schedulers
+RESERVED = 1024  # bytes of shared memory that a program takes beside its own
+SHARED = {9: 233472, 8: 167936}  # bytes of an SM, by compute capability
+TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+needs_gluon = pytest.mark.skipif(not gluon_parts.available(), reason="kernels for another Triton")
+
+
+class Resources(NamedTuple):
+    """What a program takes."""
+
+    registers: int  # of a thread, as they are given out
+    shared: int  # bytes
+    stack: int  # bytes of a thread: spills
+    warps: int
+
+    def fit(self, major: int) -> int:
+        """Programs that fit on an SM."""
+        by_registers = REGISTERS // (self.registers * 32 * self.warps)
+        return min(by_registers, SHARED[major] // (self.shared + RESERVED))
+
+
+def config_of(major: int, head_dim: int, dtype: torch.dtype, group: int) -> LaunchConfig:
+    """As on an H100 or an A100, of the SMs of the former."""
+    properties = SimpleNamespace(
+        multi_processor_count=SMS, shared_memory_per_block_optin=SHARED[major] - RESERVED,
+        shared_memory_per_multiprocessor=SHARED[major], major=major, minor=0,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        launch_config.cache_clear()
+        config = launch_config(head_dim, dtype, torch.device("cuda", 0), group)
+        launch_config.cache_clear()
+    return config
+
+
+def kind_of(head_dim: int, dtype: torch.dtype, page_size: int) -> Kind:
+    """Eight KV heads, and four query heads of each, over pages that lie one behind the other."""
+    strides = (page_size * 8 * head_dim, 8 * head_dim, head_dim)
+    return Kind(
+        dtype=dtype, k_strides=strides, v_strides=strides, num_heads=32, num_kv_heads=8,
+        head_dim=head_dim, page_size=page_size, soft_cap=False, wide_rows=True,
+        table_by_segment=True,
+    )  # fmt: skip
+
+
+def argument_type(name: str, dtype: torch.dtype) -> str:
+    """Of a kernel's parameter, as hosts give it."""
+    if name in ("q_ptr", "k_ptr", "v_ptr", "out_ptr"):
+        return f"*{TYPES[dtype]}"
+    if name.startswith("partial_"):
+        return "*fp16" if name == "partial_out_ptr" else "*fp32"
+    if name.endswith("_ptr"):
+        return "*i32"
+    return "fp32" if name in ("scale", "logit_cap") else "i32"
+
+
+@cache
+def resources(launch: Launch, dtype: torch.dtype, major: int) -> Resources:
+    """Compile a kernel as it is launched, and ask the assembler what it takes."""
+    function: Any = launch.kernel._compiled
+    names = function.arg_names
+    signature = {
+        n: "constexpr" if n in launch.constants else argument_type(n, dtype) for n in names
+    }
+    aligned = [["tt.divisibility", 16]]
+    described: dict[str, Any] = {
+        "fn": function,
+        "signature": signature,
+        "constexprs": {(names.index(n),): value for n, value in launch.constants.items()},
+        "attrs": {
+            (i,): aligned for i, n in enumerate(names)
+            if signature[n].startswith("*") or n.startswith("stride_")
+        },
+    }  # fmt: skip
+    source: Any = ASTSource
+    if launch.kernel in (tree_attention.STEM_ATTENTION, tree_attention.PIPELINED_LEAF_ATTENTION):
+        from triton.experimental.gluon._runtime import GluonASTSource as source
+    options = {
+        "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages,
+        "launch_pdl": launch.launch_pdl,
+    }
+    target = GPUTarget("cuda", major * 10, 32)
+    compiled = triton.compile(source(**described), target=target, options=options)
+    found = _usage(compiled.asm["cubin"])
+    registers = -(-found["REG"] // 8) * 8
+    return Resources(registers, compiled.metadata.shared, found["STACK"], launch.num_warps)
+
+
+def _usage(binary: bytes) -> dict[str, int]:
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", text)}
+
+
+@needs_gluon
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "page_size"),
+    [(128, torch.float16, 16), (128, torch.bfloat16, 1), (64, torch.bfloat16, 16)],
+)
+def test_kernels_on_hopper(head_dim: int, dtype: torch.dtype, page_size: int) -> None:
+    """All of them without spills, as many programs an SM as are launched."""
+    config = config_of(9, head_dim, dtype, 4)
+    launches = tree_attention._launches(config, kind_of(head_dim, dtype, page_size))
+    for tile, (_, launch) in zip(config.tiles[:2], launches.stage1[:2], strict=True):
+        found = resources(launch, dtype, 9)
+        assert found.fit(9) >= tile.programs // SMS, (launch.kernel._name, found)
+        assert found.stack == 0, (launch.kernel._name, found)
+    assert resources(launches.stage2, dtype, 9).fit(9) >= 16
+
+
+@needs_gluon
+def test_leaves_fit_beside_one_stem_of_an_sm() -> None:
+    """Two warps in each quarter of its registers, where few stems leave room for them."""
+    config = config_of(9, 128, torch.bfloat16, 4)
+    launches = tree_attention._launches(config, kind_of(128, torch.bfloat16, 1))
+    (_, leaf), (_, stem) = launches.stage1[:2]
+    leaves, stems = resources(leaf, torch.bfloat16, 9), resources(stem, torch.bfloat16, 9)
+    assert (leaves.warps, stems.warps) == (1, 4)
+    assert stems.registers * 32 + 2 * leaves.registers * 32 <= REGISTERS // 4
+    left = SHARED[9] - (stems.shared + RESERVED)
+    assert left // (leaves.shared + RESERVED) >= 6
+
+
+def test_kernels_on_ampere() -> None:
+    """The plain ones: they compile, and what is launched of them fits."""
+    config = config_of(8, 128, torch.float16, 4)
+    launches = tree_attention._launches(config, kind_of(128, torch.float16, 16))
+    for tile, (first, _) in zip(config.tiles, launches.stage1, strict=True):
+        found = resources(first, torch.float16, 8)
+        assert found.fit(8) >= tile.programs // SMS, (first.kernel._name, found)
