@@ -44,10 +44,12 @@ class Resources(NamedTuple):
         return min(by_registers, SHARED[major] // (self.shared + RESERVED))
 
 
-def config_of(major: int, head_dim: int, dtype: torch.dtype, group: int) -> LaunchConfig:
-    """As on an H100 or an A100, of the SMs of the former."""
+def config_of(
+    major: int, head_dim: int, dtype: torch.dtype, group: int, sms: int = SMS
+) -> LaunchConfig:
+    """As on an H100 or an A100, but for the number of SMs."""
     properties = SimpleNamespace(
-        multi_processor_count=SMS, shared_memory_per_block_optin=SHARED[major] - RESERVED,
+        multi_processor_count=sms, shared_memory_per_block_optin=SHARED[major] - RESERVED,
         shared_memory_per_multiprocessor=SHARED[major], major=major, minor=0,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
@@ -157,3 +159,14 @@ def test_kernels_on_ampere() -> None:
     for tile, (first, _) in zip(config.tiles, launches.stage1, strict=True):
         found = resources(first, torch.float16, 8)
         assert found.fit(8) >= tile.programs // SMS, (first.kernel._name, found)
+
+
+@needs_gluon
+@pytest.mark.parametrize(("sms", "stems"), [(132, 264), (600, 1024)])
+def test_programs_follow_from_the_gpu(sms: int, stems: int) -> None:
+    """Stems read their first items unasked: never more of them than plans have room for."""
+    config = config_of(9, 128, torch.float16, 4, sms)
+    leaf, stem, packed = config.tiles
+    assert (leaf.programs, stem.programs) == (10 * sms, stems)
+    assert (leaf.lookahead, stem.lookahead, packed.lookahead) == (1, 2, 0)
+    assert config.overlapped

@@ -204,14 +204,18 @@ def test_leaves_merge_any_number_of_results(merged: int, group: int) -> None:
 
 
 @pytest.mark.parametrize("group", [4, 5])
-def test_a_stem_writes_outputs_and_partial_results(group: int) -> None:
-    """Of one tile, not full: some queries have read all their KV by then, others have not."""
+@pytest.mark.parametrize("longer", [[1, 2, 5], list(range(7))])
+def test_a_stem_writes_outputs_and_partial_results(group: int, longer: list[int]) -> None:
+    """Of one tile, not full: some queries have read all their KV by then, others have not.
+
+    Where all have tokens of their own, those of the stem are as large as float16 has them: partial
+    results stay finite, though rounded weights may weigh more than one.
+    """
     from deft_backend.forest import build_forest
     from deft_backend.planner import plan_grouping
     from deft_backend.policies import GroupingBuilder, Segment
 
     requests, shared, own, heads, dim = 7, 100, 9, (2 * group, 2), 64
-    longer = [1, 2, 5]
     generator = torch.Generator().manual_seed(group)
     lens = torch.full((requests,), shared, dtype=torch.int32)
     lens[longer] = shared + own
@@ -220,6 +224,9 @@ def test_a_stem_writes_outputs_and_partial_results(group: int) -> None:
     q = torch.randn(requests, heads[0], dim, generator=generator).half()
     slots = shared + requests * own
     k_cache, v_cache = torch.randn(2, slots, 1, heads[1], dim, generator=generator).half()
+    if len(longer) == requests:
+        k_cache[: shared - 1] = k_cache[0]  # one weight, rounded 99 times
+        v_cache[:shared], v_cache[shared:] = torch.finfo(torch.float16).max, 0.0
     attention = TreeAttention(
         num_query_heads=heads[0], num_kv_heads=heads[1], head_dim=dim, dtype=torch.float16,
         device="cpu", max_batch=requests,

@@ -13,7 +13,7 @@ import torch
 
 from deft_backend import TreeAttention, forest_from_page_tables
 from deft_backend.bench.random_forest import random_batch
-from deft_backend.kernels import gluon_parts, launch, launch_config, run_plan, tree_attention
+from deft_backend.kernels import launch, run_plan, tree_attention
 from deft_backend.kernels.launch import LaunchConfig, ReduceConfig, TileConfig
 from deft_backend.planner import DevicePlan, PlanCapacity
 from deft_backend.reference import reference_attention, relative_error
@@ -226,25 +226,3 @@ def test_one_attention_runs_over_caches_of_several_kinds() -> None:
         out = attention.run(*tensors, logit_cap=logit_cap)
         expected = reference_attention(*tensors, logit_cap=logit_cap)
         assert relative_error(out, expected) <= 2e-6
-
-
-@pytest.mark.parametrize(("sms", "stems"), [(132, 264), (600, 1024)])
-def test_programs_follow_from_the_gpu(
-    sms: int, stems: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stems read their first items unasked: never more of them than plans have room for."""
-    properties = SimpleNamespace(
-        multi_processor_count=sms, shared_memory_per_block_optin=232448,
-        shared_memory_per_multiprocessor=233472, major=9, minor=0,
-    )  # fmt: skip
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(gluon_parts, "available", lambda: True)
-    launch_config.cache_clear()
-    try:
-        config = launch_config(128, torch.float16, torch.device("cuda", 0), 4)
-    finally:
-        launch_config.cache_clear()
-    leaf, stem, packed = config.tiles
-    assert (leaf.programs, stem.programs) == (10 * sms, stems)
-    assert (leaf.lookahead, stem.lookahead, packed.lookahead) == (1, 2, 0)
-    assert config.overlapped

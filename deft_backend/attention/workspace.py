@@ -13,9 +13,9 @@ class Workspace(NamedTuple):
     Attributes
     ----------
     out : [E, Hq, D] float16 or float32
-        Outputs over their rows' largest elements.
+        Outputs over a scale of each row.
     lse, scale : [E, Hq] float32
-        Log-sum-exp of the scores, and those largest elements.
+        Log-sum-exp of the scores, and those scales.
     """
 
     out: torch.Tensor

@@ -188,8 +188,8 @@ def stem_attention(
     )  # fmt: skip
     stop = range_end(row, stop, seq_lens_ptr)
     table_at = table_row(listed, table_rows_ptr, TABLE_BY_SEGMENT)
-    # An item's first pages, and its rows' queries and slots, on their way to it: where pages of
-    # blocks behind those, and where tokens lie, come once it has begun.
+    # Where an item's first pages, and its rows' queries and slots, come to: memory that holds pages
+    # of later blocks, and where tokens lie, once the item has begun.
     first_pages = pages._reinterpret(pages.dtype, [PAGES * BLOCK_N], PLAIN).slice(
         0, KNOWN * BLOCK_N
     )
@@ -339,8 +339,9 @@ def stem_attention(
         inverse = gl.where(empty, 0.0, 1.0 / sums)
         inverse = gl.convert_layout(inverse, OUTPUT_ROW)
         # Partial results keep 11 bits of mantissa relative to their row's largest element, whatever
-        # the range of the cache's dtype. Of float16 they have the range, being means of V.
-        largest = gl.full([BLOCK_M], 1.0, gl.float32, OUTPUT_ROW)
+        # the range of the cache's dtype. Of float16 they have the range, being means of V, of
+        # weights that are rounded: halves of them never exceed it.
+        largest = gl.full([BLOCK_M], 2.0, gl.float32, OUTPUT_ROW)
         if DTYPE != PARTIAL:
             largest = gl.maximum(gl.reduce(gl.abs(acc), 1, larger) * inverse, 1.0e-30)
 

@@ -74,8 +74,8 @@ def _read_pages(
 ):  # fmt: skip
     """Third link: pages of the tokens of one of a range's blocks; its last token's past its end."""
     position = _positions(start, length, block, offs_n, BLOCK_N)
-    some = (offs_n >= 0) & (length > 0)
-    return gl.load(table + position // PAGE_SIZE, mask=some, other=0).to(gl.int32)
+    some = gl.full([BLOCK_N], True, gl.int1, offs_n.type.layout)
+    return gl.load(table + position // PAGE_SIZE, mask=some & (length > 0), other=0).to(gl.int32)
 
 
 @jit
@@ -83,7 +83,8 @@ def _copy_rows(buffer, base, offset, exist, ROW: gl.constexpr):
     """Start copying rows, `offset` times 16 bytes from `base`; zeros unless they exist."""
     wide = gl.convert_layout(offset, ROW).to(gl.uint32).to(gl.int64) * 8
     pointers = gl.expand_dims(base, 0) + wide[:, None]
-    async_copy_global_to_shared(buffer, pointers, mask=(wide >= 0)[:, None] & exist)
+    some = gl.full([buffer.shape[0]], True, gl.int1, ROW)
+    async_copy_global_to_shared(buffer, pointers, mask=some[:, None] & exist)
 
 
 @jit

@@ -63,7 +63,7 @@ def run_plan(
     seq_lens : [B] int
         Current tokens of each batch row.
     partial_out : [E, Hq, D] float16 or float32; partial_lse, partial_scale : [E, Hq] float32
-        Workspace for partial results: outputs over their rows' largest elements, and those.
+        Workspace for partial results: outputs over a scale of each row, LSE, and those scales.
     host_plan : Plan, optional
         What is in `plan`: lets tile shapes without items and a reduction without partial results
         be skipped. None launches everything, as a captured graph must.
