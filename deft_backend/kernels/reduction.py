@@ -36,22 +36,27 @@ def reduce_partials(
     offs_h = tl.arange(0, BLOCK_H)[None, :]
     offs_d = tl.arange(0, HEAD_DIM_PADDED)[None, None, :]
     work_end = tl.load(num_reduce_ptr) * HEAD_BLOCKS
+    # The first query's numbers, read while stage 1 ends, and kept: a loop that carries numbers of
+    # its next round instead loses some in Triton 3.6.
+    first_query = tl.program_id(0) // HEAD_BLOCKS
+    there = tl.program_id(0) < work_end
+    first_of = tl.load(reduce_query_ptr + first_query, mask=there, other=0)
+    first_begin = tl.load(reduce_slot_ptr + first_query, mask=there, other=0)
+    first_end = tl.load(reduce_slot_ptr + first_query + 1, mask=there, other=0)
     if OVERLAPPED:
-        # The first query's numbers come to the L2 while stage 1 ends. They are read again below: a
-        # loop that carries numbers of its next round loses some in Triton 3.6.
-        first_query = tl.program_id(0) // HEAD_BLOCKS
-        there = tl.program_id(0) < work_end
-        tl.load(reduce_query_ptr + first_query, mask=there, volatile=True)
-        tl.load(reduce_slot_ptr + first_query, mask=there, volatile=True)
         gdc_wait()
 
     for work in range(tl.program_id(0), work_end, tl.num_programs(0)):
         which = work // HEAD_BLOCKS
         head = work % HEAD_BLOCKS * BLOCK_H + offs_h
         in_heads = head < NUM_HEADS
-        query = tl.load(reduce_query_ptr + which).to(tl.int64)
-        begin = tl.load(reduce_slot_ptr + which)
-        end = tl.load(reduce_slot_ptr + which + 1)
+        later = work != tl.program_id(0)
+        query = tl.load(reduce_query_ptr + which, mask=later, other=0)
+        begin = tl.load(reduce_slot_ptr + which, mask=later, other=0)
+        end = tl.load(reduce_slot_ptr + which + 1, mask=later, other=0)
+        query = tl.where(later, query, first_of).to(tl.int64)
+        begin = tl.where(later, begin, first_begin)
+        end = tl.where(later, end, first_end)
 
         maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
         total = tl.full([BLOCK_H], 0.0, tl.float32)
