@@ -383,6 +383,24 @@ def test_ours_is_right_repeatable_and_its_plans_are_timed(
     assert all(us > 0 for us in row["plan_us"].values())
 
 
+@pytest.mark.parametrize("page_size", [1, 5])
+def test_plans_made_on_the_device_are_measured_too(page_size: int) -> None:
+    measured = replace(setup(), ours=Ours(OURS, "auto", "device"))
+    row = measure_case(case(mixed_small(), page_size), measured)
+    assert "deft" not in row["skipped"]
+    assert row["error"]["deft"] < 1e-3  # type: ignore[operator]
+    assert row["repeatable"] is True
+    assert row["plan_us"] == {}
+    assert "items" not in row["facts"]["deft"]  # nobody on the host knows
+
+
+def test_more_requests_than_the_device_plans_are_refused() -> None:
+    many = forest_from_parents([-1] * 1025, [1] * 1025)
+    measured = replace(setup(), ours=Ours(OURS, "auto", "device"))
+    row = measure_case(case(many, 1), measured)
+    assert row["skipped"]["deft"].startswith("1025 requests; plans made on the device hold 1024")
+
+
 def test_a_result_that_changes_from_run_to_run_is_seen() -> None:
     class Drifting(Ours):
         def prepare(self, inputs: Inputs) -> Prepared:

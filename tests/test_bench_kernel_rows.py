@@ -150,6 +150,13 @@ def test_runs_of_different_machines_or_builds_do_not_merge(name: str) -> None:
         merged([(Path("a"), [row()], HEADER), (Path("b"), [row()], {**HEADER, name: "other"})])
 
 
+def test_times_of_both_planners_do_not_merge() -> None:
+    on_device = {**HEADER, "runs": [{"options": {"planner": "device"}}]}
+    with pytest.raises(RowsError, match="b was measured with --planner device, a with host"):
+        merged([(Path("a"), [row()], HEADER), (Path("b"), [row()], on_device)])
+    assert len(merged([(Path("a"), [row()], on_device), (Path("b"), [], on_device)])[0]) == 1
+
+
 # Plots
 
 
@@ -200,6 +207,9 @@ def test_rows_without_times_draw_nothing(tmp_path: Path) -> None:
         (["--page-size", "0"], r"--page-size is '0'; expected auto or a number"),
         (["--layout", "random"], r"--layout is 'random'; expected one of shuffled, contiguous"),
         (["--policy", "best"], r"no policy 'best'; expected one of"),
+        (["--planner", "gpu"], r"--planner is 'gpu'; expected one of host, device"),
+        (["--planner", "device", "--policy", "deft-node"], r"policy is deft-node; plans made on"),
+        (["--planner", "device", "--phases"], r"--phases times launches of plans made on the host"),
         (["--peers", "fa4"], r"--peers is 'fa4'; expected one of flashinfer, cascade, fa3, flash-"),
         (["--part", "3/2"], r"--part is '3/2'; expected I/N"),
         (["--tree", "2 8", "--part", "2/2"], r"only 1 cases"),

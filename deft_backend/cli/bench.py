@@ -71,6 +71,13 @@ def kernel(
     policy: Annotated[
         str, typer.Option(help=f"How ours groups: {', '.join(POLICY_NAMES)}.")
     ] = "auto",
+    planner: Annotated[
+        str,
+        typer.Option(
+            help="Who plans ours: host, or device, as in a server's CUDA graph, where every launch "
+            "is made."
+        ),
+    ] = "host",
     peers: Annotated[
         str,
         typer.Option(metavar="PEER[,PEER…]", help="What ours is compared with; 'none' for none."),
@@ -116,7 +123,9 @@ def kernel(
         shapes = [parse_heads(text) for text in words(heads)] if heads is not None else None
         chosen = chosen_workloads(sets, tree, traces, 2 if quick else steps, device, quick)
         cases = chosen_part(cases_of(chosen, shapes, size), part)
-        ours, others = chosen_methods(policy, peers)
+        ours, others = chosen_methods(policy, planner, peers)
+    if phases and planner == "device":
+        raise fail("--phases times launches of plans made on the host; leave out --planner device")
     require_device(device, quick)
     console = Console()
     setup = make_setup(ours, others, head_dim, dtype, device, layout, seed, eager, quick, phases)
@@ -126,8 +135,9 @@ def kernel(
     path = rows_file(out or Path("reports") / f"kernel-{stamp}", setup.device)
     options = {
         "sets": sets, "tree": tree, "heads": heads, "page_size": page_size, "layout": layout,
-        "policy": policy, "peers": peers, "part": part, "launch": "eager" if eager else "graph",
-        "seed": seed, "quick": quick, "steps": steps, "traces": traces is not None,
+        "policy": policy, "planner": planner, "peers": peers, "part": part,
+        "launch": "eager" if eager else "graph", "seed": seed, "quick": quick, "steps": steps,
+        "traces": traces is not None,
     }  # fmt: skip
     with _Watch(len(cases), console) as watch:
         try:

@@ -71,21 +71,23 @@ def chosen_workloads(
     return found
 
 
-def chosen_methods(policy: str, peers: str) -> tuple[Ours, list[Method]]:
+def chosen_methods(policy: str, planner: str, peers: str) -> tuple[Ours, list[Method]]:
     """Ours, and the peers by name.
 
     Raises
     ------
     PolicyError
-        If there is no such policy.
+        If there is no such policy, or the device does not plan by it.
     """
     from deft_backend.bench.kernel.methods import OURS, PEERS, make_method
-    from deft_backend.bench.kernel.methods.ours import Ours
+    from deft_backend.bench.kernel.methods.ours import PLANNERS, Ours
+
+    one_of("--planner", planner, PLANNERS)
 
     names = [] if peers == "none" else list(dict.fromkeys(words(peers)))
     for name in names:
         one_of("--peers", name, (*PEERS, "none"))
-    return Ours(OURS, policy), [make_method(name) for name in names]
+    return Ours(OURS, policy, planner), [make_method(name) for name in names]
 
 
 def chosen_part(cases: list[Case], part: str | None) -> list[Case]:

@@ -78,6 +78,11 @@ def read_rows(path: Path) -> tuple[list[Row], dict[str, Any]]:
     return cast(list[Row], rows), header
 
 
+def _planners(header: dict[str, Any]) -> set[str]:
+    """Who planned ours in the runs of a file."""
+    return {run.get("options", {}).get("planner", "host") for run in header.get("runs", [{}])}
+
+
 def merged(
     parts: Sequence[tuple[Path, list[Row], dict[str, Any]]],
 ) -> tuple[list[Row], dict[str, Any]]:
@@ -86,7 +91,7 @@ def merged(
     Raises
     ------
     RowsError
-        If the runs are of different devices, versions or commits.
+        If the runs are of different devices, versions or commits, or ours was planned differently.
     """
     if not parts:
         raise RowsError("there are no files to merge")
@@ -99,6 +104,12 @@ def merged(
                     f"{path} was measured with {name} {other.get(name)}, {first} with "
                     f"{header.get(name)}; rows of one file must come from one machine and build"
                 )
+        theirs, ours = (", ".join(sorted(_planners(of))) for of in (other, header))
+        if theirs != ours:
+            raise RowsError(
+                f"{path} was measured with --planner {theirs}, {first} with {ours}; rows of one "
+                "file must have one"
+            )
         for row in rows:
             found[key_of(row)] = row
     runs = [run for _, _, other in parts for run in other.get("runs", [])]

@@ -114,7 +114,7 @@ def measure_case(case: Case, setup: Setup) -> Row:
     )
     for method in (setup.ours, *setup.peers):
         _measure_method(method, inputs, reference, setup, row)
-    if setup.ours.name not in row["skipped"]:
+    if setup.ours.name not in row["skipped"] and setup.ours.planner == "host":
         times = plan_us(setup.ours.attention(inputs), inputs, setup.budget)
         row["plan_us"] = {name: round(us, 1) for name, us in times.items()}
         if setup.phases:

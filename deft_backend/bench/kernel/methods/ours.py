@@ -8,22 +8,40 @@ import torch
 
 from deft_backend import TreeAttention, get_policy
 from deft_backend.bench.kernel.inputs import Inputs
-from deft_backend.bench.kernel.methods.base import Method, Prepared
+from deft_backend.bench.kernel.methods.base import Method, Prepared, Refused
 from deft_backend.bench.kernel.phases import alone
+from deft_backend.planner.on_device import largest_batch
+from deft_backend.policies import PolicyError
+
+PLANNERS = ("host", "device")
 
 
 class Ours(Method):
     """:class:`~deft_backend.TreeAttention`; with the policy ``flash-decoding``, a peer of itself.
 
+    Parameters
+    ----------
+    name, policy : str
+    planner : str
+        One of :data:`PLANNERS`. The device's plans are what servers decode with inside their CUDA
+        graphs: sized for the largest batch, and with every launch, whether the plan has items for
+        it or not, since nobody on the host knows.
+
     Raises
     ------
     PolicyError
-        If there is no such policy.
+        If there is no such policy, or the device does not plan by it.
     """
 
-    def __init__(self, name: str, policy: str) -> None:
+    def __init__(self, name: str, policy: str, planner: str = "host") -> None:
         self.name = name
         self.policy = get_policy(policy).name
+        self.planner = planner
+        if planner == "device" and self.policy != "auto":
+            raise PolicyError(
+                f"the policy is {self.policy}; plans made on the device follow auto: plan on the "
+                "host, or choose auto"
+            )
 
     def unavailable(self, device: torch.device) -> str | None:
         return None
@@ -37,22 +55,29 @@ class Ours(Method):
             dtype=inputs.q.dtype,
             device=inputs.device,
             page_size=inputs.case.page_size,
-            max_batch=inputs.batch,
+            max_batch=self._most(inputs),
             policy=self.policy,
         )
 
+    def _most(self, inputs: Inputs) -> int:
+        """Requests that an attention is sized for."""
+        if self.planner == "host":
+            return inputs.batch
+        if inputs.batch > largest_batch():
+            raise Refused(
+                f"{inputs.batch} requests; plans made on the device hold {largest_batch()} at most"
+            )
+        return largest_batch()
+
     def prepare(self, inputs: Inputs) -> Prepared:
         attention = self.attention(inputs)
-        plan = attention.plan(inputs.forest)
-        return Prepared(
-            _launch(attention, inputs),
-            poison=attention.poison_workspace,
-            facts={
-                "items": plan.num_items,
-                "partials": plan.num_partials,
-                "workspace_bytes": attention.workspace_bytes,
-            },
-        )
+        facts = {"workspace_bytes": attention.workspace_bytes}
+        if self.planner == "device":
+            attention.plan_on_device(inputs.page_table, inputs.seq_lens)
+        else:
+            plan = attention.plan(inputs.forest)
+            facts |= {"items": plan.num_items, "partials": plan.num_partials}
+        return Prepared(_launch(attention, inputs), poison=attention.poison_workspace, facts=facts)
 
     def phases(self, inputs: Inputs) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
         """Each launch by itself, to be called or captured, and replayed, before the next is asked
@@ -64,7 +89,7 @@ class Ours(Method):
             yield name, launch
 
     def origin(self) -> str:
-        return f"deft-backend, policy {self.policy}"
+        return f"deft-backend, policy {self.policy}, planned on the {self.planner}"
 
 
 def _launch(attention: TreeAttention, inputs: Inputs) -> Callable[[], torch.Tensor]:
