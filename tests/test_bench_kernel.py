@@ -395,10 +395,10 @@ def test_plans_made_on_the_device_are_measured_too(page_size: int) -> None:
 
 
 def test_more_requests_than_the_device_plans_are_refused() -> None:
-    many = forest_from_parents([-1] * 1025, [1] * 1025)
+    many = forest_from_parents([-1] * 2049, [1] * 2049)
     measured = replace(setup(), ours=Ours(OURS, "auto", "device"))
     row = measure_case(case(many, 1), measured)
-    assert row["skipped"]["deft"].startswith("1025 requests; plans made on the device hold 1024")
+    assert row["skipped"]["deft"].startswith("2049 requests; plans made on the device hold 2048")
 
 
 def test_a_result_that_changes_from_run_to_run_is_seen() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -19,6 +20,10 @@ from triton.compiler import ASTSource
 from deft_backend.kernels import gluon_parts, launch_config, tree_attention
 from deft_backend.kernels.launch import LaunchConfig
 from deft_backend.kernels.tree_attention import Kind, Launch
+from deft_backend.planner import DevicePlan, PlanCapacity
+from deft_backend.planner.on_device import SIZES, DevicePlanner
+from deft_backend.policies import Target
+from deft_backend.triton_kernel import Kernel
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 SMS = 132
@@ -85,33 +90,44 @@ def argument_type(name: str, dtype: torch.dtype) -> str:
 def resources(launch: Launch, dtype: torch.dtype, major: int) -> Resources:
     """Compile a kernel as it is launched, and ask the assembler what it takes."""
     function: Any = launch.kernel._compiled
-    names = function.arg_names
-    signature = {
-        n: "constexpr" if n in launch.constants else argument_type(n, dtype) for n in names
-    }
-    aligned = [["tt.divisibility", 16]]
-    described: dict[str, Any] = {
-        "fn": function,
-        "signature": signature,
-        "constexprs": {(names.index(n),): value for n, value in launch.constants.items()},
-        "attrs": {
-            (i,): aligned for i, n in enumerate(names)
-            if signature[n].startswith("*") or n.startswith("stride_")
-        },
-    }  # fmt: skip
-    source: Any = ASTSource
-    if launch.kernel in (tree_attention.STEM_ATTENTION, tree_attention.PIPELINED_LEAF_ATTENTION):
-        from triton.experimental.gluon._runtime import GluonASTSource as source
+    types = {n: argument_type(n, dtype) for n in function.arg_names if n not in launch.constants}
+    gluon = (tree_attention.STEM_ATTENTION, tree_attention.PIPELINED_LEAF_ATTENTION)
     options = {
         "num_warps": launch.num_warps,
         "num_stages": launch.num_stages,
         "launch_pdl": launch.launch_pdl,
     }
+    return compiled(function, types, launch.constants, options, major, launch.kernel in gluon)
+
+
+def compiled(
+    function: Any,
+    types: dict[str, str],
+    constants: Mapping[str, Any],
+    options: dict[str, Any],
+    major: int,
+    gluon: bool = False,
+) -> Resources:
+    """Compile a kernel for arguments of `types`; pointers and strides are multiples of 16."""
+    names = function.arg_names
+    aligned = [["tt.divisibility", 16]]
+    described: dict[str, Any] = {
+        "fn": function,
+        "signature": {n: types.get(n, "constexpr") for n in names},
+        "constexprs": {(names.index(n),): value for n, value in constants.items()},
+        "attrs": {
+            (i,): aligned for i, n in enumerate(names)
+            if types.get(n, "").startswith("*") or n.startswith("stride_")
+        },
+    }  # fmt: skip
+    source: Any = ASTSource
+    if gluon:
+        from triton.experimental.gluon._runtime import GluonASTSource as source
     target = GPUTarget("cuda", major * 10, 32)
-    compiled = triton.compile(source(**described), target=target, options=options)
-    found = _usage(compiled.asm["cubin"])
+    binary = triton.compile(source(**described), target=target, options=options)
+    found = _usage(binary.asm["cubin"])
     registers = -(-found["REG"] // 8) * 8
-    return Resources(registers, compiled.metadata.shared, found["STACK"], launch.num_warps)
+    return Resources(registers, binary.metadata.shared, found["STACK"], options["num_warps"])
 
 
 def _usage(binary: bytes) -> dict[str, int]:
@@ -159,6 +175,38 @@ def test_kernels_on_ampere() -> None:
     for tile, (first, _) in zip(config.tiles, launches.stage1, strict=True):
         found = resources(first, torch.float16, 8)
         assert found.fit(8) >= tile.programs // SMS, (first.kernel._name, found)
+
+
+@pytest.mark.parametrize("batch", SIZES)
+def test_the_device_planner_on_hopper(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every size of batch, without spills."""
+    found: dict[str, Resources] = {}
+
+    def compile_it(
+        kernel: Kernel, grid: Any, arguments: Any, constants: Any, **options: Any
+    ) -> None:
+        for name in ("variant", "aligned", "interpreted"):
+            del options[name]
+        names = [n for n in kernel._compiled.arg_names if n not in constants]
+        types = {n: type_of(value) for n, value in zip(names, arguments, strict=True)}
+        found[kernel._name] = compiled(kernel._compiled, types, constants, options, 9)
+
+    cpu = torch.device("cpu")
+    plan = DevicePlan(PlanCapacity.for_batch(batch), cpu)
+    planner = DevicePlanner(Target(32, 8, 128), plan, cpu, 1, overlapped=True)
+    planner._interpreted = False
+    monkeypatch.setattr(Kernel, "launch", compile_it)
+    rows = torch.arange(batch)
+    planner.plan(torch.zeros((batch, 64), dtype=torch.int32), rows, torch.ones_like(rows))
+    assert len(found) == 7
+    assert [name for name, taken in found.items() if taken.stack] == []
+
+
+def type_of(argument: Any) -> str:
+    """Of a launch's argument."""
+    if isinstance(argument, torch.Tensor):
+        return {torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32"}[argument.dtype]
+    return "fp32" if isinstance(argument, float) else "i32"
 
 
 @needs_gluon

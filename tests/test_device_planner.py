@@ -19,7 +19,7 @@ from deft_backend.attention import AttentionError
 from deft_backend.forest import PrefixForest, build_forest
 from deft_backend.planner import DevicePlan, Plan, PlanCapacity, plan_forest
 from deft_backend.planner.on_device import DevicePlanner, largest_batch
-from deft_backend.planner.on_device.planner import GPU_BLOCKS, Blocks
+from deft_backend.planner.on_device.planner import Blocks
 from deft_backend.policies import Auto, PolicyError, Target
 
 CPU = torch.device("cpu")
@@ -148,7 +148,7 @@ def test_with_a_gpus_candidates_chunks_are_the_hosts_too(
     """All lengths that a GPU prices, as the host does; the interpreter prices four of them."""
 
     def as_on_a_gpu(cls: type[Blocks], size: int) -> Blocks:
-        return Blocks(size, size, size, GPU_BLOCKS.candidates)
+        return Blocks(size, size, size, Blocks.on_gpu(size).candidates)
 
     monkeypatch.setattr(Blocks, "interpreted", classmethod(as_on_a_gpu))
     random = np.random.default_rng(seed)
@@ -164,6 +164,20 @@ def test_with_a_gpus_candidates_chunks_are_the_hosts_too(
     assert items_of(device) == items_of(host)
     assert device.tile_ptr.tolist() == host.tile_ptr.tolist()
     assert device.num_partials == host.num_partials
+
+
+def test_the_host_planner_decides_the_same_for_the_largest_batch() -> None:
+    """The largest, but for some rows without a request."""
+    requests = largest_batch() - 100
+    random = np.random.default_rng(0)
+    shared = random.choice([0, 16, 96, 96, 400, 400], size=requests - 1)
+    longest = np.maximum(np.append(shared, 0), np.append(0, shared))
+    batch = batch_of(build_forest(np.arange(requests), shared, longest + 5))
+    capacity = PlanCapacity.for_batch(largest_batch())
+    device = plan_of(batch, TARGET, capacity)
+    host, _ = plan_forest(batch.forest(), Auto(), TARGET, capacity)
+    assert items_of(device) == items_of(host)
+    check_plan(batch, device, TARGET, np.zeros(requests, dtype=np.int32))
 
 
 def test_long_ranges_are_cut_for_the_machine() -> None:

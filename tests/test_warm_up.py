@@ -43,6 +43,7 @@ class Recorder:
         ("meta", 32, {32}),  # any device but the CPU: kernels are compiled for it
         ("meta", 300, {64, 256, 300}),
         ("meta", 1024, {64, 256, 1024}),
+        ("meta", 2048, {64, 256, 1024, 2048}),
         ("cpu", 300, {4}),
         ("cpu", 2, {2}),
     ],

@@ -11,6 +11,7 @@ import torch
 from deft_backend.attention import TreeAttention
 from deft_backend.config import LOG_LEVELS, Settings, warn_unknown
 from deft_backend.forest import PrefixForest
+from deft_backend.hosts.device_limit import planned_on_device
 from deft_backend.hosts.sglang.arguments import NAME
 from deft_backend.hosts.sglang.capture import BatchCapture
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner
@@ -23,7 +24,6 @@ from deft_backend.patches import (
     sglang_page_table_fence,
     sglang_tree_graphs,
 )
-from deft_backend.planner.on_device import largest_batch
 
 logger = logging.getLogger("deft_backend")
 
@@ -116,7 +116,7 @@ def _create(runner: Any, host: Any, name: str, settings: Settings) -> Any:
         head_dim=dim,
         dtype=runner.dtype,
         device=_device(runner),
-        max_batch=min(largest, largest_batch()) if on_device else largest,
+        max_batch=planned_on_device(largest) if on_device else largest,
         policy=settings.policy,
     )
     if attention.device.type == "cuda":

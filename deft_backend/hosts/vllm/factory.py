@@ -10,11 +10,11 @@ import torch
 from deft_backend.attention import TreeAttention
 from deft_backend.config import LOG_LEVELS, Settings, warn_unknown
 from deft_backend.forest import warm_up
+from deft_backend.hosts.device_limit import planned_on_device
 from deft_backend.hosts.vllm.group import GroupAttention
 from deft_backend.hosts.vllm.layers import Layer, LayerShape
 from deft_backend.hosts.vllm.server import server_of
 from deft_backend.hosts.warm_up import warm_up_attention
-from deft_backend.planner.on_device import largest_batch
 
 logger = logging.getLogger("deft_backend")
 
@@ -83,6 +83,8 @@ def _create(
     key = (tuple(layer_names), spec, device)
     if key in server.groups:
         return cast(GroupAttention, server.groups[key])
+    largest = min(settings.max_batch, vllm_config.scheduler_config.max_num_seqs)
+    plans_on_device = settings.policy == "auto"
     attention = TreeAttention(
         num_query_heads=shape.num_query_heads,
         num_kv_heads=shape.num_kv_heads,
@@ -90,12 +92,9 @@ def _create(
         dtype=dtype,
         device=device,
         page_size=spec.block_size,
-        max_batch=min(
-            settings.max_batch, vllm_config.scheduler_config.max_num_seqs, largest_batch()
-        ),
+        max_batch=planned_on_device(largest) if plans_on_device else largest,
         policy=settings.policy,
     )
-    plans_on_device = settings.policy == "auto"
     if plans_on_device:
         _warm_up(attention, host, -(-vllm_config.model_config.max_model_len // spec.block_size))
     else:

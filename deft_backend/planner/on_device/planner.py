@@ -32,8 +32,11 @@ PRICE_CHUNKS = Kernel(price_chunks, "price_chunks")
 MEASURE_RANGES = Kernel(measure_ranges, "measure_ranges")
 WRITE_PLAN = Kernel(write_plan, "write_plan")
 
-SIZES = (64, 256, 1024)
+SIZES = (64, 256, 1024, 2048)
 """Batches that the kernels are compiled for; a smaller batch leaves lanes idle."""
+
+MOST_ELEMENTS = 1 << 20
+"""Of a Triton tensor."""
 
 PIECES = (*range(1, 9), *range(10, 33, 2), *range(40, 257, 8))
 """Chunks of the longest range: the candidates, as on the host."""
@@ -61,18 +64,22 @@ class Blocks:
     candidates: int
 
     @classmethod
+    def on_gpu(cls, size: int) -> Blocks:
+        """As much a program as its registers hold."""
+        many = size > 1024
+        return cls(rows=2 if many else 4, places=4 if many else 8, leaves=32, candidates=64)
+
+    @classmethod
     def interpreted(cls, size: int) -> Blocks:
         """The interpreter's cost is Python's, a program and an operation: few programs."""
-        return cls(rows=size, places=size, leaves=size, candidates=4)
+        many = min(size, MOST_ELEMENTS // (2 * size))  # beside each of all ranges
+        return cls(rows=many, places=many, leaves=size, candidates=4)
 
     def pieces(self) -> list[int]:
         """[candidates] of PIECES, the last repeated."""
         every = max(1, len(PIECES) // self.candidates)
         found = PIECES[::every][: self.candidates]
         return [*found, *[found[-1]] * (self.candidates - len(found))]
-
-
-GPU_BLOCKS = Blocks(rows=4, places=8, leaves=32, candidates=64)
 
 
 def largest_batch() -> int:
@@ -313,7 +320,7 @@ class DevicePlanner:
         )  # fmt: skip
 
     def _blocks(self, size: int) -> Blocks:
-        return Blocks.interpreted(size) if self._interpreted else GPU_BLOCKS
+        return (Blocks.interpreted if self._interpreted else Blocks.on_gpu)(size)
 
     def _size_for(self, batch: int) -> int:
         """The batch that the kernels are compiled for."""

@@ -10,6 +10,7 @@ from deft_backend import TreeAttention, get_policy
 from deft_backend.bench.kernel.inputs import Inputs
 from deft_backend.bench.kernel.methods.base import Method, Prepared, Refused
 from deft_backend.bench.kernel.phases import alone
+from deft_backend.config import Settings
 from deft_backend.planner.on_device import largest_batch
 from deft_backend.policies import PolicyError
 
@@ -24,7 +25,7 @@ class Ours(Method):
     name, policy : str
     planner : str
         One of :data:`PLANNERS`. The device's plans are what servers decode with inside their CUDA
-        graphs: sized for the largest batch, and with every launch, whether the plan has items for
+        graphs: sized as there, and with every launch, whether the plan has items for
         it or not, since nobody on the host knows.
 
     Raises
@@ -67,7 +68,7 @@ class Ours(Method):
             raise Refused(
                 f"{inputs.batch} requests; plans made on the device hold {largest_batch()} at most"
             )
-        return largest_batch()
+        return max(inputs.batch, Settings().max_batch)
 
     def prepare(self, inputs: Inputs) -> Prepared:
         attention = self.attention(inputs)
