@@ -157,6 +157,18 @@ def test_the_hosts_clients_are_held_to_throughput_and_first_token() -> None:
     assert [bar.met for bar in found] == [True, True]
     found = bars([row("deft", 99.0, 10.4), row("fa3", 90.0, 10.0), row("triton", 100.0, 12.0)])
     assert [bar.met for bar in found] == [False, False]
+    assert found[1].found == "1.040"
+
+
+def test_means_of_first_tokens_are_told_beside_their_medians() -> None:
+    def row(backend: str, ttft: float, mean: float) -> Row:
+        name = "generated-shared-prefix:default"
+        found = timed(backend, 1.0, None, name, tokens_per_s=9.0, ttft_ms=ttft)
+        found["detail"] |= {"mean_ttft_ms": mean}
+        return found
+
+    found = bars([row("deft", 10.8, 9.0), row("fa3", 10.0, 12.0), row("triton", 11.0, 10.0)])
+    assert (found[1].found, found[1].met) == ("1.080 (means: 0.900)", False)
 
 
 def test_trees_must_be_faster_than_every_other() -> None:
