@@ -55,6 +55,7 @@ def check(
     seed: int, requests: int, page_size: int = 1, lookahead: int = 1, logit_cap: float = 0.0,
     heads: tuple[int, int] = (4, 1), head_dim: int = 64, grow: int = 0, policy: str = "fasttree",
     programs: int = 3, longest: int = 300, own_rows: bool = True, wide_v: bool = False,
+    in_graph: bool = False,
 ) -> None:  # fmt: skip
     batch = random_batch(seed, requests, page_size, longest=longest, spare=grow)
     generator = torch.Generator().manual_seed(seed)
@@ -81,8 +82,9 @@ def check(
         held = torch.empty_like(table)
         held[rows] = table
     attention.run(
-        q, k_cache, v_cache, held, lens + grow, table_rows=rows, logit_cap=logit_cap, out=out
-    )
+        q, k_cache, v_cache, held, lens + grow, table_rows=rows, logit_cap=logit_cap, out=out,
+        static_launch=in_graph,
+    )  # fmt: skip
     expected = reference_attention(q, k_cache, v_cache, table, lens + grow, logit_cap=logit_cap)
     assert out.isfinite().all()
     assert relative_error(out, expected) <= 1e-3
@@ -100,15 +102,19 @@ def check(
     programs=st.integers(1, 9),
     own_rows=st.booleans(),
     wide_v=st.booleans(),
+    in_graph=st.booleans(),
 )
 def test_random_forests(
     seed: int, requests: int, page_size: int, lookahead: int, heads: tuple[int, int], grow: int,
-    policy: str, programs: int, own_rows: bool, wide_v: bool,
+    policy: str, programs: int, own_rows: bool, wide_v: bool, in_graph: bool,
 ) -> None:  # fmt: skip
-    """A block as long as a tile has rows lets Q share a V block's memory."""
+    """A block as long as a tile has rows lets Q share a V block's memory.
+
+    In a graph all kernels are launched, whether the plan has items for them or not.
+    """
     check(
         seed, requests, page_size, lookahead, heads=heads, grow=grow, policy=policy,
-        programs=programs, longest=260, own_rows=own_rows, wide_v=wide_v,
+        programs=programs, longest=260, own_rows=own_rows, wide_v=wide_v, in_graph=in_graph,
     )  # fmt: skip
 
 
