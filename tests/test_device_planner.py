@@ -27,20 +27,25 @@ TARGET = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, block_tokens=16)
 
 
 def planner_for(
-    target: Target, batch: int, page_size: int, capacity: PlanCapacity | None = None
+    target: Target,
+    batch: int,
+    page_size: int,
+    capacity: PlanCapacity | None = None,
+    device: torch.device = CPU,
 ) -> tuple[DevicePlanner, DevicePlan]:
-    plan = DevicePlan(capacity or PlanCapacity.for_batch(batch), CPU)
-    return DevicePlanner(target, plan, CPU, page_size, overlapped=False), plan
+    plan = DevicePlan(capacity or PlanCapacity.for_batch(batch), device)
+    overlapped = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return DevicePlanner(target, plan, device, page_size, overlapped=overlapped), plan
 
 
 def read(plan: DevicePlan) -> Plan:
     """What is on the device, cut to its counts."""
-    tiles = plan["tile_ptr"].numpy().copy()
+    tiles = plan["tile_ptr"].cpu().numpy().copy()
     items, reduced = int(tiles[-1]), int(plan["num_reduce"][0])
     entries = int(plan["item_query_ptr"][items])
 
     def cut(name: str, count: int) -> npt.NDArray[np.int32]:
-        return plan[name][:count].numpy().copy()
+        return plan[name][:count].cpu().numpy().copy()
 
     return Plan(
         tile_ptr=tiles,
@@ -55,15 +60,19 @@ def read(plan: DevicePlan) -> Plan:
     )  # fmt: skip
 
 
-def plan_of(batch: Batch, target: Target = TARGET, capacity: PlanCapacity | None = None) -> Plan:
+def plan_of(
+    batch: Batch,
+    target: Target = TARGET,
+    capacity: PlanCapacity | None = None,
+    device: torch.device = CPU,
+) -> Plan:
     requests = len(batch.seq_lens)
-    planner, plan = planner_for(target, max(1, requests), batch.page_size, capacity)
+    planner, plan = planner_for(target, max(1, requests), batch.page_size, capacity, device)
     for tensor in plan["segment_row"], plan["entry_slot"], plan["item_query_ptr"]:
         tensor.fill_(-(1 << 20))  # whatever was there before
     tables = torch.from_numpy(np.ascontiguousarray(batch.page_tables))
-    planner.plan(
-        tables, torch.arange(requests, dtype=torch.int32), torch.from_numpy(batch.seq_lens)
-    )
+    rows = torch.arange(requests, dtype=torch.int32, device=device)
+    planner.plan(tables.to(device), rows, torch.from_numpy(batch.seq_lens).to(device))
     return read(plan)
 
 
@@ -166,18 +175,32 @@ def test_with_a_gpus_candidates_chunks_are_the_hosts_too(
     assert device.num_partials == host.num_partials
 
 
-def test_the_host_planner_decides_the_same_for_the_largest_batch() -> None:
-    """The largest, but for some rows without a request."""
-    requests = largest_batch() - 100
-    random = np.random.default_rng(0)
+def many(requests: int, seed: int = 0) -> Batch:
+    """Short contexts, so that many of them can be looked at."""
+    random = np.random.default_rng(seed)
     shared = random.choice([0, 16, 96, 96, 400, 400], size=requests - 1)
     longest = np.maximum(np.append(shared, 0), np.append(0, shared))
-    batch = batch_of(build_forest(np.arange(requests), shared, longest + 5))
-    capacity = PlanCapacity.for_batch(largest_batch())
-    device = plan_of(batch, TARGET, capacity)
+    return batch_of(build_forest(np.arange(requests), shared, longest + 5))
+
+
+def check_same(batch: Batch, capacity: PlanCapacity, device: torch.device = CPU) -> None:
+    """The device decides as the host does, and covers every query's tokens."""
+    found = plan_of(batch, TARGET, capacity, device)
     host, _ = plan_forest(batch.forest(), Auto(), TARGET, capacity)
-    assert items_of(device) == items_of(host)
-    check_plan(batch, device, TARGET, np.zeros(requests, dtype=np.int32))
+    assert items_of(found) == items_of(host)
+    check_plan(batch, found, TARGET, np.zeros(len(batch.seq_lens), dtype=np.int32))
+
+
+def test_the_host_planner_decides_the_same_for_the_largest_batch() -> None:
+    """The largest, but for some rows without a request."""
+    check_same(many(largest_batch() - 100), PlanCapacity.for_batch(largest_batch()))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the same kernels, compiled")
+@pytest.mark.parametrize("requests", [3, 64, 200, 900, 1025, 2048])
+def test_the_host_planner_decides_the_same_as_kernels_on_cuda(requests: int) -> None:
+    """Every size that they are compiled for."""
+    check_same(many(requests), PlanCapacity.for_batch(largest_batch()), torch.device("cuda", 0))
 
 
 def test_long_ranges_are_cut_for_the_machine() -> None:
