@@ -155,7 +155,8 @@ VARIABLES: tuple[Variable, ...] = (
         "SGLang only: where decode batches are planned. host: from the radix tree, when the batch "
         "changes. device: from the page tables, in every step, by kernels in the step's own CUDA "
         "graph; policy `auto` only. auto: device where a batch that shares nothing was measured to "
-        "lose nothing by it (Hopper GPUs, 32 query and 8 KV heads of 128 elements), else host.",
+        "lose hardly anything by it (Hopper GPUs, 32 query and 8 KV heads of 128 elements), else "
+        "host.",
     ),
     Variable(
         "DEFT_MIN_SHARE",

@@ -176,28 +176,42 @@ def test_with_a_gpus_candidates_chunks_are_the_hosts_too(
 
 
 def many(requests: int, seed: int = 0) -> Batch:
-    """Short contexts, so that many of them can be looked at."""
+    """Short contexts, but for a long document that some share and a few long ones of loners."""
     random = np.random.default_rng(seed)
     shared = random.choice([0, 16, 96, 96, 400, 400], size=requests - 1)
-    longest = np.maximum(np.append(shared, 0), np.append(0, shared))
-    return batch_of(build_forest(np.arange(requests), shared, longest + 5))
+    some = min(40, requests // 3)
+    shared[:some] = 20000
+    longest = np.maximum(np.append(shared, 0), np.append(0, shared)) + 5
+    longest[-2:] += 4000
+    return batch_of(build_forest(np.arange(requests), shared, longest), seed)
 
 
 def check_same(batch: Batch, capacity: PlanCapacity, device: torch.device = CPU) -> None:
-    """The device decides as the host does, and covers every query's tokens."""
-    found = plan_of(batch, TARGET, capacity, device)
-    host, _ = plan_forest(batch.forest(), Auto(), TARGET, capacity)
+    """The device cuts and decides as the host does, and covers every query's tokens."""
+    target = Target(num_query_heads=32, num_kv_heads=8, head_dim=128)
+    found = plan_of(batch, target, capacity, device)
+    host, _ = plan_forest(batch.forest(), Auto(), target, capacity)
+    uncut, _ = plan_forest(batch.forest(), Auto(), replace(target, block_tokens=1 << 15), capacity)
+    assert host.num_items > uncut.num_items
     assert items_of(found) == items_of(host)
-    check_plan(batch, found, TARGET, np.zeros(len(batch.seq_lens), dtype=np.int32))
+    check_plan(batch, found, target, np.zeros(len(batch.seq_lens), dtype=np.int32))
 
 
-def test_the_host_planner_decides_the_same_for_the_largest_batch() -> None:
-    """The largest, but for some rows without a request."""
+def test_the_host_planner_decides_the_same_for_the_largest_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The largest, but for some rows without a request; with all lengths that a GPU prices."""
+    interpreted = Blocks.interpreted
+
+    def as_on_a_gpu(cls: type[Blocks], size: int) -> Blocks:
+        return replace(interpreted(size), candidates=Blocks.on_gpu(size).candidates)
+
+    monkeypatch.setattr(Blocks, "interpreted", classmethod(as_on_a_gpu))
     check_same(many(largest_batch() - 100), PlanCapacity.for_batch(largest_batch()))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the same kernels, compiled")
-@pytest.mark.parametrize("requests", [3, 64, 200, 900, 1025, 2048])
+@pytest.mark.parametrize("requests", [12, 64, 200, 900, 1025, 2048])
 def test_the_host_planner_decides_the_same_as_kernels_on_cuda(requests: int) -> None:
     """Every size that they are compiled for."""
     check_same(many(requests), PlanCapacity.for_batch(largest_batch()), torch.device("cuda", 0))

@@ -154,7 +154,7 @@ def test_small_large_and_other_batches_are_the_hosts(server: Any) -> None:
     backend.forward(q, k, v, make_layer(), batch)
     assert server.calls[-2:] == ["metadata", "extend"]
     assert server.state.steps_host == {
-        "batch below DEFT_MIN_BATCH": 2, "batch above DEFT_MAX_BATCH": 2,
+        "batch below DEFT_MIN_BATCH": 2, "batch above what a plan holds": 2,
     }  # fmt: skip
     assert server.state.steps_tree == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -279,6 +280,18 @@ def test_on_a_gpu_the_gain_must_be_worth_it() -> None:
     gain = default_cost_model().transfer_ms(1000 * state.token_bytes * state.num_layers)
     for cost, reason in ((1.01 * gain, "saves less than DEFT_MIN_SAVED_MS"), (0.99 * gain, None)):
         planner = DecodePlanner(FakeAttention(), EAGER, state, least_gain_ms=cost)
+        assert step(planner, requests, lens).host_reason == reason
+
+
+def test_the_gain_is_told_by_this_gpus_bandwidth() -> None:
+    requests, _, lens = requests_of([[1] * 1001, [1] * 1001], Tree())
+    state, shipped = make_state(), default_cost_model()
+    gain = shipped.transfer_ms(1000 * state.token_bytes * state.num_layers)
+    slower = replace(shipped, bandwidth_gb_s=shipped.bandwidth_gb_s / 2)
+    for costs, reason in ((slower, None), (shipped, "saves less than DEFT_MIN_SAVED_MS")):
+        planner = DecodePlanner(
+            FakeAttention(), EAGER, state, least_gain_ms=1.5 * gain, costs=costs
+        )
         assert step(planner, requests, lens).host_reason == reason
 
 

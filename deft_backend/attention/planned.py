@@ -82,8 +82,10 @@ class PlannedAttention:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of device memory held: partial results and the plan."""
-        return self._workspace.num_bytes + self._plan.num_bytes
+        """Bytes of device memory held: partial results, the plan, and what the device planner, once
+        there is one, works in."""
+        planner = self._device_planner.num_bytes if self._device_planner is not None else 0
+        return self._workspace.num_bytes + self._plan.num_bytes + planner
 
     def plan(self, forest: PrefixForest) -> Plan:
         """Plan a batch and put the plan on the device, on the current stream.

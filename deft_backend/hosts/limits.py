@@ -16,8 +16,10 @@ def refused(requests: int, settings: Settings, planned: int) -> str | None:
     planned : int
         Requests that a plan holds.
     """
-    if requests > min(settings.max_batch, planned):
+    if requests > settings.max_batch:
         return "batch above DEFT_MAX_BATCH"
+    if requests > planned:
+        return "batch above what a plan holds"
     if requests < settings.min_batch:
         return "batch below DEFT_MIN_BATCH"
     return None

@@ -17,7 +17,7 @@ from deft_backend.hosts.limits import refused
 from deft_backend.hosts.sglang.radix_forest import Key, forest_of, key_of
 from deft_backend.hosts.state import ServerState
 from deft_backend.planner import Plan
-from deft_backend.policies.cost_model import default_cost_model
+from deft_backend.policies.cost_model import CostModel, default_cost_model
 
 logger = logging.getLogger("deft_backend")
 
@@ -79,7 +79,20 @@ class Planned:
 
 
 class DecodePlanner:
-    """Keeps the plan of the current composition."""
+    """Keeps the plan of the current composition.
+
+    Parameters
+    ----------
+    planner : Planner
+    settings : Settings
+    state : ServerState
+    verify : callable, optional
+        Of a forest and its batch: what does not agree, or None.
+    least_gain_ms : float
+        Milliseconds of KV reads that a plan must save in a step; 0: any.
+    costs : CostModel, optional
+        Tells how long reads take; default: the shipped one.
+    """
 
     def __init__(
         self,
@@ -88,12 +101,14 @@ class DecodePlanner:
         state: ServerState,
         verify: Callable[[PrefixForest, Any], str | None] | None = None,
         least_gain_ms: float = 0.0,
+        costs: CostModel | None = None,
     ) -> None:
         self._planner = planner
         self._settings = settings
         self._state = state
         self._verify = verify
         self._least_gain_ms = least_gain_ms
+        self._costs = costs or default_cost_model()
         self.current: Planned | None = None
 
     def step(
@@ -170,9 +185,7 @@ class DecodePlanner:
             return "saves less than DEFT_MIN_SHARED_TOKENS"
         if self._least_gain_ms > 0.0:
             state = self._state
-            milliseconds = default_cost_model().transfer_ms(
-                saved * state.token_bytes * state.num_layers
-            )
+            milliseconds = self._costs.transfer_ms(saved * state.token_bytes * state.num_layers)
             if milliseconds < self._least_gain_ms:
                 return "saves less than DEFT_MIN_SAVED_MS"
         return None

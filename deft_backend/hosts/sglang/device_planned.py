@@ -20,8 +20,8 @@ class DevicePlannedBackend(DeftAttentionBackend):
 
     Planning is launches alone, made in the step and recorded into its graph: the plan is of the
     page table as the step finds it, whatever happened to requests, tree nodes or pages since the
-    step before, and the host does nothing for it. What is not shared costs nothing more than the
-    host's own kernel would, so there is nothing to decide but whether there are requests to share.
+    step before, and the host does nothing for it. What is not shared takes hardly longer than in
+    the host's own kernel: there is nothing to decide but whether there are requests to share.
 
     Parameters
     ----------

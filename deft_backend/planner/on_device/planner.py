@@ -170,17 +170,27 @@ class DevicePlanner:
         ) = scratch  # fmt: skip
         self._guess = torch.zeros((size, size), dtype=torch.int32, device=device)
         self._below = torch.zeros(2 * size, dtype=torch.int32, device=device)
+        ranges = torch.zeros((7, 2 * size), dtype=torch.int32, device=device)
         (
             self._range_queries, self._range_begin, self._range_end, self._range_pieces,
             self._range_item, self._range_entry, self._range_part,
-        ) = torch.zeros((7, 2 * size), dtype=torch.int32, device=device)  # fmt: skip
+        ) = ranges  # fmt: skip
         pieces = self._blocks(size).pieces()
         self._pieces = torch.tensor(pieces, dtype=torch.int32, device=device)
         self._price = torch.zeros(2 * len(pieces), dtype=torch.float32, device=device)
         self._chunk = torch.zeros(2 * len(pieces), dtype=torch.int32, device=device)
         self._counters = torch.zeros(4, dtype=torch.int64, device=device)
         self._began = torch.zeros(2, dtype=torch.int64, device=device)
+        self._memory = (
+            scratch, self._guess, self._below, ranges, self._pieces, self._price, self._chunk,
+            self._counters, self._began,
+        )  # fmt: skip
         self.counters = torch.zeros(4, dtype=torch.int64, pin_memory=not self._interpreted)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of device memory that it works in, most of them for pairs of requests."""
+        return sum(tensor.nbytes for tensor in self._memory)
 
     def plan(
         self, page_table: torch.Tensor, table_rows: torch.Tensor, seq_lens: torch.Tensor

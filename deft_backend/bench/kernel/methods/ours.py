@@ -72,12 +72,13 @@ class Ours(Method):
 
     def prepare(self, inputs: Inputs) -> Prepared:
         attention = self.attention(inputs)
-        facts = {"workspace_bytes": attention.workspace_bytes}
+        facts = {}
         if self.planner == "device":
             attention.plan_on_device(inputs.page_table, inputs.seq_lens)
         else:
             plan = attention.plan(inputs.forest)
-            facts |= {"items": plan.num_items, "partials": plan.num_partials}
+            facts = {"items": plan.num_items, "partials": plan.num_partials}
+        facts["workspace_bytes"] = attention.workspace_bytes
         return Prepared(_launch(attention, inputs), poison=attention.poison_workspace, facts=facts)
 
     def phases(self, inputs: Inputs) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
