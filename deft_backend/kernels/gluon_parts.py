@@ -73,9 +73,12 @@ def capped(scores, scale, logit_cap, SOFT_CAP: gl.constexpr):
 
 @jit
 def _listed(pointer, there, AHEAD: gl.constexpr):
-    """A number of an item's, 0 of no item's. With AHEAD, loaded before it is known which it is."""
+    """A number of an item's, 0 of no item's. With AHEAD, loaded before it is known which it is.
+
+    Volatile, then: the compiler would move such a load behind what it does not depend on.
+    """
     if AHEAD:
-        return gl.where(there, gl.load(pointer), 0)
+        return gl.where(there, gl.load(pointer, volatile=True), 0)
     else:
         return gl.load(pointer, mask=there, other=0)
 

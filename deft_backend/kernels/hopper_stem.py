@@ -186,19 +186,22 @@ def stem_attention(
         first_work, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
         segment_end_ptr, table_rows_ptr, NUM_KV_HEADS, TABLE_BY_SEGMENT, AHEAD=True,
     )  # fmt: skip
-    stop = range_end(row, stop, seq_lens_ptr)
-    table_at = table_row(listed, table_rows_ptr, TABLE_BY_SEGMENT)
+    table_at = listed.to(gl.int64)
     # Where an item's first pages, and its rows' queries and slots, come to: memory that holds pages
     # of later blocks, and where tokens lie, once the item has begun.
     first_pages = pages._reinterpret(pages.dtype, [PAGES * BLOCK_N], PLAIN).slice(
         0, KNOWN * BLOCK_N
     )
     entries = k_known
-    ask_item(
-        first_work < work_end, first_pages, entries, page_table_ptr + table_at * stride_table,
-        entry, num_queries, start, stop, entry_query_ptr, entry_slot_ptr, KNOWN, BLOCK_N, BLOCK_M,
-        GQA_GROUP, AT_ONCE, PAGE_SIZE, LIST,
-    )  # fmt: skip
+    # Without an item a program ends here: inside a captured graph leaves wait for all of them.
+    if first_work < work_end:
+        stop = range_end(row, stop, seq_lens_ptr)
+        table_at = table_row(listed, table_rows_ptr, TABLE_BY_SEGMENT)
+        ask_item(
+            True, first_pages, entries, page_table_ptr + table_at * stride_table, entry,
+            num_queries, start, stop, entry_query_ptr, entry_slot_ptr, KNOWN, BLOCK_N, BLOCK_M,
+            GQA_GROUP, AT_ONCE, PAGE_SIZE, LIST,
+        )  # fmt: skip
 
     for work in range(first_work, work_end, step_work):
         # KV heads of one item are neighbours: they read the same page-table entries.

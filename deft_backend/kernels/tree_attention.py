@@ -81,7 +81,7 @@ def run_plan(
         pointers |= tensor.data_ptr()
     aligned = pointers % 16 == 0
     strides = (*q.stride()[:2], *out.stride()[:2], page_table.stride(0))
-    _, num_heads, head_dim = q.shape
+    batch, num_heads, head_dim = q.shape
     _, page_size, num_kv_heads, _ = k_cache.shape
     kind = Kind(
         dtype=q.dtype,
@@ -106,16 +106,15 @@ def run_plan(
     scale = float(sm_scale) if logit_cap > 0.0 else float(sm_scale) * LOG2_E
     arguments = (*tensors, *plan.stage1, scale, float(logit_cap) or 1.0, *strides)
     follows = False
-    for shape, programs in _tiles_to_launch(config, host_plan, num_kv_heads, packed):
+    group_rows = batch * num_heads // num_kv_heads
+    for shape, programs in _tiles_to_launch(config, host_plan, num_kv_heads, group_rows, packed):
         launches.stage1[shape][follows].run(programs, arguments, types, aligned)
         follows = config.overlapped
 
-    programs = config.reduce.programs
-    if host_plan is not None:
-        merged = len(host_plan.reduce_query)
-        if merged == 0:
-            return
-        programs = min(programs, merged * -(-num_heads // config.reduce.heads))
+    merged = batch if host_plan is None else len(host_plan.reduce_query)
+    if merged == 0:
+        return
+    programs = min(config.reduce.programs, merged * -(-num_heads // config.reduce.heads))
     arguments = (partial_out, partial_lse, partial_scale, out, *plan.stage2, *strides[2:4])
     launches.stage2.run(programs, arguments, types, aligned)
 
@@ -249,9 +248,13 @@ def _in_order(kernel: Kernel, constants: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tiles_to_launch(
-    config: LaunchConfig, host_plan: Plan | None, num_kv_heads: int, packed: bool
+    config: LaunchConfig, host_plan: Plan | None, num_kv_heads: int, group_rows: int, packed: bool
 ) -> list[tuple[int, int]]:
-    """Tile shapes with their programs, large tiles first: small ones fill what they leave free."""
+    """Tile shapes with their programs, large tiles first: small ones fill what they leave free.
+
+    `group_rows` are rows of all queries of the batch beside one KV head: what fits the smallest
+    tile has no item of a larger one.
+    """
     found = []
     for shape in range(len(config.tiles) - 1, -1, -1):
         programs = config.tiles[shape].programs
@@ -260,7 +263,10 @@ def _tiles_to_launch(
             if begin == end:
                 continue
             programs = min(programs, (end - begin) * num_kv_heads)
-        elif config.tiles[shape].block_segments > 1 and not packed:
+        elif config.tiles[shape].block_segments > 1:
+            if not packed:
+                continue
+        elif shape > 0 and group_rows <= config.tiles[0].rows:
             continue
         found.append((shape, programs))
     return found
