@@ -37,7 +37,7 @@ class Settings:
     min_batch: int = 2
     min_shared_tokens: int = 64
     min_saved_ms: float = 0.5
-    max_batch: int = 1024
+    max_batch: int = 2048
     fallback_backend: str | None = None
     log: str = "info"
     verify: bool = False
