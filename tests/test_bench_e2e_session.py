@@ -391,7 +391,7 @@ def test_servers_of_clients_have_a_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize(("on_gpu", "gen", "repeats"), [(True, 512, 7), (False, 512, 1)])
+@pytest.mark.parametrize(("on_gpu", "gen", "repeats"), [(True, 512, 12), (False, 512, 1)])
 def test_the_schedulers_model_is_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_gpu: bool, gen: int, repeats: int
 ) -> None:
@@ -400,7 +400,7 @@ def test_the_schedulers_model_is_another(
     with prepared(choice) as setup:
         assert setup.launch.model.name.startswith("one-layer, dummy weights, ")
         rows = [workload.row(setup.launch, "deft") for workload in setup.workloads]
-        assert {workload.repeats for workload in setup.workloads} == {repeats}
+        assert {(each.repeats, each.fastest) for each in setup.workloads} == {(repeats, True)}
     assert [(row["workload"], row["prefix"], row["gen"]) for row in rows] == [
         ("scheduler", 0, gen), ("scheduler", 2048, gen),
     ]  # fmt: skip

@@ -104,6 +104,30 @@ def test_a_short_batch_that_waited_does_not_count() -> None:
     assert row["tpot_ms"] == pytest.approx(20.0)
 
 
+def test_the_fastest_of_the_batches_count_where_that_is_asked_for() -> None:
+    class Slower(FakeClient):
+        """Every batch of long answers is slower than the one before, of short ones faster."""
+
+        turn = 0
+
+        async def batch(self, prompts: Any, tokens: int, *, logprobs: bool = False) -> Any:
+            answers, seconds = await super().batch(prompts, tokens, logprobs=logprobs)
+            self.turn += 1
+            return answers, seconds + (0.01 if tokens > 1 else -0.01) * self.turn
+
+    found = []
+    for fastest in (False, True):
+        row = row_of()
+        case = grid_case(MODEL, 8, 4, 4)
+        asyncio.run(measure(case, 10, 3, Slower(0.02, 3.0), row, fastest=fastest))  # type: ignore[arg-type]
+        found.append((row["detail"]["tpot_of_runs"], row["tpot_ms"]))
+    # After the warm prefix and a batch come, three times, three short ones and a long one.
+    assert found == [
+        ("median", pytest.approx(20 + 10 + 8)),
+        ("fastest", pytest.approx(20 + 6 + 13)),
+    ]
+
+
 @pytest.mark.parametrize("apart", [0.0, 0.03, 0.2])
 def test_requests_that_come_one_by_one_are_timed_when_all_decode(apart: float) -> None:
     class OneByOne(FakeClient):

@@ -45,6 +45,10 @@ WORKLOADS = ("grid", "documents", "trees", "clients", "traffic", "scheduler")
 MANY_IDS = 250_000
 """Token ids of a batch from which on it is sent less often."""
 
+SCHEDULER_REPEATS = 12
+"""On a GPU: the scheduler's steps are in one of two states, a third apart, for seconds at a time,
+whichever backend runs."""
+
 CPU_GRID = ((0, 2, 64), (256, 4, 16))
 """Cases on a machine without a GPU, where only whether it works can be seen."""
 
@@ -186,7 +190,10 @@ def _workloads(name: str, choice: Choice, model: Model, on_gpu: bool) -> Iterato
             label = name if name == "scheduler" else ""
             case = grid_case(model, prefix, branches, suffix, label)
             check_fits(case, gen + 1, model)
-            yield Together(case, gen, choice.repeats or _repeats(case, on_gpu))
+            often = choice.repeats or _repeats(case, on_gpu)
+            if name == "scheduler":
+                often = choice.repeats or (SCHEDULER_REPEATS if on_gpu else 1)
+            yield Together(case, gen, often, fastest=name == "scheduler")
     elif name == "documents":
         case = (Documents() if on_gpu else CPU_DOCUMENTS).case(model)
         check_fits(case, gen + 1, model)

@@ -95,6 +95,7 @@ class Together:
     gen: int
     repeats: int
     seconds: float = 300.0
+    fastest: bool = False
 
     def row(self, launch: Launch, backend: str) -> Row:
         case = self.case
@@ -106,7 +107,9 @@ class Together:
     async def run(self, served: Served, rows: Sequence[Row]) -> Row:
         row = self.row(served.launch, served.backend)
         room = served.launch.model.context - self.case.longest - self.gen
-        await measure(self.case, self.gen, self.repeats, served.client, row, room=room)
+        await measure(
+            self.case, self.gen, self.repeats, served.client, row, room=room, fastest=self.fastest
+        )
         if served.launch.model.load_format != "dummy":  # attention does not reach their logits
             answers = await agreement.ask(served.client, self.case.prompts, self.gen)
             agreement.keep(answers_file(served.folder, row, served.backend), answers)
