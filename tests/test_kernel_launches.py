@@ -93,12 +93,12 @@ def launch_all(
     head_dim: int = 128, page_size: int = 2, table: torch.dtype = torch.int32,
     rows: torch.dtype = torch.int64, lens: torch.dtype = torch.int64, columns: int = 8,
     skip: int = 0, q_width: int = 256, out_width: int = 256, k_width: int = 256, v_width: int = 256,
-    by_segment: bool = False,
+    by_segment: bool = False, queries: int = 4,
 ) -> None:  # fmt: skip
     """Both stages over tensors that lie in larger ones: one thing can change without another."""
 
-    def queries(width: int) -> torch.Tensor:
-        held = torch.zeros(4, 16, width, dtype=dtype, device=device)
+    def rows_of(width: int) -> torch.Tensor:
+        held = torch.zeros(queries, 16, width, dtype=dtype, device=device)
         return held[:, :heads, skip : skip + head_dim]
 
     def cache(width: int) -> torch.Tensor:
@@ -106,9 +106,9 @@ def launch_all(
         return held[:, :page_size, :kv_heads, :head_dim]
 
     run_plan(
-        config, PLAN, queries(q_width), cache(k_width), cache(v_width),
+        config, PLAN, rows_of(q_width), cache(k_width), cache(v_width),
         torch.zeros(4, columns, dtype=table), torch.zeros(4, dtype=rows),
-        torch.zeros(4, dtype=lens), queries(out_width), torch.zeros(8, 16, 256),
+        torch.zeros(4, dtype=lens), rows_of(out_width), torch.zeros(8, 16, 256),
         torch.zeros(8, 16), torch.zeros(8, 16), sm_scale=0.1, logit_cap=logit_cap,
         host_plan=host_plan, packed=False, table_by_segment=by_segment,
     )  # fmt: skip
@@ -188,6 +188,22 @@ def test_kernels_and_which_begin_before_the_one_ahead_has_ended(
     compiler = Compiler(monkeypatch)
     launched = compiler.launches_of(partial(launch_all, **kind))
     assert [(name, named["launch_pdl"]) for name, _, (named, _), _ in launched] == expected
+
+
+@pytest.mark.parametrize(
+    ("queries", "expected"),
+    [
+        (4, [("stem_attention", 20), ("leaf_attention", 100), ("reduce_partials", 32)]),
+        (2, [("leaf_attention", 100), ("reduce_partials", 16)]),  # eight rows a KV head: one leaf
+        (20, [("stem_attention", 20), ("leaf_attention", 100), ("reduce_partials", 100)]),
+    ],
+)
+def test_launches_without_a_plan_on_the_host_are_no_larger_than_their_batch(
+    queries: int, expected: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = Compiler(monkeypatch)
+    launched = compiler.launches_of(partial(launch_all, queries=queries))
+    assert [(name, grid[0]) for name, grid, _, _ in launched] == expected
 
 
 def test_tensors_beyond_32_bits_are_read_by_the_plain_kernel(
