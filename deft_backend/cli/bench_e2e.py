@@ -46,7 +46,10 @@ def e2e(
     ] = None,
     gen: Annotated[int | None, typer.Option(min=1, help="Output tokens that are timed.")] = None,
     repeats: Annotated[
-        int | None, typer.Option(min=1, help="How often, trees too; the median counts.")
+        int | None,
+        typer.Option(
+            min=1, help="How often, trees too; the median counts, of scheduler the fastest."
+        ),
     ] = None,
     traces: Annotated[
         Path | None, typer.Option(help="DeFT's recorded trees of thoughts: a file or a folder.")
