@@ -1,0 +1,27 @@
+"""The benchmark of the hooks' time: the real ones ran, and a row a batch is written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def test_the_file_holds_what_a_replayed_step_takes(tmp_path: Path) -> None:
+    """In a process of its own: it puts a replay that does nothing in the place of the host's."""
+    pytest.importorskip("sglang")
+    out = tmp_path / "new" / "hooks.json"
+    command = [sys.executable, "-m", "deft_backend.bench.step_hooks", "--out", str(out)]
+    subprocess.run([*command, "--repeats", "1"], check=True, capture_output=True, timeout=300)
+    found = json.loads(out.read_text())
+    assert found["header"]["looks_a_second"] == 4
+    assert found["header"]["look_us"] > 0
+    assert [(row["requests"], row["context"]) for row in found["rows"]] == [
+        (requests, context) for requests in (2, 32, 256, 1024) for context in (2048, 65536)
+    ]
+    for row in found["rows"]:
+        assert row["with_hooks_us"] > row["without_us"] > 0
+        assert row["added_us"] == pytest.approx(row["with_hooks_us"] - row["without_us"], abs=2e-3)
