@@ -128,6 +128,25 @@ def test_the_fastest_of_the_batches_count_where_that_is_asked_for() -> None:
     ]
 
 
+def test_a_slow_short_batch_makes_no_step_fast() -> None:
+    class Busy(FakeClient):
+        """The second of three short batches is slow; the server takes one request in at a time."""
+
+        waits = itertools.cycle([0.0, 0.15, 0.0])
+
+        async def batch(self, prompts: Any, tokens: int, *, logprobs: bool = False) -> Any:
+            answers, seconds = await super().batch(prompts, tokens, logprobs=logprobs)
+            short = 1 < tokens < 10
+            return answers, seconds + (next(self.waits) if short else 0.0)
+
+    client = Busy(0.02, 0.05)
+    client.takes_in_together = False
+    row = row_of()
+    asyncio.run(measure(grid_case(MODEL, 8, 4, 4), 10, 3, client, row, fastest=True))  # type: ignore[arg-type]
+    assert 1 < row["detail"]["tpot_from_tokens"] < 10
+    assert row["tpot_ms"] == pytest.approx(20.0)
+
+
 @pytest.mark.parametrize("apart", [0.0, 0.03, 0.2])
 def test_requests_that_come_one_by_one_are_timed_when_all_decode(apart: float) -> None:
     class OneByOne(FakeClient):

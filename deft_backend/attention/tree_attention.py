@@ -107,8 +107,9 @@ class TreeAttention(PlannedAttention):
         out : [B, Hq, D], optional
             Where the result goes.
         static_launch : bool
-            Launch every kernel, needed or not, as a CUDA graph that serves later plans must; with a
-            plan made on the device nothing else is possible, and this is not asked.
+            Launch every kernel that a batch of this size may need, as a CUDA graph that serves
+            later plans must; with a plan made on the device nothing else is possible, and this is
+            not asked.
 
         Returns
         -------

@@ -2,10 +2,11 @@
 
 ``python -m deft_backend.bench.step_hooks --out FILE``
 
-The real backend that plans on the device and the real fence for page tables, around a host that
-does nothing: no GPU is needed, and what is left is the plugin's own. A replayed step calls nothing
-else of it; the host's own metadata, which it spares, is not subtracted. ``look_us`` is what the
-thread beside takes of the processor whenever it writes the server's state, `looks_a_second` times.
+SGLang must be installed. The real backend that plans on the device and the real fence for page
+tables, around a host that does nothing: no GPU is needed, and what is left is the plugin's own. A
+replayed step calls nothing else of it; the host's own metadata, which it spares, is not subtracted,
+and what the fence holds up on a GPU does not show. ``look_us`` is what the thread beside
+takes of the processor whenever it writes the server's state, `looks_a_second` times.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from deft_backend.hosts.state import INTERVAL, ServerState, StateWriter
 REQUESTS = (2, 32, 256, 1024)
 CONTEXTS = (2048, 65536)
 STEPS = 1000
-"""Calls that are timed together: one is shorter than the clock is exact."""
+"""Calls that are timed together: reading the clock would be part of one."""
 
 
 def server_state() -> ServerState:

@@ -75,7 +75,7 @@ def kernel(
         str,
         typer.Option(
             help="Who plans ours: host, or device, as in a server's CUDA graph, where every launch "
-            "is made."
+            "is made that the batch may need."
         ),
     ] = "host",
     peers: Annotated[

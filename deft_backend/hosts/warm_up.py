@@ -40,9 +40,9 @@ def warm_up_attention(
         Of the host's page table, and of its table rows and lengths.
     on_device : bool
         Whether plans are made on the device: its planner's kernels run for every size of batch
-        that they are compiled for, and those of attention in the two sets that plans take: one
-        request has no use for large tiles. On the CPU they are interpreted and there is nothing to
-        compile: one small batch shows that they run.
+        that they are compiled for, and those of attention in the sets that plans take: where a
+        small tile holds a request, one by itself has no use for large tiles. On the CPU they are
+        interpreted and there is nothing to compile: one small batch shows that they run.
     """
     device = attention.device
     table = torch.zeros((1, max(2, table_columns)), dtype=table_dtype, device=device)

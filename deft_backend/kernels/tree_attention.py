@@ -66,7 +66,7 @@ def run_plan(
         Workspace for partial results: outputs over a scale of each row, LSE, and those scales.
     host_plan : Plan, optional
         What is in `plan`: lets tile shapes without items and a reduction without partial results
-        be skipped. None launches everything, as a captured graph must.
+        be skipped. None launches whatever a batch of that size may need, as a captured graph must.
     packed : bool
         Whether, without a host plan, items of several KV ranges are launched, too.
     table_by_segment : bool

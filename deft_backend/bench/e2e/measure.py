@@ -50,7 +50,7 @@ async def measure(
     gen : int
         n, the output tokens that are timed.
     repeats : int
-        Long batches; their median counts, all are in the row's ``detail``.
+        Long batches; their median counts, or the fastest, and all are in the row's ``detail``.
     client : Client
     row : Row
         Receives the figures.
@@ -74,10 +74,11 @@ async def measure(
         few = [(await client.batch(case.prompts, fewest))[1] for _ in range(often)]
         _, many = await client.batch(case.prompts, fewest + gen)
         pairs.append((few, many))
+    short = typical(second for few, _ in pairs for second in few)
     if client.takes_in_together:
-        one = typical(second for few, _ in pairs for second in few)
-        seconds = typical(many for _, many in pairs)
-        pairs = [([one], many) for _, many in pairs]
+        one, seconds = short, typical(many for _, many in pairs)
+    if client.takes_in_together or fastest:  # a short batch that was slow makes no step fast
+        pairs = [([short], many) for _, many in pairs]
     times = [(many - few[0]) / gen * 1e3 for few, many in pairs]
     found = typical(times)
     row["tpot_ms"] = round(found, 4) if found > 0 else None  # else it is lost in the noise

@@ -44,7 +44,7 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
 
     @property
     def _static_launch(self) -> bool:
-        """Whether every kernel is launched, needed or not: the host does not know the plan."""
+        """Whether all that such a batch may need is launched: the host does not know the plan."""
         return self._capturing
 
     def __init__(self, host: AttentionBackend, attention: TreeAttention, state: ServerState):

@@ -25,8 +25,8 @@ class Ours(Method):
     name, policy : str
     planner : str
         One of :data:`PLANNERS`. The device's plans are what servers decode with inside their CUDA
-        graphs: sized as there, and with every launch, whether the plan has items for
-        it or not, since nobody on the host knows.
+        graphs: sized as there, and with every launch that a batch of that size may need, since
+        nobody on the host knows what the plan has items for.
 
     Raises
     ------
