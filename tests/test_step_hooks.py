@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
+
+from deft_backend.bench import step_hooks
 
 
 def test_the_file_holds_what_a_replayed_step_takes(tmp_path: Path) -> None:
@@ -25,3 +28,12 @@ def test_the_file_holds_what_a_replayed_step_takes(tmp_path: Path) -> None:
     for row in found["rows"]:
         assert row["with_hooks_us"] > row["without_us"] > 0
         assert row["added_us"] == pytest.approx(row["with_hooks_us"] - row["without_us"], abs=2e-3)
+
+
+def test_without_sglang_it_says_so_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_hooks, "find_spec", lambda name: None)
+    with pytest.raises(typer.BadParameter, match="there is no SGLang here"):
+        step_hooks.main(tmp_path / "hooks.json")
+    assert not list(tmp_path.iterdir())

@@ -23,6 +23,7 @@ from rich.progress import Progress
 from deft_backend import POLICY_NAMES, TreeAttention, forest_from_page_tables
 from deft_backend.bench.provenance import provenance
 from deft_backend.bench.random_forest import random_batch
+from deft_backend.bench.row_files import write_object
 from deft_backend.kernels import HEAD_DIMS
 from deft_backend.reference import reference_attention, relative_error
 
@@ -116,10 +117,7 @@ def main(
             for name in TOLERANCE
         },
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n  ".join(json.dumps(row) for row in rows)
-    head = json.dumps({**provenance(), **summary}, indent=1)
-    out.write_text(f'{{"header": {head},\n "rows": [\n  {lines}\n]}}\n')
+    write_object(out, rows, {**provenance(), **summary})
     typer.echo(json.dumps(summary))
     for row in failed[:20]:
         typer.echo(f"FAILED {row}")

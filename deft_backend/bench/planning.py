@@ -24,6 +24,7 @@ import numpy.typing as npt
 import typer
 
 from deft_backend.bench.provenance import provenance
+from deft_backend.bench.row_files import write_object
 from deft_backend.forest import (
     PrefixForest,
     build_forest,
@@ -242,9 +243,7 @@ def main(
         "heads": "32/8",
         "head_dim": 128,
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n  ".join(json.dumps(row) for row in rows)
-    out.write_text(f'{{"header": {json.dumps(header)},\n "rows": [\n  {lines}\n]}}\n')
+    write_object(out, rows, header)
 
 
 if __name__ == "__main__":

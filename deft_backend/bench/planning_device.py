@@ -29,6 +29,7 @@ from deft_backend import TreeAttention, forest_from_page_tables
 from deft_backend.bench.kernel.timing import Budget, captured, launch_us
 from deft_backend.bench.planning import FAN_OUTS, PAGE_SIZES, PREFIX_TOKENS, ragged_batch
 from deft_backend.bench.provenance import provenance
+from deft_backend.bench.row_files import write_object
 
 UNSHARED = ((1, 65536), (32, 2048), (256, 4096))
 """Requests, and tokens of each."""
@@ -157,9 +158,7 @@ def main(
         typer.echo(json.dumps(row))
         torch.cuda.empty_cache()
     header = {**provenance(), "heads": "32/8", "head_dim": 128, "fan_outs": list(FAN_OUTS.values())}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n  ".join(json.dumps(row) for row in rows)
-    out.write_text(f'{{"header": {json.dumps(header)},\n "rows": [\n  {lines}\n]}}\n')
+    write_object(out, rows, header)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Files of rows: a JSON list, a line a row, and its header beside it."""
+"""Files of rows: a JSON list, a line a row, and its header beside it; or both in one object."""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], header: Mapping[st
     lines = ",\n ".join(json.dumps(row, allow_nan=False) for row in rows)
     _replace(path, f"[{lines}]\n")
     _replace(header_file(path), json.dumps(header, indent=1) + "\n")
+
+
+def write_object(path: Path, rows: Sequence[Mapping[str, Any]], header: Mapping[str, Any]) -> None:
+    """Write ``{"header": …, "rows": […]}``, a line a row, at once; errors may be NaN."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n  ".join(json.dumps(row) for row in rows)
+    head = json.dumps(header)
+    _replace(path, f'{{"header": {head},\n "rows": [\n  {lines}\n]}}\n')
 
 
 def read_rows(path: Path, keys: Collection[str], command: str) -> tuple[Any, dict[str, Any]]:

@@ -16,6 +16,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +25,7 @@ import typer
 
 from deft_backend.bench.planning import processor, use_one_core
 from deft_backend.bench.provenance import provenance
+from deft_backend.bench.row_files import write_object
 from deft_backend.hosts.driver_stub import SONAME, ensure_driver_stub, has_nvidia_driver
 from deft_backend.hosts.state import INTERVAL, ServerState, StateWriter
 
@@ -63,6 +65,8 @@ def main(
     repeats: Annotated[int, typer.Option(help=f"{STEPS} steps each.", min=1)] = 25,
 ) -> None:
     """Measure the hooks and write one row a batch."""
+    if find_spec("sglang") is None:
+        raise typer.BadParameter("there is no SGLang here, whose steps are timed; install it first")
     if not has_nvidia_driver():  # SGLang's kernels link it
         ctypes.CDLL(str(ensure_driver_stub() / SONAME), mode=ctypes.RTLD_GLOBAL)
     from deft_backend.hosts.sglang.replayed_step import replayed_step, server_state
@@ -85,9 +89,7 @@ def main(
         **provenance(), "processor": processor(), "core": core, "repeats": repeats,
         "look_us": look, "looks_a_second": 1 / INTERVAL,
     }  # fmt: skip
-    out.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n  ".join(json.dumps(row) for row in rows)
-    out.write_text(f'{{"header": {json.dumps(header)},\n "rows": [\n  {lines}\n]}}\n')
+    write_object(out, rows, header)
 
 
 if __name__ == "__main__":

@@ -60,8 +60,8 @@ def warm_up_attention(
 
     if on_device:
         largest = attention.capacity.max_batch
-        sizes = (min(largest, 4),) if device.type == "cpu" else (1, *SIZES, largest)
-        for batch in sizes:
+        sizes = {min(largest, 4)} if device.type == "cpu" else {1, *SIZES, largest}
+        for batch in sorted(sizes):
             if batch <= largest:
                 run(batch, static_launch=True)
     else:

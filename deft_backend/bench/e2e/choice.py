@@ -182,18 +182,16 @@ def _model(choice: Choice, shape: str, temporary: Path, served: str) -> Model:
 def _workloads(name: str, choice: Choice, model: Model, on_gpu: bool) -> Iterator[Workload]:
     gen = choice.gen or (256 if on_gpu else 8)
     if name in ("grid", "scheduler"):
-        default = SCHEDULER_GRID if name == "scheduler" else GRID if on_gpu else CPU_GRID
+        scheduler = name == "scheduler"
+        default = SCHEDULER_GRID if scheduler else GRID if on_gpu else CPU_GRID
         sizes = [parse_case(text) for text in choice.cases] or default
-        if name == "scheduler":
+        if scheduler:
             gen = choice.gen or 512
         for prefix, branches, suffix in sizes:
-            label = name if name == "scheduler" else ""
-            case = grid_case(model, prefix, branches, suffix, label)
+            case = grid_case(model, prefix, branches, suffix, name if scheduler else "")
             check_fits(case, gen + 1, model)
-            often = choice.repeats or _repeats(case, on_gpu)
-            if name == "scheduler":
-                often = choice.repeats or (SCHEDULER_REPEATS if on_gpu else 1)
-            yield Together(case, gen, often, fastest=name == "scheduler")
+            repeats = SCHEDULER_REPEATS if scheduler and on_gpu else _repeats(case, on_gpu)
+            yield Together(case, gen, choice.repeats or repeats, fastest=scheduler)
     elif name == "documents":
         case = (Documents() if on_gpu else CPU_DOCUMENTS).case(model)
         check_fits(case, gen + 1, model)
