@@ -27,7 +27,8 @@ TILES = (
     TileConfig(64, 64, 1, 4, 3, 20, lookahead=1),
     TileConfig(64, 64, 32, 4, 3, 20),
 )
-CONFIG = LaunchConfig(TILES, ReduceConfig(8, 1, 1, 100), overlapped=True, interpreted=False)
+MANY, FEW = ReduceConfig(8, 1, 1, 100), ReduceConfig(32, 1, 4, 40)
+CONFIG = LaunchConfig(TILES, MANY, FEW, overlapped=True, interpreted=False)
 PLAN = DevicePlan(PlanCapacity(4, 8, 8, 8), torch.device("cpu"))
 LEAVES = SimpleNamespace(items_of={0: (0, 4), 1: (0, 0), 2: (4, 4)}.get, reduce_query=[0])
 """What is asked of a host's plan, for one without items of larger tile shapes."""
@@ -119,7 +120,8 @@ def launch_all(
     [
         {"config": replace(CONFIG, overlapped=False)},
         {"config": replace(CONFIG, tiles=(replace(TILES[0], num_warps=2), *TILES[1:]))},
-        {"config": replace(CONFIG, reduce=ReduceConfig(4, 1, 1, 100))},
+        {"config": replace(CONFIG, few=ReduceConfig(4, 1, 1, 100))},
+        {"queries": 20},
         {"host_plan": LEAVES},
         {"logit_cap": 30.0},
         {"device": "meta"},
@@ -204,6 +206,18 @@ def test_launches_without_a_plan_on_the_host_are_no_larger_than_their_batch(
     compiler = Compiler(monkeypatch)
     launched = compiler.launches_of(partial(launch_all, queries=queries))
     assert [(name, grid[0]) for name, grid, _, _ in launched] == expected
+
+
+@pytest.mark.parametrize(("queries", "expected"), [(5, FEW), (6, MANY)], ids=["few", "many"])
+@pytest.mark.parametrize("host_plan", [None, LEAVES], ids=["device", "host"])
+def test_results_of_few_queries_are_merged_many_at_a_time(
+    queries: int, expected: ReduceConfig, host_plan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the batch alone, so that results do not hang on who planned them."""
+    compiler = Compiler(monkeypatch)
+    launched = compiler.launches_of(partial(launch_all, queries=queries, host_plan=host_plan))
+    (named, _) = launched[-1][2]
+    assert (named["BLOCK_P"], named["num_warps"]) == (expected.partials, expected.num_warps)
 
 
 def test_tensors_beyond_32_bits_are_read_by_the_plain_kernel(

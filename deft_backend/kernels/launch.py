@@ -56,12 +56,15 @@ class ReduceConfig:
 class LaunchConfig:
     """How both stages run on one device for one head shape.
 
-    `overlapped` launches use programmatic dependent launch: kernels of one attention start while
-    the one before still runs (NVIDIA Hopper and newer).
+    Stage 2 runs as `few` says where each head of each query has a program of its own by it: few
+    queries have many partial results each, which are merged in turns. `overlapped` launches use
+    programmatic dependent launch: kernels of one attention start while the one before still runs
+    (NVIDIA Hopper and newer).
     """
 
     tiles: tuple[TileConfig, ...]
     reduce: ReduceConfig
+    few: ReduceConfig
     overlapped: bool
     interpreted: bool
 
@@ -113,7 +116,8 @@ def launch_config(
             TileConfig(rows, 256, segments, 1, 1, 1)
             for rows, segments in zip(tile_rows, TILE_SEGMENTS, strict=True)
         )
-        return LaunchConfig(interpreted, ReduceConfig(16, 16, 1, 1), False, interpreted=True)
+        reduce = ReduceConfig(16, 16, 1, 1)
+        return LaunchConfig(interpreted, reduce, reduce, False, interpreted=True)
     properties = torch.cuda.get_device_properties(device)
     sms = properties.multi_processor_count
     shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
@@ -140,6 +144,7 @@ def launch_config(
     return LaunchConfig(
         tuple(found),
         ReduceConfig(partials=8, heads=1, num_warps=1, programs=sms * 32),
+        ReduceConfig(partials=32, heads=1, num_warps=4, programs=sms * 4),
         overlapped=properties.major >= 9,
         interpreted=False,
     )

@@ -43,8 +43,11 @@ def reduce_partials(
     first_of = tl.load(reduce_query_ptr + first_query, mask=there, other=0)
     first_begin = tl.load(reduce_slot_ptr + first_query, mask=there, other=0)
     first_end = tl.load(reduce_slot_ptr + first_query + 1, mask=there, other=0)
+    # One program at least has to wait, or these launches could end before the ones ahead of them;
+    # others that have nothing to merge leave at once.
     if OVERLAPPED:
-        gdc_wait()
+        if there | (tl.program_id(0) == 0):
+            gdc_wait()
 
     for work in range(tl.program_id(0), work_end, tl.num_programs(0)):
         which = work // HEAD_BLOCKS

@@ -16,6 +16,7 @@ from deft_backend.kernels.launch import (
     REDUCE_PARTIALS,
     STEM_ATTENTION,
     LaunchConfig,
+    ReduceConfig,
 )
 from deft_backend.planner import ITEM_ORDER, MAX_MERGED, DevicePlan, Plan
 from deft_backend.triton_kernel import Kernel
@@ -114,9 +115,18 @@ def run_plan(
     merged = batch if host_plan is None else len(host_plan.reduce_query)
     if merged == 0:
         return
-    programs = min(config.reduce.programs, merged * -(-num_heads // config.reduce.heads))
+    # By the batch, not by how many are merged, which only the device knows: the same batch has the
+    # same results whoever planned it.
+    few = batch * _blocks(num_heads, config.few) <= config.few.programs
+    reduce = config.few if few else config.reduce
+    programs = min(reduce.programs, merged * _blocks(num_heads, reduce))
     arguments = (partial_out, partial_lse, partial_scale, out, *plan.stage2, *strides[2:4])
-    launches.stage2.run(programs, arguments, types, aligned)
+    launches.stage2[few].run(programs, arguments, types, aligned)
+
+
+def _blocks(num_heads: int, reduce: ReduceConfig) -> int:
+    """Programs of stage 2 for one query."""
+    return -(-num_heads // reduce.heads)
 
 
 def _reach(tensor: torch.Tensor) -> int:
@@ -173,11 +183,11 @@ class Launches(NamedTuple):
     """Every launch that a plan may need.
 
     ``stage1`` holds two of each tile shape: as the first launch, and as one that may begin before
-    the one ahead of it has ended.
+    the one ahead of it has ended. ``stage2`` is for many queries and for few.
     """
 
     stage1: tuple[tuple[Launch, Launch], ...]
-    stage2: Launch
+    stage2: tuple[Launch, Launch]
 
 
 @cache
@@ -186,7 +196,7 @@ def _launches(config: LaunchConfig, kind: Kind) -> Launches:
     shapes = range(len(config.tiles))
     return Launches(
         tuple((_stage1(config, kind, s, False), _stage1(config, kind, s, True)) for s in shapes),
-        _stage2(config, kind),
+        (_stage2(config, kind, config.reduce), _stage2(config, kind, config.few)),
     )
 
 
@@ -227,17 +237,17 @@ def _stage1(config: LaunchConfig, kind: Kind, shape: int, follows: bool) -> Laun
     )  # fmt: skip
 
 
-def _stage2(config: LaunchConfig, kind: Kind) -> Launch:
+def _stage2(config: LaunchConfig, kind: Kind, reduce: ReduceConfig) -> Launch:
     constants = {
         "NUM_HEADS": kind.num_heads,
         "HEAD_DIM": kind.head_dim,
         "HEAD_DIM_PADDED": triton.next_power_of_2(kind.head_dim),
-        "BLOCK_P": config.reduce.partials,
-        "BLOCK_H": config.reduce.heads,
+        "BLOCK_P": reduce.partials,
+        "BLOCK_H": reduce.heads,
         "OVERLAPPED": config.overlapped,
     }
     return Launch(
-        REDUCE_PARTIALS, _in_order(REDUCE_PARTIALS, constants), config.reduce.num_warps,
+        REDUCE_PARTIALS, _in_order(REDUCE_PARTIALS, constants), reduce.num_warps,
         num_stages=3, launch_pdl=config.overlapped, interpreted=config.interpreted,
     )  # fmt: skip
 
