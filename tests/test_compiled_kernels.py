@@ -152,7 +152,10 @@ def test_kernels_on_hopper(head_dim: int, dtype: torch.dtype, page_size: int) ->
         found = resources(launch, dtype, 9)
         assert found.fit(9) >= tile.programs // SMS, (launch.kernel._name, found)
         assert found.stack == 0, (launch.kernel._name, found)
-    assert resources(launches.stage2, dtype, 9).fit(9) >= 16
+    for reduce, launch in zip((config.reduce, config.few), launches.stage2, strict=True):
+        found = resources(launch, dtype, 9)
+        assert found.fit(9) >= min(16, reduce.programs // SMS), found
+        assert found.stack == 0, found
 
 
 @needs_gluon

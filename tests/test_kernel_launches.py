@@ -28,7 +28,7 @@ TILES = (
     TileConfig(64, 64, 32, 4, 3, 20),
 )
 MANY, FEW = ReduceConfig(8, 1, 1, 100), ReduceConfig(32, 1, 4, 40)
-CONFIG = LaunchConfig(TILES, MANY, FEW, overlapped=True, interpreted=False)
+CONFIG = LaunchConfig(TILES, MANY, FEW, sms=132, overlapped=True, interpreted=False)
 PLAN = DevicePlan(PlanCapacity(4, 8, 8, 8), torch.device("cpu"))
 LEAVES = SimpleNamespace(items_of={0: (0, 4), 1: (0, 0), 2: (4, 4)}.get, reduce_query=[0])
 """What is asked of a host's plan, for one without items of larger tile shapes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,9 @@ from strategies import GROWTH, Batch, batches, check_coverage, regular_forest, t
 from deft_backend.forest import PrefixForest, build_forest
 from deft_backend.policies import Grouping, Target, get_policy
 from deft_backend.policies.cost_model import default_cost_model
+from deft_backend.policies.makespan import kv_bytes
 from deft_backend.policies.range_choice import choose_chunks, choose_ranges
+from deft_backend.policies.tables import shipped_for
 from deft_backend.policies.tile_costs import TileCosts
 
 GQA = Target(num_query_heads=32, num_kv_heads=8, head_dim=128)
@@ -51,7 +54,7 @@ def chunks_of(
     found: list[int] = choose_chunks(
         np.array(queries, dtype=np.int64), np.array(tokens, dtype=np.int64),
         np.array(target.single_range_tiles), np.array(target.tile_programs[:-1]),
-        costs.as_array(), transfer_ns, target.block_tokens,
+        target.num_sms / target.num_kv_heads, costs.as_array(), transfer_ns, target.block_tokens,
     ).tolist()  # fmt: skip
     return found
 
@@ -236,3 +239,21 @@ def test_chunks_grow_until_the_plan_holds_them(batch: Batch, slack: int, costs: 
     assert grouping.num_groups <= limited.max_groups
     assert len(grouping.queries) <= limited.max_group_queries
     check_coverage(batch, grouping, np.zeros(forest.batch_size, dtype=np.int32))
+
+
+def test_items_that_fill_the_memorys_bandwidth_are_not_cut_further() -> None:
+    """An item takes time beside its tokens, though every program has work with more of them."""
+    target = Target(16, 1, 128, tile_rows=(16, 64, 64), tile_programs=(792, 264, 264))
+    transfer_ns = default_cost_model().transfer_ms(kv_bytes(1, target)) * 1e6
+    costs = shipped_for(16, 128, "float16").tiles
+    leaves, _ = chunks_of([1] * 256, [1024] * 256, target, costs, transfer_ns)
+    assert leaves == 512
+
+
+def test_items_of_one_round_spread_evenly_over_the_sms() -> None:
+    target = Target(32, 32, 128, tile_programs=(33, 8, 8))
+    transfer_ns = default_cost_model().transfer_ms(kv_bytes(1, target)) * 1e6
+    costs = default_cost_model().tiles
+    leaves, _ = chunks_of([1], [8192], target, costs, transfer_ns)
+    on_each_sm = -(-8192 // leaves) * 32 / 132
+    assert math.ceil(on_each_sm) / on_each_sm < 1.05

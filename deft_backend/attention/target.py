@@ -30,6 +30,7 @@ def target_of(
         num_programs=tile_programs[-1],
         tile_rows=tuple(tile.rows for tile in config.tiles),
         tile_programs=tile_programs,
+        num_sms=config.sms,
         tile_segments=TILE_SEGMENTS,
         # The interpreter takes larger blocks, for speed; plans are the same on every device.
         block_tokens=min(64, config.tiles[-1].block_tokens),

@@ -59,12 +59,13 @@ class LaunchConfig:
     Stage 2 runs as `few` says where each head of each query has a program of its own by it: few
     queries have many partial results each, which are merged in turns. `overlapped` launches use
     programmatic dependent launch: kernels of one attention start while the one before still runs
-    (NVIDIA Hopper and newer).
+    (NVIDIA Hopper and newer). `sms` are the GPU's, one for the interpreter.
     """
 
     tiles: tuple[TileConfig, ...]
     reduce: ReduceConfig
     few: ReduceConfig
+    sms: int
     overlapped: bool
     interpreted: bool
 
@@ -117,7 +118,7 @@ def launch_config(
             for rows, segments in zip(tile_rows, TILE_SEGMENTS, strict=True)
         )
         reduce = ReduceConfig(16, 16, 1, 1)
-        return LaunchConfig(interpreted, reduce, reduce, False, interpreted=True)
+        return LaunchConfig(interpreted, reduce, reduce, 1, False, interpreted=True)
     properties = torch.cuda.get_device_properties(device)
     sms = properties.multi_processor_count
     shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
@@ -143,8 +144,9 @@ def launch_config(
         found.append(gluon or plain)
     return LaunchConfig(
         tuple(found),
-        ReduceConfig(partials=8, heads=1, num_warps=1, programs=sms * 32),
-        ReduceConfig(partials=32, heads=1, num_warps=4, programs=sms * 4),
+        ReduceConfig(partials=4, heads=2, num_warps=1, programs=sms * 32),
+        ReduceConfig(partials=32, heads=1, num_warps=1, programs=sms * 8),
+        sms=sms,
         overlapped=properties.major >= 9,
         interpreted=False,
     )

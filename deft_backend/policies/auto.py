@@ -51,7 +51,8 @@ class Auto:
         queries = (forest.query_end - forest.query_begin)[node].astype(np.int64)
         check_limits(self.name, len(node), int(queries.sum()), target)
         chunks = choose_chunks(
-            queries, end - begin, tile_queries, programs, costs,
+            queries, end - begin, tile_queries, programs,
+            target.num_sms / target.num_kv_heads, costs,
             model.transfer_ms(kv_bytes(1, target)) * 1e6, block,
         )  # fmt: skip
         while True:

@@ -169,6 +169,8 @@ class Target:
         tile of ``r`` rows serves ``r // gqa_group`` queries.
     tile_programs : tuple of int
         Thread blocks that run at once for each KV head, by tile shape.
+    num_sms : int
+        SMs of the GPU, which hold those thread blocks.
     tile_segments : tuple of int
         KV ranges that one item of each tile shape may have.
     block_tokens : int
@@ -186,6 +188,7 @@ class Target:
     num_programs: int = 132
     tile_rows: tuple[int, ...] = (8, 64, 64)
     tile_programs: tuple[int, ...] = (132, 33, 33)
+    num_sms: int = 132
     tile_segments: tuple[int, ...] = (1, 1, 32)
     block_tokens: int = 64
     max_groups: int = 1 << 30

@@ -21,6 +21,14 @@ ALONE = 0.87
 """Time a token takes an item of a large tile that has half an SM to itself, over its time beside
 another: as the next one, from sweeps of chunks over 40 trees on an H100 (docs/kernel-log.md)."""
 
+EXPOSED = 0.35
+"""How much of an item's own time, beside its tokens', other items' loads do not hide where the
+smallest shape reads: as the next one, from sweeps over 61 trees of five head shapes."""
+
+UNEVEN = 0.05
+"""How much longer all items of one round take for each SM's share of time in which it holds fewer
+of them than the fullest."""
+
 HIDDEN = 0.6
 """How much of the time that items of the smallest shape take those of a large one may take beside
 them for nothing. Less than all of it: where the memory is busy, the loads of a long item, each
@@ -129,6 +137,7 @@ def choose_chunks(
     tokens: Int64Array,
     tile_queries: Int64Array,
     programs: Int64Array,
+    sms: float,
     costs: FloatArray,
     transfer_ns: float,
     block: int,
@@ -136,9 +145,10 @@ def choose_chunks(
     """[T] longest chunk of each tile shape, in tokens.
 
     Items of a shape run in rounds of as many as there are programs; short chunks even them out and
-    fill the programs, but each chunk has its overhead and its partial results. `transfer_ns` is
-    the time in which the GPU's memory delivers one token of all KV heads: no chunking beats it, and
-    what is hardly faster than the memory does not reach it (see `_slower`).
+    fill the programs, but each chunk has its overhead and its partial results. `sms` are those of
+    the GPU for each KV head, over which the items of one round should spread evenly. `transfer_ns`
+    is the time in which the GPU's memory delivers one token of all KV heads: no chunking beats it,
+    and what is hardly faster than the memory does not reach it (see `_slower`).
 
     Where items of a large shape take no more than half of its programs, each runs alone on an SM:
     faster, and beside items of the smallest shape, which else begin when the large ones end.
@@ -203,6 +213,11 @@ def choose_chunks(
             if leaves_room:
                 expected -= min(expected, HIDDEN * beside)
             expected += results * partial
+            if t == 0:
+                expected += EXPOSED * items * costs[t] / programs[t]
+                if sms < items <= programs[t]:
+                    fullest = np.ceil(items / sms) * sms
+                    expected += UNEVEN * stored * transfer_ns * (fullest / items - 1.0)
             # Few results are merged one after another where the leaf is read, many in stage 2,
             # which takes longer the more it has of one query.
             if t == 0 or most > MAX_MERGED:

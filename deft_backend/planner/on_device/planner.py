@@ -21,7 +21,7 @@ from deft_backend.planner.on_device import (
 from deft_backend.policies import PolicyError, Target
 from deft_backend.policies.cost_model import cost_model_of
 from deft_backend.policies.makespan import kv_bytes
-from deft_backend.policies.range_choice import ALONE, HIDDEN, MAX_MERGED
+from deft_backend.policies.range_choice import ALONE, EXPOSED, HIDDEN, MAX_MERGED, UNEVEN
 from deft_backend.triton_kernel import Kernel
 
 COMPARE_ROWS = Kernel(compare_rows, "compare_rows")
@@ -158,6 +158,7 @@ class DevicePlanner:
         self._interpreted = device.type == "cpu"
         self._costs = model.tiles
         self._tiles = (tiles[0], tiles[1])
+        self._sms = target.num_sms / target.num_kv_heads
         self._programs = (target.tile_programs[0], target.tile_programs[1])
         self._transfer_ns = model.transfer_ms(kv_bytes(1, target)) * 1e6
         self._block = target.block_tokens
@@ -273,7 +274,7 @@ class DevicePlanner:
         ]
         priced = {
             "CANDIDATES": blocks.candidates, "MAX_MERGED": MAX_MERGED, "ALONE": ALONE,
-            "HIDDEN": HIDDEN,
+            "HIDDEN": HIDDEN, "EXPOSED": EXPOSED, "UNEVEN": UNEVEN,
         }  # fmt: skip
         ranges = (self._range_queries, self._range_begin, self._range_end)
         self._launch(
@@ -289,8 +290,8 @@ class DevicePlanner:
             PRICE_CHUNKS, (blocks.candidates, 2),
             (
                 *ranges, self._pieces, self._price, self._chunk, small, large, *limits,
-                *self._programs, *per_item, float(costs.partial_ns), float(costs.reduce_ns),
-                float(self._transfer_ns), self._block,
+                *self._programs, self._sms, *per_item, float(costs.partial_ns),
+                float(costs.reduce_ns), float(self._transfer_ns), self._block,
             ),
             {**common, **priced},
         )  # fmt: skip

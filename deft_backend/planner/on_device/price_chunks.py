@@ -35,6 +35,7 @@ def price_chunks(
     max_items,
     small_programs,
     large_programs,
+    sms,
     small_item_ns,
     small_token_ns,
     large_item_ns,
@@ -48,6 +49,8 @@ def price_chunks(
     MAX_MERGED: tl.constexpr,
     ALONE: tl.constexpr,
     HIDDEN: tl.constexpr,
+    EXPOSED: tl.constexpr,
+    UNEVEN: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     """cost, chunk [2, CANDIDATES]: nanoseconds, and tokens a chunk, for `pieces` of the longest.
@@ -113,6 +116,12 @@ def price_chunks(
     cost = larger * tl.sqrt(tl.sqrt(tl.sqrt(1.0 + share * share)))
     cost -= tl.where(leaves_room, tl.minimum(cost, HIDDEN * beside), 0.0)
     cost += split_results.to(tl.float32) * partial_ns
+    spread = items.to(tl.float32)
+    fullest = tl.ceil(spread / sms) * sms
+    uneven = (items > sms) & (items <= programs)
+    small_cost = EXPOSED * spread * item_ns / programs.to(tl.float32)
+    small_cost += tl.where(uneven, UNEVEN * transfer * (fullest / spread - 1.0), 0.0)
+    cost += tl.where(shape == 0, small_cost, 0.0)
     # Few results are merged one after another where the leaf is read, many in stage 2.
     reduced = (shape == 0) | (most > MAX_MERGED)
     in_stage_2 = reduce_ns + most.to(tl.float32) * reduce_ns / (16 * MAX_MERGED)
