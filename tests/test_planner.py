@@ -212,6 +212,22 @@ def test_items_of_a_shape_come_longest_first() -> None:
     assert plan.tile_ptr.tolist() == [0, 0, 4, 4]  # of the second shape none, of the first all
 
 
+@given(lens=st.lists(st.integers(1, 4), min_size=1, max_size=40))
+def test_items_of_one_length_come_in_the_order_of_the_policy(lens: list[int]) -> None:
+    forest = build_forest(range(len(lens)), [0] * (len(lens) - 1), lens)
+    plan = plan_grouping(get_policy("deft-node").group(forest, GQA), forest, GQA)
+    assert plan.segment_row.tolist() == sorted(range(len(lens)), key=lambda row: -lens[row])
+
+
+def test_a_target_within_limits_keeps_the_rest() -> None:
+    target = replace(GQA, max_groups=100, num_sms=7)
+    assert target.tile_queries == (2, 16, 16)
+    assert target.within(50, 1000) == replace(target, max_groups=50, max_group_queries=1000)
+    assert target.within(200, 1 << 40).max_groups == 100
+    assert target.within(50, 1000).cost_model is target.cost_model
+    assert target.max_groups == 100
+
+
 @pytest.mark.parametrize("name", POLICY_NAMES)
 @settings(max_examples=15)
 @given(batch=batches(), target=targets)

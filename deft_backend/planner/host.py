@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -42,11 +41,7 @@ def plan_forest(
     if longest >= MAX_TOKENS:
         raise PlanError(f"a request holds {longest} tokens; the kernels address {MAX_TOKENS - 1}")
     # Items can outnumber groups where a group has more queries than a tile; leave room for them.
-    bounded = replace(
-        target,
-        max_groups=min(target.max_groups, capacity.max_items // 2),
-        max_group_queries=min(target.max_group_queries, capacity.max_entries),
-    )
+    bounded = target.within(capacity.max_items // 2, capacity.max_entries)
     try:
         grouping = policy.group(forest, bounded)
         plan = plan_grouping(grouping, forest, target)
@@ -54,7 +49,7 @@ def plan_forest(
     except (PolicyError, PlanError) as error:
         _say_once(f"policy {policy.name}: {error}; planning flash-decoding for such batches")
         # One query a group, one item a group: no room needed for tiles.
-        bounded = replace(bounded, max_groups=min(target.max_groups, capacity.max_items))
+        bounded = target.within(capacity.max_items, capacity.max_entries)
         grouping = get_policy("flash-decoding").group(forest, bounded)
         plan = plan_grouping(grouping, forest, target)
         check_capacity(plan, capacity)

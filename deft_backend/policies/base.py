@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -205,16 +206,27 @@ class Target:
         """Queries that the largest tile serves."""
         return max(self.tile_rows) // self.gqa_group
 
-    @property
+    @cached_property
     def single_range_tiles(self) -> tuple[int, ...]:
         """Queries that each tile shape for one KV range serves, ascending (0: none)."""
         single = zip(self.tile_queries, self.tile_segments, strict=True)
         return tuple(queries for queries, segments in single if segments == 1)
 
-    @property
+    @cached_property
     def tile_queries(self) -> tuple[int, ...]:
         """Queries that each tile shape serves, ascending."""
         return tuple(rows // self.gqa_group for rows in self.tile_rows)
+
+    def within(self, max_groups: int, max_group_queries: int) -> Target:
+        """The same target with no more groups and (group, query) pairs than given."""
+        # Every plan asks for it, and `replace` takes longer than choosing the plan's ranges.
+        found = object.__new__(type(self))
+        found.__dict__.update(
+            self.__dict__,
+            max_groups=min(self.max_groups, max_groups),
+            max_group_queries=min(self.max_group_queries, max_group_queries),
+        )
+        return found
 
 
 class Policy(Protocol):
