@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from deft_backend.hosts.warm_up import warm_up_attention
+from deft_backend import TreeAttention
+from deft_backend.hosts.warm_up import plans_of_many, warm_up_attention
+from deft_backend.kernels.launch import ReduceConfig
 
 
 class Recorder:
@@ -60,3 +63,19 @@ def test_the_device_planner_runs_every_size_it_is_compiled_for(
     assert set(attention.planned) == expected
     assert attention.ran == attention.planned
     assert attention.integers == {(torch.int32, index_dtype, index_dtype)}
+
+
+@pytest.mark.parametrize(("max_batch", "expected"), [(5, []), (6, [6]), (2048, [6])])
+def test_stage_2_is_warmed_up_for_many_queries_by_no_more_than_need_be(
+    max_batch: int, expected: list[int]
+) -> None:
+    """A server's start does not take longer the larger its batches may be."""
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+        max_batch=max_batch,
+    )  # fmt: skip
+    few = ReduceConfig(32, heads=2, num_warps=1, programs=11)  # two programs a query
+    attention._config = replace(attention._config, few=few)
+    plans = list(plans_of_many(attention))
+    assert [batch for _, batch in plans] == expected
+    assert all(len(plan.reduce_query) == batch for plan, batch in plans)

@@ -87,6 +87,11 @@ class PlannedAttention:
         planner = self._device_planner.num_bytes if self._device_planner is not None else 0
         return self._workspace.num_bytes + self._plan.num_bytes + planner
 
+    @property
+    def few_queries(self) -> int:
+        """Most queries whose results stage 2 merges in its way for few of them."""
+        return self._config.few_queries(self.num_query_heads)
+
     def plan(self, forest: PrefixForest) -> Plan:
         """Plan a batch and put the plan on the device, on the current stream.
 

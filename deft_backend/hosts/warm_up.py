@@ -68,7 +68,7 @@ def warm_up_attention(
         warm_up()
         batch = min(attention.capacity.max_batch, 4)
         attention.plan(build_forest(range(batch), [1] * (batch - 1), [2] * batch))
-        for plan, queries in (*plans_of_all_shapes(attention), plan_of_many(attention)):
+        for plan, queries in (*plans_of_all_shapes(attention), *plans_of_many(attention)):
             attention.use(plan, build_forest(range(queries), [0] * (queries - 1), [2] * queries))
             run(queries, static_launch=False)
     if device.type == "cuda":
@@ -108,15 +108,17 @@ def plans_of_all_shapes(attention: TreeAttention) -> Iterator[tuple[Plan, int]]:
             yield plan_grouping(builder.build(), forest, target), batch
 
 
-def plan_of_many(attention: TreeAttention) -> tuple[Plan, int]:
-    """A plan for the largest batch, whose results stage 2 merges otherwise than those of few."""
-    batch = attention.capacity.max_batch
+def plans_of_many(attention: TreeAttention) -> Iterator[tuple[Plan, int]]:
+    """A plan for the smallest batch whose results stage 2 merges otherwise than those of few."""
+    batch = attention.few_queries + 1
+    if batch > attention.capacity.max_batch:
+        return
     forest = build_forest(range(batch), [0] * (batch - 1), [2] * batch)
     builder = GroupingBuilder()
     for row in range(batch):
         for _ in range(2):
             builder.add([row], [Segment(row, 0, 1, False, 0, 1)])
-    return plan_grouping(builder.build(), forest, attention.target), batch
+    yield plan_grouping(builder.build(), forest, attention.target), batch
 
 
 def _subsets(shapes: list[int]) -> Iterable[tuple[int, ...]]:

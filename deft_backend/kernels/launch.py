@@ -51,13 +51,17 @@ class ReduceConfig:
     num_warps: int
     programs: int
 
+    def blocks(self, num_heads: int) -> int:
+        """Programs that one query of `num_heads` heads has work for."""
+        return -(-num_heads // self.heads)
+
 
 @dataclass(frozen=True)
 class LaunchConfig:
     """How both stages run on one device for one head shape.
 
-    Stage 2 runs as `few` says where each head of each query has a program of its own by it: few
-    queries have many partial results each, which are merged in turns. `overlapped` launches use
+    Stage 2 runs as `few` says where its programs each have one block of heads of one query at most:
+    few queries have many partial results each, which are merged in turns. `overlapped` launches use
     programmatic dependent launch: kernels of one attention start while the one before still runs
     (NVIDIA Hopper and newer). `sms` are the GPU's, one for the interpreter.
     """
@@ -68,6 +72,10 @@ class LaunchConfig:
     sms: int
     overlapped: bool
     interpreted: bool
+
+    def few_queries(self, num_heads: int) -> int:
+        """Most queries of `num_heads` heads whose results stage 2 merges as `few` says."""
+        return self.few.programs // self.few.blocks(num_heads)
 
 
 def unsupported(
@@ -118,7 +126,9 @@ def launch_config(
             for rows, segments in zip(tile_rows, TILE_SEGMENTS, strict=True)
         )
         reduce = ReduceConfig(16, 16, 1, 1)
-        return LaunchConfig(interpreted, reduce, reduce, 1, False, interpreted=True)
+        return LaunchConfig(
+            interpreted, reduce, few=reduce, sms=1, overlapped=False, interpreted=True
+        )
     properties = torch.cuda.get_device_properties(device)
     sms = properties.multi_processor_count
     shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
@@ -144,8 +154,8 @@ def launch_config(
         found.append(gluon or plain)
     return LaunchConfig(
         tuple(found),
-        ReduceConfig(partials=4, heads=2, num_warps=1, programs=sms * 32),
-        ReduceConfig(partials=32, heads=1, num_warps=1, programs=sms * 8),
+        reduce=ReduceConfig(partials=4, heads=2, num_warps=1, programs=sms * 32),
+        few=ReduceConfig(partials=32, heads=1, num_warps=1, programs=sms * 8),
         sms=sms,
         overlapped=properties.major >= 9,
         interpreted=False,

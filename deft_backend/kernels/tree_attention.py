@@ -117,16 +117,11 @@ def run_plan(
         return
     # By the batch, not by how many are merged, which only the device knows: the same batch has the
     # same results whoever planned it.
-    few = batch * _blocks(num_heads, config.few) <= config.few.programs
+    few = batch <= config.few_queries(num_heads)
     reduce = config.few if few else config.reduce
-    programs = min(reduce.programs, merged * _blocks(num_heads, reduce))
+    programs = min(reduce.programs, merged * reduce.blocks(num_heads))
     arguments = (partial_out, partial_lse, partial_scale, out, *plan.stage2, *strides[2:4])
     launches.stage2[few].run(programs, arguments, types, aligned)
-
-
-def _blocks(num_heads: int, reduce: ReduceConfig) -> int:
-    """Programs of stage 2 for one query."""
-    return -(-num_heads // reduce.heads)
 
 
 def _reach(tensor: torch.Tensor) -> int:

@@ -22,8 +22,9 @@ ALONE = 0.87
 another: as the next one, from sweeps of chunks over 40 trees on an H100 (docs/kernel-log.md)."""
 
 EXPOSED = 0.35
-"""How much of an item's own time, beside its tokens', other items' loads do not hide where the
-smallest shape reads: as the next one, from sweeps over 61 trees of five head shapes."""
+"""How much of an item's own time, beside its tokens', other items of the smallest shape do not
+hide: as the next one, from leaves cut in other pieces on an H100, 48 trees of five head shapes
+(docs/kernel-log.md)."""
 
 UNEVEN = 0.05
 """How much longer all items of one round take for each SM's share of time in which it holds fewer
