@@ -131,9 +131,12 @@ def _switch(text: str) -> bool:
 
 
 def _directory(text: str) -> Path:
-    path = Path(text).expanduser()
-    if path.exists() and not path.is_dir():
-        raise ValueError
+    try:
+        path = Path(text).expanduser()
+        if path.exists() and not path.is_dir():
+            raise ValueError
+    except (OSError, RuntimeError) as error:  # no such user, not ours to enter, too long a name
+        raise ValueError(str(error)) from error
     return path
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from deft_backend.attention import TreeAttention
 from deft_backend.bench.ab import AbResult
 from deft_backend.bench.generate import ThoughtTreeShape, generate_thought_tree
 from deft_backend.bench.server_state import StateError, appears, read_state, settled_counters
@@ -253,6 +255,33 @@ def test_explain_names_what_is_wrong_with_a_state_file(
     assert "31234-tp0.json" in err
 
 
+@pytest.mark.parametrize("suffix", ["-pp0", "-dp0", "-pp0-dp0", "-dp1"])
+def test_explain_finds_the_first_of_several_processes(suffix: str, tmp_path: Path) -> None:
+    later = state(policy="flash-decoding", pid=os.getppid())
+    (tmp_path / "31234-tp0-pp2-dp3.json").write_text(json.dumps(later))
+    (tmp_path / f"31234-tp0{suffix}.json").write_text(json.dumps(state()))
+    (tmp_path / f"31234-tp0{suffix}.batch.json").write_text("{}")
+    (tmp_path / "31234-tp1.json").write_text(json.dumps(later))
+    (tmp_path / "31234-tp0.json").write_text(json.dumps(state(pid=2**22 + 1)))  # of an ended one
+    for arguments in (["--server", "31234"], ["--server"]):
+        code, out, err = run("explain", *arguments, "--json", DEFT_STATE_DIR=str(tmp_path))
+        assert (code, err) == (0, "")
+        assert json.loads(out)["policy"] == "deft-node"
+
+
+def test_explain_plans_for_the_target_of_the_server(tmp_path: Path) -> None:
+    """The groups that it draws are those of the very planner that decodes."""
+    from deft_backend.cli.explain import _server_target
+
+    (tmp_path / "31234-tp0.json").write_text(json.dumps(state(num_query_heads=16)))
+    attention = TreeAttention(
+        num_query_heads=16, num_kv_heads=2, head_dim=64, dtype=torch.float16, device="cpu",
+        max_batch=4, page_size=16,
+    )  # fmt: skip
+    found = read_state(tmp_path / "31234-tp0.json")
+    assert _server_target(found, 16) == attention.target
+
+
 def test_no_running_server_is_said(tmp_path: Path) -> None:
     code, _, err = run("explain", "--server", DEFT_STATE_DIR=str(tmp_path))
     assert (code, "0 servers" in err) == (2, True)
@@ -290,6 +319,39 @@ def test_doctor_finds_bad_settings() -> None:
     assert settings["DEFT_POLICY"]["status"] == "problem"
     assert "'best'" in settings["DEFT_POLICY"]["found"]
     assert settings["DEFT_POLCY"]["status"] == "note"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "loads"),
+    [
+        ("SGLANG_PLUGINS", "", True), ("SGLANG_PLUGINS", "a, deft", True),
+        ("SGLANG_PLUGINS", "a", False), ("SGLANG_PLUGINS", "a deft", False),
+        ("VLLM_PLUGINS", "", False), ("VLLM_PLUGINS", "a,deft", True),
+        ("VLLM_PLUGINS", "a, deft", False),
+    ],
+)  # fmt: skip
+def test_doctor_reads_plugin_lists_as_the_hosts_do(
+    variable: str, value: str, loads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    (host,) = (host for host in checks.HOSTS if host.selection == variable)
+    assert host.leaves_us_out() is not loads
+    monkeypatch.delenv(variable)
+    assert not host.leaves_us_out()
+
+
+def test_doctor_finds_a_folder_that_cannot_be() -> None:
+    code, out, err = run("doctor", "--json", DEFT_STATE_DIR="~nobody-of-that-name/x")
+    assert code == 1
+    assert "DEFT_STATE_DIR is '~nobody-of-that-name/x'; expected a directory" in out + err
+
+
+def test_rows_that_cannot_be_written_are_said_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, _, err = run(
+        "bench", "kernel", "--device", "cpu", "--quick", "--out", str(tmp_path / "file" / "x")
+    )
+    assert (code, "cannot write" in err) == (2, True)
 
 
 def test_doctor_says_what_mends_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:

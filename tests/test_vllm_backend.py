@@ -101,6 +101,23 @@ def test_soft_cap_and_scale_are_the_layers_own() -> None:
     assert not torch.allclose(found.double(), reference(batch, cache), atol=1e-2)
 
 
+def test_a_scale_that_the_model_sets_later_counts() -> None:
+    """As models behind vLLM's Transformers backend set it: on the implementation, in a forward."""
+    layers = make_layers()
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+    metadata = layers.builder(make_spec()).build(0, batch.common())
+    impl = layers.impls[0]
+    impl.scale = 0.7
+    assert step_of(metadata).takes(impl.deft_layer.scaled(0.7))
+    found = run(impl, batch, cache, metadata)
+    close(found, reference(batch, cache, scale=0.7))
+    assert not torch.allclose(found.double(), reference(batch, cache), atol=1e-2)
+    impl.scale = -0.7
+    assert not step_of(metadata).takes(impl.deft_layer.scaled(-0.7))
+    close(run(impl, batch, cache, metadata), reference(batch, cache, scale=-0.7))
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_rows_that_no_request_owns(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph is captured for more rows than a batch has: those come out as zeros."""
@@ -286,6 +303,15 @@ def test_graphs_of_uniform_batches_only(
     assert builder.get_cudagraph_support(None, None) is AttentionCGSupport[expected]
 
 
+def test_verified_attention_is_in_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph replays what it captured: nothing in it could be compared, or given up."""
+    host = PlainCpuBackend.get_builder_cls()
+    monkeypatch.setattr(host, "_cudagraph_support", AttentionCGSupport.ALWAYS)
+    monkeypatch.setenv("DEFT_VERIFY", "1")
+    builder = tree_backend(PlainCpuBackend).get_builder_cls()
+    assert builder.get_cudagraph_support(None, None) is AttentionCGSupport.NEVER
+
+
 def test_cascade_is_for_what_tree_attention_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     host = PlainCpuBackend.get_builder_cls()
     monkeypatch.setattr(host, "use_cascade_attention", lambda self, *args, **kwargs: True)
@@ -461,16 +487,18 @@ def test_verification_finds_a_wrong_kernel(
     assert step_of(builder.build(0, batch.common())) is None
 
 
-def test_a_fused_output_quantisation_is_the_hosts() -> None:
+def test_a_fused_output_quantisation_is_the_hosts(caplog: pytest.LogCaptureFixture) -> None:
     layers = make_layers()
     batch = Batch(DECODE, shared=2)
     cache = Cache(batch.pages, 16)
     metadata = layers.builder(make_spec()).build(0, batch.common())
-    with pytest.raises(NotImplementedError, match="fused output quantisation"):
-        layers.impls[0].forward(
-            None, batch.query, None, None, cache.tensor, metadata,
-            torch.zeros((5, HEADS, DIM)), torch.ones(1),
-        )  # fmt: skip
+    for impl in layers.impls:
+        with pytest.raises(NotImplementedError, match="fused output quantisation"):
+            impl.forward(
+                None, batch.query, None, None, cache.tensor, metadata,
+                torch.zeros((5, HEADS, DIM)), torch.ones(1),
+            )  # fmt: skip
+    assert caplog.text.count("a fused output quantisation decode through the host's own") == 1
 
 
 def test_keys_and_values_go_to_their_slots() -> None:

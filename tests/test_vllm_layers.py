@@ -17,7 +17,7 @@ from deft_backend.hosts.vllm.factory import unsupported_server, unsupported_spec
 from deft_backend.hosts.vllm.layers import LayerShape, layer_of
 from deft_backend.hosts.vllm.layout import has_packed_layout, kv_views
 from deft_backend.hosts.vllm.observe import original_backend
-from deft_backend.hosts.vllm.server import port_of
+from deft_backend.hosts.vllm.server import data_rank, port_of
 
 
 def constructor(
@@ -95,11 +95,12 @@ def test_servers_of_other_kinds_are_refused(changes: dict[str, Any], reason: str
     assert found is None if reason is None else reason in found
 
 
-def test_a_server_that_sleeps_is_refused() -> None:
+@pytest.mark.parametrize("flag", ["enable_sleep_mode", "enable_cumem_allocator"])
+def test_a_server_that_can_sleep_is_refused(flag: str) -> None:
     """It drops what was allocated beside the KV cache, and the planner's constants are."""
     config = make_config()
-    config.model_config.enable_sleep_mode = True
-    assert unsupported_server(config) == "sleep mode is not supported"
+    setattr(config.model_config, flag, True)
+    assert unsupported_server(config) == f"sleep mode ({flag}) is not supported"
 
 
 def test_results_that_must_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,6 +137,19 @@ def test_a_layout_is_known_by_its_shape(shape: Any, packed: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "rank"),
+    [
+        ({}, None),
+        ({"data_parallel_size": 2}, 0),
+        ({"data_parallel_size": 2, "data_parallel_rank": 1}, 1),
+        ({"data_parallel_index": 1}, 1),  # a dense model's second engine is told it is alone
+    ],
+)
+def test_engines_have_files_of_their_own(changes: dict[str, int], rank: int | None) -> None:
+    assert data_rank(make_config(**changes).parallel_config) == rank
+
+
+@pytest.mark.parametrize(
     ("words", "port"),
     [
         ("api_server --port 8123 --model m", 8123),
@@ -143,6 +157,7 @@ def test_a_layout_is_known_by_its_shape(shape: Any, packed: bool) -> None:
         ("vllm serve m", 8000),
         ("vllm serve m --port", 8000),
         ("vllm serve --portal 5", 8000),
+        ("vllm serve m --port 30000 --port 8001", 8001),
     ],
 )
 def test_the_port_is_read_from_the_command_line(words: str, port: int) -> None:

@@ -16,8 +16,8 @@ def make_config(**changes: Any) -> Any:
     """As much of a ``VllmConfig`` as the adapter reads."""
     parallel = SimpleNamespace(
         tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1, rank=0,
-        data_parallel_rank=0, decode_context_parallel_size=1, prefill_context_parallel_size=1,
-        use_ubatching=False,
+        data_parallel_rank=0, data_parallel_index=0, decode_context_parallel_size=1,
+        prefill_context_parallel_size=1, use_ubatching=False,
     )  # fmt: skip
     config = SimpleNamespace(
         parallel_config=parallel,
@@ -145,8 +145,9 @@ class Batch:
 
 
 def reference(
-    batch: Batch, cache: Cache, *, window: int | None = None, cap: float = 0.0
-) -> torch.Tensor:
+    batch: Batch, cache: Cache, *, window: int | None = None, cap: float = 0.0,
+    scale: float = DIM**-0.5,
+) -> torch.Tensor:  # fmt: skip
     """Causal attention of every query token in float64, token by token: [T, Hq, D]."""
     out = torch.zeros(batch.query.shape, dtype=torch.float64)
     for row, length in enumerate(batch.lens.tolist()):
@@ -162,7 +163,7 @@ def reference(
             k, v = cache.keys[pages, offsets].double(), cache.values[pages, offsets].double()
             for head in range(HEADS):
                 kv = head // (HEADS // KV_HEADS)
-                scores = k[:, kv] @ batch.query[token, head].double() * DIM**-0.5
+                scores = k[:, kv] @ batch.query[token, head].double() * scale
                 if cap:
                     scores = cap * torch.tanh(scores / cap)
                 out[token, head] = scores.softmax(0) @ v[:, kv]

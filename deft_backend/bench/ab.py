@@ -6,6 +6,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,10 +17,9 @@ from deft_backend.bench.replay import Replayed, ReplayError, replay
 from deft_backend.bench.server_state import (
     Counters,
     StateError,
-    appears,
     read_state,
     settled_counters,
-    state_file,
+    written_state,
 )
 from deft_backend.bench.workloads import Request, RequestPlan
 from deft_backend.hosts.launch import (
@@ -208,7 +208,6 @@ def _run_side(side: str, setup: AbSetup, logs: Path, watcher: Watcher) -> _Side:
             host_arguments=setup.host_arguments,
             environment={"DEFT_STATE_DIR": folder, **observe},
         )
-        state = state_file(Path(folder), command.port)
         log = logs / f"{side}.log"
         replayed: list[Replayed] = []
         counters: list[Counters | None] = []
@@ -219,11 +218,11 @@ def _run_side(side: str, setup: AbSetup, logs: Path, watcher: Watcher) -> _Side:
             except ReplayError as error:
                 server.check_alive()
                 raise AbError(f"{side} server: {error}. Its log is {log}") from error
-            counting = appears(state)
+            state = written_state(Path(folder), command.port)
             for plan in setup.plans:
                 try:
                     answers, counted = _run_plan(
-                        plan, server.url, state if counting else None, watcher.replaying(side, plan)
+                        plan, server.url, state, watcher.replaying(side, plan)
                     )
                 except (ReplayError, StateError) as error:
                     server.check_alive()  # if it died, that is the news
@@ -249,14 +248,14 @@ def _run_plan(
     return replayed, settled_counters(state) - before
 
 
-def _names(side: str, setup: AbSetup, state: Path) -> tuple[str, str]:
+def _names(side: str, setup: AbSetup, state: Path | None) -> tuple[str, str]:
     """Backend and policy as the server names them; else as they were asked for."""
     asked = setup.policy or os.environ.get("DEFT_POLICY") or "auto"
-    try:
-        found = read_state(state)
-    except StateError:
-        return (setup.baseline or "host default") if side == "host" else BACKEND, asked
-    return found.backend, found.policy
+    if state is not None:
+        with suppress(StateError):
+            found = read_state(state)
+            return found.backend, found.policy
+    return (setup.baseline or "host default") if side == "host" else BACKEND, asked
 
 
 def _measure(run: Replayed, counters: Counters | None, *, guided: bool) -> Measured:

@@ -19,16 +19,26 @@ def header_file(path: Path) -> Path:
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], header: Mapping[str, Any]) -> None:
-    """Write rows and their header, each at once: a reader never sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write rows and their header, each at once: a reader never sees half a file.
+
+    Raises
+    ------
+    RowsError
+        If they cannot be written.
+    """
     lines = ",\n ".join(json.dumps(row, allow_nan=False) for row in rows)
     _replace(path, f"[{lines}]\n")
     _replace(header_file(path), json.dumps(header, indent=1) + "\n")
 
 
 def write_object(path: Path, rows: Sequence[Mapping[str, Any]], header: Mapping[str, Any]) -> None:
-    """Write ``{"header": …, "rows": […]}``, a line a row, at once; errors may be NaN."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write ``{"header": …, "rows": […]}``, a line a row, at once; errors may be NaN.
+
+    Raises
+    ------
+    RowsError
+        If it cannot be written.
+    """
     lines = ",\n  ".join(json.dumps(row) for row in rows)
     head = json.dumps(header)
     _replace(path, f'{{"header": {head},\n "rows": [\n  {lines}\n]}}\n')
@@ -63,10 +73,28 @@ def read_rows(path: Path, keys: Collection[str], command: str) -> tuple[Any, dic
     return rows, header
 
 
+def make_folder(path: Path) -> None:
+    """Make the folder that `path` goes to: before anything is measured, not after.
+
+    Raises
+    ------
+    RowsError
+        If it cannot be made.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RowsError(f"cannot write {path}: {error}") from error
+
+
 def _replace(path: Path, text: str) -> None:
+    make_folder(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise RowsError(f"cannot write {path}: {error}") from error
 
 
 def _read(path: Path) -> Any:

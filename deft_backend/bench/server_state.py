@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,8 +47,42 @@ class ServerState:
 
 
 def state_file(folder: Path, port: int) -> Path:
-    """Where the server on `port` writes (its first tensor-parallel rank)."""
-    return folder / f"{port}-tp0.json"
+    """Where the first process of the server on `port` writes, of however many stages and engines.
+
+    What an ended server left there counts only while no process of a running one has written.
+    """
+    found = _first_ranks(folder, port)
+    running = [path for path in found if _writes_on(path)]
+    return next(iter(running or found), folder / f"{port}-tp0.json")
+
+
+def running_servers(folder: Path) -> dict[int, Path]:
+    """Ports of servers whose process is still there, with the files of their first processes."""
+    alive: dict[int, Path] = {}
+    for path in _first_ranks(folder):
+        if _writes_on(path):
+            alive.setdefault(int(path.name.split("-")[0]), path)
+    return alive
+
+
+def _first_ranks(folder: Path, port: int | None = None) -> list[Path]:
+    """State files of first tensor-parallel ranks, the first pipeline and data ranks' first."""
+    name = re.compile(rf"({port or '[0-9]+'})-tp0((?:-(?:pp|dp)[0-9]+)*)\.json")
+    matches = [name.fullmatch(path.name) for path in folder.glob("*.json")]
+    found = [match for match in matches if match is not None]
+    found.sort(key=lambda match: (int(match[1]), [int(n) for n in re.findall("[0-9]+", match[2])]))
+    return [folder / match.string for match in found]
+
+
+def _writes_on(path: Path) -> bool:
+    """Whether the process that wrote a state file is still there."""
+    try:
+        os.kill(int(json.loads(path.read_text())["pid"]), 0)
+    except PermissionError:  # somebody else's, but alive
+        return True
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return True
 
 
 def read_state(path: Path) -> ServerState:
@@ -103,6 +139,16 @@ def shown_forest(state: Path, timeout: float = 5.0) -> PrefixForest:
     if "forest" not in content:
         raise StateError(f"{state}: the server has no batch to show: {content.get('error')}")
     return forest_from_json(content["forest"])
+
+
+def written_state(folder: Path, port: int, timeout: float = 5.0) -> Path | None:
+    """The server's state file, once it is there; None if it does not come in time."""
+    begin = time.monotonic()
+    while not (path := state_file(folder, port)).is_file():
+        if time.monotonic() - begin > timeout:
+            return None
+        time.sleep(0.1)
+    return path
 
 
 def appears(path: Path, timeout: float = 5.0) -> bool:

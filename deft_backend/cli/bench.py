@@ -112,6 +112,7 @@ def kernel(
     from deft_backend.bench.kernel.inputs import LAYOUTS
     from deft_backend.bench.kernel.session import DeviceLost, failures, record, rows_file
     from deft_backend.bench.kernel.workloads import WorkloadChoiceError, cases_of, parse_heads
+    from deft_backend.bench.row_files import RowsError
     from deft_backend.bench.traces import TraceError
     from deft_backend.forest import ForestError
 
@@ -144,6 +145,8 @@ def kernel(
             rows = record(cases, setup, path, options, watch.row)
         except DeviceLost as error:
             raise fail(f"{error}: {path}") from None
+        except RowsError as error:
+            raise fail(str(error)) from None
     _show(rows, path, console, bars=bars)
     found = failures(rows)
     for line in found:
@@ -164,7 +167,7 @@ def kernel_merge(
 
     with reported(RowsError):
         rows, header = merged([(path, *read_rows(path)) for path in files])
-    write_rows(out, rows, header)
+        write_rows(out, rows, header)
     _show(rows, out, Console(), bars=bars)
 
 

@@ -166,10 +166,10 @@ def e2e_merge(
 
     with reported(RowsError):
         rows, header = merged(files)
-    if out is None and len(files) > 1:
-        raise fail("several files are merged into one; name it with --out")
-    if out is not None:
-        write_rows(out, rows, header)
+        if out is None and len(files) > 1:
+            raise fail("several files are merged into one; name it with --out")
+        if out is not None:
+            write_rows(out, rows, header)
     _show(out or files[0], Console())
 
 

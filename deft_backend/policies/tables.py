@@ -126,14 +126,18 @@ def table_in_use(key: TableKey, folder: Path) -> TableInUse:
     """The tuned table of `key` in `folder`; without one, the shipped table for its head shape."""
     path = folder / key.file_name
     damage = None
-    if key.gpu and path.exists():
+    if key.gpu:
         try:
-            if read_key(path) == key:
-                return TableInUse(CostModel.load(path), path, tuned=True)
-            damage = f"cost table {path}: its key is another one than its name says"
+            if path.exists():
+                if read_key(path) == key:
+                    return TableInUse(CostModel.load(path), path, tuned=True)
+                damage = f"cost table {path}: its key is another one than its name says"
+        except OSError as error:  # a folder that is not ours to enter
+            damage = f"cost table {path}: {error.strerror or error}"
         except CostModelError as error:
             damage = str(error)
-        damage = f"deft: {damage}; the file is ignored. {key.command} measures it again"
+        if damage is not None:
+            damage = f"deft: {damage}; the file is ignored. {key.command} measures it again"
     notice = None
     if key.gpu and "H100" not in key.gpu and damage is None:
         notice = (

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from deft_backend.bench.e2e.rows import Row, case_name, case_of, joined, read_ro
 from deft_backend.bench.e2e.servers import Launch
 from deft_backend.bench.e2e.workloads import Served, Workload, answers_file
 from deft_backend.bench.provenance import provenance
-from deft_backend.bench.row_files import write_rows
+from deft_backend.bench.row_files import make_folder, write_rows
 from deft_backend.bench.server_state import Counters, StateError, settled_counters, state_file
 from deft_backend.hosts.driver_stub import DriverStubError
 from deft_backend.hosts.launch import LaunchError
@@ -71,11 +72,12 @@ class Recorder:
     Raises
     ------
     RowsError
-        If the file is there and holds rows of another machine or build.
+        If the file is there and holds rows of another machine or build, or cannot be there.
     """
 
     def __init__(self, setup: Setup) -> None:
         self.path = setup.out
+        make_folder(self.path)
         self.answers = setup.out.with_suffix(".answers")
         came_from = provenance()
         run = {
@@ -143,8 +145,8 @@ def _serve(setup: Setup, backend: str, recorder: Recorder, said: Callable[[str],
             command = setup.launch.command(backend, Path(state))
             with ServerProcess(command, log, timeout=setup.start_seconds) as server:
                 said(f"{backend}: {command.shell()}")
-                file = state_file(Path(state), command.port)
-                asyncio.run(_measure(setup, backend, server, file, pending, recorder, said))
+                counted = partial(_counted, Path(state), command.port)
+                asyncio.run(_measure(setup, backend, server, counted, pending, recorder, said))
         except (LaunchError, DriverStubError, ClientError, ServerHung) as error:
             for workload in pending:
                 row = _failed(workload.row(setup.launch, backend), error)
@@ -156,7 +158,7 @@ async def _measure(
     setup: Setup,
     backend: str,
     server: ServerProcess,
-    state: Path,
+    counted: Callable[[], Counters | None],
     pending: list[Workload],
     recorder: Recorder,
     said: Callable[[str], None],
@@ -169,7 +171,7 @@ async def _measure(
         )  # fmt: skip
         while pending:
             workload = pending[0]
-            before = await asyncio.to_thread(_counted, state)
+            before = await asyncio.to_thread(counted)
             try:
                 limit = workload.seconds
                 row = await asyncio.wait_for(workload.run(served, recorder.rows), limit)
@@ -185,7 +187,7 @@ async def _measure(
             if row is None:
                 continue
             if row["backend"] == backend:
-                row["detail"] |= _steps(before, await asyncio.to_thread(_counted, state))
+                row["detail"] |= _steps(before, await asyncio.to_thread(counted))
             recorder.put(row)
             said(_line(row))
 
@@ -212,9 +214,9 @@ async def _confirm_alive(server: ServerProcess, client: Client) -> None:
     raise ServerHung("the server runs and does not answer any more, so it was ended")
 
 
-def _counted(state: Path) -> Counters | None:
+def _counted(folder: Path, port: int) -> Counters | None:
     """The plugin's counters, if it writes any in this server."""
-    if not state.is_file():
+    if not (state := state_file(folder, port)).is_file():
         return None
     try:
         return settled_counters(state)

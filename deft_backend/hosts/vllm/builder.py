@@ -6,6 +6,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 
+from deft_backend.config import Settings
 from deft_backend.hosts.vllm.factory import create_group
 from deft_backend.hosts.vllm.group import GroupAttention
 from deft_backend.hosts.vllm.step import TreeStep, attach, step_of
@@ -38,9 +39,12 @@ class TreeBuilder:
 
         A graph of any mixed batch would hold whichever implementation its capture chose, and be
         replayed for batches of another kind. Graphs of uniform batches are apart by query length.
+        Under ``DEFT_VERIFY`` attention is in no graph: nothing can be compared within one.
         """
         from vllm.v1.attention.backend import AttentionCGSupport
 
+        if Settings.from_env().verify:
+            return AttentionCGSupport.NEVER
         support = cast(Any, super()).get_cudagraph_support(vllm_config, kv_cache_spec)
         return min(support, AttentionCGSupport.UNIFORM_BATCH, key=lambda level: level.value)
 

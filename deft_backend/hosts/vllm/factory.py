@@ -125,9 +125,11 @@ def unsupported_server(vllm_config: Any) -> str | None:
     parallel = vllm_config.parallel_config
     if envs.VLLM_BATCH_INVARIANT:
         return "a plan depends on the batch: batch-invariant mode is not supported"
-    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
-        # Planner and workspace are made where the host makes its cache, whose memory it drops.
-        return "sleep mode is not supported"
+    for name in ("enable_sleep_mode", "enable_cumem_allocator"):
+        if getattr(vllm_config.model_config, name, False):
+            # Planner and workspace are made where the host makes its cache, whose memory it drops
+            # when it sleeps. It can with that allocator, whatever the mode says.
+            return f"sleep mode ({name}) is not supported"
     if vllm_config.speculative_config is not None:
         return "speculative decoding is not supported"
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):

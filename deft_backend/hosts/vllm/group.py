@@ -68,6 +68,7 @@ class GroupAttention:
         self._counts = counts
         self._counting = False
         self._broken = False
+        self._left: set[str] = set()
 
     def takes(self, layer: Layer) -> bool:
         """Whether a layer goes through tree attention."""
@@ -174,6 +175,12 @@ class GroupAttention:
             "host's decodes from here", difference,
         )  # fmt: skip
         self._broken = True
+
+    def leave(self, reason: str) -> None:
+        """Say, once a reason, that steps planned for tree attention run in the host's kernel."""
+        if reason not in self._left:
+            self._left.add(reason)
+            logger.warning("deft: layers with %s decode through the host's own kernel", reason)
 
     def give_up(self, error: Exception) -> None:
         """Leave every decode step from here on to the host's implementation."""

@@ -14,6 +14,8 @@ class TreeImplementation:
     """Stands before one of the host's ``AttentionImpl`` classes; see ``compose.py``."""
 
     deft_layer: Layer
+    scale: float
+    """Of the host's; what it holds when a layer runs counts."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         host = cast(Any, super())
@@ -46,10 +48,13 @@ class TreeImplementation:
             )
 
         step = step_of(attn_metadata)
+        if step is None:
+            return host()
         # More arguments are scales of a fused output quantisation.
-        quantised = any(a is not None for a in (*args, *kwargs.values()))
-        if step is None or quantised or not step.takes(self.deft_layer):
+        if any(a is not None for a in (*args, *kwargs.values())):
+            step.leave("a fused output quantisation")
             return host()
-        if not step.attend(self, self.deft_layer, query, kv_cache, output, host):
-            return host()
-        return output
+        mine = self.deft_layer.scaled(float(self.scale))
+        if step.takes(mine) and step.attend(self, mine, query, kv_cache, output, host):
+            return output
+        return host()

@@ -34,6 +34,17 @@ class Layer(NamedTuple):
     logit_cap: float
     reason: str | None
 
+    def scaled(self, sm_scale: float) -> Layer:
+        """The layer with the scale that its implementation holds now.
+
+        Models behind vLLM's Transformers backend set it in every forward: what the constructor
+        got is then a guess.
+        """
+        if sm_scale == self.sm_scale:
+            return self
+        reason = self.reason if sm_scale > 0.0 else f"scale {sm_scale}"
+        return self._replace(sm_scale=sm_scale, reason=reason)
+
 
 def layer_of(init: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layer:
     """Read a layer from the arguments of its implementation's constructor.

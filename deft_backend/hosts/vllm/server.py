@@ -110,10 +110,21 @@ def _start_reporting(state: ServerState, place: Any, settings: Settings) -> None
         state,
         settings,
         pp_rank=place.rank // place.tensor_parallel_size % stages if stages > 1 else None,
-        dp_rank=place.data_parallel_rank if place.data_parallel_size > 1 else None,
+        dp_rank=data_rank(place),
         log=DecodeLog(seconds=_log_interval()) if state.rank == 0 else None,
         publishes=page_of_files(),  # else the API server reads the state files: see plugin.py
     )
+
+
+def data_rank(place: Any) -> int | None:
+    """This engine's place among several; None for the only one.
+
+    Engines of a dense model are told that they are alone, and keep nothing but their index: the
+    first of them cannot be told from an only one, the others can.
+    """
+    if place.data_parallel_size > 1:
+        return int(place.data_parallel_rank)
+    return int(place.data_parallel_index) or None
 
 
 def _log_interval() -> float:
@@ -136,20 +147,21 @@ def port_of(arguments: Sequence[str]) -> int:
     """The server's port, from its command line.
 
     vLLM's configuration does not hold it; its engine and worker processes keep the command line
-    of the server that started them.
+    of the server that started them. Of several the last one counts, as it does there.
 
     Examples
     --------
     >>> port_of(["api_server", "--port", "8123"]), port_of(["serve", "M", "--port=81"]), port_of([])
     (8123, 81, 8000)
     """
+    port = DEFAULT_PORT
     for at, word in enumerate(arguments):
         name, _, value = word.partition("=")
         if name == "--port":
             value = value or (arguments[at + 1] if at + 1 < len(arguments) else "")
             if value.isdigit():
-                return int(value)
-    return DEFAULT_PORT
+                port = int(value)
+    return port
 
 
 def _tensor_rank() -> int:

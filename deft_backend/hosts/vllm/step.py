@@ -42,6 +42,10 @@ class TreeStep:
         """Whether a layer of the step goes through tree attention."""
         return self.group.takes(layer)
 
+    def leave(self, reason: str) -> None:
+        """Say that layers of the step run in the host's implementation, as only they could know."""
+        self.group.leave(reason)
+
     def attend(
         self,
         owner: object,
