@@ -18,9 +18,10 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+from deft_backend.patches.wrapping import wrap
+
 logger = logging.getLogger(__name__)
 
-TARGET = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
 FIELDS = ("forward_mode", "batch_size", "rids", "req_pool_indices", "seq_lens", "seq_lens_cpu",
           "seq_lens_sum", "out_cache_loc")  # fmt: skip
 
@@ -47,12 +48,16 @@ def missing() -> str | None:
 
 def install(observer: Observer) -> None:
     """Call `observer` after every ``init_new``; may be called at any time, several times."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-    if not _observers:
-        HookRegistry.register(TARGET, _observe, HookType.AROUND)
+    wrap(ForwardBatch, "init_new", _observe)
     _observers.append(observer)
-    HookRegistry.apply_hooks()
+
+
+def remove(observer: Observer) -> None:
+    """Call `observer` no longer."""
+    if observer in _observers:
+        _observers.remove(observer)
 
 
 def _observe(original: Callable[..., Any], cls: Any, batch: Any, model_runner: Any, *args: Any,

@@ -15,7 +15,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-TARGET = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+from deft_backend.patches.wrapping import wrap
+
 PARAMETERS = ["self", "forward_batch", "pp_proxy_tensors"]
 FENCE = "war_fastpath_read_done_event"
 """Attribute of the model runner: the event after which page tables may be written; None: the end
@@ -50,12 +51,15 @@ def missing() -> str | None:
 
 def install(model_runner: Any, reader: Reader) -> None:
     """Hold page-table writes for the replays of `model_runner` that `reader` says."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
-    if not _readers:
-        HookRegistry.register(f"{TARGET}.execute", _execute, HookType.AROUND)
+    wrap(DecodeCudaGraphRunner, "execute", _execute)
     _readers[id(model_runner)] = reader
-    HookRegistry.apply_hooks()
+
+
+def remove(model_runner: Any) -> None:
+    """Leave the replays of `model_runner` to the host's own fence."""
+    _readers.pop(id(model_runner), None)
 
 
 def _execute(original: Any, runner: Any, forward_batch: Any, pp_proxy_tensors: Any = None) -> Any:

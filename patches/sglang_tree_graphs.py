@@ -16,7 +16,8 @@ from __future__ import annotations
 import inspect
 from typing import Any, Protocol
 
-TARGET = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+from deft_backend.patches.wrapping import wrap
+
 LABEL = "deft"
 PARAMETERS = {
     "capture_one_shape": ["self", "size", "forward", "stream_idx", "variant_label"],
@@ -63,16 +64,16 @@ def missing(server_args: Any) -> str | None:
 
 def install(model_runner: Any, controller: Controller) -> None:
     """Give `model_runner` a second set of graphs; before its graphs are captured."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
-    if not _controllers:
-        for name, hook in (
-            ("capture_one_shape", _capture_one_shape),
-            ("_resolve_lora_variant", _resolve_variant),
-        ):
-            HookRegistry.register(f"{TARGET}.{name}", hook, HookType.AROUND)
+    wrap(DecodeCudaGraphRunner, "capture_one_shape", _capture_one_shape)
+    wrap(DecodeCudaGraphRunner, "_resolve_lora_variant", _resolve_variant)
     _controllers[id(model_runner)] = controller
-    HookRegistry.apply_hooks()
+
+
+def remove(model_runner: Any) -> None:
+    """Leave `model_runner` the host's graphs alone."""
+    _controllers.pop(id(model_runner), None)
 
 
 def _capture_one_shape(

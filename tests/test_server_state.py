@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from sglang_fakes import (
     requests_of,
 )
 
+from deft_backend.config import Settings
+from deft_backend.hosts import reporting
 from deft_backend.hosts.counters import Counters
 from deft_backend.hosts.sglang.radix_forest import forest_of
 from deft_backend.hosts.state import StateWriter
@@ -63,6 +66,35 @@ def test_a_state_file_that_cannot_be_written_is_said_once(tmp_path, caplog) -> N
     assert len(caplog.records) == 1
     assert "the server's state is not written" in caplog.text
     assert [counters.decode_steps for counters in heard] == [0, 1]  # metrics and log go on
+
+
+def test_a_folder_that_may_not_be_entered_is_said_once(tmp_path, caplog, monkeypatch) -> None:
+    """As of another user: even asking whether a file is there is refused."""
+
+    def refused(self: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    state = make_state()
+    writer = StateWriter(state, tmp_path)
+    heard: list[Counters] = []
+    writer.listeners.append(heard.append)
+    monkeypatch.setattr(Path, "is_file", refused)
+    monkeypatch.setattr(writer, "_replace", lambda *_: refused(tmp_path))
+    writer.look()
+    state.count_host("x", 1)
+    writer.look()
+    assert caplog.text.count("Permission denied") == 1
+    assert [counters.decode_steps for counters in heard] == [0, 1]
+
+
+def test_reporting_that_fails_costs_a_line(tmp_path, caplog, monkeypatch) -> None:
+    def fail(self: StateWriter) -> None:
+        raise RuntimeError("no more threads")
+
+    monkeypatch.setattr(StateWriter, "start", fail)
+    settings = Settings(state_dir=tmp_path)
+    reporting.start(make_state(), settings, pp_rank=None, dp_rank=None, log=None, publishes=False)
+    assert caplog.text.count("no more threads") == 1
 
 
 def test_a_listener_that_raises_is_said_once_and_the_others_go_on(tmp_path, caplog) -> None:

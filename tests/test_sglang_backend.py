@@ -289,6 +289,52 @@ def test_page_tables_are_not_written_while_a_graph_reads_them(host: Any) -> None
     assert model.war_fastpath_read_done_event == "metadata was read"
 
 
+def test_a_patch_is_there_whatever_other_plugins_hooked(host: Any) -> None:
+    """The host's registry applies hooks to a method once, and never again."""
+    from sglang.srt.plugins import hook_registry
+
+    from deft_backend.patches.wrapping import is_wrapped, wrap
+
+    class Runner:
+        def execute(self, word: str) -> list[str]:
+            return [word]
+
+        @classmethod
+        def make(cls, word: str) -> list[str]:
+            return [cls.__name__, word]
+
+    hook_registry.Runner = Runner
+    registry, kind = hook_registry.HookRegistry, hook_registry.HookType
+    target = "sglang.srt.plugins.hook_registry.Runner.execute"
+    registry.register(target, lambda made, *args: [*made, "theirs"], kind.AFTER)
+    registry.apply_hooks()
+    try:
+
+        def ours(original: Any, owner: Any, word: str) -> list[str]:
+            return [*original(owner, word), "ours"]
+
+        for _ in range(2):
+            wrap(Runner, "execute", ours)
+            wrap(Runner, "make", ours)
+        assert Runner().execute("a") == ["a", "theirs", "ours"]
+        assert Runner.make("a") == ["Runner", "a", "ours"]
+        assert type("Other", (Runner,), {}).make("a") == ["Other", "a", "ours"]
+        registry._patched.discard(target)
+        registry.apply_hooks()  # somebody's hook goes around ours: it is still known
+        assert Runner().execute("a") == ["a", "theirs", "ours", "theirs"]
+        wrap(Runner, "execute", ours)
+        assert Runner().execute("a") == ["a", "theirs", "ours", "theirs"]
+        assert is_wrapped(Runner, "execute", ours)
+        assert not is_wrapped(Runner, "execute", check_nothing)
+    finally:
+        del hook_registry.Runner, registry._hooks[target]
+        registry._patched.discard(target)
+
+
+def check_nothing() -> None:
+    """A hook that is nowhere."""
+
+
 def test_the_host_has_what_a_second_set_of_graphs_needs(host: Any) -> None:
     from deft_backend.patches import sglang_tree_graphs as patch
 

@@ -206,6 +206,45 @@ def test_a_kernel_that_fails_leaves_the_capture_to_the_host(
     assert server.calls == ["capture", "in graph", "decode", "decode", "replay"]
 
 
+def test_graphs_captured_anew_hold_what_is_captured_then(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after new weights: a kernel has failed since, so the new graphs are the host's."""
+    backend, (q, k, v) = server.backend, query()
+
+    def capture() -> None:
+        static = server.batch()
+        backend.init_forward_metadata_out_graph(static, in_capture=True)
+        backend.init_forward_metadata_in_graph(static)
+        backend.forward(q=q, k=k, v=v, layer=make_layer(), forward_batch=static)
+
+    capture()
+    backend.init_forward_metadata_out_graph(server.batch())
+    assert server.calls == ["capture", "in graph"]  # tree attention, which needs nothing
+
+    def fail(*arguments: Any, **more: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(server.attention, "run", fail)
+        eager = server.batch()
+        backend.init_forward_metadata(eager)
+        backend.forward(q=q, k=k, v=v, layer=make_layer(), forward_batch=eager)
+    server.calls.clear()
+    capture()
+    assert server.calls == ["capture", "in graph", "decode"]
+    server.calls.clear()
+    backend.init_forward_metadata_out_graph(server.batch())
+    assert server.calls == ["replay"]
+    assert server.state.counters().steps_host["kernel failed"] == 1
+
+
+def test_batches_are_not_shown_where_they_may_be_asleep(server: Any) -> None:
+    server.backend._shows = False
+    server.backend.init_forward_metadata(server.batch())
+    assert server.state.batch is None
+
+
 def test_the_device_counts_steps_but_not_those_of_captures(server: Any) -> None:
     backend, warm = server.backend, server.batch()
     backend.init_forward_metadata_out_graph(warm, in_capture=True)

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang_fakes import load_host
+import torch
+from sglang_fakes import FakePool, load_host, make_state
 
+from deft_backend.attention import TreeAttention
 from deft_backend.config import SettingsError
 
 
@@ -207,3 +209,85 @@ def test_ranks_that_decode_for_themselves_need_the_devices_planner(
     else:
         with pytest.raises(Made):
             factory._create(runner, object(), "fa3", Settings(planner="host"))
+
+
+def test_arguments_made_before_the_plugin_was_there_are_told_so(host: Any) -> None:
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    from deft_backend.hosts.sglang.surround import surround_backends
+
+    surround_backends()
+    with pytest.raises(ValueError, match=r"before SGLang loaded its plugins.*load_plugins"):
+        ATTENTION_BACKENDS["deft"](SimpleNamespace())
+
+
+def test_backends_of_later_plugins_are_surrounded_once(arguments: Any, monkeypatch) -> None:
+    from sglang.srt.layers.attention import attention_registry as registry
+
+    from deft_backend.hosts.sglang import factory
+
+    wrapped = []
+    monkeypatch.setattr(
+        factory, "wrap_backend", lambda runner, name, host: wrapped.append(name) or ("tree", host)
+    )
+    monkeypatch.setitem(registry.ATTENTION_BACKENDS, "theirs", lambda runner: "their backend")
+    monkeypatch.setenv("DEFT_FALLBACK_BACKEND", "theirs")
+    for _ in range(2):
+        made = make_arguments()
+        arguments.resolve(resolve_as_host, made)
+    create = registry.ATTENTION_BACKENDS["theirs"]
+    assert create(SimpleNamespace(server_args=made)) == ("tree", "their backend")
+    assert wrapped == ["theirs"]
+    assert create(SimpleNamespace(server_args=SimpleNamespace())) == "their backend"
+
+
+@pytest.mark.parametrize(("kind", "served"), [("full", True), ("breakable", False)])
+def test_graphs_that_memory_is_sized_with_stay(
+    arguments: Any, kind: str, served: bool, caplog: Any, monkeypatch
+) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "1")
+    graphs = SimpleNamespace(decode=SimpleNamespace(backend=kind))
+    made = make_arguments(device="cuda", cuda_graph_config=graphs)
+    arguments.resolve(resolve_as_host, made)
+    assert made.cuda_graph_config.decode.backend == kind
+    assert hasattr(made, arguments.HOST_DECODE) is served
+    assert ("KV is sized after capture" in caplog.text) is not served
+
+
+@pytest.mark.parametrize("at", ["fence", "graphs"])
+def test_a_set_up_that_fails_leaves_nothing_behind(host: Any, at: str, monkeypatch) -> None:
+    """The host's backend runs alone then, and must not meet a second set of graphs."""
+    from deft_backend.config import Settings
+    from deft_backend.hosts.sglang import factory
+    from deft_backend.patches import (
+        sglang_capture_batch,
+        sglang_page_table_fence,
+        sglang_tree_graphs,
+    )
+
+    patch = {"fence": sglang_page_table_fence, "graphs": sglang_tree_graphs}[at]
+    real = patch.install
+
+    def fail(*given: Any) -> None:
+        real(*given)
+        raise RuntimeError("not here")
+
+    monkeypatch.setattr(patch, "install", fail)
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+        max_batch=4,
+    )  # fmt: skip
+    table = SimpleNamespace(req_to_token=torch.zeros(9, 64, dtype=torch.int32))
+    runner = SimpleNamespace(
+        server_args=SimpleNamespace(
+            cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend="full"))
+        ),
+        req_to_token_pool=table,
+    )
+    host_backend = SimpleNamespace(token_to_kv_pool=FakePool(64), req_to_token_pool=table)
+    observers = list(sglang_capture_batch._observers)
+    with pytest.raises(RuntimeError, match="not here"):
+        factory._host_planned(runner, host_backend, attention, make_state(), Settings())
+    assert id(runner) not in sglang_tree_graphs._controllers
+    assert id(runner) not in sglang_page_table_fence._readers
+    assert sglang_capture_batch._observers == observers

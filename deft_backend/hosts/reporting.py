@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from deft_backend.config import LOG_LEVELS, Settings, state_directory
 from deft_backend.hosts.decode_log import DecodeLog
 from deft_backend.hosts.metrics import publisher, rank_labels
 from deft_backend.hosts.state import ServerState, StateWriter
+
+logger = logging.getLogger("deft_backend")
 
 
 def start(
@@ -21,6 +24,8 @@ def start(
 ) -> None:
     """Tell what a server process counts from now on, on a thread of its own.
 
+    What fails here costs a line in the log: a server decodes without being watched, too.
+
     Parameters
     ----------
     state : ServerState
@@ -33,7 +38,20 @@ def start(
     publishes : bool
         Whether the host makes its ``/metrics`` from what its processes publish.
     """
-    ranks = {"pp": pp_rank, "dp": dp_rank}
+    try:
+        _start(state, settings, {"pp": pp_rank, "dp": dp_rank}, log, publishes)
+    except Exception as error:
+        logger.warning("deft: what the server decodes is not reported: %r", error)
+        logger.debug("deft: reporting failed", exc_info=True)
+
+
+def _start(
+    state: ServerState,
+    settings: Settings,
+    ranks: Mapping[str, int | None],
+    log: DecodeLog | None,
+    publishes: bool,
+) -> None:
     suffix = "".join(f"-{kind}{rank}" for kind, rank in ranks.items() if rank is not None)
     writer = StateWriter(state, state_directory(settings), suffix)
     publish = publisher(rank_labels(writer.path)) if publishes else None

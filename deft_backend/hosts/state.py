@@ -246,9 +246,9 @@ class StateWriter:
     def _show_batch(self) -> None:
         """Answer `deft explain --server`, if it asks."""
         asked = request_file(self.path)
-        if not asked.is_file():
-            return
         try:
+            if self._failed or not asked.is_file():  # a folder that cannot be written
+                return
             asked.unlink()  # first: an answer that fails must not be tried for ever
             self._replace(answer_file(self.path), answer(self.state.batch))
         except OSError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import lru_cache
 
 import numpy as np
 
@@ -47,7 +46,7 @@ def plan_forest(
         plan = plan_grouping(grouping, forest, target)
         check_capacity(plan, capacity)
     except (PolicyError, PlanError) as error:
-        _say_once(f"policy {policy.name}: {error}; planning flash-decoding for such batches")
+        _say_once(policy.name, error)
         # One query a group, one item a group: no room needed for tiles.
         bounded = target.within(capacity.max_items, capacity.max_entries)
         grouping = get_policy("flash-decoding").group(forest, bounded)
@@ -105,9 +104,14 @@ def plan_grouping(grouping: Grouping, forest: PrefixForest, target: Target) -> P
     return Plan(*arrays)
 
 
-@lru_cache(maxsize=256)
-def _say_once(message: str) -> None:
-    logger.warning("%s", message)
+_said: set[tuple[str, type[Exception]]] = set()
+
+
+def _say_once(policy: str, error: Exception) -> None:
+    """A line for the first such batch: the numbers in it are others for every one."""
+    if (policy, type(error)) not in _said:
+        _said.add((policy, type(error)))
+        logger.warning("policy %s: %s; planning flash-decoding for such batches", policy, error)
 
 
 def check_capacity(plan: Plan, capacity: PlanCapacity) -> None:

@@ -62,7 +62,7 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
         return result
     _, decode = backends
     try:
-        reason = unsupported(server_args)
+        reason = unsupported(server_args) or _sized_with_graphs(server_args)
     except Exception as error:
         reason = f"this SGLang is not one that tree attention was made for ({error!r})"
     if reason is not None:
@@ -70,6 +70,9 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
             "deft: %s; all attention runs through the host's own backend (%s)", reason, decode
         )
         return result
+    from deft_backend.hosts.sglang.surround import surround_backends
+
+    surround_backends()  # plugins that came after ours may have added the very one
     _keep_or_disable_decode_graphs(server_args)
     setattr(server_args, HOST_DECODE, decode)
     return result
@@ -150,6 +153,22 @@ def _check_fallback(name: str | None) -> None:
         raise SettingsError(
             f"DEFT_FALLBACK_BACKEND is {name!r}; expected one of {', '.join(known)}"
         )
+
+
+def _sized_with_graphs(server_args: Any) -> str | None:
+    """Why decode graphs cannot be turned off here, where they would be; None: no matter."""
+    from sglang.srt.environ import envs
+
+    from deft_backend.patches import sglang_tree_graphs
+
+    setting = getattr(envs, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", None)
+    if setting is None or not setting.get() or server_args.device != "cuda":
+        return None
+    kind = server_args.cuda_graph_config.decode.backend
+    if kind == "disabled" or sglang_tree_graphs.missing(server_args) is None:
+        return None
+    # The host has left out the graphs' share of memory already, to measure it when they are there.
+    return f"decode graphs of the kind {kind} are not supported while KV is sized after capture"
 
 
 def _keep_or_disable_decode_graphs(server_args: Any) -> None:

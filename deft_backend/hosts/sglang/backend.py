@@ -153,9 +153,10 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
             return "unexpected arguments"
         return reason
 
-    def _say(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
+    def _say(self, message: str, kind: str | None = None) -> None:
+        """Log a line once; of one `kind`, whatever numbers are in it."""
+        if (kind or message) not in self._said:
+            self._said.add(kind or message)
             logger.warning("deft: %s", message)
 
     def __getattr__(self, name: str) -> Any:

@@ -33,18 +33,23 @@ class DevicePlannedBackend(DeftAttentionBackend):
         Receives the counters, which the device keeps.
     settings : Settings
         Their limits on batches.
+    shows : bool
+        Whether batches are kept for those who ask what is shared in them.
     """
 
     _own = DeftAttentionBackend._own | {
-        "_settings", "_tree_graphs", "_replayed_tree", "_counting",
+        "_settings", "_shows", "_tree_graphs", "_table_readers", "_replayed_tree", "_counting",
     }  # fmt: skip
 
     def __init__(
-        self, host: Any, attention: TreeAttention, state: ServerState, settings: Settings
-    ) -> None:
+        self, host: Any, attention: TreeAttention, state: ServerState, settings: Settings,
+        *, shows: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__(host, attention, state)
         self._settings = settings
-        self._tree_graphs: set[int] = set()  # batch sizes
+        self._shows = shows
+        self._tree_graphs: set[int] = set()  # batch sizes whose graphs hold tree attention
+        self._table_readers: set[int] = set()  # those of which some graph plans, or did once
         self._replayed_tree = False
         self._counting = False
 
@@ -76,14 +81,17 @@ class DevicePlannedBackend(DeftAttentionBackend):
         self._replayed_tree = False
         size = forward_batch.batch_size
         decodes = forward_batch.forward_mode.is_decode()
-        if in_capture and decodes and self._reason(size) is None:
-            self._tree_batch = forward_batch
-            self._capturing = True
-            self._tree_graphs.add(size)
+        if in_capture and decodes:
+            self._tree_graphs.discard(size)  # the host captures anew when it changed its weights
+            if self._reason(size) is None:
+                self._tree_batch = forward_batch
+                self._capturing = True
+                self._tree_graphs.add(size)
         if not in_capture and decodes:
             self._attach_counters()
-            self._replayed_tree = size in self._tree_graphs
-            if not self._replayed_tree:
+            # A size may have several graphs (adapters): one with tree attention is enough to wait.
+            self._replayed_tree = size in self._table_readers
+            if size not in self._tree_graphs:
                 self._count_host(self._reason(size) or "no graph", forward_batch)
             else:
                 self._show(forward_batch)
@@ -94,8 +102,8 @@ class DevicePlannedBackend(DeftAttentionBackend):
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Launches recorded into the graph; before its capture they run, to warm up."""
-        if forward_batch is self._tree_batch:
-            self._planned(forward_batch)
+        if forward_batch is self._tree_batch and self._planned(forward_batch):
+            self._table_readers.add(forward_batch.batch_size)
         self._host.init_forward_metadata_in_graph(forward_batch)
 
     def replayed_tree(self, forward_batch: Any) -> bool:
@@ -127,6 +135,8 @@ class DevicePlannedBackend(DeftAttentionBackend):
 
     def _show(self, forward_batch: Any) -> None:
         """Keep the batch for those who ask what is shared in it."""
+        if not self._shows:
+            return
         self._state.batch = Batch(
             self._req_to_token, forward_batch.seq_lens, 1, forward_batch.req_pool_indices
         )

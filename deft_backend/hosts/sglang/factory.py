@@ -124,11 +124,9 @@ def _create(runner: Any, host: Any, name: str, settings: Settings) -> Any:
     if attention.device.type == "cuda":
         _warm_up(attention, runner, on_device)
     state = state_of(runner, NAME, settings.policy)
+    start_reporting(state, runner, settings)
     make = _device_planned if on_device else _host_planned
     backend = make(runner, host, attention, state, settings)
-    if runner.server_args.cuda_graph_config.decode.backend != "disabled":
-        sglang_page_table_fence.install(runner, backend.replayed_tree)
-    start_reporting(state, runner, settings)
     logger.info(
         "deft: decode goes through tree attention (policy %s, planned on the %s, workspace %.1f "
         "MiB); everything else%s through %s",
@@ -167,7 +165,12 @@ def _device_planned(
     from deft_backend.hosts.sglang.device_planned import DevicePlannedBackend
 
     _ = attention.device_planner  # what it cannot do is said here, not in the first step
-    return DevicePlannedBackend(host, attention, state, settings)
+    # What is asleep may not be read, and nothing tells the thread that shows batches.
+    shows = not getattr(runner.server_args, "enable_memory_saver", False)
+    backend = DevicePlannedBackend(host, attention, state, settings, shows=shows)
+    if _has_graphs(runner):
+        sglang_page_table_fence.install(runner, backend.replayed_tree)
+    return backend
 
 
 def _host_planned(
@@ -190,10 +193,23 @@ def _host_planned(
     )
     capture = BatchCapture(runner)
     backend = HostPlannedBackend(host, attention, planner, capture, state)
-    sglang_capture_batch.install(capture.observe)
-    if runner.server_args.cuda_graph_config.decode.backend != "disabled":
-        sglang_tree_graphs.install(runner, backend)
+    try:
+        sglang_capture_batch.install(capture.observe)
+        if _has_graphs(runner):
+            sglang_page_table_fence.install(runner, backend.replayed_tree)
+            sglang_tree_graphs.install(runner, backend)
+    except Exception:
+        # The host's backend will run alone. A second set of its graphs would be captured then, and
+        # some backends prepare the buffers of the newest graph only.
+        sglang_tree_graphs.remove(runner)
+        sglang_page_table_fence.remove(runner)
+        sglang_capture_batch.remove(capture.observe)
+        raise
     return backend
+
+
+def _has_graphs(runner: Any) -> bool:
+    return bool(runner.server_args.cuda_graph_config.decode.backend != "disabled")
 
 
 def _warm_up(attention: TreeAttention, runner: Any, on_device: bool = False) -> None:

@@ -147,7 +147,10 @@ class HostPlannedBackend(DeftAttentionBackend):
             planned = self._plan(forward_batch, seq_lens, tokens)
         except Exception as error:
             self._planner.forget()
-            self._say(f"planning failed ({error!r}); the host's kernel decodes such batches")
+            self._say(
+                f"planning failed ({error!r}); the host's kernel decodes such batches",
+                kind=f"planning failed {type(error).__name__}",
+            )
             logger.debug("deft: planning failed", exc_info=True)
             planned = "planning failed"
         if isinstance(planned, str):

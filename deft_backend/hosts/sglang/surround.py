@@ -1,0 +1,55 @@
+"""The host's registry of attention backends: tree attention around each, and one that explains."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from deft_backend.hosts.sglang.arguments import HOST_DECODE, NAME
+
+logger = logging.getLogger("deft_backend")
+
+_MARK = "deft_surrounds"
+
+
+def surround_backends() -> None:
+    """Surround every backend that is registered by now; again for those of other plugins."""
+    from sglang.srt.layers.attention import attention_registry as registry
+
+    for name, create in list(registry.ATTENTION_BACKENDS.items()):
+        if name != NAME and not hasattr(create, _MARK):
+            registry.register_attention_backend(name)(_around(name, create))
+    registry.register_attention_backend(NAME)(_unresolved)
+
+
+def _around(name: str, create: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The host's factory of a backend; ours goes around it where arguments.resolve said so."""
+
+    def create_backend(runner: Any) -> Any:
+        backend = create(runner)
+        if getattr(runner.server_args, HOST_DECODE, None) != name:
+            return backend
+        try:
+            from deft_backend.hosts.sglang.factory import wrap_backend
+
+            return wrap_backend(runner, name, backend)
+        except Exception as error:
+            logger.warning(
+                "deft: tree attention could not be set up (%r); all attention runs through the "
+                "host's own backend (%s)", error, name,
+            )  # fmt: skip
+            logger.debug("deft: set-up failed", exc_info=True)
+            return backend
+
+    setattr(create_backend, _MARK, create)
+    return create_backend
+
+
+def _unresolved(runner: Any) -> Any:
+    """Reached only by arguments that were resolved before the plugin was there to do it."""
+    raise ValueError(
+        "attention_backend is 'deft', but these ServerArgs were made before SGLang loaded its "
+        "plugins. Call sglang.srt.plugins.load_plugins() first, or let launch_server or Engine "
+        "make them"
+    )
