@@ -48,8 +48,10 @@ class DevicePlannedBackend(DeftAttentionBackend):
         super().__init__(host, attention, state)
         self._settings = settings
         self._shows = shows
-        self._tree_graphs: set[int] = set()  # batch sizes whose graphs hold tree attention
-        self._table_readers: set[int] = set()  # those of which some graph plans, or did once
+        # Batch sizes whose last captured graph holds tree attention, and those of which an earlier
+        # one does, or did: it reads page tables while it runs, whatever the last one holds.
+        self._tree_graphs: set[int] = set()
+        self._table_readers: set[int] = set()
         self._replayed_tree = False
         self._counting = False
 
@@ -82,15 +84,17 @@ class DevicePlannedBackend(DeftAttentionBackend):
         size = forward_batch.batch_size
         decodes = forward_batch.forward_mode.is_decode()
         if in_capture and decodes:
-            self._tree_graphs.discard(size)  # the host captures anew when it changed its weights
+            # The host captures a size again for adapters, and when its weights have changed.
+            if size in self._tree_graphs:
+                self._table_readers.add(size)
+                self._tree_graphs.remove(size)
             if self._reason(size) is None:
                 self._tree_batch = forward_batch
                 self._capturing = True
                 self._tree_graphs.add(size)
         if not in_capture and decodes:
             self._attach_counters()
-            # A size may have several graphs (adapters): one with tree attention is enough to wait.
-            self._replayed_tree = size in self._table_readers
+            self._replayed_tree = size in self._tree_graphs or size in self._table_readers
             if size not in self._tree_graphs:
                 self._count_host(self._reason(size) or "no graph", forward_batch)
             else:
@@ -102,8 +106,8 @@ class DevicePlannedBackend(DeftAttentionBackend):
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Launches recorded into the graph; before its capture they run, to warm up."""
-        if forward_batch is self._tree_batch and self._planned(forward_batch):
-            self._table_readers.add(forward_batch.batch_size)
+        if forward_batch is self._tree_batch:
+            self._planned(forward_batch)
         self._host.init_forward_metadata_in_graph(forward_batch)
 
     def replayed_tree(self, forward_batch: Any) -> bool:

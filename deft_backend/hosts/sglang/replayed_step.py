@@ -47,7 +47,7 @@ def fenced_replay(model_runner: Any, reads: Callable[[Any], bool]) -> Callable[.
         If SGLang does not put it there.
     """
     if not hasattr(DecodeCudaGraphRunner.execute, "__wrapped__"):
-        DecodeCudaGraphRunner.execute = Replay.execute  # for good: hooks are applied once a process
+        DecodeCudaGraphRunner.execute = Replay.execute  # for good: a process wraps it once
     sglang_page_table_fence.install(model_runner, reads)
     fenced: Callable[..., None] = DecodeCudaGraphRunner.execute
     if fenced is Replay.execute or inspect.unwrap(fenced) is not Replay.execute:
