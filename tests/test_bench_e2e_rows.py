@@ -140,7 +140,16 @@ def test_a_peer_without_a_sensible_time_is_none() -> None:
 def test_an_idle_plugin_meets_no_bar() -> None:
     ours = timed("deft", 1.0)
     ours["detail"] = {"steps": {"tree": 0, "host": {"batch below DEFT_MIN_BATCH": 7}}}
-    assert only([ours, timed("fa3", 10.0)]) == ("no step counted through tree attention", None)
+    idle = ("no step counted through tree attention", None)
+    assert only([ours, timed("fa3", 10.0)]) == idle
+    name = "generated-shared-prefix:default"
+    client = timed("deft", 1.0, None, name, tokens_per_s=9.0, ttft_ms=1.0)
+    client["detail"] = ours["detail"]
+    assert only([client, timed("fa3", 1.0, None, name, tokens_per_s=1.0, ttft_ms=1.0)]) == idle
+    traffic = timed("deft", None, (8, 4, 4), "mixed-traffic part 1")
+    checked = {"tokens": 9, "wrong": 0, "ties": 2}
+    traffic["detail"] = ours["detail"] | {"checked": checked}
+    assert only([traffic]) == (f"9 tokens: 0 wrong, 2 ties; {idle[0]}", None)
 
 
 def test_what_failed_is_not_met() -> None:
@@ -149,15 +158,20 @@ def test_what_failed_is_not_met() -> None:
 
 
 def test_the_hosts_clients_are_held_to_throughput_and_first_token() -> None:
-    def row(backend: str, speed: float, ttft: float) -> Row:
+    def row(backend: str, speed: float, ttft: float, **figures: Any) -> Row:
         name = "generated-shared-prefix:default"
-        return timed(backend, 1.0, None, name, tokens_per_s=speed, ttft_ms=ttft)
+        return timed(backend, 1.0, None, name, tokens_per_s=speed, ttft_ms=ttft, **figures)
 
     found = bars([row("deft", 101.0, 10.3), row("fa3", 90.0, 10.0), row("triton", 100.0, 12.0)])
     assert [bar.met for bar in found] == [True, True]
     found = bars([row("deft", 99.0, 10.4), row("fa3", 90.0, 10.0), row("triton", 100.0, 12.0)])
     assert [bar.met for bar in found] == [False, False]
     assert found[1].found == "1.040"
+    # A peer that failed under way is none to be late against.
+    found = bars(
+        [row("deft", 101.0, 10.3), row("fa3", 90.0, 10.0), row("triton", 9.0, 1.0, error="x")]
+    )
+    assert [bar.met for bar in found] == [True, True]
 
 
 def test_means_of_first_tokens_are_told_beside_their_medians() -> None:
@@ -180,15 +194,16 @@ def test_trees_must_be_faster_than_every_other() -> None:
 
 
 def test_traffic_is_held_to_its_tokens() -> None:
-    def row(wrong: int, trouble: int = 0, **figures: Any) -> list[Row]:
+    def row(wrong: int, trouble: int = 0, tokens: int = 9, **figures: Any) -> list[Row]:
         found = timed("deft", None, (8, 4, 4), "mixed-traffic part 1", **figures)
-        checked = {"tokens": 9, "wrong": wrong, "ties": 2}
+        checked = {"tokens": tokens, "wrong": wrong, "ties": 2}
         found["detail"] |= {"checked": checked, "log_trouble": trouble}
         return [found]
 
     assert only(row(0)) == ("9 tokens: 0 wrong, 2 ties", True)
     assert only(row(1))[1] is False
     assert only(row(0, trouble=1))[1] is False
+    assert only(row(0, tokens=0))[1] is False  # nothing was looked at
     assert only(row(0, error="3 requests failed"))[1] is False
     unchecked = timed("deft", None, (8, 4, 4), "mixed-traffic part 1")
     assert only([unchecked]) == ("not checked against the reference yet", None)

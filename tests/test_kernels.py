@@ -477,3 +477,26 @@ def test_rows_beyond_the_plan_stay_as_they_are(dtype: torch.dtype) -> None:
     attention.run(q, k, v, table, lens, static_launch=True, out=out)
     assert (out[2] == -5.0).all()
     assert (out[:2] == 1.0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_more_results_than_stage_2_reads_at_once(device: str, dtype: torch.dtype) -> None:
+    """A chain of nodes: the last requests merge a result of each, one block after the other.
+
+    With scores this far apart, what is carried from block to block must be scaled anew.
+    """
+    requests, step = 20, 5
+    table = torch.zeros((requests, requests * step + 3), dtype=torch.int32)
+    table[:, : requests * step] = torch.arange(requests * step, dtype=torch.int32)
+    unused = requests * step
+    lens = []
+    for row in range(requests):
+        shared = (row + 1) * step
+        table[row, shared : shared + 3] = torch.arange(unused, unused + 3)
+        table[row, shared + 3 :] = 0
+        unused += 3
+        lens.append(shared + 3)
+    batch = Batch(table, torch.tensor(lens, dtype=torch.int32), unused)
+    plan = check(batch, policy="deft-node", dtype=dtype, device=device, sm_scale=0.5)
+    assert np.diff(plan.reduce_ptr).max() > 16

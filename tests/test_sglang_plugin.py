@@ -12,6 +12,19 @@ from sglang_fakes import FakePool, load_host, make_state
 from deft_backend.attention import TreeAttention
 from deft_backend.config import SettingsError
 
+SWITCHES = {
+    "enable_two_batch_overlap": "two-batch overlap",
+    "enable_pdmux": "prefill-decode multiplexing",
+    "enable_deterministic_inference": "deterministic inference",
+    "enable_torch_compile": "torch.compile",
+    "enable_hierarchical_cache": "hierarchical cache",
+    "enable_hisparse": "hierarchical sparse attention",
+    "enable_streaming_session": "streaming session cache",
+    "enable_unified_memory": "unified memory pool",
+    "enable_page_major_kv_layout": "page-major KV layout",
+}
+"""Arguments of the host that tree attention does not go with, and what is said of them."""
+
 
 @pytest.fixture(scope="module")
 def host() -> Any:
@@ -123,13 +136,20 @@ def test_the_fallback_backend(arguments: Any, monkeypatch) -> None:
         ({"device": "xpu"}, "device xpu"),
         ({"speculative_algorithm": "EAGLE"}, "speculative decoding"),
         ({"disaggregation_mode": "decode"}, "disaggregation"),
-        ({"enable_two_batch_overlap": True}, "two-batch overlap"),
-        ({"enable_deterministic_inference": True}, "deterministic inference"),
-        ({"enable_hierarchical_cache": True}, "hierarchical cache"),
+        *(({name: True}, words) for name, words in SWITCHES.items()),
+        ({"dllm_algorithm": "LowConfidence"}, "diffusion decoding"),
         ({"dcp_size": 2}, "context parallelism"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "quantized KV caches"),
         ({"use_mla_backend": lambda: True}, "MLA"),
         ({"get_model_config": lambda: SimpleNamespace(is_encoder_decoder=True)}, "encoder-decoder"),
+        (
+            {
+                "get_model_config": lambda: SimpleNamespace(
+                    is_encoder_decoder=False, is_hybrid_swa=True
+                )
+            },
+            "sliding-window KV cache",
+        ),
         ({"get_model_config": lambda: SimpleNamespace()}, "was made for"),
     ],
 )
@@ -252,6 +272,87 @@ def test_graphs_that_memory_is_sized_with_stay(
     assert made.cuda_graph_config.decode.backend == kind
     assert hasattr(made, arguments.HOST_DECODE) is served
     assert ("KV is sized after capture" in caplog.text) is not served
+
+
+class MHATokenToKVPool(FakePool):
+    """By its name the one kind of pool that tree attention reads."""
+
+    store_dtype = torch.float16
+
+
+class OtherPool(MHATokenToKVPool):
+    """A cache of another kind."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"is_draft_worker": True}, "draft models"),
+        ({"token_to_kv_pool": OtherPool(64)}, "a KV cache of kind OtherPool"),
+        ({"kv_cache_dtype": torch.bfloat16}, "KV in torch.bfloat16 under a model in torch.float16"),
+        ({"dtype": torch.bfloat16, "kv_cache_dtype": torch.bfloat16}, "KV in torch.bfloat16"),
+        ({"device": "cuda"}, "Scheduler has no _apply_war_barrier"),
+    ],
+)
+def test_model_runners_that_are_not_supported(
+    host: Any, changes: dict[str, Any], reason: str | None, monkeypatch
+) -> None:
+    from sglang.srt.managers.scheduler import Scheduler
+
+    from deft_backend.hosts.sglang import factory
+
+    runner = SimpleNamespace(
+        is_draft_worker=False, device="cpu", dtype=torch.float16, kv_cache_dtype=torch.float16,
+        token_to_kv_pool=MHATokenToKVPool(64), model=torch.nn.Linear(1, 1),
+        server_args=SimpleNamespace(disable_overlap_schedule=False),
+        ps=SimpleNamespace(gpu_id=0),
+    )  # fmt: skip
+    vars(runner).update(changes)
+    monkeypatch.setattr(factory, "shape_of", lambda runner: (4, 2, 64))
+    monkeypatch.setattr(TreeAttention, "unsupported", staticmethod(lambda *given: None))
+    assert hasattr(Scheduler, "_apply_war_barrier")  # this host has it; another may not
+    if changes.get("device") == "cuda":
+        assert factory.unsupported_model(runner) is None
+        monkeypatch.delattr(Scheduler, "_apply_war_barrier")
+    found = factory.unsupported_model(runner)
+    assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize("planner", ["host", "device"])
+@pytest.mark.parametrize("graphs", ["full", "disabled"])
+def test_graphs_wait_where_there_are_graphs(host: Any, planner: str, graphs: str) -> None:
+    from deft_backend.config import Settings
+    from deft_backend.hosts.sglang import factory
+    from deft_backend.patches import (
+        sglang_capture_batch,
+        sglang_page_table_fence,
+        sglang_tree_graphs,
+    )
+
+    table = SimpleNamespace(req_to_token=torch.zeros(9, 64, dtype=torch.int32))
+    decode = SimpleNamespace(backend=graphs)
+    runner = SimpleNamespace(
+        server_args=SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=decode)),
+        req_to_token_pool=table,
+    )
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+        max_batch=4,
+    )  # fmt: skip
+    own = SimpleNamespace(token_to_kv_pool=FakePool(64), req_to_token_pool=table)
+    make = factory._host_planned if planner == "host" else factory._device_planned
+    observers = list(sglang_capture_batch._observers)
+    try:
+        backend = make(runner, own, attention, make_state(), Settings())
+        fenced = sglang_page_table_fence._readers.get(id(runner))
+        assert fenced == (backend.replayed_tree if graphs == "full" else None)
+        second_set = planner == "host" and graphs == "full"
+        assert (id(runner) in sglang_tree_graphs._controllers) == second_set
+    finally:
+        sglang_tree_graphs.remove(runner)
+        sglang_page_table_fence.remove(runner)
+        sglang_capture_batch._observers[:] = observers
 
 
 @pytest.mark.parametrize("at", ["fence", "graphs"])
