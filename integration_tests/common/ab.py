@@ -27,6 +27,9 @@ def deft_ab(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
         "--out", str(folder), *arguments,
     ]  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if name[:5] != "DEFT_"}
+    # A request that is alone takes the slow kernels, too: at the host's pace a fast machine ends
+    # each of these few tokens' requests before the next one comes, and none shares a step.
+    environment["DEFT_MIN_BATCH"] = "1"
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False
     )

@@ -19,7 +19,9 @@ from integration_tests.vllm.vllm_server import Ask
 @on("default", "pressed")
 def test_shared_prefix(server: Server, reference) -> None:
     before = server.state()
-    check(server, reference, [Ask(PREFIX + f"Tonight it spoke of {t}.") for t in TOPICS])
+    # Long enough that the next one comes while the first decodes alone, at the host's pace.
+    asks = [Ask(PREFIX + f"Tonight it spoke of {t}.", tokens=24) for t in TOPICS]
+    check(server, reference, asks)
     after = server.state()
     assert after["steps_tree"] > before["steps_tree"]
     assert after["backend"] == "CUSTOM"
@@ -31,7 +33,7 @@ def test_fewer_bytes_are_read(server: Server, reference) -> None:
     """What prefix caching made common is read once. How much depends on when requests meet."""
     server.complete([Ask(PREFIX, tokens=1)])  # the next ones find its blocks
     before = server.state()
-    check(server, reference, [Ask(PREFIX + f"Of {t} it is told", tokens=8) for t in TOPICS])
+    check(server, reference, [Ask(PREFIX + f"Of {t} it is told", tokens=24) for t in TOPICS])
     after = server.state()
     read, guided = (
         after[name] - before[name] for name in ("kv_bytes_read", "kv_bytes_query_guided")

@@ -11,7 +11,8 @@ from integration_tests.vllm.vllm_server import Ask
 @on("default")
 def test_metrics_and_log_say_what_was_counted(server: Server) -> None:
     """Group default: VLLM_LOG_STATS_INTERVAL is a second."""
-    server.complete([Ask(PREFIX + f"Of {topic} they wrote", tokens=6) for topic in TOPICS[:4]])
+    # Long enough that the next one comes while the first decodes alone, at the host's pace.
+    server.complete([Ask(PREFIX + f"Of {topic} they wrote", tokens=24) for topic in TOPICS[:4]])
     # Asked for here: the host's buffers hold its last step, and the next is one request's.
     assert 2 <= server.explain()["batch_size"] <= 4  # DEFT_MIN_BATCH and what was asked at once
     server.complete([Ask("A single line.", tokens=4)])  # below DEFT_MIN_BATCH
