@@ -69,6 +69,17 @@ def test_a_case_measured_again_takes_its_own_place() -> None:
     assert [list(backends) for backends in by_case(rows).values()] == [["deft", "fa3"], ["deft"]]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"gen": 9}, {"model": "another"}, {"prefix": 1}, {"branches": 1}, {"suffix": 1},
+     {"workload": "documents"}, {"host": "vllm"}],
+)  # fmt: skip
+def test_other_requests_are_another_case(change: dict[str, Any]) -> None:
+    other = {**timed("deft", 9.0), **change}
+    rows = replaced([timed("deft", 1.0), timed("fa3", 2.0)], [other])  # type: ignore[list-item]
+    assert [list(backends) for backends in by_case(rows).values()] == [["deft", "fa3"], ["deft"]]
+
+
 def test_runs_of_one_machine_are_merged(tmp_path: Path) -> None:
     a, b = tmp_path / "a.json", tmp_path / "b.json"
     write_rows(a, [timed("deft", 1.0), timed("fa3", 2.0)], HEADER)

@@ -11,7 +11,7 @@ import pytest
 from bench_e2e_fakes import GAP, MODEL, FakeClient, decode, third_choice
 
 from deft_backend.bench.e2e import checked_answers, tree_replay
-from deft_backend.bench.e2e.agreement import compare
+from deft_backend.bench.e2e.agreement import ask, compare
 from deft_backend.bench.e2e.cases import (
     CaseError,
     Documents,
@@ -380,6 +380,24 @@ def test_agreement_counts_up_to_where_answers_part() -> None:
     assert (outside["parted_outside_top"], outside["gap_where_parted_max"]) == (2, None)
 
 
+def test_of_log_probabilities_the_spread_is_told() -> None:
+    reference = [decode([9, 9], 200)]
+    other = [decode([9, 9], 200)]
+    other[0].logprobs = [value - (7 * i) % 200 for i, value in enumerate(other[0].logprobs)]
+    found = compare(reference, other)
+    names = ("median", "p99", "max")
+    spread = [found[f"logprob_difference_{name}"] for name in names]
+    assert spread == pytest.approx([99, 197, 199])  # of 0 to 199
+    nothing = compare([], [])
+    assert [nothing[f"logprob_difference_{name}"] for name in names] == [None] * 3
+
+
+def test_what_is_kept_to_compare_is_small() -> None:
+    prompts = [[number, 9] for number in range(20)]
+    kept = asyncio.run(ask(FakeClient(), prompts, 100))  # type: ignore[arg-type]
+    assert [answer.ids for answer in kept] == [decode(p, 32).ids for p in prompts[:16]]
+
+
 # -- traffic ---------------------------------------------------------------------------------
 
 
@@ -413,6 +431,9 @@ def test_traffic_joins_leaves_and_keeps_samples() -> None:
     assert seen.finished + seen.aborted == len(client.asked) >= 500
     assert 0.15 < seen.aborted / len(client.asked) < 0.35
     assert len(seen.samples) == 25
+    place = {prompt: at for at, (prompt, _) in enumerate(client.asked)}
+    places = [place[prompt] / len(client.asked) for prompt, _ in seen.samples]
+    assert 0.35 < sum(places) / 25 < 0.65  # of all of the time, not of its end or beginning
     assert all(answer == decode(prompt, len(answer)).ids for prompt, answer in seen.samples)
     loners = sum(len(prompt) <= 6 for prompt, _ in client.asked)
     assert 0.1 < loners / len(client.asked) < 0.3
@@ -421,6 +442,24 @@ def test_traffic_joins_leaves_and_keeps_samples() -> None:
     assert seen.evicted > 0  # this client says that nothing was cached
     assert not seen.failures
     assert not dead
+
+
+@pytest.mark.parametrize(("kept", "evicted"), [(None, None), (1.0, 0), (0.5, 0), (0.4, "all")])
+def test_what_a_cache_had_kept_tells_what_it_evicted(kept: float | None, evicted: Any) -> None:
+    """Of documents asked about before; less than half of one that is there is one evicted."""
+    again = 0
+
+    class Keeping(FakeClient):
+        async def stream(self, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal again
+            again += any(known[:40] == prompt[:40] for known, _ in self.asked if len(known) > 6)
+            answer = await super().stream(prompt, *args, **kwargs)
+            answer.cached = None if kept is None else int(kept * 40)
+            return answer
+
+    seen, _, _ = drive_for(2, Keeping(), workers=1, aborted=0.0)
+    assert again > 50
+    assert seen.evicted == (again if evicted == "all" else evicted)
 
 
 def test_failures_are_told_and_a_dead_server_ends_it() -> None:

@@ -21,6 +21,7 @@ from deft_backend.planner import DevicePlan, Plan, PlanCapacity, plan_forest
 from deft_backend.planner.on_device import DevicePlanner, largest_batch
 from deft_backend.planner.on_device.planner import Blocks
 from deft_backend.policies import Auto, PolicyError, Target
+from deft_backend.policies.range_choice import MAX_MERGED
 
 CPU = torch.device("cpu")
 TARGET = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, block_tokens=16)
@@ -150,6 +151,20 @@ def test_the_host_planner_decides_the_same_on_random_forests(seed: int) -> None:
     assert items_of(plan_of(batch, target, capacity)) == items_of(host)
 
 
+def test_leaves_merge_as_many_results_as_the_hosts_do() -> None:
+    """Requests that leave one path one after the other: 2, 3, 4, … results each."""
+    levels = np.arange(1, 12) * 400
+    batch = batch_of(build_forest(np.arange(12), levels, np.append(levels, 11 * 400) + 30))
+    capacity = PlanCapacity.for_batch(64)
+    target = replace(TARGET, block_tokens=32_768)
+    host, _ = plan_forest(batch.forest(), Auto(), target, capacity)
+    device = plan_of(batch, target, capacity)
+    results = np.bincount(device.entry_query)
+    assert {MAX_MERGED + 1, MAX_MERGED + 2} < set(results.tolist())  # with its own
+    expected = np.flatnonzero(results > MAX_MERGED + 1).tolist()
+    assert sorted(device.reduce_query.tolist()) == host.reduce_query.tolist() == expected
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_with_a_gpus_candidates_chunks_are_the_hosts_too(
     seed: int, monkeypatch: pytest.MonkeyPatch
@@ -246,6 +261,33 @@ def test_pages_of_one_prefix_in_two_places(data: st.DataObject) -> None:
     # Both copies hold the same tokens: read as one prefix, every query must be right.
     one = Batch(np.concatenate((heads, tails), axis=1), lens, 16)
     check_plan(one, plan, TARGET, np.zeros(requests, dtype=np.int32))
+
+
+def test_what_a_row_held_before_it_ended_is_not_shared() -> None:
+    """Prefixes in two places, and a row that ends early, behind which old pages are left.
+
+    The second row comes next to the first in the planner's order, shares five pages with others,
+    and the fifth is where the first one held it once.
+    """
+    held = np.array(
+        [[1, 5, 8, 13, 17, 20], [1, 5, 8, 12, 17, 21], [0, 4, 8, 13, 17, 21], [1, 4, 8, 12, 17, 20]]
+    )
+    tables = np.concatenate((held, [[30], [31], [32], [33]]), axis=1).astype(np.int32)
+    lens = np.array([3, 6, 6, 6], dtype=np.int32) * 512 + 1
+    plan = plan_of(Batch(tables, lens, 512))
+    tables[:, :6] &= ~1  # both copies hold the same tokens
+    check_plan(Batch(tables, lens, 512), plan, TARGET, np.zeros(4, dtype=np.int32))
+
+
+def test_no_page_is_looked_for_beyond_the_table() -> None:
+    """Rows of a wider table, which agree on, and lengths that say more than this one holds."""
+    wide = np.tile(np.arange(20, dtype=np.int32), (3, 1))
+    planner, plan = planner_for(TARGET, 3, 512)
+    rows, lens = torch.arange(3), torch.full((3,), 18 * 512, dtype=torch.int32)
+    planner.plan(torch.from_numpy(wide)[:, :6], rows.int(), lens)
+    made = read(plan)
+    shared = np.diff(made.item_query_ptr) > 1
+    assert made.segment_end[shared].max() == 6 * 512
 
 
 @settings(deadline=None, max_examples=25)

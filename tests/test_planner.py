@@ -205,6 +205,22 @@ def test_a_leafs_item_merges_what_launches_before_left() -> None:
         assert (merging, len(plan.reduce_query)) == ((0, 40) if chunks > 8 else (40, 0))
 
 
+@pytest.mark.parametrize("run", [(0, 2), (1, 3)])
+def test_a_range_that_some_of_its_queries_skip_goes_to_the_packed_tile(
+    run: tuple[int, int],
+) -> None:
+    """Tiles of one range attend to all of it with every query."""
+    batch = wide_batch(3, shared=50, own=10)
+    builder = GroupingBuilder()
+    builder.add([0, 1, 2], [Segment(run[0], 0, 50, False, *run)])
+    for row in range(3):
+        start = 50 if row in range(*run) else 0
+        builder.add([row], [Segment(row, start, 60, True, 0, 1)])
+    plan = plan_grouping(builder.build(), batch.forest(), GQA)
+    check_plan(batch, plan, GQA, np.zeros(3, dtype=np.int32))
+    assert np.diff(plan.items_of(len(GQA.tile_rows) - 1)) == 1
+
+
 def test_items_of_a_shape_come_longest_first() -> None:
     forest = build_forest(range(4), [0, 0, 0], [10, 300, 20, 200])
     plan = plan_grouping(get_policy("deft-node").group(forest, GQA), forest, GQA)

@@ -192,11 +192,15 @@ def test_arguments_that_are_not_known_are_handed_on(server: Any, change: dict[st
     assert server.calls == ["metadata", "decode"]
 
 
-@pytest.mark.parametrize("kind", ["extend", "not captured", "padded", "unknown tree", "no lengths"])
+@pytest.mark.parametrize(
+    "kind", ["extend", "not captured", "padded", "padded lengths", "unknown tree", "no lengths"]
+)
 def test_other_batches_are_handed_on(server: Any, kind: str) -> None:
     batch, (q, k, v) = server.batch(kind != "extend", kind != "not captured"), query()
     if kind == "padded":
         batch.batch_size = 4
+    if kind == "padded lengths":
+        batch.seq_lens_cpu = torch.cat((batch.seq_lens_cpu, torch.ones(2, dtype=torch.int64)))
     if kind == "unknown tree":
         server.capture.observe(batch, SimpleNamespace(reqs=[1, 2], tree_cache=object()),
                                server.capture._runner)  # fmt: skip
@@ -207,7 +211,7 @@ def test_other_batches_are_handed_on(server: Any, kind: str) -> None:
     assert server.calls == ["metadata", "extend" if kind == "extend" else "decode"]
     assert server.state.steps_tree == 0
     reasons = {"not captured": "no requests behind the batch", "padded": "padded batch",
-               "unknown tree": "unknown tree cache"}  # fmt: skip
+               "padded lengths": "padded batch", "unknown tree": "unknown tree cache"}  # fmt: skip
     assert list(server.state.steps_host) == ([reasons[kind]] if kind in reasons else [])
 
 

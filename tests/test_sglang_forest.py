@@ -148,6 +148,13 @@ def test_known_trees(module: str, name: str, known: bool) -> None:
     assert known or name in str(reason)
 
 
+def test_a_tree_of_bigrams_is_not_known() -> None:
+    """Its nodes' keys are one shorter than what their requests hold."""
+    known = {"__module__": "sglang.srt.mem_cache.radix_cache"}
+    cache = type("RadixCache", (), {**known, "is_eagle": True})()
+    assert "bigrams" in str(known_tree(cache))
+
+
 def test_verification_finds_a_wrong_forest() -> None:
     requests, table, lens = requests_of([[1, 2, 3], [1, 2, 4], [7, 8]], Tree())
     rows = torch.arange(1, 4)
@@ -189,6 +196,30 @@ def test_a_changed_composition_is_planned_anew() -> None:
     assert attention.forests[-1].tokens_stored == attention.forests[-1].tokens_attended
 
 
+def test_a_request_that_gave_more_to_the_tree_is_planned_anew() -> None:
+    """Its node is the same one still: what it held beyond was another's, or its own copy."""
+    node, _ = Tree().insert([1, 2, 3, 4])
+    requests = [make_request(node, 2), make_request(node, 2)]
+    planner, attention = make_planner()
+    step(planner, requests, [9, 9])
+    requests[0].cache_protected_len = requests[1].cache_protected_len = 4
+    step(planner, requests, [10, 10])
+    assert [forest.length[0] for forest in attention.forests] == [2, 4]
+
+
+def test_a_plan_is_not_used_after_the_next_one_failed() -> None:
+    """What failed half-way may have written over it."""
+    requests, _, lens = requests_of([[1, 2, 3], [1, 2, 4], [1, 2, 3, 5]], Tree())
+    planner, attention = make_planner()
+    step(planner, requests[:2], lens[:2])
+    made, attention.plan = attention.plan, lambda forest: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        step(planner, requests, lens)
+    attention.plan = made
+    step(planner, requests[:2], lens[:2])
+    assert len(attention.forests) == 2
+
+
 @pytest.mark.parametrize("shorter", [1, 4, 30])
 def test_a_newcomer_under_the_same_key_is_planned_anew(shorter: int) -> None:
     """Requests with one prompt have one key: only lengths tell that another is there."""
@@ -203,9 +234,11 @@ def test_a_newcomer_under_the_same_key_is_planned_anew(shorter: int) -> None:
     assert attention.forests[-1].seq_lens.tolist() == (lens - [0, shorter]).tolist()
 
 
-def test_lengths_are_kept_apart_from_the_hosts() -> None:
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_lengths_are_kept_apart_from_the_hosts(dtype: type) -> None:
     """The host counts on in the array that it handed over."""
     requests, _, lens = requests_of([[1, 2, 3, 4], [1, 2, 3, 4]], Tree())
+    lens = lens.astype(dtype)
     planner, attention = make_planner()
     step(planner, requests, lens)
     lens += 5
@@ -252,6 +285,16 @@ def test_leaves_that_grew_much_are_balanced_anew() -> None:
     step(planner, requests, lens + 256)
     assert len(attention.forests) == 1
     step(planner, requests, lens + 257)
+    assert len(attention.forests) == 2
+
+
+def test_long_leaves_may_grow_by_a_share() -> None:
+    requests, _, lens = requests_of([[1, 2], [1, 2]], Tree(), private=3998)
+    planner, attention = make_planner()
+    step(planner, requests, lens)
+    step(planner, requests, lens + 1000)  # a quarter of what they held
+    assert len(attention.forests) == 1
+    step(planner, requests, lens + 1001)
     assert len(attention.forests) == 2
 
 

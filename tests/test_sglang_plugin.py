@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_fakes import FakePool, load_host, make_state
+from sglang_fakes import FakePool, Tree, load_host, make_state, requests_of
 
 from deft_backend.attention import TreeAttention
 from deft_backend.config import SettingsError
@@ -353,6 +353,47 @@ def test_graphs_wait_where_there_are_graphs(host: Any, planner: str, graphs: str
         sglang_tree_graphs.remove(runner)
         sglang_page_table_fence.remove(runner)
         sglang_capture_batch._observers[:] = observers
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "wrong", "reason"),
+    [
+        ({"verify": True}, "cpu", True, "verification failed"),
+        ({"verify": True}, "cpu", False, None),
+        ({}, "cpu", True, None),
+        ({"min_saved_ms": 1.0}, "cpu", False, None),
+        ({"min_saved_ms": 1.0}, "cuda", False, "saves less than DEFT_MIN_SAVED_MS"),
+    ],
+)
+def test_the_hosts_planner_has_what_was_set(
+    host: Any, changes: dict[str, Any], device: str, wrong: bool, reason: str | None, monkeypatch
+) -> None:
+    from deft_backend.config import Settings
+    from deft_backend.hosts.sglang import factory
+    from deft_backend.patches import sglang_capture_batch
+
+    requests, table, lens = requests_of([[1, 2, 3], [1, 2, 4]], Tree())
+    table[1, 0] += 50 * wrong  # what the tree says is shared is not
+    graphs = SimpleNamespace(decode=SimpleNamespace(backend="disabled"))
+    runner = SimpleNamespace(
+        server_args=SimpleNamespace(cuda_graph_config=graphs),
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.from_numpy(table)),
+    )
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+        max_batch=4,
+    )  # fmt: skip
+    monkeypatch.setattr(attention, "device", torch.device(device))
+    own = SimpleNamespace(token_to_kv_pool=FakePool(64), req_to_token_pool=runner.req_to_token_pool)
+    settings = Settings(min_batch=1, min_share=1.0, min_shared_tokens=0, **changes)
+    observers = list(sglang_capture_batch._observers)
+    try:
+        backend = factory._host_planned(runner, own, attention, make_state(), settings)
+    finally:
+        sglang_capture_batch._observers[:] = observers
+    batch = SimpleNamespace(req_pool_indices=torch.tensor([1, 2]))
+    planned = backend._planner.step(requests, lens, int(lens.sum()), batch)
+    assert planned.host_reason == reason
 
 
 @pytest.mark.parametrize("at", ["fence", "graphs"])

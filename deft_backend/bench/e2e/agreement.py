@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from deft_backend.bench.e2e.cases import percentile
 from deft_backend.bench.e2e.client import Client, Completion
 
 REQUESTS = 16
@@ -63,14 +64,13 @@ def compare(reference: Sequence[Completion], other: Sequence[Completion]) -> dic
         differences += [abs(a - b) for a, b in pairs]
         if parted is not None:
             gaps.append(gap_to(theirs, parted, ours.ids[parted]))
-    ordered = sorted(differences)
     return {
         "requests": len(reference),
         "equal_answers": len(reference) - len(gaps),
-        "compared_tokens": len(ordered),
-        "logprob_difference_median": ordered[len(ordered) // 2] if ordered else None,
-        "logprob_difference_p99": ordered[int(len(ordered) * 0.99)] if ordered else None,
-        "logprob_difference_max": ordered[-1] if ordered else None,
+        "compared_tokens": len(differences),
+        "logprob_difference_median": percentile(differences, 0.5),
+        "logprob_difference_p99": percentile(differences, 0.99),
+        "logprob_difference_max": max(differences, default=None),
         "gap_where_parted_max": max((gap for gap in gaps if gap is not None), default=None),
         "parted_outside_top": sum(gap is None for gap in gaps),
     }

@@ -138,10 +138,6 @@ class DecodePlanner:
         self.current = self._decide(keys, requests, seq_lens, tokens, batch)
         return self.current
 
-    def forget(self) -> None:
-        """Drop the plan, so that the next step makes one."""
-        self.current = None
-
     def _decide(
         self,
         keys: list[Key],

@@ -146,7 +146,6 @@ class HostPlannedBackend(DeftAttentionBackend):
         try:
             planned = self._plan(forward_batch, seq_lens, tokens)
         except Exception as error:
-            self._planner.forget()
             self._say(
                 f"planning failed ({error!r}); the host's kernel decodes such batches",
                 kind=f"planning failed {type(error).__name__}",
