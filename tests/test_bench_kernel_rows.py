@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from deft_backend.bench.kernel import plots
-from deft_backend.bench.kernel.bars import bar_of, is_met, mean_is_met
+from deft_backend.bench.kernel.bars import is_met, mean_is_met
 from deft_backend.bench.kernel.methods import OURS
 from deft_backend.bench.kernel.rows import (
     Row,
@@ -87,12 +87,6 @@ def test_geometric_mean_leaves_out_what_is_missing() -> None:
 )
 def test_bars(changes: dict[str, Any], met: bool | None) -> None:
     assert is_met(row(**changes)) is met
-
-
-def test_bars_are_told_in_words() -> None:
-    assert bar_of(row()) == "≥ 1.15×, or ≥ 0.8 of the roof and faster"
-    assert bar_of(row(heads="32/32")) == "faster than every peer"
-    assert bar_of(row(share=1.0)) == "≥ 0.97 of fa3, flashinfer"
 
 
 def test_means_have_bars() -> None:

@@ -392,6 +392,36 @@ def test_rows_without_a_request_get_zeros() -> None:
     assert [bool(row.any()) for row in out] == [True, False, True, True, False]
 
 
+def test_rows_beyond_those_planned_for_get_zeros() -> None:
+    batch = batch_of(regular_forest([1, 3], [50, 10]))
+    tables, lens = torch.from_numpy(batch.page_tables), torch.from_numpy(batch.seq_lens)
+    k, v = torch.randn(2, int(batch.page_tables.max()) + 1, 2, 64)
+    tree = attention()
+    for planned in (2, 0):
+        tree.plan_on_device(tables, lens[:planned])
+        memory = torch.full((3, 4, 64), float("nan"))  # what the output is likely to get
+        del memory
+        out = tree.run(torch.randn(3, 4, 64), k, v, tables, lens)
+        assert [bool(row.any()) for row in out] == [row < planned for row in range(3)]
+
+
+def test_a_plan_that_was_refused_leaves_the_one_before() -> None:
+    batch = batch_of(regular_forest([1, 3], [50, 10]))
+    tables, lens = torch.from_numpy(batch.page_tables), torch.from_numpy(batch.seq_lens)
+    k, v = torch.randn(2, int(batch.page_tables.max()) + 1, 2, 64)
+    q = torch.randn(3, 4, 64)
+    tree = attention("fasttree")
+    with pytest.raises(PolicyError, match="follow the policy auto, not fasttree"):
+        tree.plan_on_device(tables, lens)
+    with pytest.raises(AttentionError, match="nothing is planned"):
+        tree.run(q, k, v, tables, lens)
+    tree.plan(batch.forest())
+    expected = tree.run(q, k, v, tables, lens)
+    with pytest.raises(PolicyError):
+        tree.plan_on_device(tables, lens)
+    assert torch.equal(tree.run(q, k, v, tables, lens), expected)
+
+
 @pytest.mark.parametrize("capacity", [(6, 4, 6, 9), (6, 9, 5, 9), (6, 9, 9, 8)])
 def test_a_plan_without_room_for_its_batch_is_refused(capacity: tuple[int, ...]) -> None:
     plan = DevicePlan(PlanCapacity(*capacity), torch.device("cpu"))

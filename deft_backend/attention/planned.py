@@ -143,12 +143,17 @@ class PlannedAttention:
         if table_rows is None:
             table_rows = self._own_rows(page_table, batch)
         check_batch(page_table, seq_lens, table_rows, self.device)
+        planner = self.device_planner
+        # Whatever happens below, the plan before is gone from the device.
         self.forest = self.last_plan = self.grouping = None
+        self._planned_on_device = False
+        with self._current():
+            if batch:
+                planner.plan(page_table, table_rows, seq_lens)
+            else:
+                self._plan.clear()
         self._planned_on_device = True
         self._planned = batch
-        if batch:
-            with self._current():
-                self.device_planner.plan(page_table, table_rows, seq_lens)
 
     @property
     def device_planner(self) -> DevicePlanner:

@@ -24,7 +24,7 @@ class TreeAttention(PlannedAttention):
     num_query_heads, num_kv_heads, head_dim : int
         Shape of the attention; query heads are a multiple of KV heads (MHA, GQA, MQA).
     dtype : torch.dtype
-        Of queries, KV cache and output: float16, bfloat16 or float32.
+        Of queries, KV cache and output: float16 or bfloat16; on the CPU float32, too.
     device : torch.device or str
         An NVIDIA GPU, or the CPU, where the same kernels run in Triton's interpreter.
     page_size : int
@@ -93,7 +93,7 @@ class TreeAttention(PlannedAttention):
             One query token a request.
         k_cache, v_cache : [pages, page_size, Hkv, D], or [slots, Hkv, D] when `page_size` is 1
             The KV cache of one layer; any strides with a contiguous last dimension.
-        page_table : [rows, P] int32
+        page_table : [rows, P] int32 or int64
             Page ids (slot ids when `page_size` is 1).
         seq_lens : [B] int32 or int64
             Current tokens of each request, the token of `q` included.
@@ -118,7 +118,8 @@ class TreeAttention(PlannedAttention):
         Raises
         ------
         AttentionError
-            If nothing was planned, or shapes, dtypes or devices do not match.
+            If nothing was planned, shapes, dtypes or devices do not match, or `sm_scale` is not
+            above 0.
         """
         if self._is_elsewhere():
             with self._current():
@@ -130,9 +131,9 @@ class TreeAttention(PlannedAttention):
         k_cache, v_cache = self._paged(k_cache), self._paged(v_cache)
         if out is None:
             # A graph is replayed for fewer requests than it was captured for: rows that no request
-            # owns must not hold whatever was in memory. Plans made on the device have them, as
-            # requests of no or few tokens; those made on the host do not.
-            padded = static_launch and not self._planned_on_device
+            # owns must not hold whatever was in memory. Plans made on the device have those that
+            # they were made with, as requests of no or few tokens; those made on the host do not.
+            padded = static_launch and not (self._planned_on_device and len(q) <= self._planned)
             out = torch.zeros_like(q) if padded else torch.empty_like(q)
         if sm_scale is not None and not sm_scale > 0.0:
             raise AttentionError(f"sm_scale is {sm_scale}; expected a number above 0")

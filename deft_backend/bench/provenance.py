@@ -26,6 +26,17 @@ def provenance() -> dict[str, object]:
     }
 
 
+def driver() -> str | None:
+    """Version of the NVIDIA driver, or None without one."""
+    try:
+        return subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True, text=True, check=True, timeout=30,
+        ).stdout.splitlines()[0].strip()  # fmt: skip
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None
+
+
 def _version(name: str) -> str | None:
     try:
         return version(name)

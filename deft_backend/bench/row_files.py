@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from deft_backend.bench.json_file import read_json
+
 
 class RowsError(ValueError):
     """A file that holds no rows, or rows that do not belong together."""
@@ -60,7 +62,8 @@ def read_rows(path: Path, keys: Collection[str], command: str) -> tuple[Any, dic
     RowsError
         If there is no such file, or it holds something else.
     """
-    rows, header = _read(path), _read(header_file(path))
+    rows = read_json(path, RowsError)
+    header = read_json(header_file(path), RowsError)
     if not isinstance(rows, list) or not all(
         isinstance(row, dict) and row.keys() >= set(keys) for row in rows
     ):
@@ -95,12 +98,3 @@ def _replace(path: Path, text: str) -> None:
         temporary.replace(path)
     except OSError as error:
         raise RowsError(f"cannot write {path}: {error}") from error
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RowsError(f"cannot read {path}: {error.strerror or error}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise RowsError(f"{path}: expected JSON; {error}") from error

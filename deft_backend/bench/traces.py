@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from deft_backend.bench.json_file import read_json
 from deft_backend.bench.trees import ROOT, Thought, ThoughtTree, TokenTree, TraceError, lay_out
 
 __all__ = [
@@ -39,7 +40,7 @@ def load_thought_trees(path: Path) -> list[ThoughtTree]:
         If the file cannot be read or its trees cannot exist; the message names the file, the
         tree's index, the node and the field, what is there and what was expected.
     """
-    content = _read(path)
+    content = read_json(path, TraceError, "the trace ")
     if not isinstance(content, list):
         raise TraceError(
             f"{path}: expected a list of trees, each with incompleted, prompt and data; "
@@ -56,7 +57,7 @@ def load_token_tree(path: Path) -> TokenTree:
     TraceError
         As :func:`load_thought_trees` does.
     """
-    content = _read(path)
+    content = read_json(path, TraceError, "the trace ")
     where = str(path)
     if not isinstance(content, dict):
         raise TraceError(f"{where}: expected an object with Tree_Structure and Records")
@@ -83,7 +84,7 @@ def load_token_tree(path: Path) -> TokenTree:
 
 def load_trace(path: Path) -> list[ThoughtTree] | TokenTree:
     """Read either kind of file."""
-    content = _read(path)
+    content = read_json(path, TraceError, "the trace ")
     return load_token_tree(path) if isinstance(content, dict) else load_thought_trees(path)
 
 
@@ -181,15 +182,6 @@ def _check_shape(nodes: Mapping[int, Thought], where: str) -> None:
         stack.extend(below)
     if lost := sorted(set(nodes) - reached):
         raise TraceError(f"{where}, node {lost[0]}: is in nobody's children; expected a parent")
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise TraceError(f"cannot read the trace {path}: {error.strerror or error}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}: expected JSON; {error}") from error
 
 
 def _get(record: dict[str, Any], name: str, kind: type, where: str) -> Any:

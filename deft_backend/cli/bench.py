@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
-from importlib.util import find_spec
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,15 +23,16 @@ from deft_backend.cli.bench_choice import (
     words,
 )
 from deft_backend.cli.errors import fail, reported, stderr
+from deft_backend.cli.shown import say, show
 from deft_backend.policies import POLICY_NAMES, PolicyError
 
 if TYPE_CHECKING:
     from deft_backend.bench.kernel.rows import Row
 
-_TABLE_WIDTH = 160
+_WIDTH = 160
 
 bench = typer.Typer(
-    help="Measure the kernels: against their peers, and against what the GPU can do at most.",
+    help="Measure: the kernels against their peers and the roof, servers with each backend.",
     no_args_is_help=True,
 )
 
@@ -131,7 +131,7 @@ def kernel(
     console = Console()
     setup = make_setup(ours, others, head_dim, dtype, device, layout, seed, eager, quick, phases)
     for name, reason in setup.unavailable.items():
-        console.print(f"without {name}: {reason}", highlight=False, soft_wrap=True)
+        say(console, f"without {name}: {reason}")
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     path = rows_file(out or Path("reports") / f"kernel-{stamp}", setup.device)
     options = {
@@ -189,18 +189,12 @@ def _show(rows: Sequence[Row], path: Path, console: Console, *, bars: bool) -> N
     from deft_backend.bench.kernel.rows import read_rows
     from deft_backend.cli.bench_table import means_table, rows_table
 
-    if not console.is_terminal:
-        console = Console(width=_TABLE_WIDTH)
-    console.print(rows_table(rows, bars=bars))
-    console.print(means_table(rows, bars=bars))
-    console.print(f"rows    {path}", highlight=False, soft_wrap=True)
-    if find_spec("matplotlib") is None:
-        console.print("no plots: matplotlib is not installed; pip install 'deft-backend[bench]'")
-        return
-    from deft_backend.bench.kernel.plots import draw
+    def draw() -> Iterable[Path]:
+        from deft_backend.bench.kernel import plots
 
-    for drawn in draw(rows, read_rows(path)[1], path):
-        console.print(f"plot    {drawn}", highlight=False, soft_wrap=True)
+        return plots.draw(rows, read_rows(path)[1], path)
+
+    show(console, (rows_table(rows, bars=bars), means_table(rows, bars=bars)), _WIDTH, path, draw)
 
 
 class _Watch:
@@ -227,4 +221,4 @@ class _Watch:
 
         self._progress.update(self._task, advance=1, description=row["workload"])
         if not self._console.is_terminal:
-            self._console.print(row_line(row), highlight=False, markup=False, soft_wrap=True)
+            say(self._console, row_line(row))

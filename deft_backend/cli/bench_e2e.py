@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,11 +17,12 @@ from rich.console import Console
 from deft_backend.cli.bench_choice import FAILED, words
 from deft_backend.cli.errors import fail, host_arguments, reported, stderr
 from deft_backend.cli.serve import HostOption, chosen_host
+from deft_backend.cli.shown import say, show
 
 if TYPE_CHECKING:
     from deft_backend.bench.e2e.choice import Choice
 
-_TABLE_WIDTH = 170
+_WIDTH = 170
 
 
 def e2e(
@@ -134,10 +135,10 @@ def run_choice(choice: Choice) -> None:
         if not setup.launch.host.on_gpu():
             stderr.print("[yellow]no usable GPU: answers are checked, times mean nothing[/yellow]")
         try:
-            rows = record(setup, lambda line: _say(console, line))
+            rows = record(setup, lambda line: say(console, line))
         except KeyboardInterrupt:
             said = f"interrupted; the server is stopped, and {choice.out} holds what was measured"
-            _say(console, said)
+            say(console, said)
             raise typer.Exit(130) from None
     _show(choice.out, console)
     if any(row["error"] for row in rows):
@@ -173,24 +174,15 @@ def e2e_merge(
     _show(out or files[0], Console())
 
 
-def _say(console: Console, line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
 def _show(path: Path, console: Console) -> None:
     from deft_backend.bench.e2e.rows import read_rows
     from deft_backend.bench.e2e.table import bars_table, rows_table
 
     rows, header = read_rows(path)
-    if not console.is_terminal:
-        console = Console(width=_TABLE_WIDTH)
-    console.print(rows_table(rows))
-    console.print(bars_table(rows))
-    _say(console, f"rows    {path}")
-    if find_spec("matplotlib") is None:
-        _say(console, "no plots: matplotlib is not installed; pip install 'deft-backend[bench]'")
-        return
-    from deft_backend.bench.e2e.plots import draw
 
-    for drawn in draw(rows, header, path):
-        _say(console, f"plot    {drawn}")
+    def draw() -> Iterable[Path]:
+        from deft_backend.bench.e2e import plots
+
+        return plots.draw(rows, header, path)
+
+    show(console, (rows_table(rows), bars_table(rows)), _WIDTH, path, draw)

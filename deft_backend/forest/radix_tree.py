@@ -49,7 +49,8 @@ def forest_from_paths(
     Raises
     ------
     ForestError
-        If a node's length is not positive, or a path holds more tokens than its request.
+        If there are not as many paths as lengths, a node's length is not positive, or a path holds
+        more tokens than its request.
     """
     if len(paths) != len(seq_lens):
         raise ForestError(

@@ -45,7 +45,7 @@ WORKSPACE_LIMIT = 256 << 20
 
 @dataclass(frozen=True)
 class PlanCapacity:
-    """Sizes of a plan's arrays. They follow from the largest batch and the SM count alone.
+    """Sizes of a plan's arrays: of the largest batch and the machine, never of the contexts.
 
     Attributes
     ----------

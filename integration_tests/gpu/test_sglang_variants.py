@@ -1,6 +1,6 @@
 """On GPUs: every token of every variant is the host's own, or a tie that rounding decides.
 
-Servers run with the overlap scheduler and CUDA graphs. With ``DEFT_GPU_REPORT`` in the environment,
+Servers run with the overlap scheduler and CUDA graphs. With ``GPU_REPORT`` in the environment,
 what was compared is written to that folder.
 """
 
@@ -171,7 +171,7 @@ async def _compared(
 
 def _report(variant: str, what: str, found: Mapping[str, Any]) -> None:
     """Add to the variant's file in the folder that the environment names, if it does."""
-    if folder := os.environ.get("DEFT_GPU_REPORT"):
+    if folder := os.environ.get("GPU_REPORT"):
         file = Path(folder) / f"{variant}.json"
         known = json.loads(file.read_text()) if file.is_file() else {"header": provenance()}
         file.parent.mkdir(parents=True, exist_ok=True)

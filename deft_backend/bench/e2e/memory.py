@@ -55,14 +55,3 @@ def _on_gpus() -> float | None:
         return float(sum(int(line) for line in said.split()))
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
-
-
-def driver() -> str | None:
-    """Version of the NVIDIA driver, or None without one."""
-    try:
-        return subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True, text=True, check=True, timeout=30,
-        ).stdout.splitlines()[0].strip()  # fmt: skip
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return None

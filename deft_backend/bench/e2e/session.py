@@ -14,11 +14,10 @@ from typing import Any
 from deft_backend.bench.e2e.agreement import compare, kept
 from deft_backend.bench.e2e.checked_answers import still_to_run
 from deft_backend.bench.e2e.client import Client, ClientError
-from deft_backend.bench.e2e.memory import driver
 from deft_backend.bench.e2e.rows import Row, case_name, case_of, joined, read_rows, replaced
 from deft_backend.bench.e2e.servers import Launch
 from deft_backend.bench.e2e.workloads import Served, Workload, answers_file
-from deft_backend.bench.provenance import provenance
+from deft_backend.bench.provenance import driver, provenance
 from deft_backend.bench.row_files import make_folder, write_rows
 from deft_backend.bench.server_state import Counters, StateError, settled_counters, state_file
 from deft_backend.hosts.driver_stub import DriverStubError

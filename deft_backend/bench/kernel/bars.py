@@ -18,15 +18,6 @@ _SHARES = 1.01
 _HOST_KERNELS = ("fa3", "flashinfer")
 
 
-def bar_of(row: Row) -> str:
-    """What is asked of a case, in words."""
-    if row["share"] < _SHARES:
-        return f"≥ {UNSHARED} of fa3, flashinfer"
-    if row["heads"] == MAIN_HEADS:
-        return f"≥ {SPEED_UP}×, or ≥ {NEAR_ROOF} of the roof and faster"
-    return "faster than every peer"
-
-
 def is_met(row: Row) -> bool | None:
     """Whether a case reaches its bar; None if there is nothing to compare with."""
     ours = row["us"].get(OURS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from deft_backend.bench.kernel.methods import OURS, Method
 from deft_backend.bench.kernel.rows import Row
 from deft_backend.bench.kernel.run import DeviceLost, Setup, measure
 from deft_backend.bench.kernel.workloads import Case
-from deft_backend.bench.provenance import provenance
+from deft_backend.bench.provenance import driver, provenance
 from deft_backend.bench.row_files import write_rows
 
 
@@ -69,7 +68,7 @@ def _header(setup: Setup, options: dict[str, Any]) -> dict[str, Any]:
     methods: list[Method] = [setup.ours, *setup.peers]
     return {
         **came_from,
-        "driver": _driver() if setup.device.type == "cuda" else None,
+        "driver": driver() if setup.device.type == "cuda" else None,
         "methods": {method.name: method.origin() for method in methods} | setup.unavailable,
         "complete": False,
         "runs": [
@@ -81,16 +80,6 @@ def _header(setup: Setup, options: dict[str, Any]) -> dict[str, Any]:
             }
         ],
     }
-
-
-def _driver() -> str | None:
-    try:
-        return subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True, text=True, check=True, timeout=30,
-        ).stdout.splitlines()[0].strip()  # fmt: skip
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return None
 
 
 __all__ = ["DeviceLost", "failures", "record", "rows_file"]

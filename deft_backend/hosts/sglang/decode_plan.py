@@ -26,8 +26,8 @@ GROWTH_SHARE = 0.25
 """A plan is renewed when requests grew by more than this since, on average: leaves were balanced
 for the lengths they had."""
 
-Verify = Callable[[PrefixForest], str | None]
-"""Check a forest against the page tables; returns what does not agree, or None."""
+Verify = Callable[[PrefixForest, Any], str | None]
+"""Check a forest against the page tables of its batch; what does not agree, or None."""
 
 
 class Planner(Protocol):
@@ -86,8 +86,7 @@ class DecodePlanner:
     planner : Planner
     settings : Settings
     state : ServerState
-    verify : callable, optional
-        Of a forest and its batch: what does not agree, or None.
+    verify : Verify, optional
     least_gain_ms : float
         Milliseconds of KV reads that a plan must save in a step; 0: any.
     costs : CostModel, optional
@@ -99,7 +98,7 @@ class DecodePlanner:
         planner: Planner,
         settings: Settings,
         state: ServerState,
-        verify: Callable[[PrefixForest, Any], str | None] | None = None,
+        verify: Verify | None = None,
         least_gain_ms: float = 0.0,
         costs: CostModel | None = None,
     ) -> None:

@@ -1,0 +1,26 @@
+"""Reading a JSON file that a user names, with errors that say what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read_json(path: Path, error: type[Exception], what: str = "") -> Any:
+    """The content of a JSON file.
+
+    Parameters
+    ----------
+    path : Path
+    error : type of Exception
+        Is raised with a message if the file cannot be read or holds something else.
+    what : str
+        What the file is, for the message: "the trace ", for example.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as cause:
+        raise error(f"cannot read {what}{path}: {cause.strerror or cause}") from cause
+    except (json.JSONDecodeError, UnicodeDecodeError) as cause:
+        raise error(f"{path}: expected JSON; {cause}") from cause
