@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -162,3 +163,24 @@ def test_engines_have_files_of_their_own(changes: dict[str, int], rank: int | No
 )
 def test_the_port_is_read_from_the_command_line(words: str, port: int) -> None:
     assert port_of(words.split()) == port
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "port"),
+    [
+        ("port: 8123\nmax-model-len: 9", "", 8123),
+        ("port: 8123", "--port 8124", 8124),
+        ("max-model-len: 9", "", 8000),
+        ("port: high", "", 8000),
+        ("- port", "", 8000),
+        ("{", "", 8000),
+        (None, "", 8000),
+    ],
+)
+def test_the_port_may_be_in_the_servers_file(
+    tmp_path: Path, content: str | None, words: str, port: int
+) -> None:
+    path = tmp_path / "server.yaml"
+    if content is not None:
+        path.write_text(content)
+    assert port_of(["vllm", "serve", "m", "--config", str(path), *words.split()]) == port
