@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
 from deft_backend.bench.ab import AbResult
 from deft_backend.bench.units import MISSING, megabytes, milliseconds, percent
+
+
+_PADDING = (0, 0, 0, 1)
+"""Top, right, bottom, left: rows of one line in a terminal of 80 columns."""
 
 
 def result_tables(result: AbResult) -> Iterator[Table]:
@@ -18,9 +23,12 @@ def result_tables(result: AbResult) -> Iterator[Table]:
 
 
 def _reads(result: AbResult) -> Table:
-    table = Table(title="KV read per decode step, and agreement", title_justify="left")
+    table = Table(
+        title="KV read per decode step, and agreement", title_justify="left", box=SIMPLE_HEAD,
+        padding=_PADDING,
+    )  # fmt: skip
     table.add_column("workload", no_wrap=True, min_width=18)
-    for name in ("host", "deft", "saved", "steps by tree", "requests", "answers alike"):
+    for name in ("host", "deft", "saved", "steps by tree", "answers alike"):
         table.add_column(name, justify="right")
     for w in result.workloads:
         counters = w.deft.counters
@@ -30,7 +38,6 @@ def _reads(result: AbResult) -> Table:
             megabytes(w.deft.kv_bytes_a_step),
             f"[green]{percent(w.kv_saved)}[/green]" if w.kv_saved else percent(w.kv_saved),
             f"{counters.steps_tree} of {counters.decode_steps}" if counters else MISSING,
-            str(w.requests),
             Text(
                 f"{w.agreement.equal} of {w.agreement.answers}",
                 style="green" if w.agreement.same else "bold red",
@@ -42,7 +49,7 @@ def _reads(result: AbResult) -> Table:
 def _times(result: AbResult) -> Table:
     title = "Times" if result.on_gpu else "Times (not meaningful without a GPU)"
     style = "" if result.on_gpu else "dim"
-    table = Table(title=title, title_justify="left", style=style)
+    table = Table(title=title, title_justify="left", style=style, box=SIMPLE_HEAD, padding=_PADDING)
     table.add_column("workload", style=style, no_wrap=True, min_width=18)
     names = ("TPOT host", "TPOT deft", "TTFT host", "TTFT deft", "tok/s host", "tok/s deft")
     for name in names:
