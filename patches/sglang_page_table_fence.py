@@ -1,6 +1,7 @@
 """Page-table writes wait for decode graphs that read page tables while they run.
 
-Changes, on ``DecodeCudaGraphRunner`` (SGLang 0.5.17), for runners that have a reader:
+Changes, on ``DecodeCudaGraphRunner`` (SGLang 0.5.17) or the class that a model runner has instead,
+    for runners that have a reader:
     ``execute``: after a replay that the reader says reads page tables, later writes to them wait
     for the whole forward. The host lets them go once its own metadata is read, before the replay.
 Why: tree attention reads page tables during the replay. With overlap on, the host prepares the next
@@ -15,9 +16,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from deft_backend.patches.graph_runner import (
+    checked_graph_runner,
+    decode_graph_runner,
+    other_parameters,
+)
 from deft_backend.patches.wrapping import wrap
 
-PARAMETERS = ["self", "forward_batch", "pp_proxy_tensors"]
+PARAMETERS = {"execute": ["self", "forward_batch", "pp_proxy_tensors"]}
 FENCE = "war_fastpath_read_done_event"
 """Attribute of the model runner: the event after which page tables may be written; None: the end
 of the forward."""
@@ -31,29 +37,20 @@ _readers: dict[int, Reader] = {}
 
 def missing() -> str | None:
     """What the host lacks, in one line, or None."""
-    try:
-        from sglang.srt.model_executor.model_runner import ModelRunner
-        from sglang.srt.model_executor.runner.decode_cuda_graph_runner import (
-            DecodeCudaGraphRunner,
-        )
-    except ImportError:
-        return "there is no DecodeCudaGraphRunner"
-    method = getattr(DecodeCudaGraphRunner, "execute", None)
-    if method is None:
-        return "DecodeCudaGraphRunner has no execute"
-    found = list(inspect.signature(inspect.unwrap(method)).parameters)
-    if found != PARAMETERS:
-        return f"execute takes {found}, not {PARAMETERS}"
-    if FENCE not in inspect.getsource(ModelRunner):
+    lacks = other_parameters(decode_graph_runner(), PARAMETERS)
+    if lacks is not None:
+        return lacks
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    # Another package may have put a class derived from it in its place.
+    if not any(FENCE in inspect.getsource(kind) for kind in ModelRunner.__mro__[:-1]):
         return f"ModelRunner has no {FENCE}"
     return None
 
 
 def install(model_runner: Any, reader: Reader) -> None:
     """Hold page-table writes for the replays of `model_runner` that `reader` says."""
-    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
-
-    wrap(DecodeCudaGraphRunner, "execute", _execute)
+    wrap(checked_graph_runner(model_runner, PARAMETERS), "execute", _execute)
     _readers[id(model_runner)] = reader
 
 

@@ -1,6 +1,7 @@
 """A second set of decode CUDA graphs, with tree attention in the place of the host's kernel.
 
-Changes, on ``DecodeCudaGraphRunner`` (SGLang 0.5.17), for runners that have a controller:
+Changes, on ``DecodeCudaGraphRunner`` (SGLang 0.5.17) or the class that a model runner has instead,
+    for runners that have a controller:
     ``capture_one_shape``: after the host's graph of a batch size, the same forward is captured once
     more under a label of its own, while the controller says that it is being captured;
     ``_resolve_lora_variant``: gives that label to batches that the controller takes, so that the
@@ -13,9 +14,13 @@ Harmless to runners without a controller: the wrappers call straight through.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, Protocol
 
+from deft_backend.patches.graph_runner import (
+    checked_graph_runner,
+    decode_graph_runner,
+    other_parameters,
+)
 from deft_backend.patches.wrapping import wrap
 
 LABEL = "deft"
@@ -43,19 +48,9 @@ _controllers: dict[int, Controller] = {}
 
 def missing(server_args: Any) -> str | None:
     """What the host lacks, in one line, or None."""
-    try:
-        from sglang.srt.model_executor.runner.decode_cuda_graph_runner import (
-            DecodeCudaGraphRunner,
-        )
-    except ImportError:
-        return "there is no DecodeCudaGraphRunner"
-    for name, expected in PARAMETERS.items():
-        method = getattr(DecodeCudaGraphRunner, name, None)
-        if method is None:
-            return f"DecodeCudaGraphRunner has no {name}"
-        found = list(inspect.signature(inspect.unwrap(method)).parameters)
-        if found != expected:
-            return f"{name} takes {found}, not {expected}"
+    lacks = other_parameters(decode_graph_runner(), PARAMETERS)
+    if lacks is not None:
+        return lacks
     backend = server_args.cuda_graph_config.decode.backend
     if backend != "full":
         return f"decode graphs are of the kind {backend}, not full"
@@ -64,10 +59,9 @@ def missing(server_args: Any) -> str | None:
 
 def install(model_runner: Any, controller: Controller) -> None:
     """Give `model_runner` a second set of graphs; before its graphs are captured."""
-    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
-
-    wrap(DecodeCudaGraphRunner, "capture_one_shape", _capture_one_shape)
-    wrap(DecodeCudaGraphRunner, "_resolve_lora_variant", _resolve_variant)
+    owner = checked_graph_runner(model_runner, PARAMETERS)
+    wrap(owner, "capture_one_shape", _capture_one_shape)
+    wrap(owner, "_resolve_lora_variant", _resolve_variant)
     _controllers[id(model_runner)] = controller
 
 

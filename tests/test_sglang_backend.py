@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -291,6 +292,50 @@ def test_page_tables_are_not_written_while_a_graph_reads_them(host: Any) -> None
         del patch._readers[id(model)]
     patch._execute(execute, runner, "reads")  # another model runner's
     assert model.war_fastpath_read_done_event == "metadata was read"
+
+
+def test_other_packages_runners_are_patched_themselves(host: Any, monkeypatch) -> None:
+    """A model runner says what its decode graphs are captured and replayed by."""
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+
+    from deft_backend.patches import sglang_page_table_fence as fence
+    from deft_backend.patches import sglang_tree_graphs as graphs
+    from deft_backend.patches.wrapping import is_wrapped
+
+    class Theirs(DecodeCudaGraphRunner):
+        def __init__(self, model_runner: Any) -> None:
+            self.model_runner = model_runner
+
+        def execute(self, forward_batch: Any, pp_proxy_tensors: Any = None) -> str:
+            self.model_runner.war_fastpath_read_done_event = "metadata was read"
+            return "theirs"
+
+    class Strange(Theirs):
+        def execute(self, batches: Any) -> None:  # type: ignore[override]
+            pass
+
+    before = vars(DecodeCudaGraphRunner).copy()
+    model = SimpleNamespace(_decode_cuda_graph_runner_cls=lambda: Theirs)
+    try:
+        fence.install(model, lambda batch: True)
+        graphs.install(model, object())  # type: ignore[arg-type]
+        assert Theirs(model).execute(None) == "theirs"
+        assert model.war_fastpath_read_done_event is None
+        assert is_wrapped(Theirs, "capture_one_shape", graphs._capture_one_shape)
+        assert is_wrapped(Theirs, "_resolve_lora_variant", graphs._resolve_variant)
+        assert vars(DecodeCudaGraphRunner) == before
+    finally:
+        fence.remove(model)
+        graphs.remove(model)
+    strange = SimpleNamespace(_decode_cuda_graph_runner_cls=lambda: Strange)
+    with pytest.raises(RuntimeError, match="execute of Strange takes"):
+        fence.install(strange, lambda batch: True)
+    derived = type("DerivedModelRunner", (ModelRunner,), {"__doc__": "Of another package."})
+    monkeypatch.setattr("sglang.srt.model_executor.model_runner.ModelRunner", derived)
+    monkeypatch.setattr(inspect, "getsource", lambda kind, real=inspect.getsource: (
+        "class Derived: ..." if kind is derived else real(kind)))  # fmt: skip
+    assert fence.missing() is None
 
 
 def test_a_patch_is_there_whatever_other_plugins_hooked(host: Any) -> None:

@@ -257,6 +257,13 @@ def test_the_device_counts_steps_but_not_those_of_captures(server: Any) -> None:
     tokens = counters.kv_bytes_query_guided // (2 * server.state.token_bytes)
     assert tokens == 3 * int(warm.seq_lens.sum())
     assert counters.kv_bytes_read < 0.6 * counters.kv_bytes_query_guided
+    for _ in range(2):  # the server has new weights, and captures again
+        backend.init_forward_metadata_out_graph(warm, in_capture=True)
+        backend.init_forward_metadata_in_graph(warm)
+    assert server.state.counters() == counters
+    backend.init_forward_metadata(server.batch())
+    assert server.state.counters().steps_tree == 4
+    assert server.state.counters().kv_bytes_read * 3 == counters.kv_bytes_read * 4
 
 
 def test_members_are_the_hosts(server: Any) -> None:

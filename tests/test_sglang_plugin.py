@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -198,7 +199,7 @@ def test_registering_never_raises(host: Any, monkeypatch, caplog) -> None:
 
 @pytest.mark.parametrize("attention_per_rank", [True, False])
 def test_ranks_that_decode_for_themselves_need_the_devices_planner(
-    host: Any, caplog: Any, monkeypatch: Any, attention_per_rank: bool
+    host: Any, monkeypatch: Any, attention_per_rank: bool
 ) -> None:
     """Each would choose between two sets of graphs, which hold the ranks' collectives."""
     from deft_backend.config import Settings
@@ -212,23 +213,21 @@ def test_ranks_that_decode_for_themselves_need_the_devices_planner(
 
     monkeypatch.setattr(factory, "shape_of", lambda runner: (4, 2, 64))
     monkeypatch.setattr(factory, "TreeAttention", make)
+    monkeypatch.setattr(factory, "unsupported_model", lambda runner: None)
     runner = SimpleNamespace(
         device="cpu", dtype=None, req_to_token_pool=SimpleNamespace(size=4),
         server_args=SimpleNamespace(enable_dp_attention=attention_per_rank),
     )  # fmt: skip
     if attention_per_rank:
-        own = object()
-        assert factory._create(runner, own, "fa3", Settings(planner="host")) is own
-        (record,) = caplog.records
-        assert (
-            "DP attention is not supported where batches are planned on the host" in record.message
-        )
-        assert "(fa3)" in record.message
+        with pytest.raises(
+            factory.Unsupported, match="DP attention is not supported where batches are planned on"
+        ):
+            factory._create(runner, object(), Settings(planner="host"), ExitStack())
         with pytest.raises(Made):
-            factory._create(runner, own, "fa3", Settings(planner="device"))
+            factory._create(runner, object(), Settings(planner="device"), ExitStack())
     else:
         with pytest.raises(Made):
-            factory._create(runner, object(), "fa3", Settings(planner="host"))
+            factory._create(runner, object(), Settings(planner="host"), ExitStack())
 
 
 def test_arguments_made_before_the_plugin_was_there_are_told_so(host: Any) -> None:
@@ -244,17 +243,24 @@ def test_arguments_made_before_the_plugin_was_there_are_told_so(host: Any) -> No
 def test_backends_of_later_plugins_are_surrounded_once(arguments: Any, monkeypatch) -> None:
     from sglang.srt.layers.attention import attention_registry as registry
 
-    from deft_backend.hosts.sglang import factory
+    from deft_backend.hosts.sglang import factory, plugin
+    from deft_backend.patches import sglang_backend_names, sglang_resolve_arguments
 
     wrapped = []
     monkeypatch.setattr(
         factory, "wrap_backend", lambda runner, name, host: wrapped.append(name) or ("tree", host)
     )
+    callbacks: list[Any] = []
+    monkeypatch.setattr(sglang_resolve_arguments, "install", lambda resolve: None)
+    monkeypatch.setattr(sglang_backend_names, "install", callbacks.append)
+    plugin.register()
     monkeypatch.setitem(registry.ATTENTION_BACKENDS, "theirs", lambda runner: "their backend")
     monkeypatch.setenv("DEFT_FALLBACK_BACKEND", "theirs")
+    made = make_arguments()
+    arguments.resolve(resolve_as_host, made)
+    (before_backends,) = callbacks  # in another process, where nothing is resolved
     for _ in range(2):
-        made = make_arguments()
-        arguments.resolve(resolve_as_host, made)
+        before_backends(made)
     create = registry.ATTENTION_BACKENDS["theirs"]
     assert create(SimpleNamespace(server_args=made)) == ("tree", "their backend")
     assert wrapped == ["theirs"]
@@ -344,7 +350,7 @@ def test_graphs_wait_where_there_are_graphs(host: Any, planner: str, graphs: str
     make = factory._host_planned if planner == "host" else factory._device_planned
     observers = list(sglang_capture_batch._observers)
     try:
-        backend = make(runner, own, attention, make_state(), Settings())
+        backend = make(runner, own, attention, make_state(), Settings(), ExitStack())
         fenced = sglang_page_table_fence._readers.get(id(runner))
         assert fenced == (backend.replayed_tree if graphs == "full" else None)
         second_set = planner == "host" and graphs == "full"
@@ -388,7 +394,7 @@ def test_the_hosts_planner_has_what_was_set(
     settings = Settings(min_batch=1, min_share=1.0, min_shared_tokens=0, **changes)
     observers = list(sglang_capture_batch._observers)
     try:
-        backend = factory._host_planned(runner, own, attention, make_state(), settings)
+        backend = factory._host_planned(runner, own, attention, make_state(), settings, ExitStack())
     finally:
         sglang_capture_batch._observers[:] = observers
     batch = SimpleNamespace(req_pool_indices=torch.tensor([1, 2]))
@@ -396,10 +402,12 @@ def test_the_hosts_planner_has_what_was_set(
     assert planned.host_reason == reason
 
 
-@pytest.mark.parametrize("at", ["fence", "graphs"])
-def test_a_set_up_that_fails_leaves_nothing_behind(host: Any, at: str, monkeypatch) -> None:
-    """The host's backend runs alone then, and must not meet a second set of graphs."""
-    from deft_backend.config import Settings
+@pytest.mark.parametrize("at", ["nowhere", "fence", "graphs", "another rank", "no group"])
+@pytest.mark.parametrize("planner", ["host", "device"])
+def test_a_set_up_that_fails_leaves_nothing_behind(
+    host: Any, at: str, planner: str, monkeypatch, caplog, tmp_path
+) -> None:
+    """The host's backend runs alone then, on all ranks, with one set of graphs."""
     from deft_backend.hosts.sglang import factory
     from deft_backend.patches import (
         sglang_capture_batch,
@@ -407,29 +415,51 @@ def test_a_set_up_that_fails_leaves_nothing_behind(host: Any, at: str, monkeypat
         sglang_tree_graphs,
     )
 
-    patch = {"fence": sglang_page_table_fence, "graphs": sglang_tree_graphs}[at]
-    real = patch.install
-
     def fail(*given: Any) -> None:
-        real(*given)
         raise RuntimeError("not here")
 
-    monkeypatch.setattr(patch, "install", fail)
-    attention = TreeAttention(
-        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
-        max_batch=4,
-    )  # fmt: skip
-    table = SimpleNamespace(req_to_token=torch.zeros(9, 64, dtype=torch.int32))
+    def reduced(flag: torch.Tensor, operation: Any, group: Any) -> None:
+        assert (operation, group) == (torch.distributed.ReduceOp.MIN, "in host memory")
+        flag.clamp_(max=int(at != "another rank"))
+
+    caplog.set_level("INFO", logger="deft_backend")
+    monkeypatch.setenv("DEFT_PLANNER", planner)
+    monkeypatch.setenv("DEFT_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.distributed, "all_reduce", reduced)
+    monkeypatch.setattr(factory, "unsupported_model", lambda runner: None)
+    monkeypatch.setattr(factory, "shape_of", lambda runner: (4, 2, 64))
+    monkeypatch.setattr(factory, "state_of", lambda *given: make_state())
+    if at in ("fence", "graphs"):
+        patch = {"fence": sglang_page_table_fence, "graphs": sglang_tree_graphs}[at]
+        monkeypatch.setattr(patch, "install", fail)
+    table = SimpleNamespace(req_to_token=torch.zeros(9, 64, dtype=torch.int32), size=4)
+    graphs = SimpleNamespace(decode=SimpleNamespace(backend="full"))
+    group = SimpleNamespace(world_size=2, cpu_group="in host memory")
     runner = SimpleNamespace(
         server_args=SimpleNamespace(
-            cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend="full"))
+            cuda_graph_config=graphs, decode_log_interval=40, enable_metrics=False
         ),
-        req_to_token_pool=table,
-    )
-    host_backend = SimpleNamespace(token_to_kv_pool=FakePool(64), req_to_token_pool=table)
+        device="cpu", dtype=torch.float32, req_to_token_pool=table,
+        ps=SimpleNamespace(attn_tp_rank=0),
+        tp_group=SimpleNamespace(world_size=2) if at == "no group" else group,
+    )  # fmt: skip
+    own = SimpleNamespace(token_to_kv_pool=FakePool(64), req_to_token_pool=table)
     observers = list(sglang_capture_batch._observers)
-    with pytest.raises(RuntimeError, match="not here"):
-        factory._host_planned(runner, host_backend, attention, make_state(), Settings())
-    assert id(runner) not in sglang_tree_graphs._controllers
-    assert id(runner) not in sglang_page_table_fence._readers
-    assert sglang_capture_batch._observers == observers
+    try:
+        made = factory.wrap_backend(runner, "triton", own)
+        works = at == "nowhere" or (at == "graphs" and planner == "device")  # those are the host's
+        said = {
+            "nowhere": "deft: decode goes through tree attention", "graphs": "('not here')",
+            "fence": "('not here')", "another rank": "another rank has no tree attention",
+            "no group": "its ranks cannot agree",
+        }  # fmt: skip
+        assert (said["nowhere"] if works else said[at]) in caplog.text
+        assert (made is not own) == works
+        assert (id(runner) in sglang_page_table_fence._readers) == works
+        assert (id(runner) in sglang_tree_graphs._controllers) == (works and planner == "host")
+        assert (sglang_capture_batch._observers != observers) == (works and planner == "host")
+        assert len(list(tmp_path.iterdir())) == works  # what tells of tree attention
+    finally:
+        sglang_tree_graphs.remove(runner)
+        sglang_page_table_fence.remove(runner)
+        sglang_capture_batch._observers[:] = observers

@@ -11,7 +11,6 @@ from rich.text import Text
 from deft_backend.bench.ab import AbResult
 from deft_backend.bench.units import MISSING, megabytes, milliseconds, percent
 
-
 _PADDING = (0, 0, 0, 1)
 """Top, right, bottom, left: rows of one line in a terminal of 80 columns."""
 

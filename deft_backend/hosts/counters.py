@@ -113,7 +113,20 @@ class DeviceCounters:
             )
         self._array = array
         self._start = array.copy()
+        self._held: npt.NDArray[np.int64] | None = None
 
     def read(self) -> DeviceCounts:
-        """Counts since the source was attached."""
-        return DeviceCounts(*(self._array.copy() - self._start).tolist())
+        """Counts since the source was attached, less those between :meth:`hold` and its end."""
+        held = self._held
+        return DeviceCounts(*(self._array - self._start if held is None else held).tolist())
+
+    def hold(self) -> None:
+        """Count nothing from now on; what runs on the device must have ended."""
+        if self._held is None:
+            self._held = self._array - self._start
+
+    def go_on(self) -> None:
+        """Count again, from where :meth:`hold` left off; what ran meanwhile must have ended."""
+        if self._held is not None:
+            self._start = self._array - self._held
+            self._held = None

@@ -155,6 +155,11 @@ class ServerState:
             raise ValueError("device counters are attached already; expected one source a server")
         self._on_device = DeviceCounters(array)
 
+    def hold_device_counters(self, held: bool) -> None:
+        """Leave out what the device counts meanwhile: plans that are no steps of requests."""
+        if self._on_device is not None:
+            (self._on_device.hold if held else self._on_device.go_on)()
+
     def counters(self) -> Counters:
         """All counts, of steps planned on the host and on the device; for any thread."""
         steps_host = dict(self.steps_host)

@@ -70,9 +70,6 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
             "deft: %s; all attention runs through the host's own backend (%s)", reason, decode
         )
         return result
-    from deft_backend.hosts.sglang.surround import surround_backends
-
-    surround_backends()  # plugins that came after ours may have added the very one
     _keep_or_disable_decode_graphs(server_args)
     setattr(server_args, HOST_DECODE, decode)
     return result

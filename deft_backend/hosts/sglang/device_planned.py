@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
+
 from deft_backend.attention import TreeAttention
 from deft_backend.config import Settings
 from deft_backend.hosts.limits import refused
@@ -39,6 +41,7 @@ class DevicePlannedBackend(DeftAttentionBackend):
 
     _own = DeftAttentionBackend._own | {
         "_settings", "_shows", "_tree_graphs", "_table_readers", "_replayed_tree", "_counting",
+        "_recaptures",
     }  # fmt: skip
 
     def __init__(
@@ -54,6 +57,7 @@ class DevicePlannedBackend(DeftAttentionBackend):
         self._table_readers: set[int] = set()
         self._replayed_tree = False
         self._counting = False
+        self._recaptures = False  # graphs are captured again, and no step was decoded since
 
     @property
     def _static_launch(self) -> bool:
@@ -84,6 +88,7 @@ class DevicePlannedBackend(DeftAttentionBackend):
         size = forward_batch.batch_size
         decodes = forward_batch.forward_mode.is_decode()
         if in_capture and decodes:
+            self._count_replays(False)
             # The host captures a size again for adapters, and when its weights have changed.
             if size in self._tree_graphs:
                 self._table_readers.add(size)
@@ -159,3 +164,14 @@ class DevicePlannedBackend(DeftAttentionBackend):
             self._counting = True
             counters = self._attention.device_planner.counters
             self._state.attach_device_counters(counters.numpy())
+        elif self._recaptures:
+            self._count_replays(True)
+
+    def _count_replays(self, counted: bool) -> None:
+        """Whether steps are counted; not while a server that has decoded captures again."""
+        if not self._counting or self._recaptures is not counted:
+            return
+        self._recaptures = not counted
+        if self._attention.device.type == "cuda":
+            torch.cuda.synchronize(self._attention.device)
+        self._state.hold_device_counters(not counted)

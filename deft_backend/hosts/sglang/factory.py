@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +16,7 @@ from deft_backend.hosts.device_limit import planned_on_device
 from deft_backend.hosts.sglang.arguments import NAME
 from deft_backend.hosts.sglang.capture import BatchCapture
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner
+from deft_backend.hosts.sglang.ranks import all_ranks
 from deft_backend.hosts.sglang.server import shape_of, start_reporting, state_of
 from deft_backend.hosts.sglang.verify import disagreement
 from deft_backend.hosts.state import ServerState
@@ -35,8 +37,15 @@ have been measured to take hardly longer through tree attention than through the
 all go there; the host's planner sends them to the host's kernel."""
 
 
+class Unsupported(RuntimeError):
+    """Why this model runner's attention runs through the host's own backend, in one line."""
+
+
 def wrap_backend(runner: Any, name: str, host: Any) -> Any:
     """Tree attention around the host's backend of a model runner, or that alone and the reason.
+
+    Whatever fails, nothing of it stays behind, on any rank: ranks with other sets of graphs would
+    wait for each other while they capture.
 
     Parameters
     ----------
@@ -47,14 +56,40 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
     host
         That backend.
     """
-    settings = Settings.from_env()
-    logger.setLevel(LOG_LEVELS[settings.log])
-    warn_unknown()
-    reason = unsupported_model(runner)
-    if reason is None:
-        return _create(runner, host, name, settings)
-    logger.warning("deft: %s; all attention runs through the host's own backend (%s)", reason, name)
-    return host
+    with ExitStack() as undo:
+        made = None
+        try:
+            settings = Settings.from_env()
+            logger.setLevel(LOG_LEVELS[settings.log])
+            warn_unknown()
+            made = _create(runner, host, settings, undo)
+        except Unsupported as error:
+            reason = str(error)
+        except Exception as error:
+            reason = f"tree attention could not be set up ({error!r})"
+            logger.debug("deft: set-up failed", exc_info=True)
+        try:
+            agreed = all_ranks(runner, made is not None)
+            if made is not None:
+                reason = "another rank has no tree attention"
+        except Exception as error:
+            agreed, reason = False, f"its ranks cannot agree on tree attention ({error!r})"
+        if not agreed:
+            logger.warning(
+                "deft: %s; all attention runs through the host's own backend (%s)", reason, name
+            )
+            return host
+        assert made is not None
+        undo.pop_all()  # to stay
+    start_reporting(made.state, runner, settings)
+    logger.info(
+        "deft: decode goes through tree attention (policy %s, planned on the %s, workspace %.1f "
+        "MiB); everything else%s through %s",
+        settings.policy, "device" if made.on_device else "host",
+        made.attention.workspace_bytes / 2**20,
+        "" if made.on_device else ", and batches that share too little,", name,
+    )  # fmt: skip
+    return made.backend
 
 
 def unsupported_model(runner: Any) -> str | None:
@@ -100,17 +135,26 @@ def _device(runner: Any) -> torch.device:
     return torch.device(runner.device)
 
 
-def _create(runner: Any, host: Any, name: str, settings: Settings) -> Any:
+class _Made(NamedTuple):
+    backend: Any
+    attention: TreeAttention
+    state: ServerState
+    on_device: bool
+
+
+def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Made:
+    """The backend; what it leaves in the host is taken back by `undo`."""
+    reason = unsupported_model(runner)
+    if reason is not None:
+        raise Unsupported(reason)
     heads, kv_heads, dim = shape_of(runner)
     on_device = _plans_on_device(settings, _device(runner), (heads, kv_heads, dim))
     if not on_device and getattr(runner.server_args, "enable_dp_attention", False):
         # Each rank would choose between its two sets of graphs by its own requests, and graphs of
         # one size must be the same on all ranks: they hold the ranks' collectives.
-        logger.warning(
-            "deft: DP attention is not supported where batches are planned on the host "
-            "(DEFT_PLANNER); all attention runs through the host's own backend (%s)", name,
-        )  # fmt: skip
-        return host
+        raise Unsupported(
+            "DP attention is not supported where batches are planned on the host (DEFT_PLANNER)"
+        )
     largest = min(settings.max_batch, runner.req_to_token_pool.size)  # no batch holds more requests
     attention = TreeAttention(
         num_query_heads=heads,
@@ -124,16 +168,8 @@ def _create(runner: Any, host: Any, name: str, settings: Settings) -> Any:
     if attention.device.type == "cuda":
         _warm_up(attention, runner, on_device)
     state = state_of(runner, NAME, settings.policy)
-    start_reporting(state, runner, settings)
     make = _device_planned if on_device else _host_planned
-    backend = make(runner, host, attention, state, settings)
-    logger.info(
-        "deft: decode goes through tree attention (policy %s, planned on the %s, workspace %.1f "
-        "MiB); everything else%s through %s",
-        settings.policy, "device" if on_device else "host", attention.workspace_bytes / 2**20,
-        "" if on_device else ", and batches that share too little,", name,
-    )  # fmt: skip
-    return backend
+    return _Made(make(runner, host, attention, state, settings, undo), attention, state, on_device)
 
 
 def _plans_on_device(settings: Settings, device: torch.device, shape: tuple[int, int, int]) -> bool:
@@ -160,8 +196,9 @@ def _plans_on_device(settings: Settings, device: torch.device, shape: tuple[int,
 
 
 def _device_planned(
-    runner: Any, host: Any, attention: TreeAttention, state: ServerState, settings: Settings
-) -> Any:
+    runner: Any, host: Any, attention: TreeAttention, state: ServerState, settings: Settings,
+    undo: ExitStack,
+) -> Any:  # fmt: skip
     from deft_backend.hosts.sglang.device_planned import DevicePlannedBackend
 
     _ = attention.device_planner  # what it cannot do is said here, not in the first step
@@ -169,13 +206,15 @@ def _device_planned(
     shows = not getattr(runner.server_args, "enable_memory_saver", False)
     backend = DevicePlannedBackend(host, attention, state, settings, shows=shows)
     if _has_graphs(runner):
+        undo.callback(sglang_page_table_fence.remove, runner)
         sglang_page_table_fence.install(runner, backend.replayed_tree)
     return backend
 
 
 def _host_planned(
-    runner: Any, host: Any, attention: TreeAttention, state: ServerState, settings: Settings
-) -> Any:
+    runner: Any, host: Any, attention: TreeAttention, state: ServerState, settings: Settings,
+    undo: ExitStack,
+) -> Any:  # fmt: skip
     from deft_backend.hosts.sglang.host_planned import HostPlannedBackend
 
     req_to_token = runner.req_to_token_pool.req_to_token
@@ -193,18 +232,15 @@ def _host_planned(
     )
     capture = BatchCapture(runner)
     backend = HostPlannedBackend(host, attention, planner, capture, state)
-    try:
-        sglang_capture_batch.install(capture.observe)
-        if _has_graphs(runner):
-            sglang_page_table_fence.install(runner, backend.replayed_tree)
-            sglang_tree_graphs.install(runner, backend)
-    except Exception:
-        # The host's backend will run alone. A second set of its graphs would be captured then, and
-        # some backends prepare the buffers of the newest graph only.
-        sglang_tree_graphs.remove(runner)
-        sglang_page_table_fence.remove(runner)
-        sglang_capture_batch.remove(capture.observe)
-        raise
+    undo.callback(sglang_capture_batch.remove, capture.observe)
+    sglang_capture_batch.install(capture.observe)
+    if _has_graphs(runner):
+        undo.callback(sglang_page_table_fence.remove, runner)
+        sglang_page_table_fence.install(runner, backend.replayed_tree)
+        # The host's backend may run alone after all. With a second set of its graphs, some
+        # backends would prepare the buffers of the newest graph only.
+        undo.callback(sglang_tree_graphs.remove, runner)
+        sglang_tree_graphs.install(runner, backend)
     return backend
 
 

@@ -5,11 +5,11 @@ The baseline of ``deft ab``: what its kernels read, query by query.
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
 from deft_backend.config import Settings
-from deft_backend.hosts.sglang.arguments import NAME
 from deft_backend.hosts.sglang.server import start_reporting, state_of
 from deft_backend.hosts.state import ServerState
 from deft_backend.patches import sglang_capture_batch
@@ -17,8 +17,9 @@ from deft_backend.patches import sglang_capture_batch
 logger = logging.getLogger("deft_backend")
 
 
+@functools.cache
 def install() -> None:
-    """Observe every model runner of this process that does not run ``deft``."""
+    """Observe the model runners of this process, from now on; once, if asked again."""
     missing = sglang_capture_batch.missing()
     if missing is not None:
         logger.warning("deft: DEFT_OBSERVE does not work with this SGLang (%s)", missing)
@@ -37,11 +38,9 @@ class Observer:
         """Observer of ``ForwardBatch.init_new``."""
         if runner.is_draft_worker or not forward_batch.forward_mode.is_decode():
             return
-        backend = runner.server_args.get_attention_backends()[1]
-        if backend == NAME:  # counts by itself
-            return
         if self._state is None:
             settings = Settings.from_env()
+            backend = runner.server_args.get_attention_backends()[1]
             self._state = state_of(runner, backend, "")
             self._runner = runner
             start_reporting(self._state, runner, settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from deft_backend.hosts.limits import observing
 from deft_backend.hosts.sglang import arguments
@@ -25,7 +26,7 @@ def register() -> None:
 def _register() -> None:
     from sglang.srt import server_args as host
 
-    from deft_backend.patches import sglang_resolve_arguments
+    from deft_backend.patches import sglang_backend_names, sglang_resolve_arguments
 
     if sglang_resolve_arguments.method() is None:
         logger.warning("deft: this SGLang resolves its arguments in no known way; not registered")
@@ -35,7 +36,14 @@ def _register() -> None:
     if arguments.NAME not in host.ATTENTION_BACKEND_CHOICES:
         host.ATTENTION_BACKEND_CHOICES.append(arguments.NAME)
     surround_backends()
-    if observing():
+    sglang_backend_names.install(_before_backends)
+
+
+def _before_backends(server_args: Any) -> None:
+    """All plugins are there now: those that came after ours, too."""
+    if hasattr(server_args, arguments.HOST_DECODE):
+        surround_backends()
+    elif observing():
         from deft_backend.hosts.sglang import observe
 
         observe.install()

@@ -14,7 +14,7 @@ _MARK = "deft_surrounds"
 
 
 def surround_backends() -> None:
-    """Surround every backend that is registered by now; again for those of other plugins."""
+    """Surround every backend that is registered by now; once, if asked again."""
     from sglang.srt.layers.attention import attention_registry as registry
 
     for name, create in list(registry.ATTENTION_BACKENDS.items()):
@@ -32,15 +32,13 @@ def _around(name: str, create: Callable[[Any], Any]) -> Callable[[Any], Any]:
             return backend
         try:
             from deft_backend.hosts.sglang.factory import wrap_backend
-
-            return wrap_backend(runner, name, backend)
-        except Exception as error:
+        except Exception as error:  # on every rank: they run the same code
             logger.warning(
-                "deft: tree attention could not be set up (%r); all attention runs through the "
+                "deft: tree attention could not be loaded (%r); all attention runs through the "
                 "host's own backend (%s)", error, name,
             )  # fmt: skip
-            logger.debug("deft: set-up failed", exc_info=True)
             return backend
+        return wrap_backend(runner, name, backend)
 
     setattr(create_backend, _MARK, create)
     return create_backend

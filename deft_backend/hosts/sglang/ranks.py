@@ -1,0 +1,26 @@
+"""What the tensor-parallel ranks of a server must decide alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed
+
+
+def all_ranks(runner: Any, mine: bool) -> bool:
+    """Whether `mine` is true on every rank of the model runner's group; all of them must ask.
+
+    Parameters
+    ----------
+    runner
+        The host's model runner; its group talks over host memory.
+    mine : bool
+        This rank's answer.
+    """
+    group = getattr(runner, "tp_group", None)
+    if group is None or group.world_size == 1:
+        return mine
+    flag = torch.tensor([int(mine)], dtype=torch.int32)
+    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return bool(flag.item())
