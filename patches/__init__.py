@@ -3,5 +3,5 @@
 Each file says what it changes, for which versions and why, and has two functions: ``missing()``
 looks for what the patch needs and says in one line what is not there, or None; ``install(...)``
 applies it, ``remove(...)`` takes back what it did for a model runner. Nothing is installed whose
-``missing()`` found something.
+``missing()`` found something. ``wrapping.py`` and ``graph_runner.py`` are what they share.
 """

@@ -20,13 +20,18 @@ logger = logging.getLogger(__name__)
 TARGET = "sglang.srt.server_args.ServerArgs.get_attention_backends"
 
 
+def missing() -> str | None:
+    """What the host lacks, in one line, or None."""
+    from sglang.srt.server_args import ServerArgs
+
+    if not hasattr(ServerArgs, "get_attention_backends"):
+        return "ServerArgs has no get_attention_backends"
+    return None
+
+
 def install(callback: Callable[[Any], None]) -> None:
     """Call `callback` with the arguments whenever the backends' names are asked for."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    from sglang.srt.server_args import ServerArgs
-
-    if not hasattr(ServerArgs, "get_attention_backends"):  # said where tree attention is chosen
-        return
 
     def around(original: Callable[..., Any], server_args: Any, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -36,7 +36,8 @@ def _register() -> None:
     if arguments.NAME not in host.ATTENTION_BACKEND_CHOICES:
         host.ATTENTION_BACKEND_CHOICES.append(arguments.NAME)
     surround_backends()
-    sglang_backend_names.install(_before_backends)
+    if sglang_backend_names.missing() is None:  # else no server gets tree attention: arguments.py
+        sglang_backend_names.install(_before_backends)
 
 
 def _before_backends(server_args: Any) -> None:
