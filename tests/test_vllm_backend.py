@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("vllm", reason="the adapter's tests run where vLLM is installed")
 
+from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm_fakes import DIM, HEADS, Batch, Cache, Layers, make_config, make_spec, reference, run
 
@@ -309,7 +310,38 @@ def test_verified_attention_is_in_no_graph(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(host, "_cudagraph_support", AttentionCGSupport.ALWAYS)
     monkeypatch.setenv("DEFT_VERIFY", "1")
     builder = tree_backend(PlainCpuBackend).get_builder_cls()
-    assert builder.get_cudagraph_support(None, None) is AttentionCGSupport.NEVER
+    config = make_config(compilation_config=CompilationConfig())
+    assert builder.get_cudagraph_support(config, None) is AttentionCGSupport.NEVER
+    alone = make_config(speculative_config=object())  # nothing to compare: as without the setting
+    assert builder.get_cudagraph_support(alone, None) is AttentionCGSupport.UNIFORM_BATCH
+
+
+@pytest.mark.parametrize(
+    ("asked", "at_attention", "got"),
+    [
+        ("FULL", True, "PIECEWISE"),
+        ("FULL", False, "NONE"),
+        ("FULL_AND_PIECEWISE", True, "PIECEWISE"),
+        ("FULL_DECODE_ONLY", False, "NONE"),
+        ("PIECEWISE", True, "PIECEWISE"),
+        ("NONE", True, "NONE"),
+    ],
+)
+def test_a_server_that_verifies_starts_with_whatever_graphs_it_asks_for(
+    asked: str, at_attention: bool, got: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host raises for ``FULL`` beside a backend that is in no graph."""
+    host = PlainCpuBackend.get_builder_cls()
+    monkeypatch.setattr(host, "_cudagraph_support", AttentionCGSupport.ALWAYS)
+    monkeypatch.setenv("DEFT_VERIFY", "1")
+    compilation = CompilationConfig(
+        mode=CompilationMode.VLLM_COMPILE, cudagraph_mode=CUDAGraphMode[asked],
+        splitting_ops=None if at_attention else [],
+    )  # fmt: skip
+    compilation.set_splitting_ops_for_v1("naive", 1)
+    builder = tree_backend(PlainCpuBackend).get_builder_cls()
+    level = builder.get_cudagraph_support(make_config(compilation_config=compilation), None)
+    assert compilation.resolve_cudagraph_mode_and_sizes(level, "deft") is CUDAGraphMode[got]
 
 
 def test_cascade_is_for_what_tree_attention_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,6 +445,22 @@ def test_builders_made_anew_keep_workspace_and_counters() -> None:
     other = make_layers().builder(make_spec())
     assert other.deft_group is not first.deft_group
     assert state().steps_tree == 0
+
+
+def test_steps_of_equal_layers_are_counted_once() -> None:
+    """Whatever else tells two builders of the same layers apart: a step must not fail for it."""
+    layers = make_layers()
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+    first = layers.builder(make_spec())
+    padded = layers.builder(make_spec(page_size_padded=1 << 20))
+    assert padded.deft_group is first.deft_group
+    other = layers.builder(make_spec(block_size=32))
+    assert other.deft_group is not first.deft_group
+    for builder in (first, other):
+        builder.build(0, batch.common())
+    run(layers.impls[0], batch, cache, first.build(0, batch.common()))
+    assert state().steps_tree == 1
 
 
 def test_a_wrong_setting_stops_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,6 +170,7 @@ def test_the_port_is_read_from_the_command_line(words: str, port: int) -> None:
     [
         ("port: 8123\nmax-model-len: 9", "", 8123),
         ("port: 8123", "--port 8124", 8124),
+        ("port: '8123'", "", 8123),
         ("max-model-len: 9", "", 8000),
         ("port: high", "", 8000),
         ("- port", "", 8000),

@@ -122,7 +122,7 @@ class Publisher:
     Parameters
     ----------
     ranks : mapping
-        Labels of this process, the same names in every process of the server.
+        Labels of this process: its ranks, of the kinds that tell the server's processes apart.
     """
 
     def __init__(self, ranks: Mapping[str, str]) -> None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, cast
 import torch
 
 from deft_backend.config import Settings
-from deft_backend.hosts.vllm.factory import create_group
+from deft_backend.hosts.vllm.factory import create_group, unsupported_server
 from deft_backend.hosts.vllm.group import GroupAttention
 from deft_backend.hosts.vllm.step import TreeStep, attach, step_of
 
@@ -43,9 +43,11 @@ class TreeBuilder:
         """
         from vllm.v1.attention.backend import AttentionCGSupport
 
-        if Settings.from_env().verify:
-            return AttentionCGSupport.NEVER
         support = cast(Any, super()).get_cudagraph_support(vllm_config, kv_cache_spec)
+        verified = Settings.from_env().verify and unsupported_server(vllm_config) is None
+        if verified and support is not AttentionCGSupport.NEVER:
+            leave_graphs_of_any_batch(vllm_config.compilation_config)
+            return AttentionCGSupport.NEVER
         return min(support, AttentionCGSupport.UNIFORM_BATCH, key=lambda level: level.value)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any,
@@ -117,3 +119,18 @@ class TreeBuilder:
         if reason is not None:
             return None, reason
         return TreeStep(group, common.block_table_tensor[:batch], common.seq_lens[:batch]), None
+
+
+def leave_graphs_of_any_batch(compilation_config: Any) -> None:
+    """Ask for graphs of uniform batches instead, where ``FULL`` asks for graphs of any.
+
+    The host does so itself for a backend that has the former alone. It refuses to start with
+    ``FULL`` and a backend that is in no graph, while it leaves out graphs of uniform batches.
+    """
+    from vllm.config import CUDAGraphMode
+
+    config = compilation_config
+    if config.cudagraph_mode == CUDAGraphMode.FULL:
+        split = config.splitting_ops_contain_attention()
+        name = "FULL_AND_PIECEWISE" if split else "FULL_DECODE_ONLY"
+        config.cudagraph_mode = CUDAGraphMode[name]

@@ -80,7 +80,8 @@ def _create(
     if reason is not None:
         return reason
     server = server_of(vllm_config)
-    key = (tuple(layer_names), spec, device)
+    # All of a spec that the group depends on: the rest has been checked, or is the host's matter.
+    key = (tuple(layer_names), spec.block_size, device)
     if key in server.groups:
         return cast(GroupAttention, server.groups[key])
     largest = min(settings.max_batch, vllm_config.scheduler_config.max_num_seqs)
@@ -105,7 +106,8 @@ def _create(
         settings,
         state,
         tree_layers=sum(x.reason is None and x.shape == shape for x in layers.values()),
-        counts=server.counting == tuple(layer_names),
+        counts=server.counting == tuple(layer_names)
+        and not any(other.counts for other in server.groups.values()),
         plans_on_device=plans_on_device,
     )
     server.groups[key] = group

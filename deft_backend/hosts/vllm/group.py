@@ -65,7 +65,7 @@ class GroupAttention:
         self._settings = settings
         self._state = state
         self._tree_layers = tree_layers
-        self._counts = counts
+        self.counts = counts
         self._counting = False
         self._broken = False
         self._left: set[str] = set()
@@ -100,7 +100,7 @@ class GroupAttention:
         state = self._state
         state.plans += 1
         state.plan_seconds += time.perf_counter() - began
-        if self._counts:
+        if self.counts:
             state.forest, state.rids = forest, [str(row) for row in range(len(lens))]
             state.count_tree(int(lens.sum()), plan.loaded_tokens(lens), self._tree_layers)
 
@@ -139,10 +139,11 @@ class GroupAttention:
         common : CommonAttentionMetadata
             Of the batch.
         """
-        if not self._counts:
+        if not self.counts:
             return
         if self._on_device and not self._counting:
-            # What was planned until now were batches made for warm-up and capture.
+            # What was planned until now was this group's own warm-up, and the captures. Batches
+            # that the host makes up and builds as it builds a step are counted as steps.
             self._counting = True
             counters = self._attention.device_planner.counters
             self._state.attach_device_counters(counters.numpy())

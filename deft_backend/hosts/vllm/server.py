@@ -176,8 +176,8 @@ def _configured_port(arguments: Sequence[str]) -> int | None:
         content = yaml.safe_load(Path(names[0]).read_text()) if names else None
     except (OSError, ValueError, yaml.YAMLError):
         return None  # the server does not start with it
-    port = content.get("port") if isinstance(content, dict) else None
-    return port if isinstance(port, int) else None
+    port = str(content.get("port")) if isinstance(content, dict) else ""
+    return int(port) if port.isdigit() else None  # quoted or not, as for the host's parser
 
 
 def _tensor_rank() -> int:
