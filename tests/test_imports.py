@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "deft_backend"
 
 # Compiling, for the host and for the device, is a tool, not a stage of the data flow.
-TOOLS = {"jit", "triton_kernel"}
+TOOLS = {"jit", "triton_kernel", "policy_names"}
 MAY_IMPORT = {
     "forest": set(),
     "policies": {"forest"},
@@ -55,6 +57,23 @@ def test_only_hosts_and_patches_import_servers() -> None:
             continue
         servers = {name for name in imports(path) if name.split(".")[0] in HOST_PACKAGES}
         assert not servers, f"{path.relative_to(ROOT)} imports {servers}"
+
+
+@pytest.mark.parametrize("host", ["sglang", "vllm"])
+def test_servers_that_do_not_ask_for_us_load_little(host: str) -> None:
+    """Hosts load the plugin in every process of every server on the machine.
+
+    A compiler in there costs each of them half a second, and was seen to stop one: vLLM 0.32 looks
+    through everything that is imported when it starts on a CPU, and fails at a part of llvmlite.
+    """
+    script = (
+        f"import sys, deft_backend.hosts.{host}.plugin, deft_backend.hosts.tested_versions; "
+        "print({'numba', 'llvmlite', 'numpy', 'torch', 'triton'} & set(sys.modules))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert found.stdout.strip() == "set()"
 
 
 def test_the_process_that_measures_servers_does_without_torch() -> None:

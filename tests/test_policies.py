@@ -135,10 +135,7 @@ def test_unknown_policy_names_the_value_and_what_exists() -> None:
 
 
 def test_registry_keys_are_the_policies_names() -> None:
-    assert POLICY_NAMES == (
-        "flash-decoding", "deft-node", "deft-node-chunk", "deft-flatten", "fasttree",
-        "flashforge", "auto",
-    )  # fmt: skip
+    assert tuple(POLICIES) == POLICY_NAMES
     assert all(policy.name == name for name, policy in POLICIES.items())
 
 

@@ -12,6 +12,7 @@ from sglang_fakes import FakePool, Tree, load_host, make_state, requests_of
 
 from deft_backend.attention import TreeAttention
 from deft_backend.config import SettingsError
+from deft_backend.hosts import tested_versions
 
 SWITCHES = {
     "enable_two_batch_overlap": "two-batch overlap",
@@ -165,6 +166,23 @@ def test_servers_that_are_not_supported_run_on_the_hosts_own(
     (record,) = caplog.records
     assert reason in record.message
     assert "torch_native" in record.message
+
+
+@pytest.mark.parametrize("version", ["0.5.16", "0.5.18rc1", "0.5.23"])
+def test_a_version_that_was_not_tested_runs_on_the_hosts_own(
+    arguments: Any, caplog, monkeypatch, version: str
+) -> None:
+    monkeypatch.setattr(tested_versions, "version", lambda name: version)
+    made = make_arguments()
+    arguments.resolve(resolve_as_host, made)
+    assert made.attention_backend == "torch_native"
+    assert not hasattr(made, arguments.HOST_DECODE)
+    (record,) = caplog.records
+    assert f"tested with SGLang >=0.5.17, <0.5.18 and this is {version}" in record.message
+    monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
+    made = make_arguments()
+    arguments.resolve(resolve_as_host, made)
+    assert getattr(made, arguments.HOST_DECODE) == "torch_native"
 
 
 def test_this_host_has_what_the_patches_look_for(host: Any) -> None:

@@ -20,6 +20,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm_fakes import forget_collectors, make_config, make_spec
 
+from deft_backend.hosts import tested_versions
 from deft_backend.hosts.vllm import factory, plugin, registered, server, versions
 from deft_backend.hosts.vllm.compose import cannot_surround, tree_backend
 from deft_backend.hosts.vllm.cpu import PlainCpuBackend
@@ -284,8 +285,39 @@ def test_another_vllm_is_left_alone(
     else:
         monkeypatch.setattr(getattr(backend, owner), name, lambda self, other: None)
     assert found in versions.missing()
+    left_alone(found, monkeypatch, caplog)
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.27.0rc1", "0.33.0"])
+def test_a_version_that_was_not_tested_is_left_alone(
+    version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tested_versions, "version", lambda name: version)
+    left_alone(f"tested with vLLM >=0.26.0, <0.27 and this is {version}", monkeypatch, caplog)
+    monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
+    plugin.register()
+    assert chosen_as_the_host_does() is tree_backend(original_backend("FLASH_ATTN"))
+
+
+def left_alone(
+    reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that asks for CUSTOM runs the host's own choice and says why; others do not."""
+    host_chooses(monkeypatch, "FLASH_ATTN")
     with caplog.at_level(logging.WARNING, "deft_backend"):
         plugin.register()
-    assert "not registered" in caplog.text
-    assert not CUSTOM.is_overridden()
+        assert not caplog.text
+        assert chosen_as_the_host_does() is original_backend("FLASH_ATTN")
+        assert "FLASH_ATTN runs by itself: " in caplog.text
+        assert reason in caplog.text
+        # The CPU's one backend, whatever is asked for.
+        caplog.clear()
+        monkeypatch.setattr("sys.argv", ["server", "--attention-backend", "CUSTOM"])
+        plugin.register()
+        assert reason in caplog.text
     assert not AttentionBackendEnum.CPU_ATTN.is_overridden()
+    caplog.clear()
+    monkeypatch.setenv("DEFT_OBSERVE", "1")
+    monkeypatch.setattr("sys.argv", ["server"])
+    plugin.register()
+    assert "DEFT_OBSERVE does not work in this server" in caplog.text

@@ -7,8 +7,9 @@ import os
 import platform
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from deft_backend.hosts.tested_versions import installed_version
 
 PACKAGES = (
     "deft-backend", "torch", "triton", "sglang", "vllm", "flashinfer-python", "numpy", "numba",
@@ -22,7 +23,7 @@ def provenance() -> dict[str, object]:
         "commit": _commit(),
         "device": _device(),
         "python": platform.python_version(),
-        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "versions": {name: found for name in PACKAGES if (found := installed_version(name))},
     }
 
 
@@ -34,13 +35,6 @@ def driver() -> str | None:
             capture_output=True, text=True, check=True, timeout=30,
         ).stdout.splitlines()[0].strip()  # fmt: skip
     except (OSError, subprocess.SubprocessError, IndexError):
-        return None
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
         return None
 
 

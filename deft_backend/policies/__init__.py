@@ -16,6 +16,7 @@ from deft_backend.policies.deft_node_chunk import DeftNodeChunk
 from deft_backend.policies.fasttree import FastTree
 from deft_backend.policies.flash_decoding import FlashDecoding
 from deft_backend.policies.flashforge import FlashForge
+from deft_backend.policy_names import POLICY_NAMES
 
 POLICIES: dict[str, Policy] = {
     policy.name: policy
@@ -30,9 +31,6 @@ POLICIES: dict[str, Policy] = {
     )
 }
 """Every policy by name, with its papers' parameters."""
-
-POLICY_NAMES: tuple[str, ...] = tuple(POLICIES)
-"""What a user may ask for."""
 
 
 def get_policy(name: str) -> Policy:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from deft_backend.config import LOG_LEVELS, Settings, SettingsError
+from deft_backend.hosts.tested_versions import SGLANG
 
 logger = logging.getLogger("deft_backend")
 
@@ -57,6 +58,10 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
         )  # fmt: skip
         return result
 
+    reason = SGLANG.refuse(settings)
+    if reason is not None:
+        logger.warning("deft: %s; all attention runs through the host's own backend", reason)
+        return result
     backends = _resolved(server_args)
     if backends is None:
         return result

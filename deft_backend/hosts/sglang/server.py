@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 from deft_backend.config import Settings
 from deft_backend.hosts import reporting
 from deft_backend.hosts.decode_log import DecodeLog
 from deft_backend.hosts.state import ServerState
+from deft_backend.hosts.tested_versions import SGLANG
 
 
 def shape_of(runner: Any) -> tuple[int, int, int]:
@@ -27,7 +27,7 @@ def state_of(runner: Any, backend: str, policy: str) -> ServerState:
         port=runner.server_args.port,
         rank=int(runner.ps.tp_rank),
         host="sglang",
-        host_version=version("sglang"),
+        host_version=SGLANG.installed() or "unknown",
         backend=backend,
         policy=policy,
         device=str(runner.device),

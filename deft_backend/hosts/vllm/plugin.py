@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from deft_backend.config import Settings, state_directory
+from deft_backend.config import Settings, SettingsError, state_directory
 from deft_backend.hosts.limits import observing
 
 logger = logging.getLogger("deft_backend")
@@ -39,16 +39,13 @@ def _log_with_the_host() -> None:
 def _register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from deft_backend.hosts.vllm.versions import missing
+    from deft_backend.hosts.vllm.versions import refuse
 
-    absent = missing()
-    if absent is not None:
-        logger.warning(
-            "deft: this vLLM is not one that tree attention was made for (%s); not registered",
-            absent,
-        )
-        return
     register_backend(AttentionBackendEnum.CUSTOM, f"{MODULE}.Custom")
+    reason = refuse(_settings())
+    if reason is not None:
+        _leave_alone(reason)
+        return
     if _on_cpu():
         # The CPU platform always asks for this one. Which class it gets is decided by the
         # server's configuration, once that is known.
@@ -59,6 +56,22 @@ def _register() -> None:
         for name in OBSERVED:
             register_backend(AttentionBackendEnum[name], f"{MODULE}.{name}")
     _show_counters()
+
+
+def _leave_alone(reason: str) -> None:
+    """Say why the host's backends stay as they are, where that is not what was asked for."""
+    if observing():
+        logger.warning("deft: DEFT_OBSERVE does not work in this server: %s", reason)
+    # On a GPU, CUSTOM says so itself. The CPU platform does not ask it.
+    if _on_cpu() and any("CUSTOM" in word for word in sys.argv):
+        logger.warning("deft: %s; all attention runs through the host's own backend", reason)
+
+
+def _settings() -> Settings:
+    try:
+        return Settings.from_env()
+    except SettingsError:  # said where our backend is asked for; other servers need none
+        return Settings()
 
 
 def _on_cpu() -> bool:
@@ -75,8 +88,4 @@ def _show_counters() -> None:
     from deft_backend.hosts.metrics import register_states
     from deft_backend.hosts.vllm.server import port_of
 
-    try:
-        settings = Settings.from_env()
-    except ValueError:  # as above
-        return
-    register_states(state_directory(settings), port_of(sys.argv))
+    register_states(state_directory(_settings()), port_of(sys.argv))

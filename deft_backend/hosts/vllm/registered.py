@@ -1,4 +1,8 @@
-"""The names that vLLM resolves: which class each is follows from the server's configuration."""
+"""The names that vLLM resolves: which class each is follows from the server's configuration.
+
+What makes the classes is imported when one is made: a version of vLLM that gets no tree attention
+shall not import what compiles it either.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from deft_backend.config import Settings
 from deft_backend.hosts.limits import observing
-from deft_backend.hosts.vllm.compose import cannot_surround, tree_backend
 from deft_backend.hosts.vllm.model_defaults import apply_model_defaults
-from deft_backend.hosts.vllm.observe import OBSERVED, observed_backend, original_backend
+from deft_backend.hosts.vllm.versions import refuse
 
 logger = logging.getLogger("deft_backend")
 
@@ -45,7 +48,8 @@ class Custom(AttentionBackend):  # type: ignore[misc]
             wanted = apply_model_defaults(vllm_config)
             if "use_non_causal" in config:  # asked for before the defaults were there
                 config["use_non_causal"] = vllm_config.attention_config.use_non_causal
-        fallback = Settings.from_env().fallback_backend
+        settings = Settings.from_env()
+        fallback = settings.fallback_backend
         try:
             path = current_platform.get_attn_backend_cls(
                 wanted if fallback is None else _fallback(fallback),
@@ -55,13 +59,9 @@ class Custom(AttentionBackend):  # type: ignore[misc]
             return [str(error)]
         host = resolve_obj_by_qualname(path)
         host = getattr(host, "observed", host)  # tree attention counts its steps itself
-        reason = cannot_surround(host)
-        if reason is None:
-            cls._chosen = tree_backend(host)
-            _made[cls._chosen.__qualname__] = cls._chosen
-        else:
+        cls._chosen, reason = _around(host, settings)
+        if reason is not None:
             logger.warning("deft: %s runs by itself: %s", host.get_name(), reason)
-            cls._chosen = host
         return []
 
     @classmethod
@@ -90,6 +90,21 @@ class Custom(AttentionBackend):  # type: ignore[misc]
         return tuple(_chosen().get_kv_cache_shape(*args, **kwargs))
 
 
+def _around(host: Any, settings: Settings) -> tuple[Any, str | None]:
+    """The class around a backend of the host; or the backend itself, and why."""
+    reason = refuse(settings)
+    if reason is not None:
+        return host, reason
+    from deft_backend.hosts.vllm.compose import cannot_surround, tree_backend
+
+    reason = cannot_surround(host)
+    if reason is not None:
+        return host, reason
+    surrounded = tree_backend(host)
+    _made[surrounded.__qualname__] = surrounded
+    return surrounded, None
+
+
 def _chosen() -> Any:
     if Custom._chosen is None:
         raise RuntimeError("CUSTOM was asked for its classes before any layer was configured")
@@ -109,6 +124,9 @@ def _cpu_backend() -> Any:
     """What the CPU platform's one backend is in this server."""
     from vllm.config import get_current_vllm_config_or_none
 
+    from deft_backend.hosts.vllm.compose import tree_backend
+    from deft_backend.hosts.vllm.observe import observed_backend, original_backend
+
     config = get_current_vllm_config_or_none()
     if config is not None and config.attention_config.backend == AttentionBackendEnum.CUSTOM:
         from deft_backend.hosts.vllm.cpu import PlainCpuBackend
@@ -122,8 +140,11 @@ def _cpu_backend() -> Any:
 def __getattr__(name: str) -> Any:
     if name == "CPU_ATTN":
         return _cpu_backend()
-    if name in OBSERVED:
-        return observed_backend(original_backend(name))
     if name in _made:
         return _made[name]
+    if name in AttentionBackendEnum.__members__:
+        from deft_backend.hosts.vllm.observe import OBSERVED, observed_backend, original_backend
+
+        if name in OBSERVED:
+            return observed_backend(original_backend(name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

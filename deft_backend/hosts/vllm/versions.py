@@ -4,6 +4,18 @@ from __future__ import annotations
 
 import inspect
 
+from deft_backend.config import Settings
+from deft_backend.hosts.tested_versions import VLLM
+
+
+def refuse(settings: Settings) -> str | None:
+    """Why this vLLM gets no tree attention, in one line, or None."""
+    reason = VLLM.refuse(settings)
+    absent = missing() if reason is None else None
+    if absent is not None:
+        reason = f"this vLLM is not one that tree attention was made for ({absent})"
+    return reason
+
 
 def missing() -> str | None:
     """What the adapter needs and this vLLM does not have, in one line, or None.

