@@ -272,6 +272,7 @@ def test_this_vllm_is_one_that_the_adapter_knows() -> None:
     [
         ("AttentionMetadataBuilder.update_block_table", "update_block_table is missing"),
         ("AttentionImpl.forward", "AttentionImpl.forward has no parameter query"),
+        ("AttentionBackend.get_kv_cache_shape", "get_kv_cache_shape is missing"),
     ],
 )
 def test_another_vllm_is_left_alone(

@@ -37,6 +37,7 @@ def missing() -> str | None:
         ("AttentionImpl", "forward", ("query", "kv_cache", "attn_metadata", "output")),
         ("AttentionBackend", "validate_configuration", ("device_capability", "attn_type")),
         ("AttentionBackend", "full_cls_name", ()),
+        ("AttentionBackend", "get_kv_cache_shape", ("num_blocks", "block_size")),
     ):
         method = getattr(getattr(backend, owner, None), name, None)
         if method is None:
