@@ -37,6 +37,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(server, "_current", None)
     monkeypatch.setattr(factory, "_said", set())
     monkeypatch.delenv("DEFT_OBSERVE", raising=False)
+    monkeypatch.delenv("DEFT_UNTESTED_HOST", raising=False)
     yield
     forget_collectors()
     for member in AttentionBackendEnum:
