@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from deft_backend.attention import TreeAttention
 from deft_backend.bench.ab import AbResult
+from deft_backend.bench.e2e import servers
 from deft_backend.bench.generate import ThoughtTreeShape, generate_thought_tree
 from deft_backend.bench.server_state import StateError, appears, read_state, settled_counters
 from deft_backend.bench.traces import dump_thought_trees
@@ -24,7 +25,7 @@ from deft_backend.bench.workloads import WORKLOADS
 from deft_backend.cli import ab as ab_module
 from deft_backend.cli import app, checks
 from deft_backend.forest import build_forest
-from deft_backend.hosts import tested_versions
+from deft_backend.hosts import launch, tested_versions
 from deft_backend.policies import POLICY_NAMES
 
 runner = CliRunner(env={"COLUMNS": "400", "NO_COLOR": "1", "TERM": "dumb"})
@@ -425,6 +426,18 @@ def test_serve_prints_vllms_command(model: str) -> None:
 def test_an_unknown_host_is_refused(command: str, model: str) -> None:
     code, _, err = run(command, "--host", "tgi", "--model", model)
     assert (code, "expected one of sglang, vllm" in err) == (2, True)
+
+
+@pytest.mark.parametrize("arguments", [("ab",), ("ab", "--grid", "0,1,64"), ("bench", "e2e")])
+def test_a_host_that_decodes_by_itself_is_not_compared(
+    arguments: tuple[str, ...], model: str, no_server: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "find_spec", lambda name: object())
+    monkeypatch.setattr(servers, "find_spec", lambda name: object())
+    install(monkeypatch, {"sglang": "0.5.23"})
+    code, _, err = run(*arguments, "--host", "sglang", "--model", model)
+    assert code == 2
+    assert "would decode by itself: tree attention was tested with SGLang >=0.5.17" in err
 
 
 def test_doctor_shows_why_the_host_would_decode() -> None:

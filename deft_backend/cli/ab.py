@@ -90,7 +90,7 @@ def ab(
     for package in ("openai", "matplotlib"):
         if find_spec(package) is None:
             raise fail(f"{package} is not installed; run: pip install 'deft-backend[bench]'")
-    chosen_host(setup.host)
+    chosen_host(setup.host, compared=True)
 
     from deft_backend.bench.report import write_report
 

@@ -29,6 +29,7 @@ from deft_backend.hosts.tested_versions import (
     VLLM,
     TestedVersions,
     installed_version,
+    tries_others,
     version_key,
 )
 
@@ -107,21 +108,13 @@ def _host(versions: TestedVersions) -> Check:
         return Check(name, "problem", f"not installed; supported is {versions}", remedy)
     if versions.holds(found):
         return Check(name, "ok", f"{found} (supported is {versions})")
-    if _tries_untested_hosts():
+    if tries_others():
         text = (
             f"{found}; supported is {versions}. DEFT_UNTESTED_HOST tries it: see the server's log"
         )
         return Check(name, "note", text, remedy)
     text = f"{found}; supported is {versions}: this {versions.name} would decode by itself"
     return Check(name, "problem", text, f"{remedy} in an environment of its own")
-
-
-def _tries_untested_hosts() -> bool:
-    name = "DEFT_UNTESTED_HOST"
-    try:
-        return Settings.from_env({name: os.environ.get(name, "")}).untested_host
-    except SettingsError:
-        return False  # said below
 
 
 def _bounded(

@@ -16,7 +16,7 @@ HostOption = Annotated[
 ]
 
 
-def chosen_host(host: str | None, *, needed: bool = True) -> str:
+def chosen_host(host: str | None, *, needed: bool = True, compared: bool = False) -> str:
     """The host asked for, or the one installed here; refused in one line if there is none.
 
     Parameters
@@ -25,8 +25,11 @@ def chosen_host(host: str | None, *, needed: bool = True) -> str:
         As the user named it.
     needed : bool
         Whether it will be started, and so must be installed.
+    compared : bool
+        Whether it will be compared with tree attention, and so must be a version that gets it.
     """
     from deft_backend.hosts.launch import HOST_NAMES, HOSTS, installed_hosts
+    from deft_backend.hosts.tested_versions import TESTED
 
     if host is not None and host not in HOSTS:
         raise fail(f"there is no host {host!r}; expected one of {', '.join(HOSTS)}")
@@ -35,6 +38,9 @@ def chosen_host(host: str | None, *, needed: bool = True) -> str:
         host = installed[0] if installed else HOSTS[0]
     if needed and host not in installed:
         raise fail(f"{HOST_NAMES[host]} is not installed; run: pip install 'deft-backend[{host}]'")
+    reason = TESTED[host].refuse() if compared else None
+    if reason is not None:
+        raise fail(f"{HOST_NAMES[host]} would decode by itself: {reason}")
     return host
 
 

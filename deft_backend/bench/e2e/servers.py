@@ -18,13 +18,14 @@ from deft_backend.hosts.launch import (
     use_gpu,
     vllm_is_cpu_build,
 )
+from deft_backend.hosts.tested_versions import TESTED
 
 HOST_DEFAULT = "host"
 """Backend name that leaves the choice to the host."""
 
 
 class ServerChoiceError(ValueError):
-    """A host that is not installed, or a backend that was named twice."""
+    """A host that cannot be measured here, or a backend that was named twice."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,9 @@ def checked_backends(host: Host, names: Sequence[str]) -> tuple[str, ...]:
             f"{host.name} is not installed beside {sys.executable}; run this command with the "
             "Python of the server's environment"
         )
+    reason = TESTED[host.name].refuse() if host.ours in names else None
+    if reason is not None:
+        raise ServerChoiceError(f"{host.name} would decode by itself: {reason}")
     if twice := sorted({name for name in names if list(names).count(name) > 1}):
         raise ServerChoiceError(f"the backend {twice[0]} is named twice; expected each once")
     return tuple(names)

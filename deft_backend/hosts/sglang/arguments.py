@@ -58,7 +58,7 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
         )  # fmt: skip
         return result
 
-    reason = SGLANG.refuse(settings)
+    reason = SGLANG.refuse()
     if reason is not None:
         logger.warning("deft: %s; all attention runs through the host's own backend", reason)
         return result

@@ -42,7 +42,7 @@ def _register() -> None:
     from deft_backend.hosts.vllm.versions import refuse
 
     register_backend(AttentionBackendEnum.CUSTOM, f"{MODULE}.Custom")
-    reason = refuse(_settings())
+    reason = refuse()
     if reason is not None:
         _leave_alone(reason)
         return
@@ -67,13 +67,6 @@ def _leave_alone(reason: str) -> None:
         logger.warning("deft: %s; all attention runs through the host's own backend", reason)
 
 
-def _settings() -> Settings:
-    try:
-        return Settings.from_env()
-    except SettingsError:  # said where our backend is asked for; other servers need none
-        return Settings()
-
-
 def _on_cpu() -> bool:
     from vllm.platforms import current_platform
 
@@ -88,4 +81,8 @@ def _show_counters() -> None:
     from deft_backend.hosts.metrics import register_states
     from deft_backend.hosts.vllm.server import port_of
 
-    register_states(state_directory(_settings()), port_of(sys.argv))
+    try:
+        settings = Settings.from_env()
+    except SettingsError:  # said where our backend is asked for; other servers need none
+        return
+    register_states(state_directory(settings), port_of(sys.argv))

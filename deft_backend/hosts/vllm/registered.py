@@ -48,8 +48,7 @@ class Custom(AttentionBackend):  # type: ignore[misc]
             wanted = apply_model_defaults(vllm_config)
             if "use_non_causal" in config:  # asked for before the defaults were there
                 config["use_non_causal"] = vllm_config.attention_config.use_non_causal
-        settings = Settings.from_env()
-        fallback = settings.fallback_backend
+        fallback = Settings.from_env().fallback_backend
         try:
             path = current_platform.get_attn_backend_cls(
                 wanted if fallback is None else _fallback(fallback),
@@ -59,7 +58,7 @@ class Custom(AttentionBackend):  # type: ignore[misc]
             return [str(error)]
         host = resolve_obj_by_qualname(path)
         host = getattr(host, "observed", host)  # tree attention counts its steps itself
-        cls._chosen, reason = _around(host, settings)
+        cls._chosen, reason = _around(host)
         if reason is not None:
             logger.warning("deft: %s runs by itself: %s", host.get_name(), reason)
         return []
@@ -90,9 +89,9 @@ class Custom(AttentionBackend):  # type: ignore[misc]
         return tuple(_chosen().get_kv_cache_shape(*args, **kwargs))
 
 
-def _around(host: Any, settings: Settings) -> tuple[Any, str | None]:
+def _around(host: Any) -> tuple[Any, str | None]:
     """The class around a backend of the host; or the backend itself, and why."""
-    reason = refuse(settings)
+    reason = refuse()
     if reason is not None:
         return host, reason
     from deft_backend.hosts.vllm.compose import cannot_surround, tree_backend

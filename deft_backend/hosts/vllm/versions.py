@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 
-from deft_backend.config import Settings
 from deft_backend.hosts.tested_versions import VLLM
 
 
-def refuse(settings: Settings) -> str | None:
+def refuse() -> str | None:
     """Why this vLLM gets no tree attention, in one line, or None."""
-    reason = VLLM.refuse(settings)
+    reason = VLLM.refuse()
     absent = missing() if reason is None else None
     if absent is not None:
         reason = f"this vLLM is not one that tree attention was made for ({absent})"
