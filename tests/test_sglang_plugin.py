@@ -285,6 +285,21 @@ def test_backends_of_later_plugins_are_surrounded_once(arguments: Any, monkeypat
     assert create(SimpleNamespace(server_args=SimpleNamespace())) == "their backend"
 
 
+@pytest.mark.parametrize("observes", ["0", "1"])
+def test_a_host_that_cannot_be_observed_is_said(
+    host: Any, observes: str, caplog: Any, monkeypatch
+) -> None:
+    from deft_backend.hosts.sglang import plugin
+    from deft_backend.patches import sglang_backend_names, sglang_resolve_arguments
+
+    monkeypatch.setenv("DEFT_OBSERVE", observes)
+    monkeypatch.setattr(sglang_resolve_arguments, "install", lambda resolve: None)
+    monkeypatch.setattr(sglang_backend_names, "missing", lambda: "something is not there")
+    plugin.register()
+    said = "DEFT_OBSERVE does not work with this SGLang (something is not there)"
+    assert (said in caplog.text) is (observes == "1")
+
+
 @pytest.mark.parametrize(("kind", "served"), [("full", True), ("breakable", False)])
 def test_graphs_that_memory_is_sized_with_stay(
     arguments: Any, kind: str, served: bool, caplog: Any, monkeypatch

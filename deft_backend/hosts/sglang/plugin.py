@@ -36,8 +36,11 @@ def _register() -> None:
     if arguments.NAME not in host.ATTENTION_BACKEND_CHOICES:
         host.ATTENTION_BACKEND_CHOICES.append(arguments.NAME)
     surround_backends()
-    if sglang_backend_names.missing() is None:  # else no server gets tree attention: arguments.py
+    absent = sglang_backend_names.missing()
+    if absent is None:
         sglang_backend_names.install(_before_backends)
+    elif observing():  # tree attention no server gets: arguments.py
+        logger.warning("deft: DEFT_OBSERVE does not work with this SGLang (%s)", absent)
 
 
 def _before_backends(server_args: Any) -> None:
