@@ -12,6 +12,7 @@ from pathlib import Path
 from deft_backend.bench.e2e.model import Model
 from deft_backend.hosts.launch import (
     BACKEND_NAMES,
+    HOST_NAMES,
     ServerCommand,
     free_port,
     server_command,
@@ -139,7 +140,7 @@ def checked_backends(host: Host, names: Sequence[str]) -> tuple[str, ...]:
         )
     reason = TESTED[host.name].refuse() if host.ours in names else None
     if reason is not None:
-        raise ServerChoiceError(f"{host.name} would decode by itself: {reason}")
+        raise ServerChoiceError(f"{HOST_NAMES[host.name]} would decode by itself: {reason}")
     if twice := sorted({name for name in names if list(names).count(name) > 1}):
         raise ServerChoiceError(f"the backend {twice[0]} is named twice; expected each once")
     return tuple(names)
