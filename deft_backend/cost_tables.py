@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from deft_backend import planner
 from deft_backend.config import tables_directory
+from deft_backend.installed import installed_version
 from deft_backend.jit import digest_of
 from deft_backend.policies import CostModel
 from deft_backend.policies.tables import TableKey, cost_model_for
@@ -31,7 +31,7 @@ def table_key(
         package=__version__,
         kernels=kernels_digest(),
         torch=torch.__version__,
-        triton=_version("triton"),
+        triton=installed_version("triton") or "unknown",
         query_heads=num_query_heads,
         kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -59,10 +59,3 @@ def kernels_digest() -> str:
     package = Path(__file__).parent
     tiles = Path(planner.__file__).parent / "plan.py"
     return digest_of([*sorted((package / "kernels").rglob("*.py")), tiles])[:16]
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"

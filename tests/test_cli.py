@@ -15,6 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from deft_backend import installed
 from deft_backend.attention import TreeAttention
 from deft_backend.bench.ab import AbResult
 from deft_backend.bench.e2e import servers
@@ -25,7 +26,7 @@ from deft_backend.bench.workloads import WORKLOADS
 from deft_backend.cli import ab as ab_module
 from deft_backend.cli import app, checks
 from deft_backend.forest import build_forest
-from deft_backend.hosts import launch, tested_versions
+from deft_backend.hosts import launch
 from deft_backend.policies import POLICY_NAMES
 
 runner = CliRunner(env={"COLUMNS": "400", "NO_COLOR": "1", "TERM": "dumb"})
@@ -49,7 +50,7 @@ def install(monkeypatch: pytest.MonkeyPatch, versions: Mapping[str, str | None])
             raise PackageNotFoundError(name)
         return found
 
-    monkeypatch.setattr(tested_versions, "version", version)
+    monkeypatch.setattr(installed, "version", version)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "deft_backend"
 
 # Compiling, for the host and for the device, is a tool, not a stage of the data flow.
-TOOLS = {"jit", "triton_kernel", "policy_names"}
+TOOLS = {"jit", "triton_kernel", "policy_names", "installed"}
 MAY_IMPORT = {
     "forest": set(),
     "policies": {"forest"},
@@ -63,8 +63,8 @@ def test_only_hosts_and_patches_import_servers() -> None:
 def test_servers_that_do_not_ask_for_us_load_little(host: str) -> None:
     """Hosts load the plugin in every process of every server on the machine.
 
-    A compiler in there costs each of them half a second, and was seen to stop one: vLLM 0.32 looks
-    through everything that is imported when it starts on a CPU, and fails at a part of llvmlite.
+    A compiler in there delays them all, and was seen to stop one: vLLM 0.32 looks through
+    everything that is imported when it starts on a CPU, and fails at a part of llvmlite.
     """
     script = (
         f"import sys, deft_backend.hosts.{host}.plugin, deft_backend.hosts.tested_versions; "

@@ -10,9 +10,9 @@ import pytest
 import torch
 from sglang_fakes import FakePool, Tree, load_host, make_state, requests_of
 
+from deft_backend import installed
 from deft_backend.attention import TreeAttention
 from deft_backend.config import SettingsError
-from deft_backend.hosts import tested_versions
 
 SWITCHES = {
     "enable_two_batch_overlap": "two-batch overlap",
@@ -172,7 +172,7 @@ def test_servers_that_are_not_supported_run_on_the_hosts_own(
 def test_a_version_that_was_not_tested_runs_on_the_hosts_own(
     arguments: Any, caplog, monkeypatch, version: str
 ) -> None:
-    monkeypatch.setattr(tested_versions, "version", lambda name: version)
+    monkeypatch.setattr(installed, "version", lambda name: version)
     made = make_arguments()
     arguments.resolve(resolve_as_host, made)
     assert made.attention_backend == "torch_native"

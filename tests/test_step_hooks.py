@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ def test_the_file_holds_what_a_replayed_step_takes(tmp_path: Path) -> None:
     pytest.importorskip("sglang")
     out = tmp_path / "new" / "hooks.json"
     command = [sys.executable, "-m", "deft_backend.bench.step_hooks", "--out", str(out)]
-    subprocess.run([*command, "--repeats", "1"], check=True, capture_output=True, timeout=300)
+    subprocess.run([*command, "--repeats", "5"], check=True, capture_output=True, timeout=300)
     found = json.loads(out.read_text())
     assert found["header"]["looks_a_second"] == 4
     assert found["header"]["look_us"] > 0
@@ -26,8 +27,10 @@ def test_the_file_holds_what_a_replayed_step_takes(tmp_path: Path) -> None:
         (requests, context) for requests in (2, 32, 256, 1024) for context in (2048, 65536)
     ]
     for row in found["rows"]:
-        assert row["with_hooks_us"] > row["without_us"] > 0
+        assert row["without_us"] > 0
         assert row["added_us"] == pytest.approx(row["with_hooks_us"] - row["without_us"], abs=2e-3)
+    # Which of the two is which: of most rows, since another process may hold up any one of them.
+    assert statistics.median(row["added_us"] for row in found["rows"]) > 0
 
 
 def test_without_sglang_it_says_so_and_writes_nothing(

@@ -22,7 +22,7 @@ from deft_backend.attention import TreeAttention
 from deft_backend.config import Settings, SettingsError
 from deft_backend.hosts.shown_batch import forest_of
 from deft_backend.hosts.state import ServerState
-from deft_backend.hosts.vllm import factory, server
+from deft_backend.hosts.vllm import factory, say, server
 from deft_backend.hosts.vllm.compose import tree_backend
 from deft_backend.hosts.vllm.cpu import PlainCpuBackend
 from deft_backend.hosts.vllm.layers import LayerShape
@@ -37,7 +37,7 @@ def settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A state folder of the test's own, and nothing kept from the test before."""
     monkeypatch.setenv("DEFT_STATE_DIR", str(tmp_path))
     monkeypatch.setattr(server, "_current", None)
-    monkeypatch.setattr(factory, "_said", set())
+    monkeypatch.setattr(say, "_said", set())
     monkeypatch.setattr("vllm.v1.attention.backends.utils.get_kv_cache_layout", lambda: "NHD")
 
 

@@ -20,7 +20,7 @@ from vllm_fakes import Batch, Cache, Layers, forget_collectors, make_config, mak
 from deft_backend.hosts import metrics
 from deft_backend.hosts.decode_log import DecodeLog
 from deft_backend.hosts.state import StateWriter
-from deft_backend.hosts.vllm import factory, plugin, server
+from deft_backend.hosts.vllm import plugin, say, server
 from deft_backend.hosts.vllm.compose import tree_backend
 from deft_backend.hosts.vllm.cpu import PlainCpuBackend
 
@@ -32,7 +32,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     monkeypatch.delenv(metrics.MULTIPROCESS, raising=False)
     monkeypatch.setattr("sys.argv", ["api_server.py", "--model", "tiny", "--port", "8123"])
     monkeypatch.setattr(server, "_current", None)
-    monkeypatch.setattr(factory, "_said", set())
+    monkeypatch.setattr(say, "_said", set())
     monkeypatch.setattr("vllm.v1.attention.backends.utils.get_kv_cache_layout", lambda: "NHD")
     forget_collectors()
     yield

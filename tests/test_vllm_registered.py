@@ -20,8 +20,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm_fakes import forget_collectors, make_config, make_spec
 
-from deft_backend.hosts import tested_versions
-from deft_backend.hosts.vllm import factory, plugin, registered, server, versions
+from deft_backend import installed
+from deft_backend.hosts.vllm import plugin, registered, say, server, versions
 from deft_backend.hosts.vllm.compose import cannot_surround, tree_backend
 from deft_backend.hosts.vllm.cpu import PlainCpuBackend
 from deft_backend.hosts.vllm.observe import observed_backend, original_backend
@@ -35,7 +35,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The registry as it was, and no choice from the test before."""
     monkeypatch.setattr(registered.Custom, "_chosen", None)
     monkeypatch.setattr(server, "_current", None)
-    monkeypatch.setattr(factory, "_said", set())
+    monkeypatch.setattr(say, "_said", set())
     monkeypatch.delenv("DEFT_OBSERVE", raising=False)
     monkeypatch.delenv("DEFT_UNTESTED_HOST", raising=False)
     yield
@@ -294,7 +294,7 @@ def test_another_vllm_is_left_alone(
 def test_a_version_that_was_not_tested_is_left_alone(
     version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tested_versions, "version", lambda name: version)
+    monkeypatch.setattr(installed, "version", lambda name: version)
     left_alone(f"tested with vLLM >=0.26.0, <0.27 and this is {version}", monkeypatch, caplog)
     monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
     plugin.register()

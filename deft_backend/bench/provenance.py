@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from deft_backend.hosts.tested_versions import installed_version
+from deft_backend.installed import installed_version
 
 PACKAGES = (
     "deft-backend", "torch", "triton", "sglang", "vllm", "flashinfer-python", "numpy", "numba",

@@ -28,10 +28,10 @@ from deft_backend.hosts.tested_versions import (
     SGLANG,
     VLLM,
     TestedVersions,
-    installed_version,
     tries_others,
     version_key,
 )
+from deft_backend.installed import installed_version
 
 Status = Literal["ok", "note", "problem"]
 

@@ -8,10 +8,10 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from deft_backend.hosts.driver_stub import ensure_driver_stub, has_nvidia_driver, num_gpus
+from deft_backend.installed import installed_version
 
 BACKEND = "deft"
 """The plugin, wherever a backend is named; see :data:`BACKEND_NAMES`."""
@@ -70,10 +70,10 @@ def installed_hosts() -> list[str]:
 
 def vllm_is_cpu_build() -> bool:
     """Whether the vLLM installed here is built for the CPU: that one uses no GPU."""
-    try:
-        return "cpu" in version("vllm")
-    except PackageNotFoundError:  # the package from PyPI has a name of its own
+    found = installed_version("vllm")
+    if found is None:  # the package from PyPI has a name of its own
         return find_spec("vllm") is not None
+    return "cpu" in found
 
 
 def free_port() -> int:

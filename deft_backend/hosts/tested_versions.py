@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 from deft_backend.config import Settings, SettingsError
+from deft_backend.installed import installed_version
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,6 @@ def tries_others() -> bool:
         return Settings.from_env({name: os.environ.get(name, "")}).untested_host
     except SettingsError:
         return False
-
-
-def installed_version(distribution: str) -> str | None:
-    """Version of a distribution in this environment, or None."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
 
 
 def version_key(text: str) -> tuple[int, ...]:

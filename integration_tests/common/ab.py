@@ -26,10 +26,10 @@ def deft_ab(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
         sys.executable, "-c", "from deft_backend.cli import app; app()", "ab",
         "--out", str(folder), *arguments,
     ]  # fmt: skip
-    kept = {"DEFT_UNTESTED_HOST"}
     environment = {
-        name: value for name, value in os.environ.items() if name[:5] != "DEFT_" or name in kept
-    }
+        name: value for name, value in os.environ.items()
+        if name[:5] != "DEFT_" or name == "DEFT_UNTESTED_HOST"
+    }  # fmt: skip
     # A request that is alone takes the slow kernels, too: at the host's pace a fast machine ends
     # each of these few tokens' requests before the next one comes, and none shares a step.
     environment["DEFT_MIN_BATCH"] = "1"

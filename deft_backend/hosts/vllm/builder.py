@@ -121,7 +121,7 @@ class TreeBuilder:
         return TreeStep(group, common.block_table_tensor[:batch], common.seq_lens[:batch]), None
 
 
-def leave_graphs_of_any_batch(compilation_config: Any) -> None:
+def leave_graphs_of_any_batch(config: Any) -> None:
     """Ask for graphs of uniform batches instead, where ``FULL`` asks for graphs of any.
 
     The host does so itself for a backend that has the former alone. It refuses to start with
@@ -129,7 +129,6 @@ def leave_graphs_of_any_batch(compilation_config: Any) -> None:
     """
     from vllm.config import CUDAGraphMode
 
-    config = compilation_config
     if config.cudagraph_mode == CUDAGraphMode.FULL:
         split = config.splitting_ops_contain_attention()
         name = "FULL_AND_PIECEWISE" if split else "FULL_DECODE_ONLY"

@@ -13,12 +13,11 @@ from deft_backend.forest import warm_up
 from deft_backend.hosts.device_limit import planned_on_device
 from deft_backend.hosts.vllm.group import GroupAttention
 from deft_backend.hosts.vllm.layers import Layer, LayerShape
+from deft_backend.hosts.vllm.say import say_once
 from deft_backend.hosts.vllm.server import server_of
 from deft_backend.hosts.warm_up import warm_up_attention
 
 logger = logging.getLogger("deft_backend")
-
-_said: set[str] = set()
 
 
 def create_group(
@@ -51,7 +50,7 @@ def create_group(
         group = f"tree attention could not be set up ({error!r})"
     if not isinstance(group, str):
         return group
-    _say_once(f"{group}; these layers run through {host.get_name()} alone")
+    say_once(f"{group}; these layers run through {host.get_name()} alone")
     return None
 
 
@@ -71,7 +70,7 @@ def _create(
     taken = [layer for layer in mine if layer.reason is None]
     for layer in mine:
         if layer.reason is not None:
-            _say_once(f"layers with {layer.reason} decode through {host.get_name()}")
+            say_once(f"layers with {layer.reason} decode through {host.get_name()}")
     if not taken:
         return "no layer of this group is one that tree attention supports"
     shape = taken[0].shape
@@ -106,8 +105,7 @@ def _create(
         settings,
         state,
         tree_layers=sum(x.reason is None and x.shape == shape for x in layers.values()),
-        counts=server.counting == tuple(layer_names)
-        and not any(other.counts for other in server.groups.values()),
+        counts=not server.groups,  # the first one
         plans_on_device=plans_on_device,
     )
     server.groups[key] = group
@@ -197,9 +195,3 @@ def _warm_up(attention: TreeAttention, host: Any, columns: int) -> None:
         cache.permute([order.index(i) for i in range(len(shape))]), attention.head_dim
     )
     warm_up_attention(attention, k_cache, v_cache, columns, index_dtype=torch.int32, on_device=True)
-
-
-def _say_once(message: str) -> None:
-    if message not in _said:
-        _said.add(message)
-        logger.warning("deft: %s", message)

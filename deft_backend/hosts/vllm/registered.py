@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from deft_backend.config import Settings
 from deft_backend.hosts.limits import observing
 from deft_backend.hosts.vllm.model_defaults import apply_model_defaults
+from deft_backend.hosts.vllm.say import say_once
 from deft_backend.hosts.vllm.versions import refuse
 
 logger = logging.getLogger("deft_backend")
@@ -60,7 +61,7 @@ class Custom(AttentionBackend):  # type: ignore[misc]
         host = getattr(host, "observed", host)  # tree attention counts its steps itself
         cls._chosen, reason = _around(host)
         if reason is not None:
-            logger.warning("deft: %s runs by itself: %s", host.get_name(), reason)
+            say_once(f"{host.get_name()} runs by itself: {reason}")
         return []
 
     @classmethod

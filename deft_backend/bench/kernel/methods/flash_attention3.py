@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
 import torch
 
 from deft_backend.bench.kernel.inputs import Inputs
 from deft_backend.bench.kernel.methods.base import Method, Prepared
+from deft_backend.installed import installed_version
 
 _HOPPER = 9
 
@@ -62,10 +62,10 @@ class FlashAttention3(Method):
     def origin(self) -> str:
         name = _package()[1]
         distribution = "vllm" if name == _VLLM else "sglang-kernel"
-        try:
-            return f"{name} ({distribution} {version(distribution)})"
-        except PackageNotFoundError:
+        found = installed_version(distribution)
+        if found is None:
             return f"{name} (version unknown: unpacked without its metadata)"
+        return f"{name} ({distribution} {found})"
 
 
 def _vllm_launch(
