@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from integration_tests.common.answers import (
     PREFIX,
@@ -92,7 +93,8 @@ def test_fewer_bytes_are_read(server: Server, reference) -> None:
     """A shared batch goes through tree attention and reads less than request by request."""
     before = server.state() if server.process.pid and _has_state(server) else None
     asks = [Ask(PREFIX + f"Of {topic} it is told", tokens=10) for topic in TOPICS]
-    check(server, reference, asks)
+    # Where cores are few, requests may come so far apart that each decodes alone; choices do not.
+    check(server, reference, [*asks, replace(asks[0], n=4)])
     after = server.state()
     read, guided, steps = (
         after[name] - (before[name] if before else 0)

@@ -17,7 +17,8 @@ PREFIX = (
 @pytest.mark.parametrize("server", ["no-overlap"], indirect=True)
 def test_metrics_and_log_say_what_was_counted(server: Server) -> None:
     """Group no-overlap: --enable-metrics --decode-log-interval 4."""
-    server.complete([Ask(PREFIX + f"Of ship {i} it says", tokens=12) for i in range(5)])
+    # One request: several may come so far apart, where cores are few, that each decodes alone.
+    server.complete([Ask(PREFIX + "Of ships it says", tokens=12, n=5)])
     server.complete([Ask("A single line.", tokens=6)])  # the host's kernel, with a reason
 
     state = check_metrics(server)

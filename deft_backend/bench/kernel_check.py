@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import multiprocessing
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -88,12 +89,15 @@ def check_shape(job: tuple[Shape, str, int]) -> list[dict[str, Any]]:
 
 def main(
     out: Annotated[Path, typer.Option(help="JSON file to write.")],
-    processes: Annotated[int, typer.Option(help="Processes that compile and run.")] = 8,
+    processes: Annotated[
+        int | None, typer.Option(help="Processes that compile and run; default: the cores'.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of forests and data.")] = 0,
     limit: Annotated[int, typer.Option(help="Check only the first N shapes; 0: all.")] = 0,
 ) -> None:
     """Check the kernels in every supported combination and record the errors."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    processes = processes or len(os.sched_getaffinity(0))
     jobs: Iterable[tuple[Shape, str, int]]
     jobs = [(shape, device, seed + 1000 * i) for i, shape in enumerate(shapes())]
     jobs = jobs[:limit] if limit else jobs

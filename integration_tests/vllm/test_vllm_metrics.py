@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 from integration_tests.common.answers import PREFIX, TOPICS, on
 from integration_tests.common.counted import check_metrics, logged_steps
 from integration_tests.common.server import Server
-from integration_tests.vllm.vllm_server import Ask
+from integration_tests.vllm.vllm_server import Ask, together
 
 
 @on("default")
 def test_metrics_and_log_say_what_was_counted(server: Server) -> None:
     """Group default: VLLM_LOG_STATS_INTERVAL is a second."""
-    # Long enough that the next one comes while the first decodes alone, at the host's pace.
-    server.complete([Ask(PREFIX + f"Of {topic} they wrote", tokens=24) for topic in TOPICS[:4]])
-    # Asked for here: the host's buffers hold its last step, and the next is one request's.
-    assert 2 <= server.explain()["batch_size"] <= 4  # DEFT_MIN_BATCH and what was asked at once
+    asks = [Ask(PREFIX + f"Of {topic} they wrote", tokens=24) for topic in TOPICS[:4]]
+    server.complete([together(asks)])
     server.complete([Ask("A single line.", tokens=4)])  # below DEFT_MIN_BATCH
     state = check_metrics(server)
     assert state["steps_tree"] > 0
@@ -26,6 +26,22 @@ def test_metrics_and_log_say_what_was_counted(server: Server) -> None:
     assert 0 < tree <= state["steps_tree"]
     assert host <= sum(state["steps_host"].values())
     assert server.metrics("vllm:")  # the host's own, on the same page
+    assert not server.trouble()
+
+
+@on("default")
+def test_explain_shows_what_decodes_at_once(server: Server) -> None:
+    """Asked while they decode: the last step may be that of one alone."""
+    asks = [Ask(PREFIX + f"On {topic} one reads", tokens=48) for topic in TOPICS[:4]]
+    shown = []
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(server.complete, [together(asks)])
+        while not answers.done():
+            if server.state()["steps_tree"]:
+                shown.append(server.explain()["batch_size"])
+    assert len(answers.result()[0]) == len(asks)
+    assert shown
+    assert 2 <= max(shown) <= len(asks)
     assert not server.trouble()
 
 

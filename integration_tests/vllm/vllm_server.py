@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +64,12 @@ class Ask:
     """Of what the answer must match, by guided decoding."""
     beams: int = 0
     """Beam search over so many."""
+    also: tuple[str, ...] = ()
+    """Further prompts of the same request, each answered by a choice of its own."""
 
     @property
     def choices(self) -> int:
-        return self.beams or self.n
+        return (self.beams or self.n) * (1 + len(self.also))
 
     def body(self) -> dict[str, Any]:
         """The request, as the `openai` client takes it."""
@@ -77,8 +79,8 @@ class Ask:
         else:
             extra["ignore_eos"] = True
         body: dict[str, Any] = {
-            "model": self.model, "prompt": self.prompt, "max_tokens": self.tokens, "n": self.n,
-            "temperature": 0.8 if self.n > 1 else 0.0, "seed": 7,
+            "model": self.model, "prompt": [self.prompt, *self.also], "max_tokens": self.tokens,
+            "n": self.n, "temperature": 0.8 if self.n > 1 else 0.0, "seed": 7,
         }  # fmt: skip
         if self.beams:
             extra["use_beam_search"] = True
@@ -87,6 +89,14 @@ class Ask:
         else:
             body["logprobs"] = self.logprobs
         return {**body, "extra_body": extra}
+
+
+def together(asks: Sequence[Ask]) -> Ask:
+    """The prompts of several greedy completions in one request, which decode together.
+
+    Requests may come so far apart, where cores are few, that each decodes alone.
+    """
+    return replace(asks[0], also=tuple(ask.prompt for ask in asks[1:]))
 
 
 @contextmanager
