@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from dataclasses import replace
@@ -237,7 +238,7 @@ def test_a_client_is_run_and_its_figures_are_read(
         HostClient, "command", lambda self, url, model, out: [sys.executable, script, str(out)]
     )
     for _ in range(2):  # a file of an earlier run is not added to
-        figures = client.run("http://x", MODEL, {"EXTRA": "1"}, tmp_path / "client")
+        figures = asyncio.run(client.run("http://x", MODEL, {"EXTRA": "1"}, tmp_path / "client"))
         assert figures == FIGURES
 
 
@@ -246,12 +247,12 @@ def test_a_client_that_fails_says_how(tmp_path: Path, monkeypatch: pytest.Monkey
         HostClient, "command", lambda *_: [sys.executable, "-c", "raise SystemExit('no server')"]
     )
     with pytest.raises(HostClientError, match=r"(?s)ended with 1.*no server"):
-        HostClient("sglang", "tiny").run("http://x", MODEL, {}, tmp_path)
+        asyncio.run(HostClient("sglang", "tiny").run("http://x", MODEL, {}, tmp_path))
     monkeypatch.setattr(
         HostClient, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"]
     )
     with pytest.raises(HostClientError, match="did not end within"):
-        HostClient("sglang", "tiny", timeout=0.2).run("http://x", MODEL, {}, tmp_path)
+        asyncio.run(HostClient("sglang", "tiny", timeout=0.2).run("http://x", MODEL, {}, tmp_path))
 
 
 # -- the model -------------------------------------------------------------------------------

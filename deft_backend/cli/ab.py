@@ -14,6 +14,7 @@ from rich.console import Console
 
 from deft_backend.bench.workloads import WORKLOADS
 from deft_backend.cli.errors import fail, host_arguments, reported
+from deft_backend.cli.interrupted import unwound
 from deft_backend.cli.models import chosen_model
 from deft_backend.cli.serve import HostOption, chosen_host
 from deft_backend.policies import POLICY_NAMES, PolicyError, get_policy
@@ -207,13 +208,12 @@ def _run(setup: AbSetup, folder: Path, console: Console) -> AbResult:
     from deft_backend.hosts.launch import LaunchError
 
     errors = (AbError, ReplayError, LaunchError, DriverStubError)
-    with ProgressWatcher(setup.plans, console) as watcher:
-        try:
-            with reported(*errors):
-                return run_ab(setup, folder, watcher)
-        except KeyboardInterrupt:
-            console.print("interrupted; both servers are stopped")
-            raise typer.Exit(130) from None
+    with (
+        ProgressWatcher(setup.plans, console) as watcher,
+        unwound(console, "both servers are stopped"),
+        reported(*errors),
+    ):
+        return run_ab(setup, folder, watcher)
 
 
 def _say_cpu(console: Console) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +14,7 @@ from rich.console import Console
 
 from deft_backend.cli.bench_choice import FAILED, words
 from deft_backend.cli.errors import fail, host_arguments, reported, stderr
+from deft_backend.cli.interrupted import unwound
 from deft_backend.cli.serve import HostOption, chosen_host
 from deft_backend.cli.shown import say, show
 
@@ -131,28 +130,16 @@ def run_choice(choice: Choice) -> None:
     console = Console()
     if find_spec("aiohttp") is None:
         raise fail("aiohttp is not installed; run: pip install 'deft-backend[bench]'")
-    with reported(*ERRORS, RowsError), _unwound(), prepared(choice) as setup:
+    stopped = f"the server is stopped, and {choice.out} holds what was measured"
+    with (
+        unwound(console, stopped), reported(*ERRORS, RowsError), prepared(choice) as setup,
+    ):  # fmt: skip
         if not setup.launch.host.on_gpu():
             stderr.print("[yellow]no usable GPU: answers are checked, times mean nothing[/yellow]")
-        try:
-            rows = record(setup, lambda line: say(console, line))
-        except KeyboardInterrupt:
-            said = f"interrupted; the server is stopped, and {choice.out} holds what was measured"
-            say(console, said)
-            raise typer.Exit(130) from None
+        rows = record(setup, lambda line: say(console, line))
     _show(choice.out, console)
     if any(row["error"] for row in rows):
         raise typer.Exit(FAILED)
-
-
-@contextmanager
-def _unwound() -> Iterator[None]:
-    """What ends this process politely unwinds it: a server must not outlive it."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def e2e_merge(

@@ -106,10 +106,12 @@ class ServerProcess:
         # Only the server itself is asked: it ends its workers, and takes one that goes first for a
         # crash.
         process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=15)
-        _kill_tree(process.pid, members)
-        process.wait()
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=15)
+        finally:  # whoever interrupts the wait, too, leaves no server behind
+            _kill_tree(process.pid, members)
+            process.wait()
 
     def _wait_until_healthy(self) -> None:
         begin = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import site
@@ -102,8 +103,10 @@ class HostClient:
             "--metric-percentiles", "50,99", *PREFIX_REPETITION[self.shape],
         ]  # fmt: skip
 
-    def run(self, url: str, model: Model, environment: Mapping[str, str], folder: Path) -> Any:
-        """Run it to its end; its figures, as it wrote them.
+    async def run(
+        self, url: str, model: Model, environment: Mapping[str, str], folder: Path
+    ) -> Any:
+        """Run it to its end; its figures, as it wrote them. It ends with the task that waits.
 
         Its cache of prompts is kept beside `folder`, for the other backends: in the user's home
         the host names that cache by its sizes alone, and takes prompts of another tokenizer for
@@ -123,19 +126,23 @@ class HostClient:
             "HF_HUB_OFFLINE": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
         }  # fmt: skip
         with log.open("w") as output:
+            process = await asyncio.create_subprocess_exec(
+                *self.command(url, model, out), stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, env={**os.environ, **environment, **surroundings},
+            )  # fmt: skip
             try:
-                done = subprocess.run(
-                    self.command(url, model, out), stdout=output, stderr=subprocess.STDOUT,
-                    env={**os.environ, **environment, **surroundings},
-                    timeout=self.timeout, check=False,
-                )  # fmt: skip
-            except subprocess.TimeoutExpired:
+                code = await asyncio.wait_for(process.wait(), self.timeout)
+            except asyncio.TimeoutError:
                 raise HostClientError(
                     f"{self.workload} did not end within {self.timeout:.0f} s; its log is {log}"
                 ) from None
-        if done.returncode or not out.is_file():
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+        if code or not out.is_file():
             raise HostClientError(
-                f"{self.workload} ended with {done.returncode}; its log is {log}, which ends with: "
+                f"{self.workload} ended with {code}; its log is {log}, which ends with: "
                 f"{log.read_text(errors='replace')[-400:]}"
             )
         return json.loads(out.read_text().splitlines()[-1])

@@ -157,9 +157,9 @@ class HostsOwn:
         row = self.row(served.launch, served.backend)
         found = []
         for seed in range(self.client.seed, self.client.seed + self.runs):
-            figures = await asyncio.to_thread(
-                replace(self.client, seed=seed).run, served.server.url, served.launch.model,
-                _libraries(served.environment), served.folder / f"client-{served.backend}",
+            figures = await replace(self.client, seed=seed).run(
+                served.server.url, served.launch.model, _libraries(served.environment),
+                served.folder / f"client-{served.backend}",
             )  # fmt: skip
             found.append(figures)
         host_clients.fill(row, found, host_clients.requests_of(self.client))

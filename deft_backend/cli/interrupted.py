@@ -1,0 +1,62 @@
+"""What ends a command politely unwinds it: the server that it started must not outlive it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from deft_backend.cli.shown import say
+
+_ENDING = b"\ninterrupted; what was started is being ended\n"
+
+
+@contextmanager
+def unwound(console: Console, line: str) -> Iterator[None]:
+    """Unwind the block at the first Ctrl-C or SIGTERM, then print `line` and exit.
+
+    The exit code is the shell's: 130 or 143. What comes after the first is ignored until the
+    process has ended: ``timeout`` sends two SIGTERMs, to the command and to its group, people
+    press twice, and the second would cut off the end of a server.
+    """
+    first = _First()
+    before = {number: signal.signal(number, first) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        say(console, line)
+        raise typer.Exit(128 + (first.number or signal.SIGINT)) from None
+    finally:
+        if first.number is None:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class _First:
+    """A handler that acts once: it cancels the tasks of the loop that runs, or interrupts."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+
+    def __call__(self, number: int, frame: Any) -> None:
+        if self.number is not None:
+            return
+        self.number = number
+        os.write(2, _ENDING)
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise KeyboardInterrupt from None
+        # Not from here: an exception may leave a loop's own work half done. This wakes it, too.
+        loop.call_soon_threadsafe(_cancel_all)
+
+
+def _cancel_all() -> None:
+    for task in asyncio.all_tasks():
+        task.cancel()

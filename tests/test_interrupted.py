@@ -1,0 +1,105 @@
+"""Commands that are ended politely leave no server, no client and no half-written rows behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("aiohttp")
+
+COMMAND = """
+import sys
+from pathlib import Path
+
+import typer
+from bench_e2e_fakes import fake_launch
+from rich.console import Console
+
+from deft_backend.bench.e2e.host_clients import HostClient
+from deft_backend.bench.e2e.session import Setup, record
+from deft_backend.bench.e2e.workloads import HostsOwn
+from deft_backend.cli.interrupted import unwound
+
+folder = Path(sys.argv[1])
+CLIENT = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+HostClient.command = lambda *_: [sys.executable, "-c", CLIENT]
+setup = Setup(
+    fake_launch(), ("right",), "right", [HostsOwn(HostClient("sglang", "tiny"))],
+    folder / "rows.json", folder / "logs", "deft bench e2e", 120.0,
+)
+
+
+def main() -> None:
+    with unwound(Console(), "the server is stopped"):
+        record(setup, lambda line: print(line, flush=True))
+
+
+sys.argv = ["deft"]
+typer.run(main)
+"""
+
+
+def running(pid: int) -> bool:
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def children(pid: int) -> list[int]:
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in found]
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """The command while its client runs, and what it has started: the server and the client."""
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, str(tmp_path)], stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    )  # fmt: skip
+    begin = time.monotonic()
+    while not (logs := list(tmp_path.glob("rows.answers/client-right/*.log"))) or not (
+        written := logs[0].read_text()
+    ):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() - begin < 120
+        time.sleep(0.1)
+    started = children(process.pid)
+    assert int(written) in started
+    assert len(started) == 2
+    yield process, started
+    for pid in [process.pid, *started]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("number", "times", "code"),
+    [(signal.SIGTERM, 2, 143), (signal.SIGINT, 1, 130), (signal.SIGINT, 3, 130)],
+)
+def test_a_benchmark_that_is_ended_ends_its_server_and_its_client(
+    command: tuple[subprocess.Popen[str], list[int]], number: signal.Signals, times: int, code: int
+) -> None:
+    """`timeout` sends SIGTERM twice, to the command and to its group; people press twice, too."""
+    process, started = command
+    for _ in range(times):
+        process.send_signal(number)
+        time.sleep(0.05)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == code, said
+    assert said.splitlines()[-1] == "the server is stopped"
+    assert "Exception" not in said
+    assert "Traceback" not in said
+    assert not [pid for pid in started if running(pid)]
