@@ -10,10 +10,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("aiohttp")
+psutil = pytest.importorskip("psutil")
 
 COMMAND = """
 import sys
@@ -47,20 +49,15 @@ typer.run(main)
 """
 
 
-def running(pid: int) -> bool:
+def running(process: Any) -> bool:
     try:
-        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
         return False
 
 
-def children(pid: int) -> list[int]:
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in found]
-
-
 @pytest.fixture
-def command(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+def command(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[Any]]]:
     """The command while its client runs, and what it has started: the server and the client."""
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     process = subprocess.Popen(
@@ -75,13 +72,13 @@ def command(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() - begin < 120
         time.sleep(0.1)
-    started = children(process.pid)
-    assert int(written) in started
+    started = psutil.Process(process.pid).children()
+    assert int(written) in [child.pid for child in started]
     assert len(started) == 2
     yield process, started
-    for pid in [process.pid, *started]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    for left in [*started, process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            left.kill()
     process.communicate()
 
 
@@ -90,7 +87,7 @@ def command(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]
     [(signal.SIGTERM, 2, 143), (signal.SIGINT, 1, 130), (signal.SIGINT, 3, 130)],
 )
 def test_a_benchmark_that_is_ended_ends_its_server_and_its_client(
-    command: tuple[subprocess.Popen[str], list[int]], number: signal.Signals, times: int, code: int
+    command: tuple[subprocess.Popen[str], list[Any]], number: signal.Signals, times: int, code: int
 ) -> None:
     """`timeout` sends SIGTERM twice, to the command and to its group; people press twice, too."""
     process, started = command
@@ -102,4 +99,4 @@ def test_a_benchmark_that_is_ended_ends_its_server_and_its_client(
     assert said.splitlines()[-1] == "the server is stopped"
     assert "Exception" not in said
     assert "Traceback" not in said
-    assert not [pid for pid in started if running(pid)]
+    assert not [child for child in started if running(child)]

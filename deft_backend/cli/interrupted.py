@@ -33,9 +33,9 @@ def unwound(console: Console, line: str) -> Iterator[None]:
         say(console, line)
         raise typer.Exit(128 + (first.number or signal.SIGINT)) from None
     finally:
-        if first.number is None:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        # Python takes its own handlers back before the process ends.
+        for number, handler in before.items():
+            signal.signal(number, handler if first.number is None else signal.SIG_IGN)
 
 
 class _First:
