@@ -90,7 +90,7 @@ def check_shape(job: tuple[Shape, str, int]) -> list[dict[str, Any]]:
 def main(
     out: Annotated[Path, typer.Option(help="JSON file to write.")],
     processes: Annotated[
-        int | None, typer.Option(help="Processes that compile and run; default: the cores'.")
+        int | None, typer.Option(min=1, help="Processes that compile and run; default: one a core.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of forests and data.")] = 0,
     limit: Annotated[int, typer.Option(help="Check only the first N shapes; 0: all.")] = 0,

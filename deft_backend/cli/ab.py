@@ -210,7 +210,7 @@ def _run(setup: AbSetup, folder: Path, console: Console) -> AbResult:
     errors = (AbError, ReplayError, LaunchError, DriverStubError)
     with (
         ProgressWatcher(setup.plans, console) as watcher,
-        unwound(console, "both servers are stopped"),
+        unwound(console, "no server is left"),
         reported(*errors),
     ):
         return run_ab(setup, folder, watcher)

@@ -130,7 +130,7 @@ def run_choice(choice: Choice) -> None:
     console = Console()
     if find_spec("aiohttp") is None:
         raise fail("aiohttp is not installed; run: pip install 'deft-backend[bench]'")
-    stopped = f"the server is stopped, and {choice.out} holds what was measured"
+    stopped = f"no server is left; workloads that were done have their rows in {choice.out}"
     with (
         unwound(console, stopped), reported(*ERRORS, RowsError), prepared(choice) as setup,
     ):  # fmt: skip

@@ -30,8 +30,10 @@ def unwound(console: Console, line: str) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, asyncio.CancelledError):
+        if first.number is None:  # nobody asked for it
+            raise
         say(console, line)
-        raise typer.Exit(128 + (first.number or signal.SIGINT)) from None
+        raise typer.Exit(128 + first.number) from None
     finally:
         # Python takes its own handlers back before the process ends.
         for number, handler in before.items():

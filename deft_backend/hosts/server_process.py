@@ -103,10 +103,10 @@ class ServerProcess:
         if process is None:
             return
         members = _tree(process.pid)
-        # Only the server itself is asked: it ends its workers, and takes one that goes first for a
-        # crash.
-        process.terminate()
         try:
+            # Only the server itself is asked: it ends its workers, and takes one that goes first
+            # for a crash.
+            process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=15)
         finally:  # whoever interrupts the wait, too, leaves no server behind

@@ -126,26 +126,30 @@ class HostClient:
             "HF_HUB_OFFLINE": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
         }  # fmt: skip
         with log.open("w") as output:
-            process = await asyncio.create_subprocess_exec(
-                *self.command(url, model, out), stdin=subprocess.DEVNULL, stdout=output,
+            process = subprocess.Popen(
+                self.command(url, model, out), stdin=subprocess.DEVNULL, stdout=output,
                 stderr=subprocess.STDOUT, env={**os.environ, **environment, **surroundings},
             )  # fmt: skip
             try:
-                code = await asyncio.wait_for(process.wait(), self.timeout)
+                await asyncio.wait_for(_ended(process), self.timeout)
             except asyncio.TimeoutError:
                 raise HostClientError(
                     f"{self.workload} did not end within {self.timeout:.0f} s; its log is {log}"
                 ) from None
-            finally:
-                if process.returncode is None:
-                    process.kill()
-                    await process.wait()
-        if code or not out.is_file():
+            finally:  # awaits nothing: a task may be cancelled once more while it ends
+                process.kill()
+                process.wait()
+        if process.returncode or not out.is_file():
             raise HostClientError(
-                f"{self.workload} ended with {code}; its log is {log}, which ends with: "
-                f"{log.read_text(errors='replace')[-400:]}"
+                f"{self.workload} ended with {process.returncode}; its log is {log}, which ends "
+                f"with: {log.read_text(errors='replace')[-400:]}"
             )
         return json.loads(out.read_text().splitlines()[-1])
+
+
+async def _ended(process: subprocess.Popen[bytes]) -> None:
+    while process.poll() is None:
+        await asyncio.sleep(0.1)
 
 
 def fill(row: Row, runs: Sequence[Mapping[str, Any]], asked: int | None = None) -> None:
