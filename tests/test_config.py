@@ -10,7 +10,7 @@ import pytest
 
 from deft_backend import config
 from deft_backend.config import VARIABLES, Settings, SettingsError, state_directory, warn_unknown
-from deft_backend.hosts.device_limit import planned_on_device
+from deft_backend.hosts.common.device_limit import planned_on_device
 from deft_backend.planner.on_device import largest_batch
 from deft_backend.policies import POLICY_NAMES
 

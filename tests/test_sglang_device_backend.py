@@ -11,7 +11,7 @@ from sglang_fakes import FakePool, Tree, load_host, make_layer, make_state, requ
 
 from deft_backend.attention import TreeAttention
 from deft_backend.config import Settings
-from deft_backend.hosts.shown_batch import forest_of
+from deft_backend.telemetry.shown_batch import forest_of
 
 PREFIX = list(range(10, 510))
 SHARED = [[*PREFIX, 4, 5], [*PREFIX, 9]]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from deft_backend.config import LOG_LEVELS, Settings, SettingsError
-from deft_backend.hosts.tested_versions import SGLANG
+from deft_backend.hosts.common.tested_versions import SGLANG
 
 logger = logging.getLogger("deft_backend")
 

@@ -12,21 +12,21 @@ import torch
 from deft_backend.attention import TreeAttention
 from deft_backend.config import LOG_LEVELS, Settings, warn_unknown
 from deft_backend.forest import PrefixForest
-from deft_backend.hosts.device_limit import planned_on_device
+from deft_backend.hosts.common.device_limit import planned_on_device
+from deft_backend.hosts.common.warm_up import warm_up_attention
 from deft_backend.hosts.sglang.arguments import NAME
 from deft_backend.hosts.sglang.capture import BatchCapture
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner
 from deft_backend.hosts.sglang.ranks import all_ranks
 from deft_backend.hosts.sglang.server import shape_of, start_reporting, state_of
 from deft_backend.hosts.sglang.verify import disagreement
-from deft_backend.hosts.state import ServerState
-from deft_backend.hosts.warm_up import warm_up_attention
 from deft_backend.patches import (
     sglang_capture_batch,
     sglang_page_table_fence,
     sglang_tree_graphs,
 )
 from deft_backend.policies.cost_model import cost_model_of
+from deft_backend.telemetry.state import ServerState
 
 logger = logging.getLogger("deft_backend")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from deft_backend.hosts.limits import observing
+from deft_backend.hosts.common.limits import observing
 from deft_backend.hosts.sglang import arguments
 from deft_backend.hosts.sglang.surround import surround_backends
 

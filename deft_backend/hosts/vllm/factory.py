@@ -10,12 +10,12 @@ import torch
 from deft_backend.attention import TreeAttention
 from deft_backend.config import LOG_LEVELS, Settings, warn_unknown
 from deft_backend.forest import warm_up
-from deft_backend.hosts.device_limit import planned_on_device
+from deft_backend.hosts.common.device_limit import planned_on_device
+from deft_backend.hosts.common.warm_up import warm_up_attention
 from deft_backend.hosts.vllm.group import GroupAttention
 from deft_backend.hosts.vllm.layers import Layer, LayerShape
 from deft_backend.hosts.vllm.say import say_once
 from deft_backend.hosts.vllm.server import server_of
-from deft_backend.hosts.warm_up import warm_up_attention
 
 logger = logging.getLogger("deft_backend")
 
