@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "deft_backend"
 
 # Compiling, for the host and for the device, is a tool, not a stage of the data flow.
-TOOLS = {"jit", "triton_kernel", "policy_names", "installed"}
+TOOLS = {"jit", "triton_kernel", "policy_names", "installed", "folders"}
 SHARED_BY_HOSTS = {
     "forest", "policies", "planner", "attention", "config", "patches", "telemetry",
     "hosts/common", "hosts/contract",
