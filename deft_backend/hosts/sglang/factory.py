@@ -20,7 +20,7 @@ from deft_backend.hosts.sglang.decode_plan import DecodePlanner
 from deft_backend.hosts.sglang.ranks import all_ranks
 from deft_backend.hosts.sglang.server import shape_of, start_reporting, state_of
 from deft_backend.hosts.sglang.verify import disagreement
-from deft_backend.patches import (
+from deft_patches import (
     sglang_capture_batch,
     sglang_page_table_fence,
     sglang_tree_graphs,
