@@ -254,8 +254,8 @@ VARIABLES: tuple[Variable, ...] = (
         _directory,
         "a directory, existing or to be made",
         "The package's cache folder. It holds the cost tables of `deft tune` (`tables`), servers' "
-        "state (`servers`) and the driver stand-in (`driver-stub`). Unset: `deft-backend` in the user's "
-        "cache folder, `$XDG_CACHE_HOME` or `~/.cache`.",
+        "state (`servers`) and the driver stand-in (`driver-stub`). Unset: `deft-backend` in the "
+        "user's cache folder, `$XDG_CACHE_HOME` or `~/.cache`.",
     ),
 )
 """Every environment variable that the package reads."""
