@@ -14,7 +14,7 @@ PACKAGE = ROOT / "deft_backend"
 PATCHES = ROOT / "deft_patches"
 
 # Compiling, for the host and for the device, is a tool, not a stage of the data flow.
-TOOLS = {"jit", "triton_kernel", "policy_names", "installed"}
+TOOLS = {"jit", "triton_kernel", "policy_names", "installed", "folders"}
 SHARED_BY_HOSTS = {
     "forest", "policies", "planner", "attention", "config", "telemetry",
     "hosts/common", "hosts/contract",
