@@ -13,13 +13,15 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "deft_backend"
 
 # Compiling, for the host and for the device, is a tool, not a stage of the data flow.
-TOOLS = {"jit", "triton_kernel", "policy_names", "installed"}
-MAY_IMPORT = {
+TOOLS = {"compile", "policy_names", "installed", "__version__"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "compile": set(),
     "forest": set(),
-    "policies": {"forest"},
-    "planner": {"forest", "policies"},
-    "kernels": {"planner"},
-    "attention": {"forest", "policies", "planner", "kernels", "cost_tables"},
+    "costs": {"config"},
+    "policies": {"forest", "costs", "kernel_limits"},
+    "planner": {"forest", "policies", "kernel_limits"},
+    "kernels": {"planner", "kernel_limits"},
+    "attention": {"forest", "policies", "planner", "kernels", "costs", "kernel_limits"},
     "explain": {"forest", "policies", "planner"},
     "hosts": {"forest", "policies", "planner", "explain", "attention", "config", "patches"},
 }

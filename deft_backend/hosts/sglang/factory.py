@@ -26,7 +26,6 @@ from deft_backend.patches import (
     sglang_page_table_fence,
     sglang_tree_graphs,
 )
-from deft_backend.policies.cost_model import cost_model_of
 
 logger = logging.getLogger("deft_backend")
 
@@ -228,7 +227,7 @@ def _host_planned(
         state,
         verify if settings.verify else None,
         least_gain_ms=settings.min_saved_ms if attention.device.type == "cuda" else 0.0,
-        costs=cost_model_of(attention.target),
+        costs=attention.target.costs,
     )
     capture = BatchCapture(runner)
     backend = HostPlannedBackend(host, attention, planner, capture, state)
