@@ -20,14 +20,14 @@ from deft_backend.attention import TreeAttention
 from deft_backend.bench.ab import AbResult
 from deft_backend.bench.e2e import servers
 from deft_backend.bench.generate import ThoughtTreeShape, generate_thought_tree
-from deft_backend.bench.server_state import StateError, appears, read_state, settled_counters
 from deft_backend.bench.traces import dump_thought_trees
 from deft_backend.bench.workloads import WORKLOADS
 from deft_backend.cli import ab as ab_module
 from deft_backend.cli import app, checks
 from deft_backend.forest import build_forest
-from deft_backend.hosts import launch
 from deft_backend.policies import POLICY_NAMES
+from deft_backend.servers import command as launch
+from deft_backend.telemetry.state_reader import StateError, appears, read_state, settled_counters
 
 runner = CliRunner(env={"COLUMNS": "400", "NO_COLOR": "1", "TERM": "dumb"})
 

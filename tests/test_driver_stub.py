@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from deft_backend.hosts import driver_stub
-from deft_backend.hosts.driver_stub import DriverStubError, ensure_driver_stub
+from deft_backend.servers import driver_stub
+from deft_backend.servers.driver_stub import DriverStubError, ensure_driver_stub
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler is installed"
@@ -41,7 +41,7 @@ def test_it_is_found_by_its_name_and_is_no_driver(cache: Path) -> None:
         pytest.skip("this machine has a real driver")
     script = (
         "import ctypes; ctypes.CDLL('libcuda.so.1').cuPointerGetAttribute;"
-        "from deft_backend.hosts.driver_stub import has_nvidia_driver, num_gpus;"
+        "from deft_backend.servers.driver_stub import has_nvidia_driver, num_gpus;"
         "print(has_nvidia_driver(), num_gpus())"
     )
     environment = {"LD_LIBRARY_PATH": str(ensure_driver_stub()), "PYTHONPATH": ":".join(sys.path)}

@@ -14,8 +14,8 @@ import pytest
 from deft_backend.bench.ab import AbResult, Compared, Measured
 from deft_backend.bench.agreement import Agreement, Divergence
 from deft_backend.bench.report import CPU_TIMES, write_report
-from deft_backend.bench.server_state import Counters
 from deft_backend.bench.units import megabytes, milliseconds, percent
+from deft_backend.telemetry.state_reader import Counters
 
 pytest.importorskip("matplotlib")
 

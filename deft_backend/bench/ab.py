@@ -14,22 +14,22 @@ from typing import Any, Protocol
 from deft_backend.bench.agreement import Agreement, compare
 from deft_backend.bench.provenance import provenance
 from deft_backend.bench.replay import Replayed, ReplayError, replay
-from deft_backend.bench.server_state import (
-    Counters,
-    StateError,
-    read_state,
-    settled_counters,
-    written_state,
-)
 from deft_backend.bench.workloads import Request, RequestPlan
-from deft_backend.hosts.launch import (
+from deft_backend.servers.command import (
     BACKEND,
     BACKEND_NAMES,
     ServerCommand,
     free_port,
     server_command,
 )
-from deft_backend.hosts.server_process import ServerProcess
+from deft_backend.servers.process import ServerProcess
+from deft_backend.telemetry.state_reader import (
+    Counters,
+    StateError,
+    read_state,
+    settled_counters,
+    written_state,
+)
 
 SIDES = ("host", "deft")
 

@@ -26,8 +26,8 @@ import typer
 from deft_backend.bench.planning import processor, use_one_core
 from deft_backend.bench.provenance import provenance
 from deft_backend.bench.row_files import write_object
-from deft_backend.hosts.driver_stub import SONAME, ensure_driver_stub, has_nvidia_driver
-from deft_backend.hosts.state import INTERVAL, ServerState, StateWriter
+from deft_backend.servers.driver_stub import SONAME, ensure_driver_stub, has_nvidia_driver
+from deft_backend.telemetry.state import INTERVAL, ServerState, StateWriter
 
 REQUESTS = (2, 32, 256, 1024)
 CONTEXTS = (2048, 65536)

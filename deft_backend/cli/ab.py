@@ -123,7 +123,7 @@ def _time_grid(
     """The end-to-end benchmark's grid, by its own code."""
     from deft_backend.bench.e2e.choice import Choice
     from deft_backend.cli.bench_e2e import run_choice
-    from deft_backend.hosts.launch import BACKEND
+    from deft_backend.servers.command import BACKEND
 
     name = chosen_host(host, needed=False)
     command = shlex.join(["deft", *sys.argv[1:]])
@@ -158,7 +158,7 @@ def _setup(
     from deft_backend.bench.ab import AbSetup
     from deft_backend.bench.traces import TraceError, load_thought_trees
     from deft_backend.bench.workloads import WorkloadError
-    from deft_backend.hosts.launch import BACKEND, BACKEND_NAMES, use_gpu, vllm_is_cpu_build
+    from deft_backend.servers.command import BACKEND, BACKEND_NAMES, use_gpu, vllm_is_cpu_build
 
     host = chosen_host(host, needed=False)
     names = list(dict.fromkeys(workload or WORKLOADS))
@@ -204,8 +204,8 @@ def _run(setup: AbSetup, folder: Path, console: Console) -> AbResult:
     from deft_backend.bench.ab import AbError, run_ab
     from deft_backend.bench.replay import ReplayError
     from deft_backend.cli.progress import ProgressWatcher
-    from deft_backend.hosts.driver_stub import DriverStubError
-    from deft_backend.hosts.launch import LaunchError
+    from deft_backend.servers.command import LaunchError
+    from deft_backend.servers.driver_stub import DriverStubError
 
     errors = (AbError, ReplayError, LaunchError, DriverStubError)
     with (

@@ -117,7 +117,7 @@ def _table(found: TableInUse) -> dict[str, Any]:
 
 
 def _on_gpu() -> bool:
-    from deft_backend.hosts.launch import use_gpu
+    from deft_backend.servers.command import use_gpu
 
     try:
         return use_gpu()

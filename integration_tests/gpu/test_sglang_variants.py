@@ -20,7 +20,7 @@ from deft_backend.bench.e2e.checked_answers import TOLERANCE, Sample, check
 from deft_backend.bench.e2e.client import Client
 from deft_backend.bench.e2e.model import Model
 from deft_backend.bench.provenance import provenance
-from deft_backend.hosts.driver_stub import num_gpus
+from deft_backend.servers.driver_stub import num_gpus
 from integration_tests.common.server import Server
 from integration_tests.gpu.forest_traffic import answered, requests
 from integration_tests.gpu.sglang_variants import ADAPTER, VARIANTS

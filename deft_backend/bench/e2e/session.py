@@ -19,10 +19,10 @@ from deft_backend.bench.e2e.servers import Launch
 from deft_backend.bench.e2e.workloads import Served, Workload, answers_file
 from deft_backend.bench.provenance import driver, provenance
 from deft_backend.bench.row_files import make_folder, write_rows
-from deft_backend.bench.server_state import Counters, StateError, settled_counters, state_file
-from deft_backend.hosts.driver_stub import DriverStubError
-from deft_backend.hosts.launch import LaunchError
-from deft_backend.hosts.server_process import ServerProcess
+from deft_backend.servers.command import LaunchError
+from deft_backend.servers.driver_stub import DriverStubError
+from deft_backend.servers.process import ServerProcess
+from deft_backend.telemetry.state_reader import Counters, StateError, settled_counters, state_file
 
 _MOST_ERROR = 600
 """Characters of an error that a row holds; the rest is in the server's log."""

@@ -22,7 +22,7 @@ from deft_backend.bench.e2e.servers import Launch
 from deft_backend.bench.e2e.traffic import Seen, Traffic, drive
 from deft_backend.bench.e2e.tree_replay import replay_tree
 from deft_backend.bench.traces import ThoughtTree
-from deft_backend.hosts.server_process import ServerProcess
+from deft_backend.servers.process import ServerProcess
 
 # What the hosts log while they work as they should is no sign of trouble; these are.
 TROUBLE = re.compile(

@@ -24,8 +24,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from deft_backend.hosts.counters import Counters
-from deft_backend.hosts.state import SCHEMA
+from deft_backend.telemetry.counters import Counters
+from deft_backend.telemetry.state import SCHEMA
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from deft_backend.forest import PrefixForest
-from deft_backend.hosts.counters import Counters, DeviceCounters
-from deft_backend.hosts.forest_json import forest_as_json
-from deft_backend.hosts.shown_batch import Batch, answer, answer_file, request_file
+from deft_backend.telemetry.counters import Counters, DeviceCounters
+from deft_backend.telemetry.forest_json import forest_as_json
+from deft_backend.telemetry.shown_batch import Batch, answer, answer_file, request_file
 
 logger = logging.getLogger(__name__)
 
