@@ -14,7 +14,7 @@ PACKAGE = ROOT / "deft_backend"
 PATCHES = ROOT / "deft_patches"
 
 # Compiling, for the host and for the device, is a tool, not a stage of the data flow.
-TOOLS = {"compile", "policy_names", "installed", "__version__"}
+TOOLS = {"compile", "policy_names", "installed", "folders", "__version__"}
 SHARED_BY_HOSTS = {
     "forest", "costs", "policies", "planner", "attention", "config", "telemetry",
     "hosts/common", "hosts/contract",
@@ -22,7 +22,7 @@ SHARED_BY_HOSTS = {
 MAY_IMPORT: dict[str, set[str]] = {
     "compile": set(),
     "forest": set(),
-    "costs": {"config"},
+    "costs": set(),
     "policies": {"forest", "costs", "kernel_limits"},
     "planner": {"forest", "policies", "kernel_limits"},
     "kernels": {"planner", "kernel_limits"},

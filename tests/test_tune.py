@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from deft_backend.cli import app
-from deft_backend.config import SettingsError, tables_directory
+from deft_backend.config import SettingsError
 from deft_backend.costs import CostModel, CostModelError, FastTreeCoefficients, table_lookup
 from deft_backend.costs.cost_model import DEFAULT_TABLE, default_cost_model
 from deft_backend.costs.device_tables import cost_model_on, table_key
@@ -26,6 +26,7 @@ from deft_backend.costs.table_lookup import (
     shipped_for,
     table_in_use,
 )
+from deft_backend.folders import tables_directory
 from deft_backend.kernel_limits import TILE_SEGMENTS
 from deft_backend.policies import Target
 from deft_backend.reference_attention import reference_attention, relative_error

@@ -15,8 +15,8 @@ from deft_backend.config import (
     VARIABLES,
     Settings,
     SettingsError,
-    state_directory,
 )
+from deft_backend.folders import state_directory
 from deft_backend.hosts.common.tested_versions import (
     SGLANG,
     VLLM,

@@ -75,8 +75,8 @@ def _kernels(shapes: list[HeadShape]) -> list[dict[str, Any]]:
     try:
         import torch
 
-        from deft_backend.config import tables_directory
         from deft_backend.costs.device_tables import table_key
+        from deft_backend.folders import tables_directory
         from deft_backend.kernels import launch_config, unsupported
     except ImportError as error:
         return [{**_entry(shape), "kernel": "none", "why": str(error)} for shape in shapes]

@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 
 from deft_backend.cli.errors import fail, reported
-from deft_backend.config import Settings, SettingsError, state_directory
+from deft_backend.config import Settings, SettingsError
+from deft_backend.folders import state_directory
 from deft_backend.forest import ForestError, PrefixForest
 from deft_backend.policies import POLICY_NAMES, PolicyError, Target, get_policy
 

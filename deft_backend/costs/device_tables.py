@@ -7,9 +7,9 @@ from functools import lru_cache
 import torch
 
 from deft_backend.compile.source_digest import digest_of
-from deft_backend.config import tables_directory
 from deft_backend.costs.cost_model import CostModel
 from deft_backend.costs.table_lookup import TableKey, cost_model_for
+from deft_backend.folders import tables_directory
 from deft_backend.installed import installed_version
 
 
