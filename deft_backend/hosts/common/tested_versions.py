@@ -1,13 +1,8 @@
 """Versions of the hosts that tree attention was tested with: it runs in no other unless asked to.
 
-<<<<<<< HEAD
-Adapters also look for what they use of a host (``deft_patches/``, ``hosts/vllm/versions.py``).
-Looks alone do not tell whether it still means the same, and what is wrong then is the output.
-=======
 Adapters also check that a host has the members that they use (``deft_patches/``,
 ``hosts/vllm/versions.py``). A member that is there can still mean something else in another
 version, and the output would then be wrong.
->>>>>>> main
 """
 
 from __future__ import annotations
