@@ -48,7 +48,7 @@ from deft_backend.bench.kernel.workloads import (
 )
 from deft_backend.bench.traces import TraceError, dump_thought_trees
 from deft_backend.forest import PrefixForest
-from deft_backend.reference import reference_attention, relative_error
+from deft_backend.reference_attention import reference_attention, relative_error
 from tests.kernel_bench_fakes import FLASHINFER, SglangFlashAttention, VllmFlashAttention
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from deft_backend.bench.kernel.run import Setup, measure_case
 from deft_backend.bench.kernel.timing import QUICK
 from deft_backend.bench.kernel.workloads import Case, Workload, forest_from_parents
 from deft_backend.planner import Plan
-from deft_backend.reference import relative_error
+from deft_backend.reference_attention import relative_error
 
 CPU = torch.device("cpu")
 PARENTS = [-1, *[0] * 9, -1, 10, 10, -1]

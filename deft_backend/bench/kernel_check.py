@@ -26,7 +26,7 @@ from deft_backend.bench.provenance import provenance
 from deft_backend.bench.random_forest import random_batch
 from deft_backend.bench.row_files import write_object
 from deft_backend.kernels import HEAD_DIMS
-from deft_backend.reference import reference_attention, relative_error
+from deft_backend.reference_attention import reference_attention, relative_error
 
 TOLERANCE = {"float16": 1e-3, "bfloat16": 6e-3}
 HEADS = ((32, 8), (32, 32), (16, 1), (28, 4))

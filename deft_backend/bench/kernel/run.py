@@ -16,7 +16,7 @@ from deft_backend.bench.kernel.roof import Ceilings, roof_us
 from deft_backend.bench.kernel.rows import Row
 from deft_backend.bench.kernel.timing import Budget, captured, launch_us, plan_us
 from deft_backend.bench.kernel.workloads import Case
-from deft_backend.reference import relative_error
+from deft_backend.reference_attention import relative_error
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Relative error above which a result is wrong: several times what rounding alone makes."""
