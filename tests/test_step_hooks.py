@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import typer
 
-from deft_backend.bench import step_hooks
+from benchmarks.step_hooks import hook_times as step_hooks
 
 
 def test_the_file_holds_what_a_replayed_step_takes(tmp_path: Path) -> None:
     """In a process of its own: it puts a replay that does nothing in the place of the host's."""
     pytest.importorskip("sglang")
     out = tmp_path / "new" / "hooks.json"
-    command = [sys.executable, "-m", "deft_backend.bench.step_hooks", "--out", str(out)]
+    command = [sys.executable, "-m", "benchmarks.step_hooks.hook_times", "--out", str(out)]
     subprocess.run([*command, "--repeats", "5"], check=True, capture_output=True, timeout=300)
     found = json.loads(out.read_text())
     assert found["header"]["looks_a_second"] == 4

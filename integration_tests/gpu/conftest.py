@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deft_backend.bench.e2e.model import Model, write_model
+from benchmarks.e2e.served_model import Model, write_model
 from deft_backend.hosts.driver_stub import num_gpus
 from deft_backend.hosts.launch import LaunchError
 from integration_tests.common.adapter import write_adapter
