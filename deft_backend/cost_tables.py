@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from deft_backend import planner
-from deft_backend.config import tables_directory
+from deft_backend.folders import tables_directory
 from deft_backend.installed import installed_version
 from deft_backend.jit import digest_of
 from deft_backend.policies import CostModel

@@ -19,7 +19,7 @@ from aiohttp import web
 from benchmarks.e2e.backends import HOSTS, Launch
 from benchmarks.e2e.served_model import Model
 from deft_backend.harness.client import Completion
-from deft_backend.hosts.launch import ServerCommand, free_port
+from deft_backend.servers.command import ServerCommand, free_port
 
 VOCABULARY = 97
 GAP = 0.125

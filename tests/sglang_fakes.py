@@ -12,9 +12,9 @@ import torch
 from deft_backend.config import Settings
 from deft_backend.forest import PrefixForest
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner
-from deft_backend.hosts.state import ServerState
 from deft_backend.planner import PlanCapacity, plan_forest
 from deft_backend.policies import Target, get_policy
+from deft_backend.telemetry.state import ServerState
 
 EAGER = Settings(min_batch=1, min_share=1.0, min_shared_tokens=0)
 
@@ -150,7 +150,7 @@ def load_host() -> Any:
     pytest.importorskip("sglang")
     import ctypes
 
-    from deft_backend.hosts.driver_stub import SONAME, ensure_driver_stub, has_nvidia_driver
+    from deft_backend.servers.driver_stub import SONAME, ensure_driver_stub, has_nvidia_driver
 
     if not has_nvidia_driver():
         ctypes.CDLL(str(ensure_driver_stub() / SONAME), mode=ctypes.RTLD_GLOBAL)

@@ -27,7 +27,7 @@ from benchmarks.e2e.serving_rows import Row, make_row, read_rows
 from benchmarks.e2e.traffic import Traffic
 from benchmarks.row_files import RowsError, write_rows
 from deft_backend import installed as distributions
-from deft_backend.hosts import launch
+from deft_backend.servers import command as launch
 from deft_backend.traces.recorded_trees import ThoughtTree, lay_out
 from deft_backend.traces.trace_files import dump_thought_trees
 

@@ -20,12 +20,12 @@ from deft_backend.ab.comparison import AbResult
 from deft_backend.ab.invented_tree import ThoughtTreeShape, generate_thought_tree
 from deft_backend.ab.workloads import WORKLOADS
 from deft_backend.attention import TreeAttention
-from deft_backend.bench.server_state import StateError, appears, read_state, settled_counters
 from deft_backend.cli import ab as ab_module
 from deft_backend.cli import app, checks
 from deft_backend.forest import build_forest
-from deft_backend.hosts import launch
 from deft_backend.policies import POLICY_NAMES
+from deft_backend.servers import command as launch
+from deft_backend.telemetry.state_reader import StateError, appears, read_state, settled_counters
 from deft_backend.traces.trace_files import dump_thought_trees
 
 runner = CliRunner(env={"COLUMNS": "400", "NO_COLOR": "1", "TERM": "dumb"})

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from deft_backend.hosts import launch
-from deft_backend.hosts.launch import LaunchError, ServerCommand, free_port, server_command
-from deft_backend.hosts.server_process import ServerProcess
+from deft_backend.servers import command as launch
+from deft_backend.servers.command import LaunchError, ServerCommand, free_port, server_command
+from deft_backend.servers.process import ServerProcess
 
 SERVER = """
 import http.server, subprocess, sys

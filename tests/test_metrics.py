@@ -14,11 +14,11 @@ import pytest
 from sglang_fakes import make_state
 
 from deft_backend.config import Settings
-from deft_backend.hosts import metrics
-from deft_backend.hosts.counters import Counters
-from deft_backend.hosts.decode_log import DecodeLog, describe
-from deft_backend.hosts.metrics import publisher, rank_labels, register_states
-from deft_backend.hosts.state import StateWriter
+from deft_backend.telemetry import metrics
+from deft_backend.telemetry.counters import Counters
+from deft_backend.telemetry.decode_log import DecodeLog, describe
+from deft_backend.telemetry.metrics import publisher, rank_labels, register_states
+from deft_backend.telemetry.state import StateWriter
 
 client = pytest.importorskip("prometheus_client")
 
@@ -29,7 +29,7 @@ READINGS = (
 )
 PUBLISH = """
 import json, os, sys
-import deft_backend.hosts.metrics as metrics, deft_backend.hosts.sglang.factory
+import deft_backend.telemetry.metrics as metrics, deft_backend.hosts.sglang.factory
 import deft_backend.hosts.sglang.plugin
 assert "prometheus_client" not in sys.modules, "imported before the host can have set its mode"
 mode, folder, ranks, readings = sys.argv[1:]
@@ -39,7 +39,7 @@ os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
 if mode == "beside":  # the host has counters of its own in the process
     from prometheus_client import Counter
     Counter("theirs", "of the host").inc(3)
-from deft_backend.hosts.counters import Counters
+from deft_backend.telemetry.counters import Counters
 publish = metrics.publisher(json.loads(ranks))
 for reading in json.loads(readings):
     publish(Counters(**reading))

@@ -15,10 +15,10 @@ from sglang_fakes import (
 )
 
 from deft_backend.config import Settings
-from deft_backend.hosts import reporting
-from deft_backend.hosts.counters import Counters
 from deft_backend.hosts.sglang.radix_forest import forest_of
-from deft_backend.hosts.state import StateWriter
+from deft_backend.telemetry import reporting
+from deft_backend.telemetry.counters import Counters
+from deft_backend.telemetry.state import StateWriter
 
 TOKEN = 2 * 2 * 64 * 4  # of make_state: keys and values, KV heads, elements, bytes
 LAYERS = 2

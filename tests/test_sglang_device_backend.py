@@ -11,7 +11,7 @@ from sglang_fakes import FakePool, Tree, load_host, make_layer, make_state, requ
 
 from deft_backend.attention import TreeAttention
 from deft_backend.config import Settings
-from deft_backend.hosts.shown_batch import forest_of
+from deft_backend.telemetry.shown_batch import forest_of
 
 PREFIX = list(range(10, 510))
 SHARED = [[*PREFIX, 4, 5], [*PREFIX, 9]]
@@ -272,54 +272,3 @@ def test_members_are_the_hosts(server: Any) -> None:
     assert server.backend._host.prefill_attention_backend_str == "triton"
     with pytest.raises(AttributeError, match="no_such_member"):
         _ = server.backend.no_such_member
-
-
-@pytest.mark.parametrize(
-    ("planner", "device", "capability", "heads", "head_dim", "changed", "expected", "said"),
-    [
-        ("auto", "cuda", (9, 0), (32, 8), 128, {}, True, ""),
-        ("auto", "cuda", (9, 0), (64, 8), 128, {}, False, ""),  # not measured with nothing shared
-        ("auto", "cuda", (9, 0), (16, 4), 128, {}, False, ""),
-        ("auto", "cuda", (9, 0), (32, 8), 64, {}, False, ""),
-        ("auto", "cuda", (8, 0), (32, 8), 128, {}, False, ""),
-        ("auto", "cuda", (9, 0), (32, 8), 128, {"verify": True}, False, ""),
-        ("auto", "cuda", (9, 0), (32, 8), 128, {"policy": "fasttree"}, False, ""),
-        ("auto", "cpu", None, (32, 8), 128, {}, False, ""),
-        ("host", "cuda", (9, 0), (32, 8), 128, {}, False, ""),
-        ("device", "cuda", (8, 0), (8, 8), 64, {}, True, ""),
-        ("device", "cpu", None, (4, 2), 64, {}, True, ""),
-        (
-            "device",
-            "cuda",
-            (9, 0),
-            (32, 8),
-            128,
-            {"verify": True},
-            False,
-            "DEFT_VERIFY checks plans",
-        ),
-        (
-            "device",
-            "cuda",
-            (9, 0),
-            (32, 8),
-            128,
-            {"policy": "fasttree"},
-            False,
-            "follow the policy auto",
-        ),
-    ],
-)
-def test_who_plans(
-    planner: str, device: str, capability: Any, heads: tuple[int, int], head_dim: int,
-    changed: dict[str, Any], expected: bool, said: str, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    from deft_backend.hosts.sglang import factory
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    settings = Settings(planner=planner, **changed)
-    where = torch.device(device)
-    assert factory._plans_on_device(settings, where, (*heads, head_dim)) is expected
-    assert said in caplog.text
-    assert bool(said) == bool(caplog.text)

@@ -14,8 +14,9 @@ import torch
 from typer.testing import CliRunner
 
 from deft_backend.cli import app
-from deft_backend.config import SettingsError, tables_directory
+from deft_backend.config import SettingsError
 from deft_backend.cost_tables import cost_model_on, table_key
+from deft_backend.folders import tables_directory
 from deft_backend.planner import TILE_SEGMENTS
 from deft_backend.policies import CostModel, CostModelError, FastTreeCoefficients, Target, tables
 from deft_backend.policies.cost_model import DEFAULT_TABLE, default_cost_model

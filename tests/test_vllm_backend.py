@@ -20,13 +20,13 @@ from vllm_fakes import DIM, HEADS, Batch, Cache, Layers, make_config, make_spec,
 
 from deft_backend.attention import TreeAttention
 from deft_backend.config import Settings, SettingsError
-from deft_backend.hosts.shown_batch import forest_of
-from deft_backend.hosts.state import ServerState
 from deft_backend.hosts.vllm import factory, say, server
 from deft_backend.hosts.vllm.compose import tree_backend
 from deft_backend.hosts.vllm.cpu import PlainCpuBackend
 from deft_backend.hosts.vllm.layers import LayerShape
 from deft_backend.hosts.vllm.step import step_of
+from deft_backend.telemetry.shown_batch import forest_of
+from deft_backend.telemetry.state import ServerState
 
 DECODE = [40, 37, 33, 65, 5]
 POLICIES = ["auto", "deft-node"]  # planned by launches alone, and by the host planner

@@ -17,12 +17,12 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 from vllm_fakes import Batch, Cache, Layers, forget_collectors, make_config, make_spec, run
 
-from deft_backend.hosts import metrics
-from deft_backend.hosts.decode_log import DecodeLog
-from deft_backend.hosts.state import StateWriter
 from deft_backend.hosts.vllm import plugin, say, server
 from deft_backend.hosts.vllm.compose import tree_backend
 from deft_backend.hosts.vllm.cpu import PlainCpuBackend
+from deft_backend.telemetry import metrics
+from deft_backend.telemetry.decode_log import DecodeLog
+from deft_backend.telemetry.state import StateWriter
 
 
 @pytest.fixture(autouse=True)

@@ -184,7 +184,7 @@ def forget_collectors() -> None:
     """Take what the plugin has registered out of the client's global registry."""
     from prometheus_client import REGISTRY
 
-    from deft_backend.hosts.metrics import StateCollector
+    from deft_backend.telemetry.metrics import StateCollector
 
     for collector in list(REGISTRY._collector_to_names):
         if isinstance(collector, StateCollector):

@@ -17,12 +17,12 @@ from benchmarks.e2e.kept_answers import compare, kept
 from benchmarks.e2e.served_workloads import Served, Workload, answers_file
 from benchmarks.e2e.serving_rows import Row, case_name, case_of, joined, read_rows, replaced
 from benchmarks.row_files import make_folder, write_rows
-from deft_backend.bench.server_state import Counters, StateError, settled_counters, state_file
 from deft_backend.harness.client import Client, ClientError
 from deft_backend.harness.provenance import driver, provenance
-from deft_backend.hosts.driver_stub import DriverStubError
-from deft_backend.hosts.launch import LaunchError
-from deft_backend.hosts.server_process import ServerProcess
+from deft_backend.servers.command import LaunchError
+from deft_backend.servers.driver_stub import DriverStubError
+from deft_backend.servers.process import ServerProcess
+from deft_backend.telemetry.state_reader import Counters, StateError, settled_counters, state_file
 
 _MOST_ERROR = 600
 """Characters of an error that a row holds; the rest is in the server's log."""

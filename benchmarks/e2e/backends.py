@@ -10,7 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.e2e.served_model import Model
-from deft_backend.hosts.launch import (
+from deft_backend.hosts.common.tested_versions import TESTED
+from deft_backend.servers.command import (
     BACKEND_NAMES,
     HOST_NAMES,
     ServerCommand,
@@ -19,7 +20,6 @@ from deft_backend.hosts.launch import (
     use_gpu,
     vllm_is_cpu_build,
 )
-from deft_backend.hosts.tested_versions import TESTED
 
 HOST_DEFAULT = "host"
 """Backend name that leaves the choice to the host."""

@@ -21,7 +21,7 @@ from benchmarks.e2e.serving_rows import Row, case_of, make_row
 from benchmarks.e2e.traffic import Seen, Traffic, drive
 from benchmarks.e2e.tree_replay import replay_tree
 from deft_backend.harness.client import Client
-from deft_backend.hosts.server_process import ServerProcess
+from deft_backend.servers.process import ServerProcess
 from deft_backend.traces.trace_files import ThoughtTree
 
 # What the hosts log while they work as they should is no sign of trouble; these are.

@@ -11,25 +11,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from deft_backend.harness.request_plan import Request, RequestPlan
-from deft_backend.bench.server_state import (
-    Counters,
-    StateError,
-    read_state,
-    settled_counters,
-    written_state,
-)
 from deft_backend.harness.agreement import Agreement, compare
 from deft_backend.harness.provenance import provenance
 from deft_backend.harness.replay import Replayed, ReplayError, replay
-from deft_backend.hosts.launch import (
+from deft_backend.harness.request_plan import Request, RequestPlan
+from deft_backend.servers.command import (
     BACKEND,
     BACKEND_NAMES,
     ServerCommand,
     free_port,
     server_command,
 )
-from deft_backend.hosts.server_process import ServerProcess
+from deft_backend.servers.process import ServerProcess
+from deft_backend.telemetry.state_reader import (
+    Counters,
+    StateError,
+    read_state,
+    settled_counters,
+    written_state,
+)
 
 SIDES = ("host", "deft")
 

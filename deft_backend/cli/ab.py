@@ -116,7 +116,7 @@ def _setup(
     from deft_backend.ab import sizes
     from deft_backend.ab.comparison import AbSetup
     from deft_backend.ab.workloads import WorkloadError
-    from deft_backend.hosts.launch import BACKEND, BACKEND_NAMES, use_gpu, vllm_is_cpu_build
+    from deft_backend.servers.command import BACKEND, BACKEND_NAMES, use_gpu, vllm_is_cpu_build
     from deft_backend.traces.trace_files import TraceError, load_thought_trees
 
     host = chosen_host(host, needed=False)
@@ -163,8 +163,8 @@ def _run(setup: AbSetup, folder: Path, console: Console) -> AbResult:
     from deft_backend.ab.comparison import AbError, run_ab
     from deft_backend.cli.progress import ProgressWatcher
     from deft_backend.harness.replay import ReplayError
-    from deft_backend.hosts.driver_stub import DriverStubError
-    from deft_backend.hosts.launch import LaunchError
+    from deft_backend.servers.command import LaunchError
+    from deft_backend.servers.driver_stub import DriverStubError
 
     errors = (AbError, ReplayError, LaunchError, DriverStubError)
     with (

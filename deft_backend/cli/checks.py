@@ -15,16 +15,9 @@ from deft_backend.config import (
     VARIABLES,
     Settings,
     SettingsError,
-    state_directory,
 )
-from deft_backend.hosts.driver_stub import (
-    DriverStubError,
-    ensure_driver_stub,
-    find_compiler,
-    has_nvidia_driver,
-    num_gpus,
-)
-from deft_backend.hosts.tested_versions import (
+from deft_backend.folders import state_directory
+from deft_backend.hosts.common.tested_versions import (
     SGLANG,
     VLLM,
     TestedVersions,
@@ -32,6 +25,13 @@ from deft_backend.hosts.tested_versions import (
     version_key,
 )
 from deft_backend.installed import installed_version
+from deft_backend.servers.driver_stub import (
+    DriverStubError,
+    ensure_driver_stub,
+    find_compiler,
+    has_nvidia_driver,
+    num_gpus,
+)
 
 Status = Literal["ok", "note", "problem"]
 

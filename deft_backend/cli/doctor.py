@@ -75,8 +75,8 @@ def _kernels(shapes: list[HeadShape]) -> list[dict[str, Any]]:
     try:
         import torch
 
-        from deft_backend.config import tables_directory
         from deft_backend.cost_tables import table_key
+        from deft_backend.folders import tables_directory
         from deft_backend.kernels import launch_config, unsupported
     except ImportError as error:
         return [{**_entry(shape), "kernel": "none", "why": str(error)} for shape in shapes]
@@ -117,7 +117,7 @@ def _table(found: TableInUse) -> dict[str, Any]:
 
 
 def _on_gpu() -> bool:
-    from deft_backend.hosts.launch import use_gpu
+    from deft_backend.servers.command import use_gpu
 
     try:
         return use_gpu()

@@ -17,7 +17,7 @@ from rich.progress import (
 )
 
 from deft_backend.ab.workloads import RequestPlan
-from deft_backend.hosts.launch import ServerCommand
+from deft_backend.servers.command import ServerCommand
 
 _TITLES = {"host": "host's own backend", "deft": "tree attention"}
 

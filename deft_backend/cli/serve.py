@@ -28,8 +28,8 @@ def chosen_host(host: str | None, *, needed: bool = True, compared: bool = False
     compared : bool
         Whether it will be compared with tree attention, and so must be a version that gets it.
     """
-    from deft_backend.hosts.launch import HOST_NAMES, HOSTS, installed_hosts
-    from deft_backend.hosts.tested_versions import TESTED
+    from deft_backend.hosts.common.tested_versions import TESTED
+    from deft_backend.servers.command import HOST_NAMES, HOSTS, installed_hosts
 
     if host is not None and host not in HOSTS:
         raise fail(f"there is no host {host!r}; expected one of {', '.join(HOSTS)}")
@@ -63,8 +63,8 @@ def serve(
     ] = False,
 ) -> None:
     """Run SGLang or vLLM with tree attention: on the GPU if there is one, else on the CPU."""
-    from deft_backend.hosts.driver_stub import DriverStubError
-    from deft_backend.hosts.launch import server_command
+    from deft_backend.servers.command import server_command
+    from deft_backend.servers.driver_stub import DriverStubError
 
     extra = host_arguments(host_args)
     with reported(PolicyError):

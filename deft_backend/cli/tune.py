@@ -13,7 +13,8 @@ from rich.table import Table
 
 from deft_backend.cli.errors import fail, reported, stderr
 from deft_backend.cli.shapes import HeadShape, model_shape, parse_heads
-from deft_backend.config import SettingsError, tables_directory
+from deft_backend.config import SettingsError
+from deft_backend.folders import create_private, tables_directory
 from deft_backend.policies.tables import SHORT_DTYPES, TableKey, save_table, table_in_use
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ def _measure(key: TableKey, path: Path) -> None:
         )
         raise typer.Exit(FAILED) from None
     try:
+        create_private(path.parent)
         save_table(tuned.model, key, path)
     except OSError as error:
         raise fail(f"cannot write {path}: {error.strerror}; use --out or DEFT_CACHE_DIR") from None

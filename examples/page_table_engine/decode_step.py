@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from deft_backend.hosts.state import ServerState
+from deft_backend.telemetry.state import ServerState
 from examples.page_table_engine import torch_attention
 from examples.page_table_engine.cache import PagedCache
 from examples.page_table_engine.model import Llama

@@ -20,7 +20,7 @@ from benchmarks.e2e.kept_answers import ask, compare
 from benchmarks.e2e.served_model import Model
 from deft_backend.harness.client import Client
 from deft_backend.harness.provenance import provenance
-from deft_backend.hosts.driver_stub import num_gpus
+from deft_backend.servers.driver_stub import num_gpus
 from integration_tests.common.server import Server
 from integration_tests.gpu.forest_traffic import answered, requests
 from integration_tests.gpu.sglang_variants import ADAPTER, VARIANTS

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from deft_backend.attention import TreeAttention
 from deft_backend.hosts.sglang.layers import unsupported_layer
-from deft_backend.hosts.state import ServerState
+from deft_backend.telemetry.state import ServerState
 
 logger = logging.getLogger("deft_backend")
 

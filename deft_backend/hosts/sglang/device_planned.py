@@ -9,10 +9,10 @@ import torch
 
 from deft_backend.attention import TreeAttention
 from deft_backend.config import Settings
-from deft_backend.hosts.limits import refused
+from deft_backend.hosts.common.limits import refused
 from deft_backend.hosts.sglang.backend import DeftAttentionBackend
-from deft_backend.hosts.shown_batch import Batch
-from deft_backend.hosts.state import ServerState
+from deft_backend.telemetry.shown_batch import Batch
+from deft_backend.telemetry.state import ServerState
 
 logger = logging.getLogger("deft_backend")
 

@@ -10,7 +10,7 @@ from deft_backend.hosts.sglang.backend import DeftAttentionBackend
 from deft_backend.hosts.sglang.capture import BatchCapture
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner, Planned
 from deft_backend.hosts.sglang.radix_forest import known_tree
-from deft_backend.hosts.state import ServerState
+from deft_backend.telemetry.state import ServerState
 
 logger = logging.getLogger("deft_backend")
 

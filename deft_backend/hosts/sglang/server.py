@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from deft_backend.config import Settings
-from deft_backend.hosts import reporting
-from deft_backend.hosts.decode_log import DecodeLog
-from deft_backend.hosts.state import ServerState
-from deft_backend.hosts.tested_versions import SGLANG
+from deft_backend.hosts.common.tested_versions import SGLANG
+from deft_backend.telemetry import reporting
+from deft_backend.telemetry.decode_log import DecodeLog
+from deft_backend.telemetry.state import ServerState
 
 
 def shape_of(runner: Any) -> tuple[int, int, int]:

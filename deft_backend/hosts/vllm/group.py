@@ -12,11 +12,11 @@ import torch
 from deft_backend.attention import TreeAttention
 from deft_backend.config import Settings
 from deft_backend.forest import forest_from_page_tables
-from deft_backend.hosts.limits import refused
-from deft_backend.hosts.shown_batch import Batch
-from deft_backend.hosts.state import ServerState
+from deft_backend.hosts.common.limits import refused
 from deft_backend.hosts.vllm.layers import Layer, LayerShape
 from deft_backend.hosts.vllm.layout import kv_views
+from deft_backend.telemetry.shown_batch import Batch
+from deft_backend.telemetry.state import ServerState
 
 logger = logging.getLogger("deft_backend")
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 
-from deft_backend.config import Settings, SettingsError, state_directory
-from deft_backend.hosts.limits import observing
+from deft_backend.config import Settings, SettingsError
+from deft_backend.folders import state_directory
+from deft_backend.hosts.common.limits import observing
 
 logger = logging.getLogger("deft_backend")
 
@@ -78,8 +79,8 @@ def _show_counters() -> None:
 
     Nothing is there to be shown in a server that neither asks for tree attention nor is observed.
     """
-    from deft_backend.hosts.metrics import register_states
     from deft_backend.hosts.vllm.server import port_of
+    from deft_backend.telemetry.metrics import register_states
 
     try:
         settings = Settings.from_env()

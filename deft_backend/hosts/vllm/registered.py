@@ -13,7 +13,7 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from deft_backend.config import Settings
-from deft_backend.hosts.limits import observing
+from deft_backend.hosts.common.limits import observing
 from deft_backend.hosts.vllm.model_defaults import apply_model_defaults
 from deft_backend.hosts.vllm.say import say_once
 from deft_backend.hosts.vllm.versions import refuse

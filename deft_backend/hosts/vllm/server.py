@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from deft_backend.config import Settings
-from deft_backend.hosts import reporting
-from deft_backend.hosts.decode_log import DecodeLog
-from deft_backend.hosts.metrics import page_of_files
-from deft_backend.hosts.state import ServerState
-from deft_backend.hosts.tested_versions import VLLM
+from deft_backend.hosts.common.tested_versions import VLLM
 from deft_backend.hosts.vllm.layers import LayerShape
+from deft_backend.telemetry import reporting
+from deft_backend.telemetry.decode_log import DecodeLog
+from deft_backend.telemetry.metrics import page_of_files
+from deft_backend.telemetry.state import ServerState
 
 BACKEND = "CUSTOM"
 """Name under which the plugin registers with vLLM."""

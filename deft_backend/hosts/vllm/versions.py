@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from deft_backend.hosts.tested_versions import VLLM
+from deft_backend.hosts.common.tested_versions import VLLM
 
 
 def refuse() -> str | None:

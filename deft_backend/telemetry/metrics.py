@@ -24,8 +24,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from deft_backend.hosts.counters import Counters
-from deft_backend.hosts.state import SCHEMA
+from deft_backend.telemetry.counters import Counters
+from deft_backend.telemetry.state import SCHEMA
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -205,7 +205,7 @@ def register_states(directory: Path, port: int, registry: CollectorRegistry | No
     Parameters
     ----------
     directory : Path
-        Where the server's processes write: :func:`deft_backend.config.state_directory`.
+        Where the server's processes write: :func:`deft_backend.folders.state_directory`.
     port : int
         The server's; the state files bear it.
     registry : CollectorRegistry, optional

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from deft_backend.forest import PrefixForest
-from deft_backend.hosts.counters import Counters as Counters
-from deft_backend.hosts.forest_json import forest_from_json
-from deft_backend.hosts.shown_batch import answer_file, request_file
-
-SCHEMA = 1
+from deft_backend.telemetry.counters import Counters as Counters
+from deft_backend.telemetry.forest_json import forest_from_json
+from deft_backend.telemetry.shown_batch import answer_file, request_file
+from deft_backend.telemetry.state import SCHEMA
 
 SETTLE_SECONDS = 0.7
 """The plugin writes about every quarter second; counters are complete after this long."""
@@ -28,7 +27,7 @@ class StateError(ValueError):
 
 
 @dataclass(frozen=True)
-class ServerState:
+class StateReading:
     """One reading of the file."""
 
     path: Path
@@ -85,7 +84,7 @@ def _writes_on(path: Path) -> bool:
     return True
 
 
-def read_state(path: Path) -> ServerState:
+def read_state(path: Path) -> StateReading:
     """Read and check a state file.
 
     Raises
@@ -187,9 +186,9 @@ def settled_counters(path: Path, timeout: float = 10.0) -> Counters:
         before = now
 
 
-def _state(path: Path, content: dict[str, Any]) -> ServerState:
+def _state(path: Path, content: dict[str, Any]) -> StateReading:
     forest = content["forest"]
-    return ServerState(
+    return StateReading(
         path=path,
         backend=str(content["backend"]),
         policy=str(content["policy"]),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from deft_backend.forest import PrefixForest, forest_from_page_tables
-from deft_backend.hosts.forest_json import forest_as_json
+from deft_backend.telemetry.forest_json import forest_as_json
 
 if TYPE_CHECKING:
     import torch

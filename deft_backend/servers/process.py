@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from deft_backend.hosts.launch import LaunchError, ServerCommand
+from deft_backend.servers.command import LaunchError, ServerCommand
 
 _LAST_LINES = 15
 _POLL_SECONDS = 0.25

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
-from deft_backend.hosts.driver_stub import ensure_driver_stub, has_nvidia_driver, num_gpus
 from deft_backend.installed import installed_version
+from deft_backend.servers.driver_stub import ensure_driver_stub, has_nvidia_driver, num_gpus
 
 BACKEND = "deft"
 """The plugin, wherever a backend is named; see :data:`BACKEND_NAMES`."""

