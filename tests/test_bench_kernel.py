@@ -46,7 +46,7 @@ from benchmarks.kernel.tree_workloads import (
 )
 from deft_backend.ab.invented_tree import ThoughtTreeShape, generate_thought_tree
 from deft_backend.forest import PrefixForest
-from deft_backend.reference import reference_attention, relative_error
+from deft_backend.reference_attention import reference_attention, relative_error
 from deft_backend.traces.trace_files import TraceError, dump_thought_trees
 from deft_backend.tuning.ceilings import Ceilings
 from deft_backend.tuning.launch_clock import QUICK

@@ -14,7 +14,7 @@ from benchmarks.kernel.methods.ours import Ours
 from benchmarks.kernel.phases import alone
 from benchmarks.kernel.tree_workloads import Case, Workload, forest_from_parents
 from deft_backend.planner import Plan
-from deft_backend.reference import relative_error
+from deft_backend.reference_attention import relative_error
 from deft_backend.tuning.launch_clock import QUICK
 
 CPU = torch.device("cpu")

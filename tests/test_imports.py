@@ -14,20 +14,23 @@ PACKAGE = ROOT / "deft_backend"
 PATCHES = ROOT / "deft_patches"
 
 # Compiling, for the host and for the device, is a tool, not a stage of the data flow.
-TOOLS = {"jit", "triton_kernel", "policy_names", "installed", "folders"}
+TOOLS = {"compile", "policy_names", "installed", "folders", "__version__"}
 SHARED_BY_HOSTS = {
-    "forest", "policies", "planner", "attention", "config", "telemetry",
+    "forest", "costs", "policies", "planner", "attention", "config", "telemetry",
     "hosts/common", "hosts/contract",
 }  # fmt: skip
-MAY_IMPORT = {
+MAY_IMPORT: dict[str, set[str]] = {
+    "compile": set(),
     "forest": set(),
-    "policies": {"forest"},
-    "planner": {"forest", "policies"},
-    "kernels": {"planner"},
-    "attention": {"forest", "policies", "planner", "kernels", "cost_tables"},
+    "costs": set(),
+    "policies": {"forest", "costs", "kernel_limits"},
+    "planner": {"forest", "policies", "kernel_limits"},
+    "kernels": {"planner", "kernel_limits"},
+    "attention": {"forest", "policies", "planner", "kernels", "costs", "kernel_limits"},
     "explain": {"forest", "policies", "planner"},
     "telemetry": {"forest", "config"},
-    "hosts/common": {"forest", "policies", "planner", "attention", "config"},
+    "hosts/contract": set(),
+    "hosts/common": {"forest", "policies", "planner", "attention", "config", "hosts/contract"},
     "hosts/sglang": SHARED_BY_HOSTS,
     "hosts/vllm": SHARED_BY_HOSTS,
     "servers": {"config"},

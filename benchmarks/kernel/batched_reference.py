@@ -1,8 +1,8 @@
 """Float64 attention for whole batches: what every timed result is held against.
 
-The same formula as :func:`deft_backend.reference.reference_attention`, request by request from the
-page tables alone; many requests at a time and tile by tile, so that a batch of a million tokens
-takes a fraction of a second on a GPU and bounded memory.
+The formula of :func:`deft_backend.reference_attention.reference_attention`, for many requests at a
+time and tile by tile: a batch of a million tokens takes a fraction of a second on a GPU and bounded
+memory. The page tables alone say which request reads which tokens.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from benchmarks.kernel.methods.ours import Ours
 from benchmarks.kernel.plan_timing import plan_us
 from benchmarks.kernel.roof import roof_us
 from benchmarks.kernel.tree_workloads import Case
-from deft_backend.reference import relative_error
+from deft_backend.reference_attention import relative_error
 from deft_backend.tuning.ceilings import Ceilings
 from deft_backend.tuning.launch_clock import Budget, captured, launch_us
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from deft_backend.planner import ITEM_ORDER, Plan
+from deft_backend.planner import Plan
+from deft_backend.planner.encoding import ITEM_ORDER
 
 STAGE_1 = ("leaves", "stems", "packed")
 """Launches of stage 1, by tile shape."""

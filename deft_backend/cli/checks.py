@@ -22,8 +22,8 @@ from deft_backend.hosts.common.tested_versions import (
     VLLM,
     TestedVersions,
     tries_others,
-    version_key,
 )
+from deft_backend.hosts.contract.versions import version_key
 from deft_backend.installed import installed_version
 from deft_backend.servers.driver_stub import (
     DriverStubError,

@@ -146,7 +146,7 @@ def _server_target(state: StateReading, page_size: int) -> Target:
     """The target that the server itself plans for, if its device can be asked here."""
     import torch
 
-    from deft_backend.attention.target import target_of
+    from deft_backend.attention.device_target import target_of
     from deft_backend.kernels import launch_config
 
     heads, kv_heads, head_dim = state.num_query_heads, state.num_kv_heads, state.head_dim

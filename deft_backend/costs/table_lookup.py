@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 
-from deft_backend.policies.cost_model import (
+from deft_backend.costs.cost_model import (
     DEFAULT_TABLE,
     CostModel,
     CostModelError,

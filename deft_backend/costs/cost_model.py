@@ -13,15 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from deft_backend.policies.base import PolicyError, Target
-from deft_backend.policies.tile_costs import TileCosts
+from deft_backend.costs.tile_costs import TileCosts
 
 FloatArray = npt.NDArray[np.float64]
 
 TABLE_FORMAT = 2
 """Version of the JSON files that :meth:`CostModel.load` reads."""
 
-TABLES = Path(__file__).parent / "tables"
+TABLES = Path(__file__).parent / "shipped"
 
 DEFAULT_TABLE = TABLES / "h100.json"
 """The table that the package plans with: this package's own kernel on an H100."""
@@ -33,7 +32,7 @@ SMALLEST_MS = 1e-6
 """Least estimated time: extrapolation below a table must not promise work for free."""
 
 
-class CostModelError(PolicyError):
+class CostModelError(ValueError):
     """A cost table that cannot be used; the message names the field and what was expected."""
 
 
@@ -207,11 +206,6 @@ class CostModel:
 def default_cost_model() -> CostModel:
     """The table shipped with the package, read once."""
     return CostModel.load(DEFAULT_TABLE)
-
-
-def cost_model_of(target: Target) -> CostModel:
-    """The target's cost model, or the shipped one."""
-    return default_cost_model() if target.cost_model is None else target.cost_model
 
 
 def _locate(axis: FloatArray, at: FloatArray) -> tuple[npt.NDArray[np.int64], FloatArray]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deft_backend.costs.cost_model import FloatArray
 from deft_backend.policies import Target
-from deft_backend.policies.cost_model import FloatArray
 from deft_backend.tuning.grids import Grid
 from deft_backend.tuning.machine import Work
 

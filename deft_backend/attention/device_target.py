@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from deft_backend.cost_tables import cost_model_on
+from deft_backend.costs.device_tables import cost_model_on
+from deft_backend.kernel_limits import TILE_SEGMENTS
 from deft_backend.kernels import LaunchConfig
-from deft_backend.planner import TILE_SEGMENTS
 from deft_backend.policies import Target
 
 

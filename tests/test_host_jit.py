@@ -14,10 +14,10 @@ import pytest
 from numba.core import caching
 
 import deft_backend
-from deft_backend import jit
+from deft_backend.compile import host_jit as jit
 
 SOURCE = """
-from deft_backend.jit import host_jit
+from deft_backend.compile.host_jit import host_jit
 
 @host_jit
 def twice(number: int) -> int:

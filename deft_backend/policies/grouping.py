@@ -1,23 +1,15 @@
-"""What a policy decides (:class:`Grouping`), what it may look at (:class:`Target`), its role."""
+"""A policy's output: groups of KV ranges with the queries that read them together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from deft_backend.forest import Int32Array, PrefixForest
-
-if TYPE_CHECKING:
-    from deft_backend.policies.cost_model import CostModel
-
-
-class PolicyError(ValueError):
-    """An unknown policy, or parameters it cannot work with."""
+from deft_backend.forest import Int32Array
 
 
 class Segment(NamedTuple):
@@ -151,97 +143,3 @@ class GroupingBuilder:
             attend_begin=np.array(self._attend_begin, dtype=np.int32),
             attend_end=np.array(self._attend_end, dtype=np.int32),
         )
-
-
-@dataclass(frozen=True)
-class Target:
-    """The attention and the machine that a policy plans for.
-
-    Attributes
-    ----------
-    num_query_heads, num_kv_heads, head_dim, dtype_bytes : int
-        Shape of the attention; bytes of one element of the KV cache.
-    num_programs : int
-        Thread blocks that run at once for each KV head (about the number of SMs times the blocks
-        an SM holds, over the KV heads).
-    tile_rows : tuple of int
-        Rows of the query tiles the kernels offer: ascending for groups of one range, and last the
-        tile for groups of several. A row is one (query, query head of the GQA group) pair, so a
-        tile of ``r`` rows serves ``r // gqa_group`` queries.
-    tile_programs : tuple of int
-        Thread blocks that run at once for each KV head, by tile shape.
-    num_sms : int
-        SMs of the GPU, which hold those thread blocks.
-    tile_segments : tuple of int
-        KV ranges that one item of each tile shape may have.
-    block_tokens : int
-        KV tokens a kernel loads at a time.
-    max_groups, max_group_queries : int
-        Most groups and most (group, query) pairs the plan's arrays can hold.
-    cost_model : CostModel, optional
-        Profiled costs of partial attention; None takes the table shipped with the package.
-    """
-
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype_bytes: int = 2
-    num_programs: int = 132
-    tile_rows: tuple[int, ...] = (8, 64, 64)
-    tile_programs: tuple[int, ...] = (132, 33, 33)
-    num_sms: int = 132
-    tile_segments: tuple[int, ...] = (1, 1, 32)
-    block_tokens: int = 64
-    max_groups: int = 1 << 30
-    max_group_queries: int = 1 << 30
-    cost_model: CostModel | None = field(default=None, compare=False)
-
-    @property
-    def gqa_group(self) -> int:
-        """Query heads that share one KV head."""
-        return self.num_query_heads // self.num_kv_heads
-
-    @property
-    def largest_tile(self) -> int:
-        """Queries that the largest tile serves."""
-        return max(self.tile_rows) // self.gqa_group
-
-    @cached_property
-    def single_range_tiles(self) -> tuple[int, ...]:
-        """Queries that each tile shape for one KV range serves, ascending (0: none)."""
-        single = zip(self.tile_queries, self.tile_segments, strict=True)
-        return tuple(queries for queries, segments in single if segments == 1)
-
-    @cached_property
-    def tile_queries(self) -> tuple[int, ...]:
-        """Queries that each tile shape serves, ascending."""
-        return tuple(rows // self.gqa_group for rows in self.tile_rows)
-
-    def within(self, max_groups: int, max_group_queries: int) -> Target:
-        """The same target with no more groups and (group, query) pairs than given."""
-        # Every plan asks for it, and `replace` takes longer than choosing the plan's ranges.
-        found = object.__new__(type(self))
-        found.__dict__.update(
-            self.__dict__,
-            max_groups=min(self.max_groups, max_groups),
-            max_group_queries=min(self.max_group_queries, max_group_queries),
-        )
-        return found
-
-
-class Policy(Protocol):
-    """A way of grouping KV and queries. Policies hold parameters, never state."""
-
-    @property
-    def name(self) -> str:
-        """As selected by the user; the key in the registry."""
-        ...
-
-    def group(self, forest: PrefixForest, target: Target) -> Grouping:
-        """Group `forest`'s KV with the queries that attend to it.
-
-        Every query attends to exactly its own tokens, each once. The segment that ends a query's
-        context is open. A query whose leaf is empty still gets an open segment there, alone or
-        behind the node before it, so that the plan stays right when the request grows.
-        """
-        ...

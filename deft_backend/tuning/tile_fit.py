@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from deft_backend.costs.tile_costs import TileCosts
 from deft_backend.policies import Target
-from deft_backend.policies.tile_costs import TileCosts
 from deft_backend.tuning.grids import Grid
 from deft_backend.tuning.least_squares import fit_differences, fit_times
 from deft_backend.tuning.machine import Work

@@ -9,20 +9,20 @@ function or a constant that it takes from another file does. Both are mended her
 from __future__ import annotations
 
 import contextlib
-import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
 from numba.core import caching
 
+from deft_backend.compile.source_digest import digest_of
+
 F = TypeVar("F", bound=Callable[..., Any])
 
-PACKAGE = Path(__file__).parent
-LAYERS = ("forest", "policies", "planner")
-"""Folders with compiled code; each compiles in what it imports from itself and those before it."""
+LAYERS = ("forest", "kernel_limits.py", "policies", "planner")
+"""Sources of compiled code. Code of each layer compiles in functions and constants of its own layer
+and of those before it."""
 
 
 def host_jit(function: F) -> F:
@@ -44,19 +44,8 @@ def sources_digest(module: str) -> str:
     """Digest of the package's sources that code compiled in `module` may depend on."""
     folder = module.partition(".")[2].partition(".")[0]
     if folder in LAYERS:
-        roots = [PACKAGE / layer for layer in LAYERS[: LAYERS.index(folder) + 1]]
-        files = [path for root in roots for path in sorted(root.rglob("*.py"))]
-    else:
-        files = sorted(PACKAGE.rglob("*.py"))
-    return digest_of(files)
-
-
-def digest_of(files: Iterable[Path]) -> str:
-    """Digest of sources of the package: their places in it and their texts."""
-    digest = hashlib.sha256()
-    for path in files:
-        digest.update(str(path.relative_to(PACKAGE)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
+        return digest_of(LAYERS[: LAYERS.index(folder) + 1])
+    return digest_of(["."])
 
 
 class _BestEffortCache(caching.FunctionCache):  # type: ignore[misc]

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from deft_backend.hosts.contract_files import HostFiles
-from deft_backend.hosts.contract_names import Definition, HostNames
-from deft_backend.hosts.contract_versions import matches
+from deft_backend.hosts.contract.files import HostFiles
+from deft_backend.hosts.contract.names import Definition, HostNames
+from deft_backend.hosts.contract.versions import matches
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,8 @@ def _problems(member: Member, names: HostNames) -> list[Problem]:
     """What is wrong with one member; the first thing only, except for parameters."""
     module = names.module(member.module)
     if not module:
-        return [Problem(member, "no such module")]
+        package = names.module(member.module.split(".")[0])
+        return [Problem(member, f"no such {'module' if package else 'package'}")]
     found = module
     reached = member.module
     for part in member.name.split(".") if member.name else ():

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from deft_backend.policies import FastTreeCoefficients, Target
-from deft_backend.policies.fasttree_costs import (
-    FastTreeCosts,
+from deft_backend.costs import FastTreeCoefficients
+from deft_backend.costs.fasttree_costs import (
     context_padding_cost,
     query_padding_cost,
 )
+from deft_backend.policies import Target
+from deft_backend.policies.fasttree import edge_costs
 from deft_backend.tuning.grids import Grid
 from deft_backend.tuning.least_squares import fit_times
 from deft_backend.tuning.machine import Work
@@ -80,7 +81,7 @@ def group_works(target: Target, grid: Grid) -> list[Work]:
 def _features(work: Work, target: Target) -> list[float]:
     rows, dim = work.queries * target.gqa_group, target.head_dim
     groups = work.groups * target.num_kv_heads
-    costs = FastTreeCosts.for_target(ARTIFACT, target)
+    costs = edge_costs(ARTIFACT, target)
     phase = costs.phase(rows)
     tile_queries, tile_tokens = phase
     partial = work.parts > 1

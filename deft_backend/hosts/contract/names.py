@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from deft_backend.hosts.contract_files import HostFiles
+from deft_backend.hosts.contract.files import HostFiles
 
 Kind = Literal["module", "class", "function", "value", "unreadable"]
 Statements = Iterable[ast.stmt]

@@ -1,18 +1,16 @@
-"""The cost table for a device: what :mod:`deft_backend.policies.tables` asks for, gathered here."""
+"""The cost table of a device: the key for :mod:`deft_backend.costs.table_lookup`."""
 
 from __future__ import annotations
 
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 
-from deft_backend import planner
+from deft_backend.compile.source_digest import digest_of
+from deft_backend.costs.cost_model import CostModel
+from deft_backend.costs.table_lookup import TableKey, cost_model_for
 from deft_backend.folders import tables_directory
 from deft_backend.installed import installed_version
-from deft_backend.jit import digest_of
-from deft_backend.policies import CostModel
-from deft_backend.policies.tables import TableKey, cost_model_for
 
 
 def table_key(
@@ -55,7 +53,5 @@ def cost_model_on(
 
 @lru_cache(maxsize=1)
 def kernels_digest() -> str:
-    """Digest of what decides how long an item takes: the kernels, and the tiles they run in."""
-    package = Path(__file__).parent
-    tiles = Path(planner.__file__).parent / "plan.py"
-    return digest_of([*sorted((package / "kernels").rglob("*.py")), tiles])[:16]
+    """Digest of what decides how long an item takes: the kernels and their limits."""
+    return digest_of(["kernels", "kernel_limits.py", "planner/encoding.py"])[:16]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from deft_backend.policies.base import Target
-from deft_backend.policies.cost_model import FastTreeCoefficients
+from deft_backend.costs.cost_model import FastTreeCoefficients
 
 
 def pad(tile: int, size: int) -> int:
@@ -55,12 +54,6 @@ class FastTreeCosts:
     head_dim: int
     gqa_group: int = 1
     _padding: dict[tuple[int, int], float] = field(default_factory=dict, repr=False, compare=False)
-
-    @classmethod
-    def for_target(cls, coefficients: FastTreeCoefficients, target: Target) -> FastTreeCosts:
-        """Costs on the tiles that the target's kernels offer."""
-        phases = tuple((rows, target.block_tokens) for rows in sorted(set(target.tile_rows)))
-        return cls(coefficients, phases, target.head_dim, target.gqa_group)
 
     def phase(self, rows: int) -> tuple[int, int]:
         """Tile sizes ``(TS_q, TS_c)`` of a group of `rows` query rows."""
