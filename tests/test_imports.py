@@ -11,11 +11,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "deft_backend"
+PATCHES = ROOT / "deft_patches"
 
 # Compiling, for the host and for the device, is a tool, not a stage of the data flow.
 TOOLS = {"jit", "triton_kernel", "policy_names", "installed"}
 SHARED_BY_HOSTS = {
-    "forest", "policies", "planner", "attention", "config", "patches", "telemetry",
+    "forest", "policies", "planner", "attention", "config", "telemetry",
     "hosts/common", "hosts/contract",
 }  # fmt: skip
 MAY_IMPORT = {
@@ -79,7 +80,24 @@ def test_the_data_flow_has_no_circle() -> None:
         left = {folder: needs for folder, needs in left.items() if folder not in ready}
 
 
-def test_only_hosts_and_patches_import_servers() -> None:
+def test_patches_import_a_host_and_each_other_alone() -> None:
+    """A patch decides nothing: what it needs to know, its adapter passes in."""
+    files = list(PATCHES.rglob("*.py"))
+    assert files, "deft_patches holds no modules"
+    for path in files:
+        ours = {name for name in imports(path) if name.split(".")[0] == "deft_backend"}
+        assert not ours, f"{path.relative_to(ROOT)} imports {ours}"
+
+
+def test_only_hosts_load_patches() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        if path.relative_to(PACKAGE).parts[:2] == ("hosts", "sglang"):
+            continue
+        patches = {name for name in imports(path) if name.split(".")[0] == "deft_patches"}
+        assert not patches, f"{path.relative_to(ROOT)} imports {patches}"
+
+
+def test_only_hosts_import_servers() -> None:
     for path in PACKAGE.rglob("*.py"):
         if "hosts" in path.relative_to(PACKAGE).parts:
             continue

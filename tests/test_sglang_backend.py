@@ -234,7 +234,7 @@ def test_a_batch_is_decided_and_counted_once(server: Any) -> None:
 
 def test_a_second_set_of_graphs_is_captured_and_replayed(host: Any) -> None:
     """The patch against a runner that records: labels and order."""
-    from deft_backend.patches import sglang_tree_graphs as patch
+    from deft_patches import sglang_tree_graphs as patch
 
     events: list[Any] = []
     model = SimpleNamespace()
@@ -272,7 +272,7 @@ def test_a_second_set_of_graphs_is_captured_and_replayed(host: Any) -> None:
 
 
 def test_page_tables_are_not_written_while_a_graph_reads_them(host: Any) -> None:
-    from deft_backend.patches import sglang_page_table_fence as patch
+    from deft_patches import sglang_page_table_fence as patch
 
     assert patch.missing() is None
     model = SimpleNamespace(war_fastpath_read_done_event=None)
@@ -299,9 +299,9 @@ def test_other_packages_runners_are_patched_themselves(host: Any, monkeypatch) -
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
-    from deft_backend.patches import sglang_page_table_fence as fence
-    from deft_backend.patches import sglang_tree_graphs as graphs
-    from deft_backend.patches.wrapping import is_wrapped
+    from deft_patches import sglang_page_table_fence as fence
+    from deft_patches import sglang_tree_graphs as graphs
+    from deft_patches.wrapping import is_wrapped
 
     class Theirs(DecodeCudaGraphRunner):
         def __init__(self, model_runner: Any) -> None:
@@ -342,7 +342,7 @@ def test_a_patch_is_there_whatever_other_plugins_hooked(host: Any) -> None:
     """The host's registry applies hooks to a method once, and never again."""
     from sglang.srt.plugins import hook_registry
 
-    from deft_backend.patches.wrapping import is_wrapped, wrap
+    from deft_patches.wrapping import is_wrapped, wrap
 
     class Runner:
         def execute(self, word: str) -> list[str]:
@@ -385,7 +385,7 @@ def check_nothing() -> None:
 
 
 def test_the_host_has_what_a_second_set_of_graphs_needs(host: Any) -> None:
-    from deft_backend.patches import sglang_tree_graphs as patch
+    from deft_patches import sglang_tree_graphs as patch
 
     def arguments(kind: str) -> Any:
         decode = SimpleNamespace(backend=kind)
@@ -438,7 +438,7 @@ def test_the_second_capture_of_a_size_leaves_the_hosts_buffers_to_its_own_graph(
     server: Any,
 ) -> None:
     """A host's backend may make new buffers for each capture, and prepare the newest ones alone."""
-    from deft_backend.patches import sglang_tree_graphs as patch
+    from deft_patches import sglang_tree_graphs as patch
 
     def capture(runner: Any, size: int, forward: Any, stream: Any, label: str | None) -> None:
         server.calls.append(f"graph {label}")

@@ -186,7 +186,7 @@ def test_a_version_that_was_not_tested_runs_on_the_hosts_own(
 
 
 def test_this_host_has_what_the_patches_look_for(host: Any) -> None:
-    from deft_backend.patches import sglang_capture_batch, sglang_resolve_arguments
+    from deft_patches import sglang_capture_batch, sglang_resolve_arguments
 
     assert sglang_resolve_arguments.missing() is None
     assert sglang_capture_batch.missing() is None
@@ -196,7 +196,7 @@ def test_a_host_that_looks_different_is_said(host: Any, monkeypatch) -> None:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.server_args import ServerArgs
 
-    from deft_backend.patches import sglang_capture_batch, sglang_resolve_arguments
+    from deft_patches import sglang_capture_batch, sglang_resolve_arguments
 
     monkeypatch.setattr(ForwardBatch, "init_new", classmethod(lambda cls, runner: None))
     assert "init_new takes" in str(sglang_capture_batch.missing())
@@ -262,7 +262,7 @@ def test_backends_of_later_plugins_are_surrounded_once(arguments: Any, monkeypat
     from sglang.srt.layers.attention import attention_registry as registry
 
     from deft_backend.hosts.sglang import factory, plugin
-    from deft_backend.patches import sglang_backend_names, sglang_resolve_arguments
+    from deft_patches import sglang_backend_names, sglang_resolve_arguments
 
     wrapped = []
     monkeypatch.setattr(
@@ -290,7 +290,7 @@ def test_a_host_that_cannot_be_observed_is_said(
     host: Any, observes: str, caplog: Any, monkeypatch
 ) -> None:
     from deft_backend.hosts.sglang import plugin
-    from deft_backend.patches import sglang_backend_names, sglang_resolve_arguments
+    from deft_patches import sglang_backend_names, sglang_resolve_arguments
 
     monkeypatch.setenv("DEFT_OBSERVE", observes)
     monkeypatch.setattr(sglang_resolve_arguments, "install", lambda resolve: None)
@@ -363,7 +363,7 @@ def test_model_runners_that_are_not_supported(
 def test_graphs_wait_where_there_are_graphs(host: Any, planner: str, graphs: str) -> None:
     from deft_backend.config import Settings
     from deft_backend.hosts.sglang import factory
-    from deft_backend.patches import (
+    from deft_patches import (
         sglang_capture_batch,
         sglang_page_table_fence,
         sglang_tree_graphs,
@@ -409,7 +409,7 @@ def test_the_hosts_planner_has_what_was_set(
 ) -> None:
     from deft_backend.config import Settings
     from deft_backend.hosts.sglang import factory
-    from deft_backend.patches import sglang_capture_batch
+    from deft_patches import sglang_capture_batch
 
     requests, table, lens = requests_of([[1, 2, 3], [1, 2, 4]], Tree())
     table[1, 0] += 50 * wrong  # what the tree says is shared is not
@@ -442,7 +442,7 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
 ) -> None:
     """The host's backend runs alone then, on all ranks, with one set of graphs."""
     from deft_backend.hosts.sglang import factory
-    from deft_backend.patches import (
+    from deft_patches import (
         sglang_capture_batch,
         sglang_page_table_fence,
         sglang_tree_graphs,

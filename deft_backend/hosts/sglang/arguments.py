@@ -90,7 +90,7 @@ def _decodes(server_args: Any) -> bool:
 
 def unsupported(server_args: Any) -> str | None:
     """Why this server's arguments rule out tree attention, in one line, or None."""
-    from deft_backend.patches import sglang_capture_batch, sglang_resolve_arguments
+    from deft_patches import sglang_capture_batch, sglang_resolve_arguments
 
     for missing in (sglang_resolve_arguments.missing(), sglang_capture_batch.missing()):
         if missing is not None:
@@ -161,7 +161,7 @@ def _sized_with_graphs(server_args: Any) -> str | None:
     """Why decode graphs cannot be turned off here, where they would be; None: no matter."""
     from sglang.srt.environ import envs
 
-    from deft_backend.patches import sglang_tree_graphs
+    from deft_patches import sglang_tree_graphs
 
     setting = getattr(envs, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", None)
     if setting is None or not setting.get() or server_args.device != "cuda":
@@ -175,7 +175,7 @@ def _sized_with_graphs(server_args: Any) -> str | None:
 
 def _keep_or_disable_decode_graphs(server_args: Any) -> None:
     """Turn decode graphs off where tree attention cannot be in them."""
-    from deft_backend.patches import sglang_page_table_fence, sglang_tree_graphs
+    from deft_patches import sglang_page_table_fence, sglang_tree_graphs
 
     decode = server_args.cuda_graph_config.decode
     if decode.backend == "disabled":

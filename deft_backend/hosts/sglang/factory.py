@@ -12,7 +12,7 @@ import torch
 from deft_backend.attention import TreeAttention
 from deft_backend.config import LOG_LEVELS, Settings, warn_unknown
 from deft_backend.forest import PrefixForest
-from deft_backend.hosts.common.device_limit import planned_on_device
+from deft_backend.hosts.common.planner_choice import planned_on_device, selects_device_planner
 from deft_backend.hosts.common.warm_up import warm_up_attention
 from deft_backend.hosts.sglang.arguments import NAME
 from deft_backend.hosts.sglang.capture import BatchCapture
@@ -20,7 +20,7 @@ from deft_backend.hosts.sglang.decode_plan import DecodePlanner
 from deft_backend.hosts.sglang.ranks import all_ranks
 from deft_backend.hosts.sglang.server import shape_of, start_reporting, state_of
 from deft_backend.hosts.sglang.verify import disagreement
-from deft_backend.patches import (
+from deft_patches import (
     sglang_capture_batch,
     sglang_page_table_fence,
     sglang_tree_graphs,
@@ -29,12 +29,6 @@ from deft_backend.policies.cost_model import cost_model_of
 from deft_backend.telemetry.state import ServerState
 
 logger = logging.getLogger("deft_backend")
-
-FREE_UNSHARED = (((9, 0), 32, 8, 128),)
-"""Compute capability, query heads, KV heads and head dimension where batches that share nothing
-have been measured to take hardly longer through tree attention than through the host's kernel
-(0.3 % less a token in two runs, 2.7 % more in a third, the shortest). Planned on the device they
-all go there; the host's planner sends them to the host's kernel."""
 
 
 class Unsupported(RuntimeError):
@@ -148,7 +142,7 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
     if reason is not None:
         raise Unsupported(reason)
     heads, kv_heads, dim = shape_of(runner)
-    on_device = _plans_on_device(settings, _device(runner), (heads, kv_heads, dim))
+    on_device = selects_device_planner(settings, _device(runner), (heads, kv_heads, dim))
     if not on_device and getattr(runner.server_args, "enable_dp_attention", False):
         # Each rank would choose between its two sets of graphs by its own requests, and graphs of
         # one size must be the same on all ranks: they hold the ranks' collectives.
@@ -170,29 +164,6 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
     state = state_of(runner, NAME, settings.policy)
     make = _device_planned if on_device else _host_planned
     return _Made(make(runner, host, attention, state, settings, undo), attention, state, on_device)
-
-
-def _plans_on_device(settings: Settings, device: torch.device, shape: tuple[int, int, int]) -> bool:
-    """Whether the device plans; where it was asked to and cannot, the log says so.
-
-    `shape` are query heads, KV heads and head dimension.
-    """
-    if settings.planner == "host":
-        return False
-    if settings.planner == "auto":
-        return (
-            device.type == "cuda" and settings.policy == "auto" and not settings.verify
-            and (torch.cuda.get_device_capability(device), *shape) in FREE_UNSHARED
-        )  # fmt: skip
-    for reason, holds in (
-        (f"plans made on the device follow the policy auto, not {settings.policy}",
-         settings.policy != "auto"),
-        ("DEFT_VERIFY checks plans made on the host", settings.verify),
-    ):  # fmt: skip
-        if holds:
-            logger.warning("deft: %s; batches are planned on the host", reason)
-            return False
-    return True
 
 
 def _device_planned(

@@ -26,7 +26,7 @@ def register() -> None:
 def _register() -> None:
     from sglang.srt import server_args as host
 
-    from deft_backend.patches import sglang_backend_names, sglang_resolve_arguments
+    from deft_patches import sglang_backend_names, sglang_resolve_arguments
 
     if sglang_resolve_arguments.method() is None:
         logger.warning("deft: this SGLang resolves its arguments in no known way; not registered")

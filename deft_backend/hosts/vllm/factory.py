@@ -10,7 +10,10 @@ import torch
 from deft_backend.attention import TreeAttention
 from deft_backend.config import LOG_LEVELS, Settings, warn_unknown
 from deft_backend.forest import warm_up
-from deft_backend.hosts.common.device_limit import planned_on_device
+from deft_backend.hosts.common.planner_choice import (
+    planned_on_device,
+    policy_selects_device_planner,
+)
 from deft_backend.hosts.common.warm_up import warm_up_attention
 from deft_backend.hosts.vllm.group import GroupAttention
 from deft_backend.hosts.vllm.layers import Layer, LayerShape
@@ -84,7 +87,7 @@ def _create(
     if key in server.groups:
         return cast(GroupAttention, server.groups[key])
     largest = min(settings.max_batch, vllm_config.scheduler_config.max_num_seqs)
-    plans_on_device = settings.policy == "auto"
+    plans_on_device = policy_selects_device_planner(settings)
     attention = TreeAttention(
         num_query_heads=shape.num_query_heads,
         num_kv_heads=shape.num_kv_heads,

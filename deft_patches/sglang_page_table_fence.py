@@ -16,12 +16,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from deft_backend.patches.graph_runner import (
+from deft_patches.graph_runner import (
     checked_graph_runner,
     decode_graph_runner,
     other_parameters,
 )
-from deft_backend.patches.wrapping import wrap
+from deft_patches.wrapping import wrap
 
 PARAMETERS = {"execute": ["self", "forward_batch", "pp_proxy_tensors"]}
 FENCE = "war_fastpath_read_done_event"

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from deft_backend.patches.wrapping import wrap
+from deft_patches.wrapping import wrap
 
 logger = logging.getLogger(__name__)
 

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from deft_backend.patches.graph_runner import (
+from deft_patches.graph_runner import (
     checked_graph_runner,
     decode_graph_runner,
     other_parameters,
 )
-from deft_backend.patches.wrapping import wrap
+from deft_patches.wrapping import wrap
 
 LABEL = "deft"
 PARAMETERS = {
