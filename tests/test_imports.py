@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "hosts/common": {"forest", "policies", "planner", "attention", "config"},
     "hosts/sglang": SHARED_BY_HOSTS,
     "hosts/vllm": SHARED_BY_HOSTS,
-    "servers": {"config"},
+    "servers": {"config", "hosts/vllm"},  # the name to start vLLM with
 }
 HOST_PACKAGES = {"sglang", "vllm"}
 

