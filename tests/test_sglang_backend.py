@@ -22,7 +22,7 @@ from sglang_fakes import (
 from deft_backend.hosts.sglang.capture import BatchCapture
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner
 from deft_backend.hosts.sglang.layers import unsupported_layer
-from deft_backend.planner import ITEM_ORDER
+from deft_backend.planner.encoding import ITEM_ORDER
 
 
 @pytest.fixture(scope="module")

@@ -20,13 +20,12 @@ from deft_backend.hosts.sglang.decode_plan import DecodePlanner
 from deft_backend.hosts.sglang.ranks import all_ranks
 from deft_backend.hosts.sglang.server import shape_of, start_reporting, state_of
 from deft_backend.hosts.sglang.verify import disagreement
+from deft_backend.telemetry.state import ServerState
 from deft_patches import (
     sglang_capture_batch,
     sglang_page_table_fence,
     sglang_tree_graphs,
 )
-from deft_backend.policies.cost_model import cost_model_of
-from deft_backend.telemetry.state import ServerState
 
 logger = logging.getLogger("deft_backend")
 
@@ -199,7 +198,7 @@ def _host_planned(
         state,
         verify if settings.verify else None,
         least_gain_ms=settings.min_saved_ms if attention.device.type == "cuda" else 0.0,
-        costs=cost_model_of(attention.target),
+        costs=attention.target.costs,
     )
     capture = BatchCapture(runner)
     backend = HostPlannedBackend(host, attention, planner, capture, state)

@@ -11,8 +11,8 @@ from typing import Any
 
 from deft_backend.config import Settings
 from deft_backend.hosts.sglang.server import start_reporting, state_of
-from deft_patches import sglang_capture_batch
 from deft_backend.telemetry.state import ServerState
+from deft_patches import sglang_capture_batch
 
 logger = logging.getLogger("deft_backend")
 

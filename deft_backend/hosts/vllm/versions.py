@@ -18,7 +18,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from deft_backend.hosts.common.tested_versions import TestedVersions, version_key
+from deft_backend.hosts.common.tested_versions import TestedVersions
+from deft_backend.hosts.contract.versions import version_key
 
 if TYPE_CHECKING:
     import torch
