@@ -140,7 +140,7 @@ def test_serve_prints_the_command_it_would_run(model: str) -> None:
     )  # fmt: skip
     assert code == 0
     assert "DEFT_POLICY=fasttree" in out
-    assert f"--model-path {model} --port 1234 --attention-backend deft" in out
+    assert f"--model-path {model} --host 127.0.0.1 --port 1234 --attention-backend deft" in out
     assert out.strip().endswith("--page-size 16")
 
 
@@ -391,7 +391,8 @@ def test_doctor_knows_vllm_under_either_name(
 def test_serve_prints_vllms_command(model: str) -> None:
     code, out, _ = run("serve", "--dry-run", "--host", "vllm", "--model", model, "--port", "1234")
     assert code == 0
-    assert f"-m vllm.entrypoints.openai.api_server --model {model} --port 1234" in out
+    assert "-m vllm.entrypoints.openai.api_server" in out
+    assert f"--model {model} --host 127.0.0.1 --port 1234" in out
     assert "--attention-backend CUSTOM" in out
 
 
