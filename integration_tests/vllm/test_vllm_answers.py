@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from deft_backend.hosts.vllm.versions import backend_name
 from integration_tests.common.answers import (
     PREFIX,
     TOPICS,
@@ -23,7 +24,7 @@ def test_shared_prefix(server: Server, reference) -> None:
     check(server, reference, [*asks[:4], together(asks[4:])])
     after = server.state()
     assert after["steps_tree"] > before["steps_tree"]
-    assert after["backend"] == "CUSTOM"
+    assert after["backend"] == backend_name()
     assert after["host"] == "vllm"
 
 

@@ -32,7 +32,7 @@ class Group:
 GROUPS = {
     # Prefix caching is on, as it is unless one turns it off.
     "default": Group(
-        ("--block-size", "16", "--max-model-len", "2048", "--max-num-batched-tokens", "512"),
+        ("--block-size", "32", "--max-model-len", "2048", "--max-num-batched-tokens", "512"),
         {"VLLM_LOG_STATS_INTERVAL": "1"},
         lora=True,
     ),
