@@ -19,9 +19,10 @@ from sglang_fakes import (
     requests_of,
 )
 
-from deft_backend.hosts.sglang.capture import BatchCapture
+from deft_backend.hosts.sglang.batch_observer import BatchObserver
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner
 from deft_backend.hosts.sglang.layers import unsupported_layer
+from deft_backend.hosts.sglang.prefix_source import PrefixSource
 from deft_backend.planner import ITEM_ORDER
 
 
@@ -30,24 +31,24 @@ def host() -> Any:
     return load_host()
 
 
-def test_capture_knows_its_batch_by_the_list_of_ids() -> None:
+def test_the_observer_knows_its_batch_by_the_list_of_ids() -> None:
     runner, decode = object(), SimpleNamespace(is_decode=lambda: True)
-    capture = BatchCapture(runner)
+    observer = BatchObserver(runner)
     rids = ["a", "b"]
     made = SimpleNamespace(forward_mode=decode, rids=rids)
     batch = SimpleNamespace(reqs=["ra", "rb"], tree_cache="tree")
-    capture.observe(made, batch, runner)
+    observer.observe(made, batch, runner)
     replaced = SimpleNamespace(forward_mode=decode, rids=rids)
-    found = capture.of(replaced)
+    found = observer.of(replaced)
     assert found is not None
     assert (found.requests, found.tree_cache) == (["ra", "rb"], "tree")
-    assert capture.of(SimpleNamespace(rids=["a", "b"])) is None  # equal, not the same
-    assert capture.of(SimpleNamespace(rids=None)) is None
-    capture.observe(SimpleNamespace(forward_mode=decode, rids=["c"]), batch, object())
-    assert capture.of(replaced) is not None  # another runner's batch
+    assert observer.of(SimpleNamespace(rids=["a", "b"])) is None  # equal, not the same
+    assert observer.of(SimpleNamespace(rids=None)) is None
+    observer.observe(SimpleNamespace(forward_mode=decode, rids=["c"]), batch, object())
+    assert observer.of(replaced) is not None  # another runner's batch
     extend = SimpleNamespace(is_decode=lambda: False)
-    capture.observe(SimpleNamespace(forward_mode=extend, rids=["d"]), batch, runner)
-    assert capture.of(replaced) is None
+    observer.observe(SimpleNamespace(forward_mode=extend, rids=["d"]), batch, runner)
+    assert observer.of(replaced) is None
 
 
 @pytest.mark.parametrize(
@@ -113,9 +114,9 @@ def server(host: Any) -> Any:
         max_batch=4, policy="deft-node",
     )  # fmt: skip
     state = make_state()
-    capture = BatchCapture(runner)
-    planner = DecodePlanner(attention, EAGER, state)
-    backend = HostPlannedBackend(HostBackend(), attention, planner, capture, state)
+    observer = BatchObserver(runner)
+    planner = DecodePlanner(attention, PrefixSource(torch.from_numpy(table)), EAGER, state)
+    backend = HostPlannedBackend(HostBackend(), attention, planner, observer, state)
 
     class Mode:
         def __init__(self, decode: bool) -> None:
@@ -132,12 +133,12 @@ def server(host: Any) -> Any:
         )  # fmt: skip
         if captured:
             cache = type("RadixCache", (), {"__module__": "sglang.srt.mem_cache.radix_cache"})()
-            capture.observe(made, SimpleNamespace(reqs=requests, tree_cache=cache), runner)
+            observer.observe(made, SimpleNamespace(reqs=requests, tree_cache=cache), runner)
         return made
 
     return SimpleNamespace(
         backend=backend, calls=calls, batch=batch, state=state, table=table, lens=lens,
-        pool=HostBackend.token_to_kv_pool, attention=attention, capture=capture,
+        pool=HostBackend.token_to_kv_pool, attention=attention, observer=observer,
     )  # fmt: skip
 
 
@@ -194,7 +195,7 @@ def test_arguments_that_are_not_known_are_handed_on(server: Any, change: dict[st
 
 
 @pytest.mark.parametrize(
-    "kind", ["extend", "not captured", "padded", "padded lengths", "unknown tree", "no lengths"]
+    "kind", ["extend", "not captured", "padded", "padded lengths", "no lengths"]
 )
 def test_other_batches_are_handed_on(server: Any, kind: str) -> None:
     batch, (q, k, v) = server.batch(kind != "extend", kind != "not captured"), query()
@@ -202,9 +203,6 @@ def test_other_batches_are_handed_on(server: Any, kind: str) -> None:
         batch.batch_size = 4
     if kind == "padded lengths":
         batch.seq_lens_cpu = torch.cat((batch.seq_lens_cpu, torch.ones(2, dtype=torch.int64)))
-    if kind == "unknown tree":
-        server.capture.observe(batch, SimpleNamespace(reqs=[1, 2], tree_cache=object()),
-                               server.capture._runner)  # fmt: skip
     if kind == "no lengths":
         batch.seq_lens_cpu = None
     server.backend.init_forward_metadata(batch)
@@ -212,7 +210,7 @@ def test_other_batches_are_handed_on(server: Any, kind: str) -> None:
     assert server.calls == ["metadata", "extend" if kind == "extend" else "decode"]
     assert server.state.steps_tree == 0
     reasons = {"not captured": "no requests behind the batch", "padded": "padded batch",
-               "padded lengths": "padded batch", "unknown tree": "unknown tree cache"}  # fmt: skip
+               "padded lengths": "padded batch"}  # fmt: skip
     assert list(server.state.steps_host) == ([reasons[kind]] if kind in reasons else [])
 
 
@@ -387,12 +385,8 @@ def check_nothing() -> None:
 def test_the_host_has_what_a_second_set_of_graphs_needs(host: Any) -> None:
     from deft_patches import sglang_tree_graphs as patch
 
-    def arguments(kind: str) -> Any:
-        decode = SimpleNamespace(backend=kind)
-        return SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=decode))
-
-    assert patch.missing(arguments("full")) is None
-    assert "of the kind breakable" in str(patch.missing(arguments("breakable")))
+    assert patch.missing("full") is None
+    assert "of the kind breakable" in str(patch.missing("breakable"))
 
 
 def test_graphs_launch_every_kernel_over_whatever_plan_is_there(server: Any) -> None:

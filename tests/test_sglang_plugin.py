@@ -186,20 +186,20 @@ def test_a_version_that_was_not_tested_runs_on_the_hosts_own(
 
 
 def test_this_host_has_what_the_patches_look_for(host: Any) -> None:
-    from deft_patches import sglang_capture_batch, sglang_resolve_arguments
+    from deft_patches import sglang_observe_batch, sglang_resolve_arguments
 
     assert sglang_resolve_arguments.missing() is None
-    assert sglang_capture_batch.missing() is None
+    assert sglang_observe_batch.missing() is None
 
 
 def test_a_host_that_looks_different_is_said(host: Any, monkeypatch) -> None:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.server_args import ServerArgs
 
-    from deft_patches import sglang_capture_batch, sglang_resolve_arguments
+    from deft_patches import sglang_observe_batch, sglang_resolve_arguments
 
     monkeypatch.setattr(ForwardBatch, "init_new", classmethod(lambda cls, runner: None))
-    assert "init_new takes" in str(sglang_capture_batch.missing())
+    assert "init_new takes" in str(sglang_observe_batch.missing())
     monkeypatch.setattr(ServerArgs, "resolve_once", lambda self: None, raising=False)
     assert "resolves in resolve_once" in str(sglang_resolve_arguments.missing())
 
@@ -364,7 +364,7 @@ def test_graphs_wait_where_there_are_graphs(host: Any, planner: str, graphs: str
     from deft_backend.config import Settings
     from deft_backend.hosts.sglang import factory
     from deft_patches import (
-        sglang_capture_batch,
+        sglang_observe_batch,
         sglang_page_table_fence,
         sglang_tree_graphs,
     )
@@ -381,7 +381,7 @@ def test_graphs_wait_where_there_are_graphs(host: Any, planner: str, graphs: str
     )  # fmt: skip
     own = SimpleNamespace(token_to_kv_pool=FakePool(64), req_to_token_pool=table)
     make = factory._host_planned if planner == "host" else factory._device_planned
-    observers = list(sglang_capture_batch._observers)
+    observers = list(sglang_observe_batch._observers)
     try:
         backend = make(runner, own, attention, make_state(), Settings(), ExitStack())
         fenced = sglang_page_table_fence._readers.get(id(runner))
@@ -391,7 +391,7 @@ def test_graphs_wait_where_there_are_graphs(host: Any, planner: str, graphs: str
     finally:
         sglang_tree_graphs.remove(runner)
         sglang_page_table_fence.remove(runner)
-        sglang_capture_batch._observers[:] = observers
+        sglang_observe_batch._observers[:] = observers
 
 
 @pytest.mark.parametrize(
@@ -409,7 +409,7 @@ def test_the_hosts_planner_has_what_was_set(
 ) -> None:
     from deft_backend.config import Settings
     from deft_backend.hosts.sglang import factory
-    from deft_patches import sglang_capture_batch
+    from deft_patches import sglang_observe_batch
 
     requests, table, lens = requests_of([[1, 2, 3], [1, 2, 4]], Tree())
     table[1, 0] += 50 * wrong  # what the tree says is shared is not
@@ -425,11 +425,11 @@ def test_the_hosts_planner_has_what_was_set(
     monkeypatch.setattr(attention, "device", torch.device(device))
     own = SimpleNamespace(token_to_kv_pool=FakePool(64), req_to_token_pool=runner.req_to_token_pool)
     settings = Settings(min_batch=1, min_share=1.0, min_shared_tokens=0, **changes)
-    observers = list(sglang_capture_batch._observers)
+    observers = list(sglang_observe_batch._observers)
     try:
         backend = factory._host_planned(runner, own, attention, make_state(), settings, ExitStack())
     finally:
-        sglang_capture_batch._observers[:] = observers
+        sglang_observe_batch._observers[:] = observers
     batch = SimpleNamespace(req_pool_indices=torch.tensor([1, 2]))
     planned = backend._planner.step(requests, lens, int(lens.sum()), batch)
     assert planned.host_reason == reason
@@ -443,7 +443,7 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
     """The host's backend runs alone then, on all ranks, with one set of graphs."""
     from deft_backend.hosts.sglang import factory
     from deft_patches import (
-        sglang_capture_batch,
+        sglang_observe_batch,
         sglang_page_table_fence,
         sglang_tree_graphs,
     )
@@ -477,7 +477,7 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
         tp_group=SimpleNamespace(world_size=2) if at == "no group" else group,
     )  # fmt: skip
     own = SimpleNamespace(token_to_kv_pool=FakePool(64), req_to_token_pool=table)
-    observers = list(sglang_capture_batch._observers)
+    observers = list(sglang_observe_batch._observers)
     try:
         made = factory.wrap_backend(runner, "triton", own)
         works = at == "nowhere" or (at == "graphs" and planner == "device")  # those are the host's
@@ -490,9 +490,9 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
         assert (made is not own) == works
         assert (id(runner) in sglang_page_table_fence._readers) == works
         assert (id(runner) in sglang_tree_graphs._controllers) == (works and planner == "host")
-        assert (sglang_capture_batch._observers != observers) == (works and planner == "host")
+        assert (sglang_observe_batch._observers != observers) == (works and planner == "host")
         assert len(list(tmp_path.iterdir())) == works  # what tells of tree attention
     finally:
         sglang_tree_graphs.remove(runner)
         sglang_page_table_fence.remove(runner)
-        sglang_capture_batch._observers[:] = observers
+        sglang_observe_batch._observers[:] = observers

@@ -1,6 +1,7 @@
 """Versions of the hosts that tree attention was tested with: it runs in no other unless asked to.
 
-Beside this, adapters look for what they use of a host (``deft_patches/``, ``hosts/vllm/versions.py``).
+Beside this, adapters look for what they use of a host (``deft_patches/``,
+``hosts/vllm/versions.py``).
 Looks alone do not tell whether it still means the same, and what is wrong then is the output.
 """
 

@@ -18,8 +18,8 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCuda
 from deft_backend.attention import TreeAttention
 from deft_backend.config import Settings
 from deft_backend.hosts.sglang.device_planned import DevicePlannedBackend
-from deft_patches import sglang_page_table_fence
 from deft_backend.telemetry.state import ServerState
+from deft_patches import sglang_page_table_fence
 
 
 def server_state() -> ServerState:
