@@ -270,9 +270,10 @@ def test_a_second_set_of_graphs_is_captured_and_replayed(host: Any) -> None:
 
 
 def test_page_tables_are_not_written_while_a_graph_reads_them(host: Any) -> None:
+    from deft_backend.hosts.sglang.versions import read_end
     from deft_patches import sglang_page_table_fence as patch
 
-    assert patch.missing() is None
+    assert (patch.missing() is None) == (read_end() is None)  # later versions ask the backend
     model = SimpleNamespace(war_fastpath_read_done_event=None)
     runner = SimpleNamespace(model_runner=model)
 
@@ -297,6 +298,7 @@ def test_other_packages_runners_are_patched_themselves(host: Any, monkeypatch) -
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
+    from deft_backend.hosts.sglang.versions import read_end
     from deft_patches import sglang_page_table_fence as fence
     from deft_patches import sglang_tree_graphs as graphs
     from deft_patches.wrapping import is_wrapped
@@ -333,7 +335,7 @@ def test_other_packages_runners_are_patched_themselves(host: Any, monkeypatch) -
     monkeypatch.setattr("sglang.srt.model_executor.model_runner.ModelRunner", derived)
     monkeypatch.setattr(inspect, "getsource", lambda kind, real=inspect.getsource: (
         "class Derived: ..." if kind is derived else real(kind)))  # fmt: skip
-    assert fence.missing() is None
+    assert (fence.missing() is None) == (read_end() is None)
 
 
 def test_a_patch_is_there_whatever_other_plugins_hooked(host: Any) -> None:
@@ -448,6 +450,50 @@ def test_the_second_capture_of_a_size_leaves_the_hosts_buffers_to_its_own_graph(
     assert server.calls == ["graph None", "new buffers", "graph deft", "metadata out of graph"]
     server.backend.init_forward_metadata_out_graph(server.batch(captured=False), in_capture=True)
     assert server.calls[-1] == "new buffers"  # the next size's
+
+
+def test_the_host_is_told_until_when_page_tables_are_read(server: Any, host: Any) -> None:
+    """Asked once the graph is chosen: until the end for tree attention, else what the host's own
+    backend says. Nothing decided, nothing risked."""
+    from deft_backend.hosts.sglang.versions import read_end
+
+    backend = server.backend
+    decode, extend = server.batch().forward_mode, server.batch(decode=False).forward_mode
+    backend._host.shared_read_ends = lambda mode: ("the host's", mode)
+    assert backend.shared_read_ends(decode) == read_end()
+    assert backend.shared_read_ends(extend) == ("the host's", extend)
+    assert backend.takes(server.batch())
+    assert backend.shared_read_ends(decode) == read_end()
+    assert not backend.takes(server.batch(captured=False))
+    assert backend.shared_read_ends(decode) == ("the host's", decode)
+    ends = getattr(host, "SharedReadEnds", None)
+    assert read_end() == (None if ends is None else ends.UNKNOWN)
+
+
+def test_graphs_of_every_version_are_captured_twice(host: Any) -> None:
+    """Later versions capture a size for variants of their own: the label is beside those."""
+    from deft_patches import sglang_tree_graphs as patch
+
+    captured: list[Any] = []
+
+    class Controller:
+        def capture_tree(self, capturing: bool) -> None:
+            captured.append(capturing)
+
+        def takes(self, forward_batch: Any) -> bool:
+            return True
+
+    model = SimpleNamespace()
+    runner = SimpleNamespace(model_runner=model)
+    patch._controllers[id(model)] = Controller()
+    try:
+        patch._capture_one_shape(lambda *given: captured.append(given), runner, 8, "forward", None,
+                                 "lora", "dense")  # fmt: skip
+    finally:
+        del patch._controllers[id(model)]
+    first, second = (runner, 8, "forward", None, "lora", "dense"), (
+        runner, 8, "forward", None, "lora+deft", "dense")  # fmt: skip
+    assert captured == [first, True, second, False]
 
 
 def test_a_batch_that_is_padded_after_it_was_decided_on_is_the_hosts(server: Any) -> None:
