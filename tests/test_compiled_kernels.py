@@ -17,13 +17,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from deft_backend.compile.triton_kernel import Kernel
 from deft_backend.kernels import gluon_parts, launch_config, tree_attention
 from deft_backend.kernels.launch import LaunchConfig
 from deft_backend.kernels.tree_attention import Kind, Launch
 from deft_backend.planner import DevicePlan, PlanCapacity
 from deft_backend.planner.on_device import SIZES, DevicePlanner
 from deft_backend.policies import Target
-from deft_backend.triton_kernel import Kernel
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 SMS = 132

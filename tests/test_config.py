@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deft_backend import config
-from deft_backend.config import VARIABLES, Settings, SettingsError, state_directory, warn_unknown
+from deft_backend.config import VARIABLES, Settings, SettingsError, warn_unknown
 from deft_backend.policies import POLICY_NAMES
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
@@ -89,16 +89,6 @@ def test_unknown_variables_are_said_once(caplog: pytest.LogCaptureFixture, monke
     ]
     assert second == []
     assert [r.message for r in caplog.records] == first
-
-
-def test_state_directory() -> None:
-    plain = Settings()
-    assert state_directory(plain, {"XDG_CACHE_HOME": "/c"}) == Path("/c/deft-backend/servers")
-    home = Path.home() / ".cache" / "deft-backend" / "servers"
-    assert state_directory(plain, {}) == home
-    assert state_directory(plain, {"XDG_CACHE_HOME": "relative"}) == home
-    chosen = Settings(state_dir=Path("/d"))
-    assert state_directory(chosen, {"XDG_CACHE_HOME": "/c"}) == Path("/d")
 
 
 def test_the_documentation_has_the_same_table() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -78,7 +79,18 @@ def test_a_failing_compiler_leaves_nothing_behind(
 
 
 @needs_compiler
-def test_a_relative_cache_home_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")  # invalid by the XDG specification
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert driver_stub.cache_folder() == tmp_path / ".cache" / "deft-backend"
+def test_it_lies_in_the_package_s_own_cache_folder(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = tmp_path / "chosen"
+    monkeypatch.setenv("DEFT_CACHE_DIR", str(chosen))
+    folder = ensure_driver_stub()
+    assert folder == chosen / "driver-stub" / "1"
+    for made in (chosen, folder.parent, folder):
+        assert stat.S_IMODE(made.stat().st_mode) == 0o700, made
+
+
+def test_a_cache_folder_that_is_none_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEFT_CACHE_DIR", __file__)
+    with pytest.raises(DriverStubError, match=r"DEFT_CACHE_DIR is .*expected a directory"):
+        ensure_driver_stub()

@@ -14,23 +14,29 @@ PACKAGE = ROOT / "deft_backend"
 PATCHES = ROOT / "deft_patches"
 
 # Compiling, for the host and for the device, is a tool, not a stage of the data flow.
-TOOLS = {"jit", "triton_kernel", "policy_names", "installed"}
+TOOLS = {"compile", "policy_names", "installed", "folders", "__version__"}
 SHARED_BY_HOSTS = {
-    "forest", "policies", "planner", "attention", "config", "telemetry",
+    "forest", "costs", "policies", "planner", "attention", "config", "telemetry",
     "hosts/common", "hosts/contract",
 }  # fmt: skip
-MAY_IMPORT = {
+MAY_IMPORT: dict[str, set[str]] = {
+    "compile": set(),
     "forest": set(),
-    "policies": {"forest"},
-    "planner": {"forest", "policies"},
-    "kernels": {"planner"},
-    "attention": {"forest", "policies", "planner", "kernels", "cost_tables"},
+    "costs": set(),
+    "policies": {"forest", "costs", "kernel_limits"},
+    "planner": {"forest", "policies", "kernel_limits"},
+    "kernels": {"planner", "kernel_limits"},
+    "attention": {"forest", "policies", "planner", "kernels", "costs", "kernel_limits"},
     "explain": {"forest", "policies", "planner"},
     "telemetry": {"forest", "config"},
-    "hosts/common": {"forest", "policies", "planner", "attention", "config"},
+    "hosts/contract": set(),
+    "hosts/common": {"forest", "policies", "planner", "attention", "config", "hosts/contract"},
     "hosts/sglang": SHARED_BY_HOSTS,
     "hosts/vllm": SHARED_BY_HOSTS,
     "servers": {"config"},
+    "traces": {"forest", "json_file"},
+    "harness": {"servers", "telemetry", "traces", "json_file"},
+    "ab": {"harness", "servers", "telemetry", "traces"},
 }
 HOST_PACKAGES = {"sglang", "vllm"}
 
@@ -122,9 +128,17 @@ def test_servers_that_do_not_ask_for_us_load_little(host: str) -> None:
     assert found.stdout.strip() == "set()"
 
 
+def test_the_package_never_imports_the_benchmarks() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        found = {name for name in imports(path) if name.split(".")[0] == "benchmarks"}
+        assert not found, f"{path.relative_to(ROOT)} imports {found}"
+
+
 def test_the_process_that_measures_servers_does_without_torch() -> None:
     """A CUDA context in it would take memory of the GPU that the servers would have."""
-    for path in (PACKAGE / "bench" / "e2e").glob("*.py"):
-        if path.name != "weights.py":
-            found = imports(path) & {"torch", "deft_backend.bench.e2e.weights"}
+    files = list((ROOT / "benchmarks" / "e2e").glob("*.py"))
+    assert files
+    for path in files:
+        if path.name != "random_weights.py":
+            found = imports(path) & {"torch", "benchmarks.e2e.random_weights"}
             assert not found, f"{path.relative_to(ROOT)} imports {found}"

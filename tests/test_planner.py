@@ -15,21 +15,24 @@ from strategies import GROWTH, Batch, batches, regular_forest, targets
 
 from deft_backend import TreeAttention
 from deft_backend.forest import build_forest
+from deft_backend.kernel_limits import MAX_MERGED, TILE_ROWS, TILE_SEGMENTS
 from deft_backend.planner import (
-    DIRECT,
-    ITEM_ORDER,
-    OPEN_END,
-    TILE_ROWS,
-    TILE_SEGMENTS,
     Plan,
     PlanCapacity,
     PlanError,
     plan_forest,
     plan_grouping,
 )
-from deft_backend.planner.plan import MERGES, SPAN_SHIFT, WORKSPACE_LIMIT
+from deft_backend.planner.encoding import (
+    DIRECT,
+    ITEM_ORDER,
+    MERGES,
+    OPEN_END,
+    SPAN_MASK,
+    SPAN_SHIFT,
+)
+from deft_backend.planner.plan import WORKSPACE_LIMIT
 from deft_backend.policies import POLICY_NAMES, GroupingBuilder, Segment, Target, get_policy
-from deft_backend.policies.range_choice import MAX_MERGED
 
 GQA = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, num_programs=16)
 
@@ -71,7 +74,7 @@ def check_plan(batch: Batch, plan: Plan, target: Target, growth: npt.NDArray[np.
                 assert held.start == item
                 merged, run = span, range(len(queries))
             else:
-                run = range(span & 0xFFFF, span >> SPAN_SHIFT)
+                run = range(span & SPAN_MASK, span >> SPAN_SHIFT)
                 assert 0 <= run.start < run.stop <= len(queries)
                 assert shape == shapes - 1 or run == range(len(queries))
             for query in queries[run.start : run.stop]:

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import GROWTH, Batch, batches, check_coverage, regular_forest, targets
 
+from deft_backend.costs.cost_model import default_cost_model
+from deft_backend.costs.table_lookup import shipped_for
+from deft_backend.costs.tile_costs import TileCosts
 from deft_backend.forest import PrefixForest, build_forest
 from deft_backend.policies import Grouping, Target, get_policy
-from deft_backend.policies.cost_model import default_cost_model
 from deft_backend.policies.makespan import kv_bytes
 from deft_backend.policies.range_choice import choose_chunks, choose_ranges
-from deft_backend.policies.tables import shipped_for
-from deft_backend.policies.tile_costs import TileCosts
 
 GQA = Target(num_query_heads=32, num_kv_heads=8, head_dim=128)
 AUTO = get_policy("auto")

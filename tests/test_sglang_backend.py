@@ -23,7 +23,7 @@ from deft_backend.hosts.sglang.batch_observer import BatchObserver
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner
 from deft_backend.hosts.sglang.layers import unsupported_layer
 from deft_backend.hosts.sglang.prefix_source import PrefixSource
-from deft_backend.planner import ITEM_ORDER
+from deft_backend.planner.encoding import ITEM_ORDER
 
 
 @pytest.fixture(scope="module")

@@ -23,14 +23,14 @@ from sglang_fakes import (
 )
 
 from deft_backend.config import Settings
+from deft_backend.costs.cost_model import default_cost_model
 from deft_backend.forest import forest_from_page_tables, forest_from_paths
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner
 from deft_backend.hosts.sglang.prefix_source import key_of, tree_reader
 from deft_backend.hosts.sglang.radix_tree import RadixTreeSource, TreeError
 from deft_backend.hosts.sglang.verify import disagreement
-from deft_backend.planner import OPEN_END
+from deft_backend.planner.encoding import OPEN_END
 from deft_backend.policies import POLICY_NAMES
-from deft_backend.policies.cost_model import default_cost_model
 
 forest_of = RadixTreeSource().forest
 ARRAYS = ("order", "parent", "row", "start", "length", "query_begin", "query_end", "leaf")
@@ -249,7 +249,7 @@ def test_lengths_are_kept_apart_from_the_hosts(dtype: type) -> None:
 def test_a_newcomer_attends_to_its_own_tokens_alone() -> None:
     """Under a plan that cuts the leaf of the request before it into ranges."""
     from deft_backend.attention import TreeAttention
-    from deft_backend.reference import reference_attention, relative_error
+    from deft_backend.reference_attention import reference_attention, relative_error
 
     shared, long = 64, 900
     node, _ = Tree().insert(list(range(1, shared + 1)))

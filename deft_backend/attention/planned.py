@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from deft_backend.attention.inputs import AttentionError, check_attention, check_batch
-from deft_backend.attention.target import target_of
+from deft_backend.attention.device_target import target_of
+from deft_backend.attention.step_inputs import AttentionError, check_attention, check_batch
 from deft_backend.attention.workspace import Workspace, entry_bytes
 from deft_backend.forest import PrefixForest
 from deft_backend.kernels import launch_config

@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from deft_backend.attention.inputs import AttentionError, check_step
 from deft_backend.attention.planned import PlannedAttention
+from deft_backend.attention.step_inputs import AttentionError, check_step
 from deft_backend.kernels import run_plan, unsupported
 
 

@@ -15,15 +15,15 @@ from deft_backend.config import (
     VARIABLES,
     Settings,
     SettingsError,
-    state_directory,
 )
+from deft_backend.folders import state_directory
 from deft_backend.hosts.common.tested_versions import (
     SGLANG,
     VLLM,
     TestedVersions,
     tries_others,
-    version_key,
 )
+from deft_backend.hosts.contract.versions import version_key
 from deft_backend.installed import installed_version
 from deft_backend.servers.driver_stub import (
     DriverStubError,

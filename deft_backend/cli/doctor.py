@@ -21,8 +21,8 @@ from deft_backend.cli.checks import (
 )
 from deft_backend.cli.shapes import HeadShape, model_shape, parse_heads
 from deft_backend.config import SettingsError
-from deft_backend.policies.cost_model import DEFAULT_TABLE, default_cost_model
-from deft_backend.policies.tables import SHORT_DTYPES, TableInUse, table_in_use
+from deft_backend.costs.cost_model import DEFAULT_TABLE, default_cost_model
+from deft_backend.costs.table_lookup import SHORT_DTYPES, TableInUse, table_in_use
 
 CANNOT_WORK = 1
 
@@ -75,8 +75,8 @@ def _kernels(shapes: list[HeadShape]) -> list[dict[str, Any]]:
     try:
         import torch
 
-        from deft_backend.config import tables_directory
-        from deft_backend.cost_tables import table_key
+        from deft_backend.costs.device_tables import table_key
+        from deft_backend.folders import tables_directory
         from deft_backend.kernels import launch_config, unsupported
     except ImportError as error:
         return [{**_entry(shape), "kernel": "none", "why": str(error)} for shape in shapes]

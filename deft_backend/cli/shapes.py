@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deft_backend.cli.errors import fail
-from deft_backend.policies.tables import SHORT_DTYPES
+from deft_backend.costs.table_lookup import SHORT_DTYPES
 
 
 class HeadShape(NamedTuple):

@@ -13,11 +13,12 @@ from rich.table import Table
 
 from deft_backend.cli.errors import fail, reported, stderr
 from deft_backend.cli.shapes import HeadShape, model_shape, parse_heads
-from deft_backend.config import SettingsError, tables_directory
-from deft_backend.policies.tables import SHORT_DTYPES, TableKey, save_table, table_in_use
+from deft_backend.config import SettingsError
+from deft_backend.costs.table_lookup import SHORT_DTYPES, TableKey, save_table, table_in_use
+from deft_backend.folders import create_private, tables_directory
 
 if TYPE_CHECKING:
-    from deft_backend.policies import CostModel
+    from deft_backend.costs import CostModel
 
 FAILED = 1
 """Exit code when there is no GPU to measure on, or not enough of its memory."""
@@ -85,7 +86,7 @@ def _shape(
 def _key(shape: HeadShape, page_size: int) -> TableKey:
     import torch
 
-    from deft_backend.cost_tables import table_key
+    from deft_backend.costs.device_tables import table_key
 
     device = torch.device("cpu")
     if _has_gpu():
@@ -110,10 +111,10 @@ def _measure(key: TableKey, path: Path) -> None:
         )
         raise typer.Exit(FAILED)
     from deft_backend.attention import AttentionError
-    from deft_backend.tuning.run import tune as run
+    from deft_backend.tuning.measure import tune as run
 
     # That there is no table for this GPU yet is what this run mends.
-    logging.getLogger("deft_backend.policies.tables").setLevel(logging.ERROR)
+    logging.getLogger("deft_backend.costs.table_lookup").setLevel(logging.ERROR)
     console = Console()
     console.print(f"{key.gpu}: {key.shape}", highlight=False)
     began = time.perf_counter()
@@ -128,6 +129,7 @@ def _measure(key: TableKey, path: Path) -> None:
         )
         raise typer.Exit(FAILED) from None
     try:
+        create_private(path.parent)
         save_table(tuned.model, key, path)
     except OSError as error:
         raise fail(f"cannot write {path}: {error.strerror}; use --out or DEFT_CACHE_DIR") from None

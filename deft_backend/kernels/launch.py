@@ -8,11 +8,12 @@ from functools import lru_cache
 import torch
 import triton
 
+from deft_backend.compile.triton_kernel import Kernel
+from deft_backend.kernel_limits import TILE_ROWS, TILE_SEGMENTS
 from deft_backend.kernels import gluon_parts, hopper_stem, leaf_attention, pipelined_leaf
 from deft_backend.kernels import partial_attention as stage1
 from deft_backend.kernels import reduction as stage2
-from deft_backend.planner import READ_AHEAD, TILE_ROWS, TILE_SEGMENTS
-from deft_backend.triton_kernel import Kernel
+from deft_backend.planner.encoding import READ_AHEAD
 
 HEAD_DIMS = (64, 96, 128, 256)
 """Head dimensions that the kernels are tested for."""

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from deft_backend.compile.triton_kernel import Kernel
+from deft_backend.kernel_limits import MAX_MERGED
 from deft_backend.kernels.launch import (
     LEAF_ATTENTION,
     PARTIAL_ATTENTION,
@@ -18,8 +20,8 @@ from deft_backend.kernels.launch import (
     LaunchConfig,
     ReduceConfig,
 )
-from deft_backend.planner import ITEM_ORDER, MAX_MERGED, DevicePlan, Plan
-from deft_backend.triton_kernel import Kernel
+from deft_backend.planner import DevicePlan, Plan
+from deft_backend.planner.encoding import ITEM_ORDER
 
 LOG2_E = 1.4426950408889634
 

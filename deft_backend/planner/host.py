@@ -7,8 +7,9 @@ import logging
 import numpy as np
 
 from deft_backend.forest import PrefixForest
+from deft_backend.kernel_limits import MAX_TOKENS
 from deft_backend.planner.items import fill_plan, list_items
-from deft_backend.planner.plan import MAX_TOKENS, Plan, PlanCapacity
+from deft_backend.planner.plan import Plan, PlanCapacity
 from deft_backend.policies import Grouping, Policy, PolicyError, Target, get_policy
 
 logger = logging.getLogger(__name__)

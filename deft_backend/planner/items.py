@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from deft_backend.jit import host_jit
-from deft_backend.planner.plan import DIRECT, MERGES, OPEN_END, SPAN_SHIFT
-from deft_backend.policies.range_choice import MAX_MERGED
+from deft_backend.compile.host_jit import host_jit
+from deft_backend.kernel_limits import MAX_MERGED
+from deft_backend.planner.encoding import DIRECT, MERGES, OPEN_END, SPAN_SHIFT
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]

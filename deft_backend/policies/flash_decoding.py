@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from deft_backend.forest import PrefixForest
-from deft_backend.policies.base import Grouping, Target
+from deft_backend.policies.grouping import Grouping
 from deft_backend.policies.splitting import cut_evenly, fit_chunk_tokens, pieces_by, query_ranges
+from deft_backend.policies.target import Target
 
 
 @dataclass(frozen=True)

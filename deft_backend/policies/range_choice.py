@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from deft_backend.jit import host_jit
+from deft_backend.compile.host_jit import host_jit
+from deft_backend.kernel_limits import MAX_MERGED
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -13,9 +14,6 @@ BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]
 
 ROOT = -1
-
-MAX_MERGED = 8
-"""Most partial results that a leaf's item merges itself."""
 
 ALONE = 0.87
 """Time a token takes an item of a large tile that has half an SM to itself, over its time beside

@@ -15,6 +15,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from deft_backend.config import SettingsError
+from deft_backend.folders import create_private, driver_stub_directory
+
 SONAME = "libcuda.so.1"
 
 _CUDA_ERROR_NOT_INITIALIZED = 3
@@ -30,13 +33,6 @@ int cuPointerGetAttribute(void *data, int attribute, unsigned long long pointer)
 
 class DriverStubError(RuntimeError):
     """The stand-in for the NVIDIA driver library could not be made."""
-
-
-def cache_folder() -> Path:
-    """The user's cache folder for this package: ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
-    return root / "deft-backend"
 
 
 @functools.cache
@@ -85,9 +81,12 @@ def ensure_driver_stub() -> Path:
     Raises
     ------
     DriverStubError
-        If there is no C compiler, it fails, or the cache folder cannot be written.
+        If there is no C compiler, it fails, or the cache folder is none or cannot be written.
     """
-    folder = cache_folder() / "driver-stub" / "1"
+    try:
+        folder = driver_stub_directory()
+    except SettingsError as error:
+        raise DriverStubError(str(error)) from error
     library = folder / SONAME
     if library.is_file():
         return folder
@@ -101,13 +100,13 @@ def ensure_driver_stub() -> Path:
             "Fedora: 'dnf install gcc'), or set CC to its path"
         )
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        create_private(folder)
         with tempfile.TemporaryDirectory(dir=folder) as work:
             built = _compile(compiler, Path(work))
             os.replace(built, library)  # atomic: another process sees all of it or nothing
     except OSError as error:
         raise DriverStubError(
-            f"cannot write {library}: {error}; set XDG_CACHE_HOME to a folder that you may write"
+            f"cannot write {library}: {error}; set DEFT_CACHE_DIR to a folder that you may write"
         ) from error
     return folder
 

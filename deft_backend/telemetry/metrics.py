@@ -205,7 +205,7 @@ def register_states(directory: Path, port: int, registry: CollectorRegistry | No
     Parameters
     ----------
     directory : Path
-        Where the server's processes write: :func:`deft_backend.config.state_directory`.
+        Where the server's processes write: :func:`deft_backend.folders.state_directory`.
     port : int
         The server's; the state files bear it.
     registry : CollectorRegistry, optional

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from deft_backend.folders import create_private
 from deft_backend.forest import PrefixForest
 from deft_backend.telemetry.counters import Counters, DeviceCounters
 from deft_backend.telemetry.forest_json import forest_as_json
@@ -260,7 +261,7 @@ class StateWriter:
             logger.warning("deft: the last batch is not shown: %s", error)
 
     def _replace(self, path: Path, content: dict[str, Any]) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        create_private(path.parent)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
         try:
             with os.fdopen(handle, "w") as file:

@@ -14,7 +14,7 @@ from deft_backend.explain.loads import count_plan_loads
 from deft_backend.forest import forest_from_page_tables
 from deft_backend.hosts.common.warm_up import warm_up_attention
 from deft_backend.planner.on_device import largest_batch
-from deft_backend.reference import relative_error
+from deft_backend.reference_attention import relative_error
 from deft_backend.telemetry.state import ServerState
 from examples.page_table_engine import torch_attention
 from examples.page_table_engine.cache import PagedCache

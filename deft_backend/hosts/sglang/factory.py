@@ -27,7 +27,6 @@ from deft_backend.hosts.sglang.versions import (
     read_end,
     resolved,
 )
-from deft_backend.policies.cost_model import cost_model_of
 from deft_backend.telemetry.state import ServerState
 from deft_patches import (
     sglang_observe_batch,
@@ -205,7 +204,7 @@ def _host_planned(
         state,
         verify if settings.verify else None,
         least_gain_ms=settings.min_saved_ms if attention.device.type == "cuda" else 0.0,
-        costs=cost_model_of(attention.target),
+        costs=attention.target.costs,
     )
     observer = BatchObserver(runner)
     backend = HostPlannedBackend(host, attention, planner, observer, state)

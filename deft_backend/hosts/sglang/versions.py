@@ -11,9 +11,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from deft_backend.hosts.common.tested_versions import TestedVersions
+from deft_backend.hosts.common.tested_versions import SGLANG
 
-WINDOW = TestedVersions("SGLang", ("sglang",), "0.5.17", "0.5.24")
+WINDOW = SGLANG
 """Versions in which tree attention was tested."""
 
 # Arguments -----------------------------------------------------------------------------------

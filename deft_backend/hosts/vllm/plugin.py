@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 
-from deft_backend.config import Settings, SettingsError, state_directory
+from deft_backend.config import Settings, SettingsError
+from deft_backend.folders import state_directory
 from deft_backend.hosts.common.limits import observing
 
 logger = logging.getLogger("deft_backend")

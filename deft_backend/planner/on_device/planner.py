@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import triton
 
+from deft_backend.compile.triton_kernel import Kernel
+from deft_backend.kernel_limits import MAX_MERGED
 from deft_backend.planner.device_plan import DevicePlan
 from deft_backend.planner.on_device import (
     choose_ranges,
@@ -19,10 +21,8 @@ from deft_backend.planner.on_device import (
     write_plan,
 )
 from deft_backend.policies import PolicyError, Target
-from deft_backend.policies.cost_model import cost_model_of
 from deft_backend.policies.makespan import kv_bytes
-from deft_backend.policies.range_choice import ALONE, EXPOSED, HIDDEN, MAX_MERGED, UNEVEN
-from deft_backend.triton_kernel import Kernel
+from deft_backend.policies.range_choice import ALONE, EXPOSED, HIDDEN, UNEVEN
 
 COMPARE_ROWS = Kernel(compare_rows, "compare_rows")
 SORT_ROWS = Kernel(sort_rows, "sort_rows")
@@ -143,7 +143,7 @@ class DevicePlanner:
                 f"{capacity}; plans made on the device need an item, an entry and a KV range for "
                 "each request, and a KV range for each item"
             )
-        model = cost_model_of(target)
+        model = target.costs
         tiles = target.single_range_tiles
         if len(tiles) != 2 or len(model.tiles.item_ns) != 2:
             raise PolicyError(
