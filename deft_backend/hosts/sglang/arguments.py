@@ -14,7 +14,7 @@ from typing import Any
 
 from deft_backend.config import LOG_LEVELS, Settings, SettingsError
 from deft_backend.hosts.sglang import versions
-from deft_backend.hosts.sglang.versions import WINDOW
+from deft_backend.hosts.sglang.versions import SGLANG
 
 logger = logging.getLogger("deft_backend")
 
@@ -59,7 +59,7 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
         )  # fmt: skip
         return result
 
-    reason = WINDOW.refuse()
+    reason = SGLANG.refuse()
     if reason is not None:
         logger.warning("deft: %s; all attention runs through the host's own backend", reason)
         return result

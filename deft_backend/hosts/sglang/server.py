@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from deft_backend.config import Settings
-from deft_backend.hosts.sglang.versions import WINDOW, attention_ranks, ranks, resolved
+from deft_backend.hosts.sglang.versions import SGLANG, attention_ranks, ranks, resolved
 from deft_backend.telemetry import reporting
 from deft_backend.telemetry.decode_log import DecodeLog
 from deft_backend.telemetry.state import ServerState
@@ -25,7 +25,7 @@ def state_of(runner: Any, backend: str, policy: str) -> ServerState:
         port=runner.server_args.port,
         rank=int(ranks(runner).tp_rank),
         host="sglang",
-        host_version=WINDOW.installed() or "unknown",
+        host_version=SGLANG.installed() or "unknown",
         backend=backend,
         policy=policy,
         device=str(runner.device),

@@ -11,10 +11,10 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from deft_backend.hosts.common.tested_versions import SGLANG
+from deft_backend.hosts.common.tested_versions import TestedVersions
 
-WINDOW = SGLANG
-"""Versions in which tree attention was tested."""
+SGLANG = TestedVersions("SGLang", ("sglang",), "0.5.17", "0.5.24")
+"""Versions that get tree attention without ``DEFT_UNTESTED_HOST``."""
 
 # Arguments -----------------------------------------------------------------------------------
 
