@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deft_backend.hosts.common.tested_versions import TESTED
+from deft_backend.hosts.windows import TESTED
 from deft_backend.hosts.contract.wheels import released_versions
 
 HOSTS = ("sglang", "vllm")
