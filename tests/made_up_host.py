@@ -152,11 +152,28 @@ def write_host(folder: Path, changes: dict[str, tuple[str, str]] | None = None) 
     return folder
 
 
-def write_wheel(path: Path, changes: dict[str, tuple[str, str]] | None = None) -> Path:
-    """Write the package as a wheel."""
+def write_wheel(
+    folder: Path,
+    changes: dict[str, tuple[str, str]] | None = None,
+    *,
+    version: str = "1.0",
+    tag: str = "py3-none-any",
+) -> Path:
+    """Write the package as a wheel of the distribution ``madeup``; its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"madeup-{version}-{tag}.whl"
+    described = f"madeup-{version}.dist-info"
+    about = {
+        "METADATA": f"Metadata-Version: 2.1\nName: madeup\nVersion: {version}\n"
+        "Requires-Dist: nothing-of-this-name\n",
+        "WHEEL": f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {tag}\n",
+        "RECORD": "",
+    }
     with zipfile.ZipFile(path, "w") as wheel:
         for name, text in contents(changes).items():
             wheel.writestr(name, text)
+        for name, text in about.items():
+            wheel.writestr(f"{described}/{name}", text)
     return path
 
 

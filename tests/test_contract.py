@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deft_backend.hosts.contract import Member, check_contract, installed_source
-from deft_backend.hosts.contract_versions import matches
+from deft_backend.hosts.contract.versions import matches
 from tests.made_up_host import write_host, write_wheel
 
 BASE, KINDS, RUNNER = "madeup.engine.base", "madeup.kinds", "madeup.engine.runner"
@@ -51,6 +51,7 @@ PRESENT = (
 
 ABSENT = (
     (Member("madeup.gone"), "no such module"),
+    (Member("elsewhere.gone"), "no such package"),
     (Member(RUNNER, "Walker"), "module madeup.engine.runner has no 'Walker'"),
     (Member(KINDS, "Mode.DECODED"), "class Mode has no 'DECODED'; nearest: DECODE"),
     (Member(KINDS, "Batch.length"), "class Batch has no 'length'; nearest: lengths"),
@@ -76,7 +77,7 @@ HIDDEN = (
 def host(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     if request.param == "folder":
         return write_host(tmp_path)
-    return write_wheel(tmp_path / "madeup-1.0-py3-none-any.whl")
+    return write_wheel(tmp_path)
 
 
 @pytest.mark.parametrize("member", PRESENT, ids=str)

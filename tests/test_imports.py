@@ -29,10 +29,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "attention": {"forest", "policies", "planner", "kernels", "costs", "kernel_limits"},
     "explain": {"forest", "policies", "planner"},
     "telemetry": {"forest", "config"},
-    "hosts/common": {"forest", "policies", "planner", "attention", "config"},
+    "hosts/contract": set(),
+    "hosts/common": {"forest", "policies", "planner", "attention", "config", "hosts/contract"},
     "hosts/sglang": SHARED_BY_HOSTS,
     "hosts/vllm": SHARED_BY_HOSTS,
-    "servers": {"config"},
+    "servers": {"config", "hosts/vllm"},  # the name to start vLLM with
+    "traces": {"forest", "json_file"},
+    "harness": {"servers", "telemetry", "traces", "json_file"},
+    "ab": {"harness", "servers", "telemetry", "traces"},
 }
 HOST_PACKAGES = {"sglang", "vllm"}
 
@@ -124,9 +128,17 @@ def test_servers_that_do_not_ask_for_us_load_little(host: str) -> None:
     assert found.stdout.strip() == "set()"
 
 
+def test_the_package_never_imports_the_benchmarks() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        found = {name for name in imports(path) if name.split(".")[0] == "benchmarks"}
+        assert not found, f"{path.relative_to(ROOT)} imports {found}"
+
+
 def test_the_process_that_measures_servers_does_without_torch() -> None:
     """A CUDA context in it would take memory of the GPU that the servers would have."""
-    for path in (PACKAGE / "bench" / "e2e").glob("*.py"):
-        if path.name != "weights.py":
-            found = imports(path) & {"torch", "deft_backend.bench.e2e.weights"}
+    files = list((ROOT / "benchmarks" / "e2e").glob("*.py"))
+    assert files
+    for path in files:
+        if path.name != "random_weights.py":
+            found = imports(path) & {"torch", "benchmarks.e2e.random_weights"}
             assert not found, f"{path.relative_to(ROOT)} imports {found}"

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.random_batches import random_batch as paged_batch
 from deft_backend import POLICY_NAMES, AttentionError, TreeAttention, forest_from_page_tables
-from deft_backend.bench.random_forest import random_batch as paged_batch
 from deft_backend.forest import PrefixForest
 from deft_backend.planner import Plan, PlanCapacity, plan_grouping
 from deft_backend.planner.encoding import ITEM_ORDER, MERGES

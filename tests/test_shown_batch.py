@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sglang_fakes import make_state
 from typer.testing import CliRunner
 
-from deft_backend.bench.random_forest import random_batch
+from benchmarks.random_batches import random_batch
 from deft_backend.cli import app
 from deft_backend.forest import forest_from_page_tables
 from deft_backend.telemetry import shown_batch

@@ -8,8 +8,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from deft_backend.bench.ab import AbResult
-from deft_backend.bench.units import MISSING, megabytes, milliseconds, percent
+from deft_backend.ab.comparison import AbResult
+from deft_backend.ab.units import MISSING, megabytes, milliseconds, percent
 
 _PADDING = (0, 0, 0, 1)
 """Top, right, bottom, left: rows of one line in a terminal of 80 columns."""

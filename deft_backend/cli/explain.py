@@ -54,10 +54,10 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Draw who shares what, which groups a policy makes of it, and what a decode step reads."""
-    from deft_backend.bench.traces import TraceError
     from deft_backend.explain import explain as explain_grouping
     from deft_backend.explain import render
     from deft_backend.telemetry.state_reader import StateError
+    from deft_backend.traces.trace_files import TraceError
 
     if sum((trace is not None, tree is not None, server)) != 1:
         raise fail(
@@ -87,8 +87,8 @@ def explain(
 def _described(
     tree: str | None, trace: Path | None, index: int, iteration: int | None
 ) -> tuple[PrefixForest, str]:
-    from deft_backend.bench.trace_forest import forest_at, forest_from_levels, token_tree_forest
-    from deft_backend.bench.traces import TokenTree, TraceError, load_trace
+    from deft_backend.traces.trace_files import TokenTree, TraceError, load_trace
+    from deft_backend.traces.tree_forests import forest_at, forest_from_levels, token_tree_forest
 
     if tree is not None:
         return forest_from_levels(tree), f"tree {tree}"

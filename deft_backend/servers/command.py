@@ -10,14 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
+from deft_backend.hosts.vllm.versions import backend_name
 from deft_backend.installed import installed_version
 from deft_backend.servers.driver_stub import ensure_driver_stub, has_nvidia_driver, num_gpus
 
 BACKEND = "deft"
 """The plugin, wherever a backend is named; see :data:`BACKEND_NAMES`."""
 
-BACKEND_NAMES = {"sglang": BACKEND, "vllm": "CUSTOM"}
-"""Name under which the plugin registers with each host."""
+BACKEND_NAMES = {"sglang": BACKEND, "vllm": backend_name()}
+"""Name under which the plugin is asked for, by the version of each host that is installed."""
 
 HOSTS = tuple(BACKEND_NAMES)
 
@@ -76,10 +77,15 @@ def vllm_is_cpu_build() -> bool:
     return "cpu" in found
 
 
+LOOPBACK = "127.0.0.1"
+"""Where servers listen unless `host_arguments` say otherwise: vLLM by itself would listen on every
+interface of the machine."""
+
+
 def free_port() -> int:
     """A TCP port on the loopback interface that nothing listens on now."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 
@@ -128,7 +134,17 @@ def server_command(
     if host == "vllm" and gpu is None:
         on_gpu = on_gpu and not vllm_is_cpu_build()
     module, named = _MODULES[host]
-    arguments = [sys.executable, "-m", module, named, model, "--port", str(port)]
+    arguments = [
+        sys.executable,
+        "-m",
+        module,
+        named,
+        model,
+        "--host",
+        LOOPBACK,
+        "--port",
+        str(port),
+    ]
     if backend is not None:
         name = BACKEND_NAMES[host] if backend == BACKEND else backend
         arguments += ["--attention-backend", name]

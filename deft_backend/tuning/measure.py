@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from deft_backend.bench.kernel.roof import measure_ceilings
-from deft_backend.bench.kernel.timing import Budget, captured, launch_us
-from deft_backend.bench.provenance import provenance
 from deft_backend.costs import CostModel
 from deft_backend.costs.table_lookup import TableKey
+from deft_backend.harness.provenance import provenance
 from deft_backend.tuning.block_times import measure_block_times
+from deft_backend.tuning.ceilings import measure_ceilings
 from deft_backend.tuning.fasttree_fit import measure_coefficients
 from deft_backend.tuning.grids import Grid
+from deft_backend.tuning.launch_clock import Budget, captured, launch_us
 from deft_backend.tuning.machine import Launch, Machine, Work
 from deft_backend.tuning.tile_fit import measure_tile_costs, used_shapes
 

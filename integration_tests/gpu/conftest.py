@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deft_backend.bench.e2e.model import Model, write_model
+from benchmarks.e2e.served_model import Model, write_model
 from deft_backend.servers.command import LaunchError
 from deft_backend.servers.driver_stub import num_gpus
 from integration_tests.common.adapter import write_adapter

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from deft_backend.bench.e2e.agreement import ask, compare
-from deft_backend.bench.e2e.checked_answers import TOLERANCE, Sample, check
-from deft_backend.bench.e2e.client import Client
-from deft_backend.bench.e2e.model import Model
-from deft_backend.bench.provenance import provenance
+from benchmarks.e2e.checked_answers import TOLERANCE, Sample, check
+from benchmarks.e2e.kept_answers import ask, compare
+from benchmarks.e2e.served_model import Model
+from deft_backend.harness.client import Client
+from deft_backend.harness.provenance import provenance
 from deft_backend.servers.driver_stub import num_gpus
 from integration_tests.common.server import Server
 from integration_tests.gpu.forest_traffic import answered, requests

