@@ -9,7 +9,7 @@ the large tile, the masked tile. A tile of height ``h`` holds ``h`` query vector
 
 TILE_SEGMENTS = (1, 1, 32)
 """Most segments of one item, for each tile shape. Items of small and large tiles have one segment,
-to which every query of the tile attends. Items of the masked tile have several, with a span each."""
+to which every query of the tile attends. Items of the masked tile have several and a span each."""
 
 MAX_MERGED = 8
 """Most partial results that a small tile merges itself."""
