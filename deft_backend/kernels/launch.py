@@ -10,7 +10,7 @@ import triton
 
 from deft_backend.compile.triton_kernel import Kernel
 from deft_backend.kernel_limits import TILE_HEIGHTS, TILE_SEGMENTS
-from deft_backend.kernels import gluon_parts, hopper_stem, leaf_attention, pipelined_leaf
+from deft_backend.kernels import gluon_versions, hopper_stem, leaf_attention, pipelined_leaf
 from deft_backend.kernels import partial_attention as stage1
 from deft_backend.kernels import reduction as stage2
 from deft_backend.planner.encoding import READ_AHEAD
@@ -138,7 +138,10 @@ def launch_config(
     shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     per_sm_shared: int = properties.shared_memory_per_multiprocessor
     padded = triton.next_power_of_2(head_dim)
-    hopper = gluon_parts.available() and (properties.major, properties.minor) == (9, 0)
+    hopper = (properties.major, properties.minor) == (9, 0)
+    if hopper:
+        gluon_versions.log_unavailable()
+    hopper = hopper and gluon_versions.available()
     found = []
     for rows, segments in zip(tile_heights, TILE_SEGMENTS, strict=True):
         if rows < 64:

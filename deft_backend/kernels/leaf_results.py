@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from deft_backend.kernels.gluon_parts import jit, larger, plus
+from deft_backend.kernels.gluon_parts import larger, plus
+from deft_backend.kernels.gluon_versions import jit, reinterpret
 
 with suppress(ImportError):  # `available` says so before anything is launched
     from triton.experimental.gluon import language as gl
@@ -97,7 +98,7 @@ def merge_results(
     FEW: gl.constexpr = 2 if ROWS <= 8 else 1
     MANY: gl.constexpr = 8 if ROWS <= 4 else 4 if ROWS == 8 else 1
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
-    tiles = acc_shared._reinterpret(gl.float32, [BLOCK_M // ROWS, ROWS, HEAD_DIM], RESULT)
+    tiles = reinterpret(acc_shared, gl.float32, [BLOCK_M // ROWS, ROWS, HEAD_DIM], RESULT)
     result = tiles.index(0).load(COPY)
     first_head = kv_head * GQA_GROUP
     if merged > FEW:
