@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from deft_backend.kernels import gluon_parts, launch_config, tree_attention
+from deft_backend.kernels import gluon_versions, launch_config, tree_attention
 from deft_backend.kernels.launch import LaunchConfig
 from deft_backend.kernels.tree_attention import Kind, Launch
 from deft_backend.planner import DevicePlan, PlanCapacity
@@ -32,7 +32,7 @@ RESERVED = 1024  # bytes of shared memory that a program takes beside its own
 SHARED = {9: 233472, 8: 167936}  # bytes of an SM, by compute capability
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
-needs_gluon = pytest.mark.skipif(not gluon_parts.available(), reason="kernels for another Triton")
+needs_gluon = pytest.mark.skipif(not gluon_versions.available(), reason="kernels for another Triton")
 
 
 class Resources(NamedTuple):

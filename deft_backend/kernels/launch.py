@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 import triton
 
-from deft_backend.kernels import gluon_parts, hopper_stem, leaf_attention, pipelined_leaf
+from deft_backend.kernels import gluon_versions, hopper_stem, leaf_attention, pipelined_leaf
 from deft_backend.kernels import partial_attention as stage1
 from deft_backend.kernels import reduction as stage2
 from deft_backend.planner import READ_AHEAD, TILE_ROWS, TILE_SEGMENTS
@@ -134,7 +134,10 @@ def launch_config(
     shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     per_sm_shared: int = properties.shared_memory_per_multiprocessor
     padded = triton.next_power_of_2(head_dim)
-    hopper = gluon_parts.available() and (properties.major, properties.minor) == (9, 0)
+    hopper = (properties.major, properties.minor) == (9, 0)
+    if hopper:
+        gluon_versions.log_unavailable()
+    hopper = hopper and gluon_versions.available()
     found = []
     for rows, segments in zip(tile_rows, TILE_SEGMENTS, strict=True):
         if rows < 64:
