@@ -28,7 +28,7 @@ def chosen_host(host: str | None, *, needed: bool = True, compared: bool = False
     compared : bool
         Whether it will be compared with tree attention, and so must be a version that gets it.
     """
-    from deft_backend.hosts.common.tested_versions import TESTED
+    from deft_backend.hosts.windows import TESTED
     from deft_backend.servers.command import HOST_NAMES, HOSTS, installed_hosts
 
     if host is not None and host not in HOSTS:
