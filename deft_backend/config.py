@@ -253,8 +253,9 @@ VARIABLES: tuple[Variable, ...] = (
         "cache_dir",
         _directory,
         "a directory, existing or to be made",
-        "The package's cache folder, where `deft tune` keeps its cost tables (in `tables`); unset: "
-        "`deft-backend` in the user's cache folder, `$XDG_CACHE_HOME` or `~/.cache`.",
+        "The package's cache folder. It holds the cost tables of `deft tune` (`tables`), servers' "
+        "state (`servers`) and the driver stand-in (`driver-stub`). Unset: `deft-backend` in the "
+        "user's cache folder, `$XDG_CACHE_HOME` or `~/.cache`.",
     ),
 )
 """Every environment variable that the package reads."""
@@ -281,31 +282,3 @@ def warn_unknown(env: Mapping[str, str] | None = None) -> list[str]:
         messages.append(f"{name} is set, but no such setting exists; {hint}")
         logger.warning(messages[-1])
     return messages
-
-
-def state_directory(settings: Settings, env: Mapping[str, str] | None = None) -> Path:
-    """Where servers write their state: ``DEFT_STATE_DIR`` or the package's cache folder."""
-    return settings.state_dir or _cache_directory(settings, env) / "servers"
-
-
-def tables_directory(env: Mapping[str, str] | None = None) -> Path:
-    """Where `deft tune` keeps cost tables: ``DEFT_CACHE_DIR`` or the user's cache folder.
-
-    Raises
-    ------
-    SettingsError
-        If ``DEFT_CACHE_DIR`` is no directory. No other variable is looked at.
-    """
-    env = os.environ if env is None else env
-    name = "DEFT_CACHE_DIR"
-    settings = Settings.from_env({name: env.get(name, "")})
-    return _cache_directory(settings, env) / "tables"
-
-
-def _cache_directory(settings: Settings, env: Mapping[str, str] | None) -> Path:
-    if settings.cache_dir is not None:
-        return settings.cache_dir
-    cache = (os.environ if env is None else env).get("XDG_CACHE_HOME", "")
-    # The XDG specification: a relative path is invalid and to be ignored.
-    root = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
-    return root / "deft-backend"

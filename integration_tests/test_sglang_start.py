@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deft_backend.hosts.launch import LaunchError
+from deft_backend.servers.command import LaunchError
 from integration_tests.common.server import Server
 from integration_tests.sglang_server import Ask, Group, running
 

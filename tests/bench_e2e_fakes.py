@@ -16,10 +16,10 @@ from typing import Any
 
 from aiohttp import web
 
-from deft_backend.bench.e2e.client import Completion
-from deft_backend.bench.e2e.model import Model
-from deft_backend.bench.e2e.servers import HOSTS, Launch
-from deft_backend.hosts.launch import ServerCommand, free_port
+from benchmarks.e2e.backends import HOSTS, Launch
+from benchmarks.e2e.served_model import Model
+from deft_backend.harness.client import Completion
+from deft_backend.servers.command import ServerCommand, free_port
 
 VOCABULARY = 97
 GAP = 0.125

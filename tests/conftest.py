@@ -6,7 +6,7 @@ import os
 
 from hypothesis import settings
 
-from deft_backend import triton_kernel
+from deft_backend.compile import triton_kernel
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

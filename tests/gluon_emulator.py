@@ -19,7 +19,13 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from deft_backend.kernels import gluon_parts, gluon_versions, leaf_results, stem_copies, stem_softmax
+from deft_backend.kernels import (
+    gluon_parts,
+    gluon_versions,
+    leaf_results,
+    stem_copies,
+    stem_softmax,
+)
 
 PARTS = (gluon_versions, gluon_parts, leaf_results, stem_copies, stem_softmax)
 """Modules that kernels import functions in Gluon from; each uses none but those before it."""

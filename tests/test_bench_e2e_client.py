@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from bench_e2e_fakes import FakeHost, decode, first_choice, gap_to, second_choice, third_choice
 
-from deft_backend.bench.e2e.client import Client, ClientError
+from deft_backend.harness.client import Client, ClientError
 
 HOSTS = pytest.mark.parametrize("host", ["sglang", "vllm"])
 PROMPTS = [[1, 2, 3], [5], [90, 7, 7, 7]]

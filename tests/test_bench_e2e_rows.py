@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from deft_backend.bench.e2e.bars import bars
-from deft_backend.bench.e2e.plots import draw
-from deft_backend.bench.e2e.rows import Row, by_case, make_row, merged, read_rows, replaced
-from deft_backend.bench.e2e.table import bars_table, rows_table
-from deft_backend.bench.row_files import RowsError, header_file, write_rows
+from benchmarks.e2e.serving_bars import bars
+from benchmarks.e2e.serving_plots import draw
+from benchmarks.e2e.serving_rows import Row, by_case, make_row, merged, read_rows, replaced
+from benchmarks.e2e.serving_tables import bars_table, rows_table
+from benchmarks.row_files import RowsError, header_file, write_rows
 
 HEADER: dict[str, Any] = {
     "device": "A GPU (CUDA 13.0)", "driver": "1", "versions": {"torch": "2"}, "commit": "abc",
-    "runs": [{"command": "deft bench e2e"}],
+    "runs": [{"command": "python -m benchmarks e2e"}],
 }  # fmt: skip
 
 
@@ -150,7 +150,7 @@ def test_a_peer_without_a_sensible_time_is_none() -> None:
 
 def test_an_idle_plugin_meets_no_bar() -> None:
     ours = timed("deft", 1.0)
-    ours["detail"] = {"steps": {"tree": 0, "host": {"batch below DEFT_MIN_BATCH": 7}}}
+    ours["detail"] = {"steps": {"tree": 0, "host": {"batch smaller than DEFT_MIN_BATCH=2": 7}}}
     idle = ("no step counted through tree attention", None)
     assert only([ours, timed("fa3", 10.0)]) == idle
     name = "generated-shared-prefix:default"

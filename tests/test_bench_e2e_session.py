@@ -13,21 +13,23 @@ import pytest
 from bench_e2e_fakes import GAP, MODEL, fake_launch
 from typer.testing import CliRunner
 
-from deft_backend.bench.e2e.cases import GRID as GRID_SIZES
-from deft_backend.bench.e2e.cases import grid_case
-from deft_backend.bench.e2e.choice import Choice, ChoiceError, prepared
-from deft_backend.bench.e2e.host_clients import HostClient, HostClientError, fill, requests_of
-from deft_backend.bench.e2e.model import ModelError, read_model, write_model
-from deft_backend.bench.e2e.rows import Row, make_row, read_rows
-from deft_backend.bench.e2e.servers import Host
-from deft_backend.bench.e2e.session import Setup, record
-from deft_backend.bench.e2e.traffic import Traffic
-from deft_backend.bench.e2e.weights import write_weights
-from deft_backend.bench.e2e.workloads import Mixed, Together
-from deft_backend.bench.row_files import RowsError, write_rows
-from deft_backend.bench.traces import dump_thought_trees
-from deft_backend.bench.trees import ThoughtTree, lay_out
-from deft_backend.cli.app import app
+from benchmarks.__main__ import app
+from benchmarks.e2e.backend_runs import Setup, record
+from benchmarks.e2e.backends import Host
+from benchmarks.e2e.choice import Choice, ChoiceError, prepared
+from benchmarks.e2e.host_clients import HostClient, HostClientError, fill, requests_of
+from benchmarks.e2e.prompt_cases import GRID as GRID_SIZES
+from benchmarks.e2e.prompt_cases import grid_case
+from benchmarks.e2e.random_weights import write_weights
+from benchmarks.e2e.served_model import ModelError, read_model, write_model
+from benchmarks.e2e.served_workloads import Mixed, Together
+from benchmarks.e2e.serving_rows import Row, make_row, read_rows
+from benchmarks.e2e.traffic import Traffic
+from benchmarks.row_files import RowsError, write_rows
+from deft_backend import installed as distributions
+from deft_backend.servers import command as launch
+from deft_backend.traces.recorded_trees import ThoughtTree, lay_out
+from deft_backend.traces.trace_files import dump_thought_trees
 
 GRID = Together(grid_case(MODEL, 16, 3, 4), 6, 1)
 
@@ -42,7 +44,7 @@ def run(tmp_path: Path, backends: tuple[str, ...], workloads: Any, host: str = "
     said: list[str] = []
     setup = Setup(
         fake_launch(host), backends, "tie", workloads, tmp_path / "e.json", tmp_path / "logs",
-        "deft bench e2e", 120.0,
+        "python -m benchmarks e2e", 120.0,
     )  # fmt: skip
     rows = record(setup, said.append)
     assert read_rows(setup.out)[0] == rows
@@ -310,7 +312,9 @@ def test_a_users_checkpoint_is_asked_for_its_ids(tmp_path: Path) -> None:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deft_backend.bench.e2e.servers.find_spec", lambda name: object())
+    """Both hosts, in versions that tree attention accepts."""
+    monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
+    monkeypatch.setattr("benchmarks.e2e.backends.find_spec", lambda name: object())
 
 
 @pytest.mark.usefixtures("installed")
@@ -461,9 +465,9 @@ def test_the_command_measures_shows_and_draws(
         def __exit__(self, *_: object) -> None:
             pass
 
-    monkeypatch.setattr("deft_backend.bench.e2e.choice.prepared", Prepared)
+    monkeypatch.setattr("benchmarks.e2e.choice.prepared", Prepared)
     command = [
-        "bench", "e2e", "--backends", "deft, fa3", "--case", "0,1,8", "--out", str(out),
+        "e2e", "--backends", "deft, fa3", "--case", "0,1,8", "--out", str(out),
         "--", "--page-size", "16",
     ]  # fmt: skip
     done = CliRunner().invoke(app, command)
@@ -475,11 +479,21 @@ def test_the_command_measures_shows_and_draws(
     rows[0]["tpot_ms"] = 1.5  # a server of ours has no speed to speak of
     write_rows(out, rows, header)
     merged = tmp_path / "m.json"
-    done = CliRunner().invoke(app, ["bench", "e2e-merge", str(out), str(out), "--out", str(merged)])
+    done = CliRunner().invoke(app, ["e2e-merge", str(out), str(out), "--out", str(merged)])
     assert done.exit_code == 0, done.output
     assert len(read_rows(merged)[0]) == 2
     assert (tmp_path / "m.svg").is_file()
-    done = CliRunner().invoke(app, ["bench", "e2e-merge", str(tmp_path / "none.json")])
+    done = CliRunner().invoke(app, ["e2e-merge", str(tmp_path / "none.json")])
     assert done.exit_code == 2
-    done = CliRunner().invoke(app, ["bench", "e2e-merge", str(out), str(out)])
+    done = CliRunner().invoke(app, ["e2e-merge", str(out), str(out)])
     assert (done.exit_code, "name it with --out" in done.output) == (2, True)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_host_that_decodes_by_itself_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DEFT_UNTESTED_HOST")
+    monkeypatch.setattr(launch, "find_spec", lambda name: object())
+    monkeypatch.setattr(distributions, "version", lambda name: "0.5.1")
+    done = CliRunner().invoke(app, ["e2e", "--host", "sglang"])
+    assert done.exit_code == 2
+    assert "would decode by itself: tree attention was tested with SGLang >=0.5.17" in done.stderr

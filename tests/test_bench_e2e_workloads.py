@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 from bench_e2e_fakes import GAP, MODEL, FakeClient, decode, third_choice
 
-from deft_backend.bench.e2e import checked_answers, tree_replay
-from deft_backend.bench.e2e.agreement import ask, compare
-from deft_backend.bench.e2e.cases import (
+from benchmarks.e2e import checked_answers, tree_replay
+from benchmarks.e2e.batch_timing import measure
+from benchmarks.e2e.checked_answers import check, load_samples, save_samples
+from benchmarks.e2e.kept_answers import ask, compare
+from benchmarks.e2e.memory import growth
+from benchmarks.e2e.prompt_cases import (
     CaseError,
     Documents,
     check_fits,
@@ -20,13 +23,10 @@ from deft_backend.bench.e2e.cases import (
     parse_case,
     percentile,
 )
-from deft_backend.bench.e2e.checked_answers import check, load_samples, save_samples
-from deft_backend.bench.e2e.measure import measure
-from deft_backend.bench.e2e.memory import growth
-from deft_backend.bench.e2e.rows import make_row
-from deft_backend.bench.e2e.traffic import Traffic, drive
-from deft_backend.bench.traces import TraceError, dump_thought_trees
-from deft_backend.bench.trees import ThoughtTree, lay_out
+from benchmarks.e2e.serving_rows import make_row
+from benchmarks.e2e.traffic import Traffic, drive
+from deft_backend.traces.recorded_trees import ThoughtTree, lay_out
+from deft_backend.traces.trace_files import TraceError, dump_thought_trees
 
 
 def row_of(name: str = "few-shot") -> Any:

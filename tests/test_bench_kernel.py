@@ -1,4 +1,4 @@
-"""`deft bench kernel`: its workloads, inputs, reference, peers and checks, without a GPU."""
+"""The kernel benchmark without a GPU: its workloads, inputs, reference, peers and checks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from deft_backend.bench.generate import ThoughtTreeShape, generate_thought_tree
-from deft_backend.bench.kernel import reference as reference_module
-from deft_backend.bench.kernel import run as run_module
-from deft_backend.bench.kernel.inputs import Inputs, lay_out, make_inputs
-from deft_backend.bench.kernel.methods import (
+from benchmarks.kernel import batched_reference as reference_module
+from benchmarks.kernel import measure_case as run_module
+from benchmarks.kernel.batched_reference import batched_reference
+from benchmarks.kernel.case_inputs import Inputs, lay_out, make_inputs
+from benchmarks.kernel.measure_case import Setup, measure_case
+from benchmarks.kernel.methods import (
     OURS,
     PEERS,
     Method,
@@ -27,14 +28,11 @@ from deft_backend.bench.kernel.methods import (
     flashinfer_decode,
     make_method,
 )
-from deft_backend.bench.kernel.methods.ours import Ours
-from deft_backend.bench.kernel.mixed import mixed_forest
-from deft_backend.bench.kernel.recorded import recorded_workloads
-from deft_backend.bench.kernel.reference import batched_reference
-from deft_backend.bench.kernel.roof import Ceilings, roof_us
-from deft_backend.bench.kernel.run import Setup, measure_case
-from deft_backend.bench.kernel.timing import QUICK
-from deft_backend.bench.kernel.workloads import (
+from benchmarks.kernel.methods.ours import Ours
+from benchmarks.kernel.mixed_forests import mixed_forest
+from benchmarks.kernel.recorded_workloads import recorded_workloads
+from benchmarks.kernel.roof import roof_us
+from benchmarks.kernel.tree_workloads import (
     Case,
     Workload,
     WorkloadChoiceError,
@@ -46,9 +44,12 @@ from deft_backend.bench.kernel.workloads import (
     set_names,
     workloads_of,
 )
-from deft_backend.bench.traces import TraceError, dump_thought_trees
+from deft_backend.ab.invented_tree import ThoughtTreeShape, generate_thought_tree
 from deft_backend.forest import PrefixForest
-from deft_backend.reference import reference_attention, relative_error
+from deft_backend.reference_attention import reference_attention, relative_error
+from deft_backend.traces.trace_files import TraceError, dump_thought_trees
+from deft_backend.tuning.ceilings import Ceilings
+from deft_backend.tuning.launch_clock import QUICK
 from tests.kernel_bench_fakes import FLASHINFER, SglangFlashAttention, VllmFlashAttention
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Rows of `deft bench kernel`: files, merging, verdicts, plots, and the commands themselves."""
+"""Rows of the kernel benchmark: files, merging, verdicts, plots, and the commands themselves."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from deft_backend.bench.kernel import plots
-from deft_backend.bench.kernel.bars import is_met, mean_is_met
-from deft_backend.bench.kernel.methods import OURS
-from deft_backend.bench.kernel.rows import (
+from benchmarks.__main__ import app
+from benchmarks.kernel import kernel_plots as plots
+from benchmarks.kernel.kernel_bars import is_met, mean_is_met
+from benchmarks.kernel.kernel_rows import (
     Row,
     best_peer,
     geometric_mean,
@@ -23,8 +23,8 @@ from deft_backend.bench.kernel.rows import (
     read_rows,
     speed_up,
 )
-from deft_backend.bench.row_files import RowsError, header_file, write_rows
-from deft_backend.cli import app
+from benchmarks.kernel.methods import OURS
+from benchmarks.row_files import RowsError, header_file, write_rows
 
 runner = CliRunner(env={"COLUMNS": "400", "NO_COLOR": "1", "TERM": "dumb"})
 HEADER = {"device": "NVIDIA H100 80GB HBM3 (CUDA 13.0)", "versions": {}, "commit": "c"}
@@ -44,7 +44,7 @@ def row(name: str = "1,20 4000,200", **changes: Any) -> Row:
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
-    result = runner.invoke(app, ["bench", *arguments])
+    result = runner.invoke(app, list(arguments))
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout, result.stderr
@@ -224,7 +224,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     code, _, err = run("kernel")
     assert code == 1
-    assert err.startswith("deft bench kernel needs an NVIDIA GPU")
+    assert err.startswith("python -m benchmarks kernel needs an NVIDIA GPU")
     assert len(err.splitlines()) == 1
 
 
@@ -264,7 +264,7 @@ def test_checks_results_on_the_cpu_and_merges_and_draws(tmp_path: Path) -> None:
 def test_a_wrong_result_of_ours_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from deft_backend.bench.kernel import run as run_module
+    from benchmarks.kernel import measure_case as run_module
 
     monkeypatch.setattr(run_module, "TOLERANCE", {torch.float16: 1e-9})
     code, out, err = run(
@@ -280,7 +280,7 @@ def test_a_wrong_result_of_ours_is_an_error(
 def test_what_was_measured_survives_an_interruption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from deft_backend.bench.kernel import run as run_module
+    from benchmarks.kernel import measure_case as run_module
 
     measure_case = run_module.measure_case
 
@@ -300,3 +300,12 @@ def test_what_was_measured_survives_an_interruption(
     rows, header = read_rows(tmp_path / "kernel-cpu.json")
     assert [found["workload"] for found in rows] == ["1,2 3,2"]
     assert header["complete"] is False
+
+
+def test_rows_that_cannot_be_written_are_refused_before_anything_is_measured(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "file").write_text("")
+    out = str(tmp_path / "file" / "x")
+    code, _, err = run("kernel", "--device", "cpu", "--quick", "--out", out)
+    assert (code, "cannot write" in err) == (2, True)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deft_backend.bench.kernel import run as run_module
-from deft_backend.bench.kernel.inputs import make_inputs
-from deft_backend.bench.kernel.methods import OURS
-from deft_backend.bench.kernel.methods.ours import Ours
-from deft_backend.bench.kernel.phases import alone
-from deft_backend.bench.kernel.reference import batched_reference
-from deft_backend.bench.kernel.run import Setup, measure_case
-from deft_backend.bench.kernel.timing import QUICK
-from deft_backend.bench.kernel.workloads import Case, Workload, forest_from_parents
+from benchmarks.kernel import measure_case as run_module
+from benchmarks.kernel.batched_reference import batched_reference
+from benchmarks.kernel.case_inputs import make_inputs
+from benchmarks.kernel.measure_case import Setup, measure_case
+from benchmarks.kernel.methods import OURS
+from benchmarks.kernel.methods.ours import Ours
+from benchmarks.kernel.phases import alone
+from benchmarks.kernel.tree_workloads import Case, Workload, forest_from_parents
 from deft_backend.planner import Plan
-from deft_backend.reference import relative_error
+from deft_backend.reference_attention import relative_error
+from deft_backend.tuning.launch_clock import QUICK
 
 CPU = torch.device("cpu")
 PARENTS = [-1, *[0] * 9, -1, 10, 10, -1]

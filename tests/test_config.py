@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from deft_backend import config
-from deft_backend.config import VARIABLES, Settings, SettingsError, state_directory, warn_unknown
-from deft_backend.hosts.device_limit import planned_on_device
-from deft_backend.planner.on_device import largest_batch
+from deft_backend.config import VARIABLES, Settings, SettingsError, warn_unknown
 from deft_backend.policies import POLICY_NAMES
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
@@ -23,14 +21,6 @@ def test_defaults() -> None:
     assert settings.policy == "auto"
     assert settings.policy in POLICY_NAMES
     assert settings.fallback_backend is None
-
-
-def test_more_requests_than_the_device_plans_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="deft_backend"):
-        assert planned_on_device(largest_batch()) == largest_batch()
-        assert not caplog.records
-        assert planned_on_device(4096) == largest_batch()
-    assert "up to 4096 requests are asked for (DEFT_MAX_BATCH), but plans" in caplog.text
 
 
 def test_empty_means_unset() -> None:
@@ -99,16 +89,6 @@ def test_unknown_variables_are_said_once(caplog: pytest.LogCaptureFixture, monke
     ]
     assert second == []
     assert [r.message for r in caplog.records] == first
-
-
-def test_state_directory() -> None:
-    plain = Settings()
-    assert state_directory(plain, {"XDG_CACHE_HOME": "/c"}) == Path("/c/deft-backend/servers")
-    home = Path.home() / ".cache" / "deft-backend" / "servers"
-    assert state_directory(plain, {}) == home
-    assert state_directory(plain, {"XDG_CACHE_HOME": "relative"}) == home
-    chosen = Settings(state_dir=Path("/d"))
-    assert state_directory(chosen, {"XDG_CACHE_HOME": "/c"}) == Path("/d")
 
 
 def test_the_documentation_has_the_same_table() -> None:

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deft_backend.forest import build_forest
-from deft_backend.policies import CostModel, CostModelError, Target, get_policy
-from deft_backend.policies.cost_model import (
+from deft_backend.costs import CostModel, CostModelError
+from deft_backend.costs.cost_model import (
     DEFAULT_TABLE,
     FLASHFORGE_TABLE,
-    cost_model_of,
     default_cost_model,
 )
+from deft_backend.forest import build_forest
+from deft_backend.policies import Target, get_policy
 
 PAPER = CostModel.load(FLASHFORGE_TABLE)
 
@@ -75,9 +75,9 @@ def test_save_and_load(tmp_path: Path) -> None:
 
 def test_a_target_without_a_model_takes_the_shipped_one_once() -> None:
     target = Target(num_query_heads=1, num_kv_heads=1, head_dim=64)
-    assert cost_model_of(target) is cost_model_of(target) is default_cost_model()
+    assert target.costs is target.costs is default_cost_model()
     own = _replaced()
-    assert cost_model_of(Target(1, 1, 64, cost_model=own)) is own
+    assert Target(1, 1, 64, cost_model=own).costs is own
 
 
 def test_a_targets_own_table_changes_the_plan() -> None:

@@ -17,11 +17,11 @@ from test_planner import check_plan
 from deft_backend import TreeAttention
 from deft_backend.attention import AttentionError
 from deft_backend.forest import PrefixForest, build_forest
+from deft_backend.kernel_limits import MAX_MERGED
 from deft_backend.planner import DevicePlan, Plan, PlanCapacity, plan_forest
 from deft_backend.planner.on_device import DevicePlanner, largest_batch
 from deft_backend.planner.on_device.planner import Blocks
 from deft_backend.policies import Auto, PolicyError, Target
-from deft_backend.policies.range_choice import MAX_MERGED
 
 CPU = torch.device("cpu")
 TARGET = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, block_tokens=16)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from deft_backend.hosts import driver_stub
-from deft_backend.hosts.driver_stub import DriverStubError, ensure_driver_stub
+from deft_backend.servers import driver_stub
+from deft_backend.servers.driver_stub import DriverStubError, ensure_driver_stub
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler is installed"
@@ -41,7 +42,7 @@ def test_it_is_found_by_its_name_and_is_no_driver(cache: Path) -> None:
         pytest.skip("this machine has a real driver")
     script = (
         "import ctypes; ctypes.CDLL('libcuda.so.1').cuPointerGetAttribute;"
-        "from deft_backend.hosts.driver_stub import has_nvidia_driver, num_gpus;"
+        "from deft_backend.servers.driver_stub import has_nvidia_driver, num_gpus;"
         "print(has_nvidia_driver(), num_gpus())"
     )
     environment = {"LD_LIBRARY_PATH": str(ensure_driver_stub()), "PYTHONPATH": ":".join(sys.path)}
@@ -78,7 +79,18 @@ def test_a_failing_compiler_leaves_nothing_behind(
 
 
 @needs_compiler
-def test_a_relative_cache_home_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")  # invalid by the XDG specification
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert driver_stub.cache_folder() == tmp_path / ".cache" / "deft-backend"
+def test_it_lies_in_the_package_s_own_cache_folder(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = tmp_path / "chosen"
+    monkeypatch.setenv("DEFT_CACHE_DIR", str(chosen))
+    folder = ensure_driver_stub()
+    assert folder == chosen / "driver-stub" / "1"
+    for made in (chosen, folder.parent, folder):
+        assert stat.S_IMODE(made.stat().st_mode) == 0o700, made
+
+
+def test_a_cache_folder_that_is_none_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEFT_CACHE_DIR", __file__)
+    with pytest.raises(DriverStubError, match=r"DEFT_CACHE_DIR is .*expected a directory"):
+        ensure_driver_stub()

@@ -16,9 +16,10 @@ from strategies import GROWTH, Batch, batches, regular_forest, targets
 
 from deft_backend.explain import count_plan_loads, explain, render
 from deft_backend.forest import PrefixForest, build_forest
-from deft_backend.planner import OPEN_END, plan_grouping
+from deft_backend.kernel_limits import MAX_MERGED
+from deft_backend.planner import plan_grouping
+from deft_backend.planner.encoding import OPEN_END
 from deft_backend.policies import POLICY_NAMES, Grouping, Target, get_policy
-from deft_backend.policies.range_choice import MAX_MERGED
 
 LLAMA_2_7B = Target(
     num_query_heads=32, num_kv_heads=32, head_dim=128, dtype_bytes=2, num_programs=16
@@ -38,7 +39,7 @@ class Counts(NamedTuple):
 
 def counts_by_hand(grouping: Grouping, target: Target) -> Counts:
     """Cut every group into tiles and items, as docs/how-it-works.md says."""
-    *singles, packed = (rows // target.gqa_group for rows in target.tile_rows)
+    *singles, packed = (rows // target.gqa_group for rows in target.tile_heights)
     items = kv_tokens = masked_tokens = 0
     tiles_of: dict[int, list[tuple[bool, int]]] = {}  # a query's items: smallest shape? queries?
     for group in range(grouping.num_groups):

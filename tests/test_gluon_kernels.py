@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.random_batches import random_batch
 from deft_backend import TreeAttention, forest_from_page_tables
-from deft_backend.bench.random_forest import random_batch
 from deft_backend.kernels import hopper_stem, pipelined_leaf, stem_copies
 from deft_backend.kernels.launch import PIPELINED_LEAF_ATTENTION, STEM_ATTENTION
-from deft_backend.reference import reference_attention, relative_error
+from deft_backend.reference_attention import reference_attention, relative_error
 
 launched: Counter[str] = Counter()
 """Launches of each kernel since the test began."""

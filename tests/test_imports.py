@@ -11,17 +11,33 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "deft_backend"
+PATCHES = ROOT / "deft_patches"
 
 # Compiling, for the host and for the device, is a tool, not a stage of the data flow.
-TOOLS = {"jit", "triton_kernel", "policy_names", "installed"}
-MAY_IMPORT = {
+TOOLS = {"compile", "policy_names", "installed", "folders", "__version__"}
+SHARED_BY_HOSTS = {
+    "forest", "costs", "policies", "planner", "attention", "config", "telemetry",
+    "hosts/common", "hosts/contract",
+}  # fmt: skip
+MAY_IMPORT: dict[str, set[str]] = {
+    "compile": set(),
     "forest": set(),
-    "policies": {"forest"},
-    "planner": {"forest", "policies"},
-    "kernels": {"planner"},
-    "attention": {"forest", "policies", "planner", "kernels", "cost_tables"},
+    "costs": set(),
+    "policies": {"forest", "costs", "kernel_limits"},
+    "planner": {"forest", "policies", "kernel_limits"},
+    "kernels": {"planner", "kernel_limits"},
+    "attention": {"forest", "policies", "planner", "kernels", "costs", "kernel_limits"},
+    "tuning": {"forest", "costs", "policies", "planner", "attention", "harness"},
     "explain": {"forest", "policies", "planner"},
-    "hosts": {"forest", "policies", "planner", "explain", "attention", "config", "patches"},
+    "telemetry": {"forest", "config"},
+    "hosts/contract": set(),
+    "hosts/common": {"forest", "policies", "planner", "attention", "config", "hosts/contract"},
+    "hosts/sglang": SHARED_BY_HOSTS,
+    "hosts/vllm": SHARED_BY_HOSTS,
+    "servers": {"config", "hosts/vllm"},  # the name to start vLLM with
+    "traces": {"forest", "json_file"},
+    "harness": {"servers", "telemetry", "traces", "json_file"},
+    "ab": {"harness", "servers", "telemetry", "traces"},
 }
 HOST_PACKAGES = {"sglang", "vllm"}
 
@@ -39,6 +55,16 @@ def imports(path: Path) -> set[str]:
     return found
 
 
+def room(name: str) -> str:
+    """The folder, or module beside the folders, of an absolute name in the package.
+
+    >>> room("deft_backend.hosts.sglang.factory"), room("deft_backend.telemetry.state")
+    ('hosts/sglang', 'telemetry')
+    """
+    parts = name.split(".")[1:]
+    return "/".join(parts[: 2 if parts[0] == "hosts" else 1])
+
+
 @pytest.mark.parametrize("folder", sorted(MAY_IMPORT))
 def test_folders_import_along_the_data_flow(folder: str) -> None:
     allowed = MAY_IMPORT[folder] | {folder} | TOOLS
@@ -46,12 +72,39 @@ def test_folders_import_along_the_data_flow(folder: str) -> None:
     assert files, f"deft_backend/{folder} holds no modules"
     for path in files:
         for name in imports(path):
-            parts = name.split(".")
-            if parts[0] == "deft_backend" and len(parts) > 1:
-                assert parts[1] in allowed, f"{path.relative_to(ROOT)} imports {name}"
+            if name.startswith("deft_backend."):
+                assert room(name) in allowed, f"{path.relative_to(ROOT)} imports {name}"
 
 
-def test_only_hosts_and_patches_import_servers() -> None:
+def test_the_data_flow_has_no_circle() -> None:
+    """Whoever is imported stands above whoever imports it: the table has an order."""
+    placed: set[str] = set()
+    left = {folder: needs & MAY_IMPORT.keys() for folder, needs in MAY_IMPORT.items()}
+    while left:
+        ready = {folder for folder, needs in left.items() if needs <= placed}
+        assert ready, f"these import each other: {sorted(left)}"
+        placed |= ready
+        left = {folder: needs for folder, needs in left.items() if folder not in ready}
+
+
+def test_patches_import_a_host_and_each_other_alone() -> None:
+    """A patch decides nothing: what it needs to know, its adapter passes in."""
+    files = list(PATCHES.rglob("*.py"))
+    assert files, "deft_patches holds no modules"
+    for path in files:
+        ours = {name for name in imports(path) if name.split(".")[0] == "deft_backend"}
+        assert not ours, f"{path.relative_to(ROOT)} imports {ours}"
+
+
+def test_only_hosts_load_patches() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        if path.relative_to(PACKAGE).parts[:2] == ("hosts", "sglang"):
+            continue
+        patches = {name for name in imports(path) if name.split(".")[0] == "deft_patches"}
+        assert not patches, f"{path.relative_to(ROOT)} imports {patches}"
+
+
+def test_only_hosts_import_servers() -> None:
     for path in PACKAGE.rglob("*.py"):
         if "hosts" in path.relative_to(PACKAGE).parts:
             continue
@@ -67,7 +120,7 @@ def test_servers_that_do_not_ask_for_us_load_little(host: str) -> None:
     everything that is imported when it starts on a CPU, and fails at a part of llvmlite.
     """
     script = (
-        f"import sys, deft_backend.hosts.{host}.plugin, deft_backend.hosts.tested_versions; "
+        f"import sys, deft_backend.hosts.{host}.plugin, deft_backend.hosts.common.tested_versions; "
         "print({'numba', 'llvmlite', 'numpy', 'torch', 'triton'} & set(sys.modules))"
     )
     found = subprocess.run(
@@ -76,9 +129,17 @@ def test_servers_that_do_not_ask_for_us_load_little(host: str) -> None:
     assert found.stdout.strip() == "set()"
 
 
+def test_the_package_never_imports_the_benchmarks() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        found = {name for name in imports(path) if name.split(".")[0] == "benchmarks"}
+        assert not found, f"{path.relative_to(ROOT)} imports {found}"
+
+
 def test_the_process_that_measures_servers_does_without_torch() -> None:
     """A CUDA context in it would take memory of the GPU that the servers would have."""
-    for path in (PACKAGE / "bench" / "e2e").glob("*.py"):
-        if path.name != "weights.py":
-            found = imports(path) & {"torch", "deft_backend.bench.e2e.weights"}
+    files = list((ROOT / "benchmarks" / "e2e").glob("*.py"))
+    assert files
+    for path in files:
+        if path.name != "random_weights.py":
+            found = imports(path) & {"torch", "benchmarks.e2e.random_weights"}
             assert not found, f"{path.relative_to(ROOT)} imports {found}"

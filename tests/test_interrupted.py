@@ -25,9 +25,9 @@ import typer
 from bench_e2e_fakes import fake_launch
 from rich.console import Console
 
-from deft_backend.bench.e2e.host_clients import HostClient
-from deft_backend.bench.e2e.session import Setup, record
-from deft_backend.bench.e2e.workloads import HostsOwn
+from benchmarks.e2e.host_clients import HostClient
+from benchmarks.e2e.backend_runs import Setup, record
+from benchmarks.e2e.served_workloads import HostsOwn
 from deft_backend.cli.interrupted import unwound
 
 folder = Path(sys.argv[1])
@@ -35,7 +35,7 @@ CLIENT = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 HostClient.command = lambda *_: [sys.executable, "-c", CLIENT]
 setup = Setup(
     fake_launch(), ("right",), "right", [HostsOwn(HostClient("sglang", "tiny"))],
-    folder / "rows.json", folder / "logs", "deft bench e2e", 120.0,
+    folder / "rows.json", folder / "logs", "python -m benchmarks e2e", 120.0,
 )
 
 

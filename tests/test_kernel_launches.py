@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.random_batches import random_batch
 from deft_backend import TreeAttention, forest_from_page_tables
-from deft_backend.bench.random_forest import random_batch
+from deft_backend.compile.triton_kernel import Kernel
 from deft_backend.kernels import launch, run_plan, tree_attention
 from deft_backend.kernels.launch import LaunchConfig, ReduceConfig, TileConfig
 from deft_backend.planner import DevicePlan, PlanCapacity
-from deft_backend.reference import reference_attention, relative_error
-from deft_backend.triton_kernel import Kernel
+from deft_backend.reference_attention import reference_attention, relative_error
 
 KERNELS = (
     launch.PARTIAL_ATTENTION, launch.LEAF_ATTENTION, launch.STEM_ATTENTION, launch.REDUCE_PARTIALS,

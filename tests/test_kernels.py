@@ -14,13 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.random_batches import random_batch as paged_batch
 from deft_backend import POLICY_NAMES, AttentionError, TreeAttention, forest_from_page_tables
-from deft_backend.bench.random_forest import random_batch as paged_batch
 from deft_backend.forest import PrefixForest
-from deft_backend.planner import ITEM_ORDER, Plan, PlanCapacity, plan_grouping
-from deft_backend.planner.plan import MERGES
+from deft_backend.planner import Plan, PlanCapacity, plan_grouping
+from deft_backend.planner.encoding import ITEM_ORDER, MERGES
 from deft_backend.policies import DeftFlatten, Grouping, GroupingBuilder, Segment, Target
-from deft_backend.reference import reference_attention, relative_error
+from deft_backend.reference_attention import reference_attention, relative_error
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}

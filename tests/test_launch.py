@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from deft_backend.hosts import launch
-from deft_backend.hosts.launch import LaunchError, ServerCommand, free_port, server_command
-from deft_backend.hosts.server_process import ServerProcess
+from deft_backend.servers import command as launch
+from deft_backend.servers.command import LaunchError, ServerCommand, free_port, server_command
+from deft_backend.servers.process import ServerProcess
 
 SERVER = """
 import http.server, subprocess, sys
@@ -114,7 +114,8 @@ def test_the_cpu_engine_gets_its_environment(
         "M", 1234, policy="fasttree", host_arguments=["--max-total-tokens", "99"], gpu=False
     )
     words = " ".join(found.arguments)
-    assert "sglang.launch_server --model-path M --port 1234 --attention-backend deft" in words
+    assert "sglang.launch_server --model-path M --host 127.0.0.1 --port 1234 " in words
+    assert "--port 1234 --attention-backend deft" in words
     assert words.endswith(
         "--dtype float32 --device cpu --max-total-tokens 16384 --max-total-tokens 99"
     )
@@ -131,6 +132,8 @@ def test_a_gpu_needs_nothing_special() -> None:
         "sglang.launch_server",
         "--model-path",
         "M",
+        "--host",
+        "127.0.0.1",
         "--port",
         "1234",
     )
@@ -147,8 +150,8 @@ def test_vllm_on_the_cpu_gets_its_environment() -> None:
                            gpu=False)  # fmt: skip
     words = " ".join(found.arguments[1:])
     assert words == (
-        "-m vllm.entrypoints.openai.api_server --model M --port 1234 --attention-backend CUSTOM "
-        "--dtype float32 --enforce-eager --x"
+        "-m vllm.entrypoints.openai.api_server --model M --host 127.0.0.1 --port 1234 "
+        "--attention-backend CUSTOM --dtype float32 --enforce-eager --x"
     )
     assert dict(found.environment) == {
         "DEFT_POLICY": "fasttree", "TRITON_INTERPRET": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -158,7 +161,7 @@ def test_vllm_on_the_cpu_gets_its_environment() -> None:
 @pytest.mark.parametrize(("backend", "named"), [(None, None), ("FLASHINFER", "FLASHINFER")])
 def test_vllm_on_a_gpu_needs_nothing_special(backend: str | None, named: str | None) -> None:
     found = server_command("M", 1234, host="vllm", backend=backend, gpu=True)
-    expected = ["--model", "M", "--port", "1234"]
+    expected = ["--model", "M", "--host", "127.0.0.1", "--port", "1234"]
     expected += [] if named is None else ["--attention-backend", named]
     assert list(found.arguments[3:]) == expected
     assert dict(found.environment) == {}
@@ -169,6 +172,15 @@ def test_a_cpu_build_of_vllm_uses_no_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     for is_cpu, expected in ((True, False), (False, True)):
         monkeypatch.setattr(launch, "vllm_is_cpu_build", lambda is_cpu=is_cpu: is_cpu)
         assert server_command("M", 1, host="vllm").on_gpu is expected
+
+
+@pytest.mark.parametrize("host", ["sglang", "vllm"])
+def test_servers_listen_on_the_loopback_interface_unless_asked(host: str) -> None:
+    found = server_command("M", 1, host=host, host_arguments=["--host", "0.0.0.0"], gpu=True)
+    listened = [
+        b for a, b in zip(found.arguments, found.arguments[1:], strict=False) if a == "--host"
+    ]
+    assert listened == ["127.0.0.1", "0.0.0.0"]  # the last one wins
 
 
 def test_an_unknown_host_is_refused() -> None:

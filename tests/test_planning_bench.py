@@ -12,20 +12,20 @@ import pytest
 import torch
 from forest_oracle import oracle_of_tables
 
+from benchmarks.planning import device_planning, host_planning
 from deft_backend import TreeAttention
-from deft_backend.bench import planning, planning_device
-from deft_backend.bench.kernel.timing import Budget
 from deft_backend.forest import (
     forest_from_page_tables,
     forest_from_paths,
     forest_from_tree,
 )
+from deft_backend.tuning.launch_clock import Budget
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_batches_are_trees_of_the_stated_shape(page_size: int, shuffled: bool) -> None:
-    batch = planning.ragged_batch((2, 3, 4), page_size, shuffled, prefix_tokens=640)
+    batch = host_planning.ragged_batch((2, 3, 4), page_size, shuffled, prefix_tokens=640)
     lens = batch.seq_lens
     forest = forest_from_page_tables(batch.page_tables, lens, page_size)
     for other in (
@@ -44,11 +44,11 @@ def test_batches_are_trees_of_the_stated_shape(page_size: int, shuffled: bool) -
 
 
 def test_the_file_holds_a_row_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "FAN_OUTS", {8: (2, 2, 2)})
-    monkeypatch.setattr(planning, "FLUSHED_BYTES", 1 << 12)
+    monkeypatch.setattr(host_planning, "FAN_OUTS", {8: (2, 2, 2)})
+    monkeypatch.setattr(host_planning, "FLUSHED_BYTES", 1 << 12)
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     try:
-        planning.main(tmp_path / "new" / "planning.json", None, "deft-node", 2)
+        host_planning.measure_batches(tmp_path / "new" / "planning.json", None, "deft-node", 2)
     finally:
         if cores is not None:
             os.sched_setaffinity(0, cores)
@@ -80,18 +80,18 @@ def test_planning_on_the_device_is_compared_with_the_host(
     def random(shape: Any, **options: Any) -> torch.Tensor:
         return randn(shape, **{**options, "dtype": torch.float32})
 
-    monkeypatch.setattr(planning_device, "FAN_OUTS", {8: (2, 2, 2)})
-    monkeypatch.setattr(planning_device, "TreeAttention", OnCpu)
-    monkeypatch.setattr(planning_device, "captured", lambda launch: (launch, launch()))
-    monkeypatch.setattr(planning_device, "launch_us", lambda replay, budget: 3.0)
-    monkeypatch.setattr(planning_device, "kernel_times", lambda replay: {})
+    monkeypatch.setattr(device_planning, "FAN_OUTS", {8: (2, 2, 2)})
+    monkeypatch.setattr(device_planning, "TreeAttention", OnCpu)
+    monkeypatch.setattr(device_planning, "captured", lambda launch: (launch, launch()))
+    monkeypatch.setattr(device_planning, "launch_us", lambda replay, budget: 3.0)
+    monkeypatch.setattr(device_planning, "kernel_times", lambda replay: {})
     monkeypatch.setattr(torch, "randn", random)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    tables = planning_device.shared(8, page_size, prefix_tokens=1600)
-    row = planning_device.measure(tables, torch.device("cpu"), Budget())
+    tables = device_planning.shared(8, page_size, prefix_tokens=1600)
+    row = device_planning.measure(tables, torch.device("cpu"), Budget())
     assert row["tokens_attended"] == int(tables.seq_lens.sum())
     assert row["tokens_loaded"] < 0.7 * row["tokens_attended"]
     assert 0 < row["error"] < 1e-4
     assert row["attention_us"] == {"device plan": 3.0, "host plan": 3.0}
-    alone = planning_device.unshared(3, 40, page_size)
+    alone = device_planning.unshared(3, 40, page_size)
     assert len(np.unique(alone.page_table)) == alone.page_table.size

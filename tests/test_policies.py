@@ -15,6 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import GROWTH, Batch, batches, check_coverage, regular_forest, targets
 
+from deft_backend.costs import FastTreeCoefficients
+from deft_backend.costs.cost_model import default_cost_model
+from deft_backend.costs.fasttree_costs import (
+    FastTreeCosts,
+    context_padding_cost,
+    pad,
+    query_padding_cost,
+)
 from deft_backend.forest import (
     VIRTUAL_ROOT,
     PrefixForest,
@@ -27,21 +35,13 @@ from deft_backend.policies import (
     DeftFlatten,
     DeftNodeChunk,
     FastTree,
-    FastTreeCoefficients,
     FlashForge,
     Grouping,
     PolicyError,
     Target,
     get_policy,
 )
-from deft_backend.policies.cost_model import default_cost_model
 from deft_backend.policies.fasttree import assigned_ranges
-from deft_backend.policies.fasttree_costs import (
-    FastTreeCosts,
-    context_padding_cost,
-    pad,
-    query_padding_cost,
-)
 from deft_backend.policies.makespan import item_costs, longest_first
 from deft_backend.policies.splitting import cut_evenly, node_ranges
 
@@ -314,7 +314,7 @@ def test_fasttree_takes_the_cheaper_value_of_an_edge() -> None:
     # The hand-computed edge above: 4 of 20 queries share 40 tokens more, SplitQ costs less.
     shared = [140] * 3 + [100] * 16
     forest = build_forest(range(20), shared, [140] * 4 + [100] * 16)
-    target = replace(MHA, tile_rows=(16,), head_dim=1)
+    target = replace(MHA, tile_heights=(16,), head_dim=1)
     edge = int(np.flatnonzero(forest.num_queries == 4)[0])
     cheap = FastTree(FastTreeCoefficients(0.5, 0.25, 2.0)).assign_edges(forest, target)
     assert cheap[edge]
@@ -332,7 +332,7 @@ def _greedy_by_the_notes(
 
     def c_p(n_q: int, length: int) -> float:
         rows = n_q * target.gqa_group
-        phases = sorted(set(target.tile_rows))
+        phases = sorted(set(target.tile_heights))
         tile = next((t for t in phases if rows <= t), phases[-1])
         pad_q = -rows % tile
         pad_c = -min(length, target.block_tokens) % target.block_tokens
@@ -530,6 +530,6 @@ def test_flattened_blocks_stay_within_what_the_kernels_address(
     forest = regular_forest([1, 2], [900, 100])
     target = replace(MHA, max_groups=2)
     assert DeftFlatten().group(forest, target).num_groups <= 2
-    monkeypatch.setattr("deft_backend.policies.deft_flatten.MOST_TOKENS", 512)
+    monkeypatch.setattr("deft_backend.policies.deft_flatten.MAX_ITEM_TOKENS", 512)
     with pytest.raises(PolicyError, match="blocks of 1024 tokens; the kernels address 512"):
         DeftFlatten().group(forest, target)

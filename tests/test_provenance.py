@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deft_backend.bench.provenance import provenance
+from deft_backend.harness.provenance import provenance
 
 
 def test_a_gpu_is_named_without_starting_cuda(

@@ -11,7 +11,7 @@ from sglang_fakes import FakePool, Tree, load_host, make_layer, make_state, requ
 
 from deft_backend.attention import TreeAttention
 from deft_backend.config import Settings
-from deft_backend.hosts.shown_batch import forest_of
+from deft_backend.telemetry.shown_batch import forest_of
 
 PREFIX = list(range(10, 510))
 SHARED = [[*PREFIX, 4, 5], [*PREFIX, 9]]
@@ -154,7 +154,8 @@ def test_small_large_and_other_batches_are_the_hosts(server: Any) -> None:
     backend.forward(q, k, v, make_layer(), batch)
     assert server.calls[-2:] == ["metadata", "extend"]
     assert server.state.steps_host == {
-        "batch below DEFT_MIN_BATCH": 2, "batch above what a plan holds": 2,
+        "batch smaller than DEFT_MIN_BATCH=2": 2,
+        "batch larger than the 4 requests that a plan holds": 2,
     }  # fmt: skip
     assert server.state.steps_tree == 0
 
@@ -274,52 +275,13 @@ def test_members_are_the_hosts(server: Any) -> None:
         _ = server.backend.no_such_member
 
 
-@pytest.mark.parametrize(
-    ("planner", "device", "capability", "heads", "head_dim", "changed", "expected", "said"),
-    [
-        ("auto", "cuda", (9, 0), (32, 8), 128, {}, True, ""),
-        ("auto", "cuda", (9, 0), (64, 8), 128, {}, False, ""),  # not measured with nothing shared
-        ("auto", "cuda", (9, 0), (16, 4), 128, {}, False, ""),
-        ("auto", "cuda", (9, 0), (32, 8), 64, {}, False, ""),
-        ("auto", "cuda", (8, 0), (32, 8), 128, {}, False, ""),
-        ("auto", "cuda", (9, 0), (32, 8), 128, {"verify": True}, False, ""),
-        ("auto", "cuda", (9, 0), (32, 8), 128, {"policy": "fasttree"}, False, ""),
-        ("auto", "cpu", None, (32, 8), 128, {}, False, ""),
-        ("host", "cuda", (9, 0), (32, 8), 128, {}, False, ""),
-        ("device", "cuda", (8, 0), (8, 8), 64, {}, True, ""),
-        ("device", "cpu", None, (4, 2), 64, {}, True, ""),
-        (
-            "device",
-            "cuda",
-            (9, 0),
-            (32, 8),
-            128,
-            {"verify": True},
-            False,
-            "DEFT_VERIFY checks plans",
-        ),
-        (
-            "device",
-            "cuda",
-            (9, 0),
-            (32, 8),
-            128,
-            {"policy": "fasttree"},
-            False,
-            "follow the policy auto",
-        ),
-    ],
-)
-def test_who_plans(
-    planner: str, device: str, capability: Any, heads: tuple[int, int], head_dim: int,
-    changed: dict[str, Any], expected: bool, said: str, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    from deft_backend.hosts.sglang import factory
+def test_page_tables_are_read_until_the_end_once_a_graph_holds_tree_attention(server: Any) -> None:
+    """The host asks before it says which graph it replays."""
+    from deft_backend.hosts.sglang.versions import read_end
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    settings = Settings(planner=planner, **changed)
-    where = torch.device(device)
-    assert factory._plans_on_device(settings, where, (*heads, head_dim)) is expected
-    assert said in caplog.text
-    assert bool(said) == bool(caplog.text)
+    backend = server.backend
+    backend._host.shared_read_ends = lambda mode: "the host's"
+    assert backend.shared_read_ends(DECODE) == "the host's"
+    backend.init_forward_metadata_out_graph(server.batch(size=2), in_capture=True)
+    assert backend.shared_read_ends(DECODE) == read_end()
+    assert backend.shared_read_ends(EXTEND) == "the host's"

@@ -16,25 +16,23 @@ from sglang_fakes import (
     make_planner,
     make_request,
     make_state,
+    observed,
     requests_of,
     step,
+    tree_source,
 )
 
 from deft_backend.config import Settings
+from deft_backend.costs.cost_model import default_cost_model
 from deft_backend.forest import forest_from_page_tables, forest_from_paths
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner
-from deft_backend.hosts.sglang.radix_forest import (
-    PRIVATE,
-    TreeError,
-    forest_of,
-    key_of,
-    known_tree,
-)
+from deft_backend.hosts.sglang.prefix_source import key_of, tree_reader
+from deft_backend.hosts.sglang.radix_tree import RadixTreeSource, TreeError
 from deft_backend.hosts.sglang.verify import disagreement
-from deft_backend.planner import OPEN_END
+from deft_backend.planner.encoding import OPEN_END
 from deft_backend.policies import POLICY_NAMES
-from deft_backend.policies.cost_model import default_cost_model
 
+forest_of = RadixTreeSource().forest
 ARRAYS = ("order", "parent", "row", "start", "length", "query_begin", "query_end", "leaf")
 
 
@@ -126,33 +124,30 @@ def test_only_what_the_tree_owns_is_shared() -> None:
 def test_requests_without_a_place_in_the_tree_are_private() -> None:
     node, _ = Tree().insert([1, 2, 3])
     freed = make_request(node, 3, row=None)
-    assert key_of(freed) == key_of(make_request(None, 0)) == PRIVATE
     forest = forest_of([freed, make_request(node, 3), make_request(None, 3)], np.array([5, 5, 5]))
     assert forest.tokens_stored == 15
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "known"),
+    ("module", "name", "read"),
     [
         ("sglang.srt.mem_cache.radix_cache", "RadixCache", True),
         ("sglang.srt.mem_cache.chunk_cache", "ChunkCache", True),
         ("sglang.srt.mem_cache.chunk_cache", "SWAChunkCache", False),
         ("sglang.srt.mem_cache.hiradix_cache", "HiRadixCache", False),
+        ("sglang.srt.mem_cache.unified_radix_cache", "UnifiedRadixCache", False),  # to 0.5.21
         ("sglang.srt.session.streaming_session", "StreamingSession", False),
     ],
 )
-def test_known_trees(module: str, name: str, known: bool) -> None:
+def test_trees_that_are_read(module: str, name: str, read: bool) -> None:
     cache = type(name, (), {"__module__": module, "is_eagle": False})()
-    reason = known_tree(cache)
-    assert (reason is None) == known
-    assert known or name in str(reason)
+    assert (tree_reader(cache) is not None) == read
 
 
-def test_a_tree_of_bigrams_is_not_known() -> None:
+def test_a_tree_of_bigrams_is_not_read() -> None:
     """Its nodes' keys are one shorter than what their requests hold."""
     known = {"__module__": "sglang.srt.mem_cache.radix_cache"}
-    cache = type("RadixCache", (), {**known, "is_eagle": True})()
-    assert "bigrams" in str(known_tree(cache))
+    assert tree_reader(type("RadixCache", (), {**known, "is_eagle": True})()) is None
 
 
 def test_verification_finds_a_wrong_forest() -> None:
@@ -254,7 +249,7 @@ def test_lengths_are_kept_apart_from_the_hosts(dtype: type) -> None:
 def test_a_newcomer_attends_to_its_own_tokens_alone() -> None:
     """Under a plan that cuts the leaf of the request before it into ranges."""
     from deft_backend.attention import TreeAttention
-    from deft_backend.reference import reference_attention, relative_error
+    from deft_backend.reference_attention import reference_attention, relative_error
 
     shared, long = 64, 900
     node, _ = Tree().insert(list(range(1, shared + 1)))
@@ -262,7 +257,7 @@ def test_a_newcomer_attends_to_its_own_tokens_alone() -> None:
         num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
         max_batch=4, policy="deft-node-chunk",
     )  # fmt: skip
-    planner = DecodePlanner(attention, EAGER, make_state())
+    planner = DecodePlanner(attention, tree_source(), EAGER, make_state())
     requests = [make_request(node, shared, row=row) for row in (1, 2, 3)]
     width = shared + long + 8
     own = torch.arange(shared + 1, shared + 1 + 4 * width, dtype=torch.int32).view(4, width)
@@ -271,7 +266,7 @@ def test_a_newcomer_attends_to_its_own_tokens_alone() -> None:
     k_cache, v_cache = torch.randn(2, int(table.max()) + 1, 1, 2, 64)
     rows = torch.tensor([1, 2, 3])
     for lens in ([80, 80, shared + long], [81, 81, shared + 1]):
-        planner.step(requests, np.array(lens), sum(lens))
+        planner.step(observed(requests), np.array(lens), sum(lens))
         q = torch.randn(3, 4, 64)
         out = attention.run(q, k_cache, v_cache, table, torch.tensor(lens), table_rows=rows)
         expected = reference_attention(q, k_cache, v_cache, table[rows], torch.tensor(lens))
@@ -301,10 +296,10 @@ def test_long_leaves_may_grow_by_a_share() -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (Settings(min_batch=3), "batch below DEFT_MIN_BATCH"),
-        (Settings(max_batch=1), "batch above DEFT_MAX_BATCH"),
-        (Settings(min_share=1.9), "shares less than DEFT_MIN_SHARE"),
-        (Settings(min_share=1.0, min_shared_tokens=5), "saves less than DEFT_MIN_SHARED_TOKENS"),
+        (Settings(min_batch=3), "batch smaller than DEFT_MIN_BATCH=3"),
+        (Settings(max_batch=1), "batch larger than DEFT_MAX_BATCH=1"),
+        (Settings(min_share=1.9), "shares less than DEFT_MIN_SHARE=1.9"),
+        (Settings(min_share=1.0, min_shared_tokens=5), "saves fewer than DEFT_MIN_SHARED_TOKENS=5"),
         (Settings(min_share=1.5, min_shared_tokens=4), None),
     ],
 )
@@ -321,8 +316,9 @@ def test_on_a_gpu_the_gain_must_be_worth_it() -> None:
     requests, _, lens = requests_of([[1] * 1001, [1] * 1001], Tree())
     state = make_state()
     gain = default_cost_model().transfer_ms(1000 * state.token_bytes * state.num_layers)
-    for cost, reason in ((1.01 * gain, "saves less than DEFT_MIN_SAVED_MS"), (0.99 * gain, None)):
-        planner = DecodePlanner(FakeAttention(), EAGER, state, least_gain_ms=cost)
+    above, below = 1.01 * gain, 0.99 * gain
+    for cost, reason in ((above, f"saves less than DEFT_MIN_SAVED_MS={above:g}"), (below, None)):
+        planner = DecodePlanner(FakeAttention(), tree_source(), EAGER, state, least_gain_ms=cost)
         assert step(planner, requests, lens).host_reason == reason
 
 
@@ -331,9 +327,10 @@ def test_the_gain_is_told_by_this_gpus_bandwidth() -> None:
     state, shipped = make_state(), default_cost_model()
     gain = shipped.transfer_ms(1000 * state.token_bytes * state.num_layers)
     slower = replace(shipped, bandwidth_gb_s=shipped.bandwidth_gb_s / 2)
-    for costs, reason in ((slower, None), (shipped, "saves less than DEFT_MIN_SAVED_MS")):
+    little = f"saves less than DEFT_MIN_SAVED_MS={1.5 * gain:g}"
+    for costs, reason in ((slower, None), (shipped, little)):
         planner = DecodePlanner(
-            FakeAttention(), EAGER, state, least_gain_ms=1.5 * gain, costs=costs
+            FakeAttention(), tree_source(), EAGER, state, least_gain_ms=1.5 * gain, costs=costs
         )
         assert step(planner, requests, lens).host_reason == reason
 
@@ -351,7 +348,7 @@ def test_loaded_tokens_follow_growth(policy: str) -> None:
     """What a step loads, by the plan's own items, before and after every row grew by 3."""
     requests, _, lens = requests_of([[1] * 70, [1] * 60 + [2] * 9, [3] * 5], Tree())
     attention = FakeAttention(policy)
-    planner = DecodePlanner(attention, EAGER, make_state())
+    planner = DecodePlanner(attention, tree_source(), EAGER, make_state())
     planned = step(planner, requests, lens)
     plan = attention.plan(attention.forests[0])
 

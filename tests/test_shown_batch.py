@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from sglang_fakes import make_state
 from typer.testing import CliRunner
 
-from deft_backend.bench.random_forest import random_batch
-from deft_backend.bench.server_state import StateError, shown_forest
+from benchmarks.random_batches import random_batch
 from deft_backend.cli import app
 from deft_backend.forest import forest_from_page_tables
-from deft_backend.hosts import shown_batch
-from deft_backend.hosts.shown_batch import Batch, ShownBatchError, forest_of, request_file
-from deft_backend.hosts.state import StateWriter
+from deft_backend.telemetry import shown_batch
+from deft_backend.telemetry.shown_batch import Batch, ShownBatchError, forest_of, request_file
+from deft_backend.telemetry.state import StateWriter
+from deft_backend.telemetry.state_reader import StateError, shown_forest
 
 
 @given(

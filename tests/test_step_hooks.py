@@ -9,17 +9,22 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
+from typer.testing import CliRunner
 
-from deft_backend.bench import step_hooks
+from benchmarks.__main__ import app
+from benchmarks.commands import step_hooks as command_module
+
+ROOT = Path(__file__).parent.parent
 
 
 def test_the_file_holds_what_a_replayed_step_takes(tmp_path: Path) -> None:
     """In a process of its own: it puts a replay that does nothing in the place of the host's."""
     pytest.importorskip("sglang")
     out = tmp_path / "new" / "hooks.json"
-    command = [sys.executable, "-m", "deft_backend.bench.step_hooks", "--out", str(out)]
-    subprocess.run([*command, "--repeats", "5"], check=True, capture_output=True, timeout=300)
+    command = [sys.executable, "-m", "benchmarks", "step-hooks", "--out", str(out)]
+    subprocess.run(
+        [*command, "--repeats", "5"], check=True, capture_output=True, cwd=ROOT, timeout=300
+    )
     found = json.loads(out.read_text())
     assert found["header"]["looks_a_second"] == 4
     assert found["header"]["look_us"] > 0
@@ -36,7 +41,8 @@ def test_the_file_holds_what_a_replayed_step_takes(tmp_path: Path) -> None:
 def test_without_sglang_it_says_so_and_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_hooks, "find_spec", lambda name: None)
-    with pytest.raises(typer.BadParameter, match="there is no SGLang here"):
-        step_hooks.main(tmp_path / "hooks.json")
+    monkeypatch.setattr(command_module, "find_spec", lambda name: None)
+    done = CliRunner().invoke(app, ["step-hooks", "--out", str(tmp_path / "hooks.json")])
+    assert done.exit_code == 2
+    assert "sglang is not installed" in done.stderr
     assert not list(tmp_path.iterdir())

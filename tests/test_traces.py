@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deft_backend.bench.generate import ThoughtTreeShape, generate_thought_tree
-from deft_backend.bench.trace_forest import forest_at, forest_from_levels, token_tree_forest
-from deft_backend.bench.traces import (
+from deft_backend.ab.invented_tree import ThoughtTreeShape, generate_thought_tree
+from deft_backend.forest import PrefixForest
+from deft_backend.traces.trace_files import (
     ROOT,
     ThoughtTree,
     TokenTree,
@@ -23,7 +23,7 @@ from deft_backend.bench.traces import (
     load_token_tree,
     load_trace,
 )
-from deft_backend.forest import PrefixForest
+from deft_backend.traces.tree_forests import forest_at, forest_from_levels, token_tree_forest
 
 shapes = st.builds(
     ThoughtTreeShape,

@@ -14,12 +14,11 @@ import torch
 from typer.testing import CliRunner
 
 from deft_backend.cli import app
-from deft_backend.config import SettingsError, tables_directory
-from deft_backend.cost_tables import cost_model_on, table_key
-from deft_backend.planner import TILE_SEGMENTS
-from deft_backend.policies import CostModel, CostModelError, FastTreeCoefficients, Target, tables
-from deft_backend.policies.cost_model import DEFAULT_TABLE, default_cost_model
-from deft_backend.policies.tables import (
+from deft_backend.config import SettingsError
+from deft_backend.costs import CostModel, CostModelError, FastTreeCoefficients, table_lookup
+from deft_backend.costs.cost_model import DEFAULT_TABLE, default_cost_model
+from deft_backend.costs.device_tables import cost_model_on, table_key
+from deft_backend.costs.table_lookup import (
     TableKey,
     cost_model_for,
     read_key,
@@ -27,15 +26,18 @@ from deft_backend.policies.tables import (
     shipped_for,
     table_in_use,
 )
-from deft_backend.reference import reference_attention, relative_error
+from deft_backend.folders import tables_directory
+from deft_backend.kernel_limits import TILE_SEGMENTS
+from deft_backend.policies import Target
+from deft_backend.reference_attention import reference_attention, relative_error
 from deft_backend.tuning import machine as machine_module
-from deft_backend.tuning.fasttree import ARTIFACT, measure_coefficients
+from deft_backend.tuning.block_times import measure_block_times
+from deft_backend.tuning.fasttree_fit import ARTIFACT, measure_coefficients
 from deft_backend.tuning.grids import Grid
 from deft_backend.tuning.least_squares import fit_times
 from deft_backend.tuning.machine import Launch, Machine, Work
-from deft_backend.tuning.run import measure
-from deft_backend.tuning.table import measure_block_times
-from deft_backend.tuning.tiles import measure_tile_costs
+from deft_backend.tuning.measure import measure
+from deft_backend.tuning.tile_fit import measure_tile_costs
 
 runner = CliRunner(env={"COLUMNS": "400", "NO_COLOR": "1", "TERM": "dumb"})
 
@@ -48,7 +50,7 @@ TARGET = Target(32, 8, 128)
 
 @pytest.fixture(autouse=True)
 def _forgotten_warnings() -> None:
-    tables._warn_once.cache_clear()
+    table_lookup._warn_once.cache_clear()
 
 
 # --- fits ----------------------------------------------------------------------------------------
@@ -123,7 +125,7 @@ def test_fasttree_weights_are_recovered() -> None:
         return time + (4.0 + gamma * element * rows if work.parts > 1 else 0.0)
 
     target = Target(
-        32, 8, 128, tile_rows=(16, 64, 128, 64), tile_programs=(132, 33, 16, 33),
+        32, 8, 128, tile_heights=(16, 64, 128, 64), tile_programs=(132, 33, 16, 33),
         tile_segments=(1, 1, 1, 32), block_tokens=context_tile,
     )  # fmt: skip
     found, error = measure_coefficients(time_us, target, Grid())
@@ -359,7 +361,7 @@ def test_the_shipped_table_is_scaled_by_bytes() -> None:
     assert half.tiles.partial_ns == pytest.approx(model.tiles.partial_ns / 4)
     np.testing.assert_allclose(half.time_ms - half.launch_ms, (model.time_ms - model.launch_ms) / 2)
     for head_dim in (64, 96, 128, 256):  # tables that CostModel accepts
-        for dtype in tables.DTYPE_BYTES:
+        for dtype in table_lookup.DTYPE_BYTES:
             assert isinstance(shipped_for(8, head_dim, dtype), CostModel)
 
 
@@ -427,17 +429,17 @@ def test_tune_refuses_a_cache_that_is_no_folder(tmp_path: Path) -> None:
 
 
 def _on(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from deft_backend import cost_tables
+    from deft_backend.costs import device_tables
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(cost_tables.torch.cuda, "get_device_name", lambda device: gpu)
+    monkeypatch.setattr(device_tables.torch.cuda, "get_device_name", lambda device: gpu)
 
 
 def test_tune_writes_and_shows_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command end to end, but for the measurement."""
-    from deft_backend.tuning import run as run_module
+    from deft_backend.tuning import measure as measure_module
 
     model = tmp_path / "model"
     model.mkdir()
@@ -446,12 +448,12 @@ def test_tune_writes_and_shows_the_table(tmp_path: Path, monkeypatch: pytest.Mon
     _on("NVIDIA L40S", monkeypatch)
     asked: list[TableKey] = []
 
-    def tune(key: TableKey, say: object) -> run_module.Tuned:
+    def tune(key: TableKey, say: object) -> measure_module.Tuned:
         asked.append(key)
         measured = replace(default_cost_model(), source="made up", bandwidth_gb_s=321.0)
-        return run_module.Tuned(measured, {"tile 0": 0.01}, {"part": 1.0}, 7)
+        return measure_module.Tuned(measured, {"tile 0": 0.01}, {"part": 1.0}, 7)
 
-    monkeypatch.setattr(run_module, "tune", tune)
+    monkeypatch.setattr(measure_module, "tune", tune)
     where = {"DEFT_CACHE_DIR": str(tmp_path / "cache")}
     code, out, _ = run("tune", "--show", "--model", str(model), **where)
     assert (code, "shipped table" in out, "none was measured on this NVIDIA L40S" in out) == (

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deft_backend import TreeAttention
-from deft_backend.hosts.warm_up import plans_of_many, warm_up_attention
+from deft_backend.hosts.common.warm_up import plans_of_many, warm_up_attention
 from deft_backend.kernels.launch import ReduceConfig
 
 

@@ -7,19 +7,14 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deft_backend.bench.agreement import compare
-from deft_backend.bench.replay import Answer, Replayed
-from deft_backend.bench.sizes import Sizes, characters_a_token, default_sizes, make_plans
-from deft_backend.bench.text import passage, question
-from deft_backend.bench.traces import ROOT, lay_out
-from deft_backend.bench.trees import ThoughtTree
-from deft_backend.bench.workloads import (
+from deft_backend.ab.invented_text import passage, question
+from deft_backend.ab.sizes import Sizes, characters_a_token, default_sizes, make_plans
+from deft_backend.ab.workloads import (
     WORKLOADS,
     DocumentQuestions,
     FewShot,
@@ -30,14 +25,18 @@ from deft_backend.bench.workloads import (
     Unshared,
     WorkloadError,
 )
+from deft_backend.harness.agreement import compare
+from deft_backend.harness.replay import Answer, Replayed
+from deft_backend.traces.recorded_trees import ThoughtTree
+from deft_backend.traces.trace_files import ROOT, lay_out
 
 SMALL = Sizes(4, 300, 8)
 
 
 def test_plans_are_the_same_in_another_process() -> None:
     script = (
-        "import hashlib; from deft_backend.bench.sizes import Sizes, make_plans;"
-        "from deft_backend.bench.workloads import WORKLOADS;"
+        "import hashlib; from deft_backend.ab.sizes import Sizes, make_plans;"
+        "from deft_backend.ab.workloads import WORKLOADS;"
         f"plans = make_plans(WORKLOADS, {SMALL});"
         "print(hashlib.sha256(repr(plans).encode()).hexdigest())"
     )
@@ -138,8 +137,8 @@ def test_quick_is_smaller() -> None:
         assert quick.max_tokens < full.max_tokens
 
 
-def test_without_a_tokenizer_four_characters_make_a_token(tmp_path: Path) -> None:
-    assert characters_a_token(str(tmp_path)) == 4.0
+def test_without_a_tokenizer_four_characters_make_a_token() -> None:
+    assert characters_a_token(None) == 4.0
 
 
 def answered(plan: RequestPlan, changed: tuple[str, int] | None = None) -> Replayed:

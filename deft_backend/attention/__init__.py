@@ -1,6 +1,6 @@
 """The library: plan a batch once, run its decode attention as often as needed."""
 
-from deft_backend.attention.inputs import AttentionError
+from deft_backend.attention.step_inputs import AttentionError
 from deft_backend.attention.tree_attention import TreeAttention
 from deft_backend.kernels import HEAD_DIMS
 from deft_backend.planner import PlanError

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from deft_backend.bench.workloads import WORKLOADS
+from deft_backend.ab.workloads import WORKLOADS
 from deft_backend.cli.errors import fail, host_arguments, reported
 from deft_backend.cli.interrupted import unwound
-from deft_backend.cli.models import chosen_model
+from deft_backend.cli.models import ModelOption, RevisionOption, served_model
 from deft_backend.cli.serve import HostOption, chosen_host
 from deft_backend.policies import POLICY_NAMES, PolicyError, get_policy
 
 if TYPE_CHECKING:
-    from deft_backend.bench.ab import AbResult, AbSetup
+    from deft_backend.ab.comparison import AbResult, AbSetup
 
 TOKENS_DIFFER = 1
 
@@ -30,10 +30,8 @@ def ab(
         list[str] | None,
         typer.Argument(metavar="[-- HOST OPTIONS]", help="Passed on to both servers."),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Checkpoint folder or name; default: models/tiny-llama of the checkout."),
-    ] = None,
+    model: ModelOption = None,
+    revision: RevisionOption = None,
     host: HostOption = None,
     workload: Annotated[
         list[str] | None,
@@ -65,35 +63,22 @@ def ab(
         Path | None, typer.Option(help="Folder for the report; default: reports/ab-<time>.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Smaller workloads.")] = False,
-    grid: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PREFIX,BRANCHES,SUFFIX",
-            help="Time one such case, or 'default' for the usual ones, with each of the host's "
-            "backends; may be repeated. More of this: deft bench e2e.",
-        ),
-    ] = None,
 ) -> None:
     """Serve a model twice, with and without the plugin, and compare tokens, KV reads and times.
 
     Exits with 1 if any token differs.
     """
     extra = host_arguments(host_args)
-    if grid:
-        if workload or trace or quick or policy:
-            raise fail("--grid goes with --model, --host and --out; the other options are not its")
-        _time_grid(grid, model, host, out, extra, baseline)
-        return
     setup, on_gpu = _setup(
-        model, workload, (branches, prefix_tokens, max_tokens), trace, index, scale, policy,
-        baseline, extra, quick, host,
+        model, revision, workload, (branches, prefix_tokens, max_tokens), trace, index, scale,
+        policy, baseline, extra, quick, host,
     )  # fmt: skip
     for package in ("openai", "matplotlib"):
         if find_spec(package) is None:
             raise fail(f"{package} is not installed; run: pip install 'deft-backend[bench]'")
     chosen_host(setup.host, compared=True)
 
-    from deft_backend.bench.report import write_report
+    from deft_backend.ab.report import write_report
 
     console = Console()
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -112,36 +97,9 @@ def ab(
         raise typer.Exit(TOKENS_DIFFER)
 
 
-def _time_grid(
-    grid: list[str],
-    model: str | None,
-    host: str | None,
-    out: Path | None,
-    extra: list[str],
-    baseline: str | None,
-) -> None:
-    """The end-to-end benchmark's grid, by its own code."""
-    from deft_backend.bench.e2e.choice import Choice
-    from deft_backend.cli.bench_e2e import run_choice
-    from deft_backend.hosts.launch import BACKEND
-
-    name = chosen_host(host, needed=False)
-    command = shlex.join(["deft", *sys.argv[1:]])
-    run_choice(
-        Choice(
-            out=(out or Path("reports")) / "e2e.json",
-            command=command,
-            host=name,
-            backends=None if baseline is None else (BACKEND, baseline),
-            cases=[case for case in grid if case != "default"],
-            model=model,
-            options=tuple(extra),
-        )
-    )
-
-
 def _setup(
     model: str | None,
+    revision: str | None,
     workload: list[str] | None,
     asked: tuple[int | None, int | None, int | None],
     trace: Path | None,
@@ -154,11 +112,11 @@ def _setup(
     host: str | None,
 ) -> tuple[AbSetup, bool]:
     """Check everything that can be checked before a server is started."""
-    from deft_backend.bench import sizes
-    from deft_backend.bench.ab import AbSetup
-    from deft_backend.bench.traces import TraceError, load_thought_trees
-    from deft_backend.bench.workloads import WorkloadError
-    from deft_backend.hosts.launch import BACKEND, BACKEND_NAMES, use_gpu, vllm_is_cpu_build
+    from deft_backend.ab import sizes
+    from deft_backend.ab.comparison import AbSetup
+    from deft_backend.ab.workloads import WorkloadError
+    from deft_backend.servers.command import BACKEND, BACKEND_NAMES, use_gpu, vllm_is_cpu_build
+    from deft_backend.traces.trace_files import TraceError, load_thought_trees
 
     host = chosen_host(host, needed=False)
     names = list(dict.fromkeys(workload or WORKLOADS))
@@ -182,7 +140,8 @@ def _setup(
             if index >= len(trees):
                 raise TraceError(f"{trace} holds {len(trees)} trees; expected --index below that")
             tree = trees[index]
-        path = chosen_model(model)
+        served, extra = served_model(model, revision, extra)
+        served.check()
         on_gpu = use_gpu() and not (host == "vllm" and vllm_is_cpu_build())
         default = sizes.default_sizes(on_gpu=on_gpu, quick=quick)
         chosen = sizes.Sizes(
@@ -193,19 +152,19 @@ def _setup(
         plans = sizes.make_plans(
             names,
             chosen,
-            characters_a_token=sizes.characters_a_token(path),
+            characters_a_token=sizes.characters_a_token(served.tokenizer()),
             tree=tree,
             scale=scale,
         )
-    return AbSetup(path, tuple(plans), policy, baseline, tuple(extra), host), on_gpu
+    return AbSetup(served.name, tuple(plans), policy, baseline, tuple(extra), host), on_gpu
 
 
 def _run(setup: AbSetup, folder: Path, console: Console) -> AbResult:
-    from deft_backend.bench.ab import AbError, run_ab
-    from deft_backend.bench.replay import ReplayError
+    from deft_backend.ab.comparison import AbError, run_ab
     from deft_backend.cli.progress import ProgressWatcher
-    from deft_backend.hosts.driver_stub import DriverStubError
-    from deft_backend.hosts.launch import LaunchError
+    from deft_backend.harness.replay import ReplayError
+    from deft_backend.servers.command import LaunchError
+    from deft_backend.servers.driver_stub import DriverStubError
 
     errors = (AbError, ReplayError, LaunchError, DriverStubError)
     with (
@@ -219,7 +178,7 @@ def _run(setup: AbSetup, folder: Path, console: Console) -> AbResult:
 def _say_cpu(console: Console) -> None:
     from rich.panel import Panel
 
-    from deft_backend.bench.report import CPU_TIMES, KV_MEANING
+    from deft_backend.ab.report import CPU_TIMES, KV_MEANING
 
     console.print(Panel(f"[bold]{CPU_TIMES}[/bold] {KV_MEANING}", border_style="yellow"))
 

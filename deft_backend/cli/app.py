@@ -8,8 +8,7 @@ import typer
 
 from deft_backend import __version__
 from deft_backend.cli.ab import ab
-from deft_backend.cli.bench import bench
-from deft_backend.cli.bench_e2e import e2e, e2e_merge
+from deft_backend.cli.contracts import contracts
 from deft_backend.cli.doctor import doctor
 from deft_backend.cli.explain import explain
 from deft_backend.cli.serve import serve
@@ -43,7 +42,5 @@ app.command()(serve)
 app.command()(ab)
 app.command()(doctor)
 app.command()(explain)
+app.command()(contracts)
 app.command()(tune)
-bench.command("e2e")(e2e)
-bench.command("e2e-merge")(e2e_merge)
-app.add_typer(bench, name="bench")

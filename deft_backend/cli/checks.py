@@ -15,23 +15,20 @@ from deft_backend.config import (
     VARIABLES,
     Settings,
     SettingsError,
-    state_directory,
 )
-from deft_backend.hosts.driver_stub import (
+from deft_backend.folders import state_directory
+from deft_backend.hosts.common.tested_versions import TestedVersions, tries_others
+from deft_backend.hosts.contract.versions import version_key
+from deft_backend.hosts.sglang.versions import SGLANG
+from deft_backend.hosts.vllm.versions import VLLM
+from deft_backend.installed import installed_version
+from deft_backend.servers.driver_stub import (
     DriverStubError,
     ensure_driver_stub,
     find_compiler,
     has_nvidia_driver,
     num_gpus,
 )
-from deft_backend.hosts.tested_versions import (
-    SGLANG,
-    VLLM,
-    TestedVersions,
-    tries_others,
-    version_key,
-)
-from deft_backend.installed import installed_version
 
 Status = Literal["ok", "note", "problem"]
 

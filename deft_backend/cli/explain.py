@@ -10,12 +10,13 @@ import typer
 from rich.console import Console
 
 from deft_backend.cli.errors import fail, reported
-from deft_backend.config import Settings, SettingsError, state_directory
+from deft_backend.config import Settings, SettingsError
+from deft_backend.folders import state_directory
 from deft_backend.forest import ForestError, PrefixForest
 from deft_backend.policies import POLICY_NAMES, PolicyError, Target, get_policy
 
 if TYPE_CHECKING:
-    from deft_backend.bench.server_state import ServerState
+    from deft_backend.telemetry.state_reader import StateReading
 
 H100_SMS = 132
 _BLOCKS_AN_SM = 2
@@ -53,10 +54,10 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Draw who shares what, which groups a policy makes of it, and what a decode step reads."""
-    from deft_backend.bench.server_state import StateError
-    from deft_backend.bench.traces import TraceError
     from deft_backend.explain import explain as explain_grouping
     from deft_backend.explain import render
+    from deft_backend.telemetry.state_reader import StateError
+    from deft_backend.traces.trace_files import TraceError
 
     if sum((trace is not None, tree is not None, server)) != 1:
         raise fail(
@@ -86,8 +87,8 @@ def explain(
 def _described(
     tree: str | None, trace: Path | None, index: int, iteration: int | None
 ) -> tuple[PrefixForest, str]:
-    from deft_backend.bench.trace_forest import forest_at, forest_from_levels, token_tree_forest
-    from deft_backend.bench.traces import TokenTree, TraceError, load_trace
+    from deft_backend.traces.trace_files import TokenTree, TraceError, load_trace
+    from deft_backend.traces.tree_forests import forest_at, forest_from_levels, token_tree_forest
 
     if tree is not None:
         return forest_from_levels(tree), f"tree {tree}"
@@ -109,7 +110,7 @@ def _described(
 
 
 def _from_server(port: int | None) -> tuple[PrefixForest, Target, int, str, str]:
-    from deft_backend.bench.server_state import (
+    from deft_backend.telemetry.state_reader import (
         StateError,
         read_state,
         running_servers,
@@ -141,11 +142,11 @@ def _from_server(port: int | None) -> tuple[PrefixForest, Target, int, str, str]
     return forest, target, state.num_layers, title, used
 
 
-def _server_target(state: ServerState, page_size: int) -> Target:
+def _server_target(state: StateReading, page_size: int) -> Target:
     """The target that the server itself plans for, if its device can be asked here."""
     import torch
 
-    from deft_backend.attention.target import target_of
+    from deft_backend.attention.device_target import target_of
     from deft_backend.kernels import launch_config
 
     heads, kv_heads, head_dim = state.num_query_heads, state.num_kv_heads, state.head_dim

@@ -16,14 +16,14 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from deft_backend.bench.workloads import RequestPlan
-from deft_backend.hosts.launch import ServerCommand
+from deft_backend.ab.workloads import RequestPlan
+from deft_backend.servers.command import ServerCommand
 
 _TITLES = {"host": "host's own backend", "deft": "tree attention"}
 
 
 class ProgressWatcher:
-    """Shows what :func:`deft_backend.bench.ab.run_ab` tells; a context manager."""
+    """Shows what :func:`deft_backend.ab.comparison.run_ab` tells; a context manager."""
 
     def __init__(self, plans: Sequence[RequestPlan], console: Console) -> None:
         width = max((len(plan.workload) for plan in plans), default=0)
@@ -54,7 +54,7 @@ class ProgressWatcher:
         self._bars.stop()
 
     def starting(self, side: str, command: ServerCommand) -> Callable[[float], None]:
-        """See :class:`deft_backend.bench.ab.Watcher`."""
+        """See :class:`deft_backend.ab.comparison.Watcher`."""
         for note in command.notes:
             if note not in self._noted:
                 self._noted.add(note)
@@ -65,12 +65,12 @@ class ProgressWatcher:
         return lambda seconds: self._bars.refresh()
 
     def started(self, side: str) -> None:
-        """See :class:`deft_backend.bench.ab.Watcher`."""
+        """See :class:`deft_backend.ab.comparison.Watcher`."""
         if self._start is not None:
             self._bars.update(self._start, total=1, completed=1)
 
     def replaying(self, side: str, plan: RequestPlan) -> Callable[[int], None]:
-        """See :class:`deft_backend.bench.ab.Watcher`."""
+        """See :class:`deft_backend.ab.comparison.Watcher`."""
         task = self._bars.add_task(self._label(plan.workload), total=plan.tokens, unit="tokens")
         return lambda count: self._bars.advance(task, count)
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from deft_backend.cli.errors import fail, host_arguments, reported, stderr
-from deft_backend.cli.models import chosen_model
+from deft_backend.cli.models import ModelOption, RevisionOption, served_model
 from deft_backend.policies import POLICY_NAMES, PolicyError, get_policy
 
 HostOption = Annotated[
@@ -28,8 +28,8 @@ def chosen_host(host: str | None, *, needed: bool = True, compared: bool = False
     compared : bool
         Whether it will be compared with tree attention, and so must be a version that gets it.
     """
-    from deft_backend.hosts.launch import HOST_NAMES, HOSTS, installed_hosts
-    from deft_backend.hosts.tested_versions import TESTED
+    from deft_backend.hosts.windows import TESTED
+    from deft_backend.servers.command import HOST_NAMES, HOSTS, installed_hosts
 
     if host is not None and host not in HOSTS:
         raise fail(f"there is no host {host!r}; expected one of {', '.join(HOSTS)}")
@@ -49,10 +49,8 @@ def serve(
         list[str] | None,
         typer.Argument(metavar="[-- HOST OPTIONS]", help="Passed on to the host server."),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Checkpoint folder or name; default: models/tiny-llama of the checkout."),
-    ] = None,
+    model: ModelOption = None,
+    revision: RevisionOption = None,
     host: HostOption = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 30000,
     policy: Annotated[
@@ -63,17 +61,19 @@ def serve(
     ] = False,
 ) -> None:
     """Run SGLang or vLLM with tree attention: on the GPU if there is one, else on the CPU."""
-    from deft_backend.hosts.driver_stub import DriverStubError
-    from deft_backend.hosts.launch import server_command
+    from deft_backend.servers.command import server_command
+    from deft_backend.servers.driver_stub import DriverStubError
 
     extra = host_arguments(host_args)
     with reported(PolicyError):
         if policy is not None:
             get_policy(policy)
-    path = chosen_model(model)
+    served, extra = served_model(model, revision, extra)
     host = chosen_host(host, needed=not dry_run)
+    if not dry_run:
+        served.check()
     with reported(DriverStubError):
-        command = server_command(path, port, host=host, policy=policy, host_arguments=extra)
+        command = server_command(served.name, port, host=host, policy=policy, host_arguments=extra)
     if dry_run:
         typer.echo(command.shell())
         return

@@ -12,12 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from deft_backend.cli.errors import fail, reported, stderr
+from deft_backend.cli.models import RevisionOption, chosen_model
 from deft_backend.cli.shapes import HeadShape, model_shape, parse_heads
-from deft_backend.config import SettingsError, tables_directory
-from deft_backend.policies.tables import SHORT_DTYPES, TableKey, save_table, table_in_use
+from deft_backend.config import SettingsError
+from deft_backend.costs.table_lookup import SHORT_DTYPES, TableKey, save_table, table_in_use
+from deft_backend.folders import create_private, tables_directory
 
 if TYPE_CHECKING:
-    from deft_backend.policies import CostModel
+    from deft_backend.costs import CostModel
 
 FAILED = 1
 """Exit code when there is no GPU to measure on, or not enough of its memory."""
@@ -27,8 +29,10 @@ _DTYPES = ("fp16", "bf16")
 
 def tune(
     model: Annotated[
-        Path | None, typer.Option(help="A checkpoint's folder: heads, dimension and dtype of it.")
+        str | None,
+        typer.Option(help="Checkpoint folder or hub name: its heads, dimension and dtype."),
     ] = None,
+    revision: RevisionOption = None,
     heads: Annotated[
         str | None, typer.Option(help="Query heads/KV heads on one GPU; default: 32/8.")
     ] = None,
@@ -52,7 +56,7 @@ def tune(
     """
     if show and out is not None:
         raise fail("--show measures nothing, so there is nothing for --out to write")
-    shape = _shape(model, heads, head_dim, dtype)
+    shape = _shape(model, revision, heads, head_dim, dtype)
     with reported(SettingsError):
         folder = tables_directory()
     key = _key(shape, page_size)
@@ -63,7 +67,11 @@ def tune(
 
 
 def _shape(
-    model: Path | None, heads: str | None, head_dim: int | None, dtype: str | None
+    model: str | None,
+    revision: str | None,
+    heads: str | None,
+    head_dim: int | None,
+    dtype: str | None,
 ) -> HeadShape:
     given = {"--heads": heads, "--head-dim": head_dim, "--dtype": dtype}
     if model is not None:
@@ -72,11 +80,11 @@ def _shape(
                 raise fail(f"{name} is given, but --model says it already; leave one of them out")
     if dtype is not None and dtype not in _DTYPES:
         raise fail(f"--dtype is {dtype!r}; expected one of {', '.join(_DTYPES)}")
-    if model is None:
+    if model is None and revision is None:
         return HeadShape(
             *parse_heads(heads or "32/8"), head_dim or 128, SHORT_DTYPES[dtype or "fp16"]
         )
-    shape = model_shape(model)
+    shape = model_shape(chosen_model(model, revision))
     if dtype is not None:  # a server may be started with another one than the checkpoint's
         shape = shape._replace(dtype=SHORT_DTYPES[dtype])
     return shape
@@ -85,7 +93,7 @@ def _shape(
 def _key(shape: HeadShape, page_size: int) -> TableKey:
     import torch
 
-    from deft_backend.cost_tables import table_key
+    from deft_backend.costs.device_tables import table_key
 
     device = torch.device("cpu")
     if _has_gpu():
@@ -110,10 +118,10 @@ def _measure(key: TableKey, path: Path) -> None:
         )
         raise typer.Exit(FAILED)
     from deft_backend.attention import AttentionError
-    from deft_backend.tuning.run import tune as run
+    from deft_backend.tuning.measure import tune as run
 
     # That there is no table for this GPU yet is what this run mends.
-    logging.getLogger("deft_backend.policies.tables").setLevel(logging.ERROR)
+    logging.getLogger("deft_backend.costs.table_lookup").setLevel(logging.ERROR)
     console = Console()
     console.print(f"{key.gpu}: {key.shape}", highlight=False)
     began = time.perf_counter()
@@ -128,6 +136,7 @@ def _measure(key: TableKey, path: Path) -> None:
         )
         raise typer.Exit(FAILED) from None
     try:
+        create_private(path.parent)
         save_table(tuned.model, key, path)
     except OSError as error:
         raise fail(f"cannot write {path}: {error.strerror}; use --out or DEFT_CACHE_DIR") from None

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from deft_backend.planner.plan import DIRECT, OPEN_END, SPAN_SHIFT, Plan
+from deft_backend.planner.encoding import DIRECT, OPEN_END, SPAN_SHIFT
+from deft_backend.planner.plan import Plan
 from deft_backend.policies.makespan import partial_result_bytes
 
 SPAN_BYTES = 4

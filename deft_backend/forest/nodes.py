@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from deft_backend.jit import host_jit
+from deft_backend.compile.host_jit import host_jit
 
 Int32Array = npt.NDArray[np.int32]
 

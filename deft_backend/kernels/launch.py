@@ -8,11 +8,12 @@ from functools import lru_cache
 import torch
 import triton
 
+from deft_backend.compile.triton_kernel import Kernel
+from deft_backend.kernel_limits import TILE_HEIGHTS, TILE_SEGMENTS
 from deft_backend.kernels import gluon_versions, hopper_stem, leaf_attention, pipelined_leaf
 from deft_backend.kernels import partial_attention as stage1
 from deft_backend.kernels import reduction as stage2
-from deft_backend.planner import READ_AHEAD, TILE_ROWS, TILE_SEGMENTS
-from deft_backend.triton_kernel import Kernel
+from deft_backend.planner.encoding import READ_AHEAD
 
 HEAD_DIMS = (64, 96, 128, 256)
 """Head dimensions that the kernels are tested for."""
@@ -40,6 +41,8 @@ class TileConfig:
     programs: int
     lookahead: int = 0
     """Blocks that the kernel in Gluon copies ahead; 0: the plain kernel."""
+    max_registers: int | None = None
+    """Most registers that the assembler may give a thread; None: as many as it chooses."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,8 @@ def unsupported(
             "a multiple of the KV heads"
         )
     group = num_query_heads // num_kv_heads
-    if group > TILE_ROWS[-1]:
-        return f"{group} query heads share a KV head; a tile holds {TILE_ROWS[-1]}"
+    if group > TILE_HEIGHTS[-1]:
+        return f"{group} query heads share a KV head; a tile holds {TILE_HEIGHTS[-1]}"
     if head_dim not in HEAD_DIMS:
         return f"head dimension {head_dim}; supported are {', '.join(map(str, HEAD_DIMS))}"
     if dtype not in DTYPES:
@@ -117,13 +120,16 @@ def launch_config(
 ) -> LaunchConfig:
     """Tile shapes for `head_dim` elements of `dtype` on `device`."""
     # The smallest tile holds one query's group at least, and eight rows, the tensor cores' least.
-    tile_rows = (min(32, max(TILE_ROWS[0], triton.next_power_of_2(gqa_group))), *TILE_ROWS[1:])
+    tile_heights = (
+        min(32, max(TILE_HEIGHTS[0], triton.next_power_of_2(gqa_group))),
+        *TILE_HEIGHTS[1:],
+    )
     if device.type == "cpu":
         # The interpreter's cost is Python's, per operation and not per element: large KV tiles,
         # one program.
         interpreted = tuple(
             TileConfig(rows, 256, segments, 1, 1, 1)
-            for rows, segments in zip(tile_rows, TILE_SEGMENTS, strict=True)
+            for rows, segments in zip(tile_heights, TILE_SEGMENTS, strict=True)
         )
         reduce = ReduceConfig(16, 16, 1, 1)
         return LaunchConfig(
@@ -139,7 +145,7 @@ def launch_config(
         gluon_versions.log_unavailable()
     hopper = hopper and gluon_versions.available()
     found = []
-    for rows, segments in zip(tile_rows, TILE_SEGMENTS, strict=True):
+    for rows, segments in zip(tile_heights, TILE_SEGMENTS, strict=True):
         if rows < 64:
             # One warp a program, which meets no barrier, and as many programs as fit: reading a
             # leaf is a chain of dependent loads, hidden only by other leaves' loads.
@@ -174,14 +180,15 @@ def _gluon_tile(plain: TileConfig, head_dim: int, gqa_group: int, sms: int) -> T
         # A program reads its first item before it knows whether there is one.
         programs = min(2 * sms, READ_AHEAD)
         return replace(plain, block_tokens=block, lookahead=lookahead, programs=programs)
-    # Of one warp, as the plain kernel: as many as registers and shared memory hold. Groups of one
-    # and three heads take more than the 168 registers of which a quarter of an SM holds three.
-    per_sm = {(8, 128): 10, (16, 128): 6}.get((plain.rows, head_dim))
-    if per_sm is None:
-        return None
-    if gqa_group in (1, 3):
-        per_sm = 8
-    return replace(plain, block_tokens=16, lookahead=1, programs=per_sm * sms)
+    # One warp a program, as in the plain kernel.
+    if (plain.rows, head_dim) == (16, 128):
+        return replace(plain, block_tokens=16, lookahead=1, programs=6 * sms)
+    if (plain.rows, head_dim) == (8, 128):
+        per_sm, registers = gluon_versions.small_tile_limits(gqa_group)
+        return replace(
+            plain, block_tokens=16, lookahead=1, programs=per_sm * sms, max_registers=registers
+        )
+    return None
 
 
 def _shared_bytes(rows: int, block: int, head_dim: int, dtype: torch.dtype, stages: int) -> int:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from deft_backend.compile.triton_kernel import Kernel
+from deft_backend.kernel_limits import MAX_MERGED
 from deft_backend.kernels.launch import (
     LEAF_ATTENTION,
     PARTIAL_ATTENTION,
@@ -18,8 +20,8 @@ from deft_backend.kernels.launch import (
     LaunchConfig,
     ReduceConfig,
 )
-from deft_backend.planner import ITEM_ORDER, MAX_MERGED, DevicePlan, Plan
-from deft_backend.triton_kernel import Kernel
+from deft_backend.planner import DevicePlan, Plan
+from deft_backend.planner.encoding import ITEM_ORDER
 
 LOG2_E = 1.4426950408889634
 
@@ -162,6 +164,19 @@ class Launch:
     num_stages: int
     launch_pdl: bool
     interpreted: bool
+    max_registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """How Triton compiles it, besides its constants."""
+        options: dict[str, int | bool] = {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "launch_pdl": self.launch_pdl,
+        }
+        if self.max_registers is not None:
+            options["maxnreg"] = self.max_registers
+        return options
 
     def run(
         self, programs: int, arguments: tuple[Any, ...], types: tuple[Any, ...], aligned: bool
@@ -170,7 +185,7 @@ class Launch:
         self.kernel.launch(
             programs, arguments, self.constants,
             variant=(self, types), aligned=aligned, interpreted=self.interpreted,
-            num_warps=self.num_warps, num_stages=self.num_stages, launch_pdl=self.launch_pdl,
+            **self.options,
         )  # fmt: skip
 
 
@@ -228,7 +243,7 @@ def _stage1(config: LaunchConfig, kind: Kind, shape: int, follows: bool) -> Laun
     }
     return Launch(
         kernel, _in_order(kernel, constants), tile.num_warps, tile.num_stages,
-        launch_pdl=follows, interpreted=config.interpreted,
+        launch_pdl=follows, interpreted=config.interpreted, max_registers=tile.max_registers,
     )  # fmt: skip
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from deft_backend.planner.plan import ITEM_ORDER, READ_AHEAD, Plan, PlanCapacity
+from deft_backend.planner.encoding import ITEM_ORDER, READ_AHEAD
+from deft_backend.planner.plan import Plan, PlanCapacity
 
 _ALIGNMENT = 16  # bytes; the widest vector load of a kernel
 _STAGING_BUFFERS = 4

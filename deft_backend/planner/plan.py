@@ -7,37 +7,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-TILE_ROWS = (8, 64, 64)
-"""Rows of the query tiles that stage 1 is compiled for (FastTree's multi-phase tiling). The first
-is larger for GQA groups of more than eight heads."""
-
-TILE_SEGMENTS = (1, 1, 32)
-"""Most KV ranges of one item of each tile shape: all shapes but the last take one range, for every
-query of the tile; the last takes what is packed or flattened, and masks."""
-
-ITEM_ORDER = (1, 0, 2)
-"""Tile shapes in the order in which their items lie in a plan: those of one range, largest first,
-then the last. Stems are waited for by everything else, and their kernel knows where the first of
-them lies without reading `tile_ptr`."""
-
-READ_AHEAD = 1024
-"""Items that a plan's arrays on the device have room for at least: a kernel reads its programs'
-first items before it knows how many there are."""
-
-DIRECT = -1
-"""Partial slot of an item that is its query's whole attention: it writes the output itself."""
-
-MERGES = -2
-"""Counted down from here: first partial slot of the results that a leaf's item merges itself."""
-
-OPEN_END = -1
-"""End of a segment that stops where its row's sequence currently ends."""
-
-SPAN_SHIFT = 16
-"""A segment's span is ``attend_begin | attend_end << SPAN_SHIFT``."""
-
-MAX_TOKENS = 1 << 25
-"""Longest context: the kernels keep shifts between positions in 26 bits."""
+from deft_backend.planner.encoding import ITEM_ORDER, OPEN_END
 
 WORKSPACE_LIMIT = 256 << 20
 """Most bytes of partial results that a plan's capacity asks for by itself."""

@@ -1,21 +1,15 @@
 """Policies: how KV and queries are grouped. One module each, all selectable by name."""
 
 from deft_backend.policies.auto import Auto
-from deft_backend.policies.base import (
-    Grouping,
-    GroupingBuilder,
-    Policy,
-    PolicyError,
-    Segment,
-    Target,
-)
-from deft_backend.policies.cost_model import CostModel, CostModelError, FastTreeCoefficients
 from deft_backend.policies.deft_flatten import DeftFlatten
 from deft_backend.policies.deft_node import DeftNode
 from deft_backend.policies.deft_node_chunk import DeftNodeChunk
 from deft_backend.policies.fasttree import FastTree
 from deft_backend.policies.flash_decoding import FlashDecoding
 from deft_backend.policies.flashforge import FlashForge
+from deft_backend.policies.grouping import Grouping, GroupingBuilder, Segment
+from deft_backend.policies.policy import Policy, PolicyError
+from deft_backend.policies.target import Target
 from deft_backend.policy_names import POLICY_NAMES
 
 POLICIES: dict[str, Policy] = {
@@ -58,13 +52,10 @@ __all__ = [
     "POLICIES",
     "POLICY_NAMES",
     "Auto",
-    "CostModel",
-    "CostModelError",
     "DeftFlatten",
     "DeftNode",
     "DeftNodeChunk",
     "FastTree",
-    "FastTreeCoefficients",
     "FlashDecoding",
     "FlashForge",
     "Grouping",

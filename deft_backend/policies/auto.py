@@ -8,11 +8,13 @@ from typing import ClassVar
 import numpy as np
 
 from deft_backend.forest import PrefixForest
-from deft_backend.policies.base import Grouping, PolicyError, Target
-from deft_backend.policies.cost_model import cost_model_of
+from deft_backend.policies.chunk_choice import choose_chunks
+from deft_backend.policies.grouping import Grouping
 from deft_backend.policies.makespan import kv_bytes
-from deft_backend.policies.range_choice import choose_chunks, choose_ranges, cut_ranges
+from deft_backend.policies.policy import PolicyError
+from deft_backend.policies.range_choice import choose_ranges, cut_ranges
 from deft_backend.policies.splitting import check_limits
+from deft_backend.policies.target import Target
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Auto:
     node (every token once, most to merge) lie the groupings in which some nodes get groups of
     their own and the tokens of the others are read with those below them: FastTree's edge
     assignment. `auto` decides from the root down with the times that its
-    cost table holds (:class:`~deft_backend.policies.tile_costs.TileCosts`), in one pass over the
+    cost table holds (:class:`~deft_backend.costs.tile_costs.TileCosts`), in one pass over the
     forest. Ranges of each tile shape are then cut into chunks whose rounds over the GPU's programs
     are expected to end first (FlashForge, section 5.1, with one chunk length a shape instead of
     one a task). A batch that shares nothing, and a tree too flat to be worth merging, become
@@ -31,9 +33,11 @@ class Auto:
     """
 
     name: ClassVar[str] = "auto"
+    several_segments: ClassVar[bool] = False
+    on_device: ClassVar[bool] = True
 
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
-        model = cost_model_of(target)
+        model = target.costs
         costs = model.tiles.as_array()
         tile_queries = np.array(target.single_range_tiles, dtype=np.int64)
         if len(model.tiles.item_ns) != len(tile_queries):

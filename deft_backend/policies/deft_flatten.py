@@ -9,16 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 from deft_backend.forest import PrefixForest
-from deft_backend.policies.base import Grouping, PolicyError, Target
+from deft_backend.kernel_limits import MAX_ITEM_TOKENS
+from deft_backend.policies.grouping import Grouping
+from deft_backend.policies.policy import PolicyError
 from deft_backend.policies.splitting import (
     Int64Array,
     check_limits,
     concatenated_ranges,
     offsets,
 )
-
-MOST_TOKENS = 1 << 24
-"""Longest block: with the longest request beside it, positions still fit the kernels' 26 bits."""
+from deft_backend.policies.target import Target
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class DeftFlatten:
     """
 
     name: ClassVar[str] = "deft-flatten"
+    several_segments: ClassVar[bool] = True
+    on_device: ClassVar[bool] = False
 
     chunk_tokens: int = 128
 
@@ -66,10 +68,10 @@ class DeftFlatten:
                 check_limits(self.name, grouping.num_groups, len(grouping.queries), target)
                 return grouping
             chunk *= 2
-            if chunk > MOST_TOKENS:
+            if chunk > MAX_ITEM_TOKENS:
                 raise PolicyError(
                     f"{self.name} needs blocks of {chunk} tokens; the kernels address "
-                    f"{MOST_TOKENS} of an item"
+                    f"{MAX_ITEM_TOKENS} of an item"
                 )
 
 

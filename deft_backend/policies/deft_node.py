@@ -8,8 +8,9 @@ from typing import ClassVar
 import numpy as np
 
 from deft_backend.forest import PrefixForest
-from deft_backend.policies.base import Grouping, Target
+from deft_backend.policies.grouping import Grouping
 from deft_backend.policies.splitting import check_limits, cut_evenly, node_ranges
+from deft_backend.policies.target import Target
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class DeftNode:
     """
 
     name: ClassVar[str] = "deft-node"
+    several_segments: ClassVar[bool] = False
+    on_device: ClassVar[bool] = False
 
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
         ranges = node_ranges(forest)

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from deft_backend.forest import PrefixForest
-from deft_backend.policies.base import Grouping, PolicyError, Target
+from deft_backend.policies.grouping import Grouping
+from deft_backend.policies.policy import PolicyError
 from deft_backend.policies.splitting import cut_by, fit_chunk_tokens, node_ranges, pieces_by
+from deft_backend.policies.target import Target
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class DeftNodeChunk:
     """
 
     name: ClassVar[str] = "deft-node-chunk"
+    several_segments: ClassVar[bool] = False
+    on_device: ClassVar[bool] = False
 
     chunk_tokens: int = 128
 

@@ -9,10 +9,10 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from deft_backend.costs.cost_model import FastTreeCoefficients
+from deft_backend.costs.fasttree_costs import FastTreeCosts
 from deft_backend.forest import VIRTUAL_ROOT, PrefixForest
-from deft_backend.policies.base import Grouping, Target
-from deft_backend.policies.cost_model import FastTreeCoefficients, cost_model_of
-from deft_backend.policies.fasttree_costs import FastTreeCosts
+from deft_backend.policies.grouping import Grouping
 from deft_backend.policies.splitting import (
     KVRanges,
     concatenated_ranges,
@@ -21,6 +21,7 @@ from deft_backend.policies.splitting import (
     offsets,
     pieces_by,
 )
+from deft_backend.policies.target import Target
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class FastTree:
     """
 
     name: ClassVar[str] = "fasttree"
+    several_segments: ClassVar[bool] = False
+    on_device: ClassVar[bool] = False
 
     coefficients: FastTreeCoefficients | None = None
 
@@ -61,8 +64,8 @@ class FastTree:
         [N] bool
             For each node the value of the edge from its parent; False for roots.
         """
-        coefficients = self.coefficients or cost_model_of(target).fasttree
-        costs = FastTreeCosts.for_target(coefficients, target)
+        coefficients = self.coefficients or target.costs.fasttree
+        costs = edge_costs(coefficients, target)
         children = forest.children
         queries = forest.num_queries.tolist()
         context = forest.length.tolist()  # grows by concatenation
@@ -79,6 +82,12 @@ class FastTree:
                     context[child] += length
                 frontier.append(child)
         return assigned
+
+
+def edge_costs(coefficients: FastTreeCoefficients, target: Target) -> FastTreeCosts:
+    """FastTree's cost equations on the tiles that the target's kernels offer."""
+    phases = tuple((rows, target.block_tokens) for rows in sorted(set(target.tile_heights)))
+    return FastTreeCosts(coefficients, phases, target.head_dim, target.gqa_group)
 
 
 def assigned_ranges(forest: PrefixForest, assigned: npt.NDArray[np.bool_]) -> KVRanges:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from deft_backend.forest import PrefixForest
-from deft_backend.policies.base import Grouping, Target
+from deft_backend.policies.grouping import Grouping
 from deft_backend.policies.splitting import cut_evenly, fit_chunk_tokens, pieces_by, query_ranges
+from deft_backend.policies.target import Target
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class FlashDecoding:
     """
 
     name: ClassVar[str] = "flash-decoding"
+    several_segments: ClassVar[bool] = False
+    on_device: ClassVar[bool] = False
 
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
         ranges = query_ranges(forest)

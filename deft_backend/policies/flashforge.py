@@ -7,10 +7,11 @@ from typing import ClassVar
 
 import numpy as np
 
+from deft_backend.costs.cost_model import CostModel, FloatArray
 from deft_backend.forest import PrefixForest
-from deft_backend.policies.base import Grouping, PolicyError, Target
-from deft_backend.policies.cost_model import CostModel, FloatArray, cost_model_of
+from deft_backend.policies.grouping import Grouping
 from deft_backend.policies.makespan import item_costs, longest_first
+from deft_backend.policies.policy import PolicyError
 from deft_backend.policies.splitting import (
     Int64Array,
     KVRanges,
@@ -20,6 +21,7 @@ from deft_backend.policies.splitting import (
     query_tiles,
     reordered,
 )
+from deft_backend.policies.target import Target
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +92,8 @@ class FlashForge:
     """
 
     name: ClassVar[str] = "flashforge"
+    several_segments: ClassVar[bool] = False
+    on_device: ClassVar[bool] = False
 
     grid_ratio: float = 1.25
 
@@ -110,7 +114,7 @@ class FlashForge:
         """
         ranges = node_ranges(forest)
         check_limits(self.name, len(ranges.row), len(ranges.queries), target)
-        model = cost_model_of(target)
+        model = target.costs
         tasks = _tasks(ranges, target, model)
         bound = makespan_lower_bound(tasks, model, target.num_programs)
         grid = self._grid(tasks, bound)

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deft_backend.policies.base import Grouping, PolicyError, Target
-from deft_backend.policies.cost_model import SMALLEST_MS, FloatArray, cost_model_of
+from deft_backend.costs.cost_model import SMALLEST_MS, FloatArray
+from deft_backend.policies.grouping import Grouping
+from deft_backend.policies.policy import PolicyError
 from deft_backend.policies.splitting import Int64Array, group_tiles
+from deft_backend.policies.target import Target
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +64,7 @@ def item_costs(grouping: Grouping, target: Target) -> tuple[Int64Array, FloatArr
     queries = grouping.num_queries()
     tiles = group_tiles(grouping, target)
     rows = -(-queries // tiles) * target.gqa_group
-    cost = cost_model_of(target).time(rows, grouping.num_tokens())
+    cost = target.costs.time(rows, grouping.num_tokens())
     return np.repeat(np.arange(grouping.num_groups, dtype=np.int64), tiles), np.repeat(cost, tiles)
 
 
@@ -100,7 +102,7 @@ def estimated_ms(grouping: Grouping, target: Target, *, stop_above: float = np.i
     takes that of writing partial results and reading them back. Where a lower bound of the sum is
     above `stop_above`, that bound is returned and nothing is scheduled.
     """
-    model = cost_model_of(target)
+    model = target.costs
     group, cost = item_costs(grouping, target)
     cost = np.maximum(cost - model.launch_ms, SMALLEST_MS)
     other = model.launch_ms + model.transfer_ms(2 * partial_bytes(grouping, target))

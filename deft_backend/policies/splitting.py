@@ -12,7 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from deft_backend.forest import Int32Array, PrefixForest
-from deft_backend.policies.base import Grouping, PolicyError, Target
+from deft_backend.policies.grouping import Grouping
+from deft_backend.policies.policy import PolicyError
+from deft_backend.policies.target import Target
 
 Int64Array = npt.NDArray[np.int64]
 

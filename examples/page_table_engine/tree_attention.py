@@ -12,10 +12,10 @@ from deft_backend.attention import TreeAttention
 from deft_backend.config import LOG_LEVELS, Settings, warn_unknown
 from deft_backend.explain.loads import count_plan_loads
 from deft_backend.forest import forest_from_page_tables
-from deft_backend.hosts.state import ServerState
-from deft_backend.hosts.warm_up import warm_up_attention
+from deft_backend.hosts.common.warm_up import warm_up_attention
 from deft_backend.planner.on_device import largest_batch
-from deft_backend.reference import relative_error
+from deft_backend.reference_attention import relative_error
+from deft_backend.telemetry.state import ServerState
 from examples.page_table_engine import torch_attention
 from examples.page_table_engine.cache import PagedCache
 from examples.page_table_engine.model import Llama, LlamaConfig
@@ -116,9 +116,10 @@ class TreeDecode:
         self.capturable = not settings.verify
         logger.info("deft: decode goes through tree attention (policy %s)", settings.policy)
 
-    def takes(self, size: int) -> bool:
-        """Whether steps padded to `size` go through the tree; a graph holds one answer."""
-        return size >= self._settings.min_batch
+    def refuses(self, size: int) -> str | None:
+        """Why steps padded to `size` skip the tree, or None; a graph holds one answer."""
+        least = self._settings.min_batch
+        return None if size >= least else f"batch smaller than DEFT_MIN_BATCH={least}"
 
     def start_counting(self) -> None:
         """From now on, so that what was planned to warm up and to capture is not counted."""

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from deft_backend.bench.e2e.model import Model, write_model
-from deft_backend.hosts.driver_stub import num_gpus
-from deft_backend.hosts.launch import LaunchError
+from benchmarks.e2e.served_model import Model, write_model
+from deft_backend.servers.command import LaunchError
+from deft_backend.servers.driver_stub import num_gpus
 from integration_tests.common.adapter import write_adapter
 from integration_tests.common.server import Server
 from integration_tests.gpu.sglang_variants import REFERENCES, VARIANTS, running

@@ -6,8 +6,8 @@ import asyncio
 import random
 from dataclasses import dataclass
 
-from deft_backend.bench.e2e.checked_answers import Sample
-from deft_backend.bench.e2e.client import Client
+from benchmarks.e2e.checked_answers import Sample
+from deft_backend.harness.client import Client
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deft_backend.bench.e2e.model import Model
-from deft_backend.hosts.launch import LaunchError, free_port, server_command
-from deft_backend.hosts.server_process import ServerProcess
+from benchmarks.e2e.served_model import Model
+from deft_backend.servers.command import LaunchError, free_port, server_command
+from deft_backend.servers.process import ServerProcess
 from integration_tests.common.server import START_SECONDS, Server
 
 ADAPTER = "adapted"

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from deft_backend.bench.e2e.agreement import ask, compare
-from deft_backend.bench.e2e.checked_answers import TOLERANCE, Sample, check
-from deft_backend.bench.e2e.client import Client
-from deft_backend.bench.e2e.model import Model
-from deft_backend.bench.provenance import provenance
-from deft_backend.hosts.driver_stub import num_gpus
+from benchmarks.e2e.checked_answers import TOLERANCE, Sample, check
+from benchmarks.e2e.kept_answers import ask, compare
+from benchmarks.e2e.served_model import Model
+from deft_backend.harness.client import Client
+from deft_backend.harness.provenance import provenance
+from deft_backend.servers.driver_stub import num_gpus
 from integration_tests.common.server import Server
 from integration_tests.gpu.forest_traffic import answered, requests
 from integration_tests.gpu.sglang_variants import ADAPTER, VARIANTS
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.skipif(not num_gpus(), reason="these servers run on a G
 
 on_each = pytest.mark.parametrize("variant", VARIANTS, indirect=True)
 
-TOO_FEW = "batch below DEFT_MIN_BATCH"
-LITTLE_SHARED = "shares less than DEFT_MIN_SHARE"
+TOO_FEW = "batch smaller than DEFT_MIN_BATCH=2"
+LITTLE_SHARED = "shares less than DEFT_MIN_SHARE=1.1"
 
 MOSTLY = 0.9
 """Share of tokens that are equal, not just ties, where nothing is wrong."""

@@ -9,10 +9,10 @@ import torch
 
 from deft_backend.attention import TreeAttention
 from deft_backend.config import Settings
-from deft_backend.hosts.limits import refused
+from deft_backend.hosts.common.limits import refused
 from deft_backend.hosts.sglang.backend import DeftAttentionBackend
-from deft_backend.hosts.shown_batch import Batch
-from deft_backend.hosts.state import ServerState
+from deft_backend.telemetry.shown_batch import Batch
+from deft_backend.telemetry.state import ServerState
 
 logger = logging.getLogger("deft_backend")
 
@@ -114,6 +114,14 @@ class DevicePlannedBackend(DeftAttentionBackend):
         if forward_batch is self._tree_batch:
             self._planned(forward_batch)
         self._host.init_forward_metadata_in_graph(forward_batch)
+
+    def reads_during_forward(self) -> bool:
+        """Whether a decode step reads page tables until it ends.
+
+        The host asks before it says which graph it replays: one graph with tree attention is
+        enough for a yes.
+        """
+        return bool(self._tree_graphs or self._table_readers)
 
     def replayed_tree(self, forward_batch: Any) -> bool:
         """Whether the graph that was replayed last reads page tables while it runs."""

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import triton
 
+from deft_backend.compile.triton_kernel import Kernel
+from deft_backend.kernel_limits import MAX_MERGED
 from deft_backend.planner.device_plan import DevicePlan
 from deft_backend.planner.on_device import (
     choose_ranges,
@@ -19,10 +21,8 @@ from deft_backend.planner.on_device import (
     write_plan,
 )
 from deft_backend.policies import PolicyError, Target
-from deft_backend.policies.cost_model import cost_model_of
+from deft_backend.policies.chunk_choice import ALONE, EXPOSED, HIDDEN, PIECES, UNEVEN
 from deft_backend.policies.makespan import kv_bytes
-from deft_backend.policies.range_choice import ALONE, EXPOSED, HIDDEN, MAX_MERGED, UNEVEN
-from deft_backend.triton_kernel import Kernel
 
 COMPARE_ROWS = Kernel(compare_rows, "compare_rows")
 SORT_ROWS = Kernel(sort_rows, "sort_rows")
@@ -37,9 +37,6 @@ SIZES = (64, 256, 1024, 2048)
 
 MOST_ELEMENTS = 1 << 20
 """Of a Triton tensor."""
-
-PIECES = (*range(1, 9), *range(10, 33, 2), *range(40, 257, 8))
-"""Chunks of the longest range: the candidates, as on the host."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +140,7 @@ class DevicePlanner:
                 f"{capacity}; plans made on the device need an item, an entry and a KV range for "
                 "each request, and a KV range for each item"
             )
-        model = cost_model_of(target)
+        model = target.costs
         tiles = target.single_range_tiles
         if len(tiles) != 2 or len(model.tiles.item_ns) != 2:
             raise PolicyError(
@@ -324,10 +321,15 @@ class DevicePlanner:
         *,
         follows: bool = True,
     ) -> None:
+        num_warps = 8 if constants["BATCH"] > 256 else 4
+        limits = {}
+        if kernel is WRITE_PLAN and num_warps == 8:
+            # Left alone, the assembler of Triton 3.8 takes 48 registers and spills one pointer.
+            limits["maxnreg"] = 64
         kernel.launch(
             grid, arguments, {name: constants[name] for name in kernel.constants},
             variant=self._kind, aligned=self._aligned, interpreted=self._interpreted,
-            num_warps=8 if constants["BATCH"] > 256 else 4, launch_pdl=follows and self._overlapped,
+            num_warps=num_warps, launch_pdl=follows and self._overlapped, **limits,
         )  # fmt: skip
 
     def _blocks(self, size: int) -> Blocks:

@@ -1,0 +1,1 @@
+"""The commands of ``python -m benchmarks``: options, tables in the terminal, exit codes."""

@@ -1,0 +1,176 @@
+"""`python -m benchmarks e2e`: real servers, backend after backend; `e2e-merge` shows their rows."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from benchmarks.commands.kernel_choice import FAILED, words
+from benchmarks.commands.shown import show
+from deft_backend.cli.errors import fail, host_arguments, reported, stderr
+from deft_backend.cli.interrupted import unwound
+from deft_backend.cli.serve import HostOption, chosen_host
+from deft_backend.cli.shown import say
+
+if TYPE_CHECKING:
+    from benchmarks.e2e.choice import Choice
+
+_WIDTH = 170
+
+
+def e2e(
+    host_args: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- HOST OPTIONS]", help="Passed on to every server."),
+    ] = None,
+    host: HostOption = None,
+    backends: Annotated[
+        str | None,
+        typer.Option(metavar="NAME[,NAME…]", help="Default: ours and the host's; 'host': its own."),
+    ] = None,
+    workloads: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME[,NAME…]", help="grid, documents, trees, clients, traffic, scheduler."
+        ),
+    ] = "grid",
+    case: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PREFIX,BRANCHES,SUFFIX", help="In place of the grid; repeatable."),
+    ] = None,
+    gen: Annotated[int | None, typer.Option(min=1, help="Output tokens that are timed.")] = None,
+    repeats: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="How often, trees too; the median counts, of scheduler the fastest."
+        ),
+    ] = None,
+    traces: Annotated[
+        Path | None, typer.Option(help="DeFT's recorded trees of thoughts: a file or a folder.")
+    ] = None,
+    scale: Annotated[float, typer.Option(min=0.001, help="Factor on the trees' lengths.")] = 1.0,
+    client_shapes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME[,NAME…]", help="Of the host's client: default, 64-groups, tiny."
+        ),
+    ] = None,
+    client_runs: Annotated[
+        int, typer.Option(min=1, help="Of each, with other prompts; the median counts.")
+    ] = 1,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Of mixed traffic.")] = 8.0,
+    part: Annotated[int, typer.Option(min=1, help="Another number is other traffic.")] = 1,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Requests of mixed traffic under way at once.")
+    ] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Log-probabilities closer than this are a tie (traffic)."),
+    ] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="Backend whose answers the others' are compared with.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Checkpoint folder; default: one of --shape is written.")
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="llama-3.1-8b, four-layers, one-layer, tiny (no GPU).")
+    ] = None,
+    weights: Annotated[str, typer.Option(help="random, or dummy: only times compare.")] = "random",
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Folder that keeps the written checkpoint for other runs.")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="JSON file of rows; one that is there is added to.")
+    ] = Path("reports/e2e.json"),
+    logs: Annotated[Path | None, typer.Option(help="Default: beside --out.")] = None,
+    start_timeout: Annotated[
+        float, typer.Option(min=1.0, help="Seconds until a server must answer.")
+    ] = 500.0,
+) -> None:
+    """Serve the same requests with each backend, one server after the other, and compare.
+
+    Rows are written after every workload: what was measured is kept whatever happens, and runs with
+    other backends or workloads add to the same file. Exits with 1 if a row has an error.
+    """
+    from benchmarks.e2e.choice import Choice
+
+    choice = Choice(
+        out=out, command=shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+        host=chosen_host(host, needed=False),
+        backends=words(backends) if backends is not None else None,
+        reference=reference, workloads=words(workloads), cases=case or (), gen=gen,
+        repeats=repeats, traces=traces, scale=scale,
+        client_shapes=words(client_shapes) if client_shapes is not None else None,
+        client_runs=client_runs, minutes=minutes, part=part, workers=workers,
+        tolerance=tolerance, model=model, shape=shape, weights=weights, checkpoint=checkpoint,
+        options=tuple(host_arguments(host_args)), logs=logs, start_seconds=start_timeout,
+    )  # fmt: skip
+    run_choice(choice)
+
+
+def run_choice(choice: Choice) -> None:
+    """Measure what was asked for, show it, and exit with 1 if a row has an error.
+
+    Raises
+    ------
+    typer.Exit
+        With 2 and a message for what the user can mend.
+    """
+    from benchmarks.e2e.backend_runs import record
+    from benchmarks.e2e.choice import ERRORS, prepared
+    from benchmarks.row_files import RowsError
+
+    console = Console()
+    if find_spec("aiohttp") is None:
+        raise fail("aiohttp is not installed; run: pip install 'deft-backend[bench]'")
+    stopped = f"no server is left; workloads that were done have their rows in {choice.out}"
+    with (
+        unwound(console, stopped), reported(*ERRORS, RowsError), prepared(choice) as setup,
+    ):  # fmt: skip
+        if not setup.launch.host.on_gpu():
+            stderr.print("[yellow]no usable GPU: answers are checked, times mean nothing[/yellow]")
+        rows = record(setup, lambda line: say(console, line))
+    _show(choice.out, console)
+    if any(row["error"] for row in rows):
+        raise typer.Exit(FAILED)
+
+
+def e2e_merge(
+    files: Annotated[list[Path], typer.Argument(help="Files of rows that 'e2e' wrote.")],
+    out: Annotated[
+        Path | None, typer.Option(help="JSON file to write; default: only show and draw.")
+    ] = None,
+) -> None:
+    """Put the rows of several runs into one file, show what they say, and draw it."""
+    from benchmarks.e2e.serving_rows import merged
+    from benchmarks.row_files import RowsError, write_rows
+
+    with reported(RowsError):
+        rows, header = merged(files)
+        if out is None and len(files) > 1:
+            raise fail("several files are merged into one; name it with --out")
+        if out is not None:
+            write_rows(out, rows, header)
+    _show(out or files[0], Console())
+
+
+def _show(path: Path, console: Console) -> None:
+    from benchmarks.e2e.serving_rows import read_rows
+    from benchmarks.e2e.serving_tables import bars_table, rows_table
+
+    rows, header = read_rows(path)
+
+    def draw() -> Iterable[Path]:
+        from benchmarks.e2e import serving_plots as plots
+
+        return plots.draw(rows, header, path)
+
+    show(console, (rows_table(rows), bars_table(rows)), _WIDTH, path, draw)

@@ -1,0 +1,217 @@
+"""`deft bench`: decode attention against its peers and the roof; merging and drawing its files."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.commands.kernel_choice import (
+    FAILED,
+    chosen_methods,
+    chosen_part,
+    chosen_workloads,
+    make_setup,
+    one_of,
+    parse_page_size,
+    require_device,
+    words,
+)
+from benchmarks.commands.shown import show
+from deft_backend.cli.errors import fail, reported, stderr
+from deft_backend.cli.shown import say
+from deft_backend.policies import POLICY_NAMES, PolicyError
+
+if TYPE_CHECKING:
+    from benchmarks.kernel.kernel_rows import Row
+
+_WIDTH = 160
+
+
+def kernel(
+    sets: Annotated[
+        str | None,
+        typer.Option(
+            "--set",
+            metavar="SET[,SET…]",
+            help="fasttree, deft, flashforge, unshared, mixed, traces, tiny; default: all but "
+            "tiny, and traces when --traces is given.",
+        ),
+    ] = None,
+    tree: Annotated[
+        list[str] | None,
+        typer.Option(help="One's own: 'nodes per level  tokens per node', e.g. '1,20 4000,200'."),
+    ] = None,
+    traces: Annotated[
+        Path | None, typer.Option(help="DeFT's recorded trees: a file, or a folder of them.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Decoding steps of each recorded tree.")] = 6,
+    heads: Annotated[
+        str | None,
+        typer.Option(metavar="Q/KV[,Q/KV…]", help="Head shapes; default: those of each set."),
+    ] = None,
+    head_dim: Annotated[int, typer.Option(min=16, help="Head dimension.")] = 128,
+    dtype: Annotated[str, typer.Option(help="fp16 or bf16.")] = "fp16",
+    page_size: Annotated[
+        str, typer.Option(help="Tokens a page, or auto: 16 where all lengths allow, else 1.")
+    ] = "auto",
+    layout: Annotated[
+        str, typer.Option(help="Pages of the batch: shuffled in a pool, or contiguous.")
+    ] = "shuffled",
+    policy: Annotated[
+        str, typer.Option(help=f"How ours groups: {', '.join(POLICY_NAMES)}.")
+    ] = "auto",
+    planner: Annotated[
+        str,
+        typer.Option(
+            help="Who plans ours: host, or device, as in a server's CUDA graph, where every launch "
+            "is made that the batch may need."
+        ),
+    ] = "host",
+    peers: Annotated[
+        str,
+        typer.Option(metavar="PEER[,PEER…]", help="What ours is compared with; 'none' for none."),
+    ] = "flashinfer,cascade,fa3,flash-decoding",
+    part: Annotated[
+        str | None, typer.Option(metavar="I/N", help="Only every Nth case, from the Ith on.")
+    ] = None,
+    eager: Annotated[
+        bool, typer.Option("--eager", help="Time launches from Python, not CUDA graphs.")
+    ] = False,
+    phases: Annotated[
+        bool, typer.Option("--phases", help="Time each launch of ours by itself, too: `facts`.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the data and of the pages' places.")] = 0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Two trees a set, two steps a recording, shorter.")
+    ] = False,
+    bars: Annotated[
+        bool, typer.Option("--bars", help="Show beside each case whether it meets its bar.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for rows and plots; default: reports/kernel-<time>.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="cuda, or cpu: results checked, nothing timed (with --quick).")
+    ] = "cuda",
+) -> None:
+    """Time decode attention on trees of shared prefixes, check every result, draw the plots.
+
+    Exits with 1 if a result of ours is wrong, missing, or differs from run to run.
+    """
+    from benchmarks.kernel.case_inputs import LAYOUTS
+    from benchmarks.kernel.record_cases import DeviceLost, failures, record, rows_file
+    from benchmarks.kernel.tree_workloads import WorkloadChoiceError, cases_of, parse_heads
+    from benchmarks.row_files import RowsError
+    from deft_backend.forest import ForestError
+    from deft_backend.traces.trace_files import TraceError
+
+    one_of("--dtype", dtype, ("fp16", "bf16"))
+    one_of("--layout", layout, LAYOUTS)
+    one_of("--device", device, ("cuda", "cpu"))
+    size = parse_page_size(page_size)
+    with reported(WorkloadChoiceError, TraceError, ForestError, PolicyError):
+        shapes = [parse_heads(text) for text in words(heads)] if heads is not None else None
+        chosen = chosen_workloads(sets, tree, traces, 2 if quick else steps, device, quick)
+        cases = chosen_part(cases_of(chosen, shapes, size), part)
+        ours, others = chosen_methods(policy, planner, peers)
+    if phases and planner == "device":
+        raise fail("--phases times launches of plans made on the host; leave out --planner device")
+    require_device(device, quick)
+    console = Console()
+    setup = make_setup(ours, others, head_dim, dtype, device, layout, seed, eager, quick, phases)
+    for name, reason in setup.unavailable.items():
+        say(console, f"without {name}: {reason}")
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    path = rows_file(out or Path("reports") / f"kernel-{stamp}", setup.device)
+    options = {
+        "sets": sets, "tree": tree, "heads": heads, "page_size": page_size, "layout": layout,
+        "policy": policy, "planner": planner, "peers": peers, "part": part,
+        "launch": "eager" if eager else "graph", "seed": seed, "quick": quick, "steps": steps,
+        "traces": traces is not None,
+    }  # fmt: skip
+    with _Watch(len(cases), console) as watch:
+        try:
+            rows = record(cases, setup, path, options, watch.row)
+        except DeviceLost as error:
+            raise fail(f"{error}: {path}") from None
+        except RowsError as error:
+            raise fail(str(error)) from None
+    _show(rows, path, console, bars=bars)
+    found = failures(rows)
+    for line in found:
+        stderr.print(f"[bold red]wrong[/bold red] {line}", highlight=False, soft_wrap=True)
+    if found:
+        raise typer.Exit(FAILED)
+
+
+def kernel_merge(
+    files: Annotated[list[Path], typer.Argument(help="Rows of several runs (--part), in JSON.")],
+    out: Annotated[Path, typer.Option(help="JSON file to write; its header goes beside it.")],
+    bars: Annotated[bool, typer.Option("--bars", help="Show which cases meet their bar.")] = False,
+) -> None:
+    """Put the rows of several runs into one file, and draw it. A later row replaces an earlier."""
+    from benchmarks.kernel.kernel_rows import merged, read_rows
+    from benchmarks.row_files import RowsError, write_rows
+
+    with reported(RowsError):
+        rows, header = merged([(path, *read_rows(path)) for path in files])
+        write_rows(out, rows, header)
+    _show(rows, out, Console(), bars=bars)
+
+
+def kernel_plot(
+    file: Annotated[Path, typer.Argument(help="A file of rows that 'kernel' wrote.")],
+    bars: Annotated[bool, typer.Option("--bars", help="Show which cases meet their bar.")] = False,
+) -> None:
+    """Draw the plots of a file of rows again, beside it, and print its tables."""
+    from benchmarks.kernel.kernel_rows import read_rows
+    from benchmarks.row_files import RowsError
+
+    with reported(RowsError):
+        rows, _ = read_rows(file)
+    _show(rows, file, Console(), bars=bars)
+
+
+def _show(rows: Sequence[Row], path: Path, console: Console, *, bars: bool) -> None:
+    from benchmarks.commands.kernel_tables import means_table, rows_table
+    from benchmarks.kernel.kernel_rows import read_rows
+
+    def draw() -> Iterable[Path]:
+        from benchmarks.kernel import kernel_plots as plots
+
+        return plots.draw(rows, read_rows(path)[1], path)
+
+    show(console, (rows_table(rows, bars=bars), means_table(rows, bars=bars)), _WIDTH, path, draw)
+
+
+class _Watch:
+    """Progress: a bar on a terminal, a line a case in a log."""
+
+    def __init__(self, cases: int, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("{task.description}"), console=console, transient=True,
+            disable=not console.is_terminal,
+        )  # fmt: skip
+        self._task = self._progress.add_task("", total=cases)
+
+    def __enter__(self) -> _Watch:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def row(self, row: Row) -> None:
+        from benchmarks.commands.kernel_tables import row_line
+
+        self._progress.update(self._task, advance=1, description=row["workload"])
+        if not self._console.is_terminal:
+            say(self._console, row_line(row))

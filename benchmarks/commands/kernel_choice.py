@@ -1,0 +1,185 @@
+"""What `python -m benchmarks kernel` is asked to measure, checked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from deft_backend.cli.errors import fail, stderr
+
+if TYPE_CHECKING:
+    from benchmarks.kernel.measure_case import Setup
+    from benchmarks.kernel.methods import Method
+    from benchmarks.kernel.methods.ours import Ours
+    from benchmarks.kernel.tree_workloads import Case, Workload
+
+FAILED = 1
+"""Exit code when there is no GPU, or when a result of ours is wrong or missing."""
+
+_CPU_SETS = ("tiny",)
+
+
+def chosen_workloads(
+    sets: str | None,
+    trees: list[str] | None,
+    traces: Path | None,
+    steps: int,
+    device: str,
+    quick: bool,
+) -> list[Workload]:
+    """The workloads of the sets and trees that are asked for.
+
+    Raises
+    ------
+    WorkloadChoiceError, TraceError
+        If a set, a tree or a recording cannot be.
+    """
+    from benchmarks.kernel import tree_workloads as workloads
+    from benchmarks.kernel.recorded_workloads import recorded_workloads
+
+    if sets is not None:
+        names = words(sets)
+    elif trees:
+        names = []
+    elif device == "cpu":
+        names = list(_CPU_SETS)
+    else:
+        names = [name for name in workloads.set_names() if name not in _CPU_SETS]
+        names += [workloads.TRACES] if traces is not None else []
+    if workloads.TRACES in names and traces is None:
+        raise fail("the set 'traces' is read from recordings; say where they are: --traces PATH")
+    if traces is not None and workloads.TRACES not in names:
+        raise fail(f"--traces is {traces}, but the set 'traces' is not selected; add it to --set")
+    found = [workloads.described(tree) for tree in trees or []]
+    for name in dict.fromkeys(names):
+        if name == workloads.TRACES:
+            assert traces is not None
+            found += recorded_workloads(traces, steps)
+            continue
+        listed = workloads.workloads_of(name)
+        if device == "cpu" and name not in _CPU_SETS:
+            raise fail(
+                f"--set is {name!r}, which would take hours in Triton's interpreter; expected "
+                f"{', '.join(_CPU_SETS)}, or small trees with --tree"
+            )
+        found += workloads.quick(listed) if quick and name not in _CPU_SETS else listed
+    if not found:
+        raise fail("nothing is selected; name a set with --set or a tree with --tree")
+    return found
+
+
+def chosen_methods(policy: str, planner: str, peers: str) -> tuple[Ours, list[Method]]:
+    """Ours, and the peers by name.
+
+    Raises
+    ------
+    PolicyError
+        If there is no such policy, or the device does not plan by it.
+    """
+    from benchmarks.kernel.methods import OURS, PEERS, make_method
+    from benchmarks.kernel.methods.ours import PLANNERS, Ours
+
+    one_of("--planner", planner, PLANNERS)
+
+    names = [] if peers == "none" else list(dict.fromkeys(words(peers)))
+    for name in names:
+        one_of("--peers", name, (*PEERS, "none"))
+    return Ours(OURS, policy, planner), [make_method(name) for name in names]
+
+
+def chosen_part(cases: list[Case], part: str | None) -> list[Case]:
+    """Every Nth case from the Ith on, for a `part` of ``I/N``."""
+    if part is None:
+        return cases
+    try:
+        index, count = (int(number) for number in part.split("/"))
+        if not 1 <= index <= count:
+            raise ValueError
+    except ValueError:
+        raise fail(f"--part is {part!r}; expected I/N such as 1/3, I from 1 to N") from None
+    kept = cases[index - 1 :: count]
+    if not kept:
+        raise fail(f"--part is {part!r}, but there are only {len(cases)} cases; choose a lower N")
+    return kept
+
+
+def make_setup(
+    ours: Ours,
+    peers: Sequence[Method],
+    head_dim: int,
+    dtype: str,
+    device: str,
+    layout: str,
+    seed: int,
+    eager: bool,
+    quick: bool,
+    phases: bool = False,
+) -> Setup:
+    """What is the same for every case; measures the device's ceilings."""
+    import torch
+
+    from benchmarks.kernel.measure_case import DTYPES, Setup
+    from deft_backend.kernels import HEAD_DIMS
+    from deft_backend.tuning.ceilings import measure_ceilings
+    from deft_backend.tuning.launch_clock import QUICK, Budget
+
+    if head_dim not in HEAD_DIMS:
+        raise fail(f"--head-dim is {head_dim}; expected one of {', '.join(map(str, HEAD_DIMS))}")
+    on_gpu = device == "cuda"
+    where = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    reasons = {method.name: method.unavailable(where) for method in peers}
+    return Setup(
+        ours=ours,
+        peers=[method for method in peers if reasons[method.name] is None],
+        head_dim=head_dim,
+        dtype=dtype,
+        device=where,
+        layout=layout,
+        seed=seed,
+        graph=on_gpu and not eager,
+        budget=QUICK if quick else Budget(),
+        ceilings=measure_ceilings(DTYPES[dtype]) if on_gpu else None,
+        unavailable={name: reason for name, reason in reasons.items() if reason is not None},
+        phases=phases and on_gpu,
+    )
+
+
+def require_device(device: str, quick: bool) -> None:
+    """Refuse to time on a machine without an NVIDIA GPU."""
+    if device == "cpu":
+        if not quick:
+            raise fail("--device is 'cpu', where nothing is timed; add --quick to check results")
+        return
+    import torch
+
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        stderr.print(
+            "python -m benchmarks kernel needs an NVIDIA GPU; to check results without times: "
+            "--device cpu --quick",
+            highlight=False,
+            soft_wrap=True,
+        )
+        raise typer.Exit(FAILED)
+
+
+def parse_page_size(text: str) -> int | None:
+    """Tokens a page; None for ``auto``."""
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise fail(f"--page-size is {text!r}; expected auto or a number of tokens such as 1 or 16")
+    return int(text)
+
+
+def one_of(option: str, value: str, allowed: Sequence[str]) -> None:
+    """Refuse a value that is none of those allowed."""
+    if value not in allowed:
+        raise fail(f"{option} is {value!r}; expected one of {', '.join(allowed)}")
+
+
+def words(text: str) -> list[str]:
+    """What stands between commas."""
+    return [word.strip() for word in text.split(",")]

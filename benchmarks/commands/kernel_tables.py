@@ -1,0 +1,104 @@
+"""A kernel benchmark in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks.kernel.kernel_bars import is_met, mean_is_met
+from benchmarks.kernel.kernel_rows import Row, best_peer, geometric_mean, of_roof, speed_up
+from benchmarks.kernel.methods import OURS
+from deft_backend.ab.units import MISSING
+
+
+def rows_table(rows: Sequence[Row], *, bars: bool) -> Table:
+    """A line a case: the roof, ours, the fastest peer, and what follows."""
+    table = Table(title="Microseconds, median", title_justify="left")
+    for name in ("set", "workload", "heads"):
+        table.add_column(name, no_wrap=name != "workload")
+    for name in ("batch", "share", "roof", OURS):
+        table.add_column(name, justify="right")
+    table.add_column("best peer")
+    for name in ("its time", "faster", "of roof", "plan", "error"):
+        table.add_column(name, justify="right")
+    if bars:
+        table.add_column("bar")
+    for row in rows:
+        peer = best_peer(row)
+        skipped = row["skipped"].get(OURS)
+        table.add_row(
+            row["set"],
+            row["workload"],
+            row["heads"],
+            str(row["batch"]),
+            f"{row['share']:.1f}",
+            _number(row["roof_us"]),
+            Text("wrong or failed", style="bold red") if skipped else _number(row["us"][OURS]),
+            peer[0] if peer else MISSING,
+            _number(peer[1] if peer else None),
+            _ratio(speed_up(row)),
+            _number(of_roof(row), 2),
+            _number(row["plan_us"].get("page_tables"), 0),
+            _error(row["error"].get(OURS)),
+            *([_met(is_met(row))] if bars else []),
+        )
+    return table
+
+
+def means_table(rows: Sequence[Row], *, bars: bool) -> Table:
+    """Geometric means of each set and head shape."""
+    table = Table(title="Geometric means", title_justify="left")
+    for name in ("set", "heads"):
+        table.add_column(name)
+    for name in ("cases", "faster", "slowest case", "of roof", "best peer of roof"):
+        table.add_column(name, justify="right")
+    if bars:
+        table.add_column("bar")
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["set"], row["heads"]), []).append(row)
+    for (name, heads), found in groups.items():
+        ratios = [ratio for row in found if (ratio := speed_up(row))]
+        peers = [of_roof(row, peer[0]) for row in found if (peer := best_peer(row))]
+        table.add_row(
+            name,
+            heads,
+            str(len(found)),
+            _ratio(geometric_mean(ratios)),
+            _ratio(min(ratios, default=None)),
+            _number(geometric_mean(of_roof(row) for row in found), 2),
+            _number(geometric_mean(peers), 2),
+            *([_met(mean_is_met(found))] if bars else []),
+        )
+    return table
+
+
+def row_line(row: Row) -> str:
+    """A case in a line, for logs."""
+    times = "  ".join(f"{name} {_number(us)}" for name, us in row["us"].items())
+    return (
+        f"{row['set']}  {row['workload']}  {row['heads']} page {row['page_size']}: "
+        f"roof {_number(row['roof_us'])}  {times}  error {_error(row['error'].get(OURS))}"
+    )
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    return MISSING if value is None else f"{value:,.{digits}f}"
+
+
+def _error(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.1e}"
+
+
+def _ratio(value: float | None) -> Text:
+    if value is None:
+        return Text(MISSING)
+    return Text(f"{value:.2f}×", style="green" if value >= 1 else "red")
+
+
+def _met(met: bool | None) -> Text:
+    if met is None:
+        return Text(MISSING)
+    return Text("met", style="green") if met else Text("not met", style="bold red")

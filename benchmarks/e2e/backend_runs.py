@@ -1,0 +1,256 @@
+"""A run: one server after the other, every workload on each, rows written as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.e2e.backends import Launch
+from benchmarks.e2e.checked_answers import still_to_run
+from benchmarks.e2e.kept_answers import compare, kept
+from benchmarks.e2e.served_workloads import Served, Workload, answers_file
+from benchmarks.e2e.serving_rows import Row, case_name, case_of, joined, read_rows, replaced
+from benchmarks.row_files import make_folder, write_rows
+from deft_backend.harness.client import Client, ClientError
+from deft_backend.harness.provenance import driver, provenance
+from deft_backend.servers.command import LaunchError
+from deft_backend.servers.driver_stub import DriverStubError
+from deft_backend.servers.process import ServerProcess
+from deft_backend.telemetry.state_reader import Counters, StateError, settled_counters, state_file
+
+_MOST_ERROR = 600
+"""Characters of an error that a row holds; the rest is in the server's log."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a run measures.
+
+    Attributes
+    ----------
+    launch : Launch
+        How servers are started.
+    backends : tuple of str
+        Ours goes first, whatever the order: others check what it answered.
+    reference : str
+        The backend whose answers others are compared with.
+    workloads : sequence of Workload
+    out : Path
+        File of rows; one that is there is added to.
+    logs : Path
+        Folder of the servers' logs.
+    command : str
+        As the user typed it, for the header.
+    start_seconds : float
+        After how long a server that does not answer is given up.
+    """
+
+    launch: Launch
+    backends: tuple[str, ...]
+    reference: str
+    workloads: Sequence[Workload]
+    out: Path
+    logs: Path
+    command: str
+    start_seconds: float = 500.0
+
+
+class ServerHung(RuntimeError):
+    """A workload did not end in time; its server is given up."""
+
+
+class Recorder:
+    """Rows so far, in their file.
+
+    Raises
+    ------
+    RowsError
+        If the file is there and holds rows of another machine or build, or cannot be there.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.path = setup.out
+        make_folder(self.path)
+        self.answers = setup.out.with_suffix(".answers")
+        came_from = provenance()
+        run = {
+            "date": came_from["date"], "command": setup.command,
+            "backends": list(setup.backends), "model": setup.launch.model.name,
+            "options": setup.launch.label,
+        }  # fmt: skip
+        self.header: dict[str, Any] = {**came_from, "driver": driver(), "runs": [run]}
+        self.rows: list[Row] = []
+        if self.path.is_file():
+            self.rows, before = read_rows(self.path)
+            self.header = joined(self.path, self.rows, before, self.header, Path("this run"))
+        else:  # answers without their rows are of some other run
+            shutil.rmtree(self.answers, ignore_errors=True)
+        self._reference = setup.reference
+
+    def put(self, row: Row) -> None:
+        """Take a row in, compare answers, and write the file."""
+        self.rows = replaced(self.rows, [row])
+        for known in self.rows:
+            if case_of(known) != case_of(row):
+                continue
+            theirs = kept(answers_file(self.answers, known, self._reference))
+            ours = kept(answers_file(self.answers, known, known["backend"]))
+            if theirs and ours and known["backend"] != self._reference and not known["error"]:
+                found = compare(theirs, ours)
+                known["detail"]["agreement"] = {"against": self._reference, **found}
+        write_rows(self.path, self.rows, self.header)
+
+
+def record(setup: Setup, said: Callable[[str], None]) -> list[Row]:
+    """Run every workload on every backend; returns all rows of the file.
+
+    What fails leaves a row with its ``error``: a server that does not start one for each workload,
+    one that dies for those that it did not get to.
+
+    Parameters
+    ----------
+    setup : Setup
+    said : callable
+        Is told what happens, a line at a time.
+
+    Raises
+    ------
+    RowsError
+        If `setup.out` holds rows that these cannot be put beside.
+    """
+    recorder = Recorder(setup)
+    ours = setup.launch.host.ours
+    for backend in sorted(setup.backends, key=lambda name: name != ours):
+        _serve(setup, backend, recorder, said)
+    run = {case_of(workload.row(setup.launch, ours)) for workload in setup.workloads}
+    for row in recorder.rows:
+        if row["backend"] == ours and case_of(row) in run and (left := still_to_run(row)):
+            said(f"{ours}: {case_name(row)}: {left}")
+    return recorder.rows
+
+
+def _serve(setup: Setup, backend: str, recorder: Recorder, said: Callable[[str], None]) -> None:
+    pending = list(setup.workloads)
+    log = setup.logs / f"{setup.launch.host.name}-{backend}.log"
+    said(f"{backend}: starting the server; its log is {log}")
+    with tempfile.TemporaryDirectory(prefix="deft-e2e-") as state:
+        try:
+            command = setup.launch.command(backend, Path(state))
+            with ServerProcess(command, log, timeout=setup.start_seconds) as server:
+                said(f"{backend}: {command.shell()}")
+                counted = partial(_counted, Path(state), command.port)
+                asyncio.run(_measure(setup, backend, server, counted, pending, recorder, said))
+        except (LaunchError, DriverStubError, ClientError, ServerHung) as error:
+            for workload in pending:
+                row = _failed(workload.row(setup.launch, backend), error)
+                recorder.put(row)
+                said(_line(row))
+
+
+async def _measure(
+    setup: Setup,
+    backend: str,
+    server: ServerProcess,
+    counted: Callable[[], Counters | None],
+    pending: list[Workload],
+    recorder: Recorder,
+    said: Callable[[str], None],
+) -> None:
+    """Run what is pending, taking each workload off the list when it is done."""
+    async with Client(server.url, setup.launch.host.name) as client:
+        served = Served(
+            setup.launch, backend, setup.reference, server, client, server.command.environment,
+            recorder.answers,
+        )  # fmt: skip
+        while pending:
+            workload = pending[0]
+            before = await asyncio.to_thread(counted)
+            try:
+                limit = workload.seconds
+                row = await asyncio.wait_for(workload.run(served, recorder.rows), limit)
+            except asyncio.TimeoutError:
+                name = case_name(workload.row(setup.launch, backend))
+                raise ServerHung(
+                    f"{name} did not end within {workload.seconds:.0f} s, so the server was ended"
+                ) from None
+            except Exception as error:
+                await _confirm_alive(server, client)  # if it died, that is the news
+                row = _failed(workload.row(setup.launch, backend), error)
+            pending.pop(0)
+            if row is None:
+                continue
+            if row["backend"] == backend:
+                row["detail"] |= _steps(before, await asyncio.to_thread(counted))
+            recorder.put(row)
+            said(_line(row))
+
+
+async def _confirm_alive(server: ServerProcess, client: Client) -> None:
+    """Return if the server still answers.
+
+    A server that dies drops its connections a moment before its process ends.
+
+    Raises
+    ------
+    LaunchError
+        If it has ended.
+    ServerHung
+        If it runs and does not answer.
+    """
+    for _ in range(100):
+        server.check_alive()
+        try:
+            await client.get("/v1/models")
+            return
+        except ClientError:
+            await asyncio.sleep(0.2)
+    raise ServerHung("the server runs and does not answer any more, so it was ended")
+
+
+def _counted(folder: Path, port: int) -> Counters | None:
+    """The plugin's counters, if it writes any in this server."""
+    if not (state := state_file(folder, port)).is_file():
+        return None
+    try:
+        return settled_counters(state)
+    except StateError:
+        return None
+
+
+def _steps(before: Counters | None, after: Counters | None) -> dict[str, Any]:
+    """Which kernel decoded how many steps, and what they read."""
+    if after is None:
+        return {}
+    counted = after if before is None else after - before
+    return {
+        "steps": {
+            "tree": counted.steps_tree, "host": dict(counted.steps_host), "plans": counted.plans,
+            "kv_bytes_read": counted.kv_bytes_read,
+            "kv_bytes_query_guided": counted.kv_bytes_query_guided,
+        }
+    }  # fmt: skip
+
+
+def _failed(row: Row, error: Exception) -> Row:
+    row["error"] = f"{type(error).__name__}: {error}"[:_MOST_ERROR]
+    return row
+
+
+def _line(row: Row) -> str:
+    if row["error"]:
+        return f"{row['backend']}: {case_name(row)}: {row['error'].splitlines()[0]}"
+    figures = ", ".join(
+        f"{name} {value:,.3f}"
+        for name, value in (
+            ("ms a token", row["tpot_ms"]), ("TTFT ms", row["ttft_ms"]),
+            ("tokens/s", row["tokens_per_s"]),
+        )
+        if value is not None
+    )  # fmt: skip
+    return f"{row['backend']}: {case_name(row)}: {figures}"

@@ -1,0 +1,218 @@
+"""The hosts' own serving benchmarks as clients; their figures become rows like ours."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import site
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.e2e.served_model import Model
+from benchmarks.e2e.serving_rows import Row
+
+GENERATED_SHARED_PREFIX: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "64-groups": (
+        "--gsp-num-groups", "64", "--gsp-prompts-per-group", "32",
+        "--gsp-system-prompt-len", "4096", "--gsp-question-len", "64", "--gsp-output-len", "128",
+    ),
+    "tiny": (
+        "--gsp-num-groups", "3", "--gsp-prompts-per-group", "4",
+        "--gsp-system-prompt-len", "128", "--gsp-question-len", "8", "--gsp-output-len", "8",
+    ),
+}  # fmt: skip
+"""Shapes of SGLang's ``generated-shared-prefix``; its default is 64 groups of 16 prompts on 2,048
+tokens. ``tiny`` is for a machine without a GPU."""
+
+PREFIX_REPETITION: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "64-groups": (
+        "--num-prompts", "2048", "--prefix-repetition-num-prefixes", "64",
+        "--prefix-repetition-prefix-len", "4096", "--prefix-repetition-suffix-len", "64",
+        "--prefix-repetition-output-len", "128",
+    ),
+    "tiny": (
+        "--num-prompts", "12", "--prefix-repetition-num-prefixes", "3",
+        "--prefix-repetition-prefix-len", "128", "--prefix-repetition-suffix-len", "8",
+        "--prefix-repetition-output-len", "8",
+    ),
+}  # fmt: skip
+"""Shapes of vLLM's ``prefix_repetition``; its default is 1,000 prompts on 10 prefixes of 256
+tokens."""
+
+DATASETS = {"sglang": "generated-shared-prefix", "vllm": "prefix_repetition"}
+
+# The `vllm` command is missing where the CPU build is installed; what it calls is not.
+_VLLM_BENCH = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+
+
+class HostClientError(RuntimeError):
+    """The host's client failed; the message ends with what it printed last."""
+
+
+@dataclass(frozen=True)
+class HostClient:
+    """One run of a host's own serving benchmark.
+
+    Attributes
+    ----------
+    host, shape : str
+    timeout : float
+        Seconds after which it is given up.
+    seed : int
+        Of its prompts.
+    """
+
+    host: str
+    shape: str
+    timeout: float = 540.0
+    seed: int = 42
+
+    @property
+    def workload(self) -> str:
+        """Its name in rows."""
+        return f"{DATASETS[self.host]}:{self.shape}"
+
+    def command(self, url: str, model: Model, out: Path) -> list[str]:
+        """The command line; its figures go to `out`."""
+        common = ["--base-url", url, "--model", model.path, "--tokenizer", model.path]
+        common += ["--seed", str(self.seed)]
+        if self.host == "sglang":
+            return [
+                sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", *common,
+                "--dataset-name", "generated-shared-prefix", "--output-file", str(out),
+                *GENERATED_SHARED_PREFIX[self.shape],
+            ]  # fmt: skip
+        return [
+            sys.executable, "-c", _VLLM_BENCH, *common, "--dataset-name", "prefix_repetition",
+            "--ignore-eos", "--save-result", "--result-dir", str(out.parent),
+            "--result-filename", out.name, "--percentile-metrics", "ttft,tpot,itl",
+            "--metric-percentiles", "50,99", *PREFIX_REPETITION[self.shape],
+        ]  # fmt: skip
+
+    async def run(
+        self, url: str, model: Model, environment: Mapping[str, str], folder: Path
+    ) -> Any:
+        """Run it to its end; its figures, as it wrote them. It ends with the task that waits.
+
+        Its cache of prompts is kept beside `folder`, for the other backends: in the user's home
+        the host names that cache by its sizes alone, and takes prompts of another tokenizer for
+        ours.
+
+        Raises
+        ------
+        HostClientError
+            If it fails, takes too long, or a request failed.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"{self.shape}-{self.seed}"
+        out, log = folder / f"{name}.json", folder / f"{name}.log"
+        out.unlink(missing_ok=True)
+        surroundings = {
+            "HOME": str(folder.parent / "home"), "PYTHONUSERBASE": site.getuserbase(),
+            "HF_HUB_OFFLINE": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
+        }  # fmt: skip
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                self.command(url, model, out), stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, env={**os.environ, **environment, **surroundings},
+            )  # fmt: skip
+            try:
+                await asyncio.wait_for(_ended(process), self.timeout)
+            except asyncio.TimeoutError:
+                raise HostClientError(
+                    f"{self.workload} did not end within {self.timeout:.0f} s; its log is {log}"
+                ) from None
+            finally:  # awaits nothing: a task may be cancelled once more while it ends
+                process.kill()
+                process.wait()
+        if process.returncode or not out.is_file():
+            raise HostClientError(
+                f"{self.workload} ended with {process.returncode}; its log is {log}, which ends "
+                f"with: {log.read_text(errors='replace')[-400:]}"
+            )
+        return json.loads(out.read_text().splitlines()[-1])
+
+
+async def _ended(process: subprocess.Popen[bytes]) -> None:
+    while process.poll() is None:
+        await asyncio.sleep(0.1)
+
+
+def fill(row: Row, runs: Sequence[Mapping[str, Any]], asked: int | None = None) -> None:
+    """Put the figures of a client's runs into a row: their medians.
+
+    Parameters
+    ----------
+    row : Row
+    runs : sequence of mapping
+        At least one. SGLang's and vLLM's keys are the same where they are used here.
+    asked : int, optional
+        Requests that were to be answered in each.
+
+    Raises
+    ------
+    HostClientError
+        If the figures lack something, or requests failed.
+    """
+    for figures in runs:
+        _check(row["workload"], figures, asked)
+
+    def median(key: str, digits: int | None = None) -> float:
+        try:
+            found = statistics.median(float(figures[key]) for figures in runs)
+        except (KeyError, TypeError, ValueError) as error:
+            raise HostClientError(f"{row['workload']}: figures without {error}") from error
+        return found if digits is None else round(found, digits)
+
+    row["tpot_ms"] = median("median_tpot_ms", 4)
+    row["ttft_ms"] = median("median_ttft_ms", 3)
+    row["ttft_p99_ms"] = median("p99_ttft_ms", 3)
+    row["itl_p50_ms"] = median("median_itl_ms", 3)
+    row["itl_p99_ms"] = median("p99_itl_ms", 3)
+    row["tokens_per_s"] = median("output_throughput", 2)
+    row["detail"] |= {
+        "requests": int(runs[0]["completed"]), "seconds": median("duration"),
+        "input_tokens": runs[0].get("total_input_tokens"),
+        "output_tokens": runs[0].get("total_output_tokens"),
+        "mean_ttft_ms": median("mean_ttft_ms"), "requests_per_s": median("request_throughput"),
+        "ttft_runs_ms": [round(float(figures["median_ttft_ms"]), 3) for figures in runs],
+        "tokens_per_s_runs": [round(float(figures["output_throughput"]), 2) for figures in runs],
+    }  # fmt: skip
+
+
+def _check(workload: str, figures: Mapping[str, Any], asked: int | None) -> None:
+    try:
+        completed, failed = int(figures["completed"]), int(figures.get("failed") or 0)
+    except (KeyError, TypeError, ValueError) as error:
+        raise HostClientError(f"{workload}: figures without {error}") from error
+    if failed or not completed or (asked is not None and completed != asked):
+        raise HostClientError(
+            f"{workload}: {completed} requests were answered and {failed} failed"
+            + (f"; {asked} were sent" if asked is not None else "")
+        )
+
+
+def requests_of(client: HostClient) -> int:
+    """Requests that a shape sends."""
+    shapes = GENERATED_SHARED_PREFIX if client.host == "sglang" else PREFIX_REPETITION
+    options = shapes[client.shape]
+    given = dict(zip(options[::2], options[1::2], strict=True))
+    if client.host == "vllm":
+        prefixes = int(given.get("--prefix-repetition-num-prefixes", 10))
+        return int(given.get("--num-prompts", 1000)) // prefixes * prefixes
+    groups = int(given.get("--gsp-num-groups", 64))
+    return groups * int(given.get("--gsp-prompts-per-group", 16))

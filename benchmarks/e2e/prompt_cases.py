@@ -1,0 +1,146 @@
+"""What is sent: prompts of token ids that are the same on every machine."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.e2e.served_model import Model
+
+GRID = (
+    (0, 1, 1024), (0, 32, 2048), (4096, 32, 64), (4096, 128, 64), (16384, 64, 64), (65536, 32, 64),
+)  # fmt: skip
+"""Prefix, branches and suffix of the cases that releases are compared by."""
+
+SCHEDULER_GRID = ((0, 32, 256), (2048, 32, 64))
+"""For the one-layer shape: with and without sharing."""
+
+
+class CaseError(ValueError):
+    """Sizes that cannot be sent."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Prompts that are sent together.
+
+    Attributes
+    ----------
+    workload : str
+        Name in the rows.
+    prefix, branches, suffix : int
+        Tokens shared by a group, prompts in all, tokens of each prompt behind what it shares.
+    warm : tuple
+        Prompts sent before, one by one: what is shared is in the host's cache then.
+    prompts : tuple
+        Token ids of every prompt.
+    """
+
+    workload: str
+    prefix: int
+    branches: int
+    suffix: int
+    warm: tuple[tuple[int, ...], ...]
+    prompts: tuple[tuple[int, ...], ...]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(prompt) for prompt in self.prompts)
+
+
+def parse_case(text: str) -> tuple[int, int, int]:
+    """``PREFIX,BRANCHES,SUFFIX`` in tokens, requests, tokens.
+
+    Raises
+    ------
+    CaseError
+        If it is anything else, or there is nothing to send.
+    """
+    try:
+        prefix, branches, suffix = (int(part) for part in text.split(","))
+    except ValueError:
+        prefix = branches = suffix = -1
+    if prefix < 0 or branches < 1 or suffix < 1:
+        raise CaseError(
+            f"the case {text!r} is not PREFIX,BRANCHES,SUFFIX: tokens, requests, tokens; expected "
+            "for example 16384,64,64, with a prefix of 0 for prompts that share nothing"
+        )
+    return prefix, branches, suffix
+
+
+def grid_case(model: Model, prefix: int, branches: int, suffix: int, name: str = "") -> Case:
+    """Many branches on one prefix; a prefix of 0 shares nothing."""
+    ids = random.Random(f"{prefix} {branches} {suffix}")
+    shared = draw(ids, model, prefix)
+    prompts = tuple(shared + draw(ids, model, suffix) for _ in range(branches))
+    named = name or ("few-shot" if prefix else "unshared")
+    return Case(named, prefix, branches, suffix, prompts[:1] if prefix else (), prompts)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Questions about several documents, between requests that share nothing.
+
+    Attributes
+    ----------
+    documents, tokens : int
+        How many, and how long each is.
+    questions, question_tokens : int
+        Questions about each, and how long each is.
+    loners, loner_tokens : int
+        Requests of their own.
+    """
+
+    documents: int = 4
+    tokens: int = 8192
+    questions: int = 16
+    question_tokens: int = 64
+    loners: int = 16
+    loner_tokens: int = 1024
+
+    def case(self, model: Model) -> Case:
+        """The prompts, in an order that mixes them: a batch holds them as they come."""
+        ids = random.Random(repr(self))
+        texts = [draw(ids, model, self.tokens) for _ in range(self.documents)]
+        prompts = [
+            text + draw(ids, model, self.question_tokens)
+            for text in texts
+            for _ in range(self.questions)
+        ]
+        prompts += [draw(ids, model, self.loner_tokens) for _ in range(self.loners)]
+        ids.shuffle(prompts)
+        return Case(
+            f"document-questions ({self.documents} documents, {self.loners} loners)", self.tokens,
+            len(prompts), self.question_tokens, tuple(texts), tuple(prompts),
+        )  # fmt: skip
+
+
+def draw(ids: random.Random, model: Model, count: int) -> tuple[int, ...]:
+    """Token ids at random."""
+    return tuple(ids.choices(range(model.ids), k=count))
+
+
+def check_fits(case: Case, tokens: int, model: Model) -> None:
+    """Refuse what the model's context does not hold.
+
+    Raises
+    ------
+    CaseError
+        With the lengths.
+    """
+    if case.longest + tokens > model.context:
+        raise CaseError(
+            f"{case.workload}: prompts of {case.longest} tokens and answers of {tokens} do not fit "
+            f"the {model.context} positions of {model.name}; choose shorter ones"
+        )
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The value that a share of all values does not exceed, by the nearest rank."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

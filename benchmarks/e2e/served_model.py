@@ -1,0 +1,196 @@
+"""A model to serve that needs nothing but this machine: a written shape, weights and tokenizer.
+
+Random weights (:mod:`weights`) make answers depend on every part of the KV cache. Dummy weights
+(the host fills them in) start sooner and take no space on disk, but are so small that attention
+never reaches the logits: with them only times can be compared.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+"""The published shape of Llama-3.1-8B."""
+
+ONE_LAYER: dict[str, Any] = {
+    **LLAMA_8B, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1,
+    "vocab_size": 1024, "bos_token_id": 1022, "eos_token_id": 1023,
+}  # fmt: skip
+"""So little work for a GPU that a decode step takes as long as the host's scheduler needs."""
+
+TINY: dict[str, Any] = {
+    **LLAMA_8B, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1024,
+    "bos_token_id": 1022, "eos_token_id": 1023, "max_position_embeddings": 16384,
+}  # fmt: skip
+"""For a machine without a GPU."""
+
+FOUR_LAYERS: dict[str, Any] = {
+    **LLAMA_8B, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4,
+    "vocab_size": 8192, "bos_token_id": 8190, "eos_token_id": 8191,
+}  # fmt: skip
+"""Loaded in a second, with the heads of the large one: to look at answers, not at times."""
+
+SHAPES: Mapping[str, dict[str, Any]] = {
+    "llama-3.1-8b": LLAMA_8B, "four-layers": FOUR_LAYERS, "one-layer": ONE_LAYER, "tiny": TINY,
+}  # fmt: skip
+WEIGHTS = ("random", "dummy")
+
+CHECKOUT = Path(__file__).parents[2]
+"""Where a process of its own finds this package: it need not be installed."""
+
+_MOST_STDERR = 800
+"""Characters that are told of a process that failed: the end of its traceback."""
+
+
+class ModelError(ValueError):
+    """A checkpoint folder that cannot be served with token ids, or could not be written."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is served.
+
+    Attributes
+    ----------
+    path : str
+        Folder of the checkpoint.
+    name : str
+        As rows name it.
+    ids : int
+        Prompts are made of the token ids below this one; special tokens lie above.
+    context : int
+        Positions that the model takes.
+    load_format : str, optional
+        The host's ``--load-format``; None leaves it to the host.
+    """
+
+    path: str
+    name: str
+    ids: int
+    context: int
+    load_format: str | None = None
+
+
+def write_model(folder: Path, shape: str, weights: str, served: str, seed: int = 0) -> Model:
+    """Write a checkpoint of `shape` with a tokenizer of as many words as the model has tokens.
+
+    Parameters
+    ----------
+    folder : Path
+        Is created.
+    shape, weights : str
+        One of :data:`SHAPES` and of :data:`WEIGHTS`.
+    served : str
+        Dtype in which servers will run it, for its name.
+    seed : int
+        Of the random weights, which are the same on every machine of one kind of device.
+
+    Raises
+    ------
+    ModelError
+        If the random weights could not be written; the folder holds part of them then.
+    """
+    config = SHAPES[shape]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    write_tokenizer(folder, config["vocab_size"])
+    if weights == "random":
+        _write_weights(folder, seed)
+    return written_model(folder, shape, weights, served)
+
+
+def written_model(folder: Path, shape: str, weights: str, served: str) -> Model:
+    """What :func:`write_model` wrote before."""
+    config = SHAPES[shape]
+    return Model(
+        str(folder), f"{shape}, {weights} weights, {served}",
+        config["bos_token_id"], config["max_position_embeddings"],
+        "dummy" if weights == "dummy" else None,
+    )  # fmt: skip
+
+
+def read_model(path: str) -> Model:
+    """A checkpoint folder of the user's own.
+
+    Raises
+    ------
+    ModelError
+        If it holds no ``config.json`` that names its vocabulary.
+    """
+    try:
+        config = json.loads((Path(path) / "config.json").read_text())
+        vocabulary, context = int(config["vocab_size"]), int(config["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"{path} cannot be read as a checkpoint ({error!r}); expected a folder whose "
+            "config.json has vocab_size and max_position_embeddings"
+        ) from error
+    special: list[int] = []
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = config.get(name)
+        special += value if isinstance(value, list) else [value] if value is not None else []
+    return Model(path, Path(path).name, min([vocabulary, *(i for i in special if i)]), context)
+
+
+def write_tokenizer(folder: Path, words: int) -> None:
+    """A tokenizer of the words ``w0``, ``w1``, … with ids 0, 1, …, separated by spaces.
+
+    The hosts' own clients make prompts as text, from ids drawn at random: what they decode has to
+    come back as the same ids, or prompts are not as long as was asked for.
+    """
+    content: dict[str, Any] = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
+        "normalizer": None, "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None, "decoder": None,
+        "model": {
+            "type": "WordLevel", "vocab": {f"w{i}": i for i in range(words)}, "unk_token": "w0",
+        },
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
+        "bos_token": f"w{words - 2}", "eos_token": f"w{words - 1}", "add_bos_token": False,
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def _write_weights(folder: Path, seed: int) -> None:
+    """Have the weights written by a process of its own, whose GPU memory ends with it.
+
+    This process lives as long as the servers that are measured. A CUDA context and the caching
+    allocator's gigabytes in it would be missing from the KV cache of every one of them.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.e2e.random_weights", str(folder.resolve()), str(seed)],
+        cwd=CHECKOUT, capture_output=True, text=True, errors="replace", check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise ModelError(
+            f"writing random weights to {folder} ended with {done.returncode}: "
+            f"{done.stderr.strip()[-_MOST_STDERR:] or '(nothing)'}"
+        )

@@ -1,0 +1,266 @@
+"""Workloads of an end-to-end run: what each does with a running server, and the row it makes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from benchmarks.e2e import host_clients, kept_answers
+from benchmarks.e2e.backends import Launch
+from benchmarks.e2e.batch_timing import measure
+from benchmarks.e2e.checked_answers import check, load_samples, save_samples
+from benchmarks.e2e.memory import growth, memory_of
+from benchmarks.e2e.prompt_cases import Case
+from benchmarks.e2e.serving_rows import Row, case_of, make_row
+from benchmarks.e2e.traffic import Seen, Traffic, drive
+from benchmarks.e2e.tree_replay import replay_tree
+from deft_backend.harness.client import Client
+from deft_backend.servers.process import ServerProcess
+from deft_backend.traces.trace_files import ThoughtTree
+
+# What the hosts log while they work as they should is no sign of trouble; these are.
+TROUBLE = re.compile(
+    r"Traceback|\bERROR\b|memory leak|deft: .*(fail|not agree|dropped|could not|not supported)"
+)
+
+
+class WorkloadError(RuntimeError):
+    """A workload that cannot be run as it stands."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server and what belongs to it.
+
+    Attributes
+    ----------
+    launch : Launch
+    backend : str
+    reference : str
+        The backend that answers are checked against.
+    server : ServerProcess
+    client : Client
+    environment : mapping
+        The variables that the server was started with.
+    folder : Path
+        Where answers and what the hosts' clients write are kept from server to server.
+    """
+
+    launch: Launch
+    backend: str
+    reference: str
+    server: ServerProcess
+    client: Client
+    environment: Mapping[str, str]
+    folder: Path
+
+
+class Workload(Protocol):
+    """Something to be measured on every backend."""
+
+    @property
+    def seconds(self) -> float:
+        """After how long it is given up."""
+        ...
+
+    def row(self, launch: Launch, backend: str) -> Row:
+        """Its row, without figures."""
+        ...
+
+    async def run(self, served: Served, rows: Sequence[Row]) -> Row | None:
+        """Its row, or None if there is nothing to do on this backend.
+
+        `rows` are those so far, of other backends too.
+        """
+        ...
+
+
+def answers_file(folder: Path, row: Row, backend: str) -> Path:
+    """Where a backend's answers to the row's case are kept."""
+    case = hashlib.sha256(repr(case_of(row)).encode()).hexdigest()[:12]
+    return folder / f"{case}-{backend}.json"
+
+
+@dataclass(frozen=True)
+class Together:
+    """A case's prompts, sent together: time per output token, and how far answers agree."""
+
+    case: Case
+    gen: int
+    repeats: int
+    seconds: float = 300.0
+    fastest: bool = False
+
+    def row(self, launch: Launch, backend: str) -> Row:
+        case = self.case
+        return make_row(
+            case.workload, launch.host.name, backend, launch.model.name, launch.label,
+            prefix=case.prefix, branches=case.branches, suffix=case.suffix, gen=self.gen,
+        )  # fmt: skip
+
+    async def run(self, served: Served, rows: Sequence[Row]) -> Row:
+        row = self.row(served.launch, served.backend)
+        room = served.launch.model.context - self.case.longest - self.gen
+        await measure(
+            self.case, self.gen, self.repeats, served.client, row, room=room, fastest=self.fastest
+        )
+        if served.launch.model.load_format != "dummy":  # attention does not reach their logits
+            answers = await kept_answers.ask(served.client, self.case.prompts, self.gen)
+            kept_answers.keep(answers_file(served.folder, row, served.backend), answers)
+        return row
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A recorded tree of thoughts, replayed up to `repeats` times."""
+
+    name: str
+    tree: ThoughtTree
+    repeats: int
+    seconds: float = 560.0
+
+    def row(self, launch: Launch, backend: str) -> Row:
+        return make_row(
+            f"tree-of-thoughts {self.name}", launch.host.name, backend, launch.model.name,
+            launch.label,
+        )  # fmt: skip
+
+    async def run(self, served: Served, rows: Sequence[Row]) -> Row:
+        row = self.row(served.launch, served.backend)
+        model, client = served.launch.model, served.client
+        await replay_tree(self.name, self.tree, model, client, row, self.repeats)
+        return row
+
+
+@dataclass(frozen=True)
+class HostsOwn:
+    """The host's own serving benchmark, run several times with other prompts each time."""
+
+    client: host_clients.HostClient
+    runs: int = 1
+
+    @property
+    def seconds(self) -> float:
+        return self.runs * (self.client.timeout + 10)
+
+    def row(self, launch: Launch, backend: str) -> Row:
+        name = self.client.workload
+        return make_row(name, launch.host.name, backend, launch.model.name, launch.label)
+
+    async def run(self, served: Served, rows: Sequence[Row]) -> Row:
+        row = self.row(served.launch, served.backend)
+        found = []
+        for seed in range(self.client.seed, self.client.seed + self.runs):
+            figures = await replace(self.client, seed=seed).run(
+                served.server.url, served.launch.model, _libraries(served.environment),
+                served.folder / f"client-{served.backend}",
+            )  # fmt: skip
+            found.append(figures)
+        host_clients.fill(row, found, host_clients.requests_of(self.client))
+        return row
+
+
+def _libraries(environment: Mapping[str, str]) -> dict[str, str]:
+    """What the host's package needs to be imported, not what its server is told."""
+    wanted = ("LD_LIBRARY_PATH", "SGLANG_USE_CPU_ENGINE")
+    return {name: value for name, value in environment.items() if name in wanted}
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Mixed traffic on ours; on the reference, the check of what ours answered."""
+
+    traffic: Traffic
+    tolerance: float
+
+    @property
+    def seconds(self) -> float:
+        return self.traffic.minutes * 60 + 900
+
+    def row(self, launch: Launch, backend: str) -> Row:
+        traffic = self.traffic
+        return make_row(
+            f"mixed-traffic part {traffic.part}", launch.host.name, backend, launch.model.name,
+            launch.label, prefix=traffic.document_tokens, branches=traffic.workers,
+            suffix=traffic.most_question_tokens, gen=traffic.most_answer_tokens,
+        )  # fmt: skip
+
+    async def run(self, served: Served, rows: Sequence[Row]) -> Row | None:
+        ours = self.row(served.launch, served.launch.host.ours)
+        samples = answers_file(served.folder, ours, ours["backend"]).with_suffix(".samples")
+        if served.backend == ours["backend"]:
+            return await self._drive(served, ours, samples)
+        if served.backend == served.reference:
+            return await self._check(served, ours, samples, rows)
+        return None
+
+    async def _drive(self, served: Served, row: Row, samples: Path) -> Row:
+        memory: list[dict[str, Any]] = []
+        began = time.monotonic()
+        watching = asyncio.create_task(self._watch(served.server.pid, began, memory))
+        try:
+            seen = await drive(
+                self.traffic, served.launch.model, served.client, alive=served.server.check_alive
+            )
+        finally:
+            watching.cancel()
+        memory.append(await _sample(served.server.pid, began))
+        served.server.check_alive()
+        save_samples(samples, seen.samples)
+        _fill_traffic(row, seen)
+        log = served.server.log.read_text(errors="replace").splitlines()
+        trouble = [line[:300] for line in log if TROUBLE.search(line)]
+        row["detail"] |= {
+            "minutes": self.traffic.minutes, "memory": memory, "memory_growth": growth(memory),
+            "log_trouble": len(trouble), "first_log_trouble": trouble[:5],
+            "check_with": self._check_with(served),
+        }  # fmt: skip
+        if seen.failures:
+            row["error"] = f"{len(seen.failures)} requests failed, first: {seen.failures[0]}"
+        return row
+
+    def _check_with(self, served: Served) -> str:
+        """The options of the run that checks what was answered."""
+        # With clients, which need a tokenizer, traffic is another case.
+        workloads = "clients,traffic" if served.launch.tokenizer else "traffic"
+        return (
+            f"--backends {served.reference} --workloads {workloads} "
+            f"--minutes {self.traffic.minutes:g} --part {self.traffic.part}"
+        )
+
+    async def _check(
+        self, served: Served, ours: Row, samples: Path, rows: Sequence[Row]
+    ) -> Row | None:
+        known = [r for r in rows if case_of(r) == case_of(ours) and r["backend"] == ours["backend"]]
+        if not known or not samples.is_file():
+            raise WorkloadError(
+                f"no answers of {ours['backend']} to check; run {ours['workload']} with "
+                f"--backends {ours['backend']} into the same --out first"
+            )
+        found = await check(load_samples(samples), served.client, self.tolerance)
+        checked = found.to_dict(self.tolerance) | {"against": served.backend}
+        row = known[-1]
+        row["detail"]["checked"] = checked
+        row["detail"].pop("check_with", None)
+        return row
+
+    async def _watch(self, pid: int | None, began: float, memory: list[dict[str, Any]]) -> None:
+        while True:
+            memory.append(await _sample(pid, began))
+            await asyncio.sleep(max(1.0, self.traffic.minutes * 60 / 30))
+
+
+async def _sample(pid: int | None, began: float) -> dict[str, Any]:
+    found = await asyncio.to_thread(memory_of, pid)
+    return {"s": round(time.monotonic() - began, 1), **found}
+
+
+def _fill_traffic(row: Row, seen: Seen) -> None:
+    row["tokens_per_s"] = round(seen.tokens / seen.seconds, 2) if seen.seconds else None
+    row["detail"]["traffic"] = seen.to_dict()

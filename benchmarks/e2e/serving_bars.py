@@ -1,0 +1,145 @@
+"""The figures that a release of this package is held to, end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.e2e.backends import HOSTS
+from benchmarks.e2e.checked_answers import still_to_run
+from benchmarks.e2e.serving_rows import Row, by_case, case_name
+
+SHARED = {
+    "sglang": {(65536, 32): 0.40, (16384, 64): 0.50, (4096, 128): 0.65, (4096, 32): 0.85},
+    "vllm": {(65536, 32): 0.42, (16384, 64): 0.50, (4096, 128): 0.62},
+}
+"""Time per output token of ours over the best other backend's at most (on vLLM: FLASH_ATTN's), by
+prefix and branches."""
+
+UNSHARED = 1.02
+TTFT = 1.03
+SCHEDULER_US = 30.0
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One figure, what is asked of it, and whether it is there.
+
+    ``met`` is None where there is nothing to compare with yet.
+    """
+
+    case: str
+    asked: str
+    found: str
+    met: bool | None
+
+
+def bars(rows: Sequence[Row]) -> list[Bar]:
+    """What is asked of every case in the rows, in their order."""
+    found = []
+    for backends in by_case(rows).values():
+        row = next(iter(backends.values()))
+        host = HOSTS[row["host"]]
+        ours, reference = backends.get(host.ours), backends.get(host.backends[1])
+        others = [row for name, row in backends.items() if name != host.ours]
+        if row["workload"] == "scheduler":
+            found.append(_scheduler(row, ours, reference))
+        elif row["workload"].startswith("tree-of-thoughts"):
+            found.append(_time(row, ours, others, 1.0, "faster than every other"))
+        elif row["workload"].startswith(("generated-shared-prefix", "prefix_repetition")):
+            found += _client(row, ours, others, ttft=row["host"] == "sglang")
+        elif row["workload"].startswith("mixed-traffic"):
+            found.append(_traffic(row, ours))
+        elif row["workload"] == "unshared":
+            peers = [reference] if reference else []
+            asked = f"≤ {UNSHARED} of {host.backends[1]}"
+            found.append(_time(row, ours, peers, UNSHARED, asked))
+        elif limit := SHARED[host.name].get((row["prefix"] or 0, row["branches"] or 0)):
+            peers = others if host.name == "sglang" else [reference] if reference else []
+            against = "the best other" if host.name == "sglang" else host.backends[1]
+            found.append(_time(row, ours, peers, limit, f"≤ {limit:.2f} of {against}"))
+    return found
+
+
+def _time(row: Row, ours: Row | None, others: Sequence[Row], limit: float, asked: str) -> Bar:
+    """Time per output token of ours over the best of the others'."""
+    case = case_name(row)
+    if failed := _failure(ours):
+        return Bar(case, asked, failed, False)
+    if limit < UNSHARED and ours is not None and not _at_work(ours):
+        return Bar(case, asked, _IDLE, None)
+    times = [time for other in others if not other["error"] and (time := other["tpot_ms"] or 0) > 0]
+    if ours is None or not ours["tpot_ms"] or not times:
+        return Bar(case, asked, "not measured on both", None)
+    ratio = round(ours["tpot_ms"] / min(times), 4)
+    met = ratio < limit if limit == 1.0 else ratio <= limit
+    return Bar(case, asked, f"{ratio:.3f}", met)
+
+
+def _client(row: Row, ours: Row | None, others: Sequence[Row], *, ttft: bool) -> list[Bar]:
+    """Throughput of ours above every other's, time to first token hardly worse than the best's."""
+    case, asked = case_name(row), "more tokens/s than every other"
+    if failed := _failure(ours):
+        return [Bar(case, asked, failed, False)]
+    if ours is not None and not _at_work(ours):
+        return [Bar(case, asked, _IDLE, None)]
+    speeds = [other["tokens_per_s"] for other in others if other["tokens_per_s"]]
+    if ours is None or not ours["tokens_per_s"] or not speeds:
+        return [Bar(case, asked, "not measured on both", None)]
+    ratio = ours["tokens_per_s"] / max(speeds)
+    found = [Bar(case, asked, f"{ratio:.3f}", ratio > 1.0)]
+    peers = [other for other in others if not other["error"] and other["ttft_ms"]]
+    if ttft and ours["ttft_ms"] and peers:
+        ratio = round(ours["ttft_ms"] / min(other["ttft_ms"] or 0.0 for other in peers), 4)
+        asked = f"time to first token ≤ {TTFT} of the best other"
+        found.append(Bar(case, asked, f"{ratio:.3f}{_mean_first(ours, peers)}", ratio <= TTFT))
+    return found
+
+
+def _mean_first(ours: Row, others: Sequence[Row]) -> str:
+    """The same of means over requests, which hang less on the order in which they are begun."""
+    means = [float(row["detail"].get("mean_ttft_ms") or 0.0) for row in (ours, *others)]
+    if not all(means):
+        return ""
+    return f" (means: {means[0] / min(means[1:]):.3f})"
+
+
+def _traffic(row: Row, ours: Row | None) -> Bar:
+    """Nothing failed, nothing in the log, every checked token right."""
+    case, asked = case_name(row), "no failure, no wrong token"
+    if failed := _failure(ours):
+        return Bar(case, asked, failed, False)
+    if ours is None or not (checked := ours["detail"].get("checked")):
+        left = still_to_run(ours) if ours else None
+        return Bar(case, asked, left or "not checked against the reference yet", None)
+    trouble = ours["detail"].get("log_trouble", 0)
+    said = f"{checked['tokens']:,} tokens: {checked['wrong']} wrong, {checked['ties']} ties"
+    if trouble:
+        said += f", {trouble} lines of trouble in the log"
+    if not _at_work(ours):
+        return Bar(case, asked, f"{said}; {_IDLE}", None)
+    met = not checked["wrong"] and not trouble and checked["tokens"] > 0
+    return Bar(case, asked, said, met)
+
+
+def _scheduler(row: Row, ours: Row | None, reference: Row | None) -> Bar:
+    """CPU time that the plugin adds to a step, from a model that is nothing but CPU time."""
+    case, asked = case_name(row), f"≤ {SCHEDULER_US:.0f} µs a step more than the host's own"
+    if failed := _failure(ours):
+        return Bar(case, asked, failed, False)
+    if ours is None or reference is None or not ours["tpot_ms"] or not reference["tpot_ms"]:
+        return Bar(case, asked, "not measured on both", None)
+    added = round((ours["tpot_ms"] - reference["tpot_ms"]) * 1e3, 2)
+    return Bar(case, asked, f"{added:+.1f} µs", added <= SCHEDULER_US)
+
+
+_IDLE = "no step counted through tree attention"
+
+
+def _at_work(ours: Row) -> bool:
+    """Whether tree attention decoded some of the row's steps, by the plugin's own counters."""
+    return bool(ours["detail"].get("steps", {}).get("tree"))
+
+
+def _failure(ours: Row | None) -> str | None:
+    return None if ours is None or not ours["error"] else ours["error"].splitlines()[0][:80]

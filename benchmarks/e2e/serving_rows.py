@@ -1,0 +1,134 @@
+"""Rows: what is recorded of a workload on a backend, how it is kept, and how runs are put together.
+
+A file is a JSON list of rows; its header lies beside it. Runs with other backends or cases add to
+the same file, because a machine may not be lent for long enough to do everything at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypedDict, cast
+
+from benchmarks import row_files
+from benchmarks.row_files import RowsError
+
+SAME = ("device", "driver", "versions", "commit")
+"""What runs must have in common to share a file."""
+
+
+class Row(TypedDict):
+    """One workload on one backend. Times in milliseconds; None: not measured there.
+
+    ``tpot_ms`` is the time per output token, ``itl_p50_ms`` and ``itl_p99_ms`` the gaps between
+    tokens as a client sees them, ``detail`` what only this workload has, ``error`` why there are
+    no figures, ``options`` the host's options and ``model`` what was served.
+    """
+
+    workload: str
+    prefix: int | None
+    branches: int | None
+    suffix: int | None
+    gen: int | None
+    host: str
+    backend: str
+    model: str
+    options: str
+    tpot_ms: float | None
+    ttft_ms: float | None
+    ttft_p99_ms: float | None
+    itl_p50_ms: float | None
+    itl_p99_ms: float | None
+    tokens_per_s: float | None
+    error: str | None
+    detail: dict[str, Any]
+
+
+def make_row(
+    workload: str,
+    host: str,
+    backend: str,
+    model: str,
+    options: str,
+    *,
+    prefix: int | None = None,
+    branches: int | None = None,
+    suffix: int | None = None,
+    gen: int | None = None,
+) -> Row:
+    """A row without figures."""
+    return Row(
+        workload=workload, prefix=prefix, branches=branches, suffix=suffix, gen=gen, host=host,
+        backend=backend, model=model, options=options, tpot_ms=None, ttft_ms=None,
+        ttft_p99_ms=None, itl_p50_ms=None, itl_p99_ms=None, tokens_per_s=None, error=None,
+        detail={},
+    )  # fmt: skip
+
+
+def case_of(row: Row) -> tuple[object, ...]:
+    """What rows that are compared with each other have in common."""
+    return (
+        row["host"], row["workload"], row["prefix"], row["branches"], row["suffix"], row["gen"],
+        row["model"], row["options"],
+    )  # fmt: skip
+
+
+def case_name(row: Row) -> str:
+    """The case in words."""
+    if row["prefix"] is None:
+        return row["workload"]
+    return f"{row['workload']} {row['prefix']:,} × {row['branches']} × {row['suffix']:,}"
+
+
+def by_case(rows: Iterable[Row]) -> dict[tuple[object, ...], dict[str, Row]]:
+    """Rows by case and backend, in their order."""
+    found: dict[tuple[object, ...], dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault(case_of(row), {})[row["backend"]] = row
+    return found
+
+
+def replaced(rows: Sequence[Row], new: Iterable[Row]) -> list[Row]:
+    """Rows with new ones put in, each in the place of the one it measures again."""
+    found = {(case_of(row), row["backend"]): row for row in rows}
+    for row in new:
+        found[case_of(row), row["backend"]] = row
+    return list(found.values())
+
+
+def read_rows(path: Path) -> tuple[list[Row], dict[str, Any]]:
+    """Rows and header of a file; raises RowsError if it holds something else."""
+    rows, header = row_files.read_rows(path, Row.__required_keys__, "python -m benchmarks e2e")
+    return cast(list[Row], rows), header
+
+
+def joined(
+    path: Path, rows: Sequence[Row], header: dict[str, Any], new: dict[str, Any], other: Path
+) -> dict[str, Any]:
+    """The header of rows of two runs.
+
+    Raises
+    ------
+    RowsError
+        If they are of different devices, drivers, versions or commits.
+    """
+    for name in SAME:
+        if rows and new.get(name) != header.get(name):
+            raise RowsError(
+                f"{path} was measured with {name} {header.get(name)}, {other} with "
+                f"{new.get(name)}; rows of one file must come from one machine and build. Write "
+                "to another file"
+            )
+    return {**new, "runs": [*header.get("runs", []), *new.get("runs", [])]}
+
+
+def merged(files: Sequence[Path]) -> tuple[list[Row], dict[str, Any]]:
+    """Rows of several files as one list; a case measured twice keeps its last row."""
+    if not files:
+        raise RowsError("there are no files to merge")
+    rows, header = read_rows(files[0])
+    for path in files[1:]:
+        others, new = read_rows(path)
+        header = joined(files[0], rows, header, new, path)
+        rows = replaced(rows, others)
+    return rows, header

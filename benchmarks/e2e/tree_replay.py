@@ -1,0 +1,226 @@
+"""Recorded trees of thoughts through a server, with the latency of every decoding step.
+
+A thought is a request of its recorded length. When it ends its children start: their prompts are
+the tokens so far and two ids that tell siblings apart (greedy decoding would make them all alike).
+A tree is replayed several times: how fast one short replay is hangs on where its few prefills fall.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from benchmarks.e2e.batch_timing import latencies
+from benchmarks.e2e.prompt_cases import draw
+from benchmarks.e2e.served_model import Model
+from benchmarks.e2e.serving_rows import Row
+from deft_backend.harness.client import Client, Completion
+from deft_backend.traces.trace_files import ROOT, ThoughtTree, TraceError, load_trace
+
+MARK = 2
+"""Token ids that tell a thought from its siblings."""
+
+ENOUGH_SECONDS = 12.0
+"""No further replay is begun once those before took longer than this together."""
+
+POINTS = 400
+"""Steps of a tree are put together into at most so many points of its plot."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A thought's answer: its tokens were decoded in the tree's iterations from `start` on."""
+
+    start: int
+    completion: Completion
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What came of one replay of a tree.
+
+    Attributes
+    ----------
+    answers : list of Answered
+        Of every thought.
+    seconds : float
+        From the first request to the last token.
+    """
+
+    answers: list[Answered]
+    seconds: float
+
+    @cached_property
+    def steps(self) -> dict[int, float]:
+        """Seconds of each of the tree's iterations."""
+        return step_latencies(self.answers)
+
+    @property
+    def tpot_ms(self) -> float:
+        """Mean over the iterations, so that every step counts once, however many thoughts live.
+
+        0 if no thought has a second token.
+        """
+        return statistics.fmean(self.steps.values()) * 1e3 if self.steps else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """All output tokens over the whole time."""
+        return sum(len(answer.completion.ids) for answer in self.answers) / self.seconds
+
+
+def recorded_trees(path: Path, scale: float = 1.0) -> list[tuple[str, ThoughtTree]]:
+    """Of each file the tree with the most thoughts, named after the file and its index there.
+
+    Parameters
+    ----------
+    path : Path
+        A file of trees of thoughts, or a folder; token trees of speculative decoding in it are
+        passed over, since servers decode one token a request.
+    scale : float
+        Factor on all lengths.
+
+    Raises
+    ------
+    TraceError
+        If there is none, or a file cannot be read.
+    """
+    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    found = []
+    for file in files:
+        trees = load_trace(file)
+        if not isinstance(trees, list):
+            continue
+        index = max(range(len(trees)), key=lambda i: (len(trees[i].nodes), -i), default=None)
+        if index is not None and len(trees[index].nodes) > 1:
+            tree = trees[index] if scale == 1.0 else trees[index].scaled(scale)
+            found.append((f"{file.stem}[{index}]", tree))
+    if not found:
+        raise TraceError(f"{path} holds no tree of thoughts; expected DeFT's recorded trees")
+    return found
+
+
+def longest_path(tree: ThoughtTree) -> int:
+    """Tokens of the longest request, prompt and answer."""
+    return max(
+        sum(tree.nodes[above].tokens + MARK for above in tree.path(node)) for node in tree.nodes
+    )
+
+
+async def replay_tree(
+    name: str,
+    tree: ThoughtTree,
+    model: Model,
+    client: Client,
+    row: Row,
+    repeats: int,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> None:
+    """Replay a tree up to `repeats` times and fill in the row.
+
+    ``tpot_ms`` and ``tokens_per_s`` are medians over the replays, each replay's are in the row's
+    ``detail``; times to first token and gaps are those of all replays' answers. ``seconds`` and
+    ``steps_ms`` are of the replay with the median time per token, of two the faster.
+
+    Parameters
+    ----------
+    name : str
+        Of the tree; token ids follow from it and the replay's number.
+    tree : ThoughtTree
+    model : Model
+    client : Client
+    row : Row
+        Receives the figures.
+    repeats : int
+        Replays, at least 1; fewer where they take long (:data:`ENOUGH_SECONDS`).
+    clock : callable
+        Seconds.
+    """
+    replays: list[Replay] = []
+    while len(replays) < repeats and sum(replay.seconds for replay in replays) <= ENOUGH_SECONDS:
+        ids = random.Random(f"{name}, replay {len(replays)}")
+        replays.append(await _replay(tree, model, client, ids, clock))
+    by_time = sorted(replays, key=lambda replay: replay.tpot_ms)
+    shown = by_time[(len(replays) - 1) // 2]
+    latencies([answer.completion for replay in replays for answer in replay.answers], row)
+    times = [replay.tpot_ms for replay in replays]
+    speeds = [replay.tokens_per_s for replay in replays]
+    row["tpot_ms"] = round(statistics.median(times), 4) or None
+    row["tokens_per_s"] = round(statistics.median(speeds), 2)
+    row["detail"] |= {
+        "thoughts": len(shown.answers), "iterations": tree.last_iteration,
+        "seconds": round(shown.seconds, 4), "steps_ms": plotted(shown.steps),
+        "tpot_runs_ms": [round(time, 4) for time in times],
+        "tokens_per_s_runs": [round(speed, 2) for speed in speeds],
+    }  # fmt: skip
+
+
+async def _replay(
+    tree: ThoughtTree,
+    model: Model,
+    client: Client,
+    ids: random.Random,
+    clock: Callable[[], float],
+) -> Replay:
+    """One replay, with token ids of its own: the server still holds what it cached of others.
+
+    Only the prompt is cached before.
+    """
+    prompt = draw(ids, model, tree.nodes[ROOT].tokens)
+    marks = {node: draw(ids, model, MARK) for node in sorted(tree.nodes)}
+    await client.batch([prompt], 1)
+    began = clock()
+    answers = await _below(tree, ROOT, prompt, marks, client)
+    return Replay(answers, clock() - began)
+
+
+async def _below(
+    tree: ThoughtTree,
+    node: int,
+    context: tuple[int, ...],
+    marks: dict[int, tuple[int, ...]],
+    client: Client,
+) -> list[Answered]:
+    """Answers of everything below a node, whose tokens end `context`."""
+
+    async def think(child: int) -> list[Answered]:
+        thought = tree.nodes[child]
+        if not thought.tokens:
+            return await _below(tree, child, context, marks, client)
+        prompt = context + marks[child]
+        completion = await client.stream(prompt, thought.tokens)
+        below = await _below(tree, child, prompt + tuple(completion.ids), marks, client)
+        return [Answered(thought.start, completion), *below]
+
+    found = await asyncio.gather(*(think(child) for child in tree.nodes[node].children))
+    return [answer for answers in found for answer in answers]
+
+
+def step_latencies(answers: Sequence[Answered]) -> dict[int, float]:
+    """Seconds of each iteration: the median gap before the tokens that it decodes.
+
+    A thought's first token has no gap: what comes before it is a prefill.
+    """
+    gaps: dict[int, list[float]] = {}
+    for answer in answers:
+        for place, gap in enumerate(answer.completion.gaps, start=1):
+            gaps.setdefault(answer.start + place, []).append(gap)
+    return {iteration: statistics.median(found) for iteration, found in sorted(gaps.items())}
+
+
+def plotted(steps: dict[int, float]) -> dict[str, list[float]]:
+    """At most :data:`POINTS` points: mean iteration and mean milliseconds of neighbours."""
+    width = -(-len(steps) // POINTS) or 1
+    items = list(steps.items())
+    groups = [items[at : at + width] for at in range(0, len(items), width)]
+    return {
+        "iteration": [round(statistics.fmean(i for i, _ in group), 1) for group in groups],
+        "ms": [round(statistics.fmean(s for _, s in group) * 1e3, 3) for group in groups],
+    }

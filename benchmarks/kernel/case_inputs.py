@@ -1,0 +1,174 @@
+"""Page tables, random queries and a random KV cache of a workload, the same for every method."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from benchmarks.kernel.tree_workloads import Case
+from deft_backend.forest import PrefixForest, forest_from_page_tables
+
+LAYOUTS = ("shuffled", "contiguous")
+"""Where a batch's pages lie: at random in a larger pool, as in a host that has served for a while,
+or one after the other."""
+
+_POOL_SLACK = 8
+
+
+@dataclass(frozen=True)
+class PageTables:
+    """A workload's pages, as a host would hold them.
+
+    Attributes
+    ----------
+    page_table : [B, P] int32
+        Page ids; 0 behind a request's last page.
+    seq_lens : [B] int32
+        Tokens of each request.
+    page_size : int
+        Tokens a page.
+    num_pages : int
+        Pages of the pool.
+    tokens_stored : int
+        Tokens in the pages of the batch, each counted once.
+    """
+
+    page_table: npt.NDArray[np.int32]
+    seq_lens: npt.NDArray[np.int32]
+    page_size: int
+    num_pages: int
+    tokens_stored: int
+
+    @property
+    def tokens_attended(self) -> int:
+        """Tokens that the queries attend to, summed over queries."""
+        return int(self.seq_lens.sum(dtype=np.int64))
+
+    @property
+    def pages_used(self) -> npt.NDArray[np.int32]:
+        """[B] pages of each request, the last one perhaps not full."""
+        return -(-self.seq_lens // self.page_size)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What every method is given.
+
+    Attributes
+    ----------
+    case : Case
+    tables : PageTables
+        On the host.
+    forest : PrefixForest
+        Built from the page tables.
+    q : [B, Hq, D], k_cache, v_cache : [pages, page_size, Hkv, D]
+        Of the dtype that is measured, on the device.
+    page_table : [B, P] int32, seq_lens : [B] int32
+        On the device.
+    """
+
+    case: Case
+    tables: PageTables
+    forest: PrefixForest
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+
+    @property
+    def batch(self) -> int:
+        return len(self.tables.seq_lens)
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[-1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values that the batch stores."""
+        width = self.case.kv_heads * self.head_dim * self.q.itemsize
+        return 2 * self.tables.tokens_stored * width
+
+    @property
+    def flops(self) -> int:
+        """Operations of scores and weighted sums: 4 a token, query head and dimension."""
+        return 4 * self.tables.tokens_attended * self.case.query_heads * self.head_dim
+
+
+def lay_out(forest: PrefixForest, page_size: int, layout: str, seed: int) -> PageTables:
+    """Page tables of a forest that is described token by token.
+
+    Only full pages are shared: a page belongs to the node that holds its last token, and what is
+    left of a request's tokens lies in a page of its own.
+
+    Parameters
+    ----------
+    forest : PrefixForest
+        With a page size of 1.
+    page_size : int
+        Tokens a page.
+    layout : str
+        One of :data:`LAYOUTS`.
+    seed : int
+        Same seed, same pages.
+    """
+    lens = forest.seq_lens.astype(np.int32)
+    table = np.zeros((len(lens), max(1, -(-int(lens.max(initial=0)) // page_size))), dtype=np.int32)
+    used = 0
+    for start, length, begin, end in zip(
+        forest.start.tolist(),
+        forest.length.tolist(),
+        forest.query_begin.tolist(),
+        forest.query_end.tolist(),
+        strict=True,
+    ):
+        first, last = start // page_size, (start + length) // page_size
+        table[forest.order[begin:end], first:last] = np.arange(used, used + last - first)
+        used += last - first
+    stored = used * page_size
+    for row in np.flatnonzero(lens % page_size).tolist():
+        table[row, lens[row] // page_size] = used
+        stored += int(lens[row]) % page_size
+        used += 1
+    num_pages = max(1, used)
+    if layout == "shuffled":
+        num_pages += -(-used // _POOL_SLACK)
+        places = np.random.default_rng(seed).permutation(num_pages).astype(np.int32)
+        in_use = np.arange(table.shape[1]) < (-(-lens // page_size))[:, None]
+        table = np.where(in_use, places[table], 0).astype(np.int32)
+    return PageTables(table, lens, page_size, num_pages, stored)
+
+
+def make_inputs(
+    case: Case, head_dim: int, dtype: torch.dtype, device: torch.device, layout: str, seed: int
+) -> Inputs:
+    """Fresh random data for a case; pages, queries and cache depend on the seed and the case."""
+    seed = zlib.crc32(f"{case.workload.set} {case.workload.name} {case.heads}".encode()) + seed
+    tables = lay_out(case.workload.forest, case.page_size, layout, seed)
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    cache = (tables.num_pages, case.page_size, case.kv_heads, head_dim)
+    return Inputs(
+        case=case,
+        tables=tables,
+        forest=forest_from_page_tables(
+            tables.page_table, tables.seq_lens, case.page_size, num_pages=tables.num_pages
+        ),
+        q=normal(len(tables.seq_lens), case.query_heads, head_dim),
+        k_cache=normal(*cache),
+        v_cache=normal(*cache),
+        page_table=torch.from_numpy(tables.page_table).to(device),
+        seq_lens=torch.from_numpy(tables.seq_lens).to(device),
+    )

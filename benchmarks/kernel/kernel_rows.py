@@ -1,0 +1,117 @@
+"""Rows: what is recorded of a case, how it is written, and what follows from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypedDict, cast
+
+from benchmarks import row_files
+from benchmarks.kernel.methods import OURS
+from benchmarks.row_files import RowsError
+
+
+class Row(TypedDict):
+    """A case.
+
+    ``us`` and ``error`` map methods to microseconds and relative errors; a method without a
+    correct result has no time. ``skipped`` says why a method has none.
+    """
+
+    set: str
+    workload: str
+    heads: str
+    head_dim: int
+    dtype: str
+    page_size: int
+    layout: str
+    batch: int
+    tokens_stored: int
+    tokens_attended: int
+    share: float
+    policy: str
+    roof_us: float | None
+    us: dict[str, float | None]
+    error: dict[str, float | None]
+    skipped: dict[str, str]
+    plan_us: dict[str, float]
+    facts: dict[str, dict[str, int]]
+    repeatable: bool | None
+
+
+def key_of(row: Row) -> tuple[str, str, str, str, int, int, str, str]:
+    """What tells a row from others."""
+    return (
+        row["set"], row["workload"], row["heads"], row["dtype"], row["head_dim"],
+        row["page_size"], row["layout"], row["policy"],
+    )  # fmt: skip
+
+
+def best_peer(row: Row) -> tuple[str, float] | None:
+    """The fastest peer with a correct result, and its microseconds."""
+    times = [(us, name) for name, us in row["us"].items() if name != OURS and us is not None]
+    return (min(times)[1], min(times)[0]) if times else None
+
+
+def speed_up(row: Row) -> float | None:
+    """How many times faster than the fastest correct peer."""
+    peer, ours = best_peer(row), row["us"].get(OURS)
+    return peer[1] / ours if peer and ours else None
+
+
+def of_roof(row: Row, method: str = OURS) -> float | None:
+    """The fraction of the roof that a method reaches."""
+    us, roof = row["us"].get(method), row["roof_us"]
+    return roof / us if us and roof else None
+
+
+def geometric_mean(values: Iterable[float | None]) -> float | None:
+    """Of the values that there are; None without any."""
+    found = [math.log(value) for value in values if value]
+    return math.exp(sum(found) / len(found)) if found else None
+
+
+def read_rows(path: Path) -> tuple[list[Row], dict[str, Any]]:
+    """Rows and header of a file; raises RowsError if it holds something else."""
+    rows, header = row_files.read_rows(path, Row.__required_keys__, "python -m benchmarks kernel")
+    return cast(list[Row], rows), header
+
+
+def _planners(header: dict[str, Any]) -> set[str]:
+    """Who planned ours in the runs of a file."""
+    return {run.get("options", {}).get("planner", "host") for run in header.get("runs", [{}])}
+
+
+def merged(
+    parts: Sequence[tuple[Path, list[Row], dict[str, Any]]],
+) -> tuple[list[Row], dict[str, Any]]:
+    """Rows of several runs as one list; a case that was measured twice keeps its last row.
+
+    Raises
+    ------
+    RowsError
+        If the runs are of different devices, versions or commits, or ours was planned differently.
+    """
+    if not parts:
+        raise RowsError("there are no files to merge")
+    first, _, header = parts[0]
+    found: dict[tuple[object, ...], Row] = {}
+    for path, rows, other in parts:
+        for name in ("device", "versions", "commit"):
+            if other.get(name) != header.get(name):
+                raise RowsError(
+                    f"{path} was measured with {name} {other.get(name)}, {first} with "
+                    f"{header.get(name)}; rows of one file must come from one machine and build"
+                )
+        theirs, ours = (", ".join(sorted(_planners(of))) for of in (other, header))
+        if theirs != ours:
+            raise RowsError(
+                f"{path} was measured with --planner {theirs}, {first} with {ours}; rows of one "
+                "file must have one"
+            )
+        for row in rows:
+            found[key_of(row)] = row
+    runs = [run for _, _, other in parts for run in other.get("runs", [])]
+    complete = all(other.get("complete", False) for _, _, other in parts)
+    return list(found.values()), {**header, "complete": complete, "runs": runs}

@@ -1,0 +1,194 @@
+"""A run: every case with every method, checked and then timed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.kernel.batched_reference import batched_reference
+from benchmarks.kernel.case_inputs import Inputs, make_inputs
+from benchmarks.kernel.kernel_rows import Row
+from benchmarks.kernel.methods import OURS, Method, Prepared, Refused
+from benchmarks.kernel.methods.ours import Ours
+from benchmarks.kernel.plan_timing import plan_us
+from benchmarks.kernel.roof import roof_us
+from benchmarks.kernel.tree_workloads import Case
+from deft_backend.reference_attention import relative_error
+from deft_backend.tuning.ceilings import Ceilings
+from deft_backend.tuning.launch_clock import Budget, captured, launch_us
+
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Relative error above which a result is wrong: several times what rounding alone makes."""
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class DeviceLost(RuntimeError):
+    """The device answers no more; what was measured before stands."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is the same for every case.
+
+    Attributes
+    ----------
+    ours : Ours
+        Our method; `peers` are what it is compared with.
+    head_dim : int
+    dtype : str
+        One of :data:`DTYPES`.
+    device : torch.device
+        A GPU, or the CPU, where results are checked and nothing is timed.
+    layout : str
+        One of :data:`~benchmarks.kernel.case_inputs.LAYOUTS`.
+    seed : int
+    graph : bool
+        Time CUDA graphs, as servers replay them, not single launches from Python.
+    budget : Budget
+    ceilings : Ceilings, optional
+        Of the device; None on the CPU.
+    unavailable : dict
+        Why a peer cannot run here at all, by name; repeated in every row.
+    phases : bool
+        Time each launch of ours by itself, too.
+    """
+
+    ours: Ours
+    peers: Sequence[Method]
+    head_dim: int
+    dtype: str
+    device: torch.device
+    layout: str
+    seed: int
+    graph: bool
+    budget: Budget
+    ceilings: Ceilings | None
+    unavailable: dict[str, str]
+    phases: bool = False
+
+
+def measure(cases: Sequence[Case], setup: Setup) -> Iterator[Row]:
+    """A row a case, in order.
+
+    Raises
+    ------
+    DeviceLost
+        If a method left the device unusable.
+    """
+    for case in cases:
+        yield measure_case(case, setup)
+        if setup.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def measure_case(case: Case, setup: Setup) -> Row:
+    """Check and time every method on one case."""
+    inputs = make_inputs(
+        case, setup.head_dim, DTYPES[setup.dtype], setup.device, setup.layout, setup.seed
+    )
+    reference = batched_reference(
+        inputs.q, inputs.k_cache, inputs.v_cache, inputs.page_table, inputs.seq_lens
+    )
+    row = Row(
+        set=case.workload.set,
+        workload=case.workload.name,
+        heads=case.heads,
+        head_dim=setup.head_dim,
+        dtype=setup.dtype,
+        page_size=case.page_size,
+        layout=setup.layout,
+        batch=inputs.batch,
+        tokens_stored=inputs.tables.tokens_stored,
+        tokens_attended=inputs.tables.tokens_attended,
+        share=round(inputs.tables.tokens_attended / max(1, inputs.tables.tokens_stored), 3),
+        policy=setup.ours.policy,
+        roof_us=None if setup.ceilings is None else round(roof_us(inputs, setup.ceilings), 3),
+        us={},
+        error={},
+        skipped=dict(setup.unavailable),
+        plan_us={},
+        facts={},
+        repeatable=None,
+    )
+    for method in (setup.ours, *setup.peers):
+        _measure_method(method, inputs, reference, setup, row)
+    if setup.ours.name not in row["skipped"] and setup.ours.planner == "host":
+        times = plan_us(setup.ours.attention(inputs), inputs, setup.budget)
+        row["plan_us"] = {name: round(us, 1) for name, us in times.items()}
+        if setup.phases:
+            row["facts"].setdefault(OURS, {}).update(_phases_ns(inputs, setup))
+    return row
+
+
+def _phases_ns(inputs: Inputs, setup: Setup) -> dict[str, int]:
+    """Nanoseconds of each launch of ours by itself."""
+    found = {}
+    for name, launch in setup.ours.phases(inputs):
+        timed = captured(launch)[0] if setup.graph else launch
+        found[f"{name}_alone_ns"] = round(launch_us(timed, setup.budget) * 1e3)
+    return found
+
+
+def _measure_method(
+    method: Method, inputs: Inputs, reference: torch.Tensor, setup: Setup, row: Row
+) -> None:
+    name = method.name
+    row["us"][name] = row["error"][name] = None
+    try:
+        prepared = method.prepare(inputs)
+        launch, out = _launcher(prepared, setup)
+        error, first = _checked(prepared, launch, out, reference)
+        row["error"][name] = float(f"{error:.3g}") if math.isfinite(error) else None
+        if prepared.facts:
+            row["facts"][name] = dict(prepared.facts)
+        if not error <= TOLERANCE[inputs.q.dtype]:
+            row["skipped"][name] = f"wrong result: relative error {error:.3g}"
+            return
+        if name == OURS:
+            launch()
+            row["repeatable"] = torch.equal(out, first)
+        if setup.device.type == "cuda":
+            row["us"][name] = round(launch_us(launch, setup.budget), 3)
+    except Refused as reason:
+        row["skipped"][name] = str(reason)
+    except Exception as failure:  # a kernel of others raises what it likes; the rest goes on
+        row["skipped"][name] = f"failed: {type(failure).__name__}: {failure}".splitlines()[0][:200]
+        _still_there(setup.device, name, failure)
+
+
+def _launcher(prepared: Prepared, setup: Setup) -> tuple[Callable[[], object], torch.Tensor]:
+    """What is timed and the tensor that it writes."""
+    if setup.device.type == "cuda" and setup.graph:
+        return captured(prepared.launch)
+    return prepared.launch, prepared.launch()
+
+
+def _checked(
+    prepared: Prepared, launch: Callable[[], object], out: torch.Tensor, reference: torch.Tensor
+) -> tuple[float, torch.Tensor]:
+    """Relative error of what the timed launch itself writes into NaN, and its result."""
+    out.fill_(math.nan)
+    if prepared.poison is not None:
+        prepared.poison()
+    result = launch()
+    found = out if result is None else result
+    assert isinstance(found, torch.Tensor)
+    wanted = reference if prepared.rows is None else reference[prepared.rows]
+    return relative_error(found, wanted), found.clone()
+
+
+def _still_there(device: torch.device, name: str, failure: Exception) -> None:
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    except RuntimeError:
+        raise DeviceLost(
+            f"the GPU answers no more after {name} failed ({failure}); rows measured before are "
+            "kept, run the others again without that method"
+        ) from failure

@@ -1,0 +1,37 @@
+"""What is measured: our own policies and the kernels of others, one module each."""
+
+from benchmarks.kernel.methods.base import Method, Prepared, Refused
+from benchmarks.kernel.methods.flash_attention3 import FlashAttention3
+from benchmarks.kernel.methods.flashinfer_cascade import FlashInferCascade
+from benchmarks.kernel.methods.flashinfer_decode import FlashInferDecode
+from benchmarks.kernel.methods.ours import Ours
+
+OURS = "deft"
+"""Name of the method that the others are compared with."""
+
+PEERS = ("flashinfer", "cascade", "fa3", "flash-decoding")
+"""Methods that :data:`OURS` is compared with, by name."""
+
+
+def make_method(name: str) -> Method:
+    """One of :data:`PEERS`.
+
+    Raises
+    ------
+    KeyError
+        If there is no such peer.
+    """
+    match name:
+        case "flash-decoding":
+            return Ours(name, name)
+        case "flashinfer":
+            return FlashInferDecode()
+        case "cascade":
+            return FlashInferCascade()
+        case "fa3":
+            return FlashAttention3()
+        case _:
+            raise KeyError(name)
+
+
+__all__ = ["OURS", "PEERS", "Method", "Prepared", "Refused", "make_method"]

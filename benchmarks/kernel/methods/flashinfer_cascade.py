@@ -1,0 +1,118 @@
+"""FlashInfer's cascade: one level of the forest after the other, merged pair by pair."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from benchmarks.kernel.case_inputs import Inputs
+from benchmarks.kernel.methods.base import Method, Prepared, Refused
+from benchmarks.kernel.methods.flashinfer_package import (
+    flashinfer,
+    flashinfer_origin,
+    flashinfer_unavailable,
+    float_workspace,
+)
+from deft_backend.forest import PrefixForest
+
+Int32 = npt.NDArray[np.int32]
+
+
+def cascade_levels(
+    forest: PrefixForest, page_table: Int32
+) -> list[tuple[Int32, Int32, Int32, Int32]]:
+    """The forest as a cascade: ``(qo_indptr, kv_indptr, kv_indices, last_page_len)`` of each level.
+
+    Queries are in forest order. Shared nodes are at the level of their depth, every leaf at the
+    last level. Queries that hold nothing at a level are a group without KV.
+
+    Parameters
+    ----------
+    forest : PrefixForest
+        Of the batch; its shared nodes are whole pages.
+    page_table : [B, P] int32
+    """
+    size = forest.page_size
+    shared = np.flatnonzero(~forest.is_leaf)
+    depth = forest.depth[shared]
+    levels = [shared[depth == d].tolist() for d in range(int(depth.max(initial=-1)) + 1)]
+    levels.append(forest.leaf.tolist())
+    found = []
+    for nodes in levels:
+        queries, ends, last, pages = [0], [0], [], []
+        for node in nodes:
+            begin, end = int(forest.query_begin[node]), int(forest.query_end[node])
+            if begin > queries[-1]:  # queries whose path is shorter
+                queries.append(begin)
+                ends.append(ends[-1])
+                last.append(0)
+            start, length = int(forest.start[node]), int(forest.length[node])
+            own = page_table[forest.row[node], start // size : -(-(start + length) // size)]
+            pages.append(own)
+            queries.append(end)
+            ends.append(ends[-1] + len(own))
+            last.append(length - (len(own) - 1) * size if length else 0)
+        if queries[-1] < forest.batch_size:
+            queries.append(forest.batch_size)
+            ends.append(ends[-1])
+            last.append(0)
+        indices = np.concatenate(pages) if pages else np.zeros(0)
+        found.append(
+            tuple(np.asarray(values, dtype=np.int32) for values in (queries, ends, indices, last))
+        )
+    return [(queries, ends, indices, last) for queries, ends, indices, last in found]
+
+
+class FlashInferCascade(Method):
+    """``MultiLevelCascadeAttentionWrapper``, one level a level of the forest.
+
+    It takes its queries in forest order; bringing them there is not timed.
+    """
+
+    name = "cascade"
+
+    def __init__(self) -> None:
+        self._wrappers: dict[int, Any] = {}
+
+    def unavailable(self, device: torch.device) -> str | None:
+        return flashinfer_unavailable(device)
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        if (inputs.tables.seq_lens == 0).any():
+            raise Refused("FlashInfer's cascade takes no request without tokens")
+        levels = cascade_levels(inputs.forest, inputs.tables.page_table)
+        if len(levels) == 1:
+            raise Refused("nothing is shared: a cascade of one level is no cascade")
+        wrapper = self._wrappers.get(len(levels))
+        if wrapper is None:
+            wrapper = self._wrappers[len(levels)] = flashinfer().MultiLevelCascadeAttentionWrapper(
+                len(levels), float_workspace(inputs.device), "NHD"
+            )
+        on_device = [
+            [torch.from_numpy(values).to(inputs.device) for values in kind]
+            for kind in zip(*levels, strict=True)
+        ]
+        wrapper.plan(
+            *on_device,
+            inputs.case.query_heads,
+            inputs.case.kv_heads,
+            inputs.head_dim,
+            inputs.case.page_size,
+            q_data_type=inputs.q.dtype,
+            kv_data_type=inputs.q.dtype,
+        )
+        rows = torch.from_numpy(inputs.forest.order.astype(np.int64)).to(inputs.device)
+        q = inputs.q[rows].contiguous()
+        cache = (inputs.k_cache, inputs.v_cache)
+
+        def launch() -> torch.Tensor:
+            out: torch.Tensor = wrapper.run(q, cache)
+            return out
+
+        return Prepared(launch, rows=rows, facts={"levels": len(levels)})
+
+    def origin(self) -> str:
+        return f"{flashinfer_origin()}, MultiLevelCascadeAttentionWrapper"

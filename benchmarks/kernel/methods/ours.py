@@ -1,0 +1,105 @@
+"""Tree attention under one of our policies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from benchmarks.kernel.case_inputs import Inputs
+from benchmarks.kernel.methods.base import Method, Prepared, Refused
+from benchmarks.kernel.phases import alone
+from deft_backend import TreeAttention, get_policy
+from deft_backend.config import Settings
+from deft_backend.planner.on_device import largest_batch
+from deft_backend.policies import PolicyError
+
+PLANNERS = ("host", "device")
+
+
+class Ours(Method):
+    """:class:`~deft_backend.TreeAttention`; with the policy ``flash-decoding``, a peer of itself.
+
+    Parameters
+    ----------
+    name, policy : str
+    planner : str
+        One of :data:`PLANNERS`. The device's plans are what servers decode with inside their CUDA
+        graphs: sized as there, and with every launch that a batch of that size may need, since
+        nobody on the host knows what the plan has items for.
+
+    Raises
+    ------
+    PolicyError
+        If there is no such policy, or the device does not plan by it.
+    """
+
+    def __init__(self, name: str, policy: str, planner: str = "host") -> None:
+        self.name = name
+        self.policy = get_policy(policy).name
+        self.planner = planner
+        if planner == "device" and self.policy != "auto":
+            raise PolicyError(
+                f"the policy is {self.policy}; plans made on the device follow auto: plan on the "
+                "host, or choose auto"
+            )
+
+    def unavailable(self, device: torch.device) -> str | None:
+        return None
+
+    def attention(self, inputs: Inputs) -> TreeAttention:
+        """An attention of the shape of a case, with nothing planned."""
+        return TreeAttention(
+            num_query_heads=inputs.case.query_heads,
+            num_kv_heads=inputs.case.kv_heads,
+            head_dim=inputs.head_dim,
+            dtype=inputs.q.dtype,
+            device=inputs.device,
+            page_size=inputs.case.page_size,
+            max_batch=self._most(inputs),
+            policy=self.policy,
+        )
+
+    def _most(self, inputs: Inputs) -> int:
+        """Requests that an attention is sized for."""
+        if self.planner == "host":
+            return inputs.batch
+        if inputs.batch > largest_batch():
+            raise Refused(
+                f"{inputs.batch} requests; plans made on the device hold {largest_batch()} at most"
+            )
+        return max(inputs.batch, Settings().max_batch)
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        attention = self.attention(inputs)
+        facts = {}
+        if self.planner == "device":
+            attention.plan_on_device(inputs.page_table, inputs.seq_lens)
+        else:
+            plan = attention.plan(inputs.forest)
+            facts = {"items": plan.num_items, "partials": plan.num_partials}
+        facts["workspace_bytes"] = attention.workspace_bytes
+        return Prepared(_launch(attention, inputs), poison=attention.poison_workspace, facts=facts)
+
+    def phases(self, inputs: Inputs) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+        """Each launch by itself, to be called or captured, and replayed, before the next is asked
+        for."""
+        attention = self.attention(inputs)
+        launch = _launch(attention, inputs)
+        for name, plan in alone(attention.plan(inputs.forest)).items():
+            attention.use(plan, inputs.forest)
+            yield name, launch
+
+    def origin(self) -> str:
+        return f"deft-backend, policy {self.policy}, planned on the {self.planner}"
+
+
+def _launch(attention: TreeAttention, inputs: Inputs) -> Callable[[], torch.Tensor]:
+    out = torch.empty_like(inputs.q)
+
+    def launch() -> torch.Tensor:
+        return attention.run(
+            inputs.q, inputs.k_cache, inputs.v_cache, inputs.page_table, inputs.seq_lens, out=out
+        )
+
+    return launch

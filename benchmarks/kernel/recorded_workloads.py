@@ -1,0 +1,69 @@
+"""Steps of DeFT's recorded trees as workloads: trees of thoughts and Medusa token trees."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from benchmarks.kernel.tree_workloads import TRACES, Workload
+from deft_backend.traces.trace_files import ThoughtTree, TokenTree, TraceError, load_trace
+from deft_backend.traces.tree_forests import forest_at, token_tree_forest
+
+
+def recorded_workloads(path: Path, steps: int) -> list[Workload]:
+    """Steps sampled evenly over one tree of each recording, one workload a step.
+
+    Parameters
+    ----------
+    path : Path
+        A trace file, or a folder of them. A file's tree with the most thoughts is taken, or the
+        recording that decodes the most tokens.
+    steps : int
+        Steps of each tree.
+
+    Raises
+    ------
+    TraceError
+        If there is no trace, or a file is none.
+    """
+    if path.is_dir():
+        found = sorted(path.glob("*.json"))
+        if not found:
+            raise TraceError(
+                f"there is no .json file in {path}; expected DeFT's recorded trees there"
+            )
+    else:
+        found = [path]
+    return [workload for file in found for workload in _of_file(file, steps)]
+
+
+def _of_file(path: Path, steps: int) -> list[Workload]:
+    content = load_trace(path)
+    if isinstance(content, TokenTree):
+        return _token_steps(path.stem, content, steps)
+    return _thought_steps(path, content, steps)
+
+
+def _token_steps(name: str, tree: TokenTree, steps: int) -> list[Workload]:
+    record = max(range(len(tree.accepted)), key=lambda r: (sum(tree.accepted[r]), -r))
+    return [
+        Workload(TRACES, f"{name}[{record}]@{step}", partial(token_tree_forest, tree, record, step))
+        for step in _spread(0, len(tree.accepted[record]) - 1, steps)
+    ]
+
+
+def _thought_steps(path: Path, trees: list[ThoughtTree], steps: int) -> list[Workload]:
+    if not any(tree.nodes for tree in trees):
+        raise TraceError(f"{path}: every tree was recorded as incomplete and holds no nodes")
+    index = max(range(len(trees)), key=lambda i: (len(trees[i].nodes), trees[i].last_iteration, -i))
+    tree = trees[index]
+    return [
+        Workload(TRACES, f"{path.stem}[{index}]@{at}", partial(forest_at, tree, at))
+        for at in _spread(1, tree.last_iteration, steps)
+    ]
+
+
+def _spread(first: int, last: int, count: int) -> list[int]:
+    """`count` whole numbers in the middles of equal parts of ``first … last``, without repeats."""
+    span = last - first + 1
+    return sorted({first + (2 * i + 1) * span // (2 * count) for i in range(count)})

@@ -1,0 +1,16 @@
+"""The roof: a time that no kernel can beat, from ceilings measured in the same run."""
+
+from __future__ import annotations
+
+from benchmarks.kernel.case_inputs import Inputs
+from deft_backend.tuning.ceilings import Ceilings
+
+
+def roof_us(inputs: Inputs, ceilings: Ceilings) -> float:
+    """Microseconds below which no kernel can be.
+
+    The larger of the bytes that must move (KV once, queries in, outputs out) at the read
+    bandwidth, and 4 operations a token attended, query head and dimension at the product's rate.
+    """
+    moved = inputs.kv_bytes + 2 * inputs.q.nbytes
+    return max(moved / ceilings.read_gb_s / 1e3, inputs.flops / ceilings.tflop_s / 1e6)

@@ -1,0 +1,183 @@
+"""The forests that are measured: from ``tree_sets.json``, or described by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.kernel.mixed_forests import mixed_forest
+from deft_backend.forest import PrefixForest, forest_from_paths
+from deft_backend.traces.tree_forests import forest_from_levels
+
+TRACES = "traces"
+"""The set that is read from recordings; it is no part of the data file."""
+
+QUICK_TREES = 2
+"""Trees of each set that a quick run keeps."""
+
+_PAGE = 16
+
+
+class WorkloadChoiceError(ValueError):
+    """A set, head shape or part that cannot be; says what was expected."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Who shares how many tokens with whom.
+
+    Attributes
+    ----------
+    set, name : str
+        Where it is from, and what it is called there.
+    describe : callable
+        Makes the forest, at the granularity of single tokens.
+    page_size : int, optional
+        Tokens a page; None takes 16 where every node is a whole number of such pages, else 1.
+    """
+
+    set: str
+    name: str
+    describe: Callable[[], PrefixForest] = field(repr=False, compare=False)
+    page_size: int | None = None
+
+    @cached_property
+    def forest(self) -> PrefixForest:
+        return self.describe()
+
+    def tokens_a_page(self) -> int:
+        """The page size that the workload is measured with unless another is asked for."""
+        if self.page_size is not None:
+            return self.page_size
+        return 1 if (self.forest.length % _PAGE).any() else _PAGE
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workload in one shape of attention: what makes a row."""
+
+    workload: Workload
+    query_heads: int
+    kv_heads: int
+    page_size: int
+
+    @property
+    def heads(self) -> str:
+        return f"{self.query_heads}/{self.kv_heads}"
+
+
+def set_names() -> list[str]:
+    """Sets of the data file, in its order."""
+    return list(_data())
+
+
+def workloads_of(name: str) -> list[Workload]:
+    """The workloads of a set of the data file.
+
+    Raises
+    ------
+    WorkloadChoiceError
+        If there is no such set.
+    """
+    data = _data()
+    if name not in data:
+        raise WorkloadChoiceError(
+            f"there is no set {name!r}; expected one or more of {', '.join([*data, TRACES])}, "
+            "separated by commas"
+        )
+    return [_workload(name, entry) for entry in data[name]["trees"]]
+
+
+def described(tree: str) -> Workload:
+    """A tree of one's own, ``nodes per level  tokens per node at each level``.
+
+    Raises
+    ------
+    TraceError
+        If the description cannot be read.
+    """
+    made = Workload("own", tree, partial(forest_from_levels, tree))
+    made.forest  # noqa: B018 - bad descriptions are told before anything is measured
+    return made
+
+
+def cases_of(
+    chosen: Sequence[Workload], heads: Sequence[tuple[int, int]] | None, page_size: int | None
+) -> list[Case]:
+    """Every workload in every head shape: those asked for, or those that its set is measured in."""
+    cases = []
+    for workload in chosen:
+        for query_heads, kv_heads in heads or _heads_of(workload.set):
+            size = workload.tokens_a_page() if page_size is None else page_size
+            cases.append(Case(workload, query_heads, kv_heads, size))
+    return cases
+
+
+def quick(chosen: Sequence[Workload]) -> list[Workload]:
+    """The first few workloads of each set."""
+    kept: dict[str, list[Workload]] = {}
+    for workload in chosen:
+        kept.setdefault(workload.set, []).append(workload)
+    return [workload for found in kept.values() for workload in found[:QUICK_TREES]]
+
+
+def parse_heads(text: str) -> tuple[int, int]:
+    """``32/8`` as (query heads, KV heads).
+
+    Raises
+    ------
+    WorkloadChoiceError
+        If it is no such pair, or the first is no multiple of the second.
+    """
+    try:
+        query_heads, kv_heads = (int(part) for part in text.split("/"))
+        if kv_heads < 1 or query_heads < 1 or query_heads % kv_heads:
+            raise ValueError
+    except ValueError:
+        raise WorkloadChoiceError(
+            f"--heads is {text!r}; expected QUERY/KV such as 32/8, the first a multiple of the "
+            "second, several separated by commas"
+        ) from None
+    return query_heads, kv_heads
+
+
+def _data() -> dict[str, Any]:
+    path = Path(__file__).with_name("tree_sets.json")
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
+
+
+def _heads_of(name: str) -> list[tuple[int, int]]:
+    found = _data().get(name, {"heads": ["32/8"]})
+    return [parse_heads(text) for text in found["heads"]]
+
+
+def _workload(name: str, entry: str | dict[str, Any]) -> Workload:
+    if isinstance(entry, str):
+        return Workload(name, entry, partial(forest_from_levels, entry))
+    page_size = entry.get("page_size")
+    if "tree" in entry:
+        describe = partial(forest_from_levels, entry["tree"])
+    elif "parents" in entry:
+        describe = partial(forest_from_parents, entry["parents"], entry["tokens"])
+    else:
+        describe = partial(mixed_forest, **entry["mixed"])
+    return Workload(name, entry["name"], describe, page_size)
+
+
+def forest_from_parents(parents: Sequence[int], tokens: Sequence[int]) -> PrefixForest:
+    """Nodes by their parents (-1: none, parents first); each node without children is a request."""
+    childless = sorted(set(range(len(parents))) - set(parents))
+    paths: list[list[tuple[Hashable, int]]] = []
+    for leaf in childless:
+        path: list[tuple[Hashable, int]] = []
+        node = leaf
+        while node != -1:
+            path.append((node, tokens[node]))
+            node = parents[node]
+        paths.append(path[::-1])
+    return forest_from_paths(paths, [sum(n for _, n in path) for path in paths])

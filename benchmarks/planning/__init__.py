@@ -1,0 +1,1 @@
+"""How long the planners take: the host planner and the device planner."""

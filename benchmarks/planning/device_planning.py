@@ -1,0 +1,168 @@
+"""``python -m benchmarks planning-device``: time of the device planner, and of attention over its
+plans compared with the host planner's.
+
+The batches are those of :mod:`benchmarks.planning.host_planning`, and some that share nothing.
+Times are medians in microseconds of CUDA graphs, with the L2 cache flushed before each replay.
+``kernels_us`` times each of the planner's kernels alone; inside a graph they overlap. ``error``
+compares the attention's output with that of a plan in which each request reads all of its KV: the
+largest difference divided by the largest output.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch._C._autograd import DeviceType
+
+from benchmarks.planning.host_planning import FAN_OUTS, PAGE_SIZES, PREFIX_TOKENS, ragged_batch
+from benchmarks.row_files import write_object
+from deft_backend import TreeAttention, forest_from_page_tables
+from deft_backend.harness.provenance import provenance
+from deft_backend.tuning.launch_clock import Budget, captured, launch_us
+
+UNSHARED = ((1, 65536), (32, 2048), (256, 4096))
+"""Requests, and tokens of each."""
+
+HEADS = (32, 8, 128)
+"""Query heads, KV heads and head dimension."""
+
+
+@dataclass(frozen=True)
+class Tables:
+    """A batch's page tables on the host, the unused entries 0."""
+
+    name: str
+    page_table: npt.NDArray[np.int32]
+    seq_lens: npt.NDArray[np.int32]
+    page_size: int
+
+
+def shared(requests: int, page_size: int, prefix_tokens: int = PREFIX_TOKENS) -> Tables:
+    """Requests over a ragged tree, shuffled."""
+    batch = ragged_batch(FAN_OUTS[requests], page_size, True, prefix_tokens)
+    table = np.maximum(batch.page_tables, 0)
+    return Tables(f"{prefix_tokens} tokens in 4 levels", table, batch.seq_lens, page_size)
+
+
+def unshared(requests: int, tokens: int, page_size: int) -> Tables:
+    """Requests that have nothing in common."""
+    pages = -(-tokens // page_size)
+    table = np.arange(requests * pages, dtype=np.int32).reshape(requests, pages)
+    lens = np.full(requests, tokens, dtype=np.int32)
+    return Tables(f"{tokens} tokens, unshared", table, lens, page_size)
+
+
+def measure(tables: Tables, device: torch.device, budget: Budget) -> dict[str, Any]:
+    """One row of the file."""
+    query_heads, kv_heads, dim = HEADS
+    batch = len(tables.seq_lens)
+    generator = torch.Generator(device).manual_seed(batch)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float16)
+
+    cache = (int(tables.page_table.max()) + 1, tables.page_size, kv_heads, dim)
+    q, k_cache, v_cache = normal(batch, query_heads, dim), normal(*cache), normal(*cache)
+    table = torch.from_numpy(tables.page_table).to(device)
+    lens = torch.from_numpy(tables.seq_lens).to(device)
+    forest = forest_from_page_tables(tables.page_table, tables.seq_lens, tables.page_size)
+
+    def attention(policy: str) -> TreeAttention:
+        return TreeAttention(
+            num_query_heads=query_heads, num_kv_heads=kv_heads, head_dim=dim,
+            dtype=torch.float16, device=device, page_size=tables.page_size, max_batch=batch,
+            policy=policy,
+        )  # fmt: skip
+
+    def timed(tree: TreeAttention) -> tuple[float, torch.Tensor]:
+        def run() -> torch.Tensor:
+            return tree.run(q, k_cache, v_cache, table, lens, static_launch=True)
+
+        replay, out = captured(run)
+        time = launch_us(replay, budget)
+        replay()
+        return time, out
+
+    on_device, on_host, alone = attention("auto"), attention("auto"), attention("flash-decoding")
+
+    def plan() -> torch.Tensor:
+        on_device.plan_on_device(table, lens)
+        return lens
+
+    plan()
+    torch.cuda.synchronize()
+    replay, _ = captured(plan)
+    plan_us = launch_us(replay, budget)
+    kernels = kernel_times(replay)
+    counted = on_device.device_planner.counters.tolist()
+    replay()
+    device_us, found = timed(on_device)
+    on_host.plan(forest)
+    host_us, _ = timed(on_host)
+    alone.plan(forest)
+    _, expected = timed(alone)
+    error = float((found.double() - expected.double()).abs().max() / expected.abs().max())
+    return {
+        "workload": tables.name,
+        "requests": batch,
+        "page_size": tables.page_size,
+        "plan_us": round(plan_us, 2),
+        "kernels_us": kernels,
+        "attention_us": {"device plan": round(device_us, 2), "host plan": round(host_us, 2)},
+        "tokens_attended": counted[1] // counted[0],
+        "tokens_loaded": counted[2] // counted[0],
+        "error": error,
+    }
+
+
+def kernel_times(replay: Callable[[], None], repeats: int = 20) -> dict[str, float]:
+    """Median microseconds of each kernel that a graph launches."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(repeats):
+            replay()
+        torch.cuda.synchronize()
+    times: dict[str, list[float]] = defaultdict(list)
+    for event in profile.events() or ():
+        if event.device_type == DeviceType.CUDA:
+            times[event.name].append(event.device_time_total)
+    return {name: round(median(found), 2) for name, found in times.items()}
+
+
+def measure_batches(
+    out: Path, launch_ms: int, on_row: Callable[[dict[str, Any]], None] = lambda row: None
+) -> None:
+    """Time the device planner on batches with and without sharing, and write the rows.
+
+    Parameters
+    ----------
+    out : Path
+        JSON file to write.
+    launch_ms : int
+        Milliseconds that each figure is repeated for.
+    on_row : callable
+        Called with each row when it is measured.
+
+    Raises
+    ------
+    RowsError
+        If `out` cannot be written.
+    """
+    device = torch.device("cuda")
+    rows = []
+    batches = [shared(requests, page) for page in PAGE_SIZES for requests in FAN_OUTS]
+    batches += [unshared(requests, tokens, 16) for requests, tokens in UNSHARED]
+    for tables in batches:
+        row = measure(tables, device, Budget(launch_ms=launch_ms))
+        rows.append(row)
+        on_row(row)
+        torch.cuda.empty_cache()
+    header = {**provenance(), "heads": "32/8", "head_dim": 128, "fan_outs": list(FAN_OUTS.values())}
+    write_object(out, rows, header)

@@ -1,0 +1,1 @@
+"""What the plugin's hooks add to a replayed decode step."""

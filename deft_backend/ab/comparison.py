@@ -1,0 +1,295 @@
+"""The A/B run: the same requests to the host's own backend and then to the plugin."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from deft_backend.harness.agreement import Agreement, compare
+from deft_backend.harness.provenance import provenance
+from deft_backend.harness.replay import Replayed, ReplayError, replay
+from deft_backend.harness.request_plan import Request, RequestPlan
+from deft_backend.servers.command import (
+    BACKEND,
+    BACKEND_NAMES,
+    ServerCommand,
+    free_port,
+    server_command,
+)
+from deft_backend.servers.process import ServerProcess
+from deft_backend.telemetry.state_reader import (
+    Counters,
+    StateError,
+    read_state,
+    settled_counters,
+    written_state,
+)
+
+SIDES = ("host", "deft")
+
+_FIRST = RequestPlan("first contact", "not measured", (), (Request("hello", "Hello!", 4),))
+
+
+class AbError(RuntimeError):
+    """The comparison could not be made."""
+
+
+class Watcher(Protocol):
+    """Is told how far the run is."""
+
+    def starting(self, side: str, command: ServerCommand) -> Callable[[float], None]:
+        """A server is being started; the result is called with the seconds waited so far."""
+        ...
+
+    def started(self, side: str) -> None:
+        """The server answers."""
+        ...
+
+    def replaying(self, side: str, plan: RequestPlan) -> Callable[[int], None]:
+        """A workload begins; the result is called with the number of tokens that arrived."""
+        ...
+
+
+@dataclass(frozen=True)
+class AbSetup:
+    """What to compare.
+
+    Attributes
+    ----------
+    model : str
+        As for ``--model-path``.
+    plans : sequence of RequestPlan
+        Workloads, in order.
+    policy, baseline : str, optional
+        The plugin's policy and the host's attention backend; None leaves each its default.
+    host_arguments : sequence of str
+        Passed on to both servers.
+    host : str
+        Which host's servers are compared.
+    """
+
+    model: str
+    plans: Sequence[RequestPlan]
+    policy: str | None = None
+    baseline: str | None = None
+    host_arguments: Sequence[str] = ()
+    host: str = "sglang"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One workload on one side. Times in seconds; `counters` None if the plugin counted nothing."""
+
+    ttft: float
+    tpot: float | None
+    tokens_a_second: float
+    seconds: float
+    counters: Counters | None
+
+
+@dataclass(frozen=True)
+class KvRead:
+    """Bytes of KV that a decode step of the plugin's server reads, all layers, on average.
+
+    Both figures are of the same steps. The other server's steps hold other requests, because
+    answers start and end at other moments there.
+
+    Attributes
+    ----------
+    query_by_query : float
+        What those steps would read if every query read its whole context, as the host's kernel
+        does.
+    deft : float
+        What they read.
+    """
+
+    query_by_query: float
+    deft: float
+
+    @property
+    def saved(self) -> float | None:
+        """Share of the reads that the plugin saves, 0 to 1; None if there is nothing to read."""
+        return 1.0 - self.deft / self.query_by_query if self.query_by_query else None
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One workload on both sides."""
+
+    workload: str
+    description: str
+    requests: int
+    tokens: int
+    host: Measured
+    deft: Measured
+    agreement: Agreement
+
+    @property
+    def kv_read(self) -> KvRead | None:
+        """KV reads of the plugin's server; None if the plugin counted no step."""
+        counted = self.deft.counters
+        if counted is None or not counted.decode_steps:
+            return None
+        return KvRead(
+            counted.kv_bytes_query_guided / counted.decode_steps,
+            counted.kv_bytes_read / counted.decode_steps,
+        )
+
+
+@dataclass(frozen=True)
+class AbResult:
+    """Everything the report shows."""
+
+    workloads: tuple[Compared, ...]
+    on_gpu: bool
+    model: str
+    policy: str
+    commands: Mapping[str, str]
+    backends: Mapping[str, str]
+    provenance: Mapping[str, object]
+
+    @property
+    def same(self) -> bool:
+        """Whether every answer has the same tokens."""
+        return all(workload.agreement.same for workload in self.workloads)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, with the derived figures that the report shows."""
+        content = asdict(self)
+        for record, workload in zip(content["workloads"], self.workloads, strict=True):
+            read = workload.kv_read
+            record["kv_bytes_a_step"] = None if read is None else asdict(read)
+            record["kv_saved"] = None if read is None else read.saved
+            record["agreement"]["same"] = workload.agreement.same
+        return {"schema": 2, "same": self.same, **content}
+
+
+@dataclass(frozen=True)
+class _Side:
+    replayed: tuple[Replayed, ...]
+    counters: tuple[Counters | None, ...]
+    command: ServerCommand
+    backend: str
+    policy: str
+
+
+def run_ab(setup: AbSetup, logs: Path, watcher: Watcher) -> AbResult:
+    """Run both servers, one after the other, and compare.
+
+    Parameters
+    ----------
+    setup : AbSetup
+        What to compare.
+    logs : Path
+        Folder for the servers' logs, ``host.log`` and ``deft.log``.
+    watcher : Watcher
+        Is told about the progress.
+
+    Raises
+    ------
+    LaunchError, DriverStubError, ReplayError, AbError
+        If a server does not start, a request fails, or the plugin was not at work.
+    """
+    sides = {side: _run_side(side, setup, logs, watcher) for side in SIDES}
+    host, deft = sides["host"], sides["deft"]
+    workloads = tuple(
+        Compared(
+            workload=plan.workload,
+            description=plan.description,
+            requests=len(plan.requests),
+            tokens=plan.tokens,
+            host=_measure(host.replayed[i], host.counters[i]),
+            deft=_measure(deft.replayed[i], deft.counters[i]),
+            agreement=compare(host.replayed[i], deft.replayed[i]),
+        )
+        for i, plan in enumerate(setup.plans)
+    )
+    return AbResult(
+        workloads=workloads,
+        on_gpu=deft.command.on_gpu,
+        model=setup.model,
+        policy=deft.policy,
+        commands={side: run.command.shell() for side, run in sides.items()},
+        backends={side: run.backend for side, run in sides.items()},
+        provenance=provenance(),
+    )
+
+
+def _run_side(side: str, setup: AbSetup, logs: Path, watcher: Watcher) -> _Side:
+    with tempfile.TemporaryDirectory(prefix="deft-ab-") as folder:
+        observe = {"DEFT_OBSERVE": "1"} if side == "host" else {}
+        command = server_command(
+            setup.model,
+            free_port(),
+            host=setup.host,
+            backend=setup.baseline if side == "host" else BACKEND,
+            policy=setup.policy if side == "deft" else None,
+            host_arguments=setup.host_arguments,
+            environment={"DEFT_STATE_DIR": folder, **observe},
+        )
+        log = logs / f"{side}.log"
+        replayed: list[Replayed] = []
+        counters: list[Counters | None] = []
+        with ServerProcess(command, log, progress=watcher.starting(side, command)) as server:
+            watcher.started(side)
+            try:
+                replay(_FIRST, server.url)  # the counters start with the first decode step
+            except ReplayError as error:
+                server.check_alive()
+                raise AbError(f"{side} server: {error}. Its log is {log}") from error
+            state = written_state(Path(folder), command.port)
+            for plan in setup.plans:
+                try:
+                    answers, counted = _run_plan(
+                        plan, server.url, state, watcher.replaying(side, plan)
+                    )
+                except (ReplayError, StateError) as error:
+                    server.check_alive()  # if it died, that is the news
+                    raise AbError(f"{side} server: {error}. Its log is {log}") from error
+                replayed.append(answers)
+                counters.append(counted)
+            backend, policy = _names(side, setup, state)
+    if side == "deft" and not any(counted and counted.decode_steps for counted in counters):
+        raise AbError(
+            f"the server was started with --attention-backend {BACKEND_NAMES[setup.host]}, but "
+            f"the plugin wrote no counts; run 'deft doctor'. The log is {log}"
+        )
+    return _Side(tuple(replayed), tuple(counters), command, backend, policy)
+
+
+def _run_plan(
+    plan: RequestPlan, url: str, state: Path | None, on_tokens: Callable[[int], None]
+) -> tuple[Replayed, Counters | None]:
+    if state is None:  # the plugin is not in that server: nothing is counted
+        return replay(plan, url, on_tokens), None
+    before = settled_counters(state)
+    replayed = replay(plan, url, on_tokens)
+    return replayed, settled_counters(state) - before
+
+
+def _names(side: str, setup: AbSetup, state: Path | None) -> tuple[str, str]:
+    """Backend and policy as the server names them; else as they were asked for."""
+    asked = setup.policy or os.environ.get("DEFT_POLICY") or "auto"
+    if state is not None:
+        with suppress(StateError):
+            found = read_state(state)
+            return found.backend, found.policy
+    return (setup.baseline or "host default") if side == "host" else BACKEND, asked
+
+
+def _measure(run: Replayed, counters: Counters | None) -> Measured:
+    gaps = [answer.tpot for answer in run.answers if answer.tpot is not None]
+    tokens = sum(len(answer.tokens) for answer in run.answers)
+    return Measured(
+        ttft=statistics.median(answer.ttft for answer in run.answers),
+        tpot=statistics.median(gaps) if gaps else None,
+        tokens_a_second=tokens / run.seconds,
+        seconds=run.seconds,
+        counters=counters,
+    )

@@ -1,0 +1,116 @@
+"""How large `deft ab`'s workloads are, by what the machine can bear and what the user asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from deft_backend.ab.invented_text import passage
+from deft_backend.ab.invented_tree import ThoughtTreeShape, generate_thought_tree
+from deft_backend.ab.workloads import (
+    WORKLOADS,
+    DocumentQuestions,
+    FewShot,
+    ParallelSamples,
+    RequestPlan,
+    TreeOfThoughts,
+    Unshared,
+    Workload,
+    WorkloadError,
+)
+from deft_backend.traces.trace_files import ThoughtTree
+
+_USUAL_CHARACTERS_A_TOKEN = 4.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Requests side by side, tokens of what they share, tokens each decodes."""
+
+    branches: int
+    prefix_tokens: int
+    max_tokens: int
+
+
+def default_sizes(*, on_gpu: bool, quick: bool) -> Sizes:
+    """Sizes that take minutes. On the CPU a step takes a good part of a second."""
+    if on_gpu:
+        return Sizes(16, 2000, 64) if quick else Sizes(32, 4000, 200)
+    return Sizes(6, 400, 16) if quick else Sizes(8, 600, 24)
+
+
+def characters_a_token(tokenizer: Path | None) -> float:
+    """Characters of the workloads' text that make a token of a model.
+
+    Counted with the model's ``tokenizer.json``; without one, 4, which is usual for English.
+    """
+    if tokenizer is None:
+        return _USUAL_CHARACTERS_A_TOKEN
+    try:
+        tokenizers = import_module("tokenizers")  # comes with every host
+    except ImportError:
+        return _USUAL_CHARACTERS_A_TOKEN
+    sample = passage(2000, 0)
+    tokens: int = len(tokenizers.Tokenizer.from_file(str(tokenizer)).encode(sample).ids)
+    return len(sample) / tokens
+
+
+def make_plans(
+    names: Sequence[str],
+    sizes: Sizes,
+    *,
+    characters_a_token: float = 1.0,
+    tree: ThoughtTree | None = None,
+    scale: float = 1.0,
+) -> list[RequestPlan]:
+    """Plans of the workloads of these names, in the order given.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Out of :data:`~deft_backend.ab.workloads.WORKLOADS`.
+    sizes : Sizes
+        How large they are.
+    characters_a_token : float
+        Turns tokens into the characters of the invented text.
+    tree : ThoughtTree, optional
+        A recorded tree of thoughts; None takes a generated one.
+    scale : float
+        Multiplies the lengths of the recorded tree.
+
+    Raises
+    ------
+    WorkloadError
+        If a name is unknown or a size cannot be.
+    """
+    if sizes.branches < 1 or sizes.prefix_tokens < 1 or sizes.max_tokens < 1:
+        raise WorkloadError(f"{sizes}: expected numbers of at least 1")
+    characters = max(1, round(sizes.prefix_tokens * characters_a_token))
+    if tree is None:
+        shape = ThoughtTreeShape(
+            width=max(1, min(sizes.branches, 8) // 2),
+            keep=2,
+            prompt_tokens=sizes.prefix_tokens,
+            shortest=max(1, sizes.max_tokens // 2),
+            longest=sizes.max_tokens,
+            characters_a_token=characters_a_token,
+        )
+        tree, scale = generate_thought_tree(shape), 1.0
+    documents = 2 if sizes.branches > 1 else 1
+    made: dict[str, Workload] = {
+        "few-shot": FewShot(sizes.branches, characters, sizes.max_tokens),
+        "parallel-samples": ParallelSamples(sizes.branches, characters, sizes.max_tokens),
+        "document-questions": DocumentQuestions(
+            documents, sizes.branches // documents, characters, sizes.max_tokens
+        ),
+        "tree-of-thoughts": TreeOfThoughts(tree, scale),
+        "unshared": Unshared(sizes.branches, max(1, characters // 2), sizes.max_tokens),
+    }
+    for name in names:
+        if name not in made:
+            raise WorkloadError(
+                f"there is no workload {name!r}; expected one of {', '.join(WORKLOADS)}"
+            )
+    return [made[name].plan() for name in names]

@@ -1,0 +1,29 @@
+"""Workloads: traffic that `deft ab` replays. One module each; :data:`WORKLOADS` names them."""
+
+from deft_backend.ab.workloads.document_questions import DocumentQuestions
+from deft_backend.ab.workloads.few_shot import FewShot
+from deft_backend.ab.workloads.parallel_samples import ParallelSamples
+from deft_backend.ab.workloads.tree_of_thoughts import TreeOfThoughts
+from deft_backend.ab.workloads.unshared import Unshared
+from deft_backend.harness.request_plan import Request, RequestPlan, Workload, WorkloadError
+
+WORKLOADS = (
+    "few-shot",
+    "parallel-samples",
+    "document-questions",
+    "tree-of-thoughts",
+    "unshared",
+)
+
+__all__ = [
+    "WORKLOADS",
+    "DocumentQuestions",
+    "FewShot",
+    "ParallelSamples",
+    "Request",
+    "RequestPlan",
+    "TreeOfThoughts",
+    "Unshared",
+    "Workload",
+    "WorkloadError",
+]

@@ -1,0 +1,1 @@
+"""Compiling functions: Numba for the host, Triton for the device."""

@@ -1,0 +1,75 @@
+"""`host_jit`: Numba for the host's loops over nodes, with a cache that can only help.
+
+Compiled code is kept on disk beside the source, or in the user's cache folder where the package is
+installed read-only, or nowhere. Numba by itself raises an error in the last case, and on a full
+disk; and it renews cached code only when the function's own file changes, not when a compiled
+function or a constant that it takes from another file does. Both are mended here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, TypeVar, cast
+
+import numba
+from numba.core import caching
+
+from deft_backend.compile.source_digest import digest_of
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+LAYERS = ("forest", "kernel_limits.py", "policies", "planner")
+"""Sources of compiled code. Code of each layer compiles in functions and constants of its own layer
+and of those before it."""
+
+
+def host_jit(function: F) -> F:
+    """Compile a function of scalars and NumPy arrays for the host; it releases the GIL.
+
+    Compilation happens at the first call with new argument types (seconds, or milliseconds from
+    the cache); ``warm_up`` functions make those calls before the first request.
+    """
+    dispatcher = numba.njit(nogil=True)(function)
+    if hasattr(dispatcher, "py_func"):  # NUMBA_DISABLE_JIT leaves the function as it is
+        # Without a folder that can be written (or a source file), every process compiles.
+        with contextlib.suppress(Exception):
+            dispatcher._cache = _BestEffortCache(function)
+    return cast(F, dispatcher)
+
+
+@lru_cache
+def sources_digest(module: str) -> str:
+    """Digest of the package's sources that code compiled in `module` may depend on."""
+    folder = module.partition(".")[2].partition(".")[0]
+    if folder in LAYERS:
+        return digest_of(LAYERS[: LAYERS.index(folder) + 1])
+    return digest_of(["."])
+
+
+class _BestEffortCache(caching.FunctionCache):  # type: ignore[misc]
+    """Numba's cache on disk, except that no trouble with it reaches the caller."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        locator = self._impl.locator
+        self._cache_file = caching.IndexDataCacheFile(
+            cache_path=self._cache_path,
+            filename_base=self._impl.filename_base,
+            source_stamp=(locator.get_source_stamp(), sources_digest(function.__module__)),
+        )
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            found = super().load_overload(sig, target_context)
+            # Processes that write the index at the same time can mix up its entries.
+            return found if found is not None and tuple(found.signature.args) == sig else None
+        except Exception:  # unreadable or damaged: compile
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except Exception:  # full, read-only, gone: the code in memory is fine
+            self.disable()

@@ -1,0 +1,244 @@
+"""Profiled costs of partial attention: FlashForge's C_est, and FastTree's coefficients."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from deft_backend.costs.tile_costs import TileCosts
+
+FloatArray = npt.NDArray[np.float64]
+
+TABLE_FORMAT = 2
+"""Version of the JSON files that :meth:`CostModel.load` reads."""
+
+TABLES = Path(__file__).parent / "shipped"
+
+DEFAULT_TABLE = TABLES / "h100.json"
+"""The table that the package plans with: this package's own kernel on an H100."""
+
+FLASHFORGE_TABLE = TABLES / "flashforge_a100.json"
+"""FlashForge's Table 2, for comparison with the paper."""
+
+SMALLEST_MS = 1e-6
+"""Least estimated time: extrapolation below a table must not promise work for free."""
+
+
+class CostModelError(ValueError):
+    """A cost table that cannot be used; the message names the field and what was expected."""
+
+
+@dataclass(frozen=True)
+class FastTreeCoefficients:
+    """FastTree's empirical weights of padding and intermediate results on a GPU.
+
+    `alpha` weighs padded queries, `beta` padded context, `gamma` intermediate results.
+    """
+
+    alpha: float
+    beta: float
+    gamma: float
+
+
+@dataclass(frozen=True, eq=False)
+class CostModel:
+    """Execution times of partial attention, profiled on one GPU (FlashForge, section 5.2).
+
+    Attributes
+    ----------
+    source : str
+        Where the times come from.
+    head_dim : int
+        Head dimension that was profiled.
+    query_rows : [Q] float64
+        Profiled rows ``n_q`` of the query tile, ascending. A row is one (query, query head of its
+        GQA group) pair, so that one table serves MHA, GQA and MQA.
+    tokens : [T] float64
+        Profiled KV lengths ``n``, ascending.
+    time_ms : [T, Q] float64
+        Milliseconds a thread block takes; never less for more tokens.
+    launch_ms : float
+        What every time includes for launching the kernel, whatever its work. A launch runs many
+        items, so estimates of a whole grouping count it once.
+    bandwidth_gb_s : float
+        Bandwidth of the GPU's memory in 1e9 bytes a second: thread blocks share it, which times of
+        one block alone do not show.
+    fasttree : FastTreeCoefficients
+        Weights of FastTree's cost equations on this GPU.
+    tiles : TileCosts
+        Times of items and partial results on the whole GPU.
+    """
+
+    source: str
+    head_dim: int
+    query_rows: FloatArray
+    tokens: FloatArray
+    time_ms: FloatArray
+    launch_ms: float
+    bandwidth_gb_s: float
+    fasttree: FastTreeCoefficients
+    tiles: TileCosts
+
+    def __post_init__(self) -> None:
+        for name, axis in (("query_rows", self.query_rows), ("tokens", self.tokens)):
+            if axis.ndim != 1 or len(axis) < 2 or (axis <= 0).any() or (np.diff(axis) <= 0).any():
+                raise CostModelError(
+                    f"{name} is {axis.tolist()}; expected 2 or more positive, ascending numbers"
+                )
+        expected = (len(self.tokens), len(self.query_rows))
+        if self.time_ms.shape != expected:
+            raise CostModelError(
+                f"time_ms has shape {self.time_ms.shape}; expected {expected}, one row for each of "
+                "tokens and one column for each of query_rows"
+            )
+        if not np.isfinite(self.time_ms).all() or (self.time_ms <= 0).any():
+            raise CostModelError("time_ms holds a time that is no positive number; profile again")
+        if (np.diff(self.time_ms, axis=0) < 0).any():
+            at = np.argwhere(np.diff(self.time_ms, axis=0) < 0)[0]
+            raise CostModelError(
+                f"time_ms falls from {self.tokens[at[0]]:g} to {self.tokens[at[0] + 1]:g} tokens "
+                f"at {self.query_rows[at[1]]:g} query rows; more tokens must not take less time: "
+                "profile again with more repetitions"
+            )
+        for name, value in (("launch_ms", self.launch_ms), *vars(self.fasttree).items()):
+            if not math.isfinite(value) or value < 0:
+                raise CostModelError(f"{name} is {value}; expected a number of 0 or more")
+        if not math.isfinite(self.bandwidth_gb_s) or self.bandwidth_gb_s <= 0:
+            raise CostModelError(
+                f"bandwidth_gb_s is {self.bandwidth_gb_s}; expected a number above 0"
+            )
+        if self.head_dim < 1:
+            raise CostModelError(f"head_dim is {self.head_dim}; expected at least 1")
+
+    def time(self, query_rows: npt.ArrayLike, tokens: npt.ArrayLike) -> FloatArray:
+        """C_est(n_q, n): milliseconds of partial attention (FlashForge, equation 6).
+
+        Bilinear between profiled points, linear beyond them; exact at them. Arguments broadcast.
+        """
+        rows, length = np.broadcast_arrays(
+            np.asarray(query_rows, dtype=np.float64), np.asarray(tokens, dtype=np.float64)
+        )
+        t, in_t = _locate(self.tokens, length)
+        q, in_q = _locate(self.query_rows, rows)
+        below = self.time_ms[t, q] * (1 - in_q) + self.time_ms[t, q + 1] * in_q
+        above = self.time_ms[t + 1, q] * (1 - in_q) + self.time_ms[t + 1, q + 1] * in_q
+        return np.maximum(SMALLEST_MS, below * (1 - in_t) + above * in_t)
+
+    def transfer_ms(self, num_bytes: float) -> float:
+        """Milliseconds in which the GPU's memory moves `num_bytes`."""
+        return num_bytes / (self.bandwidth_gb_s * 1e6)
+
+    @classmethod
+    def load(cls, path: str | Path) -> CostModel:
+        """Read a table from JSON, as :meth:`save` writes it.
+
+        Raises
+        ------
+        CostModelError
+            If the file is missing, is no JSON, or a field is missing or impossible.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CostModelError(f"cost table {path}: {error.strerror}; expected a file") from error
+        except ValueError as error:
+            raise CostModelError(f"cost table {path} is no JSON: {error}") from error
+        try:
+            return cls._from_dict(data)
+        except CostModelError as error:
+            raise CostModelError(f"cost table {path}: {error}") from error
+
+    @classmethod
+    def _from_dict(cls, data: Any) -> CostModel:
+        if not isinstance(data, Mapping):
+            raise CostModelError(f"it holds a {type(data).__name__}; expected an object")
+        if data.get("format") != TABLE_FORMAT:
+            raise CostModelError(f"format is {data.get('format')!r}; expected {TABLE_FORMAT}")
+        fasttree = data.get("fasttree")
+        if not isinstance(fasttree, Mapping):
+            raise CostModelError("fasttree is missing; expected an object with alpha, beta, gamma")
+        return cls(
+            source=str(data.get("source", "unknown")),
+            head_dim=int(_number(data, "head_dim")),
+            query_rows=_floats(data, "query_rows"),
+            tokens=_floats(data, "tokens"),
+            time_ms=_floats(data, "time_ms"),
+            launch_ms=_number(data, "launch_ms"),
+            bandwidth_gb_s=_number(data, "bandwidth_gb_s"),
+            fasttree=FastTreeCoefficients(
+                *(_number(fasttree, name) for name in ("alpha", "beta", "gamma"))
+            ),
+            tiles=_tiles(data.get("tiles")),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a table's JSON file holds."""
+        return {
+            "format": TABLE_FORMAT,
+            "source": self.source,
+            "head_dim": self.head_dim,
+            "query_rows": self.query_rows.tolist(),
+            "tokens": self.tokens.tolist(),
+            "time_ms": self.time_ms.tolist(),
+            "launch_ms": self.launch_ms,
+            "bandwidth_gb_s": self.bandwidth_gb_s,
+            "fasttree": vars(self.fasttree),
+            "tiles": {
+                name: list(value) if isinstance(value, tuple) else value
+                for name, value in vars(self.tiles).items()
+            },
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the table as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+@lru_cache(maxsize=1)
+def default_cost_model() -> CostModel:
+    """The table shipped with the package, read once."""
+    return CostModel.load(DEFAULT_TABLE)
+
+
+def _locate(axis: FloatArray, at: FloatArray) -> tuple[npt.NDArray[np.int64], FloatArray]:
+    """Cell of `axis` and position in it: within 0 … 1 inside the table, beyond them outside."""
+    cell = np.clip(np.searchsorted(axis, at, side="right") - 1, 0, len(axis) - 2)
+    return cell, (at - axis[cell]) / (axis[cell + 1] - axis[cell])
+
+
+def _tiles(data: Any) -> TileCosts:
+    if not isinstance(data, Mapping):
+        raise CostModelError("tiles is missing; expected an object with the costs of each tile")
+    try:
+        return TileCosts(
+            item_ns=tuple(_floats(data, "item_ns").tolist()),
+            token_ns=tuple(_floats(data, "token_ns").tolist()),
+            partial_ns=_number(data, "partial_ns"),
+            reduce_ns=_number(data, "reduce_ns"),
+        )
+    except ValueError as error:
+        raise CostModelError(f"tiles: {error}") from error
+
+
+def _number(data: Mapping[str, Any], name: str) -> float:
+    value = data.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise CostModelError(f"{name} is {value!r}; expected a number")
+    return float(value)
+
+
+def _floats(data: Mapping[str, Any], name: str) -> FloatArray:
+    try:
+        return np.asarray(data[name], dtype=np.float64)
+    except KeyError:
+        raise CostModelError(f"{name} is missing; expected a list of numbers") from None
+    except (TypeError, ValueError):
+        raise CostModelError(f"{name} is {data[name]!r}; expected a list of numbers") from None

@@ -1,0 +1,75 @@
+"""The package's folders on this machine: where they are, and how they are created."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from deft_backend.config import Settings
+
+
+def cache_directory(env: Mapping[str, str] | None = None) -> Path:
+    """The package's cache folder: ``DEFT_CACHE_DIR``, else `deft-backend` in the user's cache.
+
+    The user's cache is ``$XDG_CACHE_HOME`` or ``~/.cache``.
+
+    Parameters
+    ----------
+    env : mapping, optional
+        Variables by name; default: the process's environment.
+
+    Raises
+    ------
+    SettingsError
+        If ``DEFT_CACHE_DIR`` is no directory. The function reads no other setting.
+    """
+    env = os.environ if env is None else env
+    name = "DEFT_CACHE_DIR"
+    return _cache_directory(Settings.from_env({name: env.get(name, "")}), env)
+
+
+def state_directory(settings: Settings, env: Mapping[str, str] | None = None) -> Path:
+    """Where servers write their state: ``DEFT_STATE_DIR``, else `servers` in the cache folder.
+
+    `settings` decide about both folders; `env` is asked for the user's cache alone.
+    """
+    if settings.state_dir is not None:
+        return settings.state_dir
+    return _cache_directory(settings, os.environ if env is None else env) / "servers"
+
+
+def tables_directory(env: Mapping[str, str] | None = None) -> Path:
+    """Where `deft tune` keeps cost tables; raises as :func:`cache_directory` does."""
+    return cache_directory(env) / "tables"
+
+
+def driver_stub_directory(env: Mapping[str, str] | None = None) -> Path:
+    """Where the driver stand-in lies; raises as :func:`cache_directory` does."""
+    return cache_directory(env) / "driver-stub" / "1"
+
+
+def create_private(folder: Path) -> None:
+    """Create a folder and its missing parents, open to this user alone (mode 0700).
+
+    Folders that exist keep their mode.
+
+    Raises
+    ------
+    OSError
+        If a folder cannot be created, or a file is in its place.
+    """
+    if folder.is_dir():
+        return
+    if folder.parent != folder:
+        create_private(folder.parent)
+    folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def _cache_directory(settings: Settings, env: Mapping[str, str]) -> Path:
+    if settings.cache_dir is not None:
+        return settings.cache_dir
+    cache = env.get("XDG_CACHE_HOME", "")
+    # The XDG specification: a relative path is invalid and to be ignored.
+    root = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
+    return root / "deft-backend"

@@ -1,0 +1,1 @@
+"""One harness for `deft ab` and the benchmarks: servers, requests, answers, comparison."""

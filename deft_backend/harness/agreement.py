@@ -1,0 +1,125 @@
+"""Do two servers give the same tokens? If not: where first, and how close was the choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deft_backend.harness.replay import Answer, Replayed
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first token in which an answer differs.
+
+    Attributes
+    ----------
+    answer : str
+        Request and number of the answer.
+    position : int
+        Tokens before it, which agree.
+    host_token, deft_token : str
+        Text of the two tokens.
+    host_logprob, deft_logprob : float
+        Each server's log-probability of its own token.
+    margin : float
+        How far the host put its token above its second choice: near 0, it was nearly a tie.
+    """
+
+    answer: str
+    position: int
+    host_token: str
+    deft_token: str
+    host_logprob: float
+    deft_logprob: float
+    margin: float
+
+    @property
+    def gap(self) -> float:
+        """Difference of the two log-probabilities."""
+        return abs(self.host_logprob - self.deft_logprob)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How one workload's answers compare.
+
+    Attributes
+    ----------
+    answers, equal : int
+        Answers in all, and those that agree in every token.
+    not_compared : int
+        Answers whose prompt goes on from one that differs, so that they cannot be compared.
+    divergences : tuple
+        One for each answer that differs, in the plan's order.
+    tokens : int
+        Tokens compared that agree.
+    largest_gap : float
+        Largest difference of log-probability over those tokens.
+    """
+
+    answers: int
+    equal: int
+    not_compared: int
+    divergences: tuple[Divergence, ...]
+    tokens: int
+    largest_gap: float
+
+    @property
+    def same(self) -> bool:
+        return self.equal == self.answers
+
+
+def compare(host: Replayed, deft: Replayed) -> Agreement:
+    """Compare the answers to the same plan.
+
+    Raises
+    ------
+    ValueError
+        If the two do not answer the same plan.
+    """
+    if host.plan != deft.plan:
+        raise ValueError(f"{host.plan.workload} and {deft.plan.workload} are different plans")
+    after = {request.name: request.after for request in host.plan.requests}
+    wrong: set[str] = set()  # requests of which some answer, or what they go on from, differs
+    divergences: list[Divergence] = []
+    equal = not_compared = tokens = 0
+    largest = 0.0
+    for ours, theirs in zip(deft.answers, host.answers, strict=True):
+        if after[ours.request] in wrong:
+            wrong.add(ours.request)
+            not_compared += 1
+            continue
+        agreed = _common(theirs, ours)
+        pairs = zip(theirs.logprobs[:agreed], ours.logprobs[:agreed], strict=True)
+        gaps = [abs(a - b) for a, b in pairs]
+        largest = max([largest, *gaps])
+        tokens += agreed
+        if agreed == len(theirs.tokens) == len(ours.tokens):
+            equal += 1
+        else:
+            wrong.add(ours.request)
+            divergences.append(_divergence(theirs, ours, agreed))
+    return Agreement(len(host.answers), equal, not_compared, tuple(divergences), tokens, largest)
+
+
+def _common(host: Answer, deft: Answer) -> int:
+    """Tokens at the head that are the same."""
+    left: list[int] | list[str] = host.tokens
+    right: list[int] | list[str] = deft.tokens
+    if len(host.token_ids) == len(host.tokens) and len(deft.token_ids) == len(deft.tokens):
+        left, right = host.token_ids, deft.token_ids  # two tokens may have the same text
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+
+def _divergence(host: Answer, deft: Answer, at: int) -> Divergence:
+    def pick(answer: Answer) -> tuple[str, float]:
+        if at < len(answer.tokens):
+            return answer.tokens[at], answer.logprobs[at]
+        return "(end)", 0.0
+
+    host_token, host_logprob = pick(host)
+    deft_token, deft_logprob = pick(deft)
+    margin = host.margins[at] if at < len(host.margins) else 0.0
+    name = f"{host.request} #{host.index}" if host.index else host.request
+    return Divergence(name, at, host_token, deft_token, host_logprob, deft_logprob, margin)

@@ -1,0 +1,69 @@
+"""Versions of the hosts that the tests ran with: tree attention runs in no other unless asked to.
+
+The contract (``CONTRACT`` in each host's ``versions.py``) tells whether a version has what we use.
+It cannot tell whether a member still means the same, and a wrong meaning gives wrong output.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from deft_backend.config import Settings, SettingsError
+from deft_backend.hosts.contract.versions import version_key
+from deft_backend.installed import installed_version
+
+
+@dataclass(frozen=True)
+class TestedVersions:
+    """Of one host, from `lowest` to below `beyond`.
+
+    Attributes
+    ----------
+    name : str
+        The host's own.
+    distributions : tuple of str
+        Under which it may be installed; the first is its own.
+    """
+
+    name: str
+    distributions: tuple[str, ...]
+    lowest: str
+    beyond: str
+
+    def __str__(self) -> str:
+        return f">={self.lowest}, <{self.beyond}"
+
+    def installed(self) -> str | None:
+        """The version in this environment, by whichever distribution; None if there is none."""
+        for name in self.distributions:
+            found = installed_version(name)
+            if found is not None:
+                return found
+        return None
+
+    def holds(self, found: str) -> bool:
+        """Whether a version is one of these."""
+        return version_key(self.lowest) <= version_key(found) < version_key(self.beyond)
+
+    def refuse(self) -> str | None:
+        """Why this environment's version gets no tree attention, in one line, or None."""
+        found = self.installed()
+        if found is None or self.holds(found) or tries_others():
+            return None
+        return (
+            f"tree attention was tested with {self.name} {self} and this is {found} "
+            "(DEFT_UNTESTED_HOST=1 tries it)"
+        )
+
+
+def tries_others() -> bool:
+    """What ``DEFT_UNTESTED_HOST`` says; no if it says nothing that is allowed.
+
+    Whoever reads all settings says what is wrong with it. No other variable is looked at.
+    """
+    name = "DEFT_UNTESTED_HOST"
+    try:
+        return Settings.from_env({name: os.environ.get(name, "")}).untested_host
+    except SettingsError:
+        return False

@@ -1,0 +1,167 @@
+"""Compare what we use of a host with the host's source, without importing the host.
+
+Each host's folder holds its table: ``CONTRACT``, a tuple of :class:`Member` in ``versions.py``.
+:func:`check_contract` reads only the files that the table leads to, so servers can run it at start.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from deft_backend.hosts.contract.files import HostFiles
+from deft_backend.hosts.contract.names import Definition, HostNames
+from deft_backend.hosts.contract.versions import matches
+
+
+@dataclass(frozen=True)
+class Member:
+    """One thing of a host that we touch.
+
+    Attributes
+    ----------
+    module : str
+        For example ``"sglang.srt.model_executor.forward_batch_info"``.
+    name : str
+        Dotted name inside the module, for example ``"ForwardBatch.init_new"``; empty for the module
+        itself. The part before the last dot names a class or a module, never an instance.
+    parameters : tuple of str
+        Parameters that we pass by name, or that an override of ours takes. For a class, the
+        parameters of its constructor.
+    versions : str
+        Versions in which the host has the member, for example ``">=0.5.20,<0.5.23"`` (the form of
+        PEP 440); empty for the whole window.
+    use : str
+        What we do with it: "read", "called", "wrapped", "overridden", and for what.
+    """
+
+    module: str
+    name: str = ""
+    parameters: tuple[str, ...] = ()
+    versions: str = ""
+    use: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.module}: {self.name}" if self.name else self.module
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A member that the host does not have as we use it.
+
+    Attributes
+    ----------
+    member : Member
+    found : str
+        What the source has instead.
+    readable : bool
+        False if the source cannot tell, for example because the module is compiled. Only a
+        readable problem says that the member is missing.
+    """
+
+    member: Member
+    found: str
+    readable: bool = True
+
+    def __str__(self) -> str:
+        use = f" (our use: {self.member.use})" if self.member.use else ""
+        return f"{self.member}: {self.found}{use}"
+
+
+def check_contract(
+    contract: Iterable[Member], source: Path | HostFiles, version: str | None = None
+) -> list[Problem]:
+    """Compare a contract with a host's source.
+
+    Parameters
+    ----------
+    contract : iterable of Member
+    source : Path or HostFiles
+        A folder that holds the host's top-level package, or a wheel.
+    version : str, optional
+        The host's. Members whose `versions` exclude it are left out; without it, none are.
+
+    Returns
+    -------
+    list of Problem
+        In the order of the contract; empty if the host has every member.
+
+    Raises
+    ------
+    ValueError
+        If `source` is neither a folder nor a zip file, or a specifier or the version is malformed.
+    """
+    wanted = [m for m in contract if version is None or matches(version, m.versions)]
+    packages = {member.module.split(".")[0] for member in wanted}
+    files = source if isinstance(source, HostFiles) else HostFiles(source)
+    names = HostNames(files, packages)
+    return [problem for member in wanted for problem in _problems(member, names)]
+
+
+def installed_source(package: str) -> Path | None:
+    """The folder that holds an installed top-level package, found without importing it; or None."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations))).parent
+
+
+def _problems(member: Member, names: HostNames) -> list[Problem]:
+    """What is wrong with one member; the first thing only, except for parameters."""
+    module = names.module(member.module)
+    if not module:
+        package = names.module(member.module.split(".")[0])
+        return [Problem(member, f"no such {'module' if package else 'package'}")]
+    found = module
+    reached = member.module
+    for part in member.name.split(".") if member.name else ():
+        owner = found
+        found = names.attribute(owner, part)
+        if not found:
+            return [Problem(member, _absent(names, owner, reached, part))]
+        if all(definition.kind == "unreadable" for definition in found):
+            return [Problem(member, f"cannot be read: {found[0].reason}", readable=False)]
+        reached = f"{reached}.{part}"
+    problems = []
+    for parameter in member.parameters:
+        found_instead = _absent_parameter(names, found, parameter)
+        if found_instead is not None:
+            problems.append(Problem(member, *found_instead))
+    return problems
+
+
+def _absent(names: HostNames, owner: list[Definition], reached: str, part: str) -> str:
+    kind = next((definition.kind for definition in owner if definition.kind != "unreadable"), "")
+    holder = reached.rsplit(".", 1)[-1] if kind != "module" else reached
+    if kind not in ("module", "class"):
+        return f"{holder} is a {kind}, so the source does not tell its attribute {part!r}"
+    known = sorted(names.known(owner))
+    near = get_close_matches(part, known, n=2, cutoff=0.7)
+    instead = f"; nearest: {', '.join(near)}" if near else ""
+    return f"{kind} {holder} has no {part!r}{instead}"
+
+
+def _absent_parameter(
+    names: HostNames, found: list[Definition], parameter: str
+) -> tuple[str, bool] | None:
+    """What stands in the place of a parameter, and whether the source can tell; None if it stands.
+
+    A name may be defined more than once, by version or device: one definition with the parameter
+    is enough.
+    """
+    signatures = [names.signature(definition) for definition in found]
+    known = [signature for signature in signatures if signature is not None]
+    if any(parameter in signature.names for signature in known):
+        return None
+    if len(known) < len(signatures):
+        return "cannot be read: its parameters do not stand in the source", False
+    if any(signature.takes_any for signature in known):
+        return f"cannot be read: {parameter!r} may be one of its keyword arguments **", False
+    taken = ", ".join(dict.fromkeys(name for signature in known for name in signature.names))
+    return f"no parameter {parameter!r}; it takes ({taken})", True

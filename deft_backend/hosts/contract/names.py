@@ -1,0 +1,401 @@
+"""Find what a dotted name of a host stands for, in its source."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from deft_backend.hosts.contract.files import HostFiles
+
+Kind = Literal["module", "class", "function", "value", "unreadable"]
+Statements = Iterable[ast.stmt]
+
+
+@dataclass(frozen=True, eq=False)
+class Definition:
+    """One place that defines a name; a name may have several, by version or device.
+
+    Attributes
+    ----------
+    kind : str
+    module : str
+        The module that defines it, or the module itself.
+    node : ast.AST or None
+        A class, a function, or what a value is assigned.
+    reason : str
+        Why it is unreadable; else empty.
+    owner : Definition or None
+        The class that defines it, of a class's member.
+    """
+
+    kind: Kind
+    module: str
+    node: ast.AST | None = None
+    reason: str = ""
+    owner: Definition | None = None
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Parameters of a function or constructor, without the instance; `takes_any` for ``**``."""
+
+    names: tuple[str, ...]
+    takes_any: bool
+
+
+@dataclass(frozen=True)
+class _Scope:
+    """A module that was read: its names and the statements that bind each of them."""
+
+    module: str
+    is_package: bool
+    names: dict[str, list[ast.AST]]
+    stars: list[ast.ImportFrom]
+
+
+class HostNames:
+    """Definitions of the names in a host's source; each file is read once.
+
+    Parameters
+    ----------
+    files : HostFiles
+    packages : set of str
+        Top-level packages to look into. Names imported from others are values.
+    """
+
+    def __init__(self, files: HostFiles, packages: set[str]) -> None:
+        self._files = files
+        self._packages = packages
+        self._scopes: dict[str, _Scope | str | None] = {}
+        self._members: dict[ast.ClassDef, dict[str, list[ast.AST]]] = {}
+
+    def module(self, name: str) -> list[Definition]:
+        """The module of a dotted name; empty if the host has none."""
+        scope = self._scope(name)
+        if scope is None:
+            return []
+        if isinstance(scope, str):
+            return [Definition("unreadable", name, reason=scope)]
+        return [Definition("module", name)]
+
+    def attribute(self, owners: list[Definition], name: str) -> list[Definition]:
+        """What `name` stands for in any of `owners`; empty if in none."""
+        found: list[Definition] = []
+        for owner in owners:
+            if owner.kind == "unreadable":
+                found.append(owner)
+            elif owner.kind == "module":
+                found += self._in_module(owner.module, name, set())
+            elif owner.kind == "class":
+                found += self._in_class(owner, name)
+            elif isinstance(owner.node, ast.expr) and name in _fields_in_call(owner.node):
+                found.append(Definition("value", owner.module, owner.node))
+        readable = [definition for definition in found if definition.kind != "unreadable"]
+        return readable or found
+
+    def known(self, owners: list[Definition]) -> set[str]:
+        """Every name in any of `owners`, for messages."""
+        found: set[str] = set()
+        for owner in owners:
+            scope = self._scope(owner.module) if owner.kind == "module" else None
+            if isinstance(scope, _Scope):
+                found |= set(scope.names)
+            elif owner.kind == "class":
+                for base in self._bases_first_to_last(owner):
+                    if isinstance(base.node, ast.ClassDef):
+                        found |= set(self._class_members(base.node))
+            elif isinstance(owner.node, ast.expr):
+                found |= set(_fields_in_call(owner.node))
+        return found
+
+    def signature(self, definition: Definition) -> Signature | None:
+        """Parameters of a function or of a class's constructor; None if the source hides them."""
+        node = definition.node
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            return _signature(node, is_method=definition.owner is not None)
+        if definition.kind == "class":
+            return self._constructor(definition)
+        return None
+
+    # Modules.
+
+    def _scope(self, module: str) -> _Scope | str | None:
+        """The module, why it cannot be read, or None if there is none."""
+        if module not in self._scopes:
+            parsed = self._files.parse(module)
+            if parsed is None:
+                self._scopes[module] = self._files.unreadable(module)
+            else:
+                tree, is_package = parsed
+                names, stars = _bound_names(tree.body)
+                self._scopes[module] = _Scope(module, is_package, names, stars)
+        return self._scopes[module]
+
+    def _in_module(self, module: str, name: str, seen: set[tuple[str, str]]) -> list[Definition]:
+        if (module, name) in seen:
+            return []
+        seen.add((module, name))
+        scope = self._scope(module)
+        if scope is None:
+            return []
+        if isinstance(scope, str):
+            return [Definition("unreadable", module, reason=scope)]
+        found = [
+            definition
+            for node in scope.names.get(name, ())
+            for definition in self._follow(node, name, scope, seen)
+        ]
+        for star in () if found else scope.stars:
+            found += self._in_module(_absolute(star, scope), name, seen)
+        if not found and scope.is_package:
+            found = self.module(f"{module}.{name}")
+        if not found and name in _lazy_names(scope):
+            reason = f"{module} answers {name!r} in __getattr__"
+            found = [Definition("unreadable", module, reason=reason)]
+        return found
+
+    def _follow(
+        self, node: ast.AST, name: str, scope: _Scope, seen: set[tuple[str, str]]
+    ) -> list[Definition]:
+        """What a binding stands for; imports and plain aliases lead to their target."""
+        if isinstance(node, ast.ClassDef):
+            return [Definition("class", scope.module, node)]
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            return [Definition("function", scope.module, node)]
+        if isinstance(node, ast.ImportFrom):
+            source = _absolute(node, scope)
+            if source.split(".")[0] not in self._packages:
+                return [Definition("value", scope.module, node)]
+            original = next(a.name for a in node.names if name in (a.asname, a.name))
+            return self._in_module(source, original, seen) or self.module(f"{source}.{original}")
+        if isinstance(node, ast.Import):
+            alias = next(a for a in node.names if name in (a.asname, a.name.split(".")[0]))
+            target = alias.name if alias.asname else alias.name.split(".")[0]
+            if target.split(".")[0] not in self._packages:
+                return [Definition("value", scope.module, node)]
+            return self.module(target)
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            found = self._expression(node, scope, seen)
+            if found:
+                return found
+        return [Definition("value", scope.module, node)]
+
+    def _expression(
+        self, node: ast.expr, scope: _Scope, seen: set[tuple[str, str]] | None = None
+    ) -> list[Definition]:
+        """What an expression of names and dots stands for; empty for every other."""
+        if isinstance(node, ast.Subscript):
+            return self._expression(node.value, scope, seen)
+        if isinstance(node, ast.Name):
+            return self._in_module(scope.module, node.id, set() if seen is None else seen)
+        if isinstance(node, ast.Attribute):
+            return self.attribute(self._expression(node.value, scope, seen), node.attr)
+        return []
+
+    # Classes.
+
+    def _bases_first_to_last(self, definition: Definition) -> Iterator[Definition]:
+        """A class and its bases, depth first; of bases outside the host nothing."""
+        waiting, seen = [definition], set()
+        while waiting:
+            current = waiting.pop(0)
+            if current.node is None and current.kind == "unreadable":
+                yield current
+            if not isinstance(current.node, ast.ClassDef) or current.node in seen:
+                continue
+            seen.add(current.node)
+            yield current
+            scope = self._scope(current.module)
+            if isinstance(scope, _Scope):
+                bases = [d for base in current.node.bases for d in self._expression(base, scope)]
+                waiting = bases + waiting
+
+    def _in_class(self, definition: Definition, name: str) -> list[Definition]:
+        unreadable = []
+        for base in self._bases_first_to_last(definition):
+            if base.kind == "unreadable":
+                unreadable.append(base)
+                continue
+            assert isinstance(base.node, ast.ClassDef)
+            scope = self._scope(base.module)
+            nodes = self._class_members(base.node).get(name, [])
+            if nodes and isinstance(scope, _Scope):
+                return [d for node in nodes for d in self._member(node, name, base, scope)]
+        return unreadable
+
+    def _member(
+        self, node: ast.AST, name: str, owner: Definition, scope: _Scope
+    ) -> list[Definition]:
+        if isinstance(node, ast.ClassDef):
+            return [Definition("class", owner.module, node, owner=owner)]
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            return [Definition("function", owner.module, node, owner=owner)]
+        if isinstance(node, ast.Name) and node.id != name and isinstance(owner.node, ast.ClassDef):
+            # `forward = forward_cuda`, of the class itself or of the module.
+            if node.id in self._class_members(owner.node):
+                return self._in_class(owner, node.id)
+            return self._expression(node, scope) or [Definition("value", owner.module, node)]
+        return [Definition("value", owner.module, node, owner=owner)]
+
+    def _class_members(self, node: ast.ClassDef) -> dict[str, list[ast.AST]]:
+        if node not in self._members:
+            names, _ = _bound_names(node.body)
+            for method in _statements(node.body):
+                if isinstance(method, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                    for name, value in _instance_attributes(method):
+                        names.setdefault(name, [value])
+            self._members[node] = names
+        return self._members[node]
+
+    def _constructor(self, definition: Definition) -> Signature | None:
+        """Of the first ``__init__`` or ``__new__``; of a class without any, its fields."""
+        fields: list[str] = []
+        for base in self._bases_first_to_last(definition):
+            if not isinstance(base.node, ast.ClassDef):
+                return None
+            members = self._class_members(base.node)
+            for name in ("__init__", "__new__"):
+                for node in members.get(name, ()):
+                    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                        return _signature(node, is_method=True)
+            fields += [
+                statement.target.id
+                for statement in base.node.body
+                if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+            ]
+        if not fields and isinstance(definition.node, ast.ClassDef):
+            fields = [name for base in definition.node.bases for name in _fields_in_call(base)]
+        return Signature(tuple(fields), takes_any=False)
+
+
+def _bound_names(body: Statements) -> tuple[dict[str, list[ast.AST]], list[ast.ImportFrom]]:
+    """Names that statements bind, each with what it is bound to, and the imports of ``*``."""
+    names: dict[str, list[ast.AST]] = {}
+    stars: list[ast.ImportFrom] = []
+
+    def bind(target: ast.AST, value: ast.AST) -> None:
+        if isinstance(target, ast.Name):
+            names.setdefault(target.id, []).append(value)
+        elif isinstance(target, (ast.Tuple, ast.List)):
+            for element in target.elts:
+                bind(element, target)
+        elif isinstance(target, ast.Starred):
+            bind(target.value, value)
+
+    for node in _statements(body):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            names.setdefault(node.name, []).append(node)
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                bind(target, node.value)
+        elif isinstance(node, ast.AnnAssign):
+            bind(node.target, node.value or node)
+        elif isinstance(node, (ast.For, ast.AsyncFor)):
+            bind(node.target, node)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                names.setdefault(alias.asname or alias.name.split(".")[0], []).append(node)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if alias.name == "*":
+                    stars.append(node)
+                else:
+                    names.setdefault(alias.asname or alias.name, []).append(node)
+    return names, stars
+
+
+def _statements(body: Statements) -> Iterator[ast.stmt]:
+    """Statements that run when the body does: those in ``if``, ``try`` and so on included.
+
+    What only a type checker sees is left out.
+    """
+    for node in body:
+        yield node
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if not (isinstance(node, ast.If) and _for_type_checkers(node.test)):
+            yield from _statements(getattr(node, "body", ()))
+        for part in ("orelse", "finalbody"):
+            yield from _statements(getattr(node, part, ()))
+        for part in ("handlers", "cases"):
+            for block in getattr(node, part, ()):
+                yield from _statements(block.body)
+
+
+def _for_type_checkers(test: ast.expr) -> bool:
+    name = test.attr if isinstance(test, ast.Attribute) else getattr(test, "id", "")
+    return name == "TYPE_CHECKING"
+
+
+def _instance_attributes(
+    function: ast.FunctionDef | ast.AsyncFunctionDef,
+) -> Iterator[tuple[str, ast.AST]]:
+    """Attributes that a method assigns to its first argument, and what it assigns."""
+    arguments = [*function.args.posonlyargs, *function.args.args]
+    if not arguments or _is_static(function):
+        return
+    instance = arguments[0].arg
+    for node in ast.walk(function):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id == instance:
+                yield node.attr, node
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            first, second = [*node.args, None, None][:2]
+            if (
+                node.func.id == "setattr"
+                and isinstance(first, ast.Name)
+                and first.id == instance
+                and isinstance(second, ast.Constant)
+            ):
+                yield str(second.value), node
+
+
+def _absolute(node: ast.ImportFrom, scope: _Scope) -> str:
+    """The module that an import names, relative ones resolved."""
+    if node.level == 0:
+        return node.module or ""
+    parts = scope.module.split(".")
+    parts = parts[: len(parts) - node.level + (1 if scope.is_package else 0)]
+    return ".".join([*parts, *([node.module] if node.module else [])])
+
+
+def _lazy_names(scope: _Scope) -> set[str]:
+    """Strings in a module that answers names in ``__getattr__``: the names it may answer."""
+    if "__getattr__" not in scope.names:
+        return set()
+    return {
+        constant.value
+        for nodes in scope.names.values()
+        for node in nodes
+        for constant in ast.walk(node)
+        if isinstance(constant, ast.Constant) and isinstance(constant.value, str)
+    }
+
+
+def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef, is_method: bool) -> Signature:
+    positional = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
+    if is_method and not _is_static(node):
+        positional = positional[1:]
+    names = [*positional, *(argument.arg for argument in node.args.kwonlyargs)]
+    return Signature(tuple(names), takes_any=node.args.kwarg is not None)
+
+
+def _is_static(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(getattr(decorator, "id", "") == "staticmethod" for decorator in node.decorator_list)
+
+
+def _fields_in_call(node: ast.expr) -> list[str]:
+    """Field names in ``namedtuple("Name", ["a", "b"])``."""
+    if not isinstance(node, ast.Call) or len(node.args) < 2:
+        return []
+    fields = node.args[1]
+    if isinstance(fields, ast.Constant) and isinstance(fields.value, str):
+        return fields.value.replace(",", " ").split()
+    return [
+        constant.value
+        for element in getattr(fields, "elts", ())
+        for constant in [element.elts[0] if isinstance(element, ast.Tuple) else element]
+        if isinstance(constant, ast.Constant) and isinstance(constant.value, str)
+    ]

@@ -1,0 +1,41 @@
+"""The role of a policy, and the error that policies raise."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from deft_backend.forest import PrefixForest
+from deft_backend.policies.grouping import Grouping
+from deft_backend.policies.target import Target
+
+
+class PolicyError(ValueError):
+    """An unknown policy, or parameters it cannot work with."""
+
+
+class Policy(Protocol):
+    """A way of grouping KV and queries. Policies hold parameters, never state."""
+
+    @property
+    def name(self) -> str:
+        """As selected by the user; the key in the registry."""
+        ...
+
+    @property
+    def several_segments(self) -> bool:
+        """Whether some groups have several segments, so that their items need the masked tile."""
+        ...
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the device planner can follow this policy."""
+        ...
+
+    def group(self, forest: PrefixForest, target: Target) -> Grouping:
+        """Group `forest`'s KV with the queries that attend to it.
+
+        Every query attends to exactly its own tokens, each once. The segment that ends a query's
+        context is open. A query whose leaf is empty still gets an open segment there, alone or
+        behind the node before it, so that the plan stays right when the request grows.
+        """
+        ...

@@ -1,0 +1,188 @@
+"""Starting a host server: its command line and environment, on a GPU or on the CPU engine."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+
+from deft_backend.hosts.vllm.versions import backend_name
+from deft_backend.installed import installed_version
+from deft_backend.servers.driver_stub import ensure_driver_stub, has_nvidia_driver, num_gpus
+
+BACKEND = "deft"
+"""The plugin, wherever a backend is named; see :data:`BACKEND_NAMES`."""
+
+BACKEND_NAMES = {"sglang": BACKEND, "vllm": backend_name()}
+"""Name under which the plugin is asked for, by the version of each host that is installed."""
+
+HOSTS = tuple(BACKEND_NAMES)
+
+HOST_NAMES = {"sglang": "SGLang", "vllm": "vLLM"}
+
+CPU_TOKENS = 16384
+"""KV cache of SGLang's CPU engine; without a limit it takes most of the machine's memory."""
+
+CPU_GIB = 1
+"""KV cache of vLLM on the CPU, likewise."""
+
+
+class LaunchError(RuntimeError):
+    """A host server could not be started, or died."""
+
+
+@dataclass(frozen=True)
+class ServerCommand:
+    """A host server's command line, with the environment variables it needs beside ours."""
+
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+    port: int
+    on_gpu: bool
+    notes: tuple[str, ...] = field(default=())
+
+    def shell(self) -> str:
+        """The command as one types it."""
+        settings = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*settings, shlex.join(self.arguments)])
+
+    def full_environment(self) -> dict[str, str]:
+        """This process's environment with the server's variables put in."""
+        return {**os.environ, **self.environment}
+
+
+def use_gpu() -> bool:
+    """Whether a server here would run on a GPU: one is visible, and torch was built for CUDA."""
+    if not num_gpus():
+        return False
+    import torch
+
+    return torch.version.cuda is not None and torch.cuda.is_available()
+
+
+def installed_hosts() -> list[str]:
+    """The hosts that this environment can start, SGLang first."""
+    return [host for host in HOSTS if find_spec(host) is not None]
+
+
+def vllm_is_cpu_build() -> bool:
+    """Whether the vLLM installed here is built for the CPU: that one uses no GPU."""
+    found = installed_version("vllm")
+    if found is None:  # the package from PyPI has a name of its own
+        return find_spec("vllm") is not None
+    return "cpu" in found
+
+
+LOOPBACK = "127.0.0.1"
+"""Where servers listen unless `host_arguments` say otherwise: vLLM by itself would listen on every
+interface of the machine."""
+
+
+def free_port() -> int:
+    """A TCP port on the loopback interface that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def server_command(
+    model: str,
+    port: int,
+    *,
+    host: str = "sglang",
+    backend: str | None = BACKEND,
+    policy: str | None = None,
+    host_arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    gpu: bool | None = None,
+) -> ServerCommand:
+    """Command line and environment of a host server.
+
+    Parameters
+    ----------
+    model : str
+        Folder of the checkpoint, or whatever the host accepts for ``--model-path``.
+    port : int
+        TCP port to listen on.
+    host : str
+        One of :data:`HOSTS`.
+    backend : str, optional
+        ``--attention-backend``, :data:`BACKEND` being the plugin; None leaves it to the host.
+    policy : str, optional
+        Put into ``DEFT_POLICY``.
+    host_arguments : sequence of str
+        Passed on as they are, last, so that they win over ours.
+    environment : mapping, optional
+        Further variables for the server.
+    gpu : bool, optional
+        Run on the GPU; None asks :func:`use_gpu`.
+
+    Raises
+    ------
+    LaunchError
+        If there is no such host.
+    DriverStubError
+        If SGLang's CPU engine needs the driver stand-in and it cannot be made.
+    """
+    if host not in HOSTS:
+        raise LaunchError(f"there is no host {host!r}; expected one of {', '.join(HOSTS)}")
+    on_gpu = use_gpu() if gpu is None else gpu
+    if host == "vllm" and gpu is None:
+        on_gpu = on_gpu and not vllm_is_cpu_build()
+    module, named = _MODULES[host]
+    arguments = [
+        sys.executable,
+        "-m",
+        module,
+        named,
+        model,
+        "--host",
+        LOOPBACK,
+        "--port",
+        str(port),
+    ]
+    if backend is not None:
+        name = BACKEND_NAMES[host] if backend == BACKEND else backend
+        arguments += ["--attention-backend", name]
+    extra = dict(environment or {})
+    if policy is not None:
+        extra["DEFT_POLICY"] = policy
+    notes: list[str] = []
+    if not on_gpu:
+        notes.append("no usable GPU: the host's CPU engine, kernels in Triton's interpreter")
+        extra["TRITON_INTERPRET"] = "1"  # Triton's kernels run in its interpreter, in NumPy
+        # Two kernels round 16-bit results differently, and where two tokens are nearly equally
+        # likely that decides: in float32, only what is wrong differs.
+        arguments += ["--dtype", "float32"]
+        if host == "sglang":
+            _sglang_on_cpu(arguments, extra, notes)
+        else:
+            _vllm_on_cpu(arguments, extra)
+    arguments += host_arguments
+    return ServerCommand(tuple(arguments), extra, port, on_gpu, tuple(notes))
+
+
+_MODULES = {
+    "sglang": ("sglang.launch_server", "--model-path"),
+    # Not `vllm serve`: that command looks up the distribution vllm, which the CPU build is not.
+    "vllm": ("vllm.entrypoints.openai.api_server", "--model"),
+}
+
+
+def _sglang_on_cpu(arguments: list[str], extra: dict[str, str], notes: list[str]) -> None:
+    arguments += ["--device", "cpu", "--max-total-tokens", str(CPU_TOKENS)]
+    extra["SGLANG_USE_CPU_ENGINE"] = "1"
+    if not has_nvidia_driver():
+        inherited = os.environ.get("LD_LIBRARY_PATH")
+        paths = [str(ensure_driver_stub()), *([inherited] if inherited else [])]
+        extra["LD_LIBRARY_PATH"] = os.pathsep.join(paths)
+        notes.append(f"no NVIDIA driver: a stand-in for libcuda.so.1 in {paths[0]}")
+
+
+def _vllm_on_cpu(arguments: list[str], extra: dict[str, str]) -> None:
+    arguments += ["--enforce-eager"]  # compiling takes longer than it spares
+    extra.setdefault("VLLM_CPU_KVCACHE_SPACE", str(CPU_GIB))

@@ -1,0 +1,124 @@
+"""A stand-in for ``libcuda.so.1``: hosts built for CUDA start on a machine without a driver.
+
+``sgl_kernel`` links the driver library even when the server runs on the CPU. One symbol is enough
+to load it; the stand-in's answers with an error code, so nothing mistakes it for a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from deft_backend.config import SettingsError
+from deft_backend.folders import create_private, driver_stub_directory
+
+SONAME = "libcuda.so.1"
+
+_CUDA_ERROR_NOT_INITIALIZED = 3
+
+_SOURCE = f"""
+/* Answers every query with CUDA_ERROR_NOT_INITIALIZED. */
+int cuPointerGetAttribute(void *data, int attribute, unsigned long long pointer) {{
+    (void)data; (void)attribute; (void)pointer;
+    return {_CUDA_ERROR_NOT_INITIALIZED};
+}}
+"""
+
+
+class DriverStubError(RuntimeError):
+    """The stand-in for the NVIDIA driver library could not be made."""
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL | None:
+    """The real driver library; a stand-in has no ``cuInit``."""
+    try:
+        library = ctypes.CDLL(SONAME)
+        _ = library.cuInit
+    except (OSError, AttributeError):
+        return None
+    return library
+
+
+def has_nvidia_driver() -> bool:
+    """Whether the real ``libcuda.so.1`` can be loaded; our stand-in does not count."""
+    return _driver() is not None
+
+
+@functools.cache
+def num_gpus() -> int:
+    """NVIDIA GPUs that the driver offers to this process; 0 without a driver."""
+    library = _driver()
+    count = ctypes.c_int(0)
+    if library is None or library.cuInit(0) != 0:
+        return 0
+    return count.value if library.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
+
+
+def find_compiler() -> list[str] | None:
+    """The C compiler's command: ``$CC``, else the first of cc, gcc and clang that is installed."""
+    chosen = shlex.split(os.environ.get("CC", ""))
+    if chosen:
+        return chosen if shutil.which(chosen[0]) else None
+    found = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
+    return [found] if found else None
+
+
+def ensure_driver_stub() -> Path:
+    """Compile the stand-in into the user's cache folder, unless it is there already.
+
+    Returns
+    -------
+    Path
+        The folder that holds ``libcuda.so.1``: put it first on ``LD_LIBRARY_PATH``.
+
+    Raises
+    ------
+    DriverStubError
+        If there is no C compiler, it fails, or the cache folder is none or cannot be written.
+    """
+    try:
+        folder = driver_stub_directory()
+    except SettingsError as error:
+        raise DriverStubError(str(error)) from error
+    library = folder / SONAME
+    if library.is_file():
+        return folder
+    compiler = find_compiler()
+    if compiler is None:
+        named = os.environ.get("CC")
+        reason = f"CC is {named!r}, which is no installed program" if named else "found none"
+        raise DriverStubError(
+            f"a C compiler is needed once, to make a stand-in for {SONAME} on a machine without "
+            f"an NVIDIA driver ({reason}). Install one (Debian/Ubuntu: 'apt-get install gcc'; "
+            "Fedora: 'dnf install gcc'), or set CC to its path"
+        )
+    try:
+        create_private(folder)
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            built = _compile(compiler, Path(work))
+            os.replace(built, library)  # atomic: another process sees all of it or nothing
+    except OSError as error:
+        raise DriverStubError(
+            f"cannot write {library}: {error}; set DEFT_CACHE_DIR to a folder that you may write"
+        ) from error
+    return folder
+
+
+def _compile(compiler: list[str], work: Path) -> Path:
+    source, built = work / "driver_stub.c", work / SONAME
+    source.write_text(_SOURCE)
+    command = [*compiler, "-shared", "-fPIC", f"-Wl,-soname,{SONAME}", "-o", str(built)]
+    result = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise DriverStubError(
+            f"{shlex.join(command)} failed with exit code {result.returncode}:\n"
+            f"{result.stderr.strip()}\nInstall a working C compiler or set CC to one"
+        )
+    return built

@@ -1,0 +1,166 @@
+"""A host server as a child process: started, waited for, and always ended with its tree."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from deft_backend.servers.command import LaunchError, ServerCommand
+
+_LAST_LINES = 15
+_POLL_SECONDS = 0.25
+
+
+class ServerProcess:
+    """Context manager around a server; inside the block it answers requests.
+
+    Parameters
+    ----------
+    command : ServerCommand
+        What to start.
+    log : Path
+        Receives the server's output.
+    timeout : float
+        Seconds to wait until it answers.
+    progress : callable, optional
+        Called about every quarter second while waiting, with the seconds waited so far.
+
+    Raises
+    ------
+    LaunchError
+        On entry, if the server ends or does not answer in time; the message shows the end of
+        the log and says where it is.
+    """
+
+    def __init__(
+        self,
+        command: ServerCommand,
+        log: Path,
+        *,
+        timeout: float = 600.0,
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
+        self.command = command
+        self.log = log
+        self._timeout = timeout
+        self._progress = progress
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.command.port}"
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def __enter__(self) -> ServerProcess:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as output:
+            self._process = subprocess.Popen(
+                self.command.arguments,
+                env=self.command.full_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # its own process group: Ctrl-C reaches us first
+            )
+        try:
+            self._wait_until_healthy()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def check_alive(self) -> None:
+        """Raise :class:`LaunchError` with the end of the log if the server has ended."""
+        if self._process is None:
+            raise LaunchError("the server was not started; use it as a context manager")
+        code = self._process.poll()
+        if code is not None:
+            raise LaunchError(f"the server ended with exit code {code}. {self._end_of_log()}")
+
+    def stop(self) -> None:
+        """End the server and every process it started: ask, wait 15 s, then kill."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        members = _tree(process.pid)
+        try:
+            # Only the server itself is asked: it ends its workers, and takes one that goes first
+            # for a crash.
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=15)
+        finally:  # whoever interrupts the wait, too, leaves no server behind
+            _kill_tree(process.pid, members)
+            process.wait()
+
+    def _wait_until_healthy(self) -> None:
+        begin = time.monotonic()
+        while (waited := time.monotonic() - begin) < self._timeout:
+            self.check_alive()
+            if _answers(f"{self.url}/health") or _answers(f"{self.url}/v1/models"):
+                self.check_alive()  # what answered is ours, not a stranger on the same port
+                return
+            if self._progress:
+                self._progress(waited)
+            time.sleep(_POLL_SECONDS)
+        raise LaunchError(
+            f"the server did not answer on port {self.command.port} within {self._timeout:.0f} s. "
+            f"{self._end_of_log()}"
+        )
+
+    def _end_of_log(self) -> str:
+        with self.log.open(errors="replace") as lines:
+            last = "".join(deque(lines, maxlen=_LAST_LINES)).rstrip()
+        return f"The log is {self.log}; it ends with:\n{last or '(nothing)'}"
+
+
+def _answers(url: str) -> bool:
+    # A proxy set in the environment must not be asked for the loopback interface.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=5) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError, ValueError):
+        return False
+
+
+def _tree(pid: int) -> list[int]:
+    """Descendants of a process that have left its process group, as well as those in it."""
+    try:
+        import psutil
+    except ImportError:  # the process group alone is ended then
+        return []
+    try:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _kill_tree(leader: int, members: list[int]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+    for pid in members:
+        # Only where it is still of the same session: a pid may have been given out anew.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getsid(pid) == leader:
+                os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,135 @@
+"""One reading of what a server counts, and the counts that kernels keep themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+SCHEMA = 1
+"""Version of the state file's content."""
+
+_FIGURES = (
+    "decode_steps", "steps_tree", "plans", "kv_bytes_read", "kv_bytes_query_guided",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Cumulative counts since the server started; subtract two to get a stretch of time.
+
+    Attributes
+    ----------
+    decode_steps, steps_tree, plans : int
+        Decode steps in all, those through tree attention, and plans made, on the host or on the
+        device (one a step).
+    steps_host : mapping
+        Decode steps through the host's kernel, by reason.
+    kv_bytes_read : int
+        Bytes that decode attention read from the KV cache, all layers.
+    kv_bytes_query_guided : int
+        Bytes that it would have read had every request read its whole context by itself.
+    plan_seconds : float
+        Time in which those plans were made, forest included; what the interpreter takes on the
+        CPU in the device's place is not counted.
+    """
+
+    decode_steps: int = 0
+    steps_tree: int = 0
+    plans: int = 0
+    steps_host: Mapping[str, int] = field(default_factory=dict)
+    kv_bytes_read: int = 0
+    kv_bytes_query_guided: int = 0
+    plan_seconds: float = 0.0
+
+    def __sub__(self, before: Counters) -> Counters:
+        host = {
+            reason: steps - before.steps_host.get(reason, 0)
+            for reason, steps in self.steps_host.items()
+        }
+        return Counters(
+            self.decode_steps - before.decode_steps,
+            self.steps_tree - before.steps_tree,
+            self.plans - before.plans,
+            {reason: steps for reason, steps in host.items() if steps},
+            self.kv_bytes_read - before.kv_bytes_read,
+            self.kv_bytes_query_guided - before.kv_bytes_query_guided,
+            self.plan_seconds - before.plan_seconds,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """As in a state file."""
+        figures = {name: getattr(self, name) for name in _FIGURES}
+        return {**figures, "steps_host": dict(self.steps_host), "plan_seconds": self.plan_seconds}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Counters:
+        """From what a state file holds.
+
+        Raises
+        ------
+        KeyError, TypeError, ValueError
+            If a counter is missing or no number.
+        """
+        return cls(
+            **{name: int(content[name]) for name in _FIGURES},
+            steps_host={str(reason): int(n) for reason, n in dict(content["steps_host"]).items()},
+            plan_seconds=float(content["plan_seconds"]),
+        )
+
+
+class DeviceCounts(NamedTuple):
+    """Steps planned on the device, their tokens, attended by requests and loaded by items, and
+    the nanoseconds of planning."""
+
+    steps: int
+    attended: int
+    loaded: int
+    nanoseconds: int
+
+
+class DeviceCounters:
+    """Counts that kernels add up in host memory, from the moment of this call on.
+
+    Reading is a copy of four words: no call into the device's driver, no lock. A reading may fall
+    between two words of one step; the next one has them all.
+
+    Parameters
+    ----------
+    array : [4] int64, a view of memory that the device writes (pinned, mapped)
+        Steps, tokens attended, tokens loaded, nanoseconds; cumulative, never set back.
+
+    Raises
+    ------
+    ValueError
+        If the array has another shape or type.
+    """
+
+    def __init__(self, array: npt.NDArray[np.int64]) -> None:
+        if array.shape != (len(DeviceCounts._fields),) or array.dtype != np.int64:
+            raise ValueError(
+                f"device counters of shape {array.shape} and type {array.dtype}; expected (4,) "
+                "int64: steps, tokens attended, tokens loaded, nanoseconds"
+            )
+        self._array = array
+        self._start = array.copy()
+        self._held: npt.NDArray[np.int64] | None = None
+
+    def read(self) -> DeviceCounts:
+        """Counts since the source was attached, less those between :meth:`hold` and its end."""
+        held = self._held
+        return DeviceCounts(*(self._array - self._start if held is None else held).tolist())
+
+    def hold(self) -> None:
+        """Count nothing from now on; what runs on the device must have ended."""
+        if self._held is None:
+            self._held = self._array - self._start
+
+    def go_on(self) -> None:
+        """Count again, from where :meth:`hold` left off; what ran meanwhile must have ended."""
+        if self._held is not None:
+            self._start = self._array - self._held
+            self._held = None

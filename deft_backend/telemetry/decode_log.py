@@ -1,0 +1,108 @@
+"""A line in the server's log about what decoding did since the last one."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from deft_backend.telemetry.counters import Counters
+
+logger = logging.getLogger("deft_backend")
+
+
+class DecodeLog:
+    """Logs a stretch of decoding whenever it is long enough; a listener of the state's writer.
+
+    It runs on the writer's thread, a fraction of a second after the host's own line.
+
+    Parameters
+    ----------
+    steps : int, optional
+        Decode steps from one line to the next, as SGLang's ``--decode-log-interval`` has it.
+    seconds : float, optional
+        Time from one line to the next, as vLLM's ``VLLM_LOG_STATS_INTERVAL`` has it; stretches in
+        which nothing was decoded are not logged.
+    clock
+        Seconds, from any origin.
+
+    Raises
+    ------
+    ValueError
+        Unless exactly one of `steps` and `seconds` is given, above zero.
+    """
+
+    def __init__(
+        self,
+        *,
+        steps: int | None = None,
+        seconds: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if (steps is None) == (seconds is None) or not (steps or seconds or 0) > 0:
+            raise ValueError(f"steps is {steps}, seconds is {seconds}; expected one, above 0")
+        self._steps = steps
+        self._seconds = seconds
+        self._clock = clock
+        self._last = Counters()
+        self._since = clock()
+
+    def __call__(self, counters: Counters) -> None:
+        stretch = counters - self._last
+        if self._steps is not None:
+            due = stretch.decode_steps >= self._steps
+        else:
+            due = self._clock() - self._since >= (self._seconds or 0.0)
+        if not due:
+            return
+        self._last = counters
+        self._since = self._clock()
+        if stretch.decode_steps:
+            logger.info("deft: %s", describe(stretch))
+
+
+def describe(stretch: Counters) -> str:
+    """One line about a stretch of decoding.
+
+    >>> reasons = {"batch smaller than DEFT_MIN_BATCH=2": 4}
+    >>> stretch = Counters(44, 40, 5, reasons, 5_120_000, 41_000_000, 0.002)
+    >>> describe(stretch).split("; ")  # doctest: +NORMALIZE_WHITESPACE
+    ["40 decode steps through tree attention, 4 on the host's kernel (batch smaller than
+     DEFT_MIN_BATCH=2)", 'KV read 5.1 MB of 41.0 MB query by query (12 %)',
+     'planning 0.4 ms a plan']
+    """
+    steps = []
+    if stretch.steps_tree:
+        steps.append(f"{_steps(stretch.steps_tree)} through tree attention")
+    if stretch.steps_host:
+        host = stretch.decode_steps - stretch.steps_tree
+        count = f"{host:,}" if steps else _steps(host)
+        steps.append(f"{count} on the host's kernel ({_reasons(stretch.steps_host)})")
+    parts = [", ".join(steps)]
+    read, guided = stretch.kv_bytes_read, stretch.kv_bytes_query_guided
+    if guided:
+        share = f"{100 * read / guided:.0f} %"
+        parts.append(f"KV read {_bytes(read)} of {_bytes(guided)} query by query ({share})")
+    if stretch.plan_seconds:
+        ms = 1e3 * stretch.plan_seconds / stretch.plans
+        parts.append(f"planning {f'{ms:.2g}' if ms < 10 else f'{ms:,.0f}'} ms a plan")
+    return "; ".join(parts)
+
+
+def _reasons(steps: Mapping[str, int]) -> str:
+    """The reasons, the commonest first; with several, the steps of each."""
+    if len(steps) == 1:
+        return next(iter(steps))
+    ordered = sorted(steps.items(), key=lambda item: -item[1])
+    return ", ".join(f"{count:,} × {reason}" for reason, count in ordered)
+
+
+def _steps(count: int) -> str:
+    return f"{count:,} decode step{'' if count == 1 else 's'}"
+
+
+def _bytes(count: int) -> str:
+    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count} B"

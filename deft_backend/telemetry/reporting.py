@@ -1,0 +1,63 @@
+"""From a server's counters to who reads them: its state file, its log and its ``/metrics``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from deft_backend.config import LOG_LEVELS, Settings
+from deft_backend.folders import state_directory
+from deft_backend.telemetry.decode_log import DecodeLog
+from deft_backend.telemetry.metrics import publisher, rank_labels
+from deft_backend.telemetry.state import ServerState, StateWriter
+
+logger = logging.getLogger("deft_backend")
+
+
+def start(
+    state: ServerState,
+    settings: Settings,
+    *,
+    pp_rank: int | None,
+    dp_rank: int | None,
+    log: DecodeLog | None,
+    publishes: bool,
+) -> None:
+    """Tell what a server process counts from now on, on a thread of its own.
+
+    What fails here costs a line in the log: a server decodes without being watched, too.
+
+    Parameters
+    ----------
+    state : ServerState
+    settings : Settings
+        Where the state file goes, and whether the log shows lines about decoding.
+    pp_rank, dp_rank : int, optional
+        Of this process, where the server has several such ranks: each has its own file.
+    log : DecodeLog, optional
+        At the host's own rate; None in processes that do not log for the server.
+    publishes : bool
+        Whether the host makes its ``/metrics`` from what its processes publish.
+    """
+    try:
+        _start(state, settings, {"pp": pp_rank, "dp": dp_rank}, log, publishes)
+    except Exception as error:
+        logger.warning("deft: what the server decodes is not reported: %r", error)
+        logger.debug("deft: reporting failed", exc_info=True)
+
+
+def _start(
+    state: ServerState,
+    settings: Settings,
+    ranks: Mapping[str, int | None],
+    log: DecodeLog | None,
+    publishes: bool,
+) -> None:
+    suffix = "".join(f"-{kind}{rank}" for kind, rank in ranks.items() if rank is not None)
+    writer = StateWriter(state, state_directory(settings), suffix)
+    publish = publisher(rank_labels(writer.path)) if publishes else None
+    if publish is not None:
+        writer.listeners.append(publish)
+    if log is not None and LOG_LEVELS[settings.log] <= logging.INFO:
+        writer.listeners.append(log)
+    writer.start()

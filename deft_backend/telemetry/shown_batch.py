@@ -1,0 +1,109 @@
+"""The forest of the last batch, on request, where only the device knows what is shared.
+
+`deft explain --server` asks by a file beside the server's state file; the thread that writes the
+state answers with another. A server that nobody asks copies nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from deft_backend.forest import PrefixForest, forest_from_page_tables
+from deft_backend.telemetry.forest_json import forest_as_json
+
+if TYPE_CHECKING:
+    import torch
+
+LIMIT = 1 << 26
+"""Page ids of a batch that are copied at most: 256 MiB."""
+
+
+class ShownBatchError(ValueError):
+    """There is no batch that could be shown."""
+
+
+class Batch(NamedTuple):
+    """A batch where the host keeps it, by reference.
+
+    Attributes
+    ----------
+    page_table : [rows, P] int
+        Page ids, on the device.
+    seq_lens : [B] int
+        Tokens of each request, on the device.
+    page_size : int
+    table_rows : [B] int, optional
+        Row of the page table of each request; None: row ``b``.
+    """
+
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+    page_size: int
+    table_rows: torch.Tensor | None = None
+
+
+def request_file(state: Path) -> Path:
+    """What asks for the last batch of the server that writes `state`."""
+    return state.with_suffix(".wanted")
+
+
+def answer_file(state: Path) -> Path:
+    """Where the answer goes."""
+    return state.with_suffix(".batch.json")
+
+
+def answer(batch: Batch | str | None) -> dict[str, Any]:
+    """The content of an answer: the forest, or why there is none."""
+    try:
+        return {"forest": forest_as_json(forest_of(batch))}
+    except Exception as error:  # whoever asks is told; the server goes on
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def forest_of(batch: Batch | str | None) -> PrefixForest:
+    """Copy a batch from the device, and find what its requests share.
+
+    The server goes on meanwhile: what is copied is what the host's tensors hold by then.
+
+    Raises
+    ------
+    ShownBatchError
+        If there is none, or it is too large.
+    """
+    if batch is None:
+        raise ShownBatchError("no batch has been planned on the device yet")
+    if isinstance(batch, str):
+        raise ShownBatchError(batch)
+    device = batch.seq_lens.device
+    if device.type != "cuda":
+        return _forest(batch)
+    import torch  # the command that asks does without
+
+    # On a stream of its own: the forward of the server neither waits nor is waited for.
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        return _forest(batch)
+
+
+def _forest(batch: Batch) -> PrefixForest:
+    lens = batch.seq_lens.cpu().numpy()
+    rows = np.arange(len(lens)) if batch.table_rows is None else batch.table_rows.cpu().numpy()
+    # A request that decodes has two tokens at least; rows that pad a captured batch have fewer.
+    shown = np.flatnonzero(lens > 1)
+    if not len(shown):
+        raise ShownBatchError("the last batch had no requests")
+    pages = -(-lens[shown].astype(np.int64) // batch.page_size)
+    if len(shown) * int(pages.max()) > LIMIT:
+        raise ShownBatchError(
+            f"{len(shown)} requests of up to {int(pages.max())} pages are too many to copy; "
+            f"expected at most {LIMIT} page ids"
+        )
+    # Row by row: gathering them on the device would take memory that the server counts on.
+    table = np.zeros((len(shown), int(pages.max())), dtype=np.int64)
+    for at, request in enumerate(shown):
+        used = batch.page_table[int(rows[request]), : int(pages[at])]
+        table[at, : pages[at]] = used.cpu().numpy()
+    # Not checked: see "Equal blocks" in docs/hosts-vllm.md.
+    return forest_from_page_tables(table, lens[shown], batch.page_size, check=False)

@@ -1,0 +1,276 @@
+"""What a running server counts and tells other processes, in a JSON file, with its last forest."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from deft_backend.folders import create_private
+from deft_backend.forest import PrefixForest
+from deft_backend.telemetry.counters import SCHEMA, Counters, DeviceCounters
+from deft_backend.telemetry.forest_json import forest_as_json
+from deft_backend.telemetry.shown_batch import Batch, answer, answer_file, request_file
+
+logger = logging.getLogger(__name__)
+
+INTERVAL = 0.25
+"""Seconds between two looks for something new to write."""
+
+_IDENTITY = (
+    "pid", "port", "rank", "host", "host_version", "backend", "policy", "device", "dtype",
+    "num_layers", "num_query_heads", "num_kv_heads", "head_dim", "dtype_bytes",
+)  # fmt: skip
+
+
+@dataclass
+class ServerState:
+    """Counters of one server process. The forward thread adds, the writer thread reads.
+
+    Every decode step is counted once: by :meth:`count_tree` or :meth:`count_host` if the host
+    planned it, by the kernels if the device did (:meth:`attach_device_counters`). Readings are
+    sums of both. No method takes a lock.
+
+    Attributes
+    ----------
+    dtype_bytes : int
+        Bytes of one element of the KV cache.
+    steps_host : Counter
+        Decode steps through the host's own kernel, by reason.
+    plans : int
+        Plans made on the host.
+    plan_seconds : float
+        Seconds in which they were made.
+    device_tree_layers : int, optional
+        Layers that go through the device's plans; None: all. The others read query by query.
+    forest : PrefixForest, optional
+        Of the last batch that the host planned, with its requests' ids.
+    batch : Batch or str, optional
+        The last one that the device planned, to be shown to those who ask; or why none is shown.
+    """
+
+    port: int
+    rank: int
+    host: str
+    host_version: str
+    backend: str
+    policy: str
+    device: str
+    dtype: str
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype_bytes: int
+    pid: int = field(default_factory=os.getpid)
+    steps_host: Counter[str] = field(default_factory=Counter)
+    plans: int = 0
+    plan_seconds: float = 0.0
+    device_tree_layers: int | None = None
+    forest: PrefixForest | None = None
+    rids: Sequence[str] = ()
+    batch: Batch | str | None = None
+    _steps_tree: int = field(default=0, init=False)
+    _kv_bytes_read: int = field(default=0, init=False)
+    _kv_bytes_query_guided: int = field(default=0, init=False)
+    _on_device: DeviceCounters | None = field(default=None, init=False)
+
+    @property
+    def steps_tree(self) -> int:
+        """Decode steps through tree attention."""
+        return self.counters().steps_tree
+
+    @property
+    def kv_bytes_read(self) -> int:
+        """Bytes of KV that decode attention read."""
+        return self.counters().kv_bytes_read
+
+    @property
+    def kv_bytes_query_guided(self) -> int:
+        """What reading every request's whole KV would have read for the same steps."""
+        return self.counters().kv_bytes_query_guided
+
+    @property
+    def decode_steps(self) -> int:
+        return self.counters().decode_steps
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of keys and values of one token in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes
+
+    def count_host(self, reason: str, tokens: int) -> None:
+        """Count a step of the host's kernel over `tokens` tokens of context, of all requests."""
+        self.steps_host[reason] += 1
+        read = tokens * self.token_bytes * self.num_layers
+        self._kv_bytes_read += read
+        self._kv_bytes_query_guided += read
+
+    def count_tree(self, tokens: int, loaded: int, tree_layers: int) -> None:
+        """Count a step of tree attention that the host planned.
+
+        Parameters
+        ----------
+        tokens : int
+            Tokens of context, summed over requests.
+        loaded : int
+            Tokens that the plan's items load.
+        tree_layers : int
+            Layers that went through the plan; the others read query by query.
+        """
+        self._steps_tree += 1
+        self._kv_bytes_read += self._read_bytes(tokens, loaded, tree_layers)
+        self._kv_bytes_query_guided += tokens * self.num_layers * self.token_bytes
+
+    def attach_device_counters(self, array: npt.NDArray[np.int64]) -> None:
+        """Count the steps that the device plans from now on, too, as its kernels add them up.
+
+        Bytes follow from tokens: a token loaded is `token_bytes` in each of `device_tree_layers`
+        layers; the other layers read every token attended.
+
+        Parameters
+        ----------
+        array : [4] int64, a view of memory that the device writes (pinned)
+            Steps, tokens attended, tokens loaded, nanoseconds of planning; cumulative, never set
+            back. What it holds now (warm-up) is not counted.
+
+        Raises
+        ------
+        ValueError
+            If the array has another shape or type, or one is attached already.
+        """
+        if self._on_device is not None:
+            raise ValueError("device counters are attached already; expected one source a server")
+        self._on_device = DeviceCounters(array)
+
+    def hold_device_counters(self, held: bool) -> None:
+        """Leave out what the device counts meanwhile: plans that are no steps of requests."""
+        if self._on_device is not None:
+            (self._on_device.hold if held else self._on_device.go_on)()
+
+    def counters(self) -> Counters:
+        """All counts, of steps planned on the host and on the device; for any thread."""
+        steps_host = dict(self.steps_host)
+        steps, attended, loaded, spent = self._on_device.read() if self._on_device else (0,) * 4
+        layers = self.num_layers if self.device_tree_layers is None else self.device_tree_layers
+        steps_tree = self._steps_tree + steps
+        return Counters(
+            decode_steps=steps_tree + sum(steps_host.values()),
+            steps_tree=steps_tree,
+            plans=self.plans + steps,
+            steps_host=steps_host,
+            kv_bytes_read=self._kv_bytes_read + self._read_bytes(attended, loaded, layers),
+            kv_bytes_query_guided=self._kv_bytes_query_guided
+            + attended * self.num_layers * self.token_bytes,
+            plan_seconds=self.plan_seconds + spent * 1e-9,
+        )
+
+    def _read_bytes(self, tokens: int, loaded: int, tree_layers: int) -> int:
+        others = self.num_layers - tree_layers
+        return (loaded * tree_layers + tokens * others) * self.token_bytes
+
+    def as_json(self, counters: Counters) -> dict[str, Any]:
+        """The file's content, less the time of writing."""
+        forest = self.forest
+        return {
+            "schema": SCHEMA,
+            **{name: getattr(self, name) for name in _IDENTITY},
+            **counters.as_json(),
+            "forest": None
+            if forest is None
+            else {**forest_as_json(forest), "rids": list(self.rids)},
+        }
+
+
+class StateWriter:
+    """Writes a :class:`ServerState` to its file, from a daemon thread and at exit.
+
+    A file that cannot be written is said once in the log; the server goes on without it.
+
+    Attributes
+    ----------
+    path : Path
+        The file, ``<port>-tp<rank><suffix>.json``.
+    listeners : list
+        Called with the counters at every look, on the same thread: metrics, the log. Add them
+        before :meth:`start`. One that raises is said in the log and not called again.
+    """
+
+    def __init__(self, state: ServerState, directory: Path, suffix: str = "") -> None:
+        self.state = state
+        self.path = directory / f"{state.port}-tp{state.rank}{suffix}.json"
+        self.listeners: list[Callable[[Counters], None]] = []
+        self._seen: Counters | None = None
+        self._lock = threading.Lock()
+        self._failed = False
+
+    def start(self) -> None:
+        """Look once, then go on in the background."""
+        self.look()
+        threading.Thread(target=self._run, name="deft-state", daemon=True).start()
+        atexit.register(self.look)
+
+    def look(self) -> None:
+        """Write the file if something changed since the last time, and tell the listeners."""
+        with self._lock:  # of this thread and of the exit; never taken by the forward thread
+            counters = self.state.counters()
+            self._write(counters)
+            self._show_batch()
+            for listener in list(self.listeners):
+                try:
+                    listener(counters)
+                except Exception as error:
+                    self.listeners.remove(listener)
+                    logger.warning("deft: reporting the server's counters failed: %r", error)
+                    logger.debug("deft: reporting failed", exc_info=True)
+
+    def _write(self, counters: Counters) -> None:
+        if self._failed or counters == self._seen:
+            return
+        try:
+            content = {**self.state.as_json(counters), "updated": time.time()}
+            self._replace(self.path, content)
+        except OSError as error:
+            self._failed = True
+            logger.warning("deft: the server's state is not written: %s", error)
+            return
+        self._seen = counters
+
+    def _show_batch(self) -> None:
+        """Answer `deft explain --server`, if it asks."""
+        asked = request_file(self.path)
+        try:
+            if self._failed or not asked.is_file():  # a folder that cannot be written
+                return
+            asked.unlink()  # first: an answer that fails must not be tried for ever
+            self._replace(answer_file(self.path), answer(self.state.batch))
+        except OSError as error:
+            logger.warning("deft: the last batch is not shown: %s", error)
+
+    def _replace(self, path: Path, content: dict[str, Any]) -> None:
+        create_private(path.parent)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(content, file)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(INTERVAL)
+            self.look()

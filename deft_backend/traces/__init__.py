@@ -1,0 +1,1 @@
+"""Recorded trees of thoughts and of tokens, as data and as prefix forests."""

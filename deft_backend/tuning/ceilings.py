@@ -1,0 +1,59 @@
+"""What a GPU reads, copies and multiplies at most, measured on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+import triton
+
+_READ_BYTES = 4 << 30
+_PRODUCT = 8192
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this device can do at most.
+
+    Attributes
+    ----------
+    read_gb_s : float
+        Bytes that a large reduction reads, per second.
+    copy_gb_s : float
+        Bytes that a large copy reads and writes, per second.
+    tflop_s : float
+        A product of two 8192 × 8192 matrices of the dtype.
+    """
+
+    read_gb_s: float
+    copy_gb_s: float
+    tflop_s: float
+
+    def to_dict(self) -> dict[str, float]:
+        return {name: round(value, 1) for name, value in asdict(self).items()}
+
+
+def measure_ceilings(dtype: torch.dtype) -> Ceilings:
+    """Measure this GPU's ceilings; a second or so."""
+    read_ms, copy_ms = _memory_ms()
+    a, b = (torch.randn(_PRODUCT, _PRODUCT, device="cuda").to(dtype) for _ in range(2))
+    product_ms = _median_ms(lambda: a @ b)
+    return Ceilings(
+        read_gb_s=max(_READ_BYTES / read_ms, _READ_BYTES / copy_ms) / 1e6,
+        copy_gb_s=_READ_BYTES / copy_ms / 1e6,
+        tflop_s=2 * _PRODUCT**3 / product_ms / 1e9,
+    )
+
+
+def _memory_ms() -> tuple[float, float]:
+    """Milliseconds to read, and to copy one half over the other of, a large buffer."""
+    large = torch.zeros(_READ_BYTES // 4, dtype=torch.float32, device="cuda")
+    half = len(large) // 2
+    # Two reductions: whichever reads faster is nearer to what the memory gives.
+    read_ms = min(_median_ms(lambda: large.sum()), _median_ms(lambda: large.amax()))
+    return read_ms, _median_ms(lambda: large[:half].copy_(large[half:]))
+
+
+def _median_ms(work: object) -> float:
+    time: float = triton.testing.do_bench(work, warmup=25, rep=100, return_mode="median")
+    return time

@@ -1,0 +1,152 @@
+"""The whole of `deft tune`: measure one head shape on this machine's GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from deft_backend.costs import CostModel
+from deft_backend.costs.table_lookup import TableKey
+from deft_backend.harness.provenance import provenance
+from deft_backend.tuning.block_times import measure_block_times
+from deft_backend.tuning.ceilings import measure_ceilings
+from deft_backend.tuning.fasttree_fit import measure_coefficients
+from deft_backend.tuning.grids import Grid
+from deft_backend.tuning.launch_clock import Budget, captured, launch_us
+from deft_backend.tuning.machine import Launch, Machine, Work
+from deft_backend.tuning.tile_fit import measure_tile_costs, used_shapes
+
+_BUDGET = Budget(launch_ms=20)
+
+
+@dataclass(frozen=True, eq=False)
+class Tuned:
+    """A measured table, and what a reader wants to know of the run.
+
+    Attributes
+    ----------
+    model : CostModel
+    errors : dict
+        Relative error of each fit.
+    seconds : dict
+        Time of each part.
+    variants : int
+        Kernel variants that were compiled, or found in Triton's cache.
+    """
+
+    model: CostModel
+    errors: dict[str, float]
+    seconds: dict[str, float]
+    variants: int
+
+
+def gpu_clock(launch: Launch) -> float:
+    """Median microseconds of a launch in a CUDA graph, the L2 cache flushed before each."""
+    replay, _ = captured(launch)
+    return launch_us(replay, _BUDGET)
+
+
+def tune(key: TableKey, say: Callable[[str], None]) -> Tuned:
+    """Measure the table of `key` on the current CUDA device; `say` is told each part.
+
+    Raises
+    ------
+    AttentionError
+        If the kernels cannot run such an attention.
+    """
+    dtype: torch.dtype = getattr(torch, key.dtype)
+    machine = Machine(
+        num_query_heads=key.query_heads,
+        num_kv_heads=key.kv_heads,
+        head_dim=key.head_dim,
+        dtype=dtype,
+        page_size=key.page_size,
+        device=torch.device("cuda", torch.cuda.current_device()),
+        clock=gpu_clock,
+    )
+    return measure(machine, key, Grid(), lambda: measure_ceilings(dtype).read_gb_s, say)
+
+
+def measure(
+    machine: Machine,
+    key: TableKey,
+    grid: Grid,
+    bandwidth_gb_s: Callable[[], float],
+    say: Callable[[str], None],
+) -> Tuned:
+    """All measurements and fits on `machine`."""
+    seconds: dict[str, float] = {}
+    target, time_us = machine.target, machine.time_us
+
+    @contextmanager
+    def part(title: str) -> Iterator[None]:
+        say(title)
+        began = time.perf_counter()
+        yield
+        seconds[title] = time.perf_counter() - began
+
+    with part("compiling the kernels"), _compilations() as variants:
+        for work in every_variant(machine, grid):
+            machine.launch(work)()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    with part("memory bandwidth"):
+        bandwidth = bandwidth_gb_s()
+    with part("items of each tile shape, and partial results"):
+        tiles, errors = measure_tile_costs(time_us, target, grid)
+    with part("FlashForge's cost table"):
+        times = measure_block_times(time_us, target, machine.num_sms, grid)
+    with part("FastTree's coefficients"):
+        fasttree, errors["FastTree"] = measure_coefficients(time_us, target, grid)
+    model = CostModel(
+        source=source_of(key),
+        head_dim=key.head_dim,
+        query_rows=times.query_rows,
+        tokens=times.tokens,
+        time_ms=times.time_ms,
+        launch_ms=times.launch_ms,
+        bandwidth_gb_s=float(np.round(bandwidth)),
+        fasttree=fasttree,
+        tiles=tiles,
+    )
+    return Tuned(model, errors, seconds, len(variants))
+
+
+def every_variant(machine: Machine, grid: Grid) -> Iterator[Work]:
+    """Small launches that need every kernel variant that is measured later."""
+    for queries in used_shapes(machine.target).values():
+        for parts in (1, 2):
+            yield Work(2, queries, min(grid.tile_tokens), parts)
+
+
+def source_of(key: TableKey) -> str:
+    """Where a table comes from, in a line."""
+    found = provenance()
+    return (
+        f"deft tune on {found['device']}, {key.shape}; torch {key.torch}, triton {key.triton}, "
+        f"deft-backend {key.package} ({found['commit']}), {found['date']}"
+    )
+
+
+@contextmanager
+def _compilations() -> Iterator[list[str]]:
+    """Names of the kernels that Triton compiles, or finds in its cache, meanwhile."""
+    from triton import knobs
+
+    names: list[str] = []
+
+    def listen(*, src: Any, **others: Any) -> None:
+        names.append(str(getattr(src, "name", "kernel")))
+
+    before = knobs.compilation.listener
+    knobs.compilation.listener = listen
+    try:
+        yield names
+    finally:
+        knobs.compilation.listener = before

@@ -1,0 +1,68 @@
+"""Page-table writes wait for decode graphs that read page tables while they run.
+
+Changes, on ``DecodeCudaGraphRunner`` (SGLang 0.5.17 alone) or the class that a model runner has
+    instead, for runners that have a reader:
+    ``execute``: after a replay that the reader says reads page tables, later writes to them wait
+    for the whole forward. The host lets them go once its own metadata is read, before the replay.
+Why: tree attention reads page tables during the replay. With overlap on, the host prepares the next
+    batch meanwhile, and may give a request's row to another.
+    Later versions ask the backend (``shared_read_ends``) and need no patch.
+Looks for: the method with the parameters used here, and the event behind the host's fence.
+Harmless to runners without a reader: the wrapper calls straight through.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from deft_patches.graph_runner import (
+    checked_graph_runner,
+    decode_graph_runner,
+    other_parameters,
+)
+from deft_patches.wrapping import wrap
+
+PARAMETERS = {"execute": ["self", "forward_batch", "pp_proxy_tensors"]}
+FENCE = "war_fastpath_read_done_event"
+"""Attribute of the model runner: the event after which page tables may be written; None: the end
+of the forward."""
+
+Reader = Callable[[Any], bool]
+"""Whether the graph that a forward batch has just replayed reads page tables."""
+
+_readers: dict[int, Reader] = {}
+"""By the id of the model runner."""
+
+
+def missing() -> str | None:
+    """What the host lacks, in one line, or None."""
+    lacks = other_parameters(decode_graph_runner(), PARAMETERS)
+    if lacks is not None:
+        return lacks
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    # Another package may have put a class derived from it in its place.
+    if not any(FENCE in inspect.getsource(kind) for kind in ModelRunner.__mro__[:-1]):
+        return f"ModelRunner has no {FENCE}"
+    return None
+
+
+def install(model_runner: Any, reader: Reader) -> None:
+    """Hold page-table writes for the replays of `model_runner` that `reader` says."""
+    wrap(checked_graph_runner(model_runner, PARAMETERS), "execute", _execute)
+    _readers[id(model_runner)] = reader
+
+
+def remove(model_runner: Any) -> None:
+    """Leave the replays of `model_runner` to the host's own fence."""
+    _readers.pop(id(model_runner), None)
+
+
+def _execute(original: Any, runner: Any, forward_batch: Any, pp_proxy_tensors: Any = None) -> Any:
+    output = original(runner, forward_batch, pp_proxy_tensors)
+    reader = _readers.get(id(runner.model_runner))
+    if reader is not None and reader(forward_batch):
+        setattr(runner.model_runner, FENCE, None)
+    return output

@@ -1,0 +1,116 @@
+"""A second set of decode CUDA graphs, with tree attention in the place of the host's kernel.
+
+Changes, on ``DecodeCudaGraphRunner`` (SGLang 0.5.17 to 0.5.23) or the class that a model runner
+    has instead, for runners that have a controller:
+    ``capture_one_shape``: after the host's graph of a batch size, the same forward is captured once
+    more under a label of its own, while the controller says that it is being captured;
+    ``_resolve_lora_variant``: gives that label to batches that the controller takes, so that the
+    host replays the second graph; all others replay the host's;
+Why: which batches share enough is known on the host before every step; a graph cannot choose.
+    The host's own graph variants (0.5.20 on) do not serve: it makes them from the model's
+    configuration alone, and asks which one a batch takes after it has asked ``shared_read_ends``.
+Looks for: the two methods with the parameters used here, and the graph backend "full" (one graph
+    for a whole forward).
+Harmless to runners without a controller: the wrappers call straight through.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from deft_patches.graph_runner import (
+    checked_graph_runner,
+    decode_graph_runner,
+    other_parameters,
+)
+from deft_patches.wrapping import wrap
+
+LABEL = "deft"
+PARAMETERS = {
+    "capture_one_shape": ["self", "size", "forward", "stream_idx", "variant_label"],
+    "_resolve_lora_variant": ["self", "forward_batch"],
+}
+
+
+class Controller(Protocol):
+    """Decides which batches replay the second set, and prepares their capture."""
+
+    def takes(self, forward_batch: Any) -> bool:
+        """Whether a batch goes through tree attention."""
+        ...
+
+    def capture_tree(self, capturing: bool) -> None:
+        """The forwards from now on are captured with tree attention, or no longer."""
+        ...
+
+
+_controllers: dict[int, Controller] = {}
+"""By the id of the model runner."""
+
+
+def missing(kind: str) -> str | None:
+    """What the host lacks, in one line, or None.
+
+    Parameters
+    ----------
+    kind : str
+        Of the server's decode graphs.
+    """
+    lacks = other_parameters(decode_graph_runner(), PARAMETERS)
+    if lacks is not None:
+        return lacks
+    if kind != "full":
+        return f"decode graphs are of the kind {kind}, not full"
+    return None
+
+
+def install(model_runner: Any, controller: Controller) -> None:
+    """Give `model_runner` a second set of graphs; before its graphs are captured."""
+    owner = checked_graph_runner(model_runner, PARAMETERS)
+    wrap(owner, "capture_one_shape", _capture_one_shape)
+    wrap(owner, "_resolve_lora_variant", _resolve_variant)
+    _controllers[id(model_runner)] = controller
+
+
+def remove(model_runner: Any) -> None:
+    """Leave `model_runner` the host's graphs alone."""
+    _controllers.pop(id(model_runner), None)
+
+
+def _capture_one_shape(
+    original: Any,
+    runner: Any,
+    size: int,
+    forward: Any,
+    stream_idx: int | None = None,
+    variant_label: str | None = None,
+    *others: Any,
+    **named: Any,
+) -> None:
+    original(runner, size, forward, stream_idx, variant_label, *others, **named)
+    controller = _controllers.get(id(runner.model_runner))
+    if controller is None:
+        return
+    controller.capture_tree(True)
+    try:
+        original(runner, size, forward, stream_idx, _labelled(variant_label), *others, **named)
+    finally:
+        controller.capture_tree(False)
+
+
+def _resolve_variant(original: Any, runner: Any, forward_batch: Any) -> str | None:
+    label: str | None = original(runner, forward_batch)
+    return _labelled(label) if _taken(runner, forward_batch) else label
+
+
+def _taken(runner: Any, forward_batch: Any) -> bool:
+    controller = _controllers.get(id(runner.model_runner))
+    return (
+        controller is not None
+        and forward_batch.forward_mode.is_decode()
+        and controller.takes(forward_batch)
+    )
+
+
+def _labelled(label: str | None) -> str:
+    return LABEL if label is None else f"{label}+{LABEL}"

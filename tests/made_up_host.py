@@ -1,0 +1,190 @@
+"""The source of a small host package, for tests of the contract."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+FILES = {
+    "madeup/__init__.py": """
+        from typing import TYPE_CHECKING
+
+        from madeup.engine.runner import Runner as EngineRunner
+        from madeup.kinds import *
+
+        if TYPE_CHECKING:
+            from madeup.engine.tree import Node
+
+        LAZY = {"LLM": ".engine.runner"}
+
+        def __getattr__(name):
+            return LAZY[name]
+    """,
+    "madeup/kinds.py": """
+        import enum
+        from collections import namedtuple
+        from dataclasses import dataclass
+        from typing import NamedTuple
+
+        import msgspec
+
+
+        class Mode(enum.IntEnum):
+            DECODE = 1
+            EXTEND = enum.auto()
+
+
+        @dataclass
+        class Batch:
+            ids: list[int]
+            lengths: "Tensor" = None
+
+            @property
+            def size(self):
+                return len(self.ids)
+
+
+        class Sealed(msgspec.Struct, kw_only=True):
+            port: int = 30000
+
+
+        class Config(Sealed):
+            name: str = ""
+
+
+        class Pair(NamedTuple):
+            left: int
+            right: int = 0
+
+
+        Triple = namedtuple("Triple", ["first", "second", "third"])
+
+        try:
+            import fast
+        except ImportError:
+            FAST = False
+        else:
+            FAST = True
+    """,
+    "madeup/engine/__init__.py": "",
+    "madeup/engine/base.py": """
+        from abc import ABC
+
+
+        class Base(ABC):
+            def __init__(self, config, *, device="cuda"):
+                self.config, self.device = config, device
+
+            def forward(self, query, batch, **kwargs):
+                self.last = query
+
+            @classmethod
+            def make(cls, config):
+                cls.made = True
+
+            @staticmethod
+            def names(count, prefix):
+                count.outsider = prefix
+    """,
+    "madeup/engine/runner.py": """
+        from __future__ import annotations
+
+        from madeup.native import Core
+        from . import base
+        from .base import Base as _Base
+        from ..kinds import Batch, Mode as RunMode
+
+        DEFAULT_SIZE: int = 4
+
+
+        class Runner(_Base):
+            limit = 3
+
+            def __init__(self, config, pool_size=DEFAULT_SIZE, **extra):
+                super().__init__(config)
+                if extra:
+                    self.pool: dict = {}
+
+                    def later():
+                        self.late = True
+
+            def step(self, batch, overlap=False):
+                return batch
+
+            run = step
+
+
+        class Fast(base.Base):
+            pass
+
+
+        class Native(Core):
+            pass
+
+
+        def launch(runner, /, port, *, host="localhost"):
+            pass
+
+
+        start = launch
+    """,
+    "madeup/engine/tree.py": """
+        class Node:
+            def __init__(self):
+                self.children = {}
+    """,
+    "madeup/native.cpython-311-x86_64-linux-gnu.so": "\0",
+}
+
+
+def write_host(folder: Path, changes: dict[str, tuple[str, str]] | None = None) -> Path:
+    """Write the package into a folder.
+
+    Parameters
+    ----------
+    changes : dict
+        By file: a piece of its text and what stands there instead.
+    """
+    for name, text in contents(changes).items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def write_wheel(
+    folder: Path,
+    changes: dict[str, tuple[str, str]] | None = None,
+    *,
+    version: str = "1.0",
+    tag: str = "py3-none-any",
+) -> Path:
+    """Write the package as a wheel of the distribution ``madeup``; its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"madeup-{version}-{tag}.whl"
+    described = f"madeup-{version}.dist-info"
+    about = {
+        "METADATA": f"Metadata-Version: 2.1\nName: madeup\nVersion: {version}\n"
+        "Requires-Dist: nothing-of-this-name\n",
+        "WHEEL": f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {tag}\n",
+        "RECORD": "",
+    }
+    with zipfile.ZipFile(path, "w") as wheel:
+        for name, text in contents(changes).items():
+            wheel.writestr(name, text)
+        for name, text in about.items():
+            wheel.writestr(f"{described}/{name}", text)
+    return path
+
+
+def contents(changes: dict[str, tuple[str, str]] | None = None) -> dict[str, str]:
+    """The text of each file, changed."""
+    found = {name: _dedent(text) for name, text in FILES.items()}
+    for name, (piece, instead) in (changes or {}).items():
+        assert found[name].count(piece) == 1, f"{piece!r} is not once in {name}"
+        found[name] = found[name].replace(piece, instead)
+    return found
+
+
+def _dedent(text: str) -> str:
+    return "\n".join(line[8:] if line.startswith(" " * 8) else line for line in text.split("\n"))

@@ -1,0 +1,122 @@
+"""`host_jit`: compiled once, kept where possible, right wherever it is not."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from numba.core import caching
+
+import deft_backend
+from deft_backend.compile import host_jit as jit
+
+SOURCE = """
+from deft_backend.compile.host_jit import host_jit
+
+@host_jit
+def twice(number: int) -> int:
+    return 2 * number
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", "")
+    path = tmp_path / "made.py"
+    path.write_text(SOURCE)
+    return path
+
+
+def load(path: Path) -> ModuleType:
+    """The module, as a process that starts anew would see it."""
+    spec = importlib.util.spec_from_file_location("made", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def hits(function: Any) -> int:
+    return sum(function.stats.cache_hits.values())
+
+
+def test_compiled_code_is_kept(source: Path) -> None:
+    first = load(source)
+    assert (first.twice(4), hits(first.twice)) == (8, 0)
+    again = load(source)
+    assert (again.twice(4), hits(again.twice)) == (8, 1)
+
+
+def test_a_change_of_the_package_drops_kept_code(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A function's own file says nothing of the functions and constants that it compiled in."""
+    load(source).twice(4)
+    monkeypatch.setattr(jit, "sources_digest", lambda module: "changed")
+    changed = load(source)
+    assert (changed.twice(4), hits(changed.twice)) == (8, 0)
+
+
+def test_damaged_files_are_compiled_anew(source: Path) -> None:
+    load(source).twice(4)
+    for suffix in ("nbc", "nbi"):
+        kept = list(source.parent.rglob(f"*.{suffix}"))
+        assert kept
+        for path in kept:
+            path.write_bytes(b"damaged")
+        damaged = load(source)
+        assert (damaged.twice(4), hits(damaged.twice)) == (8, 0)
+
+
+def test_code_of_other_types_is_not_taken(source: Path) -> None:
+    """Two processes that write the index at once can leave an entry with the other's code."""
+    module = load(source)
+    module.twice(4)
+    module.twice(0.5)
+    first, second = sorted(source.parent.rglob("*.nbc"))
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+    mixed = load(source)
+    assert (mixed.twice(4), mixed.twice(0.5), hits(mixed.twice)) == (8, 1.0, 0)
+
+
+def test_no_folder_for_the_cache(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    assert load(source).twice(4) == 8
+    assert not list(source.parent.rglob("*.nb?"))
+
+
+def test_a_full_disk(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(caching.IndexDataCacheFile, "save", full)
+    module = load(source)
+    assert (module.twice(4), module.twice(0.5)) == (8, 1.0)
+
+
+def test_compilation_can_be_switched_off(source: Path) -> None:
+    code = "import made; print(made.twice(4), type(made.twice).__name__)"
+    paths = [str(source.parent), str(Path(deft_backend.__file__).parent.parent)]
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env={**os.environ, "NUMBA_DISABLE_JIT": "1", "PYTHONPATH": os.pathsep.join(paths)},
+    )  # fmt: skip
+    assert done.stdout.split() == ["8", "function"]
+
+
+def test_the_digest_covers_what_a_layer_may_import() -> None:
+    digests = [
+        jit.sources_digest(f"deft_backend.{name}")
+        for name in ("forest.nodes", "policies.auto", "planner.host", "attention")
+    ]
+    assert len(set(digests)) == 4
+    assert jit.sources_digest("deft_backend.forest.prefix_tree") == digests[0]

@@ -1,0 +1,46 @@
+"""docs/walkthrough.md shows what the code computes, and one batch that meets every path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from examples import walkthrough
+from examples.walkthrough import PAGE, Step, written
+
+
+@pytest.fixture(scope="module")
+def step() -> Step:
+    return Step.run()
+
+
+def test_the_page_shows_the_numbers_of_the_script(step: Step) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert written(page, step.texts()) == page, (
+        "docs/walkthrough.md is out of date; run: python -m examples.walkthrough --write, "
+        "and read the sentences around the numbers that changed"
+    )
+
+
+def test_tree_attention_is_attention(step: Step) -> None:
+    torch.testing.assert_close(step.out.double(), step.reference, rtol=0, atol=1e-5)
+
+
+def test_the_batch_meets_every_path(step: Step) -> None:
+    """What the sentences of the page say about the numbers."""
+    small, large, masked = (step.plan.items_of(shape) for shape in range(3))
+    assert large == (0, 2)
+    assert small == (2, 8)
+    assert masked[0] == masked[1]
+    slots = step.plan.entry_slot
+    assert (slots == walkthrough.DIRECT).sum() == 1
+    assert (slots <= walkthrough.MERGES).sum() == 2
+    assert step.plan.reduce_query.tolist() == [0, 3]
+    first, second = (next(step.grouping.segments(group)) for group in (0, 1))
+    assert (first.start, first.end, second.start, second.end) == (0, 1024, 1024, 2048)
+    assert step.plan.num_open == 5
+
+
+def test_a_page_without_a_step_is_refused(step: Step) -> None:
+    with pytest.raises(ValueError, match="0 blocks for the step 'requests'"):
+        written("nothing here", step.texts())
