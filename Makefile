@@ -40,7 +40,8 @@ integration: $(VENV)/.test
 	$(MATRIX) suite --host sglang --environment $(VENV) --processes $(PROCESSES)
 
 integration-vllm: $(VENV_VLLM)/.test
-	$(VENV_VLLM)/bin/python -m pytest -q deft_backend/hosts/vllm tests/test_vllm_*.py
+	$(VENV_VLLM)/bin/python -m pytest -q deft_backend/hosts/vllm tests/test_vllm_*.py \
+		tests/test_host_contracts.py
 	$(MATRIX) suite --host vllm --environment $(VENV_VLLM) --processes $(PROCESSES)
 
 # The oldest supported version of each host.
