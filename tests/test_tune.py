@@ -125,7 +125,7 @@ def test_fasttree_weights_are_recovered() -> None:
         return time + (4.0 + gamma * element * rows if work.parts > 1 else 0.0)
 
     target = Target(
-        32, 8, 128, tile_rows=(16, 64, 128, 64), tile_programs=(132, 33, 16, 33),
+        32, 8, 128, tile_heights=(16, 64, 128, 64), tile_programs=(132, 33, 16, 33),
         tile_segments=(1, 1, 1, 32), block_tokens=context_tile,
     )  # fmt: skip
     found, error = measure_coefficients(time_us, target, Grid())
@@ -478,7 +478,7 @@ def test_tune_writes_and_shows_the_table(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_doctor_names_the_table_in_use(tmp_path: Path) -> None:
-    _, out, _ = run("doctor", "--json", DEFT_CACHE_DIR=str(tmp_path))
+    _, out, _ = run("doctor", "--all", "--json", DEFT_CACHE_DIR=str(tmp_path))
     kernels = {(k["head_dim"], k["dtype"]): k for k in json.loads(out)["kernels"]}
     if torch.cuda.is_available():
         return
