@@ -413,7 +413,9 @@ def test_batches_beyond_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert step_of(builder.build(0, Batch(DECODE[:4], shared=2).common())) is not None
     assert step_of(builder.build(0, Batch(DECODE, shared=2).common())) is None
     assert step_of(builder.build(0, Batch(DECODE[:1], shared=2).common())) is None
-    assert state().steps_host == {"batch above DEFT_MAX_BATCH": 1, "batch below DEFT_MIN_BATCH": 1}
+    assert state().steps_host == {
+        "batch larger than DEFT_MAX_BATCH=4": 1, "batch smaller than DEFT_MIN_BATCH=2": 1,
+    }  # fmt: skip
 
 
 def test_counts_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
