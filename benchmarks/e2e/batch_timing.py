@@ -18,7 +18,8 @@ import statistics
 
 from benchmarks.e2e.prompt_cases import Case, percentile
 from benchmarks.e2e.serving_rows import Row
-from deft_backend.harness.client import Client, Completion
+from deft_backend.harness.answers import Answer
+from deft_backend.harness.client import Client
 
 FASTEST_STEP = 0.004
 """Seconds of a decode step of the models that are measured, at least."""
@@ -102,7 +103,7 @@ def _until_all_decode(one: float, all_of_them: float, gen: int) -> int:
     return min(math.ceil(one / step), LONGEST_WAIT) + 1
 
 
-def latencies(answers: list[Completion], row: Row) -> None:
+def latencies(answers: list[Answer], row: Row) -> None:
     """Fill in times to first token and between tokens, over all answers."""
     firsts = [answer.arrivals[0] for answer in answers if answer.arrivals]
     gaps = [gap for answer in answers for gap in answer.gaps]

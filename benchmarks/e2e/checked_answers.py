@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.e2e.kept_answers import gap_to
 from benchmarks.e2e.serving_rows import Row
+from deft_backend.harness.answers import first_difference
 from deft_backend.harness.client import Client
 
 Sample = tuple[tuple[int, ...], list[int]]
@@ -122,13 +122,12 @@ async def _check_answer(
         rest = answer[at:]
         so_far = (*prompt, *answer[:at])
         (expected,), _ = await client.batch([so_far], len(rest), logprobs=True)
-        pairs = enumerate(zip(expected.ids, rest, strict=True))
-        differs = next((i for i, (theirs, ours) in pairs if theirs != ours), None)
+        differs = first_difference(expected.ids, rest)
         if differs is None:
             found.tokens += len(rest)
             return
         found.tokens += differs + 1
-        gap = gap_to(expected, differs, rest[differs])
+        gap = expected.gap_to(differs, rest[differs])
         other = OtherToken(
             f"answer {number} ({len(prompt)} tokens before), token {at + differs}: "
             f"{rest[differs]} instead of {expected.ids[differs]}",

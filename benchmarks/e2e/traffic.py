@@ -17,7 +17,8 @@ from typing import Any
 from benchmarks.e2e.batch_timing import milliseconds
 from benchmarks.e2e.prompt_cases import draw, percentile
 from benchmarks.e2e.served_model import Model
-from deft_backend.harness.client import Client, Completion
+from deft_backend.harness.answers import Answer
+from deft_backend.harness.client import Client
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ def _popular(choose: random.Random, documents: list[_Document]) -> _Document:
     return choose.choices(documents, weights)[0]
 
 
-def _count(seen: Seen, answer: Completion) -> None:
+def _count(seen: Seen, answer: Answer) -> None:
     seen.finished += 1
     seen.tokens += len(answer.ids)
     if len(seen.firsts) < 100_000:
@@ -209,7 +210,7 @@ def _sample(
     choose: random.Random,
     seen: Seen,
     prompt: tuple[int, ...],
-    answer: Completion,
+    answer: Answer,
 ) -> None:
     """Keep each finished answer with the same chance (reservoir sampling)."""
     if len(seen.samples) < traffic.samples:

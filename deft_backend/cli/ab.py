@@ -75,7 +75,7 @@ def ab(
         model, workload, (branches, prefix_tokens, max_tokens), trace, index, scale, policy,
         baseline, extra, quick, host,
     )  # fmt: skip
-    for package in ("openai", "matplotlib"):
+    for package in ("aiohttp", "matplotlib"):
         if find_spec(package) is None:
             raise fail(f"{package} is not installed; run: pip install 'deft-backend[bench]'")
     chosen_host(setup.host, compared=True)
@@ -162,11 +162,11 @@ def _setup(
 def _run(setup: AbSetup, folder: Path, console: Console) -> AbResult:
     from deft_backend.ab.comparison import AbError, run_ab
     from deft_backend.cli.progress import ProgressWatcher
-    from deft_backend.harness.replay import ReplayError
+    from deft_backend.harness.send_plan import PlanError
     from deft_backend.servers.command import LaunchError
     from deft_backend.servers.driver_stub import DriverStubError
 
-    errors = (AbError, ReplayError, LaunchError, DriverStubError)
+    errors = (AbError, PlanError, LaunchError, DriverStubError)
     with (
         ProgressWatcher(setup.plans, console) as watcher,
         unwound(console, "no server is left"),

@@ -68,7 +68,7 @@ HOSTS = (
 _PACKAGES = (
     ("torch", "2.8", "3", True, "pip install 'deft-backend[sglang]'"),
     ("triton", "3.4", "4", True, "pip install 'triton>=3.4'"),
-    ("openai", "1.60", None, False, "pip install 'deft-backend[bench]'"),
+    ("aiohttp", "3.9", None, False, "pip install 'deft-backend[bench]'"),
     ("matplotlib", "3.8", None, False, "pip install 'deft-backend[bench]'"),
 )
 
