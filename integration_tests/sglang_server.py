@@ -19,6 +19,7 @@ from integration_tests.common.server import (
     cores_of_two_ranks,
     state_settings,
 )
+from integration_tests.common.steps import counted
 
 
 @dataclass(frozen=True)
@@ -96,5 +97,8 @@ def running(backend: str | None, group: Group, folder: Path) -> Iterator[Server]
     if group.cli:
         script = str(Path(sys.executable).parent / "sglang")
         command = replace(command, arguments=(script, "serve", *command.arguments[3:]))
-    with ServerProcess(command, folder / "server.log", timeout=START_SECONDS) as process:
-        yield Server(process, folder / "state")
+    with (
+        ServerProcess(command, folder / "server.log", timeout=START_SECONDS) as process,
+        counted(Server(process, folder / "state"), folder / "state") as server,
+    ):
+        yield server

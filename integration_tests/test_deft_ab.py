@@ -7,14 +7,19 @@ from pathlib import Path
 import pytest
 
 from integration_tests.common.ab import deft_ab
+from integration_tests.common.hub import NAME, REVISION, write_hub_cache
+from integration_tests.common.server import MODEL
 
 
 @pytest.mark.timeout(600)
 def test_ab_compares_two_servers_and_writes_the_report(tmp_path: Path) -> None:
+    """The model is a hub name with a revision: `deft` and the host find the same snapshot."""
+    hub = write_hub_cache(tmp_path / "hub", MODEL)
     data, printed = deft_ab(
-        tmp_path, "--workload", "few-shot", "--branches", "3", "--prefix-tokens", "150",
-        "--max-tokens", "12",
+        tmp_path, "--model", NAME, "--revision", REVISION, "--workload", "few-shot",
+        "--branches", "3", "--prefix-tokens", "150", "--max-tokens", "12", settings=hub,
     )  # fmt: skip
     assert len(data["workloads"]) == 1
+    assert data["model"] == NAME
     assert "few-shot" in (tmp_path / "report.html").read_text()
     assert str(tmp_path / "report.html") in printed.replace("\n", "")

@@ -17,7 +17,7 @@ from integration_tests.common.server import Server
 from integration_tests.sglang_server import Ask
 
 
-@on("default", "no-overlap", "chunked-pages", "no-radix")
+@on("default", "no-overlap", "chunked-pages", "no-radix", smoke=["default"])
 def test_shared_prefix(server: Server, reference) -> None:
     check(server, reference, [Ask(PREFIX + f"Tonight it spoke of {t}.") for t in TOPICS])
 
@@ -33,7 +33,10 @@ def test_forked(server: Server, reference) -> None:
     check(server, reference, [Ask(PREFIX + "Of the keeper it said:", n=4)])
 
 
-@on("default", "no-overlap", "chunked-pages", "device-planner")
+@on(
+    "default", "no-overlap", "chunked-pages", "device-planner",
+    smoke=["default", "device-planner"],
+)  # fmt: skip
 def test_levels(server: Server, reference) -> None:
     middle = [PREFIX + f"In the year of {topic} " * 3 for topic in TOPICS[:2]]
     asks = [Ask(m + f"they found {topic}") for m in middle for topic in TOPICS[2:5]]
@@ -88,7 +91,7 @@ def test_retracted_requests_come_back(server: Server, reference) -> None:
     assert server.state()["steps_tree"] > 0
 
 
-@on("default", "no-overlap", "chunked-pages")
+@on("default", "no-overlap", "chunked-pages", smoke=["default"])
 def test_fewer_bytes_are_read(server: Server, reference) -> None:
     """A shared batch goes through tree attention and reads less than request by request."""
     before = server.state() if server.process.pid and _has_state(server) else None
@@ -119,7 +122,7 @@ def _has_state(server: Server) -> bool:
     return True
 
 
-@on("device-planner")
+@on("device-planner", smoke=["device-planner"])
 def test_the_device_plans_every_step(server: Server, reference) -> None:
     """Requests that share, loners, and some that the host takes back and prefills anew."""
     asks = [Ask(PREFIX + f"Say of {topic}:", tokens=16) for topic in TOPICS[:4]]

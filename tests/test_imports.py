@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hosts/common": {"forest", "policies", "planner", "attention", "config", "hosts/contract"},
     "hosts/sglang": SHARED_BY_HOSTS,
     "hosts/vllm": SHARED_BY_HOSTS,
-    "servers": {"config"},
+    "servers": {"config", "hosts/vllm"},  # the name to start vLLM with
     "traces": {"forest", "json_file"},
     "harness": {"servers", "telemetry", "traces", "json_file"},
     "ab": {"harness", "servers", "telemetry", "traces"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ pytest.importorskip("vllm", reason="the adapter's tests run where vLLM is instal
 
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends import utils
 from vllm_fakes import DIM, HEADS, Batch, Cache, Layers, make_config, make_spec, reference, run
 
 from deft_backend.attention import TreeAttention
@@ -25,7 +27,7 @@ from deft_backend.hosts.vllm.compose import tree_backend
 from deft_backend.hosts.vllm.cpu import PlainCpuBackend
 from deft_backend.hosts.vllm.layers import LayerShape
 from deft_backend.hosts.vllm.step import step_of
-from deft_backend.telemetry.shown_batch import forest_of
+from deft_backend.telemetry.shown_batch import ShownBatchError, forest_of
 from deft_backend.telemetry.state import ServerState
 
 DECODE = [40, 37, 33, 65, 5]
@@ -38,7 +40,7 @@ def settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DEFT_STATE_DIR", str(tmp_path))
     monkeypatch.setattr(server, "_current", None)
     monkeypatch.setattr(say, "_said", set())
-    monkeypatch.setattr("vllm.v1.attention.backends.utils.get_kv_cache_layout", lambda: "NHD")
+    monkeypatch.setattr(utils, "get_kv_cache_layout", lambda: "NHD", raising=False)  # to 0.28
 
 
 @pytest.fixture
@@ -345,8 +347,15 @@ def test_a_server_that_verifies_starts_with_whatever_graphs_it_asks_for(
 
 
 def test_cascade_is_for_what_tree_attention_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions from 0.32 on have no such method, and never ask."""
     host = PlainCpuBackend.get_builder_cls()
-    monkeypatch.setattr(host, "use_cascade_attention", lambda self, *args, **kwargs: True)
+    if not hasattr(host, "use_cascade_attention"):
+        builder = make_layers().builder(make_spec())
+        builder.deft_group = None
+        assert not builder.use_cascade_attention(64, np.array([1, 5, 1]), 4, 2)
+    monkeypatch.setattr(
+        host, "use_cascade_attention", lambda self, *args, **kwargs: True, raising=False
+    )
     builder = make_layers().builder(make_spec())
     for query_lens, expected in (([1, 1, 1], False), ([1, 5, 1], True), ([1], True)):
         assert builder.use_cascade_attention(64, np.array(query_lens), 4, 2) is expected
@@ -570,3 +579,61 @@ def test_keys_and_values_go_to_their_slots() -> None:
 def test_the_cpu_refuses_what_it_does_not_compute(arguments: dict[str, Any], word: str) -> None:
     with pytest.raises(NotImplementedError, match=f"{word}.*without CUSTOM"):
         make_layers(arguments=arguments)
+
+
+@pytest.mark.parametrize("flag", [None, "enable_sleep_mode", "enable_cumem_allocator"])
+def test_what_a_sleeping_server_needs_lies_outside_of_its_pools(
+    flag: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool takes what the thread that entered it allocates: plan and workspace, for one."""
+    makers: list[int] = []
+    allocate = TreeAttention.__init__
+
+    def recorded(self: Any, **kwargs: Any) -> None:
+        makers.append(threading.get_ident())
+        allocate(self, **kwargs)
+
+    monkeypatch.setattr(TreeAttention, "__init__", recorded)
+    config = make_config()
+    if flag is not None:
+        setattr(config.model_config, flag, True)
+    layers = make_layers(config)
+    builder = layers.builder(make_spec())
+    assert len(makers) == 1
+    assert (makers[0] == threading.get_ident()) is (flag is None)
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+    metadata = builder.build(0, batch.common())
+    close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
+    # Another thread reads the last batch when `deft explain` asks. The host's tensors may be
+    # unmapped then.
+    if flag is None:
+        assert forest_of(state().batch).batch_size == len(DECODE)
+    else:
+        with pytest.raises(ShownBatchError, match="may be unmapped while it is read"):
+            forest_of(state().batch)
+
+
+def test_a_set_up_that_fails_beside_a_pool_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: Any, **kwargs: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(TreeAttention, "__init__", fail)
+    config = make_config()
+    config.model_config.enable_sleep_mode = True
+    with caplog.at_level(logging.WARNING, "deft_backend"):
+        assert make_layers(config).builder(make_spec()).deft_group is None
+    assert caplog.text.count("could not be set up (RuntimeError('out of memory'))") == 1
+
+
+def test_a_window_over_generated_tokens_is_the_hosts(planned: list[torch.Tensor]) -> None:
+    """Reference sliding window attention: the layer's arguments do not tell of it."""
+    layers = make_layers()
+    builder = layers.builder(make_spec())
+    batch = Batch(DECODE, shared=2)
+    common = batch.common(rswa_prefix_lens=batch.lens)
+    assert step_of(builder.build(0, common)) is None
+    assert state().steps_host == {"attention over another range of tokens": 1}
+    assert planned == []

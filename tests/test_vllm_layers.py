@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,14 +12,17 @@ import torch
 
 pytest.importorskip("vllm", reason="the adapter's tests run where vLLM is installed")
 
-from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec, SlidingWindowSpec
 from vllm_fakes import DIM, KV_HEADS, Cache, make_config, make_spec
 
 from deft_backend.hosts.vllm.factory import unsupported_server, unsupported_spec
 from deft_backend.hosts.vllm.layers import LayerShape, layer_of
-from deft_backend.hosts.vllm.layout import has_packed_layout, kv_views
+from deft_backend.hosts.vllm.layout import kv_views
 from deft_backend.hosts.vllm.observe import original_backend
-from deft_backend.hosts.vllm.server import data_rank, port_of
+from deft_backend.hosts.vllm.port import port_of
+from deft_backend.hosts.vllm.server import data_rank
+from deft_backend.hosts.vllm.versions import blank_cache, has_standard_cache, unknown_cache
 
 
 def constructor(
@@ -96,14 +100,6 @@ def test_servers_of_other_kinds_are_refused(changes: dict[str, Any], reason: str
     assert found is None if reason is None else reason in found
 
 
-@pytest.mark.parametrize("flag", ["enable_sleep_mode", "enable_cumem_allocator"])
-def test_a_server_that_can_sleep_is_refused(flag: str) -> None:
-    """It drops what was allocated beside the KV cache, and the planner's constants are."""
-    config = make_config()
-    setattr(config.model_config, flag, True)
-    assert unsupported_server(config) == f"sleep mode ({flag}) is not supported"
-
-
 def test_results_that_must_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert "batch-invariant mode is not supported" in unsupported_server(make_config())
@@ -124,17 +120,58 @@ def test_views_name_the_same_memory(order: str, padded: int) -> None:
     assert keys.stride(-1) == values.stride(-1) == 1
 
 
+def test_a_cache_of_an_unknown_kind_is_refused() -> None:
+    """Newer versions add fields to say how a cache is packed: other values than the default."""
+    assert unknown_cache(make_spec(page_size_padded=1 << 20)) is None
+
+    @dataclass(frozen=True)
+    class Packed:
+        block_size: int
+        slots: int | None = None
+
+    assert unknown_cache(Packed(16)) is None
+    assert unknown_cache(Packed(16, slots=4)) == "slots=4"
+    quantised = make_spec(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
+    assert "kv_quant_mode" in unsupported_spec(quantised)
+    for name, value in (
+        ("num_head_slots", 4),
+        ("state_content_bytes", 96),
+        ("tokens_per_state", 4),
+    ):
+        if name in {field.name for field in fields(make_spec())}:
+            assert name in unsupported_spec(make_spec(**{name: value}))
+
+
+@pytest.mark.parametrize("name", ["FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION"])
+def test_the_hosts_backends_have_the_standard_cache(name: str) -> None:
+    assert has_standard_cache(original_backend(name))
+
+
+@pytest.mark.skipif(
+    hasattr(AttentionBackend, "get_kv_cache_shape"), reason="backends order caches to 0.28"
+)
 @pytest.mark.parametrize(
-    ("shape", "packed"),
-    [
-        (lambda b, n, h, d: (b, h, n, 2 * d), True),
-        (lambda b, n, h, d: (b, n, h, 2 * d), False),
-        (lambda b, n, h, d: (2, b, n, h, d), False),
-        (lambda b, n, h, d: 1 / 0, False),
+    ("layout", "strides"),
+    [  # of a block, head and token in elements: 3 layers, 2 blocks, 2 heads, 16 tokens, 128
+        ("LBNHC", (4096, 128, 256)),
+        ("LBHNC", (4096, 2048, 128)),
+        ("LHBNC", (2048, 4096, 128)),
+        ("BLHNC", (12288, 2048, 128)),
+        ("BLNHC", (12288, 128, 256)),
+        ("BHLNC", (12288, 6144, 128)),
     ],
 )
-def test_a_layout_is_known_by_its_shape(shape: Any, packed: bool) -> None:
-    assert has_packed_layout(SimpleNamespace(get_kv_cache_shape=shape)) is packed
+def test_a_warm_up_sees_the_strides_of_the_servers_caches(
+    layout: str, strides: tuple[int, ...]
+) -> None:
+    from vllm.v1.kv_cache_interface import KVCacheLayout
+
+    config = make_config()
+    config.cache_config.get_resolved_kv_cache_layout = lambda: KVCacheLayout[layout]
+    shape = (2, 2, 16, 128)
+    cache = blank_cache(None, config, shape, 3, torch.float16, torch.device("cpu"))
+    assert cache.shape == shape
+    assert cache.stride() == (*strides, 1)
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,20 @@ def make_config(**changes: Any) -> Any:
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=16),
         compilation_config=SimpleNamespace(static_forward_context={}),
+        attention_config=SimpleNamespace(backend=None),
+        cache_config=SimpleNamespace(get_resolved_kv_cache_layout=lambda: _layout("LBNHC")),
     )
     for name, value in changes.items():
         owner = config if hasattr(config, name) else parallel
         setattr(owner, name, value)
     return config
+
+
+def _layout(name: str) -> Any:
+    """A memory order of caches, in versions whose servers resolve one."""
+    from vllm.v1.kv_cache_interface import KVCacheLayout
+
+    return KVCacheLayout[name]
 
 
 def make_spec(block_size: int = 16, **changes: Any) -> Any:

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.e2e.served_model import Model
-from deft_backend.hosts.common.tested_versions import TESTED
+from deft_backend.hosts.windows import TESTED
 from deft_backend.servers.command import (
     BACKEND_NAMES,
     HOST_NAMES,

@@ -41,20 +41,19 @@ def default_sizes(*, on_gpu: bool, quick: bool) -> Sizes:
     return Sizes(6, 400, 16) if quick else Sizes(8, 600, 24)
 
 
-def characters_a_token(model: str) -> float:
-    """Characters of the workloads' text that make a token of this model.
+def characters_a_token(tokenizer: Path | None) -> float:
+    """Characters of the workloads' text that make a token of a model.
 
-    Read from the checkpoint's ``tokenizer.json``; without one, 4, which is usual for English.
+    Counted with the model's ``tokenizer.json``; without one, 4, which is usual for English.
     """
-    path = Path(model) / "tokenizer.json"
-    if not path.is_file():
+    if tokenizer is None:
         return _USUAL_CHARACTERS_A_TOKEN
     try:
         tokenizers = import_module("tokenizers")  # comes with every host
     except ImportError:
         return _USUAL_CHARACTERS_A_TOKEN
     sample = passage(2000, 0)
-    tokens: int = len(tokenizers.Tokenizer.from_file(str(path)).encode(sample).ids)
+    tokens: int = len(tokenizers.Tokenizer.from_file(str(tokenizer)).encode(sample).ids)
     return len(sample) / tokens
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from deft_backend.ab.workloads import WORKLOADS
 from deft_backend.cli.errors import fail, host_arguments, reported
 from deft_backend.cli.interrupted import unwound
-from deft_backend.cli.models import chosen_model
+from deft_backend.cli.models import ModelOption, RevisionOption, served_model
 from deft_backend.cli.serve import HostOption, chosen_host
 from deft_backend.policies import POLICY_NAMES, PolicyError, get_policy
 
@@ -30,10 +30,8 @@ def ab(
         list[str] | None,
         typer.Argument(metavar="[-- HOST OPTIONS]", help="Passed on to both servers."),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Checkpoint folder or name; default: models/tiny-llama of the checkout."),
-    ] = None,
+    model: ModelOption = None,
+    revision: RevisionOption = None,
     host: HostOption = None,
     workload: Annotated[
         list[str] | None,
@@ -72,8 +70,8 @@ def ab(
     """
     extra = host_arguments(host_args)
     setup, on_gpu = _setup(
-        model, workload, (branches, prefix_tokens, max_tokens), trace, index, scale, policy,
-        baseline, extra, quick, host,
+        model, revision, workload, (branches, prefix_tokens, max_tokens), trace, index, scale,
+        policy, baseline, extra, quick, host,
     )  # fmt: skip
     for package in ("aiohttp", "matplotlib"):
         if find_spec(package) is None:
@@ -101,6 +99,7 @@ def ab(
 
 def _setup(
     model: str | None,
+    revision: str | None,
     workload: list[str] | None,
     asked: tuple[int | None, int | None, int | None],
     trace: Path | None,
@@ -141,7 +140,8 @@ def _setup(
             if index >= len(trees):
                 raise TraceError(f"{trace} holds {len(trees)} trees; expected --index below that")
             tree = trees[index]
-        path = chosen_model(model)
+        served, extra = served_model(model, revision, extra)
+        served.check()
         on_gpu = use_gpu() and not (host == "vllm" and vllm_is_cpu_build())
         default = sizes.default_sizes(on_gpu=on_gpu, quick=quick)
         chosen = sizes.Sizes(
@@ -152,11 +152,11 @@ def _setup(
         plans = sizes.make_plans(
             names,
             chosen,
-            characters_a_token=sizes.characters_a_token(path),
+            characters_a_token=sizes.characters_a_token(served.tokenizer()),
             tree=tree,
             scale=scale,
         )
-    return AbSetup(path, tuple(plans), policy, baseline, tuple(extra), host), on_gpu
+    return AbSetup(served.name, tuple(plans), policy, baseline, tuple(extra), host), on_gpu
 
 
 def _run(setup: AbSetup, folder: Path, console: Console) -> AbResult:

@@ -19,11 +19,11 @@ from deft_backend.config import (
 from deft_backend.folders import state_directory
 from deft_backend.hosts.common.tested_versions import (
     SGLANG,
-    VLLM,
     TestedVersions,
     tries_others,
 )
 from deft_backend.hosts.contract.versions import version_key
+from deft_backend.hosts.vllm.versions import VLLM
 from deft_backend.installed import installed_version
 from deft_backend.servers.driver_stub import (
     DriverStubError,

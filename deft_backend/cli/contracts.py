@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from deft_backend.cli.errors import fail, reported
-from deft_backend.hosts.common.tested_versions import TESTED, TestedVersions
+from deft_backend.hosts.common.tested_versions import TestedVersions
 from deft_backend.hosts.contract import Member, Problem, check_contract
 from deft_backend.hosts.contract.versions import matches
 from deft_backend.hosts.contract.wheels import (
@@ -26,6 +26,7 @@ from deft_backend.hosts.contract.wheels import (
     released_versions,
     wheel_version,
 )
+from deft_backend.hosts.windows import TESTED
 
 MISSING = 1
 

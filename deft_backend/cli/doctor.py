@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,6 +18,7 @@ from deft_backend.cli.checks import (
     check_packages,
     check_settings,
 )
+from deft_backend.cli.models import RevisionOption, chosen_model
 from deft_backend.cli.shapes import HeadShape, model_shape, parse_heads
 from deft_backend.config import SettingsError
 from deft_backend.costs.cost_model import DEFAULT_TABLE, default_cost_model
@@ -31,8 +31,10 @@ _SIGNS = {"ok": "[green]✓[/green]", "note": "[yellow]•[/yellow]", "problem":
 
 def doctor(
     model: Annotated[
-        Path | None, typer.Option(help="A checkpoint's folder: which kernel would it get?")
+        str | None,
+        typer.Option(help="Checkpoint folder or hub name: which kernel would decode it?"),
     ] = None,
+    revision: RevisionOption = None,
     heads: Annotated[str, typer.Option(help="Query heads/KV heads.")] = "32/8",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -40,7 +42,7 @@ def doctor(
 
     Exits with 1 if it cannot.
     """
-    shapes = _shapes(model, heads)
+    shapes = _shapes(model, revision, heads)
     sections = {
         "Installed": [*check_packages(), *check_entry_point()],
         "Machine": list(check_device()),
@@ -58,10 +60,10 @@ def doctor(
         raise typer.Exit(CANNOT_WORK)
 
 
-def _shapes(model: Path | None, heads: str) -> list[HeadShape]:
+def _shapes(model: str | None, revision: str | None, heads: str) -> list[HeadShape]:
     """Head shapes of each kernel asked about."""
-    if model is not None:
-        return [model_shape(model)]
+    if model is not None or revision is not None:
+        return [model_shape(chosen_model(model, revision))]
     query_heads, kv_heads = parse_heads(heads)
     return [
         HeadShape(query_heads, kv_heads, dim, dtype)

@@ -1,12 +1,65 @@
-"""Which model a command serves when none is named: the tiny one of the repository."""
+"""The model that a command is given: a folder, a hub name, or the repository's tiny model."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from deft_backend.cli.errors import fail
+import typer
+
+from deft_backend.cli.errors import fail, reported
+from deft_backend.servers.model_files import ModelFilesError, is_hub_name, model_file
 
 _TINY = Path("models") / "tiny-llama"
+_REVISION = "--revision"
+_CONFIGURATIONS = ("config.json", "params.json")
+"""Either makes a folder a checkpoint; the second is Mistral's own format, which vLLM reads."""
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Checkpoint folder or hub name (Qwen/Qwen3-8B); default: models/tiny-llama of the "
+        "checkout."
+    ),
+]
+RevisionOption = Annotated[
+    str | None, typer.Option(help="Branch, tag or commit of a hub name; default: main.")
+]
+
+
+@dataclass(frozen=True)
+class ChosenModel:
+    """A model as the host is given it.
+
+    Attributes
+    ----------
+    name : str
+        Folder, hub name, or whatever else the host takes.
+    revision : str, optional
+        Of a hub name.
+    """
+
+    name: str
+    revision: str | None = None
+
+    def file(self, name: str) -> Path | None:
+        """A file of the model; see :func:`deft_backend.servers.model_files.model_file`."""
+        return model_file(self.name, name, self.revision)
+
+    def tokenizer(self) -> Path | None:
+        """The model's ``tokenizer.json``; None if it has none, or only the host finds it."""
+        try:
+            return self.file("tokenizer.json")
+        except ModelFilesError:
+            return None
+
+    def check(self) -> None:
+        """Look a hub name up, before a server starts that would not find it either."""
+        if not Path(self.name).is_dir() and is_hub_name(self.name):
+            with reported(ModelFilesError):
+                self.file("config.json")
 
 
 def tiny_model() -> Path | None:
@@ -15,25 +68,66 @@ def tiny_model() -> Path | None:
     return next((place for place in places if (place / "config.json").is_file()), None)
 
 
-def chosen_model(model: str | None) -> str:
-    """What goes to the host's ``--model-path``.
+def chosen_model(model: str | None, revision: str | None = None) -> ChosenModel:
+    """The model for the host's ``--model-path``, without a look at the hub.
 
-    Anything that looks like a path must be a checkpoint's folder; other names are the host's to
-    look up.
+    A name that looks like a path must be a checkpoint's folder or a GGUF file. The host looks up
+    other names.
     """
     if model is None:
+        if revision is not None:
+            raise fail("--revision is given without --model; expected the model's hub name")
         found = tiny_model()
         if found is None:
             raise fail(
                 f"no model: this is no checkout with {_TINY}. Pass --model with a checkpoint's "
-                "folder or a name that the host knows"
+                "folder or a hub name such as Qwen/Qwen3-8B"
             )
-        return str(found)
+        return ChosenModel(str(found))
     path = Path(model).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not any((path / name).is_file() for name in _CONFIGURATIONS):
             raise fail(f"the model {model} holds no config.json; expected a checkpoint's folder")
-        return str(path)
-    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise fail(f"the model {model} is no folder; expected a checkpoint's folder")
-    return model
+        if revision is not None:
+            raise fail(
+                f"--revision is {revision!r}, but the model {model} is a folder; leave it out"
+            )
+        return ChosenModel(str(path))
+    if path.is_file() and path.suffix == ".gguf":
+        return ChosenModel(str(path))
+    looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1
+    if path.exists() or (looks_like_path and "://" not in model):
+        raise fail(
+            f"the model {model} is no folder; expected a checkpoint's folder, or a hub name such "
+            "as Qwen/Qwen3-8B"
+        )
+    return ChosenModel(model, revision)
+
+
+def served_model(
+    model: str | None, revision: str | None, host_arguments: Sequence[str]
+) -> tuple[ChosenModel, list[str]]:
+    """The model to serve, and the host's arguments with its revision.
+
+    The revision may come from our option or stand among the host's arguments; both hosts call it
+    ``--revision``.
+    """
+    arguments = list(host_arguments)
+    passed = _value_of(_REVISION, arguments)
+    if revision is not None and passed is not None:
+        raise fail(f"{_REVISION} is given twice: {revision!r}, and {passed!r} behind '--'")
+    chosen = chosen_model(model, revision)
+    if revision is not None:
+        arguments = [_REVISION, revision, *arguments]
+    return ChosenModel(chosen.name, revision or passed), arguments
+
+
+def _value_of(option: str, arguments: Sequence[str]) -> str | None:
+    """The last value of an option in a command line, in either of its two forms."""
+    found = None
+    for at, word in enumerate(arguments):
+        if word.startswith(f"{option}="):
+            found = word.partition("=")[2]
+        elif word == option and at + 1 < len(arguments):
+            found = arguments[at + 1]
+    return found

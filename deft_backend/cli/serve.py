@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from deft_backend.cli.errors import fail, host_arguments, reported, stderr
-from deft_backend.cli.models import chosen_model
+from deft_backend.cli.models import ModelOption, RevisionOption, served_model
 from deft_backend.policies import POLICY_NAMES, PolicyError, get_policy
 
 HostOption = Annotated[
@@ -28,7 +28,7 @@ def chosen_host(host: str | None, *, needed: bool = True, compared: bool = False
     compared : bool
         Whether it will be compared with tree attention, and so must be a version that gets it.
     """
-    from deft_backend.hosts.common.tested_versions import TESTED
+    from deft_backend.hosts.windows import TESTED
     from deft_backend.servers.command import HOST_NAMES, HOSTS, installed_hosts
 
     if host is not None and host not in HOSTS:
@@ -49,10 +49,8 @@ def serve(
         list[str] | None,
         typer.Argument(metavar="[-- HOST OPTIONS]", help="Passed on to the host server."),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Checkpoint folder or name; default: models/tiny-llama of the checkout."),
-    ] = None,
+    model: ModelOption = None,
+    revision: RevisionOption = None,
     host: HostOption = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 30000,
     policy: Annotated[
@@ -70,10 +68,12 @@ def serve(
     with reported(PolicyError):
         if policy is not None:
             get_policy(policy)
-    path = chosen_model(model)
+    served, extra = served_model(model, revision, extra)
     host = chosen_host(host, needed=not dry_run)
+    if not dry_run:
+        served.check()
     with reported(DriverStubError):
-        command = server_command(path, port, host=host, policy=policy, host_arguments=extra)
+        command = server_command(served.name, port, host=host, policy=policy, host_arguments=extra)
     if dry_run:
         typer.echo(command.shell())
         return

@@ -1,13 +1,17 @@
-"""Head shapes as a command is given them: words, or a checkpoint's configuration."""
+"""Head shapes as a command is given them: words, or a model's configuration."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from deft_backend.cli.errors import fail
+from deft_backend.cli.errors import fail, reported
+from deft_backend.cli.models import ChosenModel
 from deft_backend.costs.table_lookup import SHORT_DTYPES
+from deft_backend.servers.model_files import ModelFilesError
 
 
 class HeadShape(NamedTuple):
@@ -30,20 +34,42 @@ def parse_heads(heads: str) -> tuple[int, int]:
     return query_heads, kv_heads
 
 
-def model_shape(model: Path) -> HeadShape:
-    """The attention of a checkpoint, from its ``config.json``."""
-    path = model / "config.json"
+def model_shape(model: ChosenModel) -> HeadShape:
+    """The attention of a model, from its ``config.json``, here or on the hub."""
+    with reported(ModelFilesError):
+        path = model.file("config.json")
+    if path is None:
+        raise fail(f"the model {model.name} has no config.json; its attention's shape is unknown")
     try:
-        config = json.loads(path.read_text())
-        config = config.get("text_config", config)
+        config = _text_config(path)
         query_heads = int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or query_heads)
         head_dim = int(config.get("head_dim") or config["hidden_size"] // query_heads)
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float16")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise fail(f"cannot read the attention's shape from {path}: {error!r}") from None
+    dtype = dtype.removeprefix("torch.")
     if dtype not in SHORT_DTYPES.values():
         raise fail(
             f"{path}: dtype is {dtype!r}; expected one of {', '.join(SHORT_DTYPES.values())}"
         )
     return HeadShape(query_heads, kv_heads, head_dim, dtype)
+
+
+def _text_config(path: Path) -> Mapping[str, Any]:
+    """What a ``config.json`` says about the language model.
+
+    Some models leave what is their class's default out of the file: `transformers` knows it.
+    """
+    content = json.loads(path.read_text())
+    config: Mapping[str, Any] = {**content, **content.get("text_config", {})}
+    if "num_attention_heads" in config:
+        return config
+    try:
+        known: Any = import_module("transformers").AutoConfig.from_pretrained(
+            path.parent, trust_remote_code=False
+        )
+    except (ImportError, OSError, ValueError, KeyError):  # not installed, or not a known model
+        return config
+    full = known.get_text_config().to_dict()
+    return {**full, "dtype": full.get("dtype") or known.dtype}

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deft_backend.cli.errors import fail, reported, stderr
+from deft_backend.cli.models import RevisionOption, chosen_model
 from deft_backend.cli.shapes import HeadShape, model_shape, parse_heads
 from deft_backend.config import SettingsError
 from deft_backend.costs.table_lookup import SHORT_DTYPES, TableKey, save_table, table_in_use
@@ -28,8 +29,10 @@ _DTYPES = ("fp16", "bf16")
 
 def tune(
     model: Annotated[
-        Path | None, typer.Option(help="A checkpoint's folder: heads, dimension and dtype of it.")
+        str | None,
+        typer.Option(help="Checkpoint folder or hub name: its heads, dimension and dtype."),
     ] = None,
+    revision: RevisionOption = None,
     heads: Annotated[
         str | None, typer.Option(help="Query heads/KV heads on one GPU; default: 32/8.")
     ] = None,
@@ -53,7 +56,7 @@ def tune(
     """
     if show and out is not None:
         raise fail("--show measures nothing, so there is nothing for --out to write")
-    shape = _shape(model, heads, head_dim, dtype)
+    shape = _shape(model, revision, heads, head_dim, dtype)
     with reported(SettingsError):
         folder = tables_directory()
     key = _key(shape, page_size)
@@ -64,7 +67,11 @@ def tune(
 
 
 def _shape(
-    model: Path | None, heads: str | None, head_dim: int | None, dtype: str | None
+    model: str | None,
+    revision: str | None,
+    heads: str | None,
+    head_dim: int | None,
+    dtype: str | None,
 ) -> HeadShape:
     given = {"--heads": heads, "--head-dim": head_dim, "--dtype": dtype}
     if model is not None:
@@ -73,11 +80,11 @@ def _shape(
                 raise fail(f"{name} is given, but --model says it already; leave one of them out")
     if dtype is not None and dtype not in _DTYPES:
         raise fail(f"--dtype is {dtype!r}; expected one of {', '.join(_DTYPES)}")
-    if model is None:
+    if model is None and revision is None:
         return HeadShape(
             *parse_heads(heads or "32/8"), head_dim or 128, SHORT_DTYPES[dtype or "fp16"]
         )
-    shape = model_shape(model)
+    shape = model_shape(chosen_model(model, revision))
     if dtype is not None:  # a server may be started with another one than the checkpoint's
         shape = shape._replace(dtype=SHORT_DTYPES[dtype])
     return shape

@@ -10,14 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
+from deft_backend.hosts.vllm.versions import backend_name
 from deft_backend.installed import installed_version
 from deft_backend.servers.driver_stub import ensure_driver_stub, has_nvidia_driver, num_gpus
 
 BACKEND = "deft"
 """The plugin, wherever a backend is named; see :data:`BACKEND_NAMES`."""
 
-BACKEND_NAMES = {"sglang": BACKEND, "vllm": "CUSTOM"}
-"""Name under which the plugin registers with each host."""
+BACKEND_NAMES = {"sglang": BACKEND, "vllm": backend_name()}
+"""Name under which the plugin is asked for, by the version of each host that is installed."""
 
 HOSTS = tuple(BACKEND_NAMES)
 

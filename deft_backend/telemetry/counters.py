@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+SCHEMA = 1
+"""Version of the state file's content."""
+
 _FIGURES = (
     "decode_steps", "steps_tree", "plans", "kv_bytes_read", "kv_bytes_query_guided",
 )  # fmt: skip

@@ -24,8 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from deft_backend.telemetry.counters import Counters
-from deft_backend.telemetry.state import SCHEMA
+from deft_backend.telemetry.counters import SCHEMA, Counters
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

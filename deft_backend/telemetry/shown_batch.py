@@ -55,7 +55,7 @@ def answer_file(state: Path) -> Path:
     return state.with_suffix(".batch.json")
 
 
-def answer(batch: Batch | None) -> dict[str, Any]:
+def answer(batch: Batch | str | None) -> dict[str, Any]:
     """The content of an answer: the forest, or why there is none."""
     try:
         return {"forest": forest_as_json(forest_of(batch))}
@@ -63,7 +63,7 @@ def answer(batch: Batch | None) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def forest_of(batch: Batch | None) -> PrefixForest:
+def forest_of(batch: Batch | str | None) -> PrefixForest:
     """Copy a batch from the device, and find what its requests share.
 
     The server goes on meanwhile: what is copied is what the host's tensors hold by then.
@@ -75,6 +75,8 @@ def forest_of(batch: Batch | None) -> PrefixForest:
     """
     if batch is None:
         raise ShownBatchError("no batch has been planned on the device yet")
+    if isinstance(batch, str):
+        raise ShownBatchError(batch)
     device = batch.seq_lens.device
     if device.type != "cuda":
         return _forest(batch)

@@ -20,13 +20,12 @@ import numpy.typing as npt
 
 from deft_backend.folders import create_private
 from deft_backend.forest import PrefixForest
-from deft_backend.telemetry.counters import Counters, DeviceCounters
+from deft_backend.telemetry.counters import SCHEMA, Counters, DeviceCounters
 from deft_backend.telemetry.forest_json import forest_as_json
 from deft_backend.telemetry.shown_batch import Batch, answer, answer_file, request_file
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 1
 INTERVAL = 0.25
 """Seconds between two looks for something new to write."""
 
@@ -58,8 +57,8 @@ class ServerState:
         Layers that go through the device's plans; None: all. The others read query by query.
     forest : PrefixForest, optional
         Of the last batch that the host planned, with its requests' ids.
-    batch : Batch, optional
-        The last one that the device planned, to be shown to those who ask.
+    batch : Batch or str, optional
+        The last one that the device planned, to be shown to those who ask; or why none is shown.
     """
 
     port: int
@@ -82,7 +81,7 @@ class ServerState:
     device_tree_layers: int | None = None
     forest: PrefixForest | None = None
     rids: Sequence[str] = ()
-    batch: Batch | None = None
+    batch: Batch | str | None = None
     _steps_tree: int = field(default=0, init=False)
     _kv_bytes_read: int = field(default=0, init=False)
     _kv_bytes_query_guided: int = field(default=0, init=False)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from deft_backend.forest import PrefixForest
+from deft_backend.telemetry.counters import SCHEMA
 from deft_backend.telemetry.counters import Counters as Counters
 from deft_backend.telemetry.forest_json import forest_from_json
 from deft_backend.telemetry.shown_batch import answer_file, request_file
-from deft_backend.telemetry.state import SCHEMA
 
 SETTLE_SECONDS = 0.7
 """The plugin writes about every quarter second; counters are complete after this long."""

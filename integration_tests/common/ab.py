@@ -6,13 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from integration_tests.common.server import ROOT
 
 
-def deft_ab(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+def deft_ab(
+    folder: Path, *arguments: str, settings: Mapping[str, str] | None = None
+) -> tuple[dict[str, Any], str]:
     """Run it into a folder, and check its results; those, and what it printed.
 
     Parameters
@@ -21,6 +24,8 @@ def deft_ab(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
         Where it writes ``results.json`` and ``report.html``.
     arguments
         Of the command; those of the host last, after ``--``.
+    settings
+        Further environment variables.
     """
     command = [
         sys.executable, "-c", "from deft_backend.cli import app; app()", "ab",
@@ -32,7 +37,7 @@ def deft_ab(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     }  # fmt: skip
     # A request that is alone takes the slow kernels, too: at the host's pace a fast machine ends
     # each of these few tokens' requests before the next one comes, and none shares a step.
-    environment["DEFT_MIN_BATCH"] = "1"
+    environment |= {"DEFT_MIN_BATCH": "1", **(settings or {})}
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False
     )

@@ -17,9 +17,13 @@ PREFIX = (
 )
 
 
-def on(*groups: str) -> pytest.MarkDecorator:
-    """Run the test on a server of each group."""
-    return pytest.mark.parametrize("server", groups, indirect=True)
+def on(*groups: str, smoke: Sequence[str] = ()) -> pytest.MarkDecorator:
+    """Run the test on a server of each group; on those in `smoke` in the smoke suite, too."""
+    chosen = [
+        pytest.param(group, marks=pytest.mark.smoke) if group in smoke else group
+        for group in groups
+    ]
+    return pytest.mark.parametrize("server", chosen, indirect=True)
 
 
 def assert_same(

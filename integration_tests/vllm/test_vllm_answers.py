@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from deft_backend.hosts.vllm.versions import backend_name
 from integration_tests.common.answers import (
     PREFIX,
     TOPICS,
@@ -16,18 +17,18 @@ from integration_tests.common.server import Server
 from integration_tests.vllm.vllm_server import Ask, together
 
 
-@on("default", "pressed")
+@on("default", "pressed", smoke=["default"])
 def test_shared_prefix(server: Server, reference) -> None:
     before = server.state()
     asks = [Ask(PREFIX + f"Tonight it spoke of {t}.", tokens=24) for t in TOPICS]
     check(server, reference, [*asks[:4], together(asks[4:])])
     after = server.state()
     assert after["steps_tree"] > before["steps_tree"]
-    assert after["backend"] == "CUSTOM"
+    assert after["backend"] == backend_name()
     assert after["host"] == "vllm"
 
 
-@on("default")
+@on("default", smoke=["default"])
 def test_fewer_bytes_are_read(server: Server, reference) -> None:
     """What prefix caching made common is read once. How much depends on when requests meet."""
     server.complete([Ask(PREFIX, tokens=1)])  # the next ones find its blocks
@@ -42,7 +43,7 @@ def test_fewer_bytes_are_read(server: Server, reference) -> None:
     assert after["decode_steps"] == after["steps_tree"] + sum(after["steps_host"].values())
 
 
-@on("default")
+@on("default", smoke=["default"])
 def test_levels_equal_prompts_and_loners(server: Server, reference) -> None:
     middle = [PREFIX + f"In the year of {topic} " * 2 for topic in TOPICS[:2]]
     asks = [Ask(m + f"they found {topic}", tokens=6) for m in middle for topic in TOPICS[2:4]]

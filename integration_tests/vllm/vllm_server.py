@@ -17,6 +17,7 @@ from integration_tests.common.server import (
     cores_of_two_ranks,
     state_settings,
 )
+from integration_tests.common.steps import counted
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Group:
 GROUPS = {
     # Prefix caching is on, as it is unless one turns it off.
     "default": Group(
-        ("--block-size", "16", "--max-model-len", "2048", "--max-num-batched-tokens", "512"),
+        ("--block-size", "32", "--max-model-len", "2048", "--max-num-batched-tokens", "512"),
         {"VLLM_LOG_STATS_INTERVAL": "1"},
         lora=True,
     ),
@@ -113,5 +114,8 @@ def running(backend: str | None, group: Group, folder: Path, adapter: Path) -> I
         str(MODEL), free_port(), host="vllm", backend=backend, host_arguments=flags,
         environment=settings, gpu=False,
     )  # fmt: skip
-    with ServerProcess(command, folder / "server.log", timeout=START_SECONDS) as process:
-        yield Server(process, folder / "state")
+    with (
+        ServerProcess(command, folder / "server.log", timeout=START_SECONDS) as process,
+        counted(Server(process, folder / "state"), folder / "state") as server,
+    ):
+        yield server

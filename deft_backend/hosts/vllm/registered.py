@@ -16,7 +16,7 @@ from deft_backend.config import Settings
 from deft_backend.hosts.common.limits import observing
 from deft_backend.hosts.vllm.model_defaults import apply_model_defaults
 from deft_backend.hosts.vllm.say import say_once
-from deft_backend.hosts.vllm.versions import refuse
+from deft_backend.hosts.vllm.versions import is_ours, refuse
 
 logger = logging.getLogger("deft_backend")
 
@@ -25,7 +25,7 @@ _made: dict[str, Any] = {}
 
 
 class Custom(AttentionBackend):  # type: ignore[misc]
-    """``--attention-backend CUSTOM``: chooses the host's own backend, and surrounds it.
+    """The plugin under its names in vLLM: it chooses the host's own backend, and surrounds it.
 
     vLLM asks a selected backend whether it supports a layer's configuration, and then for its
     name (``platforms/cuda.py``). To the first question this one asks the host which backend it
@@ -85,10 +85,6 @@ class Custom(AttentionBackend):  # type: ignore[misc]
     def get_builder_cls() -> Any:
         return _chosen().get_builder_cls()
 
-    @staticmethod
-    def get_kv_cache_shape(*args: Any, **kwargs: Any) -> tuple[int, ...]:
-        return tuple(_chosen().get_kv_cache_shape(*args, **kwargs))
-
 
 def _around(host: Any) -> tuple[Any, str | None]:
     """The class around a backend of the host; or the backend itself, and why."""
@@ -112,7 +108,7 @@ def _chosen() -> Any:
 
 
 def _fallback(name: str) -> AttentionBackendEnum:
-    names = [member.name for member in AttentionBackendEnum if member.name != "CUSTOM"]
+    names = [member.name for member in AttentionBackendEnum if not is_ours(member)]
     if name not in names:
         raise ValueError(
             f"DEFT_FALLBACK_BACKEND is {name!r}; expected one of {', '.join(sorted(names))}"
@@ -128,7 +124,7 @@ def _cpu_backend() -> Any:
     from deft_backend.hosts.vllm.observe import observed_backend, original_backend
 
     config = get_current_vllm_config_or_none()
-    if config is not None and config.attention_config.backend == AttentionBackendEnum.CUSTOM:
+    if config is not None and is_ours(config.attention_config.backend):
         from deft_backend.hosts.vllm.cpu import PlainCpuBackend
 
         logger.info("deft: CPU_ATTN is replaced by tree attention and torch's own attention")
@@ -143,7 +139,8 @@ def __getattr__(name: str) -> Any:
     if name in _made:
         return _made[name]
     if name in AttentionBackendEnum.__members__:
-        from deft_backend.hosts.vllm.observe import OBSERVED, observed_backend, original_backend
+        from deft_backend.hosts.vllm.observe import observed_backend, original_backend
+        from deft_backend.hosts.vllm.plugin import OBSERVED
 
         if name in OBSERVED:
             return observed_backend(original_backend(name))

@@ -5,24 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from deft_backend.config import Settings
-from deft_backend.hosts.common.tested_versions import VLLM
 from deft_backend.hosts.vllm.layers import LayerShape
+from deft_backend.hosts.vllm.port import port_of
+from deft_backend.hosts.vllm.versions import VLLM, asked_name
 from deft_backend.telemetry import reporting
 from deft_backend.telemetry.decode_log import DecodeLog
 from deft_backend.telemetry.metrics import page_of_files
 from deft_backend.telemetry.state import ServerState
-
-BACKEND = "CUSTOM"
-"""Name under which the plugin registers with vLLM."""
-
-DEFAULT_PORT = 8000
 
 
 @dataclass
@@ -56,12 +50,16 @@ class Server:
         dtype: torch.dtype,
         device: torch.device,
         settings: Settings,
-        backend: str = BACKEND,
+        observed: str | None = None,
     ) -> ServerState:
-        """The counters, which the first group to ask for them keeps."""
+        """The counters, which the first group to ask for them keeps.
+
+        `observed` names the host's backend whose steps are counted; None: tree attention's.
+        """
         if self.state is None:
             self.counting = tuple(layer_names)
-            policy = settings.policy if backend == BACKEND else ""
+            backend = observed or asked_name(self.config)
+            policy = "" if observed else settings.policy
             state = _state_of(self.config, shape, dtype, device, backend, policy)
             _start_reporting(state, self.config.parallel_config, settings)
             self.state = state
@@ -133,41 +131,6 @@ def _log_interval() -> float:
     from vllm import envs
 
     return max(0.1, float(envs.VLLM_LOG_STATS_INTERVAL))
-
-
-def port_of(arguments: Sequence[str]) -> int:
-    """The server's port, from its command line.
-
-    vLLM's configuration does not hold it; its engine and worker processes keep the command line
-    of the server that started them. Of several the last one counts, as it does there, and any of
-    them more than one in the file behind ``--config``.
-
-    Examples
-    --------
-    >>> port_of(["api_server", "--port", "8123"]), port_of(["serve", "M", "--port=81"]), port_of([])
-    (8123, 81, 8000)
-    """
-    port = _configured_port(arguments) or DEFAULT_PORT
-    for at, word in enumerate(arguments):
-        name, _, value = word.partition("=")
-        if name == "--port":
-            value = value or (arguments[at + 1] if at + 1 < len(arguments) else "")
-            if value.isdigit():
-                port = int(value)
-    return port
-
-
-def _configured_port(arguments: Sequence[str]) -> int | None:
-    """The port in the YAML file that the command line names, if there is one."""
-    import yaml  # vLLM reads the file with it
-
-    names = [word for before, word in pairwise(arguments) if before == "--config"]
-    try:
-        content = yaml.safe_load(Path(names[0]).read_text()) if names else None
-    except (OSError, ValueError, yaml.YAMLError):
-        return None  # the server does not start with it
-    port = str(content.get("port")) if isinstance(content, dict) else ""
-    return int(port) if port.isdigit() else None  # quoted or not, as for the host's parser
 
 
 def _tensor_rank() -> int:

@@ -1,0 +1,44 @@
+"""The server's port, which vLLM's configuration does not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+DEFAULT_PORT = 8000
+
+
+def port_of(arguments: Sequence[str]) -> int:
+    """The server's port, from its command line.
+
+    vLLM's configuration does not hold it; its engine and worker processes keep the command line
+    of the server that started them. Of several the last one counts, as it does there, and any of
+    them more than one in the file behind ``--config``.
+
+    Examples
+    --------
+    >>> port_of(["api_server", "--port", "8123"]), port_of(["serve", "M", "--port=81"]), port_of([])
+    (8123, 81, 8000)
+    """
+    port = _configured_port(arguments) or DEFAULT_PORT
+    for at, word in enumerate(arguments):
+        name, _, value = word.partition("=")
+        if name == "--port":
+            value = value or (arguments[at + 1] if at + 1 < len(arguments) else "")
+            if value.isdigit():
+                port = int(value)
+    return port
+
+
+def _configured_port(arguments: Sequence[str]) -> int | None:
+    """The port in the YAML file that the command line names, if there is one."""
+    import yaml  # vLLM reads the file with it
+
+    names = [word for before, word in pairwise(arguments) if before == "--config"]
+    try:
+        content = yaml.safe_load(Path(names[0]).read_text()) if names else None
+    except (OSError, ValueError, yaml.YAMLError):
+        return None  # the server does not start with it
+    port = str(content.get("port")) if isinstance(content, dict) else ""
+    return int(port) if port.isdigit() else None  # quoted or not, as for the host's parser

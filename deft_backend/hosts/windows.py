@@ -1,0 +1,9 @@
+"""Every host's window: the versions that get tree attention, by the host's name."""
+
+from __future__ import annotations
+
+from deft_backend.hosts.common.tested_versions import SGLANG
+from deft_backend.hosts.vllm.versions import VLLM
+
+TESTED = {"sglang": SGLANG, "vllm": VLLM}
+"""By the names that :mod:`deft_backend.servers.command` knows hosts by."""

@@ -1,0 +1,95 @@
+"""Files of a model that a host takes by a folder or by a hub name such as ``Qwen/Qwen3-8B``."""
+
+from __future__ import annotations
+
+import os
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_OTHER_HUBS = ("SGLANG_USE_MODELSCOPE", "VLLM_USE_MODELSCOPE")
+
+
+class ModelFilesError(ValueError):
+    """The model is neither a folder nor found on the hub or in its cache."""
+
+
+def is_hub_name(model: str) -> bool:
+    """Whether a model that is no folder names a repository of the Hugging Face hub.
+
+    Hosts take other names, too: URLs, ``repository:quantization``, and names of another hub if a
+    variable such as ``VLLM_USE_MODELSCOPE`` asks for it.
+
+    >>> is_hub_name("Qwen/Qwen3-8B"), is_hub_name("s3://bucket/model"), is_hub_name("a/b:Q4_K_M")
+    (True, False, False)
+    """
+    if any(os.environ.get(name, "").lower() in ("1", "true") for name in _OTHER_HUBS):
+        return False
+    return _HUB_NAME.fullmatch(model) is not None
+
+
+def model_file(model: str, name: str, revision: str | None = None) -> Path | None:
+    """A file of a model, downloaded if the hub has it and the cache does not.
+
+    `huggingface_hub`, which every host brings, looks the file up. It reads ``HF_HOME``,
+    ``HF_TOKEN`` and ``HF_HUB_OFFLINE`` from the environment.
+
+    Parameters
+    ----------
+    model : str
+        A folder, or a name on the hub.
+    name : str
+        Such as ``config.json``.
+    revision : str, optional
+        Branch, tag or commit on the hub; None: the main branch.
+
+    Returns
+    -------
+    Path or None
+        None if the model has no such file.
+
+    Raises
+    ------
+    ModelFilesError
+        If the model cannot be found; the message says why and what to do.
+    """
+    folder = Path(model)
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+    if not is_hub_name(model):
+        raise ModelFilesError(
+            f"cannot read {name} of the model {model}: it is neither a folder nor a name on the "
+            "Hugging Face hub. Pass a checkpoint's folder"
+        )
+    try:
+        hub: Any = import_module("huggingface_hub")
+        errors: Any = import_module("huggingface_hub.errors")
+    except ImportError:
+        raise ModelFilesError(
+            f"the model {model} is no folder, and huggingface_hub, which looks up hub names, is "
+            "not installed. Run: pip install huggingface_hub, or pass a checkpoint's folder"
+        ) from None
+    at = f"{model} at revision {revision}" if revision else model
+    try:
+        return Path(hub.hf_hub_download(model, name, revision=revision))
+    except errors.GatedRepoError:
+        reason = "the hub asks for permission to read it. Accept its terms there, and set HF_TOKEN"
+    except errors.RepositoryNotFoundError:
+        reason = "the hub has no such model, or a private one. Check the name, or set HF_TOKEN"
+    except errors.RevisionNotFoundError:
+        reason = "the hub has no such revision of it. Check --revision"
+    except errors.LocalEntryNotFoundError:
+        reason = (
+            f"{name} is not in the hub's cache on this machine, and HF_HUB_OFFLINE forbids to ask "
+            "the hub. Download the model first, unset HF_HUB_OFFLINE, or pass a checkpoint's folder"
+            if hub.constants.HF_HUB_OFFLINE
+            else f"{name} is not in the hub's cache on this machine, and the hub does not answer. "
+            "Check the connection (HF_ENDPOINT, proxies), or pass a checkpoint's folder"
+        )
+    except errors.EntryNotFoundError:
+        return None
+    except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
+        reason = f"{error}"
+    raise ModelFilesError(f"{at} is no folder here, and cannot be read from the hub: {reason}")

@@ -1,0 +1,68 @@
+"""Run a host's integration tests in an environment and read what came out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from host_matrix.environment import ROOT, python_of
+
+SUITES = ("smoke", "full")
+
+_TESTS = {
+    "sglang": ("--ignore", "integration_tests/vllm", "integration_tests"),
+    # The configuration beside the other host's tests is not for these.
+    "vllm": ("--confcutdir", "integration_tests/vllm", "integration_tests/vllm"),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a suite's run gave.
+
+    Attributes
+    ----------
+    exit_code : int
+        Of pytest; 0 if every test passed.
+    passed, failed : int
+        Tests; those that could not be set up count as failed.
+    tree_steps : int
+        Decode steps through tree attention, summed over the servers.
+    device : str
+        Of those servers: ``cpu``, or the GPU's name.
+    """
+
+    exit_code: int
+    passed: int
+    failed: int
+    tree_steps: int
+    device: str
+
+
+def run_suite(host: str, suite: str, environment: Path, *options: str) -> Outcome:
+    """Run a suite in an environment; pytest's output goes to the terminal.
+
+    Parameters
+    ----------
+    host : str
+    suite : str
+        ``smoke`` runs the tests with that mark; ``full`` runs all.
+    environment : Path
+    options
+        Further ones of pytest.
+    """
+    with tempfile.TemporaryDirectory(prefix="host-matrix-") as folder:
+        result = Path(folder) / "result.json"
+        chosen = ("-m", "smoke") if suite == "smoke" else ()
+        command = [
+            str(python_of(environment)), "-m", "pytest", "-q", "-p",
+            "integration_tests.common.result", "--result", str(result), *chosen, *options,
+            *_TESTS[host],
+        ]  # fmt: skip
+        done = subprocess.run(command, cwd=ROOT, check=False)
+        if not result.exists():
+            return Outcome(done.returncode or 1, 0, 0, 0, "")
+        return Outcome(done.returncode, **json.loads(result.read_text()))

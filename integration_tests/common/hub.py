@@ -1,0 +1,32 @@
+"""A cache of the Hugging Face hub that holds the tiny model: what a download leaves behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+NAME = "made-up/tiny-llama"
+REVISION = "v2"
+_COMMIT = "0123456789abcdef0123456789abcdef01234567"
+_OLDER = "fedcba9876543210fedcba9876543210fedcba98"
+
+
+def write_hub_cache(home: Path, model: Path) -> dict[str, str]:
+    """Write it under `home`.
+
+    :data:`REVISION` holds the files of the folder `model`; the main branch holds none.
+
+    Returns
+    -------
+    dict
+        Variables with which `huggingface_hub` reads this cache and never asks the hub.
+    """
+    repository = home / "hub" / f"models--{NAME.replace('/', '--')}"
+    for branch, commit in (("main", _OLDER), (REVISION, _COMMIT)):
+        reference = repository / "refs" / branch
+        reference.parent.mkdir(parents=True, exist_ok=True)
+        reference.write_text(commit)
+        (repository / "snapshots" / commit).mkdir(parents=True)
+    for path in model.iterdir():
+        if path.is_file():
+            (repository / "snapshots" / _COMMIT / path.name).symlink_to(path)
+    return {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}

