@@ -100,20 +100,36 @@ def e2e(
     Rows are written after every workload: what was measured is kept whatever happens, and runs with
     other backends or workloads add to the same file. Exits with 1 if a row has an error.
     """
-    from benchmarks.e2e.choice import Choice
+    from benchmarks.e2e.choice import (
+        BatchChoice,
+        Choice,
+        ClientChoice,
+        ModelChoice,
+        Output,
+        ServerChoice,
+        TrafficChoice,
+        TreeChoice,
+    )
 
+    command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
     choice = Choice(
-        out=out, command=shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
-        host=chosen_host(host, needed=False),
-        backends=words(backends) if backends is not None else None,
-        reference=reference, workloads=words(workloads), cases=case or (), gen=gen,
-        repeats=repeats, traces=traces, scale=scale,
-        client_shapes=words(client_shapes) if client_shapes is not None else None,
-        client_runs=client_runs, minutes=minutes, part=part, workers=workers,
-        tolerance=tolerance, model=model, shape=shape, weights=weights, checkpoint=checkpoint,
-        options=tuple(host_arguments(host_args)), logs=logs, start_seconds=start_timeout,
+        Output(out, command, logs),
+        words(workloads),
+        ServerChoice(
+            chosen_host(host, needed=False), _listed(backends), reference,
+            tuple(host_arguments(host_args)), start_timeout,
+        ),
+        ModelChoice(model, shape, weights, checkpoint),
+        BatchChoice(case or (), gen, repeats),
+        TreeChoice(traces, scale),
+        ClientChoice(_listed(client_shapes), client_runs),
+        TrafficChoice(minutes, part, workers, tolerance),
     )  # fmt: skip
     run_choice(choice)
+
+
+def _listed(names: str | None) -> list[str] | None:
+    return None if names is None else words(names)
 
 
 def run_choice(choice: Choice) -> None:
@@ -125,20 +141,20 @@ def run_choice(choice: Choice) -> None:
         With 2 and a message for what the user can mend.
     """
     from benchmarks.e2e.backend_runs import record
-    from benchmarks.e2e.choice import ERRORS, prepared
+    from benchmarks.e2e.prepare_run import ERRORS, prepared
     from benchmarks.row_files import RowsError
 
     console = Console()
     if find_spec("aiohttp") is None:
         raise fail("aiohttp is not installed; run: pip install 'deft-backend[bench]'")
-    stopped = f"no server is left; workloads that were done have their rows in {choice.out}"
+    stopped = f"no server is left; workloads that were done have their rows in {choice.output.rows}"
     with (
         unwound(console, stopped), reported(*ERRORS, RowsError), prepared(choice) as setup,
     ):  # fmt: skip
         if not setup.launch.host.on_gpu():
             stderr.print("[yellow]no usable GPU: answers are checked, times mean nothing[/yellow]")
         rows = record(setup, lambda line: say(console, line))
-    _show(choice.out, console)
+    _show(choice.output.rows, console)
     if any(row["error"] for row in rows):
         raise typer.Exit(FAILED)
 
