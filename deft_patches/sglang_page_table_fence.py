@@ -1,11 +1,12 @@
 """Page-table writes wait for decode graphs that read page tables while they run.
 
-Changes, on ``DecodeCudaGraphRunner`` (SGLang 0.5.17) or the class that a model runner has instead,
-    for runners that have a reader:
+Changes, on ``DecodeCudaGraphRunner`` (SGLang 0.5.17 alone) or the class that a model runner has
+    instead, for runners that have a reader:
     ``execute``: after a replay that the reader says reads page tables, later writes to them wait
     for the whole forward. The host lets them go once its own metadata is read, before the replay.
 Why: tree attention reads page tables during the replay. With overlap on, the host prepares the next
     batch meanwhile, and may give a request's row to another.
+    Later versions ask the backend (``shared_read_ends``) and need no patch.
 Looks for: the method with the parameters used here, and the event behind the host's fence.
 Harmless to runners without a reader: the wrapper calls straight through.
 """

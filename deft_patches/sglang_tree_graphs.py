@@ -1,12 +1,14 @@
 """A second set of decode CUDA graphs, with tree attention in the place of the host's kernel.
 
-Changes, on ``DecodeCudaGraphRunner`` (SGLang 0.5.17) or the class that a model runner has instead,
-    for runners that have a controller:
+Changes, on ``DecodeCudaGraphRunner`` (SGLang 0.5.17 to 0.5.23) or the class that a model runner
+    has instead, for runners that have a controller:
     ``capture_one_shape``: after the host's graph of a batch size, the same forward is captured once
     more under a label of its own, while the controller says that it is being captured;
     ``_resolve_lora_variant``: gives that label to batches that the controller takes, so that the
     host replays the second graph; all others replay the host's;
 Why: which batches share enough is known on the host before every step; a graph cannot choose.
+    The host's own graph variants (0.5.20 on) do not serve: it makes them from the model's
+    configuration alone, and asks which one a batch takes after it has asked ``shared_read_ends``.
 Looks for: the two methods with the parameters used here, and the graph backend "full" (one graph
     for a whole forward).
 Harmless to runners without a controller: the wrappers call straight through.
@@ -46,14 +48,19 @@ _controllers: dict[int, Controller] = {}
 """By the id of the model runner."""
 
 
-def missing(server_args: Any) -> str | None:
-    """What the host lacks, in one line, or None."""
+def missing(kind: str) -> str | None:
+    """What the host lacks, in one line, or None.
+
+    Parameters
+    ----------
+    kind : str
+        Of the server's decode graphs.
+    """
     lacks = other_parameters(decode_graph_runner(), PARAMETERS)
     if lacks is not None:
         return lacks
-    backend = server_args.cuda_graph_config.decode.backend
-    if backend != "full":
-        return f"decode graphs are of the kind {backend}, not full"
+    if kind != "full":
+        return f"decode graphs are of the kind {kind}, not full"
     return None
 
 
@@ -77,14 +84,16 @@ def _capture_one_shape(
     forward: Any,
     stream_idx: int | None = None,
     variant_label: str | None = None,
+    *others: Any,
+    **named: Any,
 ) -> None:
-    original(runner, size, forward, stream_idx, variant_label)
+    original(runner, size, forward, stream_idx, variant_label, *others, **named)
     controller = _controllers.get(id(runner.model_runner))
     if controller is None:
         return
     controller.capture_tree(True)
     try:
-        original(runner, size, forward, stream_idx, _labelled(variant_label))
+        original(runner, size, forward, stream_idx, _labelled(variant_label), *others, **named)
     finally:
         controller.capture_tree(False)
 

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 from deft_backend.hosts.contract.wheels import WheelError
+from deft_backend.hosts.windows import TESTED
 from host_matrix.environment import ROOT, NoEnvironmentError, create, python_of, remove
-from host_matrix.rows import RECORD, put, row_of
+from host_matrix.rows import RECORD, put, row_of, version_of
 from host_matrix.suite import SUITES, run_suite
 from host_matrix.versions import HOSTS, resolve, versions_in_window
 
@@ -88,7 +89,8 @@ def _run(arguments: argparse.Namespace) -> int:
 def _record(host: str, suite: str, environment: Path) -> int:
     if not python_of(environment).exists():
         raise NoEnvironmentError(f"{environment} is not a virtual environment; expected bin/python")
-    outcome = run_suite(host, suite, environment)
+    in_window = TESTED[host].holds(version_of(host, environment))
+    outcome = run_suite(host, suite, environment, in_window=in_window)
     row = row_of(host, suite, environment, outcome)
     put(row)
     print(f"{RECORD.relative_to(ROOT)}: {row}", flush=True)

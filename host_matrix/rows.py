@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deft_backend.hosts.contract.versions import version_key
-from host_matrix.environment import ROOT, installed_versions
+from host_matrix.environment import ROOT, NoEnvironmentError, installed_versions
 from host_matrix.suite import Outcome
 from host_matrix.versions import DISTRIBUTIONS
 
@@ -20,11 +20,10 @@ Row = dict[str, Any]
 
 def row_of(host: str, suite: str, environment: Path, outcome: Outcome) -> Row:
     """The row of a run."""
-    distribution = DISTRIBUTIONS[host]
-    found = installed_versions(environment, distribution, host, "torch", "triton")
+    found = installed_versions(environment, "torch", "triton")
     return {
         "host": host,
-        "version": found[distribution] or found[host],
+        "version": version_of(host, environment),
         "torch": found["torch"],
         "triton": found["triton"],
         "device": outcome.device,
@@ -35,6 +34,21 @@ def row_of(host: str, suite: str, environment: Path, outcome: Outcome) -> Row:
         "commit": _commit(),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
     }
+
+
+def version_of(host: str, environment: Path) -> str:
+    """The host's version in an environment.
+
+    Raises
+    ------
+    NoEnvironmentError
+        If the host is not installed there.
+    """
+    found = installed_versions(environment, DISTRIBUTIONS[host], host)
+    version = found[DISTRIBUTIONS[host]] or found[host]
+    if version is None:
+        raise NoEnvironmentError(f"{environment} holds no {host}; install it there first")
+    return version
 
 
 def put(row: Row, record: Path = RECORD) -> None:

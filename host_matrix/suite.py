@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +44,9 @@ class Outcome:
     device: str
 
 
-def run_suite(host: str, suite: str, environment: Path, *options: str) -> Outcome:
+def run_suite(
+    host: str, suite: str, environment: Path, *, in_window: bool = True, options: Sequence[str] = ()
+) -> Outcome:
     """Run a suite in an environment; pytest's output goes to the terminal.
 
     Parameters
@@ -51,9 +55,12 @@ def run_suite(host: str, suite: str, environment: Path, *options: str) -> Outcom
     suite : str
         ``smoke`` runs the tests with that mark; ``full`` runs all.
     environment : Path
+    in_window : bool
+        Whether the plugin supports the version. If not, it is told to try.
     options
         Further ones of pytest.
     """
+    variables = dict(os.environ) if in_window else {**os.environ, "DEFT_UNTESTED_HOST": "1"}
     with tempfile.TemporaryDirectory(prefix="host-matrix-") as folder:
         result = Path(folder) / "result.json"
         chosen = ("-m", "smoke") if suite == "smoke" else ()
@@ -62,7 +69,7 @@ def run_suite(host: str, suite: str, environment: Path, *options: str) -> Outcom
             "integration_tests.common.result", "--result", str(result), *chosen, *options,
             *_TESTS[host],
         ]  # fmt: skip
-        done = subprocess.run(command, cwd=ROOT, check=False)
+        done = subprocess.run(command, cwd=ROOT, env=variables, check=False)
         if not result.exists():
             return Outcome(done.returncode or 1, 0, 0, 0, "")
         return Outcome(done.returncode, **json.loads(result.read_text()))

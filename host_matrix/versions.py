@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from deft_backend.hosts.common.tested_versions import TESTED
 from deft_backend.hosts.contract.wheels import released_versions
+from deft_backend.hosts.windows import TESTED
 
 HOSTS = ("sglang", "vllm")
 

@@ -11,10 +11,14 @@ import torch
 
 from deft_backend.config import Settings
 from deft_backend.forest import PrefixForest
+from deft_backend.hosts.sglang.batch_observer import Observed
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner
+from deft_backend.hosts.sglang.prefix_source import PrefixSource
 from deft_backend.planner import PlanCapacity, plan_forest
 from deft_backend.policies import Target, get_policy
 from deft_backend.telemetry.state import ServerState
+
+RADIX_CACHE: Any = type("RadixCache", (), {"__module__": "sglang.srt.mem_cache.radix_cache"})()
 
 EAGER = Settings(min_batch=1, min_share=1.0, min_shared_tokens=0)
 
@@ -111,12 +115,22 @@ def make_state() -> ServerState:
 
 def make_planner(settings: Settings = EAGER, verify: Any = None) -> tuple[DecodePlanner, Any]:
     attention = FakeAttention()
-    return DecodePlanner(attention, settings, make_state(), verify), attention
+    return DecodePlanner(attention, tree_source(), settings, make_state(), verify), attention
 
 
 def step(planner: DecodePlanner, requests: list[Any], lens: Any) -> Any:
     lens = np.asarray(lens)
-    return planner.step(requests, lens, int(lens.sum()))
+    return planner.step(observed(requests), lens, int(lens.sum()))
+
+
+def tree_source() -> PrefixSource:
+    """For batches under a plain radix tree, where nobody looks at the page table."""
+    return PrefixSource(torch.empty((0, 0), dtype=torch.int32))
+
+
+def observed(requests: list[Any], tree_cache: Any = None) -> Observed:
+    """A batch, under the plain radix tree unless another cache is given."""
+    return Observed(None, requests, RADIX_CACHE if tree_cache is None else tree_cache)
 
 
 def make_layer(**changes: Any) -> Any:

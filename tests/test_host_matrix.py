@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deft_backend.hosts.common.tested_versions import TESTED
+from deft_backend.hosts.windows import TESTED
 from host_matrix import environment, versions
 from host_matrix.requirements import requirements_of
 from host_matrix.rows import put, row_of

@@ -15,7 +15,7 @@ from sglang_fakes import (
 )
 
 from deft_backend.config import Settings
-from deft_backend.hosts.sglang.radix_forest import forest_of
+from deft_backend.hosts.sglang.radix_tree import RadixTreeSource
 from deft_backend.telemetry import reporting
 from deft_backend.telemetry.counters import Counters
 from deft_backend.telemetry.state import StateWriter
@@ -36,7 +36,7 @@ def test_state_file(tmp_path) -> None:
     assert writer.path.read_text() == first  # nothing changed: not written, not even the time
 
     requests, _, lens = requests_of([[1, 2], [1, 2]], Tree())
-    state.forest = forest_of(requests, lens)
+    state.forest = RadixTreeSource().forest(requests, lens)
     state.rids = ["a", "b"]
     state.count_host("small", tokens=10)
     state.count_tree(tokens=6, loaded=4, tree_layers=1)

@@ -19,9 +19,10 @@ from sglang_fakes import (
     requests_of,
 )
 
-from deft_backend.hosts.sglang.capture import BatchCapture
+from deft_backend.hosts.sglang.batch_observer import BatchObserver
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner
 from deft_backend.hosts.sglang.layers import unsupported_layer
+from deft_backend.hosts.sglang.prefix_source import PrefixSource
 from deft_backend.planner.encoding import ITEM_ORDER
 
 
@@ -30,24 +31,24 @@ def host() -> Any:
     return load_host()
 
 
-def test_capture_knows_its_batch_by_the_list_of_ids() -> None:
+def test_the_observer_knows_its_batch_by_the_list_of_ids() -> None:
     runner, decode = object(), SimpleNamespace(is_decode=lambda: True)
-    capture = BatchCapture(runner)
+    observer = BatchObserver(runner)
     rids = ["a", "b"]
     made = SimpleNamespace(forward_mode=decode, rids=rids)
     batch = SimpleNamespace(reqs=["ra", "rb"], tree_cache="tree")
-    capture.observe(made, batch, runner)
+    observer.observe(made, batch, runner)
     replaced = SimpleNamespace(forward_mode=decode, rids=rids)
-    found = capture.of(replaced)
+    found = observer.of(replaced)
     assert found is not None
     assert (found.requests, found.tree_cache) == (["ra", "rb"], "tree")
-    assert capture.of(SimpleNamespace(rids=["a", "b"])) is None  # equal, not the same
-    assert capture.of(SimpleNamespace(rids=None)) is None
-    capture.observe(SimpleNamespace(forward_mode=decode, rids=["c"]), batch, object())
-    assert capture.of(replaced) is not None  # another runner's batch
+    assert observer.of(SimpleNamespace(rids=["a", "b"])) is None  # equal, not the same
+    assert observer.of(SimpleNamespace(rids=None)) is None
+    observer.observe(SimpleNamespace(forward_mode=decode, rids=["c"]), batch, object())
+    assert observer.of(replaced) is not None  # another runner's batch
     extend = SimpleNamespace(is_decode=lambda: False)
-    capture.observe(SimpleNamespace(forward_mode=extend, rids=["d"]), batch, runner)
-    assert capture.of(replaced) is None
+    observer.observe(SimpleNamespace(forward_mode=extend, rids=["d"]), batch, runner)
+    assert observer.of(replaced) is None
 
 
 @pytest.mark.parametrize(
@@ -113,9 +114,9 @@ def server(host: Any) -> Any:
         max_batch=4, policy="deft-node",
     )  # fmt: skip
     state = make_state()
-    capture = BatchCapture(runner)
-    planner = DecodePlanner(attention, EAGER, state)
-    backend = HostPlannedBackend(HostBackend(), attention, planner, capture, state)
+    observer = BatchObserver(runner)
+    planner = DecodePlanner(attention, PrefixSource(torch.from_numpy(table)), EAGER, state)
+    backend = HostPlannedBackend(HostBackend(), attention, planner, observer, state)
 
     class Mode:
         def __init__(self, decode: bool) -> None:
@@ -132,12 +133,12 @@ def server(host: Any) -> Any:
         )  # fmt: skip
         if captured:
             cache = type("RadixCache", (), {"__module__": "sglang.srt.mem_cache.radix_cache"})()
-            capture.observe(made, SimpleNamespace(reqs=requests, tree_cache=cache), runner)
+            observer.observe(made, SimpleNamespace(reqs=requests, tree_cache=cache), runner)
         return made
 
     return SimpleNamespace(
         backend=backend, calls=calls, batch=batch, state=state, table=table, lens=lens,
-        pool=HostBackend.token_to_kv_pool, attention=attention, capture=capture,
+        pool=HostBackend.token_to_kv_pool, attention=attention, observer=observer,
     )  # fmt: skip
 
 
@@ -194,7 +195,7 @@ def test_arguments_that_are_not_known_are_handed_on(server: Any, change: dict[st
 
 
 @pytest.mark.parametrize(
-    "kind", ["extend", "not captured", "padded", "padded lengths", "unknown tree", "no lengths"]
+    "kind", ["extend", "not captured", "padded", "padded lengths", "no lengths"]
 )
 def test_other_batches_are_handed_on(server: Any, kind: str) -> None:
     batch, (q, k, v) = server.batch(kind != "extend", kind != "not captured"), query()
@@ -202,9 +203,6 @@ def test_other_batches_are_handed_on(server: Any, kind: str) -> None:
         batch.batch_size = 4
     if kind == "padded lengths":
         batch.seq_lens_cpu = torch.cat((batch.seq_lens_cpu, torch.ones(2, dtype=torch.int64)))
-    if kind == "unknown tree":
-        server.capture.observe(batch, SimpleNamespace(reqs=[1, 2], tree_cache=object()),
-                               server.capture._runner)  # fmt: skip
     if kind == "no lengths":
         batch.seq_lens_cpu = None
     server.backend.init_forward_metadata(batch)
@@ -212,7 +210,7 @@ def test_other_batches_are_handed_on(server: Any, kind: str) -> None:
     assert server.calls == ["metadata", "extend" if kind == "extend" else "decode"]
     assert server.state.steps_tree == 0
     reasons = {"not captured": "no requests behind the batch", "padded": "padded batch",
-               "padded lengths": "padded batch", "unknown tree": "unknown tree cache"}  # fmt: skip
+               "padded lengths": "padded batch"}  # fmt: skip
     assert list(server.state.steps_host) == ([reasons[kind]] if kind in reasons else [])
 
 
@@ -272,9 +270,10 @@ def test_a_second_set_of_graphs_is_captured_and_replayed(host: Any) -> None:
 
 
 def test_page_tables_are_not_written_while_a_graph_reads_them(host: Any) -> None:
+    from deft_backend.hosts.sglang.versions import read_end
     from deft_patches import sglang_page_table_fence as patch
 
-    assert patch.missing() is None
+    assert (patch.missing() is None) == (read_end() is None)  # later versions ask the backend
     model = SimpleNamespace(war_fastpath_read_done_event=None)
     runner = SimpleNamespace(model_runner=model)
 
@@ -299,6 +298,7 @@ def test_other_packages_runners_are_patched_themselves(host: Any, monkeypatch) -
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
+    from deft_backend.hosts.sglang.versions import read_end
     from deft_patches import sglang_page_table_fence as fence
     from deft_patches import sglang_tree_graphs as graphs
     from deft_patches.wrapping import is_wrapped
@@ -335,7 +335,7 @@ def test_other_packages_runners_are_patched_themselves(host: Any, monkeypatch) -
     monkeypatch.setattr("sglang.srt.model_executor.model_runner.ModelRunner", derived)
     monkeypatch.setattr(inspect, "getsource", lambda kind, real=inspect.getsource: (
         "class Derived: ..." if kind is derived else real(kind)))  # fmt: skip
-    assert fence.missing() is None
+    assert (fence.missing() is None) == (read_end() is None)
 
 
 def test_a_patch_is_there_whatever_other_plugins_hooked(host: Any) -> None:
@@ -387,12 +387,8 @@ def check_nothing() -> None:
 def test_the_host_has_what_a_second_set_of_graphs_needs(host: Any) -> None:
     from deft_patches import sglang_tree_graphs as patch
 
-    def arguments(kind: str) -> Any:
-        decode = SimpleNamespace(backend=kind)
-        return SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=decode))
-
-    assert patch.missing(arguments("full")) is None
-    assert "of the kind breakable" in str(patch.missing(arguments("breakable")))
+    assert patch.missing("full") is None
+    assert "of the kind breakable" in str(patch.missing("breakable"))
 
 
 def test_graphs_launch_every_kernel_over_whatever_plan_is_there(server: Any) -> None:
@@ -454,6 +450,50 @@ def test_the_second_capture_of_a_size_leaves_the_hosts_buffers_to_its_own_graph(
     assert server.calls == ["graph None", "new buffers", "graph deft", "metadata out of graph"]
     server.backend.init_forward_metadata_out_graph(server.batch(captured=False), in_capture=True)
     assert server.calls[-1] == "new buffers"  # the next size's
+
+
+def test_the_host_is_told_until_when_page_tables_are_read(server: Any, host: Any) -> None:
+    """Asked once the graph is chosen: until the end for tree attention, else what the host's own
+    backend says. Nothing decided, nothing risked."""
+    from deft_backend.hosts.sglang.versions import read_end
+
+    backend = server.backend
+    decode, extend = server.batch().forward_mode, server.batch(decode=False).forward_mode
+    backend._host.shared_read_ends = lambda mode: ("the host's", mode)
+    assert backend.shared_read_ends(decode) == read_end()
+    assert backend.shared_read_ends(extend) == ("the host's", extend)
+    assert backend.takes(server.batch())
+    assert backend.shared_read_ends(decode) == read_end()
+    assert not backend.takes(server.batch(captured=False))
+    assert backend.shared_read_ends(decode) == ("the host's", decode)
+    ends = getattr(host, "SharedReadEnds", None)
+    assert read_end() == (None if ends is None else ends.UNKNOWN)
+
+
+def test_graphs_of_every_version_are_captured_twice(host: Any) -> None:
+    """Later versions capture a size for variants of their own: the label is beside those."""
+    from deft_patches import sglang_tree_graphs as patch
+
+    captured: list[Any] = []
+
+    class Controller:
+        def capture_tree(self, capturing: bool) -> None:
+            captured.append(capturing)
+
+        def takes(self, forward_batch: Any) -> bool:
+            return True
+
+    model = SimpleNamespace()
+    runner = SimpleNamespace(model_runner=model)
+    patch._controllers[id(model)] = Controller()
+    try:
+        patch._capture_one_shape(lambda *given: captured.append(given), runner, 8, "forward", None,
+                                 "lora", "dense")  # fmt: skip
+    finally:
+        del patch._controllers[id(model)]
+    first, second = (runner, 8, "forward", None, "lora", "dense"), (
+        runner, 8, "forward", None, "lora+deft", "dense")  # fmt: skip
+    assert captured == [first, True, second, False]
 
 
 def test_a_batch_that_is_padded_after_it_was_decided_on_is_the_hosts(server: Any) -> None:

@@ -272,3 +272,15 @@ def test_members_are_the_hosts(server: Any) -> None:
     assert server.backend._host.prefill_attention_backend_str == "triton"
     with pytest.raises(AttributeError, match="no_such_member"):
         _ = server.backend.no_such_member
+
+
+def test_page_tables_are_read_until_the_end_once_a_graph_holds_tree_attention(server: Any) -> None:
+    """The host asks before it says which graph it replays."""
+    from deft_backend.hosts.sglang.versions import read_end
+
+    backend = server.backend
+    backend._host.shared_read_ends = lambda mode: "the host's"
+    assert backend.shared_read_ends(DECODE) == "the host's"
+    backend.init_forward_metadata_out_graph(server.batch(size=2), in_capture=True)
+    assert backend.shared_read_ends(DECODE) == read_end()
+    assert backend.shared_read_ends(EXTEND) == "the host's"

@@ -16,25 +16,23 @@ from sglang_fakes import (
     make_planner,
     make_request,
     make_state,
+    observed,
     requests_of,
     step,
+    tree_source,
 )
 
 from deft_backend.config import Settings
 from deft_backend.costs.cost_model import default_cost_model
 from deft_backend.forest import forest_from_page_tables, forest_from_paths
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner
-from deft_backend.hosts.sglang.radix_forest import (
-    PRIVATE,
-    TreeError,
-    forest_of,
-    key_of,
-    known_tree,
-)
+from deft_backend.hosts.sglang.prefix_source import key_of, tree_reader
+from deft_backend.hosts.sglang.radix_tree import RadixTreeSource, TreeError
 from deft_backend.hosts.sglang.verify import disagreement
 from deft_backend.planner.encoding import OPEN_END
 from deft_backend.policies import POLICY_NAMES
 
+forest_of = RadixTreeSource().forest
 ARRAYS = ("order", "parent", "row", "start", "length", "query_begin", "query_end", "leaf")
 
 
@@ -126,33 +124,30 @@ def test_only_what_the_tree_owns_is_shared() -> None:
 def test_requests_without_a_place_in_the_tree_are_private() -> None:
     node, _ = Tree().insert([1, 2, 3])
     freed = make_request(node, 3, row=None)
-    assert key_of(freed) == key_of(make_request(None, 0)) == PRIVATE
     forest = forest_of([freed, make_request(node, 3), make_request(None, 3)], np.array([5, 5, 5]))
     assert forest.tokens_stored == 15
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "known"),
+    ("module", "name", "read"),
     [
         ("sglang.srt.mem_cache.radix_cache", "RadixCache", True),
         ("sglang.srt.mem_cache.chunk_cache", "ChunkCache", True),
         ("sglang.srt.mem_cache.chunk_cache", "SWAChunkCache", False),
         ("sglang.srt.mem_cache.hiradix_cache", "HiRadixCache", False),
+        ("sglang.srt.mem_cache.unified_radix_cache", "UnifiedRadixCache", False),  # to 0.5.21
         ("sglang.srt.session.streaming_session", "StreamingSession", False),
     ],
 )
-def test_known_trees(module: str, name: str, known: bool) -> None:
+def test_trees_that_are_read(module: str, name: str, read: bool) -> None:
     cache = type(name, (), {"__module__": module, "is_eagle": False})()
-    reason = known_tree(cache)
-    assert (reason is None) == known
-    assert known or name in str(reason)
+    assert (tree_reader(cache) is not None) == read
 
 
-def test_a_tree_of_bigrams_is_not_known() -> None:
+def test_a_tree_of_bigrams_is_not_read() -> None:
     """Its nodes' keys are one shorter than what their requests hold."""
     known = {"__module__": "sglang.srt.mem_cache.radix_cache"}
-    cache = type("RadixCache", (), {**known, "is_eagle": True})()
-    assert "bigrams" in str(known_tree(cache))
+    assert tree_reader(type("RadixCache", (), {**known, "is_eagle": True})()) is None
 
 
 def test_verification_finds_a_wrong_forest() -> None:
@@ -262,7 +257,7 @@ def test_a_newcomer_attends_to_its_own_tokens_alone() -> None:
         num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
         max_batch=4, policy="deft-node-chunk",
     )  # fmt: skip
-    planner = DecodePlanner(attention, EAGER, make_state())
+    planner = DecodePlanner(attention, tree_source(), EAGER, make_state())
     requests = [make_request(node, shared, row=row) for row in (1, 2, 3)]
     width = shared + long + 8
     own = torch.arange(shared + 1, shared + 1 + 4 * width, dtype=torch.int32).view(4, width)
@@ -271,7 +266,7 @@ def test_a_newcomer_attends_to_its_own_tokens_alone() -> None:
     k_cache, v_cache = torch.randn(2, int(table.max()) + 1, 1, 2, 64)
     rows = torch.tensor([1, 2, 3])
     for lens in ([80, 80, shared + long], [81, 81, shared + 1]):
-        planner.step(requests, np.array(lens), sum(lens))
+        planner.step(observed(requests), np.array(lens), sum(lens))
         q = torch.randn(3, 4, 64)
         out = attention.run(q, k_cache, v_cache, table, torch.tensor(lens), table_rows=rows)
         expected = reference_attention(q, k_cache, v_cache, table[rows], torch.tensor(lens))
@@ -322,7 +317,7 @@ def test_on_a_gpu_the_gain_must_be_worth_it() -> None:
     state = make_state()
     gain = default_cost_model().transfer_ms(1000 * state.token_bytes * state.num_layers)
     for cost, reason in ((1.01 * gain, "saves less than DEFT_MIN_SAVED_MS"), (0.99 * gain, None)):
-        planner = DecodePlanner(FakeAttention(), EAGER, state, least_gain_ms=cost)
+        planner = DecodePlanner(FakeAttention(), tree_source(), EAGER, state, least_gain_ms=cost)
         assert step(planner, requests, lens).host_reason == reason
 
 
@@ -333,7 +328,7 @@ def test_the_gain_is_told_by_this_gpus_bandwidth() -> None:
     slower = replace(shipped, bandwidth_gb_s=shipped.bandwidth_gb_s / 2)
     for costs, reason in ((slower, None), (shipped, "saves less than DEFT_MIN_SAVED_MS")):
         planner = DecodePlanner(
-            FakeAttention(), EAGER, state, least_gain_ms=1.5 * gain, costs=costs
+            FakeAttention(), tree_source(), EAGER, state, least_gain_ms=1.5 * gain, costs=costs
         )
         assert step(planner, requests, lens).host_reason == reason
 
@@ -351,7 +346,7 @@ def test_loaded_tokens_follow_growth(policy: str) -> None:
     """What a step loads, by the plan's own items, before and after every row grew by 3."""
     requests, _, lens = requests_of([[1] * 70, [1] * 60 + [2] * 9, [3] * 5], Tree())
     attention = FakeAttention(policy)
-    planner = DecodePlanner(attention, EAGER, make_state())
+    planner = DecodePlanner(attention, tree_source(), EAGER, make_state())
     planned = step(planner, requests, lens)
     plan = attention.plan(attention.forests[0])
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_fakes import FakePool, Tree, load_host, make_state, requests_of
+from sglang_fakes import FakePool, Tree, load_host, make_state, observed, requests_of
 
 from deft_backend import installed
 from deft_backend.attention import TreeAttention
 from deft_backend.config import SettingsError
+from deft_backend.hosts.sglang.versions import decode_graphs, read_end
 
 SWITCHES = {
     "enable_two_batch_overlap": "two-batch overlap",
@@ -38,15 +39,12 @@ def make_arguments(**changes: Any) -> Any:
         attention_backend="deft", prefill_attention_backend=None, decode_attention_backend=None,
         speculative_draft_attention_backend=None, device="cpu", kv_cache_dtype="auto",
         cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend="full")),
-        get_model_config=lambda: SimpleNamespace(is_encoder_decoder=False, is_hybrid_swa=False),
-        use_mla_backend=lambda: False,
     )  # fmt: skip
-    made = SimpleNamespace(**{**vars(arguments), **changes})
-    made.get_attention_backends = lambda: (
-        made.prefill_attention_backend or made.attention_backend,
-        made.decode_attention_backend or made.attention_backend,
-    )
-    return made
+    return SimpleNamespace(**{**vars(arguments), **changes})
+
+
+DENSE = SimpleNamespace(is_encoder_decoder=False, is_hybrid_swa=False)
+"""What the host says of a model with nothing but full attention."""
 
 
 def resolve_as_host(made: Any) -> None:
@@ -57,10 +55,19 @@ def resolve_as_host(made: Any) -> None:
 @pytest.fixture
 def arguments(host: Any, monkeypatch) -> Any:
     from deft_backend.config import VARIABLES
-    from deft_backend.hosts.sglang import arguments
+    from deft_backend.hosts.sglang import arguments, versions
+
+    def names(made: Any) -> tuple[str, str]:
+        return (
+            made.prefill_attention_backend or made.attention_backend,
+            made.decode_attention_backend or made.attention_backend,
+        )
 
     for variable in VARIABLES:
         monkeypatch.delenv(variable.name, raising=False)
+    monkeypatch.setattr(versions, "backend_names", names)
+    monkeypatch.setattr(versions, "uses_mla", lambda made: getattr(made, "mla", False))
+    monkeypatch.setattr(versions, "model_config", lambda made: getattr(made, "model", DENSE))
     return arguments
 
 
@@ -71,7 +78,7 @@ def test_the_host_resolves_as_if_the_flag_were_not_there(arguments: Any, name: s
     assert made.attention_backend == "torch_native"
     assert made.decode_attention_backend is None
     assert getattr(made, arguments.HOST_DECODE) == "torch_native"
-    assert made.cuda_graph_config.decode.backend == "disabled"
+    assert decode_graphs(made) == "disabled"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +96,7 @@ def test_another_backend_named_for_decode_decodes(
 ) -> None:
     made = make_arguments(**changes)
     arguments.resolve(resolve_as_host, made)
-    assert made.get_attention_backends()[1] == "triton"
+    assert (made.decode_attention_backend or made.attention_backend) == "triton"
     assert not hasattr(made, arguments.HOST_DECODE)
     assert "deft" not in [value for name, value in vars(made).items() if name.endswith("_backend")]
     assert "another backend is named for decode" in caplog.text
@@ -101,7 +108,7 @@ def test_decode_graphs_on_a_gpu(arguments: Any, caplog: Any, kind: str, kept: st
     graphs = SimpleNamespace(decode=SimpleNamespace(backend=kind))
     made = make_arguments(device="cuda", cuda_graph_config=graphs)
     arguments.resolve(resolve_as_host, made)
-    assert made.cuda_graph_config.decode.backend == kept
+    assert decode_graphs(made) == kept
     assert hasattr(made, arguments.HOST_DECODE)
     assert ("decode graphs are of the kind breakable" in caplog.text) == (kind == "breakable")
 
@@ -112,7 +119,7 @@ def test_servers_that_do_not_ask_are_left_alone(arguments: Any, monkeypatch) -> 
     arguments.resolve(resolve_as_host, made)
     assert made.attention_backend == "triton"
     assert not hasattr(made, arguments.HOST_DECODE)
-    assert made.cuda_graph_config.decode.backend == "full"
+    assert decode_graphs(made) == "full"
 
 
 def test_a_wrong_setting_stops_the_server(arguments: Any, monkeypatch) -> None:
@@ -142,17 +149,13 @@ def test_the_fallback_backend(arguments: Any, monkeypatch) -> None:
         ({"dllm_algorithm": "LowConfidence"}, "diffusion decoding"),
         ({"dcp_size": 2}, "context parallelism"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "quantized KV caches"),
-        ({"use_mla_backend": lambda: True}, "MLA"),
-        ({"get_model_config": lambda: SimpleNamespace(is_encoder_decoder=True)}, "encoder-decoder"),
+        ({"mla": True}, "MLA"),
+        ({"model": SimpleNamespace(is_encoder_decoder=True)}, "encoder-decoder"),
         (
-            {
-                "get_model_config": lambda: SimpleNamespace(
-                    is_encoder_decoder=False, is_hybrid_swa=True
-                )
-            },
+            {"model": SimpleNamespace(is_encoder_decoder=False, is_hybrid_swa=True)},
             "sliding-window KV cache",
         ),
-        ({"get_model_config": lambda: SimpleNamespace()}, "was made for"),
+        ({"model": SimpleNamespace()}, "was made for"),
     ],
 )
 def test_servers_that_are_not_supported_run_on_the_hosts_own(
@@ -162,13 +165,13 @@ def test_servers_that_are_not_supported_run_on_the_hosts_own(
     arguments.resolve(resolve_as_host, made)
     assert made.attention_backend == "torch_native"
     assert not hasattr(made, arguments.HOST_DECODE)
-    assert made.cuda_graph_config.decode.backend == "full"
+    assert decode_graphs(made) == "full"
     (record,) = caplog.records
     assert reason in record.message
     assert "torch_native" in record.message
 
 
-@pytest.mark.parametrize("version", ["0.5.16", "0.5.18rc1", "0.5.23"])
+@pytest.mark.parametrize("version", ["0.5.16", "0.5.24rc1", "0.6.0"])
 def test_a_version_that_was_not_tested_runs_on_the_hosts_own(
     arguments: Any, caplog, monkeypatch, version: str
 ) -> None:
@@ -178,7 +181,7 @@ def test_a_version_that_was_not_tested_runs_on_the_hosts_own(
     assert made.attention_backend == "torch_native"
     assert not hasattr(made, arguments.HOST_DECODE)
     (record,) = caplog.records
-    assert f"tested with SGLang >=0.5.17, <0.5.18 and this is {version}" in record.message
+    assert f"tested with SGLang >=0.5.17, <0.5.24 and this is {version}" in record.message
     monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
     made = make_arguments()
     arguments.resolve(resolve_as_host, made)
@@ -186,22 +189,18 @@ def test_a_version_that_was_not_tested_runs_on_the_hosts_own(
 
 
 def test_this_host_has_what_the_patches_look_for(host: Any) -> None:
-    from deft_patches import sglang_capture_batch, sglang_resolve_arguments
+    from deft_patches import sglang_observe_batch
 
-    assert sglang_resolve_arguments.missing() is None
-    assert sglang_capture_batch.missing() is None
+    assert sglang_observe_batch.missing() is None
 
 
 def test_a_host_that_looks_different_is_said(host: Any, monkeypatch) -> None:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from sglang.srt.server_args import ServerArgs
 
-    from deft_patches import sglang_capture_batch, sglang_resolve_arguments
+    from deft_patches import sglang_observe_batch
 
     monkeypatch.setattr(ForwardBatch, "init_new", classmethod(lambda cls, runner: None))
-    assert "init_new takes" in str(sglang_capture_batch.missing())
-    monkeypatch.setattr(ServerArgs, "resolve_once", lambda self: None, raising=False)
-    assert "resolves in resolve_once" in str(sglang_resolve_arguments.missing())
+    assert "init_new takes" in str(sglang_observe_batch.missing())
 
 
 def test_registering_never_raises(host: Any, monkeypatch, caplog) -> None:
@@ -269,8 +268,10 @@ def test_backends_of_later_plugins_are_surrounded_once(arguments: Any, monkeypat
         factory, "wrap_backend", lambda runner, name, host: wrapped.append(name) or ("tree", host)
     )
     callbacks: list[Any] = []
-    monkeypatch.setattr(sglang_resolve_arguments, "install", lambda resolve: None)
-    monkeypatch.setattr(sglang_backend_names, "install", callbacks.append)
+    monkeypatch.setattr(sglang_resolve_arguments, "install", lambda *given: None)
+    monkeypatch.setattr(
+        sglang_backend_names, "install", lambda target, callback: callbacks.append(callback)
+    )
     plugin.register()
     monkeypatch.setitem(registry.ATTENTION_BACKENDS, "theirs", lambda runner: "their backend")
     monkeypatch.setenv("DEFT_FALLBACK_BACKEND", "theirs")
@@ -278,26 +279,36 @@ def test_backends_of_later_plugins_are_surrounded_once(arguments: Any, monkeypat
     arguments.resolve(resolve_as_host, made)
     (before_backends,) = callbacks  # in another process, where nothing is resolved
     for _ in range(2):
-        before_backends(made)
+        before_backends()
     create = registry.ATTENTION_BACKENDS["theirs"]
     assert create(SimpleNamespace(server_args=made)) == ("tree", "their backend")
     assert wrapped == ["theirs"]
     assert create(SimpleNamespace(server_args=SimpleNamespace())) == "their backend"
 
 
-@pytest.mark.parametrize("observes", ["0", "1"])
-def test_a_host_that_cannot_be_observed_is_said(
-    host: Any, observes: str, caplog: Any, monkeypatch
+@pytest.mark.parametrize(
+    ("observes", "mark", "observed"),
+    [("1", None, True), ("0", None, False), ("1", "theirs", False)],
+)
+def test_servers_without_tree_attention_are_observed_where_that_is_asked_for(
+    host: Any, observes: str, mark: str | None, observed: bool, monkeypatch
 ) -> None:
-    from deft_backend.hosts.sglang import plugin
-    from deft_patches import sglang_backend_names, sglang_resolve_arguments
+    """In the process that builds the backend, and in servers with another backend alone."""
+    from sglang.srt.layers.attention import attention_registry as registry
 
+    from deft_backend.hosts.sglang import factory, observe
+    from deft_backend.hosts.sglang.surround import surround_backends
+
+    installed: list[bool] = []
     monkeypatch.setenv("DEFT_OBSERVE", observes)
-    monkeypatch.setattr(sglang_resolve_arguments, "install", lambda resolve: None)
-    monkeypatch.setattr(sglang_backend_names, "missing", lambda: "something is not there")
-    plugin.register()
-    said = "DEFT_OBSERVE does not work with this SGLang (something is not there)"
-    assert (said in caplog.text) is (observes == "1")
+    monkeypatch.setattr(observe, "install", lambda: installed.append(True))
+    monkeypatch.setattr(factory, "wrap_backend", lambda runner, name, made: made)
+    monkeypatch.setitem(registry.ATTENTION_BACKENDS, "theirs", lambda runner: "their backend")
+    surround_backends()
+    arguments = SimpleNamespace() if mark is None else SimpleNamespace(_deft_host_decode=mark)
+    made = registry.ATTENTION_BACKENDS["theirs"](SimpleNamespace(server_args=arguments))
+    assert made == "their backend"
+    assert bool(installed) is observed
 
 
 @pytest.mark.parametrize(("kind", "served"), [("full", True), ("breakable", False)])
@@ -308,7 +319,7 @@ def test_graphs_that_memory_is_sized_with_stay(
     graphs = SimpleNamespace(decode=SimpleNamespace(backend=kind))
     made = make_arguments(device="cuda", cuda_graph_config=graphs)
     arguments.resolve(resolve_as_host, made)
-    assert made.cuda_graph_config.decode.backend == kind
+    assert decode_graphs(made) == kind
     assert hasattr(made, arguments.HOST_DECODE) is served
     assert ("KV is sized after capture" in caplog.text) is not served
 
@@ -345,7 +356,7 @@ def test_model_runners_that_are_not_supported(
         is_draft_worker=False, device="cpu", dtype=torch.float16, kv_cache_dtype=torch.float16,
         token_to_kv_pool=MHATokenToKVPool(64), model=torch.nn.Linear(1, 1),
         server_args=SimpleNamespace(disable_overlap_schedule=False),
-        ps=SimpleNamespace(gpu_id=0),
+        gpu_id=0,
     )  # fmt: skip
     vars(runner).update(changes)
     monkeypatch.setattr(factory, "shape_of", lambda runner: (4, 2, 64))
@@ -364,7 +375,7 @@ def test_graphs_wait_where_there_are_graphs(host: Any, planner: str, graphs: str
     from deft_backend.config import Settings
     from deft_backend.hosts.sglang import factory
     from deft_patches import (
-        sglang_capture_batch,
+        sglang_observe_batch,
         sglang_page_table_fence,
         sglang_tree_graphs,
     )
@@ -381,17 +392,18 @@ def test_graphs_wait_where_there_are_graphs(host: Any, planner: str, graphs: str
     )  # fmt: skip
     own = SimpleNamespace(token_to_kv_pool=FakePool(64), req_to_token_pool=table)
     make = factory._host_planned if planner == "host" else factory._device_planned
-    observers = list(sglang_capture_batch._observers)
+    observers = list(sglang_observe_batch._observers)
     try:
         backend = make(runner, own, attention, make_state(), Settings(), ExitStack())
         fenced = sglang_page_table_fence._readers.get(id(runner))
-        assert fenced == (backend.replayed_tree if graphs == "full" else None)
+        patched = graphs == "full" and read_end() is None  # later versions ask the backend
+        assert fenced == (backend.replayed_tree if patched else None)
         second_set = planner == "host" and graphs == "full"
         assert (id(runner) in sglang_tree_graphs._controllers) == second_set
     finally:
         sglang_tree_graphs.remove(runner)
         sglang_page_table_fence.remove(runner)
-        sglang_capture_batch._observers[:] = observers
+        sglang_observe_batch._observers[:] = observers
 
 
 @pytest.mark.parametrize(
@@ -409,7 +421,7 @@ def test_the_hosts_planner_has_what_was_set(
 ) -> None:
     from deft_backend.config import Settings
     from deft_backend.hosts.sglang import factory
-    from deft_patches import sglang_capture_batch
+    from deft_patches import sglang_observe_batch
 
     requests, table, lens = requests_of([[1, 2, 3], [1, 2, 4]], Tree())
     table[1, 0] += 50 * wrong  # what the tree says is shared is not
@@ -425,13 +437,13 @@ def test_the_hosts_planner_has_what_was_set(
     monkeypatch.setattr(attention, "device", torch.device(device))
     own = SimpleNamespace(token_to_kv_pool=FakePool(64), req_to_token_pool=runner.req_to_token_pool)
     settings = Settings(min_batch=1, min_share=1.0, min_shared_tokens=0, **changes)
-    observers = list(sglang_capture_batch._observers)
+    observers = list(sglang_observe_batch._observers)
     try:
         backend = factory._host_planned(runner, own, attention, make_state(), settings, ExitStack())
     finally:
-        sglang_capture_batch._observers[:] = observers
+        sglang_observe_batch._observers[:] = observers
     batch = SimpleNamespace(req_pool_indices=torch.tensor([1, 2]))
-    planned = backend._planner.step(requests, lens, int(lens.sum()), batch)
+    planned = backend._planner.step(observed(requests), lens, int(lens.sum()), batch)
     assert planned.host_reason == reason
 
 
@@ -443,7 +455,7 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
     """The host's backend runs alone then, on all ranks, with one set of graphs."""
     from deft_backend.hosts.sglang import factory
     from deft_patches import (
-        sglang_capture_batch,
+        sglang_observe_batch,
         sglang_page_table_fence,
         sglang_tree_graphs,
     )
@@ -477,10 +489,12 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
         tp_group=SimpleNamespace(world_size=2) if at == "no group" else group,
     )  # fmt: skip
     own = SimpleNamespace(token_to_kv_pool=FakePool(64), req_to_token_pool=table)
-    observers = list(sglang_capture_batch._observers)
+    observers = list(sglang_observe_batch._observers)
     try:
         made = factory.wrap_backend(runner, "triton", own)
-        works = at == "nowhere" or (at == "graphs" and planner == "device")  # those are the host's
+        fences = read_end() is None  # later versions ask the backend
+        unneeded = {("device", "graphs")} | (set() if fences else {(planner, "fence")})
+        works = at == "nowhere" or (planner, at) in unneeded
         said = {
             "nowhere": "deft: decode goes through tree attention", "graphs": "('not here')",
             "fence": "('not here')", "another rank": "another rank has no tree attention",
@@ -488,11 +502,11 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
         }  # fmt: skip
         assert (said["nowhere"] if works else said[at]) in caplog.text
         assert (made is not own) == works
-        assert (id(runner) in sglang_page_table_fence._readers) == works
+        assert (id(runner) in sglang_page_table_fence._readers) == (works and fences)
         assert (id(runner) in sglang_tree_graphs._controllers) == (works and planner == "host")
-        assert (sglang_capture_batch._observers != observers) == (works and planner == "host")
+        assert (sglang_observe_batch._observers != observers) == (works and planner == "host")
         assert len(list(tmp_path.iterdir())) == works  # what tells of tree attention
     finally:
         sglang_tree_graphs.remove(runner)
         sglang_page_table_fence.remove(runner)
-        sglang_capture_batch._observers[:] = observers
+        sglang_observe_batch._observers[:] = observers

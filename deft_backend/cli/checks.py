@@ -17,12 +17,9 @@ from deft_backend.config import (
     SettingsError,
 )
 from deft_backend.folders import state_directory
-from deft_backend.hosts.common.tested_versions import (
-    SGLANG,
-    TestedVersions,
-    tries_others,
-)
+from deft_backend.hosts.common.tested_versions import TestedVersions, tries_others
 from deft_backend.hosts.contract.versions import version_key
+from deft_backend.hosts.sglang.versions import SGLANG
 from deft_backend.hosts.vllm.versions import VLLM
 from deft_backend.installed import installed_version
 from deft_backend.servers.driver_stub import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deft_backend.hosts.common.tested_versions import SGLANG
+from deft_backend.hosts.sglang.versions import SGLANG
 from deft_backend.hosts.vllm.versions import VLLM
 
 TESTED = {"sglang": SGLANG, "vllm": VLLM}

@@ -147,9 +147,6 @@ def stem_attention(
     LIST: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
-    if OVERLAPPED:
-        gdc_launch_dependents()
-
     # The plan's arrays are views of one buffer (DevicePlan): what stage 1 reads of it is brought to
     # the L2 while its first number is on its way.
     lines = (entry_slot_ptr.to(gl.int64) - tile_ptr.to(gl.int64)) // 64
@@ -193,8 +190,11 @@ def stem_attention(
         0, KNOWN * BLOCK_N
     )
     entries = k_known
-    # Without an item a program ends here: inside a captured graph leaves wait for all of them.
+    # A program without an item ends here, and only then lets the next kernel start: programs that
+    # start while some SMs still hold idle ones crowd onto the others and stay there.
     if first_work < work_end:
+        if OVERLAPPED:
+            gdc_launch_dependents()
         stop = range_end(row, stop, seq_lens_ptr)
         table_at = table_row(listed, table_rows_ptr, TABLE_BY_SEGMENT)
         ask_item(

@@ -57,9 +57,6 @@ class TestedVersions:
         )
 
 
-SGLANG = TestedVersions("SGLang", ("sglang",), "0.5.17", "0.5.18")
-
-
 def tries_others() -> bool:
     """What ``DEFT_UNTESTED_HOST`` says; no if it says nothing that is allowed.
 

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from deft_backend.config import LOG_LEVELS, Settings, SettingsError
-from deft_backend.hosts.common.tested_versions import SGLANG
+from deft_backend.hosts.sglang import versions
+from deft_backend.hosts.sglang.versions import SGLANG
 
 logger = logging.getLogger("deft_backend")
 
@@ -62,10 +63,9 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
     if reason is not None:
         logger.warning("deft: %s; all attention runs through the host's own backend", reason)
         return result
-    backends = _resolved(server_args)
-    if backends is None:
+    decode = versions.backend_names(server_args)[1]
+    if decode is None:  # a placeholder model, which the host does not resolve
         return result
-    _, decode = backends
     try:
         reason = unsupported(server_args) or _sized_with_graphs(server_args)
     except Exception as error:
@@ -90,26 +90,27 @@ def _decodes(server_args: Any) -> bool:
 
 def unsupported(server_args: Any) -> str | None:
     """Why this server's arguments rule out tree attention, in one line, or None."""
-    from deft_patches import sglang_capture_batch, sglang_resolve_arguments
+    from deft_patches import sglang_observe_batch
 
-    for missing in (sglang_resolve_arguments.missing(), sglang_capture_batch.missing()):
-        if missing is not None:
-            return f"this SGLang is not one that tree attention was made for ({missing})"
-    if str(server_args.device) not in ("cuda", "cpu"):
-        return f"device {server_args.device} is not supported (cuda and cpu are)"
+    missing = sglang_observe_batch.missing()
+    if missing is not None:
+        return f"this SGLang is not one that tree attention was made for ({missing})"
+    args = versions.resolved(server_args)
+    if str(args.device) not in ("cuda", "cpu"):
+        return f"device {args.device} is not supported (cuda and cpu are)"
     for name, expected, what in _FEATURES:
-        value = getattr(server_args, name, expected)
+        value = getattr(args, name, expected)
         if value != expected and value:
             return f"{what} is not supported ({name}={value})"
     for name in ("dcp_size", "attn_cp_size"):
-        if getattr(server_args, name, 1) not in (None, 1):
-            return f"context parallelism is not supported ({name}={getattr(server_args, name)})"
-    if server_args.use_mla_backend():
+        if getattr(args, name, 1) not in (None, 1):
+            return f"context parallelism is not supported ({name}={getattr(args, name)})"
+    if versions.uses_mla(server_args):
         return "MLA models are not supported"
-    kv_dtype = str(server_args.kv_cache_dtype)
+    kv_dtype = str(args.kv_cache_dtype)
     if kv_dtype not in ("auto", "bf16", "bfloat16", "float16", "float32"):
         return f"quantized KV caches are not supported (kv_cache_dtype={kv_dtype})"
-    model = server_args.get_model_config()
+    model = versions.model_config(server_args)
     if model.is_encoder_decoder:
         return "encoder-decoder models are not supported"
     if model.is_hybrid_swa:
@@ -134,19 +135,6 @@ _FEATURES = (
 """Arguments of the host that change what a decode batch is: name, value when off, in words."""
 
 
-def _resolved(server_args: Any) -> tuple[str, str] | None:
-    """(prefill, decode) as the host resolved them; None for placeholder models, which it skips."""
-    get = getattr(server_args, "get_attention_backends", None)
-    if get is None:
-        logger.warning(
-            "deft: this SGLang is not one that tree attention was made for (ServerArgs has no "
-            "get_attention_backends); all attention runs through the host's own backend"
-        )
-        return None
-    prefill, decode = get()
-    return None if decode is None else (prefill, decode)
-
-
 def _check_fallback(name: str | None) -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
@@ -161,13 +149,11 @@ def _sized_with_graphs(server_args: Any) -> str | None:
     """Why decode graphs cannot be turned off here, where they would be; None: no matter."""
     from sglang.srt.environ import envs
 
-    from deft_patches import sglang_tree_graphs
-
     setting = getattr(envs, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", None)
-    if setting is None or not setting.get() or server_args.device != "cuda":
+    if setting is None or not setting.get() or versions.resolved(server_args).device != "cuda":
         return None
-    kind = server_args.cuda_graph_config.decode.backend
-    if kind == "disabled" or sglang_tree_graphs.missing(server_args) is None:
+    kind = versions.decode_graphs(server_args)
+    if kind == "disabled" or _not_in_graphs(kind) is None:
         return None
     # The host has left out the graphs' share of memory already, to measure it when they are there.
     return f"decode graphs of the kind {kind} are not supported while KV is sized after capture"
@@ -175,17 +161,27 @@ def _sized_with_graphs(server_args: Any) -> str | None:
 
 def _keep_or_disable_decode_graphs(server_args: Any) -> None:
     """Turn decode graphs off where tree attention cannot be in them."""
+    kind = versions.decode_graphs(server_args)
+    if kind == "disabled":
+        return
+    if versions.resolved(server_args).device != "cuda":
+        versions.disable_decode_graphs(server_args)
+        return
+    reason = _not_in_graphs(kind)
+    if reason is not None:
+        versions.disable_decode_graphs(server_args)
+        logger.warning(
+            "deft: decode CUDA graphs are off; tree attention is not in them: %s", reason
+        )
+
+
+def _not_in_graphs(kind: str) -> str | None:
+    """Why tree attention cannot be in decode graphs of a kind, or None."""
     from deft_patches import sglang_page_table_fence, sglang_tree_graphs
 
-    decode = server_args.cuda_graph_config.decode
-    if decode.backend == "disabled":
-        return
-    if server_args.device != "cuda":
-        decode.backend = "disabled"
-        return
-    missing = sglang_tree_graphs.missing(server_args) or sglang_page_table_fence.missing()
-    if missing is not None:
-        decode.backend = "disabled"
-        logger.warning(
-            "deft: decode CUDA graphs are off; tree attention is not in them: %s", missing
-        )
+    if versions.metadata_graphs():
+        return "SGLANG_ENABLE_METADATA_GLUE_GRAPH hides replays from the attention backend"
+    reason = sglang_tree_graphs.missing(kind)
+    if reason is None and versions.read_end() is None:
+        reason = sglang_page_table_fence.missing()
+    return reason

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from deft_backend.attention import TreeAttention
 from deft_backend.hosts.sglang.layers import unsupported_layer
+from deft_backend.hosts.sglang.versions import read_end
 from deft_backend.telemetry.state import ServerState
 
 logger = logging.getLogger("deft_backend")
@@ -104,6 +105,20 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         if self._broken is not None:
             self._tree_batch = None  # the later layers of this step, too
         return host(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+    def reads_during_forward(self) -> bool:
+        """Whether the decode step at hand reads page tables until it ends."""
+        raise NotImplementedError
+
+    def shared_read_ends(self, mode: Any) -> Any:
+        """Where a replay ends to read what the scheduler writes (asked from SGLang 0.5.18 on).
+
+        Tree attention reads a shared prefix through the row of one request, in every layer. The
+        host must not write page tables before the forward ends.
+        """
+        if mode.is_decode() and self.reads_during_forward():
+            return read_end()
+        return self._host.shared_read_ends(mode)
 
     def forward_extend(self, *args: Any, **kwargs: Any) -> Any:
         return self._host.forward_extend(*args, **kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +15,8 @@ from deft_backend.config import Settings
 from deft_backend.costs.cost_model import CostModel, default_cost_model
 from deft_backend.forest import Int32Array, PrefixForest
 from deft_backend.hosts.common.limits import refused
-from deft_backend.hosts.sglang.radix_forest import Key, forest_of, key_of
+from deft_backend.hosts.sglang.batch_observer import Observed
+from deft_backend.hosts.sglang.prefix_source import Key, PrefixSource, key_of
 from deft_backend.planner import Plan
 from deft_backend.telemetry.state import ServerState
 
@@ -69,8 +70,8 @@ class Planned:
     def holds_for(self, keys: list[Key], seq_lens: npt.NDArray[np.integer], tokens: int) -> bool:
         """Whether the decision stands for this step; O(batch) comparisons.
 
-        Rows only grow. One that is shorter than it was belongs to another request, with the prefix,
-        and so the key, of the one before it; the plan's ranges may end beyond its last token.
+        Requests only grow. A plan's ranges may end beyond the last token of one that became
+        shorter.
         """
         if keys != self.keys or not bool((seq_lens >= self.lens).all()):
             return False
@@ -84,6 +85,8 @@ class DecodePlanner:
     Parameters
     ----------
     planner : Planner
+    source : PrefixSource
+        Gives the forest of a batch.
     settings : Settings
     state : ServerState
     verify : Verify, optional
@@ -96,6 +99,7 @@ class DecodePlanner:
     def __init__(
         self,
         planner: Planner,
+        source: PrefixSource,
         settings: Settings,
         state: ServerState,
         verify: Verify | None = None,
@@ -103,6 +107,7 @@ class DecodePlanner:
         costs: CostModel | None = None,
     ) -> None:
         self._planner = planner
+        self._source = source
         self._settings = settings
         self._state = state
         self._verify = verify
@@ -112,7 +117,7 @@ class DecodePlanner:
 
     def step(
         self,
-        requests: Sequence[Any],
+        observed: Observed,
         seq_lens: npt.NDArray[np.integer],
         tokens: int,
         batch: Any = None,
@@ -121,7 +126,8 @@ class DecodePlanner:
 
         Parameters
         ----------
-        requests : [B] of the host's requests
+        observed : Observed
+            Requests, in batch order, and prefix cache of the batch.
         seq_lens : [B] int, on the host
             The token being decoded included.
         tokens : int
@@ -129,18 +135,18 @@ class DecodePlanner:
         batch
             Handed to the verification.
         """
-        keys = [key_of(request) for request in requests]
+        keys = [key_of(request) for request in observed.requests]
         current = self.current
         if current is not None and current.holds_for(keys, seq_lens, tokens):
             return current
         self.current = None  # whatever happens below, the old plan is gone from the device
-        self.current = self._decide(keys, requests, seq_lens, tokens, batch)
+        self.current = self._decide(keys, observed, seq_lens, tokens, batch)
         return self.current
 
     def _decide(
         self,
         keys: list[Key],
-        requests: Sequence[Any],
+        observed: Observed,
         seq_lens: npt.NDArray[np.integer],
         tokens: int,
         batch: Any,
@@ -150,7 +156,7 @@ class DecodePlanner:
         reason = refused(len(keys), self._settings, self._settings.max_batch)
         if reason is not None:
             return Planned(keys, reason, lens, tokens, 0, 0)
-        forest = forest_of(requests, seq_lens)
+        forest = self._source.forest(observed.tree_cache, observed.requests, seq_lens)
         reason = self._too_little(forest)
         if reason is None and self._verify is not None:
             wrong = self._verify(forest, batch)
@@ -163,7 +169,7 @@ class DecodePlanner:
         seconds = time.perf_counter() - began
         self._state.plans += 1
         self._state.plan_seconds += seconds
-        self._state.rids = [request.rid for request in requests]
+        self._state.rids = [request.rid for request in observed.requests]
         self._state.forest = forest
         loaded = plan.loaded_tokens(forest.seq_lens)
         logger.debug(

@@ -115,6 +115,14 @@ class DevicePlannedBackend(DeftAttentionBackend):
             self._planned(forward_batch)
         self._host.init_forward_metadata_in_graph(forward_batch)
 
+    def reads_during_forward(self) -> bool:
+        """Whether a decode step reads page tables until it ends.
+
+        The host asks before it says which graph it replays: one graph with tree attention is
+        enough for a yes.
+        """
+        return bool(self._tree_graphs or self._table_readers)
+
     def replayed_tree(self, forward_batch: Any) -> bool:
         """Whether the graph that was replayed last reads page tables while it runs."""
         return self._replayed_tree

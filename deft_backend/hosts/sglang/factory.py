@@ -15,14 +15,21 @@ from deft_backend.forest import PrefixForest
 from deft_backend.hosts.common.planner_choice import planned_on_device, selects_device_planner
 from deft_backend.hosts.common.warm_up import warm_up_attention
 from deft_backend.hosts.sglang.arguments import NAME
-from deft_backend.hosts.sglang.capture import BatchCapture
+from deft_backend.hosts.sglang.batch_observer import BatchObserver
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner
+from deft_backend.hosts.sglang.prefix_source import PrefixSource
 from deft_backend.hosts.sglang.ranks import all_ranks
 from deft_backend.hosts.sglang.server import shape_of, start_reporting, state_of
 from deft_backend.hosts.sglang.verify import disagreement
+from deft_backend.hosts.sglang.versions import (
+    decode_graphs,
+    decodes_per_rank,
+    read_end,
+    resolved,
+)
 from deft_backend.telemetry.state import ServerState
 from deft_patches import (
-    sglang_capture_batch,
+    sglang_observe_batch,
     sglang_page_table_fence,
     sglang_tree_graphs,
 )
@@ -89,7 +96,7 @@ def unsupported_model(runner: Any) -> str | None:
     """Why a model runner's KV cache or device rules out tree attention, in one line, or None."""
     if runner.is_draft_worker:
         return "draft models are not supported"
-    missing = sglang_capture_batch.missing() or _missing_fence(runner)
+    missing = sglang_observe_batch.missing() or _missing_fence(runner)
     if missing is not None:
         return f"this SGLang is not one that tree attention was made for ({missing})"
     for module in {type(part).__module__ for part in runner.model.modules()}:
@@ -113,7 +120,7 @@ def _missing_fence(runner: Any) -> str | None:
     A plan reads a shared prefix through one request's row. If that request has ended, its row may
     be given to another while the forward still runs; the host's own fence prevents that.
     """
-    if runner.device != "cuda" or runner.server_args.disable_overlap_schedule:
+    if runner.device != "cuda" or resolved(runner.server_args).disable_overlap_schedule:
         return None
     from sglang.srt.managers.scheduler import Scheduler
 
@@ -124,7 +131,7 @@ def _missing_fence(runner: Any) -> str | None:
 
 def _device(runner: Any) -> torch.device:
     if runner.device == "cuda":
-        return torch.device("cuda", runner.ps.gpu_id)
+        return torch.device("cuda", runner.gpu_id)
     return torch.device(runner.device)
 
 
@@ -142,7 +149,7 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
         raise Unsupported(reason)
     heads, kv_heads, dim = shape_of(runner)
     on_device = selects_device_planner(settings, _device(runner), (heads, kv_heads, dim))
-    if not on_device and getattr(runner.server_args, "enable_dp_attention", False):
+    if not on_device and decodes_per_rank(runner.server_args):
         # Each rank would choose between its two sets of graphs by its own requests, and graphs of
         # one size must be the same on all ranks: they hold the ranks' collectives.
         raise Unsupported(
@@ -173,11 +180,9 @@ def _device_planned(
 
     _ = attention.device_planner  # what it cannot do is said here, not in the first step
     # What is asleep may not be read, and nothing tells the thread that shows batches.
-    shows = not getattr(runner.server_args, "enable_memory_saver", False)
+    shows = not getattr(resolved(runner.server_args), "enable_memory_saver", False)
     backend = DevicePlannedBackend(host, attention, state, settings, shows=shows)
-    if _has_graphs(runner):
-        undo.callback(sglang_page_table_fence.remove, runner)
-        sglang_page_table_fence.install(runner, backend.replayed_tree)
+    _install_fence(runner, backend, undo)
     return backend
 
 
@@ -194,19 +199,19 @@ def _host_planned(
 
     planner = DecodePlanner(
         attention,
+        PrefixSource(req_to_token),
         settings,
         state,
         verify if settings.verify else None,
         least_gain_ms=settings.min_saved_ms if attention.device.type == "cuda" else 0.0,
         costs=attention.target.costs,
     )
-    capture = BatchCapture(runner)
-    backend = HostPlannedBackend(host, attention, planner, capture, state)
-    undo.callback(sglang_capture_batch.remove, capture.observe)
-    sglang_capture_batch.install(capture.observe)
+    observer = BatchObserver(runner)
+    backend = HostPlannedBackend(host, attention, planner, observer, state)
+    undo.callback(sglang_observe_batch.remove, observer.observe)
+    sglang_observe_batch.install(observer.observe)
+    _install_fence(runner, backend, undo)
     if _has_graphs(runner):
-        undo.callback(sglang_page_table_fence.remove, runner)
-        sglang_page_table_fence.install(runner, backend.replayed_tree)
         # The host's backend may run alone after all. With a second set of its graphs, some
         # backends would prepare the buffers of the newest graph only.
         undo.callback(sglang_tree_graphs.remove, runner)
@@ -214,8 +219,15 @@ def _host_planned(
     return backend
 
 
+def _install_fence(runner: Any, backend: Any, undo: ExitStack) -> None:
+    """Hold page-table writes for graphs with tree attention, where the host does not ask."""
+    if read_end() is None and _has_graphs(runner):
+        undo.callback(sglang_page_table_fence.remove, runner)
+        sglang_page_table_fence.install(runner, backend.replayed_tree)
+
+
 def _has_graphs(runner: Any) -> bool:
-    return bool(runner.server_args.cuda_graph_config.decode.backend != "disabled")
+    return decode_graphs(runner.server_args) != "disabled"
 
 
 def _warm_up(attention: TreeAttention, runner: Any, on_device: bool = False) -> None:

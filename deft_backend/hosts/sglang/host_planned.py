@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 from deft_backend.attention import TreeAttention
 from deft_backend.hosts.sglang.backend import DeftAttentionBackend
-from deft_backend.hosts.sglang.capture import BatchCapture
+from deft_backend.hosts.sglang.batch_observer import BatchObserver
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner, Planned
-from deft_backend.hosts.sglang.radix_forest import known_tree
 from deft_backend.telemetry.state import ServerState
 
 logger = logging.getLogger("deft_backend")
@@ -29,9 +28,8 @@ class Decision(NamedTuple):
 class HostPlannedBackend(DeftAttentionBackend):
     """A decode batch goes through tree attention if it is known, and shares enough.
 
-    Known: it was made by the scheduler, not for warm-up or capture, and its radix tree can be
-    read. Whatever goes wrong while deciding costs a line in the log and the host's kernel for the
-    step.
+    Known: the scheduler made it, not a warm-up or a capture. Whatever goes wrong while deciding
+    costs a line in the log and the host's kernel for the step.
 
     Parameters
     ----------
@@ -40,26 +38,26 @@ class HostPlannedBackend(DeftAttentionBackend):
     attention : TreeAttention
         Sized for the model's layers.
     planner : DecodePlanner
-    capture : BatchCapture
+    observer : BatchObserver
         Gives the scheduler's requests behind a forward batch.
     state : ServerState
         Receives the counters.
     """
 
     needs_cpu_seq_lens = True  # the forest is built from them
-    _own = DeftAttentionBackend._own | {"_planner", "_capture", "_decided"}
+    _own = DeftAttentionBackend._own | {"_planner", "_observer", "_decided"}
 
     def __init__(
         self,
         host: Any,
         attention: TreeAttention,
         planner: DecodePlanner,
-        capture: BatchCapture,
+        observer: BatchObserver,
         state: ServerState,
     ) -> None:
         super().__init__(host, attention, state)
         self._planner = planner
-        self._capture = capture
+        self._observer = observer
         self._decided: Decision | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -116,6 +114,13 @@ class HostPlannedBackend(DeftAttentionBackend):
         else:
             self._attention.restore_plan()
 
+    def reads_during_forward(self) -> bool:
+        """Whether the decode step at hand reads page tables until it ends.
+
+        The host asks after it has chosen the graph. Without a decision the answer is yes.
+        """
+        return self._decided is None or self._decided.taken
+
     def replayed_tree(self, forward_batch: Any) -> bool:
         """Whether the graph that was replayed for a batch reads page tables while it runs."""
         return bool(forward_batch.forward_mode.is_decode()) and self.takes(forward_batch)
@@ -163,16 +168,12 @@ class HostPlannedBackend(DeftAttentionBackend):
         """The plan for this step, or why the host's kernel decodes it."""
         if self._broken is not None:
             return self._broken
-        captured = self._capture.of(forward_batch)
-        if captured is None:
+        observed = self._observer.of(forward_batch)
+        if observed is None:
             return "no requests behind the batch"
-        if len(captured.requests) != forward_batch.batch_size:
+        if len(observed.requests) != forward_batch.batch_size:
             return "padded batch"
         if len(seq_lens) != forward_batch.batch_size:
             return "padded batch"
-        unknown = known_tree(captured.tree_cache)
-        if unknown is not None:
-            self._say(f"{unknown}; the host's kernel decodes")
-            return "unknown tree cache"
-        planned = self._planner.step(captured.requests, seq_lens, tokens, forward_batch)
+        planned = self._planner.step(observed, seq_lens, tokens, forward_batch)
         return planned if planned.host_reason is None else planned.host_reason

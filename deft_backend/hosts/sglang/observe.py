@@ -11,8 +11,9 @@ from typing import Any
 
 from deft_backend.config import Settings
 from deft_backend.hosts.sglang.server import start_reporting, state_of
+from deft_backend.hosts.sglang.versions import decode_backend_name
 from deft_backend.telemetry.state import ServerState
-from deft_patches import sglang_capture_batch
+from deft_patches import sglang_observe_batch
 
 logger = logging.getLogger("deft_backend")
 
@@ -20,11 +21,11 @@ logger = logging.getLogger("deft_backend")
 @functools.cache
 def install() -> None:
     """Observe the model runners of this process, from now on; once, if asked again."""
-    missing = sglang_capture_batch.missing()
+    missing = sglang_observe_batch.missing()
     if missing is not None:
         logger.warning("deft: DEFT_OBSERVE does not work with this SGLang (%s)", missing)
         return
-    sglang_capture_batch.install(Observer().observe)
+    sglang_observe_batch.install(Observer().observe)
 
 
 class Observer:
@@ -40,7 +41,7 @@ class Observer:
             return
         if self._state is None:
             settings = Settings.from_env()
-            backend = runner.server_args.get_attention_backends()[1]
+            backend = decode_backend_name(runner)
             self._state = state_of(runner, backend, "")
             self._runner = runner
             start_reporting(self._state, runner, settings)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed
 
+from deft_backend.hosts.sglang.versions import tensor_parallel_group
+
 
 def all_ranks(runner: Any, mine: bool) -> bool:
     """Whether `mine` is true on every rank of the model runner's group; all of them must ask.
@@ -18,7 +20,7 @@ def all_ranks(runner: Any, mine: bool) -> bool:
     mine : bool
         This rank's answer.
     """
-    group = getattr(runner, "tp_group", None)
+    group = tensor_parallel_group(runner)
     if group is None or group.world_size == 1:
         return mine
     flag = torch.tensor([int(mine)], dtype=torch.int32)

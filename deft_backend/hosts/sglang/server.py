@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from deft_backend.config import Settings
-from deft_backend.hosts.common.tested_versions import SGLANG
+from deft_backend.hosts.sglang.versions import SGLANG, attention_ranks, ranks, resolved
 from deft_backend.telemetry import reporting
 from deft_backend.telemetry.decode_log import DecodeLog
 from deft_backend.telemetry.state import ServerState
@@ -13,10 +13,8 @@ from deft_backend.telemetry.state import ServerState
 
 def shape_of(runner: Any) -> tuple[int, int, int]:
     """Query heads, KV heads and head dimension on this rank."""
-    from sglang.srt.runtime_context import get_parallel
-
     keys = runner.token_to_kv_pool.get_key_buffer(runner.token_to_kv_pool.start_layer)
-    heads = runner.model_config.num_attention_heads // get_parallel().attn_tp_size
+    heads = runner.model_config.num_attention_heads // attention_ranks()
     return heads, int(keys.shape[-2]), int(keys.shape[-1])
 
 
@@ -25,7 +23,7 @@ def state_of(runner: Any, backend: str, policy: str) -> ServerState:
     heads, kv_heads, dim = shape_of(runner)
     return ServerState(
         port=runner.server_args.port,
-        rank=int(runner.ps.tp_rank),
+        rank=int(ranks(runner).tp_rank),
         host="sglang",
         host_version=SGLANG.installed() or "unknown",
         backend=backend,
@@ -42,7 +40,7 @@ def state_of(runner: Any, backend: str, policy: str) -> ServerState:
 
 def start_reporting(state: ServerState, runner: Any, settings: Settings) -> None:
     """Tell what is counted from now on; in the log, where the host has its own line."""
-    args, place = runner.server_args, runner.ps
+    args, place = resolved(runner.server_args), ranks(runner)
     reporting.start(
         state,
         settings,

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from deft_backend.hosts.common.limits import observing
 from deft_backend.hosts.sglang.arguments import HOST_DECODE, NAME
 
 logger = logging.getLogger("deft_backend")
@@ -28,7 +29,12 @@ def _around(name: str, create: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     def create_backend(runner: Any) -> Any:
         backend = create(runner)
-        if getattr(runner.server_args, HOST_DECODE, None) != name:
+        decode = getattr(runner.server_args, HOST_DECODE, None)
+        if decode is None and observing():  # a server that has no tree attention
+            from deft_backend.hosts.sglang import observe
+
+            observe.install()
+        if decode != name:
             return backend
         try:
             from deft_backend.hosts.sglang.factory import wrap_backend

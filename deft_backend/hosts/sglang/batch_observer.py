@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Captured:
+class Observed:
     """Requests and tree behind a forward batch."""
 
     rids: Any
@@ -17,12 +17,12 @@ class Captured:
     tree_cache: Any
 
 
-class BatchCapture:
+class BatchObserver:
     """Remembers the last decode batch that was made for one model runner."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self._last: Captured | None = None
+        self._last: Observed | None = None
 
     def observe(self, forward_batch: Any, batch: Any, runner: Any) -> None:
         """Observer of ``ForwardBatch.init_new``."""
@@ -30,9 +30,9 @@ class BatchCapture:
             return
         self._last = None
         if forward_batch.forward_mode.is_decode():
-            self._last = Captured(forward_batch.rids, batch.reqs, batch.tree_cache)
+            self._last = Observed(forward_batch.rids, batch.reqs, batch.tree_cache)
 
-    def of(self, forward_batch: Any) -> Captured | None:
+    def of(self, forward_batch: Any) -> Observed | None:
         """What is behind `forward_batch`, or None if it was not made from the last batch seen.
 
         The host hands backends a copy of the object; the list of ids is the same one. Dummy

@@ -1,0 +1,76 @@
+"""The forest of a decode batch, read from the host's page table: any prefix cache, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from deft_backend.forest import PrefixForest, build_forest, forest_from_page_tables
+from deft_backend.hosts.sglang.versions import place_of
+
+LIMIT = 1 << 26
+"""Page ids that are copied for a batch at most: 256 MiB."""
+
+
+class PageTableSource:
+    """Copies the rows of a batch to host memory and compares them.
+
+    On a GPU the copy waits until the forward before it has ended. It is made when the composition
+    of the batch changes, not in every step.
+
+    Parameters
+    ----------
+    page_table : [rows, P] int
+        ``req_to_token``: the page id of each token, pages of one token.
+    """
+
+    def __init__(self, page_table: torch.Tensor) -> None:
+        self._page_table = page_table
+        self._copy = torch.empty(0, dtype=page_table.dtype)
+
+    def forest(self, requests: Sequence[Any], seq_lens: npt.NDArray[np.integer]) -> PrefixForest:
+        """Forest of a decode batch. The token being decoded has a page of its own.
+
+        Where the rows hold more than :data:`LIMIT` page ids, what lies beyond the columns that are
+        copied counts as not shared.
+        """
+        lens = np.asarray(seq_lens, dtype=np.int64)
+        columns = min(int(lens.max(initial=0)), LIMIT // max(1, len(lens)))
+        compared = np.clip(lens - 1, 0, columns)
+        table = self._rows(requests, compared)
+        found = forest_from_page_tables(table, compared, check=False)
+        shared = np.zeros(max(0, len(lens) - 1), dtype=np.int32)
+        for node in np.flatnonzero(found.num_queries > 1).tolist():  # a node after its parent
+            begin, end = int(found.query_begin[node]), int(found.query_end[node])
+            shared[begin : end - 1] = found.end[node]
+        return build_forest(found.order, shared, np.asarray(seq_lens, dtype=np.int32))
+
+    def _rows(
+        self, requests: Sequence[Any], used: npt.NDArray[np.integer]
+    ) -> npt.NDArray[np.integer]:
+        """[B, columns] page ids in host memory; `used` of each row, the rest holds anything."""
+        table = self._host_memory(len(requests), int(used.max(initial=0)))
+        for index, (request, length) in enumerate(zip(requests, used.tolist(), strict=True)):
+            row, _ = place_of(request)
+            if row is None:  # released by the host: its row may be another's
+                table[index, :length] = -1 - index
+            else:
+                table[index, :length].copy_(self._page_table[row, :length], non_blocking=True)
+        if self._page_table.is_cuda:
+            torch.cuda.current_stream(self._page_table.device).synchronize()
+        return table.numpy()
+
+    def _host_memory(self, rows: int, columns: int) -> torch.Tensor:
+        """[rows, columns], pinned for a GPU; allocated anew only to grow."""
+        needed = rows * columns
+        if needed > len(self._copy):
+            self._copy = torch.empty(
+                min(max(2 * needed, 1 << 16), LIMIT),
+                dtype=self._page_table.dtype,
+                pin_memory=self._page_table.is_cuda,
+            )
+        return self._copy[:needed].view(rows, columns)

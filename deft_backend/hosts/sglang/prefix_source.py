@@ -1,0 +1,108 @@
+"""Where the forest of a decode batch comes from: the host's prefix cache, or its page table.
+
+Why a plan stays right while it is in use is argued in ``docs/hosts-sglang.md``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from deft_backend.forest import PrefixForest
+from deft_backend.hosts.sglang.page_table import PageTableSource
+from deft_backend.hosts.sglang.radix_tree import RadixTreeSource
+from deft_backend.hosts.sglang.unified_tree import UnifiedTreeSource
+from deft_backend.hosts.sglang.versions import place_of, tree_paths
+
+logger = logging.getLogger("deft_backend")
+
+Key = tuple[Any, ...]
+"""A request, its row of the page table, its node of the tree, and the tokens that the tree owns.
+
+With equal keys in the same order, a batch has the same requests and shares no less than before."""
+
+
+class TreeReader(Protocol):
+    """Reads the forest of a batch from one kind of prefix cache or page table."""
+
+    def forest(
+        self, requests: Sequence[Any], seq_lens: npt.NDArray[np.integer]
+    ) -> PrefixForest: ...
+
+
+class PrefixSource:
+    """The forest of each batch, from the tree if it is of a known kind, else from the page table.
+
+    Parameters
+    ----------
+    page_table : [rows, P] int
+        The host's ``req_to_token``.
+    """
+
+    def __init__(self, page_table: torch.Tensor) -> None:
+        self._page_table = PageTableSource(page_table)
+        self._tree_cache: Any = None
+        self._tree: TreeReader | None = None
+
+    def forest(
+        self, tree_cache: Any, requests: Sequence[Any], seq_lens: npt.NDArray[np.integer]
+    ) -> PrefixForest:
+        """Forest of a decode batch.
+
+        The token being decoded is in a leaf, whatever the tree says.
+
+        Parameters
+        ----------
+        tree_cache
+            The host's prefix cache.
+        requests : [B] of the host's requests
+            In batch order.
+        seq_lens : [B] int, on the host
+            Tokens of each request, the one being decoded included.
+        """
+        if tree_cache is not self._tree_cache:
+            self._tree_cache, self._tree = tree_cache, tree_reader(tree_cache)
+            if self._tree is None:
+                logger.info(
+                    "deft: prefixes under a %s are read from the page table",
+                    type(tree_cache).__qualname__,
+                )
+        if self._tree is not None:
+            try:
+                return self._tree.forest(requests, seq_lens)
+            except Exception as error:
+                self._tree = None  # for good: the next batch would find the same
+                logger.warning(
+                    "deft: the %s cannot be read (%r); prefixes are read from the page table",
+                    type(tree_cache).__qualname__, error,
+                )  # fmt: skip
+        return self._page_table.forest(requests, seq_lens)
+
+
+def key_of(request: Any) -> Key:
+    """What decides which prefix of the request others may share; see :data:`Key`."""
+    row, owned = place_of(request)
+    return (request, row, request.last_node, owned)
+
+
+def tree_reader(tree_cache: Any) -> TreeReader | None:
+    """The reader for a prefix cache, or None where only the page table tells.
+
+    Known are the two plain trees. Other caches may hold nodes whose tokens are elsewhere than in
+    the page table's pages (hierarchical caches to 0.5.18, sliding windows, Mamba, bigrams).
+    """
+    kind = type(tree_cache)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if name == "sglang.srt.mem_cache.chunk_cache.ChunkCache":  # caching off, to 0.5.21
+        return RadixTreeSource()
+    if name == "sglang.srt.mem_cache.radix_cache.RadixCache":
+        return None if getattr(tree_cache, "is_eagle", False) else RadixTreeSource()
+    if name == "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache":
+        paths = tree_paths(tree_cache)
+        return None if paths is None else UnifiedTreeSource(paths)
+    return None

@@ -1,0 +1,107 @@
+"""The forest of a decode batch, read from the nodes of SGLang's plain radix tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from deft_backend.forest import PrefixForest, forest_from_tree
+from deft_backend.hosts.sglang.versions import place_of
+
+ROOT = 0
+"""The root among the nodes of a :class:`_Tree`."""
+
+
+class TreeError(ValueError):
+    """A radix tree that does not look as expected."""
+
+
+class RadixTreeSource:
+    """Walks from each request's last node to the root, by the nodes' ``parent`` and ``key``."""
+
+    def forest(self, requests: Sequence[Any], seq_lens: npt.NDArray[np.integer]) -> PrefixForest:
+        """Forest of a decode batch.
+
+        A request's path through the tree is cut to what the tree owns of the request, and to
+        ``seq_len - 1`` tokens. A node that is cut is another node than the whole.
+
+        Raises
+        ------
+        TreeError
+            If a node has no tokens.
+        """
+        tree = _Tree()
+        index, depth = tree.index, tree.depth
+        holder = []
+        for request, length in zip(requests, seq_lens.tolist(), strict=True):
+            row, owned = place_of(request)
+            node = request.last_node
+            if node is None or row is None:  # no tree, or the host has released the request
+                holder.append(ROOT)
+                continue
+            held = index.get(node.id)
+            if held is None:
+                held = tree.add(node)
+            shared = min(owned, length - 1)
+            holder.append(held if depth[held] <= shared else tree.cut(held, shared))
+        return forest_from_tree(tree.parent, depth, holder, seq_lens)
+
+
+class _Tree:
+    """The part of the host's tree that a batch holds; each of its nodes is visited once.
+
+    Attributes
+    ----------
+    index : dict
+        Host's node id → our node.
+    parent, depth : list
+        Of each node of ours; see :func:`~deft_backend.forest.forest_from_tree`.
+    """
+
+    __slots__ = ("_cuts", "depth", "index", "parent")
+
+    def __init__(self) -> None:
+        self.index: dict[int, int] = {}
+        self.parent = [ROOT]
+        self.depth = [0]
+        self._cuts: dict[tuple[int, int], int] = {}
+
+    def add(self, node: Any) -> int:
+        """Add a node of the host, and those above it that are not known yet."""
+        index, parent, depth = self.index, self.parent, self.depth
+        unknown = []
+        above = None
+        while above is None:
+            upper = node.parent
+            if upper is None:
+                above = index[node.id] = ROOT
+                break
+            unknown.append(node)
+            node = upper
+            above = index.get(node.id)
+        for node in reversed(unknown):
+            tokens = len(node.key)
+            if tokens <= 0:
+                raise TreeError(f"node {node.id} of the radix tree holds {tokens} tokens")
+            depth.append(depth[above] + tokens)
+            parent.append(above)
+            above = index[node.id] = len(parent) - 1
+        return above
+
+    def cut(self, held: int, shared: int) -> int:
+        """The node at the end of the first `shared` tokens on the way to `held`."""
+        if shared <= 0:
+            return ROOT
+        while self.depth[self.parent[held]] >= shared:
+            held = self.parent[held]
+        if self.depth[held] == shared:
+            return held
+        part = self._cuts.get((held, shared))
+        if part is None:
+            part = self._cuts[held, shared] = len(self.parent)
+            self.parent.append(self.parent[held])
+            self.depth.append(shared)
+        return part
