@@ -1,7 +1,7 @@
-"""How far two servers' greedy answers to the same prompts agree.
+"""Answers that are kept in files, to be compared with another server's later.
 
-In 16 bits two correct kernels round differently, and greedy answers part where two tokens are
-equally likely up to that. How far two of the host's own backends differ says what that noise is.
+In 16 bits two correct kernels round differently, so their greedy answers part where two tokens are
+almost equally likely. The difference between two of the host's own backends shows how much.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from deft_backend.harness.client import Client
 
 REQUESTS = 16
 TOKENS = 32
-"""What is kept of a case to compare: enough to tell noise from error, small enough to keep."""
+"""Answers and tokens that are kept of a case: enough to tell noise from error."""
 
 
 async def ask(client: Client, prompts: Sequence[Sequence[int]], tokens: int) -> list[Answer]:
-    """The first prompts' answers with log-probabilities, all in one batch with the others."""
+    """Answers to the first prompts, with log-probabilities; all prompts are in one batch."""
     answers, _ = await client.batch(prompts, min(tokens, TOKENS), logprobs=True)
     return answers[:REQUESTS]
 
 
 def keep(path: Path, answers: Sequence[Answer]) -> None:
-    """Write answers for a later comparison."""
+    """Write answers to a file for a later comparison."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([asdict(answer) for answer in answers]))
 
 
 def kept(path: Path) -> list[Answer] | None:
-    """Answers that :func:`keep` wrote, if there are any."""
+    """The answers that :func:`keep` wrote; None if there is no such file."""
     try:
         content = json.loads(path.read_text())
     except OSError:
         return None
-    for answer in content:  # JSON's keys are text
+    for answer in content:  # keys of JSON objects are text
         answer["top"] = [{int(i): value for i, value in top.items()} for top in answer["top"]]
     return [Answer(**answer) for answer in content]
 

@@ -1,8 +1,9 @@
-"""Recorded trees of thoughts through a server, with the latency of every decoding step.
+"""Recorded trees of thoughts sent to a server, with the latency of every decode step.
 
-A thought is a request of its recorded length. When it ends its children start: their prompts are
-the tokens so far and two ids that tell siblings apart (greedy decoding would make them all alike).
-A tree is replayed several times: how fast one short replay is hangs on where its few prefills fall.
+A thought is a request of its recorded length. When it ends, its children start. A child's prompt is
+the tokens so far and two ids that tell it from its siblings; greedy decoding would make siblings
+equal otherwise. A tree is replayed several times, because the time of one short replay depends on
+when its few prefills happen.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from deft_backend.harness.thought_requests import thought_name, thought_requests
 from deft_backend.traces.trace_files import ROOT, ThoughtTree, TraceError, load_trace
 
 MARK = 2
-"""Token ids that tell a thought from its siblings."""
+"""Number of token ids that tell a thought from its siblings."""
 
 ENOUGH_SECONDS = 12.0
-"""No further replay is begun once those before took longer than this together."""
+"""No further replay starts once the earlier ones together took longer than this."""
 
 POINTS = 400
-"""Steps of a tree are put together into at most so many points of its plot."""
+"""Largest number of points in a tree's plot; neighbouring steps share a point."""
 
 
 @dataclass(frozen=True)
 class ThoughtAnswer:
-    """A thought's answer: its tokens were decoded in the tree's iterations from `start` on."""
+    """A thought's answer. The tree decodes its tokens in the iterations from `start` on."""
 
     start: int
     answer: Answer
@@ -46,12 +47,12 @@ class ThoughtAnswer:
 
 @dataclass(frozen=True)
 class Replay:
-    """What came of one replay of a tree.
+    """The result of one replay of a tree.
 
     Attributes
     ----------
     answers : list of ThoughtAnswer
-        Of every thought.
+        One answer for each thought.
     seconds : float
         From the first request to the last token.
     """
@@ -61,12 +62,12 @@ class Replay:
 
     @cached_property
     def steps(self) -> dict[int, float]:
-        """Seconds of each of the tree's iterations."""
+        """Seconds of each iteration of the tree."""
         return step_latencies(self.answers)
 
     @property
     def tpot_ms(self) -> float:
-        """Mean over the iterations, so that every step counts once, however many thoughts live.
+        """Mean time of an iteration in ms, whatever its number of thoughts.
 
         0 if no thought has a second token.
         """
@@ -74,25 +75,25 @@ class Replay:
 
     @property
     def tokens_per_s(self) -> float:
-        """All output tokens over the whole time."""
+        """All output tokens divided by the whole time."""
         return sum(len(found.answer) for found in self.answers) / self.seconds
 
 
 def recorded_trees(path: Path, scale: float = 1.0) -> list[tuple[str, ThoughtTree]]:
-    """Of each file the tree with the most thoughts, named after the file and its index there.
+    """The tree with the most thoughts of each file, with a name of file and index.
 
     Parameters
     ----------
     path : Path
-        A file of trees of thoughts, or a folder; token trees of speculative decoding in it are
-        passed over, since servers decode one token a request.
+        A file of trees of thoughts, or a folder. Token trees of speculative decoding are left out,
+        because servers decode one token per request.
     scale : float
         Factor on all lengths.
 
     Raises
     ------
     TraceError
-        If there is none, or a file cannot be read.
+        If there is no tree of thoughts, or a file cannot be read.
     """
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     found = []
@@ -110,7 +111,7 @@ def recorded_trees(path: Path, scale: float = 1.0) -> list[tuple[str, ThoughtTre
 
 
 def longest_path(tree: ThoughtTree) -> int:
-    """Tokens of the longest request, prompt and answer."""
+    """Tokens of the longest request, with prompt and answer."""
     return max(
         sum(tree.nodes[above].tokens + MARK for above in tree.path(node)) for node in tree.nodes
     )
@@ -126,23 +127,23 @@ async def replay_tree(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Replay a tree up to `repeats` times and fill in the row.
+    """Replay a tree up to `repeats` times and put its figures into the row.
 
-    ``tpot_ms`` and ``tokens_per_s`` are medians over the replays, each replay's are in the row's
-    ``detail``; times to first token and gaps are those of all replays' answers. ``seconds`` and
-    ``steps_ms`` are of the replay with the median time per token, of two the faster.
+    ``tpot_ms`` and ``tokens_per_s`` are medians over the replays; the row's ``detail`` has the
+    figures of each. Times to first token and gaps cover all replays' answers. ``seconds`` and
+    ``steps_ms`` belong to the replay with the median time per token; of two, to the faster.
 
     Parameters
     ----------
     name : str
-        Of the tree; token ids follow from it and the replay's number.
+        The tree's name. It and the replay's number determine the token ids.
     tree : ThoughtTree
     model : Model
     client : Client
     row : Row
         Receives the figures.
     repeats : int
-        Replays, at least 1; fewer where they take long (:data:`ENOUGH_SECONDS`).
+        Number of replays, at least 1; fewer if they take long (:data:`ENOUGH_SECONDS`).
     clock : callable
         Seconds.
     """
@@ -191,7 +192,7 @@ async def _replay(
 def step_latencies(answers: Sequence[ThoughtAnswer]) -> dict[int, float]:
     """Seconds of each iteration: the median gap before the tokens that it decodes.
 
-    A thought's first token has no gap: what comes before it is a prefill.
+    A thought's first token has no gap, because a prefill precedes it.
     """
     gaps: dict[int, list[float]] = {}
     for answer in answers:
@@ -201,7 +202,7 @@ def step_latencies(answers: Sequence[ThoughtAnswer]) -> dict[int, float]:
 
 
 def plotted(steps: dict[int, float]) -> dict[str, list[float]]:
-    """At most :data:`POINTS` points: mean iteration and mean milliseconds of neighbours."""
+    """At most :data:`POINTS` points: mean iteration and mean milliseconds of neighbouring steps."""
     width = -(-len(steps) // POINTS) or 1
     items = list(steps.items())
     groups = [items[at : at + width] for at in range(0, len(items), width)]
