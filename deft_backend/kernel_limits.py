@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-TILE_ROWS = (8, 64, 64)
-"""Rows of each query tile that stage 1 has a kernel for (FastTree, multi-phase tiling): the small
-tile, the large tile, and the tile for several KV ranges. A row of a tile is one (query, query head
-of its GQA group) pair. GQA groups of more than eight heads need a larger small tile."""
+TILE_HEIGHTS = (8, 64, 64)
+"""Heights of the tiles that stage 1 has kernels for (FastTree, multi-phase tiling): the small tile,
+the large tile, the masked tile. A tile of height ``h`` holds ``h`` query vectors, which are
+``h // gqa_group`` queries. GQA groups of more than eight query heads need a higher small tile."""
 
 TILE_SEGMENTS = (1, 1, 32)
-"""Most KV ranges of one item of each tile shape. All shapes but the last take one range, to which
-every query of the tile attends; the last takes several and masks."""
+"""Most segments of one item, for each tile shape. Items of small and large tiles have one segment,
+to which every query of the tile attends. Items of the masked tile have several and a span each."""
 
 MAX_MERGED = 8
-"""Most partial results that an item of the small tile merges itself."""
+"""Most partial results that a small tile merges itself."""
 
 MAX_TOKENS = 1 << 25
 """Longest context in tokens: the kernels keep shifts between positions in 26 bits."""
 
 MAX_ITEM_TOKENS = 1 << 24
-"""Most tokens of one item of several KV ranges: added to the longest context, positions still fit
+"""Most tokens of one item of the masked tile: added to the longest context, positions still fit
 the kernels' 26 bits."""

@@ -354,7 +354,13 @@ def test_doctor_says_what_mends_a_missing_package(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     ("version", "status"),
-    [("0.5.16", "problem"), ("0.5.17.post1", "ok"), ("0.5.18rc0", "problem"), (None, "problem")],
+    [
+        ("0.5.16", "problem"),
+        ("0.5.17.post1", "ok"),
+        ("0.5.23", "ok"),
+        ("0.5.24rc0", "problem"),
+        (None, "problem"),
+    ],
 )
 def test_doctor_compares_versions(
     version: str | None, status: str, monkeypatch: pytest.MonkeyPatch
@@ -365,7 +371,7 @@ def test_doctor_compares_versions(
 
 
 def test_doctor_says_that_an_untested_host_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, {"sglang": "0.5.23"})
+    install(monkeypatch, {"sglang": "0.5.24"})
     monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
     found = {check.subject: check for check in checks.check_packages()}
     assert found["sglang"].status == "note"
@@ -406,7 +412,7 @@ def test_a_host_that_decodes_by_itself_is_not_compared(
     model: str, no_server: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "find_spec", lambda name: object())
-    install(monkeypatch, {"sglang": "0.5.23"})
+    install(monkeypatch, {"sglang": "0.5.24"})
     code, _, err = run("ab", "--host", "sglang", "--model", model)
     assert code == 2
     assert "would decode by itself: tree attention was tested with SGLang >=0.5.17" in err

@@ -39,7 +39,7 @@ class Counts(NamedTuple):
 
 def counts_by_hand(grouping: Grouping, target: Target) -> Counts:
     """Cut every group into tiles and items, as docs/how-it-works.md says."""
-    *singles, packed = (rows // target.gqa_group for rows in target.tile_rows)
+    *singles, packed = (rows // target.gqa_group for rows in target.tile_heights)
     items = kv_tokens = masked_tokens = 0
     tiles_of: dict[int, list[tuple[bool, int]]] = {}  # a query's items: smallest shape? queries?
     for group in range(grouping.num_groups):

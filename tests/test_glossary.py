@@ -12,9 +12,19 @@ ROOT = Path(__file__).parent.parent
 GLOSSARY = ROOT / "docs" / "glossary.md"
 
 TO_CONVERT = (
-    "deft_backend",
-    "docs",
-    "README.md",
+    "deft_backend/attention",
+    "deft_backend/cli",
+    "deft_backend/explain",
+    "deft_backend/forest",
+    "deft_backend/hosts",
+    "deft_backend/kernel",
+    "deft_backend/planner",
+    "deft_backend/policies",
+    "deft_backend/telemetry",
+    "docs/benchmarks.md",
+    "docs/cli.md",
+    "docs/hosts",
+    "docs/papers.md",
 )
 """Files and folders whose words are still to be converted. Empty at the end."""
 
@@ -56,11 +66,14 @@ def retired_words() -> list[str]:
 def as_words(text: str) -> str:
     """Lower-case words, with names like ``LaunchConfig`` and ``launch_config`` taken apart.
 
-    >>> as_words("`LaunchConfig` of HTTPServer, launch_config-s")
-    ' launch config of http server launch config s '
+    Punctuation other than hyphens stays, so that no phrase spans it.
+
+    >>> as_words("`LaunchConfig` of HTTPServer(launch_config)")
+    ' ` launch config ` of http server ( launch config ) '
     """
+    text = re.sub(r"\.stem\b", "", text)  # of a path
     text = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", text)
-    return " " + " ".join(re.findall(r"[a-z0-9]+", text.lower())) + " "
+    return " " + " ".join(re.findall(r"[a-z0-9]+|[^\w\s-]", text.lower())) + " "
 
 
 def retired_in(text: str) -> list[str]:
@@ -113,6 +126,8 @@ def test_definitions_are_short() -> None:
         ("the stem's rows", ["stem"]),
         ("class LaunchConfig:", ["launch config"]),
         ("launch_config(head_dim)", ["launch config"]),
+        ("tensor.shape[1], path.stem", []),
+        ("shape 1 of three", ["shape 1"]),
         ("the system launches, the configuration stays", []),
         ("import hopper_stem", ["stem"]),
         ("a packed item", ["packed"]),

@@ -55,6 +55,14 @@ def test_a_wheel_without_metadata_is_an_error(tmp_path: Path) -> None:
         requirements_of(wheel)
 
 
+@pytest.mark.parametrize("host", versions.HOSTS)
+def test_the_extras_are_the_windows(host: str) -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    (extra,) = re.findall(rf'^{host} = \["{host}(.+)"\]$', text, re.MULTILINE)
+    tested = TESTED[host]
+    assert extra == f">={tested.lowest},<{tested.beyond}"
+
+
 def test_names_of_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """The newest of all may lie beyond the window."""
     tested = TESTED["vllm"]

@@ -15,7 +15,7 @@ from strategies import GROWTH, Batch, batches, regular_forest, targets
 
 from deft_backend import TreeAttention
 from deft_backend.forest import build_forest
-from deft_backend.kernel_limits import MAX_MERGED, TILE_ROWS, TILE_SEGMENTS
+from deft_backend.kernel_limits import MAX_MERGED, TILE_HEIGHTS, TILE_SEGMENTS
 from deft_backend.planner import (
     Plan,
     PlanCapacity,
@@ -51,7 +51,7 @@ def check_plan(batch: Batch, plan: Plan, target: Target, growth: npt.NDArray[np.
     written: dict[int, tuple[int, int]] = {}  # slot: its query and the launch that fills it
     merges: dict[int, tuple[int, int, int]] = {}  # query: first slot, results, launch
     direct: list[int] = []
-    shapes = len(target.tile_rows)
+    shapes = len(target.tile_heights)
     assert len(plan.tile_ptr) == shapes + 1
     assert (plan.tile_ptr[0], plan.tile_ptr[-1]) == (0, plan.num_items)
     assert (np.diff(plan.tile_ptr) >= 0).all()
@@ -60,7 +60,7 @@ def check_plan(batch: Batch, plan: Plan, target: Target, growth: npt.NDArray[np.
         shape = ITEM_ORDER[place]
         entries = range(plan.item_query_ptr[item], plan.item_query_ptr[item + 1])
         held = range(plan.item_segment_ptr[item], plan.item_segment_ptr[item + 1])
-        assert 0 < len(entries) * target.gqa_group <= target.tile_rows[shape]
+        assert 0 < len(entries) * target.gqa_group <= target.tile_heights[shape]
         assert 0 < len(held) <= target.tile_segments[shape]
         queries = plan.entry_query[entries.start : entries.stop].tolist()
         merged = 0
@@ -221,7 +221,7 @@ def test_a_range_that_some_of_its_queries_skip_goes_to_the_packed_tile(
         builder.add([row], [Segment(row, start, 60, True, 0, 1)])
     plan = plan_grouping(builder.build(), batch.forest(), GQA)
     check_plan(batch, plan, GQA, np.zeros(3, dtype=np.int32))
-    assert np.diff(plan.items_of(len(GQA.tile_rows) - 1)) == 1
+    assert np.diff(plan.items_of(len(GQA.tile_heights) - 1)) == 1
 
 
 def test_items_of_a_shape_come_longest_first() -> None:
@@ -319,4 +319,4 @@ def test_limits_are_named() -> None:
 
 
 def test_the_targets_defaults_are_the_kernels_tiles() -> None:
-    assert (GQA.tile_rows, GQA.tile_segments) == (TILE_ROWS, TILE_SEGMENTS)
+    assert (GQA.tile_heights, GQA.tile_segments) == (TILE_HEIGHTS, TILE_SEGMENTS)

@@ -314,7 +314,7 @@ def test_fasttree_takes_the_cheaper_value_of_an_edge() -> None:
     # The hand-computed edge above: 4 of 20 queries share 40 tokens more, SplitQ costs less.
     shared = [140] * 3 + [100] * 16
     forest = build_forest(range(20), shared, [140] * 4 + [100] * 16)
-    target = replace(MHA, tile_rows=(16,), head_dim=1)
+    target = replace(MHA, tile_heights=(16,), head_dim=1)
     edge = int(np.flatnonzero(forest.num_queries == 4)[0])
     cheap = FastTree(FastTreeCoefficients(0.5, 0.25, 2.0)).assign_edges(forest, target)
     assert cheap[edge]
@@ -332,7 +332,7 @@ def _greedy_by_the_notes(
 
     def c_p(n_q: int, length: int) -> float:
         rows = n_q * target.gqa_group
-        phases = sorted(set(target.tile_rows))
+        phases = sorted(set(target.tile_heights))
         tile = next((t for t in phases if rows <= t), phases[-1])
         pad_q = -rows % tile
         pad_c = -min(length, target.block_tokens) % target.block_tokens

@@ -17,8 +17,9 @@ from deft_backend.costs.table_lookup import shipped_for
 from deft_backend.costs.tile_costs import TileCosts
 from deft_backend.forest import PrefixForest, build_forest
 from deft_backend.policies import Grouping, Target, get_policy
+from deft_backend.policies.chunk_choice import choose_chunks
 from deft_backend.policies.makespan import kv_bytes
-from deft_backend.policies.range_choice import choose_chunks, choose_ranges
+from deft_backend.policies.range_choice import choose_ranges
 
 GQA = Target(num_query_heads=32, num_kv_heads=8, head_dim=128)
 AUTO = get_policy("auto")
@@ -243,7 +244,7 @@ def test_chunks_grow_until_the_plan_holds_them(batch: Batch, slack: int, costs: 
 
 def test_items_that_fill_the_memorys_bandwidth_are_not_cut_further() -> None:
     """An item takes time beside its tokens, though every program has work with more of them."""
-    target = Target(16, 1, 128, tile_rows=(16, 64, 64), tile_programs=(792, 264, 264))
+    target = Target(16, 1, 128, tile_heights=(16, 64, 64), tile_programs=(792, 264, 264))
     transfer_ns = default_cost_model().transfer_ms(kv_bytes(1, target)) * 1e6
     costs = shipped_for(16, 128, "float16").tiles
     leaves, _ = chunks_of([1] * 256, [1024] * 256, target, costs, transfer_ns)

@@ -413,7 +413,7 @@ def test_graphs_wait_where_there_are_graphs(host: Any, planner: str, graphs: str
         ({"verify": True}, "cpu", False, None),
         ({}, "cpu", True, None),
         ({"min_saved_ms": 1.0}, "cpu", False, None),
-        ({"min_saved_ms": 1.0}, "cuda", False, "saves less than DEFT_MIN_SAVED_MS"),
+        ({"min_saved_ms": 1.0}, "cuda", False, "saves less than DEFT_MIN_SAVED_MS=1"),
     ],
 )
 def test_the_hosts_planner_has_what_was_set(

@@ -125,7 +125,7 @@ def test_fasttree_weights_are_recovered() -> None:
         return time + (4.0 + gamma * element * rows if work.parts > 1 else 0.0)
 
     target = Target(
-        32, 8, 128, tile_rows=(16, 64, 128, 64), tile_programs=(132, 33, 16, 33),
+        32, 8, 128, tile_heights=(16, 64, 128, 64), tile_programs=(132, 33, 16, 33),
         tile_segments=(1, 1, 1, 32), block_tokens=context_tile,
     )  # fmt: skip
     found, error = measure_coefficients(time_us, target, Grid())

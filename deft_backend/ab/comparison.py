@@ -87,8 +87,32 @@ class Measured:
     tpot: float | None
     tokens_a_second: float
     seconds: float
-    kv_bytes_a_step: float | None
     counters: Counters | None
+
+
+@dataclass(frozen=True)
+class KvRead:
+    """Bytes of KV that a decode step of the plugin's server reads, all layers, on average.
+
+    Both figures are of the same steps. The other server's steps hold other requests, because
+    answers start and end at other moments there.
+
+    Attributes
+    ----------
+    query_by_query : float
+        What those steps would read if every query read its whole context, as the host's kernel
+        does.
+    deft : float
+        What they read.
+    """
+
+    query_by_query: float
+    deft: float
+
+    @property
+    def saved(self) -> float | None:
+        """Share of the reads that the plugin saves, 0 to 1; None if there is nothing to read."""
+        return 1.0 - self.deft / self.query_by_query if self.query_by_query else None
 
 
 @dataclass(frozen=True)
@@ -104,16 +128,15 @@ class Compared:
     agreement: Agreement
 
     @property
-    def kv_saved(self) -> float | None:
-        """Share of KV reads that the plugin saved, 0 to 1.
-
-        Against what reading each request's whole context would have taken in the very same steps:
-        the two servers' steps do not hold the same requests, since arrivals fall differently.
-        """
+    def kv_read(self) -> KvRead | None:
+        """KV reads of the plugin's server; None if the plugin counted no step."""
         counted = self.deft.counters
-        if counted is None or not counted.kv_bytes_query_guided:
+        if counted is None or not counted.decode_steps:
             return None
-        return 1.0 - counted.kv_bytes_read / counted.kv_bytes_query_guided
+        return KvRead(
+            counted.kv_bytes_query_guided / counted.decode_steps,
+            counted.kv_bytes_read / counted.decode_steps,
+        )
 
 
 @dataclass(frozen=True)
@@ -137,9 +160,11 @@ class AbResult:
         """Plain data, with the derived figures that the report shows."""
         content = asdict(self)
         for record, workload in zip(content["workloads"], self.workloads, strict=True):
-            record["kv_saved"] = workload.kv_saved
+            read = workload.kv_read
+            record["kv_bytes_a_step"] = None if read is None else asdict(read)
+            record["kv_saved"] = None if read is None else read.saved
             record["agreement"]["same"] = workload.agreement.same
-        return {"schema": 1, "same": self.same, **content}
+        return {"schema": 2, "same": self.same, **content}
 
 
 @dataclass(frozen=True)
@@ -176,8 +201,8 @@ def run_ab(setup: AbSetup, logs: Path, watcher: Watcher) -> AbResult:
             description=plan.description,
             requests=len(plan.requests),
             tokens=plan.tokens,
-            host=_measure(host.answered[i], host.counters[i], guided=True),
-            deft=_measure(deft.answered[i], deft.counters[i], guided=False),
+            host=_measure(host.answered[i], host.counters[i]),
+            deft=_measure(deft.answered[i], deft.counters[i]),
             agreement=compare(host.answered[i], deft.answered[i]),
         )
         for i, plan in enumerate(setup.plans)
@@ -242,18 +267,13 @@ def _names(side: str, setup: AbSetup, server: CountedServer | None) -> tuple[str
     return (setup.baseline or "host default") if side == "host" else BACKEND, asked
 
 
-def _measure(run: Answered, counters: Counters | None, *, guided: bool) -> Measured:
+def _measure(run: Answered, counters: Counters | None) -> Measured:
     gaps = [answer.tpot for answer in run.answers if answer.tpot is not None]
     tokens = sum(len(answer) for answer in run.answers)
-    kv = None
-    if counters is not None and counters.decode_steps:
-        read = counters.kv_bytes_query_guided if guided else counters.kv_bytes_read
-        kv = read / counters.decode_steps
     return Measured(
         ttft=statistics.median(answer.ttft for answer in run.answers),
         tpot=statistics.median(gaps) if gaps else None,
         tokens_a_second=tokens / run.seconds,
         seconds=run.seconds,
-        kv_bytes_a_step=kv,
         counters=counters,
     )

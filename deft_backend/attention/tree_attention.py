@@ -6,18 +6,32 @@ import math
 
 import torch
 
-from deft_backend.attention.planned import PlannedAttention
-from deft_backend.attention.step_inputs import AttentionError, check_step
-from deft_backend.kernels import run_plan, unsupported
+from deft_backend.attention.current_device import device_as_current, is_current
+from deft_backend.attention.current_plan import CurrentPlan, PlannedBatch
+from deft_backend.attention.device_target import target_of
+from deft_backend.attention.step_inputs import (
+    AttentionError,
+    check_attention,
+    check_batch,
+    check_step,
+)
+from deft_backend.attention.workspace import Workspace, entry_bytes
+from deft_backend.forest import PrefixForest
+from deft_backend.kernels import launch_config, run_plan, unsupported
+from deft_backend.planner import Plan, PlanCapacity
+from deft_backend.planner.on_device import DevicePlanner
+from deft_backend.policies import Grouping, get_policy
 
 
-class TreeAttention(PlannedAttention):
+class TreeAttention:
     """Decode attention over a batch that shares prefixes, in two steps: plan and run.
 
-    :meth:`plan` is host work, needed when the batch's composition changes; :meth:`plan_on_device`
-    is a few launches that make the plan from the page table, cheap enough for every step and for a
-    CUDA graph. :meth:`run` launches the kernels; sequences may have grown since the plan was made
-    (their leaves are open).
+    :meth:`plan` runs on the CPU whenever the batch's composition changes. :meth:`plan_on_device` is
+    a few launches that make the plan from the page table: cheap enough for every step, and fit for
+    a CUDA graph. :meth:`run` launches the attention kernels. Sequences may grow between plan and
+    run, because leaves have no fixed end.
+
+    All device memory is allocated here, once, and keeps its addresses.
 
     Parameters
     ----------
@@ -28,18 +42,20 @@ class TreeAttention(PlannedAttention):
     device : torch.device or str
         An NVIDIA GPU, or the CPU, where the same kernels run in Triton's interpreter.
     page_size : int
-        Tokens a page of the KV cache (1 when the page table holds one slot a token).
+        Tokens of a page of the KV cache.
     max_batch : int
         Most requests a plan will hold; sizes the plan's arrays and the workspace.
     policy : str
         How KV and queries are grouped, by name; see :data:`deft_backend.policies.POLICY_NAMES`.
     capacity : PlanCapacity, optional
-        Array sizes, if the bound that follows from `max_batch` should be another.
+        Sizes of the plan's arrays; default: a bound that follows from `max_batch`.
 
     Attributes
     ----------
-    forest, last_plan, grouping
-        What the last :meth:`plan` was made of; :func:`deft_backend.explain.explain` shows it.
+    policy : Policy
+    target : Target
+        What plans are made for: the attention, the GPU and its costs.
+    capacity : PlanCapacity
 
     Raises
     ------
@@ -57,7 +73,7 @@ class TreeAttention(PlannedAttention):
     >>> page_table = torch.tensor([[0, 1, 2, 3, 4, 0, 0], [0, 1, 2, 3, 5, 6, 0],
     ...                            [0, 1, 2, 3, 7, 8, 9]], dtype=torch.int32)
     >>> seq_lens = torch.tensor([5, 6, 7], dtype=torch.int32)
-    >>> k_cache, v_cache = torch.randn(2, 10, 2, 64)     # 10 slots, 2 KV heads
+    >>> k_cache, v_cache = torch.randn(2, 10, 2, 64)     # 10 pages of a token, 2 KV heads
     >>> q = torch.randn(3, 4, 64)                        # 4 query heads
     >>> attention = TreeAttention(num_query_heads=4, num_kv_heads=2, head_dim=64,
     ...                           dtype=torch.float32, device="cpu", max_batch=3)
@@ -70,6 +86,155 @@ class TreeAttention(PlannedAttention):
     """
 
     unsupported = staticmethod(unsupported)
+
+    def __init__(
+        self,
+        *,
+        num_query_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        page_size: int = 1,
+        max_batch: int = 256,
+        policy: str = "auto",
+        capacity: PlanCapacity | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        if self.device == torch.device("cuda"):
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        check_attention(
+            num_query_heads, num_kv_heads, head_dim, dtype, self.device,
+            page_size=page_size, max_batch=max_batch,
+        )  # fmt: skip
+        self.policy = get_policy(policy)
+        self.num_query_heads = num_query_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.dtype = dtype
+        self.page_size = page_size
+
+        self._config = launch_config(head_dim, dtype, self.device, num_query_heads // num_kv_heads)
+        self.target = target_of(
+            self._config, num_query_heads=num_query_heads, num_kv_heads=num_kv_heads,
+            head_dim=head_dim, dtype=dtype, device=self.device, page_size=page_size,
+        )  # fmt: skip
+        self.capacity = capacity or PlanCapacity.for_batch(
+            max_batch, max(self.target.tile_programs), entry_bytes(num_query_heads, head_dim, dtype)
+        )
+        self._current = CurrentPlan(
+            self.policy, self.target, self.capacity, self.device, page_size,
+            overlapped=self._config.overlapped,
+        )  # fmt: skip
+        self._workspace = Workspace.allocate(
+            self.capacity.max_entries, num_query_heads, head_dim, dtype, self.device
+        )
+        self._own_rows = torch.arange(
+            self.capacity.max_batch, dtype=torch.int32, device=self.device
+        )
+
+    @property
+    def forest(self) -> PrefixForest | None:
+        """What the plan was made of; None for a plan made on the device."""
+        return self._current.batch.forest
+
+    @property
+    def last_plan(self) -> Plan | None:
+        """The host planner's plan; None for a plan made on the device."""
+        return self._current.batch.plan
+
+    @property
+    def grouping(self) -> Grouping | None:
+        """The groups behind `last_plan`, for :func:`deft_backend.explain.explain`."""
+        return self._current.batch.grouping
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of device memory: partial results, the plan and the device planner, if used."""
+        return self._workspace.num_bytes + self._current.num_bytes
+
+    @property
+    def few_queries(self) -> int:
+        """Most queries for which stage 2 runs its kernel configuration for few queries."""
+        return self._config.few_queries(self.num_query_heads)
+
+    @property
+    def device_planner(self) -> DevicePlanner:
+        """The planner behind :meth:`plan_on_device`; the first use allocates its memory."""
+        return self._current.device_planner
+
+    def plan(self, forest: PrefixForest) -> Plan:
+        """Plan a batch on the host and copy the plan to the device, on the current stream.
+
+        Raises
+        ------
+        PlanError
+            If the batch is larger than `max_batch`, or its tree needs more than the arrays hold.
+        """
+        return self._current.plan_on_host(forest)
+
+    def plan_on_device(
+        self,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        table_rows: torch.Tensor | None = None,
+    ) -> None:
+        """Plan a batch by launches alone, on the current stream, following the policy ``auto``.
+
+        The host waits for nothing and does not learn the plan: `last_plan` is None. A CUDA graph
+        that captured these launches plans the batch of each replay.
+
+        Parameters
+        ----------
+        page_table : [rows, P] int32 or int64
+            Page ids, on the attention's device.
+        seq_lens : [B] int32 or int64
+            Tokens of each request; 0 for a padding request.
+        table_rows : [B] int32 or int64, optional
+            Row of the page table of each request; default: row ``b`` for request ``b``.
+
+        Raises
+        ------
+        AttentionError
+            If shapes, dtypes or devices do not match, or the batch is larger than `max_batch`.
+        PolicyError
+            If the attention's policy is not ``auto``, or its `max_batch` is too large for the
+            device planner.
+        """
+        batch = len(seq_lens)
+        if batch > self.capacity.max_batch:
+            raise AttentionError(
+                f"the batch holds {batch} requests; the plan was sized for "
+                f"{self.capacity.max_batch}: raise max_batch"
+            )
+        if table_rows is None:
+            table_rows = self._first_rows(page_table, batch)
+        check_batch(page_table, seq_lens, table_rows, self.device)
+        self._current.plan_on_device(page_table, table_rows, seq_lens)
+
+    def use(self, plan: Plan, forest: PrefixForest) -> None:
+        """Follow a plan made elsewhere; it must cover the batch of `forest`.
+
+        Raises
+        ------
+        PlanError
+            If the plan needs the masked tile and the policy does not, or if it does not fit
+            `capacity`.
+        """
+        self._current.use(plan, forest)
+
+    def clear_plan(self) -> None:
+        """Empty the plan on the device: kernels return at once, whatever batch they are given."""
+        self._current.clear()
+
+    def restore_plan(self) -> None:
+        """Put the host's last plan back after :meth:`clear_plan`, for kernels on any stream."""
+        self._current.restore()
+
+    def poison_workspace(self) -> None:
+        """Fill the workspace with NaN: a partial result that is read before it is written shows."""
+        self._workspace.poison()
 
     def run(
         self,
@@ -90,16 +255,16 @@ class TreeAttention(PlannedAttention):
         Parameters
         ----------
         q : [B, Hq, D]
-            One query token a request.
-        k_cache, v_cache : [pages, page_size, Hkv, D], or [slots, Hkv, D] when `page_size` is 1
+            One query of each request.
+        k_cache, v_cache : [pages, page_size, Hkv, D], or [pages, Hkv, D] if `page_size` is 1
             The KV cache of one layer; any strides with a contiguous last dimension.
         page_table : [rows, P] int32 or int64
-            Page ids (slot ids when `page_size` is 1).
+            Page ids.
         seq_lens : [B] int32 or int64
             Current tokens of each request, the token of `q` included.
         table_rows : [B] int, optional
-            Row of the page table of each request; default: row ``b``. A plan made on the device
-            holds those that it was made with.
+            Row of the page table of each request; default: row ``b`` for request ``b``. A plan made
+            on the device keeps the rows that it was made with and ignores these.
         sm_scale : float, optional
             Scale of the scores; default ``1 / sqrt(D)``.
         logit_cap : float
@@ -107,9 +272,8 @@ class TreeAttention(PlannedAttention):
         out : [B, Hq, D], optional
             Where the result goes.
         static_launch : bool
-            Launch every kernel that a batch of this size may need, as a CUDA graph that serves
-            later plans must; with a plan made on the device nothing else is possible, and this is
-            not asked.
+            Launch every kernel that a batch of this size may need. A CUDA graph that serves later
+            plans needs this; a plan made on the device always gets it.
 
         Returns
         -------
@@ -121,33 +285,26 @@ class TreeAttention(PlannedAttention):
             If nothing was planned, shapes, dtypes or devices do not match, or `sm_scale` is not
             above 0.
         """
-        if self._is_elsewhere():
-            with self._current():
+        if not is_current(self.device):
+            with device_as_current(self.device):
                 return self.run(
                     q, k_cache, v_cache, page_table, seq_lens, table_rows=table_rows,
                     sm_scale=sm_scale, logit_cap=logit_cap, out=out, static_launch=static_launch,
                 )  # fmt: skip
-        static_launch = static_launch or self._planned_on_device
-        k_cache, v_cache = self._paged(k_cache), self._paged(v_cache)
-        if out is None:
-            # A graph is replayed for fewer requests than it was captured for: rows that no request
-            # owns must not hold whatever was in memory. Plans made on the device have those that
-            # they were made with, as requests of no or few tokens; those made on the host do not.
-            padded = static_launch and not (self._planned_on_device and len(q) <= self._planned)
-            out = torch.zeros_like(q) if padded else torch.empty_like(q)
         if sm_scale is not None and not sm_scale > 0.0:
             raise AttentionError(f"sm_scale is {sm_scale}; expected a number above 0")
-        if self.forest is None and not static_launch:
-            raise AttentionError("nothing is planned; call plan(forest) first")
-        batch = self.forest.batch_size if self.forest is not None and not static_launch else len(q)
-        if batch < self._planned:
-            raise AttentionError(
-                f"q holds {batch} queries; the plan is for {self._planned} requests: plan the "
-                "batch that is run"
-            )
+        planned = self._current.batch
+        static_launch = static_launch or planned.on_device
+        batch = _queries_to_run(planned, len(q), static_launch)
+        k_cache, v_cache = self._paged(k_cache), self._paged(v_cache)
+        if out is None:
+            # A CUDA graph may be replayed for fewer requests than it was captured for. Only the
+            # device planner covers padding requests; others' outputs must not be stale memory.
+            covered = not static_launch or (planned.on_device and len(q) <= planned.requests)
+            out = torch.empty_like(q) if covered else torch.zeros_like(q)
         own_rows = table_rows is None
         if table_rows is None:
-            table_rows = self._own_rows(page_table, batch)
+            table_rows = self._first_rows(page_table, batch)
         check_step(
             q, k_cache, v_cache, page_table, seq_lens, table_rows, out,
             queries=(batch, self.num_query_heads, self.head_dim),
@@ -156,19 +313,20 @@ class TreeAttention(PlannedAttention):
         )  # fmt: skip
         if batch == 0:
             return out
-        # Plans made on the device hold each range's row of the page table. One made on the host
-        # holds its row of the batch: the same where requests have rows of their own.
-        by_segment = self._planned_on_device or own_rows
+        # The device planner records each segment's row of the page table. The host planner records
+        # the segment's request, which is the same number where row b belongs to request b.
+        by_segment = planned.on_device or own_rows
         if by_segment:
-            listed = "segment_table" if self._planned_on_device else "segment_row"
-            table_rows = self._plan[listed]
-        # Triton's interpreter truncates to bfloat16; torch rounds. Rows that the plan has no
-        # request for stay as they are.
+            table_rows = self._current.arrays[
+                "segment_table" if planned.on_device else "segment_row"
+            ]
+        # Triton's interpreter truncates to bfloat16 where GPUs round: let PyTorch convert. Outputs
+        # of requests that the plan does not cover stay as they are.
         truncates = self._config.interpreted and self.dtype == torch.bfloat16
         result = out.float() if truncates else out
         run_plan(
             self._config,
-            self._plan,
+            self._current.arrays,
             q,
             k_cache,
             v_cache,
@@ -179,8 +337,8 @@ class TreeAttention(PlannedAttention):
             *self._workspace,
             sm_scale=1.0 / math.sqrt(self.head_dim) if sm_scale is None else sm_scale,
             logit_cap=logit_cap,
-            host_plan=None if static_launch else self.last_plan,
-            packed=self._packed,
+            host_plan=None if static_launch else planned.plan,
+            packed=self.policy.several_segments,
             table_by_segment=by_segment,
         )
         if truncates:
@@ -188,4 +346,36 @@ class TreeAttention(PlannedAttention):
         return out
 
     def _paged(self, cache: torch.Tensor) -> torch.Tensor:
+        """[pages, page_size, Hkv, D] view of a cache."""
         return cache.unsqueeze(1) if cache.dim() == 3 and self.page_size == 1 else cache
+
+    def _first_rows(self, page_table: torch.Tensor, batch: int) -> torch.Tensor:
+        """[batch] int32: row ``b`` of the page table for request ``b``."""
+        if batch > min(len(page_table), len(self._own_rows)):
+            raise AttentionError(
+                f"{batch} requests, a page table of {len(page_table)} rows and max_batch "
+                f"{len(self._own_rows)}; expected a row each, or table_rows, and a larger max_batch"
+            )
+        return self._own_rows[:batch]
+
+
+def _queries_to_run(planned: PlannedBatch, queries: int, static_launch: bool) -> int:
+    """Queries that a run must be given: the planned batch's, or any number not below it.
+
+    Raises
+    ------
+    AttentionError
+        If there is no plan for the launches, or the plan covers more requests than `queries`.
+    """
+    if static_launch:
+        expected = queries
+    elif planned.forest is not None:
+        expected = planned.forest.batch_size
+    else:
+        raise AttentionError("nothing is planned; call plan(forest) first")
+    if expected < planned.requests:
+        raise AttentionError(
+            f"q holds {expected} queries; the plan is for {planned.requests} requests: plan the "
+            "batch that is run"
+        )
+    return expected

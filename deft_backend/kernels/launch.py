@@ -9,7 +9,7 @@ import torch
 import triton
 
 from deft_backend.compile.triton_kernel import Kernel
-from deft_backend.kernel_limits import TILE_ROWS, TILE_SEGMENTS
+from deft_backend.kernel_limits import TILE_HEIGHTS, TILE_SEGMENTS
 from deft_backend.kernels import gluon_parts, hopper_stem, leaf_attention, pipelined_leaf
 from deft_backend.kernels import partial_attention as stage1
 from deft_backend.kernels import reduction as stage2
@@ -93,8 +93,8 @@ def unsupported(
             "a multiple of the KV heads"
         )
     group = num_query_heads // num_kv_heads
-    if group > TILE_ROWS[-1]:
-        return f"{group} query heads share a KV head; a tile holds {TILE_ROWS[-1]}"
+    if group > TILE_HEIGHTS[-1]:
+        return f"{group} query heads share a KV head; a tile holds {TILE_HEIGHTS[-1]}"
     if head_dim not in HEAD_DIMS:
         return f"head dimension {head_dim}; supported are {', '.join(map(str, HEAD_DIMS))}"
     if dtype not in DTYPES:
@@ -118,13 +118,16 @@ def launch_config(
 ) -> LaunchConfig:
     """Tile shapes for `head_dim` elements of `dtype` on `device`."""
     # The smallest tile holds one query's group at least, and eight rows, the tensor cores' least.
-    tile_rows = (min(32, max(TILE_ROWS[0], triton.next_power_of_2(gqa_group))), *TILE_ROWS[1:])
+    tile_heights = (
+        min(32, max(TILE_HEIGHTS[0], triton.next_power_of_2(gqa_group))),
+        *TILE_HEIGHTS[1:],
+    )
     if device.type == "cpu":
         # The interpreter's cost is Python's, per operation and not per element: large KV tiles,
         # one program.
         interpreted = tuple(
             TileConfig(rows, 256, segments, 1, 1, 1)
-            for rows, segments in zip(tile_rows, TILE_SEGMENTS, strict=True)
+            for rows, segments in zip(tile_heights, TILE_SEGMENTS, strict=True)
         )
         reduce = ReduceConfig(16, 16, 1, 1)
         return LaunchConfig(
@@ -137,7 +140,7 @@ def launch_config(
     padded = triton.next_power_of_2(head_dim)
     hopper = gluon_parts.available() and (properties.major, properties.minor) == (9, 0)
     found = []
-    for rows, segments in zip(tile_rows, TILE_SEGMENTS, strict=True):
+    for rows, segments in zip(tile_heights, TILE_SEGMENTS, strict=True):
         if rows < 64:
             # One warp a program, which meets no barrier, and as many programs as fit: reading a
             # leaf is a chain of dependent loads, hidden only by other leaves' loads.

@@ -6,9 +6,9 @@ Both planners write these values and the kernels read them; nothing else defines
 from __future__ import annotations
 
 ITEM_ORDER = (1, 0, 2)
-"""Tile shapes in the order in which their items lie in a plan: first the large tile, then the small
-tile, last the tile for several KV ranges. Everything else waits for the items of the large tile, so
-their kernel must know where the first of them lies without reading `tile_ptr`."""
+"""Tile shapes in the order in which their items lie in a plan: large tile, small tile, masked tile.
+Everything else waits for the large tiles, so their kernel must know where the first of their items
+lies without reading `tile_ptr`."""
 
 READ_AHEAD = 1024
 """Least number of items that a plan's arrays on the device have room for: a kernel reads the first

@@ -8,7 +8,8 @@ import numpy as np
 
 from deft_backend.forest import PrefixForest
 from deft_backend.kernel_limits import MAX_TOKENS
-from deft_backend.planner.items import fill_plan, list_items
+from deft_backend.planner.fill_plan import fill_plan
+from deft_backend.planner.items import list_items
 from deft_backend.planner.plan import Plan, PlanCapacity
 from deft_backend.policies import Grouping, Policy, PolicyError, Target, get_policy
 
@@ -73,7 +74,7 @@ def plan_grouping(grouping: Grouping, forest: PrefixForest, target: Target) -> P
     if target.largest_tile < 1:
         raise PlanError(
             f"{target.gqa_group} query heads share a KV head; the largest tile has "
-            f"{max(target.tile_rows)} rows"
+            f"{max(target.tile_heights)} rows"
         )
     items = list_items(
         grouping.query_ptr,
@@ -96,7 +97,7 @@ def plan_grouping(grouping: Grouping, forest: PrefixForest, target: Target) -> P
         grouping.attend_begin,
         grouping.attend_end,
         forest.batch_size,
-        len(target.tile_rows),
+        len(target.tile_heights),
     )
     if forest.batch_size and parts.min() == 0:
         raise PlanError(

@@ -8,10 +8,11 @@ from typing import ClassVar
 import numpy as np
 
 from deft_backend.forest import PrefixForest
+from deft_backend.policies.chunk_choice import choose_chunks
 from deft_backend.policies.grouping import Grouping
 from deft_backend.policies.makespan import kv_bytes
 from deft_backend.policies.policy import PolicyError
-from deft_backend.policies.range_choice import choose_chunks, choose_ranges, cut_ranges
+from deft_backend.policies.range_choice import choose_ranges, cut_ranges
 from deft_backend.policies.splitting import check_limits
 from deft_backend.policies.target import Target
 
@@ -32,6 +33,8 @@ class Auto:
     """
 
     name: ClassVar[str] = "auto"
+    several_segments: ClassVar[bool] = False
+    on_device: ClassVar[bool] = True
 
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
         model = target.costs

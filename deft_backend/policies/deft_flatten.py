@@ -47,6 +47,8 @@ class DeftFlatten:
     """
 
     name: ClassVar[str] = "deft-flatten"
+    several_segments: ClassVar[bool] = True
+    on_device: ClassVar[bool] = False
 
     chunk_tokens: int = 128
 

@@ -23,6 +23,8 @@ class DeftNode:
     """
 
     name: ClassVar[str] = "deft-node"
+    several_segments: ClassVar[bool] = False
+    on_device: ClassVar[bool] = False
 
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
         ranges = node_ranges(forest)

@@ -27,6 +27,8 @@ class DeftNodeChunk:
     """
 
     name: ClassVar[str] = "deft-node-chunk"
+    several_segments: ClassVar[bool] = False
+    on_device: ClassVar[bool] = False
 
     chunk_tokens: int = 128
 

@@ -46,6 +46,8 @@ class FastTree:
     """
 
     name: ClassVar[str] = "fasttree"
+    several_segments: ClassVar[bool] = False
+    on_device: ClassVar[bool] = False
 
     coefficients: FastTreeCoefficients | None = None
 
@@ -84,7 +86,7 @@ class FastTree:
 
 def edge_costs(coefficients: FastTreeCoefficients, target: Target) -> FastTreeCosts:
     """FastTree's cost equations on the tiles that the target's kernels offer."""
-    phases = tuple((rows, target.block_tokens) for rows in sorted(set(target.tile_rows)))
+    phases = tuple((rows, target.block_tokens) for rows in sorted(set(target.tile_heights)))
     return FastTreeCosts(coefficients, phases, target.head_dim, target.gqa_group)
 
 

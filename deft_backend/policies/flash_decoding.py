@@ -21,6 +21,8 @@ class FlashDecoding:
     """
 
     name: ClassVar[str] = "flash-decoding"
+    several_segments: ClassVar[bool] = False
+    on_device: ClassVar[bool] = False
 
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
         ranges = query_ranges(forest)

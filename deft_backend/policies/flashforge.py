@@ -92,6 +92,8 @@ class FlashForge:
     """
 
     name: ClassVar[str] = "flashforge"
+    several_segments: ClassVar[bool] = False
+    on_device: ClassVar[bool] = False
 
     grid_ratio: float = 1.25
 

@@ -21,6 +21,16 @@ class Policy(Protocol):
         """As selected by the user; the key in the registry."""
         ...
 
+    @property
+    def several_segments(self) -> bool:
+        """Whether some groups have several segments, so that their items need the masked tile."""
+        ...
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the device planner can follow this policy."""
+        ...
+
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
         """Group `forest`'s KV with the queries that attend to it.
 

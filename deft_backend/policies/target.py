@@ -19,7 +19,7 @@ class Target:
     num_programs : int
         Thread blocks that run at once for each KV head (about the number of SMs times the blocks
         an SM holds, over the KV heads).
-    tile_rows : tuple of int
+    tile_heights : tuple of int
         Rows of the query tiles the kernels offer: ascending for groups of one range, and last the
         tile for groups of several. A row is one (query, query head of the GQA group) pair, so a
         tile of ``r`` rows serves ``r // gqa_group`` queries.
@@ -42,7 +42,7 @@ class Target:
     head_dim: int
     dtype_bytes: int = 2
     num_programs: int = 132
-    tile_rows: tuple[int, ...] = (8, 64, 64)
+    tile_heights: tuple[int, ...] = (8, 64, 64)
     tile_programs: tuple[int, ...] = (132, 33, 33)
     num_sms: int = 132
     tile_segments: tuple[int, ...] = (1, 1, 32)
@@ -64,7 +64,7 @@ class Target:
     @property
     def largest_tile(self) -> int:
         """Queries that the largest tile serves."""
-        return max(self.tile_rows) // self.gqa_group
+        return max(self.tile_heights) // self.gqa_group
 
     @cached_property
     def single_range_tiles(self) -> tuple[int, ...]:
@@ -75,7 +75,7 @@ class Target:
     @cached_property
     def tile_queries(self) -> tuple[int, ...]:
         """Queries that each tile shape serves, ascending."""
-        return tuple(rows // self.gqa_group for rows in self.tile_rows)
+        return tuple(rows // self.gqa_group for rows in self.tile_heights)
 
     def within(self, max_groups: int, max_group_queries: int) -> Target:
         """The same target with no more groups and (group, query) pairs than given."""

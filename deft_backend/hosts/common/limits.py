@@ -17,11 +17,11 @@ def refused(requests: int, settings: Settings, planned: int) -> str | None:
         Requests that a plan holds.
     """
     if requests > settings.max_batch:
-        return "batch above DEFT_MAX_BATCH"
+        return f"batch larger than DEFT_MAX_BATCH={settings.max_batch}"
     if requests > planned:
-        return "batch above what a plan holds"
+        return f"batch larger than the {planned} requests that a plan holds"
     if requests < settings.min_batch:
-        return "batch below DEFT_MIN_BATCH"
+        return f"batch smaller than DEFT_MIN_BATCH={settings.min_batch}"
     return None
 
 

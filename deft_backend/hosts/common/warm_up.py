@@ -11,7 +11,7 @@ from deft_backend.attention import TreeAttention
 from deft_backend.forest import build_forest, warm_up
 from deft_backend.planner import Plan, plan_grouping
 from deft_backend.planner.on_device import SIZES
-from deft_backend.policies import DeftFlatten, GroupingBuilder, Segment
+from deft_backend.policies import GroupingBuilder, Segment
 
 
 def warm_up_attention(
@@ -85,7 +85,7 @@ def plans_of_all_shapes(attention: TreeAttention) -> Iterator[tuple[Plan, int]]:
     below = 0
     for held, ranges in zip(target.tile_queries, target.tile_segments, strict=True):
         if ranges > 1:
-            queries.append(1 if isinstance(attention.policy, DeftFlatten) else 0)
+            queries.append(1 if attention.policy.several_segments else 0)
         else:
             queries.append(below + 1 if held > below else 0)
             below = max(below, held)

@@ -180,13 +180,13 @@ class DecodePlanner:
 
     def _too_little(self, forest: PrefixForest) -> str | None:
         if forest.share < self._settings.min_share:
-            return "shares less than DEFT_MIN_SHARE"
+            return f"shares less than DEFT_MIN_SHARE={self._settings.min_share:g}"
         saved = forest.tokens_attended - forest.tokens_stored
         if saved < self._settings.min_shared_tokens:
-            return "saves less than DEFT_MIN_SHARED_TOKENS"
+            return f"saves fewer than DEFT_MIN_SHARED_TOKENS={self._settings.min_shared_tokens}"
         if self._least_gain_ms > 0.0:
             state = self._state
             milliseconds = self._costs.transfer_ms(saved * state.token_bytes * state.num_layers)
             if milliseconds < self._least_gain_ms:
-                return "saves less than DEFT_MIN_SAVED_MS"
+                return f"saves less than DEFT_MIN_SAVED_MS={self._least_gain_ms:g}"
         return None

@@ -113,9 +113,8 @@ class TreeBuilder:
             reason = "attention that is not causal"
         # Documents of a multimodal prompt (`mm_req_doc_ranges`) attend to what comes after a token;
         # after the one that is decoded there is nothing.
-        for name in ("dcp_local_seq_lens", "rswa_prefix_lens"):
-            if reason is None and getattr(common, name, None) is not None:
-                reason = "attention over another range of tokens"
+        if reason is None and getattr(common, "dcp_local_seq_lens", None) is not None:
+            reason = "attention over another range of tokens"
         if reason is not None:
             return None, reason
         return TreeStep(group, common.block_table_tensor[:batch], common.seq_lens[:batch]), None

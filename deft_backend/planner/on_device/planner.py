@@ -21,8 +21,8 @@ from deft_backend.planner.on_device import (
     write_plan,
 )
 from deft_backend.policies import PolicyError, Target
+from deft_backend.policies.chunk_choice import ALONE, EXPOSED, HIDDEN, PIECES, UNEVEN
 from deft_backend.policies.makespan import kv_bytes
-from deft_backend.policies.range_choice import ALONE, EXPOSED, HIDDEN, UNEVEN
 
 COMPARE_ROWS = Kernel(compare_rows, "compare_rows")
 SORT_ROWS = Kernel(sort_rows, "sort_rows")
@@ -37,9 +37,6 @@ SIZES = (64, 256, 1024, 2048)
 
 MOST_ELEMENTS = 1 << 20
 """Of a Triton tensor."""
-
-PIECES = (*range(1, 9), *range(10, 33, 2), *range(40, 257, 8))
-"""Chunks of the longest range: the candidates, as on the host."""
 
 
 @dataclass(frozen=True)

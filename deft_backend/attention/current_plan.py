@@ -1,0 +1,183 @@
+"""The plan that the kernels follow: its arrays on the device, its batch, and how it is replaced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from deft_backend.attention.current_device import device_as_current
+from deft_backend.forest import PrefixForest
+from deft_backend.planner import (
+    DevicePlan,
+    Plan,
+    PlanCapacity,
+    PlanError,
+    check_capacity,
+    plan_forest,
+)
+from deft_backend.planner.on_device import DevicePlanner
+from deft_backend.policies import Grouping, Policy, PolicyError, Target
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedBatch:
+    """The batch whose plan lies on the device.
+
+    Attributes
+    ----------
+    requests : int
+        Requests that the plan covers; 0 for an empty plan.
+    on_device : bool
+        Whether the device planner made the plan: the host then knows nothing else of it.
+    forest : PrefixForest, optional
+        What the host planner made the plan of.
+    plan : Plan, optional
+        The host planner's plan.
+    grouping : Grouping, optional
+        The groups behind `plan`; None if the plan was made elsewhere.
+    """
+
+    requests: int = 0
+    on_device: bool = False
+    forest: PrefixForest | None = None
+    plan: Plan | None = None
+    grouping: Grouping | None = None
+
+
+class CurrentPlan:
+    """A plan's arrays on the device and the planners that write them.
+
+    The arrays keep their addresses, so that CUDA graphs can hold them.
+
+    Parameters
+    ----------
+    policy : Policy
+        How KV and queries are grouped.
+    target : Target
+        The attention and the machine that plans are made for.
+    capacity : PlanCapacity
+        Sizes of the arrays.
+    device : torch.device
+        Where the arrays lie.
+    page_size : int
+        Tokens of a page.
+    overlapped : bool
+        Whether each launch of the device planner may begin before the one ahead of it has ended.
+
+    Attributes
+    ----------
+    arrays : DevicePlan
+        The plan as the kernels read it.
+    batch : PlannedBatch
+        The batch that `arrays` cover.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        target: Target,
+        capacity: PlanCapacity,
+        device: torch.device,
+        page_size: int,
+        *,
+        overlapped: bool,
+    ) -> None:
+        self.policy = policy
+        self.target = target
+        self.capacity = capacity
+        self.arrays = DevicePlan(capacity, device)
+        self.batch = PlannedBatch()
+        self._device = device
+        self._page_size = page_size
+        self._overlapped = overlapped
+        self._device_planner: DevicePlanner | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of device memory: the arrays, and the device planner's memory if it is used."""
+        planner = self._device_planner.num_bytes if self._device_planner is not None else 0
+        return self.arrays.num_bytes + planner
+
+    @property
+    def device_planner(self) -> DevicePlanner:
+        """The device planner; the first use allocates its memory.
+
+        Raises
+        ------
+        PolicyError
+            If the policy is not one that the device planner can follow, or the capacity is not one
+            that it can fill.
+        """
+        if self._device_planner is None:
+            if not self.policy.on_device:
+                raise PolicyError(
+                    f"plans made on the device follow the policy auto, not {self.policy.name}; "
+                    "plan on the host, or choose auto"
+                )
+            self._device_planner = DevicePlanner(
+                self.target, self.arrays, self._device, self._page_size,
+                overlapped=self._overlapped,
+            )  # fmt: skip
+        return self._device_planner
+
+    def plan_on_host(self, forest: PrefixForest) -> Plan:
+        """Replace the plan by the host planner's; see :func:`~deft_backend.planner.plan_forest`."""
+        plan, grouping = plan_forest(forest, self.policy, self.target, self.capacity)
+        self.use(plan, forest)
+        self.batch = replace(self.batch, grouping=grouping)
+        return plan
+
+    def plan_on_device(
+        self, page_table: torch.Tensor, table_rows: torch.Tensor, seq_lens: torch.Tensor
+    ) -> None:
+        """Replace the plan by the device planner's; see :meth:`DevicePlanner.plan`.
+
+        A batch without requests gets an empty plan.
+        """
+        planner = self.device_planner
+        # A launch that fails leaves the arrays half written: they then belong to no batch.
+        self.batch = PlannedBatch()
+        with device_as_current(self._device):
+            if len(seq_lens):
+                planner.plan(page_table, table_rows, seq_lens)
+            else:
+                self.arrays.clear()
+        self.batch = PlannedBatch(requests=len(seq_lens), on_device=True)
+
+    def use(self, plan: Plan, forest: PrefixForest) -> None:
+        """Replace the plan by one made elsewhere; it must cover the batch of `forest`.
+
+        Raises
+        ------
+        PlanError
+            If the plan needs the masked tile, for which captured CUDA graphs of this policy have no
+            launch, or if the arrays cannot hold it.
+        """
+        masked = int(plan.tile_ptr[-1] - plan.tile_ptr[-2])
+        if masked and not self.policy.several_segments:
+            raise PlanError(
+                f"the plan has {masked} items of several KV "
+                f"ranges, which policy {self.policy.name} never makes; create TreeAttention with "
+                "policy='deft-flatten'"
+            )
+        check_capacity(plan, self.capacity)
+        with device_as_current(self._device):
+            self.arrays.upload(plan)
+        self.batch = PlannedBatch(forest.batch_size, forest=forest, plan=plan)
+
+    def clear(self) -> None:
+        """Empty the arrays: kernels return at once, whatever batch they are given."""
+        with device_as_current(self._device):
+            self.arrays.clear()
+        self.batch = replace(self.batch, requests=0)
+
+    def restore(self) -> None:
+        """Put the host planner's last plan back after :meth:`clear`, for kernels on any stream."""
+        batch = self.batch
+        if batch.plan is not None and batch.forest is not None:
+            with device_as_current(self._device):
+                self.arrays.upload(batch.plan)
+            self.batch = replace(batch, requests=batch.forest.batch_size)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
