@@ -88,7 +88,8 @@ def check_packages() -> Iterator[Check]:
     for host in HOSTS:
         name = host.versions.distributions[0]
         if installed and host not in installed:  # one host an environment: they exclude each other
-            yield Check(name, "ok", "not installed; not needed beside the other host")
+            text = f"not installed, not needed beside the other host; {_window(host.versions)}"
+            yield Check(name, "ok", text)
         elif installed or host is HOSTS[0]:
             yield _host(host.versions)
     for name, low, high, needed, remedy in _PACKAGES:
@@ -99,19 +100,23 @@ def check_packages() -> Iterator[Check]:
 
 def _host(versions: TestedVersions) -> Check:
     name = versions.distributions[0]
-    found = versions.installed()
+    found, window = versions.installed(), _window(versions)
     remedy = f"pip install 'deft-backend[{name}]'"
     if found is None:
-        return Check(name, "problem", f"not installed; supported is {versions}", remedy)
+        return Check(name, "problem", f"not installed; {window}", remedy)
     if versions.holds(found):
-        return Check(name, "ok", f"{found} (supported is {versions})")
+        newer = versions.newer(found)
+        text = f"; newer inside the window: up to {newer}" if newer else ", the newest"
+        return Check(name, "ok", f"{found}, inside the {window}{text}")
     if tries_others():
-        text = (
-            f"{found}; supported is {versions}. DEFT_UNTESTED_HOST tries it: see the server's log"
-        )
+        text = f"{found}, outside the {window}. DEFT_UNTESTED_HOST tries it: see the server's log"
         return Check(name, "note", text, remedy)
-    text = f"{found}; supported is {versions}: this {versions.name} would decode by itself"
+    text = f"{found}, outside the {window}: this {versions.name} decodes without tree attention"
     return Check(name, "problem", text, f"{remedy} in an environment of its own")
+
+
+def _window(versions: TestedVersions) -> str:
+    return f"window {versions.lowest} to {versions.newest}"
 
 
 def _bounded(
