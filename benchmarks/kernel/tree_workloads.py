@@ -170,7 +170,7 @@ def _workload(name: str, entry: str | dict[str, Any]) -> Workload:
 
 
 def forest_from_parents(parents: Sequence[int], tokens: Sequence[int]) -> PrefixForest:
-    """A forest from each node's parent (-1: a root; parents first). Childless nodes are requests."""
+    """A forest from the nodes' parents (-1: a root). Parents come first; leaves are requests."""
     childless = sorted(set(range(len(parents))) - set(parents))
     paths: list[list[tuple[Hashable, int]]] = []
     for leaf in childless:
