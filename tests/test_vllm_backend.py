@@ -303,7 +303,9 @@ def test_graphs_of_uniform_batches_only(
     host = PlainCpuBackend.get_builder_cls()
     monkeypatch.setattr(host, "_cudagraph_support", AttentionCGSupport[level])
     builder = tree_backend(PlainCpuBackend).get_builder_cls()
-    assert builder.get_cudagraph_support(None, None) is AttentionCGSupport[expected]
+    assert builder.get_cudagraph_support(make_config(), None) is AttentionCGSupport[expected]
+    refused = make_config(speculative_config=object())  # the host decodes all batches itself
+    assert builder.get_cudagraph_support(refused, None) is AttentionCGSupport[level]
 
 
 def test_verified_attention_is_in_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +317,7 @@ def test_verified_attention_is_in_no_graph(monkeypatch: pytest.MonkeyPatch) -> N
     config = make_config(compilation_config=CompilationConfig())
     assert builder.get_cudagraph_support(config, None) is AttentionCGSupport.NEVER
     alone = make_config(speculative_config=object())  # nothing to compare: as without the setting
-    assert builder.get_cudagraph_support(alone, None) is AttentionCGSupport.UNIFORM_BATCH
+    assert builder.get_cudagraph_support(alone, None) is AttentionCGSupport.ALWAYS
 
 
 @pytest.mark.parametrize(
