@@ -204,7 +204,7 @@ def test_explain_refuses_bad_input(arguments: list[str], said: str) -> None:
 
 
 def state(**changes: Any) -> dict[str, Any]:
-    arrays = ("order", "parent", "row", "start", "length", "query_begin", "query_end", "leaf")
+    arrays = ("order", "parent", "request", "start", "length", "query_begin", "query_end", "leaf")
     forest = {name: getattr(FOREST, name).tolist() for name in (*arrays, "seq_lens")}
     content: dict[str, Any] = {
         "schema": 1, "pid": os.getpid(), "port": 31234, "rank": 0, "host": "sglang",

@@ -33,7 +33,7 @@ from deft_backend.planner.encoding import OPEN_END
 from deft_backend.policies import POLICY_NAMES
 
 forest_of = RadixTreeSource().forest
-ARRAYS = ("order", "parent", "row", "start", "length", "query_begin", "query_end", "leaf")
+ARRAYS = ("order", "parent", "request", "start", "length", "query_begin", "query_end", "leaf")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -355,7 +355,7 @@ def test_loaded_tokens_follow_growth(policy: str) -> None:
     def counted(lengths: Any) -> int:
         total = 0
         for row, start, end in zip(
-            plan.segment_row, plan.segment_start, plan.segment_end, strict=True
+            plan.segment_request, plan.segment_start, plan.segment_end, strict=True
         ):
             total += (lengths[row] if end == OPEN_END else end) - start
         return total

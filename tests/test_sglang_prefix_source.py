@@ -21,7 +21,7 @@ from deft_backend.hosts.sglang.prefix_source import PrefixSource, tree_reader
 from deft_backend.hosts.sglang.radix_tree import TreeError
 from deft_backend.hosts.sglang.unified_tree import UnifiedTreeSource
 
-ARRAYS = ("order", "parent", "row", "start", "length", "query_begin", "query_end", "leaf")
+ARRAYS = ("order", "parent", "request", "start", "length", "query_begin", "query_end", "leaf")
 EAGER = Settings(min_batch=1, min_share=1.0, min_shared_tokens=0)
 UNKNOWN = type("SomeCache", (), {"__module__": "their.caches"})()
 
