@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,11 +17,12 @@ from benchmarks.e2e.served_workloads import Served, Workload, answers_file
 from benchmarks.e2e.serving_rows import Row, case_name, case_of, joined, read_rows, replaced
 from benchmarks.row_files import make_folder, write_rows
 from deft_backend.harness.client import Client, ClientError
+from deft_backend.harness.counted_server import CountedServer
 from deft_backend.harness.provenance import driver, provenance
 from deft_backend.servers.command import LaunchError
 from deft_backend.servers.driver_stub import DriverStubError
 from deft_backend.servers.process import ServerProcess
-from deft_backend.telemetry.state_reader import Counters, StateError, settled_counters, state_file
+from deft_backend.telemetry.state_reader import Counters, StateError
 
 _MOST_ERROR = 600
 """Characters of an error that a row holds; the rest is in the server's log."""
@@ -139,38 +139,36 @@ def _serve(setup: Setup, backend: str, recorder: Recorder, said: Callable[[str],
     pending = list(setup.workloads)
     log = setup.logs / f"{setup.launch.host.name}-{backend}.log"
     said(f"{backend}: starting the server; its log is {log}")
-    with tempfile.TemporaryDirectory(prefix="deft-e2e-") as state:
-        try:
-            command = setup.launch.command(backend, Path(state))
-            with ServerProcess(command, log, timeout=setup.start_seconds) as server:
-                said(f"{backend}: {command.shell()}")
-                counted = partial(_counted, Path(state), command.port)
-                asyncio.run(_measure(setup, backend, server, counted, pending, recorder, said))
-        except (LaunchError, DriverStubError, ClientError, ServerHung) as error:
-            for workload in pending:
-                row = _failed(workload.row(setup.launch, backend), error)
-                recorder.put(row)
-                said(_line(row))
+    try:
+        with CountedServer(
+            partial(setup.launch.command, backend), log, timeout=setup.start_seconds
+        ) as server:
+            said(f"{backend}: {server.command.shell()}")
+            asyncio.run(_measure(setup, backend, server, pending, recorder, said))
+    except (LaunchError, DriverStubError, ClientError, ServerHung) as error:
+        for workload in pending:
+            row = _failed(workload.row(setup.launch, backend), error)
+            recorder.put(row)
+            said(_line(row))
 
 
 async def _measure(
     setup: Setup,
     backend: str,
-    server: ServerProcess,
-    counted: Callable[[], Counters | None],
+    server: CountedServer,
     pending: list[Workload],
     recorder: Recorder,
     said: Callable[[str], None],
 ) -> None:
-    """Run what is pending, taking each workload off the list when it is done."""
+    """Run the pending workloads and take each off the list when it is done."""
     async with Client(server.url, setup.launch.host.name) as client:
         served = Served(
-            setup.launch, backend, setup.reference, server, client, server.command.environment,
-            recorder.answers,
+            setup.launch, backend, setup.reference, server.process, client,
+            server.command.environment, recorder.answers,
         )  # fmt: skip
         while pending:
             workload = pending[0]
-            before = await asyncio.to_thread(counted)
+            before = await asyncio.to_thread(_counters, server)
             try:
                 limit = workload.seconds
                 row = await asyncio.wait_for(workload.run(served, recorder.rows), limit)
@@ -180,13 +178,14 @@ async def _measure(
                     f"{name} did not end within {workload.seconds:.0f} s, so the server was ended"
                 ) from None
             except Exception as error:
-                await _confirm_alive(server, client)  # if it died, that is the news
+                # A server that died is the cause; report that instead.
+                await _confirm_alive(server.process, client)
                 row = _failed(workload.row(setup.launch, backend), error)
             pending.pop(0)
             if row is None:
                 continue
             if row["backend"] == backend:
-                row["detail"] |= _steps(before, await asyncio.to_thread(counted))
+                row["detail"] |= _steps(before, await asyncio.to_thread(_counters, server))
             recorder.put(row)
             said(_line(row))
 
@@ -213,12 +212,10 @@ async def _confirm_alive(server: ServerProcess, client: Client) -> None:
     raise ServerHung("the server runs and does not answer any more, so it was ended")
 
 
-def _counted(folder: Path, port: int) -> Counters | None:
-    """The plugin's counters, if it writes any in this server."""
-    if not (state := state_file(folder, port)).is_file():
-        return None
+def _counters(server: CountedServer) -> Counters | None:
+    """The plugin's counters; None if it writes none in this server, or they cannot be read."""
     try:
-        return settled_counters(state)
+        return server.counters()
     except StateError:
         return None
 

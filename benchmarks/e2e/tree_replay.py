@@ -21,6 +21,12 @@ from benchmarks.e2e.prompt_cases import draw
 from benchmarks.e2e.served_model import Model
 from benchmarks.e2e.serving_rows import Row
 from deft_backend.harness.client import Client, Completion
+from deft_backend.harness.request_plan import RequestPlan
+from deft_backend.harness.send_plan import send_requests
+from deft_backend.harness.thought_requests import thought_name, thought_requests
+from deft_backend.harness.request_plan import RequestPlan
+from deft_backend.harness.send_plan import send_requests
+from deft_backend.harness.thought_requests import thought_name, thought_requests
 from deft_backend.traces.trace_files import ROOT, ThoughtTree, TraceError, load_trace
 
 MARK = 2
@@ -34,7 +40,7 @@ POINTS = 400
 
 
 @dataclass(frozen=True)
-class Answered:
+class ThoughtAnswer:
     """A thought's answer: its tokens were decoded in the tree's iterations from `start` on."""
 
     start: int
@@ -47,13 +53,13 @@ class Replay:
 
     Attributes
     ----------
-    answers : list of Answered
+    answers : list of ThoughtAnswer
         Of every thought.
     seconds : float
         From the first request to the last token.
     """
 
-    answers: list[Answered]
+    answers: list[ThoughtAnswer]
     seconds: float
 
     @cached_property
@@ -72,7 +78,7 @@ class Replay:
     @property
     def tokens_per_s(self) -> float:
         """All output tokens over the whole time."""
-        return sum(len(answer.completion.ids) for answer in self.answers) / self.seconds
+        return sum(len(found.answer) for found in self.answers) / self.seconds
 
 
 def recorded_trees(path: Path, scale: float = 1.0) -> list[tuple[str, ThoughtTree]]:
@@ -146,10 +152,10 @@ async def replay_tree(
     replays: list[Replay] = []
     while len(replays) < repeats and sum(replay.seconds for replay in replays) <= ENOUGH_SECONDS:
         ids = random.Random(f"{name}, replay {len(replays)}")
-        replays.append(await _replay(tree, model, client, ids, clock))
+        replays.append(await _replay(name, tree, model, client, ids, clock))
     by_time = sorted(replays, key=lambda replay: replay.tpot_ms)
     shown = by_time[(len(replays) - 1) // 2]
-    latencies([answer.completion for replay in replays for answer in replay.answers], row)
+    latencies([answer.answer for replay in replays for answer in replay.answers], row)
     times = [replay.tpot_ms for replay in replays]
     speeds = [replay.tokens_per_s for replay in replays]
     row["tpot_ms"] = round(statistics.median(times), 4) or None
@@ -163,54 +169,36 @@ async def replay_tree(
 
 
 async def _replay(
+    name: str,
     tree: ThoughtTree,
     model: Model,
     client: Client,
     ids: random.Random,
     clock: Callable[[], float],
 ) -> Replay:
-    """One replay, with token ids of its own: the server still holds what it cached of others.
+    """One replay with token ids of its own: the server still holds the earlier replays' prefixes.
 
     Only the prompt is cached before.
     """
     prompt = draw(ids, model, tree.nodes[ROOT].tokens)
     marks = {node: draw(ids, model, MARK) for node in sorted(tree.nodes)}
+    plan = RequestPlan(name, "", (prompt,), thought_requests(tree, prompt, marks.__getitem__))
+    starts = {thought_name(node): thought.start for node, thought in tree.nodes.items()}
     await client.batch([prompt], 1)
     began = clock()
-    answers = await _below(tree, ROOT, prompt, marks, client)
-    return Replay(answers, clock() - began)
+    answers = await send_requests(plan, client)
+    seconds = clock() - began
+    return Replay([ThoughtAnswer(starts[answer.request], answer) for answer in answers], seconds)
 
 
-async def _below(
-    tree: ThoughtTree,
-    node: int,
-    context: tuple[int, ...],
-    marks: dict[int, tuple[int, ...]],
-    client: Client,
-) -> list[Answered]:
-    """Answers of everything below a node, whose tokens end `context`."""
-
-    async def think(child: int) -> list[Answered]:
-        thought = tree.nodes[child]
-        if not thought.tokens:
-            return await _below(tree, child, context, marks, client)
-        prompt = context + marks[child]
-        completion = await client.stream(prompt, thought.tokens)
-        below = await _below(tree, child, prompt + tuple(completion.ids), marks, client)
-        return [Answered(thought.start, completion), *below]
-
-    found = await asyncio.gather(*(think(child) for child in tree.nodes[node].children))
-    return [answer for answers in found for answer in answers]
-
-
-def step_latencies(answers: Sequence[Answered]) -> dict[int, float]:
+def step_latencies(answers: Sequence[ThoughtAnswer]) -> dict[int, float]:
     """Seconds of each iteration: the median gap before the tokens that it decodes.
 
     A thought's first token has no gap: what comes before it is a prefill.
     """
     gaps: dict[int, list[float]] = {}
     for answer in answers:
-        for place, gap in enumerate(answer.completion.gaps, start=1):
+        for place, gap in enumerate(answer.answer.gaps, start=1):
             gaps.setdefault(answer.start + place, []).append(gap)
     return {iteration: statistics.median(found) for iteration, found in sorted(gaps.items())}
 
