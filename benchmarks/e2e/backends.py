@@ -140,7 +140,7 @@ def checked_backends(host: Host, names: Sequence[str]) -> tuple[str, ...]:
         )
     reason = TESTED[host.name].refuse() if host.ours in names else None
     if reason is not None:
-        raise ServerChoiceError(f"{HOST_NAMES[host.name]} would decode by itself: {reason}")
+        raise ServerChoiceError(f"{HOST_NAMES[host.name]} decodes without tree attention: {reason}")
     if twice := sorted({name for name in names if list(names).count(name) > 1}):
         raise ServerChoiceError(f"the backend {twice[0]} is named twice; expected each once")
     return tuple(names)
