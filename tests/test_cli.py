@@ -441,7 +441,7 @@ def test_a_host_that_decodes_by_itself_is_not_compared(
     install(monkeypatch, {"sglang": "0.5.24"})
     code, _, err = run("ab", "--host", "sglang", "--model", model)
     assert code == 2
-    assert "would decode by itself: tree attention was tested with SGLang >=0.5.17" in err
+    assert "decodes without tree attention: tree attention was tested with SGLang >=0.5.17" in err
 
 
 def test_doctor_shows_why_the_host_would_decode() -> None:

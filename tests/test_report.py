@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from deft_backend.ab.agreement import Agreement, Divergence
 from deft_backend.ab.comparison import AbResult, Compared, Measured
 from deft_backend.ab.report import CPU_TIMES, write_report
 from deft_backend.ab.units import megabytes, milliseconds, percent
-from deft_backend.harness.agreement import Agreement, Divergence
 from deft_backend.telemetry.state_reader import Counters
 
 pytest.importorskip("matplotlib")

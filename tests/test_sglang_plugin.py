@@ -548,3 +548,25 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
         sglang_tree_graphs.remove(runner)
         sglang_page_table_fence.remove(runner)
         sglang_observe_batch._observers[:] = observers
+
+
+def test_decode_graphs_of_resolved_arguments_are_turned_off(host: Any, monkeypatch) -> None:
+    """The host's own arguments, of whichever version: resolved, they cannot be assigned to."""
+    from pathlib import Path
+
+    from sglang.srt.server_args import ServerArgs
+
+    from deft_backend.hosts.sglang import versions
+
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    model = Path(__file__).parent.parent / "models" / "tiny-llama"
+    made = ServerArgs(model_path=str(model), device="cpu")
+    if versions.resolving_method() == "resolve_once":
+        made.resolve_once()
+    assert versions.decode_graphs(made) != "disabled"
+    versions.disable_decode_graphs(made)
+    assert versions.decode_graphs(made) == "disabled"
+    assert versions.backend_names(made)[1] is not None
+    assert not versions.uses_mla(made)
+    assert not versions.decodes_per_rank(made)
+    assert not versions.model_config(made).is_hybrid_swa

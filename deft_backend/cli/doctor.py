@@ -1,4 +1,4 @@
-"""`deft doctor`: what is installed, which kernel would run, what is missing and what mends it."""
+"""`deft doctor`: what is installed, which kernel would run, and how to repair what is missing."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def doctor(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say whether the plugin can work here, and for each missing thing the command that mends it.
+    """Check whether the plugin works here; show a command that repairs each missing thing.
 
-    Exits with 1 if it cannot.
+    The exit code is 1 if the plugin cannot work.
     """
     if every and (model is not None or revision is not None):
         raise fail("--all shows every shape and --model one; omit one of the options")
@@ -83,7 +83,7 @@ def _shapes(model: str | None, revision: str | None, heads: str, every: bool) ->
 
 
 def _kernels(shapes: list[HeadShape]) -> list[dict[str, Any]]:
-    """What would decode each shape here: tree attention or, with the reason, the host's kernel."""
+    """Which kernel would decode each shape here, and why."""
     try:
         import torch
 
@@ -109,7 +109,7 @@ def _kernels(shapes: list[HeadShape]) -> list[dict[str, Any]]:
         try:
             found.append({**entry, **_table(table_in_use(key, tables_directory()))})
         except SettingsError:
-            found.append(entry)  # said above, with the variable's name
+            found.append(entry)  # the settings above show the error
     return found
 
 
@@ -119,7 +119,7 @@ def _entry(shape: HeadShape) -> dict[str, Any]:
 
 
 def _table(found: TableInUse) -> dict[str, Any]:
-    """Which cost table plans, and the remedy where another should."""
+    """The cost table in use, and a remedy if another one would be better."""
     if found.tuned:
         return {"table": f"tuned: {found.path}"}
     scaled = " (scaled)" if found.model.source != default_cost_model().source else ""
@@ -168,6 +168,8 @@ def _print(
     for remedy in dict.fromkeys(entry["remedy"] for entry in kernels if "remedy" in entry):
         console.print(Text(f"→ {remedy}", style="cyan"), soft_wrap=True)
     if works:
-        console.print("[green]✓ the plugin can work here[/green]: deft serve, or deft ab --quick")
+        console.print("[green]✓ the plugin works here[/green]: try deft ab --quick, or deft serve")
     else:
-        console.print("[red]✗ the plugin cannot work here[/red]; see the arrows above")
+        console.print(
+            "[red]✗ the plugin cannot work here[/red]: run the commands behind the arrows"
+        )

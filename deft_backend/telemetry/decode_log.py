@@ -1,4 +1,4 @@
-"""A line in the server's log about what decoding did since the last one."""
+"""A line in the server's log about the decode steps since the previous line."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ logger = logging.getLogger("deft_backend")
 
 
 class DecodeLog:
-    """Logs a stretch of decoding whenever it is long enough; a listener of the state's writer.
+    """A listener of :class:`StateWriter` that logs a line when enough was decoded.
 
     It runs on the writer's thread, a fraction of a second after the host's own line.
 
     Parameters
     ----------
     steps : int, optional
-        Decode steps from one line to the next, as SGLang's ``--decode-log-interval`` has it.
+        Decode steps between two lines, as with SGLang's ``--decode-log-interval``.
     seconds : float, optional
-        Time from one line to the next, as vLLM's ``VLLM_LOG_STATS_INTERVAL`` has it; stretches in
-        which nothing was decoded are not logged.
+        Seconds between two lines, as with vLLM's ``VLLM_LOG_STATS_INTERVAL``. If the server
+        decoded nothing in that time, there is no line.
     clock
         Seconds, from any origin.
 

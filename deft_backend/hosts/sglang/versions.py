@@ -7,6 +7,7 @@ that we touch.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,19 +58,6 @@ def resolved(server_args: Any) -> Any:
     return resolved_view(server_args)
 
 
-def decide(server_args: Any, **fields: Any) -> None:
-    """Change resolved arguments, in the process that resolved them."""
-    try:
-        from sglang.srt.arg_groups import model_override_base  # noqa: F401 - new in 0.5.19
-    except ImportError:
-        for name, value in fields.items():
-            setattr(server_args, name, value)
-        return
-    from sglang.srt.arg_groups.overrides import declare_resolution
-
-    declare_resolution(server_args, "deft", **fields)
-
-
 def backend_names(server_args: Any) -> tuple[str | None, str | None]:
     """The resolved backends for prefill and decode; None for placeholder models."""
     if hasattr(server_args, "get_attention_backends"):  # to 0.5.18
@@ -117,12 +105,22 @@ def decode_graphs(server_args: Any) -> str:
 
 
 def disable_decode_graphs(server_args: Any) -> None:
-    """Turn decode CUDA graphs off; a new configuration, for the host may share the old one."""
-    import copy
+    """Turn decode CUDA graphs off, in the process that resolved the arguments.
 
-    config = copy.deepcopy(resolved(server_args).cuda_graph_config)
+    Resolved arguments cannot be assigned to. To 0.5.18 the configuration itself is changed; later
+    versions take a new one as one more decision.
+    """
+    config = resolved(server_args).cuda_graph_config
+    try:
+        from sglang.srt.arg_groups.model_override_base import resolved_view  # noqa: F401
+    except ImportError:
+        config.decode.backend = "disabled"
+        return
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    config = copy.deepcopy(config)  # the host may share it
     config.decode.backend = "disabled"
-    decide(server_args, cuda_graph_config=config)
+    declare_resolution(server_args, "deft", cuda_graph_config=config)
 
 
 # Backends ------------------------------------------------------------------------------------
