@@ -12,6 +12,11 @@ from typing import Any
 
 import triton
 
+__all__ = [
+    "VERSIONS", "async_load", "available", "barrier", "jit", "log_unavailable", "reinterpret",
+    "small_tile_limits", "unavailable",
+]  # fmt: skip
+
 logger = logging.getLogger(__name__)
 
 VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
@@ -41,7 +46,7 @@ except (ImportError, AttributeError) as error:
 
 
 @jit
-def reinterpret(buffer, dtype, shape, layout):
+def reinterpret(buffer: Any, dtype: Any, shape: Any, layout: Any) -> Any:
     """Return shared memory as a buffer of another element type, shape and layout."""
     if _PUBLIC:
         return buffer.reinterpret(dtype, shape, layout)
