@@ -16,6 +16,8 @@ VENV_DOCS ?= .venv-docs
 BIN := $(VENV)/bin
 REPORTS ?= reports
 SUITE ?= smoke
+# Groups of integration tests side by side; each takes a core and about 7 GB of memory.
+PROCESSES ?= 2
 MATRIX := $(PYTHON) -m host_matrix
 
 .PHONY: demo test lint unit integration integration-vllm smoke docs package contracts matrix vllm-cpu \
@@ -31,21 +33,23 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Two processes; integration tests run in one, their servers take the other core.
 unit: $(VENV)/.test
-	$(BIN)/python -m pytest -q -n 2 deft_backend host_matrix tests
+	$(BIN)/python -m pytest -q -n $(PROCESSES) deft_backend host_matrix tests
 
 integration: $(VENV)/.test
-	$(MATRIX) suite --host sglang --environment $(VENV)
+	$(MATRIX) suite --host sglang --environment $(VENV) --processes $(PROCESSES)
 
 integration-vllm: $(VENV_VLLM)/.test
-	$(VENV_VLLM)/bin/python -m pytest -q deft_backend/hosts/vllm tests/test_vllm_*.py
-	$(MATRIX) suite --host vllm --environment $(VENV_VLLM)
+	$(VENV_VLLM)/bin/python -m pytest -q deft_backend/hosts/vllm tests/test_vllm_*.py \
+		tests/test_host_contracts.py
+	$(MATRIX) suite --host vllm --environment $(VENV_VLLM) --processes $(PROCESSES)
 
 # The oldest supported version of each host.
 smoke: $(VENV_SGLANG_OLDEST)/.test $(VENV_VLLM_OLDEST)/.test
-	$(MATRIX) suite --host sglang --suite smoke --environment $(VENV_SGLANG_OLDEST)
-	$(MATRIX) suite --host vllm --suite smoke --environment $(VENV_VLLM_OLDEST)
+	$(MATRIX) suite --host sglang --suite smoke --environment $(VENV_SGLANG_OLDEST) \
+		--processes $(PROCESSES)
+	$(MATRIX) suite --host vllm --suite smoke --environment $(VENV_VLLM_OLDEST) \
+		--processes $(PROCESSES)
 
 package: $(VENV)/.test
 	.ci/package $(VENV)
@@ -55,7 +59,7 @@ contracts: $(VENV)/.demo
 
 matrix:
 	$(MATRIX) run $(if $(HOST),--host $(HOST)) $(if $(VERSION),--version $(VERSION)) \
-		--suite $(SUITE) $(if $(KEEP),--keep)
+		--suite $(SUITE) --processes $(PROCESSES) $(if $(KEEP),--keep)
 
 vllm-cpu: $(VENV_VLLM)/.test
 

@@ -1,4 +1,4 @@
-"""Random batches with shared prefixes, as page tables: what correctness runs are made of."""
+"""Random batches with shared prefixes, as page tables, for correctness runs and tests."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ def random_batch(
     Parameters
     ----------
     seed : int
-        Same seed, same batch.
+        The same seed gives the same batch.
     requests : int
         Batch size.
     page_size : int
-        Tokens a page.
+        Tokens per page.
     longest : int
-        Most tokens of one node.
+        Largest number of tokens of a node.
     depth : int
-        Most shared nodes on a path below a tree's root.
+        Largest number of shared nodes on a path below a tree's root.
     spare : int
         Tokens by which every request may grow within its page table.
     single_tree : bool
-        One prefix for the whole batch, so that its node has every query.
+        One prefix for the whole batch, so that every query attends to its node.
     """
     rng = random.Random(seed)
     rows: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Files of rows: a JSON list, a line a row, and its header beside it; or both in one object."""
+"""Files of rows: a JSON list with one line per row and a header file, or both in one object."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from deft_backend.json_file import read_json
 
 
 class RowsError(ValueError):
-    """A file that holds no rows, or rows that do not belong together."""
+    """A file without rows, or rows that do not belong together."""
 
 
 def header_file(path: Path) -> Path:
-    """Where the header of a file of rows is."""
+    """The path of a file's header."""
     return path.with_suffix(".header.json")
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], header: Mapping[str, Any]) -> None:
-    """Write rows and their header, each at once: a reader never sees half a file.
+    """Write rows and their header. Each file is replaced at once, so readers never see half of it.
 
     Raises
     ------
     RowsError
-        If they cannot be written.
+        If the files cannot be written.
     """
     lines = ",\n ".join(json.dumps(row, allow_nan=False) for row in rows)
     _replace(path, f"[{lines}]\n")
@@ -34,12 +34,12 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], header: Mapping[st
 
 
 def write_object(path: Path, rows: Sequence[Mapping[str, Any]], header: Mapping[str, Any]) -> None:
-    """Write ``{"header": …, "rows": […]}``, a line a row, at once; errors may be NaN.
+    """Write ``{"header": …, "rows": […]}`` with one line per row; errors may be NaN.
 
     Raises
     ------
     RowsError
-        If it cannot be written.
+        If the file cannot be written.
     """
     lines = ",\n  ".join(json.dumps(row) for row in rows)
     head = json.dumps(header)
@@ -47,20 +47,20 @@ def write_object(path: Path, rows: Sequence[Mapping[str, Any]], header: Mapping[
 
 
 def read_rows(path: Path, keys: Collection[str], command: str) -> tuple[Any, dict[str, Any]]:
-    """Rows and header of a file that :func:`write_rows` wrote.
+    """The rows and header that :func:`write_rows` wrote.
 
     Parameters
     ----------
     path : Path
     keys : collection of str
-        What every row has.
+        Keys of every row.
     command : str
-        Whose rows they are, for the error.
+        The command that writes such rows, for the error.
 
     Raises
     ------
     RowsError
-        If there is no such file, or it holds something else.
+        If there is no such file, or the file holds something else.
     """
     rows = read_json(path, RowsError)
     header = read_json(header_file(path), RowsError)
@@ -77,12 +77,12 @@ def read_rows(path: Path, keys: Collection[str], command: str) -> tuple[Any, dic
 
 
 def make_folder(path: Path) -> None:
-    """Make the folder that `path` goes to: before anything is measured, not after.
+    """Make the folder of `path`; call it before anything is measured.
 
     Raises
     ------
     RowsError
-        If it cannot be made.
+        If the folder cannot be made.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

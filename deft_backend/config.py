@@ -21,7 +21,7 @@ _FALSE = ("0", "false", "no", "off")
 
 
 class SettingsError(ValueError):
-    """An environment variable with a value that is not allowed."""
+    """An environment variable has a value that is not allowed."""
 
 
 @dataclass(frozen=True)
@@ -149,104 +149,105 @@ VARIABLES: tuple[Variable, ...] = (
         "policy",
         _one_of(POLICY_NAMES),
         "one of " + ", ".join(POLICY_NAMES),
-        "How KV and queries are grouped.",
+        "The rule that groups queries and KV.",
     ),
     Variable(
         "DEFT_PLANNER",
         "planner",
         _one_of(PLANNERS),
         "one of " + ", ".join(PLANNERS),
-        "SGLang only: where decode batches are planned. host: from the radix tree, when the batch "
-        "changes. device: from the page tables, in every step, by kernels in the step's own CUDA "
-        "graph; policy `auto` only. auto: device where a batch that shares nothing was measured to "
-        "lose hardly anything by it (Hopper GPUs, 32 query and 8 KV heads of 128 elements), else "
-        "host.",
+        "SGLang only: which planner makes the plans. `host`: on the CPU, when the batch's "
+        "composition changes. `device`: on the GPU, in every step, inside the step's CUDA "
+        "graph, with the policy `auto` only. `auto`: the device planner on Hopper GPUs with 32 "
+        "query and 8 KV heads of 128 elements, where batches that share nothing lose hardly "
+        "anything; otherwise the host planner.",
     ),
     Variable(
         "DEFT_MIN_SHARE",
         "min_share",
         _share,
         "a number of 1 or more",
-        "Shared factor F_s (tokens attended over tokens stored) below which the host's own "
-        "kernel decodes the batch.",
+        "Smallest share F_s: tokens attended to, divided by tokens stored. If a batch shares "
+        "less, the host's kernel decodes it.",
     ),
     Variable(
         "DEFT_MIN_BATCH",
         "min_batch",
         _integer(1),
         "an integer of 1 or more",
-        "Requests below which the host's own kernel decodes the batch.",
+        "Smallest batch, in requests, for tree attention. The host's kernel decodes smaller ones.",
     ),
     Variable(
         "DEFT_MIN_SHARED_TOKENS",
         "min_shared_tokens",
         _integer(0),
         "an integer of 0 or more",
-        "KV tokens that tree attention must save in a step; below, the host's own kernel decodes "
-        "the batch.",
+        "KV tokens that tree attention must save in a step. If it saves fewer, the host's "
+        "kernel decodes the batch.",
     ),
     Variable(
         "DEFT_MIN_SAVED_MS",
         "min_saved_ms",
         _milliseconds,
         "a number of 0 or more",
-        "On a GPU: milliseconds of KV reads that tree attention must save in a step, all layers "
-        "together, by the bandwidth of the cost table; below, the host's own kernel decodes the "
-        "batch.",
+        "On a GPU: milliseconds of KV reads that tree attention must save in a step, over all "
+        "layers, at the bandwidth in the cost table. If it saves less, the host's kernel "
+        "decodes the batch.",
     ),
     Variable(
         "DEFT_MAX_BATCH",
         "max_batch",
         _integer(1, 4096),
         "an integer from 1 to 4096",
-        "Requests that the plan's arrays and the workspace hold; larger batches go to the host's "
-        "own kernel.",
+        "Largest batch, in requests, for tree attention. It sizes the plan and the workspace. "
+        "The host's kernel decodes larger batches.",
     ),
     Variable(
         "DEFT_FALLBACK_BACKEND",
         "fallback_backend",
         str,
         "the name of one of the host's attention backends",
-        "The host's backend for everything that tree attention does not do; unset: the one that "
-        "the host chooses by itself.",
+        "The host's backend that runs everything that tree attention does not cover. Unset: the "
+        "host chooses it.",
     ),
     Variable(
         "DEFT_LOG",
         "log",
         _one_of(tuple(LOG_LEVELS)),
         "one of " + ", ".join(LOG_LEVELS),
-        "What is logged: only warnings, what was set up too, or every plan too.",
+        "What the log shows. `quiet`: warnings. `info`: also the set-up and lines about "
+        "decoding. `debug`: also every plan.",
     ),
     Variable(
         "DEFT_VERIFY",
         "verify",
         _switch,
         _SWITCH,
-        "Check every plan against the page tables, at the price of a device synchronisation; a "
-        "plan that does not agree is logged as an error and the host's own kernel decodes.",
+        "Compare every plan with the page tables, which synchronises with the device. If a plan "
+        "is wrong, the log shows an error and the host's kernel decodes the batch.",
     ),
     Variable(
         "DEFT_OBSERVE",
         "observe",
         _switch,
         _SWITCH,
-        "Count the decode steps and KV bytes of a server that runs another attention backend.",
+        "Count decode steps and KV bytes of a server that runs another attention backend.",
     ),
     Variable(
         "DEFT_UNTESTED_HOST",
         "untested_host",
         _switch,
         _SWITCH,
-        "Tree attention on a version of SGLang or vLLM that it was not tested with, as far as that "
-        "looks as expected; without it, such a host decodes by itself.",
+        "Try tree attention on a version of SGLang or vLLM outside the window, if it has every "
+        "member that the plugin uses. Otherwise such a host decodes without tree attention.",
     ),
     Variable(
         "DEFT_STATE_DIR",
         "state_dir",
         _directory,
         "a directory, existing or to be made",
-        "Where running servers write their state for `deft explain` and `deft ab`; unset: "
-        "`servers` in the package's cache folder.",
+        "Where servers write their state files for `deft explain` and `deft ab`. Unset: "
+        "`servers` in the cache folder.",
     ),
     Variable(
         "DEFT_CACHE_DIR",
@@ -264,7 +265,7 @@ _warned: set[str] = set()
 
 
 def warn_unknown(env: Mapping[str, str] | None = None) -> list[str]:
-    """Log ``DEFT_*`` variables that nothing reads, each once, with the closest known name.
+    """Log each ``DEFT_*`` variable that does not exist once, with the closest known name.
 
     Returns
     -------

@@ -1,7 +1,7 @@
-"""The policies' names, for those that read settings and import nothing else.
+"""The policies' names, for modules that must not import the policies themselves.
 
-Hosts load the plugin in every process of every server of the machine: what is compiled, and what
-compiles it, must not come along.
+Hosts load the plugin in every process of every server on the machine. Importing the policies would
+load a compiler into all of them.
 """
 
 from __future__ import annotations
@@ -15,4 +15,4 @@ POLICY_NAMES: tuple[str, ...] = (
     "flashforge",
     "auto",
 )
-"""What a user may ask for, in :data:`deft_backend.policies.POLICIES`."""
+"""The names by which users select a policy of :data:`deft_backend.policies.POLICIES`."""

@@ -1,7 +1,7 @@
 """Changes to host internals that no public API allows: one file each, loaded by the adapters.
 
-Each file says what it changes, for which versions and why, and has two functions: ``missing()``
-looks for what the patch needs and says in one line what is not there, or None; ``install(...)``
-applies it, ``remove(...)`` takes back what it did for a model runner. Nothing is installed whose
-``missing()`` found something. ``wrapping.py`` and ``graph_runner.py`` are what they share.
+Each file says what it changes, for which versions and why. ``install(...)`` applies the patch;
+``remove(...)`` takes back what it did for one model runner. The host's contract
+(``deft_backend/hosts/sglang/versions.py``) names every member that a patch needs, so an adapter
+installs none in a host that lacks one. ``wrapping.py`` and ``graph_runner.py`` serve all patches.
 """

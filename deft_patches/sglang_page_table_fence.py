@@ -7,20 +7,17 @@ Changes, on ``DecodeCudaGraphRunner`` (SGLang 0.5.17 alone) or the class that a 
 Why: tree attention reads page tables during the replay. With overlap on, the host prepares the next
     batch meanwhile, and may give a request's row to another.
     Later versions ask the backend (``shared_read_ends``) and need no patch.
-Looks for: the method with the parameters used here, and the event behind the host's fence.
+Looks for: the method with the parameters used here, when it is installed.
 Harmless to runners without a reader: the wrapper calls straight through.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 from deft_patches.graph_runner import (
     checked_graph_runner,
-    decode_graph_runner,
-    other_parameters,
 )
 from deft_patches.wrapping import wrap
 
@@ -34,19 +31,6 @@ Reader = Callable[[Any], bool]
 
 _readers: dict[int, Reader] = {}
 """By the id of the model runner."""
-
-
-def missing() -> str | None:
-    """What the host lacks, in one line, or None."""
-    lacks = other_parameters(decode_graph_runner(), PARAMETERS)
-    if lacks is not None:
-        return lacks
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    # Another package may have put a class derived from it in its place.
-    if not any(FENCE in inspect.getsource(kind) for kind in ModelRunner.__mro__[:-1]):
-        return f"ModelRunner has no {FENCE}"
-    return None
 
 
 def install(model_runner: Any, reader: Reader) -> None:

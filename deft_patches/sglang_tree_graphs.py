@@ -9,8 +9,8 @@ Changes, on ``DecodeCudaGraphRunner`` (SGLang 0.5.17 to 0.5.23) or the class tha
 Why: which batches share enough is known on the host before every step; a graph cannot choose.
     The host's own graph variants (0.5.20 on) do not serve: it makes them from the model's
     configuration alone, and asks which one a batch takes after it has asked ``shared_read_ends``.
-Looks for: the two methods with the parameters used here, and the graph backend "full" (one graph
-    for a whole forward).
+Looks for: the two methods with the parameters used here, when it is installed. Serves the graph
+    backend "full" alone (one graph for a whole forward).
 Harmless to runners without a controller: the wrappers call straight through.
 """
 
@@ -20,8 +20,6 @@ from typing import Any, Protocol
 
 from deft_patches.graph_runner import (
     checked_graph_runner,
-    decode_graph_runner,
-    other_parameters,
 )
 from deft_patches.wrapping import wrap
 
@@ -46,22 +44,6 @@ class Controller(Protocol):
 
 _controllers: dict[int, Controller] = {}
 """By the id of the model runner."""
-
-
-def missing(kind: str) -> str | None:
-    """What the host lacks, in one line, or None.
-
-    Parameters
-    ----------
-    kind : str
-        Of the server's decode graphs.
-    """
-    lacks = other_parameters(decode_graph_runner(), PARAMETERS)
-    if lacks is not None:
-        return lacks
-    if kind != "full":
-        return f"decode graphs are of the kind {kind}, not full"
-    return None
 
 
 def install(model_runner: Any, controller: Controller) -> None:

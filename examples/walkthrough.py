@@ -173,7 +173,7 @@ class Step:
             shown = "-" if parent == VIRTUAL_ROOT else str(parent)
             leaf = "  (leaf)" if forest.is_leaf[node] else ""
             yield (
-                f"{node:>4}  {shown:>6}  {held}  {forest.row[node]:>10}  "
+                f"{node:>4}  {shown:>6}  {held}  {forest.request[node]:>10}  "
                 f"{_numbers(forest.queries(node))}{leaf}"
             )
 
@@ -182,7 +182,7 @@ class Step:
         for group in range(self.grouping.num_groups):
             (segment,) = self.grouping.segments(group)
             yield (
-                f"{group:>5}  {_positions(segment.start, segment.end)}  {segment.row:>10}  "
+                f"{group:>5}  {_positions(segment.start, segment.end)}  {segment.request:>10}  "
                 f"{segment.end - segment.start:>6,}  {_numbers(self.grouping.group_queries(group))}"
                 f"{'  (open)' if segment.open else ''}"
             )
@@ -191,7 +191,7 @@ class Step:
         yield "item  tile   vectors  positions      of request  queries"
         for item, tile in self._tiles():
             segment = int(self.plan.item_segment_ptr[item])
-            request = int(self.plan.segment_row[segment])
+            request = int(self.plan.segment_request[segment])
             end = int(self.plan.segment_end[segment])
             is_open = end == OPEN_END
             end = REQUESTS[request][1] if is_open else end

@@ -10,7 +10,7 @@ from deft_backend.hosts.contract.wheels import WheelError
 from deft_backend.hosts.windows import TESTED
 from host_matrix.environment import ROOT, NoEnvironmentError, create, python_of, remove
 from host_matrix.rows import RECORD, put, row_of, version_of
-from host_matrix.suite import SUITES, run_suite
+from host_matrix.suite import PROCESSES, SUITES, run_suite
 from host_matrix.versions import HOSTS, resolve, versions_in_window
 
 
@@ -48,6 +48,10 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--environment", type=Path, help="Run in this one; it is kept.")
     run.add_argument("--keep", action="store_true", help="Keep the environments.")
     run.set_defaults(run=_run)
+    for command in (suite, run):
+        command.add_argument(
+            "--processes", type=int, default=PROCESSES, help="Groups of tests side by side."
+        )
     return parser
 
 
@@ -59,7 +63,10 @@ def _environment(arguments: argparse.Namespace) -> int:
 
 
 def _suite(arguments: argparse.Namespace) -> int:
-    outcome = run_suite(arguments.host, arguments.suite, arguments.environment.absolute())
+    outcome = run_suite(
+        arguments.host, arguments.suite, arguments.environment.absolute(),
+        processes=arguments.processes,
+    )  # fmt: skip
     return int(outcome.exit_code != 0)
 
 
@@ -67,7 +74,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.host is None and (arguments.version or arguments.environment):
         raise NoEnvironmentError("--version and --environment need --host sglang or --host vllm")
     if arguments.environment is not None:
-        return _record(arguments.host, arguments.suite, arguments.environment.absolute())
+        return _record(
+            arguments.host, arguments.suite, arguments.environment.absolute(), arguments.processes
+        )
     codes = []
     for host in [arguments.host] if arguments.host else HOSTS:
         given = arguments.version
@@ -76,7 +85,7 @@ def _run(arguments: argparse.Namespace) -> int:
             print(f"== {host} {version}", flush=True)
             try:
                 create(host, version, folder)
-                codes.append(_record(host, arguments.suite, folder))
+                codes.append(_record(host, arguments.suite, folder, arguments.processes))
             except NoEnvironmentError as error:
                 print(f"Error: {error}", file=sys.stderr)
                 codes.append(2)
@@ -86,11 +95,11 @@ def _run(arguments: argparse.Namespace) -> int:
     return max(codes, default=0)
 
 
-def _record(host: str, suite: str, environment: Path) -> int:
+def _record(host: str, suite: str, environment: Path, processes: int) -> int:
     if not python_of(environment).exists():
         raise NoEnvironmentError(f"{environment} is not a virtual environment; expected bin/python")
     in_window = TESTED[host].holds(version_of(host, environment))
-    outcome = run_suite(host, suite, environment, in_window=in_window)
+    outcome = run_suite(host, suite, environment, in_window=in_window, processes=processes)
     row = row_of(host, suite, environment, outcome)
     put(row)
     print(f"{RECORD.relative_to(ROOT)}: {row}", flush=True)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 FREE_GB = {"sglang": 14, "vllm": 8}
 """Disk space that an environment needs while it is made."""
 
-_PIP = ("-m", "pip", "install", "--quiet", "--progress-bar", "off")
+_PIP = ("-m", "pip", "install", "--quiet", "--quiet", "--progress-bar", "off")  # errors only
 
 
 class NoEnvironmentError(RuntimeError):

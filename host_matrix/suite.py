@@ -6,13 +6,15 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from host_matrix.environment import ROOT, python_of
 
 SUITES = ("smoke", "full")
+
+PROCESSES = 2
+"""Each takes about 7 GB of memory: two servers."""
 
 _TESTS = {
     "sglang": ("--ignore", "integration_tests/vllm", "integration_tests"),
@@ -45,7 +47,7 @@ class Outcome:
 
 
 def run_suite(
-    host: str, suite: str, environment: Path, *, in_window: bool = True, options: Sequence[str] = ()
+    host: str, suite: str, environment: Path, *, in_window: bool = True, processes: int = PROCESSES
 ) -> Outcome:
     """Run a suite in an environment; pytest's output goes to the terminal.
 
@@ -57,16 +59,18 @@ def run_suite(
     environment : Path
     in_window : bool
         Whether the plugin supports the version. If not, it is told to try.
-    options
-        Further ones of pytest.
+    processes : int
+        Processes that share the groups of tests. Each runs a server of the host's own backend and
+        one of ours.
     """
     variables = dict(os.environ) if in_window else {**os.environ, "DEFT_UNTESTED_HOST": "1"}
     with tempfile.TemporaryDirectory(prefix="host-matrix-") as folder:
         result = Path(folder) / "result.json"
+        shared = ("-n", str(processes), "--dist", "loadgroup") if processes > 1 else ()
         chosen = ("-m", "smoke") if suite == "smoke" else ()
         command = [
             str(python_of(environment)), "-m", "pytest", "-q", "-p",
-            "integration_tests.common.result", "--result", str(result), *chosen, *options,
+            "integration_tests.common.result", "--result", str(result), *chosen, *shared,
             *_TESTS[host],
         ]  # fmt: skip
         done = subprocess.run(command, cwd=ROOT, env=variables, check=False)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
+from integration_tests.common.answers import on
 from integration_tests.common.counted import check_metrics, logged_steps
 from integration_tests.common.server import Server
 from integration_tests.sglang_server import Ask
@@ -14,7 +13,7 @@ PREFIX = (
 )
 
 
-@pytest.mark.parametrize("server", ["no-overlap"], indirect=True)
+@on("no-overlap")
 def test_metrics_and_log_say_what_was_counted(server: Server) -> None:
     """Group no-overlap: --enable-metrics --decode-log-interval 4."""
     # One request: several may come so far apart, where cores are few, that each decodes alone.

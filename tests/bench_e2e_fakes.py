@@ -18,7 +18,7 @@ from aiohttp import web
 
 from benchmarks.e2e.backends import HOSTS, Launch
 from benchmarks.e2e.served_model import Model
-from deft_backend.harness.client import Completion
+from deft_backend.harness.answers import Answer
 from deft_backend.servers.command import ServerCommand, free_port
 
 VOCABULARY = 97
@@ -46,9 +46,9 @@ def gap_to(context: Sequence[int], token: int) -> float:
     return {first_choice(context): 0.0, second_choice(context): GAP}.get(token, 8.5)
 
 
-def decode(prompt: Sequence[int], tokens: int, mode: str = "right") -> Completion:
+def decode(prompt: Sequence[int], tokens: int, mode: str = "right") -> Answer:
     """The answer; `mode` says what happens at every fifth position: ``tie`` or ``wrong``."""
-    context, answer = list(prompt), Completion()
+    context, answer = list(prompt), Answer()
     for _ in range(tokens):
         choose = first_choice
         if len(context) % 5 == 0:
@@ -133,7 +133,7 @@ class FakeHost:
         ]
         return await self._stream(request, pieces)
 
-    def _sglang(self, answer: Completion, logprobs: bool) -> dict[str, Any]:
+    def _sglang(self, answer: Answer, logprobs: bool) -> dict[str, Any]:
         meta: dict[str, Any] = {"completion_tokens": len(answer.ids), "cached_tokens": 3}
         if logprobs:
             meta["output_token_logprobs"] = [
@@ -150,6 +150,8 @@ class FakeHost:
         body = json.loads(await request.text())
         self.bodies.append(body)
         assert body["model"] == "served"
+        if isinstance(body["prompt"], str):
+            return await self._stream(request, self._text_pieces(body))
         tokens = body["max_tokens"] - (self.mode == "short")
         answers = [decode(prompt, tokens, self.mode) for prompt in body["prompt"]]
         self.prompts += body["prompt"]
@@ -175,6 +177,24 @@ class FakeHost:
             for index, (prompt, answer) in enumerate(zip(body["prompt"], answers, strict=True))
         ]  # fmt: skip
         return web.json_response({"choices": choices[::-1]})  # in whatever order
+
+    def _text_pieces(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Answers to text: a token is a byte of the prompt, its text the id and a space."""
+        answer = decode(list(body["prompt"].encode()), body["max_tokens"], self.mode)
+        assert (body["stream"], body["logprobs"], body["ignore_eos"]) == (True, 2, True)
+        if self.mode == "breaks off":
+            return [{"error": {"message": "no room"}}]
+        return [
+            {"choices": [{
+                "index": index, "text": f"{id} ", "token_ids": [id],
+                "logprobs": {
+                    "tokens": [f"{id} "], "token_logprobs": [logprob],
+                    "top_logprobs": [{f"{token} ": value for token, value in top.items()}],
+                },
+            }]}
+            for id, logprob, top in zip(answer.ids, answer.logprobs, answer.top, strict=True)
+            for index in range(body["n"])
+        ][: -1 if self.mode == "short" else None]  # fmt: skip
 
     async def _stream(
         self, request: web.Request, pieces: list[dict[str, Any]]
@@ -219,7 +239,7 @@ class FakeClient:
 
     async def batch(
         self, prompts: Sequence[Sequence[int]], tokens: int, *, logprobs: bool = False
-    ) -> tuple[list[Completion], float]:
+    ) -> tuple[list[Answer], float]:
         seconds = self.seconds_before + self.seconds_a_token * (tokens - 1)
         self.under_way += 1
         await asyncio.sleep(0)
@@ -232,7 +252,7 @@ class FakeClient:
 
     async def stream(
         self, prompt: Sequence[int], tokens: int, *, leave_after: int | None = None
-    ) -> Completion:
+    ) -> Answer:
         self.asked.append((tuple(prompt), tokens))
         await asyncio.sleep(0)
         answer = decode(prompt, tokens, self.mode)
@@ -241,6 +261,11 @@ class FakeClient:
         ]
         answer.cached = 0
         return answer
+
+    async def stream_answers(
+        self, prompt: tuple[int, ...], tokens: int, n: int = 1, on_tokens: Any = None
+    ) -> list[Answer]:
+        return [await self.stream(prompt, tokens) for _ in range(n)]
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def oracle_of_neighbours(order: list[int], shared: list[int], lens: list[int]) -
     """From a batch order and what neighbours share, with lists of nodes that open and close."""
     batch = len(order)
     found: Arrays = {
-        "order": list(order), "seq_lens": list(lens), "parent": [], "row": [], "start": [],
+        "order": list(order), "seq_lens": list(lens), "parent": [], "request": [], "start": [],
         "length": [], "query_begin": [], "query_end": [], "leaf": [],
     }  # fmt: skip
     lcp = [0, *shared, 0]
@@ -70,7 +70,7 @@ def oracle_of_neighbours(order: list[int], shared: list[int], lens: list[int]) -
         start = end[above] if path else 0
         end.append(until)
         for name, value in (
-            ("parent", above), ("row", order[position]), ("start", start),
+            ("parent", above), ("request", order[position]), ("start", start),
             ("length", until - start), ("query_begin", position), ("query_end", stop),
         ):  # fmt: skip
             found[name].append(value)

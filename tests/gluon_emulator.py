@@ -19,7 +19,13 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from deft_backend.kernels import gluon_parts, gluon_versions, leaf_results, stem_copies, stem_softmax
+from deft_backend.kernels import (
+    gluon_parts,
+    gluon_versions,
+    leaf_results,
+    stem_copies,
+    stem_softmax,
+)
 
 PARTS = (gluon_versions, gluon_parts, leaf_results, stem_copies, stem_softmax)
 """Modules that kernels import functions in Gluon from; each uses none but those before it."""
@@ -264,6 +270,7 @@ def _language() -> ModuleType:
     gl.convert_layout = lambda values, layout: values
     gl.reshape = lambda values, shape: _tensor(np.asarray(values).reshape(shape))
     gl.permute = lambda values, order: _tensor(np.asarray(values).transpose(order))
+    gl.split = lambda values: (values[..., 0], values[..., 1])
     gl.expand_dims = _expanded
     gl.where = _where
     gl.reduce = _reduce

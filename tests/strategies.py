@@ -125,11 +125,11 @@ def check_coverage(batch: Batch, grouping: Grouping, growth: npt.NDArray[np.int3
         assert len(set(queries)) == len(queries), "a query is twice in one group"
         useful = set()
         for segment in grouping.segments(group):
-            assert 0 <= segment.start <= segment.end <= batch.seq_lens[segment.row]
+            assert 0 <= segment.start <= segment.end <= batch.seq_lens[segment.request]
             if segment.open:
-                assert segment.end == batch.seq_lens[segment.row], "an open segment ends early"
-            end = int(now[segment.row]) if segment.open else segment.end
-            slots = batch.slots(segment.row, segment.start, end)
+                assert segment.end == batch.seq_lens[segment.request], "an open segment ends early"
+            end = int(now[segment.request]) if segment.open else segment.end
+            slots = batch.slots(segment.request, segment.start, end)
             run = range(segment.attend_begin, segment.attend_end)
             assert 0 <= run.start < run.stop <= len(queries), "a run beyond the group's queries"
             for query in queries[run.start : run.stop]:

@@ -150,7 +150,7 @@ def test_a_peer_without_a_sensible_time_is_none() -> None:
 
 def test_an_idle_plugin_meets_no_bar() -> None:
     ours = timed("deft", 1.0)
-    ours["detail"] = {"steps": {"tree": 0, "host": {"batch below DEFT_MIN_BATCH": 7}}}
+    ours["detail"] = {"steps": {"tree": 0, "host": {"batch smaller than DEFT_MIN_BATCH=2": 7}}}
     idle = ("no step counted through tree attention", None)
     assert only([ours, timed("fa3", 10.0)]) == idle
     name = "generated-shared-prefix:default"

@@ -16,8 +16,18 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import app
 from benchmarks.e2e.backend_runs import Setup, record
 from benchmarks.e2e.backends import Host
-from benchmarks.e2e.choice import Choice, ChoiceError, prepared
+from benchmarks.e2e.choice import (
+    BatchChoice,
+    Choice,
+    ChoiceError,
+    ClientChoice,
+    ModelChoice,
+    Output,
+    ServerChoice,
+    TreeChoice,
+)
 from benchmarks.e2e.host_clients import HostClient, HostClientError, fill, requests_of
+from benchmarks.e2e.prepare_run import prepared
 from benchmarks.e2e.prompt_cases import GRID as GRID_SIZES
 from benchmarks.e2e.prompt_cases import grid_case
 from benchmarks.e2e.random_weights import write_weights
@@ -321,32 +331,36 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ({"host": "tgi"}, "the host is 'tgi'; expected one of sglang, vllm"),
+        ({"servers": ServerChoice("tgi")}, "the host is 'tgi'; expected one of sglang, vllm"),
         ({"workloads": ["speed"]}, "the workload is 'speed'"),
-        ({"shape": "huge"}, "the shape is 'huge'"),
-        ({"weights": "good"}, "the weights is 'good'"),
+        ({"model": ModelChoice(shape="huge", weights="dummy")}, "the shape is 'huge'"),
+        ({"model": ModelChoice(shape="tiny", weights="good")}, "the weights is 'good'"),
         ({"workloads": ["trees"]}, "--traces"),
-        ({"workloads": ["scheduler", "grid"]}, "run it by itself"),
-        ({"workloads": ["traffic"], "weights": "dummy"}, "dummy weights"),
-        ({"workloads": ["clients"], "client_shapes": ["vast"]}, "'vast'"),
+        (
+            {"workloads": ["scheduler", "grid"], "model": ModelChoice(weights="dummy")},
+            "run it by itself",
+        ),
+        ({"workloads": ["traffic"]}, "dummy weights"),
+        ({"workloads": ["clients"], "clients": ClientChoice(["vast"])}, "'vast'"),
     ],
 )
 def test_a_choice_that_cannot_be_is_refused_before_a_server(
     tmp_path: Path, choice: dict[str, Any], message: str
 ) -> None:
-    asked: dict[str, Any] = {"weights": "dummy", "shape": "tiny", **choice}
-    if "scheduler" in choice.get("workloads", ()):
-        asked["shape"] = None
+    asked: dict[str, Any] = {"model": ModelChoice(shape="tiny", weights="dummy"), **choice}
     with (
         pytest.raises(ChoiceError, match=message.replace("(", "\\(")),
-        prepared(Choice(tmp_path / "e.json", "", **asked)),
+        prepared(Choice(Output(tmp_path / "e.json"), **asked)),
     ):
         pytest.fail("it was let through")
 
 
 @pytest.mark.usefixtures("installed")
 def test_a_written_checkpoint_is_found_again(tmp_path: Path) -> None:
-    choice = Choice(tmp_path / "e.json", "", shape="tiny", checkpoint=tmp_path / "kept")
+    choice = Choice(
+        Output(tmp_path / "e.json"),
+        model=ModelChoice(shape="tiny", checkpoint=tmp_path / "kept"),
+    )
     with prepared(choice) as setup:
         path = Path(setup.launch.model.path)
     before = {file: file.stat().st_mtime_ns for file in path.iterdir()}
@@ -362,7 +376,10 @@ def test_a_written_checkpoint_is_found_again(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_a_checkpoint_that_was_not_finished_is_written_again(tmp_path: Path) -> None:
-    choice = Choice(tmp_path / "e.json", "", shape="tiny", checkpoint=tmp_path / "kept")
+    choice = Choice(
+        Output(tmp_path / "e.json"),
+        model=ModelChoice(shape="tiny", checkpoint=tmp_path / "kept"),
+    )
     folder = tmp_path / "kept" / "tiny-random"
     in_the_way = folder / "layer-01.safetensors"
     in_the_way.mkdir(parents=True)
@@ -379,8 +396,8 @@ def test_a_checkpoint_that_was_not_finished_is_written_again(tmp_path: Path) -> 
 @pytest.mark.usefixtures("installed")
 def test_servers_of_clients_have_a_tokenizer(tmp_path: Path) -> None:
     choice = Choice(
-        tmp_path / "e.json", "", shape="tiny", weights="dummy", workloads=("clients", "grid"),
-        options=("--page-size", "16"),
+        Output(tmp_path / "e.json"), ("clients", "grid"),
+        ServerChoice(options=("--page-size", "16")), ModelChoice(shape="tiny", weights="dummy"),
     )  # fmt: skip
     with prepared(choice) as setup:
         command = setup.launch.command("host", tmp_path)
@@ -389,7 +406,8 @@ def test_servers_of_clients_have_a_tokenizer(tmp_path: Path) -> None:
         assert command.arguments[-2:] == ("--page-size", "16")
         assert command.arguments[command.arguments.index("--load-format") + 1] == "dummy"
         assert setup.launch.label == "(tokenizer) --page-size 16"
-    with prepared(Choice(tmp_path / "e.json", "", host="vllm", shape="tiny", weights="dummy")) as s:
+    of_vllm = replace(choice, workloads=("grid",), servers=ServerChoice("vllm"))
+    with prepared(of_vllm) as s:
         arguments = s.launch.command("CUSTOM", tmp_path).arguments
         assert arguments[arguments.index("--attention-backend") + 1] == "CUSTOM"
         assert "vllm.entrypoints.openai.api_server" in arguments
@@ -401,7 +419,7 @@ def test_the_schedulers_model_is_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_gpu: bool, gen: int, repeats: int
 ) -> None:
     monkeypatch.setattr(Host, "on_gpu", lambda self: on_gpu)
-    choice = Choice(tmp_path / "e.json", "", workloads=("scheduler",), weights="dummy")
+    choice = Choice(Output(tmp_path / "e.json"), ("scheduler",), model=ModelChoice(weights="dummy"))
     with prepared(choice) as setup:
         assert setup.launch.model.name.startswith("one-layer, dummy weights, ")
         rows = [workload.row(setup.launch, "deft") for workload in setup.workloads]
@@ -422,8 +440,8 @@ def test_trees_are_replayed_as_often_as_asked_for(
     tree = ThoughtTree("p", False, lay_out({0: 2, 1: 1}, {0: (1,), 1: ()}))
     dump_thought_trees([tree], tmp_path / "a.json")
     choice = Choice(
-        tmp_path / "e.json", "", workloads=("trees",), weights="dummy", traces=tmp_path / "a.json",
-        repeats=asked,
+        Output(tmp_path / "e.json"), ("trees",), model=ModelChoice(weights="dummy"),
+        trees=TreeChoice(tmp_path / "a.json"), batches=BatchChoice(repeats=asked),
     )  # fmt: skip
     with prepared(choice) as setup:
         assert [workload.repeats for workload in setup.workloads] == [repeats]
@@ -434,14 +452,15 @@ def test_on_a_gpu_the_default_is_the_published_grid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Host, "on_gpu", lambda self: True)
-    with prepared(Choice(tmp_path / "e.json", "", weights="dummy")) as setup:
+    choice = Choice(Output(tmp_path / "e.json"), model=ModelChoice(weights="dummy"))
+    with prepared(choice) as setup:
         assert setup.backends == ("deft", "fa3", "flashinfer", "triton")
         assert setup.reference == "fa3"
         assert setup.launch.model.name == "llama-3.1-8b, dummy weights, bfloat16"
         found = [(w.case.prefix, w.case.branches, w.case.suffix) for w in setup.workloads]
         assert found == list(GRID_SIZES)
         assert [w.repeats for w in setup.workloads] == [7, 7, 7, 3, 3, 3]
-    with prepared(Choice(tmp_path / "e.json", "", host="vllm", weights="dummy")) as setup:
+    with prepared(replace(choice, servers=ServerChoice("vllm"))) as setup:
         assert setup.backends == ("CUSTOM", "FLASH_ATTN", "FLASHINFER")
         assert setup.reference == "FLASH_ATTN"
 
@@ -465,15 +484,16 @@ def test_the_command_measures_shows_and_draws(
         def __exit__(self, *_: object) -> None:
             pass
 
-    monkeypatch.setattr("benchmarks.e2e.choice.prepared", Prepared)
+    monkeypatch.setattr("benchmarks.e2e.prepare_run.prepared", Prepared)
     command = [
         "e2e", "--backends", "deft, fa3", "--case", "0,1,8", "--out", str(out),
         "--", "--page-size", "16",
     ]  # fmt: skip
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 1, done.output  # a row has an error
-    assert asked[0].backends == ["deft", "fa3"]
-    assert (asked[0].cases, asked[0].options) == (["0,1,8"], ("--page-size", "16"))
+    assert asked[0].servers.backends == ["deft", "fa3"]
+    assert asked[0].batches.cases == ["0,1,8"]
+    assert asked[0].servers.options == ("--page-size", "16")
     assert "few-shot 16 × 3 × 4" in done.output
     rows, header = read_rows(out)
     rows[0]["tpot_ms"] = 1.5  # a server of ours has no speed to speak of
@@ -496,4 +516,7 @@ def test_a_host_that_decodes_by_itself_is_not_measured(monkeypatch: pytest.Monke
     monkeypatch.setattr(distributions, "version", lambda name: "0.5.1")
     done = CliRunner().invoke(app, ["e2e", "--host", "sglang"])
     assert done.exit_code == 2
-    assert "would decode by itself: tree attention was tested with SGLang >=0.5.17" in done.stderr
+    assert (
+        "decodes without tree attention: tree attention was tested with SGLang >=0.5.17"
+        in done.stderr
+    )

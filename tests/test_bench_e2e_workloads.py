@@ -274,10 +274,10 @@ def test_long_replays_are_not_repeated(seconds: float, replays: int) -> None:
 
 
 def test_a_steps_latency_is_the_median_of_those_alive() -> None:
-    def answered(start: int, arrivals: list[float]) -> tree_replay.Answered:
-        completion = decode([1], len(arrivals))
-        completion.arrivals = arrivals
-        return tree_replay.Answered(start, completion)
+    def answered(start: int, arrivals: list[float]) -> tree_replay.ThoughtAnswer:
+        answer = decode([1], len(arrivals))
+        answer.arrivals = arrivals
+        return tree_replay.ThoughtAnswer(start, answer)
 
     answers = [
         answered(1, [0.5, 0.6, 0.8]), answered(1, [0.5, 0.9]), answered(2, [9.0, 9.4, 9.5]),

@@ -399,7 +399,7 @@ def test_more_requests_than_the_device_plans_are_refused() -> None:
     many = forest_from_parents([-1] * 2049, [1] * 2049)
     measured = replace(setup(), ours=Ours(OURS, "auto", "device"))
     row = measure_case(case(many, 1), measured)
-    assert row["skipped"]["deft"].startswith("2049 requests; plans made on the device hold 2048")
+    assert row["skipped"]["deft"].startswith("2049 requests; device plans hold at most 2048")
 
 
 def test_a_result_that_changes_from_run_to_run_is_seen() -> None:

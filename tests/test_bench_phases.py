@@ -20,7 +20,7 @@ from deft_backend.tuning.launch_clock import QUICK
 CPU = torch.device("cpu")
 PARENTS = [-1, *[0] * 9, -1, 10, 10, -1]
 TOKENS = [300, *range(1, 10), 40, 3, 5, 700]
-"""Nine leaves on a stem, a pair that a small tile holds, and a long loner."""
+"""Nine leaves on a shared node, a pair that a small tile holds, and a long request alone."""
 
 
 def make_case(heads: tuple[int, int] = (4, 2)) -> Case:
@@ -31,9 +31,9 @@ def make_case(heads: tuple[int, int] = (4, 2)) -> Case:
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
-        ("deft-node", ["stems", "leaves", "reduction"]),
-        ("deft-flatten", ["packed", "reduction"]),
-        ("flash-decoding", ["leaves"]),
+        ("deft-node", ["large_tile", "small_tile", "reduction"]),
+        ("deft-flatten", ["masked_tile", "reduction"]),
+        ("flash-decoding", ["small_tile"]),
     ],
 )
 def test_launches_one_after_the_other_compute_the_plan(policy: str, expected: list[str]) -> None:
@@ -47,8 +47,10 @@ def test_launches_one_after_the_other_compute_the_plan(policy: str, expected: li
     reference = batched_reference(
         inputs.q, inputs.k_cache, inputs.v_cache, inputs.page_table, inputs.seq_lens
     )
-    assert set(expected) <= set(names) <= {"packed", "stems", "leaves", "reduction"}
-    assert names == sorted(names, key=["packed", "stems", "leaves", "reduction"].index)
+    assert set(expected) <= set(names) <= {"masked_tile", "large_tile", "small_tile", "reduction"}
+    assert names == sorted(
+        names, key=["masked_tile", "large_tile", "small_tile", "reduction"].index
+    )
     assert relative_error(out, reference) < 1e-3
 
 
@@ -73,6 +75,6 @@ def test_their_times_are_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     facts = measure_case(make_case(), setup)["facts"]["deft"]
     assert {name for name in facts if name.endswith("_alone_ns")} == {
-        "stems_alone_ns", "leaves_alone_ns", "reduction_alone_ns",
+        "large_tile_alone_ns", "small_tile_alone_ns", "reduction_alone_ns",
     }  # fmt: skip
-    assert facts["stems_alone_ns"] == 2500
+    assert facts["large_tile_alone_ns"] == 2500

@@ -204,7 +204,7 @@ def test_explain_refuses_bad_input(arguments: list[str], said: str) -> None:
 
 
 def state(**changes: Any) -> dict[str, Any]:
-    arrays = ("order", "parent", "row", "start", "length", "query_begin", "query_end", "leaf")
+    arrays = ("order", "parent", "request", "start", "length", "query_begin", "query_end", "leaf")
     forest = {name: getattr(FOREST, name).tolist() for name in (*arrays, "seq_lens")}
     content: dict[str, Any] = {
         "schema": 1, "pid": os.getpid(), "port": 31234, "rank": 0, "host": "sglang",
@@ -370,6 +370,32 @@ def test_doctor_compares_versions(
     assert (found["sglang"], found["torch"], found["triton"]) == (status, "problem", "note")
 
 
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("0.5.16", "0.5.16, outside the window 0.5.17 to 0.5.23: this SGLang decodes without tree"),
+        (
+            "0.5.17",
+            "0.5.17, inside the window 0.5.17 to 0.5.23; newer inside the window: up to 0.5",
+        ),
+        ("0.5.23", "0.5.23, inside the window 0.5.17 to 0.5.23, the newest"),
+    ],
+)
+def test_doctor_names_the_window(version: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, {"sglang": version})
+    found = {check.subject: check.found for check in checks.check_packages()}
+    assert found["sglang"].startswith(said)
+    assert "window 0.26.0 to 0.33" in found["vllm"]
+
+
+def test_doctor_shows_the_common_shapes_or_all() -> None:
+    for arguments, number in (([], 3), (["--all"], 12)):
+        _, out, _ = run("doctor", "--json", *arguments)
+        assert len(json.loads(out)["kernels"]) == number
+    code, _, err = run("doctor", "--all", "--model", "a/b")
+    assert (code, "--all shows every shape" in err) == (2, True)
+
+
 def test_doctor_says_that_an_untested_host_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, {"sglang": "0.5.24"})
     monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
@@ -415,7 +441,7 @@ def test_a_host_that_decodes_by_itself_is_not_compared(
     install(monkeypatch, {"sglang": "0.5.24"})
     code, _, err = run("ab", "--host", "sglang", "--model", model)
     assert code == 2
-    assert "would decode by itself: tree attention was tested with SGLang >=0.5.17" in err
+    assert "decodes without tree attention: tree attention was tested with SGLang >=0.5.17" in err
 
 
 def test_doctor_shows_why_the_host_would_decode() -> None:

@@ -46,6 +46,7 @@ PRESENT = (
     Member(RUNNER, "base.Base.forward"),
     Member("madeup", "EngineRunner.step", ("overlap",)),
     Member("madeup", "Mode.DECODE"),
+    Member("madeup", "LLM"),
     Member("madeup", "engine.tree.Node.children"),
 )
 
@@ -60,6 +61,7 @@ ABSENT = (
     (Member(RUNNER, "Runner.step", ("self",)), "no parameter 'self'"),
     (Member(RUNNER, "Runner.outsider"), "class Runner has no 'outsider'"),
     (Member(RUNNER, "launch.port"), "launch is a function"),
+    (Member("madeup", "LLMs"), "module madeup has no 'LLMs'"),
     (Member("madeup", "Node"), "module madeup has no 'Node'"),
 )
 
@@ -69,7 +71,8 @@ HIDDEN = (
     (Member(RUNNER, "Native.collect"), "madeup.native is compiled"),
     (Member(RUNNER, "Native", ("tree",)), "parameters do not stand in the source"),
     (Member(RUNNER, "Runner", ("other",)), "'other' may be one of its keyword arguments **"),
-    (Member("madeup", "LLM"), "madeup answers 'LLM' in __getattr__"),
+    (Member("madeup", "LLM.generate"), "madeup answers 'LLM' in __getattr__"),
+    (Member("madeup", "LLM", ("model",)), "parameters do not stand in the source"),
 )
 
 

@@ -53,7 +53,7 @@ def read(plan: DevicePlan) -> Plan:
         item_segment_ptr=cut("item_segment_ptr", items + 1),
         item_query_ptr=cut("item_query_ptr", items + 1),
         **{n: cut(f"segment_{n[8:]}", items) for n in (
-            "segment_row", "segment_start", "segment_end", "segment_span")},
+            "segment_request", "segment_start", "segment_end", "segment_span")},
         entry_query=cut("entry_query", entries),
         entry_slot=cut("entry_slot", entries),
         reduce_query=cut("reduce_query", reduced),
@@ -69,7 +69,7 @@ def plan_of(
 ) -> Plan:
     requests = len(batch.seq_lens)
     planner, plan = planner_for(target, max(1, requests), batch.page_size, capacity, device)
-    for tensor in plan["segment_row"], plan["entry_slot"], plan["item_query_ptr"]:
+    for tensor in plan["segment_request"], plan["entry_slot"], plan["item_query_ptr"]:
         tensor.fill_(-(1 << 20))  # whatever was there before
     tables = torch.from_numpy(np.ascontiguousarray(batch.page_tables))
     rows = torch.arange(requests, dtype=torch.int32, device=device)
@@ -341,7 +341,7 @@ def test_the_counters_add_up() -> None:
     planner.plan(tables, rows, lens)
     planner.plan(tables, rows, lens)
     made = read(plan)
-    end = np.where(made.segment_end < 0, batch.seq_lens[made.segment_row], made.segment_end)
+    end = np.where(made.segment_end < 0, batch.seq_lens[made.segment_request], made.segment_end)
     loaded = int((end - made.segment_start).sum())
     assert loaded < batch.seq_lens.sum()
     assert planner.counters.tolist() == [2, 2 * int(batch.seq_lens.sum()), 2 * loaded, 0]

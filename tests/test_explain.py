@@ -228,8 +228,8 @@ def _rendered(forest: PrefixForest, name: str = "deft-node") -> str:
 
 def test_render_draws_nodes_groups_and_totals() -> None:
     text = _rendered(regular_forest([1, 3], [1000, 20]), "deft-node-chunk")
-    assert "1,000 tokens 0–1,000 of row 0 · 3 queries · group 0 (8 chunks)" in text
-    assert "20 tokens 1,000–1,020 of row 2 · 1 query · group 3" in text
+    assert "1,000 tokens 0–1,000 of request 0 · 3 queries · group 0 (8 chunks)" in text
+    assert "20 tokens 1,000–1,020 of request 2 · 1 query · group 3" in text
     assert "KV reduction" in text
     assert "65.36 %" in text  # 1 - 1060 / 3060
 

@@ -30,7 +30,7 @@ from deft_backend.forest.prefix_tree import insert_rows
 from deft_backend.forest.tree_order import misplaced, order_of_tree
 
 FIELDS = (
-    "order", "seq_lens", "parent", "row", "start", "length", "query_begin", "query_end", "leaf"
+    "order", "seq_lens", "parent", "request", "start", "length", "query_begin", "query_end", "leaf"
 )  # fmt: skip
 
 
@@ -155,11 +155,11 @@ def check_invariants(forest: PrefixForest) -> None:
         leaf = forest.leaf[position]
         assert path[-1] == leaf
         assert forest.num_queries[leaf] == 1
-        assert forest.row[leaf] == row
+        assert forest.request[leaf] == row
     for node in range(nodes):
         parent = forest.parent[node]
         assert parent < node
-        assert forest.row[node] in forest.queries(node)
+        assert forest.request[node] in forest.queries(node)
         if parent != VIRTUAL_ROOT:
             assert forest.query_begin[parent] <= forest.query_begin[node]
             assert forest.query_end[node] <= forest.query_end[parent]
@@ -461,7 +461,7 @@ def test_impossible_page_tables_are_refused(
         ([0, 1], [-1], [2, 4], 1, "share -1 tokens"),
         ([0, 2], [1], [2, 2], 1, "permutation"),
         ([-1, 0], [1], [2, 2], 1, "permutation"),
-        ([0], [], [2, 2], 1, "permutation of the 2 batch rows"),
+        ([0], [], [2, 2], 1, "permutation of the 2 request indices"),
         ([1, 0], [0], [2, -4], 1, r"seq_lens\[1\] is -4"),
         ([0, 1], [0], [2, 2], 0, "page_size is 0"),
         ([[0, 1]], [0], [2, 2], 1, r"order has shape \(1, 2\)"),

@@ -66,12 +66,14 @@ def retired_words() -> list[str]:
 def as_words(text: str) -> str:
     """Lower-case words, with names like ``LaunchConfig`` and ``launch_config`` taken apart.
 
-    >>> as_words("`LaunchConfig` of HTTPServer, launch_config-s")
-    ' launch config of http server launch config s '
+    Punctuation other than hyphens stays, so that no phrase spans it.
+
+    >>> as_words("`LaunchConfig` of HTTPServer(launch_config)")
+    ' ` launch config ` of http server ( launch config ) '
     """
-    text = re.sub(r"\.(shape|stem)\b", "", text)  # of tensors and of paths
+    text = re.sub(r"\.stem\b", "", text)  # of a path
     text = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", text)
-    return " " + " ".join(re.findall(r"[a-z0-9]+", text.lower())) + " "
+    return " " + " ".join(re.findall(r"[a-z0-9]+|[^\w\s-]", text.lower())) + " "
 
 
 def retired_in(text: str) -> list[str]:

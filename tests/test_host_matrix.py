@@ -124,14 +124,23 @@ def test_a_suite_that_cannot_run_is_a_failure(tmp_path: Path) -> None:
     assert run_suite("sglang", "smoke", folder) == Outcome(4, 0, 0, 0, "")
 
 
-def test_the_plugin_counts_what_passed_failed_and_could_not_be_set_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [(), ("-n", "2", "--dist", "loadgroup")])
+def test_the_plugin_counts_tests_and_the_servers_steps(
+    processes: tuple[str, ...], tmp_path: Path
+) -> None:
+    """In one process and in two; the steps of both of them."""
     (tmp_path / "test_made_up.py").write_text(
         "import pytest\n"
+        "from integration_tests.common.steps import StepTotal\n"
         "@pytest.fixture\n"
         "def broken():\n    raise RuntimeError\n"
         "@pytest.fixture\n"
         "def untidy():\n    yield\n    raise RuntimeError\n"
-        "def test_good(): pass\n"
+        "@pytest.fixture(scope='session', params=['a', 'b'])\n"
+        "def server(request):\n    yield\n    StepTotal.tree_steps += 10 + (request.param == 'b')\n"
+        "@pytest.mark.parametrize('server', [pytest.param(g, marks=pytest.mark.xdist_group(g)) "
+        "for g in 'ab'], indirect=True)\n"
+        "def test_good(server): pass\n"
         "def test_bad(): assert False\n"
         "def test_no_set_up(broken): pass\n"
         "def test_no_tear_down(untidy): pass\n"
@@ -141,9 +150,11 @@ def test_the_plugin_counts_what_passed_failed_and_could_not_be_set_up(tmp_path: 
     subprocess.run(
         [
             sys.executable, "-m", "pytest", "-q", "-p", "integration_tests.common.result",
-            "--result", str(result), "--rootdir", str(tmp_path), "-c", "/dev/null", str(tmp_path),
+            "--result", str(result), "--rootdir", str(tmp_path), "-c", "/dev/null", *processes,
+            str(tmp_path),
         ],
         cwd=ROOT, check=False, capture_output=True,
     )  # fmt: skip
-    counts = json.loads(result.read_text())
-    assert (counts["passed"], counts["failed"], counts["tree_steps"]) == (1, 3, 0)
+    assert json.loads(result.read_text()) == {
+        "passed": 2, "failed": 3, "tree_steps": 21, "device": "cpu"
+    }  # fmt: skip

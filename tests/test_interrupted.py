@@ -97,5 +97,5 @@ def test_a_benchmark_that_is_ended_ends_its_server_and_its_client(
     said, _ = process.communicate(timeout=60)
     assert process.returncode == code, said
     assert said.splitlines()[-1] == "no server is left"
-    assert said.splitlines()[-3:-1] == ["", "interrupted; what was started is being ended"]
+    assert said.splitlines()[-3:-1] == ["", "interrupted; ending what this command started"]
     assert not [child for child in started if running(child)]

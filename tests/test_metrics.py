@@ -214,8 +214,8 @@ def test_a_line_every_so_many_steps(caplog) -> None:
     for tree, host in ((0, 0), (3, 0), (3, 1), (3, 1), (6, 1), (9, 3)):
         log(Counters(tree + host, tree, 0, {"small": host} if host else {}))
     assert caplog.messages == [
-        "deft: 3 decode steps through tree attention, 1 through the host's kernel (small 1)",
-        "deft: 6 decode steps through tree attention, 2 through the host's kernel (small 2)",
+        "deft: 3 decode steps through tree attention, 1 on the host's kernel (small)",
+        "deft: 6 decode steps through tree attention, 2 on the host's kernel (small)",
     ]
 
 
@@ -232,15 +232,15 @@ def test_a_line_every_so_many_seconds_if_something_was_decoded(caplog) -> None:
 
 
 def test_what_the_line_says() -> None:
-    reasons = {"padded batch": 2, "batch below DEFT_MIN_BATCH": 10}
+    reasons = {"padded batch": 2, "batch smaller than DEFT_MIN_BATCH=2": 10}
     whole = Counters(4132, 4120, 200, reasons, 41_200_000_000, 310_500_000_000, 0.0804)
     assert describe(whole) == (
-        "4,120 decode steps through tree attention, 12 through the host's kernel "
-        "(batch below DEFT_MIN_BATCH 10, padded batch 2); KV read 41.2 GB of 310.5 GB query by "
-        "query (13 %); planning 0.4 ms a plan"
+        "4,120 decode steps through tree attention, 12 on the host's kernel "
+        "(10 × batch smaller than DEFT_MIN_BATCH=2, 2 × padded batch); KV read 41.2 GB of 310.5 GB "
+        "query by query (13 %); planning 0.4 ms a plan"
     )
     assert describe(Counters(1, 0, 0, {"observed": 1}, 999, 999)) == (
-        "1 decode step through the host's kernel (observed 1); KV read 999 B of 999 B query by "
+        "1 decode step on the host's kernel (observed); KV read 999 B of 999 B query by "
         "query (100 %)"
     )
     slow = Counters(1, 1, 1, {}, 2_500_000, 5_000_000_000_000, 1.2345)

@@ -66,7 +66,8 @@ def check_plan(batch: Batch, plan: Plan, target: Target, growth: npt.NDArray[np.
         merged = 0
         for s in held:
             row, start, end = (
-                int(array[s]) for array in (plan.segment_row, plan.segment_start, plan.segment_end)
+                int(array[s])
+                for array in (plan.segment_request, plan.segment_start, plan.segment_end)
             )
             end = int(now[row]) if end == OPEN_END else end
             span = int(plan.segment_span[s])
@@ -154,7 +155,7 @@ def _corruptions(plan: Plan) -> dict[str, Plan]:
     for name, array in plan.arrays().items():
         # Another row of the same prefix is as good: take ranges of one row.
         own = np.flatnonzero(plan.segment_end == OPEN_END)
-        for at in own[[0, -1]] if name == "segment_row" else (0, -1) if len(array) else ():
+        for at in own[[0, -1]] if name == "segment_request" else (0, -1) if len(array) else ():
             moved = array.copy()
             moved[at] += 1
             found[f"{name}[{at}] + 1"] = replace(plan, **{name: moved})
@@ -227,7 +228,7 @@ def test_a_range_that_some_of_its_queries_skip_goes_to_the_packed_tile(
 def test_items_of_a_shape_come_longest_first() -> None:
     forest = build_forest(range(4), [0, 0, 0], [10, 300, 20, 200])
     plan = plan_grouping(get_policy("deft-node").group(forest, GQA), forest, GQA)
-    assert plan.segment_row.tolist() == [1, 3, 2, 0]
+    assert plan.segment_request.tolist() == [1, 3, 2, 0]
     assert plan.tile_ptr.tolist() == [0, 0, 4, 4]  # of the second shape none, of the first all
 
 
@@ -235,7 +236,7 @@ def test_items_of_a_shape_come_longest_first() -> None:
 def test_items_of_one_length_come_in_the_order_of_the_policy(lens: list[int]) -> None:
     forest = build_forest(range(len(lens)), [0] * (len(lens) - 1), lens)
     plan = plan_grouping(get_policy("deft-node").group(forest, GQA), forest, GQA)
-    assert plan.segment_row.tolist() == sorted(range(len(lens)), key=lambda row: -lens[row])
+    assert plan.segment_request.tolist() == sorted(range(len(lens)), key=lambda row: -lens[row])
 
 
 def test_a_target_within_limits_keeps_the_rest() -> None:
@@ -299,7 +300,7 @@ def test_one_chunk_a_query_fits_every_capacity(batch: int, entry_bytes: int) -> 
         plan, grouping = plan_forest(forest, get_policy(name), target, capacity)
         assert plan.num_items <= capacity.max_items
         assert plan.num_partials <= len(plan.entry_query) <= capacity.max_entries
-        assert len(plan.segment_row) <= capacity.max_segments
+        assert len(plan.segment_request) <= capacity.max_segments
         assert np.bincount(grouping.queries, minlength=batch).min() > 0
 
 

@@ -97,7 +97,7 @@ def test_an_empty_batch_is_an_empty_grouping(name: str) -> None:
     forest = forest_from_page_tables(np.zeros((0, 0), dtype=np.int32), [])
     grouping = get_policy(name).group(forest, GQA)
     assert grouping.num_groups == 0
-    assert len(grouping.queries) == len(grouping.row) == 0
+    assert len(grouping.queries) == len(grouping.request) == 0
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
@@ -176,7 +176,7 @@ def _corruptions(grouping: Grouping) -> dict[str, Grouping]:
             ),
             queries=np.append(grouping.queries, grouping.group_queries(grouping.num_groups - 1)),
             segment_ptr=np.append(grouping.segment_ptr, grouping.segment_ptr[-1] + 1),
-            row=np.append(grouping.row, grouping.row[-1]),
+            request=np.append(grouping.request, grouping.request[-1]),
             start=np.append(grouping.start, grouping.start[-1]),
             end=np.append(grouping.end, grouping.end[-1]),
             open=np.append(grouping.open, grouping.open[-1]),
@@ -382,13 +382,13 @@ def test_fasttree_opens_a_lone_parent_instead_of_adding_an_empty_group() -> None
     grouping = _assigned(forest, [False, False, True])
     assert grouping.num_groups == 2
     assert grouping.open.tolist() == [True, True]
-    assert grouping.row.tolist() == [0, 1]
+    assert grouping.request.tolist() == [0, 1]
     assert grouping.end.tolist() == [100, 180]
 
 
 def _assigned(forest: PrefixForest, values: npt.ArrayLike) -> Grouping:
     ranges = assigned_ranges(forest, np.asarray(values, dtype=bool))
-    return cut_evenly(ranges, np.ones(len(ranges.row), dtype=np.int64), 64)
+    return cut_evenly(ranges, np.ones(len(ranges.request), dtype=np.int64), 64)
 
 
 @settings(max_examples=150)

@@ -85,7 +85,7 @@ def test_an_unshared_batch_has_one_range_a_query(
 ) -> None:
     forest = build_forest(range(len(lens)), [0] * (len(lens) - 1), lens)
     node, begin, end = ranges_of(forest, target, costs)
-    assert forest.row[node].tolist() == list(range(len(lens)))
+    assert forest.request[node].tolist() == list(range(len(lens)))
     assert not begin.any()
     assert end.tolist() == lens
     # Cut or not, a chunk is one query's.
@@ -214,7 +214,7 @@ def test_the_tokens_of_a_short_shared_node_are_read_with_each_leaf() -> None:
     forest = regular_forest([1, 2], [64, 900])
     costs = TileCosts((5800.0, 5000.0), (60.0, 28.0), 8.4, 2500.0)
     grouping = AUTO.group(forest, with_costs(replace(GQA, tile_programs=(4, 1, 1)), costs))
-    leaves = grouping.start[grouping.row == 1]
+    leaves = grouping.start[grouping.request == 1]
     assert leaves[0] == 0
     assert set(grouping.num_queries().tolist()) == {1}
 

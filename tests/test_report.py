@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from deft_backend.ab.agreement import Agreement, Divergence
 from deft_backend.ab.comparison import AbResult, Compared, Measured
 from deft_backend.ab.report import CPU_TIMES, write_report
 from deft_backend.ab.units import megabytes, milliseconds, percent
-from deft_backend.harness.agreement import Agreement, Divergence
 from deft_backend.telemetry.state_reader import Counters
 
 pytest.importorskip("matplotlib")
@@ -22,12 +22,13 @@ pytest.importorskip("matplotlib")
 
 def measured(kv: float, guided: float, tpot: float | None = 0.0123) -> Measured:
     counters = Counters(40, 37, 5, {"small batch": 3}, int(kv * 40), int(guided * 40))
-    return Measured(0.456, tpot, 78.9, 2.5, kv, counters)
+    return Measured(0.456, tpot, 78.9, 2.5, counters)
 
 
 def compared(name: str, deft_kv: float, *differs: Divergence) -> Compared:
     agreement = Agreement(8, 8 - len(differs), 0, tuple(differs), 190, 0.00071)
-    host, deft = measured(9_876_000.0, 9_876_000.0), measured(deft_kv, 9_876_000.0)
+    # The host's server decodes other batches; what it read must not stand beside ours.
+    host, deft = measured(7_000_000.0, 7_000_000.0), measured(deft_kv, 9_876_000.0)
     return Compared(name, f"about {name}", 6, 192, host, deft, agreement)
 
 
@@ -104,8 +105,8 @@ def test_every_figure_comes_from_the_json(tmp_path: Path) -> None:
     for record in content["workloads"]:
         expected = [
             record["workload"],
-            megabytes(record["host"]["kv_bytes_a_step"]),
-            megabytes(record["deft"]["kv_bytes_a_step"]),
+            megabytes(record["kv_bytes_a_step"]["query_by_query"]),
+            megabytes(record["kv_bytes_a_step"]["deft"]),
             percent(record["kv_saved"]),
             milliseconds(record["host"]["tpot"]),
             milliseconds(record["deft"]["tpot"]),
@@ -114,8 +115,11 @@ def test_every_figure_comes_from_the_json(tmp_path: Path) -> None:
         ]
         at = cells.index(record["workload"])
         assert cells[at : at + len(expected)] == expected
-        saved = 1 - record["deft"]["kv_bytes_a_step"] / record["host"]["kv_bytes_a_step"]
-        assert record["kv_saved"] == pytest.approx(saved)
+        counted = record["deft"]["counters"]
+        for name, total in (("query_by_query", "kv_bytes_query_guided"), ("deft", "kv_bytes_read")):
+            assert record["kv_bytes_a_step"][name] == counted[total] / counted["decode_steps"]
+        read = record["kv_bytes_a_step"]
+        assert record["kv_saved"] == pytest.approx(1 - read["deft"] / read["query_by_query"])
     assert "76.3 %" in cells
     assert "'<cat>' (-0.693)" in cells
     assert "small batch: 3" in cells
@@ -130,7 +134,7 @@ def test_cpu_times_are_disowned_and_gpu_times_are_not(tmp_path: Path) -> None:
 
 
 def test_what_was_not_measured_is_a_dash(tmp_path: Path) -> None:
-    bare = Measured(0.1, None, 1.0, 1.0, None, None)
+    bare = Measured(0.1, None, 1.0, 1.0, None)
     workload = replace(compared("few-shot", 1.0), host=bare, deft=bare)
     page, data = write_report(result(workload), tmp_path, "deft ab")
     assert json.loads(data.read_text())["workloads"][0]["kv_saved"] is None

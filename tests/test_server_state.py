@@ -64,7 +64,7 @@ def test_a_state_file_that_cannot_be_written_is_said_once(tmp_path, caplog) -> N
     state.count_host("x", 1)
     writer.look()
     assert len(caplog.records) == 1
-    assert "the server's state is not written" in caplog.text
+    assert "cannot write the server's state file" in caplog.text
     assert [counters.decode_steps for counters in heard] == [0, 1]  # metrics and log go on
 
 

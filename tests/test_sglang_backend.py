@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -270,10 +269,8 @@ def test_a_second_set_of_graphs_is_captured_and_replayed(host: Any) -> None:
 
 
 def test_page_tables_are_not_written_while_a_graph_reads_them(host: Any) -> None:
-    from deft_backend.hosts.sglang.versions import read_end
     from deft_patches import sglang_page_table_fence as patch
 
-    assert (patch.missing() is None) == (read_end() is None)  # later versions ask the backend
     model = SimpleNamespace(war_fastpath_read_done_event=None)
     runner = SimpleNamespace(model_runner=model)
 
@@ -293,12 +290,10 @@ def test_page_tables_are_not_written_while_a_graph_reads_them(host: Any) -> None
     assert model.war_fastpath_read_done_event == "metadata was read"
 
 
-def test_other_packages_runners_are_patched_themselves(host: Any, monkeypatch) -> None:
+def test_other_packages_runners_are_patched_themselves(host: Any) -> None:
     """A model runner says what its decode graphs are captured and replayed by."""
-    from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
-    from deft_backend.hosts.sglang.versions import read_end
     from deft_patches import sglang_page_table_fence as fence
     from deft_patches import sglang_tree_graphs as graphs
     from deft_patches.wrapping import is_wrapped
@@ -331,11 +326,6 @@ def test_other_packages_runners_are_patched_themselves(host: Any, monkeypatch) -
     strange = SimpleNamespace(_decode_cuda_graph_runner_cls=lambda: Strange)
     with pytest.raises(RuntimeError, match="execute of Strange takes"):
         fence.install(strange, lambda batch: True)
-    derived = type("DerivedModelRunner", (ModelRunner,), {"__doc__": "Of another package."})
-    monkeypatch.setattr("sglang.srt.model_executor.model_runner.ModelRunner", derived)
-    monkeypatch.setattr(inspect, "getsource", lambda kind, real=inspect.getsource: (
-        "class Derived: ..." if kind is derived else real(kind)))  # fmt: skip
-    assert (fence.missing() is None) == (read_end() is None)
 
 
 def test_a_patch_is_there_whatever_other_plugins_hooked(host: Any) -> None:
@@ -382,13 +372,6 @@ def test_a_patch_is_there_whatever_other_plugins_hooked(host: Any) -> None:
 
 def check_nothing() -> None:
     """A hook that is nowhere."""
-
-
-def test_the_host_has_what_a_second_set_of_graphs_needs(host: Any) -> None:
-    from deft_patches import sglang_tree_graphs as patch
-
-    assert patch.missing("full") is None
-    assert "of the kind breakable" in str(patch.missing("breakable"))
 
 
 def test_graphs_launch_every_kernel_over_whatever_plan_is_there(server: Any) -> None:
@@ -554,6 +537,29 @@ def test_a_kernel_that_fails_is_not_tried_again(server: Any, caplog, monkeypatch
     assert server.calls == ["metadata", "decode", "decode", "metadata"]
     assert caplog.text.count("a kernel failed") == 1
     assert server.state.steps_host == {"kernel failed": 1}
+
+
+def test_models_that_call_their_backend_find_its_metadata(server: Any, host: Any) -> None:
+    """What they call may read the host's metadata: it is made in tree steps, too, and once."""
+    from deft_backend.hosts.sglang.host_planned import HostPlannedBackend
+
+    own = server.backend
+    backend = HostPlannedBackend(
+        own._host, server.attention, own._planner, own._observer, server.state, model_asks=True
+    )
+    batch, (q, k, v) = server.batch(), query()
+    backend.init_forward_metadata(batch)
+    out = backend.forward(q, k, v, make_layer(), batch)
+    backend.forward(q, k, v, make_layer(sliding_window_size=8, layer_id=1), batch)
+    assert server.calls == ["metadata", "decode"]
+    assert out.any()
+    again = server.batch()
+    assert backend.takes(again)
+    view = SimpleNamespace(forward_mode=again.forward_mode, out_cache_loc=again.out_cache_loc)
+    backend.init_forward_metadata_out_graph(view)
+    assert server.calls[2:] == ["metadata out of graph"]
+    assert isinstance(backend, type(own._host))  # the class that they ask for
+    assert isinstance(backend, HostPlannedBackend)
 
 
 def test_members_are_the_hosts(server: Any, host: Any) -> None:

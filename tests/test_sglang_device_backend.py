@@ -154,7 +154,8 @@ def test_small_large_and_other_batches_are_the_hosts(server: Any) -> None:
     backend.forward(q, k, v, make_layer(), batch)
     assert server.calls[-2:] == ["metadata", "extend"]
     assert server.state.steps_host == {
-        "batch below DEFT_MIN_BATCH": 2, "batch above what a plan holds": 2,
+        "batch smaller than DEFT_MIN_BATCH=2": 2,
+        "batch larger than the 4 requests that a plan holds": 2,
     }  # fmt: skip
     assert server.state.steps_tree == 0
 

@@ -33,7 +33,7 @@ from deft_backend.planner.encoding import OPEN_END
 from deft_backend.policies import POLICY_NAMES
 
 forest_of = RadixTreeSource().forest
-ARRAYS = ("order", "parent", "row", "start", "length", "query_begin", "query_end", "leaf")
+ARRAYS = ("order", "parent", "request", "start", "length", "query_begin", "query_end", "leaf")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -296,10 +296,10 @@ def test_long_leaves_may_grow_by_a_share() -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (Settings(min_batch=3), "batch below DEFT_MIN_BATCH"),
-        (Settings(max_batch=1), "batch above DEFT_MAX_BATCH"),
-        (Settings(min_share=1.9), "shares less than DEFT_MIN_SHARE"),
-        (Settings(min_share=1.0, min_shared_tokens=5), "saves less than DEFT_MIN_SHARED_TOKENS"),
+        (Settings(min_batch=3), "batch smaller than DEFT_MIN_BATCH=3"),
+        (Settings(max_batch=1), "batch larger than DEFT_MAX_BATCH=1"),
+        (Settings(min_share=1.9), "shares less than DEFT_MIN_SHARE=1.9"),
+        (Settings(min_share=1.0, min_shared_tokens=5), "saves fewer than DEFT_MIN_SHARED_TOKENS=5"),
         (Settings(min_share=1.5, min_shared_tokens=4), None),
     ],
 )
@@ -316,7 +316,8 @@ def test_on_a_gpu_the_gain_must_be_worth_it() -> None:
     requests, _, lens = requests_of([[1] * 1001, [1] * 1001], Tree())
     state = make_state()
     gain = default_cost_model().transfer_ms(1000 * state.token_bytes * state.num_layers)
-    for cost, reason in ((1.01 * gain, "saves less than DEFT_MIN_SAVED_MS"), (0.99 * gain, None)):
+    above, below = 1.01 * gain, 0.99 * gain
+    for cost, reason in ((above, f"saves less than DEFT_MIN_SAVED_MS={above:g}"), (below, None)):
         planner = DecodePlanner(FakeAttention(), tree_source(), EAGER, state, least_gain_ms=cost)
         assert step(planner, requests, lens).host_reason == reason
 
@@ -326,7 +327,8 @@ def test_the_gain_is_told_by_this_gpus_bandwidth() -> None:
     state, shipped = make_state(), default_cost_model()
     gain = shipped.transfer_ms(1000 * state.token_bytes * state.num_layers)
     slower = replace(shipped, bandwidth_gb_s=shipped.bandwidth_gb_s / 2)
-    for costs, reason in ((slower, None), (shipped, "saves less than DEFT_MIN_SAVED_MS")):
+    little = f"saves less than DEFT_MIN_SAVED_MS={1.5 * gain:g}"
+    for costs, reason in ((slower, None), (shipped, little)):
         planner = DecodePlanner(
             FakeAttention(), tree_source(), EAGER, state, least_gain_ms=1.5 * gain, costs=costs
         )
@@ -353,7 +355,7 @@ def test_loaded_tokens_follow_growth(policy: str) -> None:
     def counted(lengths: Any) -> int:
         total = 0
         for row, start, end in zip(
-            plan.segment_row, plan.segment_start, plan.segment_end, strict=True
+            plan.segment_request, plan.segment_start, plan.segment_end, strict=True
         ):
             total += (lengths[row] if end == OPEN_END else end) - start
         return total

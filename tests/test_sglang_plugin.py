@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,6 @@ SWITCHES = {
     "enable_pdmux": "prefill-decode multiplexing",
     "enable_deterministic_inference": "deterministic inference",
     "enable_torch_compile": "torch.compile",
-    "enable_hierarchical_cache": "hierarchical cache",
     "enable_hisparse": "hierarchical sparse attention",
     "enable_streaming_session": "streaming session cache",
     "enable_unified_memory": "unified memory pool",
@@ -66,6 +66,7 @@ def arguments(host: Any, monkeypatch) -> Any:
     for variable in VARIABLES:
         monkeypatch.delenv(variable.name, raising=False)
     monkeypatch.setattr(versions, "backend_names", names)
+    monkeypatch.setattr(versions, "missing", lambda: None)  # read once: see the contract's test
     monkeypatch.setattr(versions, "uses_mla", lambda made: getattr(made, "mla", False))
     monkeypatch.setattr(versions, "model_config", lambda made: getattr(made, "model", DENSE))
     return arguments
@@ -188,17 +189,40 @@ def test_a_version_that_was_not_tested_runs_on_the_hosts_own(
     assert getattr(made, arguments.HOST_DECODE) == "torch_native"
 
 
-def test_this_host_has_what_the_patches_look_for(host: Any) -> None:
-    from deft_patches import sglang_observe_batch
+def test_this_host_has_what_we_use(host: Any) -> None:
+    from deft_backend.hosts.sglang import versions
 
-    assert sglang_observe_batch.missing() is None
+    versions.missing.cache_clear()
+    assert versions.missing() is None
 
 
-def test_a_host_that_looks_different_is_said(host: Any, monkeypatch) -> None:
+def test_a_host_that_lacks_something_is_told_what(
+    arguments: Any, caplog, monkeypatch, tmp_path
+) -> None:
+    """One line names the first member, and how many more there are."""
+    from deft_backend.hosts.sglang import versions
+
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").write_text("")
+    monkeypatch.undo()
+    monkeypatch.setattr(versions, "installed_source", lambda package: tmp_path)
+    versions.missing.cache_clear()
+    try:
+        assert re.search(r"HookRegistry.*no such module.* and \d+ more", str(versions.missing()))
+        made = make_arguments()
+        arguments.resolve(resolve_as_host, made)
+    finally:
+        versions.missing.cache_clear()
+    assert not hasattr(made, arguments.HOST_DECODE)
+    assert "lacks what tree attention uses of it" in caplog.text
+
+
+def test_a_host_whose_batches_cannot_be_observed_is_said(host: Any, monkeypatch) -> None:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     from deft_patches import sglang_observe_batch
 
+    assert sglang_observe_batch.missing() is None
     monkeypatch.setattr(ForwardBatch, "init_new", classmethod(lambda cls, runner: None))
     assert "init_new takes" in str(sglang_observe_batch.missing())
 
@@ -334,6 +358,10 @@ class OtherPool(MHATokenToKVPool):
     """A cache of another kind."""
 
 
+HND_POOL = MHATokenToKVPool(64)
+HND_POOL.use_hnd, HND_POOL.kv_cache_layout = True, "hnd"  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -342,14 +370,12 @@ class OtherPool(MHATokenToKVPool):
         ({"token_to_kv_pool": OtherPool(64)}, "a KV cache of kind OtherPool"),
         ({"kv_cache_dtype": torch.bfloat16}, "KV in torch.bfloat16 under a model in torch.float16"),
         ({"dtype": torch.bfloat16, "kv_cache_dtype": torch.bfloat16}, "KV in torch.bfloat16"),
-        ({"device": "cuda"}, "Scheduler has no _apply_war_barrier"),
+        ({"token_to_kv_pool": HND_POOL}, "a KV cache in the layout hnd"),
     ],
 )
 def test_model_runners_that_are_not_supported(
     host: Any, changes: dict[str, Any], reason: str | None, monkeypatch
 ) -> None:
-    from sglang.srt.managers.scheduler import Scheduler
-
     from deft_backend.hosts.sglang import factory
 
     runner = SimpleNamespace(
@@ -361,12 +387,22 @@ def test_model_runners_that_are_not_supported(
     vars(runner).update(changes)
     monkeypatch.setattr(factory, "shape_of", lambda runner: (4, 2, 64))
     monkeypatch.setattr(TreeAttention, "unsupported", staticmethod(lambda *given: None))
-    assert hasattr(Scheduler, "_apply_war_barrier")  # this host has it; another may not
-    if changes.get("device") == "cuda":
-        assert factory.unsupported_model(runner) is None
-        monkeypatch.delattr(Scheduler, "_apply_war_barrier")
     found = factory.unsupported_model(runner)
     assert found is None if reason is None else reason in str(found)
+
+
+def test_models_that_call_their_backend_are_found(host: Any, monkeypatch) -> None:
+    """By the text of their modules: the call may import its function where it stands."""
+    from deft_backend.hosts.sglang import factory
+
+    part = type("Attention", (torch.nn.Module,), {"__module__": "made_up.models.asking"})
+    runner = SimpleNamespace(model=part())
+    texts = {"made_up.models.asking": "x = get_attn_backend()"}
+    monkeypatch.setattr(factory, "_source", texts.__getitem__)
+    assert factory.model_asks(runner)
+    texts["made_up.models.asking"] = "x = attention(q, k, v)"
+    assert not factory.model_asks(runner)
+    assert not factory.model_asks(SimpleNamespace(model=torch.nn.Linear(1, 1)))
 
 
 @pytest.mark.parametrize("planner", ["host", "device"])
@@ -385,6 +421,7 @@ def test_graphs_wait_where_there_are_graphs(host: Any, planner: str, graphs: str
     runner = SimpleNamespace(
         server_args=SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=decode)),
         req_to_token_pool=table,
+        model=torch.nn.Linear(1, 1),
     )
     attention = TreeAttention(
         num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
@@ -413,7 +450,7 @@ def test_graphs_wait_where_there_are_graphs(host: Any, planner: str, graphs: str
         ({"verify": True}, "cpu", False, None),
         ({}, "cpu", True, None),
         ({"min_saved_ms": 1.0}, "cpu", False, None),
-        ({"min_saved_ms": 1.0}, "cuda", False, "saves less than DEFT_MIN_SAVED_MS"),
+        ({"min_saved_ms": 1.0}, "cuda", False, "saves less than DEFT_MIN_SAVED_MS=1"),
     ],
 )
 def test_the_hosts_planner_has_what_was_set(
@@ -429,6 +466,7 @@ def test_the_hosts_planner_has_what_was_set(
     runner = SimpleNamespace(
         server_args=SimpleNamespace(cuda_graph_config=graphs),
         req_to_token_pool=SimpleNamespace(req_to_token=torch.from_numpy(table)),
+        model=torch.nn.Linear(1, 1),
     )
     attention = TreeAttention(
         num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
@@ -484,7 +522,7 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
         server_args=SimpleNamespace(
             cuda_graph_config=graphs, decode_log_interval=40, enable_metrics=False
         ),
-        device="cpu", dtype=torch.float32, req_to_token_pool=table,
+        device="cpu", dtype=torch.float32, req_to_token_pool=table, model=torch.nn.Linear(1, 1),
         ps=SimpleNamespace(attn_tp_rank=0),
         tp_group=SimpleNamespace(world_size=2) if at == "no group" else group,
     )  # fmt: skip
@@ -510,3 +548,25 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
         sglang_tree_graphs.remove(runner)
         sglang_page_table_fence.remove(runner)
         sglang_observe_batch._observers[:] = observers
+
+
+def test_decode_graphs_of_resolved_arguments_are_turned_off(host: Any, monkeypatch) -> None:
+    """The host's own arguments, of whichever version: resolved, they cannot be assigned to."""
+    from pathlib import Path
+
+    from sglang.srt.server_args import ServerArgs
+
+    from deft_backend.hosts.sglang import versions
+
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    model = Path(__file__).parent.parent / "models" / "tiny-llama"
+    made = ServerArgs(model_path=str(model), device="cpu")
+    if versions.resolving_method() == "resolve_once":
+        made.resolve_once()
+    assert versions.decode_graphs(made) != "disabled"
+    versions.disable_decode_graphs(made)
+    assert versions.decode_graphs(made) == "disabled"
+    assert versions.backend_names(made)[1] is not None
+    assert not versions.uses_mla(made)
+    assert not versions.decodes_per_rank(made)
+    assert not versions.model_config(made).is_hybrid_swa

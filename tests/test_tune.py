@@ -478,7 +478,7 @@ def test_tune_writes_and_shows_the_table(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_doctor_names_the_table_in_use(tmp_path: Path) -> None:
-    _, out, _ = run("doctor", "--json", DEFT_CACHE_DIR=str(tmp_path))
+    _, out, _ = run("doctor", "--all", "--json", DEFT_CACHE_DIR=str(tmp_path))
     kernels = {(k["head_dim"], k["dtype"]): k for k in json.loads(out)["kernels"]}
     if torch.cuda.is_available():
         return

@@ -303,7 +303,9 @@ def test_graphs_of_uniform_batches_only(
     host = PlainCpuBackend.get_builder_cls()
     monkeypatch.setattr(host, "_cudagraph_support", AttentionCGSupport[level])
     builder = tree_backend(PlainCpuBackend).get_builder_cls()
-    assert builder.get_cudagraph_support(None, None) is AttentionCGSupport[expected]
+    assert builder.get_cudagraph_support(make_config(), None) is AttentionCGSupport[expected]
+    refused = make_config(speculative_config=object())  # the host decodes all batches itself
+    assert builder.get_cudagraph_support(refused, None) is AttentionCGSupport[level]
 
 
 def test_verified_attention_is_in_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +317,7 @@ def test_verified_attention_is_in_no_graph(monkeypatch: pytest.MonkeyPatch) -> N
     config = make_config(compilation_config=CompilationConfig())
     assert builder.get_cudagraph_support(config, None) is AttentionCGSupport.NEVER
     alone = make_config(speculative_config=object())  # nothing to compare: as without the setting
-    assert builder.get_cudagraph_support(alone, None) is AttentionCGSupport.UNIFORM_BATCH
+    assert builder.get_cudagraph_support(alone, None) is AttentionCGSupport.ALWAYS
 
 
 @pytest.mark.parametrize(
@@ -411,7 +413,9 @@ def test_batches_beyond_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert step_of(builder.build(0, Batch(DECODE[:4], shared=2).common())) is not None
     assert step_of(builder.build(0, Batch(DECODE, shared=2).common())) is None
     assert step_of(builder.build(0, Batch(DECODE[:1], shared=2).common())) is None
-    assert state().steps_host == {"batch above DEFT_MAX_BATCH": 1, "batch below DEFT_MIN_BATCH": 1}
+    assert state().steps_host == {
+        "batch larger than DEFT_MAX_BATCH=4": 1, "batch smaller than DEFT_MIN_BATCH=2": 1,
+    }  # fmt: skip
 
 
 def test_counts_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -628,12 +632,8 @@ def test_a_set_up_that_fails_beside_a_pool_is_one_line(
     assert caplog.text.count("could not be set up (RuntimeError('out of memory'))") == 1
 
 
-def test_a_window_over_generated_tokens_is_the_hosts(planned: list[torch.Tensor]) -> None:
-    """Reference sliding window attention: the layer's arguments do not tell of it."""
-    layers = make_layers()
-    builder = layers.builder(make_spec())
+def test_prompt_lengths_alone_are_no_window(planned: list[torch.Tensor]) -> None:
+    """They hide no tokens: the configuration of the model says whether a window does."""
+    builder = make_layers().builder(make_spec())
     batch = Batch(DECODE, shared=2)
-    common = batch.common(rswa_prefix_lens=batch.lens)
-    assert step_of(builder.build(0, common)) is None
-    assert state().steps_host == {"attention over another range of tokens": 1}
-    assert planned == []
+    assert step_of(builder.build(0, batch.common(rswa_prefix_lens=batch.lens))) is not None

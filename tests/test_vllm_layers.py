@@ -100,6 +100,13 @@ def test_servers_of_other_kinds_are_refused(changes: dict[str, Any], reason: str
     assert found is None if reason is None else reason in found
 
 
+def test_a_window_over_generated_tokens_is_the_hosts() -> None:
+    """Reference sliding window attention: neither the layer's arguments nor its cache tell."""
+    config = make_config()
+    config.model_config.rswa_window = 64
+    assert unsupported_server(config) == "reference sliding window attention is not supported"
+
+
 def test_results_that_must_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert "batch-invariant mode is not supported" in unsupported_server(make_config())

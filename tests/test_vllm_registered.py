@@ -26,6 +26,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm_fakes import forget_collectors, make_config, make_spec
 
 from deft_backend import installed
+from deft_backend.hosts.contract import Member
 from deft_backend.hosts.vllm import plugin, registered, say, server, versions
 from deft_backend.hosts.vllm.compose import cannot_surround, tree_backend
 from deft_backend.hosts.vllm.cpu import PlainCpuBackend
@@ -255,14 +256,6 @@ def test_the_cpu_platforms_backend(
     assert found is expected[kind]
 
 
-@pytest.mark.parametrize(
-    ("version", "name"),
-    [("0.26.0", "CUSTOM"), ("0.31.1", "CUSTOM"), ("0.32.0", "DEFT"), ("0.33.0+cu130", "DEFT")],
-)
-def test_a_server_is_started_with_our_own_name(version: str, name: str) -> None:
-    assert versions.backend_name(version) == name
-
-
 def test_every_name_is_the_plugin() -> None:
     plugin.register()
     plugin.register()  # as a process may that vLLM forks
@@ -347,26 +340,43 @@ def test_this_vllm_is_one_that_the_adapter_knows() -> None:
     assert versions.missing() is None
 
 
-@pytest.mark.parametrize(
-    ("member", "found"),
-    [
-        ("AttentionMetadataBuilder.update_block_table", "update_block_table is missing"),
-        ("AttentionImpl.forward", "AttentionImpl.forward has no parameter query"),
-        ("AttentionBackend.validate_configuration", "validate_configuration is missing"),
-    ],
-)
-def test_another_vllm_is_left_alone(
-    member: str, found: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from vllm.v1.attention import backend
+@pytest.fixture
+def lacking(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The contract asks for something that no vLLM has."""
+    member = Member("vllm.v1.attention.backend", "AttentionImpl.forward", ("query", "tree"))
+    monkeypatch.setattr(versions, "CONTRACT", (*versions.CONTRACT, member))
+    versions.missing.cache_clear()
+    yield
+    versions.missing.cache_clear()
 
-    owner, name = member.split(".")
-    if "missing" in found:
-        monkeypatch.delattr(getattr(backend, owner), name)
-    else:
-        monkeypatch.setattr(getattr(backend, owner), name, lambda self, other: None)
-    assert found in versions.missing()
-    left_alone(found, monkeypatch, caplog)
+
+def test_a_vllm_without_a_member_is_left_alone(
+    lacking: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that asks for the plugin runs the host's own choice and says why."""
+    host_chooses(monkeypatch, "FLASH_ATTN")
+    with caplog.at_level(logging.WARNING, "deft_backend"):
+        plugin.register()
+        assert not caplog.text
+        assert chosen_as_the_host_does() is original_backend("FLASH_ATTN")
+        assert "FLASH_ATTN runs by itself: " in caplog.text
+        assert "AttentionImpl.forward: no parameter 'tree'" in caplog.text
+
+
+@pytest.mark.parametrize("asked", ["CUSTOM", "observe", None])
+def test_a_cpu_server_without_a_member_is_left_alone(
+    asked: str | None, lacking: None, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("DEFT_OBSERVE", "1" if asked == "observe" else "0")
+    backend = CUSTOM if asked == "CUSTOM" else None
+    config = SimpleNamespace(attention_config=SimpleNamespace(backend=backend))
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config)
+    with caplog.at_level(logging.WARNING, "deft_backend"):
+        plugin.register()
+        found = AttentionBackendEnum.CPU_ATTN.get_class()
+    assert found is cpu_attn.CPUAttentionBackend
+    assert ("no parameter 'tree'" in caplog.text) is (asked is not None)
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.34.0rc1", "1.0.0"])
@@ -376,6 +386,7 @@ def test_a_version_that_was_not_tested_is_left_alone(
     monkeypatch.setattr(installed, "version", lambda name: version)
     left_alone(f"tested with vLLM {versions.VLLM} and this is {version}", monkeypatch, caplog)
     monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
+    monkeypatch.setattr(versions, "missing", lambda: None)  # of the version that it really is
     plugin.register()
     assert chosen_as_the_host_does() is tree_backend(original_backend("FLASH_ATTN"))
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deft_backend.ab.agreement import compare
 from deft_backend.ab.invented_text import passage, question
 from deft_backend.ab.sizes import Sizes, characters_a_token, default_sizes, make_plans
 from deft_backend.ab.workloads import (
@@ -25,8 +26,8 @@ from deft_backend.ab.workloads import (
     Unshared,
     WorkloadError,
 )
-from deft_backend.harness.agreement import compare
-from deft_backend.harness.replay import Answer, Replayed
+from deft_backend.harness.answers import Answer
+from deft_backend.harness.send_plan import Answered
 from deft_backend.traces.recorded_trees import ThoughtTree
 from deft_backend.traces.trace_files import ROOT, lay_out
 
@@ -141,7 +142,7 @@ def test_without_a_tokenizer_four_characters_make_a_token() -> None:
     assert characters_a_token(None) == 4.0
 
 
-def answered(plan: RequestPlan, changed: tuple[str, int] | None = None) -> Replayed:
+def answered(plan: RequestPlan, changed: tuple[str, int] | None = None) -> Answered:
     """Answers that count up; `changed` names an answer and the token that is another."""
     answers = []
     for request in plan.requests:
@@ -153,14 +154,14 @@ def answered(plan: RequestPlan, changed: tuple[str, int] | None = None) -> Repla
                 Answer(
                     request.name,
                     index,
-                    token_ids=ids,
+                    ids=ids,
                     tokens=["same text"] * len(ids),
                     logprobs=[-0.5] * len(ids),
-                    margins=[0.25] * len(ids),
+                    top=[{"same text": -0.5, "another": -0.75}] * len(ids),
                     arrivals=[1.0 + t for t in ids],
                 )
             )
-    return Replayed(plan, tuple(answers), 1.0)
+    return Answered(plan, tuple(answers), 1.0)
 
 
 def test_equal_answers_agree() -> None:
@@ -194,7 +195,7 @@ def test_a_shorter_answer_is_a_difference() -> None:
     plan = FewShot(branches=1, max_tokens=5).plan()
     whole = answered(plan)
     cut = replace(
-        whole, answers=(Answer("branch 0", 0, "", [0, 1], ["same text"] * 2, [-0.5] * 2),)
+        whole, answers=(Answer("branch 0", 0, [0, 1], ["same text"] * 2, logprobs=[-0.5] * 2),)
     )
     (divergence,) = compare(whole, cut).divergences
     assert (divergence.position, divergence.deft_token) == (2, "(end)")

@@ -1,4 +1,4 @@
-"""`python -m benchmarks e2e`: real servers, backend after backend; `e2e-merge` shows their rows."""
+"""``python -m benchmarks e2e``: real servers, one backend after the other; ``e2e-merge``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def e2e(
     host: HostOption = None,
     backends: Annotated[
         str | None,
-        typer.Option(metavar="NAME[,NAME…]", help="Default: ours and the host's; 'host': its own."),
+        typer.Option(
+            metavar="NAME[,NAME…]",
+            help="Default: the plugin and the host's backends. host: the host's default.",
+        ),
     ] = None,
     workloads: Annotated[
         str,
@@ -43,102 +46,139 @@ def e2e(
     ] = "grid",
     case: Annotated[
         list[str] | None,
-        typer.Option(metavar="PREFIX,BRANCHES,SUFFIX", help="In place of the grid; repeatable."),
+        typer.Option(
+            metavar="PREFIX,BRANCHES,SUFFIX",
+            help="A case in place of the default grid; may be repeated.",
+        ),
     ] = None,
-    gen: Annotated[int | None, typer.Option(min=1, help="Output tokens that are timed.")] = None,
+    gen: Annotated[int | None, typer.Option(min=1, help="Output tokens to time.")] = None,
     repeats: Annotated[
         int | None,
         typer.Option(
-            min=1, help="How often, trees too; the median counts, of scheduler the fastest."
+            min=1, help="Repeats of each batch or tree. The median counts; scheduler: the fastest."
         ),
     ] = None,
     traces: Annotated[
         Path | None, typer.Option(help="DeFT's recorded trees of thoughts: a file or a folder.")
     ] = None,
-    scale: Annotated[float, typer.Option(min=0.001, help="Factor on the trees' lengths.")] = 1.0,
+    scale: Annotated[
+        float, typer.Option(min=0.001, help="Factor on the lengths of the trees.")
+    ] = 1.0,
     client_shapes: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME[,NAME…]", help="Of the host's client: default, 64-groups, tiny."
+            metavar="NAME[,NAME…]",
+            help="Shapes of the host's own client: default, 64-groups, tiny.",
         ),
     ] = None,
     client_runs: Annotated[
-        int, typer.Option(min=1, help="Of each, with other prompts; the median counts.")
+        int,
+        typer.Option(
+            min=1, help="Runs of each shape, with other prompts each time; the median counts."
+        ),
     ] = 1,
-    minutes: Annotated[float, typer.Option(min=0.01, help="Of mixed traffic.")] = 8.0,
-    part: Annotated[int, typer.Option(min=1, help="Another number is other traffic.")] = 1,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Minutes of mixed traffic.")] = 8.0,
+    part: Annotated[
+        int, typer.Option(min=1, help="Which traffic: another number sends other requests.")
+    ] = 1,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Requests of mixed traffic under way at once.")
+        int | None,
+        typer.Option(min=1, help="Requests of mixed traffic in flight at the same time."),
     ] = None,
     tolerance: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Log-probabilities closer than this are a tie (traffic)."),
+        typer.Option(
+            min=0.0, help="Traffic: two tokens with log-probabilities closer than this are a tie."
+        ),
     ] = None,
     reference: Annotated[
-        str | None, typer.Option(help="Backend whose answers the others' are compared with.")
+        str | None, typer.Option(help="Backend whose answers are the reference.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Checkpoint folder; default: one of --shape is written.")
+        str | None, typer.Option(help="Checkpoint folder. Default: write a checkpoint of --shape.")
     ] = None,
     shape: Annotated[
-        str | None, typer.Option(help="llama-3.1-8b, four-layers, one-layer, tiny (no GPU).")
+        str | None,
+        typer.Option(help="llama-3.1-8b, four-layers, one-layer, or tiny (default without a GPU)."),
     ] = None,
-    weights: Annotated[str, typer.Option(help="random, or dummy: only times compare.")] = "random",
+    weights: Annotated[
+        str, typer.Option(help="random, or dummy: then only times can be compared.")
+    ] = "random",
     checkpoint: Annotated[
-        Path | None, typer.Option(help="Folder that keeps the written checkpoint for other runs.")
+        Path | None, typer.Option(help="Folder that keeps the written checkpoint for later runs.")
     ] = None,
     out: Annotated[
-        Path, typer.Option(help="JSON file of rows; one that is there is added to.")
+        Path, typer.Option(help="JSON file of rows; an existing file is added to.")
     ] = Path("reports/e2e.json"),
-    logs: Annotated[Path | None, typer.Option(help="Default: beside --out.")] = None,
+    logs: Annotated[
+        Path | None, typer.Option(help="Folder for server logs. Default: next to --out.")
+    ] = None,
     start_timeout: Annotated[
-        float, typer.Option(min=1.0, help="Seconds until a server must answer.")
+        float, typer.Option(min=1.0, help="Time limit for a server's start, in seconds.")
     ] = 500.0,
 ) -> None:
-    """Serve the same requests with each backend, one server after the other, and compare.
+    """Send the same requests to a server of each backend, one server after the other, and compare.
 
-    Rows are written after every workload: what was measured is kept whatever happens, and runs with
+    The rows are written after every workload, so an interrupted run keeps them. Later runs with
     other backends or workloads add to the same file. Exits with 1 if a row has an error.
     """
-    from benchmarks.e2e.choice import Choice
+    from benchmarks.e2e.choice import (
+        BatchChoice,
+        Choice,
+        ClientChoice,
+        ModelChoice,
+        Output,
+        ServerChoice,
+        TrafficChoice,
+        TreeChoice,
+    )
 
+    command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
     choice = Choice(
-        out=out, command=shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
-        host=chosen_host(host, needed=False),
-        backends=words(backends) if backends is not None else None,
-        reference=reference, workloads=words(workloads), cases=case or (), gen=gen,
-        repeats=repeats, traces=traces, scale=scale,
-        client_shapes=words(client_shapes) if client_shapes is not None else None,
-        client_runs=client_runs, minutes=minutes, part=part, workers=workers,
-        tolerance=tolerance, model=model, shape=shape, weights=weights, checkpoint=checkpoint,
-        options=tuple(host_arguments(host_args)), logs=logs, start_seconds=start_timeout,
+        Output(out, command, logs),
+        words(workloads),
+        ServerChoice(
+            chosen_host(host, needed=False), _listed(backends), reference,
+            tuple(host_arguments(host_args)), start_timeout,
+        ),
+        ModelChoice(model, shape, weights, checkpoint),
+        BatchChoice(case or (), gen, repeats),
+        TreeChoice(traces, scale),
+        ClientChoice(_listed(client_shapes), client_runs),
+        TrafficChoice(minutes, part, workers, tolerance),
     )  # fmt: skip
     run_choice(choice)
 
 
+def _listed(names: str | None) -> list[str] | None:
+    return None if names is None else words(names)
+
+
 def run_choice(choice: Choice) -> None:
-    """Measure what was asked for, show it, and exit with 1 if a row has an error.
+    """Run the benchmark, show its rows, and exit with 1 if a row has an error.
 
     Raises
     ------
     typer.Exit
-        With 2 and a message for what the user can mend.
+        With 2 and a message if the user can fix the error.
     """
     from benchmarks.e2e.backend_runs import record
-    from benchmarks.e2e.choice import ERRORS, prepared
+    from benchmarks.e2e.prepare_run import ERRORS, prepared
     from benchmarks.row_files import RowsError
 
     console = Console()
     if find_spec("aiohttp") is None:
         raise fail("aiohttp is not installed; run: pip install 'deft-backend[bench]'")
-    stopped = f"no server is left; workloads that were done have their rows in {choice.out}"
+    stopped = f"all servers have ended; the rows of finished workloads are in {choice.output.rows}"
     with (
         unwound(console, stopped), reported(*ERRORS, RowsError), prepared(choice) as setup,
     ):  # fmt: skip
         if not setup.launch.host.on_gpu():
-            stderr.print("[yellow]no usable GPU: answers are checked, times mean nothing[/yellow]")
+            stderr.print(
+                "[yellow]no usable GPU: answers are checked, but times mean nothing[/yellow]"
+            )
         rows = record(setup, lambda line: say(console, line))
-    _show(choice.out, console)
+    _show(choice.output.rows, console)
     if any(row["error"] for row in rows):
         raise typer.Exit(FAILED)
 
@@ -146,10 +186,10 @@ def run_choice(choice: Choice) -> None:
 def e2e_merge(
     files: Annotated[list[Path], typer.Argument(help="Files of rows that 'e2e' wrote.")],
     out: Annotated[
-        Path | None, typer.Option(help="JSON file to write; default: only show and draw.")
+        Path | None, typer.Option(help="JSON file to write. Default: only show and draw.")
     ] = None,
 ) -> None:
-    """Put the rows of several runs into one file, show what they say, and draw it."""
+    """Merge the rows of several runs into one file, show them and draw them."""
     from benchmarks.e2e.serving_rows import merged
     from benchmarks.row_files import RowsError, write_rows
 

@@ -1,4 +1,4 @@
-"""`deft bench`: decode attention against its peers and the roof; merging and drawing its files."""
+"""``python -m benchmarks kernel``, and the commands that merge and draw its files."""
 
 from __future__ import annotations
 
@@ -39,70 +39,88 @@ def kernel(
         typer.Option(
             "--set",
             metavar="SET[,SET…]",
-            help="fasttree, deft, flashforge, unshared, mixed, traces, tiny; default: all but "
-            "tiny, and traces when --traces is given.",
+            help="Sets of trees: fasttree, deft, flashforge, unshared, mixed, traces, tiny. "
+            "Default: all except tiny; traces needs --traces.",
         ),
     ] = None,
     tree: Annotated[
         list[str] | None,
-        typer.Option(help="One's own: 'nodes per level  tokens per node', e.g. '1,20 4000,200'."),
+        typer.Option(
+            help="Your own tree: 'nodes per level  tokens per node', such as '1,20 4000,200'."
+        ),
     ] = None,
     traces: Annotated[
         Path | None, typer.Option(help="DeFT's recorded trees: a file, or a folder of them.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Decoding steps of each recorded tree.")] = 6,
+    steps: Annotated[int, typer.Option(min=1, help="Decode steps of each recorded tree.")] = 6,
     heads: Annotated[
         str | None,
-        typer.Option(metavar="Q/KV[,Q/KV…]", help="Head shapes; default: those of each set."),
+        typer.Option(
+            metavar="Q/KV[,Q/KV…]", help="Query and KV heads. Default: those of each set."
+        ),
     ] = None,
     head_dim: Annotated[int, typer.Option(min=16, help="Head dimension.")] = 128,
     dtype: Annotated[str, typer.Option(help="fp16 or bf16.")] = "fp16",
     page_size: Annotated[
-        str, typer.Option(help="Tokens a page, or auto: 16 where all lengths allow, else 1.")
+        str,
+        typer.Option(
+            help="Tokens per page. auto: 16 if all lengths are multiples of 16, otherwise 1."
+        ),
     ] = "auto",
     layout: Annotated[
-        str, typer.Option(help="Pages of the batch: shuffled in a pool, or contiguous.")
+        str, typer.Option(help="Place of the pages: shuffled in a larger pool, or contiguous.")
     ] = "shuffled",
     policy: Annotated[
-        str, typer.Option(help=f"How ours groups: {', '.join(POLICY_NAMES)}.")
+        str, typer.Option(help=f"Policy of deft: {', '.join(POLICY_NAMES)}.")
     ] = "auto",
     planner: Annotated[
         str,
         typer.Option(
-            help="Who plans ours: host, or device, as in a server's CUDA graph, where every launch "
-            "is made that the batch may need."
+            help="Planner of deft: host, or device. With device, the attention makes every kernel "
+            "launch that a server's CUDA graph holds."
         ),
     ] = "host",
     peers: Annotated[
         str,
-        typer.Option(metavar="PEER[,PEER…]", help="What ours is compared with; 'none' for none."),
+        typer.Option(
+            metavar="PEER[,PEER…]", help="Kernels to compare with; none for no comparison."
+        ),
     ] = "flashinfer,cascade,fa3,flash-decoding",
     part: Annotated[
-        str | None, typer.Option(metavar="I/N", help="Only every Nth case, from the Ith on.")
+        str | None,
+        typer.Option(metavar="I/N", help="Measure only every Nth case, starting with the Ith."),
     ] = None,
     eager: Annotated[
-        bool, typer.Option("--eager", help="Time launches from Python, not CUDA graphs.")
+        bool,
+        typer.Option("--eager", help="Time kernel launches from Python instead of CUDA graphs."),
     ] = False,
     phases: Annotated[
-        bool, typer.Option("--phases", help="Time each launch of ours by itself, too: `facts`.")
+        bool,
+        typer.Option(
+            "--phases",
+            help="Also time each kernel launch of deft alone; the rows hold it in facts.",
+        ),
     ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the data and of the pages' places.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the data and of the page order.")] = 0,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Two trees a set, two steps a recording, shorter.")
+        bool,
+        typer.Option(
+            "--quick", help="Two trees per set, two steps per recording, shorter measurements."
+        ),
     ] = False,
     bars: Annotated[
-        bool, typer.Option("--bars", help="Show beside each case whether it meets its bar.")
+        bool, typer.Option("--bars", help="Show for each case whether it reaches its release bar.")
     ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder for rows and plots; default: reports/kernel-<time>.")
     ] = None,
     device: Annotated[
-        str, typer.Option(help="cuda, or cpu: results checked, nothing timed (with --quick).")
+        str, typer.Option(help="cuda, or cpu (with --quick): checks results and times nothing.")
     ] = "cuda",
 ) -> None:
-    """Time decode attention on trees of shared prefixes, check every result, draw the plots.
+    """Time decode attention on trees of shared prefixes, check every result and draw the plots.
 
-    Exits with 1 if a result of ours is wrong, missing, or differs from run to run.
+    Exits with 1 if a result of deft is wrong or missing, or if two runs differ.
     """
     from benchmarks.kernel.case_inputs import LAYOUTS
     from benchmarks.kernel.record_cases import DeviceLost, failures, record, rows_file
@@ -121,7 +139,7 @@ def kernel(
         cases = chosen_part(cases_of(chosen, shapes, size), part)
         ours, others = chosen_methods(policy, planner, peers)
     if phases and planner == "device":
-        raise fail("--phases times launches of plans made on the host; leave out --planner device")
+        raise fail("--phases needs plans of the host planner; leave out --planner device")
     require_device(device, quick)
     console = Console()
     setup = make_setup(ours, others, head_dim, dtype, device, layout, seed, eager, quick, phases)
@@ -145,17 +163,24 @@ def kernel(
     _show(rows, path, console, bars=bars)
     found = failures(rows)
     for line in found:
-        stderr.print(f"[bold red]wrong[/bold red] {line}", highlight=False, soft_wrap=True)
+        stderr.print(f"[bold red]wrong result[/bold red] {line}", highlight=False, soft_wrap=True)
     if found:
         raise typer.Exit(FAILED)
 
 
 def kernel_merge(
-    files: Annotated[list[Path], typer.Argument(help="Rows of several runs (--part), in JSON.")],
-    out: Annotated[Path, typer.Option(help="JSON file to write; its header goes beside it.")],
-    bars: Annotated[bool, typer.Option("--bars", help="Show which cases meet their bar.")] = False,
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="Files of rows that 'kernel' wrote, for example one for each --part."),
+    ],
+    out: Annotated[
+        Path, typer.Option(help="JSON file to write; the header goes into a file next to it.")
+    ],
+    bars: Annotated[
+        bool, typer.Option("--bars", help="Show which cases reach their release bar.")
+    ] = False,
 ) -> None:
-    """Put the rows of several runs into one file, and draw it. A later row replaces an earlier."""
+    """Merge the rows of several runs into one file and draw it. Later rows replace earlier ones."""
     from benchmarks.kernel.kernel_rows import merged, read_rows
     from benchmarks.row_files import RowsError, write_rows
 
@@ -167,9 +192,11 @@ def kernel_merge(
 
 def kernel_plot(
     file: Annotated[Path, typer.Argument(help="A file of rows that 'kernel' wrote.")],
-    bars: Annotated[bool, typer.Option("--bars", help="Show which cases meet their bar.")] = False,
+    bars: Annotated[
+        bool, typer.Option("--bars", help="Show which cases reach their release bar.")
+    ] = False,
 ) -> None:
-    """Draw the plots of a file of rows again, beside it, and print its tables."""
+    """Draw the plots of a file of rows again, next to it, and print its tables."""
     from benchmarks.kernel.kernel_rows import read_rows
     from benchmarks.row_files import RowsError
 

@@ -1,4 +1,4 @@
-"""What `python -m benchmarks kernel` is asked to measure, checked before anything runs."""
+"""The options of ``python -m benchmarks kernel``, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from benchmarks.kernel.tree_workloads import Case, Workload
 
 FAILED = 1
-"""Exit code when there is no GPU, or when a result of ours is wrong or missing."""
+"""Exit code if there is no GPU, or if a result of deft is wrong or missing."""
 
 _CPU_SETS = ("tiny",)
 
@@ -30,12 +30,12 @@ def chosen_workloads(
     device: str,
     quick: bool,
 ) -> list[Workload]:
-    """The workloads of the sets and trees that are asked for.
+    """The workloads of the chosen sets and trees.
 
     Raises
     ------
     WorkloadChoiceError, TraceError
-        If a set, a tree or a recording cannot be.
+        If a set is unknown, or a tree or recording cannot be read.
     """
     from benchmarks.kernel import tree_workloads as workloads
     from benchmarks.kernel.recorded_workloads import recorded_workloads
@@ -50,7 +50,9 @@ def chosen_workloads(
         names = [name for name in workloads.set_names() if name not in _CPU_SETS]
         names += [workloads.TRACES] if traces is not None else []
     if workloads.TRACES in names and traces is None:
-        raise fail("the set 'traces' is read from recordings; say where they are: --traces PATH")
+        raise fail(
+            "the set 'traces' needs recordings; name their file or folder with --traces PATH"
+        )
     if traces is not None and workloads.TRACES not in names:
         raise fail(f"--traces is {traces}, but the set 'traces' is not selected; add it to --set")
     found = [workloads.described(tree) for tree in trees or []]
@@ -62,7 +64,7 @@ def chosen_workloads(
         listed = workloads.workloads_of(name)
         if device == "cpu" and name not in _CPU_SETS:
             raise fail(
-                f"--set is {name!r}, which would take hours in Triton's interpreter; expected "
+                f"--set is {name!r}, which takes hours in Triton's interpreter; expected "
                 f"{', '.join(_CPU_SETS)}, or small trees with --tree"
             )
         found += workloads.quick(listed) if quick and name not in _CPU_SETS else listed
@@ -72,12 +74,12 @@ def chosen_workloads(
 
 
 def chosen_methods(policy: str, planner: str, peers: str) -> tuple[Ours, list[Method]]:
-    """Ours, and the peers by name.
+    """Our method, and the peers by name.
 
     Raises
     ------
     PolicyError
-        If there is no such policy, or the device does not plan by it.
+        If the policy is unknown, or the device planner does not support it.
     """
     from benchmarks.kernel.methods import OURS, PEERS, make_method
     from benchmarks.kernel.methods.ours import PLANNERS, Ours
@@ -118,7 +120,7 @@ def make_setup(
     quick: bool,
     phases: bool = False,
 ) -> Setup:
-    """What is the same for every case; measures the device's ceilings."""
+    """The settings of all cases; measures the device's ceilings."""
     import torch
 
     from benchmarks.kernel.measure_case import DTYPES, Setup
@@ -148,7 +150,7 @@ def make_setup(
 
 
 def require_device(device: str, quick: bool) -> None:
-    """Refuse to time on a machine without an NVIDIA GPU."""
+    """Refuse to time anything on a machine without an NVIDIA GPU."""
     if device == "cpu":
         if not quick:
             raise fail("--device is 'cpu', where nothing is timed; add --quick to check results")
@@ -157,8 +159,8 @@ def require_device(device: str, quick: bool) -> None:
 
     if not torch.cuda.is_available() or torch.version.cuda is None:
         stderr.print(
-            "python -m benchmarks kernel needs an NVIDIA GPU; to check results without times: "
-            "--device cpu --quick",
+            "the kernel benchmark needs an NVIDIA GPU, and torch finds none; to check results "
+            "without times: --device cpu --quick",
             highlight=False,
             soft_wrap=True,
         )
@@ -166,7 +168,7 @@ def require_device(device: str, quick: bool) -> None:
 
 
 def parse_page_size(text: str) -> int | None:
-    """Tokens a page; None for ``auto``."""
+    """Tokens per page; None for ``auto``."""
     if text == "auto":
         return None
     if not text.isdecimal() or int(text) < 1:
@@ -175,11 +177,11 @@ def parse_page_size(text: str) -> int | None:
 
 
 def one_of(option: str, value: str, allowed: Sequence[str]) -> None:
-    """Refuse a value that is none of those allowed."""
+    """Refuse a value that is not allowed."""
     if value not in allowed:
         raise fail(f"{option} is {value!r}; expected one of {', '.join(allowed)}")
 
 
 def words(text: str) -> list[str]:
-    """What stands between commas."""
+    """The words between the commas."""
     return [word.strip() for word in text.split(",")]

@@ -1,4 +1,4 @@
-"""A kernel benchmark in the terminal."""
+"""Rows of the kernel benchmark as tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deft_backend.ab.units import MISSING
 
 
 def rows_table(rows: Sequence[Row], *, bars: bool) -> Table:
-    """A line a case: the roof, ours, the fastest peer, and what follows."""
+    """One line for each case: the roof, deft, the fastest peer, and their ratios."""
     table = Table(title="Microseconds, median", title_justify="left")
     for name in ("set", "workload", "heads"):
         table.add_column(name, no_wrap=name != "workload")
@@ -48,7 +48,7 @@ def rows_table(rows: Sequence[Row], *, bars: bool) -> Table:
 
 
 def means_table(rows: Sequence[Row], *, bars: bool) -> Table:
-    """Geometric means of each set and head shape."""
+    """Geometric means for each set and head shape."""
     table = Table(title="Geometric means", title_justify="left")
     for name in ("set", "heads"):
         table.add_column(name)
@@ -76,7 +76,7 @@ def means_table(rows: Sequence[Row], *, bars: bool) -> Table:
 
 
 def row_line(row: Row) -> str:
-    """A case in a line, for logs."""
+    """One case as a line of a log."""
     times = "  ".join(f"{name} {_number(us)}" for name, us in row["us"].items())
     return (
         f"{row['set']}  {row['workload']}  {row['heads']} page {row['page_size']}: "

@@ -1,4 +1,4 @@
-"""What a benchmark shows at its end: tables, where the rows lie, and the plots that it drew."""
+"""The end of a benchmark in the terminal: tables, the file of rows, and the plots."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def show(
     rows: Path,
     draw: Callable[[], Iterable[Path]],
 ) -> None:
-    """Print the tables, in a log as wide as `width`; draw the plots if matplotlib is there.
+    """Print the tables; draw the plots if matplotlib is installed.
 
     Parameters
     ----------
     tables : iterable of Table
     width : int
-        Characters of a line where there is no terminal.
+        Characters per line if the output is not a terminal.
     rows : Path
-        The file that is shown.
+        The file of the rows.
     draw : callable
-        Draws the plots; returns their files.
+        Draws the plots and returns their files.
     """
     if not console.is_terminal:
         console = Console(width=width)
@@ -37,7 +37,9 @@ def show(
         console.print(table)
     say(console, f"rows    {rows}")
     if find_spec("matplotlib") is None:
-        say(console, "no plots: matplotlib is not installed; pip install 'deft-backend[bench]'")
+        say(
+            console, "no plots: matplotlib is not installed; run: pip install 'deft-backend[bench]'"
+        )
         return
     for drawn in draw():
         say(console, f"plot    {drawn}")

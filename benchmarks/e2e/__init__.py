@@ -1,1 +1,1 @@
-"""End to end: real servers, one after the other, under the same requests of token ids."""
+"""``python -m benchmarks e2e``: real servers, one after the other, with the same requests."""

@@ -1,10 +1,9 @@
-"""A run: one server after the other, every workload on each, rows written as they come."""
+"""A run: one server after the other, every workload on each. Rows are written at once."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,37 +17,38 @@ from benchmarks.e2e.served_workloads import Served, Workload, answers_file
 from benchmarks.e2e.serving_rows import Row, case_name, case_of, joined, read_rows, replaced
 from benchmarks.row_files import make_folder, write_rows
 from deft_backend.harness.client import Client, ClientError
+from deft_backend.harness.counted_server import CountedServer
 from deft_backend.harness.provenance import driver, provenance
 from deft_backend.servers.command import LaunchError
 from deft_backend.servers.driver_stub import DriverStubError
 from deft_backend.servers.process import ServerProcess
-from deft_backend.telemetry.state_reader import Counters, StateError, settled_counters, state_file
+from deft_backend.telemetry.state_reader import Counters, StateError
 
 _MOST_ERROR = 600
-"""Characters of an error that a row holds; the rest is in the server's log."""
+"""Characters of an error in a row; the server's log has the rest."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run measures.
+    """What a run measures, and where it writes.
 
     Attributes
     ----------
     launch : Launch
-        How servers are started.
+        How to start the servers.
     backends : tuple of str
-        Ours goes first, whatever the order: others check what it answered.
+        The plugin's runs first, in any order: others check its answers.
     reference : str
-        The backend whose answers others are compared with.
+        The backend whose answers the others' are compared with.
     workloads : sequence of Workload
     out : Path
-        File of rows; one that is there is added to.
+        File of rows; an existing file is added to.
     logs : Path
         Folder of the servers' logs.
     command : str
-        As the user typed it, for the header.
+        The command as the user typed it, for the header.
     start_seconds : float
-        After how long a server that does not answer is given up.
+        Time limit for a server's start.
     """
 
     launch: Launch
@@ -62,16 +62,16 @@ class Setup:
 
 
 class ServerHung(RuntimeError):
-    """A workload did not end in time; its server is given up."""
+    """A workload did not end in time, so its server was ended."""
 
 
 class Recorder:
-    """Rows so far, in their file.
+    """The rows so far, and their file.
 
     Raises
     ------
     RowsError
-        If the file is there and holds rows of another machine or build, or cannot be there.
+        If the file holds rows of another machine or build, or cannot be written.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -89,12 +89,12 @@ class Recorder:
         if self.path.is_file():
             self.rows, before = read_rows(self.path)
             self.header = joined(self.path, self.rows, before, self.header, Path("this run"))
-        else:  # answers without their rows are of some other run
+        else:  # answers without rows belong to another run
             shutil.rmtree(self.answers, ignore_errors=True)
         self._reference = setup.reference
 
     def put(self, row: Row) -> None:
-        """Take a row in, compare answers, and write the file."""
+        """Add a row, compare its answers with the reference's, and write the file."""
         self.rows = replaced(self.rows, [row])
         for known in self.rows:
             if case_of(known) != case_of(row):
@@ -110,19 +110,19 @@ class Recorder:
 def record(setup: Setup, said: Callable[[str], None]) -> list[Row]:
     """Run every workload on every backend; returns all rows of the file.
 
-    What fails leaves a row with its ``error``: a server that does not start one for each workload,
-    one that dies for those that it did not get to.
+    A failure becomes the ``error`` of a row. A server that does not start fails all its workloads;
+    a server that dies fails the remaining ones.
 
     Parameters
     ----------
     setup : Setup
     said : callable
-        Is told what happens, a line at a time.
+        Called with each line of progress.
 
     Raises
     ------
     RowsError
-        If `setup.out` holds rows that these cannot be put beside.
+        If the rows cannot be added to `setup.out`.
     """
     recorder = Recorder(setup)
     ours = setup.launch.host.ours
@@ -139,38 +139,36 @@ def _serve(setup: Setup, backend: str, recorder: Recorder, said: Callable[[str],
     pending = list(setup.workloads)
     log = setup.logs / f"{setup.launch.host.name}-{backend}.log"
     said(f"{backend}: starting the server; its log is {log}")
-    with tempfile.TemporaryDirectory(prefix="deft-e2e-") as state:
-        try:
-            command = setup.launch.command(backend, Path(state))
-            with ServerProcess(command, log, timeout=setup.start_seconds) as server:
-                said(f"{backend}: {command.shell()}")
-                counted = partial(_counted, Path(state), command.port)
-                asyncio.run(_measure(setup, backend, server, counted, pending, recorder, said))
-        except (LaunchError, DriverStubError, ClientError, ServerHung) as error:
-            for workload in pending:
-                row = _failed(workload.row(setup.launch, backend), error)
-                recorder.put(row)
-                said(_line(row))
+    try:
+        with CountedServer(
+            partial(setup.launch.command, backend), log, timeout=setup.start_seconds
+        ) as server:
+            said(f"{backend}: {server.command.shell()}")
+            asyncio.run(_measure(setup, backend, server, pending, recorder, said))
+    except (LaunchError, DriverStubError, ClientError, ServerHung) as error:
+        for workload in pending:
+            row = _failed(workload.row(setup.launch, backend), error)
+            recorder.put(row)
+            said(_line(row))
 
 
 async def _measure(
     setup: Setup,
     backend: str,
-    server: ServerProcess,
-    counted: Callable[[], Counters | None],
+    server: CountedServer,
     pending: list[Workload],
     recorder: Recorder,
     said: Callable[[str], None],
 ) -> None:
-    """Run what is pending, taking each workload off the list when it is done."""
+    """Run the pending workloads and take each off the list when it is done."""
     async with Client(server.url, setup.launch.host.name) as client:
         served = Served(
-            setup.launch, backend, setup.reference, server, client, server.command.environment,
-            recorder.answers,
+            setup.launch, backend, setup.reference, server.process, client,
+            server.command.environment, recorder.answers,
         )  # fmt: skip
         while pending:
             workload = pending[0]
-            before = await asyncio.to_thread(counted)
+            before = await asyncio.to_thread(_counters, server)
             try:
                 limit = workload.seconds
                 row = await asyncio.wait_for(workload.run(served, recorder.rows), limit)
@@ -180,13 +178,14 @@ async def _measure(
                     f"{name} did not end within {workload.seconds:.0f} s, so the server was ended"
                 ) from None
             except Exception as error:
-                await _confirm_alive(server, client)  # if it died, that is the news
+                # A server that died is the cause; report that instead.
+                await _confirm_alive(server.process, client)
                 row = _failed(workload.row(setup.launch, backend), error)
             pending.pop(0)
             if row is None:
                 continue
             if row["backend"] == backend:
-                row["detail"] |= _steps(before, await asyncio.to_thread(counted))
+                row["detail"] |= _steps(before, await asyncio.to_thread(_counters, server))
             recorder.put(row)
             said(_line(row))
 
@@ -194,14 +193,14 @@ async def _measure(
 async def _confirm_alive(server: ServerProcess, client: Client) -> None:
     """Return if the server still answers.
 
-    A server that dies drops its connections a moment before its process ends.
+    A dying server drops its connections shortly before its process ends.
 
     Raises
     ------
     LaunchError
-        If it has ended.
+        If the server has ended.
     ServerHung
-        If it runs and does not answer.
+        If the server runs and does not answer.
     """
     for _ in range(100):
         server.check_alive()
@@ -210,21 +209,19 @@ async def _confirm_alive(server: ServerProcess, client: Client) -> None:
             return
         except ClientError:
             await asyncio.sleep(0.2)
-    raise ServerHung("the server runs and does not answer any more, so it was ended")
+    raise ServerHung("the server runs but does not answer any more, so it was ended")
 
 
-def _counted(folder: Path, port: int) -> Counters | None:
-    """The plugin's counters, if it writes any in this server."""
-    if not (state := state_file(folder, port)).is_file():
-        return None
+def _counters(server: CountedServer) -> Counters | None:
+    """The plugin's counters; None if it writes none in this server, or they cannot be read."""
     try:
-        return settled_counters(state)
+        return server.counters()
     except StateError:
         return None
 
 
 def _steps(before: Counters | None, after: Counters | None) -> dict[str, Any]:
-    """Which kernel decoded how many steps, and what they read."""
+    """Decode steps by kernel, and the bytes of KV that they read."""
     if after is None:
         return {}
     counted = after if before is None else after - before

@@ -1,4 +1,4 @@
-"""The hosts' servers and their attention backends, by name."""
+"""The hosts' servers and their attention backends."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from deft_backend.servers.command import (
 )
 
 HOST_DEFAULT = "host"
-"""Backend name that leaves the choice to the host."""
+"""Backend name for the host's own default."""
 
 
 class ServerChoiceError(ValueError):
-    """A host that cannot be measured here, or a backend that was named twice."""
+    """A host that cannot be measured here, or a backend that is named twice."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Host:
     Attributes
     ----------
     name : str
-        As rows name it, and the package that it is.
+        Its name in rows, and its Python package.
     backends : tuple of str
-        Compared on a GPU unless others are asked for: the plugin's, then the one of the host's own
-        that it is held against where nothing is shared, then others.
+        Default backends on a GPU: the plugin's, then the host's own backend that it is compared
+        with if nothing is shared, then others.
     on_cpu : tuple of str
-        The same without a GPU.
+        Default backends without a GPU.
     """
 
     name: str
@@ -54,15 +54,15 @@ class Host:
         return self.backends[0]
 
     def on_gpu(self) -> bool:
-        """Whether its servers run on a GPU here."""
+        """Whether its servers run on a GPU on this machine."""
         return use_gpu() and not (self.name == "vllm" and vllm_is_cpu_build())
 
     def defaults(self) -> tuple[str, ...]:
-        """Backends to compare on this machine."""
+        """The default backends on this machine."""
         return self.backends if self.on_gpu() else self.on_cpu
 
     def reference(self) -> str:
-        """The host's own backend whose answers ours are checked against on this machine."""
+        """The host's own backend whose answers are the reference on this machine."""
         return self.defaults()[1]
 
 
@@ -80,19 +80,19 @@ HOSTS: Mapping[str, Host] = {
 
 @dataclass(frozen=True)
 class Launch:
-    """How every server of a run is started.
+    """How a run starts its servers.
 
     Attributes
     ----------
     host : Host
     model : Model
     tokenizer : bool
-        Whether an SGLang server needs one: the hosts' own clients send text. vLLM's endpoint
-        names tokens by their text, so its servers always have it.
+        Whether an SGLang server needs a tokenizer: the hosts' own clients send text. vLLM servers
+        always have it, because their endpoint names tokens by text.
     options : sequence of str
-        The user's options of the host, last, so that they win.
+        The user's options of the host. They come last, so they win.
     environment : mapping
-        Further variables.
+        Further environment variables.
     """
 
     host: Host
@@ -103,18 +103,18 @@ class Launch:
 
     @property
     def label(self) -> str:
-        """The options as rows name them."""
+        """The options as rows hold them."""
         return " ".join([*(["(tokenizer)"] if self.tokenizer else []), *self.options])
 
     def command(self, backend: str, state: Path) -> ServerCommand:
-        """The server's command line, on a port that is free now."""
+        """The command of a server on a free port, with the state folder `state`."""
         host, model = self.host.name, self.model
         options: list[str] = []
         environment = {"DEFT_STATE_DIR": str(state)}
         if host == "sglang" and not self.tokenizer:
             options.append("--skip-tokenizer-init")
         if host == "vllm" and "VLLM_USE_FLASHINFER_SAMPLER" not in os.environ:
-            environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # it takes minutes to compile
+            environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # takes minutes to compile
         if model.load_format is not None:
             options += ["--load-format", model.load_format]
         return server_command(
@@ -126,12 +126,12 @@ class Launch:
 
 
 def checked_backends(host: Host, names: Sequence[str]) -> tuple[str, ...]:
-    """The names, if a server of the host can be started here and none is there twice.
+    """The names, if the host is installed in a supported version and each name occurs once.
 
     Raises
     ------
     ServerChoiceError
-        Else.
+        Otherwise.
     """
     if find_spec(host.name) is None:
         raise ServerChoiceError(
@@ -140,7 +140,7 @@ def checked_backends(host: Host, names: Sequence[str]) -> tuple[str, ...]:
         )
     reason = TESTED[host.name].refuse() if host.ours in names else None
     if reason is not None:
-        raise ServerChoiceError(f"{HOST_NAMES[host.name]} would decode by itself: {reason}")
+        raise ServerChoiceError(f"{HOST_NAMES[host.name]} decodes without tree attention: {reason}")
     if twice := sorted({name for name in names if list(names).count(name) > 1}):
         raise ServerChoiceError(f"the backend {twice[0]} is named twice; expected each once")
     return tuple(names)

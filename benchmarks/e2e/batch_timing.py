@@ -1,13 +1,13 @@
-"""Time per output token as a difference of two batches' times; what a client sees of it.
+"""Time per output token, as the difference of the times of two batches; latencies of a client.
 
-Two batches of the same prompts that differ in the length of their answers by n tokens differ in
-time by n decode steps of the whole batch. The difference takes out whatever a request costs besides
-decoding: sending and parsing its ids, matching its prefix, prefilling the rest. The shorter answers
-have one token where the host takes all prompts of a batch in at once, and the median of several
-counts; where it takes in one after the other, they are as long as it takes until the last has come,
-or the whole batch would never decode together. Both are asked for without streaming, so that
-neither the server's nor the client's work for each streamed token counts. Latencies as a client
-sees them come from one streamed pass, where that work shows.
+Two batches have the same prompts, and answers whose lengths differ by n tokens. Their times differ
+by n decode steps of the whole batch. The difference removes everything else: sending and parsing
+ids, matching prefixes, prefilling the rest. The length of the shorter answers depends on the host.
+If the host takes in all prompts of a batch at once, it is one token, and the median of several
+short batches counts. If the host takes in one prompt after the other, the shorter answers last
+until the last prompt has arrived; otherwise the whole batch would never decode together. Neither
+batch is streamed, so work for each streamed token does not count. A separate streamed pass measures
+the latencies that a client sees.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ import statistics
 
 from benchmarks.e2e.prompt_cases import Case, percentile
 from benchmarks.e2e.serving_rows import Row
-from deft_backend.harness.client import Client, Completion
+from deft_backend.harness.answers import Answer
+from deft_backend.harness.client import Client
 
 FASTEST_STEP = 0.004
-"""Seconds of a decode step of the models that are measured, at least."""
+"""Lower bound for the seconds of a decode step of the measured models."""
 
 OFTEN = 3
-"""Batches of one-token answers beside each long one: they cost little, and how long they take hangs
-on where in the server's loop they arrive."""
+"""Batches of one-token answers for each long batch. They cost little, and their time depends on the
+point in the server's loop at which they arrive."""
 
 LONGEST_WAIT = 1024
-"""Tokens of the shorter answers, at most."""
+"""Upper bound for the tokens of the shorter answers."""
 
 
 async def measure(
@@ -41,29 +42,29 @@ async def measure(
     room: int = LONGEST_WAIT,
     fastest: bool = False,
 ) -> None:
-    """Fill in the figures of a case.
+    """Measure a case and put its figures into the row.
 
     Parameters
     ----------
     case : Case
-        What to send.
+        The prompts.
     gen : int
-        n, the output tokens that are timed.
+        n, the output tokens to time.
     repeats : int
-        Long batches; their median counts, or the fastest, and all are in the row's ``detail``.
+        Number of long batches. Their median or the fastest counts; ``detail`` has all of them.
     client : Client
     row : Row
         Receives the figures.
     room : int
-        Output tokens that the context holds beside the longest prompt and `gen` more, at least 1.
+        Output tokens that fit the context besides the longest prompt and `gen`; at least 1.
     fastest : bool
-        Whether the fastest of the batches count, instead of their median: for what a step takes
-        undisturbed, where something else disturbs it for seconds at a time.
+        Whether the fastest batches count instead of the median. This gives the time of an
+        undisturbed step if something else disturbs steps for seconds at a time.
     """
     typical = min if fastest else statistics.median
     for prompt in case.warm:
         await client.batch([prompt], 1)
-    await client.batch(case.prompts, gen + 1)  # all prompts are cached, all kernels compiled
+    await client.batch(case.prompts, gen + 1)  # caches all prompts and compiles all kernels
     fewest, often = 1, OFTEN
     if not client.takes_in_together:
         _, one = await client.batch(case.prompts, 1)
@@ -77,11 +78,11 @@ async def measure(
     short = typical(second for few, _ in pairs for second in few)
     if client.takes_in_together:
         one, seconds = short, typical(many for _, many in pairs)
-    if client.takes_in_together or fastest:  # a short batch that was slow makes no step fast
+    if client.takes_in_together or fastest:  # a slow short batch must not make steps look fast
         pairs = [([short], many) for _, many in pairs]
     times = [(many - few[0]) / gen * 1e3 for few, many in pairs]
     found = typical(times)
-    row["tpot_ms"] = round(found, 4) if found > 0 else None  # else it is lost in the noise
+    row["tpot_ms"] = round(found, 4) if found > 0 else None  # otherwise noise hides the time
     row["detail"]["tpot_of_runs"] = "fastest" if fastest else "median"
     row["tokens_per_s"] = round(len(case.prompts) * (gen + 1) / seconds, 2)
     row["detail"]["tpot_from_tokens"] = fewest
@@ -92,18 +93,24 @@ async def measure(
 
 
 def _until_all_decode(one: float, all_of_them: float, gen: int) -> int:
-    """Tokens after which requests that came one by one all decode.
+    """Tokens after which all requests decode, if the host takes them in one by one.
 
-    `one` are the seconds of a batch with answers of one token, and as such no less than what lies
-    between the first request and the last; `all_of_them` those of one with `gen` tokens more. Steps
-    of a batch that was never whole are shorter than those that are to be measured, if anything.
+    Parameters
+    ----------
+    one : float
+        Seconds of a batch with one-token answers: an upper bound for the time between the arrival
+        of the first request and of the last.
+    all_of_them : float
+        Seconds of a batch with `gen` tokens more. Steps of an incomplete batch can only be shorter
+        than the steps to measure.
+    gen : int
     """
     step = max((all_of_them - one) / gen, FASTEST_STEP)
     return min(math.ceil(one / step), LONGEST_WAIT) + 1
 
 
-def latencies(answers: list[Completion], row: Row) -> None:
-    """Fill in times to first token and between tokens, over all answers."""
+def latencies(answers: list[Answer], row: Row) -> None:
+    """Put times to first token and gaps between tokens into the row, over all answers."""
     firsts = [answer.arrivals[0] for answer in answers if answer.arrivals]
     gaps = [gap for answer in answers for gap in answer.gaps]
     row["ttft_ms"] = milliseconds(percentile(firsts, 0.5))
@@ -113,5 +120,5 @@ def latencies(answers: list[Completion], row: Row) -> None:
 
 
 def milliseconds(seconds: float | None) -> float | None:
-    """Seconds as milliseconds, to the microsecond."""
+    """Seconds as milliseconds, rounded to the microsecond."""
     return None if seconds is None else round(seconds * 1e3, 3)

@@ -9,26 +9,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.e2e.kept_answers import gap_to
 from benchmarks.e2e.serving_rows import Row
+from deft_backend.harness.answers import first_difference
 from deft_backend.harness.client import Client
 
 Sample = tuple[tuple[int, ...], list[int]]
 """A prompt and the answer to it."""
 
 TOLERANCE = {"float32": 0.0, "float16": 0.05, "bfloat16": 0.26}
-"""Two tokens whose log-probabilities are closer than this are a tie that rounding decides. A logit
-of 16 to 32 has steps of 0.125 in bfloat16 and 0.016 in float16: two steps and a little. In float32
-there is no such noise, and every other token is wrong."""
+"""Two tokens with log-probabilities closer than this are a tie that rounding decides. A logit of 16
+to 32 has steps of 0.125 in bfloat16 and 0.016 in float16; the tolerance is a little more than two
+steps. In float32 there is no such noise, so every different token is wrong."""
 
 
 MOST_WRONG = 8
-"""Wrong tokens of an answer after which there is no need to look further."""
+"""After this many wrong tokens, the rest of an answer is not checked."""
 
 
 @dataclass(frozen=True)
 class OtherToken:
-    """A token of an answer that is not the reference's."""
+    """A token of an answer that differs from the reference's."""
 
     where: str
     context: tuple[int, ...]
@@ -37,17 +37,17 @@ class OtherToken:
 
 @dataclass
 class Checked:
-    """What was found.
+    """The result of a check.
 
     Attributes
     ----------
     answers, tokens : int
-        Looked at.
+        Checked answers and tokens.
     ties : list of float
-        For each token that differs within the tolerance, how much likelier the reference finds
-        its own.
+        For each different token within the tolerance: how much likelier the reference's own
+        token is.
     wrong : list of str
-        Every token that differs by more.
+        Each different token outside the tolerance.
     """
 
     answers: int = 0
@@ -56,14 +56,14 @@ class Checked:
     wrong: list[str] = field(default_factory=list)
 
     def judge(self, other: OtherToken, gap: float, tolerance: float) -> None:
-        """Count a token that is not the reference's, which finds its own likelier by `gap`."""
+        """Count a different token; the reference's own is likelier by `gap` (log-probability)."""
         if gap <= tolerance:
             self.ties.append(gap)
         else:
             self.wrong.append(f"{other.where}, {gap:.3g} less likely")
 
     def to_dict(self, tolerance: float) -> dict[str, Any]:
-        """For a row."""
+        """The result as a row holds it."""
         return {
             "answers": self.answers, "tokens": self.tokens, "ties": len(self.ties),
             "largest_tie": round(max(self.ties), 6) if self.ties else None,
@@ -76,21 +76,21 @@ async def check(
 ) -> Checked:
     """Ask the reference for the same answers and compare.
 
-    After a token that differs the reference goes on from the checked answer's, so that every token
-    of it is looked at, not just those before the first difference; after :data:`MOST_WRONG` that
-    are wrong, or look so, the rest of an answer is left. No other check may run on the reference's
-    server meanwhile.
+    After a different token the reference continues from the checked answer, so the check covers
+    every token and not only those before the first difference. After :data:`MOST_WRONG` wrong
+    tokens it skips the rest of the answer. No other check may run on the reference's server
+    meanwhile.
 
     Parameters
     ----------
     samples : sequence
-        Prompts with the answers to check.
+        Prompts, each with the answer to check.
     client : Client
-        Of the reference's server.
+        Client of the reference's server.
     tolerance : float
-        Difference of log-probability up to which another token is a tie.
+        Largest difference of log-probability that counts as a tie.
     at_once : int
-        Requests under way at once.
+        Requests in flight at the same time.
     """
     found = Checked()
     unlisted: list[OtherToken] = []
@@ -115,27 +115,26 @@ async def _check_answer(
     found: Checked,
     unlisted: list[OtherToken],
 ) -> None:
-    """Check one answer; tokens of whose log-probability the reference says nothing are listed."""
+    """Check one answer; `unlisted` gets tokens without a log-probability of the reference."""
     at, wrong = 0, 0
     found.answers += 1
     while at < len(answer) and wrong < MOST_WRONG:
         rest = answer[at:]
         so_far = (*prompt, *answer[:at])
         (expected,), _ = await client.batch([so_far], len(rest), logprobs=True)
-        pairs = enumerate(zip(expected.ids, rest, strict=True))
-        differs = next((i for i, (theirs, ours) in pairs if theirs != ours), None)
+        differs = first_difference(expected.ids, rest)
         if differs is None:
             found.tokens += len(rest)
             return
         found.tokens += differs + 1
-        gap = gap_to(expected, differs, rest[differs])
+        gap = expected.gap_to(differs, rest[differs])
         other = OtherToken(
             f"answer {number} ({len(prompt)} tokens before), token {at + differs}: "
             f"{rest[differs]} instead of {expected.ids[differs]}",
             (*so_far, *rest[:differs]),
             rest[differs],
         )
-        if gap is None:  # not among the few that the reference tells of: likely wrong
+        if gap is None:  # not among the likeliest tokens that the reference names: probably wrong
             unlisted.append(other)
         else:
             found.judge(other, gap, tolerance)
@@ -144,9 +143,9 @@ async def _check_answer(
 
 
 def still_to_run(row: Row) -> str | None:
-    """What is left to do about traffic whose answers the reference has not checked; None: nothing.
+    """How to check a row's traffic against the reference; None if that is done or not needed.
 
-    A run may hold one backend alone, and nothing else would tell its user of the other.
+    A run can hold one backend alone, and nothing else tells its user to run the reference.
     """
     options = row["detail"].get("check_with")
     if options is None:
@@ -155,11 +154,11 @@ def still_to_run(row: Row) -> str | None:
 
 
 def save_samples(path: Path, samples: Sequence[Sample]) -> None:
-    """Write prompts and answers, to be checked when the reference's server runs."""
+    """Write prompts and answers, for the check when the reference's server runs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([[list(prompt), answer] for prompt, answer in samples]))
 
 
 def load_samples(path: Path) -> list[Sample]:
-    """What :func:`save_samples` wrote."""
+    """The samples that :func:`save_samples` wrote."""
     return [(tuple(prompt), answer) for prompt, answer in json.loads(path.read_text())]

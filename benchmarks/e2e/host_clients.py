@@ -1,4 +1,4 @@
-"""The hosts' own serving benchmarks as clients; their figures become rows like ours."""
+"""The hosts' own serving benchmarks as clients; their figures become rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GENERATED_SHARED_PREFIX: Mapping[str, tuple[str, ...]] = {
         "--gsp-system-prompt-len", "128", "--gsp-question-len", "8", "--gsp-output-len", "8",
     ),
 }  # fmt: skip
-"""Shapes of SGLang's ``generated-shared-prefix``; its default is 64 groups of 16 prompts on 2,048
+"""Shapes of SGLang's ``generated-shared-prefix``. Its default has 64 groups of 16 prompts on 2,048
 tokens. ``tiny`` is for a machine without a GPU."""
 
 PREFIX_REPETITION: Mapping[str, tuple[str, ...]] = {
@@ -44,12 +44,12 @@ PREFIX_REPETITION: Mapping[str, tuple[str, ...]] = {
         "--prefix-repetition-output-len", "8",
     ),
 }  # fmt: skip
-"""Shapes of vLLM's ``prefix_repetition``; its default is 1,000 prompts on 10 prefixes of 256
+"""Shapes of vLLM's ``prefix_repetition``. Its default has 1,000 prompts on 10 prefixes of 256
 tokens."""
 
 DATASETS = {"sglang": "generated-shared-prefix", "vllm": "prefix_repetition"}
 
-# The `vllm` command is missing where the CPU build is installed; what it calls is not.
+# vLLM's CPU build lacks the `vllm` command, but has the modules behind it.
 _VLLM_BENCH = """
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -60,7 +60,7 @@ main(parser.parse_args())
 
 
 class HostClientError(RuntimeError):
-    """The host's client failed; the message ends with what it printed last."""
+    """The host's client failed; the message holds the end of its log."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class HostClient:
     ----------
     host, shape : str
     timeout : float
-        Seconds after which it is given up.
+        Time limit in seconds.
     seed : int
-        Of its prompts.
+        Seed of its prompts.
     """
 
     host: str
@@ -83,11 +83,11 @@ class HostClient:
 
     @property
     def workload(self) -> str:
-        """Its name in rows."""
+        """The workload's name in rows."""
         return f"{DATASETS[self.host]}:{self.shape}"
 
     def command(self, url: str, model: Model, out: Path) -> list[str]:
-        """The command line; its figures go to `out`."""
+        """The command line, which writes its figures to `out`."""
         common = ["--base-url", url, "--model", model.path, "--tokenizer", model.path]
         common += ["--seed", str(self.seed)]
         if self.host == "sglang":
@@ -106,11 +106,11 @@ class HostClient:
     async def run(
         self, url: str, model: Model, environment: Mapping[str, str], folder: Path
     ) -> Any:
-        """Run it to its end; its figures, as it wrote them. It ends with the task that waits.
+        """Run the client to its end and return its figures. It ends if the waiting task ends.
 
-        Its cache of prompts is kept beside `folder`, for the other backends: in the user's home
-        the host names that cache by its sizes alone, and takes prompts of another tokenizer for
-        ours.
+        The client keeps its cache of prompts next to `folder`, for the other backends. In the
+        user's home that cache is named by its sizes alone, so the client could read prompts of
+        another tokenizer.
 
         Raises
         ------
@@ -136,7 +136,7 @@ class HostClient:
                 raise HostClientError(
                     f"{self.workload} did not end within {self.timeout:.0f} s; its log is {log}"
                 ) from None
-            finally:  # awaits nothing: a task may be cancelled once more while it ends
+            finally:  # awaits nothing: the task may be cancelled again meanwhile
                 process.kill()
                 process.wait()
         if process.returncode or not out.is_file():
@@ -153,20 +153,20 @@ async def _ended(process: subprocess.Popen[bytes]) -> None:
 
 
 def fill(row: Row, runs: Sequence[Mapping[str, Any]], asked: int | None = None) -> None:
-    """Put the figures of a client's runs into a row: their medians.
+    """Put the medians of a client's runs into a row.
 
     Parameters
     ----------
     row : Row
     runs : sequence of mapping
-        At least one. SGLang's and vLLM's keys are the same where they are used here.
+        One mapping for each run, at least one. Both hosts use the keys that are read here.
     asked : int, optional
-        Requests that were to be answered in each.
+        Requests of each run.
 
     Raises
     ------
     HostClientError
-        If the figures lack something, or requests failed.
+        If a figure is missing, or a request failed.
     """
     for figures in runs:
         _check(row["workload"], figures, asked)
@@ -207,7 +207,7 @@ def _check(workload: str, figures: Mapping[str, Any], asked: int | None) -> None
 
 
 def requests_of(client: HostClient) -> int:
-    """Requests that a shape sends."""
+    """The number of requests of a shape."""
     shapes = GENERATED_SHARED_PREFIX if client.host == "sglang" else PREFIX_REPETITION
     options = shapes[client.shape]
     given = dict(zip(options[::2], options[1::2], strict=True))

@@ -1,7 +1,7 @@
-"""How far two servers' greedy answers to the same prompts agree.
+"""Answers that are kept in files, to be compared with another server's later.
 
-In 16 bits two correct kernels round differently, and greedy answers part where two tokens are
-equally likely up to that. How far two of the host's own backends differ says what that noise is.
+In 16 bits two correct kernels round differently, so their greedy answers part where two tokens are
+almost equally likely. The difference between two of the host's own backends shows how much.
 """
 
 from __future__ import annotations
@@ -13,57 +13,55 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.e2e.prompt_cases import percentile
-from deft_backend.harness.client import Client, Completion
+from deft_backend.harness.answers import Answer, compare_answers
+from deft_backend.harness.client import Client
 
 REQUESTS = 16
 TOKENS = 32
-"""What is kept of a case to compare: enough to tell noise from error, small enough to keep."""
+"""Answers and tokens that are kept of a case: enough to tell noise from error."""
 
 
-async def ask(client: Client, prompts: Sequence[Sequence[int]], tokens: int) -> list[Completion]:
-    """The first prompts' answers with log-probabilities, all in one batch with the others."""
+async def ask(client: Client, prompts: Sequence[Sequence[int]], tokens: int) -> list[Answer]:
+    """Answers to the first prompts, with log-probabilities; all prompts are in one batch."""
     answers, _ = await client.batch(prompts, min(tokens, TOKENS), logprobs=True)
     return answers[:REQUESTS]
 
 
-def keep(path: Path, answers: Sequence[Completion]) -> None:
-    """Write answers for a later comparison."""
+def keep(path: Path, answers: Sequence[Answer]) -> None:
+    """Write answers to a file for a later comparison."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([asdict(answer) for answer in answers]))
 
 
-def kept(path: Path) -> list[Completion] | None:
-    """Answers that :func:`keep` wrote, if there are any."""
+def kept(path: Path) -> list[Answer] | None:
+    """The answers that :func:`keep` wrote; None if there is no such file."""
     try:
         content = json.loads(path.read_text())
     except OSError:
         return None
-    for answer in content:  # JSON's keys are text
+    for answer in content:  # keys of JSON objects are text
         answer["top"] = [{int(i): value for i, value in top.items()} for top in answer["top"]]
-    return [Completion(**answer) for answer in content]
+    return [Answer(**answer) for answer in content]
 
 
-def compare(reference: Sequence[Completion], other: Sequence[Completion]) -> dict[str, Any]:
-    """Agreement up to where greedy decoding parts.
+def compare(reference: Sequence[Answer], other: Sequence[Answer]) -> dict[str, Any]:
+    """Agreement of two servers' answers to the same prompts, up to their first different tokens.
 
     Returns
     -------
     dict
-        ``requests``, ``equal_answers``, ``compared_tokens``, the ``logprob_difference`` over these
-        tokens (median, p99, max), and where answers part how much likelier the reference finds its
-        own token at most (``gap_where_parted_max``), or how often not even among its first five
-        (``parted_outside_top``).
+        ``requests``, ``equal_answers``, ``compared_tokens``, and the ``logprob_difference`` over
+        these tokens (median, p99, max). Where answers part: by how much the reference at most
+        prefers its own token (``gap_where_parted_max``), and how often the other token is not
+        among its five likeliest (``parted_outside_top``).
     """
     differences: list[float] = []
     gaps: list[float | None] = []
     for theirs, ours in zip(reference, other, strict=True):
-        parted = next(
-            (i for i, (a, b) in enumerate(zip(theirs.ids, ours.ids, strict=True)) if a != b), None
-        )
-        pairs = zip(theirs.logprobs[:parted], ours.logprobs[:parted], strict=True)
-        differences += [abs(a - b) for a, b in pairs]
-        if parted is not None:
-            gaps.append(gap_to(theirs, parted, ours.ids[parted]))
+        found = compare_answers(theirs, ours)
+        differences += found.differences
+        if not found.same:
+            gaps.append(theirs.gap_to(found.agreed, ours.ids[found.agreed]))
     return {
         "requests": len(reference),
         "equal_answers": len(reference) - len(gaps),
@@ -74,12 +72,3 @@ def compare(reference: Sequence[Completion], other: Sequence[Completion]) -> dic
         "gap_where_parted_max": max((gap for gap in gaps if gap is not None), default=None),
         "parted_outside_top": sum(gap is None for gap in gaps),
     }
-
-
-def gap_to(reference: Completion, position: int, other: int) -> float | None:
-    """How much likelier the reference finds its own token there than `other`.
-
-    None if `other` is not among the reference's likeliest.
-    """
-    likely = reference.top[position]
-    return reference.logprobs[position] - likely[other] if other in likely else None

@@ -1,4 +1,4 @@
-"""Memory that a running server takes: of the machine, and of its GPUs."""
+"""Memory of a running server, on the machine and on its GPUs."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 
 def memory_of(pid: int | None) -> dict[str, float | None]:
-    """Resident memory of a process and all below it, and what is taken on the GPUs, in MiB.
+    """Resident memory of a process and its descendants, and used memory of all GPUs, in MiB.
 
-    A GPU's figure counts every process on it. None: not to be found out here.
+    The GPU figure counts every process. None: this machine does not tell.
     """
     return {"rss_mib": _resident(pid), "gpu_mib": _on_gpus()}
 
 
 def growth(samples: list[dict[str, Any]]) -> dict[str, float | None]:
-    """What memory grew by from a third of the samples to the last one, in MiB.
+    """Growth of the memory from the first third of the samples to the last sample, in MiB.
 
-    The first third is left out: pools, caches and arenas grow to their size in it.
+    The first third is left out, because pools, caches and arenas reach their size then.
     """
     found: dict[str, float | None] = {}
     for name in ("rss_mib", "gpu_mib"):
@@ -41,7 +41,7 @@ def _resident(pid: int | None) -> float | None:
     for process in processes:
         try:
             total += process.memory_info().rss
-        except psutil.Error:  # it has just ended
+        except psutil.Error:  # the process has just ended
             continue
     return round(total / 2**20, 1)
 

@@ -1,4 +1,4 @@
-"""What is sent: prompts of token ids that are the same on every machine."""
+"""Batches of prompts as token ids, the same on every machine."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ GRID = (
 """Prefix, branches and suffix of the cases that releases are compared by."""
 
 SCHEDULER_GRID = ((0, 32, 256), (2048, 32, 64))
-"""For the one-layer shape: with and without sharing."""
+"""Cases for the one-layer shape: without and with sharing."""
 
 
 class CaseError(ValueError):
-    """Sizes that cannot be sent."""
+    """Sizes that no request can have, or that exceed the model's context."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Case:
     workload : str
         Name in the rows.
     prefix, branches, suffix : int
-        Tokens shared by a group, prompts in all, tokens of each prompt behind what it shares.
+        Tokens of the shared prefix, number of prompts, tokens of each prompt behind the prefix.
     warm : tuple
-        Prompts sent before, one by one: what is shared is in the host's cache then.
+        Prompts sent before, one by one, so that the host has cached the shared prefixes.
     prompts : tuple
         Token ids of every prompt.
     """
@@ -57,7 +57,7 @@ def parse_case(text: str) -> tuple[int, int, int]:
     Raises
     ------
     CaseError
-        If it is anything else, or there is nothing to send.
+        If the text has another form, or describes no request.
     """
     try:
         prefix, branches, suffix = (int(part) for part in text.split(","))
@@ -72,7 +72,7 @@ def parse_case(text: str) -> tuple[int, int, int]:
 
 
 def grid_case(model: Model, prefix: int, branches: int, suffix: int, name: str = "") -> Case:
-    """Many branches on one prefix; a prefix of 0 shares nothing."""
+    """Branches on one prefix; with a prefix of 0 they share nothing."""
     ids = random.Random(f"{prefix} {branches} {suffix}")
     shared = draw(ids, model, prefix)
     prompts = tuple(shared + draw(ids, model, suffix) for _ in range(branches))
@@ -82,16 +82,16 @@ def grid_case(model: Model, prefix: int, branches: int, suffix: int, name: str =
 
 @dataclass(frozen=True)
 class Documents:
-    """Questions about several documents, between requests that share nothing.
+    """Questions about several documents, mixed with requests that share nothing.
 
     Attributes
     ----------
     documents, tokens : int
-        How many, and how long each is.
+        Number of documents, and tokens of each.
     questions, question_tokens : int
-        Questions about each, and how long each is.
+        Questions about each document, and tokens of each question.
     loners, loner_tokens : int
-        Requests of their own.
+        Requests that share nothing, and tokens of each.
     """
 
     documents: int = 4
@@ -102,7 +102,7 @@ class Documents:
     loner_tokens: int = 1024
 
     def case(self, model: Model) -> Case:
-        """The prompts, in an order that mixes them: a batch holds them as they come."""
+        """The prompts in random order."""
         ids = random.Random(repr(self))
         texts = [draw(ids, model, self.tokens) for _ in range(self.documents)]
         prompts = [
@@ -119,12 +119,12 @@ class Documents:
 
 
 def draw(ids: random.Random, model: Model, count: int) -> tuple[int, ...]:
-    """Token ids at random."""
+    """Random token ids."""
     return tuple(ids.choices(range(model.ids), k=count))
 
 
 def check_fits(case: Case, tokens: int, model: Model) -> None:
-    """Refuse what the model's context does not hold.
+    """Refuse a case whose requests exceed the model's context.
 
     Raises
     ------
@@ -139,7 +139,7 @@ def check_fits(case: Case, tokens: int, model: Model) -> None:
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """The value that a share of all values does not exceed, by the nearest rank."""
+    """The nearest-rank percentile: `share` of all values do not exceed it. None without any."""
     if not values:
         return None
     ordered = sorted(values)

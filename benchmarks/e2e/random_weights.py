@@ -1,10 +1,10 @@
-"""Random weights of a checkpoint that is written to be measured with.
+"""Random weights for a checkpoint that servers are measured with.
 
-They are scaled so that attention is neither uniform nor one-hot: answers then depend on every part
-of the KV cache, and a wrong kernel shows in the tokens.
+The scale of the weights makes attention neither uniform nor one-hot. Answers then depend on every
+part of the KV cache, and a wrong kernel changes tokens.
 
-A process of its own (``python -m benchmarks.e2e.random_weights FOLDER SEED``), because PyTorch
-keeps GPU memory as long as its process lives.
+This module runs in a process of its own (``python -m benchmarks.e2e.random_weights FOLDER SEED``),
+because PyTorch keeps GPU memory until its process ends.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import sys
 from pathlib import Path
 
 SHARPNESS = 1.5
-"""Standard deviation of q and k elements: scores spread by its square."""
+"""Standard deviation of the elements of q and k; the scores' is its square."""
 
 
 def write_weights(folder: Path, seed: int) -> None:
-    """Write random weights, one file a layer, and the index that says what is where.
+    """Write random weights, one file per layer, and the index of the files.
 
-    On the GPU where there is one: PyTorch is left with gigabytes of its memory.
+    Uses a GPU if there is one; PyTorch then keeps gigabytes of its memory.
 
     Parameters
     ----------
     folder : Path
-        Holds the ``config.json`` that says of what shape they are.
+        Holds the ``config.json`` with the model's shape.
     seed : int
-        Of the weights, which are the same on every machine of one kind of device.
+        Seed of the weights. They are the same on all machines with the same kind of device.
     """
     import torch
     from safetensors.torch import save_file

@@ -1,8 +1,8 @@
-"""A model to serve that needs nothing but this machine: a written shape, weights and tokenizer.
+"""A model that needs nothing but this machine: a written shape, weights and tokenizer.
 
-Random weights (:mod:`weights`) make answers depend on every part of the KV cache. Dummy weights
-(the host fills them in) start sooner and take no space on disk, but are so small that attention
-never reaches the logits: with them only times can be compared.
+With random weights (:mod:`random_weights`), answers depend on every part of the KV cache. With
+dummy weights, which the host makes up, a server starts sooner and needs no disk space. Dummy
+weights are so small that attention does not change the logits, so only times can be compared.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ONE_LAYER: dict[str, Any] = {
     **LLAMA_8B, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1,
     "vocab_size": 1024, "bos_token_id": 1022, "eos_token_id": 1023,
 }  # fmt: skip
-"""So little work for a GPU that a decode step takes as long as the host's scheduler needs."""
+"""A model so small that the host's scheduler sets the length of a decode step."""
 
 TINY: dict[str, Any] = {
     **LLAMA_8B, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
@@ -53,7 +53,7 @@ FOUR_LAYERS: dict[str, Any] = {
     **LLAMA_8B, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4,
     "vocab_size": 8192, "bos_token_id": 8190, "eos_token_id": 8191,
 }  # fmt: skip
-"""Loaded in a second, with the heads of the large one: to look at answers, not at times."""
+"""Loads in a second and has the heads of the large one: for answers, not for times."""
 
 SHAPES: Mapping[str, dict[str, Any]] = {
     "llama-3.1-8b": LLAMA_8B, "four-layers": FOUR_LAYERS, "one-layer": ONE_LAYER, "tiny": TINY,
@@ -61,10 +61,10 @@ SHAPES: Mapping[str, dict[str, Any]] = {
 WEIGHTS = ("random", "dummy")
 
 CHECKOUT = Path(__file__).parents[2]
-"""Where a process of its own finds this package: it need not be installed."""
+"""The folder in which other processes find this package, which is not installed."""
 
 _MOST_STDERR = 800
-"""Characters that are told of a process that failed: the end of its traceback."""
+"""Characters of a failed process's output in the error: the end of its traceback."""
 
 
 class ModelError(ValueError):
@@ -73,18 +73,18 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True)
 class Model:
-    """What is served.
+    """A model to serve.
 
     Attributes
     ----------
     path : str
-        Folder of the checkpoint.
+        The checkpoint's folder.
     name : str
-        As rows name it.
+        Its name in rows.
     ids : int
-        Prompts are made of the token ids below this one; special tokens lie above.
+        Prompts use token ids below this one; special tokens have larger ids.
     context : int
-        Positions that the model takes.
+        Positions that the model supports.
     load_format : str, optional
         The host's ``--load-format``; None leaves it to the host.
     """
@@ -102,18 +102,18 @@ def write_model(folder: Path, shape: str, weights: str, served: str, seed: int =
     Parameters
     ----------
     folder : Path
-        Is created.
+        Is created if it does not exist.
     shape, weights : str
         One of :data:`SHAPES` and of :data:`WEIGHTS`.
     served : str
-        Dtype in which servers will run it, for its name.
+        Dtype of the servers, for the model's name.
     seed : int
-        Of the random weights, which are the same on every machine of one kind of device.
+        Seed of the random weights. They are the same on all machines with the same kind of device.
 
     Raises
     ------
     ModelError
-        If the random weights could not be written; the folder holds part of them then.
+        If the random weights could not be written; the folder may then hold a part of them.
     """
     config = SHAPES[shape]
     folder.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ def write_model(folder: Path, shape: str, weights: str, served: str, seed: int =
 
 
 def written_model(folder: Path, shape: str, weights: str, served: str) -> Model:
-    """What :func:`write_model` wrote before."""
+    """The model that :func:`write_model` wrote before."""
     config = SHAPES[shape]
     return Model(
         str(folder), f"{shape}, {weights} weights, {served}",
@@ -135,12 +135,12 @@ def written_model(folder: Path, shape: str, weights: str, served: str) -> Model:
 
 
 def read_model(path: str) -> Model:
-    """A checkpoint folder of the user's own.
+    """The user's own checkpoint.
 
     Raises
     ------
     ModelError
-        If it holds no ``config.json`` that names its vocabulary.
+        If the folder has no ``config.json`` with the sizes of vocabulary and context.
     """
     try:
         config = json.loads((Path(path) / "config.json").read_text())
@@ -160,8 +160,8 @@ def read_model(path: str) -> Model:
 def write_tokenizer(folder: Path, words: int) -> None:
     """A tokenizer of the words ``w0``, ``w1``, … with ids 0, 1, …, separated by spaces.
 
-    The hosts' own clients make prompts as text, from ids drawn at random: what they decode has to
-    come back as the same ids, or prompts are not as long as was asked for.
+    The hosts' own clients draw random ids, decode them to text and send the text. The server must
+    encode it to the same ids, or prompts have another length than the client wants.
     """
     content: dict[str, Any] = {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
@@ -180,10 +180,10 @@ def write_tokenizer(folder: Path, words: int) -> None:
 
 
 def _write_weights(folder: Path, seed: int) -> None:
-    """Have the weights written by a process of its own, whose GPU memory ends with it.
+    """Start a process that writes the weights; its GPU memory is freed when it ends.
 
-    This process lives as long as the servers that are measured. A CUDA context and the caching
-    allocator's gigabytes in it would be missing from the KV cache of every one of them.
+    This process lives as long as the measured servers. A CUDA context and the caching allocator's
+    gigabytes in this process would reduce the KV cache of each server.
     """
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.e2e.random_weights", str(folder.resolve()), str(seed)],

@@ -1,4 +1,4 @@
-"""Workloads of an end-to-end run: what each does with a running server, and the row it makes."""
+"""Workloads of an end-to-end run: each measures a running server and makes a row."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from deft_backend.harness.client import Client
 from deft_backend.servers.process import ServerProcess
 from deft_backend.traces.trace_files import ThoughtTree
 
-# What the hosts log while they work as they should is no sign of trouble; these are.
+# Log lines that healthy hosts do not write.
 TROUBLE = re.compile(
     r"Traceback|\bERROR\b|memory leak|deft: .*(fail|not agree|dropped|could not|not supported)"
 )
 
 
 class WorkloadError(RuntimeError):
-    """A workload that cannot be run as it stands."""
+    """A workload that lacks something to run."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """A running server and what belongs to it.
+    """A running server, and how to measure it.
 
     Attributes
     ----------
     launch : Launch
     backend : str
     reference : str
-        The backend that answers are checked against.
+        The backend whose answers are the reference.
     server : ServerProcess
     client : Client
     environment : mapping
-        The variables that the server was started with.
+        The server's environment variables.
     folder : Path
-        Where answers and what the hosts' clients write are kept from server to server.
+        Keeps answers and the files of the hosts' clients for the next servers.
     """
 
     launch: Launch
@@ -62,27 +62,27 @@ class Served:
 
 
 class Workload(Protocol):
-    """Something to be measured on every backend."""
+    """Something to measure on every backend."""
 
     @property
     def seconds(self) -> float:
-        """After how long it is given up."""
+        """Time limit in seconds."""
         ...
 
     def row(self, launch: Launch, backend: str) -> Row:
-        """Its row, without figures."""
+        """The workload's row, without figures."""
         ...
 
     async def run(self, served: Served, rows: Sequence[Row]) -> Row | None:
-        """Its row, or None if there is nothing to do on this backend.
+        """Measure; returns the row, or None if there is nothing to do on this backend.
 
-        `rows` are those so far, of other backends too.
+        `rows` holds the rows so far, of all backends.
         """
         ...
 
 
 def answers_file(folder: Path, row: Row, backend: str) -> Path:
-    """Where a backend's answers to the row's case are kept."""
+    """The file that keeps a backend's answers to the row's case."""
     case = hashlib.sha256(repr(case_of(row)).encode()).hexdigest()[:12]
     return folder / f"{case}-{backend}.json"
 
@@ -110,7 +110,7 @@ class Together:
         await measure(
             self.case, self.gen, self.repeats, served.client, row, room=room, fastest=self.fastest
         )
-        if served.launch.model.load_format != "dummy":  # attention does not reach their logits
+        if served.launch.model.load_format != "dummy":  # attention does not change their logits
             answers = await kept_answers.ask(served.client, self.case.prompts, self.gen)
             kept_answers.keep(answers_file(served.folder, row, served.backend), answers)
         return row
@@ -140,7 +140,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class HostsOwn:
-    """The host's own serving benchmark, run several times with other prompts each time."""
+    """The host's own serving benchmark, in several runs with other prompts each time."""
 
     client: host_clients.HostClient
     runs: int = 1
@@ -167,14 +167,14 @@ class HostsOwn:
 
 
 def _libraries(environment: Mapping[str, str]) -> dict[str, str]:
-    """What the host's package needs to be imported, not what its server is told."""
+    """The variables that importing the host's package needs; not the server's settings."""
     wanted = ("LD_LIBRARY_PATH", "SGLANG_USE_CPU_ENGINE")
     return {name: value for name, value in environment.items() if name in wanted}
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """Mixed traffic on ours; on the reference, the check of what ours answered."""
+    """Mixed traffic on the plugin's backend; on the reference, the check of its answers."""
 
     traffic: Traffic
     tolerance: float
@@ -226,8 +226,8 @@ class Mixed:
         return row
 
     def _check_with(self, served: Served) -> str:
-        """The options of the run that checks what was answered."""
-        # With clients, which need a tokenizer, traffic is another case.
+        """The options of the run that checks the answers."""
+        # A server with a tokenizer, for clients, makes traffic another case.
         workloads = "clients,traffic" if served.launch.tokenizer else "traffic"
         return (
             f"--backends {served.reference} --workloads {workloads} "

@@ -1,4 +1,4 @@
-"""The figures that a release of this package is held to, end to end."""
+"""The figures that a release must reach, end to end."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ SHARED = {
     "sglang": {(65536, 32): 0.40, (16384, 64): 0.50, (4096, 128): 0.65, (4096, 32): 0.85},
     "vllm": {(65536, 32): 0.42, (16384, 64): 0.50, (4096, 128): 0.62},
 }
-"""Time per output token of ours over the best other backend's at most (on vLLM: FLASH_ATTN's), by
-prefix and branches."""
+"""Upper bound for the plugin's time per output token divided by the best other backend's (vLLM:
+FLASH_ATTN's), by prefix and branches."""
 
 UNSHARED = 1.02
 TTFT = 1.03
@@ -23,9 +23,9 @@ SCHEDULER_US = 30.0
 
 @dataclass(frozen=True)
 class Bar:
-    """One figure, what is asked of it, and whether it is there.
+    """One figure, what a release must reach, and whether it does.
 
-    ``met`` is None where there is nothing to compare with yet.
+    ``met`` is None if there is nothing to compare with yet.
     """
 
     case: str
@@ -35,7 +35,7 @@ class Bar:
 
 
 def bars(rows: Sequence[Row]) -> list[Bar]:
-    """What is asked of every case in the rows, in their order."""
+    """The bars of every case in the rows, in their order."""
     found = []
     for backends in by_case(rows).values():
         row = next(iter(backends.values()))
@@ -62,7 +62,7 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
 
 
 def _time(row: Row, ours: Row | None, others: Sequence[Row], limit: float, asked: str) -> Bar:
-    """Time per output token of ours over the best of the others'."""
+    """The plugin's time per output token divided by the best of the others'."""
     case = case_name(row)
     if failed := _failure(ours):
         return Bar(case, asked, failed, False)
@@ -77,7 +77,7 @@ def _time(row: Row, ours: Row | None, others: Sequence[Row], limit: float, asked
 
 
 def _client(row: Row, ours: Row | None, others: Sequence[Row], *, ttft: bool) -> list[Bar]:
-    """Throughput of ours above every other's, time to first token hardly worse than the best's."""
+    """The plugin's throughput above every other's; its time to first token close to the best."""
     case, asked = case_name(row), "more tokens/s than every other"
     if failed := _failure(ours):
         return [Bar(case, asked, failed, False)]
@@ -97,7 +97,7 @@ def _client(row: Row, ours: Row | None, others: Sequence[Row], *, ttft: bool) ->
 
 
 def _mean_first(ours: Row, others: Sequence[Row]) -> str:
-    """The same of means over requests, which hang less on the order in which they are begun."""
+    """The ratio of mean times to first token, which depends less on the requests' order."""
     means = [float(row["detail"].get("mean_ttft_ms") or 0.0) for row in (ours, *others)]
     if not all(means):
         return ""
@@ -105,7 +105,7 @@ def _mean_first(ours: Row, others: Sequence[Row]) -> str:
 
 
 def _traffic(row: Row, ours: Row | None) -> Bar:
-    """Nothing failed, nothing in the log, every checked token right."""
+    """No failed request, no trouble in the log, no wrong token."""
     case, asked = case_name(row), "no failure, no wrong token"
     if failed := _failure(ours):
         return Bar(case, asked, failed, False)
@@ -123,7 +123,7 @@ def _traffic(row: Row, ours: Row | None) -> Bar:
 
 
 def _scheduler(row: Row, ours: Row | None, reference: Row | None) -> Bar:
-    """CPU time that the plugin adds to a step, from a model that is nothing but CPU time."""
+    """CPU time that the plugin adds to a step of the one-layer model."""
     case, asked = case_name(row), f"≤ {SCHEDULER_US:.0f} µs a step more than the host's own"
     if failed := _failure(ours):
         return Bar(case, asked, failed, False)
@@ -137,7 +137,7 @@ _IDLE = "no step counted through tree attention"
 
 
 def _at_work(ours: Row) -> bool:
-    """Whether tree attention decoded some of the row's steps, by the plugin's own counters."""
+    """Whether the plugin counted steps through tree attention for the row."""
     return bool(ours["detail"].get("steps", {}).get("tree"))
 
 

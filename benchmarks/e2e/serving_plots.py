@@ -1,4 +1,4 @@
-"""Plots of a file of rows: time per output token by case, and step by step along the trees."""
+"""Plots of a file of rows: time per output token for each case, and step times of the trees."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ OTHER_COLOURS = ("#64748b", "#94a3b8", "#cbd5e1", "#e2e8f0")
 
 
 def draw(rows: Sequence[Row], header: dict[str, Any], beside: Path) -> list[Path]:
-    """Draw what the rows allow, next to the file `beside`; returns the files written.
+    """Draw the rows into files next to `beside`; returns the files.
 
-    ``.svg`` holds a group of bars for each case that was sent together, ``-trees.svg`` a panel for
-    each replayed tree. Rows without figures are left out.
+    ``.svg`` has a group of bars for each case that was sent together. ``-trees.svg`` has a panel
+    for each replayed tree. Rows without figures are left out.
     """
     cases = by_case(row for row in rows if not row["error"] and row["tpot_ms"])
     together = [
@@ -88,7 +88,7 @@ def _first(case: dict[str, Row]) -> Row:
 
 
 def _backends(cases: Sequence[dict[str, Row]]) -> list[str]:
-    """Every backend, ours last: drawn over the others."""
+    """All backends. The plugin's comes last, so it is drawn over the others."""
     ours = HOSTS[_first(cases[0])["host"]].ours
     names = dict.fromkeys(name for case in cases for name in case)
     return sorted(names, key=lambda name: name == ours)
@@ -106,7 +106,7 @@ def _label(cases: Sequence[dict[str, Row]], name: str) -> str:
 
 
 def _words(row: Row) -> str:
-    """The case over two lines."""
+    """The case in two lines."""
     requests = "request" if row["branches"] == 1 else "requests"
     if row["workload"] == "unshared":
         return f"nothing shared\n{row['branches']} × {row['suffix']:,}"

@@ -1,7 +1,7 @@
-"""Rows: what is recorded of a workload on a backend, how it is kept, and how runs are put together.
+"""Rows: the figures of one workload on one backend, their files, and merging of files.
 
-A file is a JSON list of rows; its header lies beside it. Runs with other backends or cases add to
-the same file, because a machine may not be lent for long enough to do everything at once.
+A file is a JSON list of rows, with its header in a second file. Runs with other backends or cases
+add to the same file, because a machine may not be available for long enough to run everything.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from benchmarks import row_files
 from benchmarks.row_files import RowsError
 
 SAME = ("device", "driver", "versions", "commit")
-"""What runs must have in common to share a file."""
+"""Header fields that must agree between runs in one file."""
 
 
 class Row(TypedDict):
-    """One workload on one backend. Times in milliseconds; None: not measured there.
+    """One workload on one backend. Times are in milliseconds; None: not measured.
 
-    ``tpot_ms`` is the time per output token, ``itl_p50_ms`` and ``itl_p99_ms`` the gaps between
-    tokens as a client sees them, ``detail`` what only this workload has, ``error`` why there are
-    no figures, ``options`` the host's options and ``model`` what was served.
+    ``tpot_ms`` is the time per output token. ``itl_p50_ms`` and ``itl_p99_ms`` are the gaps between
+    tokens that a client sees. ``detail`` holds what only this workload has. ``error`` says why
+    there are no figures. ``options`` are the host's options.
     """
 
     workload: str
@@ -66,7 +66,7 @@ def make_row(
 
 
 def case_of(row: Row) -> tuple[object, ...]:
-    """What rows that are compared with each other have in common."""
+    """The fields that rows must share to be compared with each other."""
     return (
         row["host"], row["workload"], row["prefix"], row["branches"], row["suffix"], row["gen"],
         row["model"], row["options"],
@@ -89,7 +89,7 @@ def by_case(rows: Iterable[Row]) -> dict[tuple[object, ...], dict[str, Row]]:
 
 
 def replaced(rows: Sequence[Row], new: Iterable[Row]) -> list[Row]:
-    """Rows with new ones put in, each in the place of the one it measures again."""
+    """The rows with new ones, each in place of an earlier row of its case and backend."""
     found = {(case_of(row), row["backend"]): row for row in rows}
     for row in new:
         found[case_of(row), row["backend"]] = row
@@ -97,7 +97,7 @@ def replaced(rows: Sequence[Row], new: Iterable[Row]) -> list[Row]:
 
 
 def read_rows(path: Path) -> tuple[list[Row], dict[str, Any]]:
-    """Rows and header of a file; raises RowsError if it holds something else."""
+    """Rows and header of a file; raises RowsError if the file holds something else."""
     rows, header = row_files.read_rows(path, Row.__required_keys__, "python -m benchmarks e2e")
     return cast(list[Row], rows), header
 
@@ -105,12 +105,12 @@ def read_rows(path: Path) -> tuple[list[Row], dict[str, Any]]:
 def joined(
     path: Path, rows: Sequence[Row], header: dict[str, Any], new: dict[str, Any], other: Path
 ) -> dict[str, Any]:
-    """The header of rows of two runs.
+    """The common header of the rows of two runs.
 
     Raises
     ------
     RowsError
-        If they are of different devices, drivers, versions or commits.
+        If the runs have different devices, drivers, versions or commits.
     """
     for name in SAME:
         if rows and new.get(name) != header.get(name):
@@ -123,7 +123,7 @@ def joined(
 
 
 def merged(files: Sequence[Path]) -> tuple[list[Row], dict[str, Any]]:
-    """Rows of several files as one list; a case measured twice keeps its last row."""
+    """The rows of several files. Of a case that was measured twice, the last row counts."""
     if not files:
         raise RowsError("there are no files to merge")
     rows, header = read_rows(files[0])

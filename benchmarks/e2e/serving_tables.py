@@ -1,4 +1,4 @@
-"""Rows in the terminal."""
+"""Rows of the end-to-end benchmark as tables."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from deft_backend.ab.units import MISSING
 
 
 def rows_table(rows: Sequence[Row]) -> Table:
-    """A line a row, grouped by case; beside each what ours is of it."""
+    """One line per row, grouped by case, with the plugin's time divided by the row's."""
     table = Table(title="End to end, milliseconds", title_justify="left")
     table.add_column("workload")
     table.add_column("backend", no_wrap=True)
-    for name in ("a token", "ours ÷ it", "TTFT", "TTFT p99", "gap p50", "gap p99", "tokens/s"):
+    for name in ("per token", "deft ÷ it", "TTFT", "TTFT p99", "gap p50", "gap p99", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
     for backends in by_case(rows).values():
         ours = backends.get(HOSTS[next(iter(backends.values()))["host"]].ours)
@@ -41,9 +41,9 @@ def rows_table(rows: Sequence[Row]) -> Table:
 
 
 def bars_table(rows: Sequence[Row]) -> Table:
-    """What is asked of each case, and whether it is there."""
-    table = Table(title="What a release is held to", title_justify="left")
-    for name in ("workload", "asked", "found", ""):
+    """What a release must reach in each case, and whether it does."""
+    table = Table(title="Release bars", title_justify="left")
+    for name in ("workload", "must reach", "found", ""):
         table.add_column(name)
     for bar in bars(rows):
         met = Text(MISSING) if bar.met is None else _met(bar.met)

@@ -1,8 +1,8 @@
-"""Mixed traffic for minutes: requests that join, are aborted, and push each other out of the cache.
+"""Mixed traffic for minutes: requests that join, hang up, and evict each other from the cache.
 
-Workers send one request after another: a question about one of more documents than the KV cache
-holds, or a prompt of its own. Some hang up while their answer comes. A sample of the answers is
-kept, to be checked against the host's own backend later (:mod:`checked_answers`).
+Workers send one request after another: a question about one of many documents, or a prompt of its
+own. The documents exceed the KV cache. Some clients hang up before the answer ends. A sample of the
+answers is kept, to be checked against the host's own backend later (:mod:`checked_answers`).
 """
 
 from __future__ import annotations
@@ -17,34 +17,35 @@ from typing import Any
 from benchmarks.e2e.batch_timing import milliseconds
 from benchmarks.e2e.prompt_cases import draw, percentile
 from benchmarks.e2e.served_model import Model
-from deft_backend.harness.client import Client, Completion
+from deft_backend.harness.answers import Answer
+from deft_backend.harness.client import Client
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What is sent.
+    """The traffic to send.
 
     Attributes
     ----------
     minutes : float
-        How long requests are started.
+        Time during which workers start requests.
     workers : int
-        Requests under way at once.
+        Requests in flight at the same time.
     documents, document_tokens : int
-        Texts that questions are about. Their tokens should exceed the KV cache by far: what is
-        not asked about for a while is then evicted.
+        Number of documents, and tokens of each. Together they should exceed the KV cache by far,
+        so that the host evicts documents without recent questions.
     turnover : float
-        Share of requests after which a document is replaced by a new one.
+        Share of requests after which a new document replaces an old one.
     loners : float
-        Share of requests with a prompt of their own.
+        Share of requests that share nothing.
     aborted : float
-        Share of requests whose client hangs up before the end.
+        Share of requests whose client hangs up early.
     most_question_tokens, most_answer_tokens : int
-        Lengths are drawn evenly from 1 (answers: 2) up to these.
+        Largest lengths; the lengths are uniform from 1 (answers: 2).
     samples : int
-        Answers kept to be checked.
+        Answers to keep for the check.
     part : int
-        Traffic of another part is other traffic.
+        Another part has other requests.
     """
 
     minutes: float
@@ -67,21 +68,21 @@ class Traffic:
 
 @dataclass
 class Seen:
-    """What came of it.
+    """The result of the traffic.
 
     Attributes
     ----------
     finished, aborted : int
-        Requests.
+        Requests that ended, and that hung up.
     failures : list of str
-        What went wrong, a line a request.
+        One line for each failed request.
     tokens : int
         Output tokens.
     evicted : int, optional
-        Questions about a document asked about before, of which the host had kept less than half;
-        None where the host does not say what it had kept.
+        Questions about a document that had been asked about before and of which the host's cache
+        held less than half. None if the host does not report cached tokens.
     samples : list
-        Prompt and answer of the requests to check.
+        Prompts and answers for the check.
     """
 
     finished: int = 0
@@ -95,7 +96,7 @@ class Seen:
     samples: list[tuple[tuple[int, ...], list[int]]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """For a row."""
+        """The result as a row holds it."""
         return {
             "finished": self.finished, "aborted": self.aborted, "failures": len(self.failures),
             "first_failures": self.failures[:5], "seconds": round(self.seconds, 1),
@@ -118,12 +119,12 @@ async def drive(
     alive: Callable[[], object],
     clock: Callable[[], float] = time.monotonic,
 ) -> Seen:
-    """Send traffic for its minutes, then wait for what is under way.
+    """Send traffic for its minutes, then wait for the requests in flight.
 
     Parameters
     ----------
     alive : callable
-        Raises when the server has ended: there is no point in going on then.
+        Raises if the server has ended, which ends the traffic.
     clock : callable
         Seconds.
     """
@@ -160,7 +161,7 @@ async def _one(
     client: Client,
     seen: Seen,
 ) -> None:
-    """One request, from its choice to its answer."""
+    """Choose one request, send it, and count its answer."""
     question = draw(choose, model, choose.randint(1, traffic.most_question_tokens))
     tokens = choose.randint(2, traffic.most_answer_tokens)
     leave_after = choose.randint(1, tokens - 1) if choose.random() < traffic.aborted else None
@@ -174,7 +175,7 @@ async def _one(
         answer = await client.stream(prompt, tokens, leave_after=leave_after)
     except Exception as error:
         seen.failures.append(f"{len(prompt)} + {tokens} tokens: {error}"[:300])
-        await asyncio.sleep(0.1)  # a server that refuses everything is not to be flooded
+        await asyncio.sleep(0.1)  # do not flood a server that refuses everything
         return
     if leave_after is not None:
         seen.aborted += 1
@@ -188,15 +189,12 @@ async def _one(
 
 
 def _popular(choose: random.Random, documents: list[_Document]) -> _Document:
-    """A document, the first ones oftenest (Zipf's law): some are shared by a batch, most are cold.
-
-    What is asked about rarely is what the host evicts.
-    """
+    """A document by Zipf's law: a batch shares the first ones, and the host evicts the others."""
     weights = [1 / rank for rank in range(1, len(documents) + 1)]
     return choose.choices(documents, weights)[0]
 
 
-def _count(seen: Seen, answer: Completion) -> None:
+def _count(seen: Seen, answer: Answer) -> None:
     seen.finished += 1
     seen.tokens += len(answer.ids)
     if len(seen.firsts) < 100_000:
@@ -209,9 +207,9 @@ def _sample(
     choose: random.Random,
     seen: Seen,
     prompt: tuple[int, ...],
-    answer: Completion,
+    answer: Answer,
 ) -> None:
-    """Keep each finished answer with the same chance (reservoir sampling)."""
+    """Keep each finished answer with equal probability (reservoir sampling)."""
     if len(seen.samples) < traffic.samples:
         seen.samples.append((prompt, answer.ids))
         return

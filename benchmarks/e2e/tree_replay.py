@@ -1,13 +1,13 @@
-"""Recorded trees of thoughts through a server, with the latency of every decoding step.
+"""Recorded trees of thoughts sent to a server, with the latency of every decode step.
 
-A thought is a request of its recorded length. When it ends its children start: their prompts are
-the tokens so far and two ids that tell siblings apart (greedy decoding would make them all alike).
-A tree is replayed several times: how fast one short replay is hangs on where its few prefills fall.
+A thought is a request of its recorded length. When it ends, its children start. A child's prompt is
+the tokens so far and two ids that tell it from its siblings; greedy decoding would make siblings
+equal otherwise. A tree is replayed several times, because the time of one short replay depends on
+when its few prefills happen.
 """
 
 from __future__ import annotations
 
-import asyncio
 import random
 import statistics
 import time
@@ -20,50 +20,54 @@ from benchmarks.e2e.batch_timing import latencies
 from benchmarks.e2e.prompt_cases import draw
 from benchmarks.e2e.served_model import Model
 from benchmarks.e2e.serving_rows import Row
-from deft_backend.harness.client import Client, Completion
+from deft_backend.harness.answers import Answer
+from deft_backend.harness.client import Client
+from deft_backend.harness.request_plan import RequestPlan
+from deft_backend.harness.send_plan import send_requests
+from deft_backend.harness.thought_requests import thought_name, thought_requests
 from deft_backend.traces.trace_files import ROOT, ThoughtTree, TraceError, load_trace
 
 MARK = 2
-"""Token ids that tell a thought from its siblings."""
+"""Number of token ids that tell a thought from its siblings."""
 
 ENOUGH_SECONDS = 12.0
-"""No further replay is begun once those before took longer than this together."""
+"""No further replay starts once the earlier ones together took longer than this."""
 
 POINTS = 400
-"""Steps of a tree are put together into at most so many points of its plot."""
+"""Largest number of points in a tree's plot; neighbouring steps share a point."""
 
 
 @dataclass(frozen=True)
-class Answered:
-    """A thought's answer: its tokens were decoded in the tree's iterations from `start` on."""
+class ThoughtAnswer:
+    """A thought's answer. The tree decodes its tokens in the iterations from `start` on."""
 
     start: int
-    completion: Completion
+    answer: Answer
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What came of one replay of a tree.
+    """The result of one replay of a tree.
 
     Attributes
     ----------
-    answers : list of Answered
-        Of every thought.
+    answers : list of ThoughtAnswer
+        One answer for each thought.
     seconds : float
         From the first request to the last token.
     """
 
-    answers: list[Answered]
+    answers: list[ThoughtAnswer]
     seconds: float
 
     @cached_property
     def steps(self) -> dict[int, float]:
-        """Seconds of each of the tree's iterations."""
+        """Seconds of each iteration of the tree."""
         return step_latencies(self.answers)
 
     @property
     def tpot_ms(self) -> float:
-        """Mean over the iterations, so that every step counts once, however many thoughts live.
+        """Mean time of an iteration in ms, whatever its number of thoughts.
 
         0 if no thought has a second token.
         """
@@ -71,25 +75,25 @@ class Replay:
 
     @property
     def tokens_per_s(self) -> float:
-        """All output tokens over the whole time."""
-        return sum(len(answer.completion.ids) for answer in self.answers) / self.seconds
+        """All output tokens divided by the whole time."""
+        return sum(len(found.answer) for found in self.answers) / self.seconds
 
 
 def recorded_trees(path: Path, scale: float = 1.0) -> list[tuple[str, ThoughtTree]]:
-    """Of each file the tree with the most thoughts, named after the file and its index there.
+    """The tree with the most thoughts of each file, with a name of file and index.
 
     Parameters
     ----------
     path : Path
-        A file of trees of thoughts, or a folder; token trees of speculative decoding in it are
-        passed over, since servers decode one token a request.
+        A file of trees of thoughts, or a folder. Token trees of speculative decoding are left out,
+        because servers decode one token per request.
     scale : float
         Factor on all lengths.
 
     Raises
     ------
     TraceError
-        If there is none, or a file cannot be read.
+        If there is no tree of thoughts, or a file cannot be read.
     """
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     found = []
@@ -107,7 +111,7 @@ def recorded_trees(path: Path, scale: float = 1.0) -> list[tuple[str, ThoughtTre
 
 
 def longest_path(tree: ThoughtTree) -> int:
-    """Tokens of the longest request, prompt and answer."""
+    """Tokens of the longest request, with prompt and answer."""
     return max(
         sum(tree.nodes[above].tokens + MARK for above in tree.path(node)) for node in tree.nodes
     )
@@ -123,33 +127,33 @@ async def replay_tree(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Replay a tree up to `repeats` times and fill in the row.
+    """Replay a tree up to `repeats` times and put its figures into the row.
 
-    ``tpot_ms`` and ``tokens_per_s`` are medians over the replays, each replay's are in the row's
-    ``detail``; times to first token and gaps are those of all replays' answers. ``seconds`` and
-    ``steps_ms`` are of the replay with the median time per token, of two the faster.
+    ``tpot_ms`` and ``tokens_per_s`` are medians over the replays; the row's ``detail`` has the
+    figures of each. Times to first token and gaps cover all replays' answers. ``seconds`` and
+    ``steps_ms`` belong to the replay with the median time per token; of two, to the faster.
 
     Parameters
     ----------
     name : str
-        Of the tree; token ids follow from it and the replay's number.
+        The tree's name. It and the replay's number determine the token ids.
     tree : ThoughtTree
     model : Model
     client : Client
     row : Row
         Receives the figures.
     repeats : int
-        Replays, at least 1; fewer where they take long (:data:`ENOUGH_SECONDS`).
+        Number of replays, at least 1; fewer if they take long (:data:`ENOUGH_SECONDS`).
     clock : callable
         Seconds.
     """
     replays: list[Replay] = []
     while len(replays) < repeats and sum(replay.seconds for replay in replays) <= ENOUGH_SECONDS:
         ids = random.Random(f"{name}, replay {len(replays)}")
-        replays.append(await _replay(tree, model, client, ids, clock))
+        replays.append(await _replay(name, tree, model, client, ids, clock))
     by_time = sorted(replays, key=lambda replay: replay.tpot_ms)
     shown = by_time[(len(replays) - 1) // 2]
-    latencies([answer.completion for replay in replays for answer in replay.answers], row)
+    latencies([answer.answer for replay in replays for answer in replay.answers], row)
     times = [replay.tpot_ms for replay in replays]
     speeds = [replay.tokens_per_s for replay in replays]
     row["tpot_ms"] = round(statistics.median(times), 4) or None
@@ -163,60 +167,42 @@ async def replay_tree(
 
 
 async def _replay(
+    name: str,
     tree: ThoughtTree,
     model: Model,
     client: Client,
     ids: random.Random,
     clock: Callable[[], float],
 ) -> Replay:
-    """One replay, with token ids of its own: the server still holds what it cached of others.
+    """One replay with token ids of its own: the server still holds the earlier replays' prefixes.
 
     Only the prompt is cached before.
     """
     prompt = draw(ids, model, tree.nodes[ROOT].tokens)
     marks = {node: draw(ids, model, MARK) for node in sorted(tree.nodes)}
+    plan = RequestPlan(name, "", (prompt,), thought_requests(tree, prompt, marks.__getitem__))
+    starts = {thought_name(node): thought.start for node, thought in tree.nodes.items()}
     await client.batch([prompt], 1)
     began = clock()
-    answers = await _below(tree, ROOT, prompt, marks, client)
-    return Replay(answers, clock() - began)
+    answers = await send_requests(plan, client)
+    seconds = clock() - began
+    return Replay([ThoughtAnswer(starts[answer.request], answer) for answer in answers], seconds)
 
 
-async def _below(
-    tree: ThoughtTree,
-    node: int,
-    context: tuple[int, ...],
-    marks: dict[int, tuple[int, ...]],
-    client: Client,
-) -> list[Answered]:
-    """Answers of everything below a node, whose tokens end `context`."""
-
-    async def think(child: int) -> list[Answered]:
-        thought = tree.nodes[child]
-        if not thought.tokens:
-            return await _below(tree, child, context, marks, client)
-        prompt = context + marks[child]
-        completion = await client.stream(prompt, thought.tokens)
-        below = await _below(tree, child, prompt + tuple(completion.ids), marks, client)
-        return [Answered(thought.start, completion), *below]
-
-    found = await asyncio.gather(*(think(child) for child in tree.nodes[node].children))
-    return [answer for answers in found for answer in answers]
-
-
-def step_latencies(answers: Sequence[Answered]) -> dict[int, float]:
+def step_latencies(answers: Sequence[ThoughtAnswer]) -> dict[int, float]:
     """Seconds of each iteration: the median gap before the tokens that it decodes.
 
-    A thought's first token has no gap: what comes before it is a prefill.
+    A thought's first token has no gap, because a prefill precedes it.
     """
     gaps: dict[int, list[float]] = {}
     for answer in answers:
-        for place, gap in enumerate(answer.completion.gaps, start=1):
+        for place, gap in enumerate(answer.answer.gaps, start=1):
             gaps.setdefault(answer.start + place, []).append(gap)
     return {iteration: statistics.median(found) for iteration, found in sorted(gaps.items())}
 
 
 def plotted(steps: dict[int, float]) -> dict[str, list[float]]:
-    """At most :data:`POINTS` points: mean iteration and mean milliseconds of neighbours."""
+    """At most :data:`POINTS` points: mean iteration and mean milliseconds of neighbouring steps."""
     width = -(-len(steps) // POINTS) or 1
     items = list(steps.items())
     groups = [items[at : at + width] for at in range(0, len(items), width)]

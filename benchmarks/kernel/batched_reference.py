@@ -1,8 +1,8 @@
-"""Float64 attention for whole batches: what every timed result is held against.
+"""Float64 attention for whole batches: the reference for every timed result.
 
-The formula of :func:`deft_backend.reference_attention.reference_attention`, for many requests at a
-time and tile by tile: a batch of a million tokens takes a fraction of a second on a GPU and bounded
-memory. The page tables alone say which request reads which tokens.
+It computes the formula of :mod:`deft_backend.reference_attention` from the page tables alone. It
+handles many requests at a time and one tile of tokens after another, so a batch of a million tokens
+takes a fraction of a second on a GPU and bounded memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 _TILE_TOKENS = 4096
 _TILE_BYTES = 1 << 30
-_LOWEST = -1e300  # not -inf: a request without tokens must not make NaN
+_LOWEST = -1e300  # -inf would give NaN for a request without tokens
 
 
 def batched_reference(
@@ -23,7 +23,7 @@ def batched_reference(
     page_table: torch.Tensor,
     seq_lens: torch.Tensor,
 ) -> torch.Tensor:
-    """Decode attention of each request over its own tokens, sharing nothing.
+    """Decode attention of each request over its whole context, without sharing.
 
     Parameters
     ----------
@@ -39,7 +39,9 @@ def batched_reference(
     batch, heads, dim = q.shape
     kv_heads = k_cache.shape[2]
     out = torch.zeros((batch, heads, dim), dtype=torch.float64, device=q.device)
-    by_length = torch.argsort(seq_lens)  # neighbours of similar length: little padding
+    by_length = torch.argsort(
+        seq_lens
+    )  # neighbours have similar lengths, so there is little padding
     lengths = seq_lens[by_length].tolist()
     end = batch
     while end:
@@ -64,7 +66,7 @@ def _attend(
     longest: int,
     tile: int,
 ) -> torch.Tensor:
-    """Attention of a few requests, with a running maximum over tiles of tokens."""
+    """Attention of some requests, with a running maximum over tiles of tokens."""
     batch, heads, dim = q.shape
     page_size, kv_heads = k_cache.shape[1:3]
     grouped = q.double().view(batch, kv_heads, heads // kv_heads, dim) / math.sqrt(dim)

@@ -1,4 +1,4 @@
-"""Page tables, random queries and a random KV cache of a workload, the same for every method."""
+"""Page tables, random queries and a random KV cache of a case, the same for every method."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.kernel.tree_workloads import Case
 from deft_backend.forest import PrefixForest, forest_from_page_tables
 
 LAYOUTS = ("shuffled", "contiguous")
-"""Where a batch's pages lie: at random in a larger pool, as in a host that has served for a while,
+"""Order of a batch's pages: at random in a larger pool, as in a host that has served for a while,
 or one after the other."""
 
 _POOL_SLACK = 8
@@ -21,20 +21,20 @@ _POOL_SLACK = 8
 
 @dataclass(frozen=True)
 class PageTables:
-    """A workload's pages, as a host would hold them.
+    """A workload's page tables, as a host would hold them.
 
     Attributes
     ----------
     page_table : [B, P] int32
-        Page ids; 0 behind a request's last page.
+        Page ids, on the CPU; 0 behind a request's last page.
     seq_lens : [B] int32
         Tokens of each request.
     page_size : int
-        Tokens a page.
+        Tokens per page.
     num_pages : int
         Pages of the pool.
     tokens_stored : int
-        Tokens in the pages of the batch, each counted once.
+        Tokens in the pages of the batch; shared tokens count once.
     """
 
     page_table: npt.NDArray[np.int32]
@@ -50,23 +50,23 @@ class PageTables:
 
     @property
     def pages_used(self) -> npt.NDArray[np.int32]:
-        """[B] pages of each request, the last one perhaps not full."""
+        """[B] pages of each request, with a partly filled last one."""
         return -(-self.seq_lens // self.page_size)
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What every method is given.
+    """The input of every method.
 
     Attributes
     ----------
     case : Case
     tables : PageTables
-        On the host.
+        On the CPU.
     forest : PrefixForest
         Built from the page tables.
     q : [B, Hq, D], k_cache, v_cache : [pages, page_size, Hkv, D]
-        Of the dtype that is measured, on the device.
+        In the measured dtype, on the device.
     page_table : [B, P] int32, seq_lens : [B] int32
         On the device.
     """
@@ -94,32 +94,32 @@ class Inputs:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values that the batch stores."""
+        """Bytes of the keys and values of the batch; shared ones count once."""
         width = self.case.kv_heads * self.head_dim * self.q.itemsize
         return 2 * self.tables.tokens_stored * width
 
     @property
     def flops(self) -> int:
-        """Operations of scores and weighted sums: 4 a token, query head and dimension."""
+        """Operations of the attention: 4 per attended token, query head and dimension."""
         return 4 * self.tables.tokens_attended * self.case.query_heads * self.head_dim
 
 
 def lay_out(forest: PrefixForest, page_size: int, layout: str, seed: int) -> PageTables:
-    """Page tables of a forest that is described token by token.
+    """Page tables of a forest with a page size of 1.
 
-    Only full pages are shared: a page belongs to the node that holds its last token, and what is
-    left of a request's tokens lies in a page of its own.
+    Only full pages are shared. A page belongs to the node that holds its last token; the remaining
+    tokens of a request lie in a page of its own.
 
     Parameters
     ----------
     forest : PrefixForest
         With a page size of 1.
     page_size : int
-        Tokens a page.
+        Tokens per page.
     layout : str
         One of :data:`LAYOUTS`.
     seed : int
-        Same seed, same pages.
+        The same seed gives the same pages.
     """
     lens = forest.seq_lens.astype(np.int32)
     table = np.zeros((len(lens), max(1, -(-int(lens.max(initial=0)) // page_size))), dtype=np.int32)
@@ -151,7 +151,7 @@ def lay_out(forest: PrefixForest, page_size: int, layout: str, seed: int) -> Pag
 def make_inputs(
     case: Case, head_dim: int, dtype: torch.dtype, device: torch.device, layout: str, seed: int
 ) -> Inputs:
-    """Fresh random data for a case; pages, queries and cache depend on the seed and the case."""
+    """New random data for a case. Pages, queries and cache depend on the seed and the case."""
     seed = zlib.crc32(f"{case.workload.set} {case.workload.name} {case.heads}".encode()) + seed
     tables = lay_out(case.workload.forest, case.page_size, layout, seed)
     generator = torch.Generator(device).manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The figures that a release of this package is held to, case by case."""
+"""The figures that a release must reach, case by case."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_met(row: Row) -> bool | None:
 
 
 def mean_is_met(rows: Sequence[Row]) -> bool | None:
-    """Whether the rows of one set and head shape reach its mean; None if none is asked of them."""
+    """Whether the rows of one set and head shape reach its mean; None if they have no such bar."""
     asked = MEANS.get(rows[0]["set"]) if rows and rows[0]["heads"] == MAIN_HEADS else None
     mean = geometric_mean(of_roof(row) for row in rows)
     return None if asked is None or mean is None else mean >= asked

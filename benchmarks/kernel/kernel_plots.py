@@ -1,4 +1,4 @@
-"""Plots of a run, drawn from its rows: how much faster tree by tree, and how near to the roof."""
+"""Plots of a run's rows: speed-up for each tree, and distance to the roof."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.kernel.methods import OURS
 from benchmarks.kernel.tree_workloads import TRACES
 from deft_backend.harness import figures
 
-# Okabe and Ito's palette, told apart with every kind of colour vision.
+# The palette of Okabe and Ito, for every kind of colour vision.
 OURS_COLOUR = "#0072B2"
 PEER_COLOUR = "#E69F00"
 SLOWER_COLOUR = "#D55E00"
@@ -24,11 +24,11 @@ _FULL_NAMES = {
 
 
 def draw(rows: Sequence[Row], header: dict[str, Any], beside: Path) -> list[Path]:
-    """Draw what the rows allow, next to the file `beside`; returns the files written.
+    """Draw the rows into files next to `beside`; returns the files.
 
-    ``-trees.svg`` holds FastTree's and DeFT's trees, a panel a head shape; ``-families.svg`` the
-    other sets; ``-roof.svg`` the fraction of the roof against sharing. Rows without a time of ours
-    are left out.
+    ``-trees.svg`` shows FastTree's and DeFT's trees, one panel per head shape. ``-families.svg``
+    shows the other sets. ``-roof.svg`` shows the fraction of the roof against sharing. Rows without
+    a time of deft are left out.
     """
     timed = [row for row in rows if row["us"].get(OURS) is not None and row["roof_us"]]
     trees = [row for row in timed if row["set"] in _TREE_SETS]
@@ -48,9 +48,9 @@ def draw(rows: Sequence[Row], header: dict[str, Any], beside: Path) -> list[Path
 
 
 def _speed_ups(rows: Sequence[Row], header: dict[str, Any]) -> Any:
-    """Bars: how many times faster than the fastest peer, with the roof's limit as a mark.
+    """Bars: speed-up over the fastest peer, with a mark at the roof's limit.
 
-    The steps of a recording are one bar, their geometric mean.
+    The steps of a recording share one bar, their geometric mean.
     """
     from matplotlib.figure import Figure
 
@@ -71,7 +71,7 @@ def _speed_ups(rows: Sequence[Row], header: dict[str, Any]) -> Any:
         colours = [OURS_COLOUR if ratio >= 1 else SLOWER_COLOUR for ratio in ratios]
         axes.barh(at, ratios, 0.68, color=colours)
         axes.scatter(limits, at, marker="|", s=60, linewidths=1.4, color=ROOF_COLOUR, zorder=3)
-        for y, ratio in zip(at, ratios, strict=True):  # a column of its own: no bar covers it
+        for y, ratio in zip(at, ratios, strict=True):  # in a column of its own, which no bar covers
             axes.text(
                 1.0, y, f"{ratio:.2f}×", transform=axes.get_yaxis_transform(), ha="right",
                 va="center", fontsize=8, color=OURS_COLOUR if ratio >= 1 else SLOWER_COLOUR,
@@ -97,7 +97,7 @@ def _speed_ups(rows: Sequence[Row], header: dict[str, Any]) -> Any:
 
 
 def _roof(rows: Sequence[Row], header: dict[str, Any]) -> Any:
-    """Points: fraction of the roof against sharing, ours and the fastest peer's."""
+    """Points: fraction of the roof against sharing, for deft and for the fastest peer."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
@@ -131,7 +131,7 @@ def _roof(rows: Sequence[Row], header: dict[str, Any]) -> Any:
 
 
 def _limit(row: Row) -> float:
-    """The speed-up at which the roof would be reached."""
+    """The speed-up at which deft would reach the roof."""
     peer, roof = best_peer(row), row["roof_us"]
     assert peer is not None
     assert roof is not None
@@ -139,7 +139,7 @@ def _limit(row: Row) -> float:
 
 
 def _of(rows: Sequence[Row], heads: str, label: str) -> list[Row]:
-    """The rows of one bar: more than one for the steps of a recording."""
+    """The rows of one bar; the steps of a recording are several."""
     return [row for row in rows if row["heads"] == heads and _label(row) == label]
 
 

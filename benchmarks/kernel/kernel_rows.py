@@ -1,4 +1,4 @@
-"""Rows: what is recorded of a case, how it is written, and what follows from it."""
+"""Rows: the figures of one case, their files, and values that follow from them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from benchmarks.row_files import RowsError
 
 
 class Row(TypedDict):
-    """A case.
+    """One case.
 
-    ``us`` and ``error`` map methods to microseconds and relative errors; a method without a
-    correct result has no time. ``skipped`` says why a method has none.
+    ``us`` and ``error`` map methods to microseconds and relative errors. A method without a correct
+    result has no time; ``skipped`` says why.
     """
 
     set: str
@@ -41,7 +41,7 @@ class Row(TypedDict):
 
 
 def key_of(row: Row) -> tuple[str, str, str, str, int, int, str, str]:
-    """What tells a row from others."""
+    """The fields that identify a row."""
     return (
         row["set"], row["workload"], row["heads"], row["dtype"], row["head_dim"],
         row["page_size"], row["layout"], row["policy"],
@@ -55,7 +55,7 @@ def best_peer(row: Row) -> tuple[str, float] | None:
 
 
 def speed_up(row: Row) -> float | None:
-    """How many times faster than the fastest correct peer."""
+    """The fastest correct peer's time divided by the time of deft."""
     peer, ours = best_peer(row), row["us"].get(OURS)
     return peer[1] / ours if peer and ours else None
 
@@ -67,31 +67,31 @@ def of_roof(row: Row, method: str = OURS) -> float | None:
 
 
 def geometric_mean(values: Iterable[float | None]) -> float | None:
-    """Of the values that there are; None without any."""
+    """The geometric mean of the values that are not None; None without any."""
     found = [math.log(value) for value in values if value]
     return math.exp(sum(found) / len(found)) if found else None
 
 
 def read_rows(path: Path) -> tuple[list[Row], dict[str, Any]]:
-    """Rows and header of a file; raises RowsError if it holds something else."""
+    """Rows and header of a file; raises RowsError if the file holds something else."""
     rows, header = row_files.read_rows(path, Row.__required_keys__, "python -m benchmarks kernel")
     return cast(list[Row], rows), header
 
 
 def _planners(header: dict[str, Any]) -> set[str]:
-    """Who planned ours in the runs of a file."""
+    """The planners of deft in the runs of a file."""
     return {run.get("options", {}).get("planner", "host") for run in header.get("runs", [{}])}
 
 
 def merged(
     parts: Sequence[tuple[Path, list[Row], dict[str, Any]]],
 ) -> tuple[list[Row], dict[str, Any]]:
-    """Rows of several runs as one list; a case that was measured twice keeps its last row.
+    """The rows of several runs. Of a case that was measured twice, the last row counts.
 
     Raises
     ------
     RowsError
-        If the runs are of different devices, versions or commits, or ours was planned differently.
+        If the runs have different devices, versions, commits or planners.
     """
     if not parts:
         raise RowsError("there are no files to merge")

@@ -1,4 +1,4 @@
-"""A run: every case with every method, checked and then timed."""
+"""Check and then time every method on every case."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ from deft_backend.tuning.ceilings import Ceilings
 from deft_backend.tuning.launch_clock import Budget, captured, launch_us
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Relative error above which a result is wrong: several times what rounding alone makes."""
+"""Relative error above which a result is wrong: several times the error of rounding."""
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class DeviceLost(RuntimeError):
-    """The device answers no more; what was measured before stands."""
+    """The device no longer works; earlier rows are valid."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is the same for every case.
+    """The settings of all cases.
 
     Attributes
     ----------
     ours : Ours
-        Our method; `peers` are what it is compared with.
+        Our method; `peers` are the methods that it is compared with.
     head_dim : int
     dtype : str
         One of :data:`DTYPES`.
     device : torch.device
-        A GPU, or the CPU, where results are checked and nothing is timed.
+        A GPU, or the CPU. On the CPU, results are checked and nothing is timed.
     layout : str
         One of :data:`~benchmarks.kernel.case_inputs.LAYOUTS`.
     seed : int
     graph : bool
-        Time CUDA graphs, as servers replay them, not single launches from Python.
+        Time CUDA graphs, as servers replay them, instead of launches from Python.
     budget : Budget
     ceilings : Ceilings, optional
-        Of the device; None on the CPU.
+        Ceilings of the device; None on the CPU.
     unavailable : dict
-        Why a peer cannot run here at all, by name; repeated in every row.
+        Why a peer cannot run on this machine, by name; every row repeats it.
     phases : bool
-        Time each launch of ours by itself, too.
+        Also time each kernel launch of our method alone.
     """
 
     ours: Ours
@@ -72,7 +72,7 @@ class Setup:
 
 
 def measure(cases: Sequence[Case], setup: Setup) -> Iterator[Row]:
-    """A row a case, in order.
+    """Yield one row for each case, in order.
 
     Raises
     ------
@@ -125,7 +125,7 @@ def measure_case(case: Case, setup: Setup) -> Row:
 
 
 def _phases_ns(inputs: Inputs, setup: Setup) -> dict[str, int]:
-    """Nanoseconds of each launch of ours by itself."""
+    """Nanoseconds of each kernel launch of our method alone."""
     found = {}
     for name, launch in setup.ours.phases(inputs):
         timed = captured(launch)[0] if setup.graph else launch
@@ -155,13 +155,13 @@ def _measure_method(
             row["us"][name] = round(launch_us(launch, setup.budget), 3)
     except Refused as reason:
         row["skipped"][name] = str(reason)
-    except Exception as failure:  # a kernel of others raises what it likes; the rest goes on
+    except Exception as failure:  # another package's kernel may raise anything; the run continues
         row["skipped"][name] = f"failed: {type(failure).__name__}: {failure}".splitlines()[0][:200]
         _still_there(setup.device, name, failure)
 
 
 def _launcher(prepared: Prepared, setup: Setup) -> tuple[Callable[[], object], torch.Tensor]:
-    """What is timed and the tensor that it writes."""
+    """The launch to time, and the tensor that it writes."""
     if setup.device.type == "cuda" and setup.graph:
         return captured(prepared.launch)
     return prepared.launch, prepared.launch()
@@ -170,7 +170,7 @@ def _launcher(prepared: Prepared, setup: Setup) -> tuple[Callable[[], object], t
 def _checked(
     prepared: Prepared, launch: Callable[[], object], out: torch.Tensor, reference: torch.Tensor
 ) -> tuple[float, torch.Tensor]:
-    """Relative error of what the timed launch itself writes into NaN, and its result."""
+    """Relative error of the timed launch's own result, and that result; all NaN before."""
     out.fill_(math.nan)
     if prepared.poison is not None:
         prepared.poison()
@@ -189,6 +189,6 @@ def _still_there(device: torch.device, name: str, failure: Exception) -> None:
         torch.cuda.empty_cache()
     except RuntimeError:
         raise DeviceLost(
-            f"the GPU answers no more after {name} failed ({failure}); rows measured before are "
-            "kept, run the others again without that method"
+            f"the GPU no longer works after {name} failed ({failure}). The rows so far are kept; "
+            "run the other cases again without that method"
         ) from failure

@@ -1,4 +1,4 @@
-"""Random forests of the kind that a busy server decodes: trees of many shapes beside loners."""
+"""Random forests like those of a busy server: trees of many shapes, and requests alone."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Hashable
 
 from deft_backend.forest import PrefixForest, forest_from_paths
 
-_LONER_SHARE = 0.2
+_ALONE_SHARE = 0.2
 _ENDS_AT_PREFIX = 0.05
 
 
 def mixed_forest(seed: int, requests: int) -> PrefixForest:
-    """A batch of ragged trees of up to four shared levels, and requests that share nothing.
+    """A batch of trees of up to four shared levels, and requests that share nothing.
 
-    Lengths are log-uniform: prefixes of 16 to 8,192 tokens, shorter further down, and leaves of 1
-    to 2,048; a loner holds 64 to 8,192. One request in twenty ends where its prefix does. The
-    batch is in random order.
+    Lengths are log-uniform: 16 to 8,192 tokens for shared nodes, less at deeper levels; 1 to 2,048
+    for leaves; 64 to 8,192 for requests that share nothing. One request in twenty has an empty
+    leaf. The batch is in random order.
 
     Parameters
     ----------
     seed : int
-        Same seed, same forest.
+        The same seed gives the same forest.
     requests : int
         Batch size.
     """
@@ -49,7 +49,7 @@ def mixed_forest(seed: int, requests: int) -> PrefixForest:
 
     while len(paths) < requests:
         left = requests - len(paths)
-        if rng.random() < _LONER_SHARE:
+        if rng.random() < _ALONE_SHARE:
             paths.append([node(64, 8192)])
         else:
             grow([], rng.randint(1, left), 0)

@@ -1,4 +1,4 @@
-"""Where an attention's time goes: its plan, cut down to one launch at a time."""
+"""Where an attention's time goes: its plan, reduced to one kernel launch at a time."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ import numpy as np
 from deft_backend.planner import Plan
 from deft_backend.planner.encoding import ITEM_ORDER
 
-STAGE_1 = ("leaves", "stems", "packed")
-"""Launches of stage 1, by tile shape."""
+STAGE_1 = ("small_tile", "large_tile", "masked_tile")
+"""The kernel launches of stage 1, by tile shape."""
 
 STAGE_2 = "reduction"
 
 
 def alone(plan: Plan) -> dict[str, Plan]:
-    """Plans of which each has one of the launches of `plan`, by name; those without work are not.
+    """One plan for each kernel launch of `plan` that has items, by the launch's name.
 
-    One after the other, in the order of the launches, they compute what `plan` does: partial
-    results stay in the workspace. By themselves, their times add up to more: launches of one
-    attention overlap.
+    Run in this order, the plans compute what `plan` computes: partial results stay in the
+    workspace. Their times add up to more than that of `plan`, whose launches overlap.
     """
     found = {}
     nothing = {
@@ -29,7 +28,7 @@ def alone(plan: Plan) -> dict[str, Plan]:
     for shape in reversed(range(len(ITEM_ORDER))):
         begin, end = plan.items_of(shape)
         if end > begin:
-            # Other shapes begin and end at the same item; no item changes its place.
+            # The other shapes get an empty range of items; no item changes its place.
             place = ITEM_ORDER.index(shape)
             tile_ptr = np.where(np.arange(len(plan.tile_ptr)) <= place, begin, end)
             found[STAGE_1[shape]] = replace(plan, tile_ptr=tile_ptr.astype(np.int32), **nothing)

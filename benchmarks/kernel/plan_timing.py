@@ -18,12 +18,12 @@ _LEAST_PLANS, _MOST_PLANS = 5, 100
 
 
 def plan_us(attention: TreeAttention, inputs: Inputs, budget: Budget) -> dict[str, float]:
-    """Median host microseconds on one core, the plan's way to the device included.
+    """Median microseconds on one CPU core, with the plan's copy to the device.
 
     Returns
     -------
     dict
-        ``plan``: of a forest that is there; ``page_tables``, ``paths``: forest building included.
+        ``plan``: for a finished forest; ``page_tables``, ``paths``: with building the forest.
     """
     tables, forest = inputs.tables, inputs.forest
     paths = [
@@ -56,7 +56,7 @@ def _host_us(work: Callable[[], object], device: torch.device, budget: Budget) -
     end = time.perf_counter() + budget.plan_s
     while len(times) < _LEAST_PLANS or (len(times) < _MOST_PLANS and time.perf_counter() < end):
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # an earlier plan's copies are no part of this one
+            torch.cuda.synchronize(device)  # do not count the copies of an earlier plan
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)
@@ -72,7 +72,7 @@ def _inverse(order: list[int]) -> list[int]:
 
 @contextmanager
 def _one_core() -> Iterator[None]:
-    """Keep this thread on one core of those it may run on."""
+    """Keep this thread on one core."""
     if not hasattr(os, "sched_setaffinity"):  # not on Linux
         yield
         return

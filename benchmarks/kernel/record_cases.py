@@ -1,4 +1,4 @@
-"""A benchmark session: rows measured one by one, each on disk before the next begins."""
+"""A run of the kernel benchmark: each row is on disk before the next case begins."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def record(
     options: dict[str, Any],
     on_row: Callable[[Row], None],
 ) -> list[Row]:
-    """Measure every case and write rows and header after each; the last write says ``complete``.
+    """Measure every case; write rows and header after each. The last header is ``complete``.
 
     Raises
     ------
     DeviceLost
-        If the device failed under way; what was measured before is on disk.
+        If the device failed during the run; the earlier rows are on disk.
     """
     header = _header(setup, options)
     rows: list[Row] = []
@@ -52,7 +52,7 @@ def record(
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
-    """Cases in which our own result is wrong or missing, or differs from run to run."""
+    """Cases in which the result of deft is wrong or missing, or differs between two runs."""
     found = []
     for row in rows:
         case = f"{row['set']}, {row['workload']}, heads {row['heads']}"

@@ -11,20 +11,20 @@ from deft_backend.traces.tree_forests import forest_at, token_tree_forest
 
 
 def recorded_workloads(path: Path, steps: int) -> list[Workload]:
-    """Steps sampled evenly over one tree of each recording, one workload a step.
+    """Evenly spaced steps of one tree of each recording, one workload per step.
 
     Parameters
     ----------
     path : Path
-        A trace file, or a folder of them. A file's tree with the most thoughts is taken, or the
-        recording that decodes the most tokens.
+        A trace file, or a folder of them. Each file gives its tree with the most thoughts, or its
+        recording with the most tokens.
     steps : int
-        Steps of each tree.
+        Number of steps of each tree.
 
     Raises
     ------
     TraceError
-        If there is no trace, or a file is none.
+        If there is no trace, or a file is not a trace.
     """
     if path.is_dir():
         found = sorted(path.glob("*.json"))
@@ -64,6 +64,6 @@ def _thought_steps(path: Path, trees: list[ThoughtTree], steps: int) -> list[Wor
 
 
 def _spread(first: int, last: int, count: int) -> list[int]:
-    """`count` whole numbers in the middles of equal parts of ``first … last``, without repeats."""
+    """The middles of `count` equal parts of ``first … last``, as whole numbers without repeats."""
     span = last - first + 1
     return sorted({first + (2 * i + 1) * span // (2 * count) for i in range(count)})

@@ -1,4 +1,4 @@
-"""The forests that are measured: from ``tree_sets.json``, or described by hand."""
+"""The forests to measure: from ``tree_sets.json``, or described by the user."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from deft_backend.forest import PrefixForest, forest_from_paths
 from deft_backend.traces.tree_forests import forest_from_levels
 
 TRACES = "traces"
-"""The set that is read from recordings; it is no part of the data file."""
+"""The set that comes from recordings instead of the data file."""
 
 QUICK_TREES = 2
-"""Trees of each set that a quick run keeps."""
+"""Trees of each set in a quick run."""
 
 _PAGE = 16
 
 
 class WorkloadChoiceError(ValueError):
-    """A set, head shape or part that cannot be; says what was expected."""
+    """An unknown set, or a head shape that is impossible; names what was expected."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Who shares how many tokens with whom.
+    """A forest to measure: who shares how many tokens with whom.
 
     Attributes
     ----------
     set, name : str
-        Where it is from, and what it is called there.
+        Its set, and its name in the set.
     describe : callable
-        Makes the forest, at the granularity of single tokens.
+        Makes the forest, with a page size of 1.
     page_size : int, optional
-        Tokens a page; None takes 16 where every node is a whole number of such pages, else 1.
+        Tokens per page; None takes 16 if all nodes are whole pages of 16 tokens, otherwise 1.
     """
 
     set: str
@@ -50,7 +50,7 @@ class Workload:
         return self.describe()
 
     def tokens_a_page(self) -> int:
-        """The page size that the workload is measured with unless another is asked for."""
+        """The default page size of the workload."""
         if self.page_size is not None:
             return self.page_size
         return 1 if (self.forest.length % _PAGE).any() else _PAGE
@@ -58,7 +58,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Case:
-    """A workload in one shape of attention: what makes a row."""
+    """A workload with one head shape: it makes one row."""
 
     workload: Workload
     query_heads: int
@@ -71,7 +71,7 @@ class Case:
 
 
 def set_names() -> list[str]:
-    """Sets of the data file, in its order."""
+    """The sets of the data file, in its order."""
     return list(_data())
 
 
@@ -81,7 +81,7 @@ def workloads_of(name: str) -> list[Workload]:
     Raises
     ------
     WorkloadChoiceError
-        If there is no such set.
+        If the set is unknown.
     """
     data = _data()
     if name not in data:
@@ -93,7 +93,7 @@ def workloads_of(name: str) -> list[Workload]:
 
 
 def described(tree: str) -> Workload:
-    """A tree of one's own, ``nodes per level  tokens per node at each level``.
+    """The user's own tree: ``nodes per level  tokens per node at each level``.
 
     Raises
     ------
@@ -101,14 +101,14 @@ def described(tree: str) -> Workload:
         If the description cannot be read.
     """
     made = Workload("own", tree, partial(forest_from_levels, tree))
-    made.forest  # noqa: B018 - bad descriptions are told before anything is measured
+    made.forest  # noqa: B018 - refuse a bad description before anything is measured
     return made
 
 
 def cases_of(
     chosen: Sequence[Workload], heads: Sequence[tuple[int, int]] | None, page_size: int | None
 ) -> list[Case]:
-    """Every workload in every head shape: those asked for, or those that its set is measured in."""
+    """Each workload with each head shape; None takes the head shapes of its set."""
     cases = []
     for workload in chosen:
         for query_heads, kv_heads in heads or _heads_of(workload.set):
@@ -131,7 +131,7 @@ def parse_heads(text: str) -> tuple[int, int]:
     Raises
     ------
     WorkloadChoiceError
-        If it is no such pair, or the first is no multiple of the second.
+        If the text is no such pair, or the first is no multiple of the second.
     """
     try:
         query_heads, kv_heads = (int(part) for part in text.split("/"))
@@ -170,7 +170,7 @@ def _workload(name: str, entry: str | dict[str, Any]) -> Workload:
 
 
 def forest_from_parents(parents: Sequence[int], tokens: Sequence[int]) -> PrefixForest:
-    """Nodes by their parents (-1: none, parents first); each node without children is a request."""
+    """A forest from the nodes' parents (-1: a root). Parents come first; leaves are requests."""
     childless = sorted(set(range(len(parents))) - set(parents))
     paths: list[list[tuple[Hashable, int]]] = []
     for leaf in childless:

@@ -37,7 +37,7 @@ HEADS = (32, 8, 128)
 
 @dataclass(frozen=True)
 class Tables:
-    """A batch's page tables on the host, the unused entries 0."""
+    """A batch's page tables on the CPU; unused entries are 0."""
 
     name: str
     page_table: npt.NDArray[np.int32]
@@ -46,14 +46,14 @@ class Tables:
 
 
 def shared(requests: int, page_size: int, prefix_tokens: int = PREFIX_TOKENS) -> Tables:
-    """Requests over a ragged tree, shuffled."""
+    """Requests on a tree of four shared levels, shuffled."""
     batch = ragged_batch(FAN_OUTS[requests], page_size, True, prefix_tokens)
     table = np.maximum(batch.page_tables, 0)
     return Tables(f"{prefix_tokens} tokens in 4 levels", table, batch.seq_lens, page_size)
 
 
 def unshared(requests: int, tokens: int, page_size: int) -> Tables:
-    """Requests that have nothing in common."""
+    """Requests that share nothing."""
     pages = -(-tokens // page_size)
     table = np.arange(requests * pages, dtype=np.int32).reshape(requests, pages)
     lens = np.full(requests, tokens, dtype=np.int32)
@@ -124,7 +124,7 @@ def measure(tables: Tables, device: torch.device, budget: Budget) -> dict[str, A
 
 
 def kernel_times(replay: Callable[[], None], repeats: int = 20) -> dict[str, float]:
-    """Median microseconds of each kernel that a graph launches."""
+    """Median microseconds of each kernel in a CUDA graph."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(repeats):
             replay()

@@ -39,14 +39,14 @@ FAN_OUTS = {64: (4, 4, 4), 256: (4, 8, 8), 1024: (8, 8, 16)}
 PAGE_SIZES = (1, 16)
 OWN_TOKENS = 512
 SPARE_TOKENS = 4096
-"""Tokens by which page tables are wider than the prefix."""
+"""Tokens that fit the page tables in addition to the prefix."""
 FLUSHED_BYTES = 1 << 28
 COLD_REPEATS = 9
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch as each source of forests takes it; all on the host.
+    """One batch as input for each source of forests; all arrays are on the CPU.
 
     Attributes
     ----------
@@ -73,11 +73,10 @@ def ragged_batch(
     prefix_tokens: int = PREFIX_TOKENS,
     seed: int = 0,
 ) -> Batch:
-    """One tree of ``len(fan_outs)`` shared levels that hold `prefix_tokens` together, and leaves.
+    """One tree of ``len(fan_outs)`` shared levels with `prefix_tokens` on each path, and leaves.
 
-    A shared node takes half to all of its even share of the tokens that its path still lacks, in
-    whole pages; a leaf holds up to :data:`OWN_TOKENS`. Requests come in depth-first order, or
-    shuffled.
+    A shared node takes 50 to 100 % of an even part of its path's remaining tokens, in whole pages.
+    A leaf holds up to :data:`OWN_TOKENS`. Requests are in depth-first order, or shuffled.
     """
     draw = random.Random(seed)
     parent, depth = [0], [0]
@@ -124,7 +123,7 @@ def ragged_batch(
 
 
 def measure(batch: Batch, page_size: int, policy_name: str, repeats: int) -> dict[str, Any]:
-    """Times of each source of forests, of the plan, and of the whole way."""
+    """Times of each source of forests, of the plan, and of both together."""
     lens = batch.seq_lens
     policy = get_policy(policy_name)
     target = Target(num_query_heads=32, num_kv_heads=8, head_dim=128)
@@ -141,7 +140,7 @@ def measure(batch: Batch, page_size: int, policy_name: str, repeats: int) -> dic
         return plan_forest(from_tables(), policy, target, capacity)
 
     forest = from_tables()
-    # What neighbours share: the end of the deepest node that both attend to.
+    # Neighbours share the tokens up to the end of the deepest node that both attend to.
     shared = [
         max((int(forest.end[n]) for n in {*forest.path(i)} & {*forest.path(i + 1)}), default=0)
         for i in range(len(lens) - 1)
@@ -149,7 +148,7 @@ def measure(batch: Batch, page_size: int, policy_name: str, repeats: int) -> dic
     neighbours = np.array(shared, dtype=np.int32)
     fresh: list[PrefixForest] = []
 
-    def renew() -> None:  # a forest whose derived arrays are still to be computed
+    def renew() -> None:  # a new forest, whose derived arrays are not computed yet
         fresh[:] = [from_tables()]
 
     def source(call: Callable[[], object]) -> float:
@@ -189,7 +188,7 @@ def median_ms(
 
 
 def use_one_core() -> int | None:
-    """Stay on one core from now on, where the system lets us; which."""
+    """Keep this process on one core; returns its number, or None if the system cannot do it."""
     if not hasattr(os, "sched_setaffinity"):
         return None
     core = max(os.sched_getaffinity(0))
@@ -198,7 +197,7 @@ def use_one_core() -> int | None:
 
 
 def processor() -> str:
-    """Model name of the processor that plans."""
+    """Model name of the CPU."""
     info = Path("/proc/cpuinfo")
     names = info.read_text().splitlines() if info.exists() else []
     found = [line.split(":", 1)[1].strip() for line in names if line.startswith("model name")]

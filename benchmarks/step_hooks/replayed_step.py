@@ -1,7 +1,7 @@
-"""A decode step replayed from a graph that does nothing but call the plugin, to be timed.
+"""A replayed decode step of SGLang in which only the plugin does work, to be timed.
 
-What the plugin adds to a replayed step: the real backend that plans on the device and the real
-fence for page tables, around a host's backend and a graph that take no time.
+The plugin's real device-planned backend and its real fence for page tables run around a host
+backend and a CUDA graph that take no time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from deft_patches import sglang_page_table_fence
 
 
 def server_state() -> ServerState:
-    """Counters of a server that nobody asks."""
+    """The state of a server that does not exist."""
     return ServerState(
         port=0, rank=0, host="sglang", host_version="", backend="deft", policy="auto",
         device="cpu", dtype="float32", num_layers=32, num_query_heads=32, num_kv_heads=8,
@@ -32,22 +32,24 @@ def server_state() -> ServerState:
 
 
 class Replay:
-    """A graph's replay that takes no time, as the host's runner has it."""
+    """The host's replay of a CUDA graph, without work."""
 
     def execute(self, forward_batch: Any, pp_proxy_tensors: Any = None) -> None:
         pass
 
 
 def fenced_replay(model_runner: Any, reads: Callable[[Any], bool]) -> Callable[..., None]:
-    """The same with the plugin's fence for page tables around it.
+    """The replay with the plugin's fence for page tables around it.
 
     Raises
     ------
     RuntimeError
-        If SGLang does not put it there.
+        If the fence was not installed.
     """
     if not hasattr(DecodeCudaGraphRunner.execute, "__wrapped__"):
-        DecodeCudaGraphRunner.execute = Replay.execute  # for good: a process wraps it once
+        DecodeCudaGraphRunner.execute = (
+            Replay.execute
+        )  # stays: a process wraps the method only once
     sglang_page_table_fence.install(model_runner, reads)
     fenced: Callable[..., None] = DecodeCudaGraphRunner.execute
     if fenced is Replay.execute or inspect.unwrap(fenced) is not Replay.execute:
@@ -56,16 +58,16 @@ def fenced_replay(model_runner: Any, reads: Callable[[Any], bool]) -> Callable[.
 
 
 def replayed_step(requests: int, context: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """A step of a captured graph with the plugin's hooks, and the same host without them.
+    """A step of a captured CUDA graph with the plugin's hooks, and one without them.
 
     Parameters
     ----------
     requests, context : int
-        Requests of the batch, and tokens of each.
+        Requests of the batch, and tokens of each context.
     """
 
     class Idle(AttentionBackend):  # type: ignore[misc]
-        """A host's backend that prepares nothing."""
+        """A host backend that prepares nothing."""
 
         token_to_kv_pool = None
         req_to_token_pool = SimpleNamespace(

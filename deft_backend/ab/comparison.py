@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import statistics
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from deft_backend.harness.agreement import Agreement, compare
+from deft_backend.ab.agreement import Agreement, compare
+from deft_backend.harness.counted_server import CountedServer
 from deft_backend.harness.provenance import provenance
-from deft_backend.harness.replay import Replayed, ReplayError, replay
 from deft_backend.harness.request_plan import Request, RequestPlan
+from deft_backend.harness.send_plan import Answered, PlanError, answer_plan
 from deft_backend.servers.command import (
     BACKEND,
     BACKEND_NAMES,
@@ -22,13 +23,9 @@ from deft_backend.servers.command import (
     free_port,
     server_command,
 )
-from deft_backend.servers.process import ServerProcess
 from deft_backend.telemetry.state_reader import (
     Counters,
     StateError,
-    read_state,
-    settled_counters,
-    written_state,
 )
 
 SIDES = ("host", "deft")
@@ -90,8 +87,32 @@ class Measured:
     tpot: float | None
     tokens_a_second: float
     seconds: float
-    kv_bytes_a_step: float | None
     counters: Counters | None
+
+
+@dataclass(frozen=True)
+class KvRead:
+    """Bytes of KV that a decode step of the plugin's server reads, all layers, on average.
+
+    Both figures are of the same steps. The other server's steps hold other requests, because
+    answers start and end at other moments there.
+
+    Attributes
+    ----------
+    query_by_query : float
+        What those steps would read if every query read its whole context, as the host's kernel
+        does.
+    deft : float
+        What they read.
+    """
+
+    query_by_query: float
+    deft: float
+
+    @property
+    def saved(self) -> float | None:
+        """Share of the reads that the plugin saves, 0 to 1; None if there is nothing to read."""
+        return 1.0 - self.deft / self.query_by_query if self.query_by_query else None
 
 
 @dataclass(frozen=True)
@@ -107,16 +128,15 @@ class Compared:
     agreement: Agreement
 
     @property
-    def kv_saved(self) -> float | None:
-        """Share of KV reads that the plugin saved, 0 to 1.
-
-        Against what reading each request's whole context would have taken in the very same steps:
-        the two servers' steps do not hold the same requests, since arrivals fall differently.
-        """
+    def kv_read(self) -> KvRead | None:
+        """KV reads of the plugin's server; None if the plugin counted no step."""
         counted = self.deft.counters
-        if counted is None or not counted.kv_bytes_query_guided:
+        if counted is None or not counted.decode_steps:
             return None
-        return 1.0 - counted.kv_bytes_read / counted.kv_bytes_query_guided
+        return KvRead(
+            counted.kv_bytes_query_guided / counted.decode_steps,
+            counted.kv_bytes_read / counted.decode_steps,
+        )
 
 
 @dataclass(frozen=True)
@@ -140,14 +160,16 @@ class AbResult:
         """Plain data, with the derived figures that the report shows."""
         content = asdict(self)
         for record, workload in zip(content["workloads"], self.workloads, strict=True):
-            record["kv_saved"] = workload.kv_saved
+            read = workload.kv_read
+            record["kv_bytes_a_step"] = None if read is None else asdict(read)
+            record["kv_saved"] = None if read is None else read.saved
             record["agreement"]["same"] = workload.agreement.same
-        return {"schema": 1, "same": self.same, **content}
+        return {"schema": 2, "same": self.same, **content}
 
 
 @dataclass(frozen=True)
 class _Side:
-    replayed: tuple[Replayed, ...]
+    answered: tuple[Answered, ...]
     counters: tuple[Counters | None, ...]
     command: ServerCommand
     backend: str
@@ -168,7 +190,7 @@ def run_ab(setup: AbSetup, logs: Path, watcher: Watcher) -> AbResult:
 
     Raises
     ------
-    LaunchError, DriverStubError, ReplayError, AbError
+    LaunchError, DriverStubError, PlanError, AbError
         If a server does not start, a request fails, or the plugin was not at work.
     """
     sides = {side: _run_side(side, setup, logs, watcher) for side in SIDES}
@@ -179,9 +201,9 @@ def run_ab(setup: AbSetup, logs: Path, watcher: Watcher) -> AbResult:
             description=plan.description,
             requests=len(plan.requests),
             tokens=plan.tokens,
-            host=_measure(host.replayed[i], host.counters[i], guided=True),
-            deft=_measure(deft.replayed[i], deft.counters[i], guided=False),
-            agreement=compare(host.replayed[i], deft.replayed[i]),
+            host=_measure(host.answered[i], host.counters[i]),
+            deft=_measure(deft.answered[i], deft.counters[i]),
+            agreement=compare(host.answered[i], deft.answered[i]),
         )
         for i, plan in enumerate(setup.plans)
     )
@@ -197,79 +219,61 @@ def run_ab(setup: AbSetup, logs: Path, watcher: Watcher) -> AbResult:
 
 
 def _run_side(side: str, setup: AbSetup, logs: Path, watcher: Watcher) -> _Side:
-    with tempfile.TemporaryDirectory(prefix="deft-ab-") as folder:
+    def command(state_folder: Path) -> ServerCommand:
         observe = {"DEFT_OBSERVE": "1"} if side == "host" else {}
-        command = server_command(
+        return server_command(
             setup.model,
             free_port(),
             host=setup.host,
             backend=setup.baseline if side == "host" else BACKEND,
             policy=setup.policy if side == "deft" else None,
             host_arguments=setup.host_arguments,
-            environment={"DEFT_STATE_DIR": folder, **observe},
+            environment={"DEFT_STATE_DIR": str(state_folder), **observe},
         )
-        log = logs / f"{side}.log"
-        replayed: list[Replayed] = []
-        counters: list[Counters | None] = []
-        with ServerProcess(command, log, progress=watcher.starting(side, command)) as server:
-            watcher.started(side)
-            try:
-                replay(_FIRST, server.url)  # the counters start with the first decode step
-            except ReplayError as error:
-                server.check_alive()
-                raise AbError(f"{side} server: {error}. Its log is {log}") from error
-            state = written_state(Path(folder), command.port)
+
+    log = logs / f"{side}.log"
+    answered: list[Answered] = []
+    counters: list[Counters | None] = []
+    with CountedServer(command, log, on_start=partial(watcher.starting, side)) as server:
+        watcher.started(side)
+        try:
+            answer_plan(_FIRST, server.url)  # the counters start with the first decode step
+            counts = server.counts()
             for plan in setup.plans:
-                try:
-                    answers, counted = _run_plan(
-                        plan, server.url, state, watcher.replaying(side, plan)
-                    )
-                except (ReplayError, StateError) as error:
-                    server.check_alive()  # if it died, that is the news
-                    raise AbError(f"{side} server: {error}. Its log is {log}") from error
-                replayed.append(answers)
-                counters.append(counted)
-            backend, policy = _names(side, setup, state)
+                before = server.counters() if counts else None
+                answered.append(answer_plan(plan, server.url, watcher.replaying(side, plan)))
+                after = server.counters() if counts else None
+                counters.append(after - before if after and before else None)
+        except (PlanError, StateError) as error:
+            server.process.check_alive()  # a server that ended is the cause; report that instead
+            raise AbError(f"{side} server: {error}. Its log is {log}") from error
+        backend, policy = _names(side, setup, server if counts else None)
+        started = server.command
     if side == "deft" and not any(counted and counted.decode_steps for counted in counters):
         raise AbError(
             f"the server was started with --attention-backend {BACKEND_NAMES[setup.host]}, but "
             f"the plugin wrote no counts; run 'deft doctor'. The log is {log}"
         )
-    return _Side(tuple(replayed), tuple(counters), command, backend, policy)
+    return _Side(tuple(answered), tuple(counters), started, backend, policy)
 
 
-def _run_plan(
-    plan: RequestPlan, url: str, state: Path | None, on_tokens: Callable[[int], None]
-) -> tuple[Replayed, Counters | None]:
-    if state is None:  # the plugin is not in that server: nothing is counted
-        return replay(plan, url, on_tokens), None
-    before = settled_counters(state)
-    replayed = replay(plan, url, on_tokens)
-    return replayed, settled_counters(state) - before
-
-
-def _names(side: str, setup: AbSetup, state: Path | None) -> tuple[str, str]:
-    """Backend and policy as the server names them; else as they were asked for."""
+def _names(side: str, setup: AbSetup, server: CountedServer | None) -> tuple[str, str]:
+    """Backend and policy as the server names them, or else as the user asked for them."""
     asked = setup.policy or os.environ.get("DEFT_POLICY") or "auto"
-    if state is not None:
+    if server is not None:
         with suppress(StateError):
-            found = read_state(state)
+            found = server.state()
             return found.backend, found.policy
     return (setup.baseline or "host default") if side == "host" else BACKEND, asked
 
 
-def _measure(run: Replayed, counters: Counters | None, *, guided: bool) -> Measured:
+def _measure(run: Answered, counters: Counters | None) -> Measured:
     gaps = [answer.tpot for answer in run.answers if answer.tpot is not None]
-    tokens = sum(len(answer.tokens) for answer in run.answers)
-    kv = None
-    if counters is not None and counters.decode_steps:
-        read = counters.kv_bytes_query_guided if guided else counters.kv_bytes_read
-        kv = read / counters.decode_steps
+    tokens = sum(len(answer) for answer in run.answers)
     return Measured(
         ttft=statistics.median(answer.ttft for answer in run.answers),
         tpot=statistics.median(gaps) if gaps else None,
         tokens_a_second=tokens / run.seconds,
         seconds=run.seconds,
-        kv_bytes_a_step=kv,
         counters=counters,
     )

@@ -80,7 +80,11 @@ def _cards(result: AbResult) -> Iterable[str]:
     alike = sum(w.agreement.equal for w in result.workloads)
     kind = "good" if result.same else "bad"
     yield f"<div class='card {kind}'><b>{alike} of {answers}</b>answers have the same tokens</div>"
-    saved = [(w.kv_saved, w.workload) for w in result.workloads if w.kv_saved is not None]
+    saved = [
+        (w.kv_read.saved, w.workload)
+        for w in result.workloads
+        if w.kv_read is not None and w.kv_read.saved is not None
+    ]
     if saved:
         best, name = max(saved)
         yield (
@@ -93,11 +97,12 @@ def _cards(result: AbResult) -> Iterable[str]:
 
 
 def _headline(w: Compared) -> list[str]:
+    read = w.kv_read
     return [
         w.workload,
-        megabytes(w.host.kv_bytes_a_step),
-        megabytes(w.deft.kv_bytes_a_step),
-        percent(w.kv_saved),
+        megabytes(read.query_by_query if read else None),
+        megabytes(read.deft if read else None),
+        percent(read.saved if read else None),
         milliseconds(w.host.tpot),
         milliseconds(w.deft.tpot),
         milliseconds(w.host.ttft),

@@ -14,11 +14,12 @@ DEFT_COLOUR = "#1f6feb"
 
 
 def kv_plot(result: AbResult) -> str:
-    """KV bytes read per decode step, for each workload and side; a ``data:`` address."""
+    """KV bytes a decode step, query by query and as read by deft; a ``data:`` address."""
     names = [w.workload for w in result.workloads]
-    host = [(w.host.kv_bytes_a_step or 0.0) / 1e6 for w in result.workloads]
-    deft = [(w.deft.kv_bytes_a_step or 0.0) / 1e6 for w in result.workloads]
-    return _bars("KV cache read per decode step", "MB", names, host, deft)
+    reads = [w.kv_read for w in result.workloads]
+    whole = [read.query_by_query / 1e6 if read else 0.0 for read in reads]
+    deft = [read.deft / 1e6 if read else 0.0 for read in reads]
+    return _bars("KV cache read per decode step", "MB", names, whole, deft, "query by query")
 
 
 def tpot_plot(result: AbResult) -> str:
@@ -38,7 +39,12 @@ def ttft_plot(result: AbResult) -> str:
 
 
 def _bars(
-    title: str, unit: str, names: Sequence[str], host: Sequence[float], deft: Sequence[float]
+    title: str,
+    unit: str,
+    names: Sequence[str],
+    host: Sequence[float],
+    deft: Sequence[float],
+    host_label: str = "host",
 ) -> str:
     import matplotlib
 
@@ -50,7 +56,7 @@ def _bars(
         axes = figure.subplots()
         at = range(len(names))
         for shift, values, colour, label in (
-            (-0.19, host, HOST_COLOUR, "host"),
+            (-0.19, host, HOST_COLOUR, host_label),
             (0.19, deft, DEFT_COLOUR, "deft"),
         ):
             bars = axes.barh([y + shift for y in at], values, 0.36, color=colour, label=label)

@@ -1,4 +1,4 @@
-"""What a batch is planned for, from the attention's shape and how kernels run it."""
+"""The target of plans, from the attention's shape and its kernel configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def target_of(
     device: torch.device,
     page_size: int,
 ) -> Target:
-    """The target of plans that kernels run as `config` says, with costs measured for the device."""
+    """The target of plans for kernels configured by `config`, with the costs of `device`."""
     tile_programs = tuple(max(1, tile.programs // num_kv_heads) for tile in config.tiles)
     return Target(
         num_query_heads=num_query_heads,
@@ -32,7 +32,7 @@ def target_of(
         tile_programs=tile_programs,
         num_sms=config.sms,
         tile_segments=TILE_SEGMENTS,
-        # The interpreter takes larger blocks, for speed; plans are the same on every device.
+        # The interpreter takes larger KV blocks, for speed; plans are the same on every device.
         block_tokens=min(64, config.tiles[-1].block_tokens),
         cost_model=cost_model_on(device, num_query_heads, num_kv_heads, head_dim, dtype, page_size),
     )

@@ -1,7 +1,4 @@
-"""What an attention and its tensors must be like before kernels see them.
-
-Errors name what was found and what was expected.
-"""
+"""Checks of an attention's shape and of a step's tensors, before any kernel sees them."""
 
 from __future__ import annotations
 
@@ -89,7 +86,7 @@ def check_batch(
     table_rows: torch.Tensor,
     device: torch.device,
 ) -> None:
-    """Refuse what a batch cannot be planned from: page table, lengths and rows of the table.
+    """Refuse a page table, lengths or rows that the device planner cannot plan from.
 
     Raises
     ------

@@ -318,7 +318,7 @@ class TreeAttention:
         by_segment = planned.on_device or own_rows
         if by_segment:
             table_rows = self._current.arrays[
-                "segment_table" if planned.on_device else "segment_row"
+                "segment_table" if planned.on_device else "segment_request"
             ]
         # Triton's interpreter truncates to bfloat16 where GPUs round: let PyTorch convert. Outputs
         # of requests that the plan does not cover stay as they are.

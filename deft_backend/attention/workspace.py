@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from deft_backend.policies.makespan import partial_result_bytes
+
 
 class Workspace(NamedTuple):
     """Partial results on the device, at addresses that never change, as CUDA graphs need them.
@@ -13,9 +15,9 @@ class Workspace(NamedTuple):
     Attributes
     ----------
     out : [E, Hq, D] float16 or float32
-        Outputs over a scale of each row.
+        Outputs, each divided by its scale.
     lse, scale : [E, Hq] float32
-        Log-sum-exp of the scores, and those scales.
+        Log-sum-exp of the scores, and scales: the largest element of each output.
     """
 
     out: torch.Tensor
@@ -43,16 +45,16 @@ class Workspace(NamedTuple):
         return sum(tensor.nbytes for tensor in self)
 
     def poison(self) -> None:
-        """Fill it with NaN: a partial result that is read before it is written then shows."""
+        """Fill it with NaN: a partial result that is read before it is written shows."""
         for tensor in self:
             tensor.fill_(float("nan"))
 
 
 def entry_bytes(num_query_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of one query's partial result of one item."""
-    return num_query_heads * (head_dim * _out_dtype(dtype).itemsize + 2 * torch.float32.itemsize)
+    """Bytes of one entry's partial result."""
+    return partial_result_bytes(num_query_heads, head_dim, dtype.itemsize)
 
 
 def _out_dtype(dtype: torch.dtype) -> torch.dtype:
-    # In 16 bits over the row's largest element: 11 bits of mantissa, any range.
+    # Divided by the largest element, 16 bits keep 11 bits of mantissa for any range of values.
     return torch.float32 if dtype == torch.float32 else torch.float16

@@ -1,4 +1,4 @@
-"""`deft ab`: the host's own attention and the plugin, on the same requests, side by side."""
+"""`deft ab`: compare the host's own attention with the plugin, on the same requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOKENS_DIFFER = 1
 def ab(
     host_args: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- HOST OPTIONS]", help="Passed on to both servers."),
+        typer.Argument(metavar="[-- HOST OPTIONS]", help="Both servers get them unchanged."),
     ] = None,
     model: ModelOption = None,
     revision: RevisionOption = None,
@@ -38,16 +38,18 @@ def ab(
         typer.Option(help=f"One of {', '.join(WORKLOADS)}; may be repeated. Default: all."),
     ] = None,
     branches: Annotated[
-        int | None, typer.Option(min=1, help="Requests side by side in each workload.")
+        int | None, typer.Option(min=1, help="Requests that run at the same time in each workload.")
     ] = None,
     prefix_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens that a workload's requests share, about.")
+        int | None,
+        typer.Option(min=1, help="About how many tokens a workload's requests share."),
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens that each request decodes.")
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="A recorded tree of thoughts to replay; default: invented.")
+        Path | None,
+        typer.Option(help="A recorded tree of thoughts; default: a generated one."),
     ] = None,
     index: Annotated[int, typer.Option(min=0, help="Which tree of the trace.")] = 0,
     scale: Annotated[
@@ -57,23 +59,24 @@ def ab(
         str | None, typer.Option(help=f"The plugin's policy: {', '.join(POLICY_NAMES)}.")
     ] = None,
     baseline: Annotated[
-        str | None, typer.Option(help="The host's backend to compare with; default: its choice.")
+        str | None,
+        typer.Option(help="The host's backend to compare with; default: its choice."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the report; default: reports/ab-<time>.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Smaller workloads.")] = False,
 ) -> None:
-    """Serve a model twice, with and without the plugin, and compare tokens, KV reads and times.
+    """Start a model's server without and with the plugin; compare tokens, KV reads and times.
 
-    Exits with 1 if any token differs.
+    The exit code is 1 if any token differs.
     """
     extra = host_arguments(host_args)
     setup, on_gpu = _setup(
         model, revision, workload, (branches, prefix_tokens, max_tokens), trace, index, scale,
         policy, baseline, extra, quick, host,
     )  # fmt: skip
-    for package in ("openai", "matplotlib"):
+    for package in ("aiohttp", "matplotlib"):
         if find_spec(package) is None:
             raise fail(f"{package} is not installed; run: pip install 'deft-backend[bench]'")
     chosen_host(setup.host, compared=True)
@@ -85,9 +88,7 @@ def ab(
     folder = out or Path("reports") / f"ab-{stamp}"
     console.print(f"[bold]deft ab[/bold] · {setup.model}", highlight=False)
     if not on_gpu:
-        console.print(
-            "[bold yellow]no GPU: times will mean nothing, KV reads are exact[/bold yellow]"
-        )
+        console.print("[bold yellow]no GPU: times mean nothing, KV reads are exact[/bold yellow]")
     result = _run(setup, folder, console)
     _print_result(result, console)
     page, data = write_report(result, folder, shlex.join(["deft", *sys.argv[1:]]))
@@ -111,7 +112,7 @@ def _setup(
     quick: bool,
     host: str | None,
 ) -> tuple[AbSetup, bool]:
-    """Check everything that can be checked before a server is started."""
+    """Check all input before a server starts."""
     from deft_backend.ab import sizes
     from deft_backend.ab.comparison import AbSetup
     from deft_backend.ab.workloads import WorkloadError
@@ -162,11 +163,11 @@ def _setup(
 def _run(setup: AbSetup, folder: Path, console: Console) -> AbResult:
     from deft_backend.ab.comparison import AbError, run_ab
     from deft_backend.cli.progress import ProgressWatcher
-    from deft_backend.harness.replay import ReplayError
+    from deft_backend.harness.send_plan import PlanError
     from deft_backend.servers.command import LaunchError
     from deft_backend.servers.driver_stub import DriverStubError
 
-    errors = (AbError, ReplayError, LaunchError, DriverStubError)
+    errors = (AbError, PlanError, LaunchError, DriverStubError)
     with (
         ProgressWatcher(setup.plans, console) as watcher,
         unwound(console, "no server is left"),

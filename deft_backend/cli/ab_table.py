@@ -27,15 +27,16 @@ def _reads(result: AbResult) -> Table:
         padding=_PADDING,
     )  # fmt: skip
     table.add_column("workload", no_wrap=True, min_width=18)
-    for name in ("host", "deft", "saved", "steps by tree", "answers alike"):
+    for name in ("query by query", "deft", "saved", "steps by tree", "answers alike"):
         table.add_column(name, justify="right")
     for w in result.workloads:
-        counters = w.deft.counters
+        counters, read = w.deft.counters, w.kv_read
+        saved = percent(read.saved if read else None)
         table.add_row(
             w.workload,
-            megabytes(w.host.kv_bytes_a_step),
-            megabytes(w.deft.kv_bytes_a_step),
-            f"[green]{percent(w.kv_saved)}[/green]" if w.kv_saved else percent(w.kv_saved),
+            megabytes(read.query_by_query if read else None),
+            megabytes(read.deft if read else None),
+            f"[green]{saved}[/green]" if read and read.saved else saved,
             f"{counters.steps_tree} of {counters.decode_steps}" if counters else MISSING,
             Text(
                 f"{w.agreement.equal} of {w.agreement.answers}",

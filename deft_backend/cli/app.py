@@ -15,7 +15,7 @@ from deft_backend.cli.serve import serve
 from deft_backend.cli.tune import tune
 
 app = typer.Typer(
-    help="Tree attention for LLM servers: what requests share is read once per decode step.",
+    help="Tree attention for LLM servers: a decode step reads shared KV cache once.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -35,7 +35,7 @@ def main(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Tree attention for LLM servers: what requests share is read once per decode step."""
+    """Tree attention for LLM servers: a decode step reads shared KV cache once."""
 
 
 app.command()(serve)

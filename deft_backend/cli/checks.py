@@ -1,4 +1,4 @@
-"""What `deft doctor` looks at: one function a subject, each yielding its findings."""
+"""The checks of `deft doctor`: one function for each subject yields its findings."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ Status = Literal["ok", "note", "problem"]
 
 @dataclass(frozen=True)
 class Host:
-    """A server that the plugin plugs into."""
+    """A host, and how it finds plugins."""
 
     versions: TestedVersions
     group: str
-    """Of entry points, in which it looks for plugins."""
+    """The group of entry points in which it looks for plugins."""
     selection: str
-    """Environment variable that names the plugins to load, if set."""
+    """The environment variable that, if set, names the plugins to load."""
     selects_literally: bool
-    """Whether it is split at commas and nothing else: an empty one then names no plugin."""
+    """Whether the host splits it at commas only, so that an empty one names no plugin."""
 
     def leaves_us_out(self) -> bool:
-        """Whether the variable as it is set keeps the host from loading the plugin."""
+        """Whether the variable keeps the host from loading the plugin."""
         named = os.environ.get(self.selection)
         if named is None:
             return False
@@ -65,14 +65,14 @@ HOSTS = (
 _PACKAGES = (
     ("torch", "2.8", "3", True, "pip install 'deft-backend[sglang]'"),
     ("triton", "3.4", "4", True, "pip install 'triton>=3.4'"),
-    ("openai", "1.60", None, False, "pip install 'deft-backend[bench]'"),
+    ("aiohttp", "3.9", None, False, "pip install 'deft-backend[bench]'"),
     ("matplotlib", "3.8", None, False, "pip install 'deft-backend[bench]'"),
 )
 
 
 @dataclass(frozen=True)
 class Check:
-    """A finding: the plugin cannot work with a `problem`; a `note` is worth knowing."""
+    """A finding. With a `problem` the plugin cannot work; a `note` is worth knowing."""
 
     subject: str
     status: Status
@@ -81,14 +81,15 @@ class Check:
 
 
 def check_packages() -> Iterator[Check]:
-    """Installed packages and whether their versions are supported."""
+    """Which packages are installed, and whether their versions are supported."""
     yield Check("python", "ok", f"{platform.python_version()} on {platform.system()}")
     yield _own_package()
     installed = installed_hosts()
     for host in HOSTS:
         name = host.versions.distributions[0]
         if installed and host not in installed:  # one host an environment: they exclude each other
-            yield Check(name, "ok", "not installed; not needed beside the other host")
+            text = f"not installed, not needed beside the other host; {_window(host.versions)}"
+            yield Check(name, "ok", text)
         elif installed or host is HOSTS[0]:
             yield _host(host.versions)
     for name, low, high, needed, remedy in _PACKAGES:
@@ -99,19 +100,23 @@ def check_packages() -> Iterator[Check]:
 
 def _host(versions: TestedVersions) -> Check:
     name = versions.distributions[0]
-    found = versions.installed()
+    found, window = versions.installed(), _window(versions)
     remedy = f"pip install 'deft-backend[{name}]'"
     if found is None:
-        return Check(name, "problem", f"not installed; supported is {versions}", remedy)
+        return Check(name, "problem", f"not installed; {window}", remedy)
     if versions.holds(found):
-        return Check(name, "ok", f"{found} (supported is {versions})")
+        newer = versions.newer(found)
+        text = f"; newer inside the window: up to {newer}" if newer else ", the newest"
+        return Check(name, "ok", f"{found}, inside the {window}{text}")
     if tries_others():
-        text = (
-            f"{found}; supported is {versions}. DEFT_UNTESTED_HOST tries it: see the server's log"
-        )
+        text = f"{found}, outside the {window}. DEFT_UNTESTED_HOST tries it: see the server's log"
         return Check(name, "note", text, remedy)
-    text = f"{found}; supported is {versions}: this {versions.name} would decode by itself"
+    text = f"{found}, outside the {window}: this {versions.name} decodes without tree attention"
     return Check(name, "problem", text, f"{remedy} in an environment of its own")
+
+
+def _window(versions: TestedVersions) -> str:
+    return f"window {versions.lowest} to {versions.newest}"
 
 
 def _bounded(
@@ -133,7 +138,7 @@ def installed_hosts() -> list[Host]:
 
 
 def check_entry_point() -> Iterator[Check]:
-    """Whether the hosts installed will find the plugin, and whether it can be imported."""
+    """Whether the installed hosts find the plugin and can import it."""
     for host in installed_hosts() or HOSTS[:1]:
         yield from _entry_point(host)
 
@@ -161,7 +166,7 @@ def _entry_point(host: Host) -> Iterator[Check]:
 
 
 def check_device() -> Iterator[Check]:
-    """Driver, GPU and compiler, and so which engine would serve."""
+    """The driver, the GPU and the compiler, and which engine a server would use."""
     compiler = find_compiler()
     remedy = "apt-get install gcc (or set CC)"
     if has_nvidia_driver():
@@ -198,15 +203,17 @@ def check_settings() -> Iterator[Check]:
             yield Check(variable.name, "note" if later else "ok", found)
     for name in sorted(os.environ):
         if name.startswith("DEFT_") and name not in known:
-            yield Check(name, "note", "set, but no such setting exists", f"unset {name}")
+            yield Check(name, "note", "set, but there is no such setting", f"unset {name}")
     yield from _state_folder()
 
 
 def _own_package() -> Check:
     found = installed_version("deft-backend")
-    if found is None:  # the entry point decides whether that matters
+    if found is None:  # a problem only if the entry point is missing, too
         remedy = "pip install deft-backend (in a checkout: pip install -e .)"
-        return Check("deft-backend", "note", f"{__version__}, run without being installed", remedy)
+        return Check(
+            "deft-backend", "note", f"{__version__}, not installed: it runs from its folder", remedy
+        )
     return Check("deft-backend", "ok", found)
 
 
@@ -221,7 +228,7 @@ def _stub() -> Iterator[Check]:
 
 def _engine() -> Check:
     if not num_gpus():
-        return Check("device", "note", "no GPU: the host's CPU engine; times mean nothing there")
+        return Check("device", "note", "no GPU: servers use the CPU engine, and times mean nothing")
     try:
         import torch
     except ImportError as error:

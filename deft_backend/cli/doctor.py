@@ -1,4 +1,4 @@
-"""`deft doctor`: what is installed, which kernel would run, what is missing and what mends it."""
+"""`deft doctor`: what is installed, which kernel would run, and how to repair what is missing."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from deft_backend.cli.checks import (
     check_packages,
     check_settings,
 )
+from deft_backend.cli.errors import fail
 from deft_backend.cli.models import RevisionOption, chosen_model
 from deft_backend.cli.shapes import HeadShape, model_shape, parse_heads
 from deft_backend.config import SettingsError
@@ -25,6 +26,9 @@ from deft_backend.costs.cost_model import DEFAULT_TABLE, default_cost_model
 from deft_backend.costs.table_lookup import SHORT_DTYPES, TableInUse, table_in_use
 
 CANNOT_WORK = 1
+
+_COMMON = ((128, "bfloat16"), (128, "float16"), (64, "bfloat16"))
+"""Head dimensions and dtypes of most checkpoints."""
 
 _SIGNS = {"ok": "[green]✓[/green]", "note": "[yellow]•[/yellow]", "problem": "[red]✗[/red]"}
 
@@ -36,13 +40,18 @@ def doctor(
     ] = None,
     revision: RevisionOption = None,
     heads: Annotated[str, typer.Option(help="Query heads/KV heads.")] = "32/8",
+    every: Annotated[
+        bool, typer.Option("--all", help="Show the kernels of every head dimension and dtype.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say whether the plugin can work here, and for each missing thing the command that mends it.
+    """Check whether the plugin works here; show a command that repairs each missing thing.
 
-    Exits with 1 if it cannot.
+    The exit code is 1 if the plugin cannot work.
     """
-    shapes = _shapes(model, revision, heads)
+    if every and (model is not None or revision is not None):
+        raise fail("--all shows every shape and --model one; omit one of the options")
+    shapes = _shapes(model, revision, heads, every)
     sections = {
         "Installed": [*check_packages(), *check_entry_point()],
         "Machine": list(check_device()),
@@ -55,13 +64,13 @@ def doctor(
         content |= {name.lower(): [asdict(c) for c in found] for name, found in sections.items()}
         typer.echo(json.dumps(content, indent=2))
     else:
-        _print(sections, kernels, works)
+        _print(sections, kernels, works, every)
     if not works:
         raise typer.Exit(CANNOT_WORK)
 
 
-def _shapes(model: str | None, revision: str | None, heads: str) -> list[HeadShape]:
-    """Head shapes of each kernel asked about."""
+def _shapes(model: str | None, revision: str | None, heads: str, every: bool) -> list[HeadShape]:
+    """The model's head shape, or the common ones, or all."""
     if model is not None or revision is not None:
         return [model_shape(chosen_model(model, revision))]
     query_heads, kv_heads = parse_heads(heads)
@@ -69,11 +78,12 @@ def _shapes(model: str | None, revision: str | None, heads: str) -> list[HeadSha
         HeadShape(query_heads, kv_heads, dim, dtype)
         for dim in (64, 96, 128, 256)
         for dtype in SHORT_DTYPES.values()
+        if every or (dim, dtype) in _COMMON
     ]
 
 
 def _kernels(shapes: list[HeadShape]) -> list[dict[str, Any]]:
-    """What would decode each shape here: tree attention or, with the reason, the host's kernel."""
+    """Which kernel would decode each shape here, and why."""
     try:
         import torch
 
@@ -93,13 +103,13 @@ def _kernels(shapes: list[HeadShape]) -> list[dict[str, Any]]:
             continue
         config = launch_config(head_dim, dtype, device, query_heads // kv_heads)
         tiles = "/".join(str(tile.rows) for tile in config.tiles)
-        why = f"tiles of {tiles} rows" + (", interpreted" if config.interpreted else "")
+        why = f"tiles of {tiles} query vectors" + (", interpreted" if config.interpreted else "")
         entry = {**_entry(shape), "kernel": "tree attention", "why": why}
         key = table_key(device, *shape[:3], dtype)
         try:
             found.append({**entry, **_table(table_in_use(key, tables_directory()))})
         except SettingsError:
-            found.append(entry)  # said above, with the variable's name
+            found.append(entry)  # the settings above show the error
     return found
 
 
@@ -109,7 +119,7 @@ def _entry(shape: HeadShape) -> dict[str, Any]:
 
 
 def _table(found: TableInUse) -> dict[str, Any]:
-    """Which cost table plans, and the remedy where another should."""
+    """The cost table in use, and a remedy if another one would be better."""
     if found.tuned:
         return {"table": f"tuned: {found.path}"}
     scaled = " (scaled)" if found.model.source != default_cost_model().source else ""
@@ -127,7 +137,9 @@ def _on_gpu() -> bool:
         return False
 
 
-def _print(sections: dict[str, list[Check]], kernels: list[dict[str, Any]], works: bool) -> None:
+def _print(
+    sections: dict[str, list[Check]], kernels: list[dict[str, Any]], works: bool, every: bool
+) -> None:
     console = Console()
     for title, checks in sections.items():
         table = Table(title=title, title_justify="left", show_header=False, box=None)
@@ -151,9 +163,13 @@ def _print(sections: dict[str, list[Check]], kernels: list[dict[str, Any]], work
             Text(entry.get("table", "")),
         )  # fmt: skip
     console.print(table)
+    if not every and len(kernels) > 1:
+        console.print("[dim]other shapes: --model, or --all[/dim]", highlight=False)
     for remedy in dict.fromkeys(entry["remedy"] for entry in kernels if "remedy" in entry):
         console.print(Text(f"→ {remedy}", style="cyan"), soft_wrap=True)
     if works:
-        console.print("[green]✓ the plugin can work here[/green]: deft serve, or deft ab --quick")
+        console.print("[green]✓ the plugin works here[/green]: try deft ab --quick, or deft serve")
     else:
-        console.print("[red]✗ the plugin cannot work here[/red]; see the arrows above")
+        console.print(
+            "[red]✗ the plugin cannot work here[/red]: run the commands behind the arrows"
+        )

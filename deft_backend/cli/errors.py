@@ -1,4 +1,4 @@
-"""Errors that a user can mend are told in a line or a few, not as a traceback."""
+"""Errors that a user can repair are a short message, not a traceback."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.text import Text
 
 BAD_INPUT = 2
-"""Exit code when the command could not do what it was asked to."""
+"""Exit code of a command that could not start its work."""
 
 stderr = Console(stderr=True)
 
 
 def fail(message: str) -> typer.Exit:
-    """Print `message`; the result is to be raised."""
+    """Print `message` and return the exception for the caller to raise."""
     stderr.print(Text("Error: ", style="bold red"), Text(message), sep="", soft_wrap=True)
     return typer.Exit(BAD_INPUT)
 
@@ -31,11 +31,11 @@ def reported(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def host_arguments(words: Sequence[str] | None) -> list[str]:
-    """What follows ``--``, for the host server."""
+    """The words behind ``--``, for the host server."""
     found = list(words or [])
     if found and not found[0].startswith("-"):
         raise fail(
-            f"unexpected argument {found[0]!r}. Options of the host server go behind '--', for "
+            f"unexpected argument {found[0]!r}. Put options of the host server behind '--', for "
             "example: -- --mem-fraction-static 0.8"
         )
     return found

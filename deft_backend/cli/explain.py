@@ -29,7 +29,7 @@ def explain(
         int | None, typer.Argument(metavar="[PORT]", help="With --server: the server's port.")
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="A trace in DeFT's format (thought or token trees).")
+        Path | None, typer.Option(help="A trace in DeFT's format: trees of thoughts or of tokens.")
     ] = None,
     index: Annotated[int, typer.Option(min=0, help="Which tree of the trace.")] = 0,
     iteration: Annotated[
@@ -53,7 +53,7 @@ def explain(
     dtype: Annotated[str, typer.Option(help="fp16, bf16 or fp32.")] = "fp16",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Draw who shares what, which groups a policy makes of it, and what a decode step reads."""
+    """Draw what requests share and the policy's groups; count the bytes that a step reads."""
     from deft_backend.explain import explain as explain_grouping
     from deft_backend.explain import render
     from deft_backend.telemetry.state_reader import StateError

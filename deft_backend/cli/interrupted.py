@@ -1,4 +1,4 @@
-"""What ends a command politely unwinds it: the server that it started must not outlive it."""
+"""Ctrl-C and SIGTERM unwind a command, so that no server outlives it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from rich.console import Console
 
 from deft_backend.cli.shown import say
 
-_ENDING = b"\ninterrupted; what was started is being ended\n"
+_ENDING = b"\ninterrupted; ending what this command started\n"
 
 
 @contextmanager
 def unwound(console: Console, line: str) -> Iterator[None]:
     """Unwind the block at the first Ctrl-C or SIGTERM, then print `line` and exit.
 
-    The exit code is the shell's: 130 or 143. What comes after the first is ignored until the
-    process has ended: ``timeout`` sends two SIGTERMs, to the command and to its group, people
-    press twice, and the second would cut off the end of a server.
+    The exit code is the shell's: 130 or 143. Later signals have no effect until the process has
+    ended. ``timeout`` sends two SIGTERMs, to the command and to its group, and people press Ctrl-C
+    twice: a second signal would interrupt the end of a server.
     """
     first = _First()
     before = {number: signal.signal(number, first) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     except (KeyboardInterrupt, asyncio.CancelledError):
-        if first.number is None:  # nobody asked for it
+        if first.number is None:  # not by a signal
             raise
         say(console, line)
         raise typer.Exit(128 + first.number) from None
@@ -55,7 +55,7 @@ class _First:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             raise KeyboardInterrupt from None
-        # Not from here: an exception may leave a loop's own work half done. This wakes it, too.
+        # Not by an exception, which could leave the loop's work half done. This also wakes it.
         loop.call_soon_threadsafe(_cancel_all)
 
 

@@ -1,4 +1,4 @@
-"""Progress of an A/B run: a line for each server's start, a bar for each workload."""
+"""Shows the progress of an A/B run: a line for each server's start, a bar for each workload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`deft serve`: the host server with the plugin, in the foreground."""
+"""`deft serve`: start the host server with the plugin, in the foreground."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ HostOption = Annotated[
 
 
 def chosen_host(host: str | None, *, needed: bool = True, compared: bool = False) -> str:
-    """The host asked for, or the one installed here; refused in one line if there is none.
+    """The host that the user named, or the installed one; fails in one line if there is none.
 
     Parameters
     ----------
     host : str, optional
-        As the user named it.
+        The user's choice; None: the installed one.
     needed : bool
-        Whether it will be started, and so must be installed.
+        Whether the command starts it, so it must be installed.
     compared : bool
-        Whether it will be compared with tree attention, and so must be a version that gets it.
+        Whether the command compares it with tree attention, so its version must get it.
     """
     from deft_backend.hosts.windows import TESTED
     from deft_backend.servers.command import HOST_NAMES, HOSTS, installed_hosts
@@ -40,27 +40,27 @@ def chosen_host(host: str | None, *, needed: bool = True, compared: bool = False
         raise fail(f"{HOST_NAMES[host]} is not installed; run: pip install 'deft-backend[{host}]'")
     reason = TESTED[host].refuse() if compared else None
     if reason is not None:
-        raise fail(f"{HOST_NAMES[host]} would decode by itself: {reason}")
+        raise fail(f"{HOST_NAMES[host]} decodes without tree attention: {reason}")
     return host
 
 
 def serve(
     host_args: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- HOST OPTIONS]", help="Passed on to the host server."),
+        typer.Argument(metavar="[-- HOST OPTIONS]", help="The host server gets them unchanged."),
     ] = None,
     model: ModelOption = None,
     revision: RevisionOption = None,
     host: HostOption = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 30000,
     policy: Annotated[
-        str | None, typer.Option(help=f"How KV is grouped: {', '.join(POLICY_NAMES)}.")
+        str | None, typer.Option(help=f"How queries and KV are grouped: {', '.join(POLICY_NAMES)}.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the command and do not run it.")
+        bool, typer.Option("--dry-run", help="Print the server's command; start nothing.")
     ] = False,
 ) -> None:
-    """Run SGLang or vLLM with tree attention: on the GPU if there is one, else on the CPU."""
+    """Start SGLang or vLLM with tree attention, on a GPU if there is one, else on the CPU."""
     from deft_backend.servers.command import server_command
     from deft_backend.servers.driver_stub import DriverStubError
 
@@ -80,5 +80,5 @@ def serve(
     for note in command.notes:
         stderr.print(f"[yellow]•[/yellow] {note}", highlight=False, soft_wrap=True)
     stderr.print(f"[dim]{command.shell()}[/dim]", highlight=False, soft_wrap=True)
-    # Become the server: Ctrl-C, signals and the exit code are its own.
+    # Become the server: it gets Ctrl-C and signals, and the exit code is its own.
     os.execvpe(command.arguments[0], command.arguments, command.full_environment())

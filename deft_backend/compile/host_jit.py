@@ -1,9 +1,10 @@
-"""`host_jit`: Numba for the host's loops over nodes, with a cache that can only help.
+"""`host_jit`: Numba for the host's loops, with a cache on disk that cannot fail.
 
-Compiled code is kept on disk beside the source, or in the user's cache folder where the package is
-installed read-only, or nowhere. Numba by itself raises an error in the last case, and on a full
-disk; and it renews cached code only when the function's own file changes, not when a compiled
-function or a constant that it takes from another file does. Both are mended here.
+Numba keeps compiled code on disk next to the source, or in the user's cache folder if the package
+is installed read-only. `host_jit` differs from it in two ways. If no folder can be written, or the
+disk is full, Numba raises an error; `host_jit` compiles in every process instead. Numba renews
+cached code only when the function's own file changes; `host_jit` also renews it when any file
+changes from which the function may take functions or constants.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ and of those before it."""
 def host_jit(function: F) -> F:
     """Compile a function of scalars and NumPy arrays for the host; it releases the GIL.
 
-    Compilation happens at the first call with new argument types (seconds, or milliseconds from
-    the cache); ``warm_up`` functions make those calls before the first request.
+    The first call with new argument types compiles: seconds, or milliseconds from the cache.
+    ``warm_up`` functions make those calls before the first request.
     """
     dispatcher = numba.njit(nogil=True)(function)
     if hasattr(dispatcher, "py_func"):  # NUMBA_DISABLE_JIT leaves the function as it is
@@ -49,7 +50,7 @@ def sources_digest(module: str) -> str:
 
 
 class _BestEffortCache(caching.FunctionCache):  # type: ignore[misc]
-    """Numba's cache on disk, except that no trouble with it reaches the caller."""
+    """Numba's cache on disk; a failure of the cache never reaches the caller."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
@@ -63,7 +64,7 @@ class _BestEffortCache(caching.FunctionCache):  # type: ignore[misc]
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
             found = super().load_overload(sig, target_context)
-            # Processes that write the index at the same time can mix up its entries.
+            # Two processes that write the index at the same time can mix up its entries.
             return found if found is not None and tuple(found.signature.args) == sig else None
         except Exception:  # unreadable or damaged: compile
             return None

@@ -22,16 +22,16 @@ def parameters(kernel: Any) -> list[str]:
 
 
 check_overflow = False
-"""Whether interpreted integers are checked for overflow. It costs time at every operation: tests
-do, servers do not."""
+"""Whether interpreted integers are checked for overflow. The check slows down every operation, so
+only tests switch it on."""
 
 
 class Kernel:
     """A kernel, compiled for the GPU or interpreted on the CPU.
 
-    Triton analyses every argument of every launch to find the variant to run, which takes longer
-    than a short kernel does. Layers of a model differ in nothing that it looks for: a launch whose
-    `variant` was seen before, with every pointer aligned as usual, goes to that variant directly.
+    Triton analyses every argument of every launch to find the compiled variant, which takes longer
+    than a short kernel runs. The layers of a model differ in nothing that Triton looks for. So a
+    launch with a known `variant` and aligned pointers goes to the compiled kernel directly.
     """
 
     def __init__(self, module: ModuleType, name: str) -> None:
@@ -84,7 +84,7 @@ class Kernel:
 
 @contextmanager
 def _overflow_checks(on: bool) -> Iterator[None]:
-    """Triton's interpreter with or without them; where it has no such switch, as it is."""
+    """Switch the interpreter's overflow checks, if this version of Triton has them."""
     builder: Any = getattr(interpreter, "interpreter_builder", None)
     options: Any = getattr(builder, "options", None)
     if not hasattr(options, "sanitize_overflow"):
@@ -101,8 +101,8 @@ def _overflow_checks(on: bool) -> Iterator[None]:
 def interpreted_copy(module: ModuleType) -> ModuleType:
     """A second copy of a kernel's module, whose functions run in Triton's interpreter.
 
-    Triton decides once, when a function is decorated, whether it is compiled or interpreted, for
-    the whole process. The same process here may serve a model on the CPU and test compiled kernels.
+    Triton decides for each function, when it is decorated, whether to compile or to interpret it.
+    One process may need both: to serve a model on the CPU and to test compiled kernels.
     """
     name = f"{module.__name__}_interpreted"
     spec = importlib.util.spec_from_file_location(name, module.__file__)

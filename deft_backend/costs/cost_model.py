@@ -23,17 +23,17 @@ TABLE_FORMAT = 2
 TABLES = Path(__file__).parent / "shipped"
 
 DEFAULT_TABLE = TABLES / "h100.json"
-"""The table that the package plans with: this package's own kernel on an H100."""
+"""The table that policies plan with by default: this package's kernels on an H100."""
 
 FLASHFORGE_TABLE = TABLES / "flashforge_a100.json"
 """FlashForge's Table 2, for comparison with the paper."""
 
 SMALLEST_MS = 1e-6
-"""Least estimated time: extrapolation below a table must not promise work for free."""
+"""Least estimated time in milliseconds: extrapolation below a table must not reach 0."""
 
 
 class CostModelError(ValueError):
-    """A cost table that cannot be used; the message names the field and what was expected."""
+    """An unusable cost table; the message names the field and what was expected."""
 
 
 @dataclass(frozen=True)
@@ -59,18 +59,18 @@ class CostModel:
     head_dim : int
         Head dimension that was profiled.
     query_rows : [Q] float64
-        Profiled rows ``n_q`` of the query tile, ascending. A row is one (query, query head of its
-        GQA group) pair, so that one table serves MHA, GQA and MQA.
+        Profiled heights ``n_q`` of the query tile in query vectors, ascending. Each query has one
+        for each query head of its GQA group, so one table serves MHA, GQA and MQA.
     tokens : [T] float64
         Profiled KV lengths ``n``, ascending.
     time_ms : [T, Q] float64
-        Milliseconds a thread block takes; never less for more tokens.
+        Milliseconds that a program (thread block) takes; never less for more tokens.
     launch_ms : float
-        What every time includes for launching the kernel, whatever its work. A launch runs many
+        Part of every time that launching the kernel takes, whatever its work. A launch runs many
         items, so estimates of a whole grouping count it once.
     bandwidth_gb_s : float
-        Bandwidth of the GPU's memory in 1e9 bytes a second: thread blocks share it, which times of
-        one block alone do not show.
+        Bandwidth of the GPU's memory in 1e9 bytes per second. Programs share it, which the times
+        of one program alone do not show.
     fasttree : FastTreeCoefficients
         Weights of FastTree's cost equations on this GPU.
     tiles : TileCosts

@@ -1,4 +1,4 @@
-"""What an item of each tile shape costs on one GPU: the constants behind `auto`."""
+"""Costs of an item of each tile shape on one GPU: the numbers behind `auto`."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class TileCosts:
-    """Times of stage 1's items and of partial results, as `deft tune` measures them.
+    """Times of items and partial results, in nanoseconds, as `deft tune` measures them.
 
-    An item of shape ``t`` with ``n`` KV tokens keeps its program ``item_ns[t] + n * token_ns[t]``
-    busy while every program of that shape is.
+    An item of shape ``t`` with ``n`` KV tokens keeps its program busy for
+    ``item_ns[t] + n * token_ns[t]`` if every program of that shape is busy, too.
 
     Attributes
     ----------
     item_ns, token_ns : tuple of float
-        For each tile shape of one KV range, smallest first: nanoseconds an item, and a KV token of
-        one KV head.
+        For the small tile and the large tile: time of an item, and of one KV token of one KV head.
     partial_ns : float
-        Nanoseconds of the whole GPU to write and merge one query's partial result, all heads.
+        Time of the whole GPU to write and merge one partial result, all heads.
     reduce_ns : float
-        Nanoseconds of stage 2 beside that: its launch.
+        Time of the launch of stage 2.
     """
 
     item_ns: tuple[float, ...]
@@ -36,7 +35,7 @@ class TileCosts:
         if len(self.item_ns) != len(self.token_ns) or not self.item_ns:
             raise ValueError(
                 f"item_ns has {len(self.item_ns)} entries and token_ns {len(self.token_ns)}; "
-                "expected one a tile shape in both"
+                "expected one for each tile shape in both"
             )
         for name, values in (
             ("item_ns", self.item_ns),

@@ -73,7 +73,8 @@ def _label(explanation: Explanation, at: int, children: Sequence[int]) -> str:
     node = explanation.nodes[at]
     stop = node.start + node.tokens
     label = (
-        f"[bold]{_count(node.tokens, 'token')}[/bold] {node.start:,}–{stop:,} of row {node.row} · "
+        f"[bold]{_count(node.tokens, 'token')}[/bold] {node.start:,}–{stop:,} "
+        f"of request {node.request} · "
         f"{_count(node.queries, 'query', 'queries')} · {_readers(explanation, node.chunks)}"
     )
     ending = sum(1 for child in children if not explanation.nodes[child].tokens)

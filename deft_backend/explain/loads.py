@@ -1,4 +1,4 @@
-"""Loads and stores of a plan, counted from its own items, as the kernels walk them."""
+"""Loads and stores of a plan, counted item by item as the kernels work through them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deft_backend.planner.plan import Plan
 from deft_backend.policies.makespan import partial_result_bytes
 
 SPAN_BYTES = 4
-"""What a KV token of a masked range costs beside its keys and values: the run of its range."""
+"""Bytes that a masked tile reads for each KV token on top of keys and values: its span."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ def count_plan_loads(
     ----------
     plan : Plan
     seq_lens : [B] int
-        Current tokens of each batch row; open ranges end there.
+        Current tokens of each request; open ranges end there.
     num_query_heads, num_kv_heads, head_dim, dtype_bytes, num_layers : int
         Shape of the attention, bytes of an element, and layers to sum over.
     """
     lens = np.asarray(seq_lens, dtype=np.int64)
-    end = np.where(plan.segment_end == OPEN_END, lens[plan.segment_row], plan.segment_end)
+    end = np.where(plan.segment_end == OPEN_END, lens[plan.segment_request], plan.segment_end)
     tokens = np.maximum(0, end - plan.segment_start)
     queries = np.diff(plan.item_query_ptr)
 

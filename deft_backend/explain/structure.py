@@ -29,7 +29,7 @@ class NodeFacts:
     """One node of the forest and the chunks that read any of it, in the grouping's order."""
 
     parent: int
-    row: int
+    request: int
     start: int
     tokens: int
     queries: int
@@ -40,8 +40,8 @@ class NodeFacts:
 def rejoin_chunks(grouping: Grouping) -> list[int]:
     """Number of the range that each group was cut from.
 
-    A group continues another where the same queries go on in the same row at the token where the
-    other stopped.
+    A group continues another if it has the same queries and request and starts at the token where
+    the other ends.
     """
     begins: dict[tuple[int, int, bytes], int] = {}
     single = np.diff(grouping.segment_ptr) == 1
@@ -51,7 +51,7 @@ def rejoin_chunks(grouping: Grouping) -> list[int]:
         if single[g]:
             s = int(grouping.segment_ptr[g])
             key = (
-                int(grouping.row[s]),
+                int(grouping.request[s]),
                 int(grouping.start[s]),
                 grouping.group_queries(g).tobytes(),
             )
@@ -83,7 +83,7 @@ def describe_nodes(forest: PrefixForest, grouping: Grouping) -> tuple[NodeFacts,
     position[forest.order] = np.arange(forest.batch_size)
     parent, start, end = forest.parent.tolist(), forest.start.tolist(), forest.end.tolist()
     group_of = np.repeat(np.arange(grouping.num_groups), np.diff(grouping.segment_ptr)).tolist()
-    leaf_of = forest.leaf[position[grouping.row]].tolist()
+    leaf_of = forest.leaf[position[grouping.request]].tolist()
     segments = zip(
         group_of,
         leaf_of,
@@ -101,11 +101,11 @@ def describe_nodes(forest: PrefixForest, grouping: Grouping) -> tuple[NodeFacts,
         if is_open and start[leaf] == end[leaf]:  # where an empty leaf will grow
             readers[leaf].append(group)
     queries, leaves = forest.num_queries.tolist(), forest.is_leaf.tolist()
-    rows, lengths = forest.row.tolist(), forest.length.tolist()
+    requests, lengths = forest.request.tolist(), forest.length.tolist()
     return tuple(
         NodeFacts(
             parent=parent[node],
-            row=rows[node],
+            request=requests[node],
             start=start[node],
             tokens=lengths[node],
             queries=queries[node],

@@ -1,4 +1,4 @@
-"""Compile the forest's functions before the first request needs them."""
+"""Compiles the functions that build forests, before the first request needs them."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ VIRTUAL_ROOT = -1
 def nodes_of(
     order: Int32Array, shared: Int32Array, seq_lens: Int32Array
 ) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array, Int32Array, Int32Array, Int32Array]:
-    """Parent, row, start, length, query begin, query end [N] and leaf [B] of a forest.
+    """Parent, request, start, length, query begin, query end [N] and leaf [B] of a forest.
 
     Node boundaries are where the longest common prefix of neighbours changes, found with one stack
     (nearest smaller values). Arguments are checked by the caller.
@@ -60,7 +60,7 @@ def nodes_of(
 
     nodes = num_shared + batch
     parent = np.empty(nodes, dtype=np.int32)
-    row = np.empty(nodes, dtype=np.int32)
+    of_request = np.empty(nodes, dtype=np.int32)
     start = np.empty(nodes, dtype=np.int32)
     length = np.empty(nodes, dtype=np.int32)
     query_begin = np.empty(nodes, dtype=np.int32)
@@ -77,7 +77,7 @@ def nodes_of(
         for index in range(opening[position], opening[position + 1]):
             closed = by_begin[index]
             parent[node] = above
-            row[node] = request
+            of_request[node] = request
             start[node] = reached
             length[node] = end[closed] - reached
             query_begin[node] = position
@@ -87,13 +87,13 @@ def nodes_of(
             node += 1
         leaf[position] = node
         parent[node] = above
-        row[node] = request
+        of_request[node] = request
         start[node] = reached
         length[node] = seq_lens[request] - reached
         query_begin[node] = position
         query_end[node] = position + 1
         node += 1
-    return parent, row, start, length, query_begin, query_end, leaf
+    return parent, of_request, start, length, query_begin, query_end, leaf
 
 
 NO_MISTAKE, BAD_LENGTH, BAD_ORDER, BAD_SHARED_COUNT, BAD_SHARED = range(5)

@@ -23,8 +23,8 @@ def forest_from_page_tables(
     """Group requests by the pages at the head of their page tables.
 
     Equality is monotone: two rows that hold the same page at some position hold the same pages at
-    every position before it. Hence rows are inserted into a prefix tree with a look or two a
-    level, and no row is ever read whole (see ``forest/prefix_tree.py``). A page that a request
+    every position before it. So a prefix tree can compare two rows with one or two page ids for
+    each level, and no row is read whole (see ``forest/prefix_tree.py``). A page that a request
     fills only partly is never shared.
 
     Parameters
@@ -39,13 +39,13 @@ def forest_from_page_tables(
     num_pages : int, optional
         Pages in the KV cache; with it, `check` also refuses page ids beyond the cache.
     check : bool
-        Refuse impossible tables. It reads every used entry; hosts whose tables are trusted pass
-        False.
+        Refuse impossible tables, at the price of reading every used entry. Pass False for tables
+        that you trust.
 
     Returns
     -------
     PrefixForest
-        Subtrees are ordered by their first row in the batch, as in
+        Subtrees are ordered by their first request in the batch, as in
         :func:`~deft_backend.forest.radix_tree.forest_from_paths`, so both agree array by array.
 
     Raises

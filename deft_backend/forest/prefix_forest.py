@@ -1,9 +1,9 @@
 """PrefixForest: which requests of a batch share which part of the KV cache.
 
-A forest is described by a permutation of the batch that puts sharers side by side and by the
-number of tokens that neighbours in that permutation share. Every source of sharing (page tables,
-a host's radix tree, the device planner) produces just these two arrays; :func:`build_forest` turns
-them into nodes. A batch that shares nothing is a forest of single leaves and takes the same path.
+Two arrays describe a forest: a permutation of the batch in which requests that share are
+neighbours, and the number of tokens that neighbours share. Page tables and a host's radix tree both
+yield these arrays, and :func:`build_forest` turns them into nodes. A batch that shares nothing is a
+forest of single leaves and takes the same path.
 """
 
 from __future__ import annotations
@@ -31,43 +31,44 @@ __all__ = ["VIRTUAL_ROOT", "ForestError", "Int32Array", "PrefixForest", "build_f
 
 
 class ForestError(ValueError):
-    """The sharing described to the builder cannot exist (impossible page table, lengths, …)."""
+    """Input that describes no forest, such as a page table that contradicts itself."""
 
 
 @dataclass(frozen=True, eq=False)
 class PrefixForest:
     """Nodes in depth-first order, each a KV range and the queries that attend to it.
 
-    All arrays are int32 and live on the host. ``B`` is the batch size, ``N`` the number of nodes.
+    All arrays are NumPy arrays of int32. ``B`` is the batch size, ``N`` the number of nodes.
 
-    *Forest order* is the permutation of the batch in which every node's queries are contiguous.
-    Each query owns exactly one **leaf**: the node that only it attends to. A leaf is open: it ends
-    where its row's sequence currently ends, so a request that grows by a token needs no new
-    forest. A leaf may be empty (a request that is a prefix of another, or equal to it).
+    *Forest order* is the permutation of the batch in which the queries of each node are neighbours.
+    Each query has exactly one **leaf**: the node that only it attends to. A leaf is open: it ends
+    where its request currently ends, so a request that grows needs no new forest. The leaf of a
+    request that is a prefix of another, or equal to it, is empty.
 
     Attributes
     ----------
     order : [B]
-        Batch row of each position in forest order.
+        Request index of each place in forest order.
     seq_lens : [B]
-        Tokens of each batch row's context, by batch row, when the forest was built.
+        Tokens of each request's context when the forest was built, by request index.
     page_size : int
-        Tokens a page. Only full pages are shared, so shared nodes end on page boundaries.
+        Tokens of a page. Only full pages are shared, so shared nodes end on page boundaries.
     parent : [N]
         Parent node, or :data:`VIRTUAL_ROOT`.
-    row, start, length : [N]
-        The node's tokens are positions ``start … start + length - 1`` of batch row ``row``.
+    request, start, length : [N]
+        The node's tokens: positions ``start … start + length - 1`` of the context of one request
+        that holds the node.
     query_begin, query_end : [N]
         The queries that attend to the node, as a range in forest order.
     leaf : [B]
-        The leaf of each query, by position in forest order.
+        The leaf of each query, by place in forest order.
     """
 
     order: Int32Array
     seq_lens: Int32Array
     page_size: int
     parent: Int32Array
-    row: Int32Array
+    request: Int32Array
     start: Int32Array
     length: Int32Array
     query_begin: Int32Array
@@ -85,7 +86,7 @@ class PrefixForest:
 
     @cached_property
     def end(self) -> Int32Array:
-        """[N] first position after the node, in its row."""
+        """[N] first position after the node."""
         return self.start + self.length
 
     @cached_property
@@ -130,7 +131,7 @@ class PrefixForest:
         return self.tokens_attended / max(1, self.tokens_stored)
 
     def queries(self, node: int) -> Int32Array:
-        """Batch rows of the queries that attend to `node`."""
+        """Request indices of the queries that attend to `node`."""
         return self.order[self.query_begin[node] : self.query_end[node]]
 
     def path(self, position: int) -> list[int]:
@@ -157,12 +158,12 @@ def build_forest(
     Parameters
     ----------
     order : [B] int
-        Permutation of the batch rows that puts sharers side by side.
+        Request indices, permuted so that requests that share are neighbours.
     shared : [B - 1] int
-        Tokens shared by the queries at positions ``i`` and ``i + 1`` of `order`. Neighbours in a
-        correct order have ``LCP(i, j) = min(shared[i:j])``.
+        Tokens that the requests at places ``i`` and ``i + 1`` of `order` share. In a correct order
+        the requests at places ``i < j`` share ``min(shared[i:j])`` tokens.
     seq_lens : [B] int
-        Tokens of each row's context, by batch row.
+        Tokens of each request's context, by request index.
     page_size : int
         Tokens a page; every entry of `shared` must be a multiple of it.
 
@@ -177,13 +178,13 @@ def build_forest(
     lens = np.asarray(seq_lens, dtype=np.int32).copy()
     shared_ = int32(shared)
     _check(order_, shared_, lens, page_size)
-    parent, row, start, length, query_begin, query_end, leaf = nodes_of(order_, shared_, lens)
+    parent, request, start, length, query_begin, query_end, leaf = nodes_of(order_, shared_, lens)
     return PrefixForest(
         order=order_,
         seq_lens=lens,
         page_size=page_size,
         parent=parent,
-        row=row,
+        request=request,
         start=start,
         length=length,
         query_begin=query_begin,
@@ -193,7 +194,7 @@ def build_forest(
 
 
 def int32(values: npt.ArrayLike) -> Int32Array:
-    """The values as the compiled code takes them; itself where nothing has to change."""
+    """A contiguous, writable int32 array of the values; `values` itself if it is one already."""
     array = np.ascontiguousarray(values, dtype=np.int32)
     return array if array.flags.writeable else array.copy()
 
@@ -209,11 +210,11 @@ def _check(order: Int32Array, shared: Int32Array, lens: Int32Array, page_size: i
         return
     batch = len(lens)
     if mistake == BAD_LENGTH:
-        row = int(lens.argmin())
-        raise ForestError(f"seq_lens[{row}] is {lens[row]}; expected a length of 0 or more")
+        at = int(lens.argmin())
+        raise ForestError(f"seq_lens[{at}] is {lens[at]}; expected a length of 0 or more")
     if mistake == BAD_ORDER:
         raise ForestError(
-            f"order is {order.tolist()}; expected a permutation of the {batch} batch rows"
+            f"order is {order.tolist()}; expected a permutation of the {batch} request indices"
         )
     if mistake == BAD_SHARED_COUNT:
         raise ForestError(
@@ -222,6 +223,6 @@ def _check(order: Int32Array, shared: Int32Array, lens: Int32Array, page_size: i
         )
     limit = min(lens[order[at]], lens[order[at + 1]])
     raise ForestError(
-        f"batch rows {order[at]} and {order[at + 1]} are said to share {shared[at]} tokens; "
+        f"requests {order[at]} and {order[at + 1]} share {shared[at]} tokens by `shared`; "
         f"expected a multiple of the page size {page_size} between 0 and {limit}"
     )

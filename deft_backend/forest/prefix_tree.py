@@ -1,13 +1,13 @@
-"""The prefix tree of a batch's page tables: rows inserted one by one, reading little of each.
+"""The prefix tree of a batch's page table: inserts rows one by one and reads little of each.
 
-Rows are long (a page table for 64k tokens spans many cache lines and memory pages) and every look
-into one is a cache miss, so the insertion is built around few and independent looks:
+Rows of page tables are long: 64k tokens span many cache lines and memory pages. Reading a page id
+costs a cache miss, so the insertion reads few page ids, independently of one another:
 
-- Equality is monotone, so a row that agrees with an edge at its last page agrees with all of it.
-  That look also brings in the page behind it, the key of the next edge: about one miss a level.
-- Requests that share arrive together more often than not: the search starts at the tree node of
-  the row before and climbs to the first node that the row agrees with.
-- Only where an edge has to be split is its inside searched, several looks at a time.
+- Equality is monotone: a row that agrees with an edge at its last page agrees with the whole edge.
+  The same cache line holds the next page, the key of the next edge: about one miss for each level.
+- Requests that share tend to arrive together. So the search starts at the tree node of the row
+  before and climbs to the first node that the row agrees with.
+- The inside of an edge is searched only if the edge must be split, several page ids at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Int32Array = npt.NDArray[np.int32]
 
 ROOT = 0
 LOOKS = 8
-"""Looks that a search makes at once, in two rows each: cache misses that a core keeps in flight."""
+"""Page ids that a search reads at once from each of two rows: a core keeps as many misses going."""
 
 
 @host_jit

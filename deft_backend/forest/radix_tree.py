@@ -44,7 +44,7 @@ def forest_from_paths(
         The same arrays that :func:`~deft_backend.forest.page_tables.forest_from_page_tables`
         makes of the same batch: nodes that only one request of the batch holds are merged into
         its leaf, chains that the same requests hold are merged into one node, and subtrees are
-        ordered by their first row.
+        ordered by their first request.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Prompts of token ids to a host's own endpoint: whole batches at once, or streamed one by one."""
+"""The client of a host server: text or token ids, whole batches or streamed answers."""
 
 from __future__ import annotations
 
@@ -6,55 +6,73 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
+from deft_backend.harness.answers import Answer
 from deft_backend.harness.dialects import (
+    BatchDialect,
     ClientError,
-    Completion,
     Dialect,
-    Prompt,
+    Ids,
     SGLangDialect,
+    TextDialect,
     VLLMDialect,
 )
+from deft_backend.harness.request_plan import Prompt
 
 if TYPE_CHECKING:
     import aiohttp
 
-__all__ = ["Client", "ClientError", "Completion"]
+__all__ = ["TEXT", "Client", "ClientError"]
 
-REQUEST_SECONDS = 580.0
+TEXT = "text"
+"""The dialect of ``/v1/completions`` with text, which both hosts speak."""
+
+DIALECTS: Mapping[str, Callable[[], Dialect]] = {
+    "sglang": SGLangDialect, "vllm": VLLMDialect, TEXT: TextDialect,
+}  # fmt: skip
+"""Dialects by name: token ids through a host's own endpoint, or text."""
 
 
 class Client:
     """A client of one server; an asynchronous context manager.
 
-    Both hosts' own endpoints are spoken: SGLang's ``/generate`` and vLLM's ``/v1/completions``.
-    Decoding is greedy and goes on to exactly the length asked for.
+    Decoding is greedy and stops after exactly the tokens that were asked for.
 
     Parameters
     ----------
     url : str
         The server, without a path.
-    host : str
-        ``sglang`` or ``vllm``.
+    dialect : str
+        One of :data:`DIALECTS`: a host's name for token ids, or :data:`TEXT`.
     fields : mapping, optional
         Further fields of every request, such as SGLang's ``lora_path``.
+    seconds : float
+        Time limit of one request.
     """
 
-    def __init__(self, url: str, host: str, fields: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        dialect: str,
+        fields: Mapping[str, Any] | None = None,
+        *,
+        seconds: float = 580.0,
+    ) -> None:
         self._url = url
         self._fields = dict(fields or {})
-        self._dialect: Dialect = VLLMDialect() if host == "vllm" else SGLangDialect()
+        self._dialect = DIALECTS[dialect]()
+        self._seconds = seconds
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Client:
         import aiohttp
 
         self._session = aiohttp.ClientSession(
-            # A server closes connections that idle; one that is reused at that moment breaks.
+            # A server closes idle connections; a request on one breaks. So each opens its own.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
-            timeout=aiohttp.ClientTimeout(total=REQUEST_SECONDS),
+            timeout=aiohttp.ClientTimeout(total=self._seconds),
             read_bufsize=2**22,  # a line of the stream may hold a whole answer
         )
         try:
@@ -64,18 +82,18 @@ class Client:
             raise
         return self
 
-    @property
-    def takes_in_together(self) -> bool:
-        """Whether the host takes in all prompts of a batch before it decodes the first."""
-        return self._dialect.takes_in_together
-
     async def __aexit__(self, *_: object) -> None:
         if self._session is not None:
             await self._session.close()
 
+    @property
+    def takes_in_together(self) -> bool:
+        """Whether the host takes in all prompts of a batch before it decodes the first."""
+        return self._batches.takes_in_together
+
     async def batch(
-        self, prompts: Sequence[Prompt], tokens: int, *, logprobs: bool = False
-    ) -> tuple[list[Completion], float]:
+        self, prompts: Sequence[Ids], tokens: int, *, logprobs: bool = False
+    ) -> tuple[list[Answer], float]:
         """Answers to all prompts in one request, and the seconds it took.
 
         Raises
@@ -83,13 +101,12 @@ class Client:
         ClientError
             If the server refuses, or an answer does not have `tokens` tokens.
         """
-        body = self._dialect.body(prompts, tokens, logprobs=logprobs, stream=False)
-        data = self._encoded(body)
+        data = self._encoded(self._batches.batch_body(prompts, tokens, logprobs=logprobs))
         began = time.perf_counter()
         async with self._post(data) as response:
             content = await response.read()
             seconds = time.perf_counter() - began
-        answers = self._dialect.answers(json.loads(content))
+        answers = self._batches.answers(json.loads(content))
         if [len(answer.ids) for answer in answers] != [tokens] * len(prompts):
             found = sorted({len(answer.ids) for answer in answers})
             raise ClientError(
@@ -98,25 +115,22 @@ class Client:
             )
         return answers, seconds
 
-    async def gap(self, prompt: Prompt, token: int) -> float:
+    async def gap(self, prompt: Ids, token: int) -> float:
         """How much likelier than `token` the likeliest token after a prompt is (log-probabilities).
 
-        With no other request under way: SGLang 0.5.17 ends if it takes in such a question in one
-        batch with a prompt of none.
+        No other request may run meanwhile: SGLang 0.5.17 ends if one batch holds such a request
+        and one without log-probabilities.
 
         Raises
         ------
         ClientError
             If the server refuses.
         """
-        body = self._dialect.gap_body(prompt, token)
-        async with self._post(self._encoded(body)) as response:
-            return self._dialect.gap(json.loads(await response.read()), token)
+        async with self._post(self._encoded(self._batches.gap_body(prompt, token))) as response:
+            return self._batches.gap(json.loads(await response.read()), token)
 
-    async def stream(
-        self, prompt: Prompt, tokens: int, *, leave_after: int | None = None
-    ) -> Completion:
-        """One answer, with the time of every token.
+    async def stream(self, prompt: Ids, tokens: int, *, leave_after: int | None = None) -> Answer:
+        """One answer to token ids, with the arrival time of each token.
 
         Parameters
         ----------
@@ -128,23 +142,29 @@ class Client:
         ClientError
             As :meth:`batch`.
         """
-        body = self._dialect.body([prompt], tokens, logprobs=False, stream=True)
-        data = self._encoded(body)
-        answer = Completion(sent=time.perf_counter())
-        async with self._post(data) as response:
-            async for line in response.content:
-                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                    continue
-                now = time.perf_counter() - answer.sent
-                new = self._dialect.piece(json.loads(line[6:]), answer)
-                answer.ids.extend(new)
-                answer.arrivals.extend([now] * len(new))
-                if leave_after is not None and len(answer.ids) >= leave_after:
-                    response.close()
-                    return answer
-        if len(answer.ids) != tokens:
-            raise ClientError(f"an answer ended after {len(answer.ids)} of {tokens} tokens")
+        (answer,) = await self._stream(prompt, tokens, 1, leave_after)
         return answer
+
+    async def stream_answers(
+        self,
+        prompt: Prompt,
+        tokens: int,
+        n: int = 1,
+        on_tokens: Callable[[int], None] = lambda count: None,
+    ) -> list[Answer]:
+        """`n` answers to one prompt, with the arrival time of each token.
+
+        Parameters
+        ----------
+        on_tokens : callable
+            Called with the number of new tokens whenever some arrive.
+
+        Raises
+        ------
+        ClientError
+            If the server refuses, or an answer does not have `tokens` tokens.
+        """
+        return await self._stream(prompt, tokens, n, None, on_tokens)
 
     async def get(self, path: str) -> Any:
         """A JSON document of the server; None if it has none there."""
@@ -155,6 +175,41 @@ class Client:
                 return await response.json() if response.status == 200 else None
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
             raise ClientError(f"{path} failed: {error!r}") from error
+
+    async def _stream(
+        self,
+        prompt: Any,
+        tokens: int,
+        n: int,
+        leave_after: int | None,
+        on_tokens: Callable[[int], None] = lambda count: None,
+    ) -> list[Answer]:
+        data = self._encoded(self._dialect.stream_body(prompt, tokens, n))
+        sent = time.perf_counter()
+        answers = [Answer(sent=sent) for _ in range(n)]
+        async with self._post(data) as response:
+            async for line in response.content:
+                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                    continue
+                now = time.perf_counter() - sent
+                if arrived := self._dialect.take(json.loads(line[6:]), answers, now):
+                    on_tokens(arrived)
+                if leave_after is not None and len(answers[0]) >= leave_after:
+                    response.close()
+                    return answers
+        for answer in answers:
+            if len(answer.arrivals) != tokens:
+                raise ClientError(
+                    f"an answer ended after {len(answer.arrivals)} of {tokens} tokens; do prompt "
+                    "and answer fit the model's context and the KV cache?"
+                )
+        return answers
+
+    @property
+    def _batches(self) -> BatchDialect:
+        if isinstance(self._dialect, TextDialect):
+            raise RuntimeError("batches and gaps need a dialect of token ids, not of text")
+        return cast(BatchDialect, self._dialect)
 
     def _encoded(self, body: dict[str, Any]) -> bytes:
         return json.dumps({**body, **self._fields}).encode()

@@ -1,82 +1,57 @@
-"""What each host's own endpoint is asked, and what it answers."""
+"""The requests and answers of each endpoint that the client knows."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from deft_backend.harness.answers import Answer
+
 TOP = 5
-"""Most likely tokens of which log-probabilities are asked for."""
+"""Likeliest tokens whose log-probabilities a batch of token ids asks for."""
 
 Get = Callable[[str], Awaitable[Any]]
 """Reads a JSON document of the server, by its path."""
 
-Prompt = Sequence[int]
+Ids = Sequence[int]
 
 
 class ClientError(RuntimeError):
     """A request was refused or cut off, or its answer is not what was asked for."""
 
 
-@dataclass
-class Completion:
-    """One greedy answer.
-
-    Attributes
-    ----------
-    ids : list of int
-        Its tokens.
-    arrivals : list of float
-        Seconds from sending to each token; empty unless it was streamed.
-    sent : float
-        When it was sent, on :func:`time.perf_counter`'s clock.
-    logprobs : list of float
-        Log-probability of each token, if asked for.
-    top : list of dict
-        For each token the log-probabilities of the :data:`TOP` likeliest ids, if asked for.
-    cached : int, optional
-        Tokens of the prompt that were in the host's prefix cache, if it says so.
-    """
-
-    ids: list[int] = field(default_factory=list)
-    arrivals: list[float] = field(default_factory=list)
-    sent: float = 0.0
-    logprobs: list[float] = field(default_factory=list)
-    top: list[dict[int, float]] = field(default_factory=list)
-    cached: int | None = None
-
-    @property
-    def gaps(self) -> list[float]:
-        """Seconds between one token and the next."""
-        return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
-
-
 class Dialect(Protocol):
-    """What a host's endpoint is asked, and what it answers."""
+    """What an endpoint is asked, and what it answers."""
 
     path: str
-    takes_in_together: bool
 
     async def prepare(self, get: Get) -> None:
-        """Learn what requests need to say from the server's documents."""
+        """Learn from the server's documents what every request must name."""
         ...
 
-    def body(
-        self, prompts: Sequence[Prompt], tokens: int, *, logprobs: bool, stream: bool
-    ) -> dict[str, Any]:
-        """The request."""
+    def stream_body(self, prompt: Any, tokens: int, n: int) -> dict[str, Any]:
+        """A request for `n` streamed answers to one prompt."""
         ...
 
-    def answers(self, content: Any) -> list[Completion]:
+    def take(self, content: Any, answers: Sequence[Answer], now: float) -> int:
+        """Add a streamed piece that arrived `now` to its answer; returns its new tokens."""
+        ...
+
+
+class BatchDialect(Dialect, Protocol):
+    """A dialect of token ids: whole batches in one request, and gaps of log-probability."""
+
+    takes_in_together: bool
+
+    def batch_body(self, prompts: Sequence[Ids], tokens: int, *, logprobs: bool) -> dict[str, Any]:
+        """A request for one answer to each prompt."""
+        ...
+
+    def answers(self, content: Any) -> list[Answer]:
         """All answers of a batch, in the prompts' order."""
         ...
 
-    def piece(self, content: Any, so_far: Completion) -> list[int]:
-        """New ids of a streamed piece."""
-        ...
-
-    def gap_body(self, prompt: Prompt, token: int) -> dict[str, Any]:
+    def gap_body(self, prompt: Ids, token: int) -> dict[str, Any]:
         """The request for :meth:`gap`."""
         ...
 
@@ -86,32 +61,33 @@ class Dialect(Protocol):
 
 
 class SGLangDialect:
+    """SGLang's ``/generate``, with token ids."""
+
     path = "/generate"
     takes_in_together = True
 
     async def prepare(self, get: Get) -> None:
         """Nothing to learn."""
 
-    def body(
-        self, prompts: Sequence[Prompt], tokens: int, *, logprobs: bool, stream: bool
-    ) -> dict[str, Any]:
-        settings = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-        ids = [list(prompt) for prompt in prompts]
-        body: dict[str, Any] = {
-            "input_ids": ids[0] if stream else ids, "sampling_params": settings, "stream": stream,
-        }  # fmt: skip
+    def batch_body(self, prompts: Sequence[Ids], tokens: int, *, logprobs: bool) -> dict[str, Any]:
+        body = {**_sglang_body(tokens), "input_ids": [list(prompt) for prompt in prompts]}
         if logprobs:
             body |= {"return_logprob": True, "top_logprobs_num": TOP}
         return body
 
-    def answers(self, content: Any) -> list[Completion]:
+    def stream_body(self, prompt: Ids, tokens: int, n: int) -> dict[str, Any]:
+        if n != 1:
+            raise ClientError(f"{self.path} is asked for {n} streamed answers; expected 1")
+        return {**_sglang_body(tokens), "input_ids": list(prompt), "stream": True}
+
+    def answers(self, content: Any) -> list[Answer]:
         found = []
         for answer in content:
             meta = answer["meta_info"]
             chosen = meta.get("output_token_logprobs") or []
             top = meta.get("output_top_logprobs") or []
             found.append(
-                Completion(
+                Answer(
                     ids=list(answer["output_ids"]),
                     logprobs=[entry[0] for entry in chosen],
                     top=[{entry[1]: entry[0] for entry in entries or []} for entries in top],
@@ -120,17 +96,18 @@ class SGLangDialect:
             )
         return found
 
-    def piece(self, content: Any, so_far: Completion) -> list[int]:
-        if "error" in content:
-            raise ClientError(f"{self.path} broke off: {content['error']}")
+    def take(self, content: Any, answers: Sequence[Answer], now: float) -> int:
+        _refuse_error(self.path, content)
+        (answer,) = answers
         meta = content["meta_info"]
-        so_far.cached = meta.get("cached_tokens", so_far.cached)
+        answer.cached = meta.get("cached_tokens", answer.cached)
         ids: list[int] = content["output_ids"]
-        fresh = meta["completion_tokens"] - len(so_far.ids)
-        return ids[-fresh:] if fresh > 0 else []  # pieces hold all ids so far, or the new ones
+        fresh = meta["completion_tokens"] - len(answer.ids)
+        # Pieces hold all ids so far, or only the new ones.
+        return _arrived(answer, ids[-fresh:] if fresh > 0 else [], now)
 
-    def gap_body(self, prompt: Prompt, token: int) -> dict[str, Any]:
-        return {**self.body([prompt], 1, logprobs=True, stream=False), "token_ids_logprob": [token]}
+    def gap_body(self, prompt: Ids, token: int) -> dict[str, Any]:
+        return {**self.batch_body([prompt], 1, logprobs=True), "token_ids_logprob": [token]}
 
     def gap(self, content: Any, token: int) -> float:
         meta = content[0]["meta_info"]
@@ -139,9 +116,10 @@ class SGLangDialect:
         return likeliest - float(value)
 
 
-class VLLMDialect:
+class _Completions:
+    """What both dialects of ``/v1/completions`` share."""
+
     path = "/v1/completions"
-    takes_in_together = False
 
     def __init__(self) -> None:
         self.model = ""
@@ -152,24 +130,35 @@ class VLLMDialect:
             raise ClientError("the server does not list its model under /v1/models")
         self.model = listed["data"][0]["id"]
 
-    def body(
-        self, prompts: Sequence[Prompt], tokens: int, *, logprobs: bool, stream: bool
-    ) -> dict[str, Any]:
-        body: dict[str, Any] = {
-            "model": self.model, "prompt": [list(prompt) for prompt in prompts],
-            "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "stream": stream,
-            "return_token_ids": True,
+    def _body(self, prompt: Any, tokens: int) -> dict[str, Any]:
+        return {
+            "model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0,
+            "ignore_eos": True, "return_token_ids": True,
         }  # fmt: skip
+
+
+class VLLMDialect(_Completions):
+    """vLLM's ``/v1/completions``, with token ids."""
+
+    takes_in_together = False
+
+    def batch_body(self, prompts: Sequence[Ids], tokens: int, *, logprobs: bool) -> dict[str, Any]:
+        body = {**self._body([list(prompt) for prompt in prompts], tokens), "stream": False}
         if logprobs:
             body |= {"logprobs": TOP, "return_tokens_as_token_ids": True}
         return body
 
-    def answers(self, content: Any) -> list[Completion]:
+    def stream_body(self, prompt: Ids, tokens: int, n: int) -> dict[str, Any]:
+        if n != 1:
+            raise ClientError(f"{self.path} is asked for {n} streamed answers; expected 1")
+        return {**self._body([list(prompt)], tokens), "stream": True}
+
+    def answers(self, content: Any) -> list[Answer]:
         found = []
         for choice in sorted(content["choices"], key=lambda choice: int(choice["index"])):
             logprobs = choice.get("logprobs") or {}
             found.append(
-                Completion(
+                Answer(
                     ids=list(choice["token_ids"]),
                     logprobs=list(logprobs.get("token_logprobs") or []),
                     top=[
@@ -180,20 +169,66 @@ class VLLMDialect:
             )
         return found
 
-    def piece(self, content: Any, so_far: Completion) -> list[int]:
-        if "error" in content:
-            raise ClientError(f"{self.path} broke off: {content['error']}")
-        return [id for choice in content["choices"] for id in choice.get("token_ids") or []]
+    def take(self, content: Any, answers: Sequence[Answer], now: float) -> int:
+        _refuse_error(self.path, content)
+        (answer,) = answers
+        ids = [id for choice in content["choices"] for id in choice.get("token_ids") or []]
+        return _arrived(answer, ids, now)
 
-    def gap_body(self, prompt: Prompt, token: int) -> dict[str, Any]:
-        # Of no token of an answer but the likeliest ones, and of every token of a prompt.
-        body = self.body([[*prompt, token]], 1, logprobs=False, stream=False)
-        return {**body, "prompt_logprobs": 1}
+    def gap_body(self, prompt: Ids, token: int) -> dict[str, Any]:
+        # vLLM tells the log-probability of each token of a prompt. Of an answer's tokens it tells
+        # only the likeliest ones.
+        return {
+            **self.batch_body([[*prompt, token]], 1, logprobs=False), "prompt_logprobs": 1,
+        }  # fmt: skip
 
     def gap(self, content: Any, token: int) -> float:
         last = content["choices"][0]["prompt_logprobs"][-1]
         likeliest: float = max(entry["logprob"] for entry in last.values())
         return likeliest - float(last[str(token)]["logprob"])
+
+
+class TextDialect(_Completions):
+    """``/v1/completions`` of either host, with text: the endpoint that users' clients call."""
+
+    def stream_body(self, prompt: str, tokens: int, n: int) -> dict[str, Any]:
+        body = {**self._body(prompt, tokens), "stream": True, "n": n, "logprobs": 2}
+        if n > 1:  # vLLM refuses several answers at temperature 0; this is the same
+            body |= {"temperature": 1.0, "top_k": 1}
+        return body
+
+    def take(self, content: Any, answers: Sequence[Answer], now: float) -> int:
+        _refuse_error(self.path, content)
+        return sum(_take_choice(answers[choice["index"]], choice, now)
+                   for choice in content["choices"])  # fmt: skip
+
+
+def _sglang_body(tokens: int) -> dict[str, Any]:
+    settings = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    return {"sampling_params": settings, "stream": False}
+
+
+def _take_choice(answer: Answer, choice: Any, now: float) -> int:
+    answer.text += choice.get("text") or ""
+    answer.ids.extend(choice.get("token_ids") or [])
+    found = choice.get("logprobs") or {}
+    tokens = found.get("tokens") or []
+    answer.tokens.extend(tokens)
+    answer.logprobs.extend(found.get("token_logprobs") or [])
+    answer.arrivals.extend([now] * len(tokens))
+    answer.top.extend(found.get("top_logprobs") or [])
+    return len(tokens)
+
+
+def _arrived(answer: Answer, ids: Sequence[int], now: float) -> int:
+    answer.ids.extend(ids)
+    answer.arrivals.extend([now] * len(ids))
+    return len(ids)
+
+
+def _refuse_error(path: str, content: Any) -> None:
+    if "error" in content:
+        raise ClientError(f"{path} broke off: {content['error']}")
 
 
 def _token_id(name: str) -> int:

@@ -1,9 +1,12 @@
-"""What a workload is: a plan of requests that any OpenAI-compatible server can be asked."""
+"""A workload as data: the requests that a server gets, and which of them wait for others."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
+
+Prompt = str | tuple[int, ...]
+"""Text, or token ids."""
 
 
 class WorkloadError(ValueError):
@@ -18,18 +21,18 @@ class Request:
     ----------
     name : str
         Unique in its plan.
-    prompt : str
-        Text of the prompt; with `after`, what follows the earlier request's prompt and answer.
+    prompt : str or tuple of int
+        Text or token ids. With `after`, the part behind the earlier request's prompt and answer.
     max_tokens : int
         Tokens to decode, exactly (the end-of-sequence token is ignored).
     n : int
         Answers to the one prompt.
     after : str, optional
-        Name of the request whose answer this one goes on from; it starts when that one ends.
+        Name of the request whose answer this one continues; it starts when that one ends.
     """
 
     name: str
-    prompt: str
+    prompt: Prompt
     max_tokens: int
     n: int = 1
     after: str | None = None
@@ -50,16 +53,16 @@ class RequestPlan:
     workload : str
         Name of the workload.
     description : str
-        What is sent, in a line.
-    warm : tuple of str
-        Prompts sent, one after another, before the clock starts: what is shared is cached then.
+        What is sent, in one line.
+    warm : tuple of prompts
+        Sent one after another before the clock starts, so that shared prefixes are cached then.
     requests : tuple of Request
-        Those without `after` are sent at once.
+        Requests without `after` are sent at the same time.
     """
 
     workload: str
     description: str
-    warm: tuple[str, ...]
+    warm: tuple[Prompt, ...]
     requests: tuple[Request, ...]
 
     def __post_init__(self) -> None:
@@ -73,7 +76,7 @@ class RequestPlan:
 
     @property
     def tokens(self) -> int:
-        """Tokens to decode in all."""
+        """Tokens to decode, over all requests."""
         return sum(request.max_tokens * request.n for request in self.requests)
 
 

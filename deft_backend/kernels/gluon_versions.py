@@ -12,6 +12,11 @@ from typing import Any
 
 import triton
 
+__all__ = [
+    "VERSIONS", "async_load", "available", "barrier", "jit", "log_unavailable", "reinterpret",
+    "small_tile_limits", "unavailable",
+]  # fmt: skip
+
 logger = logging.getLogger(__name__)
 
 VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
@@ -24,7 +29,7 @@ try:
 
     # Triton 3.7 renamed the barrier of all threads of a program.
     barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier
-    # Triton 3.8 renamed the asynchronous copy from global to shared memory; 3.9 dropped its old name.
+    # Triton 3.8 renamed the copy from global to shared memory; 3.9 dropped its old name.
     async_load: Any = (
         getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
     )
@@ -41,7 +46,7 @@ except (ImportError, AttributeError) as error:
 
 
 @jit
-def reinterpret(buffer, dtype, shape, layout):
+def reinterpret(buffer: Any, dtype: Any, shape: Any, layout: Any) -> Any:
     """Return shared memory as a buffer of another element type, shape and layout."""
     if _PUBLIC:
         return buffer.reinterpret(dtype, shape, layout)
@@ -75,3 +80,29 @@ def log_unavailable() -> None:
             "Install Triton %d.%d to %d.%d to use the Hopper kernels",
             reason, *VERSIONS[0], *VERSIONS[-1],
         )  # fmt: skip
+
+
+def small_tile_limits(gqa_group: int) -> tuple[int, int | None]:
+    """Programs on an SM and registers of a thread for the pipelined kernel of small tiles.
+
+    A quarter of an SM has 16,384 registers. It holds two programs of up to 248 registers a thread,
+    three of up to 168, or, beside one program of the large tile, two of up to 128. The limits were
+    found by compiling: within them the kernel needs no stack.
+
+    Parameters
+    ----------
+    gqa_group : int
+        Query heads that share a KV head, at most 8.
+
+    Returns
+    -------
+    tuple of int and (int or None)
+        Programs on an SM, and the most registers of a thread; None leaves them to the assembler.
+    """
+    before_3_8 = triton.__version__.startswith(("3.6.", "3.7."))
+    if gqa_group in (2, 4):
+        # Triton 3.9 orders the loads of a merge so that 128 registers do not hold them.
+        return 10, 168 if triton.__version__.startswith("3.9.") else 128
+    if gqa_group == 8 or (gqa_group > 4 and before_3_8):
+        return 10, 168
+    return 8, None if before_3_8 else 248

@@ -41,6 +41,8 @@ class TileConfig:
     programs: int
     lookahead: int = 0
     """Blocks that the kernel in Gluon copies ahead; 0: the plain kernel."""
+    max_registers: int | None = None
+    """Most registers that the assembler may give a thread; None: as many as it chooses."""
 
 
 @dataclass(frozen=True)
@@ -178,14 +180,15 @@ def _gluon_tile(plain: TileConfig, head_dim: int, gqa_group: int, sms: int) -> T
         # A program reads its first item before it knows whether there is one.
         programs = min(2 * sms, READ_AHEAD)
         return replace(plain, block_tokens=block, lookahead=lookahead, programs=programs)
-    # Of one warp, as the plain kernel: as many as registers and shared memory hold. Groups of one
-    # and three heads take more than the 168 registers of which a quarter of an SM holds three.
-    per_sm = {(8, 128): 10, (16, 128): 6}.get((plain.rows, head_dim))
-    if per_sm is None:
-        return None
-    if gqa_group in (1, 3):
-        per_sm = 8
-    return replace(plain, block_tokens=16, lookahead=1, programs=per_sm * sms)
+    # One warp a program, as in the plain kernel.
+    if (plain.rows, head_dim) == (16, 128):
+        return replace(plain, block_tokens=16, lookahead=1, programs=6 * sms)
+    if (plain.rows, head_dim) == (8, 128):
+        per_sm, registers = gluon_versions.small_tile_limits(gqa_group)
+        return replace(
+            plain, block_tokens=16, lookahead=1, programs=per_sm * sms, max_registers=registers
+        )
+    return None
 
 
 def _shared_bytes(rows: int, block: int, head_dim: int, dtype: torch.dtype, stages: int) -> int:

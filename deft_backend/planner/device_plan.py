@@ -15,7 +15,7 @@ _STAGE_1 = (
     "tile_ptr",
     "item_segment_ptr",
     "item_query_ptr",
-    "segment_row",
+    "segment_request",
     "segment_start",
     "segment_end",
     "segment_span",
@@ -28,12 +28,10 @@ _STAGE_2 = ("num_reduce", "reduce_query", "reduce_ptr")
 class DevicePlan:
     """Arrays of a plan at addresses that never change, so that CUDA graphs can hold them.
 
-    `segment_table`, the row of the page table of each segment, is written by plans made on the
-    device alone: the host knows batch rows.
-
-    All arrays are views of one buffer: a new plan is one copy to the device, ordered on the
-    current stream like any kernel. Counts (`tile_ptr`, `num_reduce`) are in the buffer too, and
-    kernels read them there.
+    All arrays are views of one buffer, so a new plan is one copy to the device, ordered on the
+    current stream like any kernel. The buffer also holds the counts (`tile_ptr`, `num_reduce`),
+    which kernels read there. Only the device planner writes `segment_table`, the row of the page
+    table of each segment; the host planner knows request indices.
 
     Parameters
     ----------
@@ -53,7 +51,7 @@ class DevicePlan:
             "item_segment_ptr": (items + 1, torch.int32),
             "item_query_ptr": (items + 1, torch.int32),
             "segment_table": (segments, torch.int32),
-            "segment_row": (segments, torch.int32),
+            "segment_request": (segments, torch.int32),
             "segment_start": (segments, torch.int32),
             "segment_end": (segments, torch.int32),
             "segment_span": (segments, torch.int32),
@@ -73,8 +71,8 @@ class DevicePlan:
         self._views = self._views_of(self._buffer)
         self.stage1 = tuple(self._views[name] for name in _STAGE_1)
         self.stage2 = tuple(self._views[name] for name in _STAGE_2)
-        # A copy to the GPU may still read its staging buffer when the next plan is made: several
-        # take turns, each guarded by an event. On the CPU the arrays are written in place.
+        # A copy to the GPU may still read its staging buffer when the next plan is made. So several
+        # buffers take turns, each guarded by an event. On the CPU the arrays are written in place.
         self._staging: list[tuple[torch.Tensor, torch.cuda.Event]] = []
         if device.type == "cuda":
             for _ in range(_STAGING_BUFFERS):

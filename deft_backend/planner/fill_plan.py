@@ -30,7 +30,7 @@ def fill_plan(
     items: Int64Array,
     query_ptr: Int32Array,
     queries: Int32Array,
-    row: Int32Array,
+    request: Int32Array,
     start: Int32Array,
     end: Int32Array,
     is_open: BoolArray,
@@ -48,7 +48,7 @@ def fill_plan(
     ----------
     items : [I, COLUMNS] int64
         Of :func:`~deft_backend.planner.items.list_items`.
-    query_ptr, queries, row, start, end, is_open, attend_begin, attend_end
+    query_ptr, queries, request, start, end, is_open, attend_begin, attend_end
         As in :class:`~deft_backend.policies.Grouping`.
     batch, shapes : int
         Requests of the batch, and tile shapes.
@@ -61,8 +61,8 @@ def fill_plan(
         Items that each query takes part in.
     """
     tile_ptr = _count_shapes(items, shapes)
-    item_segment_ptr, segment_row, segment_start, segment_end, segment_span = _write_segments(
-        items, row, start, end, is_open, attend_begin, attend_end
+    item_segment_ptr, segment_request, segment_start, segment_end, segment_span = _write_segments(
+        items, request, start, end, is_open, attend_begin, attend_end
     )
     item_query_ptr, entry_query, parts = _write_entries(items, query_ptr, queries, batch)
     small = place_of(0, shapes - 1)
@@ -77,7 +77,7 @@ def fill_plan(
         item_query_ptr, entry_query, parts, merging, reduce_query, reduce_ptr
     )
     return (
-        tile_ptr, item_segment_ptr, item_query_ptr, segment_row, segment_start, segment_end,
+        tile_ptr, item_segment_ptr, item_query_ptr, segment_request, segment_start, segment_end,
         segment_span, entry_query, entry_slot, reduce_query, reduce_ptr, parts,
     )  # fmt: skip
 
@@ -96,14 +96,14 @@ def _count_shapes(items: Int64Array, shapes: int) -> Int32Array:
 @host_jit
 def _write_segments(
     items: Int64Array,
-    row: Int32Array,
+    request: Int32Array,
     start: Int32Array,
     end: Int32Array,
     is_open: BoolArray,
     attend_begin: Int32Array,
     attend_end: Int32Array,
 ) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array, Int32Array]:
-    """item_segment_ptr, segment_row, segment_start, segment_end and segment_span.
+    """item_segment_ptr, segment_request, segment_start, segment_end and segment_span.
 
     Segments to which no query of the item attends are left out.
     """
@@ -111,7 +111,7 @@ def _write_segments(
     for i in range(len(items)):
         most += items[i, END_SEGMENT] - items[i, FIRST_SEGMENT]
     item_segment_ptr = np.zeros(len(items) + 1, dtype=np.int32)
-    segment_row = np.empty(most, dtype=np.int32)
+    segment_request = np.empty(most, dtype=np.int32)
     segment_start = np.empty(most, dtype=np.int32)
     segment_end = np.empty(most, dtype=np.int32)
     segment_span = np.empty(most, dtype=np.int32)
@@ -124,14 +124,14 @@ def _write_segments(
             behind = min(np.int64(attend_end[at]), stop) - first
             if begin >= behind:
                 continue
-            segment_row[count] = row[at]
+            segment_request[count] = request[at]
             segment_start[count] = start[at]
             segment_end[count] = OPEN_END if is_open[at] else end[at]
             segment_span[count] = begin | behind << SPAN_SHIFT
             count += 1
         item_segment_ptr[i + 1] = count
     return (
-        item_segment_ptr, segment_row[:count], segment_start[:count], segment_end[:count],
+        item_segment_ptr, segment_request[:count], segment_start[:count], segment_end[:count],
         segment_span[:count],
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Host planner: forest and policy to Plan. Runs when the batch's composition changes."""
+"""The host planner: makes a plan of a forest whenever the batch's composition changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class PlanError(ValueError):
-    """A forest that the plan's arrays cannot hold, or a grouping that is not an attention."""
+    """A forest that the plan's arrays cannot hold, or a grouping that leaves out a request."""
 
 
 def plan_forest(
@@ -25,8 +25,14 @@ def plan_forest(
 ) -> tuple[Plan, Grouping]:
     """Group a forest by `policy` and cut it into work items that fit `capacity`.
 
-    Where the policy wants more groups than the arrays hold (node by node on a degenerate tree),
-    the baseline `flash-decoding` is planned instead, which always fits, and the log says so.
+    If the policy makes more groups than the arrays hold, the planner plans `flash-decoding`
+    instead, which always fits, and logs the reason once.
+
+    Returns
+    -------
+    plan : Plan
+    grouping : Grouping
+        The groups behind the plan.
 
     Raises
     ------
@@ -41,7 +47,7 @@ def plan_forest(
     longest = int(forest.seq_lens.max(initial=0))
     if longest >= MAX_TOKENS:
         raise PlanError(f"a request holds {longest} tokens; the kernels address {MAX_TOKENS - 1}")
-    # Items can outnumber groups where a group has more queries than a tile; leave room for them.
+    # A group with more queries than a tile has several items: leave room for them.
     bounded = target.within(capacity.max_items // 2, capacity.max_entries)
     try:
         grouping = policy.group(forest, bounded)
@@ -49,7 +55,7 @@ def plan_forest(
         check_capacity(plan, capacity)
     except (PolicyError, PlanError) as error:
         _say_once(policy.name, error)
-        # One query a group, one item a group: no room needed for tiles.
+        # Groups of one query have one item each: no room is needed for further tiles.
         bounded = target.within(capacity.max_items, capacity.max_entries)
         grouping = get_policy("flash-decoding").group(forest, bounded)
         plan = plan_grouping(grouping, forest, target)
@@ -58,13 +64,15 @@ def plan_forest(
 
 
 def plan_grouping(grouping: Grouping, forest: PrefixForest, target: Target) -> Plan:
-    """Cut groups into (KV range, query tile) items and lay out their partial results.
+    """Cut groups into items and assign the slots of their partial results.
 
-    A group with more queries than the largest tile is cut into even tiles; each item runs in the
-    smallest tile shape that holds it, longest first within a shape (longest-processing-time
-    order, FlashForge section 5.1). A query that takes part in one item needs no reduction: that
-    item writes the output. The others get contiguous partial slots, in item order; a query's item
-    in the last launch merges them itself where it can (MAX_MERGED), else stage 2 does.
+    A group with more queries than the largest tile is cut into even tiles. Each item runs in the
+    smallest tile shape that holds it. Within a shape the longest items come first
+    (longest-processing-time order, FlashForge section 5.1).
+
+    A query with one item needs no slot: the item writes the output. Other queries get contiguous
+    slots in item order. If one item in the last launch can merge the others (at most MAX_MERGED),
+    it does; else stage 2 merges.
 
     Raises
     ------
@@ -74,7 +82,7 @@ def plan_grouping(grouping: Grouping, forest: PrefixForest, target: Target) -> P
     if target.largest_tile < 1:
         raise PlanError(
             f"{target.gqa_group} query heads share a KV head; the largest tile has "
-            f"{max(target.tile_heights)} rows"
+            f"{max(target.tile_heights)} query vectors"
         )
     items = list_items(
         grouping.query_ptr,
@@ -90,7 +98,7 @@ def plan_grouping(grouping: Grouping, forest: PrefixForest, target: Target) -> P
         items,
         grouping.query_ptr,
         grouping.queries,
-        grouping.row,
+        grouping.request,
         grouping.start,
         grouping.end,
         grouping.open,
@@ -110,7 +118,7 @@ _said: set[tuple[str, type[Exception]]] = set()
 
 
 def _say_once(policy: str, error: Exception) -> None:
-    """A line for the first such batch: the numbers in it are others for every one."""
+    """Log only the first such batch of each policy: its numbers differ from batch to batch."""
     if (policy, type(error)) not in _said:
         _said.add((policy, type(error)))
         logger.warning("policy %s: %s; planning flash-decoding for such batches", policy, error)
@@ -122,12 +130,12 @@ def check_capacity(plan: Plan, capacity: PlanCapacity) -> None:
     Raises
     ------
     PlanError
-        It names what there is too much of.
+        The message names the array that is too small.
     """
     for what, held, limit in (
         ("work items", plan.num_items, capacity.max_items),
         ("(item, query) pairs", len(plan.entry_query), capacity.max_entries),
-        ("KV ranges", len(plan.segment_row), capacity.max_segments),
+        ("KV ranges", len(plan.segment_request), capacity.max_segments),
     ):
         if held > limit:
             raise PlanError(f"the plan has {held} {what}; its arrays hold {limit}")

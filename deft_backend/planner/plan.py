@@ -1,4 +1,4 @@
-"""Plan: a grouping cut into the kernels' work items, in arrays of fixed capacity on the device."""
+"""Plan: work items and how their results are merged, and the capacity of its arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORKSPACE_LIMIT = 256 << 20
 
 @dataclass(frozen=True)
 class PlanCapacity:
-    """Sizes of a plan's arrays: of the largest batch and the machine, never of the contexts.
+    """Sizes of a plan's arrays: they depend on the largest batch and the GPU, not on contexts.
 
     Attributes
     ----------
@@ -26,7 +26,7 @@ class PlanCapacity:
     max_entries : int
         (item, query) pairs; also the partial results that the workspace holds.
     max_segments : int
-        KV ranges; more than items only where leaves are packed or the tree is flattened.
+        Segments; only masked tiles have several for each item.
     """
 
     max_batch: int
@@ -38,13 +38,13 @@ class PlanCapacity:
     def for_batch(
         cls, max_batch: int, num_programs: int = 132, entry_bytes: int = 0
     ) -> PlanCapacity:
-        """Room for every tree over `max_batch` requests, each KV range split for `num_programs`.
+        """Room for every forest of `max_batch` requests, with KV ranges cut for `num_programs`.
 
-        A forest over B queries has at most 2B - 1 nodes. Splitting long nodes adds at most a few
-        items a program; every query takes part in 12 items on average (a policy that wants more
-        is coarsened by the planner until it fits), fewer where `entry_bytes`, the bytes of one
-        query's partial result, would make the workspace larger than WORKSPACE_LIMIT. Two items
-        a query and one a program always fit.
+        A forest over B queries has at most 2B - 1 nodes. Cutting long nodes adds a few items for
+        each program. There is room for 12 entries for each query on average; policies make fewer
+        groups if these do not suffice. `entry_bytes` is the size of one partial result in bytes: if
+        12 entries would make the workspace larger than WORKSPACE_LIMIT, there is room for fewer.
+        Two entries for each query and one for each program always fit.
         """
         items = 4 * max_batch + 8 * num_programs
         entries = 12 * max_batch + 8 * num_programs
@@ -60,7 +60,9 @@ class PlanCapacity:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Stage 1's items and stage 2's reduction, as host arrays cut to their counts.
+    """Stage 1's items and stage 2's merges, as NumPy arrays cut to their counts.
+
+    :mod:`deft_backend.planner.encoding` defines the values that these arrays hold.
 
     Attributes
     ----------
@@ -69,25 +71,25 @@ class Plan:
         longest first.
     item_segment_ptr : [I + 1] int32, item_query_ptr : [I + 1] int32
         Segments and entries of each item.
-    segment_row, segment_start, segment_end : [S] int32
-        KV ranges by batch row; `segment_end` is OPEN_END for a range that grows with its row.
+    segment_request, segment_start, segment_end : [S] int32
+        KV ranges of requests; `segment_end` is OPEN_END for a range that grows with its request.
     segment_span : [S] int32
-        Run of the item's queries that attend to the range: ``begin | end << SPAN_SHIFT``; for
-        items of the smallest tile shape, the number of partial results that the item merges.
+        The span: ``begin | end << SPAN_SHIFT`` of the item's queries that attend to the range. For
+        items of the small tile instead the number of partial results that the item merges.
     entry_query : [E] int32
-        Batch row of each (item, query) pair.
+        Request index of each entry.
     entry_slot : [E] int32
-        Where the pair's partial result goes; DIRECT if the item is its query's whole attention;
-        ``MERGES - slot`` if it merges the results from `slot` on into the output, which the
-        launches before its own have left there.
+        Slot of the entry's partial result. DIRECT if the item is its query's whole attention.
+        ``MERGES - slot`` if the item merges the results from `slot` on, which earlier launches
+        have written, and then writes the output.
     reduce_query : [R] int32, reduce_ptr : [R + 1] int32
-        Queries that stage 2 reduces, and their partial slots (contiguous for each query).
+        Queries whose results stage 2 merges, and their slots (contiguous for each query).
     """
 
     tile_ptr: npt.NDArray[np.int32]
     item_segment_ptr: npt.NDArray[np.int32]
     item_query_ptr: npt.NDArray[np.int32]
-    segment_row: npt.NDArray[np.int32]
+    segment_request: npt.NDArray[np.int32]
     segment_start: npt.NDArray[np.int32]
     segment_end: npt.NDArray[np.int32]
     segment_span: npt.NDArray[np.int32]
@@ -112,13 +114,13 @@ class Plan:
 
     @property
     def num_open(self) -> int:
-        """Ranges that grow with their rows: each is one token longer in the next step."""
+        """Open ranges: each is one token longer in the next step."""
         return int((self.segment_end == OPEN_END).sum())
 
     def loaded_tokens(self, seq_lens: npt.NDArray[np.integer]) -> int:
-        """Tokens that the items load, all together, when the rows have these lengths: [B] int."""
+        """Tokens that all items load if the requests have these lengths: [B] int."""
         is_open = self.segment_end == OPEN_END
-        end = np.where(is_open, seq_lens[self.segment_row], self.segment_end)
+        end = np.where(is_open, seq_lens[self.segment_request], self.segment_end)
         return int((end - self.segment_start).sum(dtype=np.int64))
 
     def arrays(self) -> dict[str, npt.NDArray[np.generic]]:

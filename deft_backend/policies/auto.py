@@ -21,15 +21,16 @@ from deft_backend.policies.target import Target
 class Auto:
     """KV ranges by measured cost, then even chunks that fill the GPU.
 
-    Between Q-guided grouping (every query its whole context, nothing to merge) and one group a
-    node (every token once, most to merge) lie the groupings in which some nodes get groups of
-    their own and the tokens of the others are read with those below them: FastTree's edge
-    assignment. `auto` decides from the root down with the times that its
-    cost table holds (:class:`~deft_backend.costs.tile_costs.TileCosts`), in one pass over the
-    forest. Ranges of each tile shape are then cut into chunks whose rounds over the GPU's programs
-    are expected to end first (FlashForge, section 5.1, with one chunk length a shape instead of
-    one a task). A batch that shares nothing, and a tree too flat to be worth merging, become
-    `flash-decoding`.
+    Two groupings are the extremes. Q-guided grouping reads each query's whole context and merges
+    nothing. One group for each node reads each token once and merges most. Between them, some nodes
+    get groups of their own, and the groups below the other nodes read those nodes' tokens again:
+    FastTree's edge assignment.
+
+    `auto` makes one pass over the forest, from the root down, and takes the cheaper way for each
+    node by the cost table (:class:`~deft_backend.costs.tile_costs.TileCosts`). It then chooses one
+    chunk length for each tile shape (:mod:`~deft_backend.policies.chunk_choice`), where FlashForge,
+    section 5.1, chooses one for each task. A batch that shares nothing becomes `flash-decoding`,
+    and so does a tree too flat to be worth merging.
     """
 
     name: ClassVar[str] = "auto"
@@ -60,21 +61,21 @@ class Auto:
             model.transfer_ms(kv_bytes(1, target)) * 1e6, block,
         )  # fmt: skip
         while True:
-            query_ptr, grouped, row, start, stop, is_open, count = cut_ranges(
-                node, begin, end, forest.row, forest.query_begin, forest.query_end, is_leaf,
+            query_ptr, grouped, of_request, start, stop, is_open, count = cut_ranges(
+                node, begin, end, forest.request, forest.query_begin, forest.query_end, is_leaf,
                 forest.order, tile_queries, chunks, block,
             )  # fmt: skip
-            if len(row) <= target.max_groups and len(grouped) <= target.max_group_queries:
+            if len(of_request) <= target.max_groups and len(grouped) <= target.max_group_queries:
                 break
             chunks *= 2  # the undivided ranges were within the limits
         return Grouping(
             query_ptr=query_ptr,
             queries=grouped,
-            segment_ptr=np.arange(len(row) + 1, dtype=np.int32),
-            row=row,
+            segment_ptr=np.arange(len(of_request) + 1, dtype=np.int32),
+            request=of_request,
             start=start,
             end=stop,
             open=is_open,
-            attend_begin=np.zeros(len(row), dtype=np.int32),
+            attend_begin=np.zeros(len(of_request), dtype=np.int32),
             attend_end=count,
         )

@@ -96,7 +96,7 @@ def _flatten(forest: PrefixForest, chunk: int) -> Grouping:
         query_ptr=offsets(query_to - query_from),
         queries=forest.order[concatenated_ranges(query_from, query_to - query_from)],
         segment_ptr=segment_ptr,
-        row=forest.row[node],
+        request=forest.request[node],
         start=begin,
         end=end,
         open=forest.is_leaf[node] & (end == forest.end[node]),

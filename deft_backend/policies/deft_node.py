@@ -28,5 +28,5 @@ class DeftNode:
 
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
         ranges = node_ranges(forest)
-        check_limits(self.name, len(ranges.row), len(ranges.queries), target)
+        check_limits(self.name, len(ranges.request), len(ranges.queries), target)
         return cut_evenly(ranges, np.ones_like(ranges.num_queries), target.block_tokens)

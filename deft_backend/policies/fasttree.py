@@ -123,7 +123,7 @@ def assigned_ranges(forest: PrefixForest, assigned: npt.NDArray[np.bool_]) -> KV
     owner = np.repeat(np.arange(nodes), count)[keeps]
     queries = forest.order[position[keeps]]
     kept = np.bincount(owner, minlength=nodes)
-    row = forest.row.copy()
+    of_request = forest.request.copy()
     is_open = forest.is_leaf.copy()
 
     # An empty leaf needs no group of its own behind a group of the same single query: that group
@@ -132,14 +132,14 @@ def assigned_ranges(forest: PrefixForest, assigned: npt.NDArray[np.bool_]) -> KV
     for leaf in np.flatnonzero(forest.is_leaf & (forest.length == 0) & ~assigned).tolist():
         parent_ = int(forest.parent[leaf])
         if parent_ != VIRTUAL_ROOT and kept[parent_] == 1:
-            row[parent_] = queries[first_kept[parent_]]
+            of_request[parent_] = queries[first_kept[parent_]]
             is_open[parent_] = True
             kept[leaf] = 0
     alive = kept > 0
     queries = queries[alive[owner]]
     assert batch == 0 or alive.any()
     return KVRanges(
-        row=row[alive],
+        request=of_request[alive],
         start=start[alive],
         end=forest.end[alive],
         open=is_open[alive],

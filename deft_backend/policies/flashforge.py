@@ -113,7 +113,7 @@ class FlashForge:
             If there are more nodes than the target's plan can hold.
         """
         ranges = node_ranges(forest)
-        check_limits(self.name, len(ranges.row), len(ranges.queries), target)
+        check_limits(self.name, len(ranges.request), len(ranges.queries), target)
         model = target.costs
         tasks = _tasks(ranges, target, model)
         bound = makespan_lower_bound(tasks, model, target.num_programs)

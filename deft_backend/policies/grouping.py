@@ -13,13 +13,20 @@ from deft_backend.forest import Int32Array
 
 
 class Segment(NamedTuple):
-    """A contiguous range of one row's tokens inside a group.
+    """A KV range inside a group.
 
-    ``open`` ranges end where the row's sequence currently ends; `end` is where that was when the
-    plan was made. The group's queries number ``attend_begin … attend_end - 1`` attend to the range.
+    Attributes
+    ----------
+    request, start, end : int
+        Positions ``start … end - 1`` of the context of the request with index `request`.
+    open : bool
+        Whether the range ends where its request currently ends; `end` is where that was when the
+        forest was built.
+    attend_begin, attend_end : int
+        The span: the group's queries ``attend_begin … attend_end - 1`` attend to the range.
     """
 
-    row: int
+    request: int
     start: int
     end: int
     open: bool
@@ -31,24 +38,24 @@ class Segment(NamedTuple):
 class Grouping:
     """Groups of KV and queries, the output of a policy.
 
-    A group's KV is loaded once for all of its queries (KV-guided grouping, DeFT section 3.3). It
-    is one range of one row, or several ranges that follow one another in the depth-first flattened
-    forest. Queries stand in forest order, so those that attend to a range are a run of the
-    group's queries: DeFT's bit causal mask (Remark 3.1) as two integers. All arrays live on the
-    host; ``G`` groups, ``S`` segments.
+    The kernels load a group's KV once for all of its queries (KV-guided grouping, DeFT section
+    3.3). The KV is one range, or several that follow one another in the depth-first flattened
+    forest. A group's queries are in forest order, so the queries that attend to a range are a run
+    of them: DeFT's bit causal mask (Remark 3.1) as two integers. All arrays are NumPy arrays;
+    ``G`` groups, ``S`` segments.
 
     Attributes
     ----------
     query_ptr : [G + 1] int32
         Queries of group ``g`` are ``queries[query_ptr[g] : query_ptr[g + 1]]``.
     queries : int32
-        Batch rows.
+        Request indices.
     segment_ptr : [G + 1] int32
         Segments of group ``g``.
-    row, start, end : [S] int32
-        Each segment's tokens: positions ``start … end - 1`` of batch row ``row``.
+    request, start, end : [S] int32
+        Each segment's tokens: positions ``start … end - 1`` of a request's context.
     open : [S] bool
-        Whether the segment ends where its row's sequence currently ends.
+        Whether the segment ends where its request currently ends.
     attend_begin, attend_end : [S] int32
         The run of the group's queries that attend to each segment.
     """
@@ -56,7 +63,7 @@ class Grouping:
     query_ptr: Int32Array
     queries: Int32Array
     segment_ptr: Int32Array
-    row: Int32Array
+    request: Int32Array
     start: Int32Array
     end: Int32Array
     open: npt.NDArray[np.bool_]
@@ -69,7 +76,7 @@ class Grouping:
 
     @property
     def several_ranges(self) -> npt.NDArray[np.bool_]:
-        """[G] whether a group is more than one KV range that all of its queries attend to."""
+        """[G] whether a group needs spans: it has several segments, or some queries skip one."""
         several: npt.NDArray[np.bool_] = np.diff(self.segment_ptr) != 1
         owner = np.repeat(np.arange(self.num_groups), np.diff(self.segment_ptr))
         partly = (self.attend_begin > 0) | (self.attend_end < self.num_queries()[owner])
@@ -77,14 +84,14 @@ class Grouping:
         return several
 
     def group_queries(self, group: int) -> Int32Array:
-        """Batch rows of the queries of `group`."""
+        """Request indices of the queries of `group`."""
         return self.queries[self.query_ptr[group] : self.query_ptr[group + 1]]
 
     def segments(self, group: int) -> Iterator[Segment]:
         """The KV ranges of `group`."""
         for s in range(int(self.segment_ptr[group]), int(self.segment_ptr[group + 1])):
             yield Segment(
-                row=int(self.row[s]),
+                request=int(self.request[s]),
                 start=int(self.start[s]),
                 end=int(self.end[s]),
                 open=bool(self.open[s]),
@@ -97,7 +104,7 @@ class Grouping:
         return self.query_ptr[1:] - self.query_ptr[:-1]
 
     def num_tokens(self) -> npt.NDArray[np.int64]:
-        """[G] KV tokens of each group, as of when the forest was built."""
+        """[G] KV tokens of each group when the forest was built."""
         length = (self.end - self.start).astype(np.int64)
         total: npt.NDArray[np.int64] = np.concatenate(([0], np.cumsum(length)))
         tokens: npt.NDArray[np.int64] = total[self.segment_ptr[1:]] - total[self.segment_ptr[:-1]]
@@ -105,13 +112,13 @@ class Grouping:
 
 
 class GroupingBuilder:
-    """Collects groups one by one; :meth:`build` makes the arrays."""
+    """Builds a :class:`Grouping` group by group."""
 
     def __init__(self) -> None:
         self._query_ptr = [0]
         self._queries: list[int] = []
         self._segment_ptr = [0]
-        self._row: list[int] = []
+        self._request: list[int] = []
         self._start: list[int] = []
         self._end: list[int] = []
         self._open: list[bool] = []
@@ -119,24 +126,24 @@ class GroupingBuilder:
         self._attend_end: list[int] = []
 
     def add(self, queries: Sequence[int] | Int32Array, segments: Sequence[Segment]) -> None:
-        """Add a group; `queries` are batch rows."""
+        """Add a group; `queries` are request indices in forest order."""
         self._queries.extend(int(q) for q in queries)
         self._query_ptr.append(len(self._queries))
         for segment in segments:
-            self._row.append(segment.row)
+            self._request.append(segment.request)
             self._start.append(segment.start)
             self._end.append(segment.end)
             self._open.append(segment.open)
             self._attend_begin.append(segment.attend_begin)
             self._attend_end.append(segment.attend_end)
-        self._segment_ptr.append(len(self._row))
+        self._segment_ptr.append(len(self._request))
 
     def build(self) -> Grouping:
         return Grouping(
             query_ptr=np.array(self._query_ptr, dtype=np.int32),
             queries=np.array(self._queries, dtype=np.int32),
             segment_ptr=np.array(self._segment_ptr, dtype=np.int32),
-            row=np.array(self._row, dtype=np.int32),
+            request=np.array(self._request, dtype=np.int32),
             start=np.array(self._start, dtype=np.int32),
             end=np.array(self._end, dtype=np.int32),
             open=np.array(self._open, dtype=bool),

@@ -60,11 +60,11 @@ def longest_first(cost_ms: FloatArray, num_programs: int) -> Schedule:
 
 
 def item_costs(grouping: Grouping, target: Target) -> tuple[Int64Array, FloatArray]:
-    """Group and milliseconds of each item, a group's query tiles being as many items."""
+    """Group and milliseconds of each item; each query tile of a group is an item."""
     queries = grouping.num_queries()
     tiles = group_tiles(grouping, target)
-    rows = -(-queries // tiles) * target.gqa_group
-    cost = target.costs.time(rows, grouping.num_tokens())
+    query_vectors = -(-queries // tiles) * target.gqa_group
+    cost = target.costs.time(query_vectors, grouping.num_tokens())
     return np.repeat(np.arange(grouping.num_groups, dtype=np.int64), tiles), np.repeat(cost, tiles)
 
 
@@ -97,10 +97,10 @@ def kv_bytes(tokens: int, target: Target) -> int:
 def estimated_ms(grouping: Grouping, target: Target, *, stop_above: float = np.inf) -> float:
     """Expected time of both stages of one layer.
 
-    Stage 1 takes its launch and the longer of two times: the makespan of its items on
-    `target.num_programs` thread blocks, and that of its KV loads at the GPU's bandwidth. Stage 2
-    takes that of writing partial results and reading them back. Where a lower bound of the sum is
-    above `stop_above`, that bound is returned and nothing is scheduled.
+    Stage 1 takes the time of its launch and the longer of two times: the makespan of its items on
+    `target.num_programs` programs, and the time of its KV loads at the GPU's bandwidth. Stage 2
+    takes the time to write partial results and to read them back. If a lower bound of the sum is
+    above `stop_above` (milliseconds), the bound is returned and nothing is scheduled.
     """
     model = target.costs
     group, cost = item_costs(grouping, target)

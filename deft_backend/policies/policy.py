@@ -18,7 +18,7 @@ class Policy(Protocol):
 
     @property
     def name(self) -> str:
-        """As selected by the user; the key in the registry."""
+        """The name by which users select the policy, one of POLICY_NAMES."""
         ...
 
     @property
@@ -35,7 +35,7 @@ class Policy(Protocol):
         """Group `forest`'s KV with the queries that attend to it.
 
         Every query attends to exactly its own tokens, each once. The segment that ends a query's
-        context is open. A query whose leaf is empty still gets an open segment there, alone or
-        behind the node before it, so that the plan stays right when the request grows.
+        context is open, so the plan stays right when the request grows. Empty leaves have an open
+        segment of no tokens for the same reason.
         """
         ...

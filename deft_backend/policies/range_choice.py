@@ -36,11 +36,25 @@ def choose_ranges(
     programs: Int64Array,
     costs: FloatArray,
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Ranges as (node, begin, end): those tokens of the node's row, for all of its queries.
+    """Choose which nodes get KV ranges of their own (FastTree, edge assignment).
 
-    From the root down, a node's tokens either get items of their own, whose partial results must
-    be merged, or are read by every item below the node, as a longer range of the same row. The
-    cheaper way is taken, counted in time of the whole GPU. Leaves always have a range.
+    From the root down, there are two ways for a node's tokens. Either they get items of their own,
+    whose partial results must be merged. Or every item below the node reads them, as part of a
+    longer range. The way that costs the GPU less time is taken. Leaves always get a range.
+
+    Parameters
+    ----------
+    parent, start, length, query_begin, query_end, is_leaf : [N]
+        As in :class:`~deft_backend.forest.PrefixForest`.
+    tile_queries, programs : [T] int64
+        Queries that each tile shape holds, ascending, and programs of each that run at once.
+    costs : [2 T + 2] float64
+        :meth:`TileCosts.as_array() <deft_backend.costs.TileCosts.as_array>`, in nanoseconds.
+
+    Returns
+    -------
+    node, begin, end : [R] int64
+        Ranges: tokens from `begin` to `end` of the context of all queries of `node`.
     """
     shapes = len(tile_queries)
     nodes = len(parent)
@@ -50,7 +64,7 @@ def choose_ranges(
     for v in range(nodes):
         leaves += is_leaf[v]
     for t in range(shapes):
-        # A few requests do not fill the GPU: what each of them reads takes all the longer.
+        # A few requests do not fill the GPU, so each of their tokens costs the GPU more time.
         busy = max(1, min(programs[t], leaves)) if t == 0 else programs[t]
         item[t] = costs[t] / busy
         token[t] = costs[shapes + t] / busy
@@ -67,8 +81,8 @@ def choose_ranges(
         if parent[v] != ROOT:
             below[parent[v]] += own[v]
 
-    base = np.zeros(nodes, dtype=np.int64)  # where the ranges below a node begin
-    merged = np.zeros(nodes, dtype=np.bool_)  # whether a range above leaves partial results
+    base = np.zeros(nodes, dtype=np.int64)  # first token of the ranges below each node
+    merged = np.zeros(nodes, dtype=np.bool_)  # whether queries have a partial result from above
     node_of = np.empty(nodes, dtype=np.int64)
     begin_of = np.empty(nodes, dtype=np.int64)
     end_of = np.empty(nodes, dtype=np.int64)
@@ -107,7 +121,7 @@ def cut_ranges(
     node: Int64Array,
     begin: Int64Array,
     end: Int64Array,
-    row: Int32Array,
+    request: Int32Array,
     query_begin: Int32Array,
     query_end: Int32Array,
     is_leaf: BoolArray,
@@ -116,7 +130,26 @@ def cut_ranges(
     chunk_tokens: Int64Array,
     block: int,
 ) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array, Int32Array, BoolArray, Int32Array]:
-    """Ranges in even chunks: query_ptr, queries, row, start, end, open and queries a group."""
+    """Cut ranges into even chunks of whole KV blocks, one group for each chunk.
+
+    Parameters
+    ----------
+    node, begin, end : [R] int64
+        Ranges of :func:`choose_ranges`.
+    request, query_begin, query_end, is_leaf, order
+        As in :class:`~deft_backend.forest.PrefixForest`.
+    tile_queries, chunk_tokens : [T] int64
+        Queries that each tile shape holds, and most tokens of its chunks.
+    block : int
+        Tokens of a KV block.
+
+    Returns
+    -------
+    query_ptr, queries, request, start, end, open
+        As in :class:`~deft_backend.policies.Grouping`, with one segment for each group.
+    count : [G] int32
+        Queries of each group.
+    """
     groups = 0
     pairs = 0
     pieces = np.empty(len(node), dtype=np.int64)
@@ -128,7 +161,7 @@ def cut_ranges(
         pairs += pieces[r] * queries
     query_ptr = np.zeros(groups + 1, dtype=np.int32)
     queries_of = np.empty(pairs, dtype=np.int32)
-    group_row = np.empty(groups, dtype=np.int32)
+    group_request = np.empty(groups, dtype=np.int32)
     group_start = np.empty(groups, dtype=np.int32)
     group_end = np.empty(groups, dtype=np.int32)
     group_open = np.empty(groups, dtype=np.bool_)
@@ -139,7 +172,7 @@ def cut_ranges(
         v = node[r]
         blocks = (end[r] - begin[r] + block - 1) // block
         for p in range(pieces[r]):
-            group_row[g] = row[v]
+            group_request[g] = request[v]
             group_start[g] = begin[r] + p * blocks // pieces[r] * block
             group_end[g] = min(end[r], begin[r] + (p + 1) * blocks // pieces[r] * block)
             group_open[g] = is_leaf[v] and p + 1 == pieces[r]
@@ -149,4 +182,4 @@ def cut_ranges(
                 e += 1
             query_ptr[g + 1] = e
             g += 1
-    return query_ptr, queries_of, group_row, group_start, group_end, group_open, count
+    return query_ptr, queries_of, group_request, group_start, group_end, group_open, count

@@ -1,7 +1,7 @@
 """Groups of one KV range each, and how they are cut: evenly, by a fixed size, within limits.
 
-Every policy but `deft-flatten` first decides which range goes with which queries and then cuts
-long ranges. The first step is theirs; the second is shared and lives here.
+Every policy but `deft-flatten` works in two steps: it decides which range goes with which queries,
+and then cuts long ranges. Each policy has its own first step; this module holds the second.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class KVRanges:
-    """One KV range a group, before cutting. Host arrays, ``R`` ranges.
+    """Groups of one KV range each, before cutting. NumPy arrays, ``R`` ranges.
 
     Attributes
     ----------
-    row, start, end : [R] int32
-        Positions ``start … end - 1`` of batch row ``row``.
+    request, start, end : [R] int32
+        Positions ``start … end - 1`` of a request's context.
     open : [R] bool
-        Whether the range ends where its row's sequence currently ends.
+        Whether the range ends where its request currently ends.
     query_ptr : [R + 1] int32, queries : int32
-        Batch rows of the queries that attend to the range.
+        Request indices of the queries that attend to the range.
     """
 
-    row: Int32Array
+    request: Int32Array
     start: Int32Array
     end: Int32Array
     open: npt.NDArray[np.bool_]
@@ -71,10 +71,10 @@ def offsets(count: npt.NDArray[np.integer]) -> Int32Array:
 def node_ranges(forest: PrefixForest) -> KVRanges:
     """KV-guided grouping (DeFT, section 3.3): one range a node, with all queries that share it.
 
-    Empty leaves keep their range of no tokens: it is where their query's context will grow.
+    Empty leaves keep a range of no tokens, because their query's context will grow there.
     """
     return KVRanges(
-        row=forest.row,
+        request=forest.request,
         start=forest.start,
         end=forest.end,
         open=forest.is_leaf,
@@ -84,10 +84,10 @@ def node_ranges(forest: PrefixForest) -> KVRanges:
 
 
 def query_ranges(forest: PrefixForest) -> KVRanges:
-    """Q-guided grouping (DeFT, section 3.3): one range a query, its whole context."""
+    """Q-guided grouping (DeFT, section 3.3): one range for each query, its whole context."""
     batch = forest.batch_size
     return KVRanges(
-        row=forest.order,
+        request=forest.order,
         start=np.zeros(batch, dtype=np.int32),
         end=forest.seq_lens[forest.order],
         open=np.ones(batch, dtype=bool),
@@ -103,10 +103,10 @@ def query_tiles(num_queries: npt.NDArray[np.integer], target: Target) -> Int64Ar
 
 
 def group_tiles(grouping: Grouping, target: Target) -> Int64Array:
-    """[G] query tiles of each group; one of several KV ranges takes the tiles made for those."""
+    """[G] query tiles of each group: masked tiles for groups that need spans."""
     queries = grouping.num_queries()
-    packed = -(-queries.astype(np.int64) // max(1, target.tile_queries[-1]))
-    return np.where(grouping.several_ranges, packed, query_tiles(queries, target))
+    masked = -(-queries.astype(np.int64) // max(1, target.tile_queries[-1]))
+    return np.where(grouping.several_ranges, masked, query_tiles(queries, target))
 
 
 def pieces_by(tokens: Int64Array, chunk_tokens: int) -> Int64Array:
@@ -221,10 +221,10 @@ def _chunks(
         query_ptr=offsets(count),
         queries=ranges.queries[concatenated_ranges(ranges.query_ptr[owner], count)],
         segment_ptr=np.arange(len(owner) + 1, dtype=np.int32),
-        row=ranges.row[owner],
+        request=ranges.request[owner],
         start=start.astype(np.int32),
         end=end.astype(np.int32),
-        open=ranges.open[owner] & last,  # only the last chunk grows with its row
+        open=ranges.open[owner] & last,  # only the last chunk grows with its request
         attend_begin=np.zeros(len(owner), dtype=np.int32),
         attend_end=count.astype(np.int32),
     )
@@ -237,7 +237,7 @@ def reordered(grouping: Grouping, order: Int64Array) -> Grouping:
         query_ptr=offsets(count),
         queries=grouping.queries[concatenated_ranges(grouping.query_ptr[order], count)],
         segment_ptr=grouping.segment_ptr,
-        row=grouping.row[order],
+        request=grouping.request[order],
         start=grouping.start[order],
         end=grouping.end[order],
         open=grouping.open[order],

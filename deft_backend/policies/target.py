@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from deft_backend.costs.cost_model import CostModel, default_cost_model
+from deft_backend.kernel_limits import TILE_HEIGHTS, TILE_SEGMENTS
 
 
 @dataclass(frozen=True)
@@ -17,24 +18,23 @@ class Target:
     num_query_heads, num_kv_heads, head_dim, dtype_bytes : int
         Shape of the attention; bytes of one element of the KV cache.
     num_programs : int
-        Thread blocks that run at once for each KV head (about the number of SMs times the blocks
-        an SM holds, over the KV heads).
+        Programs that run at once for each KV head: about the SMs times the programs that an SM
+        holds, over the KV heads.
     tile_heights : tuple of int
-        Rows of the query tiles the kernels offer: ascending for groups of one range, and last the
-        tile for groups of several. A row is one (query, query head of the GQA group) pair, so a
-        tile of ``r`` rows serves ``r // gqa_group`` queries.
+        Query vectors that each tile shape holds: ascending for tiles of one segment, and last the
+        masked tile. A tile of height ``h`` serves ``h // gqa_group`` queries.
     tile_programs : tuple of int
-        Thread blocks that run at once for each KV head, by tile shape.
+        Programs that run at once for each KV head, by tile shape.
     num_sms : int
-        SMs of the GPU, which hold those thread blocks.
+        SMs of the GPU, which hold those programs.
     tile_segments : tuple of int
-        KV ranges that one item of each tile shape may have.
+        Most segments of one item, by tile shape.
     block_tokens : int
-        KV tokens a kernel loads at a time.
+        Tokens of a KV block.
     max_groups, max_group_queries : int
-        Most groups and most (group, query) pairs the plan's arrays can hold.
+        Most groups and most (group, query) pairs that the plan's arrays can hold.
     cost_model : CostModel, optional
-        Profiled costs of partial attention; None takes the table shipped with the package.
+        Measured costs of partial attention; None takes the table shipped with the package.
     """
 
     num_query_heads: int
@@ -42,10 +42,10 @@ class Target:
     head_dim: int
     dtype_bytes: int = 2
     num_programs: int = 132
-    tile_heights: tuple[int, ...] = (8, 64, 64)
+    tile_heights: tuple[int, ...] = TILE_HEIGHTS
     tile_programs: tuple[int, ...] = (132, 33, 33)
     num_sms: int = 132
-    tile_segments: tuple[int, ...] = (1, 1, 32)
+    tile_segments: tuple[int, ...] = TILE_SEGMENTS
     block_tokens: int = 64
     max_groups: int = 1 << 30
     max_group_queries: int = 1 << 30
@@ -68,7 +68,7 @@ class Target:
 
     @cached_property
     def single_range_tiles(self) -> tuple[int, ...]:
-        """Queries that each tile shape for one KV range serves, ascending (0: none)."""
+        """Queries that each tile shape of one segment serves, ascending (0: none)."""
         single = zip(self.tile_queries, self.tile_segments, strict=True)
         return tuple(queries for queries, segments in single if segments == 1)
 
@@ -79,7 +79,7 @@ class Target:
 
     def within(self, max_groups: int, max_group_queries: int) -> Target:
         """The same target with no more groups and (group, query) pairs than given."""
-        # Every plan asks for it, and `replace` takes longer than choosing the plan's ranges.
+        # Each plan calls this, and `dataclasses.replace` takes longer than choosing the ranges.
         found = object.__new__(type(self))
         found.__dict__.update(
             self.__dict__,

@@ -15,7 +15,7 @@ from deft_backend.installed import installed_version
 from deft_backend.servers.driver_stub import ensure_driver_stub, has_nvidia_driver, num_gpus
 
 BACKEND = "deft"
-"""The plugin, wherever a backend is named; see :data:`BACKEND_NAMES`."""
+"""Our name for the plugin; :data:`BACKEND_NAMES` has the hosts' names for it."""
 
 BACKEND_NAMES = {"sglang": BACKEND, "vllm": backend_name()}
 """Name under which the plugin is asked for, by the version of each host that is installed."""
@@ -25,19 +25,19 @@ HOSTS = tuple(BACKEND_NAMES)
 HOST_NAMES = {"sglang": "SGLang", "vllm": "vLLM"}
 
 CPU_TOKENS = 16384
-"""KV cache of SGLang's CPU engine; without a limit it takes most of the machine's memory."""
+"""Tokens in the KV cache of SGLang's CPU engine, which otherwise takes most of the memory."""
 
 CPU_GIB = 1
-"""KV cache of vLLM on the CPU, likewise."""
+"""Size of vLLM's KV cache on the CPU."""
 
 
 class LaunchError(RuntimeError):
-    """A host server could not be started, or died."""
+    """A host server did not start, or ended."""
 
 
 @dataclass(frozen=True)
 class ServerCommand:
-    """A host server's command line, with the environment variables it needs beside ours."""
+    """A host server's command line, and the environment variables that it needs in addition."""
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
@@ -46,17 +46,17 @@ class ServerCommand:
     notes: tuple[str, ...] = field(default=())
 
     def shell(self) -> str:
-        """The command as one types it."""
+        """The command as you type it in a shell."""
         settings = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*settings, shlex.join(self.arguments)])
 
     def full_environment(self) -> dict[str, str]:
-        """This process's environment with the server's variables put in."""
+        """This process's environment with the server's variables."""
         return {**os.environ, **self.environment}
 
 
 def use_gpu() -> bool:
-    """Whether a server here would run on a GPU: one is visible, and torch was built for CUDA."""
+    """Whether a server here runs on a GPU: a GPU is visible, and torch is built for CUDA."""
     if not num_gpus():
         return False
     import torch
@@ -65,12 +65,12 @@ def use_gpu() -> bool:
 
 
 def installed_hosts() -> list[str]:
-    """The hosts that this environment can start, SGLang first."""
+    """The hosts in this environment, SGLang first."""
     return [host for host in HOSTS if find_spec(host) is not None]
 
 
 def vllm_is_cpu_build() -> bool:
-    """Whether the vLLM installed here is built for the CPU: that one uses no GPU."""
+    """Whether the vLLM installed here is built for the CPU, and so uses no GPU."""
     found = installed_version("vllm")
     if found is None:  # the package from PyPI has a name of its own
         return find_spec("vllm") is not None
@@ -83,7 +83,7 @@ interface of the machine."""
 
 
 def free_port() -> int:
-    """A TCP port on the loopback interface that nothing listens on now."""
+    """A free TCP port on the loopback interface."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
@@ -105,7 +105,7 @@ def server_command(
     Parameters
     ----------
     model : str
-        Folder of the checkpoint, or whatever the host accepts for ``--model-path``.
+        A checkpoint's folder, a hub name, or anything else that the host takes as a model.
     port : int
         TCP port to listen on.
     host : str
@@ -113,9 +113,9 @@ def server_command(
     backend : str, optional
         ``--attention-backend``, :data:`BACKEND` being the plugin; None leaves it to the host.
     policy : str, optional
-        Put into ``DEFT_POLICY``.
+        The value of ``DEFT_POLICY``; None leaves it as it is.
     host_arguments : sequence of str
-        Passed on as they are, last, so that they win over ours.
+        Last in the command line, so that they override ours.
     environment : mapping, optional
         Further variables for the server.
     gpu : bool, optional
@@ -126,7 +126,7 @@ def server_command(
     LaunchError
         If there is no such host.
     DriverStubError
-        If SGLang's CPU engine needs the driver stand-in and it cannot be made.
+        If SGLang's CPU engine needs the driver stand-in, and it cannot be compiled.
     """
     if host not in HOSTS:
         raise LaunchError(f"there is no host {host!r}; expected one of {', '.join(HOSTS)}")
@@ -153,10 +153,12 @@ def server_command(
         extra["DEFT_POLICY"] = policy
     notes: list[str] = []
     if not on_gpu:
-        notes.append("no usable GPU: the host's CPU engine, kernels in Triton's interpreter")
+        notes.append(
+            "no usable GPU: the host's CPU engine runs, with kernels in Triton's interpreter"
+        )
         extra["TRITON_INTERPRET"] = "1"  # Triton's kernels run in its interpreter, in NumPy
-        # Two kernels round 16-bit results differently, and where two tokens are nearly equally
-        # likely that decides: in float32, only what is wrong differs.
+        # Two kernels round 16-bit results differently. If two tokens are almost equally likely,
+        # rounding decides between them. In float32, only wrong results differ.
         arguments += ["--dtype", "float32"]
         if host == "sglang":
             _sglang_on_cpu(arguments, extra, notes)
@@ -168,7 +170,7 @@ def server_command(
 
 _MODULES = {
     "sglang": ("sglang.launch_server", "--model-path"),
-    # Not `vllm serve`: that command looks up the distribution vllm, which the CPU build is not.
+    # Not `vllm serve`: that command looks up a distribution that the CPU build lacks.
     "vllm": ("vllm.entrypoints.openai.api_server", "--model"),
 }
 

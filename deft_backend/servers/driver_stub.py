@@ -1,7 +1,7 @@
-"""A stand-in for ``libcuda.so.1``: hosts built for CUDA start on a machine without a driver.
+"""A stand-in for ``libcuda.so.1``, so that hosts built for CUDA start without a driver.
 
-``sgl_kernel`` links the driver library even when the server runs on the CPU. One symbol is enough
-to load it; the stand-in's answers with an error code, so nothing mistakes it for a GPU.
+``sgl_kernel`` links the driver library even if the server runs on the CPU. It needs one symbol to
+load. The stand-in's function returns an error code, so no program mistakes it for a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ int cuPointerGetAttribute(void *data, int attribute, unsigned long long pointer)
 
 
 class DriverStubError(RuntimeError):
-    """The stand-in for the NVIDIA driver library could not be made."""
+    """The stand-in for the NVIDIA driver library cannot be compiled or written."""
 
 
 @functools.cache
@@ -71,7 +71,7 @@ def find_compiler() -> list[str] | None:
 
 
 def ensure_driver_stub() -> Path:
-    """Compile the stand-in into the user's cache folder, unless it is there already.
+    """Compile the stand-in into the package's cache folder, unless it is there already.
 
     Returns
     -------
@@ -81,7 +81,7 @@ def ensure_driver_stub() -> Path:
     Raises
     ------
     DriverStubError
-        If there is no C compiler, it fails, or the cache folder is none or cannot be written.
+        If there is no C compiler, the compiler fails, or the cache folder cannot be written.
     """
     try:
         folder = driver_stub_directory()

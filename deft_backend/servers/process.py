@@ -1,4 +1,4 @@
-"""A host server as a child process: started, waited for, and always ended with its tree."""
+"""A host server as a child process: starts it, waits for it, and always ends its process tree."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ServerProcess:
     Parameters
     ----------
     command : ServerCommand
-        What to start.
+        The server to start.
     log : Path
         Receives the server's output.
     timeout : float
@@ -37,8 +37,8 @@ class ServerProcess:
     Raises
     ------
     LaunchError
-        On entry, if the server ends or does not answer in time; the message shows the end of
-        the log and says where it is.
+        On entry, if the server ends or does not answer in time. The message shows where the log
+        is, and its end.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # its own process group: Ctrl-C reaches us first
+                start_new_session=True,  # its own process group: Ctrl-C reaches only us
             )
         try:
             self._wait_until_healthy()
@@ -104,12 +104,12 @@ class ServerProcess:
             return
         members = _tree(process.pid)
         try:
-            # Only the server itself is asked: it ends its workers, and takes one that goes first
-            # for a crash.
+            # Ask only the server: it ends its workers. If a worker ended first, the server would
+            # report a crash.
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=15)
-        finally:  # whoever interrupts the wait, too, leaves no server behind
+        finally:  # an interrupted wait, too, must leave no server behind
             _kill_tree(process.pid, members)
             process.wait()
 
@@ -118,7 +118,7 @@ class ServerProcess:
         while (waited := time.monotonic() - begin) < self._timeout:
             self.check_alive()
             if _answers(f"{self.url}/health") or _answers(f"{self.url}/v1/models"):
-                self.check_alive()  # what answered is ours, not a stranger on the same port
+                self.check_alive()  # our server answered, not another one on the same port
                 return
             if self._progress:
                 self._progress(waited)
@@ -135,7 +135,7 @@ class ServerProcess:
 
 
 def _answers(url: str) -> bool:
-    # A proxy set in the environment must not be asked for the loopback interface.
+    # Ignore proxies in the environment: they cannot reach this machine's loopback interface.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=5) as response:
@@ -145,10 +145,10 @@ def _answers(url: str) -> bool:
 
 
 def _tree(pid: int) -> list[int]:
-    """Descendants of a process that have left its process group, as well as those in it."""
+    """All descendants of a process, in its process group or not."""
     try:
         import psutil
-    except ImportError:  # the process group alone is ended then
+    except ImportError:  # then only the process group ends
         return []
     try:
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]
@@ -160,7 +160,7 @@ def _kill_tree(leader: int, members: list[int]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
     for pid in members:
-        # Only where it is still of the same session: a pid may have been given out anew.
+        # Only if it is still in the same session: another process may have this id by now.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if os.getsid(pid) == leader:
                 os.kill(pid, signal.SIGKILL)

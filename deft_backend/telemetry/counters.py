@@ -1,4 +1,4 @@
-"""One reading of what a server counts, and the counts that kernels keep themselves."""
+"""One reading of a server's counters, and the counters that kernels keep in host memory."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class Counters:
     Attributes
     ----------
     decode_steps, steps_tree, plans : int
-        Decode steps in all, those through tree attention, and plans made, on the host or on the
-        device (one a step).
+        All decode steps; those through tree attention; plans, of the host planner or of the
+        device planner (one a step).
     steps_host : mapping
-        Decode steps through the host's kernel, by reason.
+        Decode steps on the host's kernel, by reason.
     kv_bytes_read : int
         Bytes that decode attention read from the KV cache, all layers.
     kv_bytes_query_guided : int
-        Bytes that it would have read had every request read its whole context by itself.
+        Bytes that the same steps would have read query by query.
     plan_seconds : float
-        Time in which those plans were made, forest included; what the interpreter takes on the
-        CPU in the device's place is not counted.
+        Seconds spent on those plans, forest included. On the CPU, the time of Triton's interpreter
+        does not count.
     """
 
     decode_steps: int = 0
@@ -61,18 +61,18 @@ class Counters:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """As in a state file."""
+        """The fields of a state file."""
         figures = {name: getattr(self, name) for name in _FIGURES}
         return {**figures, "steps_host": dict(self.steps_host), "plan_seconds": self.plan_seconds}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Counters:
-        """From what a state file holds.
+        """Read the fields of a state file.
 
         Raises
         ------
         KeyError, TypeError, ValueError
-            If a counter is missing or no number.
+            If a counter is missing or is not a number.
         """
         return cls(
             **{name: int(content[name]) for name in _FIGURES},
@@ -82,8 +82,8 @@ class Counters:
 
 
 class DeviceCounts(NamedTuple):
-    """Steps planned on the device, their tokens, attended by requests and loaded by items, and
-    the nanoseconds of planning."""
+    """Counts of the device planner: steps, tokens attended to, tokens loaded, and nanoseconds of
+    planning."""
 
     steps: int
     attended: int
@@ -92,10 +92,10 @@ class DeviceCounts(NamedTuple):
 
 
 class DeviceCounters:
-    """Counts that kernels add up in host memory, from the moment of this call on.
+    """Counts that kernels add up in host memory, from the time of construction.
 
-    Reading is a copy of four words: no call into the device's driver, no lock. A reading may fall
-    between two words of one step; the next one has them all.
+    A reading copies four words, without a call into the driver and without a lock. It may have
+    some of a step's four words only; the next reading has all of them.
 
     Parameters
     ----------

@@ -1,10 +1,10 @@
-"""A line in the server's log about what decoding did since the last one."""
+"""A line in the server's log about the decode steps since the previous line."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from deft_backend.telemetry.counters import Counters
 
@@ -12,17 +12,17 @@ logger = logging.getLogger("deft_backend")
 
 
 class DecodeLog:
-    """Logs a stretch of decoding whenever it is long enough; a listener of the state's writer.
+    """A listener of :class:`StateWriter` that logs a line when enough was decoded.
 
     It runs on the writer's thread, a fraction of a second after the host's own line.
 
     Parameters
     ----------
     steps : int, optional
-        Decode steps from one line to the next, as SGLang's ``--decode-log-interval`` has it.
+        Decode steps between two lines, as with SGLang's ``--decode-log-interval``.
     seconds : float, optional
-        Time from one line to the next, as vLLM's ``VLLM_LOG_STATS_INTERVAL`` has it; stretches in
-        which nothing was decoded are not logged.
+        Seconds between two lines, as with vLLM's ``VLLM_LOG_STATS_INTERVAL``. If the server
+        decoded nothing in that time, there is no line.
     clock
         Seconds, from any origin.
 
@@ -64,21 +64,20 @@ class DecodeLog:
 def describe(stretch: Counters) -> str:
     """One line about a stretch of decoding.
 
-    >>> stretch = Counters(44, 40, 5, {"small batch": 4}, 5_120_000, 41_000_000, 0.002)
+    >>> reasons = {"batch smaller than DEFT_MIN_BATCH=2": 4}
+    >>> stretch = Counters(44, 40, 5, reasons, 5_120_000, 41_000_000, 0.002)
     >>> describe(stretch).split("; ")  # doctest: +NORMALIZE_WHITESPACE
-    ["40 decode steps through tree attention, 4 through the host's kernel (small batch 4)",
-     'KV read 5.1 MB of 41.0 MB query by query (12 %)', 'planning 0.4 ms a plan']
+    ["40 decode steps through tree attention, 4 on the host's kernel (batch smaller than
+     DEFT_MIN_BATCH=2)", 'KV read 5.1 MB of 41.0 MB query by query (12 %)',
+     'planning 0.4 ms a plan']
     """
     steps = []
     if stretch.steps_tree:
         steps.append(f"{_steps(stretch.steps_tree)} through tree attention")
     if stretch.steps_host:
         host = stretch.decode_steps - stretch.steps_tree
-        reasons = sorted(stretch.steps_host.items(), key=lambda item: -item[1])
-        steps.append(
-            f"{f'{host:,}' if steps else _steps(host)} through the host's kernel "
-            f"({', '.join(f'{reason} {count:,}' for reason, count in reasons)})"
-        )
+        count = f"{host:,}" if steps else _steps(host)
+        steps.append(f"{count} on the host's kernel ({_reasons(stretch.steps_host)})")
     parts = [", ".join(steps)]
     read, guided = stretch.kv_bytes_read, stretch.kv_bytes_query_guided
     if guided:
@@ -88,6 +87,14 @@ def describe(stretch: Counters) -> str:
         ms = 1e3 * stretch.plan_seconds / stretch.plans
         parts.append(f"planning {f'{ms:.2g}' if ms < 10 else f'{ms:,.0f}'} ms a plan")
     return "; ".join(parts)
+
+
+def _reasons(steps: Mapping[str, int]) -> str:
+    """The reasons, the commonest first; with several, the steps of each."""
+    if len(steps) == 1:
+        return next(iter(steps))
+    ordered = sorted(steps.items(), key=lambda item: -item[1])
+    return ", ".join(f"{count:,} × {reason}" for reason, count in ordered)
 
 
 def _steps(count: int) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from deft_backend.forest import PrefixForest
 
 _ARRAYS = (
-    "order", "parent", "row", "start", "length", "query_begin", "query_end", "leaf", "seq_lens",
+    "order", "parent", "request", "start", "length", "query_begin", "query_end", "leaf", "seq_lens",
 )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """The server's counters as Prometheus metrics, on the host's own ``/metrics``.
 
-Two ways, by how the host makes that page (:func:`page_of_files`):
+There are two ways. Which one depends on how the host makes that page (:func:`page_of_files`):
 
 - From the files that all its processes write into ``PROMETHEUS_MULTIPROC_DIR`` (SGLang; vLLM with
   several API servers): :func:`publisher`, a listener of the state's writer, in the process that
@@ -8,9 +8,8 @@ Two ways, by how the host makes that page (:func:`page_of_files`):
 - From a registry in the API server's process (vLLM with one API server), while another process
   decodes: :func:`register_states` there, which reads the state files of the server's port.
 
-Nothing here runs in the thread that decodes, and ``prometheus_client`` is imported in these
-functions only: it chooses its mode when it is imported, by that variable, which hosts set later
-than they load plugins.
+Nothing here runs in the thread that decodes. Only these functions import ``prometheus_client``: it
+reads that variable at import, and hosts set the variable after they have loaded plugins.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _NOT_SERVED = "the server's /metrics does not show tree attention"
 
 
 class Metric(NamedTuple):
-    """A counter; `name` is without the suffix ``_total`` that it is exposed with."""
+    """A counter; `name` lacks the suffix ``_total`` that the page adds."""
 
     name: str
     meaning: str
@@ -46,15 +45,15 @@ class Metric(NamedTuple):
 
 STEPS = Metric("deft_decode_steps", "Decode steps, by the kernel that ran them.", ("kernel",))
 HOST_STEPS = Metric(
-    "deft_host_decode_steps", "Decode steps of the host's own kernel, by reason.", ("reason",)
+    "deft_host_decode_steps", "Decode steps on the host's kernel, by reason.", ("reason",)
 )
 READ = Metric("deft_kv_read_bytes", "Bytes of KV cache that decode attention read, all layers.")
 GUIDED = Metric(
     "deft_kv_query_guided_bytes",
-    "Bytes of KV cache that reading every request's whole context would have read.",
+    "Bytes of KV cache that the same steps would have read query by query.",
 )
-PLANS = Metric("deft_plans", "Plans of tree attention, made on the host or on the device.")
-PLAN_SECONDS = Metric("deft_plan_seconds", "Seconds in which those plans were made.")
+PLANS = Metric("deft_plans", "Plans of tree attention, of the host planner or the device planner.")
+PLAN_SECONDS = Metric("deft_plan_seconds", "Seconds spent on those plans.")
 METRICS = (STEPS, HOST_STEPS, READ, GUIDED, PLANS, PLAN_SECONDS)
 
 
@@ -67,7 +66,7 @@ class Sample(NamedTuple):
 
 
 def samples(counters: Counters) -> Iterator[Sample]:
-    """Every series of a reading. Series without a reason are there from the start, at zero."""
+    """Every series of a reading. Series without a reason exist from the start, at zero."""
     yield Sample(STEPS, ("tree",), counters.steps_tree)
     yield Sample(STEPS, ("host",), sum(counters.steps_host.values()))
     for reason, steps in counters.steps_host.items():
@@ -79,7 +78,7 @@ def samples(counters: Counters) -> Iterator[Sample]:
 
 
 def rank_labels(path: Path) -> dict[str, str]:
-    """Which process of a server wrote a state file, as labels.
+    """The ranks of the process that wrote a state file, as labels.
 
     >>> rank_labels(Path("30000-tp1-pp0.json"))
     {'tp_rank': '1', 'pp_rank': '0'}
@@ -88,15 +87,15 @@ def rank_labels(path: Path) -> dict[str, str]:
 
 
 def page_of_files() -> bool:
-    """Whether the page is made from files of all processes; known once a server starts them."""
+    """Whether the host makes the page from files of all processes; known after its start."""
     return MULTIPROCESS in os.environ
 
 
 @cache
 def _value_class() -> Any:
-    """What writes a value into the files: the client's own class, if that is its mode.
+    """The class that writes a value into the files: the client's own, if it is in that mode.
 
-    It is not in a process that was forked from one that had imported the client before.
+    In a process forked from one that had imported the client before, it is in another mode.
     """
     from prometheus_client import values
 
@@ -107,7 +106,7 @@ def _value_class() -> Any:
 
 @cache
 def _value(metric: Metric, labels: tuple[str, ...], ranks: tuple[tuple[str, str], ...]) -> Any:
-    """A series of this process; one object, since two would overwrite each other's entry."""
+    """A series of this process. One object: two would overwrite each other's entry."""
     names = (*metric.labels, *(name for name, _ in ranks))
     values = (*labels, *(rank for _, rank in ranks))
     return _value_class()(
@@ -116,12 +115,12 @@ def _value(metric: Metric, labels: tuple[str, ...], ranks: tuple[tuple[str, str]
 
 
 class Publisher:
-    """Adds to this process's file what the counters have grown by since the last call.
+    """Adds the growth of the counters since the last call to this process's file.
 
     Parameters
     ----------
     ranks : mapping
-        Labels of this process: its ranks, of the kinds that tell the server's processes apart.
+        Labels of this process: the ranks that distinguish the server's processes.
     """
 
     def __init__(self, ranks: Mapping[str, str]) -> None:
@@ -131,7 +130,7 @@ class Publisher:
 
     def __call__(self, counters: Counters) -> None:
         for metric, labels, value in samples(counters):
-            series = _value(metric, labels, self._ranks)  # from here on there, be it at zero
+            series = _value(metric, labels, self._ranks)  # the page now has it, at least at zero
             grown = value - self._published.get((metric, labels), 0)
             if grown > 0:
                 series.inc(grown)
@@ -139,9 +138,9 @@ class Publisher:
 
 
 def publisher(ranks: Mapping[str, str]) -> Publisher | None:
-    """What publishes this process's counters, to be called by the writer of its state.
+    """A listener of the state's writer that publishes this process's counters.
 
-    Call it in the process that counts, not before the host has set ``PROMETHEUS_MULTIPROC_DIR``.
+    Call it in the process that counts, after the host has set ``PROMETHEUS_MULTIPROC_DIR``.
 
     Parameters
     ----------
@@ -151,7 +150,7 @@ def publisher(ranks: Mapping[str, str]) -> Publisher | None:
     Returns
     -------
     Publisher or None
-        None, and one line in the log, if the host's page cannot show them.
+        None, with one line in the log, if the host's page cannot show them.
     """
     if not page_of_files():
         logger.warning("deft: %s is not set; %s", MULTIPROCESS, _NOT_SERVED)
@@ -168,8 +167,8 @@ def publisher(ranks: Mapping[str, str]) -> Publisher | None:
 class StateCollector:
     """Collects the counters of one server from its processes' state files, at every scrape.
 
-    A file counts if the process that wrote it lives: files of an earlier server on the same port
-    stay behind. A file that cannot be read is left out, as its process's counters would be.
+    It ignores files of processes that have ended, because an earlier server on the same port leaves
+    its files behind. It also ignores files that it cannot read.
     """
 
     def __init__(self, directory: Path, port: int) -> None:
@@ -177,11 +176,11 @@ class StateCollector:
         self._port = port
 
     def describe(self) -> list[CounterMetricFamily]:
-        """What the registry asks for names, without reading a file."""
+        """The names, for the registry; reads no file."""
         return list(_families().values())
 
     def collect(self) -> list[CounterMetricFamily]:
-        """A family a metric, with the series of every process; none where nothing was counted."""
+        """One family for each metric, with the series of every process; no empty family."""
         families = _families()
         for path in sorted(self._directory.glob(f"{self._port}-tp*.json")):
             counters = _living(path)
@@ -195,25 +194,25 @@ class StateCollector:
 
 
 def register_states(directory: Path, port: int, registry: CollectorRegistry | None = None) -> None:
-    """Make a registry show the counters that the processes of a server write into their files.
+    """Make a registry show the counters in the state files of a server's processes.
 
-    For a host whose ``/metrics`` is made from a registry of the API server's process: call it
-    there, once and at any time. What fails is said in one line of the log. Where the page is made
-    from files instead, nothing is registered: :func:`publisher` is the way.
+    For a host that makes ``/metrics`` from a registry of the API server's process: call it there
+    once, at any time. If it fails, the log says so in one line. If the host makes the page from
+    files, this function does nothing; use :func:`publisher`.
 
     Parameters
     ----------
     directory : Path
-        Where the server's processes write: :func:`deft_backend.folders.state_directory`.
+        The folder of the state files: :func:`deft_backend.folders.state_directory`.
     port : int
-        The server's; the state files bear it.
+        The server's; the names of the state files begin with it.
     registry : CollectorRegistry, optional
-        That of the page; default: the client's global one.
+        The page's registry; default: the client's global one.
     """
     if page_of_files():
         return
     try:
-        import psutil  # noqa: F401  # told here if missing, not when the page is asked for
+        import psutil  # noqa: F401  # if it is missing, say so now and not at a scrape
         from prometheus_client import REGISTRY
 
         (registry or REGISTRY).register(StateCollector(directory, port))
@@ -228,7 +227,7 @@ def _families() -> dict[Metric, CounterMetricFamily]:
 
 
 def _living(path: Path) -> Counters | None:
-    """The counters in a state file, if it is of this version and its process lives."""
+    """The counters in a state file of this schema, if the process that wrote it still runs."""
     try:
         content: dict[str, Any] = json.loads(path.read_text())
         if content["schema"] != SCHEMA or not _wrote(content["pid"], content["updated"]):
@@ -239,7 +238,7 @@ def _living(path: Path) -> Counters | None:
 
 
 def _wrote(pid: int, updated: float) -> bool:
-    """Whether the process that now has an id is the one that wrote under it at a time."""
+    """Whether the process that has this id now is the one that wrote the file."""
     import psutil
 
     try:

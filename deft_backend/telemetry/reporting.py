@@ -1,4 +1,4 @@
-"""From a server's counters to who reads them: its state file, its log and its ``/metrics``."""
+"""Reports a server's counters: in its state file, its log and its ``/metrics``."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ def start(
     log: DecodeLog | None,
     publishes: bool,
 ) -> None:
-    """Tell what a server process counts from now on, on a thread of its own.
+    """Report what a server process counts from now on, from a background thread.
 
-    What fails here costs a line in the log: a server decodes without being watched, too.
+    A failure here must never stop the server: it costs one line in the log.
 
     Parameters
     ----------
     state : ServerState
     settings : Settings
-        Where the state file goes, and whether the log shows lines about decoding.
+        They name the folder of the state file, and whether the log has lines about decoding.
     pp_rank, dp_rank : int, optional
-        Of this process, where the server has several such ranks: each has its own file.
+        Of this process, if the server has several such ranks. Each rank has its own file.
     log : DecodeLog, optional
-        At the host's own rate; None in processes that do not log for the server.
+        It logs as often as the host; None in processes that do not log for the server.
     publishes : bool
         Whether the host makes its ``/metrics`` from what its processes publish.
     """
     try:
         _start(state, settings, {"pp": pp_rank, "dp": dp_rank}, log, publishes)
     except Exception as error:
-        logger.warning("deft: what the server decodes is not reported: %r", error)
+        logger.warning("deft: the server's counters are not reported: %r", error)
         logger.debug("deft: reporting failed", exc_info=True)
 
 

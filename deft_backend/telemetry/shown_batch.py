@@ -1,7 +1,7 @@
-"""The forest of the last batch, on request, where only the device knows what is shared.
+"""The forest of the last batch, on request, if the device planner makes the plans.
 
-`deft explain --server` asks by a file beside the server's state file; the thread that writes the
-state answers with another. A server that nobody asks copies nothing.
+`deft explain --server` writes a file next to the server's state file. The thread that writes the
+state answers with another file. Until somebody asks, the server copies nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     import torch
 
 LIMIT = 1 << 26
-"""Page ids of a batch that are copied at most: 256 MiB."""
+"""Copy at most this many page ids of a batch: 256 MiB."""
 
 
 class ShownBatchError(ValueError):
-    """There is no batch that could be shown."""
+    """There is no batch to show, or it is too large."""
 
 
 class Batch(NamedTuple):
@@ -46,12 +46,12 @@ class Batch(NamedTuple):
 
 
 def request_file(state: Path) -> Path:
-    """What asks for the last batch of the server that writes `state`."""
+    """The file that asks for the last batch of the server that writes `state`."""
     return state.with_suffix(".wanted")
 
 
 def answer_file(state: Path) -> Path:
-    """Where the answer goes."""
+    """The file with the answer."""
     return state.with_suffix(".batch.json")
 
 
@@ -59,14 +59,14 @@ def answer(batch: Batch | str | None) -> dict[str, Any]:
     """The content of an answer: the forest, or why there is none."""
     try:
         return {"forest": forest_as_json(forest_of(batch))}
-    except Exception as error:  # whoever asks is told; the server goes on
+    except Exception as error:  # the answer says so; the server goes on
         return {"error": f"{type(error).__name__}: {error}"}
 
 
 def forest_of(batch: Batch | str | None) -> PrefixForest:
     """Copy a batch from the device, and find what its requests share.
 
-    The server goes on meanwhile: what is copied is what the host's tensors hold by then.
+    The server goes on decoding, so the copy shows what the host's tensors hold at that moment.
 
     Raises
     ------
@@ -80,9 +80,9 @@ def forest_of(batch: Batch | str | None) -> PrefixForest:
     device = batch.seq_lens.device
     if device.type != "cuda":
         return _forest(batch)
-    import torch  # the command that asks does without
+    import torch  # not at the top: the command that asks needs no torch
 
-    # On a stream of its own: the forward of the server neither waits nor is waited for.
+    # On a stream of its own: neither the server's forward nor this copy waits for the other.
     with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
         return _forest(batch)
 
@@ -90,7 +90,7 @@ def forest_of(batch: Batch | str | None) -> PrefixForest:
 def _forest(batch: Batch) -> PrefixForest:
     lens = batch.seq_lens.cpu().numpy()
     rows = np.arange(len(lens)) if batch.table_rows is None else batch.table_rows.cpu().numpy()
-    # A request that decodes has two tokens at least; rows that pad a captured batch have fewer.
+    # A request that decodes has at least two tokens; a padding request has fewer.
     shown = np.flatnonzero(lens > 1)
     if not len(shown):
         raise ShownBatchError("the last batch had no requests")
@@ -100,7 +100,7 @@ def _forest(batch: Batch) -> PrefixForest:
             f"{len(shown)} requests of up to {int(pages.max())} pages are too many to copy; "
             f"expected at most {LIMIT} page ids"
         )
-    # Row by row: gathering them on the device would take memory that the server counts on.
+    # Row by row: a gather on the device would take memory that the server has planned for.
     table = np.zeros((len(shown), int(pages.max())), dtype=np.int64)
     for at, request in enumerate(shown):
         used = batch.page_table[int(rows[request]), : int(pages[at])]

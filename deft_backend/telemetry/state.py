@@ -1,4 +1,4 @@
-"""What a running server counts and tells other processes, in a JSON file, with its last forest."""
+"""A server's counters and last forest, and the JSON file that shows them to other processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from deft_backend.telemetry.shown_batch import Batch, answer, answer_file, reque
 logger = logging.getLogger(__name__)
 
 INTERVAL = 0.25
-"""Seconds between two looks for something new to write."""
+"""Seconds between two looks of the writer."""
 
 _IDENTITY = (
     "pid", "port", "rank", "host", "host_version", "backend", "policy", "device", "dtype",
@@ -39,24 +39,24 @@ _IDENTITY = (
 class ServerState:
     """Counters of one server process. The forward thread adds, the writer thread reads.
 
-    Every decode step is counted once: by :meth:`count_tree` or :meth:`count_host` if the host
-    planned it, by the kernels if the device did (:meth:`attach_device_counters`). Readings are
-    sums of both. No method takes a lock.
+    Every decode step counts once: through :meth:`count_tree` or :meth:`count_host` with the host
+    planner, through the kernels with the device planner (:meth:`attach_device_counters`). A
+    reading is the sum of both. No method takes a lock.
 
     Attributes
     ----------
     dtype_bytes : int
         Bytes of one element of the KV cache.
     steps_host : Counter
-        Decode steps through the host's own kernel, by reason.
+        Decode steps on the host's kernel, by reason.
     plans : int
-        Plans made on the host.
+        Plans of the host planner.
     plan_seconds : float
-        Seconds in which they were made.
+        Seconds spent on them.
     device_tree_layers : int, optional
-        Layers that go through the device's plans; None: all. The others read query by query.
+        Layers that follow the device planner's plans; None: all. The others read query by query.
     forest : PrefixForest, optional
-        Of the last batch that the host planned, with its requests' ids.
+        Of the host planner's last batch, with the ids of its requests.
     batch : Batch or str, optional
         The last one that the device planned, to be shown to those who ask; or why none is shown.
     """
@@ -99,7 +99,7 @@ class ServerState:
 
     @property
     def kv_bytes_query_guided(self) -> int:
-        """What reading every request's whole KV would have read for the same steps."""
+        """Bytes that the same steps would have read query by query."""
         return self.counters().kv_bytes_query_guided
 
     @property
@@ -112,56 +112,56 @@ class ServerState:
         return 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
     def count_host(self, reason: str, tokens: int) -> None:
-        """Count a step of the host's kernel over `tokens` tokens of context, of all requests."""
+        """Count a step on the host's kernel; `tokens` are those of all contexts."""
         self.steps_host[reason] += 1
         read = tokens * self.token_bytes * self.num_layers
         self._kv_bytes_read += read
         self._kv_bytes_query_guided += read
 
     def count_tree(self, tokens: int, loaded: int, tree_layers: int) -> None:
-        """Count a step of tree attention that the host planned.
+        """Count a step of tree attention with a plan of the host planner.
 
         Parameters
         ----------
         tokens : int
-            Tokens of context, summed over requests.
+            Tokens of all contexts.
         loaded : int
             Tokens that the plan's items load.
         tree_layers : int
-            Layers that went through the plan; the others read query by query.
+            Layers that followed the plan; the others read query by query.
         """
         self._steps_tree += 1
         self._kv_bytes_read += self._read_bytes(tokens, loaded, tree_layers)
         self._kv_bytes_query_guided += tokens * self.num_layers * self.token_bytes
 
     def attach_device_counters(self, array: npt.NDArray[np.int64]) -> None:
-        """Count the steps that the device plans from now on, too, as its kernels add them up.
+        """Also count the steps of the device planner, as its kernels add them up from now on.
 
-        Bytes follow from tokens: a token loaded is `token_bytes` in each of `device_tree_layers`
-        layers; the other layers read every token attended.
+        The reading computes bytes from tokens: a token loaded is `token_bytes` in each of
+        `device_tree_layers` layers; the other layers read every token attended to.
 
         Parameters
         ----------
         array : [4] int64, a view of memory that the device writes (pinned)
-            Steps, tokens attended, tokens loaded, nanoseconds of planning; cumulative, never set
-            back. What it holds now (warm-up) is not counted.
+            Steps, tokens attended to, tokens loaded, nanoseconds of planning; cumulative, never
+            reset. What it holds now (warm-up) does not count.
 
         Raises
         ------
         ValueError
-            If the array has another shape or type, or one is attached already.
+            If the array has another shape or type, or a source is attached already.
         """
         if self._on_device is not None:
             raise ValueError("device counters are attached already; expected one source a server")
         self._on_device = DeviceCounters(array)
 
     def hold_device_counters(self, held: bool) -> None:
-        """Leave out what the device counts meanwhile: plans that are no steps of requests."""
+        """Ignore the device's counts from now on, or count again: some plans serve no request."""
         if self._on_device is not None:
             (self._on_device.hold if held else self._on_device.go_on)()
 
     def counters(self) -> Counters:
-        """All counts, of steps planned on the host and on the device; for any thread."""
+        """The counts of both planners; for any thread."""
         steps_host = dict(self.steps_host)
         steps, attended, loaded, spent = self._on_device.read() if self._on_device else (0,) * 4
         layers = self.num_layers if self.device_tree_layers is None else self.device_tree_layers
@@ -182,7 +182,7 @@ class ServerState:
         return (loaded * tree_layers + tokens * others) * self.token_bytes
 
     def as_json(self, counters: Counters) -> dict[str, Any]:
-        """The file's content, less the time of writing."""
+        """The file's content, without the time of writing."""
         forest = self.forest
         return {
             "schema": SCHEMA,
@@ -197,15 +197,15 @@ class ServerState:
 class StateWriter:
     """Writes a :class:`ServerState` to its file, from a daemon thread and at exit.
 
-    A file that cannot be written is said once in the log; the server goes on without it.
+    If the file cannot be written, the log says so once and the server goes on without it.
 
     Attributes
     ----------
     path : Path
         The file, ``<port>-tp<rank><suffix>.json``.
     listeners : list
-        Called with the counters at every look, on the same thread: metrics, the log. Add them
-        before :meth:`start`. One that raises is said in the log and not called again.
+        The writer calls each with the counters at every look, on its thread: metrics, the log. Add
+        them before :meth:`start`. If one raises, the log says so and the writer drops it.
     """
 
     def __init__(self, state: ServerState, directory: Path, suffix: str = "") -> None:
@@ -217,14 +217,14 @@ class StateWriter:
         self._failed = False
 
     def start(self) -> None:
-        """Look once, then go on in the background."""
+        """Look once now, then in the background until the process ends."""
         self.look()
         threading.Thread(target=self._run, name="deft-state", daemon=True).start()
         atexit.register(self.look)
 
     def look(self) -> None:
         """Write the file if something changed since the last time, and tell the listeners."""
-        with self._lock:  # of this thread and of the exit; never taken by the forward thread
+        with self._lock:  # for this thread and the exit; the forward thread never takes it
             counters = self.state.counters()
             self._write(counters)
             self._show_batch()
@@ -244,7 +244,7 @@ class StateWriter:
             self._replace(self.path, content)
         except OSError as error:
             self._failed = True
-            logger.warning("deft: the server's state is not written: %s", error)
+            logger.warning("deft: cannot write the server's state file: %s", error)
             return
         self._seen = counters
 
@@ -254,10 +254,10 @@ class StateWriter:
         try:
             if self._failed or not asked.is_file():  # a folder that cannot be written
                 return
-            asked.unlink()  # first: an answer that fails must not be tried for ever
+            asked.unlink()  # first: if the answer fails, the writer must not try again for ever
             self._replace(answer_file(self.path), answer(self.state.batch))
         except OSError as error:
-            logger.warning("deft: the last batch is not shown: %s", error)
+            logger.warning("deft: cannot show the last batch to `deft explain`: %s", error)
 
     def _replace(self, path: Path, content: dict[str, Any]) -> None:
         create_private(path.parent)

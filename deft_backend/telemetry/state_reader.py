@@ -1,4 +1,4 @@
-"""The state file that the plugin writes beside a running server: counters and the last forest."""
+"""Reads the state file of a running server: its counters and its last forest."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from deft_backend.telemetry.forest_json import forest_from_json
 from deft_backend.telemetry.shown_batch import answer_file, request_file
 
 SETTLE_SECONDS = 0.7
-"""The plugin writes about every quarter second; counters are complete after this long."""
+"""The plugin writes every quarter second: after this time, the file has all counters."""
 
 _SHAPE = ("num_layers", "num_query_heads", "num_kv_heads", "head_dim", "dtype_bytes")
 
 
 class StateError(ValueError):
-    """No state file, or one that this version cannot read."""
+    """There is no state file, or this version cannot read it."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class StateReading:
 
 
 def state_file(folder: Path, port: int) -> Path:
-    """Where the first process of the server on `port` writes, of however many stages and engines.
+    """The file of the first process of the server on `port`.
 
-    What an ended server left there counts only while no process of a running one has written.
+    A file that an ended server left counts only if no running server has written one.
     """
     found = _first_ranks(folder, port)
     running = [path for path in found if _writes_on(path)]
@@ -56,7 +56,7 @@ def state_file(folder: Path, port: int) -> Path:
 
 
 def running_servers(folder: Path) -> dict[int, Path]:
-    """Ports of servers whose process is still there, with the files of their first processes."""
+    """Ports of running servers, with the files of their first processes."""
     alive: dict[int, Path] = {}
     for path in _first_ranks(folder):
         if _writes_on(path):
@@ -74,7 +74,7 @@ def _first_ranks(folder: Path, port: int | None = None) -> list[Path]:
 
 
 def _writes_on(path: Path) -> bool:
-    """Whether the process that wrote a state file is still there."""
+    """Whether the process that wrote a state file still runs."""
     try:
         os.kill(int(json.loads(path.read_text())["pid"]), 0)
     except PermissionError:  # somebody else's, but alive
@@ -90,7 +90,7 @@ def read_state(path: Path) -> StateReading:
     Raises
     ------
     StateError
-        If it is not there, is written for another version, or lacks a field.
+        If the file is missing, has another schema, or lacks a field.
     """
     try:
         content = json.loads(path.read_text())
@@ -114,12 +114,12 @@ def read_state(path: Path) -> StateReading:
 
 
 def shown_forest(state: Path, timeout: float = 5.0) -> PrefixForest:
-    """Ask a server that plans on the device for its last batch.
+    """Ask a server with the device planner for its last batch.
 
     Raises
     ------
     StateError
-        If it does not answer in time, or has no batch to show.
+        If the server does not answer in time, or has no batch to show.
     """
     asked, answered = request_file(state), answer_file(state)
     try:
@@ -141,7 +141,7 @@ def shown_forest(state: Path, timeout: float = 5.0) -> PrefixForest:
 
 
 def written_state(folder: Path, port: int, timeout: float = 5.0) -> Path | None:
-    """The server's state file, once it is there; None if it does not come in time."""
+    """Wait for the server's state file; None if there is none in time."""
     begin = time.monotonic()
     while not (path := state_file(folder, port)).is_file():
         if time.monotonic() - begin > timeout:
@@ -151,7 +151,7 @@ def written_state(folder: Path, port: int, timeout: float = 5.0) -> Path | None:
 
 
 def appears(path: Path, timeout: float = 5.0) -> bool:
-    """Whether the file is there, or comes to be in time: a server's first answer precedes it."""
+    """Wait for a file; False if there is none in time. A server can answer before it writes."""
     begin = time.monotonic()
     while not path.is_file():
         if time.monotonic() - begin > timeout:
@@ -161,7 +161,7 @@ def appears(path: Path, timeout: float = 5.0) -> bool:
 
 
 def settled_counters(path: Path, timeout: float = 10.0) -> Counters:
-    """Counters after the server has come to rest: two equal readings, a pause apart.
+    """Counters of a server at rest: two readings, a pause apart, are equal.
 
     Raises
     ------

@@ -1,1 +1,1 @@
-"""Tuning: what attention takes on this machine's GPU, measured, for the policies to plan with."""
+"""Tuning: measures on this machine's GPU the costs that policies plan with."""

@@ -1,4 +1,4 @@
-"""The whole of `deft tune`: measure one head shape on this machine's GPU."""
+"""`deft tune`: measure the cost table of one head shape on this machine's GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BUDGET = Budget(launch_ms=20)
 
 @dataclass(frozen=True, eq=False)
 class Tuned:
-    """A measured table, and what a reader wants to know of the run.
+    """A measured cost table, and how the measurement went.
 
     Attributes
     ----------

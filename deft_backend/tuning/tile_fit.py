@@ -1,4 +1,4 @@
-"""TileCosts: what items of each tile shape and partial results take, by least squares."""
+"""Fits TileCosts, the costs of items and partial results, to measured launches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deft_backend.tuning.least_squares import fit_differences, fit_times
 from deft_backend.tuning.machine import Work
 
 SMALLEST_NS = 1e-3
-"""Least time of anything: a fit that finds nothing must not promise it for free."""
+"""Least cost in nanoseconds: no fit may give 0."""
 
 
 def used_shapes(target: Target) -> dict[int, int]:

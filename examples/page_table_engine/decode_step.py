@@ -64,11 +64,11 @@ class DecodeStep:
         inputs = [[*given, *padding] for given in (tokens, rows, lens)]
         self._inputs[:, :size].copy_(torch.tensor(inputs))
         tree = self._tree
-        if tree is not None and tree.takes(size):
-            tree.prepare(requests, lens, self._batch(size))
-        else:
-            reason = "no tree attention" if tree is None else "batch below DEFT_MIN_BATCH"
+        reason = "no tree attention" if tree is None else tree.refuses(size)
+        if reason is not None:
             self._state.count_host(reason, sum(lens))
+        elif tree is not None:
+            tree.prepare(requests, lens, self._batch(size))
         if size in self._graphs:
             graph, out = self._graphs[size]
             graph.replay()
@@ -84,7 +84,9 @@ class DecodeStep:
         batch = self._batch(size)
         positions = (batch.seq_lens - 1).clamp(min=0)
         slots = self._cache.slots(batch.page_table, batch.table_rows, positions, batch.seq_lens > 0)
-        tree = self._tree if self._tree is not None and self._tree.takes(size) else None
+        tree = self._tree
+        if tree is not None and tree.refuses(size) is not None:
+            tree = None
         if tree is not None:
             tree.plan(batch)
 
@@ -100,7 +102,7 @@ class DecodeStep:
     def _capture(self, tree: TreeDecode) -> None:
         """One graph for each size that the tree takes, of a batch that is padding throughout."""
         pool = torch.cuda.graph_pool_handle()
-        for size in filter(tree.takes, reversed(self.sizes)):
+        for size in [s for s in reversed(self.sizes) if tree.refuses(s) is None]:
             self._forward(size)  # libraries set themselves up in their first call
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()

@@ -116,9 +116,10 @@ class TreeDecode:
         self.capturable = not settings.verify
         logger.info("deft: decode goes through tree attention (policy %s)", settings.policy)
 
-    def takes(self, size: int) -> bool:
-        """Whether steps padded to `size` go through the tree; a graph holds one answer."""
-        return size >= self._settings.min_batch
+    def refuses(self, size: int) -> str | None:
+        """Why steps padded to `size` skip the tree, or None; a graph holds one answer."""
+        least = self._settings.min_batch
+        return None if size >= least else f"batch smaller than DEFT_MIN_BATCH={least}"
 
     def start_counting(self) -> None:
         """From now on, so that what was planned to warm up and to capture is not counted."""

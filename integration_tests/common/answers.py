@@ -18,11 +18,17 @@ PREFIX = (
 
 
 def on(*groups: str, smoke: Sequence[str] = ()) -> pytest.MarkDecorator:
-    """Run the test on a server of each group; on those in `smoke` in the smoke suite, too."""
-    chosen = [
-        pytest.param(group, marks=pytest.mark.smoke) if group in smoke else group
-        for group in groups
-    ]
+    """Run the test on a server of each group; on those in `smoke` in the smoke suite, too.
+
+    Two processes of ``pytest -n 2 --dist loadgroup`` share the groups: each group's server starts
+    once, in one of them.
+    """
+    chosen = []
+    for group in groups:
+        marks = [pytest.mark.xdist_group(group)]
+        if group in smoke:
+            marks.append(pytest.mark.smoke)
+        chosen.append(pytest.param(group, marks=marks))
     return pytest.mark.parametrize("server", chosen, indirect=True)
 
 

@@ -12,7 +12,7 @@ from integration_tests.common.server import Series, Server
 
 LINE = re.compile(
     r"deft: (?:([\d,]+) decode steps? through tree attention)?(?:, )?"
-    r"(?:([\d,]+)(?: decode steps?)? through the host's kernel \(.+?\))?; KV read "
+    r"(?:([\d,]+)(?: decode steps?)? on the host's kernel \(.+?\))?; KV read "
 )
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from integration_tests.common.steps import StepTotal
+
+_KEY = "deft_steps"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -15,10 +18,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class _Result:
+    """Counts of the process that reports; of servers, those of the processes that run tests."""
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._failed: set[str] = set()
         self._passed: set[str] = set()
+        self._tree_steps = 0
+        self._device = StepTotal.device
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -26,18 +33,32 @@ class _Result:
         elif report.when == "call" and report.passed:
             self._passed.add(report.nodeid)
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """A process of pytest-xdist has ended."""
+        steps = getattr(node, "workeroutput", {}).get(_KEY)
+        if steps is not None:
+            self._tree_steps += steps["tree_steps"]
+            self._device = steps["device"]
+
     # The last of all: servers of the session end after its last test.
     def pytest_unconfigure(self) -> None:
         content = {
             "passed": len(self._passed - self._failed),
             "failed": len(self._failed),
-            "tree_steps": StepTotal.tree_steps,
-            "device": StepTotal.device,
+            "tree_steps": self._tree_steps + StepTotal.tree_steps,
+            "device": self._device if self._tree_steps else StepTotal.device,
         }
         self._path.write_text(json.dumps(content))
 
 
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--result")
-    if path is not None:
+    if path is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Result(path))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output[_KEY] = {"tree_steps": StepTotal.tree_steps, "device": StepTotal.device}

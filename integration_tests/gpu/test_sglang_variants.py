@@ -29,8 +29,8 @@ pytestmark = pytest.mark.skipif(not num_gpus(), reason="these servers run on a G
 
 on_each = pytest.mark.parametrize("variant", VARIANTS, indirect=True)
 
-TOO_FEW = "batch below DEFT_MIN_BATCH"
-LITTLE_SHARED = "shares less than DEFT_MIN_SHARE"
+TOO_FEW = "batch smaller than DEFT_MIN_BATCH=2"
+LITTLE_SHARED = "shares less than DEFT_MIN_SHARE=1.1"
 
 MOSTLY = 0.9
 """Share of tokens that are equal, not just ties, where nothing is wrong."""

@@ -81,7 +81,7 @@ class Ask:
             extra["ignore_eos"] = True
         body: dict[str, Any] = {
             "model": self.model, "prompt": [self.prompt, *self.also], "max_tokens": self.tokens,
-            "n": self.n, "temperature": 0.8 if self.n > 1 else 0.0, "seed": 7,
+            "n": self.n, "temperature": 1.6 if self.n > 1 else 0.0, "seed": 7,
         }  # fmt: skip
         if self.beams:
             extra["use_beam_search"] = True

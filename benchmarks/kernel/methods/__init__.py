@@ -1,4 +1,4 @@
-"""What is measured: our own policies and the kernels of others, one module each."""
+"""The measured methods: our policies and the kernels of others, one module each."""
 
 from benchmarks.kernel.methods.base import Method, Prepared, Refused
 from benchmarks.kernel.methods.flash_attention3 import FlashAttention3
@@ -7,7 +7,7 @@ from benchmarks.kernel.methods.flashinfer_decode import FlashInferDecode
 from benchmarks.kernel.methods.ours import Ours
 
 OURS = "deft"
-"""Name of the method that the others are compared with."""
+"""Name of our method."""
 
 PEERS = ("flashinfer", "cascade", "fa3", "flash-decoding")
 """Methods that :data:`OURS` is compared with, by name."""
@@ -19,7 +19,7 @@ def make_method(name: str) -> Method:
     Raises
     ------
     KeyError
-        If there is no such peer.
+        If the peer is unknown.
     """
     match name:
         case "flash-decoding":

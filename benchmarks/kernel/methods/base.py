@@ -1,4 +1,4 @@
-"""The role that every measured kernel takes: prepare once for a batch, then launch."""
+"""The interface of every measured kernel: prepare once for a batch, then launch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.kernel.case_inputs import Inputs
 
 
 class Refused(RuntimeError):
-    """A case that a method cannot represent; the message is the reason, in a line."""
+    """A case that a method cannot represent; the message is the reason, in one line."""
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class Prepared:
     Attributes
     ----------
     launch : callable
-        Enqueues the attention on the current stream and returns its output, [B, Hq, D]. It does
-        no planning and no synchronisation, so it can be captured into a CUDA graph.
+        Enqueues the attention on the current stream and returns its output, [B, Hq, D]. It neither
+        plans nor synchronises, so a CUDA graph can capture it.
     rows : [B] int64, optional
-        Batch row of each row of the output; None where they are in batch order.
+        Request index of each row of the output; None if the output is in batch order.
     poison : callable, optional
         Fills the method's own workspace with NaN.
     facts : mapping
-        What is worth recording of the plan.
+        Facts about the plan for the row.
     """
 
     launch: Callable[[], torch.Tensor]
@@ -45,11 +45,11 @@ class Method(ABC):
 
     @abstractmethod
     def unavailable(self, device: torch.device) -> str | None:
-        """Why the method cannot run here at all, in a line; None if it can."""
+        """Why the method cannot run on this machine, in one line; None if it can."""
 
     @abstractmethod
     def prepare(self, inputs: Inputs) -> Prepared:
-        """Plan a batch, outside the clock.
+        """Plan a batch; the time is not counted.
 
         Raises
         ------
@@ -58,5 +58,5 @@ class Method(ABC):
         """
 
     def origin(self) -> str:
-        """Which build of which package it is, for the header."""
+        """The package and build of the method, for the header."""
         return self.name

@@ -1,4 +1,4 @@
-"""FlashAttention-3's paged decode, as vLLM ships it, or else as SGLang does."""
+"""FlashAttention-3's paged decode from vLLM's package, or else from SGLang's."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from deft_backend.installed import installed_version
 
 _HOPPER = 9
 
-# Taken by name at run time: the servers' kernel packages stand alone, and nothing outside hosts/
-# depends on a server.
+# Imported by name at run time: both kernel packages work without their server, and no module here
+# may depend on a server.
 _VLLM = "vllm.vllm_flash_attn.flash_attn_interface"
 _SGLANG = "sgl_kernel.flash_attn"
 
 
 @cache
 def _package() -> tuple[ModuleType | None, str]:
-    """The first package that holds the kernel, or why none does."""
+    """The first package with the kernel, or why no package has it."""
     reasons = []
     for name in (_VLLM, _SGLANG):
         try:
             module = import_module(name)
-        except Exception as error:  # a broken extension raises what it likes
+        except Exception as error:  # a broken extension may raise anything
             reasons.append(f"{name}: {error}".splitlines()[0])
             continue
         if name == _VLLM and not module.FA3_AVAILABLE:
@@ -39,7 +39,7 @@ def _package() -> tuple[ModuleType | None, str]:
 
 
 class FlashAttention3(Method):
-    """Every request alone with its whole KV, split by FlashAttention's own heuristic."""
+    """Each request alone with its whole KV, split by FlashAttention's own heuristic."""
 
     name = "fa3"
 
@@ -71,7 +71,7 @@ class FlashAttention3(Method):
 def _vllm_launch(
     module: ModuleType, inputs: Inputs, out: torch.Tensor
 ) -> Callable[[], torch.Tensor]:
-    """As vLLM's backend calls it: its scheduler's metadata is made ahead, outside the clock."""
+    """The call of vLLM's backend; the scheduler's metadata is prepared before the clock starts."""
     batch, longest = inputs.batch, int(inputs.tables.seq_lens.max())
     starts = torch.arange(batch + 1, dtype=torch.int32, device=inputs.device)
     metadata = module.get_scheduler_metadata(
@@ -103,7 +103,7 @@ def _vllm_launch(
 def _sglang_launch(
     module: ModuleType, inputs: Inputs, out: torch.Tensor
 ) -> Callable[[], torch.Tensor]:
-    """As SGLang's backend calls it, with queries of one token each."""
+    """The call of SGLang's backend, with queries of one token each."""
     q, result = inputs.q.unsqueeze(1), out.unsqueeze(1)
 
     def launch() -> torch.Tensor:

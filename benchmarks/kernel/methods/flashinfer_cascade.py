@@ -50,7 +50,7 @@ def cascade_levels(
                 ends.append(ends[-1])
                 last.append(0)
             start, length = int(forest.start[node]), int(forest.length[node])
-            own = page_table[forest.row[node], start // size : -(-(start + length) // size)]
+            own = page_table[forest.request[node], start // size : -(-(start + length) // size)]
             pages.append(own)
             queries.append(end)
             ends.append(ends[-1] + len(own))

@@ -1,4 +1,4 @@
-"""FlashInfer's paged decode with tensor cores: every request alone with its whole KV."""
+"""FlashInfer's paged decode with tensor cores: each request alone with its whole KV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FlashInfer, if it is installed: what both of its wrappers need."""
+"""FlashInfer, if it is installed: the parts that both of its wrappers need."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ _WORKSPACE_BYTES = 512 << 20
 
 
 def flashinfer_unavailable(device: torch.device) -> str | None:
-    """Why FlashInfer cannot run on `device`, in a line; None if it can."""
+    """Why FlashInfer cannot run on `device`, in one line; None if it can."""
     if device.type != "cuda":
         return "needs an NVIDIA GPU"
     try:
         flashinfer()
-    except Exception as error:  # a broken installation raises what it likes
+    except Exception as error:  # a broken installation may raise anything
         return f"flashinfer cannot be imported: {error}".splitlines()[0]
     return None
 
 
 @cache
 def flashinfer() -> ModuleType:
-    """The package; not a dependency, so nothing else imports it."""
+    """The package, which is not a dependency."""
     return import_module("flashinfer")
 
 
 @cache
 def float_workspace(device: torch.device) -> torch.Tensor:
-    """One workspace for both wrappers, never in use by both at once."""
+    """One workspace for both wrappers, which never run at the same time."""
     return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 

@@ -24,14 +24,14 @@ class Ours(Method):
     ----------
     name, policy : str
     planner : str
-        One of :data:`PLANNERS`. The device's plans are what servers decode with inside their CUDA
-        graphs: sized as there, and with every launch that a batch of that size may need, since
-        nobody on the host knows what the plan has items for.
+        One of :data:`PLANNERS`. Servers decode with device plans inside their CUDA graphs. The
+        method then takes the servers' capacity and makes every kernel launch that a batch of that
+        size can need, because the CPU does not know for which tile shapes the plan has items.
 
     Raises
     ------
     PolicyError
-        If there is no such policy, or the device does not plan by it.
+        If the policy is unknown, or the device planner does not support it.
     """
 
     def __init__(self, name: str, policy: str, planner: str = "host") -> None:
@@ -40,15 +40,15 @@ class Ours(Method):
         self.planner = planner
         if planner == "device" and self.policy != "auto":
             raise PolicyError(
-                f"the policy is {self.policy}; plans made on the device follow auto: plan on the "
-                "host, or choose auto"
+                f"the policy is {self.policy}, but the device planner supports only auto; use "
+                "--planner host or --policy auto"
             )
 
     def unavailable(self, device: torch.device) -> str | None:
         return None
 
     def attention(self, inputs: Inputs) -> TreeAttention:
-        """An attention of the shape of a case, with nothing planned."""
+        """A tree attention for the shape of a case, without a plan."""
         return TreeAttention(
             num_query_heads=inputs.case.query_heads,
             num_kv_heads=inputs.case.kv_heads,
@@ -61,13 +61,11 @@ class Ours(Method):
         )
 
     def _most(self, inputs: Inputs) -> int:
-        """Requests that an attention is sized for."""
+        """The largest batch that the attention has capacity for."""
         if self.planner == "host":
             return inputs.batch
         if inputs.batch > largest_batch():
-            raise Refused(
-                f"{inputs.batch} requests; plans made on the device hold {largest_batch()} at most"
-            )
+            raise Refused(f"{inputs.batch} requests; device plans hold at most {largest_batch()}")
         return max(inputs.batch, Settings().max_batch)
 
     def prepare(self, inputs: Inputs) -> Prepared:
@@ -82,8 +80,7 @@ class Ours(Method):
         return Prepared(_launch(attention, inputs), poison=attention.poison_workspace, facts=facts)
 
     def phases(self, inputs: Inputs) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-        """Each launch by itself, to be called or captured, and replayed, before the next is asked
-        for."""
+        """Yield each kernel launch alone, by name; use it before you take the next one."""
         attention = self.attention(inputs)
         launch = _launch(attention, inputs)
         for name, plan in alone(attention.plan(inputs.forest)).items():

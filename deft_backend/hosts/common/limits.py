@@ -1,4 +1,4 @@
-"""What decides on the host, the same in every adapter: batch sizes, and whether to observe."""
+"""What every adapter decides from the settings alone: batch sizes, and whether to observe."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from deft_backend.config import Settings, warn_unknown
 
 
 def refused(requests: int, settings: Settings, planned: int) -> str | None:
-    """Why the host's own kernel decodes a batch of so many requests, or None.
+    """Why the host's kernel decodes a batch of `requests` requests, or None.
 
     Parameters
     ----------
     requests : int
-        Of the batch, its padding included where a graph was captured for that size.
+        Of the batch. In a CUDA graph, the size that it was captured for.
     settings : Settings
     planned : int
         Requests that a plan holds.
     """
     if requests > settings.max_batch:
-        return "batch above DEFT_MAX_BATCH"
+        return f"batch larger than DEFT_MAX_BATCH={settings.max_batch}"
     if requests > planned:
-        return "batch above what a plan holds"
+        return f"batch larger than the {planned} requests that a plan holds"
     if requests < settings.min_batch:
-        return "batch below DEFT_MIN_BATCH"
+        return f"batch smaller than DEFT_MIN_BATCH={settings.min_batch}"
     return None
 
 
 def observing() -> bool:
     """Whether servers with another backend count their steps (``DEFT_OBSERVE``).
 
-    A setting that is not allowed is said where our backend is asked for; other servers need none.
-    One that does not exist is said here, too.
+    Invalid settings stop only servers started with our backend: here they mean no. The log names
+    settings that do not exist.
     """
     warn_unknown()
     try:

@@ -16,7 +16,7 @@ from deft_backend.installed import installed_version
 
 @dataclass(frozen=True)
 class TestedVersions:
-    """Of one host, from `lowest` to below `beyond`.
+    """The window of one host: every version from `lowest` to below `beyond`.
 
     Attributes
     ----------
@@ -33,6 +33,22 @@ class TestedVersions:
 
     def __str__(self) -> str:
         return f">={self.lowest}, <{self.beyond}"
+
+    @property
+    def newest(self) -> str:
+        """The last version of the window, or the last series of versions.
+
+        >>> TestedVersions("Some host", ("some-host",), "0.5.17", "0.5.24").newest
+        '0.5.23'
+        """
+        *leading, last = (int(number) for number in self.beyond.split("."))
+        if not last:
+            raise ValueError(f"the window ends before {self.beyond}; expected no 0 at its end")
+        return ".".join(str(number) for number in (*leading, last - 1))
+
+    def newer(self, found: str) -> str | None:
+        """The newest version of the window if `found` is older than it, else None."""
+        return self.newest if version_key(found) < version_key(self.newest) else None
 
     def installed(self) -> str | None:
         """The version in this environment, by whichever distribution; None if there is none."""

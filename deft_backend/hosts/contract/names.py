@@ -9,7 +9,7 @@ from typing import Literal
 
 from deft_backend.hosts.contract.files import HostFiles
 
-Kind = Literal["module", "class", "function", "value", "unreadable"]
+Kind = Literal["module", "class", "function", "value", "lazy", "unreadable"]
 Statements = Iterable[ast.stmt]
 
 
@@ -20,12 +20,14 @@ class Definition:
     Attributes
     ----------
     kind : str
+        ``lazy`` is what a module's ``__getattr__`` answers: it is there, and the source tells no
+        more.
     module : str
         The module that defines it, or the module itself.
     node : ast.AST or None
         A class, a function, or what a value is assigned.
     reason : str
-        Why it is unreadable; else empty.
+        Why it, or what lies in it, is unreadable; else empty.
     owner : Definition or None
         The class that defines it, of a class's member.
     """
@@ -90,6 +92,8 @@ class HostNames:
                 found += self._in_module(owner.module, name, set())
             elif owner.kind == "class":
                 found += self._in_class(owner, name)
+            elif owner.kind == "lazy":
+                found.append(Definition("unreadable", owner.module, reason=owner.reason))
             elif isinstance(owner.node, ast.expr) and name in _fields_in_call(owner.node):
                 found.append(Definition("value", owner.module, owner.node))
         readable = [definition for definition in found if definition.kind != "unreadable"]
@@ -153,7 +157,7 @@ class HostNames:
             found = self.module(f"{module}.{name}")
         if not found and name in _lazy_names(scope):
             reason = f"{module} answers {name!r} in __getattr__"
-            found = [Definition("unreadable", module, reason=reason)]
+            found = [Definition("lazy", module, reason=reason)]
         return found
 
     def _follow(

@@ -90,11 +90,9 @@ def _decodes(server_args: Any) -> bool:
 
 def unsupported(server_args: Any) -> str | None:
     """Why this server's arguments rule out tree attention, in one line, or None."""
-    from deft_patches import sglang_observe_batch
-
-    missing = sglang_observe_batch.missing()
+    missing = versions.missing()
     if missing is not None:
-        return f"this SGLang is not one that tree attention was made for ({missing})"
+        return f"this SGLang lacks what tree attention uses of it ({missing})"
     args = versions.resolved(server_args)
     if str(args.device) not in ("cuda", "cpu"):
         return f"device {args.device} is not supported (cuda and cpu are)"
@@ -125,11 +123,12 @@ _FEATURES = (
     ("enable_pdmux", False, "prefill-decode multiplexing"),
     ("enable_deterministic_inference", False, "deterministic inference"),
     ("enable_torch_compile", False, "torch.compile"),
-    ("enable_hierarchical_cache", False, "the hierarchical cache"),
     ("enable_hisparse", False, "hierarchical sparse attention"),
     ("enable_streaming_session", False, "the streaming session cache"),
     ("enable_unified_memory", False, "the unified memory pool"),
     ("enable_page_major_kv_layout", False, "the page-major KV layout"),
+    ("enable_kv_cache_sharding", False, "KV cache sharding"),
+    ("enable_nvidia_megakernel", False, "the megakernel"),
     ("dllm_algorithm", None, "diffusion decoding"),
 )
 """Arguments of the host that change what a decode batch is: name, value when off, in words."""
@@ -177,11 +176,6 @@ def _keep_or_disable_decode_graphs(server_args: Any) -> None:
 
 def _not_in_graphs(kind: str) -> str | None:
     """Why tree attention cannot be in decode graphs of a kind, or None."""
-    from deft_patches import sglang_page_table_fence, sglang_tree_graphs
-
     if versions.metadata_graphs():
         return "SGLANG_ENABLE_METADATA_GLUE_GRAPH hides replays from the attention backend"
-    reason = sglang_tree_graphs.missing(kind)
-    if reason is None and versions.read_end() is None:
-        reason = sglang_page_table_fence.missing()
-    return reason
+    return None if kind == "full" else f"decode graphs are of the kind {kind}, not full"

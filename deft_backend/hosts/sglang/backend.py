@@ -35,11 +35,14 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         Sized for the model's layers.
     state : ServerState
         Receives the counters.
+    model_asks : bool
+        The model calls methods of its attention backend, which may read the host's metadata. Then
+        the metadata is made in every step.
     """
 
     _own = frozenset({
         "_host", "_attention", "_state", "_pool", "_req_to_token", "_layers", "_said", "_broken",
-        "_tree_batch", "_capturing", "_host_in_graphs", "_host_ready",
+        "_tree_batch", "_capturing", "_host_in_graphs", "_host_ready", "_model_asks",
     })  # fmt: skip
     """Members that are not the host's."""
 
@@ -48,7 +51,14 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         """Whether all that such a batch may need is launched: the host does not know the plan."""
         return self._capturing
 
-    def __init__(self, host: AttentionBackend, attention: TreeAttention, state: ServerState):
+    def __init__(
+        self,
+        host: AttentionBackend,
+        attention: TreeAttention,
+        state: ServerState,
+        *,
+        model_asks: bool = False,
+    ) -> None:
         self._host = host
         self._attention = attention
         self._state = state
@@ -59,7 +69,9 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         self._broken: str | None = None
         self._tree_batch: Any = None
         self._capturing = False  # the forward that runs is captured with tree attention
-        self._host_in_graphs = False  # some layer of those graphs is the host's kernel
+        self._model_asks = model_asks
+        # Whether something in graphs with tree attention reads the host's metadata.
+        self._host_in_graphs = model_asks
         self._host_ready = False  # whether the host's metadata is that batch's
 
     def forward(
@@ -173,6 +185,18 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         if (kind or message) not in self._said:
             self._said.add(kind or message)
             logger.warning("deft: %s", message)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """To ``isinstance`` this is the host's backend, too: models ask for its class."""
+        return type(self.__dict__.get("_host", self))
+
+    def _begin_tree_step(self, forward_batch: Any) -> None:
+        """The eager step that begins goes through tree attention."""
+        self._tree_batch = forward_batch
+        self._host_ready = self._model_asks
+        if self._model_asks:
+            self._host.init_forward_metadata(forward_batch)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_host":  # not constructed yet

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -44,7 +44,9 @@ class Planned:
     Attributes
     ----------
     keys : list
-        Composition of the batch, a key a row.
+        Composition of the batch, a key for each request.
+    requests : sequence
+        Kept alive for the ids in `keys`.
     host_reason : str, optional
         Why the host's kernel decodes the batch; None: tree attention does.
     lens : [B] int32
@@ -57,6 +59,7 @@ class Planned:
     """
 
     keys: list[Key]
+    requests: Sequence[Any]
     host_reason: str | None
     lens: Int32Array
     tokens: int
@@ -152,11 +155,12 @@ class DecodePlanner:
         batch: Any,
     ) -> Planned:
         began = time.perf_counter()
+        requests = list(observed.requests)  # a copy: the host's own changes
         lens = np.array(seq_lens, dtype=np.int32)  # a copy: the host's own changes
         reason = refused(len(keys), self._settings, self._settings.max_batch)
         if reason is not None:
-            return Planned(keys, reason, lens, tokens, 0, 0)
-        forest = self._source.forest(observed.tree_cache, observed.requests, seq_lens)
+            return Planned(keys, requests, reason, lens, tokens, 0, 0)
+        forest = self._source.forest(observed.tree_cache, requests, seq_lens)
         reason = self._too_little(forest)
         if reason is None and self._verify is not None:
             wrong = self._verify(forest, batch)
@@ -164,29 +168,29 @@ class DecodePlanner:
                 logger.error("deft: the plan does not agree with the page tables: %s", wrong)
                 reason = "verification failed"
         if reason is not None:
-            return Planned(keys, reason, lens, tokens, 0, 0)
+            return Planned(keys, requests, reason, lens, tokens, 0, 0)
         plan = self._planner.plan(forest)
         seconds = time.perf_counter() - began
         self._state.plans += 1
         self._state.plan_seconds += seconds
-        self._state.rids = [request.rid for request in observed.requests]
+        self._state.rids = [request.rid for request in requests]
         self._state.forest = forest
         loaded = plan.loaded_tokens(forest.seq_lens)
         logger.debug(
             "deft: planned %d requests, %d nodes, %d items in %.1f ms: loads %d of %d tokens",
             len(keys), forest.num_nodes, plan.num_items, seconds * 1e3, loaded, tokens,
         )  # fmt: skip
-        return Planned(keys, None, lens, tokens, loaded, plan.num_open)
+        return Planned(keys, requests, None, lens, tokens, loaded, plan.num_open)
 
     def _too_little(self, forest: PrefixForest) -> str | None:
         if forest.share < self._settings.min_share:
-            return "shares less than DEFT_MIN_SHARE"
+            return f"shares less than DEFT_MIN_SHARE={self._settings.min_share:g}"
         saved = forest.tokens_attended - forest.tokens_stored
         if saved < self._settings.min_shared_tokens:
-            return "saves less than DEFT_MIN_SHARED_TOKENS"
+            return f"saves fewer than DEFT_MIN_SHARED_TOKENS={self._settings.min_shared_tokens}"
         if self._least_gain_ms > 0.0:
             state = self._state
             milliseconds = self._costs.transfer_ms(saved * state.token_bytes * state.num_layers)
             if milliseconds < self._least_gain_ms:
-                return "saves less than DEFT_MIN_SAVED_MS"
+                return f"saves less than DEFT_MIN_SAVED_MS={self._least_gain_ms:g}"
         return None

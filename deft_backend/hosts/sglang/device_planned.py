@@ -37,6 +37,8 @@ class DevicePlannedBackend(DeftAttentionBackend):
         Their limits on batches.
     shows : bool
         Whether batches are kept for those who ask what is shared in them.
+    model_asks : bool
+        See :class:`~deft_backend.hosts.sglang.backend.DeftAttentionBackend`.
     """
 
     _own = DeftAttentionBackend._own | {
@@ -46,9 +48,9 @@ class DevicePlannedBackend(DeftAttentionBackend):
 
     def __init__(
         self, host: Any, attention: TreeAttention, state: ServerState, settings: Settings,
-        *, shows: bool = True,
+        *, shows: bool = True, model_asks: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(host, attention, state)
+        super().__init__(host, attention, state, model_asks=model_asks)
         self._settings = settings
         self._shows = shows
         # Batch sizes whose last captured graph holds tree attention, and those of which an earlier
@@ -73,9 +75,8 @@ class DevicePlannedBackend(DeftAttentionBackend):
         self._attach_counters()
         reason = self._reason(forward_batch.batch_size)
         if reason is None and self._planned(forward_batch):
-            self._tree_batch = forward_batch
             self._show(forward_batch)
-            self._host_ready = False
+            self._begin_tree_step(forward_batch)
             return
         self._count_host(reason or "planning failed", forward_batch)
         self._host.init_forward_metadata(forward_batch)

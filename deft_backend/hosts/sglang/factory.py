@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from contextlib import ExitStack
@@ -96,17 +97,13 @@ def unsupported_model(runner: Any) -> str | None:
     """Why a model runner's KV cache or device rules out tree attention, in one line, or None."""
     if runner.is_draft_worker:
         return "draft models are not supported"
-    missing = sglang_observe_batch.missing() or _missing_fence(runner)
-    if missing is not None:
-        return f"this SGLang is not one that tree attention was made for ({missing})"
-    for module in {type(part).__module__ for part in runner.model.modules()}:
-        # Such models ask for the class or the metadata of the backend, which must be the host's.
-        if hasattr(sys.modules[module], "get_attn_backend") and ".models." in module:
-            return f"models that use their attention backend directly ({module}) are not supported"
     pool = runner.token_to_kv_pool
     kind = type(pool).__name__
     if kind != "MHATokenToKVPool":
         return f"a KV cache of kind {kind} is not supported"
+    layout = getattr(pool, "kv_cache_layout", "nhd")
+    if layout != "nhd" or getattr(pool, "use_hnd", False):
+        return f"a KV cache in the layout {layout} is not supported"
     if runner.kv_cache_dtype != runner.dtype or pool.store_dtype != runner.dtype:
         return f"KV in {runner.kv_cache_dtype} under a model in {runner.dtype} is not supported"
     heads, kv_heads, dim = shape_of(runner)
@@ -114,19 +111,18 @@ def unsupported_model(runner: Any) -> str | None:
     return None if reason is None else f"not supported: {reason}"
 
 
-def _missing_fence(runner: Any) -> str | None:
-    """With overlap on a GPU, page-table writes must wait for the forward that reads them.
+def model_asks(runner: Any) -> bool:
+    """Whether the model calls its attention backend, other than through attention layers."""
+    modules = {type(part).__module__ for part in runner.model.modules()}
+    return any("get_attn_backend" in _source(name) for name in modules if ".models." in name)
 
-    A plan reads a shared prefix through one request's row. If that request has ended, its row may
-    be given to another while the forward still runs; the host's own fence prevents that.
-    """
-    if runner.device != "cuda" or resolved(runner.server_args).disable_overlap_schedule:
-        return None
-    from sglang.srt.managers.scheduler import Scheduler
 
-    if not hasattr(Scheduler, "_apply_war_barrier"):
-        return "Scheduler has no _apply_war_barrier; try --disable-overlap-schedule"
-    return None
+def _source(module: str) -> str:
+    """The text of a loaded module; such calls may import what they need where they are."""
+    try:
+        return inspect.getsource(sys.modules[module])
+    except (OSError, TypeError):
+        return "get_attn_backend"  # cannot be read: it may
 
 
 def _device(runner: Any) -> torch.device:
@@ -181,7 +177,9 @@ def _device_planned(
     _ = attention.device_planner  # what it cannot do is said here, not in the first step
     # What is asleep may not be read, and nothing tells the thread that shows batches.
     shows = not getattr(resolved(runner.server_args), "enable_memory_saver", False)
-    backend = DevicePlannedBackend(host, attention, state, settings, shows=shows)
+    backend = DevicePlannedBackend(
+        host, attention, state, settings, shows=shows, model_asks=model_asks(runner)
+    )
     _install_fence(runner, backend, undo)
     return backend
 
@@ -207,7 +205,9 @@ def _host_planned(
         costs=attention.target.costs,
     )
     observer = BatchObserver(runner)
-    backend = HostPlannedBackend(host, attention, planner, observer, state)
+    backend = HostPlannedBackend(
+        host, attention, planner, observer, state, model_asks=model_asks(runner)
+    )
     undo.callback(sglang_observe_batch.remove, observer.observe)
     sglang_observe_batch.install(observer.observe)
     _install_fence(runner, backend, undo)

@@ -42,6 +42,8 @@ class HostPlannedBackend(DeftAttentionBackend):
         Gives the scheduler's requests behind a forward batch.
     state : ServerState
         Receives the counters.
+    model_asks : bool
+        See :class:`~deft_backend.hosts.sglang.backend.DeftAttentionBackend`.
     """
 
     needs_cpu_seq_lens = True  # the forest is built from them
@@ -54,8 +56,10 @@ class HostPlannedBackend(DeftAttentionBackend):
         planner: DecodePlanner,
         observer: BatchObserver,
         state: ServerState,
+        *,
+        model_asks: bool = False,
     ) -> None:
-        super().__init__(host, attention, state)
+        super().__init__(host, attention, state, model_asks=model_asks)
         self._planner = planner
         self._observer = observer
         self._decided: Decision | None = None
@@ -67,8 +71,7 @@ class HostPlannedBackend(DeftAttentionBackend):
         taken = taken and forward_batch.batch_size == len(forward_batch.rids)
         self._decided = None  # the step begins
         if taken:
-            self._tree_batch = forward_batch
-            self._host_ready = False
+            self._begin_tree_step(forward_batch)
             return
         self._host.init_forward_metadata(forward_batch)
 

@@ -22,9 +22,10 @@ from deft_backend.hosts.sglang.versions import place_of, tree_paths
 logger = logging.getLogger("deft_backend")
 
 Key = tuple[Any, ...]
-"""A request, its row of the page table, its node of the tree, and the tokens that the tree owns.
+"""Id of a request, its row of the page table, its tree node, and the tokens that the tree owns.
 
-With equal keys in the same order, a batch has the same requests and shares no less than before."""
+With equal keys in the same order, a batch has the same requests and shares no less than before.
+Ids tell apart requests that are alive: whoever keeps keys keeps the requests."""
 
 
 class TreeReader(Protocol):
@@ -87,7 +88,7 @@ class PrefixSource:
 def key_of(request: Any) -> Key:
     """What decides which prefix of the request others may share; see :data:`Key`."""
     row, owned = place_of(request)
-    return (request, row, request.last_node, owned)
+    return (id(request), row, request.last_node, owned)
 
 
 def tree_reader(tree_cache: Any) -> TreeReader | None:

@@ -40,7 +40,7 @@ def disagreement(forest: PrefixForest, page_table: Any, rows: Any) -> str | None
     longest = int(forest.seq_lens.max(initial=0))
     tables = page_table[indices, :longest].numpy()
     other = forest_from_page_tables(tables, forest.seq_lens, check=False)
-    for name in ("order", "parent", "row", "start", "length", "query_begin", "query_end"):
+    for name in ("order", "parent", "request", "start", "length", "query_begin", "query_end"):
         if getattr(other, name).tolist() != getattr(forest, name).tolist():
             return (
                 f"the page tables give {other.num_nodes} nodes of {other.tokens_stored} tokens, "

@@ -36,7 +36,7 @@ class TreeBuilder:
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-        """The host's level, up to ``UNIFORM_BATCH``.
+        """The host's level, up to ``UNIFORM_BATCH`` if tree attention may decode.
 
         A graph of any mixed batch would hold whichever implementation its capture chose, and be
         replayed for batches of another kind. Graphs of uniform batches are apart by query length.
@@ -45,8 +45,9 @@ class TreeBuilder:
         from vllm.v1.attention.backend import AttentionCGSupport
 
         support = cast(Any, super()).get_cudagraph_support(vllm_config, kv_cache_spec)
-        verified = Settings.from_env().verify and unsupported_server(vllm_config) is None
-        if verified and support is not AttentionCGSupport.NEVER:
+        if unsupported_server(vllm_config) is not None:
+            return support
+        if Settings.from_env().verify and support is not AttentionCGSupport.NEVER:
             leave_graphs_of_any_batch(vllm_config.compilation_config)
             return AttentionCGSupport.NEVER
         return min(support, AttentionCGSupport.UNIFORM_BATCH, key=lambda level: level.value)
@@ -113,9 +114,8 @@ class TreeBuilder:
             reason = "attention that is not causal"
         # Documents of a multimodal prompt (`mm_req_doc_ranges`) attend to what comes after a token;
         # after the one that is decoded there is nothing.
-        for name in ("dcp_local_seq_lens", "rswa_prefix_lens"):
-            if reason is None and getattr(common, name, None) is not None:
-                reason = "attention over another range of tokens"
+        if reason is None and getattr(common, "dcp_local_seq_lens", None) is not None:
+            reason = "attention over another range of tokens"
         if reason is not None:
             return None, reason
         return TreeStep(group, common.block_table_tensor[:batch], common.seq_lens[:batch]), None

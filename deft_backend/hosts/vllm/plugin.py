@@ -8,7 +8,8 @@ import sys
 from deft_backend.config import Settings, SettingsError
 from deft_backend.folders import state_directory
 from deft_backend.hosts.common.limits import observing
-from deft_backend.hosts.vllm.versions import OWN_NAME, PLACEHOLDER
+from deft_backend.hosts.vllm import versions
+from deft_backend.hosts.vllm.versions import OWN_NAME, PLACEHOLDER, VLLM
 
 logger = logging.getLogger("deft_backend")
 
@@ -46,11 +47,8 @@ def _log_with_the_host() -> None:
 def _register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from deft_backend.hosts.vllm.versions import refuse
-    from deft_backend.hosts.vllm.versions import register as register_names
-
-    register_names(f"{MODULE}.Custom")
-    reason = refuse()
+    versions.register(f"{MODULE}.Custom")
+    reason = VLLM.refuse()
     if reason is not None:
         _leave_alone(reason)
         return

@@ -124,12 +124,17 @@ def _cpu_backend() -> Any:
     from deft_backend.hosts.vllm.observe import observed_backend, original_backend
 
     config = get_current_vllm_config_or_none()
-    if config is not None and is_ours(config.attention_config.backend):
+    host = original_backend("CPU_ATTN")
+    wanted = config is not None and is_ours(config.attention_config.backend)
+    reason = refuse() if wanted or observing() else None
+    if reason is not None:
+        say_once(f"{host.get_name()} runs by itself: {reason}")
+        return host
+    if wanted:
         from deft_backend.hosts.vllm.cpu import PlainCpuBackend
 
         logger.info("deft: CPU_ATTN is replaced by tree attention and torch's own attention")
         return tree_backend(PlainCpuBackend)
-    host = original_backend("CPU_ATTN")
     return observed_backend(host) if observing() else host
 
 
@@ -143,5 +148,10 @@ def __getattr__(name: str) -> Any:
         from deft_backend.hosts.vllm.plugin import OBSERVED
 
         if name in OBSERVED:
-            return observed_backend(original_backend(name))
+            host = original_backend(name)
+            reason = refuse()
+            if reason is None:
+                return observed_backend(host)
+            say_once(f"DEFT_OBSERVE does not work in this server: {reason}")
+            return host
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

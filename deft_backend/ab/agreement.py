@@ -1,10 +1,11 @@
-"""Do two servers give the same tokens? If not: where first, and how close was the choice."""
+"""Do two servers give the same tokens? If not: where they first differ, and how close it was."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deft_backend.harness.replay import Answer, Replayed
+from deft_backend.harness.answers import Answer, compare_answers
+from deft_backend.harness.send_plan import Answered
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,13 @@ class Agreement:
     Attributes
     ----------
     answers, equal : int
-        Answers in all, and those that agree in every token.
+        All answers, and those that agree in every token.
     not_compared : int
-        Answers whose prompt goes on from one that differs, so that they cannot be compared.
+        Answers whose prompt continues one that differs, so that they cannot be compared.
     divergences : tuple
         One for each answer that differs, in the plan's order.
     tokens : int
-        Tokens compared that agree.
+        Compared tokens that agree.
     largest_gap : float
         Largest difference of log-probability over those tokens.
     """
@@ -69,7 +70,7 @@ class Agreement:
         return self.equal == self.answers
 
 
-def compare(host: Replayed, deft: Replayed) -> Agreement:
+def compare(host: Answered, deft: Answered) -> Agreement:
     """Compare the answers to the same plan.
 
     Raises
@@ -80,36 +81,24 @@ def compare(host: Replayed, deft: Replayed) -> Agreement:
     if host.plan != deft.plan:
         raise ValueError(f"{host.plan.workload} and {deft.plan.workload} are different plans")
     after = {request.name: request.after for request in host.plan.requests}
-    wrong: set[str] = set()  # requests of which some answer, or what they go on from, differs
+    differ: set[str] = set()  # requests with an answer that differs, or whose prompt continues one
     divergences: list[Divergence] = []
     equal = not_compared = tokens = 0
     largest = 0.0
     for ours, theirs in zip(deft.answers, host.answers, strict=True):
-        if after[ours.request] in wrong:
-            wrong.add(ours.request)
+        if after[ours.request] in differ:
+            differ.add(ours.request)
             not_compared += 1
             continue
-        agreed = _common(theirs, ours)
-        pairs = zip(theirs.logprobs[:agreed], ours.logprobs[:agreed], strict=True)
-        gaps = [abs(a - b) for a, b in pairs]
-        largest = max([largest, *gaps])
-        tokens += agreed
-        if agreed == len(theirs.tokens) == len(ours.tokens):
+        found = compare_answers(theirs, ours)
+        largest = max([largest, *found.differences])
+        tokens += found.agreed
+        if found.same:
             equal += 1
         else:
-            wrong.add(ours.request)
-            divergences.append(_divergence(theirs, ours, agreed))
+            differ.add(ours.request)
+            divergences.append(_divergence(theirs, ours, found.agreed))
     return Agreement(len(host.answers), equal, not_compared, tuple(divergences), tokens, largest)
-
-
-def _common(host: Answer, deft: Answer) -> int:
-    """Tokens at the head that are the same."""
-    left: list[int] | list[str] = host.tokens
-    right: list[int] | list[str] = deft.tokens
-    if len(host.token_ids) == len(host.tokens) and len(deft.token_ids) == len(deft.tokens):
-        left, right = host.token_ids, deft.token_ids  # two tokens may have the same text
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 def _divergence(host: Answer, deft: Answer, at: int) -> Divergence:
@@ -120,6 +109,5 @@ def _divergence(host: Answer, deft: Answer, at: int) -> Divergence:
 
     host_token, host_logprob = pick(host)
     deft_token, deft_logprob = pick(deft)
-    margin = host.margins[at] if at < len(host.margins) else 0.0
     name = f"{host.request} #{host.index}" if host.index else host.request
-    return Divergence(name, at, host_token, deft_token, host_logprob, deft_logprob, margin)
+    return Divergence(name, at, host_token, deft_token, host_logprob, deft_logprob, host.margin(at))

@@ -1,0 +1,125 @@
+"""From the user's choice to workloads whose sizes fit the machine and the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.e2e.checked_answers import TOLERANCE
+from benchmarks.e2e.choice import Choice, ChoiceError, one_of
+from benchmarks.e2e.host_clients import GENERATED_SHARED_PREFIX, PREFIX_REPETITION, HostClient
+from benchmarks.e2e.prompt_cases import (
+    GRID,
+    SCHEDULER_GRID,
+    Case,
+    CaseError,
+    Documents,
+    check_fits,
+    grid_case,
+    parse_case,
+)
+from benchmarks.e2e.served_model import Model
+from benchmarks.e2e.served_workloads import HostsOwn, Mixed, Together, Tree, Workload
+from benchmarks.e2e.traffic import Traffic
+from benchmarks.e2e.tree_replay import longest_path, recorded_trees
+
+MANY_IDS = 250_000
+"""A batch with more token ids than this is repeated less often."""
+
+SCHEDULER_REPEATS = 12
+"""Repeats on a GPU. The scheduler's steps are in one of two states, a third apart, for seconds at a
+time, with every backend."""
+
+CPU_GRID = ((0, 2, 64), (256, 4, 16))
+"""Cases on a machine without a GPU, where only the answers can be checked."""
+
+CPU_DOCUMENTS = Documents(
+    documents=2, tokens=192, questions=2, question_tokens=8, loners=2, loner_tokens=48
+)
+
+
+def chosen_workloads(name: str, choice: Choice, model: Model, on_gpu: bool) -> Iterator[Workload]:
+    """The workloads of one name, out of :data:`benchmarks.e2e.choice.WORKLOADS`.
+
+    Raises
+    ------
+    ChoiceError, CaseError, TraceError
+        If the choice is incomplete, or a request does not fit the model's context.
+    """
+    if name in ("grid", "scheduler"):
+        yield from _grid(choice, model, on_gpu, scheduler=name == "scheduler")
+    elif name == "documents":
+        case = (Documents() if on_gpu else CPU_DOCUMENTS).case(model)
+        yield _together(case, choice, model, on_gpu)
+    elif name == "trees":
+        yield from _trees(choice, model, on_gpu)
+    elif name == "clients":
+        yield from _clients(choice, on_gpu)
+    else:
+        yield _traffic(choice, model, on_gpu)
+
+
+def _grid(choice: Choice, model: Model, on_gpu: bool, *, scheduler: bool) -> Iterator[Workload]:
+    default = SCHEDULER_GRID if scheduler else GRID if on_gpu else CPU_GRID
+    for prefix, branches, suffix in [parse_case(text) for text in choice.batches.cases] or default:
+        case = grid_case(model, prefix, branches, suffix, "scheduler" if scheduler else "")
+        yield _together(case, choice, model, on_gpu, scheduler=scheduler)
+
+
+def _together(
+    case: Case, choice: Choice, model: Model, on_gpu: bool, *, scheduler: bool = False
+) -> Together:
+    gen = choice.batches.gen or (512 if scheduler else 256 if on_gpu else 8)
+    check_fits(case, gen + 1, model)
+    repeats = SCHEDULER_REPEATS if scheduler and on_gpu else _repeats(case, on_gpu)
+    return Together(case, gen, choice.batches.repeats or repeats, fastest=scheduler)
+
+
+def _repeats(case: Case, on_gpu: bool) -> int:
+    """Fewer repeats if sending the requests takes most of the time."""
+    if not on_gpu:
+        return 1
+    return 3 if sum(len(prompt) for prompt in case.prompts) > MANY_IDS else 7
+
+
+def _trees(choice: Choice, model: Model, on_gpu: bool) -> Iterator[Workload]:
+    asked = choice.trees
+    if asked.traces is None:
+        raise ChoiceError(
+            "the workload trees replays recorded trees; name their file or folder with --traces"
+        )
+    for name, tree in recorded_trees(asked.traces, asked.scale):
+        if (longest := longest_path(tree)) > model.context:
+            raise ChoiceError(
+                f"{name} has requests of {longest} tokens, {model.name} takes {model.context}; "
+                "choose a smaller --scale"
+            )
+        repeats = choice.batches.repeats or (3 if on_gpu else 1)
+        yield Tree(name if asked.scale == 1 else f"{name} × {asked.scale:g}", tree, repeats)
+
+
+def _clients(choice: Choice, on_gpu: bool) -> Iterator[Workload]:
+    host = choice.servers.host
+    known = GENERATED_SHARED_PREFIX if host == "sglang" else PREFIX_REPETITION
+    for shape in choice.clients.shapes or (("default", "64-groups") if on_gpu else ("tiny",)):
+        client = HostClient(host, one_of("the client's shape", shape, known))
+        yield HostsOwn(client, choice.clients.runs)
+
+
+def _traffic(choice: Choice, model: Model, on_gpu: bool) -> Mixed:
+    asked = choice.traffic
+    if on_gpu:
+        traffic = Traffic(asked.minutes, workers=asked.workers or 64, part=asked.part)
+    else:
+        traffic = Traffic(
+            asked.minutes, workers=asked.workers or 6, documents=24, document_tokens=1024,
+            most_question_tokens=32, most_answer_tokens=16, samples=60, part=asked.part,
+        )  # fmt: skip
+    if traffic.longest > model.context:
+        raise CaseError(
+            f"mixed traffic has requests of {traffic.longest} tokens; {model.name} takes "
+            f"{model.context}"
+        )
+    tolerance = asked.tolerance
+    if tolerance is None:
+        tolerance = TOLERANCE["bfloat16" if on_gpu else "float32"]
+    return Mixed(traffic, tolerance)

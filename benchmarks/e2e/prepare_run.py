@@ -1,0 +1,93 @@
+"""From the user's choice to a run: the model, the servers and the workloads, all checked."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.e2e.backend_runs import Setup
+from benchmarks.e2e.backends import HOSTS, Launch, ServerChoiceError, checked_backends
+from benchmarks.e2e.choice import WORKLOADS, Choice, ChoiceError, ModelChoice, one_of
+from benchmarks.e2e.chosen_workloads import chosen_workloads
+from benchmarks.e2e.prompt_cases import CaseError
+from benchmarks.e2e.served_model import (
+    SHAPES,
+    WEIGHTS,
+    Model,
+    ModelError,
+    read_model,
+    write_model,
+    written_model,
+)
+from deft_backend.traces.trace_files import TraceError
+
+ERRORS = (ChoiceError, CaseError, ModelError, ServerChoiceError, TraceError)
+"""The errors of :func:`prepared` that a user can fix."""
+
+
+@contextmanager
+def prepared(choice: Choice) -> Iterator[Setup]:
+    """The run that :func:`benchmarks.e2e.backend_runs.record` takes.
+
+    A checkpoint that is written to a temporary folder lasts as long as the block.
+
+    Raises
+    ------
+    ChoiceError, CaseError, ModelError, ServerChoiceError, TraceError
+        If the choice cannot be measured; no server has started then.
+    """
+    host = HOSTS[one_of("the host", choice.servers.host, HOSTS)]
+    backends = checked_backends(host, choice.servers.backends or host.defaults())
+    names = [one_of("the workload", name, WORKLOADS) for name in choice.workloads]
+    if not names or not backends:
+        raise ChoiceError("there is nothing to measure; name a workload and a backend")
+    on_gpu = host.on_gpu()
+    shape = choice.model.shape or _default_shape(names, on_gpu)
+    _check_model(choice.model, shape, names)
+    with tempfile.TemporaryDirectory(prefix="deft-e2e-model-") as temporary:
+        served_dtype = "bfloat16" if on_gpu else "float32"
+        model = _model(choice.model, shape, Path(temporary), served_dtype)
+        options = tuple(choice.servers.options)
+        launch = Launch(host, model, tokenizer="clients" in names, options=options)
+        workloads = [w for name in names for w in chosen_workloads(name, choice, model, on_gpu)]
+        yield Setup(
+            launch, backends, choice.servers.reference or host.reference(), workloads,
+            choice.output.rows, choice.output.log_folder, choice.output.command,
+            choice.servers.start_seconds,
+        )  # fmt: skip
+
+
+def _default_shape(names: Sequence[str], on_gpu: bool) -> str:
+    if "scheduler" in names:
+        return "one-layer"
+    return "llama-3.1-8b" if on_gpu else "tiny"
+
+
+def _check_model(model: ModelChoice, shape: str, names: Sequence[str]) -> None:
+    """Refuse a model that cannot be served, or that a workload cannot be measured with."""
+    one_of("the shape", shape, SHAPES)
+    one_of("the weights", model.weights, WEIGHTS)
+    if "scheduler" in names and (model.path or shape != "one-layer" or len(names) > 1):
+        raise ChoiceError(
+            "the workload scheduler measures another model, --shape one-layer; run it by itself"
+        )
+    if "traffic" in names and model.weights == "dummy" and not model.path:
+        raise ChoiceError(
+            "the workload traffic checks tokens, which dummy weights make without attention; "
+            "expected --weights random"
+        )
+
+
+def _model(choice: ModelChoice, shape: str, temporary: Path, served_dtype: str) -> Model:
+    if choice.path is not None:
+        return read_model(choice.path)
+    if choice.checkpoint is None:
+        return write_model(temporary, shape, choice.weights, served_dtype)
+    folder = choice.checkpoint / f"{shape}-{choice.weights}"
+    complete = folder / "complete"
+    if not complete.is_file():
+        write_model(folder, shape, choice.weights, served_dtype)
+        complete.touch()
+    return written_model(folder, shape, choice.weights, served_dtype)

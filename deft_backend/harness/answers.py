@@ -1,0 +1,117 @@
+"""An answer as a client receives it, and how two answers to one prompt compare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+
+@dataclass
+class Answer:
+    """One greedy answer. A list holds one element for each token, or is empty.
+
+    Attributes
+    ----------
+    request, index : str, int
+        Name of the request, and which of its answers this is.
+    ids, tokens : list
+        Token ids, and their texts. Servers without a tokenizer give no texts.
+    text : str
+        The whole text.
+    arrivals : list of float
+        Seconds from sending the request to each token; empty unless the answer was streamed.
+    sent : float
+        Time of sending, on :func:`time.perf_counter`'s clock.
+    logprobs : list of float
+        Log-probability of each token, if the client asked for it.
+    top : list of mapping
+        For each token, the log-probabilities of the likeliest ones, by id or by text.
+    cached : int, optional
+        Tokens of the prompt that the host found in its prefix cache, if it reports them.
+    """
+
+    request: str = ""
+    index: int = 0
+    ids: list[int] = field(default_factory=list)
+    tokens: list[str] = field(default_factory=list)
+    text: str = ""
+    arrivals: list[float] = field(default_factory=list)
+    sent: float = 0.0
+    logprobs: list[float] = field(default_factory=list)
+    top: list[Mapping[Any, float]] = field(default_factory=list)
+    cached: int | None = None
+
+    def __len__(self) -> int:
+        """Tokens of the answer."""
+        return max(len(self.ids), len(self.tokens))
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between one token and the next."""
+        return [later - earlier for earlier, later in pairwise(self.arrivals)]
+
+    @property
+    def ttft(self) -> float:
+        """Time to first token, in seconds."""
+        return self.arrivals[0]
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first, in seconds; None for a single token."""
+        later = len(self.arrivals) - 1
+        return (self.arrivals[-1] - self.arrivals[0]) / later if later else None
+
+    def margin(self, position: int) -> float:
+        """How far the token's log-probability exceeds the second likeliest one's; 0 if unknown."""
+        if position >= len(self.top) or len(self.top[position]) < 2:
+            return 0.0
+        return self.logprobs[position] - sorted(self.top[position].values())[-2]
+
+    def gap_to(self, position: int, token: int) -> float | None:
+        """How far the token's log-probability exceeds that of `token` in the same place.
+
+        None if `token` is not among the likeliest ones that the server named.
+        """
+        likely = self.top[position]
+        return self.logprobs[position] - likely[token] if token in likely else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two answers to one prompt, up to the first token in which they differ.
+
+    Attributes
+    ----------
+    agreed : int
+        Tokens before the first difference.
+    same : bool
+        Whether the answers have the same tokens and the same length.
+    differences : tuple of float
+        Absolute difference of the log-probabilities of each agreed token.
+    """
+
+    agreed: int
+    same: bool
+    differences: tuple[float, ...]
+
+
+def first_difference(left: Sequence[object], right: Sequence[object]) -> int | None:
+    """Index of the first element that differs; None if one sequence is a prefix of the other."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), None)
+
+
+def compare_answers(reference: Answer, other: Answer) -> Comparison:
+    """Compare two answers token by token, by ids if both servers gave all of them, else by text."""
+    left: Sequence[object] = reference.ids
+    right: Sequence[object] = other.ids
+    if len(left) < len(reference) or len(right) < len(other):
+        left, right = reference.tokens, other.tokens
+    differs = first_difference(left, right)
+    agreed = min(len(left), len(right)) if differs is None else differs
+    pairs = zip(reference.logprobs[:agreed], other.logprobs[:agreed], strict=True)
+    return Comparison(
+        agreed, agreed == len(left) == len(right), tuple(abs(a - b) for a, b in pairs)
+    )

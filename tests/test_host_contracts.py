@@ -1,0 +1,93 @@
+"""The contract of the host installed here: it holds, and each member of it is really looked at.
+
+Each member's name, and each parameter's, is replaced in the host's source as the checker reads it.
+The checker must then say that the member is missing.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deft_backend.cli.contracts import contract_of
+from deft_backend.hosts.contract import Member, check_contract, installed_source
+from deft_backend.hosts.contract.files import HostFiles
+from deft_backend.hosts.contract.versions import matches
+from deft_backend.hosts.windows import TESTED
+
+
+def installed_members() -> list[tuple[str, Member]]:
+    """The members of the contracts of the hosts installed here, in their versions."""
+    found = []
+    for host, tested in TESTED.items():
+        version = tested.installed()
+        if version is not None and installed_source(host) is not None:
+            members = contract_of(host)
+            found += [(host, m) for m in members if matches(version, m.versions)]
+    return found
+
+
+MEMBERS = installed_members()
+
+
+class Renamed(HostFiles):
+    """A host's files in which a word is another."""
+
+    def __init__(self, path: Path, word: str) -> None:
+        super().__init__(path)
+        self._word = re.compile(rf"\b{re.escape(word)}\b".encode())
+
+    def _read(self, file: str) -> bytes | None:
+        content = super()._read(file)
+        return None if content is None else self._word.sub(b"renamed_by_the_test", content)
+
+
+@pytest.mark.parametrize("host", sorted(TESTED))
+def test_tables_of_data_need_no_host(host: str) -> None:
+    """Reading a contract imports neither the host nor torch."""
+    program = (
+        "import sys\n"
+        "from deft_backend.cli.contracts import contract_of\n"
+        f"assert contract_of({host!r})\n"
+        "print(*{'sglang', 'vllm', 'torch'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("host", sorted(TESTED))
+def test_each_member_says_what_we_do_with_it(host: str) -> None:
+    members = contract_of(host)
+    assert not [str(member) for member in members if not member.use]
+    stated = [(m.module, m.name, m.versions) for m in members]
+    assert len(set(stated)) == len(stated)
+
+
+@pytest.mark.parametrize("host", sorted({host for host, _ in MEMBERS}))
+def test_the_installed_host_holds_its_contract(host: str) -> None:
+    source = installed_source(host)
+    assert source is not None
+    problems = check_contract(contract_of(host), source, TESTED[host].installed())
+    assert not [str(problem) for problem in problems if problem.readable]
+
+
+@pytest.mark.parametrize(
+    ("host", "member"), MEMBERS, ids=[f"{member.module}:{member.name}" for _, member in MEMBERS]
+)
+def test_a_member_that_is_renamed_is_missing(host: str, member: Member) -> None:
+    """Its name, if it has one; then each of its parameters."""
+    source = installed_source(host)
+    assert source is not None
+    problems = check_contract([member], source)
+    if problems:
+        assert not [str(problem) for problem in problems if problem.readable]
+        pytest.skip(f"the source does not tell: {problems[0].found}")
+    words = [member.name.rpartition(".")[-1]] if member.name else []
+    for word in [*words, *member.parameters]:
+        assert check_contract([member], Renamed(source, word)), f"without {word}"

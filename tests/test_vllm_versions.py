@@ -1,0 +1,45 @@
+"""vLLM's window and contract, which commands read where vLLM is not installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from deft_backend.hosts.contract.versions import matches, version_key
+from deft_backend.hosts.vllm import versions
+
+
+def test_the_contract_names_every_member_once() -> None:
+    named = [str(member) for member in versions.CONTRACT]
+    assert len(named) == len(set(named))
+    assert all(member.use for member in versions.CONTRACT)
+
+
+def test_every_member_is_expected_in_some_version_of_the_window() -> None:
+    window = versions.VLLM
+    lowest, beyond = version_key(window.lowest), version_key(window.beyond)
+    tried = [f"0.{minor}.0" for minor in range(lowest[1], beyond[1])]
+    assert all(window.holds(version) for version in tried)
+    for member in versions.CONTRACT:
+        assert any(matches(version, member.versions) for version in tried), member
+
+
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [("0.26.0", "CUSTOM"), ("0.31.1", "CUSTOM"), ("0.32.0", "DEFT"), ("0.33.0+cu130", "DEFT")],
+)
+def test_a_server_is_started_with_our_own_name(version: str, name: str) -> None:
+    assert versions.backend_name(version) == name
+
+
+def test_the_module_needs_neither_vllm_nor_torch() -> None:
+    script = (
+        "import sys, deft_backend.hosts.vllm.versions; "
+        "print({'vllm', 'torch', 'numpy', 'numba'} & set(sys.modules))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert found.stdout.strip() == "set()"
