@@ -19,9 +19,15 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from deft_backend.kernels import gluon_parts, leaf_results, stem_copies, stem_softmax
+from deft_backend.kernels import (
+    gluon_parts,
+    gluon_versions,
+    leaf_results,
+    stem_copies,
+    stem_softmax,
+)
 
-PARTS = (gluon_parts, leaf_results, stem_copies, stem_softmax)
+PARTS = (gluon_versions, gluon_parts, leaf_results, stem_copies, stem_softmax)
 """Modules that kernels import functions in Gluon from; each uses none but those before it."""
 
 
@@ -139,7 +145,7 @@ class Shared:
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
 
-    def _reinterpret(self, dtype: DType, shape: Sequence[int], layout: Any) -> Shared:
+    def reinterpret(self, dtype: DType, shape: Sequence[int], layout: Any) -> Shared:
         found = self.values.view(dtype.np).reshape(shape)
         assert np.shares_memory(found, self.values)
         return Shared(found)
@@ -248,7 +254,8 @@ def _language() -> ModuleType:
     for name in ("int16", "int32", "uint32", "int64", "float16", "float32"):
         setattr(gl, name, DType(name))
     gl.int1 = DType("bool")
-    gl.constexpr = object
+    gl.constexpr = lambda value: value
+    gl.shared_memory_descriptor = Shared
     gl.pointer_type = lambda dtype: dtype
     gl.program_id = lambda axis: _tensor(np.int32(_MACHINE.program))
     gl.num_programs = lambda axis: _MACHINE.programs
@@ -263,6 +270,7 @@ def _language() -> ModuleType:
     gl.convert_layout = lambda values, layout: values
     gl.reshape = lambda values, shape: _tensor(np.asarray(values).reshape(shape))
     gl.permute = lambda values, order: _tensor(np.asarray(values).transpose(order))
+    gl.split = lambda values: (values[..., 0], values[..., 1])
     gl.expand_dims = _expanded
     gl.where = _where
     gl.reduce = _reduce
@@ -272,7 +280,7 @@ def _language() -> ModuleType:
     gl.allocate_shared_memory = lambda dtype, shape, layout: Shared(
         np.full(shape, np.nan, dtype=dtype.np)
     )
-    gl.thread_barrier = lambda: None
+    gl.barrier = lambda: None
     return gl
 
 
@@ -292,7 +300,7 @@ def _stand_ins() -> Mapping[str, ModuleType]:
         language,
         module(
             f"{gluon}.language.nvidia.ampere.async_copy",
-            async_copy_global_to_shared=_MACHINE.copy, commit_group=_MACHINE.commit,
+            async_load=_MACHINE.copy, commit_group=_MACHINE.commit,
             wait_group=_MACHINE.wait,
         ),
         module(f"{gluon}.language.nvidia.ampere", mma_v2=_product),

@@ -1,36 +1,13 @@
-"""What the kernels in Gluon share: the language where there is one, and small functions in it."""
+"""What the kernels in Gluon share: small functions in it."""
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import suppress
 
-import triton
+from deft_backend.kernels.gluon_versions import jit
 
-try:
-    from triton.experimental.gluon import jit
+with suppress(ImportError):  # `gluon_versions.available` says so before anything is launched
     from triton.experimental.gluon import language as gl
-
-    _IMPORTED = True
-except ImportError:
-    _IMPORTED = False
-
-    def jit(function: Any) -> Any:
-        """Leave a kernel uncompiled where there is nothing to compile it."""
-        return function
-
-
-__all__ = [
-    "ask", "available", "capped", "jit", "larger", "next_slot", "offsets_of", "plus", "range_end",
-    "read_item", "table_row",
-]  # fmt: skip
-
-TRITON_VERSIONS = ("3.6.",)
-"""Versions whose Gluon, an experimental language, the kernels were written for and tested with."""
-
-
-def available() -> bool:
-    """Whether this Triton can compile the kernels (for compute capability 9.0 alone)."""
-    return _IMPORTED and triton.__version__.startswith(TRITON_VERSIONS)
 
 
 @jit

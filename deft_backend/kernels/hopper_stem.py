@@ -35,7 +35,6 @@ from __future__ import annotations
 from deft_backend.kernels.gluon_parts import (
     ask,
     capped,
-    jit,
     larger,
     next_slot,
     offsets_of,
@@ -44,6 +43,7 @@ from deft_backend.kernels.gluon_parts import (
     read_item,
     table_row,
 )
+from deft_backend.kernels.gluon_versions import barrier, jit, reinterpret
 from deft_backend.kernels.stem_copies import (
     arrived,
     ask_item,
@@ -186,7 +186,7 @@ def stem_attention(
     table_at = listed.to(gl.int64)
     # Where an item's first pages, and its rows' queries and slots, come to: memory that holds pages
     # of later blocks, and where tokens lie, once the item has begun.
-    first_pages = pages._reinterpret(pages.dtype, [PAGES * BLOCK_N], PLAIN).slice(
+    first_pages = reinterpret(pages, pages.dtype, [PAGES * BLOCK_N], PLAIN).slice(
         0, KNOWN * BLOCK_N
     )
     entries = k_known
@@ -219,20 +219,20 @@ def stem_attention(
 
         # What `ask_item` asked for has landed, of every thread.
         wait_group(0)
-        gl.thread_barrier()
+        barrier()
         last, most, first_at = first_positions(start, stop, KNOWN, BLOCK_N, AT_ONCE, LIST)
         first_page = first_pages.load(LIST).to(gl.int32)
         row_query = entries.index(0).load(LIST)
         row_slot = entries.index(1).load(LIST)
         row_m = row_of_place(gl.arange(0, BLOCK_M, layout=LIST), AT_ONCE, BLOCK_M) + zero
         head = kv_head * GQA_GROUP + row_m % GQA_GROUP
-        gl.thread_barrier()
+        barrier()
 
-        k_known._reinterpret(gl.int32, [KNOWN * BLOCK_N], PLAIN).store(
+        reinterpret(k_known, gl.int32, [KNOWN * BLOCK_N], PLAIN).store(
             offsets_of(first_page, first_at, STRIDE_K_PAGE, STRIDE_K_TOKEN, PAGE_SIZE)
         )
         if not SAME_STRIDES:
-            v_known._reinterpret(gl.int32, [KNOWN * BLOCK_N], PLAIN).store(
+            reinterpret(v_known, gl.int32, [KNOWN * BLOCK_N], PLAIN).store(
                 offsets_of(first_page, first_at, STRIDE_V_PAGE, STRIDE_V_TOKEN, PAGE_SIZE)
             )
         q_at = row_query * (stride_q_batch // 8) + head * (stride_q_head // 8)
@@ -242,7 +242,7 @@ def stem_attention(
                 row_query, row_slot, head, stride_out_batch, stride_out_head, NUM_HEADS, HEAD_DIM
             )
         )
-        gl.thread_barrier()
+        barrier()
         q_offset = read_offsets(places.index(0), AT_ONCE, COPY_ROW)
         in_tile = gl.arange(0, BLOCK_M, layout=COPY_ROW) + zero < num_queries * GQA_GROUP
         copy_block(in_tile[:, None], rows_shared, q_ptr + offs_d, q_offset, COPY)
@@ -258,7 +258,7 @@ def stem_attention(
                 behind_at = last - KNOWN * BLOCK_N - behind // BLOCK_N * BLOCK_N
                 behind_at += row_of_place(behind % BLOCK_N, AT_ONCE, BLOCK_N)
                 copy_pages(
-                    pages._reinterpret(pages.dtype, [PAGES * BLOCK_N], PLAIN)
+                    reinterpret(pages, pages.dtype, [PAGES * BLOCK_N], PLAIN)
                     .slice(KNOWN % PAGES * BLOCK_N, PAGES // 2 * BLOCK_N),
                     table, behind_at, start, most, PAGE_SIZE,
                 )  # fmt: skip
@@ -356,8 +356,8 @@ def stem_attention(
         if DTYPE != PARTIAL:
             direct_bits = result.to(DTYPE).to(gl.int16, bitcast=True)
             bits = gl.where((row_at < 0)[:, None], direct_bits, bits)
-        rows = rows_shared._reinterpret(gl.int16, [BLOCK_M, HEAD_DIM], SHARED)
-        gl.thread_barrier()
+        rows = reinterpret(rows_shared, gl.int16, [BLOCK_M, HEAD_DIM], SHARED)
+        barrier()
         rows.store(bits)
         zero = now >> 16  # as above, of a number not known before the loop
         row_m = gl.arange(0, BLOCK_M, layout=OUTPUT_ROW) + zero
@@ -365,7 +365,7 @@ def stem_attention(
         where = row_at // (HEAD_DIM // 8)
         gl.store(partial_scale_ptr + where, largest, mask=partial)
         gl.store(partial_lse_ptr + where, gl.convert_layout(lse, OUTPUT_ROW), mask=partial)
-        gl.thread_barrier()
+        barrier()
         bits = rows.load(COPY)
         at = read_offsets(places.index(1), AT_ONCE, COPY_ROW)
         offs_m = gl.arange(0, BLOCK_M, layout=COPY_ROW) + zero
@@ -380,7 +380,7 @@ def stem_attention(
             mask=(in_tile & (at >= 0))[:, None],
         )  # fmt: skip
         # The next item's Q comes into the same memory.
-        gl.thread_barrier()
+        barrier()
         entry, num_queries, start, stop = next_entry, next_queries, next_start, next_stop
 
     if OVERLAPPED:

@@ -10,7 +10,7 @@ import triton
 
 from deft_backend.compile.triton_kernel import Kernel
 from deft_backend.kernel_limits import TILE_HEIGHTS, TILE_SEGMENTS
-from deft_backend.kernels import gluon_parts, hopper_stem, leaf_attention, pipelined_leaf
+from deft_backend.kernels import gluon_versions, hopper_stem, leaf_attention, pipelined_leaf
 from deft_backend.kernels import partial_attention as stage1
 from deft_backend.kernels import reduction as stage2
 from deft_backend.planner.encoding import READ_AHEAD
@@ -41,6 +41,8 @@ class TileConfig:
     programs: int
     lookahead: int = 0
     """Blocks that the kernel in Gluon copies ahead; 0: the plain kernel."""
+    max_registers: int | None = None
+    """Most registers that the assembler may give a thread; None: as many as it chooses."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,10 @@ def launch_config(
     shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     per_sm_shared: int = properties.shared_memory_per_multiprocessor
     padded = triton.next_power_of_2(head_dim)
-    hopper = gluon_parts.available() and (properties.major, properties.minor) == (9, 0)
+    hopper = (properties.major, properties.minor) == (9, 0)
+    if hopper:
+        gluon_versions.log_unavailable()
+    hopper = hopper and gluon_versions.available()
     found = []
     for rows, segments in zip(tile_heights, TILE_SEGMENTS, strict=True):
         if rows < 64:
@@ -175,14 +180,15 @@ def _gluon_tile(plain: TileConfig, head_dim: int, gqa_group: int, sms: int) -> T
         # A program reads its first item before it knows whether there is one.
         programs = min(2 * sms, READ_AHEAD)
         return replace(plain, block_tokens=block, lookahead=lookahead, programs=programs)
-    # Of one warp, as the plain kernel: as many as registers and shared memory hold. Groups of one
-    # and three heads take more than the 168 registers of which a quarter of an SM holds three.
-    per_sm = {(8, 128): 10, (16, 128): 6}.get((plain.rows, head_dim))
-    if per_sm is None:
-        return None
-    if gqa_group in (1, 3):
-        per_sm = 8
-    return replace(plain, block_tokens=16, lookahead=1, programs=per_sm * sms)
+    # One warp a program, as in the plain kernel.
+    if (plain.rows, head_dim) == (16, 128):
+        return replace(plain, block_tokens=16, lookahead=1, programs=6 * sms)
+    if (plain.rows, head_dim) == (8, 128):
+        per_sm, registers = gluon_versions.small_tile_limits(gqa_group)
+        return replace(
+            plain, block_tokens=16, lookahead=1, programs=per_sm * sms, max_registers=registers
+        )
+    return None
 
 
 def _shared_bytes(rows: int, block: int, head_dim: int, dtype: torch.dtype, stages: int) -> int:

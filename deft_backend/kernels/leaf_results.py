@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from deft_backend.kernels.gluon_parts import jit, larger, plus
+from deft_backend.kernels.gluon_parts import larger, plus
+from deft_backend.kernels.gluon_versions import jit, reinterpret
 
 with suppress(ImportError):  # `available` says so before anything is launched
     from triton.experimental.gluon import language as gl
@@ -40,6 +41,31 @@ def _load_parts(
 
 
 @jit
+def _parts_of(x, MOST: gl.constexpr):
+    """Split [rows, MOST, D] along its second axis, in a fixed order; MOST is 1, 2, 4 or 8."""
+    x = gl.permute(x, (0, 2, 1))
+    if MOST == 1:
+        return (gl.reshape(x, [x.shape[0], x.shape[1]]),)
+    elif MOST == 2:
+        return gl.split(x)
+    elif MOST == 4:
+        a, b = gl.split(gl.reshape(x, [x.shape[0], x.shape[1], 2, 2]))
+        a, c = gl.split(a)
+        b, d = gl.split(b)
+        return (a, b, c, d)
+    else:
+        gl.static_assert(MOST == 8)
+        a, b = gl.split(gl.reshape(x, [x.shape[0], x.shape[1], 2, 2, 2]))
+        a, c = gl.split(a)
+        b, d = gl.split(b)
+        a, e = gl.split(a)
+        b, f = gl.split(b)
+        c, g = gl.split(c)
+        d, h = gl.split(d)
+        return (a, b, c, d, e, f, g, h)
+
+
+@jit
 def _merge_parts(result, maximum, total, out, lse, scale):
     """Add partial results to one that is not normalised yet (DeFT, equation 1).
 
@@ -50,7 +76,12 @@ def _merge_parts(result, maximum, total, out, lse, scale):
     weight = gl.exp2(lse - reference[:, None])
     own_weight = gl.exp2(maximum - reference)
     total = total * own_weight + gl.reduce(weight, 1, plus)
-    others = gl.reduce(out.to(gl.float32) * gl.expand_dims(weight * scale, 2), 1, plus)
+    # One after the other: from Triton 3.8 on `reduce` adds in a tree, which holds more registers.
+    MOST: gl.constexpr = out.shape[1]
+    parts = _parts_of(out.to(gl.float32) * gl.expand_dims(weight * scale, 2), MOST)
+    others = parts[0]
+    for i in gl.static_range(1, MOST):
+        others += parts[i]
     own_weight = gl.convert_layout(own_weight, gl.SliceLayout(1, result.type.layout))
     result = result * own_weight[:, None] + gl.convert_layout(others, result.type.layout)
     return result, highest, total
@@ -97,7 +128,7 @@ def merge_results(
     FEW: gl.constexpr = 2 if ROWS <= 8 else 1
     MANY: gl.constexpr = 8 if ROWS <= 4 else 4 if ROWS == 8 else 1
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
-    tiles = acc_shared._reinterpret(gl.float32, [BLOCK_M // ROWS, ROWS, HEAD_DIM], RESULT)
+    tiles = reinterpret(acc_shared, gl.float32, [BLOCK_M // ROWS, ROWS, HEAD_DIM], RESULT)
     result = tiles.index(0).load(COPY)
     first_head = kv_head * GQA_GROUP
     if merged > FEW:

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from deft_backend.kernels.gluon_parts import (
     capped,
-    jit,
     larger,
     next_slot,
     offsets_of,
@@ -35,16 +34,13 @@ from deft_backend.kernels.gluon_parts import (
     read_item,
     table_row,
 )
+from deft_backend.kernels.gluon_versions import async_load, barrier, jit, reinterpret
 from deft_backend.kernels.leaf_results import merge_results, write_results
 
 try:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-    from triton.experimental.gluon.language.nvidia.ampere.async_copy import (
-        async_copy_global_to_shared,
-        commit_group,
-        wait_group,
-    )
+    from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_group, wait_group
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError:  # `available` says so before anything is launched
     pass
@@ -84,7 +80,7 @@ def _copy_rows(buffer, base, offset, exist, ROW: gl.constexpr):
     wide = gl.convert_layout(offset, ROW).to(gl.uint32).to(gl.int64) * 8
     pointers = gl.expand_dims(base, 0) + wide[:, None]
     some = gl.full([buffer.shape[0]], True, gl.int1, ROW)
-    async_copy_global_to_shared(buffer, pointers, mask=some[:, None] & exist)
+    async_load(buffer, pointers, mask=some[:, None] & exist)
 
 
 @jit
@@ -95,7 +91,7 @@ def _copy_queries(
     """Start copying the rows of an item's queries; zeros below them."""
     head = kv_head * GQA_GROUP + offs_m % GQA_GROUP
     q_row = query.to(gl.int64) * (stride_q_batch // 8) + head * (stride_q_head // 8)
-    async_copy_global_to_shared(
+    async_load(
         buffer,
         q_ptr + q_row[:, None] * 8 + offs_d[None, :],
         mask=(offs_m // GQA_GROUP < queries)[:, None],
@@ -268,7 +264,7 @@ def pipelined_leaf_attention(
 
     begun = 0
     while work < work_end:
-        gl.thread_barrier()  # whatever was read from the buffers that are copied to now
+        barrier()  # whatever was read from the buffers that are copied to now
         head = (copied_work % NUM_KV_HEADS).to(gl.int64)
         position = _positions(start, length, block, offs_n, BLOCK_N)
         k_offset = offsets_of(page, position, STRIDE_K_PAGE, STRIDE_K_TOKEN, PAGE_SIZE)
@@ -323,7 +319,7 @@ def pipelined_leaf_attention(
         begun += 1
         if begun > LOOKAHEAD:
             wait_group(LOOKAHEAD)
-            gl.thread_barrier()
+            barrier()
             keys = k_shared.index(now).load(LEFT)
             q = q_shared.index(q_now).permute((1, 0)).load(RIGHT)
             scores = mma_v2(keys, q, gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA))
@@ -341,20 +337,18 @@ def pipelined_leaf_attention(
             weights = gl.convert_layout(weights.to(DTYPE), RIGHT)
             acc = mma_v2(values, weights, acc * rescale[None, :])
             if IN_PLACE:
-                acc_shared = (
-                    k_shared.index(now)
-                    ._reinterpret(gl.float32, [BLOCK_N // 2, HEAD_DIM], RESULT)
-                    .slice(0, BLOCK_M)
-                )
+                acc_shared = reinterpret(
+                    k_shared.index(now), gl.float32, [BLOCK_N // 2, HEAD_DIM], RESULT
+                ).slice(0, BLOCK_M)
             now = next_slot(now, SLOTS)
             left -= BLOCK_N
 
             if left <= 0:
-                gl.thread_barrier()  # K has been read
+                barrier()  # K has been read
                 acc_shared.permute((1, 0)).store(acc)
                 maximum_shared.store(maximum)
                 total_shared.store(gl.reduce(total, 0, plus))
-                gl.thread_barrier()
+                barrier()
                 if merged > 0:
                     if OVERLAPPED:
                         gdc_wait()

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from deft_backend.kernels.gluon_parts import jit
+from deft_backend.kernels.gluon_versions import async_load, barrier, jit, reinterpret
 
 with suppress(ImportError):  # `available` says so before anything is launched
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.ampere.async_copy import (
-        async_copy_global_to_shared,
-        commit_group,
-        wait_group,
-    )
+    from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_group, wait_group
     from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 
@@ -28,7 +24,7 @@ def _within(position, least, most):
 @jit
 def copy_pages(buffer, table, position, least, most, PAGE_SIZE: gl.constexpr):
     """Start copying the page ids of positions within a segment."""
-    async_copy_global_to_shared(buffer, table + _within(position, least, most) // PAGE_SIZE)
+    async_load(buffer, table + _within(position, least, most) // PAGE_SIZE)
 
 
 @jit
@@ -74,13 +70,13 @@ def ask_item(
     _, _, position = first_positions(start, stop, KNOWN, BLOCK_N, AT_ONCE, LIST)
     row = row_of_place(gl.arange(0, BLOCK_M, layout=LIST), AT_ONCE, BLOCK_M) + (num_queries >> 16)
     row_entry = entry + gl.minimum(row // GQA_GROUP, num_queries - 1)
-    async_copy_global_to_shared(
+    async_load(
         first_pages, table + position // PAGE_SIZE,
         mask=gl.full([KNOWN * BLOCK_N], True, gl.int1, LIST) & there,
     )  # fmt: skip
     some = gl.full([BLOCK_M], True, gl.int1, LIST) & there
-    async_copy_global_to_shared(entries.index(0), entry_query_ptr + row_entry, mask=some)
-    async_copy_global_to_shared(entries.index(1), entry_slot_ptr + row_entry, mask=some)
+    async_load(entries.index(0), entry_query_ptr + row_entry, mask=some)
+    async_load(entries.index(1), entry_slot_ptr + row_entry, mask=some)
     commit_group()
 
 
@@ -92,7 +88,7 @@ def read_offsets(offsets, AT_ONCE: gl.constexpr, ROW: gl.constexpr):
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     rows = gl.reshape(gl.arange(0, ROWS, layout=ROW), [PASSES, AT_ONCE])
     LAYOUT: gl.constexpr = gl.permute(rows, (1, 0)).type.layout
-    found = offsets._reinterpret(gl.int32, [AT_ONCE, PASSES], SHARED).load(LAYOUT)
+    found = reinterpret(offsets, gl.int32, [AT_ONCE, PASSES], SHARED).load(LAYOUT)
     return gl.convert_layout(gl.reshape(gl.permute(found, (1, 0)), [ROWS]), ROW)
 
 
@@ -120,7 +116,7 @@ def copy_block(exists, buffer, base, offset, COPY: gl.constexpr):
     """
     pointers = gl.expand_dims(base, 0) + (offset.to(gl.uint32).to(gl.int64) * 8)[:, None]
     some = gl.full([buffer.shape[0], buffer.shape[1]], True, gl.int1, COPY)
-    async_copy_global_to_shared(buffer, pointers, mask=some & exists)
+    async_load(buffer, pointers, mask=some & exists)
     commit_group()
 
 
@@ -128,5 +124,5 @@ def copy_block(exists, buffer, base, offset, COPY: gl.constexpr):
 def arrived(OUTSTANDING: gl.constexpr):
     """All but the newest OUTSTANDING copies have landed, for the tensor cores and every thread."""
     wait_group(OUTSTANDING)
-    gl.thread_barrier()
+    barrier()
     fence_async_shared()

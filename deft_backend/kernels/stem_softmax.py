@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from deft_backend.kernels.gluon_parts import jit, larger, plus
+from deft_backend.kernels.gluon_parts import larger, plus
+from deft_backend.kernels.gluon_versions import jit
 
 with suppress(ImportError):  # `available` says so before anything is launched
     from triton.experimental.gluon import language as gl

@@ -164,6 +164,19 @@ class Launch:
     num_stages: int
     launch_pdl: bool
     interpreted: bool
+    max_registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """How Triton compiles it, besides its constants."""
+        options: dict[str, int | bool] = {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "launch_pdl": self.launch_pdl,
+        }
+        if self.max_registers is not None:
+            options["maxnreg"] = self.max_registers
+        return options
 
     def run(
         self, programs: int, arguments: tuple[Any, ...], types: tuple[Any, ...], aligned: bool
@@ -172,7 +185,7 @@ class Launch:
         self.kernel.launch(
             programs, arguments, self.constants,
             variant=(self, types), aligned=aligned, interpreted=self.interpreted,
-            num_warps=self.num_warps, num_stages=self.num_stages, launch_pdl=self.launch_pdl,
+            **self.options,
         )  # fmt: skip
 
 
@@ -230,7 +243,7 @@ def _stage1(config: LaunchConfig, kind: Kind, shape: int, follows: bool) -> Laun
     }
     return Launch(
         kernel, _in_order(kernel, constants), tile.num_warps, tile.num_stages,
-        launch_pdl=follows, interpreted=config.interpreted,
+        launch_pdl=follows, interpreted=config.interpreted, max_registers=tile.max_registers,
     )  # fmt: skip
 
 

@@ -1,0 +1,108 @@
+"""Gluon, Triton's experimental language, across the Triton versions that the kernels support.
+
+Everything that differs between those versions stands in this module. Kernels import `jit`,
+`barrier`, `async_load` and `reinterpret` from here and the rest of the language from Triton.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Any
+
+import triton
+
+__all__ = [
+    "VERSIONS", "async_load", "available", "barrier", "jit", "log_unavailable", "reinterpret",
+    "small_tile_limits", "unavailable",
+]  # fmt: skip
+
+logger = logging.getLogger(__name__)
+
+VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
+"""Triton releases, major and minor, whose Gluon the kernels are tested with."""
+
+try:
+    from triton.experimental.gluon import jit
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+    # Triton 3.7 renamed the barrier of all threads of a program.
+    barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier
+    # Triton 3.8 renamed the copy from global to shared memory; 3.9 dropped its old name.
+    async_load: Any = (
+        getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+    )
+    # Triton 3.9 made this method of shared memory public.
+    _PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+    _IMPORT_ERROR = ""
+except (ImportError, AttributeError) as error:
+    _IMPORT_ERROR = f"{error!r}"
+    barrier = async_load = None
+
+    def jit(function: Any) -> Any:
+        """Return a kernel as it is, because this Triton cannot compile it."""
+        return function
+
+
+@jit
+def reinterpret(buffer: Any, dtype: Any, shape: Any, layout: Any) -> Any:
+    """Return shared memory as a buffer of another element type, shape and layout."""
+    if _PUBLIC:
+        return buffer.reinterpret(dtype, shape, layout)
+    else:
+        return buffer._reinterpret(dtype, shape, layout)
+
+
+@cache
+def unavailable() -> str | None:
+    """Why this Triton cannot compile the Gluon kernels, in one line; None if it can."""
+    known = ", ".join(f"{major}.{minor}" for major, minor in VERSIONS)
+    if not triton.__version__.startswith(tuple(f"{major}.{minor}." for major, minor in VERSIONS)):
+        return f"Triton {triton.__version__} is not one of the tested versions {known}"
+    if _IMPORT_ERROR:
+        return f"Triton {triton.__version__} has no usable Gluon: {_IMPORT_ERROR}"
+    return None
+
+
+def available() -> bool:
+    """Whether this Triton can compile the Gluon kernels, which need compute capability 9.0."""
+    return unavailable() is None
+
+
+@cache
+def log_unavailable() -> None:
+    """Log once that the plain Triton kernels replace the Gluon kernels, if they do."""
+    reason = unavailable()
+    if reason is not None:
+        logger.warning(
+            "deft: %s; stage 1 runs the plain Triton kernels, which are slower on Hopper. "
+            "Install Triton %d.%d to %d.%d to use the Hopper kernels",
+            reason, *VERSIONS[0], *VERSIONS[-1],
+        )  # fmt: skip
+
+
+def small_tile_limits(gqa_group: int) -> tuple[int, int | None]:
+    """Programs on an SM and registers of a thread for the pipelined kernel of small tiles.
+
+    A quarter of an SM has 16,384 registers. It holds two programs of up to 248 registers a thread,
+    three of up to 168, or, beside one program of the large tile, two of up to 128. The limits were
+    found by compiling: within them the kernel needs no stack.
+
+    Parameters
+    ----------
+    gqa_group : int
+        Query heads that share a KV head, at most 8.
+
+    Returns
+    -------
+    tuple of int and (int or None)
+        Programs on an SM, and the most registers of a thread; None leaves them to the assembler.
+    """
+    before_3_8 = triton.__version__.startswith(("3.6.", "3.7."))
+    if gqa_group in (2, 4):
+        # Triton 3.9 orders the loads of a merge so that 128 registers do not hold them.
+        return 10, 168 if triton.__version__.startswith("3.9.") else 128
+    if gqa_group == 8 or (gqa_group > 4 and before_3_8):
+        return 10, 168
+    return 8, None if before_3_8 else 248
