@@ -22,12 +22,12 @@ import torch
 from deft_backend.kernels import (
     gluon_parts,
     gluon_versions,
-    leaf_results,
-    stem_copies,
-    stem_softmax,
+    large_tile_copies,
+    large_tile_softmax,
+    small_tile_results,
 )
 
-PARTS = (gluon_versions, gluon_parts, leaf_results, stem_copies, stem_softmax)
+PARTS = (gluon_versions, gluon_parts, small_tile_results, large_tile_copies, large_tile_softmax)
 """Modules that kernels import functions in Gluon from; each uses none but those before it."""
 
 

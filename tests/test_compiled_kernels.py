@@ -18,8 +18,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from deft_backend.compile.triton_kernel import Kernel
-from deft_backend.kernels import gluon_versions, launch_config, tree_attention
-from deft_backend.kernels.launch import LaunchConfig
+from deft_backend.kernels import gluon_versions, kernel_configuration, tree_attention
+from deft_backend.kernels.configurations import KernelConfiguration
 from deft_backend.kernels.tree_attention import Kind, Launch
 from deft_backend.planner import DevicePlan, PlanCapacity
 from deft_backend.planner.on_device import SIZES, DevicePlanner
@@ -56,7 +56,7 @@ class Resources(NamedTuple):
 
 def config_of(
     major: int, head_dim: int, dtype: torch.dtype, group: int, sms: int = SMS
-) -> LaunchConfig:
+) -> KernelConfiguration:
     """As on an H100 or an A100, but for the number of SMs."""
     properties = SimpleNamespace(
         multi_processor_count=sms, shared_memory_per_block_optin=SHARED[major] - RESERVED,
@@ -64,9 +64,9 @@ def config_of(
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        launch_config.cache_clear()
-        config = launch_config(head_dim, dtype, torch.device("cuda", 0), group)
-        launch_config.cache_clear()
+        kernel_configuration.cache_clear()
+        config = kernel_configuration(head_dim, dtype, torch.device("cuda", 0), group)
+        kernel_configuration.cache_clear()
     return config
 
 
@@ -96,7 +96,7 @@ def resources(launch: Launch, dtype: torch.dtype, major: int) -> Resources:
     """Compile a kernel as it is launched, and ask the assembler what it takes."""
     function: Any = launch.kernel._compiled
     types = {n: argument_type(n, dtype) for n in function.arg_names if n not in launch.constants}
-    gluon = (tree_attention.STEM_ATTENTION, tree_attention.PIPELINED_LEAF_ATTENTION)
+    gluon = (tree_attention.HOPPER_LARGE_TILE, tree_attention.HOPPER_SMALL_TILE)
     options = launch.options
     return compiled(function, types, launch.constants, options, major, launch.kernel in gluon)
 
@@ -167,7 +167,7 @@ def test_small_tiles_of_every_gqa_group_on_hopper(group: int) -> None:
     config = config_of(9, 128, dtype, group)
     kind = kind_of(128, dtype, 16)._replace(num_heads=8 * group)
     launch = tree_attention._launches(config, kind).stage1[0][1]
-    assert launch.kernel is tree_attention.PIPELINED_LEAF_ATTENTION
+    assert launch.kernel is tree_attention.HOPPER_SMALL_TILE
     found = resources(launch, dtype, 9)
     assert found.stack == 0, found
     assert found.fit(9) >= config.tiles[0].programs // SMS, found
@@ -191,7 +191,7 @@ def test_an_unknown_triton_runs_the_plain_kernels_and_says_so_once(
         config = config_of(9, head_dim, torch.bfloat16, 4)
         launches = tree_attention._launches(config, kind_of(head_dim, torch.bfloat16, 16))
         kernels = [launch.kernel for _, launch in launches.stage1]
-        assert kernels == [tree_attention.LEAF_ATTENTION] + 2 * [tree_attention.PARTIAL_ATTENTION]
+        assert kernels == [tree_attention.SMALL_TILE] + 2 * [tree_attention.PARTIAL_ATTENTION]
     (record,) = caplog.records
     assert "Triton 4.0.0 is not one of the tested versions" in record.getMessage()
 
@@ -259,7 +259,7 @@ def type_of(argument: Any) -> str:
 def test_programs_follow_from_the_gpu(sms: int, stems: int) -> None:
     """Stems read their first items unasked: never more of them than plans have room for."""
     config = config_of(9, 128, torch.float16, 4, sms)
-    leaf, stem, packed = config.tiles
-    assert (leaf.programs, stem.programs) == (10 * sms, stems)
-    assert (leaf.lookahead, stem.lookahead, packed.lookahead) == (1, 2, 0)
+    small, large, masked = config.tiles
+    assert (small.programs, large.programs) == (10 * sms, stems)
+    assert (small.lookahead, large.lookahead, masked.lookahead) == (1, 2, 0)
     assert config.overlapped

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from benchmarks.random_batches import random_batch
 from deft_backend import TreeAttention, forest_from_page_tables
-from deft_backend.kernels import hopper_stem, pipelined_leaf, stem_copies
-from deft_backend.kernels.launch import PIPELINED_LEAF_ATTENTION, STEM_ATTENTION
+from deft_backend.kernels import hopper_large_tile, hopper_small_tile, large_tile_copies
+from deft_backend.kernels.configurations import HOPPER_LARGE_TILE, HOPPER_SMALL_TILE
 from deft_backend.reference_attention import reference_attention, relative_error
 
 launched: Counter[str] = Counter()
@@ -37,18 +37,20 @@ def emulated(module: ModuleType, name: str) -> Callable[..., None]:
 @pytest.fixture(autouse=True, scope="module")
 def emulation() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(STEM_ATTENTION, "launch", emulated(hopper_stem, "stem_attention"))
-        leaf = emulated(pipelined_leaf, "pipelined_leaf_attention")
-        patch.setattr(PIPELINED_LEAF_ATTENTION, "launch", leaf)
+        patch.setattr(
+            HOPPER_LARGE_TILE, "launch", emulated(hopper_large_tile, "hopper_large_tile_attention")
+        )
+        leaf = emulated(hopper_small_tile, "hopper_small_tile_attention")
+        patch.setattr(HOPPER_SMALL_TILE, "launch", leaf)
         yield
 
 
 def use_gluon(attention: TreeAttention, lookahead: int, programs: int) -> None:
     """Let the kernels in Gluon run an attention on the CPU."""
-    leaf, stem, packed = attention._config.tiles
-    leaf = replace(leaf, block_tokens=16, lookahead=lookahead, programs=programs)
-    stem = replace(stem, block_tokens=64, lookahead=lookahead, num_warps=4, programs=3)
-    attention._config = replace(attention._config, tiles=(leaf, stem, packed))
+    small, large, masked = attention._config.tiles
+    small = replace(small, block_tokens=16, lookahead=lookahead, programs=programs)
+    large = replace(large, block_tokens=64, lookahead=lookahead, num_warps=4, programs=3)
+    attention._config = replace(attention._config, tiles=(small, large, masked))
 
 
 def check(
@@ -126,7 +128,7 @@ def test_head_dimensions_and_soft_caps(
 ) -> None:
     launched.clear()
     check(1, 12, 16, heads=heads, head_dim=head_dim, logit_cap=logit_cap)
-    assert launched == {"stem_attention": 1, "pipelined_leaf_attention": 1}
+    assert launched == {"hopper_large_tile_attention": 1, "hopper_small_tile_attention": 1}
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -154,7 +156,7 @@ def test_long_segments_go_round_the_rings(lookahead: int) -> None:
     check(3, 6, lookahead=lookahead, longest=1500)
 
 
-@pytest.mark.parametrize("module", [stem_copies, pipelined_leaf])
+@pytest.mark.parametrize("module", [large_tile_copies, hopper_small_tile])
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_copy_that_is_not_waited_for_shows(
     late: int, module: ModuleType, monkeypatch: pytest.MonkeyPatch

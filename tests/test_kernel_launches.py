@@ -14,13 +14,14 @@ import torch
 from benchmarks.random_batches import random_batch
 from deft_backend import TreeAttention, forest_from_page_tables
 from deft_backend.compile.triton_kernel import Kernel
-from deft_backend.kernels import launch, run_plan, tree_attention
-from deft_backend.kernels.launch import LaunchConfig, ReduceConfig, TileConfig
+from deft_backend.kernels import configurations, run_plan, tree_attention
+from deft_backend.kernels.configurations import KernelConfiguration, ReduceConfig, TileConfig
 from deft_backend.planner import DevicePlan, PlanCapacity
 from deft_backend.reference_attention import reference_attention, relative_error
 
 KERNELS = (
-    launch.PARTIAL_ATTENTION, launch.LEAF_ATTENTION, launch.STEM_ATTENTION, launch.REDUCE_PARTIALS,
+    configurations.PARTIAL_ATTENTION, configurations.SMALL_TILE,
+    configurations.HOPPER_LARGE_TILE, configurations.REDUCE_PARTIALS,
 )  # fmt: skip
 TILES = (
     TileConfig(8, 16, 1, 1, 3, 100),
@@ -28,7 +29,7 @@ TILES = (
     TileConfig(64, 64, 32, 4, 3, 20),
 )
 MANY, FEW = ReduceConfig(8, 1, 1, 100), ReduceConfig(32, 1, 4, 40)
-CONFIG = LaunchConfig(TILES, MANY, FEW, sms=132, overlapped=True, interpreted=False)
+CONFIG = KernelConfiguration(TILES, MANY, FEW, sms=132, overlapped=True, interpreted=False)
 PLAN = DevicePlan(PlanCapacity(4, 8, 8, 8), torch.device("cpu"))
 LEAVES = SimpleNamespace(items_of={0: (0, 4), 1: (0, 0), 2: (4, 4)}.get, reduce_query=[0])
 """What is asked of a host's plan, for one without items of larger tile shapes."""
@@ -89,7 +90,7 @@ def looked_at(arguments: tuple[Any, ...]) -> list[Any]:
 
 
 def launch_all(
-    *, config: LaunchConfig = CONFIG, host_plan: Any = None, logit_cap: float = 0.0,
+    *, config: KernelConfiguration = CONFIG, host_plan: Any = None, logit_cap: float = 0.0,
     device: str = "cpu", dtype: torch.dtype = torch.bfloat16, heads: int = 8, kv_heads: int = 2,
     head_dim: int = 128, page_size: int = 2, table: torch.dtype = torch.int32,
     rows: torch.dtype = torch.int64, lens: torch.dtype = torch.int64, columns: int = 8,
@@ -111,7 +112,7 @@ def launch_all(
         torch.zeros(4, columns, dtype=table), torch.zeros(4, dtype=rows),
         torch.zeros(4, dtype=lens), rows_of(out_width), torch.zeros(8, 16, 256),
         torch.zeros(8, 16), torch.zeros(8, 16), sm_scale=0.1, logit_cap=logit_cap,
-        host_plan=host_plan, packed=False, table_by_segment=by_segment,
+        host_plan=host_plan, masked_tiles=False, table_by_segment=by_segment,
     )  # fmt: skip
 
 
@@ -169,16 +170,18 @@ def test_kinds_are_not_mixed_up(change: dict[str, Any], monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ({}, [("stem_attention", False), ("leaf_attention", True), ("reduce_partials", True)]),
-        ({"host_plan": LEAVES}, [("leaf_attention", False), ("reduce_partials", True)]),
+        ({}, [("hopper_large_tile_attention", False), ("small_tile_attention", True),
+              ("reduce_partials", True)]),
+        ({"host_plan": LEAVES}, [("small_tile_attention", False), ("reduce_partials", True)]),
         *(
-            (kind, [("partial_attention", False), ("leaf_attention", True),
+            (kind, [("partial_attention", False), ("small_tile_attention", True),
                     ("reduce_partials", True)])
             for kind in ({"skip": 1}, {"q_width": 257}, {"k_width": 260}, {"v_width": 260})
         ),
         (
             {"config": replace(CONFIG, overlapped=False)},
-            [("stem_attention", False), ("leaf_attention", False), ("reduce_partials", False)],
+            [("hopper_large_tile_attention", False), ("small_tile_attention", False),
+             ("reduce_partials", False)],
         ),
     ],
     ids=["", "leaves", "unaligned", "queries", "keys", "values", "one after the other"],
@@ -195,9 +198,26 @@ def test_kernels_and_which_begin_before_the_one_ahead_has_ended(
 @pytest.mark.parametrize(
     ("queries", "expected"),
     [
-        (4, [("stem_attention", 20), ("leaf_attention", 100), ("reduce_partials", 32)]),
-        (2, [("leaf_attention", 100), ("reduce_partials", 16)]),  # eight rows a KV head: one leaf
-        (20, [("stem_attention", 20), ("leaf_attention", 100), ("reduce_partials", 100)]),
+        (
+            4,
+            [
+                ("hopper_large_tile_attention", 20),
+                ("small_tile_attention", 100),
+                ("reduce_partials", 32),
+            ],
+        ),
+        (
+            2,
+            [("small_tile_attention", 100), ("reduce_partials", 16)],
+        ),  # eight rows a KV head: one leaf
+        (
+            20,
+            [
+                ("hopper_large_tile_attention", 20),
+                ("small_tile_attention", 100),
+                ("reduce_partials", 100),
+            ],
+        ),
     ],
 )
 def test_launches_without_a_plan_on_the_host_are_no_larger_than_their_batch(
@@ -228,7 +248,7 @@ def test_tensors_beyond_32_bits_are_read_by_the_plain_kernel(
     assert tree_attention.WIDE_REACH == 2**32 * 16
     pages, page_bytes = 12, 4 * 4 * 256 * 2
     monkeypatch.setattr(tree_attention, "WIDE_REACH", pages * page_bytes)
-    assert compiler.launches_of(launch_all)[0][0] == "stem_attention"
+    assert compiler.launches_of(launch_all)[0][0] == "hopper_large_tile_attention"
     for name, width in (("k_width", 264), ("v_width", 264), ("q_width", 512), ("out_width", 512)):
         launched = compiler.launches_of(partial(launch_all, **{name: width}))
         assert launched[0][0] == "partial_attention"

@@ -11,7 +11,7 @@ import torch
 
 from deft_backend import TreeAttention
 from deft_backend.hosts.common.warm_up import plans_of_many, warm_up_attention
-from deft_backend.kernels.launch import ReduceConfig
+from deft_backend.kernels.configurations import ReduceConfig
 
 
 class Recorder:

@@ -6,12 +6,12 @@ import torch
 
 from deft_backend.costs.device_tables import cost_model_on
 from deft_backend.kernel_limits import TILE_SEGMENTS
-from deft_backend.kernels import LaunchConfig
+from deft_backend.kernels import KernelConfiguration
 from deft_backend.policies import Target
 
 
 def target_of(
-    config: LaunchConfig,
+    config: KernelConfiguration,
     *,
     num_query_heads: int,
     num_kv_heads: int,

@@ -17,7 +17,7 @@ from deft_backend.attention.step_inputs import (
 )
 from deft_backend.attention.workspace import Workspace, entry_bytes
 from deft_backend.forest import PrefixForest
-from deft_backend.kernels import launch_config, run_plan, unsupported
+from deft_backend.kernels import kernel_configuration, run_plan, unsupported
 from deft_backend.planner import Plan, PlanCapacity
 from deft_backend.planner.on_device import DevicePlanner
 from deft_backend.policies import Grouping, get_policy
@@ -114,7 +114,9 @@ class TreeAttention:
         self.dtype = dtype
         self.page_size = page_size
 
-        self._config = launch_config(head_dim, dtype, self.device, num_query_heads // num_kv_heads)
+        self._config = kernel_configuration(
+            head_dim, dtype, self.device, num_query_heads // num_kv_heads
+        )
         self.target = target_of(
             self._config, num_query_heads=num_query_heads, num_kv_heads=num_kv_heads,
             head_dim=head_dim, dtype=dtype, device=self.device, page_size=page_size,
@@ -338,7 +340,7 @@ class TreeAttention:
             sm_scale=1.0 / math.sqrt(self.head_dim) if sm_scale is None else sm_scale,
             logit_cap=logit_cap,
             host_plan=None if static_launch else planned.plan,
-            packed=self.policy.several_segments,
+            masked_tiles=self.policy.several_segments,
             table_by_segment=by_segment,
         )
         if truncates:

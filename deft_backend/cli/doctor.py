@@ -89,7 +89,7 @@ def _kernels(shapes: list[HeadShape]) -> list[dict[str, Any]]:
 
         from deft_backend.costs.device_tables import table_key
         from deft_backend.folders import tables_directory
-        from deft_backend.kernels import launch_config, unsupported
+        from deft_backend.kernels import kernel_configuration, unsupported
     except ImportError as error:
         return [{**_entry(shape), "kernel": "none", "why": str(error)} for shape in shapes]
     device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
@@ -101,7 +101,7 @@ def _kernels(shapes: list[HeadShape]) -> list[dict[str, Any]]:
         if why is not None:
             found.append({**_entry(shape), "kernel": "host", "why": why})
             continue
-        config = launch_config(head_dim, dtype, device, query_heads // kv_heads)
+        config = kernel_configuration(head_dim, dtype, device, query_heads // kv_heads)
         tiles = "/".join(str(tile.rows) for tile in config.tiles)
         why = f"tiles of {tiles} query vectors" + (", interpreted" if config.interpreted else "")
         entry = {**_entry(shape), "kernel": "tree attention", "why": why}

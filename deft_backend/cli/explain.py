@@ -147,7 +147,7 @@ def _server_target(state: StateReading, page_size: int) -> Target:
     import torch
 
     from deft_backend.attention.device_target import target_of
-    from deft_backend.kernels import launch_config
+    from deft_backend.kernels import kernel_configuration
 
     heads, kv_heads, head_dim = state.num_query_heads, state.num_kv_heads, state.head_dim
     on_cpu = state.device.startswith("cpu")
@@ -156,7 +156,7 @@ def _server_target(state: StateReading, page_size: int) -> Target:
     dtype = getattr(torch, state.dtype.removeprefix("torch."))
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     return target_of(
-        launch_config(head_dim, dtype, device, heads // kv_heads), num_query_heads=heads,
+        kernel_configuration(head_dim, dtype, device, heads // kv_heads), num_query_heads=heads,
         num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, device=device, page_size=page_size,
     )  # fmt: skip
 

@@ -1,12 +1,19 @@
 """Kernels: stage 1 (partial attention) and stage 2 (reduction) in Triton."""
 
-from deft_backend.kernels.launch import (
+from deft_backend.kernels.configurations import (
     DTYPES,
     HEAD_DIMS,
-    LaunchConfig,
-    launch_config,
+    KernelConfiguration,
+    kernel_configuration,
     unsupported,
 )
 from deft_backend.kernels.tree_attention import run_plan
 
-__all__ = ["DTYPES", "HEAD_DIMS", "LaunchConfig", "launch_config", "run_plan", "unsupported"]
+__all__ = [
+    "DTYPES",
+    "HEAD_DIMS",
+    "KernelConfiguration",
+    "kernel_configuration",
+    "run_plan",
+    "unsupported",
+]

@@ -1,4 +1,4 @@
-"""Stage 1: partial attention of KV ranges and query tiles (FlashForge's PAC, Algorithm 2).
+"""Stage 1 for large and masked tiles: partial attention (FlashForge's PAC, Algorithm 2).
 
 For an item with queries Q and KV ranges K, V the kernel computes
 
@@ -7,23 +7,23 @@ For an item with queries Q and KV ranges K, V the kernel computes
     O   = softmax(S) V
 
 with an online softmax over KV blocks and float32 accumulation (DeFT, section 3.1). A block is
-loaded once for every query of the tile and every query head of its GQA group: rows of the tile are
-(query, head of the group) pairs. Tiles of few rows have a kernel of their own, `leaf_attention`.
+loaded once for every query of the tile and every query head of its GQA group: a query
+vector of the tile is a (query, head of the GQA group) pair. `small_tile` runs the small tiles.
 
-An item's KV is a list of segments. A segment that every query of the tile attends to (a **stem**)
-may come first: its whole blocks run in a loop without masks, which is where the time of a hot
-prefix goes. What remains, the stem's last tokens and the segments behind it (leaves packed into
-one item, DeFT's flattened nodes), runs in a second loop that finds each token's segment and masks
-rows outside the run of queries that attend to it. In forest order those are one run (DeFT's bit
-mask is a run of ones), so two small integers hold it.
+An item's KV is a list of segments. Every query of the tile attends to the only segment of a large
+tile, and may attend to the first segment of a masked tile. The whole KV blocks of such a segment
+run in a loop without masks, which takes most of the time of a shared prefix. A second loop runs its
+last tokens and the other segments (DeFT's flattened nodes). It finds each token's segment and masks
+the queries outside the segment's span. In forest order those queries are one run (DeFT's bit mask
+is a run of ones), so two small integers hold the span.
 
 Both loops hold the page ids of the block to be loaded next in registers: the KV loads, which the
 compiler pipelines, then depend on no other load.
 
 Programs are persistent: they read how many items there are from the device and take every
-``num_programs``-th, so one launch shape serves every plan. Launches of different tile shapes do
-not depend on one another and overlap; each lets the next one start at once (programmatic dependent
-launch) and ends only after the one before it.
+``num_programs``-th, so one kernel configuration serves every plan. Launches of
+different tile shapes do not depend on one another and overlap: each lets the next one start at once
+(programmatic dependent launch) and ends only after the one before it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from __future__ import annotations
 import triton.language as tl
 from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from deft_backend.planner import encoding_constants
 
 
 @jit
@@ -155,6 +157,8 @@ def partial_attention(
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GQA_GROUP
     # Bits that hold a segment's shift from positions in the item to positions in its row.
     SHIFT: tl.constexpr = 26
+    SPAN_SHIFT: tl.constexpr = encoding_constants.SPAN_SHIFT.value
+    SPAN_MASK: tl.constexpr = encoding_constants.SPAN_MASK.value
     if OVERLAPPED:
         gdc_launch_dependents()
 
@@ -201,7 +205,7 @@ def partial_attention(
         k_head = k_ptr + kv_head.to(tl.int64) * STRIDE_K_HEAD
         v_head = v_ptr + kv_head.to(tl.int64) * STRIDE_V_HEAD
 
-        # The stem: the item's first segment, if every query attends to it.
+        # The item's first segment, if every query attends to it.
         row = tl.load(segment_row_ptr + first_segment)
         start = tl.load(segment_start_ptr + first_segment)
         stop = tl.load(segment_end_ptr + first_segment)
@@ -211,7 +215,7 @@ def partial_attention(
         table = page_table_ptr + tl.load(table_rows_ptr + listed).to(tl.int64) * stride_table
         length = tl.maximum(stop - start, 0)
         if BLOCK_S > 1:
-            if tl.load(segment_span_ptr + first_segment) != num_queries << 16:
+            if tl.load(segment_span_ptr + first_segment) != num_queries << SPAN_SHIFT:
                 length = 0
         done = length // BLOCK_N * BLOCK_N
         ahead = start + offs_n
@@ -269,8 +273,8 @@ def partial_attention(
                 k = tl.load(k_head + k_offset[:, None] + offs_d, mask=load_mask, other=0.0)
                 v = tl.load(v_head + v_offset[:, None] + offs_d, mask=load_mask, other=0.0)
                 # Tokens outside the item have span 0: no row attends to them.
-                allowed = (query_of_row[:, None] >= (span & 0xFFFF)[None, :]) & (
-                    query_of_row[:, None] < (span >> 16)[None, :]
+                allowed = (query_of_row[:, None] >= (span & SPAN_MASK)[None, :]) & (
+                    query_of_row[:, None] < (span >> SPAN_SHIFT)[None, :]
                 )
                 page, in_page, span = _locate(
                     begin + BLOCK_N + offs_n, remaining, offset, code, first_segment,

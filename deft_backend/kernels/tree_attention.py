@@ -11,13 +11,13 @@ import triton
 
 from deft_backend.compile.triton_kernel import Kernel
 from deft_backend.kernel_limits import MAX_MERGED
-from deft_backend.kernels.launch import (
-    LEAF_ATTENTION,
+from deft_backend.kernels.configurations import (
+    HOPPER_LARGE_TILE,
+    HOPPER_SMALL_TILE,
     PARTIAL_ATTENTION,
-    PIPELINED_LEAF_ATTENTION,
     REDUCE_PARTIALS,
-    STEM_ATTENTION,
-    LaunchConfig,
+    SMALL_TILE,
+    KernelConfiguration,
     ReduceConfig,
 )
 from deft_backend.planner import DevicePlan, Plan
@@ -32,7 +32,7 @@ queries and outputs it is half: one bit says which of two places a result goes t
 
 
 def run_plan(
-    config: LaunchConfig,
+    config: KernelConfiguration,
     plan: DevicePlan,
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -48,7 +48,7 @@ def run_plan(
     sm_scale: float,
     logit_cap: float,
     host_plan: Plan | None,
-    packed: bool,
+    masked_tiles: bool,
     table_by_segment: bool,
 ) -> None:
     """Compute decode attention of a batch over a plan.
@@ -62,15 +62,15 @@ def run_plan(
     page_table : [rows, P] int
         Page ids.
     table_rows : [B] or [S] int
-        Row of the page table of each batch row, or of each KV range of the plan.
+        Row of the page table of each request, or of each KV range of the plan.
     seq_lens : [B] int
-        Current tokens of each batch row.
+        Current tokens of each request.
     partial_out : [E, Hq, D] float16 or float32; partial_lse, partial_scale : [E, Hq] float32
         Workspace for partial results: outputs over a scale of each row, LSE, and those scales.
     host_plan : Plan, optional
         What is in `plan`: lets tile shapes without items and a reduction without partial results
         be skipped. None launches whatever a batch of that size may need, as a captured graph must.
-    packed : bool
+    masked_tiles : bool
         Whether, without a host plan, items of several KV ranges are launched, too.
     table_by_segment : bool
         Whether `table_rows` is by KV range, which spares every item one load that others wait for.
@@ -110,7 +110,9 @@ def run_plan(
     arguments = (*tensors, *plan.stage1, scale, float(logit_cap) or 1.0, *strides)
     follows = False
     group_rows = batch * num_heads // num_kv_heads
-    for shape, programs in _tiles_to_launch(config, host_plan, num_kv_heads, group_rows, packed):
+    for shape, programs in _tiles_to_launch(
+        config, host_plan, num_kv_heads, group_rows, masked_tiles
+    ):
         launches.stage1[shape][follows].run(programs, arguments, types, aligned)
         follows = config.overlapped
 
@@ -132,7 +134,7 @@ def _reach(tensor: torch.Tensor) -> int:
 
 
 class Kind(NamedTuple):
-    """What the kernels' constants follow from, for a launch configuration."""
+    """What the kernels' constants follow from, for a kernel configuration."""
 
     dtype: torch.dtype
     #: Elements from one page, token and head to the next. Layouts of the cache are few and last:
@@ -201,7 +203,7 @@ class Launches(NamedTuple):
 
 
 @cache
-def _launches(config: LaunchConfig, kind: Kind) -> Launches:
+def _launches(config: KernelConfiguration, kind: Kind) -> Launches:
     """Made once of a kind, not for every layer of every step."""
     shapes = range(len(config.tiles))
     return Launches(
@@ -210,13 +212,13 @@ def _launches(config: LaunchConfig, kind: Kind) -> Launches:
     )
 
 
-def _stage1(config: LaunchConfig, kind: Kind, shape: int, follows: bool) -> Launch:
+def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) -> Launch:
     tile = config.tiles[shape]
     # The kernels in Gluon read 16 bytes at a time, whatever the row.
     wide = kind.wide_rows and all(s % 8 == 0 for s in (*kind.k_strides, *kind.v_strides))
     plain, pipelined = (
-        (LEAF_ATTENTION, PIPELINED_LEAF_ATTENTION) if shape == 0
-        else (PARTIAL_ATTENTION, STEM_ATTENTION)
+        (SMALL_TILE, HOPPER_SMALL_TILE) if shape == 0
+        else (PARTIAL_ATTENTION, HOPPER_LARGE_TILE)
     )  # fmt: skip
     kernel = pipelined if tile.lookahead and wide else plain
     places = ("PAGE", "TOKEN", "HEAD")
@@ -247,7 +249,7 @@ def _stage1(config: LaunchConfig, kind: Kind, shape: int, follows: bool) -> Laun
     )  # fmt: skip
 
 
-def _stage2(config: LaunchConfig, kind: Kind, reduce: ReduceConfig) -> Launch:
+def _stage2(config: KernelConfiguration, kind: Kind, reduce: ReduceConfig) -> Launch:
     constants = {
         "NUM_HEADS": kind.num_heads,
         "HEAD_DIM": kind.head_dim,
@@ -268,7 +270,11 @@ def _in_order(kernel: Kernel, constants: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tiles_to_launch(
-    config: LaunchConfig, host_plan: Plan | None, num_kv_heads: int, group_rows: int, packed: bool
+    config: KernelConfiguration,
+    host_plan: Plan | None,
+    num_kv_heads: int,
+    group_rows: int,
+    masked_tiles: bool,
 ) -> list[tuple[int, int]]:
     """Tile shapes with their programs, large tiles first: small ones fill what they leave free.
 
@@ -284,7 +290,7 @@ def _tiles_to_launch(
                 continue
             programs = min(programs, (end - begin) * num_kv_heads)
         elif config.tiles[shape].block_segments > 1:
-            if not packed:
+            if not masked_tiles:
                 continue
         elif shape > 0 and group_rows <= config.tiles[0].rows:
             continue

@@ -11,6 +11,8 @@ import triton.language as tl
 from triton import jit
 from triton.language.extra.cuda import gdc_wait, globaltimer
 
+from deft_backend.planner import encoding_constants
+
 
 @jit
 def _slots(parts_ptr, merged_ptr, batch, BATCH: tl.constexpr):
@@ -127,10 +129,10 @@ def write_plan(
     plans, tokens of context in them, tokens that their items load, and nanoseconds; `seen` gets a
     copy, which the host reads in its own memory.
     """
-    DIRECT: tl.constexpr = -1
-    MERGES: tl.constexpr = -2
-    OPEN_END: tl.constexpr = -1
-    SPAN_SHIFT: tl.constexpr = 16
+    DIRECT: tl.constexpr = encoding_constants.DIRECT.value
+    MERGES: tl.constexpr = encoding_constants.MERGES.value
+    OPEN_END: tl.constexpr = encoding_constants.OPEN_END.value
+    SPAN_SHIFT: tl.constexpr = encoding_constants.SPAN_SHIFT.value
     if OVERLAPPED:
         gdc_wait()
     leaf_programs = (batch + LEAVES - 1) // LEAVES

@@ -1,4 +1,4 @@
-"""How a stem's blocks come to shared memory: page ids, offsets, then keys and values (Gluon)."""
+"""Copies to shared memory for large tiles: page ids, offsets, then keys and values (Gluon)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stems' online softmax, in the layout of a Hopper matrix product's result (Gluon)."""
+"""The online softmax of large tiles, in the layout of a Hopper matrix product's result (Gluon)."""
 
 from __future__ import annotations
 

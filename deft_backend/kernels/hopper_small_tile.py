@@ -1,25 +1,25 @@
-"""Stage 1 for few rows, pipelined: leaves, and requests that share nothing.
+"""Stage 1 for the small tile on Hopper: partial attention with loads in flight all the time.
 
-The same items, arguments and results as `leaf_attention` (FlashForge's PAC, Algorithm 2), for the
-smallest tile shape. Nothing is reused here, so what counts is that loads are in flight all the time
-and that little else is done for a token:
+    S = Q K^T * sm_scale,   LSE = log2 sum_n 2^(S_n * log2 e),   O = softmax(S) V
+
+(FlashForge's PAC, Algorithm 2.) This kernel has the items, arguments and results of `small_tile`.
+A small tile reuses little KV, so the kernel keeps loads in flight and does little else per token:
 
 - A program is one warp. It meets no barrier, and an SM holds many.
-- Blocks of K and V come into a ring of shared-memory buffers, LOOKAHEAD blocks ahead of the one
-  that is worked on, be they of the same item or of those after it: written in Gluon, since
-  Triton's own pipelining ends with every item.
-- An item is a chain of loads, each of whose addresses come from the one before: the item, its row
-  of the page table, page ids, keys and values. Each link is read one item, or one block, earlier
-  than the next: nothing waits for a load that has just begun.
-- Tokens fill the tensor cores' rows and query heads their columns (S^T = K Q^T, O^T = V^T P^T):
-  a tile of eight columns wastes little on a group of four, and holds half the registers.
-- A page id is read, and turned into an address, by one thread for its token.
+- The kernel copies K and V into a ring of shared-memory buffers, LOOKAHEAD KV blocks ahead of the
+  block that it multiplies. The copies go on from one item to the next. Triton's own pipelining
+  ends with each item, so this kernel is written in Gluon.
+- An item is a chain of loads: the item, its row of the page table, page ids, keys and values. Each
+  load gives the addresses of the next. The kernel starts each of them one item or one KV block
+  before the next, so it never waits for a load that has just begun.
+- The tensor cores compute S^T = K Q^T and O^T = V^T P^T: a tile of eight columns wastes little on a
+  GQA group of four heads and holds half the registers.
+- One thread for each token reads its page id and turns it into an address.
 
-An item may **merge** its query's other partial results, which the launches before this one have
-left, and write the query's output: no second stage is needed then.
+An item may **merge** the partial results that earlier launches left for its query. It then writes
+the query's output, and stage 2 has nothing to do for that query.
 
-Everything that Q, K and V are read through is a multiple of 16 bytes: their addresses, and their
-strides.
+Addresses and strides of Q, K and V must be multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from deft_backend.kernels.gluon_parts import (
     table_row,
 )
 from deft_backend.kernels.gluon_versions import async_load, barrier, jit, reinterpret
-from deft_backend.kernels.leaf_results import merge_results, write_results
+from deft_backend.kernels.small_tile_results import merge_results, write_results
+from deft_backend.planner import encoding_constants
 
 try:
     from triton.experimental.gluon import language as gl
@@ -99,7 +100,7 @@ def _copy_queries(
 
 
 @jit
-def pipelined_leaf_attention(
+def hopper_small_tile_attention(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -145,7 +146,7 @@ def pipelined_leaf_attention(
     TABLE_BY_SEGMENT: gl.constexpr,
     OVERLAPPED: gl.constexpr,
 ):
-    MERGES: gl.constexpr = -2  # first partial slot of an item that merges, counted down from here
+    MERGES: gl.constexpr = encoding_constants.MERGES.value
     NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GQA_GROUP
     SLOTS: gl.constexpr = LOOKAHEAD + 1
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty

@@ -1,4 +1,7 @@
-"""What becomes of a leaf's result in shared memory: merged with others, or written (Gluon)."""
+"""Results of small tiles: merge one in shared memory with others, or write it (Gluon).
+
+O = sum_i O_i 2^LSE_i / sum_i 2^LSE_i          (DeFT, equation 1, in base 2)
+"""
 
 from __future__ import annotations
 

@@ -1,18 +1,19 @@
-"""Stage 1 for few rows: leaves, and requests that share nothing (FlashForge's PAC, Algorithm 2).
+"""Stage 1 for the small tile: partial attention of few queries over one KV range.
 
-The same items, arguments and results as `partial_attention`, for the smallest tile shape: one KV
-range for one query's GQA group, or a few. Nothing is reused here, so what counts is how many loads
-are in flight:
+    S = Q K^T * sm_scale,   LSE = log2 sum_n 2^(S_n * log2 e),   O = softmax(S) V
+
+(FlashForge's PAC, Algorithm 2.) This kernel has the items, arguments and results of
+`partial_attention`. A small tile reuses little KV, so the kernel keeps many loads in flight:
 
 - A program is one warp. It meets no barrier, and an SM holds many.
-- Tokens fill the tensor cores' rows and query heads their columns (S^T = K Q^T, O^T = V^T P^T):
-  a tile of eight columns wastes little on a group of four, and holds half the registers.
-- An item is a chain of loads, each of whose addresses come from the one before: the item, its row
-  of the page table, page ids, keys and values. A program reads the first links for its next two
-  items while it works on one; only the last is waited for.
+- The tensor cores compute S^T = K Q^T and O^T = V^T P^T: a tile of eight columns wastes little on a
+  GQA group of four heads and holds half the registers.
+- An item is a chain of loads: the item, its row of the page table, page ids, keys and values. Each
+  load gives the addresses of the next. A program starts the first of them for its next two items
+  while it works on one, and waits for the last only.
 
-An item may **merge** its query's other partial results, which the launches before this one have
-left, and write the query's output: no second stage is needed then.
+An item may **merge** the partial results that earlier launches left for its query. It then writes
+the query's output, and stage 2 has nothing to do for that query.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from __future__ import annotations
 import triton.language as tl
 from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from deft_backend.planner import encoding_constants
 
 
 @jit
@@ -81,7 +84,7 @@ def _read_row(
 
 
 @jit
-def leaf_attention(
+def small_tile_attention(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -129,7 +132,7 @@ def leaf_attention(
     OVERLAPPED: tl.constexpr,
 ):
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GQA_GROUP
-    MERGES: tl.constexpr = -2  # first partial slot of an item that merges, counted down from here
+    MERGES: tl.constexpr = encoding_constants.MERGES.value
     if OVERLAPPED:
         gdc_launch_dependents()
 

@@ -1,4 +1,4 @@
-"""Launch shapes of the kernels: tile sizes, warps and how many persistent programs run."""
+"""Kernel configurations: tile sizes, warps and how many persistent programs run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton
 
 from deft_backend.compile.triton_kernel import Kernel
 from deft_backend.kernel_limits import TILE_HEIGHTS, TILE_SEGMENTS
-from deft_backend.kernels import gluon_versions, hopper_stem, leaf_attention, pipelined_leaf
+from deft_backend.kernels import gluon_versions, hopper_large_tile, hopper_small_tile, small_tile
 from deft_backend.kernels import partial_attention as stage1
 from deft_backend.kernels import reduction as stage2
 from deft_backend.planner.encoding import READ_AHEAD
@@ -23,9 +23,9 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 PARTIAL_ATTENTION = Kernel(stage1, "partial_attention")
-LEAF_ATTENTION = Kernel(leaf_attention, "leaf_attention")
-PIPELINED_LEAF_ATTENTION = Kernel(pipelined_leaf, "pipelined_leaf_attention")
-STEM_ATTENTION = Kernel(hopper_stem, "stem_attention")
+SMALL_TILE = Kernel(small_tile, "small_tile_attention")
+HOPPER_SMALL_TILE = Kernel(hopper_small_tile, "hopper_small_tile_attention")
+HOPPER_LARGE_TILE = Kernel(hopper_large_tile, "hopper_large_tile_attention")
 REDUCE_PARTIALS = Kernel(stage2, "reduce_partials")
 
 
@@ -60,7 +60,7 @@ class ReduceConfig:
 
 
 @dataclass(frozen=True)
-class LaunchConfig:
+class KernelConfiguration:
     """How both stages run on one device for one head shape.
 
     Stage 2 runs as `few` says where its programs each have one block of heads of one query at most:
@@ -115,9 +115,9 @@ def unsupported(
 
 
 @lru_cache(maxsize=64)
-def launch_config(
+def kernel_configuration(
     head_dim: int, dtype: torch.dtype, device: torch.device, gqa_group: int = 1
-) -> LaunchConfig:
+) -> KernelConfiguration:
     """Tile shapes for `head_dim` elements of `dtype` on `device`."""
     # The smallest tile holds one query's group at least, and eight rows, the tensor cores' least.
     tile_heights = (
@@ -132,7 +132,7 @@ def launch_config(
             for rows, segments in zip(tile_heights, TILE_SEGMENTS, strict=True)
         )
         reduce = ReduceConfig(16, 16, 1, 1)
-        return LaunchConfig(
+        return KernelConfiguration(
             interpreted, reduce, few=reduce, sms=1, overlapped=False, interpreted=True
         )
     properties = torch.cuda.get_device_properties(device)
@@ -161,7 +161,7 @@ def launch_config(
         plain = TileConfig(rows, block, segments, warps, stages, sms * max(1, per_sm))
         gluon = _gluon_tile(plain, head_dim, gqa_group, sms) if hopper else None
         found.append(gluon or plain)
-    return LaunchConfig(
+    return KernelConfiguration(
         tuple(found),
         reduce=ReduceConfig(partials=4, heads=2, num_warps=1, programs=sms * 32),
         few=ReduceConfig(partials=32, heads=1, num_warps=1, programs=sms * 8),

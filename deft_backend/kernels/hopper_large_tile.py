@@ -1,33 +1,31 @@
-"""Stage 1 on Hopper: partial attention of hot prefixes, tensor cores busy during the softmax.
+"""Stage 1 for the large tile on Hopper: the tensor cores stay busy during the softmax.
 
-The same items, arguments and results as `partial_attention` (FlashForge's PAC, Algorithm 2), for
-the tile shape whose items are nothing but a **stem**, one KV range to which every query of the tile
-attends.
+    S = Q K^T * sm_scale,   LSE = log2 sum_n 2^(S_n * log2 e),   O = softmax(S) V
 
-The plain kernel multiplies Q K^T, waits, takes the softmax while the tensor cores idle, multiplies
-P V. This one, written in Gluon, says itself when each matrix product starts and when its result is
-needed (FlashAttention-3, section 3.2: GEMM-softmax pipelining).
+(FlashForge's PAC, Algorithm 2.) This kernel has the items, arguments and results of
+`partial_attention`, for the large tile alone: one KV range to which every query attends.
+
+The plain kernel multiplies Q K^T, waits, computes the softmax while the tensor cores idle, and
+multiplies P V. This kernel, written in Gluon, chooses when each matrix product starts and when it
+needs the result (FlashAttention-3, section 3.2: GEMM-softmax pipelining).
 
 Q K^T of the next block and P V of this block start together; the softmax of the next block runs
 during P V.
 
-Blocks run from the segment's end to its start, so that only the first one, before the loop, masks
-tokens past the end.
+The kernel takes KV blocks from the segment's end to its start. Only the first block, before the
+loop, needs a mask for tokens past the end.
 
-K and V blocks are gathered into rings of shared-memory buffers, K blocks LOOKAHEAD blocks ahead of
-the one whose scores are started next, V blocks one block behind them, as they are multiplied. Where
-a block's tokens lie is worked out once, by one thread a token, and read by those that copy: page
-ids come into one ring some blocks before, offsets made of them into another one a few blocks later.
-In the same way one thread a row works out where its query lies and where its result goes. Page ids
-of an item's first blocks, and its rows' queries and slots, are on their way while the item before
-it is written.
+The kernel copies K and V into rings of shared-memory buffers. K runs LOOKAHEAD blocks ahead of the
+product that starts next, and V runs one block behind K. One thread for each token computes where
+the token lies, and the threads that copy read that offset: one ring holds page ids, and a second
+ring holds the offsets, a few blocks later. One thread for each query vector computes in the same
+way where the vector lies and where its result goes. While the kernel writes one item, it already
+loads the page ids, queries and slots that the next item needs first.
 
-Of two barriers a block, the first makes what every thread has copied visible to the tensor cores (a
-proxy fence follows it); behind the second, the products that read the oldest buffers have ended in
-every warp, so copies may overwrite them.
+Each block meets two barriers. The first one and its proxy fence make all copies visible to the
+tensor cores. After the second one, no warp reads the oldest buffers, so copies may overwrite them.
 
-Everything that Q, K and V are read through is a multiple of 16 bytes: their addresses, and their
-strides.
+Addresses and strides of Q, K and V must be multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ from deft_backend.kernels.gluon_parts import (
     table_row,
 )
 from deft_backend.kernels.gluon_versions import barrier, jit, reinterpret
-from deft_backend.kernels.stem_copies import (
+from deft_backend.kernels.large_tile_copies import (
     arrived,
     ask_item,
     copy_block,
@@ -54,7 +52,7 @@ from deft_backend.kernels.stem_copies import (
     result_place,
     row_of_place,
 )
-from deft_backend.kernels.stem_softmax import add_rescaled, masked, settled, softmax
+from deft_backend.kernels.large_tile_softmax import add_rescaled, masked, settled, softmax
 
 try:
     from triton.experimental.gluon import language as gl
@@ -69,7 +67,7 @@ except ImportError:  # `available` says so before anything is launched
 
 
 @jit
-def stem_attention(
+def hopper_large_tile_attention(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -126,7 +124,8 @@ def stem_attention(
     KNOWN: gl.constexpr = 4 if LOOKAHEAD <= 2 else 8
     gl.static_assert(KNOWN >= LOOKAHEAD + 2)
     SAME_STRIDES: gl.constexpr = STRIDE_K_PAGE == STRIDE_V_PAGE and STRIDE_K_TOKEN == STRIDE_V_TOKEN
-    # Copies that may be on their way when the next block's K is needed (V, older, is there then).
+    # Allow this many copies in flight when waiting for the next K block; its V block was issued
+    # earlier and has arrived.
     OUTSTANDING: gl.constexpr = 2 * LOOKAHEAD - 2
 
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])

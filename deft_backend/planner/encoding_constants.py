@@ -1,0 +1,16 @@
+"""The values of ``planner/encoding.py`` as constants of Triton.
+
+A kernel reads ``encoding_constants.MERGES.value``, which compiles, interprets and emulates alike.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from deft_backend.planner import encoding
+
+DIRECT = tl.constexpr(encoding.DIRECT)
+MERGES = tl.constexpr(encoding.MERGES)
+OPEN_END = tl.constexpr(encoding.OPEN_END)
+SPAN_SHIFT = tl.constexpr(encoding.SPAN_SHIFT)
+SPAN_MASK = tl.constexpr(encoding.SPAN_MASK)
