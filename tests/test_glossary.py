@@ -12,19 +12,11 @@ ROOT = Path(__file__).parent.parent
 GLOSSARY = ROOT / "docs" / "glossary.md"
 
 TO_CONVERT = (
-    "deft_backend/attention",
-    "deft_backend/cli",
-    "deft_backend/explain",
-    "deft_backend/forest",
-    "deft_backend/hosts",
-    "deft_backend/kernel",
-    "deft_backend/planner",
-    "deft_backend/policies",
-    "deft_backend/telemetry",
-    "docs/benchmarks.md",
-    "docs/cli.md",
-    "docs/hosts",
-    "docs/papers.md",
+    "deft_backend/attention/device_target.py",
+    "deft_backend/attention/tree_attention.py",
+    "deft_backend/cli/doctor.py",
+    "deft_backend/cli/explain.py",
+    "deft_backend/kernels/",
 )
 """Files and folders whose words are still to be converted. Empty at the end."""
 

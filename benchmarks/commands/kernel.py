@@ -163,7 +163,7 @@ def kernel(
     _show(rows, path, console, bars=bars)
     found = failures(rows)
     for line in found:
-        stderr.print(f"[bold red]wrong result[/bold red] {line}", highlight=False, soft_wrap=True)
+        stderr.print(f"[bold red]wrong[/bold red] {line}", highlight=False, soft_wrap=True)
     if found:
         raise typer.Exit(FAILED)
 

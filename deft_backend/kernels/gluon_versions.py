@@ -46,7 +46,7 @@ except (ImportError, AttributeError) as error:
 
 
 @jit
-def reinterpret(buffer: Any, dtype: Any, shape: Any, layout: Any) -> Any:
+def reinterpret(buffer, dtype, shape, layout):
     """Return shared memory as a buffer of another element type, shape and layout."""
     if _PUBLIC:
         return buffer.reinterpret(dtype, shape, layout)

@@ -68,9 +68,9 @@ class HostFiles:
         for file in (f"{path}/__init__.py", f"{path}.py"):
             if self._read(file) is not None:
                 return f"{file} has syntax that this Python does not know"
-        folder, _, stem = path.rpartition("/")
+        folder, _, name = path.rpartition("/")
         for file in self._in_folder(folder):
-            if file.endswith(_COMPILED) and file.split(".")[0] == stem:
+            if file.endswith(_COMPILED) and file.split(".")[0] == name:
                 return f"{module} is compiled"
         return None
 

@@ -23,7 +23,7 @@ def disagreement(forest: PrefixForest, page_table: Any, rows: Any) -> str | None
     page_table : [R, P] int32
         SGLang's ``req_to_token``: a slot a token.
     rows : [B] int
-        Row of `page_table` of each batch row, on its device.
+        Row of `page_table` of each request, on its device.
     """
     indices = rows.to(torch.int64)
     order = torch.from_numpy(forest.order.astype("int64")).to(indices.device)
