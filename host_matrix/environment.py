@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from deft_backend.hosts.contract.wheels import download_wheel
-from host_matrix.requirements import requirements_of
+from host_matrix.requirements import pins_a_stub, requirements_of
 from host_matrix.versions import DISTRIBUTIONS
 
 ROOT = Path(__file__).parents[1]
@@ -43,11 +43,11 @@ def create(host: str, version: str, folder: Path) -> None:
     python = str(python_of(folder))
     _run([python, *_PIP, "--upgrade", "pip"])
     ours = ["--editable", f"{ROOT}[test]"]
-    if host == "sglang":
-        _run([python, *_PIP, f"sglang=={version}", *ours])
-        return
     with tempfile.TemporaryDirectory(prefix="host-matrix-") as downloads:
         wheel = download_wheel(DISTRIBUTIONS[host], version, Path(downloads))
+        if host == "sglang" and not pins_a_stub(wheel):
+            _run([python, *_PIP, str(wheel), *ours])
+            return
         listed = Path(downloads) / "requirements.txt"
         listed.write_text("\n".join(requirements_of(wheel)) + "\n")
         _run([python, *_PIP, "--requirement", str(listed), *ours])

