@@ -25,6 +25,7 @@ from deft_backend.cli import app, checks
 from deft_backend.forest import build_forest
 from deft_backend.policies import POLICY_NAMES
 from deft_backend.servers import command as launch
+from deft_backend.telemetry import state_reader
 from deft_backend.telemetry.state_reader import StateError, appears, read_state, settled_counters
 from deft_backend.traces.trace_files import dump_thought_trees
 
@@ -236,14 +237,15 @@ def test_explain_reads_a_running_server(tmp_path: Path) -> None:
         (None, "there is no state file"),
         (state(schema=2), "has schema 2; this version reads 1"),
         (state(forest=None, steps_tree=0), "no batch with tree attention yet"),
-        (state(forest=None), "did not say within 5 s which batch it decodes"),
+        (state(forest=None), "did not say within 1 s which batch it decodes"),
         ({k: v for k, v in state().items() if k != "num_layers"}, "num_layers"),
         ([], "has schema None"),
     ],
 )
 def test_explain_names_what_is_wrong_with_a_state_file(
-    content: object, said: str, tmp_path: Path
+    content: object, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(state_reader, "ANSWER_SECONDS", 1.0)
     if content is not None:
         (tmp_path / "31234-tp0.json").write_text(json.dumps(content))
     code, _, err = run("explain", "--server", "31234", DEFT_STATE_DIR=str(tmp_path))

@@ -16,6 +16,9 @@ from deft_backend.telemetry.counters import Counters as Counters
 from deft_backend.telemetry.forest_json import forest_from_json
 from deft_backend.telemetry.shown_batch import answer_file, request_file
 
+ANSWER_SECONDS = 20.0
+"""A server on a busy machine takes this long at most to show its batch."""
+
 SETTLE_SECONDS = 0.7
 """The plugin writes every quarter second: after this time, the file has all counters."""
 
@@ -113,14 +116,20 @@ def read_state(path: Path) -> StateReading:
         raise StateError(f"{path}: bad or missing field: {error!r}") from error
 
 
-def shown_forest(state: Path, timeout: float = 5.0) -> PrefixForest:
+def shown_forest(state: Path, timeout: float | None = None) -> PrefixForest:
     """Ask a server with the device planner for its last batch.
+
+    Parameters
+    ----------
+    timeout : float, optional
+        Seconds to wait; default: :data:`ANSWER_SECONDS`.
 
     Raises
     ------
     StateError
         If the server does not answer in time, or has no batch to show.
     """
+    timeout = ANSWER_SECONDS if timeout is None else timeout
     asked, answered = request_file(state), answer_file(state)
     try:
         answered.unlink(missing_ok=True)
