@@ -236,9 +236,9 @@ def test_long_ranges_are_cut_for_the_machine() -> None:
     batch = batch_of(regular_forest([1, 40], [8000, 20]))
     plan = plan_of(batch)
     check_plan(batch, plan, TARGET, np.zeros(40, dtype=np.int32))
-    stems = np.diff(plan.item_query_ptr) > 2
-    lengths = (plan.segment_end - plan.segment_start)[stems]
-    assert stems.sum() >= 8
+    large = np.diff(plan.item_query_ptr) > 2
+    lengths = (plan.segment_end - plan.segment_start)[large]
+    assert large.sum() >= 8
     assert lengths.max() - lengths.min() <= TARGET.block_tokens
 
 

@@ -11,15 +11,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 GLOSSARY = ROOT / "docs" / "glossary.md"
 
-TO_CONVERT = (
-    "deft_backend/attention/device_target.py",
-    "deft_backend/attention/tree_attention.py",
-    "deft_backend/cli/doctor.py",
-    "deft_backend/cli/explain.py",
-    "deft_backend/kernels/",
-)
-"""Files and folders whose words are still to be converted. Empty at the end."""
-
 EXEMPT = (
     "docs/glossary.md",  # it names what it retires
     "docs/kernel-log.md",  # the record of experiments, in the words of their time
@@ -131,9 +122,8 @@ def test_retired_words_are_found_in_names_and_prose(text: str, found: list[str])
 
 
 def test_nobody_writes_a_retired_word() -> None:
-    files = [name for name in written_files() if not name.startswith(TO_CONVERT)]
     wrong = []
-    for name in files:
+    for name in written_files():
         paths = retired_in(name)
         text = (ROOT / name).read_text(encoding="utf-8")
         wrong += [f"{name}: its path says {word!r}" for word in paths]

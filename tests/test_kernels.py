@@ -210,7 +210,7 @@ def test_tile_shapes_and_tails(device: str, requests: int, shapes: list[int]) ->
 @pytest.mark.parametrize("grow", [0, 20])
 @pytest.mark.parametrize("shared", [0, 48, 288])
 def test_packed_items(device: str, page_size: int, grow: int, shared: int) -> None:
-    """40 leaves and their stem in one block: more than 32 ranges and 16 queries, some empty."""
+    """40 leaves and their shared node in one block: more than 32 ranges and 16 queries, some empty."""
     own = [3, 0, 1, 17, 0, 40] if shared else [3, 5, 1, 17, 2, 40]
     batch = star(40, shared, own, page_size, spare=20)
     plan = check(
@@ -218,7 +218,7 @@ def test_packed_items(device: str, page_size: int, grow: int, shared: int) -> No
     )
     assert shapes_of(plan) == [2]
     ranges, queries = np.diff(plan.item_segment_ptr), np.diff(plan.item_query_ptr)
-    # Two tiles of 20 queries; without a stem each has 20 ranges, else 21.
+    # Two tiles of 20 queries; without a shared node each has 20 ranges, else 21.
     assert sorted(queries.tolist()) == [20, 20]
     assert ranges.max() == 20 + (shared > 0)
     plan = check(
