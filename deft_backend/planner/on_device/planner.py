@@ -323,8 +323,8 @@ class DevicePlanner:
     ) -> None:
         num_warps = 8 if constants["BATCH"] > 256 else 4
         limits = {}
-        if kernel is WRITE_PLAN and num_warps == 8:
-            # Left alone, the assembler of Triton 3.8 takes 48 registers and spills one pointer.
+        if kernel is WRITE_PLAN and constants["BATCH"] == 1024:
+            # Without a limit, the assembler of Triton 3.8 takes 48 registers and spills a pointer.
             limits["maxnreg"] = 64
         kernel.launch(
             grid, arguments, {name: constants[name] for name in kernel.constants},
