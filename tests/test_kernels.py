@@ -209,8 +209,8 @@ def test_tile_shapes_and_tails(device: str, requests: int, shapes: list[int]) ->
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize("grow", [0, 20])
 @pytest.mark.parametrize("shared", [0, 48, 288])
-def test_packed_items(device: str, page_size: int, grow: int, shared: int) -> None:
-    """40 leaves and their shared node in one block: more than 32 ranges and 16 queries, some empty."""
+def test_items_of_several_segments(device: str, page_size: int, grow: int, shared: int) -> None:
+    """40 leaves and their shared node in one block: over 32 ranges and 16 queries, some empty."""
     own = [3, 0, 1, 17, 0, 40] if shared else [3, 5, 1, 17, 2, 40]
     batch = star(40, shared, own, page_size, spare=20)
     plan = check(
