@@ -16,7 +16,8 @@ VENV_DOCS ?= .venv-docs
 BIN := $(VENV)/bin
 REPORTS ?= reports
 SUITE ?= smoke
-# Groups of integration tests side by side; each takes a core and about 7 GB of memory.
+# Groups of unit tests, and of SGLang's integration tests, side by side; each of the latter takes a
+# core and about 7 GB of memory. The shorter suites run one group after the other.
 PROCESSES ?= 2
 MATRIX := $(PYTHON) -m host_matrix
 
@@ -42,14 +43,14 @@ integration: $(VENV)/.test
 integration-vllm: $(VENV_VLLM)/.test
 	$(VENV_VLLM)/bin/python -m pytest -q deft_backend/hosts/vllm tests/test_vllm_*.py \
 		tests/test_host_contracts.py
-	$(MATRIX) suite --host vllm --environment $(VENV_VLLM) --processes $(PROCESSES)
+	$(MATRIX) suite --host vllm --environment $(VENV_VLLM) --processes 1
 
 # The oldest supported version of each host.
 smoke: $(VENV_SGLANG_OLDEST)/.test $(VENV_VLLM_OLDEST)/.test
 	$(MATRIX) suite --host sglang --suite smoke --environment $(VENV_SGLANG_OLDEST) \
-		--processes $(PROCESSES)
+		--processes 1
 	$(MATRIX) suite --host vllm --suite smoke --environment $(VENV_VLLM_OLDEST) \
-		--processes $(PROCESSES)
+		--processes 1
 
 package: $(VENV)/.test
 	.ci/package $(VENV)
