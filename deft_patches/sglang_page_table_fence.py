@@ -16,9 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from deft_patches.graph_runner import (
-    checked_graph_runner,
-)
+from deft_patches.graph_runner import checked_graph_runner
 from deft_patches.wrapping import wrap
 
 PARAMETERS = {"execute": ["self", "forward_batch", "pp_proxy_tensors"]}

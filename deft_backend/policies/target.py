@@ -1,4 +1,4 @@
-"""A policy's input beside the forest: the attention and the machine that it plans for."""
+"""The second input of a policy: the attention and the machine it plans for."""
 
 from __future__ import annotations
 

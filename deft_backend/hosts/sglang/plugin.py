@@ -32,5 +32,5 @@ def _register() -> None:
     sglang_resolve_arguments.install(method, arguments.resolve)
     versions.add_backend_name(arguments.NAME)
     surround_backends()
-    # Once more when all plugins are there: those that came after ours, too.
+    # Once more after all plugins: some register after ours.
     sglang_backend_names.install(versions.names_function(), surround_backends)

@@ -18,7 +18,7 @@ T = TypeVar("T")
 HIDDEN_BATCH = (
     "a server that can sleep shows no batch: its page table may be unmapped while it is read"
 )
-"""What `deft explain --server` is told."""
+"""The answer of such a server to `deft explain --server`."""
 
 
 def can_sleep(vllm_config: Any) -> bool:
