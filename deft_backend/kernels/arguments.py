@@ -9,7 +9,11 @@ a number. `plan` is :class:`~deft_backend.planner.device_plan.ItemArrays`. The l
 constants: each of their values compiles another kernel.
 
 Every supported Triton passes a NamedTuple field by field, so a structure costs a kernel nothing.
-No field may be called `type` or `values`: Triton's own tuple has attributes of these names.
+Two rules keep the structures working on Triton 3.6 to 3.9:
+
+- No field may be called `type` or `values`: Triton's own tuple has attributes of these names.
+- A field of a constant enters a list for a jit function only under a name of its own
+  (``DIM: gl.constexpr = HEADS.dim``). Triton 3.6 rejects the field itself.
 """
 
 from __future__ import annotations

@@ -123,7 +123,9 @@ def merge_results(
     FEW: gl.constexpr = 2 if ROWS <= 8 else 1
     MANY: gl.constexpr = 8 if ROWS <= 4 else 4 if ROWS == 8 else 1
     DTYPE: gl.constexpr = tensors.out.dtype.element_ty
-    tiles = reinterpret(acc_shared, gl.float32, [TILE.height // ROWS, ROWS, HEADS.dim], RESULT)
+    HEAD_DIM: gl.constexpr = HEADS.dim
+    TILES: gl.constexpr = TILE.height // ROWS
+    tiles = reinterpret(acc_shared, gl.float32, [TILES, ROWS, HEAD_DIM], RESULT)
     result = tiles.index(0).load(COPY)
     first_head = kv_head * HEADS.group
     if merged > FEW:
