@@ -30,6 +30,7 @@ Addresses and strides of Q, K and V must be multiples of 16 bytes.
 
 from __future__ import annotations
 
+from deft_backend.kernels.arguments import Scaling, Strides, Tensors
 from deft_backend.kernels.gluon_parts import (
     ask,
     capped,
@@ -53,6 +54,7 @@ from deft_backend.kernels.large_tile_copies import (
     row_of_place,
 )
 from deft_backend.kernels.large_tile_softmax import add_rescaled, masked, settled, softmax
+from deft_backend.planner.device_plan import ItemArrays
 
 try:
     from triton.experimental.gluon import language as gl
@@ -68,9 +70,15 @@ except ImportError:  # `available` says so before anything is launched
 
 @jit
 def hopper_large_tile_attention(
-    tensors, plan, scaling, strides, HEADS: gl.constexpr, CACHE: gl.constexpr, TILE: gl.constexpr,
+    tensors: Tensors,
+    plan: ItemArrays,
+    scaling: Scaling,
+    strides: Strides,
+    HEADS: gl.constexpr,
+    CACHE: gl.constexpr,
+    TILE: gl.constexpr,
     MODE: gl.constexpr,
-):  # fmt: skip
+):
     BLOCK_M: gl.constexpr = TILE.height
     BLOCK_N: gl.constexpr = TILE.block_tokens
     LOOKAHEAD: gl.constexpr = TILE.lookahead

@@ -24,6 +24,7 @@ Addresses and strides of Q, K and V must be multiples of 16 bytes.
 
 from __future__ import annotations
 
+from deft_backend.kernels.arguments import Scaling, Strides, Tensors
 from deft_backend.kernels.gluon_parts import (
     capped,
     larger,
@@ -37,6 +38,7 @@ from deft_backend.kernels.gluon_parts import (
 from deft_backend.kernels.gluon_versions import async_load, barrier, jit, reinterpret
 from deft_backend.kernels.small_tile_results import merge_results, write_results
 from deft_backend.planner import encoding_constants
+from deft_backend.planner.device_plan import ItemArrays
 
 try:
     from triton.experimental.gluon import language as gl
@@ -101,9 +103,15 @@ def _copy_queries(
 
 @jit
 def hopper_small_tile_attention(
-    tensors, plan, scaling, strides, HEADS: gl.constexpr, CACHE: gl.constexpr, TILE: gl.constexpr,
+    tensors: Tensors,
+    plan: ItemArrays,
+    scaling: Scaling,
+    strides: Strides,
+    HEADS: gl.constexpr,
+    CACHE: gl.constexpr,
+    TILE: gl.constexpr,
     MODE: gl.constexpr,
-):  # fmt: skip
+):
     BLOCK_M: gl.constexpr = TILE.height
     BLOCK_N: gl.constexpr = TILE.block_tokens
     LOOKAHEAD: gl.constexpr = TILE.lookahead

@@ -32,8 +32,10 @@ import triton.language as tl
 from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from deft_backend.kernels.arguments import Scaling, Strides, Tensors
 from deft_backend.kernels.plain_parts import capped, load_queries, write_results
 from deft_backend.planner import encoding_constants
+from deft_backend.planner.device_plan import ItemArrays
 
 
 @jit
@@ -98,9 +100,15 @@ def _locate(
 
 @jit
 def partial_attention(
-    tensors, plan, scaling, strides, HEADS: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr,
+    tensors: Tensors,
+    plan: ItemArrays,
+    scaling: Scaling,
+    strides: Strides,
+    HEADS: tl.constexpr,
+    CACHE: tl.constexpr,
+    TILE: tl.constexpr,
     MODE: tl.constexpr,
-):  # fmt: skip
+):
     # Bits that hold a segment's shift from positions in the item to positions in its row.
     SHIFT: tl.constexpr = 26
     SPAN_SHIFT: tl.constexpr = encoding_constants.SPAN_SHIFT.value

@@ -22,8 +22,10 @@ import triton.language as tl
 from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from deft_backend.kernels.arguments import Scaling, Strides, Tensors
 from deft_backend.kernels.plain_parts import capped, load_queries, write_results
 from deft_backend.planner import encoding_constants
+from deft_backend.planner.device_plan import ItemArrays
 
 
 @jit
@@ -69,9 +71,15 @@ def _read_row(work, work_end, row, tensors, HEADS: tl.constexpr, CACHE: tl.const
 
 @jit
 def small_tile_attention(
-    tensors, plan, scaling, strides, HEADS: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr,
+    tensors: Tensors,
+    plan: ItemArrays,
+    scaling: Scaling,
+    strides: Strides,
+    HEADS: tl.constexpr,
+    CACHE: tl.constexpr,
+    TILE: tl.constexpr,
     MODE: tl.constexpr,
-):  # fmt: skip
+):
     NUM_HEADS: tl.constexpr = HEADS.num_kv * HEADS.group
     MERGES: tl.constexpr = encoding_constants.MERGES.value
     if MODE.overlapped:
