@@ -1,4 +1,4 @@
-"""The plan's fixed arrays on the device, and how a new plan gets there."""
+"""The plan's fixed arrays on the device, and the copy of a new plan into them."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ class ReduceArrays(NamedTuple):
 class DevicePlan:
     """Arrays of a plan at addresses that never change, so that CUDA graphs can hold them.
 
-    All arrays are views of one buffer, so a new plan is one copy to the device, ordered on the
+    All arrays are views of one buffer. So a new plan needs one copy to the device, ordered on the
     current stream like any kernel. The buffer also holds the counts (`tile_ptr`, `num_reduce`),
-    which kernels read there. Only the device planner writes `segment_table`, the row of the page
-    table of each segment; the host planner knows request indices.
+    which kernels read there. Only the device planner writes `segment_table`, the page table's row
+    of each segment; the host planner knows request indices only.
 
     Parameters
     ----------
     capacity : PlanCapacity
         Sizes of the arrays.
     device : torch.device
-        Where the kernels run.
+        The device of the kernels.
     """
 
     def __init__(self, capacity: PlanCapacity, device: torch.device) -> None:
@@ -116,7 +116,7 @@ class DevicePlan:
         copied.record()
 
     def clear(self) -> None:
-        """Make the plan empty: every kernel returns at once."""
+        """Make the plan empty, so that every kernel returns at once."""
         self._buffer.zero_()
 
     def _views_of(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
