@@ -92,6 +92,8 @@ class CacheLayout(NamedTuple):
     v_page: int
     v_token: int
     v_head: int
+    same_strides: bool
+    """Whether a token has the same offset in K and in V."""
 
 
 class Tile(NamedTuple):

@@ -229,7 +229,10 @@ def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) 
             padded_dim=triton.next_power_of_2(kind.head_dim),
         ),
         "CACHE": CacheLayout._make(
-            (kind.page_size, kind.table_by_segment, *kind.k_strides, *kind.v_strides)
+            (
+                kind.page_size, kind.table_by_segment, *kind.k_strides, *kind.v_strides,
+                kind.k_strides[:2] == kind.v_strides[:2],
+            )
         ),
         "TILE": Tile(
             place=ITEM_ORDER.index(shape),
