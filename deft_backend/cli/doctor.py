@@ -1,4 +1,4 @@
-"""`deft doctor`: what is installed, which kernel would run, and how to repair what is missing."""
+"""`deft doctor`: show the installation, the kernel that would run, and the missing parts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def doctor(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check whether the plugin works here; show a command that repairs each missing thing.
+    """Check whether the plugin works here; show a repair command for each missing part.
 
     The exit code is 1 if the plugin cannot work.
     """

@@ -1,4 +1,4 @@
-"""`deft tune`: measure what attention takes on this GPU, for the policies to plan with."""
+"""`deft tune`: measure the cost of attention on this GPU, for the policies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from deft_backend.costs import CostModel
 
 FAILED = 1
-"""Exit code when there is no GPU to measure on, or not enough of its memory."""
+"""Exit code if there is no GPU to measure on, or too little free memory on it."""
 
 _DTYPES = ("fp16", "bf16")
 
@@ -85,7 +85,7 @@ def _shape(
             *parse_heads(heads or "32/8"), head_dim or 128, SHORT_DTYPES[dtype or "fp16"]
         )
     shape = model_shape(chosen_model(model, revision))
-    if dtype is not None:  # a server may be started with another one than the checkpoint's
+    if dtype is not None:  # a server may use another dtype than the checkpoint's
         shape = shape._replace(dtype=SHORT_DTYPES[dtype])
     return shape
 
@@ -120,7 +120,7 @@ def _measure(key: TableKey, path: Path) -> None:
     from deft_backend.attention import AttentionError
     from deft_backend.tuning.measure import tune as run
 
-    # That there is no table for this GPU yet is what this run mends.
+    # Drop the warning that this GPU has no table yet: this run writes it.
     logging.getLogger("deft_backend.costs.table_lookup").setLevel(logging.ERROR)
     console = Console()
     console.print(f"{key.gpu}: {key.shape}", highlight=False)

@@ -21,7 +21,7 @@ def table_key(
     dtype: torch.dtype,
     page_size: int = 1,
 ) -> TableKey:
-    """Key of the cost table for an attention on `device`, with what is installed here."""
+    """Key of the cost table for an attention on `device`, with the installed versions."""
     from deft_backend import __version__
 
     return TableKey(
@@ -46,12 +46,12 @@ def cost_model_on(
     dtype: torch.dtype,
     page_size: int = 1,
 ) -> CostModel:
-    """The cost table to plan with on `device`; see :func:`cost_model_for` for what is logged."""
+    """The cost table to plan with on `device`; :func:`cost_model_for` describes the log lines."""
     key = table_key(device, num_query_heads, num_kv_heads, head_dim, dtype, page_size)
     return cost_model_for(key, tables_directory())
 
 
 @lru_cache(maxsize=1)
 def kernels_digest() -> str:
-    """Digest of what decides how long an item takes: the kernels and their limits."""
+    """Digest of the sources that decide an item's time: the kernels and their limits."""
     return digest_of(["kernels", "kernel_limits.py", "planner/encoding.py"])[:16]

@@ -1,7 +1,7 @@
-"""Which cost table plans for a GPU and a head shape: the one `deft tune` made, or the shipped one.
+"""Choose the cost table for a GPU and a head shape: the one from `deft tune`, or the shipped one.
 
-A tuned table is a JSON file in a folder of the user's cache. Its name and its ``key`` say what it
-was measured with; another GPU, another version or another head shape is another file.
+A tuned table is a JSON file in a folder of the user's cache. Its name and its ``key`` identify the
+measurement. Another GPU, another version or another head shape has another file.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ SHORT_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 @dataclass(frozen=True)
 class TableKey:
-    """What a cost table was measured with, and so what it is right for.
+    """The conditions of a cost table's measurement; the table is valid for these only.
 
     Attributes
     ----------
     gpu : str
-        Name of the GPU; empty for the CPU, where nothing is measured.
+        Name of the GPU; empty for the CPU, which is never measured.
     package, kernels, torch, triton : str
         Version of this package, digest of its kernels' sources, versions of torch and Triton.
     query_heads, kv_heads, head_dim : int
         Shape of the attention.
     dtype : str
-        Of queries and KV cache: one of :data:`DTYPE_BYTES`.
+        Dtype of queries and KV cache: one of :data:`DTYPE_BYTES`.
     page_size : int
-        Tokens a page of the KV cache.
+        Tokens of a page of the KV cache.
     """
 
     gpu: str
@@ -79,7 +79,7 @@ class TableKey:
 
     @property
     def file_name(self) -> str:
-        """Name of the table's file: readable, and different for every key."""
+        """Name of the table's file; it is readable, and different for every key."""
         digest = hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:12]
         gpu = re.sub(r"[^a-z0-9]+", "-", self.gpu.lower()).strip("-")
         heads = f"{self.query_heads}x{self.kv_heads}-d{self.head_dim}"
@@ -88,20 +88,20 @@ class TableKey:
 
 @dataclass(frozen=True, eq=False)
 class TableInUse:
-    """A cost table and how it came to be chosen.
+    """A cost table and the reason for its choice.
 
     Attributes
     ----------
     model : CostModel
-        What plans are made with.
+        The table to plan with.
     path : Path
-        The file that it comes from.
+        The table's file.
     tuned : bool
         Whether it was measured for this key; False for the shipped table.
     notice : str, optional
-        Why the shipped table is used where another would be better, and the remedy.
+        Why the shipped table is used although another would be better, and the remedy.
     damage : str, optional
-        What is wrong with the file that should have been used.
+        The fault of the file that should have been used.
     """
 
     model: CostModel
@@ -112,7 +112,7 @@ class TableInUse:
 
 
 def cost_model_for(key: TableKey, folder: Path) -> CostModel:
-    """The cost table to plan with; the log says once if it is not the one that it should be."""
+    """The cost table to plan with; one log line warns if a better table should be used."""
     found = table_in_use(key, folder)
     if found.damage is not None:
         _warn_once(found.damage)
@@ -132,7 +132,7 @@ def table_in_use(key: TableKey, folder: Path) -> TableInUse:
                 if read_key(path) == key:
                     return TableInUse(CostModel.load(path), path, tuned=True)
                 damage = f"cost table {path}: its key is another one than its name says"
-        except OSError as error:  # a folder that is not ours to enter
+        except OSError as error:  # no permission to enter the folder
             damage = f"cost table {path}: {error.strerror or error}"
         except CostModelError as error:
             damage = str(error)
@@ -152,11 +152,11 @@ def table_in_use(key: TableKey, folder: Path) -> TableInUse:
 def shipped_for(query_heads: int, head_dim: int, dtype: str) -> CostModel:
     """The shipped table, scaled from the head shape that it was measured for.
 
-    Times that grow with the context (``C_est`` beyond its launch, ``token_ns``) grow with the
-    bytes of a token and KV head, ``head_dim`` × bytes of the dtype; ``partial_ns`` with the
-    elements of a partial result, query heads × ``head_dim``. What an item or a launch takes beside
-    that (``item_ns``, ``reduce_ns``, ``launch_ms``) stays, and so do the bandwidth and FastTree's
-    coefficients, of which only the ratios matter.
+    Times that grow with the context (``C_est`` beyond its launch, ``token_ns``) are scaled by the
+    bytes of a token and KV head: ``head_dim`` × bytes of the dtype. ``partial_ns`` is scaled by the
+    elements of a partial result: query heads × ``head_dim``. The fixed times of an item or a launch
+    (``item_ns``, ``reduce_ns``, ``launch_ms``) and the bandwidth stay the same. So do FastTree's
+    coefficients, because only their ratios matter.
     """
     model, measured = default_cost_model(), read_key(DEFAULT_TABLE)
     per_token = head_dim * DTYPE_BYTES[dtype] / (measured.head_dim * DTYPE_BYTES[measured.dtype])
@@ -177,12 +177,12 @@ def shipped_for(query_heads: int, head_dim: int, dtype: str) -> CostModel:
 
 
 def save_table(model: CostModel, key: TableKey, path: Path) -> None:
-    """Write a table with its key; whoever reads `path` meanwhile sees the old file or the new.
+    """Write a table with its key; a reader of `path` sees either the old file or the new one.
 
     Raises
     ------
     OSError
-        If the folder cannot be made or written.
+        If the folder cannot be created or written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**model.to_dict(), "key": asdict(key)}, indent=2) + "\n"
@@ -190,7 +190,7 @@ def save_table(model: CostModel, key: TableKey, path: Path) -> None:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        os.chmod(temporary, 0o644)  # mkstemp makes files for this user alone
+        os.chmod(temporary, 0o644)  # mkstemp creates files that only this user can read
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What `deft tune` measures: sizes of the launches behind each fit."""
+"""The measurements of `deft tune`: sizes of the launches for each fit."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Grid:
     table_tokens : tuple of int
         KV lengths of FlashForge's table.
     tile_tokens, tile_rounds : tuple of int
-        Items of each tile shape: KV lengths, and items a program.
+        Items of each tile shape: KV lengths, and items of a program.
     result_counts, result_parts : tuple of int
-        Partial results of a launch, about, and of each query.
+        Partial results: the approximate number in a launch, and those of each query.
     fasttree_blocks : tuple of float
         Contexts of FastTree's groups in tiles of ``TS_c`` tokens.
     repetitions : int
-        Times that FlashForge's table is measured; the shortest time counts.
+        Repetitions of FlashForge's table; the shortest time is used.
     """
 
     table_tokens: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

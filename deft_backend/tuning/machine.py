@@ -1,4 +1,4 @@
-"""Launches of many equal groups on one device: what every fit of `deft tune` measures."""
+"""Launches of many equal groups on one device, which every fit of `deft tune` measures."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Work:
     queries, tokens : int
         Queries and KV tokens of each group.
     parts : int
-        Groups that each query takes part in: with 1 it needs no reduction, and with more the
-        groups are as many chunks of its context.
+        Groups of each query. With 1, the query needs no merge; with more, the groups are chunks of
+        its context.
     resident : bool
-        Whether the KV is few enough tokens, read again and again, to stay in the L2 cache; if
-        not, every group has its own.
+        Whether all groups read the same few KV tokens, which stay in the L2 cache; if not, every
+        group has its own KV.
     """
 
     groups: int
@@ -49,7 +49,7 @@ class Work:
 
     @property
     def results(self) -> int:
-        """Partial results of all groups; none where nothing is reduced."""
+        """Partial results of all groups; 0 without a merge."""
         return self.groups * self.queries if self.parts > 1 else 0
 
 
@@ -62,7 +62,7 @@ class Machine:
         Shape of the attention.
     device : torch.device
     clock : Clock
-        How a launch is timed.
+        Times a launch.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Machine:
         self._clock = clock
         self.target: Target = self._attention(PlanCapacity(1, 1, 1, 1)).target
         self.num_sms = 1
-        free, cache_l2 = _MOST_CACHE_BYTES >> 8, 1 << 16  # enough for a rehearsal on a CPU
+        free, cache_l2 = _MOST_CACHE_BYTES >> 8, 1 << 16  # enough for a trial on a CPU
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             self.num_sms = properties.multi_processor_count
@@ -92,7 +92,7 @@ class Machine:
         self._resident_pages = max(1, cache_l2 // _RESIDENT_SHARE_OF_L2 // page_bytes)
         cache = (pages, page_size, num_kv_heads, head_dim)
         self._kv = [torch.randn(cache, device=device, dtype=dtype) for _ in range(2)]
-        # In no order, as in a server's pool after a while.
+        # Random order, as in a server's pool after some time.
         self._pages = torch.randperm(pages, device=device, dtype=torch.int32)
 
     def time_us(self, work: Work) -> float:
@@ -120,7 +120,8 @@ class Machine:
 
         pages = -(-length // self._page_size)
         held = min(len(self._pages), self._resident_pages) if work.resident else len(self._pages)
-        # Rows of a multiple of 16, as in a server: kernels are compiled for it.
+        # A row length in multiples of 16, as in a server: Triton compiles kernels for this
+        # property.
         width = -(-pages // _ROW_PAGES) * _ROW_PAGES
         at = torch.arange(contexts, device=self._device)[:, None] * pages
         table = self._pages[(at + torch.arange(width, device=self._device)) % held]

@@ -27,7 +27,7 @@ _BUDGET = Budget(launch_ms=20)
 
 @dataclass(frozen=True, eq=False)
 class Tuned:
-    """A measured cost table, and how the measurement went.
+    """A measured cost table, and the quality of the measurement.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class Tuned:
     seconds : dict
         Time of each part.
     variants : int
-        Kernel variants that were compiled, or found in Triton's cache.
+        Kernel variants that Triton compiled or found in its cache.
     """
 
     model: CostModel
@@ -47,13 +47,13 @@ class Tuned:
 
 
 def gpu_clock(launch: Launch) -> float:
-    """Median microseconds of a launch in a CUDA graph, the L2 cache flushed before each."""
+    """Median microseconds of a launch in a CUDA graph, with the L2 cache flushed before it."""
     replay, _ = captured(launch)
     return launch_us(replay, _BUDGET)
 
 
 def tune(key: TableKey, say: Callable[[str], None]) -> Tuned:
-    """Measure the table of `key` on the current CUDA device; `say` is told each part.
+    """Measure the table of `key` on the current CUDA device; `say` receives the name of each part.
 
     Raises
     ------
@@ -119,14 +119,14 @@ def measure(
 
 
 def every_variant(machine: Machine, grid: Grid) -> Iterator[Work]:
-    """Small launches that need every kernel variant that is measured later."""
+    """Small launches that compile every kernel variant of the later measurements."""
     for queries in used_shapes(machine.target).values():
         for parts in (1, 2):
             yield Work(2, queries, min(grid.tile_tokens), parts)
 
 
 def source_of(key: TableKey) -> str:
-    """Where a table comes from, in a line."""
+    """The origin of a table, in one line."""
     found = provenance()
     return (
         f"deft tune on {found['device']}, {key.shape}; torch {key.torch}, triton {key.triton}, "
@@ -136,7 +136,7 @@ def source_of(key: TableKey) -> str:
 
 @contextmanager
 def _compilations() -> Iterator[list[str]]:
-    """Names of the kernels that Triton compiles, or finds in its cache, meanwhile."""
+    """Names of the kernels that Triton compiles or finds in its cache during the `with` block."""
     from triton import knobs
 
     names: list[str] = []
