@@ -1,4 +1,4 @@
-"""`deft tune`: fits on times of known constants, the tables' keys and files, the command."""
+"""`deft tune`: fits on times with known constants, the tables' keys and files, the command."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_tile_costs_are_recovered(target: Target) -> None:
 
     costs, errors = measure_tile_costs(time_us, target, Grid())
     for shape, held in enumerate(target.single_range_tiles):
-        if held > 0:  # a tile with fewer rows than heads share a KV head is never used
+        if held > 0:  # a tile lower than a GQA group is never used
             assert costs.item_ns[shape] == pytest.approx(item[shape], rel=1e-3)
             assert costs.token_ns[shape] == pytest.approx(token[shape], rel=1e-3)
     assert len(costs.item_ns) == len(target.single_range_tiles)
@@ -162,7 +162,7 @@ def test_the_block_table_never_falls_and_knows_its_launch() -> None:
         time = 6.0 + 0.05 * work.tokens + 0.5 * work.queries
         if work.tokens == 512 and work.queries in (1, 4):
             time -= 20.0  # lucky measurements
-        return time + (50.0 if calls[work] == 1 else 0.0)  # and a hiccup at every first one
+        return time + (50.0 if calls[work] == 1 else 0.0)  # and a delay in every first one
 
     times = measure_block_times(time_us, TARGET, 132, Grid())
     assert {work.groups for work in calls} == {132 // 8}
@@ -190,7 +190,7 @@ def _machine(page_size: int, clock: machine_module.Clock) -> Machine:
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_rehearsal_of_the_whole_measurement(page_size: int, tmp_path: Path) -> None:
-    """Every launch runs, interpreted; only the times are made up."""
+    """Every launch runs in the interpreter; only the times are invented."""
     launches = 0
 
     def clock(launch: Launch) -> float:
@@ -218,7 +218,7 @@ def test_a_rehearsal_of_the_whole_measurement(page_size: int, tmp_path: Path) ->
 def test_launches_are_the_attention_that_they_stand_for(
     queries: int, parts: int, resident: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is timed is right: every query against its own context, in as many parts as asked."""
+    """The timed launches are right: every query attends to its own context, in the given parts."""
     seen: dict[str, torch.Tensor] = {}
     real = machine_module.TreeAttention.run
 
@@ -339,7 +339,7 @@ def test_a_broken_write_leaves_the_old_table(
     before = path.read_bytes()
 
     def full(*arguments: object) -> None:
-        assert path.read_bytes() == before  # whole until the very end
+        assert path.read_bytes() == before  # complete until the end
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
@@ -380,7 +380,7 @@ def test_where_tables_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     file.touch()
     with pytest.raises(SettingsError, match="DEFT_CACHE_DIR"):
         tables_directory({"DEFT_CACHE_DIR": str(file)})
-    # A library's plans do not fail for a server's setting.
+    # A server's setting must not break the library's plans.
     assert tables_directory({"DEFT_POLICY": "best", "XDG_CACHE_HOME": "/c"}).is_absolute()
     monkeypatch.setenv("DEFT_CACHE_DIR", str(tmp_path))
     cpu = torch.device("cpu")
@@ -438,7 +438,7 @@ def _on(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tune_writes_and_shows_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command end to end, but for the measurement."""
+    """The command end to end, without the measurement."""
     from deft_backend.tuning import measure as measure_module
 
     model = tmp_path / "model"
