@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from deft_backend.attention import TreeAttention
 from deft_backend.costs import CostModel
 from deft_backend.forest import PrefixForest
-from deft_backend.planner import Plan, PlanCapacity
+from deft_backend.planner import Plan
 from deft_backend.planner.host import plan_forest
 from deft_backend.traces.tree_forests import forest_from_levels
 from deft_backend.tuning.machine import Machine
-
-UNSHARED = ("1 1024", "1 8192", "4 32768", "8 8192", "32 2048", "64 2048", "128 512", "256 1024")
-"""Batches that share nothing: requests, then tokens of each."""
-
-SHARED = (
-    "1,10 4000,400", "1,32 4000,1", "1,256 4000,1", "1,10,10 1000,200,100", "1,256 256,32",
-    "1,16,64 1024,256,32", "1,4,16,512 1024,256,128,32", "1,8 120000,512", "1,64 16384,64",
-    "1,128 4096,64", "1,6,48 2000,8000,200",
-)  # fmt: skip
-"""Trees of the papers and of servers: nodes a level, then tokens of each node."""
-
-TRIALS = UNSHARED + SHARED
 
 
 @dataclass(frozen=True)
@@ -44,7 +33,7 @@ class _Batch:
 
 
 class Trials:
-    """Times of `auto`'s plans for :data:`TRIALS`, by the cost table that they were made with.
+    """Times of `auto`'s plans for whole batches, by the cost table that they were made with.
 
     Each plan runs as in a server's CUDA graph, with every launch that such a batch may need. Two
     tables that lead to the same plan share one measurement.
@@ -58,7 +47,7 @@ class Trials:
         that need more KV than the machine holds are left out.
     """
 
-    def __init__(self, machine: Machine, descriptions: tuple[str, ...] = TRIALS) -> None:
+    def __init__(self, machine: Machine, descriptions: Sequence[str]) -> None:
         self._machine = machine
         forests = {name: forest_from_levels(name) for name in descriptions}
         self._batches = {
@@ -118,7 +107,7 @@ def _pages(forest: PrefixForest, page_size: int) -> int:
     return int((-(-forest.length // page_size) + 1).sum())
 
 
-def _page_table(forest: PrefixForest, page_size: int) -> np.ndarray:
+def _page_table(forest: PrefixForest, page_size: int) -> npt.NDArray[np.int64]:
     """[B, P] int64: pages of each request, counted from 0; a node's tokens lie in its own pages.
 
     A page in which one node ends and another begins is the latter's. Times do not depend on it.
