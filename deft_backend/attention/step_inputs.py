@@ -1,4 +1,4 @@
-"""Checks of an attention's shape and of a step's tensors, before any kernel sees them."""
+"""Checks of an attention's shape and of a step's tensors, before any kernel runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from deft_backend.kernels import unsupported
 
 
 class AttentionError(ValueError):
-    """An attention that the kernels cannot run, or tensors that do not fit the plan."""
+    """The kernels cannot run this attention, or the tensors do not fit the plan."""
 
 
 def check_attention(
@@ -21,12 +21,12 @@ def check_attention(
     page_size: int,
     max_batch: int,
 ) -> None:
-    """Refuse what the kernels cannot run, on this device or at all.
+    """Refuse an attention that the kernels cannot run, on this device or at all.
 
     Raises
     ------
     AttentionError
-        With the value, and what can be run.
+        The message names the value and the supported ones.
     """
     reason = unsupported(num_query_heads, num_kv_heads, head_dim, dtype, device)
     if reason is not None:
@@ -65,7 +65,7 @@ def check_step(
     Raises
     ------
     AttentionError
-        For the first that does not fit.
+        For the first tensor that does not fit.
     """
     for name, tensor in (("q", q), ("out", out)):
         _check_operand(name, tensor, queries, dtype)
@@ -91,7 +91,7 @@ def check_batch(
     Raises
     ------
     AttentionError
-        For the first that does not fit.
+        For the first tensor that does not fit.
     """
     _check_lists(len(seq_lens), seq_lens=seq_lens, table_rows=table_rows)
     integers = {"page_table": page_table, "seq_lens": seq_lens, "table_rows": table_rows}

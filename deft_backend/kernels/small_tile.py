@@ -18,267 +18,202 @@ the query's output, and stage 2 has nothing to do for that query.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton.language as tl
 from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from deft_backend.kernels.arguments import Scaling, Strides, Tensors
+from deft_backend.kernels.plain_parts import (
+    Online,
+    capped,
+    kv_offsets,
+    load_queries,
+    write_results,
+)
 from deft_backend.planner import encoding_constants
+from deft_backend.planner.device_plan import ItemArrays
+
+
+class Item(NamedTuple):
+    """First link of the chain of loads: what the plan says of an item."""
+
+    entry: Any
+    """Its first entry, and the one after its last."""
+    entry_end: Any
+    request: Any
+    start: Any
+    stop: Any
+
+
+class Row(NamedTuple):
+    """Second link: the sequence length of the item's request, and its row of the page table."""
+
+    length: Any
+    table_row: Any
 
 
 @jit
-def _attend(
-    q, k, v, acc, maximum, total, inside, scale, logit_cap,
-    SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """One block of the online softmax: k is [N, D], v [D, N], acc [D, M]; never empty."""
-    if UPCAST:  # what a tensor core does with the operands; the interpreter cannot
+def _read_item(work, work_end, plan, HEADS: tl.constexpr):
+    """Without an item, an empty one."""
+    number = work // HEADS.num_kv  # of the item and of its only segment
+    there = work < work_end
+    entry = tl.load(plan.item_query_ptr + number, mask=there, other=0)
+    entry_end = tl.load(plan.item_query_ptr + number + 1, mask=there, other=0)
+    request = tl.load(plan.segment_request + number, mask=there, other=0)
+    start = tl.load(plan.segment_start + number, mask=there, other=0)
+    stop = tl.load(plan.segment_end + number, mask=there, other=0)
+    return Item(entry, entry_end, request, start, stop)
+
+
+@jit
+def _read_row(work, work_end, item, tensors, HEADS: tl.constexpr, CACHE: tl.constexpr):
+    length = tl.load(tensors.seq_lens + item.request).to(tl.int32)
+    listed = work // HEADS.num_kv if CACHE.table_by_segment else item.request
+    table_row = tl.load(tensors.table_rows + listed, mask=work < work_end, other=0)
+    return Row(length, table_row.to(tl.int64))
+
+
+@jit
+def _attend(online, q, k, v, inside, scaling, MODE: tl.constexpr):
+    """The softmax with one more block, which is never empty: q [M, D], k [N, D], v [D, N]."""
+    if MODE.upcast:  # what a tensor core does with the operands; the interpreter cannot
         k = k.to(tl.float32)
         v = v.to(tl.float32)
-    scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    if SOFT_CAP:
-        # tanh through exp: saturates to +-1 without overflow in either direction. `scale` is
-        # sm_scale here, without the change of base.
-        LOG2_E: tl.constexpr = 1.4426950408889634
-        doubled = tl.exp2(scores * (scale * 2.0 * LOG2_E / logit_cap))
-        scores = (logit_cap * LOG2_E) * (1.0 - 2.0 / (doubled + 1.0))
-        factor = 1.0
-    else:
-        factor = scale
+    scores = tl.dot(k, tl.trans(q), input_precision=MODE.precision)
+    scores, factor = capped(scores, scaling, MODE.soft_cap)
     scores = tl.where(inside[:, None], scores, float("-inf"))
     highest = tl.reduce(scores, 0, tl.standard._elementwise_max) * factor
-    new_maximum = tl.maximum(maximum, highest)
-    weights = tl.exp2(scores * factor - new_maximum[None, :])
-    rescale = tl.exp2(maximum - new_maximum)
-    total = total * rescale + tl.reduce(weights, 0, tl.standard._sum_combine)
-    acc = acc * rescale[None, :]
-    acc = tl.dot(v, weights.to(v.dtype), acc, input_precision=PRECISION)
-    return acc, new_maximum, total
+    maximum = tl.maximum(online.maximum, highest)
+    weights = tl.exp2(scores * factor - maximum[None, :])
+    rescale = tl.exp2(online.maximum - maximum)
+    total = online.total * rescale + tl.reduce(weights, 0, tl.standard._sum_combine)
+    acc = online.acc * rescale[None, :]
+    acc = tl.dot(v, weights.to(v.dtype), acc, input_precision=MODE.precision)
+    return Online(acc, maximum, total)
 
 
 @jit
-def _read_item(
-    work, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr, segment_end_ptr,
-    NUM_KV_HEADS: tl.constexpr,
+def _attend_range(
+    q, page, table, start, length, kv_head, tensors, scaling, HEADS: tl.constexpr,
+    CACHE: tl.constexpr, TILE: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """First link of the chain: entries, row, start and end. Of no item: those of an empty one."""
-    item = work // NUM_KV_HEADS  # item and segment are one: see TILE_SEGMENTS
-    there = work < work_end
-    entry = tl.load(item_query_ptr + item, mask=there, other=0)
-    entry_end = tl.load(item_query_ptr + item + 1, mask=there, other=0)
-    row = tl.load(segment_row_ptr + item, mask=there, other=0)
-    start = tl.load(segment_start_ptr + item, mask=there, other=0)
-    stop = tl.load(segment_end_ptr + item, mask=there, other=0)
-    return entry, entry_end, row, start, stop
+    """The softmax of a KV range; `page` [N] are the page ids of its first block.
+
+    The page ids of the block that is loaded next are in registers.
+    """
+    offs_n = tl.arange(0, TILE.block_tokens)
+    offs_d = tl.arange(0, HEADS.padded_dim)[None, :]
+    in_head = offs_d < HEADS.dim
+    online = Online(
+        tl.full([HEADS.padded_dim, TILE.height], 0.0, tl.float32),
+        tl.full([TILE.height], float("-inf"), tl.float32),
+        tl.full([TILE.height], 0.0, tl.float32),
+    )
+    k_head = tensors.k + kv_head.to(tl.int64) * CACHE.k_head
+    v_head = tensors.v + kv_head.to(tl.int64) * CACHE.v_head
+    for begin in range(0, length, TILE.block_tokens):
+        inside = offs_n < length - begin
+        k_offset, v_offset = kv_offsets(page, start + begin + offs_n, CACHE)
+        k = tl.load(k_head + k_offset[:, None] + offs_d, mask=inside[:, None] & in_head, other=0.0)
+        v = tl.load(
+            v_head + v_offset[None, :] + tl.trans(offs_d),
+            mask=inside[None, :] & tl.trans(in_head),
+            other=0.0,
+        )
+        ahead = begin + TILE.block_tokens + offs_n
+        page = tl.load(table + (start + ahead) // CACHE.page_size, mask=ahead < length, other=0)
+        online = _attend(online, q, k, v, inside, scaling, MODE)
+    return Online(tl.trans(online.acc), online.maximum, online.total)
 
 
 @jit
-def _read_row(
-    work, work_end, row, seq_lens_ptr, table_rows_ptr, NUM_KV_HEADS: tl.constexpr,
-    TABLE_BY_SEGMENT: tl.constexpr,
-):  # fmt: skip
-    """Second link: tokens of the row's sequence, and its row of the page table."""
-    length = tl.load(seq_lens_ptr + row).to(tl.int32)
-    listed = work // NUM_KV_HEADS if TABLE_BY_SEGMENT else row
-    table = tl.load(table_rows_ptr + listed, mask=work < work_end, other=0)
-    return length, table.to(tl.int64)
+def _merge(online, merged, first_slot, head, in_tile, tensors, HEADS: tl.constexpr):
+    """The softmax with the partial results of `merged` neighbouring slots (DeFT, equation 1)."""
+    offs_d = tl.arange(0, HEADS.padded_dim)[None, :]
+    acc, maximum, total = online.acc, online.maximum, online.total
+    for part in range(0, merged):
+        at = (first_slot + part) * (HEADS.num_kv * HEADS.group) + head
+        lse = tl.load(tensors.partial.lse + at, mask=in_tile, other=float("-inf"))
+        scale = tl.load(tensors.partial.scale + at, mask=in_tile, other=0.0)
+        out = tl.load(
+            tensors.partial.out + at[:, None] * HEADS.dim + offs_d,
+            mask=in_tile[:, None] & (offs_d < HEADS.dim),
+            other=0.0,
+        )
+        new_maximum = tl.maximum(maximum, lse)
+        # Empty ranges have LSE = -inf and weigh nothing: avoid -inf - -inf.
+        reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        rescale = tl.exp2(maximum - reference)
+        weight = tl.exp2(lse - reference)
+        total = total * rescale + weight
+        acc = acc * rescale[:, None]
+        acc += out.to(tl.float32) * (weight * scale)[:, None]
+        maximum = new_maximum
+    return Online(acc, maximum, total)
 
 
 @jit
 def small_tile_attention(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    partial_out_ptr,
-    partial_lse_ptr,
-    partial_scale_ptr,
-    page_table_ptr,
-    table_rows_ptr,
-    seq_lens_ptr,
-    tile_ptr,
-    item_segment_ptr,
-    item_query_ptr,
-    segment_row_ptr,
-    segment_start_ptr,
-    segment_end_ptr,
-    segment_span_ptr,
-    entry_query_ptr,
-    entry_slot_ptr,
-    scale,
-    logit_cap,
-    stride_q_batch,
-    stride_q_head,
-    stride_out_batch,
-    stride_out_head,
-    stride_table,
-    STRIDE_K_PAGE: tl.constexpr,
-    STRIDE_K_TOKEN: tl.constexpr,
-    STRIDE_K_HEAD: tl.constexpr,
-    STRIDE_V_PAGE: tl.constexpr,
-    STRIDE_V_TOKEN: tl.constexpr,
-    STRIDE_V_HEAD: tl.constexpr,
-    PLACE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    GQA_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    TABLE_BY_SEGMENT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
+    tensors: Tensors,
+    plan: ItemArrays,
+    scaling: Scaling,
+    strides: Strides,
+    HEADS: tl.constexpr,
+    CACHE: tl.constexpr,
+    TILE: tl.constexpr,
+    MODE: tl.constexpr,
 ):
-    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GQA_GROUP
     MERGES: tl.constexpr = encoding_constants.MERGES.value
-    if OVERLAPPED:
+    if MODE.overlapped:
         gdc_launch_dependents()
 
-    work_end = tl.load(tile_ptr + PLACE + 1) * NUM_KV_HEADS
-    first_work = tl.load(tile_ptr + PLACE) * NUM_KV_HEADS + tl.program_id(0)
+    work_end = tl.load(plan.tile_ptr + TILE.place + 1) * HEADS.num_kv
+    first_work = tl.load(plan.tile_ptr + TILE.place) * HEADS.num_kv + tl.program_id(0)
     step = tl.num_programs(0)
+    offs_m = tl.arange(0, TILE.height)
+    offs_n = tl.arange(0, TILE.block_tokens)
+    query_of_row = offs_m // HEADS.group
+    head_of_row = offs_m % HEADS.group
 
-    offs_m = tl.arange(0, BLOCK_M)
-    offs_n = tl.arange(0, BLOCK_N)
-    offs_d = tl.arange(0, HEAD_DIM_PADDED)[None, :]
-    in_head = offs_d < HEAD_DIM
-    query_of_row = offs_m // GQA_GROUP
-    head_of_row = offs_m % GQA_GROUP
-
-    entry, entry_end, row, start, stop = _read_item(
-        first_work, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
-        segment_end_ptr, NUM_KV_HEADS,
-    )  # fmt: skip
-    next_entry, next_entry_end, next_row, next_start, next_stop = _read_item(
-        first_work + step, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
-        segment_end_ptr, NUM_KV_HEADS,
-    )  # fmt: skip
-    row_length, table_row = _read_row(
-        first_work, work_end, row, seq_lens_ptr, table_rows_ptr, NUM_KV_HEADS, TABLE_BY_SEGMENT
-    )
+    item = _read_item(first_work, work_end, plan, HEADS)
+    next_item = _read_item(first_work + step, work_end, plan, HEADS)
+    row = _read_row(first_work, work_end, item, tensors, HEADS, CACHE)
 
     for work in range(first_work, work_end, step):
         # KV heads of one item are neighbours: they read the same page-table entries.
-        kv_head = work % NUM_KV_HEADS
-        head = kv_head * GQA_GROUP + head_of_row
-        in_tile = query_of_row < entry_end - entry
-        table = page_table_ptr + table_row * stride_table
-        # An open range ends where its row's sequence ends now.
-        length = tl.maximum(tl.where(stop < 0, row_length, stop) - start, 0)
-        page = tl.load(table + (start + offs_n) // PAGE_SIZE, mask=offs_n < length, other=0)
-        query = tl.load(entry_query_ptr + entry + query_of_row, mask=in_tile, other=0)
+        kv_head = work % HEADS.num_kv
+        head = kv_head * HEADS.group + head_of_row
+        in_tile = query_of_row < item.entry_end - item.entry
+        table = tensors.page_table + row.table_row * strides.table
+        start = item.start
+        # An open range ends where its request's sequence ends now.
+        length = tl.maximum(tl.where(item.stop < 0, row.length, item.stop) - start, 0)
+        page = tl.load(table + (start + offs_n) // CACHE.page_size, mask=offs_n < length, other=0)
+        query = tl.load(plan.entry_query + item.entry + query_of_row, mask=in_tile, other=0)
 
-        # The next items' links, whose addresses are here since the item before.
-        next_row_length, next_table_row = _read_row(
-            work + step, work_end, next_row, seq_lens_ptr, table_rows_ptr, NUM_KV_HEADS,
-            TABLE_BY_SEGMENT,
-        )  # fmt: skip
-        later_entry, later_entry_end, later_row, later_start, later_stop = _read_item(
-            work + 2 * step, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
-            segment_end_ptr, NUM_KV_HEADS,
-        )  # fmt: skip
+        # The next items' links: their addresses have been here since the item before.
+        next_row = _read_row(work + step, work_end, next_item, tensors, HEADS, CACHE)
+        later_item = _read_item(work + 2 * step, work_end, plan, HEADS)
 
-        q = tl.load(
-            q_ptr
-            + query.to(tl.int64)[:, None] * stride_q_batch
-            + head[:, None] * stride_q_head
-            + offs_d,
-            mask=in_tile[:, None] & in_head,
-            other=0.0,
+        q = load_queries(tensors, strides, query, head, in_tile, HEADS, MODE.upcast)
+        online = _attend_range(
+            q, page, table, start, length, kv_head, tensors, scaling, HEADS, CACHE, TILE, MODE
         )
-        if UPCAST:
-            q = q.to(tl.float32)
-        maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.full([BLOCK_M], 0.0, tl.float32)
-        acc = tl.full([HEAD_DIM_PADDED, BLOCK_M], 0.0, tl.float32)
-        k_head = k_ptr + kv_head.to(tl.int64) * STRIDE_K_HEAD
-        v_head = v_ptr + kv_head.to(tl.int64) * STRIDE_V_HEAD
-        for begin in range(0, length, BLOCK_N):
-            inside = offs_n < length - begin
-            in_page = (start + begin + offs_n) % PAGE_SIZE
-            k_offset = page.to(tl.int64) * STRIDE_K_PAGE + in_page * STRIDE_K_TOKEN
-            v_offset = page.to(tl.int64) * STRIDE_V_PAGE + in_page * STRIDE_V_TOKEN
-            k = tl.load(
-                k_head + k_offset[:, None] + offs_d, mask=inside[:, None] & in_head, other=0.0
-            )
-            v = tl.load(
-                v_head + v_offset[None, :] + tl.trans(offs_d),
-                mask=inside[None, :] & tl.trans(in_head),
-                other=0.0,
-            )
-            ahead = begin + BLOCK_N + offs_n
-            page = tl.load(table + (start + ahead) // PAGE_SIZE, mask=ahead < length, other=0)
-            acc, maximum, total = _attend(
-                q, k, v, acc, maximum, total, inside, scale, logit_cap,
-                SOFT_CAP, PRECISION, UPCAST,
-            )  # fmt: skip
-        result = tl.trans(acc)
 
-        # Read again rather than held in registers through the loop.
-        query = tl.load(entry_query_ptr + entry + query_of_row, mask=in_tile, other=0)
-        slot = tl.load(entry_slot_ptr + entry + query_of_row, mask=in_tile, other=0)
-        merged = tl.load(segment_span_ptr + work // NUM_KV_HEADS)
+        # Read again: held in registers through the loop, they would cost more.
+        query = tl.load(plan.entry_query + item.entry + query_of_row, mask=in_tile, other=0)
+        slot = tl.load(plan.entry_slot + item.entry + query_of_row, mask=in_tile, other=0)
+        merged = tl.load(plan.segment_span + work // HEADS.num_kv)
         if merged > 0:
-            if OVERLAPPED:
+            if MODE.overlapped:
                 gdc_wait()
             first_slot = MERGES - slot.to(tl.int64)
-            for part in range(0, merged):
-                at = (first_slot + part) * NUM_HEADS + head
-                part_lse = tl.load(partial_lse_ptr + at, mask=in_tile, other=float("-inf"))
-                part_scale = tl.load(partial_scale_ptr + at, mask=in_tile, other=0.0)
-                part_out = tl.load(
-                    partial_out_ptr + at[:, None] * HEAD_DIM + offs_d,
-                    mask=in_tile[:, None] & in_head,
-                    other=0.0,
-                )
-                new_maximum = tl.maximum(maximum, part_lse)
-                # Empty ranges have LSE = -inf and weigh nothing: avoid -inf - -inf.
-                reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-                rescale = tl.exp2(maximum - reference)
-                weight = tl.exp2(part_lse - reference)
-                total = total * rescale + weight
-                result = result * rescale[:, None]
-                result += part_out.to(tl.float32) * (weight * part_scale)[:, None]
-                maximum = new_maximum
+            online = _merge(online, merged, first_slot, head, in_tile, tensors, HEADS)
+        write_results(online, query, slot, head, in_tile, tensors, strides, HEADS)
 
-        # An empty range contributes nothing: O = 0, LSE = -inf.
-        safe_total = tl.where(total > 0.0, total, 1.0)
-        normal = 1.0 / safe_total
-        direct = in_tile & (slot < 0)
-        partial = in_tile & (slot >= 0)
-        if tl.reduce(direct.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
-            tl.store(
-                out_ptr
-                + query.to(tl.int64)[:, None] * stride_out_batch
-                + head[:, None] * stride_out_head
-                + offs_d,
-                (result * normal[:, None]).to(out_ptr.dtype.element_ty),
-                mask=direct[:, None] & in_head,
-            )
-        if tl.reduce(partial.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
-            # Partial results keep 11 bits of mantissa relative to their row's largest element,
-            # whatever the range of the cache's dtype.
-            largest = tl.reduce(tl.abs(result), 1, tl.standard._elementwise_max)
-            largest = tl.maximum(largest, 1.0e-30)
-            where = slot.to(tl.int64) * NUM_HEADS + head
-            tl.store(
-                partial_out_ptr + where[:, None] * HEAD_DIM + offs_d,
-                (result * (1.0 / largest)[:, None]).to(partial_out_ptr.dtype.element_ty),
-                mask=partial[:, None] & in_head,
-            )
-            lse = tl.where(total > 0.0, maximum + tl.log2(safe_total), float("-inf"))
-            tl.store(partial_lse_ptr + where, lse, mask=partial)
-            tl.store(partial_scale_ptr + where, largest * normal, mask=partial)
+        row, item, next_item = next_row, next_item, later_item
 
-        row_length, table_row = next_row_length, next_table_row
-        entry, entry_end, row, start, stop = (
-            next_entry, next_entry_end, next_row, next_start, next_stop,
-        )  # fmt: skip
-        next_entry, next_entry_end, next_row, next_start, next_stop = (
-            later_entry, later_entry_end, later_row, later_start, later_stop,
-        )  # fmt: skip
-
-    if OVERLAPPED:
+    if MODE.overlapped:
         gdc_wait()

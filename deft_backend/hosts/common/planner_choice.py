@@ -15,12 +15,12 @@ DEVICE_POLICY = "auto"
 """The only policy that the device planner knows."""
 
 CHEAP_WITHOUT_SHARING = frozenset({((9, 0), 32, 8, 128)})
-"""Where ``DEFT_PLANNER=auto`` selects the device planner: compute capability, query heads, KV heads
-and head dimension.
+"""Compute capability, query heads, KV heads and head dimension for which ``DEFT_PLANNER=auto``
+selects the device planner.
 
 The device planner sends every batch through tree attention, the host planner only batches that
-share enough. On these GPUs and shapes, batches that share nothing lose hardly anything: they took
-0.3 % less time a token than with the host's kernel in two runs, and 2.7 % more in a third.
+share enough. On these GPUs and shapes, batches that share nothing lose hardly anything. In two runs
+they took 0.3 % less time per token than with the host's kernel, and in a third run 2.7 % more.
 """
 
 
@@ -29,7 +29,7 @@ def selects_device_planner(
 ) -> bool:
     """Whether the device planner makes the plans of an adapter that can use either planner.
 
-    If ``DEFT_PLANNER`` asks for the device planner and it cannot be used, the log gives the reason.
+    If ``DEFT_PLANNER`` selects a device planner that cannot be used, the log gives the reason.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ def policy_selects_device_planner(settings: Settings) -> bool:
 
 
 def planned_on_device(requests: int) -> int:
-    """The largest batch that the device planner is set up for.
+    """The largest batch that the device planner is set up to plan.
 
     The log says if that is smaller than `requests`, the largest batch that the server decodes.
     """

@@ -1,4 +1,4 @@
-"""Compile everything before the first request: it must not wait, nor find that it fails."""
+"""Compile everything before the first request, so that no request waits for a compiler."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ def warm_up_attention(
     index_dtype: torch.dtype = torch.int64,
     on_device: bool = False,
 ) -> None:
-    """Run the planner, and the kernels in every combination in which a plan may launch them.
+    """Run the planner, and the kernels in every combination that a plan may launch.
 
-    Whether a launch follows another is compiled into it, so every set of tile shapes runs, with
-    and without a reduction. All requests are made of the first page.
+    Each launch is compiled for whether another launch precedes it. So every set of tile shapes
+    runs, with and without a reduction. All requests hold only the first page of the KV cache.
 
     Parameters
     ----------
     attention : TreeAttention
     k_cache, v_cache : [pages, page_size, Hkv, D], or [slots, Hkv, D] when the page size is 1
-        Of some layer; layers must not differ in strides.
+        The KV cache of any layer; all layers must have the same strides.
     table_columns : int
         Columns of the host's page table.
     table_dtype, index_dtype : torch.dtype
         Of the host's page table, and of its table rows and lengths.
     on_device : bool
-        Whether plans are made on the device: its planner's kernels run for every size of batch
-        that they are compiled for, and those of attention in the sets that plans take: where a
-        small tile holds a request, one by itself has no use for large tiles. On the CPU they are
-        interpreted and there is nothing to compile: one small batch shows that they run.
+        Whether the device planner makes the plans. Then its kernels run for every batch size that
+        they are compiled for, and the attention kernels run in the sets that its plans use. If a
+        small tile holds a whole request, a batch of one request uses no large tiles. On the CPU the
+        interpreter runs the kernels and compiles nothing: one small batch shows that they run.
     """
     device = attention.device
     table = torch.zeros((1, max(2, table_columns)), dtype=table_dtype, device=device)
@@ -109,7 +109,7 @@ def plans_of_all_shapes(attention: TreeAttention) -> Iterator[tuple[Plan, int]]:
 
 
 def plans_of_many(attention: TreeAttention) -> Iterator[tuple[Plan, int]]:
-    """A plan for the smallest batch whose results stage 2 merges otherwise than those of few."""
+    """A plan of the smallest batch that stage 2 merges with its configuration for many queries."""
     batch = attention.few_queries + 1
     if batch > attention.capacity.max_batch:
         return
