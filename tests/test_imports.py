@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planner": {"forest", "policies", "kernel_limits"},
     "kernels": {"planner", "kernel_limits"},
     "attention": {"forest", "policies", "planner", "kernels", "costs", "kernel_limits"},
-    "tuning": {"forest", "costs", "policies", "planner", "attention", "harness"},
+    "tuning": {"forest", "costs", "policies", "planner", "attention", "harness", "traces"},
     "explain": {"forest", "policies", "planner"},
     "telemetry": {"forest", "config"},
     "hosts/contract": set(),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from strategies import GROWTH, Batch, batches, check_coverage, regular_forest, targets
 
 from deft_backend.costs.cost_model import default_cost_model
-from deft_backend.costs.table_lookup import shipped_for
+from deft_backend.costs.shipped_tables import shipped_for
 from deft_backend.costs.tile_costs import TileCosts
 from deft_backend.forest import PrefixForest, build_forest
 from deft_backend.policies import Grouping, Target, get_policy

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from deft_backend.cli.errors import fail, reported
 from deft_backend.cli.models import ChosenModel
-from deft_backend.costs.table_lookup import SHORT_DTYPES
+from deft_backend.costs.table_key import SHORT_DTYPES
 from deft_backend.servers.model_files import ModelFilesError
 
 

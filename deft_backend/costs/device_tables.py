@@ -8,7 +8,9 @@ import torch
 
 from deft_backend.compile.source_digest import digest_of
 from deft_backend.costs.cost_model import CostModel
-from deft_backend.costs.table_lookup import TableKey, cost_model_for
+from deft_backend.costs.gpu_facts import gpu_facts
+from deft_backend.costs.table_key import TableKey
+from deft_backend.costs.table_lookup import cost_model_for
 from deft_backend.folders import tables_directory
 from deft_backend.installed import installed_version
 
@@ -48,7 +50,7 @@ def cost_model_on(
 ) -> CostModel:
     """The cost table to plan with on `device`; :func:`cost_model_for` describes the log lines."""
     key = table_key(device, num_query_heads, num_kv_heads, head_dim, dtype, page_size)
-    return cost_model_for(key, tables_directory())
+    return cost_model_for(key, tables_directory(), gpu_facts(device))
 
 
 @lru_cache(maxsize=1)
