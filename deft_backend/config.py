@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deft_backend.policy_names import POLICY_NAMES
+from deft_backend.policy_names import AUTO, POLICY_NAMES
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +26,12 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user may change about a server, parsed from the environment.
+    """The user's settings for a server, parsed from the environment.
 
     See :data:`VARIABLES` for the variable behind each field, and ``docs/configuration.md``.
     """
 
-    policy: str = "auto"
+    policy: str = AUTO
     planner: str = "auto"
     min_share: float = 1.1
     min_batch: int = 2
@@ -136,7 +136,7 @@ def _directory(text: str) -> Path:
         path = Path(text).expanduser()
         if path.exists() and not path.is_dir():
             raise ValueError
-    except (OSError, RuntimeError) as error:  # no such user, not ours to enter, too long a name
+    except (OSError, RuntimeError) as error:  # unknown user, no permission, name too long
         raise ValueError(str(error)) from error
     return path
 

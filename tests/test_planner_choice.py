@@ -1,4 +1,4 @@
-"""Which planner makes the plans, and how many requests the device planner holds."""
+"""The choice of the planner, and the number of requests that the device planner holds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from deft_backend.policies import POLICY_NAMES
     ("planner", "device", "capability", "heads", "head_dim", "changed", "expected", "said"),
     [
         ("auto", "cuda", (9, 0), (32, 8), 128, {}, True, ""),
-        ("auto", "cuda", (9, 0), (64, 8), 128, {}, False, ""),  # not measured with nothing shared
+        ("auto", "cuda", (9, 0), (64, 8), 128, {}, False, ""),  # not measured without sharing
         ("auto", "cuda", (9, 0), (16, 4), 128, {}, False, ""),
         ("auto", "cuda", (9, 0), (32, 8), 64, {}, False, ""),
         ("auto", "cuda", (8, 0), (32, 8), 128, {}, False, ""),

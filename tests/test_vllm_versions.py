@@ -1,4 +1,4 @@
-"""vLLM's window and contract, which commands read where vLLM is not installed."""
+"""vLLM's window and contract, which commands read without an installed vLLM."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from deft_backend.hosts.contract.versions import matches, version_key
+from deft_backend.hosts.contract.version_numbers import matches, version_key
 from deft_backend.hosts.vllm import versions
 
 

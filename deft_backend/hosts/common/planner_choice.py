@@ -8,11 +8,9 @@ import torch
 
 from deft_backend.config import Settings
 from deft_backend.planner.on_device import largest_batch
+from deft_backend.policy_names import AUTO
 
 logger = logging.getLogger("deft_backend")
-
-DEVICE_POLICY = "auto"
-"""The only policy that the device planner knows."""
 
 CHEAP_WITHOUT_SHARING = frozenset({((9, 0), 32, 8, 128)})
 """Compute capability, query heads, KV heads and head dimension for which ``DEFT_PLANNER=auto``
@@ -43,12 +41,12 @@ def selects_device_planner(
         return False
     if settings.planner == "auto":
         return (
-            device.type == "cuda" and settings.policy == DEVICE_POLICY and not settings.verify
+            device.type == "cuda" and settings.policy == AUTO and not settings.verify
             and (torch.cuda.get_device_capability(device), *shape) in CHEAP_WITHOUT_SHARING
         )  # fmt: skip
     for reason, holds in (
-        (f"the device planner knows the policy {DEVICE_POLICY} only, not {settings.policy}",
-         settings.policy != DEVICE_POLICY),
+        (f"the device planner knows the policy {AUTO} only, not {settings.policy}",
+         settings.policy != AUTO),
         ("DEFT_VERIFY checks plans of the host planner only", settings.verify),
     ):  # fmt: skip
         if holds:
@@ -62,7 +60,7 @@ def policy_selects_device_planner(settings: Settings) -> bool:
 
     Such an adapter (vLLM's) uses the device planner with every policy that the planner knows.
     """
-    return settings.policy == DEVICE_POLICY
+    return settings.policy == AUTO
 
 
 def planned_on_device(requests: int) -> int:
