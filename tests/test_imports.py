@@ -130,7 +130,7 @@ def test_servers_that_do_not_ask_for_us_load_little(host: str) -> None:
 
 
 def test_no_module_imports_the_package_itself() -> None:
-    """`deft_backend/__init__.py` is the library's front: it imports the folders, none imports it."""
+    """`deft_backend/__init__.py` imports the folders; no module imports it."""
     for path in PACKAGE.rglob("*.py"):
         assert "deft_backend" not in imports(path), f"{path.relative_to(ROOT)} imports deft_backend"
 
