@@ -28,7 +28,7 @@ def target_of(
         head_dim=head_dim,
         dtype_bytes=dtype.itemsize,
         num_programs=tile_programs[-1],
-        tile_heights=tuple(tile.rows for tile in config.tiles),
+        tile_heights=tuple(tile.height for tile in config.tiles),
         tile_programs=tile_programs,
         num_sms=config.sms,
         tile_segments=TILE_SEGMENTS,

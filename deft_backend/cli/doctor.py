@@ -104,7 +104,7 @@ def _kernels(shapes: list[HeadShape]) -> list[dict[str, Any]]:
             found.append({**_entry(shape), "kernel": "host", "why": why})
             continue
         config = kernel_configuration(head_dim, dtype, device, query_heads // kv_heads)
-        tiles = "/".join(str(tile.rows) for tile in config.tiles)
+        tiles = "/".join(str(tile.height) for tile in config.tiles)
         why = f"tiles of {tiles} query vectors" + (", interpreted" if config.interpreted else "")
         entry = {**_entry(shape), "kernel": "tree attention", "why": why}
         key = table_key(device, *shape[:3], dtype)

@@ -19,7 +19,7 @@ HEAD_DIMS = (64, 96, 128, 256)
 """Head dimensions that the kernels are tested for."""
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-"""Element types; float32 on the CPU only, where small models are served in it."""
+"""Element types. The kernels run float32 on the CPU only, for small models."""
 
 
 PARTIAL_ATTENTION = Kernel(stage1, "partial_attention")
@@ -33,7 +33,7 @@ REDUCE_PARTIALS = Kernel(stage2, "reduce_partials")
 class TileConfig:
     """How stage 1 runs one tile shape on one device."""
 
-    rows: int
+    height: int
     block_tokens: int
     block_segments: int
     num_warps: int
@@ -63,10 +63,10 @@ class ReduceConfig:
 class KernelConfiguration:
     """How both stages run on one device for one head shape.
 
-    Stage 2 runs as `few` says where its programs each have one block of heads of one query at most:
-    few queries have many partial results each, which are merged in turns. `overlapped` launches use
-    programmatic dependent launch: kernels of one attention start while the one before still runs
-    (NVIDIA Hopper and newer). `sms` are the GPU's, one for the interpreter.
+    Stage 2 runs as `few` says if that gives each program at most one block of heads of one query.
+    Few queries have many partial results each, so a program merges many at a time. `overlapped`
+    launches use programmatic dependent launch (NVIDIA Hopper and newer): a kernel starts while the
+    kernel before it still runs. `sms` is the GPU's number of SMs, 1 for the interpreter.
     """
 
     tiles: tuple[TileConfig, ...]
@@ -119,17 +119,18 @@ def kernel_configuration(
     head_dim: int, dtype: torch.dtype, device: torch.device, gqa_group: int = 1
 ) -> KernelConfiguration:
     """Tile shapes for `head_dim` elements of `dtype` on `device`."""
-    # The smallest tile holds one query's group at least, and eight rows, the tensor cores' least.
+    # The small tile holds at least one query's GQA group, and at least 8 query vectors: the
+    # tensor cores multiply no fewer.
     tile_heights = (
         min(32, max(TILE_HEIGHTS[0], triton.next_power_of_2(gqa_group))),
         *TILE_HEIGHTS[1:],
     )
     if device.type == "cpu":
-        # The interpreter's cost is Python's, per operation and not per element: large KV tiles,
-        # one program.
+        # The interpreter's time is Python's, for each operation and not for each element. So it
+        # runs one program with large blocks.
         interpreted = tuple(
-            TileConfig(rows, 256, segments, 1, 1, 1)
-            for rows, segments in zip(tile_heights, TILE_SEGMENTS, strict=True)
+            TileConfig(height, 256, segments, 1, 1, 1)
+            for height, segments in zip(tile_heights, TILE_SEGMENTS, strict=True)
         )
         reduce = ReduceConfig(16, 16, 1, 1)
         return KernelConfiguration(
@@ -145,20 +146,20 @@ def kernel_configuration(
         gluon_versions.log_unavailable()
     hopper = hopper and gluon_versions.available()
     found = []
-    for rows, segments in zip(tile_heights, TILE_SEGMENTS, strict=True):
-        if rows < 64:
-            # One warp a program, which meets no barrier, and as many programs as fit: reading a
-            # leaf is a chain of dependent loads, hidden only by other leaves' loads.
+    for height, segments in zip(tile_heights, TILE_SEGMENTS, strict=True):
+        if height < 64:
+            # An item is a chain of dependent loads; only the loads of other items hide it. So a
+            # program is one warp, which meets no barrier, and an SM holds as many as fit.
             warps, block, stages, most = 1, 16, 3, 8
         else:
             warps, block, stages, most = 4, 64 if padded * dtype.itemsize <= 256 else 32, 3, 2
         # Q, the K and V blocks of every stage, and the weights share the SM's memory.
-        while stages > 1 and _shared_bytes(rows, block, padded, dtype, stages) > shared:
+        while stages > 1 and _shared_bytes(height, block, padded, dtype, stages) > shared:
             stages -= 1
-        while block > 16 and _shared_bytes(rows, block, padded, dtype, stages) > shared:
+        while block > 16 and _shared_bytes(height, block, padded, dtype, stages) > shared:
             block //= 2
-        per_sm = min(most, per_sm_shared // _shared_bytes(rows, block, padded, dtype, stages))
-        plain = TileConfig(rows, block, segments, warps, stages, sms * max(1, per_sm))
+        per_sm = min(most, per_sm_shared // _shared_bytes(height, block, padded, dtype, stages))
+        plain = TileConfig(height, block, segments, warps, stages, sms * max(1, per_sm))
         gluon = _gluon_tile(plain, head_dim, gqa_group, sms) if hopper else None
         found.append(gluon or plain)
     return KernelConfiguration(
@@ -175,15 +176,15 @@ def _gluon_tile(plain: TileConfig, head_dim: int, gqa_group: int, sms: int) -> T
     """How the kernels in Gluon run a tile shape on Hopper; None: the plain kernel runs it."""
     if plain.block_segments > 1:
         return None
-    if plain.rows == 64 and head_dim in (64, 128):
+    if plain.height == 64 and head_dim in (64, 128):
         block, lookahead = {64: (64, 3), 128: (64, 2)}[head_dim]
         # A program reads its first item before it knows whether there is one.
         programs = min(2 * sms, READ_AHEAD)
         return replace(plain, block_tokens=block, lookahead=lookahead, programs=programs)
     # One warp a program, as in the plain kernel.
-    if (plain.rows, head_dim) == (16, 128):
+    if (plain.height, head_dim) == (16, 128):
         return replace(plain, block_tokens=16, lookahead=1, programs=6 * sms)
-    if (plain.rows, head_dim) == (8, 128):
+    if (plain.height, head_dim) == (8, 128):
         per_sm, registers = gluon_versions.small_tile_limits(gqa_group)
         return replace(
             plain, block_tokens=16, lookahead=1, programs=per_sm * sms, max_registers=registers
@@ -191,6 +192,6 @@ def _gluon_tile(plain: TileConfig, head_dim: int, gqa_group: int, sms: int) -> T
     return None
 
 
-def _shared_bytes(rows: int, block: int, head_dim: int, dtype: torch.dtype, stages: int) -> int:
+def _shared_bytes(height: int, block: int, head_dim: int, dtype: torch.dtype, stages: int) -> int:
     item = dtype.itemsize
-    return (rows * head_dim + 2 * stages * block * head_dim + rows * block) * item + 2048
+    return (height * head_dim + 2 * stages * block * head_dim + height * block) * item + 2048

@@ -1,4 +1,4 @@
-"""What the kernels in Gluon share: small functions in it."""
+"""Small functions that the kernels in Gluon share."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ with suppress(ImportError):  # `gluon_versions.available` says so before anythin
 
 
 class Item(NamedTuple):
-    """What the plan says of an item of one KV range."""
+    """What the plan says about an item of one KV range."""
 
     entry: Any
     """Its first entry."""
     queries: Any
     request: Any
-    """The request whose tokens the range is of."""
+    """The request that the range's tokens belong to."""
     listed: Any
     """The request's row of the page table, or the request if `table_rows` is by request."""
     start: Any
@@ -28,7 +28,7 @@ class Item(NamedTuple):
 
 @jit
 def ask(pointer, mask):
-    """Ask the L2 cache for what lies at addresses, where `mask` says so. Nothing waits for it."""
+    """Prefetch addresses to the L2 cache, where `mask` is set. Nothing waits for the prefetch."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred wanted;
@@ -42,19 +42,19 @@ def ask(pointer, mask):
 
 @jit
 def larger(a, b):
-    """For reductions."""
+    """Combine two numbers of a reduction to the larger one."""
     return gl.maximum(a, b)
 
 
 @jit
 def plus(a, b):
-    """For reductions."""
+    """Combine two numbers of a reduction to their sum."""
     return a + b
 
 
 @jit
 def capped(scores, scaling, SOFT_CAP: gl.constexpr):
-    """Scores under the soft cap, if there is one, in base 2."""
+    """Scores under the soft cap, in base 2; without a soft cap, the scores as they are."""
     if SOFT_CAP:
         # tanh through exp: saturates to +-1 without overflow in either direction.
         LOG2_E: gl.constexpr = 1.4426950408889634
@@ -65,9 +65,10 @@ def capped(scores, scaling, SOFT_CAP: gl.constexpr):
 
 @jit
 def _listed(pointer, there, AHEAD: gl.constexpr):
-    """A number of an item's, 0 of no item's. With AHEAD, loaded before it is known which it is.
+    """A number of an item, 0 if the item is not there.
 
-    Volatile, then: the compiler would move such a load behind what it does not depend on.
+    With AHEAD, the load starts before `there` is known. It is volatile, because the compiler would
+    otherwise move it behind the load of `there`.
     """
     if AHEAD:
         return gl.where(there, gl.load(pointer, volatile=True), 0)
@@ -79,10 +80,10 @@ def _listed(pointer, there, AHEAD: gl.constexpr):
 def read_item(
     work, work_end, tensors, plan, HEADS: gl.constexpr, CACHE: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """First link of the chain of loads: what the plan says of the item that `work` belongs to.
+    """First link of the chain of loads: the item of `work`, which is an item and a KV head.
 
-    Without an item, an empty one. With AHEAD, the item is one of the READ_AHEAD for which every
-    plan has room.
+    From `work_end` on, items are empty. With AHEAD, the item is one of the READ_AHEAD items for
+    which every plan has room.
     """
     number = work // HEADS.num_kv  # of the item and of its only segment
     there = work < work_end
@@ -99,7 +100,7 @@ def read_item(
 
 @jit
 def table_row(item, tensors, CACHE: gl.constexpr):
-    """Row of the page table of an item's KV range: a second link, unless segments list it."""
+    """Row of the page table of an item's KV range: the second link, unless segments list it."""
     found = item.listed.to(gl.int64)
     if not CACHE.table_by_segment:
         found = gl.load(tensors.table_rows + item.listed).to(gl.int64)
@@ -118,7 +119,7 @@ def offsets_of(
     page, position, STRIDE_PAGE: gl.constexpr, STRIDE_TOKEN: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Where tokens lie in a cache, in units of 16 bytes: 32 bits of them reach 64 GiB."""
+    """Offsets of tokens in a cache, in units of 16 bytes: 32 bits of these units reach 64 GiB."""
     gl.static_assert(STRIDE_PAGE % 8 == 0)
     gl.static_assert(STRIDE_TOKEN % 8 == 0)
     offset = page * (STRIDE_PAGE // 8)

@@ -1,7 +1,8 @@
 """Gluon, Triton's experimental language, across the Triton versions that the kernels support.
 
 Everything that differs between those versions stands in this module. Kernels import `jit`,
-`barrier`, `async_load` and `reinterpret` from here and the rest of the language from Triton.
+`constexpr_function`, `barrier`, `async_load` and `reinterpret` from here, and the rest of the
+language from Triton.
 """
 
 from __future__ import annotations
@@ -85,11 +86,11 @@ def log_unavailable() -> None:
 
 
 def small_tile_limits(gqa_group: int) -> tuple[int, int | None]:
-    """Programs on an SM and registers of a thread for the pipelined kernel of small tiles.
+    """Programs on an SM and registers of a thread for the Hopper kernel of small tiles.
 
     A quarter of an SM has 16,384 registers. It holds two programs of up to 248 registers a thread,
-    three of up to 168, or, beside one program of the large tile, two of up to 128. The limits were
-    found by compiling: within them the kernel needs no stack.
+    or three of up to 168. Next to one program of the large tile it holds two of up to 128. Tests
+    compile the kernel and check that it needs no stack within these limits.
 
     Parameters
     ----------
@@ -103,7 +104,7 @@ def small_tile_limits(gqa_group: int) -> tuple[int, int | None]:
     """
     before_3_8 = triton.__version__.startswith(("3.6.", "3.7."))
     if gqa_group in (2, 4):
-        # Triton 3.9 orders the loads of a merge so that 128 registers do not hold them.
+        # Triton 3.9 orders the loads of a merge differently: they do not fit 128 registers.
         return 10, 168 if triton.__version__.startswith("3.9.") else 128
     if gqa_group == 8 or (gqa_group > 4 and before_3_8):
         return 10, 168

@@ -19,8 +19,8 @@ The kernel copies K and V into rings of shared-memory buffers. K runs LOOKAHEAD 
 product that starts next, and V runs one block behind K. One thread for each token computes where
 the token lies, and the threads that copy read that offset: one ring holds page ids, and a second
 ring holds the offsets, a few blocks later. One thread for each query vector computes in the same
-way where the vector lies and where its result goes. While the kernel writes one item, it already
-loads the page ids, queries and slots that the next item needs first.
+way where the vector lies and where its result goes. While the kernel writes an item's results, it
+loads what the next item needs first: page ids, queries and slots.
 
 Each block meets two barriers. The first one and its proxy fence make all copies visible to the
 tensor cores. After the second one, no warp reads the oldest buffers, so copies may overwrite them.

@@ -6,12 +6,12 @@
 A small tile reuses little KV, so the kernel keeps loads in flight and does little else per token:
 
 - A program is one warp. It meets no barrier, and an SM holds many.
-- The kernel copies K and V into a ring of shared-memory buffers, LOOKAHEAD KV blocks ahead of the
-  block that it multiplies. The copies go on from one item to the next. Triton's own pipelining
-  ends with each item, so this kernel is written in Gluon.
+- The kernel copies K and V into rings of buffers in shared memory. The copies are LOOKAHEAD KV
+  blocks ahead of the block that the kernel multiplies. They go on from one item to the next.
+  Triton's own pipelining ends with each item, so this kernel is written in Gluon.
 - An item is a chain of loads: the item, its row of the page table, page ids, keys and values. Each
-  load gives the addresses of the next. The kernel starts each of them one item or one KV block
-  before the next, so it never waits for a load that has just begun.
+  load gives the addresses of the next. The kernel starts each load one item or one KV block before
+  the next load. So it never waits for a load that has just begun.
 - The tensor cores compute S^T = K Q^T and O^T = V^T P^T: a tile of eight columns wastes little on a
   GQA group of four heads and holds half the registers.
 - One thread for each token reads its page id and turns it into an address.

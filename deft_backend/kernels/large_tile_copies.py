@@ -1,7 +1,7 @@
 """Copies to shared memory for large tiles: page ids, offsets, then keys and values (Gluon).
 
-A program takes an item's KV blocks from the last to the first. For each block it copies page ids,
-turns them into offsets, and then copies K and V from there, each some blocks ahead of the next.
+A program takes an item's KV blocks from the last to the first. For each block it copies page ids
+and turns them into offsets. Some blocks later it copies K and V from these offsets.
 """
 
 from __future__ import annotations

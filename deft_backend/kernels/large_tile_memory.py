@@ -135,7 +135,8 @@ def in_one_row(buffer, LAYOUT: gl.constexpr):
 def hidden_zero(number):
     """Return 0, computed from a number below 65,536 so that the compiler does not know it.
 
-    A row's number plus this 0 is computed anew for each item. Otherwise the compiler would compute
-    what depends on it once, and hold it in registers that the loop over blocks needs.
+    The compiler computes a row's number plus this 0 anew for each item. It would compute the row's
+    number alone once, with all that follows from it, and hold this in registers. The loop over
+    blocks needs these registers.
     """
     return number >> 16

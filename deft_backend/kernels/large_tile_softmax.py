@@ -13,10 +13,10 @@ with suppress(ImportError):  # `available` says so before anything is launched
 
 @jit
 def _by_thread(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """[ROWS, columns..] with each of the 4 threads that share a row on the third axis from the end.
+    """Reshape [ROWS, COLUMNS] so that one axis counts the 4 threads that share a row.
 
-    A thread of a matrix product's result holds two neighbours in every eight columns. Several
-    short chains instead of one long chain keep the arithmetic units filled.
+    A thread of a matrix product's result holds two neighbours in every eight columns. A reduction
+    of this shape is several short chains of operations, which keep the arithmetic units filled.
     """
     return gl.reshape(x, [ROWS, 4, COLUMNS // 32, 4, 2])
 
@@ -31,7 +31,7 @@ def _row_max(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @jit
 def _thread_sum(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """[ROWS, 4]: the sum of what each of the 4 threads that share a row holds of it."""
+    """[ROWS, 4]: the sum over the columns that each of a row's 4 threads holds."""
     x = _by_thread(x, ROWS, COLUMNS)
     return gl.reduce(gl.reduce(gl.reduce(x, 2, plus), 1, plus), 2, plus)
 
@@ -40,9 +40,10 @@ def _thread_sum(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 def softmax(
     scores, maximum, factor, ROWS: gl.constexpr, COLUMNS: gl.constexpr, ROW: gl.constexpr,
 ):  # fmt: skip
-    """Weights of one block, their sums by thread, the new row maxima and what the old ones lost.
+    """Compute the weights of one block.
 
-    `factor` brings scores to base 2.
+    Returns the weights, their sums by thread, the new row maxima, and factors for earlier weights,
+    which rescale them to the new maxima. `factor` brings scores to base 2.
     """
     highest = _row_max(scores, ROWS, COLUMNS)
     new_maximum = gl.maximum(maximum, gl.convert_layout(highest, ROW) * factor)
@@ -55,12 +56,13 @@ def softmax(
 
 @jit
 def settled(sums):
-    """Sums of a block's weights by thread, known before anything written behind this is waited for.
+    """Return `sums`, and keep the wait that follows behind the softmax.
 
-    The product with the block before is waited for behind the softmax, so that it runs meanwhile.
-    The assembler moves that wait up, ahead of all that does not need the product, but not ahead of
-    a store: this one, which would happen if the sign of a sum of powers of two were set. It never
-    is, not even a NaN's; of a comparison with 0 the assembler knows, of the bit it does not.
+    The kernel waits for P V of the block before only after the softmax, so that both run at once.
+    The assembler would move that wait up, ahead of everything that does not need the product. It
+    moves no wait ahead of a store. So this function stores, under a condition that never holds: the
+    sign bit of a sum of powers of two. The assembler does not know that this bit is never set, as
+    it would know of a comparison with 0.
     """
     return gl.inline_asm_elementwise(
         """{
@@ -78,7 +80,7 @@ def settled(sums):
 
 @jit
 def add_rescaled(total, rescale, added):
-    """Sums by thread, with those of one more block."""
+    """Sums by thread, with the sums of one more block added."""
     ROW: gl.constexpr = gl.SliceLayout(1, total.type.layout)
     return total * gl.convert_layout(rescale, ROW)[:, None] + added
 
@@ -87,7 +89,8 @@ def add_rescaled(total, rescale, added):
 def masked(scores, tokens, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
     """Scores with -inf in the columns from `tokens` on.
 
-    By groups of eight columns, which every thread has some of: the groups' numbers are constants.
+    The mask works on groups of eight columns. Every thread has columns of each group, so group
+    numbers are constants.
     """
     groups = gl.reshape(scores, [ROWS, COLUMNS // 8, 8])
     GROUPS: gl.constexpr = groups.type.layout

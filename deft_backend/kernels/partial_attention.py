@@ -11,19 +11,19 @@ loaded once for every query of the tile and every query head of its GQA group: a
 vector of the tile is a (query, head of the GQA group) pair. `small_tile` runs the small tiles.
 
 An item's KV is a list of segments. Every query of the tile attends to the only segment of a large
-tile, and may attend to the first segment of a masked tile. The whole KV blocks of such a segment
-run in a loop without masks, which takes most of the time of a shared prefix. A second loop runs its
-last tokens and the other segments (DeFT's flattened nodes). It finds each token's segment and masks
-the queries outside the segment's span. In forest order those queries are one run (DeFT's bit mask
-is a run of ones), so two small integers hold the span.
+tile. All may attend to the first segment of a masked tile. A loop without masks takes the whole KV
+blocks of such a segment: most of the time of a shared prefix. A second loop takes all other
+segments (DeFT's flattened nodes). It finds each token's segment and masks the queries outside the
+segment's span. In forest order the queries of a span are one run, as DeFT's bit mask is a run of
+ones. So two small integers hold the span.
 
-Both loops hold the page ids of the block to be loaded next in registers: the KV loads, which the
-compiler pipelines, then depend on no other load.
+Both loops hold the page ids of the block that they load next in registers. So the loads of K and V,
+which the compiler pipelines, depend on no other load.
 
-Programs are persistent: they read how many items there are from the device and take every
-``num_programs``-th, so one kernel configuration serves every plan. Launches of
-different tile shapes do not depend on one another and overlap: each lets the next one start at once
-(programmatic dependent launch) and ends only after the one before it.
+Programs are persistent. They read on the device how many items there are, and take every
+``num_programs``-th. So one kernel configuration serves every plan. Launches of different tile
+shapes do not depend on one another. Each lets the next one start at once (programmatic dependent
+launch) and ends only after the one before it.
 """
 
 from __future__ import annotations

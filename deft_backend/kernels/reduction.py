@@ -2,8 +2,8 @@
 
     O = sum_i O_i 2^LSE_i / sum_i 2^LSE_i          (DeFT, equation 1, in base 2)
 
-A query's partial results are contiguous and merged in the order of its plan's items, so the
-result is the same, bit for bit, from run to run. Queries whose attention was one item are absent.
+A query's partial results lie in neighbouring slots. The kernel merges them in the order of the
+plan's items, so every run gives the same bits. Queries whose attention is one item are absent.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def reduce_partials(
     offs_h = tl.arange(0, BLOCK_H)[None, :]
     offs_d = tl.arange(0, HEAD_DIM_PADDED)[None, None, :]
     work_end = tl.load(plan.num_reduce) * HEAD_BLOCKS
-    # The first query's numbers, read while stage 1 ends, and kept: a loop that carries numbers of
-    # its next round instead loses some in Triton 3.6.
+    # Read the first query's numbers while stage 1 ends. Later rounds read their own: Triton 3.6
+    # loses numbers that a loop carries to its next round.
     first_query = tl.program_id(0) // HEAD_BLOCKS
     there = tl.program_id(0) < work_end
     first_of = tl.load(plan.reduce_query + first_query, mask=there, other=0)
     first_begin = tl.load(plan.reduce_ptr + first_query, mask=there, other=0)
     first_end = tl.load(plan.reduce_ptr + first_query + 1, mask=there, other=0)
-    # One program at least has to wait, or these launches could end before the ones ahead of them;
-    # others that have nothing to merge leave at once.
+    # One program at least must wait, or this launch could end before the launches ahead of it.
+    # Other programs that have nothing to merge end at once.
     if OVERLAPPED:
         if there | (tl.program_id(0) == 0):
             gdc_wait()

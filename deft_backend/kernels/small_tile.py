@@ -9,8 +9,8 @@
 - The tensor cores compute S^T = K Q^T and O^T = V^T P^T: a tile of eight columns wastes little on a
   GQA group of four heads and holds half the registers.
 - An item is a chain of loads: the item, its row of the page table, page ids, keys and values. Each
-  load gives the addresses of the next. A program starts the first of them for its next two items
-  while it works on one, and waits for the last only.
+  load gives the addresses of the next. While a program works on one item, it starts the first loads
+  of its next two items. It waits only for the last load.
 
 An item may **merge** the partial results that earlier launches left for its query. It then writes
 the query's output, and stage 2 has nothing to do for that query.

@@ -1,4 +1,4 @@
-"""Results of small tiles: merge one in shared memory with others, or write it (Gluon).
+"""Results of small tiles: an item writes its own, or merges it with others first (Gluon).
 
 O = sum_i O_i 2^LSE_i / sum_i 2^LSE_i          (DeFT, equation 1, in base 2)
 """
@@ -16,16 +16,22 @@ with suppress(ImportError):  # `available` says so before anything is launched
 
 
 @jit
+def _in_elements(units):
+    """Offsets in elements, from offsets in units of 16 bytes: 32 bits of these reach 64 GiB."""
+    return units.to(gl.uint32).to(gl.int64) * 8
+
+
+@jit
 def _load_parts(
     first_slot, first_head, first, stop, partials, MOST: gl.constexpr, ROWS: gl.constexpr,
     HEADS: gl.constexpr,
 ):  # fmt: skip
     """Load partial results `first` to `stop`, at most MOST of them, of one query's group of heads.
 
-    [ROWS, MOST, HEADS.dim], [ROWS, MOST] and [ROWS, MOST]: outputs over their rows' largest
-    elements, LSE, and those. The workspace holds far fewer than 2^31 units of 16 bytes.
+    Returns the fields of `Partials`: [ROWS, MOST, D], [ROWS, MOST] and [ROWS, MOST]. The workspace
+    holds far fewer than 2^31 units of 16 bytes.
     """
-    # 16 bytes a thread; the threads that share a row all hold its numbers.
+    # 16 bytes a thread; all threads that share a row hold its LSE and scale.
     PARTS: gl.constexpr = gl.BlockedLayout(
         [1, MOST, 8], [256 // HEADS.dim, 1, HEADS.dim // 8], [1, 1, 1], [2, 1, 0]
     )
@@ -37,7 +43,7 @@ def _load_parts(
     at = (first_head + row)[:, None] + ((first_slot + part) * (HEADS.num_kv * HEADS.group))[None, :]
     lse = gl.load(partials.lse + at, mask=there, other=float("-inf"))
     scale = gl.load(partials.scale + at, mask=there, other=0.0)
-    at = (at * (HEADS.dim // 8)).to(gl.uint32).to(gl.int64) * 8
+    at = _in_elements(at * (HEADS.dim // 8))
     at = gl.expand_dims(at, 2) + gl.expand_dims(gl.expand_dims(offs_d, 0), 0)
     out = gl.load(partials.out + at, mask=gl.expand_dims(there, 2), other=0.0)
     return out, lse, scale
@@ -109,12 +115,6 @@ def _merge_loaded(
             result, maximum, total = _merge_parts(result, maximum, total, out, lse, scale)
     normal = 1.0 / gl.where(total > 0.0, total, 1.0)
     return result * gl.convert_layout(normal, gl.SliceLayout(1, result.type.layout))[:, None]
-
-
-@jit
-def _in_elements(units):
-    """Offsets in elements, from offsets in units of 16 bytes: 32 bits of these reach 64 GiB."""
-    return units.to(gl.uint32).to(gl.int64) * 8
 
 
 @jit

@@ -27,9 +27,9 @@ from deft_backend.planner.encoding import ITEM_ORDER
 LOG2_E = 1.4426950408889634
 
 WIDE_REACH = 1 << 36
-"""Bytes of a cache within which the Hopper kernel finds a page: 32 bits, in units of 16 bytes. A
-layer's cache may span more than that where the host lays the pages of all layers together. Of
-queries and outputs it is half: one bit says which of two places a result goes to."""
+"""Bytes of a cache that the Hopper kernels can address: 32 bits, in units of 16 bytes. A layer's
+cache spans more if the host lays the pages of all layers together. Queries and outputs have half of
+this limit: one bit says whether a result is an output or a partial result."""
 
 
 def run_plan(
@@ -67,14 +67,17 @@ def run_plan(
     seq_lens : [B] int
         Current tokens of each request.
     partial_out : [E, Hq, D] float16 or float32; partial_lse, partial_scale : [E, Hq] float32
-        Workspace for partial results: outputs over a scale of each row, LSE, and those scales.
+        The workspace for partial results, as :class:`~deft_backend.kernels.arguments.Partials`
+        describes it.
     host_plan : Plan, optional
-        What is in `plan`: lets tile shapes without items and a reduction without partial results
-        be skipped. None launches whatever a batch of that size may need, as a captured graph must.
+        The plan in `plan`, if the host knows it. Then tile shapes without items, and stage 2
+        without partial results, are not launched. With None, `run_plan` launches every kernel that
+        a batch of this size may need, as a CUDA graph must.
     masked_tiles : bool
-        Whether, without a host plan, items of several KV ranges are launched, too.
+        Whether to launch masked tiles, too, if the host does not know the plan.
     table_by_segment : bool
-        Whether `table_rows` is by KV range, which spares every item one load that others wait for.
+        Whether `table_rows` is by KV range. This spares every item a load that other loads wait
+        for.
     """
     # Structures of the kernels' arguments, in the order of their fields.
     partial = (partial_out, partial_lse, partial_scale)
@@ -102,7 +105,7 @@ def run_plan(
         table_by_segment=table_by_segment,
     )
     launches = _launches(config, kind)
-    # What Triton compiles for beside the constants.
+    # What Triton compiles for, besides the constants.
     types = (q.device, page_table.dtype, table_rows.dtype, seq_lens.dtype, strides)
 
     # Scores in base 2, unless a soft cap needs them as they are.
@@ -120,8 +123,8 @@ def run_plan(
     merged = batch if host_plan is None else len(host_plan.reduce_query)
     if merged == 0:
         return
-    # By the batch, not by how many are merged, which only the device knows: the same batch has the
-    # same results whoever planned it.
+    # The batch decides, because only the device knows how many results there are to merge. So the
+    # same batch has the same results, whoever planned it.
     few = batch <= config.few_queries(num_heads)
     reduce = config.few if few else config.reduce
     programs = min(reduce.programs, merged * reduce.blocks(num_heads))
@@ -129,16 +132,15 @@ def run_plan(
 
 
 def _reach(tensor: torch.Tensor) -> int:
-    """Bytes from the first of a tensor's pages, or rows, to the end of the last."""
+    """Bytes from a tensor's first page, or first row, to the end of its last one."""
     return int(tensor.shape[0] * tensor.stride(0) * tensor.element_size())
 
 
 class Kind(NamedTuple):
-    """What the kernels' constants follow from, for a kernel configuration."""
+    """What decides the kernels' constants, for a kernel configuration."""
 
     dtype: torch.dtype
-    #: Elements from one page, token and head to the next. Layouts of the cache are few and last:
-    #: compiled in, address arithmetic takes half as long.
+    #: Elements from one page, token and head to the next.
     k_strides: tuple[int, ...]
     v_strides: tuple[int, ...]
     num_heads: int
@@ -146,8 +148,8 @@ class Kind(NamedTuple):
     head_dim: int
     page_size: int
     soft_cap: bool
-    #: Whether pointers, and rows of queries and outputs, are multiples of 16 bytes, and caches,
-    #: queries and outputs are within WIDE_REACH.
+    #: Whether pointers, and rows of queries and outputs, are multiples of 16 bytes, and all tensors
+    #: lie within WIDE_REACH.
     wide_rows: bool
     table_by_segment: bool
 
@@ -156,8 +158,8 @@ class Kind(NamedTuple):
 class Launch:
     """A kernel as it is compiled and launched for one kind.
 
-    There is one of a kind: its identity stands for `constants` and options where compiled
-    variants are looked up.
+    Each kind has one `Launch`. Its identity stands for its constants and options when `Kernel`
+    looks up a compiled variant.
     """
 
     kernel: Kernel
@@ -183,7 +185,7 @@ class Launch:
     def run(
         self, programs: int, arguments: tuple[Any, ...], types: tuple[Any, ...], aligned: bool
     ) -> None:
-        """Launch it; `types` is what it is compiled for beside its constants."""
+        """Launch it; `types` is what Triton compiles it for, besides its constants."""
         self.kernel.launch(
             programs, arguments, self.constants,
             variant=(self, types), aligned=aligned, interpreted=self.interpreted,
@@ -194,8 +196,8 @@ class Launch:
 class Launches(NamedTuple):
     """Every launch that a plan may need.
 
-    ``stage1`` holds two of each tile shape: as the first launch, and as one that may begin before
-    the one ahead of it has ended. ``stage2`` is for many queries and for few.
+    ``stage1`` holds two launches for each tile shape: as the first of an attention, and as one that
+    may begin before the launch ahead of it has ended. ``stage2`` is for many queries and for few.
     """
 
     stage1: tuple[tuple[Launch, Launch], ...]
@@ -204,7 +206,7 @@ class Launches(NamedTuple):
 
 @cache
 def _launches(config: KernelConfiguration, kind: Kind) -> Launches:
-    """Made once of a kind, not for every layer of every step."""
+    """Cached for each kind: every layer of every step asks for its launches."""
     shapes = range(len(config.tiles))
     return Launches(
         tuple((_stage1(config, kind, s, False), _stage1(config, kind, s, True)) for s in shapes),
@@ -214,7 +216,7 @@ def _launches(config: KernelConfiguration, kind: Kind) -> Launches:
 
 def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) -> Launch:
     tile = config.tiles[shape]
-    # The kernels in Gluon read 16 bytes at a time, whatever the row.
+    # The kernels in Gluon read 16 bytes at a time.
     wide = kind.wide_rows and all(s % 8 == 0 for s in (*kind.k_strides, *kind.v_strides))
     plain, pipelined = (
         (SMALL_TILE, HOPPER_SMALL_TILE) if shape == 0
@@ -236,7 +238,7 @@ def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) 
         ),
         "TILE": Tile(
             place=ITEM_ORDER.index(shape),
-            height=tile.rows,
+            height=tile.height,
             block_tokens=tile.block_tokens,
             block_segments=tile.block_segments,
             lookahead=tile.lookahead,
@@ -244,7 +246,7 @@ def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) 
         ),
         "MODE": Mode(
             soft_cap=kind.soft_cap,
-            # Without tensor-core rounding for float32: the host's own answer is exact, too.
+            # In float32 the tensor cores would round; the host's own kernels do not.
             precision="ieee" if kind.dtype == torch.float32 else "tf32",
             upcast=config.interpreted,
             overlapped=config.overlapped,
@@ -283,10 +285,10 @@ def _tiles_to_launch(
     group_rows: int,
     masked_tiles: bool,
 ) -> list[tuple[int, int]]:
-    """Tile shapes with their programs, large tiles first: small ones fill what they leave free.
+    """Tile shapes to launch, with their programs. Small tiles come last and fill the free SMs.
 
-    `group_rows` are rows of all queries of the batch beside one KV head: what fits the smallest
-    tile has no item of a larger one.
+    `group_rows` is the number of query vectors of the batch that share a KV head. If they fit the
+    small tile, the plan has no items of other tile shapes.
     """
     found = []
     for shape in range(len(config.tiles) - 1, -1, -1):
@@ -299,7 +301,7 @@ def _tiles_to_launch(
         elif config.tiles[shape].block_segments > 1:
             if not masked_tiles:
                 continue
-        elif shape > 0 and group_rows <= config.tiles[0].rows:
+        elif shape > 0 and group_rows <= config.tiles[0].height:
             continue
         found.append((shape, programs))
     return found

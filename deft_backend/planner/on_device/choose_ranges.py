@@ -2,8 +2,8 @@
 
 The kernel decides as the host does (``policies/range_choice.py``), from the root down. Either items
 of the node read its tokens once for all of its queries, at the price of partial results. Or the
-ranges below the node include its tokens. All nodes whose parent has decided decide at once, so the
-kernel runs as many rounds as the forest is deep. It is one program, whose threads hand decisions
+ranges below the node include its tokens. All nodes whose parent has decided decide at once: the
+rounds are as many as the forest is deep. The kernel is one program, whose threads hand decisions
 down.
 """
 
@@ -62,8 +62,8 @@ def choose_ranges(
     )
     items = tiles.to(tl.float32) * tl.where(is_large, costs.large_item, costs.small_item)
 
-    # Decisions: where the ranges below a node begin, times two, plus 1 if a range above them was
-    # chosen; -1 as long as the node has not decided.
+    # A node's decision: where the ranges below it begin, times two. It is odd if a range above
+    # them was chosen, and -1 while the node has not decided.
     state = tl.where(is_node, -1, 0)
     chosen = tl.full([BATCH], 0, tl.int32)
     begin = tl.full([BATCH], 0, tl.int32)

@@ -6,7 +6,7 @@ requests before a request, the one right before it shares the longest prefix wit
 
 Equality is monotone: the same page at a position means the same prefix. So a binary search finds
 the first difference of two rows. The search starts where the two rows differed in the plan before.
-From one step to the next hardly any pair changes, and two pages of each row prove that one did not.
+From one step to the next hardly any pair changes. Two pages of each row prove that a pair did not.
 A guess only saves halvings. So requests may come and go, and no guess is ever wrong.
 """
 
@@ -48,11 +48,11 @@ def compare_rows(
     TIMED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Write the ranks of BLOCK requests for each program.
+    """Write `Ranks`, BLOCK requests in each program.
 
-    `columns` is the page table's width. guess [BATCH, BATCH] holds the pages that each two requests
-    had in common in the plan before, or any number from 0. The kernel writes the pages that they
-    have in common now. began [1] int64 gets the GPU's clock.
+    `columns` is the page table's width. guess [BATCH, BATCH] is `Scratch.guess`; any number from 0
+    is a valid guess. The kernel replaces it by the pages that two requests have in common now.
+    began [1] int64 gets the GPU's clock.
     """
     if TIMED:
         if tl.program_id(0) == 0:

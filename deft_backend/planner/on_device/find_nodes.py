@@ -28,7 +28,7 @@ def find_nodes(
     BLOCK: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Write the nodes whose leading cut is at one of BLOCK positions for each program.
+    """Write `Nodes`, BLOCK positions in each program.
 
     Tiles hold `small_tile` and `large_tile` queries.
     """

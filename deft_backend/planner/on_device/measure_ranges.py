@@ -78,7 +78,7 @@ def measure_ranges(
     MAX_MERGED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Write the places of BLOCK ranges for each program, and the results of their requests."""
+    """Write `Places` and `Results`, BLOCK ranges in each program."""
     if OVERLAPPED:
         gdc_launch_dependents()
         gdc_wait()

@@ -37,19 +37,19 @@ SIZES = (64, 256, 1024, 2048)
 """Batches that the kernels are compiled for; a smaller batch leaves lanes idle."""
 
 MOST_ELEMENTS = 1 << 20
-"""Of a Triton tensor."""
+"""Most elements of a Triton tensor."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """How the launches are divided into programs.
+    """How much work one program of each kernel has.
 
     Attributes
     ----------
     rows : int
         Requests that one program of ``compare_rows`` compares with all others.
     places : int
-        Requests or ranges that one program looks at beside all others.
+        Requests or ranges that one program of the other kernels compares with all others.
     leaves : int
         Requests whose leaves one program writes.
     candidates : int
@@ -63,14 +63,14 @@ class Blocks:
 
     @classmethod
     def on_gpu(cls, size: int) -> Blocks:
-        """As much a program as its registers hold."""
+        """As much work for each program as its registers hold."""
         many = size > 1024
         return cls(rows=2 if many else 4, places=4 if many else 8, leaves=32, candidates=64)
 
     @classmethod
     def interpreted(cls, size: int) -> Blocks:
-        """The interpreter's cost is Python's, a program and an operation: few programs."""
-        many = min(size, MOST_ELEMENTS // (2 * size))  # beside each of all ranges
+        """Few programs: the interpreter's time is Python's, for each program and operation."""
+        many = min(size, MOST_ELEMENTS // (2 * size))  # each is compared with all ranges
         return cls(rows=many, places=many, leaves=size, candidates=4)
 
     def pieces(self) -> list[int]:
@@ -88,13 +88,13 @@ def largest_batch() -> int:
 class DevicePlanner:
     """Plans batches on the device, by the policy `auto`.
 
-    Seven launches, of which none waits for the host and none depends on what is in the page table;
-    captured into a CUDA graph they plan whatever batch it is replayed for.
+    A plan takes seven launches. None waits for the host, and none depends on the contents of the
+    page table. So a CUDA graph that holds them plans every batch that it is replayed for.
 
     Parameters
     ----------
     target : Target
-        What is planned for; its cost table holds the measured costs.
+        What the plan is for; its cost table holds the measured costs.
     plan : DevicePlan
         Where plans go.
     device : torch.device
@@ -107,15 +107,15 @@ class DevicePlanner:
     Attributes
     ----------
     counters : [4] int64, in host memory
-        Plans made, tokens of context in them (what decoding query by query reads), tokens that
-        their items load, and nanoseconds that planning took, by the GPU's clock (0 on the CPU).
-        Written by the device, some time after each plan.
+        Plans; tokens of context in them, which decoding query by query reads; tokens that their
+        items load; nanoseconds of planning, by the GPU's clock (0 on the CPU). The device writes
+        them, some time after each plan.
 
     Raises
     ------
     PolicyError
-        If the cost table was measured for other tile shapes, or the plan is larger than
-        :func:`largest_batch` or too small for its batch.
+        If the cost table was measured for other tile shapes. If the plan is larger than
+        :func:`largest_batch`, or too small for its batch.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class DevicePlanner:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of device memory that it works in."""
+        """Bytes of the planner's own arrays on the device."""
         return self._scratch.num_bytes
 
     def plan(
@@ -231,12 +231,12 @@ class DevicePlanner:
         blocks: Blocks,
         common: dict[str, Any],
     ) -> None:
-        """The launches that no longer look at the page table."""
+        """Launch the kernels that do not read the page table."""
         small, large = self._tiles
         scratch = self._scratch
         costs, capacity = self._costs, self._plan.capacity
         limits = (capacity.max_entries, capacity.max_items)
-        # A few requests do not fill the GPU: what each of them reads takes all the longer.
+        # A few requests do not fill the GPU, so a token takes more of the whole GPU's time.
         busy = (max(1, min(self._programs[0], batch)), self._programs[1])
         per_gpu = [
             cost / programs
@@ -311,7 +311,7 @@ class DevicePlanner:
         return (Blocks.interpreted if self._interpreted else Blocks.on_gpu)(size)
 
     def _size_for(self, batch: int) -> int:
-        """The batch that the kernels are compiled for."""
+        """Size of batch that the kernels are compiled for."""
         if self._interpreted:
             return max(8, int(triton.next_power_of_2(batch)))
         return next(size for size in SIZES if size >= batch)

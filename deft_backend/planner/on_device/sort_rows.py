@@ -29,7 +29,7 @@ def sort_rows(
     PAGE_SIZE: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Write `Scratch.order` and `Nodes.cut` for BLOCK requests for each program.
+    """Write `Scratch.order` and `Nodes.cut`, BLOCK requests in each program.
 
     The kernel also sets `Nodes.below` to zero, into which ``find_nodes`` counts.
     """
