@@ -45,6 +45,7 @@ class Settings:
     untested_host: bool = False
     state_dir: Path | None = None
     cache_dir: Path | None = None
+    kernel_cache: Path | None = None
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -254,9 +255,18 @@ VARIABLES: tuple[Variable, ...] = (
         "cache_dir",
         _directory,
         "a directory, existing or to be made",
-        "The package's cache folder. It holds the cost tables of `deft tune` (`tables`), servers' "
-        "state (`servers`) and the driver stand-in (`driver-stub`). Unset: `deft-backend` in the "
-        "user's cache folder, `$XDG_CACHE_HOME` or `~/.cache`.",
+        "The package's cache folder. It holds the cost tables of `deft tune` (`tables`), the kernels "
+        "of `deft warm` (`kernels`), servers' state (`servers`) and the driver stand-in "
+        "(`driver-stub`). Unset: `deft-backend` in the user's cache folder, `$XDG_CACHE_HOME` or "
+        "`~/.cache`.",
+    ),
+    Variable(
+        "DEFT_KERNEL_CACHE",
+        "kernel_cache",
+        _directory,
+        "a directory, existing or to be made",
+        "The folder of compiled kernels that `deft warm` filled. Servers only read it. Unset: "
+        "`kernels` in the cache folder.",
     ),
 )
 """Every environment variable that the package reads."""

@@ -15,6 +15,8 @@ from typing import Any
 from triton import knobs
 from triton.runtime import interpreter
 
+from deft_backend.compile import variants
+
 
 def parameters(kernel: Any) -> list[str]:
     """Names of a kernel's parameters."""
@@ -32,6 +34,8 @@ class Kernel:
     Triton analyses every argument of every launch to find the compiled variant, which takes longer
     than a short kernel runs. The layers of a model differ in nothing that Triton looks for. So a
     launch with a known `variant` and aligned pointers goes to the compiled kernel directly.
+
+    While :func:`~deft_backend.compile.variants.recorded` records, launches run nothing.
     """
 
     def __init__(self, module: ModuleType, name: str) -> None:
@@ -73,11 +77,15 @@ class Kernel:
             with _overflow_checks(check_overflow):
                 kernel[grid](*arguments, **constants)
             return
+        if variants.recorder is not None:
+            variants.recorder(self._compiled, arguments, constants, options)
+            return
         known = self._variants.get(variant) if aligned else None
         if known is not None:
             known[grid](*arguments, *constants.values())
             return
-        found = self._compiled[grid](*arguments, **constants, **options)
+        with variants.reported_late(self._compiled):
+            found = self._compiled[grid](*arguments, **constants, **options)
         if aligned:
             self._variants[variant] = found
 

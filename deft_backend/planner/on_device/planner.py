@@ -102,6 +102,8 @@ class DevicePlanner:
     overlapped : bool
         Whether each launch may begin before the one ahead of it has ended (programmatic dependent
         launch).
+    interpreted : bool, optional
+        Whether Triton's interpreter runs the kernels; default: on the CPU.
 
     Attributes
     ----------
@@ -125,6 +127,7 @@ class DevicePlanner:
         page_size: int,
         *,
         overlapped: bool,
+        interpreted: bool | None = None,
     ) -> None:
         capacity = plan.capacity
         if capacity.max_batch > largest_batch():
@@ -152,7 +155,7 @@ class DevicePlanner:
         self._device = device
         self._page_size = page_size
         self._overlapped = overlapped
-        self._interpreted = device.type == "cpu"
+        self._interpreted = device.type == "cpu" if interpreted is None else interpreted
         self._costs = model.tiles
         self._tiles = (tiles[0], tiles[1])
         self._sms = target.num_sms / target.num_kv_heads
@@ -183,7 +186,7 @@ class DevicePlanner:
             scratch, self._guess, self._below, ranges, self._pieces, self._price, self._chunk,
             self._counters, self._began,
         )  # fmt: skip
-        self.counters = torch.zeros(4, dtype=torch.int64, pin_memory=not self._interpreted)
+        self.counters = torch.zeros(4, dtype=torch.int64, pin_memory=device.type == "cuda")
 
     @property
     def num_bytes(self) -> int:
