@@ -157,11 +157,10 @@ VARIABLES: tuple[Variable, ...] = (
         "planner",
         _one_of(PLANNERS),
         "one of " + ", ".join(PLANNERS),
-        "SGLang only: which planner makes the plans. `host`: on the CPU, when the batch's "
-        "composition changes. `device`: on the GPU, in every step, inside the step's CUDA "
-        "graph, with the policy `auto` only. `auto`: the device planner on Hopper GPUs with 32 "
-        "query and 8 KV heads of 128 elements, where batches that share nothing lose hardly "
-        "anything; otherwise the host planner.",
+        "Which planner makes the plans. `host`: on the CPU, when the batch's composition changes; "
+        "vLLM offers it without a GPU only. `device`: on the GPU, in every step, inside the "
+        "step's CUDA graph, with the policy `auto` only. `auto`: with the policy `auto`, the "
+        "device planner on Hopper GPUs and in every vLLM server; otherwise the host planner.",
     ),
     Variable(
         "DEFT_MIN_SHARE",
@@ -255,8 +254,8 @@ VARIABLES: tuple[Variable, ...] = (
         "cache_dir",
         _directory,
         "a directory, existing or to be made",
-        "The package's cache folder. It holds the cost tables of `deft tune` (`tables`), the kernels "
-        "of `deft warm` (`kernels`), servers' state (`servers`) and the driver stand-in "
+        "The package's cache folder. It holds the cost tables of `deft tune` (`tables`), the "
+        "kernels of `deft warm` (`kernels`), servers' state (`servers`) and the driver stand-in "
         "(`driver-stub`). Unset: `deft-backend` in the user's cache folder, `$XDG_CACHE_HOME` or "
         "`~/.cache`.",
     ),

@@ -245,5 +245,5 @@ def test_an_error_of_one_compilation_reaches_the_caller(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["sm_70", "90", "h100", ""])
 def test_an_unknown_gpu_is_refused_with_those_that_are_known(name: str) -> None:
-    with pytest.raises(ValueError, match="expected one of sm_80, sm_86, .*sm_90"):
+    with pytest.raises(ValueError, match=r"expected one of sm_80, sm_86, .*sm_90"):
         Gpu.named(name)

@@ -15,7 +15,7 @@ from deft_backend.cli.serve import HostOption, chosen_host
 from deft_backend.cli.shapes import HeadShape, model_shape, parse_heads
 from deft_backend.config import Settings, SettingsError
 from deft_backend.costs.table_lookup import SHORT_DTYPES
-from deft_backend.folders import kernels_directory
+from deft_backend.folders import create_private, kernels_directory
 
 if TYPE_CHECKING:
     from deft_backend.kernels import Gpu
@@ -71,7 +71,8 @@ def warm(
     host = chosen_host(host, needed=False)
     if host == "sglang" and page_size not in (None, 1):
         raise fail(f"--page-size is {page_size}; SGLang's adapter works with pages of 1 token")
-    _fill(folder, shape, host, page_size or _PAGE_SIZES[host], max_batch, target, threads, settings)
+    server = (host, page_size or _PAGE_SIZES[host], max_batch)
+    _fill(folder, out, shape, server, target, threads, settings)
 
 
 def _shape(
@@ -126,25 +127,31 @@ def _gpu(target: str | None) -> Gpu:
 
 
 def _fill(
-    folder: Path, shape: HeadShape, host: str, page_size: int, max_batch: int, target: str | None,
-    threads: int | None, settings: Settings,
+    folder: Path, out: Path | None, shape: HeadShape, server: tuple[str, int, int],
+    target: str | None, threads: int | None, settings: Settings,
 ) -> None:  # fmt: skip
+    """Compile for a server (host, page size, largest batch) and write the folder."""
     import torch
     from triton import knobs
 
     from deft_backend.attention import AttentionError
     from deft_backend.compile.described_gpu import compiling_for
-    from deft_backend.compile.kernel_folder import KernelFolderError, Origin, fill
+    from deft_backend.compile.kernel_folder import KernelFolderError, Origin, check_fillable, fill
     from deft_backend.compile.variants import compile_all
     from deft_backend.hosts.common.described_server import DescribedServer
     from deft_backend.policies import PolicyError
 
     gpu = _gpu(target)
-    server = DescribedServer(
+    host, page_size, max_batch = server
+    described = DescribedServer(
         host, *shape[:3], getattr(torch, shape.dtype), page_size, max_batch
     )  # fmt: skip
+    try:
+        check_fillable(folder)
+    except KernelFolderError as error:
+        raise fail(f"cannot fill {folder}: {error}; use --out with another folder") from None
     with reported(AttentionError, PolicyError):
-        variants = server.variants(gpu, settings)
+        variants = described.variants(gpu, settings)
     console = Console()
     console.print(
         f"{len(variants)} kernels for {gpu.name}: heads {shape.query_heads}/{shape.kv_heads} of "
@@ -156,8 +163,9 @@ def _fill(
         knobs.cache.dir = cache
         done = compile_all(variants, threads=threads)
         try:
-            with reported(KernelFolderError):
-                held = fill(folder, Origin.of(gpu.name), done.kernels)
+            if folder != out:  # in the user's cache, or named by a setting
+                create_private(folder)
+            held = fill(folder, Origin.of(gpu.name), done.kernels)
         except OSError as error:
             raise fail(
                 f"cannot write {folder}: {error.strerror}; use --out or DEFT_KERNEL_CACHE"

@@ -32,8 +32,8 @@ class _Driver:
 def compiling_for(arch: int) -> Iterator[None]:
     """Let Triton compile for NVIDIA GPUs of an architecture, such as 90, in the ``with`` block."""
     before = getattr(driver, "_active", None)
-    driver.set_active(_Driver(arch))  # type: ignore[arg-type]
+    driver.set_active(_Driver(arch))
     try:
         yield
     finally:
-        driver.set_active(before)  # type: ignore[arg-type]
+        driver.set_active(before)

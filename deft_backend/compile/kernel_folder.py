@@ -171,6 +171,18 @@ def take(folder: Path, here: Origin) -> Taken:
     return Taken(copied, held, damaged)
 
 
+def check_fillable(folder: Path) -> None:
+    """Refuse a folder that holds anything but kernels of `deft warm`.
+
+    Raises
+    ------
+    KernelFolderError
+        With the reason.
+    """
+    if folder.is_dir() and any(folder.iterdir()):
+        _read(folder)
+
+
 def is_filled(folder: Path) -> bool:
     """Whether `deft warm` has filled a folder."""
     return (folder / MANIFEST).is_file()

@@ -23,7 +23,7 @@ from triton import knobs
 logger = logging.getLogger(__name__)
 
 MOST_THREADS = 32
-"""More do not help: what Triton does in Python takes a tenth of the time, and one thread at once."""
+"""More do not help: a tenth of the time is Triton's Python, which one thread runs at a time."""
 
 recorder: Callable[[Any, Sequence[Any], Mapping[str, Any], Mapping[str, Any]], None] | None = None
 """Takes each launch while :func:`recorded` records: kernel, arguments, constants, options."""
@@ -185,13 +185,14 @@ def compile_all(
             kernel[(1, 1, 1)]  # loads it; nothing runs
         return kernel
 
-    with compilations({variant.kernel for variant in wanted}) as hits:
-        with ThreadPoolExecutor(threads, initializer=prepare) as pool:
-            kernels = tuple(pool.map(make, wanted))
+    kernels_used = {variant.kernel for variant in wanted}
+    with (
+        compilations(kernels_used) as hits,
+        ThreadPoolExecutor(threads, initializer=prepare) as pool,
+    ):
+        kernels = tuple(pool.map(make, wanted))
     compiled = hits.count(False)
-    return Compiled(
-        kernels, compiled, len(wanted) - compiled, time.perf_counter() - began, threads
-    )
+    return Compiled(kernels, compiled, len(wanted) - compiled, time.perf_counter() - began, threads)
 
 
 def usable_cpus() -> int:

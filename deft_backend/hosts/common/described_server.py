@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deft_backend.attention import TreeAttention
+from deft_backend.attention import Gpu, TreeAttention
 from deft_backend.compile.variants import Variant
 from deft_backend.config import Settings
 from deft_backend.hosts.common.planner_choice import (
@@ -18,7 +18,6 @@ from deft_backend.hosts.common.planner_choice import (
     selects_device_planner,
 )
 from deft_backend.hosts.common.warm_up import StepTensors, decode_variants
-from deft_backend.kernels import Gpu
 
 _COLUMNS = (16, 18)
 """Widths of a page table: kernels differ only by whether the width is a multiple of 16."""
@@ -89,7 +88,10 @@ def _vllm_tensors(server: DescribedServer) -> StepTensors:
     dim = server.head_dim
     shape = (2, server.page_size, server.num_kv_heads, 2 * dim)
     cache = torch.zeros(shape, dtype=server.dtype)
-    return StepTensors(cache[..., :dim], cache[..., dim:], _COLUMNS, index_dtype=torch.int32)
+    return StepTensors(
+        cache[..., :dim], cache[..., dim:], _COLUMNS, rows_dtype=torch.int32,
+        lens_dtype=torch.int32,
+    )  # fmt: skip
 
 
 _HOSTS: dict[str, tuple[Adapter, Callable[[DescribedServer], StepTensors]]] = {

@@ -6,10 +6,10 @@ import logging
 
 import torch
 
+from deft_backend.attention import Gpu
 from deft_backend.compile.kernel_folder import KernelFolderError, Origin, is_filled, take
 from deft_backend.config import Settings
 from deft_backend.folders import kernels_directory
-from deft_backend.kernels import Gpu
 
 logger = logging.getLogger("deft_backend")
 
@@ -33,9 +33,7 @@ def take_compiled_kernels(settings: Settings, device: torch.device) -> None:
         logger.warning("deft: the kernels in %s cannot be copied (%s); %s", folder, error, _REST)
         return
     if found.damaged:
-        logger.warning(
-            "deft: %d kernels in %s are damaged; %s", found.damaged, folder, _REST
-        )
+        logger.warning("deft: %d kernels in %s are damaged; %s", found.damaged, folder, _REST)
     logger.info(
         "deft: %s: %d kernels copied into Triton's cache, which held %d",
         folder, found.copied, found.held,

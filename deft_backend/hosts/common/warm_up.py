@@ -29,15 +29,16 @@ class StepTensors:
         Of some layer; layers must not differ in strides. One page is enough.
     table_columns : sequence of int
         Columns that the host's page table may have.
-    table_dtype, index_dtype : torch.dtype
-        Of the host's page table, and of its table rows and lengths.
+    table_dtype, rows_dtype, lens_dtype : torch.dtype
+        Of the host's page table, its table rows and its sequence lengths.
     """
 
     k_cache: torch.Tensor
     v_cache: torch.Tensor
     table_columns: Sequence[int]
     table_dtype: torch.dtype = torch.int32
-    index_dtype: torch.dtype = torch.int64
+    rows_dtype: torch.dtype = torch.int64
+    lens_dtype: torch.dtype = torch.int64
 
 
 def warm_up_attention(
@@ -105,8 +106,8 @@ def _steps(
 
     def run(batch: int, columns: int, static_launch: bool) -> None:
         table = torch.zeros((1, max(2, columns)), dtype=tensors.table_dtype, device=device)
-        rows = torch.zeros(batch, dtype=tensors.index_dtype, device=device)
-        lens = torch.full((batch,), 2, dtype=tensors.index_dtype, device=device)
+        rows = torch.zeros(batch, dtype=tensors.rows_dtype, device=device)
+        lens = torch.full((batch,), 2, dtype=tensors.lens_dtype, device=device)
         if static_launch:
             attention.plan_on_device(table, lens, table_rows=rows)
         shape = (batch, attention.num_query_heads, attention.head_dim)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -185,8 +187,9 @@ def _device_planned(
     # What is asleep may not be read, and nothing tells the thread that shows batches.
     shows = not getattr(resolved(runner.server_args), "enable_memory_saver", False)
     backend = DevicePlannedBackend(
-        host, attention, state, settings, shows=shows, model_asks=model_asks(runner)
-    )
+        host, attention, state, settings, shows=shows, model_asks=model_asks(runner),
+        compile_for=_compiler(attention, runner, settings),
+    )  # fmt: skip
     _install_fence(runner, backend, undo)
     return backend
 
@@ -237,15 +240,39 @@ def _has_graphs(runner: Any) -> bool:
     return decode_graphs(runner.server_args) != "disabled"
 
 
-def _warm_up(
-    attention: TreeAttention, runner: Any, settings: Settings, on_device: bool
-) -> None:
+def _warm_up(attention: TreeAttention, runner: Any, settings: Settings, on_device: bool) -> None:
     """Compile planner and kernels, for tensors as the host's decode steps hand them over."""
+    tensors = _step_tensors(runner)
+    warm_up_attention(attention, tensors, on_device=on_device, smallest=settings.min_batch)
+
+
+def _step_tensors(runner: Any) -> StepTensors:
+    """What a decode step is given; versions differ in nothing, graphs and eager steps neither."""
     pool, table = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
-    tensors = StepTensors(
+    return StepTensors(
         pool.get_key_buffer(pool.start_layer),
         pool.get_value_buffer(pool.start_layer),
         [table.shape[1]],
         table_dtype=table.dtype,
     )
-    warm_up_attention(attention, tensors, on_device=on_device, smallest=settings.min_batch)
+
+
+def _compiler(
+    attention: TreeAttention, runner: Any, settings: Settings
+) -> Callable[[torch.dtype, torch.dtype], None] | None:
+    """Compiles for table rows and lengths of other dtypes; None where nothing is compiled."""
+    if attention.device.type != "cuda":
+        return None
+    known = _step_tensors(runner)
+    done = {(known.rows_dtype, known.lens_dtype)}
+
+    def compile_for(rows: torch.dtype, lens: torch.dtype) -> None:
+        if (rows, lens) in done:
+            return
+        done.add((rows, lens))
+        warm_up_attention(
+            attention, replace(known, rows_dtype=rows, lens_dtype=lens), on_device=True,
+            smallest=settings.min_batch,
+        )  # fmt: skip
+
+    return compile_for

@@ -205,6 +205,6 @@ def _warm_up(
     # vLLM may make the block table wider, to a multiple of some number of blocks.
     tensors = StepTensors(
         *kv_views(cache, attention.head_dim), sorted({columns, -(-columns // 16) * 16}),
-        index_dtype=torch.int32,
+        rows_dtype=torch.int32, lens_dtype=torch.int32,
     )  # fmt: skip
     warm_up_attention(attention, tensors, on_device=True, smallest=settings.min_batch)
