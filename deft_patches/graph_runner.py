@@ -8,7 +8,7 @@ from typing import Any
 
 
 def decode_graph_runner(model_runner: Any = None) -> type | None:
-    """The class that a model runner makes its runner of (SGLang's own default without one).
+    """The class of a model runner's graph runner; SGLang's default class without a model runner.
 
     None if this host has no such class.
     """
@@ -16,14 +16,14 @@ def decode_graph_runner(model_runner: Any = None) -> type | None:
         from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
     except ImportError:
         return None
-    # Model runners of other packages choose another in this method.
+    # Model runners of other packages choose their own class in this method.
     choose = getattr(model_runner, "_decode_cuda_graph_runner_cls", None)
     chosen: type = DecodeCudaGraphRunner if choose is None else choose()
     return chosen
 
 
 def other_parameters(owner: type | None, expected: Mapping[str, Sequence[str]]) -> str | None:
-    """What the class lacks of methods that begin with these parameters, in one line, or None."""
+    """In one line, which method with these first parameters the class lacks; or None."""
     if owner is None:
         return "there is no DecodeCudaGraphRunner"
     for name, parameters in expected.items():

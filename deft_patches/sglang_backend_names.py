@@ -1,12 +1,11 @@
-"""Know when the host is about to build its attention backends, in whatever process that is.
+"""Call back right before the host builds its attention backends, in any process.
 
-Changes: the function that the host asks for its backends' names (SGLang 0.5.17:
+Changes: the function that gives the host its backends' names (SGLang 0.5.17:
     ``ServerArgs.get_attention_backends``; from 0.5.18: ``runtime_context.attention_backends``). A
-    callback runs before it. What it returns stays as it is.
-Why: by then every plugin is loaded. When our plugin is loaded, plugins that come after it have not
-    registered their backends yet.
-Looks for: nothing; the adapter names the function.
-Harmless: a callback that fails costs a line in the log.
+    callback runs before the function. The function's result is unchanged.
+Why: at that moment every plugin is loaded. When our plugin is loaded, later plugins have not
+registered their backends yet. Looks for: nothing; the adapter names the function. Harmless: if a
+callback fails, only a line in the log results.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def install(target: str, callback: Callable[[], None]) -> None:
-    """Call `callback` whenever the host asks `target`, a dotted name, for its backends' names."""
+    """Call `callback` whenever the host calls `target`, a dotted name, for its backends' names."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,13 +1,13 @@
-"""See the scheduler's requests behind every forward batch.
+"""Show observers the scheduler's requests of every forward batch.
 
 Changes: wraps the class method ``ForwardBatch.init_new(batch, model_runner, ...)`` (SGLang 0.5.17
-    to 0.5.23); what it returns is not touched.
-Why: attention backends are handed a ``ForwardBatch``, which holds request ids but neither the
-    requests' radix-tree nodes nor the tree. ``init_new`` is where it is made from the scheduler's
-    batch, on the same thread right before the forward, so the tree cannot change in between.
-Looks for: ``init_new`` taking ``batch`` and ``model_runner``, and the field ``rids``, the list by
-    whose identity a backend recognises its batch (the host replaces the object on the way).
-Harmless to other batches: observers only read, and an observer that fails is dropped.
+    to 0.5.23); its result is unchanged.
+Why: attention backends get a ``ForwardBatch``, which holds request ids but neither the requests'
+radix-tree nodes nor the tree. ``init_new`` makes it from the scheduler's batch. It runs on the same
+thread right before the forward, so the tree cannot change in between. Looks for: ``init_new`` with
+the parameters ``batch`` and ``model_runner``, and the field ``rids``. A backend recognises its
+batch by the identity of the list ``rids``, because the host replaces the batch object on the way.
+Harmless to other batches: observers only read, and the patch drops an observer that fails.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _observers: list[Observer] = []
 
 
 def missing() -> str | None:
-    """What the host lacks, in one line, or None."""
+    """What the host lacks for this patch, in one line; or None."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     init_new = getattr(ForwardBatch, "init_new", None)
@@ -47,7 +47,7 @@ def missing() -> str | None:
 
 
 def install(observer: Observer) -> None:
-    """Call `observer` after every ``init_new``; may be called at any time, several times."""
+    """Call `observer` after every ``init_new``. Adapters may install at any time, several times."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     wrap(ForwardBatch, "init_new", _observe)
@@ -55,7 +55,7 @@ def install(observer: Observer) -> None:
 
 
 def remove(observer: Observer) -> None:
-    """Call `observer` no longer."""
+    """Stop calling `observer`."""
     if observer in _observers:
         _observers.remove(observer)
 

@@ -2,13 +2,14 @@
 
 Changes, on ``DecodeCudaGraphRunner`` (SGLang 0.5.17 alone) or the class that a model runner has
     instead, for runners that have a reader:
-    ``execute``: after a replay that the reader says reads page tables, later writes to them wait
-    for the whole forward. The host lets them go once its own metadata is read, before the replay.
+    ``execute``: if the reader says that a replay reads page tables, later writes to them wait for
+    the whole forward. The host itself allows such writes earlier: once it has read its own
+    metadata, before the replay.
 Why: tree attention reads page tables during the replay. With overlap on, the host prepares the next
     batch meanwhile, and may give a request's row to another.
     Later versions ask the backend (``shared_read_ends``) and need no patch.
 Looks for: the method with the parameters used here, when it is installed.
-Harmless to runners without a reader: the wrapper calls straight through.
+Harmless to runners without a reader: the wrapper only calls the host's method.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from deft_patches.wrapping import wrap
 
 PARAMETERS = {"execute": ["self", "forward_batch", "pp_proxy_tensors"]}
 FENCE = "war_fastpath_read_done_event"
-"""Attribute of the model runner: the event after which page tables may be written; None: the end
-of the forward."""
+"""Attribute of the model runner: the event after which the host may write page tables. None means
+the end of the forward."""
 
 Reader = Callable[[Any], bool]
 """Whether the graph that a forward batch has just replayed reads page tables."""
@@ -32,7 +33,7 @@ _readers: dict[int, Reader] = {}
 
 
 def install(model_runner: Any, reader: Reader) -> None:
-    """Hold page-table writes for the replays of `model_runner` that `reader` says."""
+    """Hold page-table writes for those replays of `model_runner` that `reader` names."""
     wrap(checked_graph_runner(model_runner, PARAMETERS), "execute", _execute)
     _readers[id(model_runner)] = reader
 

@@ -1,4 +1,4 @@
-"""A second set of decode CUDA graphs, with tree attention in the place of the host's kernel.
+"""A second set of decode CUDA graphs, with tree attention instead of the host's kernel.
 
 Changes, on ``DecodeCudaGraphRunner`` (SGLang 0.5.17 to 0.5.23) or the class that a model runner
     has instead, for runners that have a controller:
@@ -11,7 +11,7 @@ Why: which batches share enough is known on the host before every step; a graph 
     configuration alone, and asks which one a batch takes after it has asked ``shared_read_ends``.
 Looks for: the two methods with the parameters used here, when it is installed. Serves the graph
     backend "full" alone (one graph for a whole forward).
-Harmless to runners without a controller: the wrappers call straight through.
+Harmless to runners without a controller: the wrappers only call the host's methods.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Controller(Protocol):
         ...
 
     def capture_tree(self, capturing: bool) -> None:
-        """The forwards from now on are captured with tree attention, or no longer."""
+        """The host captures the next forwards with tree attention, or without it again."""
         ...
 
 

@@ -1,8 +1,7 @@
-"""Put a function around a method of the host's, whatever other plugins have done to it.
+"""Put a function around a method of the host, even if other plugins have wrapped the method.
 
-The host's own registry of hooks looks at each method once, when plugins are loaded. What is
-installed later, for a model runner, would silently not be there if another plugin had hooked the
-same method.
+The host's own registry of hooks reads each method once, when the host loads plugins. If another
+plugin had hooked the same method, a hook that we install later would silently have no effect.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _HOOK = "deft_hook"
 
 
 def wrap(owner: type, name: str, hook: Callable[..., Any]) -> None:
-    """Call ``hook(original, ...)`` in the place of a method or class method; once, if asked again.
+    """Call ``hook(original, ...)`` instead of a method or class method; wraps it only once.
 
     Parameters
     ----------
@@ -24,7 +23,7 @@ def wrap(owner: type, name: str, hook: Callable[..., Any]) -> None:
     name : str
         Of its method.
     hook : callable
-        Takes the original and what that was called with, the instance or class first.
+        Called with the original method and its arguments, the instance or class first.
     """
     found = inspect.getattr_static(owner, name)
     original = found.__func__ if isinstance(found, classmethod) else found
@@ -40,11 +39,11 @@ def wrap(owner: type, name: str, hook: Callable[..., Any]) -> None:
 
 
 def is_wrapped(owner: type, name: str, hook: Callable[..., Any]) -> bool:
-    """Whether `hook` is around the method, be it under other plugins' wrappers."""
+    """Whether `hook` is around the method, also if other plugins' wrappers are around `hook`."""
     method = getattr(owner, name, None)
     method = getattr(method, "__func__", method)
     while method is not None:
-        # In its own dictionary: functools.wraps copies attributes to wrappers around it.
+        # Read its own dictionary: functools.wraps copies attributes to the wrappers around it.
         if getattr(method, "__dict__", {}).get(_HOOK) is hook:
             return True
         method = getattr(method, "__wrapped__", None)

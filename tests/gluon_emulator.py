@@ -353,6 +353,8 @@ def run(
 
 def _argument(value: Any) -> Any:
     """A tensor's memory from its first element on; integers as what the GPU computes with."""
+    if isinstance(value, tuple):  # one of the structures of named arguments
+        return type(value)(*map(_argument, value))
     if isinstance(value, torch.Tensor):
         length = value.untyped_storage().nbytes() // value.element_size() - value.storage_offset()
         return Pointer(torch.as_strided(value, (length,), (1,)).numpy())

@@ -19,9 +19,11 @@ from triton.compiler import ASTSource
 
 from deft_backend.compile.triton_kernel import Kernel
 from deft_backend.kernels import gluon_versions, kernel_configuration, tree_attention
+from deft_backend.kernels.arguments import Partials, Scaling, Strides, Tensors
 from deft_backend.kernels.configurations import KernelConfiguration
 from deft_backend.kernels.tree_attention import Kind, Launch
 from deft_backend.planner import DevicePlan, PlanCapacity
+from deft_backend.planner.device_plan import ItemArrays, ReduceArrays
 from deft_backend.planner.on_device import SIZES, DevicePlanner
 from deft_backend.policies import Target
 
@@ -80,22 +82,33 @@ def kind_of(head_dim: int, dtype: torch.dtype, page_size: int) -> Kind:
     )  # fmt: skip
 
 
-def argument_type(name: str, dtype: torch.dtype) -> str:
-    """Of a kernel's parameter, as hosts give it."""
-    if name in ("q_ptr", "k_ptr", "v_ptr", "out_ptr"):
-        return f"*{TYPES[dtype]}"
-    if name.startswith("partial_"):
-        return "*fp16" if name == "partial_out_ptr" else "*fp32"
-    if name.endswith("_ptr"):
-        return "*i32"
-    return "fp32" if name in ("scale", "logit_cap") else "i32"
+def argument_types(dtype: torch.dtype) -> dict[str, Any]:
+    """The types of both stages' arguments, as hosts give them."""
+    data, integers = f"*{TYPES[dtype]}", "*i32"
+    partial = Partials("*fp16", "*fp32", "*fp32")
+    return {
+        "tensors": Tensors(data, data, data, data, partial, integers, integers, integers),
+        "partial": partial,
+        "out_ptr": data,
+        "scaling": Scaling("fp32", "fp32"),
+        "strides": Strides(*["i32"] * len(Strides._fields)),
+        "stride_out_batch": "i32",
+        "stride_out_head": "i32",
+    }
+
+
+def plan_types(arrays: type[ItemArrays] | type[ReduceArrays]) -> Any:
+    """The types of the plan's arrays that a stage reads."""
+    return arrays(*["*i32"] * len(arrays._fields))
 
 
 @cache
 def resources(launch: Launch, dtype: torch.dtype, major: int) -> Resources:
     """Compile a kernel as it is launched, and ask the assembler what it takes."""
     function: Any = launch.kernel._compiled
-    types = {n: argument_type(n, dtype) for n in function.arg_names if n not in launch.constants}
+    arrays = ReduceArrays if launch.kernel is tree_attention.REDUCE_PARTIALS else ItemArrays
+    types = {**argument_types(dtype), "plan": plan_types(arrays)}
+    types = {name: types[name] for name in function.arg_names if name not in launch.constants}
     gluon = (tree_attention.HOPPER_LARGE_TILE, tree_attention.HOPPER_SMALL_TILE)
     options = launch.options
     return compiled(function, types, launch.constants, options, major, launch.kernel in gluon)
@@ -103,7 +116,7 @@ def resources(launch: Launch, dtype: torch.dtype, major: int) -> Resources:
 
 def compiled(
     function: Any,
-    types: dict[str, str],
+    types: dict[str, Any],
     constants: Mapping[str, Any],
     options: dict[str, Any],
     major: int,
@@ -117,8 +130,9 @@ def compiled(
         "signature": {n: types.get(n, "constexpr") for n in names},
         "constexprs": {(names.index(n),): value for n, value in constants.items()},
         "attrs": {
-            (i,): aligned for i, n in enumerate(names)
-            if types.get(n, "").startswith("*") or n.startswith("stride_")
+            path: aligned for i, n in enumerate(names)
+            for path, type_ in leaves((i,), types.get(n, ""))
+            if type_.startswith("*") or n.startswith("stride")
         },
     }  # fmt: skip
     source: Any = ASTSource
@@ -129,6 +143,15 @@ def compiled(
     found = _usage(binary.asm["cubin"])
     registers = -(-found["REG"] // 8) * 8
     return Resources(registers, binary.metadata.shared, found["STACK"], options["num_warps"])
+
+
+def leaves(path: tuple[int, ...], types: Any) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Every argument in a structure: its path there, as Triton writes it, and its type."""
+    if isinstance(types, str):
+        yield path, types
+        return
+    for i, part in enumerate(types):
+        yield from leaves((*path, i), part)
 
 
 def _usage(binary: bytes) -> dict[str, int]:

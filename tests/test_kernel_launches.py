@@ -82,6 +82,8 @@ def looked_at(arguments: tuple[Any, ...]) -> list[Any]:
     """What Triton compiles for, argument by argument."""
 
     def kind(argument: Any) -> Any:
+        if isinstance(argument, tuple):
+            return type(argument).__name__, looked_at(argument)
         if isinstance(argument, torch.Tensor):
             return argument.dtype, argument.device, argument.data_ptr() % 16 == 0
         return float if isinstance(argument, float) else argument

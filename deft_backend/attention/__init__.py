@@ -1,4 +1,4 @@
-"""The library: plan a batch once, run its decode attention as often as needed."""
+"""The library: plan a batch once, then run its decode attention for every layer and step."""
 
 from deft_backend.attention.step_inputs import AttentionError
 from deft_backend.attention.tree_attention import TreeAttention

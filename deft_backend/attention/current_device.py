@@ -1,4 +1,4 @@
-"""Which GPU launches and copies go to: PyTorch's current device, whatever the tensors' device."""
+"""Launches and copies go to PyTorch's current device, even if the tensors are on another one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 def is_current(device: torch.device) -> bool:
-    """Whether launches go to `device` already; True for the CPU."""
+    """Whether `device` is the current device; True for the CPU."""
     return device.type != "cuda" or torch.cuda.current_device() == device.index
 
 
 def device_as_current(device: torch.device) -> AbstractContextManager[object]:
-    """Send launches and copies to `device` in the `with` block; free if they go there already."""
+    """Make `device` the current device in the `with` block; free if it is already."""
     return nullcontext() if is_current(device) else torch.cuda.device(device)

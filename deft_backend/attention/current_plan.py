@@ -1,4 +1,4 @@
-"""The plan that the kernels follow: its arrays on the device, its batch, and how it is replaced."""
+"""The plan that the kernels follow: its arrays on the device, its batch, and its replacement."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from deft_backend.policies import Grouping, Policy, PolicyError, Target
 
 @dataclass(frozen=True, eq=False)
 class PlannedBatch:
-    """The batch whose plan lies on the device.
+    """The batch of the plan on the device.
 
     Attributes
     ----------
     requests : int
         Requests that the plan covers; 0 for an empty plan.
     on_device : bool
-        Whether the device planner made the plan: the host then knows nothing else of it.
+        Whether the device planner made the plan. If so, the CPU knows nothing else of it.
     forest : PrefixForest, optional
-        What the host planner made the plan of.
+        The forest of the host planner's plan.
     plan : Plan, optional
         The host planner's plan.
     grouping : Grouping, optional
@@ -63,7 +63,7 @@ class CurrentPlan:
     page_size : int
         Tokens of a page.
     overlapped : bool
-        Whether each launch of the device planner may begin before the one ahead of it has ended.
+        Whether each launch of the device planner may begin before the previous launch has ended.
     interpreted : bool
         Whether Triton's interpreter runs the device planner's kernels.
 
@@ -110,8 +110,7 @@ class CurrentPlan:
         Raises
         ------
         PolicyError
-            If the policy is not one that the device planner can follow, or the capacity is not one
-            that it can fill.
+            If the device planner cannot follow the policy, or cannot fill the capacity.
         """
         if self._device_planner is None:
             if not self.policy.on_device:
@@ -140,7 +139,7 @@ class CurrentPlan:
         A batch without requests gets an empty plan.
         """
         planner = self.device_planner
-        # A launch that fails leaves the arrays half written: they then belong to no batch.
+        # A failed launch leaves the arrays half written, so they belong to no batch.
         self.batch = PlannedBatch()
         with device_as_current(self._device):
             if len(seq_lens):
@@ -150,7 +149,7 @@ class CurrentPlan:
         self.batch = PlannedBatch(requests=len(seq_lens), on_device=True)
 
     def use(self, plan: Plan, forest: PrefixForest) -> None:
-        """Replace the plan by one made elsewhere; it must cover the batch of `forest`.
+        """Replace the plan by the given one; it must cover the batch of `forest`.
 
         Raises
         ------
@@ -171,7 +170,7 @@ class CurrentPlan:
         self.batch = PlannedBatch(forest.batch_size, forest=forest, plan=plan)
 
     def clear(self) -> None:
-        """Empty the arrays: kernels return at once, whatever batch they are given."""
+        """Empty the arrays: kernels then return at once for any batch."""
         with device_as_current(self._device):
             self.arrays.clear()
         self.batch = replace(self.batch, requests=0)

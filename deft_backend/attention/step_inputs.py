@@ -1,4 +1,4 @@
-"""Checks of an attention's shape and of a step's tensors, before any kernel sees them."""
+"""Checks of an attention's shape and of a step's tensors, before any kernel runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from deft_backend.kernels import Gpu, unsupported
 
 
 class AttentionError(ValueError):
-    """An attention that the kernels cannot run, or tensors that do not fit the plan."""
+    """The kernels cannot run this attention, or the tensors do not fit the plan."""
 
 
 def check_attention(
@@ -22,12 +22,12 @@ def check_attention(
     max_batch: int,
     gpu: Gpu | None = None,
 ) -> None:
-    """Refuse what the kernels cannot run, on this device, on a GPU not at hand, or at all.
+    """Refuse an attention that the kernels cannot run: on this device, on `gpu`, or at all.
 
     Raises
     ------
     AttentionError
-        With the value, and what can be run.
+        The message names the value and the supported ones.
     """
     reason = unsupported(num_query_heads, num_kv_heads, head_dim, dtype, device, gpu)
     if reason is not None:
@@ -66,7 +66,7 @@ def check_step(
     Raises
     ------
     AttentionError
-        For the first that does not fit.
+        For the first tensor that does not fit.
     """
     for name, tensor in (("q", q), ("out", out)):
         _check_operand(name, tensor, queries, dtype)
@@ -92,7 +92,7 @@ def check_batch(
     Raises
     ------
     AttentionError
-        For the first that does not fit.
+        For the first tensor that does not fit.
     """
     _check_lists(len(seq_lens), seq_lens=seq_lens, table_rows=table_rows)
     integers = {"page_table": page_table, "seq_lens": seq_lens, "table_rows": table_rows}

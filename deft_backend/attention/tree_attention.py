@@ -1,4 +1,4 @@
-"""`TreeAttention`: plan a batch once, run its decode attention as often as needed."""
+"""`TreeAttention`: plan a batch once, then run its decode attention for every layer and step."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from deft_backend.policies import Grouping, get_policy
 class TreeAttention:
     """Decode attention over a batch that shares prefixes, in two steps: plan and run.
 
-    :meth:`plan` runs on the CPU whenever the batch's composition changes. :meth:`plan_on_device` is
-    a few launches that make the plan from the page table: cheap enough for every step, and fit for
-    a CUDA graph. :meth:`run` launches the attention kernels. Sequences may grow between plan and
-    run, because leaves have no fixed end.
+    :meth:`plan` runs on the CPU whenever the batch's composition changes. :meth:`plan_on_device`
+    makes the plan from the page table in a few launches. It is cheap enough for every step, and a
+    CUDA graph can hold it. :meth:`run` launches the attention kernels. Sequences may grow between
+    plan and run, because leaves have no fixed end.
 
-    All device memory is allocated here, once, and keeps its addresses.
+    The constructor allocates all device memory once, and its addresses never change.
 
     Parameters
     ----------
@@ -57,13 +57,14 @@ class TreeAttention:
     ----------
     policy : Policy
     target : Target
-        What plans are made for: the attention, the GPU and its costs.
+        The attention, the GPU and the costs that plans are made for.
     capacity : PlanCapacity
 
     Raises
     ------
     AttentionError
-        If the kernels cannot run this attention; the message names the value and what can be run.
+        If the kernels cannot run this attention; the message names the value and the supported
+        ones.
     PolicyError
         If there is no such policy.
 
@@ -141,7 +142,7 @@ class TreeAttention:
 
     @property
     def forest(self) -> PrefixForest | None:
-        """What the plan was made of; None for a plan made on the device."""
+        """The forest of the plan; None for a plan made on the device."""
         return self._current.batch.forest
 
     @property
@@ -191,10 +192,10 @@ class TreeAttention:
         *,
         table_rows: torch.Tensor | None = None,
     ) -> None:
-        """Plan a batch by launches alone, on the current stream, following the policy ``auto``.
+        """Plan a batch on the device, by launches on the current stream and the policy ``auto``.
 
-        The host waits for nothing and does not learn the plan: `last_plan` is None. A CUDA graph
-        that captured these launches plans the batch of each replay.
+        The CPU waits for nothing and does not learn the plan: `last_plan` is None. A CUDA graph
+        that holds these launches plans the batch of each replay.
 
         Parameters
         ----------
@@ -225,18 +226,18 @@ class TreeAttention:
         self._current.plan_on_device(page_table, table_rows, seq_lens)
 
     def use(self, plan: Plan, forest: PrefixForest) -> None:
-        """Follow a plan made elsewhere; it must cover the batch of `forest`.
+        """Use the given plan; it must cover the batch of `forest`.
 
         Raises
         ------
         PlanError
-            If the plan needs the masked tile and the policy does not, or if it does not fit
+            If the plan needs the masked tile and the policy does not, or if the plan does not fit
             `capacity`.
         """
         self._current.use(plan, forest)
 
     def clear_plan(self) -> None:
-        """Empty the plan on the device: kernels return at once, whatever batch they are given."""
+        """Empty the plan on the device: kernels then return at once for any batch."""
         self._current.clear()
 
     def restore_plan(self) -> None:
@@ -244,7 +245,7 @@ class TreeAttention:
         self._current.restore()
 
     def poison_workspace(self) -> None:
-        """Fill the workspace with NaN: a partial result that is read before it is written shows."""
+        """Fill the workspace with NaN, so that a read before a write shows in the output."""
         self._workspace.poison()
 
     def run(
@@ -275,7 +276,7 @@ class TreeAttention:
             Current tokens of each request, the token of `q` included.
         table_rows : [B] int, optional
             Row of the page table of each request; default: row ``b`` for request ``b``. A plan made
-            on the device keeps the rows that it was made with and ignores these.
+            on the device keeps its own rows and ignores these.
         sm_scale : float, optional
             Scale of the scores; default ``1 / sqrt(D)``.
         logit_cap : float
@@ -331,8 +332,8 @@ class TreeAttention:
             table_rows = self._current.arrays[
                 "segment_table" if planned.on_device else "segment_request"
             ]
-        # Triton's interpreter truncates to bfloat16 where GPUs round: let PyTorch convert. Outputs
-        # of requests that the plan does not cover stay as they are.
+        # GPUs round to bfloat16, Triton's interpreter truncates: let PyTorch convert. Outputs of
+        # requests that the plan does not cover stay as they are.
         truncates = self._config.interpreted and self.dtype == torch.bfloat16
         result = out.float() if truncates else out
         run_plan(
@@ -371,7 +372,7 @@ class TreeAttention:
 
 
 def _queries_to_run(planned: PlannedBatch, queries: int, static_launch: bool) -> int:
-    """Queries that a run must be given: the planned batch's, or any number not below it.
+    """The number of queries for a run: that of the planned batch, or a larger `queries`.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Memory for what stage 1 leaves to be merged."""
+"""Memory for the partial results of stage 1."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from deft_backend.policies.makespan import partial_result_bytes
 
 
 class Workspace(NamedTuple):
-    """Partial results on the device, at addresses that never change, as CUDA graphs need them.
+    """Partial results on the device, at addresses that never change, because CUDA graphs hold them.
 
     Attributes
     ----------
@@ -45,7 +45,7 @@ class Workspace(NamedTuple):
         return sum(tensor.nbytes for tensor in self)
 
     def poison(self) -> None:
-        """Fill it with NaN: a partial result that is read before it is written shows."""
+        """Fill it with NaN, so that a read before a write shows in the output."""
         for tensor in self:
             tensor.fill_(float("nan"))
 
@@ -56,5 +56,6 @@ def entry_bytes(num_query_heads: int, head_dim: int, dtype: torch.dtype) -> int:
 
 
 def _out_dtype(dtype: torch.dtype) -> torch.dtype:
-    # Divided by the largest element, 16 bits keep 11 bits of mantissa for any range of values.
+    # After division by the largest element, float16 keeps 11 bits of mantissa for any range of
+    # values.
     return torch.float32 if dtype == torch.float32 else torch.float16

@@ -14,6 +14,7 @@ from typing import Any
 
 from triton import knobs
 from triton.runtime import interpreter
+from triton.runtime.jit import JITFunction
 
 from deft_backend.compile import variants
 
@@ -110,7 +111,8 @@ def interpreted_copy(module: ModuleType) -> ModuleType:
     """A second copy of a kernel's module, whose functions run in Triton's interpreter.
 
     Triton decides for each function, when it is decorated, whether to compile or to interpret it.
-    One process may need both: to serve a model on the CPU and to test compiled kernels.
+    One process may need both: to serve a model on the CPU and to test compiled kernels. Functions
+    that the module imports from its own package are interpreted, too.
     """
     name = f"{module.__name__}_interpreted"
     spec = importlib.util.spec_from_file_location(name, module.__file__)
@@ -124,4 +126,13 @@ def interpreted_copy(module: ModuleType) -> ModuleType:
         spec.loader.exec_module(copy)
     finally:
         knobs.runtime.interpret = compiled
+    for function in [f for f in vars(copy).values() if isinstance(f, JITFunction)]:
+        if _package(function.__module__) == _package(module.__name__):
+            imported = interpreted_copy(sys.modules[function.__module__])
+            setattr(copy, function.__name__, getattr(imported, function.__name__))
     return copy
+
+
+def _package(module: str) -> str:
+    """Name of the top-level package that a module is in."""
+    return module.partition(".")[0]

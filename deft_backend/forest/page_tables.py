@@ -23,14 +23,14 @@ def forest_from_page_tables(
     """Group requests by the pages at the head of their page tables.
 
     Equality is monotone: two rows that hold the same page at some position hold the same pages at
-    every position before it. So a prefix tree can compare two rows with one or two page ids for
-    each level, and no row is read whole (see ``forest/prefix_tree.py``). A page that a request
-    fills only partly is never shared.
+    every position before it. So a prefix tree compares two rows by one or two page ids for each
+    level, without reading whole rows (see ``forest/prefix_tree.py``). A page that a request fills
+    only partly is never shared.
 
     Parameters
     ----------
     page_tables : [B, P] integer array
-        Page ids; row ``b`` uses its first ``ceil(seq_lens[b] / page_size)`` entries, the rest may
+        Page ids. Row ``b`` uses its first ``ceil(seq_lens[b] / page_size)`` entries; the rest may
         hold anything.
     seq_lens : [B] int
         Tokens of each request.
@@ -39,21 +39,21 @@ def forest_from_page_tables(
     num_pages : int, optional
         Pages in the KV cache; with it, `check` also refuses page ids beyond the cache.
     check : bool
-        Refuse impossible tables, at the price of reading every used entry. Pass False for tables
-        that you trust.
+        Refuse impossible tables; this reads every used entry. Pass False for tables that you trust.
 
     Returns
     -------
     PrefixForest
-        Subtrees are ordered by their first request in the batch, as in
-        :func:`~deft_backend.forest.radix_tree.forest_from_paths`, so both agree array by array.
+        Subtrees are ordered by their first request in the batch.
+        :func:`~deft_backend.forest.radix_tree.forest_from_paths` uses the same order, so both give
+        equal arrays.
 
     Raises
     ------
     ForestError
-        If shapes do not match, a length is negative, or a row is shorter than its full pages need;
-        with `check`, also if it is shorter than its last page needs, a used page id is negative or
-        not below `num_pages`, or two rows agree at a position but not before it.
+        If shapes do not match, a length is negative, or a row is shorter than its full pages need.
+        With `check`, also if a row is shorter than its last page needs, if a used page id is
+        negative or not below `num_pages`, or if two rows agree at a position but not before it.
     """
     tables = np.asarray(page_tables)
     lens = np.asarray(seq_lens, dtype=np.int32)
@@ -83,7 +83,7 @@ def forest_from_page_tables(
 
 
 def _compilable(tables: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
-    """The tables as int32 or int64 in this machine's byte order; almost always they are."""
+    """The tables as int32 or int64 in this machine's byte order; copied only if necessary."""
     known = tables.dtype == np.int32 or tables.dtype == np.int64
     return tables if known and tables.flags.aligned else tables.astype(np.int64)
 
@@ -129,7 +129,7 @@ def _check_monotone(
     shared: Int32Array,
     full: npt.NDArray[np.integer],
 ) -> None:
-    """Refuse neighbours whose tables agree somewhere beyond, or differ within, what they share."""
+    """Refuse neighbours whose tables differ within their shared pages or agree beyond them."""
     rows = order.tolist()
     for left, right, pages in zip(rows[:-1], rows[1:], shared.tolist(), strict=True):
         head = tables[left, :pages] != tables[right, :pages]

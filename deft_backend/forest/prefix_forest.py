@@ -1,9 +1,9 @@
 """PrefixForest: which requests of a batch share which part of the KV cache.
 
-Two arrays describe a forest: a permutation of the batch in which requests that share are
-neighbours, and the number of tokens that neighbours share. Page tables and a host's radix tree both
-yield these arrays, and :func:`build_forest` turns them into nodes. A batch that shares nothing is a
-forest of single leaves and takes the same path.
+Two arrays describe a forest. The first permutes the batch so that requests that share are
+neighbours. The second holds the number of tokens that neighbours share. Page tables and a host's
+radix tree both yield these arrays, and :func:`build_forest` turns them into nodes. A batch that
+shares nothing is a forest of single leaves and takes the same path.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["VIRTUAL_ROOT", "ForestError", "Int32Array", "PrefixForest", "build_f
 
 
 class ForestError(ValueError):
-    """Input that describes no forest, such as a page table that contradicts itself."""
+    """The input describes no forest: for example, a page table contradicts itself."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,8 +152,8 @@ def build_forest(
 ) -> PrefixForest:
     """Build the nodes from a batch order and the tokens that neighbours share.
 
-    Node boundaries are where the longest common prefix of neighbours changes, so the result is
-    canonical: chains of single children never appear.
+    Nodes end where the longest common prefix of neighbours changes. So each batch has exactly one
+    forest, and no node has a single child.
 
     Parameters
     ----------
@@ -170,10 +170,10 @@ def build_forest(
     Raises
     ------
     ForestError
-        If `order` is no permutation, lengths do not match, a length is negative, or neighbours
-        share more tokens than either holds or a part of a page.
+        If `order` is not a permutation, lengths do not match, or a length is negative. Also if
+        neighbours share a part of a page, or more tokens than either of them holds.
     """
-    # Kept, hence copied: hosts write to their sequence lengths in place.
+    # Copy the lengths that the forest keeps: hosts write to their sequence lengths in place.
     order_ = np.asarray(order, dtype=np.int32).copy()
     lens = np.asarray(seq_lens, dtype=np.int32).copy()
     shared_ = int32(shared)

@@ -1,13 +1,14 @@
-"""The prefix tree of a batch's page table: inserts rows one by one and reads little of each.
+"""The prefix tree of a batch's page table, built row by row from few page ids.
 
 Rows of page tables are long: 64k tokens span many cache lines and memory pages. Reading a page id
-costs a cache miss, so the insertion reads few page ids, independently of one another:
+costs a cache miss. So the insertion reads few page ids, and no read waits for another:
 
 - Equality is monotone: a row that agrees with an edge at its last page agrees with the whole edge.
-  The same cache line holds the next page, the key of the next edge: about one miss for each level.
-- Requests that share tend to arrive together. So the search starts at the tree node of the row
-  before and climbs to the first node that the row agrees with.
-- The inside of an edge is searched only if the edge must be split, several page ids at a time.
+  The same cache line holds the next page, which is the key of the next edge. So each level costs
+  about one miss.
+- Requests that share tend to arrive together. So the search starts at the tree node of the previous
+  row. It climbs to the first node that the new row agrees with.
+- The search reads the inside of an edge only to split it, several page ids at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ Int32Array = npt.NDArray[np.int32]
 
 ROOT = 0
 LOOKS = 8
-"""Page ids that a search reads at once from each of two rows: a core keeps as many misses going."""
+"""Page ids that a search reads at once from each of two rows: about the cache misses that a CPU
+core has in flight."""
 
 
 @host_jit
@@ -46,7 +48,7 @@ def insert_rows(
     holder : [B] int32
         Tree node at which each row ends.
     nodes : int
-        Tree nodes in use; entries of `parent` and `depth` from there on hold anything.
+        Tree nodes in use; entries of `parent` and `depth` from this index on are undefined.
     """
     batch = len(full)
     most = 2 * batch + 1
@@ -96,7 +98,7 @@ def insert_rows(
                 depth[child] = stop
                 row[child] = request
                 first[child] = page
-                if not inner[node]:  # a row ended here; now another goes on
+                if not inner[node]:  # one row ended here; this row continues
                     inner[node] = True
                     last[node] = tables[request, at - 1]
                 node = child
@@ -141,11 +143,11 @@ def _slot(node: int, page: int, shift: np.uint64) -> int:
 
 @host_jit
 def _agreement(tables: npt.NDArray[np.integer], row: int, other: int, low: int, high: int) -> int:
-    """Pages on which two rows agree, given that it is at least `low` and at most `high`."""
+    """Leading pages on which two rows agree, known to be from `low` to `high`."""
     if low < high and tables[row, high - 1] == tables[other, high - 1]:
         return high
     high -= 1
-    while high - low >= 2 * LOOKS:  # invariant: agree on the first `low`, differ at `high`
+    while high - low >= 2 * LOOKS:  # the rows agree on the first `low` pages and differ at `high`
         step = (high - low) // (LOOKS + 1)
         agreeing = 0
         for look in range(1, LOOKS + 1):  # no early exit: the misses overlap

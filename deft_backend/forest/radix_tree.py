@@ -41,15 +41,15 @@ def forest_from_paths(
     Returns
     -------
     PrefixForest
-        The same arrays that :func:`~deft_backend.forest.page_tables.forest_from_page_tables`
-        makes of the same batch: nodes that only one request of the batch holds are merged into
-        its leaf, chains that the same requests hold are merged into one node, and subtrees are
-        ordered by their first request.
+        The same arrays that :func:`~deft_backend.forest.page_tables.forest_from_page_tables` makes
+        of the same batch. Nodes that only one request of the batch holds become part of its leaf.
+        Chains of nodes that the same requests hold become one node. Subtrees are ordered by their
+        first request.
 
     Raises
     ------
     ForestError
-        If there are not as many paths as lengths, a node's length is not positive, or a path holds
+        If the numbers of paths and lengths differ, a node's length is not positive, or a path holds
         more tokens than its request.
     """
     if len(paths) != len(seq_lens):
@@ -105,8 +105,8 @@ def forest_from_tree(
     Raises
     ------
     ForestError
-        If lengths do not match, a node does not come after and below its parent, or a request
-        holds no node of the tree, or one deeper than the request is long.
+        If lengths do not match, or a node does not come after its parent or is not deeper. Also if
+        a request holds no node of the tree, or a node deeper than the request is long.
     """
     parent_, depth_, holder_ = _array(parent), _array(depth), _array(holder)
     lens = int32(seq_lens)
@@ -138,7 +138,7 @@ def forest_from_tree(
 
 
 def _array(values: Sequence[int] | Int32Array) -> Int32Array:
-    """As :func:`int32`, several times faster for lists."""
+    """Like :func:`int32`, but several times faster for lists."""
     if isinstance(values, list) and values:
         return np.frombuffer(array("i", values), dtype=np.int32)
     return int32(values)

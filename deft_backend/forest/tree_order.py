@@ -16,7 +16,7 @@ NONE = -1
 def order_of_tree(
     parent: Int32Array, depth: Int32Array, holder: Int32Array, nodes: int
 ) -> tuple[Int32Array, Int32Array]:
-    """Put sharers side by side.
+    """Order the batch so that requests that share are neighbours.
 
     Parameters
     ----------
@@ -25,12 +25,12 @@ def order_of_tree(
     holder : [B] int32
         Tree node that holds the end of what each request shares.
     nodes : int
-        Tree nodes; nodes that no request holds are left out.
+        Tree nodes; the order ignores nodes that no request holds.
 
     Returns
     -------
     order : [B] int32
-        Requests in depth-first order; children of a node, requests that end there among them, are
+        Requests in depth-first order. The children of a node and the requests that end there are
         ordered by their first request.
     shared : [max(0, B - 1)] int32
         Depth of the deepest node that neighbours in `order` have in common.
@@ -41,8 +41,8 @@ def order_of_tree(
     if batch == 0:
         return order, shared
 
-    # Children are tree nodes and, from `nodes` on, requests. Walking up from each request in batch
-    # order links every node when its first request is met.
+    # Children are tree nodes and, from `nodes` on, requests. Walk up from each request in batch
+    # order, so that each node is linked at its first request.
     first_child = np.full(nodes, NONE, dtype=np.int32)
     last_child = np.empty(nodes, dtype=np.int32)
     sibling = np.full(nodes + batch, NONE, dtype=np.int32)
@@ -86,10 +86,11 @@ def order_of_tree(
 def misplaced(
     parent: Int32Array, depth: Int32Array, holder: Int32Array, seq_lens: Int32Array
 ) -> tuple[int, int]:
-    """First tree node that does not come after and below its parent, and first request that its
-    holder's depth exceeds or that has none; -1: no such.
+    """First misplaced tree node and first request with a wrong holder; -1 if there is none.
 
-    Node 0 is the root, of depth 0; ``holder`` and ``seq_lens`` have equal lengths.
+    A node must come after its parent and be deeper. A request's holder must exist and must not be
+    deeper than the request is long. Node 0 is the root, of depth 0; ``holder`` and ``seq_lens``
+    have equal lengths.
     """
     nodes = len(parent)
     for node in range(nodes):

@@ -37,14 +37,13 @@ def plus(a, b):
 
 
 @jit
-def capped(scores, scale, logit_cap, SOFT_CAP: gl.constexpr):
+def capped(scores, scaling, SOFT_CAP: gl.constexpr):
     """Scores under the soft cap, if there is one, in base 2."""
     if SOFT_CAP:
-        # tanh through exp: saturates to +-1 without overflow in either direction. `scale` is
-        # sm_scale here, without the change of base.
+        # tanh through exp: saturates to +-1 without overflow in either direction.
         LOG2_E: gl.constexpr = 1.4426950408889634
-        doubled = gl.exp2(scores * (scale * 2.0 * LOG2_E / logit_cap))
-        scores = (logit_cap * LOG2_E) * (1.0 - 2.0 / (doubled + 1.0))
+        doubled = gl.exp2(scores * (scaling.scale * 2.0 * LOG2_E / scaling.cap))
+        scores = (scaling.cap * LOG2_E) * (1.0 - 2.0 / (doubled + 1.0))
     return scores
 
 
@@ -62,9 +61,7 @@ def _listed(pointer, there, AHEAD: gl.constexpr):
 
 @jit
 def read_item(
-    work, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr, segment_end_ptr,
-    table_rows_ptr, NUM_KV_HEADS: gl.constexpr, TABLE_BY_SEGMENT: gl.constexpr,
-    AHEAD: gl.constexpr,
+    work, work_end, tensors, plan, HEADS: gl.constexpr, CACHE: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """First link: an item's first entry, queries, row, page-table row, start and end.
 
@@ -72,32 +69,32 @@ def read_item(
     item: those of an empty one. With AHEAD, the item is one of the READ_AHEAD that plans have room
     for.
     """
-    item = work // NUM_KV_HEADS  # item and segment are one: see TILE_SEGMENTS
+    item = work // HEADS.num_kv  # item and segment are one: see TILE_SEGMENTS
     there = work < work_end
-    entry = _listed(item_query_ptr + item, there, AHEAD)
-    entry_end = _listed(item_query_ptr + item + 1, there, AHEAD)
-    row = _listed(segment_row_ptr + item, there, AHEAD)
+    entry = _listed(plan.item_query_ptr + item, there, AHEAD)
+    entry_end = _listed(plan.item_query_ptr + item + 1, there, AHEAD)
+    row = _listed(plan.segment_request + item, there, AHEAD)
     table = row
-    if TABLE_BY_SEGMENT:
-        table = _listed(table_rows_ptr + item, there, AHEAD)
-    start = _listed(segment_start_ptr + item, there, AHEAD)
-    stop = _listed(segment_end_ptr + item, there, AHEAD)
+    if CACHE.table_by_segment:
+        table = _listed(tensors.table_rows + item, there, AHEAD)
+    start = _listed(plan.segment_start + item, there, AHEAD)
+    stop = _listed(plan.segment_end + item, there, AHEAD)
     return entry, entry_end - entry, row, table, start, stop
 
 
 @jit
-def table_row(listed, table_rows_ptr, TABLE_BY_SEGMENT: gl.constexpr):
+def table_row(listed, tensors, CACHE: gl.constexpr):
     """Row of the page table of an item that was read: a second link, unless segments list it."""
     found = listed.to(gl.int64)
-    if not TABLE_BY_SEGMENT:
-        found = gl.load(table_rows_ptr + listed).to(gl.int64)
+    if not CACHE.table_by_segment:
+        found = gl.load(tensors.table_rows + listed).to(gl.int64)
     return found
 
 
 @jit
-def range_end(row, stop, seq_lens_ptr):
+def range_end(row, stop, tensors):
     """Where a range ends: an open one, where its row's sequence ends now."""
-    length = gl.load(seq_lens_ptr + row, mask=stop < 0, other=0).to(gl.int32)
+    length = gl.load(tensors.seq_lens + row, mask=stop < 0, other=0).to(gl.int32)
     return gl.where(stop < 0, length, stop)
 
 

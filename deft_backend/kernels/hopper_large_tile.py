@@ -68,62 +68,25 @@ except ImportError:  # `available` says so before anything is launched
 
 @jit
 def hopper_large_tile_attention(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    partial_out_ptr,
-    partial_lse_ptr,
-    partial_scale_ptr,
-    page_table_ptr,
-    table_rows_ptr,
-    seq_lens_ptr,
-    tile_ptr,
-    item_segment_ptr,
-    item_query_ptr,
-    segment_row_ptr,
-    segment_start_ptr,
-    segment_end_ptr,
-    segment_span_ptr,
-    entry_query_ptr,
-    entry_slot_ptr,
-    scale,
-    logit_cap,
-    stride_q_batch,
-    stride_q_head,
-    stride_out_batch,
-    stride_out_head,
-    stride_table,
-    STRIDE_K_PAGE: gl.constexpr,
-    STRIDE_K_TOKEN: gl.constexpr,
-    STRIDE_K_HEAD: gl.constexpr,
-    STRIDE_V_PAGE: gl.constexpr,
-    STRIDE_V_TOKEN: gl.constexpr,
-    STRIDE_V_HEAD: gl.constexpr,
-    PLACE: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    LOOKAHEAD: gl.constexpr,
-    NUM_KV_HEADS: gl.constexpr,
-    GQA_GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    SOFT_CAP: gl.constexpr,
-    TABLE_BY_SEGMENT: gl.constexpr,
-    OVERLAPPED: gl.constexpr,
-):
-    NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GQA_GROUP
+    tensors, plan, scaling, strides, HEADS: gl.constexpr, CACHE: gl.constexpr, TILE: gl.constexpr,
+    MODE: gl.constexpr,
+):  # fmt: skip
+    BLOCK_M: gl.constexpr = TILE.height
+    BLOCK_N: gl.constexpr = TILE.block_tokens
+    LOOKAHEAD: gl.constexpr = TILE.lookahead
+    GQA_GROUP: gl.constexpr = HEADS.group
+    HEAD_DIM: gl.constexpr = HEADS.dim
     WARPS: gl.constexpr = gl.num_warps()
-    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
-    PARTIAL: gl.constexpr = partial_out_ptr.dtype.element_ty
-    gl.static_assert(partial_out_ptr.dtype.element_ty == gl.float16)
+    DTYPE: gl.constexpr = tensors.q.dtype.element_ty
+    PARTIAL: gl.constexpr = tensors.partial.out.dtype.element_ty
+    gl.static_assert(tensors.partial.out.dtype.element_ty == gl.float16)
     # Blocks in shared memory, of K and of V: the one being multiplied and those on their way.
     SLOTS: gl.constexpr = LOOKAHEAD + 1
     # Blocks of which it is known where their tokens lie, a power of two: from the V block that is
     # copied next to one behind the K block that is.
     KNOWN: gl.constexpr = 4 if LOOKAHEAD <= 2 else 8
     gl.static_assert(KNOWN >= LOOKAHEAD + 2)
-    SAME_STRIDES: gl.constexpr = STRIDE_K_PAGE == STRIDE_V_PAGE and STRIDE_K_TOKEN == STRIDE_V_TOKEN
+    SAME_STRIDES: gl.constexpr = CACHE.k_page == CACHE.v_page and CACHE.k_token == CACHE.v_token
     # Allow this many copies in flight when waiting for the next K block; its V block was issued
     # earlier and has arrived.
     OUTSTANDING: gl.constexpr = 2 * LOOKAHEAD - 2
@@ -148,16 +111,16 @@ def hopper_large_tile_attention(
 
     # The plan's arrays are views of one buffer (DevicePlan): what stage 1 reads of it is brought to
     # the L2 while its first number is on its way.
-    lines = (entry_slot_ptr.to(gl.int64) - tile_ptr.to(gl.int64)) // 64
+    lines = (plan.entry_slot.to(gl.int64) - plan.tile_ptr.to(gl.int64)) // 64
     line = gl.program_id(0) + gl.num_programs(0) * gl.arange(0, 32 * WARPS, layout=LIST)
-    ask(tile_ptr + line * 16, line < lines)
+    ask(plan.tile_ptr + line * 16, line < lines)
 
     k_shared = gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_N, HEAD_DIM], SHARED)
     v_shared = gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_N, HEAD_DIM], SHARED)
     k_known = gl.allocate_shared_memory(gl.int32, [KNOWN, BLOCK_N], PLAIN)
     # Page ids of the blocks behind those, on their way for PAGES / 2 steps.
     PAGES: gl.constexpr = 8
-    pages = gl.allocate_shared_memory(page_table_ptr.dtype.element_ty, [PAGES, BLOCK_N], PLAIN)
+    pages = gl.allocate_shared_memory(tensors.page_table.dtype.element_ty, [PAGES, BLOCK_N], PLAIN)
     v_known = k_known
     if not SAME_STRIDES:
         v_known = gl.allocate_shared_memory(gl.int32, [KNOWN, BLOCK_N], PLAIN)
@@ -167,21 +130,20 @@ def hopper_large_tile_attention(
     # Of each row: where its query lies, and where its result goes (`result_place`).
     places = gl.allocate_shared_memory(gl.int32, [2, BLOCK_M], PLAIN)
 
-    factor = scale
-    if SOFT_CAP:
+    factor = scaling.scale
+    if MODE.soft_cap:
         factor = 1.0
 
-    gl.static_assert(PLACE == 0)  # these items come first in the plan
-    work_end = gl.load(tile_ptr + 1) * NUM_KV_HEADS
+    gl.static_assert(TILE.place == 0)  # these items come first in the plan
+    work_end = gl.load(plan.tile_ptr + 1) * HEADS.num_kv
 
     offs_d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, COPY))
 
     first_work = gl.program_id(0)
     step_work = gl.num_programs(0)
     entry, num_queries, row, listed, start, stop = read_item(
-        first_work, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
-        segment_end_ptr, table_rows_ptr, NUM_KV_HEADS, TABLE_BY_SEGMENT, AHEAD=True,
-    )  # fmt: skip
+        first_work, work_end, tensors, plan, HEADS, CACHE, AHEAD=True
+    )
     table_at = listed.to(gl.int64)
     # Where an item's first pages, and its rows' queries and slots, come to: memory that holds pages
     # of later blocks, and where tokens lie, once the item has begun.
@@ -192,25 +154,24 @@ def hopper_large_tile_attention(
     # A program without an item ends here, and only then lets the next kernel start: programs that
     # start while some SMs still hold idle ones crowd onto the others and stay there.
     if first_work < work_end:
-        if OVERLAPPED:
+        if MODE.overlapped:
             gdc_launch_dependents()
-        stop = range_end(row, stop, seq_lens_ptr)
-        table_at = table_row(listed, table_rows_ptr, TABLE_BY_SEGMENT)
+        stop = range_end(row, stop, tensors)
+        table_at = table_row(listed, tensors, CACHE)
         ask_item(
-            True, first_pages, entries, page_table_ptr + table_at * stride_table, entry,
-            num_queries, start, stop, entry_query_ptr, entry_slot_ptr, KNOWN, BLOCK_N, BLOCK_M,
-            GQA_GROUP, AT_ONCE, PAGE_SIZE, LIST,
+            True, first_pages, entries, tensors.page_table + table_at * strides.table, entry,
+            num_queries, start, stop, plan, HEADS, CACHE, TILE, KNOWN, AT_ONCE, LIST,
         )  # fmt: skip
 
     for work in range(first_work, work_end, step_work):
         # KV heads of one item are neighbours: they read the same page-table entries.
-        kv_head = work % NUM_KV_HEADS
+        kv_head = work % HEADS.num_kv
         # A 0 that the compiler does not know: what depends on a row's number alone would otherwise
         # be computed once for all items, and held in registers that the loop over blocks needs.
         zero = num_queries >> 16
-        table = page_table_ptr + table_at * stride_table
-        k_base = k_ptr + kv_head.to(gl.int64) * STRIDE_K_HEAD + offs_d
-        v_base = v_ptr + kv_head.to(gl.int64) * STRIDE_V_HEAD + offs_d
+        table = tensors.page_table + table_at * strides.table
+        k_base = tensors.k + kv_head.to(gl.int64) * CACHE.k_head + offs_d
+        v_base = tensors.v + kv_head.to(gl.int64) * CACHE.v_head + offs_d
         tokens = gl.maximum(stop - start, 0)
         # An empty range runs one block, all of it masked.
         filled = (tokens + BLOCK_N - 1) // BLOCK_N
@@ -228,23 +189,19 @@ def hopper_large_tile_attention(
         barrier()
 
         reinterpret(k_known, gl.int32, [KNOWN * BLOCK_N], PLAIN).store(
-            offsets_of(first_page, first_at, STRIDE_K_PAGE, STRIDE_K_TOKEN, PAGE_SIZE)
+            offsets_of(first_page, first_at, CACHE.k_page, CACHE.k_token, CACHE.page_size)
         )
         if not SAME_STRIDES:
             reinterpret(v_known, gl.int32, [KNOWN * BLOCK_N], PLAIN).store(
-                offsets_of(first_page, first_at, STRIDE_V_PAGE, STRIDE_V_TOKEN, PAGE_SIZE)
+                offsets_of(first_page, first_at, CACHE.v_page, CACHE.v_token, CACHE.page_size)
             )
-        q_at = row_query * (stride_q_batch // 8) + head * (stride_q_head // 8)
+        q_at = row_query * (strides.q_batch // 8) + head * (strides.q_head // 8)
         places.index(0).store(q_at.to(gl.int32))
-        places.index(1).store(
-            result_place(
-                row_query, row_slot, head, stride_out_batch, stride_out_head, NUM_HEADS, HEAD_DIM
-            )
-        )
+        places.index(1).store(result_place(row_query, row_slot, head, strides, HEADS))
         barrier()
         q_offset = read_offsets(places.index(0), AT_ONCE, COPY_ROW)
         in_tile = gl.arange(0, BLOCK_M, layout=COPY_ROW) + zero < num_queries * GQA_GROUP
-        copy_block(in_tile[:, None], rows_shared, q_ptr + offs_d, q_offset, COPY)
+        copy_block(in_tile[:, None], rows_shared, tensors.q + offs_d, q_offset, COPY)
         for ahead in gl.static_range(LOOKAHEAD + 1):
             if ahead > 0:
                 offset = read_offsets(v_known.index(ahead - 1), AT_ONCE, COPY_ROW)
@@ -259,21 +216,20 @@ def hopper_large_tile_attention(
                 copy_pages(
                     reinterpret(pages, pages.dtype, [PAGES * BLOCK_N], PLAIN)
                     .slice(KNOWN % PAGES * BLOCK_N, PAGES // 2 * BLOCK_N),
-                    table, behind_at, start, most, PAGE_SIZE,
+                    table, behind_at, start, most, CACHE.page_size,
                 )  # fmt: skip
         page_at = last - KNOWN * BLOCK_N
         page_at += row_of_place(gl.arange(0, BLOCK_N, layout=LIST), AT_ONCE, BLOCK_N)
 
         # What the next item needs first is on its way while this one is worked on.
         next_entry, next_queries, next_row, next_listed, next_start, next_stop = read_item(
-            work + step_work, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
-            segment_end_ptr, table_rows_ptr, NUM_KV_HEADS, TABLE_BY_SEGMENT, AHEAD=False,
-        )  # fmt: skip
+            work + step_work, work_end, tensors, plan, HEADS, CACHE, AHEAD=False
+        )
         arrived(2 * LOOKAHEAD)
         q = rows_shared.load(QUERIES)  # a V block comes where Q is
         no_scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
         scores = warpgroup_mma(q, k_shared.index(0).permute((1, 0)), no_scores, use_acc=False)
-        scores = capped(scores, scale, logit_cap, SOFT_CAP)
+        scores = capped(scores, scaling, MODE.soft_cap)
         scores = masked(scores, tokens - (blocks - 1) * BLOCK_N, BLOCK_M, BLOCK_N, SCORES)
 
         maximum = gl.full([BLOCK_M], float("-inf"), gl.float32, ROW)
@@ -300,15 +256,15 @@ def hopper_large_tile_attention(
             # Where the tokens of one more block lie. Behind one barrier with the copies.
             page = pages.index((step + KNOWN) % PAGES).load(LIST).to(gl.int32)
             k_known.index(step % KNOWN).store(
-                offsets_of(page, page_at, STRIDE_K_PAGE, STRIDE_K_TOKEN, PAGE_SIZE)
+                offsets_of(page, page_at, CACHE.k_page, CACHE.k_token, CACHE.page_size)
             )
             if not SAME_STRIDES:
                 v_known.index(step % KNOWN).store(
-                    offsets_of(page, page_at, STRIDE_V_PAGE, STRIDE_V_TOKEN, PAGE_SIZE)
+                    offsets_of(page, page_at, CACHE.v_page, CACHE.v_token, CACHE.page_size)
                 )
             copy_pages(
                 pages.index((step + KNOWN + PAGES // 2) % PAGES), table,
-                page_at - PAGES // 2 * BLOCK_N, start, most, PAGE_SIZE,
+                page_at - PAGES // 2 * BLOCK_N, start, most, CACHE.page_size,
             )  # fmt: skip
             page_at -= BLOCK_N
             copy_block(filled > v_at, v_shared.index(before), v_base, v_offset, COPY)
@@ -316,21 +272,20 @@ def hopper_large_tile_attention(
             now = following
             following = next_slot(following, SLOTS)
             scores = warpgroup_mma_wait(1, deps=[started])
-            scores = capped(scores, scale, logit_cap, SOFT_CAP)
+            scores = capped(scores, scaling, MODE.soft_cap)
             fresh, added, maximum, rescale = softmax(scores, maximum, factor, BLOCK_M, BLOCK_N, ROW)
             total = add_rescaled(total, rescale, settled(added))
             acc, weights, fresh = warpgroup_mma_wait(0, deps=[summing, weights, fresh])
             weights = gl.convert_layout(fresh.to(DTYPE), WEIGHTS)
             acc = acc * gl.convert_layout(rescale, OUTPUT_ROW)[:, None]
 
-        next_stop = range_end(next_row, next_stop, seq_lens_ptr)
-        table_at = table_row(next_listed, table_rows_ptr, TABLE_BY_SEGMENT)
+        next_stop = range_end(next_row, next_stop, tensors)
+        table_at = table_row(next_listed, tensors, CACHE)
         arrived(0)
         ask_item(
             work + step_work < work_end, first_pages, entries,
-            page_table_ptr + table_at * stride_table, next_entry, next_queries, next_start,
-            next_stop, entry_query_ptr, entry_slot_ptr, KNOWN, BLOCK_N, BLOCK_M, GQA_GROUP, AT_ONCE,
-            PAGE_SIZE, LIST,
+            tensors.page_table + table_at * strides.table, next_entry, next_queries, next_start,
+            next_stop, plan, HEADS, CACHE, TILE, KNOWN, AT_ONCE, LIST,
         )  # fmt: skip
         acc = warpgroup_mma(weights, v_shared.index(now), acc)
         sums = gl.convert_layout(gl.reduce(total, 1, plus), ROW)
@@ -362,8 +317,8 @@ def hopper_large_tile_attention(
         row_m = gl.arange(0, BLOCK_M, layout=OUTPUT_ROW) + zero
         partial = (row_m < num_queries * GQA_GROUP) & (row_at >= 0)
         where = row_at // (HEAD_DIM // 8)
-        gl.store(partial_scale_ptr + where, largest, mask=partial)
-        gl.store(partial_lse_ptr + where, gl.convert_layout(lse, OUTPUT_ROW), mask=partial)
+        gl.store(tensors.partial.scale + where, largest, mask=partial)
+        gl.store(tensors.partial.lse + where, gl.convert_layout(lse, OUTPUT_ROW), mask=partial)
         barrier()
         bits = rows.load(COPY)
         at = read_offsets(places.index(1), AT_ONCE, COPY_ROW)
@@ -371,16 +326,16 @@ def hopper_large_tile_attention(
         in_tile = offs_m < num_queries * GQA_GROUP
         elements = (at & 0x7FFFFFFF).to(gl.int64)[:, None] * 8 + offs_d[None, :]
         gl.store(
-            out_ptr.to(gl.pointer_type(gl.int16), bitcast=True) + elements, bits,
+            tensors.out.to(gl.pointer_type(gl.int16), bitcast=True) + elements, bits,
             mask=(in_tile & (at < 0))[:, None],
         )  # fmt: skip
         gl.store(
-            partial_out_ptr.to(gl.pointer_type(gl.int16), bitcast=True) + elements, bits,
+            tensors.partial.out.to(gl.pointer_type(gl.int16), bitcast=True) + elements, bits,
             mask=(in_tile & (at >= 0))[:, None],
         )  # fmt: skip
         # The next item's Q comes into the same memory.
         barrier()
         entry, num_queries, start, stop = next_entry, next_queries, next_start, next_stop
 
-    if OVERLAPPED:
+    if MODE.overlapped:
         gdc_wait()

@@ -48,15 +48,15 @@ except ImportError:  # `available` says so before anything is launched
 
 
 @jit
-def _tokens(row, start, stop, seq_lens_ptr):
+def _tokens(row, start, stop, tensors):
     """Tokens of a range."""
-    return gl.maximum(range_end(row, stop, seq_lens_ptr) - start, 0)
+    return gl.maximum(range_end(row, stop, tensors) - start, 0)
 
 
 @jit
-def _table(listed, table_rows_ptr, page_table_ptr, stride_table, TABLE_BY_SEGMENT: gl.constexpr):
+def _table(listed, tensors, strides, CACHE: gl.constexpr):
     """Where a row of the page table begins."""
-    return page_table_ptr + table_row(listed, table_rows_ptr, TABLE_BY_SEGMENT) * stride_table
+    return tensors.page_table + table_row(listed, tensors, CACHE) * strides.table
 
 
 @jit
@@ -101,56 +101,18 @@ def _copy_queries(
 
 @jit
 def hopper_small_tile_attention(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    partial_out_ptr,
-    partial_lse_ptr,
-    partial_scale_ptr,
-    page_table_ptr,
-    table_rows_ptr,
-    seq_lens_ptr,
-    tile_ptr,
-    item_segment_ptr,
-    item_query_ptr,
-    segment_row_ptr,
-    segment_start_ptr,
-    segment_end_ptr,
-    segment_span_ptr,
-    entry_query_ptr,
-    entry_slot_ptr,
-    scale,
-    logit_cap,
-    stride_q_batch,
-    stride_q_head,
-    stride_out_batch,
-    stride_out_head,
-    stride_table,
-    STRIDE_K_PAGE: gl.constexpr,
-    STRIDE_K_TOKEN: gl.constexpr,
-    STRIDE_K_HEAD: gl.constexpr,
-    STRIDE_V_PAGE: gl.constexpr,
-    STRIDE_V_TOKEN: gl.constexpr,
-    STRIDE_V_HEAD: gl.constexpr,
-    PLACE: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    LOOKAHEAD: gl.constexpr,
-    NUM_KV_HEADS: gl.constexpr,
-    GQA_GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    SOFT_CAP: gl.constexpr,
-    MAX_MERGED: gl.constexpr,
-    TABLE_BY_SEGMENT: gl.constexpr,
-    OVERLAPPED: gl.constexpr,
-):
+    tensors, plan, scaling, strides, HEADS: gl.constexpr, CACHE: gl.constexpr, TILE: gl.constexpr,
+    MODE: gl.constexpr,
+):  # fmt: skip
+    BLOCK_M: gl.constexpr = TILE.height
+    BLOCK_N: gl.constexpr = TILE.block_tokens
+    LOOKAHEAD: gl.constexpr = TILE.lookahead
+    GQA_GROUP: gl.constexpr = HEADS.group
+    HEAD_DIM: gl.constexpr = HEADS.dim
     MERGES: gl.constexpr = encoding_constants.MERGES.value
-    NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GQA_GROUP
     SLOTS: gl.constexpr = LOOKAHEAD + 1
-    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
-    SAME_STRIDES: gl.constexpr = STRIDE_K_PAGE == STRIDE_V_PAGE and STRIDE_K_TOKEN == STRIDE_V_TOKEN
+    DTYPE: gl.constexpr = tensors.q.dtype.element_ty
+    SAME_STRIDES: gl.constexpr = CACHE.k_page == CACHE.v_page and CACHE.k_token == CACHE.v_token
     gl.static_assert(gl.num_warps() == 1)
 
     # Scores are [tokens, rows], outputs [dimensions, rows].
@@ -177,7 +139,7 @@ def hopper_small_tile_attention(
         else 8 if GQA_GROUP <= 8 else 16 if GQA_GROUP <= 16 else 32
     )  # fmt: skip
 
-    if OVERLAPPED:
+    if MODE.overlapped:
         gdc_launch_dependents()
 
     q_shared = gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_M, HEAD_DIM], SHARED)
@@ -193,12 +155,12 @@ def hopper_small_tile_attention(
     maximum_shared = gl.allocate_shared_memory(gl.float32, [BLOCK_M], PLAIN)
     total_shared = gl.allocate_shared_memory(gl.float32, [BLOCK_M], PLAIN)
 
-    factor = scale
-    if SOFT_CAP:
+    factor = scaling.scale
+    if MODE.soft_cap:
         factor = 1.0
 
-    work_end = gl.load(tile_ptr + PLACE + 1) * NUM_KV_HEADS
-    work = gl.load(tile_ptr + PLACE) * NUM_KV_HEADS + gl.program_id(0)
+    work_end = gl.load(plan.tile_ptr + TILE.place + 1) * HEADS.num_kv
+    work = gl.load(plan.tile_ptr + TILE.place) * HEADS.num_kv + gl.program_id(0)
     step = gl.num_programs(0)
 
     offs_n = gl.arange(0, BLOCK_N, layout=ONE_EACH)
@@ -213,45 +175,41 @@ def hopper_small_tile_attention(
     copied_work = work
     block = 0
     entry, queries, row, listed, start, stop = read_item(
-        work, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr, segment_end_ptr,
-        table_rows_ptr, NUM_KV_HEADS, TABLE_BY_SEGMENT, AHEAD=False,
-    )  # fmt: skip
-    next_entry, next_queries, next_row, next_listed, next_start, next_stop = read_item(
-        work + step, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
-        segment_end_ptr, table_rows_ptr, NUM_KV_HEADS, TABLE_BY_SEGMENT, AHEAD=False,
-    )  # fmt: skip
-    later_entry, later_queries, later_row, later_listed, later_start, later_stop = read_item(
-        work + 2 * step, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
-        segment_end_ptr, table_rows_ptr, NUM_KV_HEADS, TABLE_BY_SEGMENT, AHEAD=False,
-    )  # fmt: skip
-    last_entry, last_queries, last_row, last_listed, last_start, last_stop = read_item(
-        work + 3 * step, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
-        segment_end_ptr, table_rows_ptr, NUM_KV_HEADS, TABLE_BY_SEGMENT, AHEAD=False,
-    )  # fmt: skip
-    table = _table(listed, table_rows_ptr, page_table_ptr, stride_table, TABLE_BY_SEGMENT)
-    length = _tokens(row, start, stop, seq_lens_ptr)
-    next_table = _table(next_listed, table_rows_ptr, page_table_ptr, stride_table, TABLE_BY_SEGMENT)
-    next_length = _tokens(next_row, next_start, next_stop, seq_lens_ptr)
-    later_table = _table(
-        later_listed, table_rows_ptr, page_table_ptr, stride_table, TABLE_BY_SEGMENT
+        work, work_end, tensors, plan, HEADS, CACHE, AHEAD=False
     )
-    later_length = _tokens(later_row, later_start, later_stop, seq_lens_ptr)
-    page = _read_pages(table, start, length, 0, offs_n, BLOCK_N, PAGE_SIZE)
-    ahead_page = _read_pages(table, start, length, 1, offs_n, BLOCK_N, PAGE_SIZE)
-    next_page = _read_pages(next_table, next_start, next_length, 0, offs_n, BLOCK_N, PAGE_SIZE)
-    query = gl.load(entry_query_ptr + entry + query_of_row, mask=query_of_row < queries, other=0)
+    next_entry, next_queries, next_row, next_listed, next_start, next_stop = read_item(
+        work + step, work_end, tensors, plan, HEADS, CACHE, AHEAD=False
+    )
+    later_entry, later_queries, later_row, later_listed, later_start, later_stop = read_item(
+        work + 2 * step, work_end, tensors, plan, HEADS, CACHE, AHEAD=False
+    )
+    last_entry, last_queries, last_row, last_listed, last_start, last_stop = read_item(
+        work + 3 * step, work_end, tensors, plan, HEADS, CACHE, AHEAD=False
+    )
+    table = _table(listed, tensors, strides, CACHE)
+    length = _tokens(row, start, stop, tensors)
+    next_table = _table(next_listed, tensors, strides, CACHE)
+    next_length = _tokens(next_row, next_start, next_stop, tensors)
+    later_table = _table(later_listed, tensors, strides, CACHE)
+    later_length = _tokens(later_row, later_start, later_stop, tensors)
+    page = _read_pages(table, start, length, 0, offs_n, BLOCK_N, CACHE.page_size)
+    ahead_page = _read_pages(table, start, length, 1, offs_n, BLOCK_N, CACHE.page_size)
+    next_page = _read_pages(
+        next_table, next_start, next_length, 0, offs_n, BLOCK_N, CACHE.page_size
+    )
+    query = gl.load(plan.entry_query + entry + query_of_row, mask=query_of_row < queries, other=0)
     next_query = gl.load(
-        entry_query_ptr + next_entry + query_of_row, mask=query_of_row < next_queries, other=0
+        plan.entry_query + next_entry + query_of_row, mask=query_of_row < next_queries, other=0
     )
     free = 0  # the buffers that are copied to
     q_free = 0
 
     # The item that is worked on, the one after it, and the links of a third.
-    merged = gl.load(segment_span_ptr + work // NUM_KV_HEADS, mask=work < work_end, other=0)
+    merged = gl.load(plan.segment_span + work // HEADS.num_kv, mask=work < work_end, other=0)
     own_entry, own_queries, own_length = entry, queries, length
     # What an item of one query needs of it at its end.
-    own_query = gl.load(entry_query_ptr + own_entry)
-    own_slot = gl.load(entry_slot_ptr + own_entry)
+    own_query = gl.load(plan.entry_query + own_entry)
+    own_slot = gl.load(plan.entry_slot + own_entry)
     coming_entry, coming_queries, coming_length = next_entry, next_queries, next_length
     link_entry, link_queries, link_row, link_start, link_stop = (
         later_entry, later_queries, later_row, later_start, later_stop,
@@ -266,21 +224,21 @@ def hopper_small_tile_attention(
     begun = 0
     while work < work_end:
         barrier()  # whatever was read from the buffers that are copied to now
-        head = (copied_work % NUM_KV_HEADS).to(gl.int64)
+        head = (copied_work % HEADS.num_kv).to(gl.int64)
         position = _positions(start, length, block, offs_n, BLOCK_N)
-        k_offset = offsets_of(page, position, STRIDE_K_PAGE, STRIDE_K_TOKEN, PAGE_SIZE)
+        k_offset = offsets_of(page, position, CACHE.k_page, CACHE.k_token, CACHE.page_size)
         v_offset = k_offset
         if not SAME_STRIDES:
-            v_offset = offsets_of(page, position, STRIDE_V_PAGE, STRIDE_V_TOKEN, PAGE_SIZE)
+            v_offset = offsets_of(page, position, CACHE.v_page, CACHE.v_token, CACHE.page_size)
         # Past the range's end its last token's rows: zeros would cost a mask a row.
-        k_base = k_ptr + head * STRIDE_K_HEAD + offs_d
-        v_base = v_ptr + head * STRIDE_V_HEAD + offs_d
+        k_base = tensors.k + head * CACHE.k_head + offs_d
+        v_base = tensors.v + head * CACHE.v_head + offs_d
         _copy_rows(k_shared.index(free), k_base, k_offset, length > 0, ROW)
         _copy_rows(v_shared.index(free), v_base, v_offset, length > 0, ROW)
         if block == 0:
             _copy_queries(
-                q_shared.index(q_free), q_ptr, query, queries, copied_work % NUM_KV_HEADS,
-                stride_q_batch, stride_q_head, offs_m, offs_d, GQA_GROUP,
+                q_shared.index(q_free), tensors.q, query, queries, copied_work % HEADS.num_kv,
+                strides.q_batch, strides.q_head, offs_m, offs_d, GQA_GROUP,
             )  # fmt: skip
         commit_group()
         free = next_slot(free, SLOTS)
@@ -298,24 +256,20 @@ def hopper_small_tile_attention(
                 later_entry, later_queries, later_table, later_start, later_length,
             )  # fmt: skip
             next_page = _read_pages(
-                next_table, next_start, next_length, 0, offs_n, BLOCK_N, PAGE_SIZE
+                next_table, next_start, next_length, 0, offs_n, BLOCK_N, CACHE.page_size
             )
             next_query = gl.load(
-                entry_query_ptr + next_entry + query_of_row,
+                plan.entry_query + next_entry + query_of_row,
                 mask=query_of_row < next_queries,
                 other=0,
             )
             later_entry, later_queries, later_start = last_entry, last_queries, last_start
-            later_table = _table(
-                last_listed, table_rows_ptr, page_table_ptr, stride_table, TABLE_BY_SEGMENT
-            )
-            later_length = _tokens(last_row, last_start, last_stop, seq_lens_ptr)
+            later_table = _table(last_listed, tensors, strides, CACHE)
+            later_length = _tokens(last_row, last_start, last_stop, tensors)
             last_entry, last_queries, last_row, last_listed, last_start, last_stop = read_item(
-                copied_work + 3 * step, work_end, item_query_ptr, segment_row_ptr,
-                segment_start_ptr, segment_end_ptr, table_rows_ptr, NUM_KV_HEADS,
-                TABLE_BY_SEGMENT, AHEAD=False,
-            )  # fmt: skip
-        ahead_page = _read_pages(table, start, length, block + 1, offs_n, BLOCK_N, PAGE_SIZE)
+                copied_work + 3 * step, work_end, tensors, plan, HEADS, CACHE, AHEAD=False
+            )
+        ahead_page = _read_pages(table, start, length, block + 1, offs_n, BLOCK_N, CACHE.page_size)
 
         begun += 1
         if begun > LOOKAHEAD:
@@ -324,7 +278,7 @@ def hopper_small_tile_attention(
             keys = k_shared.index(now).load(LEFT)
             q = q_shared.index(q_now).permute((1, 0)).load(RIGHT)
             scores = mma_v2(keys, q, gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA))
-            scores = capped(scores, scale, logit_cap, SOFT_CAP)
+            scores = capped(scores, scaling, MODE.soft_cap)
             scores = gl.where((token < left)[:, None], scores, float("-inf"))
             new_maximum = gl.maximum(maximum, gl.reduce(scores, 0, larger) * factor)
             # An empty range keeps its maximum at -inf: avoid -inf - -inf.
@@ -351,45 +305,39 @@ def hopper_small_tile_attention(
                 total_shared.store(gl.reduce(total, 0, plus))
                 barrier()
                 if merged > 0:
-                    if OVERLAPPED:
+                    if MODE.overlapped:
                         gdc_wait()
                     merge_results(
                         acc_shared, maximum_shared, total_shared, MERGES - own_slot,
-                        own_query, work % NUM_KV_HEADS, merged, out_ptr, partial_out_ptr,
-                        partial_lse_ptr, partial_scale_ptr, stride_out_batch, stride_out_head,
-                        offs_d, MAX_MERGED, NUM_HEADS, GQA_GROUP, BLOCK_M, QUERY_ROWS, HEAD_DIM,
-                        RESULT, COPY,
+                        own_query, work % HEADS.num_kv, merged, tensors, strides, offs_d, HEADS,
+                        TILE, QUERY_ROWS, RESULT, COPY,
                     )  # fmt: skip
                 else:
                     write_results(
                         acc_shared, maximum_shared.load(ROW), total_shared.load(ROW), own_entry,
-                        own_queries, work % NUM_KV_HEADS, out_ptr, partial_out_ptr,
-                        partial_lse_ptr, partial_scale_ptr, entry_query_ptr, entry_slot_ptr,
-                        stride_out_batch, stride_out_head, offs_m, offs_d, NUM_HEADS, GQA_GROUP,
-                        HEAD_DIM, COPY,
+                        own_queries, work % HEADS.num_kv, tensors, plan, strides, offs_m, offs_d,
+                        HEADS, COPY,
                     )  # fmt: skip
 
                 # The next item.
                 work += step
                 q_now = next_slot(q_now, SLOTS)
                 own_entry, own_queries, own_length = coming_entry, coming_queries, coming_length
-                own_query = gl.load(entry_query_ptr + own_entry)
-                own_slot = gl.load(entry_slot_ptr + own_entry)
+                own_query = gl.load(plan.entry_query + own_entry)
+                own_slot = gl.load(plan.entry_slot + own_entry)
                 merged = gl.load(
-                    segment_span_ptr + work // NUM_KV_HEADS, mask=work < work_end, other=0
+                    plan.segment_span + work // HEADS.num_kv, mask=work < work_end, other=0
                 )
                 coming_entry, coming_queries = link_entry, link_queries
-                coming_length = _tokens(link_row, link_start, link_stop, seq_lens_ptr)
+                coming_length = _tokens(link_row, link_start, link_stop, tensors)
                 link_entry, link_queries, link_row, _, link_start, link_stop = read_item(
-                    work + 2 * step, work_end, item_query_ptr, segment_row_ptr,
-                    segment_start_ptr, segment_end_ptr, table_rows_ptr, NUM_KV_HEADS,
-                    TABLE_BY_SEGMENT, AHEAD=False,
-                )  # fmt: skip
+                    work + 2 * step, work_end, tensors, plan, HEADS, CACHE, AHEAD=False
+                )
                 left = own_length
                 maximum = gl.full([BLOCK_M], float("-inf"), gl.float32, COLUMN)
                 total = gl.zeros([8, BLOCK_M], gl.float32, SUMS)
                 acc = gl.zeros([HEAD_DIM, BLOCK_M], gl.float32, MMA)
 
     wait_group(0)
-    if OVERLAPPED:
+    if MODE.overlapped:
         gdc_wait()

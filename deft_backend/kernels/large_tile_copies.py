@@ -58,25 +58,27 @@ def first_positions(
 
 @jit
 def ask_item(
-    there, first_pages, entries, table, entry, num_queries, start, stop, entry_query_ptr,
-    entry_slot_ptr, KNOWN: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr,
-    GQA_GROUP: gl.constexpr, AT_ONCE: gl.constexpr, PAGE_SIZE: gl.constexpr, LIST: gl.constexpr,
+    there, first_pages, entries, table, entry, num_queries, start, stop, plan,
+    HEADS: gl.constexpr, CACHE: gl.constexpr, TILE: gl.constexpr, KNOWN: gl.constexpr,
+    AT_ONCE: gl.constexpr, LIST: gl.constexpr,
 ):  # fmt: skip
     """Start copying what an item needs first, if it is there.
 
     Page ids of `first_positions`, and of each row its query and its slot; of rows outside the tile
     those of its last query, to be read and not used.
     """
+    BLOCK_N: gl.constexpr = TILE.block_tokens
+    BLOCK_M: gl.constexpr = TILE.height
     _, _, position = first_positions(start, stop, KNOWN, BLOCK_N, AT_ONCE, LIST)
     row = row_of_place(gl.arange(0, BLOCK_M, layout=LIST), AT_ONCE, BLOCK_M) + (num_queries >> 16)
-    row_entry = entry + gl.minimum(row // GQA_GROUP, num_queries - 1)
+    row_entry = entry + gl.minimum(row // HEADS.group, num_queries - 1)
     async_load(
-        first_pages, table + position // PAGE_SIZE,
+        first_pages, table + position // CACHE.page_size,
         mask=gl.full([KNOWN * BLOCK_N], True, gl.int1, LIST) & there,
     )  # fmt: skip
     some = gl.full([BLOCK_M], True, gl.int1, LIST) & there
-    async_load(entries.index(0), entry_query_ptr + row_entry, mask=some)
-    async_load(entries.index(1), entry_slot_ptr + row_entry, mask=some)
+    async_load(entries.index(0), plan.entry_query + row_entry, mask=some)
+    async_load(entries.index(1), plan.entry_slot + row_entry, mask=some)
     commit_group()
 
 
@@ -93,16 +95,13 @@ def read_offsets(offsets, AT_ONCE: gl.constexpr, ROW: gl.constexpr):
 
 
 @jit
-def result_place(
-    query, slot, head, stride_out_batch, stride_out_head,
-    NUM_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
-):  # fmt: skip
+def result_place(query, slot, head, strides, HEADS: gl.constexpr):
     """Where rows' results go, in units of 16 bytes: into the output if negative, without the sign.
 
     Else among partial results. 31 bits of them reach 32 GiB.
     """
-    direct = query * (stride_out_batch // 8) + head * (stride_out_head // 8)
-    partial = (slot * NUM_HEADS + head) * (HEAD_DIM // 8)
+    direct = query * (strides.out_batch // 8) + head * (strides.out_head // 8)
+    partial = (slot * (HEADS.num_kv * HEADS.group) + head) * (HEADS.dim // 8)
     return gl.where(slot < 0, direct.to(gl.int32) | -0x80000000, partial)
 
 

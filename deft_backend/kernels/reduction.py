@@ -15,13 +15,9 @@ from triton.language.extra.cuda import gdc_wait
 
 @jit
 def reduce_partials(
-    partial_out_ptr,
-    partial_lse_ptr,
-    partial_scale_ptr,
+    partial,
     out_ptr,
-    num_reduce_ptr,
-    reduce_query_ptr,
-    reduce_slot_ptr,
+    plan,
     stride_out_batch,
     stride_out_head,
     NUM_HEADS: tl.constexpr,
@@ -35,14 +31,14 @@ def reduce_partials(
     offs_p = tl.arange(0, BLOCK_P)[:, None]
     offs_h = tl.arange(0, BLOCK_H)[None, :]
     offs_d = tl.arange(0, HEAD_DIM_PADDED)[None, None, :]
-    work_end = tl.load(num_reduce_ptr) * HEAD_BLOCKS
+    work_end = tl.load(plan.num_reduce) * HEAD_BLOCKS
     # The first query's numbers, read while stage 1 ends, and kept: a loop that carries numbers of
     # its next round instead loses some in Triton 3.6.
     first_query = tl.program_id(0) // HEAD_BLOCKS
     there = tl.program_id(0) < work_end
-    first_of = tl.load(reduce_query_ptr + first_query, mask=there, other=0)
-    first_begin = tl.load(reduce_slot_ptr + first_query, mask=there, other=0)
-    first_end = tl.load(reduce_slot_ptr + first_query + 1, mask=there, other=0)
+    first_of = tl.load(plan.reduce_query + first_query, mask=there, other=0)
+    first_begin = tl.load(plan.reduce_ptr + first_query, mask=there, other=0)
+    first_end = tl.load(plan.reduce_ptr + first_query + 1, mask=there, other=0)
     # One program at least has to wait, or these launches could end before the ones ahead of them;
     # others that have nothing to merge leave at once.
     if OVERLAPPED:
@@ -54,9 +50,9 @@ def reduce_partials(
         head = work % HEAD_BLOCKS * BLOCK_H + offs_h
         in_heads = head < NUM_HEADS
         later = work != tl.program_id(0)
-        query = tl.load(reduce_query_ptr + which, mask=later, other=0)
-        begin = tl.load(reduce_slot_ptr + which, mask=later, other=0)
-        end = tl.load(reduce_slot_ptr + which + 1, mask=later, other=0)
+        query = tl.load(plan.reduce_query + which, mask=later, other=0)
+        begin = tl.load(plan.reduce_ptr + which, mask=later, other=0)
+        end = tl.load(plan.reduce_ptr + which + 1, mask=later, other=0)
         query = tl.where(later, query, first_of).to(tl.int64)
         begin = tl.where(later, begin, first_begin)
         end = tl.where(later, end, first_end)
@@ -68,10 +64,10 @@ def reduce_partials(
             slot = first + offs_p
             present = (slot < end) & in_heads
             where = slot.to(tl.int64) * NUM_HEADS + head
-            lse = tl.load(partial_lse_ptr + where, mask=present, other=float("-inf"))
-            scale = tl.load(partial_scale_ptr + where, mask=present, other=0.0)
+            lse = tl.load(partial.lse + where, mask=present, other=float("-inf"))
+            scale = tl.load(partial.scale + where, mask=present, other=0.0)
             o = tl.load(
-                partial_out_ptr + where[:, :, None] * HEAD_DIM + offs_d,
+                partial.out + where[:, :, None] * HEAD_DIM + offs_d,
                 mask=present[:, :, None] & (offs_d < HEAD_DIM),
                 other=0.0,
             ).to(tl.float32)

@@ -22,28 +22,18 @@ import triton.language as tl
 from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from deft_backend.kernels.plain_parts import capped, load_queries, write_results
 from deft_backend.planner import encoding_constants
 
 
 @jit
-def _attend(
-    q, k, v, acc, maximum, total, inside, scale, logit_cap,
-    SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+def _attend(q, k, v, acc, maximum, total, inside, scaling, MODE: tl.constexpr):
     """One block of the online softmax: k is [N, D], v [D, N], acc [D, M]; never empty."""
-    if UPCAST:  # what a tensor core does with the operands; the interpreter cannot
+    if MODE.upcast:  # what a tensor core does with the operands; the interpreter cannot
         k = k.to(tl.float32)
         v = v.to(tl.float32)
-    scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    if SOFT_CAP:
-        # tanh through exp: saturates to +-1 without overflow in either direction. `scale` is
-        # sm_scale here, without the change of base.
-        LOG2_E: tl.constexpr = 1.4426950408889634
-        doubled = tl.exp2(scores * (scale * 2.0 * LOG2_E / logit_cap))
-        scores = (logit_cap * LOG2_E) * (1.0 - 2.0 / (doubled + 1.0))
-        factor = 1.0
-    else:
-        factor = scale
+    scores = tl.dot(k, tl.trans(q), input_precision=MODE.precision)
+    scores, factor = capped(scores, scaling, MODE.soft_cap)
     scores = tl.where(inside[:, None], scores, float("-inf"))
     highest = tl.reduce(scores, 0, tl.standard._elementwise_max) * factor
     new_maximum = tl.maximum(maximum, highest)
@@ -51,155 +41,89 @@ def _attend(
     rescale = tl.exp2(maximum - new_maximum)
     total = total * rescale + tl.reduce(weights, 0, tl.standard._sum_combine)
     acc = acc * rescale[None, :]
-    acc = tl.dot(v, weights.to(v.dtype), acc, input_precision=PRECISION)
+    acc = tl.dot(v, weights.to(v.dtype), acc, input_precision=MODE.precision)
     return acc, new_maximum, total
 
 
 @jit
-def _read_item(
-    work, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr, segment_end_ptr,
-    NUM_KV_HEADS: tl.constexpr,
-):  # fmt: skip
+def _read_item(work, work_end, plan, HEADS: tl.constexpr):
     """First link of the chain: entries, row, start and end. Of no item: those of an empty one."""
-    item = work // NUM_KV_HEADS  # item and segment are one: see TILE_SEGMENTS
+    item = work // HEADS.num_kv  # item and segment are one: see TILE_SEGMENTS
     there = work < work_end
-    entry = tl.load(item_query_ptr + item, mask=there, other=0)
-    entry_end = tl.load(item_query_ptr + item + 1, mask=there, other=0)
-    row = tl.load(segment_row_ptr + item, mask=there, other=0)
-    start = tl.load(segment_start_ptr + item, mask=there, other=0)
-    stop = tl.load(segment_end_ptr + item, mask=there, other=0)
+    entry = tl.load(plan.item_query_ptr + item, mask=there, other=0)
+    entry_end = tl.load(plan.item_query_ptr + item + 1, mask=there, other=0)
+    row = tl.load(plan.segment_request + item, mask=there, other=0)
+    start = tl.load(plan.segment_start + item, mask=there, other=0)
+    stop = tl.load(plan.segment_end + item, mask=there, other=0)
     return entry, entry_end, row, start, stop
 
 
 @jit
-def _read_row(
-    work, work_end, row, seq_lens_ptr, table_rows_ptr, NUM_KV_HEADS: tl.constexpr,
-    TABLE_BY_SEGMENT: tl.constexpr,
-):  # fmt: skip
+def _read_row(work, work_end, row, tensors, HEADS: tl.constexpr, CACHE: tl.constexpr):
     """Second link: tokens of the row's sequence, and its row of the page table."""
-    length = tl.load(seq_lens_ptr + row).to(tl.int32)
-    listed = work // NUM_KV_HEADS if TABLE_BY_SEGMENT else row
-    table = tl.load(table_rows_ptr + listed, mask=work < work_end, other=0)
+    length = tl.load(tensors.seq_lens + row).to(tl.int32)
+    listed = work // HEADS.num_kv if CACHE.table_by_segment else row
+    table = tl.load(tensors.table_rows + listed, mask=work < work_end, other=0)
     return length, table.to(tl.int64)
 
 
 @jit
 def small_tile_attention(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    partial_out_ptr,
-    partial_lse_ptr,
-    partial_scale_ptr,
-    page_table_ptr,
-    table_rows_ptr,
-    seq_lens_ptr,
-    tile_ptr,
-    item_segment_ptr,
-    item_query_ptr,
-    segment_row_ptr,
-    segment_start_ptr,
-    segment_end_ptr,
-    segment_span_ptr,
-    entry_query_ptr,
-    entry_slot_ptr,
-    scale,
-    logit_cap,
-    stride_q_batch,
-    stride_q_head,
-    stride_out_batch,
-    stride_out_head,
-    stride_table,
-    STRIDE_K_PAGE: tl.constexpr,
-    STRIDE_K_TOKEN: tl.constexpr,
-    STRIDE_K_HEAD: tl.constexpr,
-    STRIDE_V_PAGE: tl.constexpr,
-    STRIDE_V_TOKEN: tl.constexpr,
-    STRIDE_V_HEAD: tl.constexpr,
-    PLACE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    GQA_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    TABLE_BY_SEGMENT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-):
-    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GQA_GROUP
+    tensors, plan, scaling, strides, HEADS: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr,
+    MODE: tl.constexpr,
+):  # fmt: skip
+    NUM_HEADS: tl.constexpr = HEADS.num_kv * HEADS.group
     MERGES: tl.constexpr = encoding_constants.MERGES.value
-    if OVERLAPPED:
+    if MODE.overlapped:
         gdc_launch_dependents()
 
-    work_end = tl.load(tile_ptr + PLACE + 1) * NUM_KV_HEADS
-    first_work = tl.load(tile_ptr + PLACE) * NUM_KV_HEADS + tl.program_id(0)
+    work_end = tl.load(plan.tile_ptr + TILE.place + 1) * HEADS.num_kv
+    first_work = tl.load(plan.tile_ptr + TILE.place) * HEADS.num_kv + tl.program_id(0)
     step = tl.num_programs(0)
 
-    offs_m = tl.arange(0, BLOCK_M)
-    offs_n = tl.arange(0, BLOCK_N)
-    offs_d = tl.arange(0, HEAD_DIM_PADDED)[None, :]
-    in_head = offs_d < HEAD_DIM
-    query_of_row = offs_m // GQA_GROUP
-    head_of_row = offs_m % GQA_GROUP
+    offs_m = tl.arange(0, TILE.height)
+    offs_n = tl.arange(0, TILE.block_tokens)
+    offs_d = tl.arange(0, HEADS.padded_dim)[None, :]
+    in_head = offs_d < HEADS.dim
+    query_of_row = offs_m // HEADS.group
+    head_of_row = offs_m % HEADS.group
 
-    entry, entry_end, row, start, stop = _read_item(
-        first_work, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
-        segment_end_ptr, NUM_KV_HEADS,
-    )  # fmt: skip
+    entry, entry_end, row, start, stop = _read_item(first_work, work_end, plan, HEADS)
     next_entry, next_entry_end, next_row, next_start, next_stop = _read_item(
-        first_work + step, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
-        segment_end_ptr, NUM_KV_HEADS,
-    )  # fmt: skip
-    row_length, table_row = _read_row(
-        first_work, work_end, row, seq_lens_ptr, table_rows_ptr, NUM_KV_HEADS, TABLE_BY_SEGMENT
+        first_work + step, work_end, plan, HEADS
     )
+    row_length, table_row = _read_row(first_work, work_end, row, tensors, HEADS, CACHE)
 
     for work in range(first_work, work_end, step):
         # KV heads of one item are neighbours: they read the same page-table entries.
-        kv_head = work % NUM_KV_HEADS
-        head = kv_head * GQA_GROUP + head_of_row
+        kv_head = work % HEADS.num_kv
+        head = kv_head * HEADS.group + head_of_row
         in_tile = query_of_row < entry_end - entry
-        table = page_table_ptr + table_row * stride_table
+        table = tensors.page_table + table_row * strides.table
         # An open range ends where its row's sequence ends now.
         length = tl.maximum(tl.where(stop < 0, row_length, stop) - start, 0)
-        page = tl.load(table + (start + offs_n) // PAGE_SIZE, mask=offs_n < length, other=0)
-        query = tl.load(entry_query_ptr + entry + query_of_row, mask=in_tile, other=0)
+        page = tl.load(table + (start + offs_n) // CACHE.page_size, mask=offs_n < length, other=0)
+        query = tl.load(plan.entry_query + entry + query_of_row, mask=in_tile, other=0)
 
         # The next items' links, whose addresses are here since the item before.
         next_row_length, next_table_row = _read_row(
-            work + step, work_end, next_row, seq_lens_ptr, table_rows_ptr, NUM_KV_HEADS,
-            TABLE_BY_SEGMENT,
-        )  # fmt: skip
-        later_entry, later_entry_end, later_row, later_start, later_stop = _read_item(
-            work + 2 * step, work_end, item_query_ptr, segment_row_ptr, segment_start_ptr,
-            segment_end_ptr, NUM_KV_HEADS,
-        )  # fmt: skip
-
-        q = tl.load(
-            q_ptr
-            + query.to(tl.int64)[:, None] * stride_q_batch
-            + head[:, None] * stride_q_head
-            + offs_d,
-            mask=in_tile[:, None] & in_head,
-            other=0.0,
+            work + step, work_end, next_row, tensors, HEADS, CACHE
         )
-        if UPCAST:
-            q = q.to(tl.float32)
-        maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.full([BLOCK_M], 0.0, tl.float32)
-        acc = tl.full([HEAD_DIM_PADDED, BLOCK_M], 0.0, tl.float32)
-        k_head = k_ptr + kv_head.to(tl.int64) * STRIDE_K_HEAD
-        v_head = v_ptr + kv_head.to(tl.int64) * STRIDE_V_HEAD
-        for begin in range(0, length, BLOCK_N):
+        later_entry, later_entry_end, later_row, later_start, later_stop = _read_item(
+            work + 2 * step, work_end, plan, HEADS
+        )
+
+        q = load_queries(tensors, strides, query, head, in_tile, HEADS, MODE.upcast)
+        maximum = tl.full([TILE.height], float("-inf"), tl.float32)
+        total = tl.full([TILE.height], 0.0, tl.float32)
+        acc = tl.full([HEADS.padded_dim, TILE.height], 0.0, tl.float32)
+        k_head = tensors.k + kv_head.to(tl.int64) * CACHE.k_head
+        v_head = tensors.v + kv_head.to(tl.int64) * CACHE.v_head
+        for begin in range(0, length, TILE.block_tokens):
             inside = offs_n < length - begin
-            in_page = (start + begin + offs_n) % PAGE_SIZE
-            k_offset = page.to(tl.int64) * STRIDE_K_PAGE + in_page * STRIDE_K_TOKEN
-            v_offset = page.to(tl.int64) * STRIDE_V_PAGE + in_page * STRIDE_V_TOKEN
+            in_page = (start + begin + offs_n) % CACHE.page_size
+            k_offset = page.to(tl.int64) * CACHE.k_page + in_page * CACHE.k_token
+            v_offset = page.to(tl.int64) * CACHE.v_page + in_page * CACHE.v_token
             k = tl.load(
                 k_head + k_offset[:, None] + offs_d, mask=inside[:, None] & in_head, other=0.0
             )
@@ -208,28 +132,25 @@ def small_tile_attention(
                 mask=inside[None, :] & tl.trans(in_head),
                 other=0.0,
             )
-            ahead = begin + BLOCK_N + offs_n
-            page = tl.load(table + (start + ahead) // PAGE_SIZE, mask=ahead < length, other=0)
-            acc, maximum, total = _attend(
-                q, k, v, acc, maximum, total, inside, scale, logit_cap,
-                SOFT_CAP, PRECISION, UPCAST,
-            )  # fmt: skip
+            ahead = begin + TILE.block_tokens + offs_n
+            page = tl.load(table + (start + ahead) // CACHE.page_size, mask=ahead < length, other=0)
+            acc, maximum, total = _attend(q, k, v, acc, maximum, total, inside, scaling, MODE)
         result = tl.trans(acc)
 
         # Read again rather than held in registers through the loop.
-        query = tl.load(entry_query_ptr + entry + query_of_row, mask=in_tile, other=0)
-        slot = tl.load(entry_slot_ptr + entry + query_of_row, mask=in_tile, other=0)
-        merged = tl.load(segment_span_ptr + work // NUM_KV_HEADS)
+        query = tl.load(plan.entry_query + entry + query_of_row, mask=in_tile, other=0)
+        slot = tl.load(plan.entry_slot + entry + query_of_row, mask=in_tile, other=0)
+        merged = tl.load(plan.segment_span + work // HEADS.num_kv)
         if merged > 0:
-            if OVERLAPPED:
+            if MODE.overlapped:
                 gdc_wait()
             first_slot = MERGES - slot.to(tl.int64)
             for part in range(0, merged):
                 at = (first_slot + part) * NUM_HEADS + head
-                part_lse = tl.load(partial_lse_ptr + at, mask=in_tile, other=float("-inf"))
-                part_scale = tl.load(partial_scale_ptr + at, mask=in_tile, other=0.0)
+                part_lse = tl.load(tensors.partial.lse + at, mask=in_tile, other=float("-inf"))
+                part_scale = tl.load(tensors.partial.scale + at, mask=in_tile, other=0.0)
                 part_out = tl.load(
-                    partial_out_ptr + at[:, None] * HEAD_DIM + offs_d,
+                    tensors.partial.out + at[:, None] * HEADS.dim + offs_d,
                     mask=in_tile[:, None] & in_head,
                     other=0.0,
                 )
@@ -243,34 +164,7 @@ def small_tile_attention(
                 result += part_out.to(tl.float32) * (weight * part_scale)[:, None]
                 maximum = new_maximum
 
-        # An empty range contributes nothing: O = 0, LSE = -inf.
-        safe_total = tl.where(total > 0.0, total, 1.0)
-        normal = 1.0 / safe_total
-        direct = in_tile & (slot < 0)
-        partial = in_tile & (slot >= 0)
-        if tl.reduce(direct.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
-            tl.store(
-                out_ptr
-                + query.to(tl.int64)[:, None] * stride_out_batch
-                + head[:, None] * stride_out_head
-                + offs_d,
-                (result * normal[:, None]).to(out_ptr.dtype.element_ty),
-                mask=direct[:, None] & in_head,
-            )
-        if tl.reduce(partial.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
-            # Partial results keep 11 bits of mantissa relative to their row's largest element,
-            # whatever the range of the cache's dtype.
-            largest = tl.reduce(tl.abs(result), 1, tl.standard._elementwise_max)
-            largest = tl.maximum(largest, 1.0e-30)
-            where = slot.to(tl.int64) * NUM_HEADS + head
-            tl.store(
-                partial_out_ptr + where[:, None] * HEAD_DIM + offs_d,
-                (result * (1.0 / largest)[:, None]).to(partial_out_ptr.dtype.element_ty),
-                mask=partial[:, None] & in_head,
-            )
-            lse = tl.where(total > 0.0, maximum + tl.log2(safe_total), float("-inf"))
-            tl.store(partial_lse_ptr + where, lse, mask=partial)
-            tl.store(partial_scale_ptr + where, largest * normal, mask=partial)
+        write_results(result, maximum, total, query, slot, head, in_tile, tensors, strides, HEADS)
 
         row_length, table_row = next_row_length, next_table_row
         entry, entry_end, row, start, stop = (
@@ -280,5 +174,5 @@ def small_tile_attention(
             later_entry, later_entry_end, later_row, later_start, later_stop,
         )  # fmt: skip
 
-    if OVERLAPPED:
+    if MODE.overlapped:
         gdc_wait()

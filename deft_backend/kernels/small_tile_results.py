@@ -16,30 +16,29 @@ with suppress(ImportError):  # `available` says so before anything is launched
 
 @jit
 def _load_parts(
-    first_slot, first_head, first, stop, partial_out_ptr, partial_lse_ptr, partial_scale_ptr,
-    MOST: gl.constexpr, ROWS: gl.constexpr, NUM_HEADS: gl.constexpr, GQA_GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
+    first_slot, first_head, first, stop, partials, MOST: gl.constexpr, ROWS: gl.constexpr,
+    HEADS: gl.constexpr,
 ):  # fmt: skip
     """Load partial results `first` to `stop`, at most MOST of them, of one query's group of heads.
 
-    [ROWS, MOST, HEAD_DIM], [ROWS, MOST] and [ROWS, MOST]: outputs over their rows' largest
+    [ROWS, MOST, HEADS.dim], [ROWS, MOST] and [ROWS, MOST]: outputs over their rows' largest
     elements, LSE, and those. The workspace holds far fewer than 2^31 units of 16 bytes.
     """
     # 16 bytes a thread; the threads that share a row all hold its numbers.
     PARTS: gl.constexpr = gl.BlockedLayout(
-        [1, MOST, 8], [256 // HEAD_DIM, 1, HEAD_DIM // 8], [1, 1, 1], [2, 1, 0]
+        [1, MOST, 8], [256 // HEADS.dim, 1, HEADS.dim // 8], [1, 1, 1], [2, 1, 0]
     )
     ROW_PART: gl.constexpr = gl.SliceLayout(2, PARTS)
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, ROW_PART))
     part = first + gl.arange(0, MOST, layout=gl.SliceLayout(0, ROW_PART))
-    offs_d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, gl.SliceLayout(0, PARTS)))
-    there = (row < GQA_GROUP)[:, None] & (part < stop)[None, :]
-    at = (first_head + row)[:, None] + ((first_slot + part) * NUM_HEADS)[None, :]
-    lse = gl.load(partial_lse_ptr + at, mask=there, other=float("-inf"))
-    scale = gl.load(partial_scale_ptr + at, mask=there, other=0.0)
-    at = (at * (HEAD_DIM // 8)).to(gl.uint32).to(gl.int64) * 8
+    offs_d = gl.arange(0, HEADS.dim, layout=gl.SliceLayout(0, gl.SliceLayout(0, PARTS)))
+    there = (row < HEADS.group)[:, None] & (part < stop)[None, :]
+    at = (first_head + row)[:, None] + ((first_slot + part) * (HEADS.num_kv * HEADS.group))[None, :]
+    lse = gl.load(partials.lse + at, mask=there, other=float("-inf"))
+    scale = gl.load(partials.scale + at, mask=there, other=0.0)
+    at = (at * (HEADS.dim // 8)).to(gl.uint32).to(gl.int64) * 8
     at = gl.expand_dims(at, 2) + gl.expand_dims(gl.expand_dims(offs_d, 0), 0)
-    out = gl.load(partial_out_ptr + at, mask=gl.expand_dims(there, 2), other=0.0)
+    out = gl.load(partials.out + at, mask=gl.expand_dims(there, 2), other=0.0)
     return out, lse, scale
 
 
@@ -92,15 +91,11 @@ def _merge_parts(result, maximum, total, out, lse, scale):
 
 @jit
 def _merge_loaded(
-    result, maximum_shared, total_shared, first_slot, first_head, merged, partial_out_ptr,
-    partial_lse_ptr, partial_scale_ptr, MOST: gl.constexpr, LIMIT: gl.constexpr,
-    ROWS: gl.constexpr, NUM_HEADS: gl.constexpr, GQA_GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    result, maximum_shared, total_shared, first_slot, first_head, merged, partials,
+    MOST: gl.constexpr, LIMIT: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
     """Merge all results, LIMIT at most, MOST at a time, and normalise."""
-    out, lse, scale = _load_parts(
-        first_slot, first_head, 0, merged, partial_out_ptr, partial_lse_ptr, partial_scale_ptr,
-        MOST, ROWS, NUM_HEADS, GQA_GROUP, HEAD_DIM,
-    )  # fmt: skip
+    out, lse, scale = _load_parts(first_slot, first_head, 0, merged, partials, MOST, ROWS, HEADS)
     ROW: gl.constexpr = gl.SliceLayout(1, lse.type.layout)
     maximum = maximum_shared.slice(0, ROWS).load(ROW)
     total = total_shared.slice(0, ROWS).load(ROW)
@@ -108,9 +103,8 @@ def _merge_loaded(
     if LIMIT > MOST:
         for first in range(MOST, merged, MOST):
             out, lse, scale = _load_parts(
-                first_slot, first_head, first, merged, partial_out_ptr, partial_lse_ptr,
-                partial_scale_ptr, MOST, ROWS, NUM_HEADS, GQA_GROUP, HEAD_DIM,
-            )  # fmt: skip
+                first_slot, first_head, first, merged, partials, MOST, ROWS, HEADS
+            )
             result, maximum, total = _merge_parts(result, maximum, total, out, lse, scale)
     normal = 1.0 / gl.where(total > 0.0, total, 1.0)
     return result * gl.convert_layout(normal, gl.SliceLayout(1, result.type.layout))[:, None]
@@ -118,10 +112,8 @@ def _merge_loaded(
 
 @jit
 def merge_results(
-    acc_shared, maximum_shared, total_shared, first_slot, query, kv_head, merged, out_ptr,
-    partial_out_ptr, partial_lse_ptr, partial_scale_ptr, stride_out_batch, stride_out_head, offs_d,
-    MAX_MERGED: gl.constexpr, NUM_HEADS: gl.constexpr, GQA_GROUP: gl.constexpr,
-    BLOCK_M: gl.constexpr, ROWS: gl.constexpr, HEAD_DIM: gl.constexpr, RESULT: gl.constexpr,
+    acc_shared, maximum_shared, total_shared, first_slot, query, kv_head, merged, tensors, strides,
+    offs_d, HEADS: gl.constexpr, TILE: gl.constexpr, ROWS: gl.constexpr, RESULT: gl.constexpr,
     COPY: gl.constexpr,
 ):  # fmt: skip
     """Merge the result of an item of one query with those from `first_slot` on; write its output.
@@ -130,46 +122,45 @@ def merge_results(
     """
     FEW: gl.constexpr = 2 if ROWS <= 8 else 1
     MANY: gl.constexpr = 8 if ROWS <= 4 else 4 if ROWS == 8 else 1
-    DTYPE: gl.constexpr = out_ptr.dtype.element_ty
-    tiles = reinterpret(acc_shared, gl.float32, [BLOCK_M // ROWS, ROWS, HEAD_DIM], RESULT)
+    DTYPE: gl.constexpr = tensors.out.dtype.element_ty
+    HEAD_DIM: gl.constexpr = HEADS.dim
+    TILES: gl.constexpr = TILE.height // ROWS
+    tiles = reinterpret(acc_shared, gl.float32, [TILES, ROWS, HEAD_DIM], RESULT)
     result = tiles.index(0).load(COPY)
-    first_head = kv_head * GQA_GROUP
+    first_head = kv_head * HEADS.group
     if merged > FEW:
         result = _merge_loaded(
-            result, maximum_shared, total_shared, first_slot, first_head, merged, partial_out_ptr,
-            partial_lse_ptr, partial_scale_ptr, MANY, MAX_MERGED, ROWS, NUM_HEADS, GQA_GROUP,
-            HEAD_DIM,
+            result, maximum_shared, total_shared, first_slot, first_head, merged, tensors.partial,
+            MANY, TILE.max_merged, ROWS, HEADS,
         )  # fmt: skip
     else:
         result = _merge_loaded(
-            result, maximum_shared, total_shared, first_slot, first_head, merged, partial_out_ptr,
-            partial_lse_ptr, partial_scale_ptr, FEW, FEW, ROWS, NUM_HEADS, GQA_GROUP, HEAD_DIM,
+            result, maximum_shared, total_shared, first_slot, first_head, merged, tensors.partial,
+            FEW, FEW, ROWS, HEADS,
         )  # fmt: skip
 
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
-    out_at = query * (stride_out_batch // 8) + (first_head + row) * (stride_out_head // 8)
+    out_at = query * (strides.out_batch // 8) + (first_head + row) * (strides.out_head // 8)
     out_at = out_at.to(gl.uint32).to(gl.int64) * 8
     gl.store(
-        out_ptr + out_at[:, None] + offs_d[None, :], result.to(DTYPE),
-        mask=(row < GQA_GROUP)[:, None],
+        tensors.out + out_at[:, None] + offs_d[None, :], result.to(DTYPE),
+        mask=(row < HEADS.group)[:, None],
     )  # fmt: skip
 
 
 @jit
 def write_results(
-    acc_shared, row_maximum, row_total, entry, queries, kv_head, out_ptr, partial_out_ptr,
-    partial_lse_ptr, partial_scale_ptr, entry_query_ptr, entry_slot_ptr, stride_out_batch,
-    stride_out_head, offs_m, offs_d, NUM_HEADS: gl.constexpr, GQA_GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr, COPY: gl.constexpr,
+    acc_shared, row_maximum, row_total, entry, queries, kv_head, tensors, plan, strides, offs_m,
+    offs_d, HEADS: gl.constexpr, COPY: gl.constexpr,
 ):  # fmt: skip
     """Write the outputs or partial results of an item's queries."""
-    DTYPE: gl.constexpr = out_ptr.dtype.element_ty
-    PARTIAL: gl.constexpr = partial_out_ptr.dtype.element_ty
-    query_of_row = offs_m // GQA_GROUP
+    DTYPE: gl.constexpr = tensors.out.dtype.element_ty
+    PARTIAL: gl.constexpr = tensors.partial.out.dtype.element_ty
+    query_of_row = offs_m // HEADS.group
     in_tile = query_of_row < queries
-    query = gl.load(entry_query_ptr + entry + query_of_row, mask=in_tile, other=0)
-    slot = gl.load(entry_slot_ptr + entry + query_of_row, mask=in_tile, other=0)
-    row_head = kv_head * GQA_GROUP + offs_m % GQA_GROUP
+    query = gl.load(plan.entry_query + entry + query_of_row, mask=in_tile, other=0)
+    slot = gl.load(plan.entry_slot + entry + query_of_row, mask=in_tile, other=0)
+    row_head = kv_head * HEADS.group + offs_m % HEADS.group
     result = acc_shared.load(COPY)
 
     # An empty range contributes nothing: O = 0, LSE = -inf.
@@ -178,10 +169,10 @@ def write_results(
     direct = in_tile & (slot < 0)
     partial = in_tile & (slot >= 0)
     if gl.reduce(direct.to(gl.int32), 0, larger) > 0:
-        out_at = query * (stride_out_batch // 8) + row_head * (stride_out_head // 8)
+        out_at = query * (strides.out_batch // 8) + row_head * (strides.out_head // 8)
         out_at = out_at.to(gl.uint32).to(gl.int64) * 8
         gl.store(
-            out_ptr + out_at[:, None] + offs_d[None, :],
+            tensors.out + out_at[:, None] + offs_d[None, :],
             (result * normal[:, None]).to(DTYPE),
             mask=direct[:, None],
         )
@@ -189,13 +180,13 @@ def write_results(
         # Partial results keep 11 bits of mantissa relative to their row's largest element,
         # whatever the range of the cache's dtype.
         largest = gl.maximum(gl.reduce(gl.abs(result), 1, larger), 1.0e-30)
-        slot_at = slot * NUM_HEADS + row_head
-        slot_row = (slot_at * (HEAD_DIM // 8)).to(gl.uint32).to(gl.int64) * 8
+        slot_at = slot * (HEADS.num_kv * HEADS.group) + row_head
+        slot_row = (slot_at * (HEADS.dim // 8)).to(gl.uint32).to(gl.int64) * 8
         gl.store(
-            partial_out_ptr + slot_row[:, None] + offs_d[None, :],
+            tensors.partial.out + slot_row[:, None] + offs_d[None, :],
             (result * (1.0 / largest)[:, None]).to(PARTIAL),
             mask=partial[:, None],
         )
         row_lse = gl.where(row_total > 0.0, row_maximum + gl.log2(safe_total), float("-inf"))
-        gl.store(partial_lse_ptr + slot_at, row_lse, mask=partial)
-        gl.store(partial_scale_ptr + slot_at, largest * normal, mask=partial)
+        gl.store(tensors.partial.lse + slot_at, row_lse, mask=partial)
+        gl.store(tensors.partial.scale + slot_at, largest * normal, mask=partial)

@@ -11,6 +11,16 @@ import triton
 
 from deft_backend.compile.triton_kernel import Kernel
 from deft_backend.kernel_limits import MAX_MERGED
+from deft_backend.kernels.arguments import (
+    CacheLayout,
+    Heads,
+    Mode,
+    Partials,
+    Scaling,
+    Strides,
+    Tensors,
+    Tile,
+)
 from deft_backend.kernels.configurations import (
     HOPPER_LARGE_TILE,
     HOPPER_SMALL_TILE,
@@ -75,15 +85,13 @@ def run_plan(
     table_by_segment : bool
         Whether `table_rows` is by KV range, which spares every item one load that others wait for.
     """
-    tensors = (
-        q, k_cache, v_cache, out, partial_out, partial_lse, partial_scale,
-        page_table, table_rows, seq_lens,
-    )  # fmt: skip
+    partial = Partials(partial_out, partial_lse, partial_scale)
+    tensors = Tensors(q, k_cache, v_cache, out, partial, page_table, table_rows, seq_lens)
     pointers = 0
-    for tensor in tensors:
+    for tensor in (q, k_cache, v_cache, out, *partial, page_table, table_rows, seq_lens):
         pointers |= tensor.data_ptr()
     aligned = pointers % 16 == 0
-    strides = (*q.stride()[:2], *out.stride()[:2], page_table.stride(0))
+    strides = Strides(q.stride(0), q.stride(1), out.stride(0), out.stride(1), page_table.stride(0))
     batch, num_heads, head_dim = q.shape
     _, page_size, num_kv_heads, _ = k_cache.shape
     kind = Kind(
@@ -107,13 +115,15 @@ def run_plan(
 
     # Scores in base 2, unless a soft cap needs them as they are.
     scale = float(sm_scale) if logit_cap > 0.0 else float(sm_scale) * LOG2_E
-    arguments = (*tensors, *plan.stage1, scale, float(logit_cap) or 1.0, *strides)
+    scaling = Scaling(scale, float(logit_cap) or 1.0)
     follows = False
     group_rows = batch * num_heads // num_kv_heads
     for shape, programs in _tiles_to_launch(
         config, host_plan, num_kv_heads, group_rows, masked_tiles
     ):
-        launches.stage1[shape][follows].run(programs, arguments, types, aligned)
+        launches.stage1[shape][follows].run(
+            programs, (tensors, plan.stage1, scaling, strides), types, aligned
+        )
         follows = config.overlapped
 
     merged = batch if host_plan is None else len(host_plan.reduce_query)
@@ -124,8 +134,9 @@ def run_plan(
     few = batch <= config.few_queries(num_heads)
     reduce = config.few if few else config.reduce
     programs = min(reduce.programs, merged * reduce.blocks(num_heads))
-    arguments = (partial_out, partial_lse, partial_scale, out, *plan.stage2, *strides[2:4])
-    launches.stage2[few].run(programs, arguments, types, aligned)
+    launches.stage2[few].run(
+        programs, (partial, out, plan.stage2, strides.out_batch, strides.out_head), types, aligned
+    )
 
 
 def _reach(tensor: torch.Tensor) -> int:
@@ -221,28 +232,32 @@ def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) 
         else (PARTIAL_ATTENTION, HOPPER_LARGE_TILE)
     )  # fmt: skip
     kernel = pipelined if tile.lookahead and wide else plain
-    places = ("PAGE", "TOKEN", "HEAD")
     constants = {
-        **{f"STRIDE_K_{n}": s for n, s in zip(places, kind.k_strides, strict=True)},
-        **{f"STRIDE_V_{n}": s for n, s in zip(places, kind.v_strides, strict=True)},
-        "PLACE": ITEM_ORDER.index(shape),
-        "BLOCK_M": tile.rows,
-        "BLOCK_N": tile.block_tokens,
-        "BLOCK_S": tile.block_segments,
-        "LOOKAHEAD": tile.lookahead,
-        "NUM_KV_HEADS": kind.num_kv_heads,
-        "GQA_GROUP": kind.num_heads // kind.num_kv_heads,
-        "HEAD_DIM": kind.head_dim,
-        "HEAD_DIM_PADDED": triton.next_power_of_2(kind.head_dim),
-        "PAGE_SIZE": kind.page_size,
-        "SOFT_CAP": kind.soft_cap,
-        "TABLE_BY_SEGMENT": kind.table_by_segment,
-        "MAX_MERGED": MAX_MERGED,
-        # Without tensor-core rounding for float32: the host's own answer is exact, too.
-        "PRECISION": "ieee" if kind.dtype == torch.float32 else "tf32",
-        "UPCAST": config.interpreted,
-        "OVERLAPPED": config.overlapped,
-    }
+        "HEADS": Heads(
+            num_kv=kind.num_kv_heads,
+            group=kind.num_heads // kind.num_kv_heads,
+            dim=kind.head_dim,
+            padded_dim=triton.next_power_of_2(kind.head_dim),
+        ),
+        "CACHE": CacheLayout._make(
+            (kind.page_size, kind.table_by_segment, *kind.k_strides, *kind.v_strides)
+        ),
+        "TILE": Tile(
+            place=ITEM_ORDER.index(shape),
+            height=tile.rows,
+            block_tokens=tile.block_tokens,
+            block_segments=tile.block_segments,
+            lookahead=tile.lookahead,
+            max_merged=MAX_MERGED,
+        ),
+        "MODE": Mode(
+            soft_cap=kind.soft_cap,
+            # Without tensor-core rounding for float32: the host's own answer is exact, too.
+            precision="ieee" if kind.dtype == torch.float32 else "tf32",
+            upcast=config.interpreted,
+            overlapped=config.overlapped,
+        ),
+    }  # fmt: skip
     return Launch(
         kernel, _in_order(kernel, constants), tile.num_warps, tile.num_stages,
         launch_pdl=follows, interpreted=config.interpreted, max_registers=tile.max_registers,

@@ -1,6 +1,8 @@
-"""The plan's fixed arrays on the device, and how a new plan gets there."""
+"""The plan's fixed arrays on the device, and the copy of a new plan into them."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
@@ -10,35 +12,44 @@ from deft_backend.planner.plan import Plan, PlanCapacity
 _ALIGNMENT = 16  # bytes; the widest vector load of a kernel
 _STAGING_BUFFERS = 4
 
-# What each kernel reads, in the order of its parameters.
-_STAGE_1 = (
-    "tile_ptr",
-    "item_segment_ptr",
-    "item_query_ptr",
-    "segment_request",
-    "segment_start",
-    "segment_end",
-    "segment_span",
-    "entry_query",
-    "entry_slot",
-)
-_STAGE_2 = ("num_reduce", "reduce_query", "reduce_ptr")
+
+class ItemArrays(NamedTuple):
+    """The arrays of :class:`~deft_backend.planner.plan.Plan` that stage 1 reads."""
+
+    tile_ptr: torch.Tensor
+    item_segment_ptr: torch.Tensor
+    item_query_ptr: torch.Tensor
+    segment_request: torch.Tensor
+    segment_start: torch.Tensor
+    segment_end: torch.Tensor
+    segment_span: torch.Tensor
+    entry_query: torch.Tensor
+    entry_slot: torch.Tensor
+
+
+class ReduceArrays(NamedTuple):
+    """The arrays of :class:`~deft_backend.planner.plan.Plan` that stage 2 reads."""
+
+    num_reduce: torch.Tensor
+    """[1] int32: queries whose results stage 2 merges."""
+    reduce_query: torch.Tensor
+    reduce_ptr: torch.Tensor
 
 
 class DevicePlan:
     """Arrays of a plan at addresses that never change, so that CUDA graphs can hold them.
 
-    All arrays are views of one buffer, so a new plan is one copy to the device, ordered on the
+    All arrays are views of one buffer. So a new plan needs one copy to the device, ordered on the
     current stream like any kernel. The buffer also holds the counts (`tile_ptr`, `num_reduce`),
-    which kernels read there. Only the device planner writes `segment_table`, the row of the page
-    table of each segment; the host planner knows request indices.
+    which kernels read there. Only the device planner writes `segment_table`, the page table's row
+    of each segment; the host planner knows request indices only.
 
     Parameters
     ----------
     capacity : PlanCapacity
         Sizes of the arrays.
     device : torch.device
-        Where the kernels run.
+        The device of the kernels.
     """
 
     def __init__(self, capacity: PlanCapacity, device: torch.device) -> None:
@@ -69,8 +80,8 @@ class DevicePlan:
 
         self._buffer = torch.zeros(total, dtype=torch.uint8, device=device)
         self._views = self._views_of(self._buffer)
-        self.stage1 = tuple(self._views[name] for name in _STAGE_1)
-        self.stage2 = tuple(self._views[name] for name in _STAGE_2)
+        self.stage1 = ItemArrays(*(self._views[name] for name in ItemArrays._fields))
+        self.stage2 = ReduceArrays(*(self._views[name] for name in ReduceArrays._fields))
         # A copy to the GPU may still read its staging buffer when the next plan is made. So several
         # buffers take turns, each guarded by an event. On the CPU the arrays are written in place.
         self._staging: list[tuple[torch.Tensor, torch.cuda.Event]] = []
@@ -100,7 +111,7 @@ class DevicePlan:
         copied.record()
 
     def clear(self) -> None:
-        """Make the plan empty: every kernel returns at once."""
+        """Make the plan empty, so that every kernel returns at once."""
         self._buffer.zero_()
 
     def _views_of(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -1,25 +1,26 @@
-"""How the fields of a :class:`~deft_backend.planner.plan.Plan` encode what they mean.
+"""The values in the arrays of a :class:`~deft_backend.planner.plan.Plan`, and their meaning.
 
-Both planners write these values and the kernels read them; nothing else defines them.
+Both planners write these values, and the kernels read them. Only this module defines them.
 """
 
 from __future__ import annotations
 
 ITEM_ORDER = (1, 0, 2)
 """Tile shapes in the order in which their items lie in a plan: large tile, small tile, masked tile.
-Everything else waits for the large tiles, so their kernel must know where the first of their items
-lies without reading `tile_ptr`."""
+All other launches wait for the large tiles. So the large tile comes first, and its kernel finds its
+first item without `tile_ptr`."""
 
 READ_AHEAD = 1024
-"""Least number of items that a plan's arrays on the device have room for: a kernel reads the first
-items of its programs before it knows how many items there are."""
+"""A plan's arrays on the device have room for at least this many items. The reason: a kernel reads
+the first items of its programs before it knows the number of items."""
 
 DIRECT = -1
-"""`entry_slot` of an item that is its query's whole attention: it writes the output itself."""
+"""`entry_slot` of an item that computes its query's whole attention and writes the output
+itself."""
 
 MERGES = -2
-"""`entry_slot` of an item that merges its query's other partial results is ``MERGES - slot``, where
-`slot` is the first of those results."""
+"""An item that merges its query's other partial results has the `entry_slot` ``MERGES - slot``.
+Here `slot` is the first of those results."""
 
 OPEN_END = -1
 """`segment_end` of a range that ends where its request's sequence currently ends."""

@@ -1,4 +1,4 @@
-"""Work items to a plan's arrays: the second of the host planner's two compiled steps."""
+"""Turn work items into a plan's arrays: the second of the host planner's two compiled steps."""
 
 from __future__ import annotations
 

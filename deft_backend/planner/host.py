@@ -1,4 +1,4 @@
-"""The host planner: makes a plan of a forest whenever the batch's composition changes."""
+"""The host planner: it plans a forest whenever the batch's composition changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class PlanError(ValueError):
-    """A forest that the plan's arrays cannot hold, or a grouping that leaves out a request."""
+    """The plan's arrays cannot hold the forest, or a grouping leaves out a request."""
 
 
 def plan_forest(
@@ -47,7 +47,7 @@ def plan_forest(
     longest = int(forest.seq_lens.max(initial=0))
     if longest >= MAX_TOKENS:
         raise PlanError(f"a request holds {longest} tokens; the kernels address {MAX_TOKENS - 1}")
-    # A group with more queries than a tile has several items: leave room for them.
+    # A group with more queries than a tile holds needs several items: leave room for them.
     bounded = target.within(capacity.max_items // 2, capacity.max_entries)
     try:
         grouping = policy.group(forest, bounded)
@@ -55,7 +55,7 @@ def plan_forest(
         check_capacity(plan, capacity)
     except (PolicyError, PlanError) as error:
         _say_once(policy.name, error)
-        # Groups of one query have one item each: no room is needed for further tiles.
+        # Groups of one query have one item each, so further tiles need no room.
         bounded = target.within(capacity.max_items, capacity.max_entries)
         grouping = get_policy("flash-decoding").group(forest, bounded)
         plan = plan_grouping(grouping, forest, target)
@@ -71,8 +71,8 @@ def plan_grouping(grouping: Grouping, forest: PrefixForest, target: Target) -> P
     (longest-processing-time order, FlashForge section 5.1).
 
     A query with one item needs no slot: the item writes the output. Other queries get contiguous
-    slots in item order. If one item in the last launch can merge the others (at most MAX_MERGED),
-    it does; else stage 2 merges.
+    slots in item order. An item of the last launch merges the others if they are at most
+    MAX_MERGED; else stage 2 merges.
 
     Raises
     ------
@@ -118,7 +118,7 @@ _said: set[tuple[str, type[Exception]]] = set()
 
 
 def _say_once(policy: str, error: Exception) -> None:
-    """Log only the first such batch of each policy: its numbers differ from batch to batch."""
+    """Log only the first such batch of each policy, because the numbers differ in each batch."""
     if (policy, type(error)) not in _said:
         _said.add((policy, type(error)))
         logger.warning("policy %s: %s; planning flash-decoding for such batches", policy, error)

@@ -1,4 +1,4 @@
-"""Groups to work items: the first of the host planner's two compiled steps."""
+"""Turn groups into work items: the first of the host planner's two compiled steps."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Int64Array = npt.NDArray[np.int64]
 GROUP, FIRST_QUERY, END_QUERY, FIRST_SEGMENT, END_SEGMENT, SHAPE, COLUMNS = range(7)
 
 SORTED_TOKENS = (1 << 34) - 1
-"""Most tokens by which items are ordered; longer items count as equally long."""
+"""Items are ordered by their tokens up to this number; longer items count as equally long."""
 
 MOST_ITEMS = 1 << 26
-"""Most items of a plan: an item's number fits the low bits of its sorting key."""
+"""Most items of a plan: an item's number must fit the low bits of its sorting key."""
 
 
 @host_jit
@@ -28,7 +28,7 @@ def place_of(shape: int, masked: int) -> int:
 
 @host_jit
 def _sorting_key(place: int, tokens: int, number: int) -> int:
-    """Number that orders items by place, then longest first, then by their number."""
+    """Sorting key of an item: by place in ITEM_ORDER, then longest first, then by number."""
     shortness = SORTED_TOKENS - min(np.int64(tokens), SORTED_TOKENS)
     key: int = (place * (SORTED_TOKENS + 1) + shortness) * MOST_ITEMS + number
     return key
@@ -48,8 +48,8 @@ def list_items(
     """Cut groups into items, in a plan's order.
 
     A group with more queries than the largest tile is cut into even tiles. A tile that attends to
-    more segments than its shape holds is cut into several items. The segments of an item are those
-    of its group, from the first to the last that some query of the tile attends to.
+    more segments than its shape holds is cut into several items. An item's segments are those of
+    its group, from the first to the last that any query of the tile attends to.
 
     Parameters
     ----------
@@ -62,8 +62,8 @@ def list_items(
     -------
     [I, COLUMNS] int64
         For each item its group, the range of the group's queries, the range of the grouping's
-        segments, and its tile shape. Places in ITEM_ORDER ascend; within a shape the longest item
-        is first, and equally long items keep the policy's order.
+        segments, and its tile shape. Items are in the order of ITEM_ORDER. Within a shape the
+        longest item is first, and equally long items keep the policy's order.
     """
     masked = len(tile_queries) - 1
     largest = 1
@@ -75,7 +75,7 @@ def list_items(
     keys = np.empty(capacity, dtype=np.int64)
     for g in range(len(query_ptr) - 1):
         queries = query_ptr[g + 1] - query_ptr[g]
-        # One range that every query attends to, or several (or one that some do not)?
+        # One range that every query attends to needs no mask; anything else does.
         several = segment_ptr[g + 1] - segment_ptr[g] != 1
         if not several:
             s = segment_ptr[g]

@@ -1,4 +1,4 @@
-"""Plan: work items and how their results are merged, and the capacity of its arrays."""
+"""Plan: work items, the merges of their results, and the capacity of its arrays."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy.typing as npt
 from deft_backend.planner.encoding import ITEM_ORDER, OPEN_END
 
 WORKSPACE_LIMIT = 256 << 20
-"""Most bytes of partial results that a plan's capacity asks for by itself."""
+"""Most bytes of partial results in a plan's default capacity."""
 
 
 @dataclass(frozen=True)
 class PlanCapacity:
-    """Sizes of a plan's arrays: they depend on the largest batch and the GPU, not on contexts.
+    """Sizes of a plan's arrays; they depend on the largest batch and the GPU, not on contexts.
 
     Attributes
     ----------
@@ -42,7 +42,7 @@ class PlanCapacity:
 
         A forest over B queries has at most 2B - 1 nodes. Cutting long nodes adds a few items for
         each program. There is room for 12 entries for each query on average; policies make fewer
-        groups if these do not suffice. `entry_bytes` is the size of one partial result in bytes: if
+        groups if these do not suffice. `entry_bytes` is the size of one partial result in bytes. If
         12 entries would make the workspace larger than WORKSPACE_LIMIT, there is room for fewer.
         Two entries for each query and one for each program always fit.
         """
@@ -80,8 +80,8 @@ class Plan:
         Request index of each entry.
     entry_slot : [E] int32
         Slot of the entry's partial result. DIRECT if the item is its query's whole attention.
-        ``MERGES - slot`` if the item merges the results from `slot` on, which earlier launches
-        have written, and then writes the output.
+        ``MERGES - slot`` if the item itself writes the output. It first merges the results from
+        `slot` on, which earlier launches have written, and then writes the output.
     reduce_query : [R] int32, reduce_ptr : [R + 1] int32
         Queries whose results stage 2 merges, and their slots (contiguous for each query).
     """
@@ -103,13 +103,13 @@ class Plan:
         return len(self.item_query_ptr) - 1
 
     def items_of(self, shape: int) -> tuple[int, int]:
-        """First item of a tile shape, and the one after its last."""
+        """First item of a tile shape, and the item after its last."""
         at = ITEM_ORDER.index(shape)
         return int(self.tile_ptr[at]), int(self.tile_ptr[at + 1])
 
     @property
     def num_partials(self) -> int:
-        """Partial results that stage 1 writes for a later launch to merge, for each query head."""
+        """Partial results for each query head that a later launch must merge."""
         return int((self.entry_slot >= 0).sum())
 
     @property

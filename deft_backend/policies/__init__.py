@@ -1,4 +1,4 @@
-"""Policies: how KV and queries are grouped. One module each, all selectable by name."""
+"""Policies: rules that group KV and queries. One module each, all selectable by name."""
 
 from deft_backend.policies.auto import Auto
 from deft_backend.policies.deft_flatten import DeftFlatten

@@ -1,4 +1,4 @@
-"""`auto`: the grouping that measured costs expect to be fastest for this forest."""
+"""`auto`: the grouping that the measured costs predict to be fastest for this forest."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Auto:
     """KV ranges by measured cost, then even chunks that fill the GPU.
 
     Two groupings are the extremes. Q-guided grouping reads each query's whole context and merges
-    nothing. One group for each node reads each token once and merges most. Between them, some nodes
-    get groups of their own, and the groups below the other nodes read those nodes' tokens again:
-    FastTree's edge assignment.
+    nothing. One group for each node reads each token once and merges most. FastTree's edge
+    assignment lies between them. Some nodes get their own groups. The groups below the other nodes
+    read those nodes' tokens again.
 
-    `auto` makes one pass over the forest, from the root down, and takes the cheaper way for each
-    node by the cost table (:class:`~deft_backend.costs.tile_costs.TileCosts`). It then chooses one
-    chunk length for each tile shape (:mod:`~deft_backend.policies.chunk_choice`), where FlashForge,
-    section 5.1, chooses one for each task. A batch that shares nothing becomes `flash-decoding`,
-    and so does a tree too flat to be worth merging.
+    `auto` makes one pass over the forest, from the root down. For each node it takes the cheaper
+    way by the cost table (:class:`~deft_backend.costs.tile_costs.TileCosts`). It then chooses one
+    chunk length for each tile shape (:mod:`~deft_backend.policies.chunk_choice`); FlashForge,
+    section 5.1, chooses one for each task. A batch that shares nothing gets the groups of
+    `flash-decoding`. So does a tree whose sharing saves less than the merges cost.
     """
 
     name: ClassVar[str] = "auto"

@@ -1,24 +1,24 @@
-"""How long the chunks of each tile shape are: the rule of `auto`, stated once.
+"""Choose the length of the chunks of each tile shape: the rule of `auto`.
 
 The rule takes the ranges of one tile shape and prices candidates for the length of their chunks.
-A candidate cuts the longest range into :data:`PIECES` equal chunks, rounded up to whole KV blocks,
-and every other range of the shape into chunks no longer than that. The cheapest candidate wins.
-Its cost in nanoseconds is the sum of
+A candidate cuts the longest range into :data:`PIECES` equal chunks, rounded up to whole KV blocks.
+It cuts every other range of the shape into chunks of at most that length. The cheapest candidate
+wins. Its cost in nanoseconds is the sum of these terms:
 
-- ``slower(max(busy, alone), stored * transfer_ns)``: the items run in rounds of as many as there
-  are programs and take ``busy``; one item takes at least ``alone``; the GPU's memory needs
-  ``transfer_ns`` for one token of all KV heads, whatever the programs do;
-- if large tiles leave room (their items need at most half of their programs), minus the time of
-  small tiles that run at the same time, up to the share :data:`HIDDEN`; each such large tile also
-  has half an SM to itself and takes :data:`ALONE` of its time a token;
-- ``results * partial_ns``: partial results are written and read;
-- for small tiles, the share :data:`EXPOSED` of what the items themselves cost, and
-  :data:`UNEVEN` of the transfer where one round does not spread evenly over the SMs;
-- merging: a few results of large tiles are merged by small tiles, one after another; more than
-  :data:`~deft_backend.kernel_limits.MAX_MERGED`, and those of small tiles, are merged in stage 2.
+- ``slower(max(busy, alone), stored * transfer_ns)``. The items take ``busy``: they run in rounds,
+  one item on each program. One item takes at least ``alone``. The GPU's memory takes
+  ``transfer_ns`` for one token of all KV heads.
+- For large tiles that need at most half of their programs: minus the time of small tiles that run
+  at the same time, up to the share :data:`HIDDEN`. Each such large tile also has half an SM to
+  itself, and takes only :data:`ALONE` of its time per token.
+- ``results * partial_ns`` for writing and reading partial results.
+- For small tiles: the share :data:`EXPOSED` of the items' own cost, and the share :data:`UNEVEN` of
+  the transfer if one round does not spread evenly over the SMs.
+- The merges. Small tiles merge up to :data:`~deft_backend.kernel_limits.MAX_MERGED` results of
+  large tiles, one after another. Stage 2 merges more than that, and the results of small tiles.
 
-A candidate with more than :data:`MOST_ROUNDS` rounds of items is dropped, and so are all shorter
-chunks. The device planner computes the same on the GPU (``planner/on_device/price_chunks.py``);
+The rule drops a candidate with more than :data:`MOST_ROUNDS` rounds of items, and all shorter
+chunks. The device planner computes the same on the GPU (``planner/on_device/price_chunks.py``).
 ``tests/test_chunk_choice.py`` compares the two, candidate by candidate.
 """
 
@@ -37,28 +37,28 @@ Int64Array = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 PIECES = (*range(1, 9), *range(10, 33, 2), *range(40, 257, 8))
-"""Candidates: chunks that the longest range of a tile shape is cut into."""
+"""Candidates for the number of chunks of a tile shape's longest range."""
 
 MOST_ROUNDS = 8
-"""Most rounds of items over the programs; more rounds cannot fill the GPU any better."""
+"""Most rounds of items over the programs; more rounds do not fill the GPU better."""
 
 ALONE = 0.87
-"""Time per token of a large tile that has half an SM to itself, over its time next to another one.
-Like :data:`HIDDEN`, from sweeps of chunks over 40 trees on an H100 (docs/kernel-log.md)."""
+"""Time per token of a large tile with half an SM to itself, divided by its time next to another
+one. Like :data:`HIDDEN`, it comes from sweeps of chunks over 40 trees on an H100
+(docs/kernel-log.md)."""
 
 HIDDEN = 0.6
-"""Share of the time of small tiles that large tiles can take at the same time for nothing. It is
-less than 1: while the memory is busy, the loads of a long item wait for one another and take about
-twice as long."""
+"""Share of the small tiles' time in which large tiles run at no cost. It is less than 1: while the
+memory is busy, the loads of a long item take about twice as long."""
 
 EXPOSED = 0.35
 """Share of an item's own time, without its tokens, that other items of the small tile do not hide.
-Like :data:`UNEVEN`, from leaves cut into different numbers of chunks on an H100: 48 trees and five
-head shapes (docs/kernel-log.md)."""
+Like :data:`UNEVEN`, it comes from 48 trees and five head shapes on an H100 (docs/kernel-log.md),
+with leaves cut into different numbers of chunks."""
 
 UNEVEN = 0.05
-"""Time that a round of small tiles loses for each SM's share of time in which the SM holds fewer
-items than the fullest SM does."""
+"""Weight of an uneven round of small tiles: time lost for the share by which the fullest SM holds
+more items than the average SM."""
 
 _PIECES = np.array(PIECES, dtype=np.int64)
 
@@ -75,9 +75,9 @@ class Cut(NamedTuple):
     read, stored : int
         Tokens that the items load, and tokens of the ranges.
     results : int
-        Partial results, for each query one a chunk; ranges of one chunk leave none.
+        Partial results: one for each query and chunk; ranges of one chunk leave none.
     most : int
-        Chunks of the range that has most.
+        Chunks of the range with most chunks.
     """
 
     chunk: int
@@ -90,7 +90,7 @@ class Cut(NamedTuple):
 
 
 class ShapeCosts(NamedTuple):
-    """What one tile shape costs, in nanoseconds, and the programs that run its items.
+    """The costs of one tile shape, in nanoseconds, and the programs that run its items.
 
     Attributes
     ----------
@@ -121,9 +121,9 @@ class ShapeCosts(NamedTuple):
 
 @host_jit
 def _slower(one: float, other: float) -> float:
-    """About the larger of two times: 9 % more if they are equal, 0.05 % if one is twice the other.
+    """About the larger of two times: 9 % more if they are equal, 0.05 % more at a ratio of two.
 
-    Work that is hardly faster than the memory does not reach the memory's speed.
+    If the work is hardly faster than the memory, the sum does not reach the memory's speed.
     """
     larger = max(one, other)
     share = min(one, other) / larger

@@ -1,4 +1,4 @@
-"""`deft-flatten`: the flattened tree in even blocks, with bit causal masks."""
+"""`deft-flatten`: the flattened tree in even chunks, with bit causal masks."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ class DeftFlatten:
 
     - *Depth-first flatten*: nodes follow one another in depth-first order, which maximises the
       overlap of the queries of neighbouring nodes.
-    - *Evenly block-wise*: the flattened KV is cut into ``m = ceil(N_tree / S_t)`` blocks of
-      ``S_t`` tokens (`chunk_tokens`), whatever the nodes' lengths, so every group is equally long.
-    - *Bit mask*: a block's queries are the union of the queries of its nodes; DeFT records in
-      64-bit integers which of them attend to which of its nodes. In depth-first order the bits of
-      a node are a run of ones, kept as its two ends: any number of queries, two integers.
+    - *Evenly block-wise*: the flattened KV is cut into ``m = ceil(N_tree / S_t)`` chunks of ``S_t``
+      tokens (`chunk_tokens`), regardless of the nodes' lengths. So every group is equally long.
+    - *Bit mask*: a chunk's queries are the union of the queries of its nodes. DeFT records in
+      64-bit integers which queries attend to which nodes. In depth-first order the bits of a node
+      are a run of ones. We store the two ends of the run, so two integers serve any number of
+      queries.
 
-    An empty leaf stands as an open range of no tokens behind the node before it. Where the plan
-    cannot hold that many groups, the blocks are made longer.
+    An empty leaf becomes an open range of no tokens behind the previous node. If the plan cannot
+    hold that many groups, the chunks become longer.
 
-    Requests whose tokens share a block share its matrix products: a NaN or infinity among the keys
-    or values of one, times a masked weight of 0, is a NaN in the others'. No other policy mixes the
-    tokens of requests that do not attend to them.
+    Requests whose tokens are in one chunk share its matrix products. A NaN or infinity in the keys
+    or values of one request, times a masked weight of 0, is a NaN for the other requests. Under
+    every other policy, a group's queries attend to all of its tokens.
 
     Attributes
     ----------
     chunk_tokens : int
-        KV tokens a block; DeFT uses 128.
+        KV tokens of a chunk; DeFT uses 128.
     """
 
     name: ClassVar[str] = "deft-flatten"
@@ -76,13 +77,13 @@ class DeftFlatten:
 
 
 def _flatten(forest: PrefixForest, chunk: int) -> Grouping:
-    """Slice the flattened tree into blocks of `chunk` tokens (DeFT, Algorithm 3: Slice)."""
+    """Slice the flattened tree into chunks of `chunk` tokens (DeFT, Algorithm 3: Slice)."""
     node, begin, end, block = _slices(forest, chunk)
-    first = np.flatnonzero(np.diff(block, prepend=-1))  # first slice of each block
+    first = np.flatnonzero(np.diff(block, prepend=-1))  # first slice of each chunk
     segment_ptr = np.append(first, len(node)).astype(np.int32)
 
-    # Neighbours in depth-first order have overlapping or adjacent queries, so the union over a
-    # block is one range in forest order.
+    # Neighbours in depth-first order have overlapping or adjacent queries. So the union over a
+    # chunk is one range in forest order.
     slice_from = forest.query_begin[node].astype(np.int64)
     slice_to = forest.query_end[node].astype(np.int64)
     if len(first):
@@ -108,13 +109,13 @@ def _flatten(forest: PrefixForest, chunk: int) -> Grouping:
 def _slices(
     forest: PrefixForest, chunk: int
 ) -> tuple[Int64Array, npt.NDArray[np.int32], npt.NDArray[np.int32], Int64Array]:
-    """Node, begin, end and block of every slice: nodes cut where blocks end."""
+    """Node, begin, end and chunk of every slice: nodes are cut where chunks end."""
     length = forest.length.astype(np.int64)
     flat_end = np.cumsum(length)
     flat_begin = flat_end - length
     first_block = flat_begin // chunk
     last_block = np.maximum(flat_end - 1, 0) // chunk
-    # An empty leaf at a block's edge joins the block of the token before it.
+    # An empty leaf at a chunk's edge joins the chunk of the previous token.
     first_block = np.minimum(first_block, last_block)
     count = last_block - first_block + 1
     node = np.repeat(np.arange(forest.num_nodes), count)

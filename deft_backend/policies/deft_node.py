@@ -1,4 +1,4 @@
-"""`deft-node`: one group a tree node."""
+"""`deft-node`: one group for each tree node."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from deft_backend.policies.target import Target
 class DeftNode:
     """DeFT-Node (DeFT, section 3.3 and Algorithm 1): KV-guided grouping, split by node.
 
-    ``KVMapQ[i]``: the KV of node ``i`` is grouped with all queries that share it, so every KV
-    token is read once (``2 · d_head · N_tree``, Table 12) and no mask is needed. The number of QKV
-    groups is ``k = #node``; node lengths, hence thread blocks' work, may be very uneven.
+    ``KVMapQ[i]`` groups the KV of node ``i`` with all queries that share it. So the kernels read
+    every KV token once (``2 · d_head · N_tree``, Table 12) and need no mask. The number of QKV
+    groups is ``k = #node``. Node lengths, and so the work of thread blocks, may be very uneven.
     """
 
     name: ClassVar[str] = "deft-node"

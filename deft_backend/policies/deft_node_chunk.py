@@ -17,13 +17,13 @@ class DeftNodeChunk:
     """DeFT-Node-Chunk (DeFT, section 3.3): nodes cut into chunks of at most `chunk_tokens`.
 
     The number of QKV groups is ``k = sum_i ceil(n_i / b_s)`` (Table 12), ``b_s`` being
-    `chunk_tokens`. Short nodes still make short groups. Where the plan cannot hold that many
-    groups, the chunks are made longer.
+    `chunk_tokens`. Short nodes still make short groups. If the plan cannot hold that many groups,
+    the chunks become longer.
 
     Attributes
     ----------
     chunk_tokens : int
-        KV tokens a chunk; DeFT uses 128.
+        KV tokens of a chunk; DeFT uses 128.
     """
 
     name: ClassVar[str] = "deft-node-chunk"

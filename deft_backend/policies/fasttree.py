@@ -28,16 +28,17 @@ from deft_backend.policies.target import Target
 class FastTree:
     """FastTree's context-query grouping as a binary edge assignment.
 
-    Every edge ``v -> l`` gets 0 (*split KV*: parent and child are two groups, and the child's
-    queries have one more partial result) or 1 (*split Q*: the child's queries leave the parent's
-    group and attend to the parent's context concatenated with the child's). A breadth-first search
-    takes the cheaper choice for each edge; see :class:`FastTreeCosts` for the equations. The
-    parent's context grows by concatenation on the way down. Every node of a path is contiguous in
-    the rows of its queries, so a concatenated context is one KV range.
+    Every edge ``v -> l`` gets 0 or 1. With 0 (*split KV*), parent and child are two groups, and the
+    child's queries have one more partial result. With 1 (*split Q*), the child's queries leave the
+    parent's group. They attend to the parent's context concatenated with the child's. A
+    breadth-first search takes the cheaper choice for each edge; see :class:`FastTreeCosts` for the
+    equations. The parent's context grows by concatenation on the way down. The nodes of a path
+    follow one another in the page-table rows of its queries, so a concatenated context is one KV
+    range.
 
-    *Long-context splitting*: the contexts are then cut as far as thread blocks are idle or one
-    context would outlast the others. *Multi-phase tiling*: a group's phase is the smallest query
-    tile that holds it.
+    *Long-context splitting*: the policy then cuts contexts until no thread block is idle and no
+    context outlasts the others. *Multi-phase tiling*: a group's phase is the smallest query tile
+    that holds it.
 
     Attributes
     ----------
@@ -109,8 +110,9 @@ def assigned_ranges(forest: PrefixForest, assigned: npt.NDArray[np.bool_]) -> KV
     for node in np.flatnonzero(assigned).tolist():  # depth-first order: parents come first
         start[node] = start[forest.parent[node]]
 
-    # Marks of the queries each node's group keeps: all of the node's, less the concatenated
-    # children's. Flat over (node, query) pairs, as nodes' queries are ranges of the forest order.
+    # Mark the queries that each node's group keeps: the node's, without those of concatenated
+    # children. The marks are flat over (node, query) pairs: a node's queries are a range of the
+    # forest order.
     count = forest.num_queries.astype(np.int64)
     pair_of = np.cumsum(count) - count
     position = concatenated_ranges(forest.query_begin, count)
@@ -126,7 +128,7 @@ def assigned_ranges(forest: PrefixForest, assigned: npt.NDArray[np.bool_]) -> KV
     of_request = forest.request.copy()
     is_open = forest.is_leaf.copy()
 
-    # An empty leaf needs no group of its own behind a group of the same single query: that group
+    # An empty leaf behind a group of the same single query needs no group of its own. That group
     # ends where the query's context ends, and grows with it.
     first_kept = np.cumsum(kept) - kept
     for leaf in np.flatnonzero(forest.is_leaf & (forest.length == 0) & ~assigned).tolist():

@@ -15,9 +15,9 @@ from deft_backend.policies.target import Target
 class FlashDecoding:
     """Q-guided grouping (DeFT, section 3.3; Flash-Decoding).
 
-    Each query is grouped with its whole context, so a shared prefix is read once for every query
-    that shares it: KV IO is ``2 · d_head · sum_i N_i`` (DeFT, Table 12). Contexts are split evenly,
-    and only as far as needed to fill the GPU's thread blocks.
+    The policy groups each query with its whole context. So the kernels read a shared prefix once
+    for every query: KV IO is ``2 · d_head · sum_i N_i`` (DeFT, Table 12). Contexts are split
+    evenly, and only as far as needed to fill the GPU's thread blocks.
     """
 
     name: ClassVar[str] = "flash-decoding"

@@ -48,14 +48,14 @@ class Division:
 
 @dataclass(frozen=True)
 class _Tasks:
-    """Tasks ``T[i] = (n_q[i], n[i])``, one a node (FlashForge, section 5.1)."""
+    """Tasks ``T[i] = (n_q[i], n[i])``, one for each node (FlashForge, section 5.1)."""
 
     rows: Int64Array
     tokens: Int64Array
     tiles: Int64Array
-    """``b_q``: 1, or as many as the kernels' largest query tile demands."""
+    """``b_q``: 1, or the number of largest query tiles that the queries fill."""
     blocks: Int64Array
-    """Most slices: one a block of KV tokens."""
+    """Most slices: one for each KV block."""
     cost: FloatArray
     """``C_est(n_q, n)`` of the undivided task."""
 
@@ -73,17 +73,17 @@ class _Tasks:
 class FlashForge:
     """FlashForge's task division and scheduling (FlashForge, section 5).
 
-    A node and its queries are a task. Its KV is divided into ``b_k`` slices so that the makespan
-    over ``m`` thread blocks, ``max_i sum_j C[j] · A[i, j]`` (equation 3), is smallest:
+    A node and its queries are a task. The policy divides its KV into ``b_k`` slices. It minimises
+    the makespan over ``m`` thread blocks, ``max_i sum_j C[j] · A[i, j]`` (equation 3):
 
-    1. costs come from a profiled table with interpolation, ``C_est(n_q, n)`` (section 5.2);
-    2. the makespan is at least the mean over thread blocks (equation 4), which only grows with
-       finer division: a binary search finds the smallest cost that its own division allows,
-       ``cost_l``;
-    3. ``b_k[i] <= ceil(C_est(n_q[i], n[i]) / cost_l)`` (equation 5); queries are not divided
-       (``b_q = 1``) beyond the kernels' largest tile;
-    4. a grid search over divisions within that bound keeps the one whose longest-first schedule
-       has the smallest makespan.
+    1. Costs come from a profiled table with interpolation, ``C_est(n_q, n)`` (section 5.2).
+    2. The makespan is at least the mean over thread blocks (equation 4), and the mean only grows
+       with finer division. A binary search finds ``cost_l``, the smallest makespan that no mean
+       rules out.
+    3. ``b_k[i] <= ceil(C_est(n_q[i], n[i]) / cost_l)`` (equation 5). Queries are divided only if
+       they exceed the kernels' largest tile (else ``b_q = 1``).
+    4. A grid search compares the divisions within that bound. It keeps the one with the smallest
+       makespan of its longest-first schedule.
 
     Attributes
     ----------
@@ -119,7 +119,7 @@ class FlashForge:
         bound = makespan_lower_bound(tasks, model, target.num_programs)
         grid = self._grid(tasks, bound)
 
-        # Divisions by their own lower bound, so that most need no schedule.
+        # Order divisions by their own lower bound, so that most need no schedule.
         slice_cost = tasks.slice_cost(model, grid)
         mean = (tasks.tiles * grid * slice_cost).sum(axis=1) / target.num_programs
         at_least = np.maximum(mean, slice_cost.max(axis=1, initial=0.0))
@@ -127,7 +127,7 @@ class FlashForge:
             grid @ ranges.num_queries <= target.max_group_queries
         )
         best: Division | None = None
-        # Of equal makespans the coarser division: it leaves fewer partial results to reduce.
+        # Of equal makespans, take the coarser division: it leaves fewer partial results.
         for at in np.lexsort((grid.sum(axis=1), at_least)).tolist():
             if not fits[at]:
                 continue

@@ -13,15 +13,15 @@ from deft_backend.forest import Int32Array
 
 
 class Segment(NamedTuple):
-    """A KV range inside a group.
+    """A KV range inside a group, with its span.
 
     Attributes
     ----------
     request, start, end : int
         Positions ``start … end - 1`` of the context of the request with index `request`.
     open : bool
-        Whether the range ends where its request currently ends; `end` is where that was when the
-        forest was built.
+        Whether the range ends where its request currently ends. Then `end` is the request's end at
+        the time the forest was built.
     attend_begin, attend_end : int
         The span: the group's queries ``attend_begin … attend_end - 1`` attend to the range.
     """
@@ -41,8 +41,8 @@ class Grouping:
     The kernels load a group's KV once for all of its queries (KV-guided grouping, DeFT section
     3.3). The KV is one range, or several that follow one another in the depth-first flattened
     forest. A group's queries are in forest order, so the queries that attend to a range are a run
-    of them: DeFT's bit causal mask (Remark 3.1) as two integers. All arrays are NumPy arrays;
-    ``G`` groups, ``S`` segments.
+    of them. Two integers therefore replace DeFT's bit causal mask (Remark 3.1). All arrays are
+    NumPy arrays; ``G`` groups, ``S`` segments.
 
     Attributes
     ----------
@@ -76,7 +76,7 @@ class Grouping:
 
     @property
     def several_ranges(self) -> npt.NDArray[np.bool_]:
-        """[G] whether a group needs spans: it has several segments, or some queries skip one."""
+        """[G] whether a group has several segments, or a query that skips a segment."""
         several: npt.NDArray[np.bool_] = np.diff(self.segment_ptr) != 1
         owner = np.repeat(np.arange(self.num_groups), np.diff(self.segment_ptr))
         partly = (self.attend_begin > 0) | (self.attend_end < self.num_queries()[owner])

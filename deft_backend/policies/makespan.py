@@ -1,4 +1,4 @@
-"""What a grouping is expected to cost: its items' times, their schedule, its partial results."""
+"""The expected cost of a grouping: its items' times, their schedule, its partial results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Schedule:
 
 
 def longest_first(cost_ms: FloatArray, num_programs: int) -> Schedule:
-    """Longest-processing-time scheduling: each subtask goes to the thread block free first.
+    """Longest-processing-time scheduling: each subtask goes to the first free thread block.
 
     Parameters
     ----------
@@ -77,8 +77,8 @@ def partial_results(grouping: Grouping) -> int:
 def partial_result_bytes(num_query_heads: int, head_dim: int, dtype_bytes: int) -> int:
     """Bytes of one query's partial result, for one layer.
 
-    Each head has an output in 16 bits, scaled by its largest element (32 bits where the model is
-    in float32), and two float32 numbers: that element and the log-sum-exp.
+    Each head has an output, divided by its largest element, in 16 bits (32 bits if the model is in
+    float32). It also has two float32 numbers: that element and the log-sum-exp.
     """
     return num_query_heads * (head_dim * (4 if dtype_bytes == 4 else 2) + 8)
 
@@ -97,10 +97,11 @@ def kv_bytes(tokens: int, target: Target) -> int:
 def estimated_ms(grouping: Grouping, target: Target, *, stop_above: float = np.inf) -> float:
     """Expected time of both stages of one layer.
 
-    Stage 1 takes the time of its launch and the longer of two times: the makespan of its items on
-    `target.num_programs` programs, and the time of its KV loads at the GPU's bandwidth. Stage 2
-    takes the time to write partial results and to read them back. If a lower bound of the sum is
-    above `stop_above` (milliseconds), the bound is returned and nothing is scheduled.
+    Stage 1 takes the time of its launch plus the longer of two times. One is the makespan of its
+    items on `target.num_programs` programs. The other is the time of its KV loads at the GPU's
+    bandwidth. Stage 2 takes the time to write partial results and to read them back. If a lower
+    bound of the sum is above `stop_above` (milliseconds), the function returns the bound without a
+    schedule.
     """
     model = target.costs
     group, cost = item_costs(grouping, target)

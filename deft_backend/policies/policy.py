@@ -10,15 +10,15 @@ from deft_backend.policies.target import Target
 
 
 class PolicyError(ValueError):
-    """An unknown policy, or parameters it cannot work with."""
+    """The policy is unknown, or it cannot work with the given parameters."""
 
 
 class Policy(Protocol):
-    """A way of grouping KV and queries. Policies hold parameters, never state."""
+    """A rule that groups KV and queries. Policies hold parameters, never state."""
 
     @property
     def name(self) -> str:
-        """The name by which users select the policy, one of POLICY_NAMES."""
+        """The name by which users select the policy."""
         ...
 
     @property

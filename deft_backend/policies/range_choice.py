@@ -1,4 +1,4 @@
-"""Which KV ranges get items of their own, and how ranges are cut: `auto`, compiled."""
+"""The compiled code of `auto`: choose which nodes get their own KV ranges, and cut ranges."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ def choose_ranges(
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Choose which nodes get KV ranges of their own (FastTree, edge assignment).
 
-    From the root down, there are two ways for a node's tokens. Either they get items of their own,
-    whose partial results must be merged. Or every item below the node reads them, as part of a
-    longer range. The way that costs the GPU less time is taken. Leaves always get a range.
+    From the root down, there are two ways for a node's tokens. Either they get their own items,
+    whose partial results must be merged. Or every item below the node reads them as part of a
+    longer range. The function takes the way that costs the GPU less time. Leaves always get a
+    range.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
-"""Groups of one KV range each, and how they are cut: evenly, by a fixed size, within limits.
+"""Groups of one KV range each, and the ways to cut them: evenly, or by a size, within limits.
 
-Every policy but `deft-flatten` works in two steps: it decides which range goes with which queries,
-and then cuts long ranges. Each policy has its own first step; this module holds the second.
+Every policy except `deft-flatten` works in two steps. First it assigns ranges to queries, then it
+cuts long ranges. Each policy has its own first step; this module holds the second.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class KVRanges:
 def concatenated_ranges(
     begin: npt.NDArray[np.integer], count: npt.NDArray[np.integer]
 ) -> Int64Array:
-    """``begin[0], begin[0] + 1, …`` (``count[0]`` of them), then the same for the next, …"""
+    """``begin[0], begin[0] + 1, …`` (``count[0]`` numbers), then likewise for each other
+    element."""
     count = count.astype(np.int64)
     first = np.cumsum(count) - count
     values: Int64Array = np.arange(int(count.sum()), dtype=np.int64) + np.repeat(
@@ -69,7 +70,7 @@ def offsets(count: npt.NDArray[np.integer]) -> Int32Array:
 
 
 def node_ranges(forest: PrefixForest) -> KVRanges:
-    """KV-guided grouping (DeFT, section 3.3): one range a node, with all queries that share it.
+    """KV-guided grouping (DeFT, section 3.3): one range for each node and all its queries.
 
     Empty leaves keep a range of no tokens, because their query's context will grow there.
     """
@@ -97,7 +98,7 @@ def query_ranges(forest: PrefixForest) -> KVRanges:
 
 
 def query_tiles(num_queries: npt.NDArray[np.integer], target: Target) -> Int64Array:
-    """Query tiles that groups of `num_queries` queries take: each loads the group's KV once."""
+    """Query tiles of groups of `num_queries` queries; each tile loads the group's KV once."""
     largest = max(1, target.largest_tile)
     return -(-num_queries.astype(np.int64) // largest)
 
@@ -122,21 +123,21 @@ def fit_chunk_tokens(
     fill_programs: bool,
     minimum: int | None = None,
 ) -> int:
-    """Smallest chunk size, in whole blocks, whose chunks keep within every limit.
+    """Smallest chunk size, in whole KV blocks, whose chunks stay within every limit.
 
     Parameters
     ----------
     policy : str
-        Named in the error.
+        The policy's name, for the error.
     ranges : KVRanges
-        What is to be cut.
+        The ranges to cut.
     target : Target
         Its `max_groups` and `max_group_queries` are the limits.
     fill_programs : bool
-        Also stop where the chunks fill `target.num_programs` thread blocks: finer chunks add
-        partial results and no parallelism (FastTree, long-context splitting; Flash-Decoding).
+        Also stop once the chunks fill `target.num_programs` thread blocks. Finer chunks would add
+        partial results but no parallelism (FastTree, long-context splitting; Flash-Decoding).
     minimum : int, optional
-        Smallest size to consider, in tokens; default one block.
+        Smallest size to consider, in tokens; default: one KV block.
 
     Raises
     ------
@@ -152,8 +153,8 @@ def fit_chunk_tokens(
         pieces = pieces_by(tokens, chunk)
         if pieces.sum() > target.max_groups or pieces @ queries > target.max_group_queries:
             return False
-        # Chunks of a cut range take a thread block each; ranges shorter than a chunk share one.
-        # A context much longer than the rest (long tail) is cut even if the rest fills the GPU.
+        # Each chunk of a cut range takes a thread block; ranges shorter than a chunk share blocks.
+        # Cut a context much longer than the rest (long tail) even if the rest fills the GPU.
         blocks = tiles * np.where(tokens > chunk, pieces, tokens / chunk)
         return not fill_programs or bool(blocks.sum() <= target.num_programs)
 
@@ -182,9 +183,9 @@ def check_limits(policy: str, groups: int, pairs: int, target: Target) -> None:
 
 
 def cut_evenly(ranges: KVRanges, pieces: Int64Array, block_tokens: int) -> Grouping:
-    """Cut range ``r`` into ``pieces[r]`` chunks of equal length, to a block of tokens.
+    """Cut range ``r`` into ``pieces[r]`` chunks of equal length, in whole KV blocks.
 
-    A range of fewer blocks than pieces is cut into as many chunks as it has blocks.
+    A range with fewer blocks than pieces becomes one chunk for each block.
     """
     tokens = ranges.tokens
     blocks = np.maximum(1, -(-tokens // block_tokens))
@@ -197,7 +198,7 @@ def cut_evenly(ranges: KVRanges, pieces: Int64Array, block_tokens: int) -> Group
 
 
 def cut_by(ranges: KVRanges, chunk_tokens: int) -> Grouping:
-    """Cut every range into chunks of `chunk_tokens`; the last holds what remains."""
+    """Cut every range into chunks of `chunk_tokens`; the last chunk holds the rest."""
     pieces = pieces_by(ranges.tokens, chunk_tokens)
     owner = np.repeat(np.arange(len(pieces)), pieces)
     nth = concatenated_ranges(np.zeros(len(pieces), dtype=np.int64), pieces)
@@ -213,7 +214,7 @@ def _chunks(
     begin: Int64Array,
     stop: Int64Array,
 ) -> Grouping:
-    """Groups of chunks, given as offsets into the ranges that own them."""
+    """The groups of chunks, given as offsets into their ranges."""
     start = ranges.start[owner] + begin
     end = np.minimum(ranges.start[owner] + stop, ranges.end[owner])
     count = ranges.num_queries[owner]

@@ -1,4 +1,4 @@
-"""The second input of a policy: the attention and the machine it plans for."""
+"""The second input of a policy: the attention and the GPU that it plans for."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from deft_backend.kernel_limits import TILE_HEIGHTS, TILE_SEGMENTS
 
 @dataclass(frozen=True)
 class Target:
-    """The attention and the machine that a policy plans for.
+    """The attention and the GPU that a policy plans for.
 
     Attributes
     ----------
     num_query_heads, num_kv_heads, head_dim, dtype_bytes : int
         Shape of the attention; bytes of one element of the KV cache.
     num_programs : int
-        Programs that run at once for each KV head: about the SMs times the programs that an SM
-        holds, over the KV heads.
+        Programs that run at once for each KV head: about the SMs times the programs of an SM,
+        divided by the KV heads.
     tile_heights : tuple of int
         Query vectors that each tile shape holds: ascending for tiles of one segment, and last the
         masked tile. A tile of height ``h`` serves ``h // gqa_group`` queries.
     tile_programs : tuple of int
         Programs that run at once for each KV head, by tile shape.
     num_sms : int
-        SMs of the GPU, which hold those programs.
+        SMs of the GPU.
     tile_segments : tuple of int
         Most segments of one item, by tile shape.
     block_tokens : int
@@ -34,7 +34,7 @@ class Target:
     max_groups, max_group_queries : int
         Most groups and most (group, query) pairs that the plan's arrays can hold.
     cost_model : CostModel, optional
-        Measured costs of partial attention; None takes the table shipped with the package.
+        Measured costs of partial attention; None for the table shipped with the package.
     """
 
     num_query_heads: int

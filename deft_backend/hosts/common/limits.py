@@ -28,8 +28,8 @@ def refused(requests: int, settings: Settings, planned: int) -> str | None:
 def observing() -> bool:
     """Whether servers with another backend count their steps (``DEFT_OBSERVE``).
 
-    Invalid settings stop only servers started with our backend: here they mean no. The log names
-    settings that do not exist.
+    Invalid settings stop only servers started with our backend; in other servers they mean no. For
+    settings that do not exist, the log gives their names.
     """
     warn_unknown()
     try:

@@ -84,7 +84,7 @@ def _unable(settings: Settings, adapter: Adapter) -> str | None:
 
 
 def planned_on_device(requests: int) -> int:
-    """The largest batch that the device planner is set up for.
+    """The largest batch that the device planner is set up to plan.
 
     The log says if that is smaller than `requests`, the largest batch that the server decodes.
     """

@@ -1,7 +1,8 @@
-"""Versions of the hosts that the tests ran with: tree attention runs in no other unless asked to.
+"""The host versions that the tests ran with.
 
-The contract (``CONTRACT`` in each host's ``versions.py``) tells whether a version has what we use.
-It cannot tell whether a member still means the same, and a wrong meaning gives wrong output.
+Tree attention runs in another version only with ``DEFT_UNTESTED_HOST=1``. The contract
+(``CONTRACT`` in each host's ``versions.py``) shows whether a version has every member that we use.
+It cannot show that a member still means the same, and a changed meaning gives wrong output.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class TestedVersions:
     name : str
         The host's own.
     distributions : tuple of str
-        Under which it may be installed; the first is its own.
+        Names under which the host may be installed; the first is its own.
     """
 
     name: str
@@ -51,7 +52,7 @@ class TestedVersions:
         return self.newest if version_key(found) < version_key(self.newest) else None
 
     def installed(self) -> str | None:
-        """The version in this environment, by whichever distribution; None if there is none."""
+        """The version installed in this environment under any of `distributions`, or None."""
         for name in self.distributions:
             found = installed_version(name)
             if found is not None:
@@ -59,7 +60,7 @@ class TestedVersions:
         return None
 
     def holds(self, found: str) -> bool:
-        """Whether a version is one of these."""
+        """Whether a version lies in the window."""
         return version_key(self.lowest) <= version_key(found) < version_key(self.beyond)
 
     def refuse(self) -> str | None:
@@ -74,9 +75,10 @@ class TestedVersions:
 
 
 def tries_others() -> bool:
-    """What ``DEFT_UNTESTED_HOST`` says; no if it says nothing that is allowed.
+    """Whether ``DEFT_UNTESTED_HOST`` is set to yes; a value that is not allowed means no.
 
-    Whoever reads all settings says what is wrong with it. No other variable is looked at.
+    This function reads no other variable. The code that reads all settings reports a value that is
+    not allowed.
     """
     name = "DEFT_UNTESTED_HOST"
     try:

@@ -1,4 +1,4 @@
-"""Compile everything before the first request: it must not wait, nor find that it fails."""
+"""Compile everything before the first request, so that no request waits for a compiler."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def plans_of_all_shapes(attention: TreeAttention) -> Iterator[tuple[Plan, int]]:
 
 
 def plans_of_many(attention: TreeAttention) -> Iterator[tuple[Plan, int]]:
-    """A plan for the smallest batch whose results stage 2 merges otherwise than those of few."""
+    """A plan of the smallest batch that stage 2 merges with its configuration for many queries."""
     batch = attention.few_queries + 1
     if batch > attention.capacity.max_batch:
         return

@@ -1,7 +1,8 @@
-"""Compare what we use of a host with the host's source, without importing the host.
+"""Check that a host's source has every member that we use, without importing the host.
 
 Each host's folder holds its table: ``CONTRACT``, a tuple of :class:`Member` in ``versions.py``.
-:func:`check_contract` reads only the files that the table leads to, so servers can run it at start.
+:func:`check_contract` reads only the files that define those members, so servers can run it at
+start.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from deft_backend.hosts.contract.versions import matches
 
 @dataclass(frozen=True)
 class Member:
-    """One thing of a host that we touch.
+    """One member of a host that we read, call, wrap or override.
 
     Attributes
     ----------
@@ -29,11 +30,11 @@ class Member:
         Dotted name inside the module, for example ``"ForwardBatch.init_new"``; empty for the module
         itself. The part before the last dot names a class or a module, never an instance.
     parameters : tuple of str
-        Parameters that we pass by name, or that an override of ours takes. For a class, the
-        parameters of its constructor.
+        Parameters that we pass by name, or that our override takes. For a class, the parameters of
+        its constructor.
     versions : str
-        Versions in which the host has the member, for example ``">=0.5.20,<0.5.23"`` (the form of
-        PEP 440); empty for the whole window.
+        Versions in which the host has the member, in the form of PEP 440, for example
+        ``">=0.5.20,<0.5.23"``. Empty for the whole window.
     use : str
         What we do with it: "read", "called", "wrapped", "overridden", and for what.
     """
@@ -50,7 +51,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Problem:
-    """A member that the host does not have as we use it.
+    """A member that the host lacks or defines otherwise than we use it.
 
     Attributes
     ----------
@@ -58,8 +59,8 @@ class Problem:
     found : str
         What the source has instead.
     readable : bool
-        False if the source cannot tell, for example because the module is compiled. Only a
-        readable problem says that the member is missing.
+        False if the source does not show the member, for example because the module is compiled.
+        Only a readable problem proves that the member is missing.
     """
 
     member: Member
@@ -113,7 +114,7 @@ def installed_source(package: str) -> Path | None:
 
 
 def _problems(member: Member, names: HostNames) -> list[Problem]:
-    """What is wrong with one member; the first thing only, except for parameters."""
+    """The problems of one member: the first one only, except for parameters."""
     module = names.module(member.module)
     if not module:
         package = names.module(member.module.split(".")[0])
@@ -150,9 +151,9 @@ def _absent(names: HostNames, owner: list[Definition], reached: str, part: str) 
 def _absent_parameter(
     names: HostNames, found: list[Definition], parameter: str
 ) -> tuple[str, bool] | None:
-    """What stands in the place of a parameter, and whether the source can tell; None if it stands.
+    """What the source has instead of a parameter, and whether it shows that; None if all is well.
 
-    A name may be defined more than once, by version or device: one definition with the parameter
+    A host may define a name more than once, by version or device. One definition with the parameter
     is enough.
     """
     signatures = [names.signature(definition) for definition in found]

@@ -1,4 +1,4 @@
-"""Read a host's modules as syntax trees from a folder or straight out of a wheel."""
+"""Read a host's modules as syntax trees, from a folder or from inside a wheel."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class HostFiles:
                 continue
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # of the host's own string escapes
+                    warnings.simplefilter("ignore")  # warnings about the host's own string escapes
                     return ast.parse(content, filename=file), is_package
             except (SyntaxError, ValueError):
                 return None

@@ -1,4 +1,4 @@
-"""Find what a dotted name of a host stands for, in its source."""
+"""Find what a dotted name of a host refers to, in the host's source."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Definition:
     Attributes
     ----------
     kind : str
-        ``lazy`` is what a module's ``__getattr__`` answers: it is there, and the source tells no
-        more.
+        ``lazy`` is a name that a module's ``__getattr__`` answers: it exists, and the source shows
+        no more.
     module : str
         The module that defines it, or the module itself.
     node : ast.AST or None
-        A class, a function, or what a value is assigned.
+        A class, a function, or the expression assigned to a value.
     reason : str
-        Why it, or what lies in it, is unreadable; else empty.
+        Why the definition or its members are unreadable; else empty.
     owner : Definition or None
-        The class that defines it, of a class's member.
+        For a member of a class: the class that defines it.
     """
 
     kind: Kind
@@ -83,7 +83,7 @@ class HostNames:
         return [Definition("module", name)]
 
     def attribute(self, owners: list[Definition], name: str) -> list[Definition]:
-        """What `name` stands for in any of `owners`; empty if in none."""
+        """What `name` refers to in any of `owners`; empty if no owner has it."""
         found: list[Definition] = []
         for owner in owners:
             if owner.kind == "unreadable":
@@ -163,7 +163,7 @@ class HostNames:
     def _follow(
         self, node: ast.AST, name: str, scope: _Scope, seen: set[tuple[str, str]]
     ) -> list[Definition]:
-        """What a binding stands for; imports and plain aliases lead to their target."""
+        """What a binding refers to; imports and plain aliases lead to their target."""
         if isinstance(node, ast.ClassDef):
             return [Definition("class", scope.module, node)]
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -189,7 +189,7 @@ class HostNames:
     def _expression(
         self, node: ast.expr, scope: _Scope, seen: set[tuple[str, str]] | None = None
     ) -> list[Definition]:
-        """What an expression of names and dots stands for; empty for every other."""
+        """What an expression of names and dots refers to; empty for every other expression."""
         if isinstance(node, ast.Subscript):
             return self._expression(node.value, scope, seen)
         if isinstance(node, ast.Name):
@@ -201,7 +201,7 @@ class HostNames:
     # Classes.
 
     def _bases_first_to_last(self, definition: Definition) -> Iterator[Definition]:
-        """A class and its bases, depth first; of bases outside the host nothing."""
+        """A class and its bases, depth first, without bases outside the host."""
         waiting, seen = [definition], set()
         while waiting:
             current = waiting.pop(0)
@@ -254,7 +254,7 @@ class HostNames:
         return self._members[node]
 
     def _constructor(self, definition: Definition) -> Signature | None:
-        """Of the first ``__init__`` or ``__new__``; of a class without any, its fields."""
+        """Parameters of the first ``__init__`` or ``__new__``; else the class's fields."""
         fields: list[str] = []
         for base in self._bases_first_to_last(definition):
             if not isinstance(base.node, ast.ClassDef):
@@ -311,9 +311,9 @@ def _bound_names(body: Statements) -> tuple[dict[str, list[ast.AST]], list[ast.I
 
 
 def _statements(body: Statements) -> Iterator[ast.stmt]:
-    """Statements that run when the body does: those in ``if``, ``try`` and so on included.
+    """Statements that run when the body runs, those in ``if``, ``try`` and so on included.
 
-    What only a type checker sees is left out.
+    Statements for type checkers only are left out.
     """
     for node in body:
         yield node
@@ -336,7 +336,7 @@ def _for_type_checkers(test: ast.expr) -> bool:
 def _instance_attributes(
     function: ast.FunctionDef | ast.AsyncFunctionDef,
 ) -> Iterator[tuple[str, ast.AST]]:
-    """Attributes that a method assigns to its first argument, and what it assigns."""
+    """Attributes that a method sets on its first argument, and the assigned expressions."""
     arguments = [*function.args.posonlyargs, *function.args.args]
     if not arguments or _is_static(function):
         return
@@ -366,7 +366,7 @@ def _absolute(node: ast.ImportFrom, scope: _Scope) -> str:
 
 
 def _lazy_names(scope: _Scope) -> set[str]:
-    """Strings in a module that answers names in ``__getattr__``: the names it may answer."""
+    """Strings in a module with a ``__getattr__``: the names that it may answer."""
     if "__getattr__" not in scope.names:
         return set()
     return {

@@ -1,4 +1,4 @@
-"""Compare version numbers, as far as hosts' releases need it."""
+"""Compare the version numbers of hosts' releases."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _CLAUSE = re.compile(r"^(>=|<=|==|!=|~=|<|>)\s*(\d+(?:\.\d+)*)(\.\*)?$")
 def version_key(text: str) -> tuple[int, int, int]:
     """The first three numbers of a version, for comparison.
 
-    Pre-releases, post-releases and local builds count as the release that they belong to: hosts
-    cut a branch before a pre-release, so its source is the release's.
+    Pre-releases, post-releases and local builds count as the release that they belong to. Hosts cut
+    a branch before a pre-release, so its source is that of the release.
 
     >>> version_key("0.5.17.post1+cu130") < version_key("0.5.18rc0")
     True
@@ -31,7 +31,7 @@ def version_key(text: str) -> tuple[int, int, int]:
 
 
 def matches(version: str, specifier: str) -> bool:
-    """Whether a version lies in a specifier of the form of PEP 440; an empty one holds them all.
+    """Whether a version satisfies a specifier (PEP 440); an empty one admits all versions.
 
     >>> matches("0.5.20", ">=0.5.18,<0.5.23"), matches("0.5.23", ">=0.5.18,<0.5.23")
     (True, False)

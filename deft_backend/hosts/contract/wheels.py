@@ -1,4 +1,4 @@
-"""Get a host's wheel from the package index through pip, without its dependencies."""
+"""Download a host's wheel from the package index through pip, without its dependencies."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 from deft_backend.hosts.contract.versions import matches
 
-# Hosts publish Linux wheels for some versions of Python. The source in each is the same, so any
-# of them will do where none fits this machine.
+# Hosts publish Linux wheels for some versions of Python. All of them hold the same source, so any
+# serves if none fits this machine.
 _OTHER_PYTHONS = ("3.12", "3.11", "3.10", "3.13")
 _OTHER_PLATFORMS = tuple(
     f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 27, 28, 31, 34, 35, 38, 39)
@@ -20,7 +20,7 @@ _SECONDS = 300
 
 
 class WheelError(RuntimeError):
-    """No wheel, and why, in a message for the user."""
+    """No wheel could be had; the message tells the user why."""
 
 
 def released_versions(distribution: str, specifier: str) -> list[str]:
@@ -28,15 +28,14 @@ def released_versions(distribution: str, specifier: str) -> list[str]:
 
     Raises
     ------
-    WheelError
-        If the index cannot be asked or does not know the distribution.
+    WheelError If the index cannot be reached or does not know the distribution.
     """
     done = _pip("index", "versions", distribution)
     listed = re.search(r"^Available versions: (.+)$", done.stdout, re.MULTILINE)
     if listed is None:
         if "No matching distribution" not in done.stderr:
             raise WheelError(_unreachable(distribution, done.stderr))
-        # The wheels may all be for another Python.
+        # All wheels may be for another Python.
         done = _pip("index", "versions", distribution, *_for_other(_OTHER_PYTHONS[0]))
         listed = re.search(r"^Available versions: (.+)$", done.stdout, re.MULTILINE)
     if listed is None:
@@ -49,7 +48,8 @@ def released_versions(distribution: str, specifier: str) -> list[str]:
 def download_wheel(distribution: str, version: str, folder: Path) -> Path:
     """Download one version's wheel into a folder; its path.
 
-    The wheel for this Python and machine is taken, else one for Linux and another Python.
+    The function prefers the wheel for this Python and machine, else one for Linux and another
+    Python.
 
     Raises
     ------
@@ -120,8 +120,7 @@ def wheel_version(path: Path) -> tuple[str, str]:
 
     Raises
     ------
-    WheelError
-        If the name is not that of a wheel.
+    WheelError If the file name is not a wheel's name.
     """
     parts: Sequence[str] = path.name.removesuffix(".whl").split("-")
     if path.suffix != ".whl" or len(parts) < 5:

@@ -1,9 +1,8 @@
-"""``--attention-backend deft``: what becomes of it while the host resolves its arguments.
+"""How ``--attention-backend deft`` is read while the host resolves its arguments.
 
-The host resolves everything as if the flag had not been passed: page size, dtypes, which kernels
-write its page tables and whatever else follows from the backend's name are those of its own
-default, and so is the backend that it builds. The arguments carry a mark, by which the plugin
-puts tree attention around that backend in the processes that build it.
+The host resolves everything as if the flag had not been passed. So page size, dtypes, page-table
+kernels and the backend itself are those of the host's default. A mark in the arguments tells the
+plugin to put tree attention around that backend, in the processes that build it.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ _FIELDS = (
 
 
 def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
-    """Resolve the host's arguments; take ``deft`` out before and leave the mark after.
+    """Resolve the host's arguments; remove ``deft`` before and set the mark after.
 
     Raises
     ------
     SettingsError
-        If ``deft`` is asked for and a ``DEFT_*`` variable holds a value that is not allowed: the
-        server refuses to start.
+        If the arguments name ``deft`` and a ``DEFT_*`` variable holds a value that is not allowed.
+        The server then refuses to start.
     """
     asked = [name for name in _FIELDS if getattr(server_args, name, None) == NAME]
     if not asked or getattr(server_args, "_resolution_finished", False):
@@ -64,7 +63,7 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
         logger.warning("deft: %s; all attention runs through the host's own backend", reason)
         return result
     decode = versions.backend_names(server_args)[1]
-    if decode is None:  # a placeholder model, which the host does not resolve
+    if decode is None:  # placeholder model: the host resolves no backends for it
         return result
     try:
         reason = unsupported(server_args) or _sized_with_graphs(server_args)
@@ -81,7 +80,7 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
 
 
 def _decodes(server_args: Any) -> bool:
-    """Whether ``deft`` is what the arguments name for decode, by itself or for everything."""
+    """Whether the arguments name ``deft`` for decode, alone or for all attention."""
     decode = getattr(server_args, "decode_attention_backend", None)
     if decode is not None:
         return bool(decode == NAME)
@@ -131,7 +130,7 @@ _FEATURES = (
     ("enable_nvidia_megakernel", False, "the megakernel"),
     ("dllm_algorithm", None, "diffusion decoding"),
 )
-"""Arguments of the host that change what a decode batch is: name, value when off, in words."""
+"""Arguments of the host that change what a decode batch is: name, value when off, description."""
 
 
 def _check_fallback(name: str | None) -> None:
@@ -145,7 +144,7 @@ def _check_fallback(name: str | None) -> None:
 
 
 def _sized_with_graphs(server_args: Any) -> str | None:
-    """Why decode graphs cannot be turned off here, where they would be; None: no matter."""
+    """Why this server needs decode graphs that cannot hold tree attention, or None."""
     from sglang.srt.environ import envs
 
     setting = getattr(envs, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", None)
@@ -154,12 +153,12 @@ def _sized_with_graphs(server_args: Any) -> str | None:
     kind = versions.decode_graphs(server_args)
     if kind == "disabled" or _not_in_graphs(kind) is None:
         return None
-    # The host has left out the graphs' share of memory already, to measure it when they are there.
+    # The host sizes its KV cache after the capture, so its memory plan needs the graphs.
     return f"decode graphs of the kind {kind} are not supported while KV is sized after capture"
 
 
 def _keep_or_disable_decode_graphs(server_args: Any) -> None:
-    """Turn decode graphs off where tree attention cannot be in them."""
+    """Turn decode graphs off if tree attention cannot be in them."""
     kind = versions.decode_graphs(server_args)
     if kind == "disabled":
         return

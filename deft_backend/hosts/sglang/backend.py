@@ -1,6 +1,6 @@
-"""The attention backend: the host's own one, with decode batches taken out of it.
+"""The attention backend: it decodes with tree attention and leaves the rest to the host's backend.
 
-Which batches are taken, and who plans them, is what the two kinds of it differ in:
+Two subclasses decide which batches tree attention decodes, and which planner plans them:
 ``host_planned.py`` and ``device_planned.py``.
 """
 
@@ -21,11 +21,11 @@ logger = logging.getLogger("deft_backend")
 
 
 class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
-    """Composition around the host's own backend, to which everything else is handed on.
+    """Holds the host's own backend and delegates to it everything except tree attention.
 
-    Its kinds set `_tree_batch` to the batch that is decoded through the plan on the device. The
-    host's metadata is made only if some layer needs the host's kernel after all. A kernel that
-    fails costs a line in the log, and the host's own decodes from there.
+    Subclasses set `_tree_batch` to the batch that the plan on the device covers. The host's
+    metadata is made only if some layer needs the host's kernel. If a kernel fails, a log line gives
+    the error and the host's kernel decodes from then on.
 
     Parameters
     ----------
@@ -36,19 +36,19 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
     state : ServerState
         Receives the counters.
     model_asks : bool
-        The model calls methods of its attention backend, which may read the host's metadata. Then
-        the metadata is made in every step.
+        Whether the model itself calls methods of its attention backend, which may read the host's
+        metadata. Then the host makes the metadata in every step.
     """
 
     _own = frozenset({
         "_host", "_attention", "_state", "_pool", "_req_to_token", "_layers", "_said", "_broken",
         "_tree_batch", "_capturing", "_host_in_graphs", "_host_ready", "_model_asks",
     })  # fmt: skip
-    """Members that are not the host's."""
+    """Attributes of this class; all others are the host's backend's."""
 
     @property
     def _static_launch(self) -> bool:
-        """Whether all that such a batch may need is launched: the host does not know the plan."""
+        """Whether to launch every kernel that any plan may need: the CPU does not know the plan."""
         return self._capturing
 
     def __init__(
@@ -68,11 +68,11 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         self._said: set[str] = set()
         self._broken: str | None = None
         self._tree_batch: Any = None
-        self._capturing = False  # the forward that runs is captured with tree attention
+        self._capturing = False  # the running forward is captured with tree attention
         self._model_asks = model_asks
-        # Whether something in graphs with tree attention reads the host's metadata.
+        # Whether any layer in graphs with tree attention reads the host's metadata.
         self._host_in_graphs = model_asks
-        self._host_ready = False  # whether the host's metadata is that batch's
+        self._host_ready = False  # whether the host's metadata belongs to that batch
 
     def forward(
         self,
@@ -115,18 +115,18 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
             self._host.init_forward_metadata(forward_batch)
             self._host_ready = True
         if self._broken is not None:
-            self._tree_batch = None  # the later layers of this step, too
+            self._tree_batch = None  # also for the later layers of this step
         return host(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
     def reads_during_forward(self) -> bool:
-        """Whether the decode step at hand reads page tables until it ends."""
+        """Whether the current decode step reads page tables until it ends."""
         raise NotImplementedError
 
     def shared_read_ends(self, mode: Any) -> Any:
-        """Where a replay ends to read what the scheduler writes (asked from SGLang 0.5.18 on).
+        """When a replay has read what the scheduler writes (SGLang asks from 0.5.18 on).
 
-        Tree attention reads a shared prefix through the row of one request, in every layer. The
-        host must not write page tables before the forward ends.
+        Tree attention reads a shared prefix through one request's row, in every layer. So the host
+        must not write page tables before the forward ends.
         """
         if mode.is_decode() and self.reads_during_forward():
             return read_end()
@@ -181,25 +181,25 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         return reason
 
     def _say(self, message: str, kind: str | None = None) -> None:
-        """Log a line once; of one `kind`, whatever numbers are in it."""
+        """Log one line for each `kind`, even if later lines hold other numbers."""
         if (kind or message) not in self._said:
             self._said.add(kind or message)
             logger.warning("deft: %s", message)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """To ``isinstance`` this is the host's backend, too: models ask for its class."""
+        """``isinstance`` also sees the host's backend class here, because models ask for it."""
         return type(self.__dict__.get("_host", self))
 
     def _begin_tree_step(self, forward_batch: Any) -> None:
-        """The eager step that begins goes through tree attention."""
+        """Decode the eager step that begins now with tree attention."""
         self._tree_batch = forward_batch
         self._host_ready = self._model_asks
         if self._model_asks:
             self._host.init_forward_metadata(forward_batch)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_host":  # not constructed yet
+        if name == "_host":  # `_host` is not set yet
             raise AttributeError(name)
         return getattr(self._host, name)
 
@@ -217,8 +217,8 @@ def _hand_on(name: str) -> property:
     return property(get)
 
 
-# Members that the host's base class defines must be the wrapped backend's, not the base's. Which
-# ones there are differs between versions of the host.
+# Members that the host's base class defines must come from the wrapped backend, not from the base.
+# The set of these members differs between host versions.
 for _name in dir(AttentionBackend):
     if not _name.startswith(("__", "_abc")) and _name not in vars(DeftAttentionBackend):
         setattr(DeftAttentionBackend, _name, _hand_on(_name))

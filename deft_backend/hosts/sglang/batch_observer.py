@@ -1,4 +1,4 @@
-"""The scheduler's side of the forward batch that is being made ready."""
+"""The scheduler's requests of the latest forward batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Observed:
 
 
 class BatchObserver:
-    """Remembers the last decode batch that was made for one model runner."""
+    """Remembers the last decode batch that the host made for one model runner."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -33,10 +33,10 @@ class BatchObserver:
             self._last = Observed(forward_batch.rids, batch.reqs, batch.tree_cache)
 
     def of(self, forward_batch: Any) -> Observed | None:
-        """What is behind `forward_batch`, or None if it was not made from the last batch seen.
+        """Requests and tree of `forward_batch`; None if the last observed batch is another one.
 
-        The host hands backends a copy of the object; the list of ids is the same one. Dummy
-        batches (warm-up, capture, idle ranks) have none.
+        The host gives backends a copy of the object, with the same list of ids. Dummy batches
+        (warm-up, capture, idle ranks) have no requests.
         """
         last = self._last
         if last is None or last.rids is None or last.rids is not forward_batch.rids:

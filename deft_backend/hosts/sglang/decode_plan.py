@@ -1,4 +1,4 @@
-"""When a decode batch needs a new plan, and whether tree attention pays for it."""
+"""Decide when a decode batch needs a new plan, and whether tree attention saves enough."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ logger = logging.getLogger("deft_backend")
 
 GROWTH_TOKENS = 256
 GROWTH_SHARE = 0.25
-"""A plan is renewed when requests grew by more than this since, on average: leaves were balanced
-for the lengths they had."""
+"""A plan is replaced once its requests have grown by more than this on average. The plan balanced
+the leaves for their earlier lengths."""
 
 Verify = Callable[[PrefixForest, Any], str | None]
-"""Check a forest against the page tables of its batch; what does not agree, or None."""
+"""Check a forest against the page tables of its batch; returns what disagrees, or None."""
 
 
 class Planner(Protocol):
-    """What a batch is planned with: :class:`deft_backend.TreeAttention`."""
+    """The part of :class:`deft_backend.TreeAttention` that plans a batch."""
 
     def plan(self, forest: PrefixForest) -> Plan: ...
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The decision made for a batch's composition; it holds until the composition changes.
+    """The decision for a batch's composition, valid until the composition changes.
 
     Attributes
     ----------
     keys : list
         Composition of the batch, a key for each request.
     requests : sequence
-        Kept alive for the ids in `keys`.
+        The requests, kept alive so that the ids in `keys` stay unique.
     host_reason : str, optional
         Why the host's kernel decodes the batch; None: tree attention does.
     lens : [B] int32
-        Tokens of each row when the decision was made.
+        Tokens of each request when the decision was made.
     tokens : int
-        Tokens of all rows when the decision was made.
+        Tokens of all requests when the decision was made.
     loaded, grows : int
-        Tokens that the plan's items load, and open ranges among them, which load one token more
-        each step.
+        Tokens that the plan's items load, and the number of open ranges, which grow by one token a
+        step.
     """
 
     keys: list[Key]
@@ -67,14 +67,13 @@ class Planned:
     grows: int
 
     def loads(self, tokens: int) -> int:
-        """Tokens that a step loads when all rows together hold `tokens`."""
+        """Tokens that a step loads when all requests together hold `tokens`."""
         return self.loaded + self.grows * (tokens - self.tokens) // max(1, len(self.keys))
 
     def holds_for(self, keys: list[Key], seq_lens: npt.NDArray[np.integer], tokens: int) -> bool:
-        """Whether the decision stands for this step; O(batch) comparisons.
+        """Whether the decision is valid for this step, by O(batch) comparisons.
 
-        Requests only grow. A plan's ranges may end beyond the last token of one that became
-        shorter.
+        Requests must not have become shorter: the plan's ranges could end beyond their last tokens.
         """
         if keys != self.keys or not bool((seq_lens >= self.lens).all()):
             return False
@@ -89,14 +88,14 @@ class DecodePlanner:
     ----------
     planner : Planner
     source : PrefixSource
-        Gives the forest of a batch.
+        Reads the forest of a batch.
     settings : Settings
     state : ServerState
     verify : Verify, optional
     least_gain_ms : float
-        Milliseconds of KV reads that a plan must save in a step; 0: any.
+        Milliseconds of KV reads that a plan must save in a step; 0 for no minimum.
     costs : CostModel, optional
-        Tells how long reads take; default: the shipped one.
+        Gives the time of reads; default: the shipped cost model.
     """
 
     def __init__(
@@ -132,7 +131,7 @@ class DecodePlanner:
         observed : Observed
             Requests, in batch order, and prefix cache of the batch.
         seq_lens : [B] int, on the host
-            The token being decoded included.
+            Tokens of each request, the one being decoded included.
         tokens : int
             Sum of `seq_lens`.
         batch
@@ -142,7 +141,7 @@ class DecodePlanner:
         current = self.current
         if current is not None and current.holds_for(keys, seq_lens, tokens):
             return current
-        self.current = None  # whatever happens below, the old plan is gone from the device
+        self.current = None  # from here on the device no longer holds the old plan
         self.current = self._decide(keys, observed, seq_lens, tokens, batch)
         return self.current
 

@@ -1,4 +1,4 @@
-"""Decode batches planned on the device, from the page table, in every step."""
+"""Decode batches that the device planner plans from the page table, in every step."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ logger = logging.getLogger("deft_backend")
 class DevicePlannedBackend(DeftAttentionBackend):
     """Every decode batch of DEFT_MIN_BATCH requests or more goes through tree attention.
 
-    Planning is launches alone, made in the step and recorded into its graph: the plan is of the
-    page table as the step finds it, whatever happened to requests, tree nodes or pages since the
-    step before, and the host does nothing for it. What is not shared takes hardly longer than in
-    the host's own kernel: there is nothing to decide but whether there are requests to share.
+    Planning consists of launches only, which run in the step and are recorded into its graph. So
+    each step plans from the current page table, and the CPU does no work for it. Changes of
+    requests, tree nodes or pages between steps need no notice. Unshared KV takes hardly longer than
+    in the host's kernel, so only the number of requests decides.
 
     Parameters
     ----------
@@ -33,11 +33,11 @@ class DevicePlannedBackend(DeftAttentionBackend):
     attention : TreeAttention
         Sized for the model's layers.
     state : ServerState
-        Receives the counters, which the device keeps.
+        Receives the counters that the device keeps.
     settings : Settings
         Their limits on batches.
     shows : bool
-        Whether batches are kept for those who ask what is shared in them.
+        Whether to keep the last batch, so that ``deft explain`` can show what it shares.
     model_asks : bool
         See :class:`~deft_backend.hosts.sglang.backend.DeftAttentionBackend`.
     compile_for : callable, optional
@@ -59,13 +59,14 @@ class DevicePlannedBackend(DeftAttentionBackend):
         self._settings = settings
         self._shows = shows
         self._compile_for = compile_for
-        # Batch sizes whose last captured graph holds tree attention, and those of which an earlier
-        # one does, or did: it reads page tables while it runs, whatever the last one holds.
+        # Batch sizes whose last captured graph holds tree attention, and sizes of which an earlier
+        # graph held it. An earlier graph reads page tables while it runs, even if the last one does
+        # not.
         self._tree_graphs: set[int] = set()
         self._table_readers: set[int] = set()
         self._replayed_tree = False
         self._counting = False
-        self._recaptures = False  # graphs are captured again, and no step was decoded since
+        self._recaptures = False  # the host captures again and has decoded no step since
 
     @property
     def _static_launch(self) -> bool:
@@ -88,7 +89,7 @@ class DevicePlannedBackend(DeftAttentionBackend):
         self._host.init_forward_metadata(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """A graph is captured or replayed next; only its capture shows what it holds."""
+        """Prepare a capture or a replay; only captures show which graphs hold tree attention."""
         self._tree_batch = None
         self._capturing = False
         self._replayed_tree = False
@@ -96,7 +97,7 @@ class DevicePlannedBackend(DeftAttentionBackend):
         decodes = forward_batch.forward_mode.is_decode()
         if in_capture and decodes:
             self._count_replays(False)
-            # The host captures a size again for adapters, and when its weights have changed.
+            # The host captures a size again for LoRA adapters, and when its weights have changed.
             if size in self._tree_graphs:
                 self._table_readers.add(size)
                 self._tree_graphs.remove(size)
@@ -117,7 +118,7 @@ class DevicePlannedBackend(DeftAttentionBackend):
         self._host_ready = True
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Launches recorded into the graph; before its capture they run, to warm up."""
+        """Launch the planning: recorded during a capture, run in the warm-up before it."""
         if forward_batch is self._tree_batch:
             self._planned(forward_batch)
         self._host.init_forward_metadata_in_graph(forward_batch)
@@ -125,13 +126,13 @@ class DevicePlannedBackend(DeftAttentionBackend):
     def reads_during_forward(self) -> bool:
         """Whether a decode step reads page tables until it ends.
 
-        The host asks before it says which graph it replays: one graph with tree attention is
-        enough for a yes.
+        The host asks before it names the graph that it replays. So the answer is yes as soon as one
+        graph holds tree attention.
         """
         return bool(self._tree_graphs or self._table_readers)
 
     def replayed_tree(self, forward_batch: Any) -> bool:
-        """Whether the graph that was replayed last reads page tables while it runs."""
+        """Whether the last replayed graph reads page tables while it runs."""
         return self._replayed_tree
 
     def _reason(self, batch: int) -> str | None:
@@ -153,7 +154,7 @@ class DevicePlannedBackend(DeftAttentionBackend):
         return True
 
     def _planned(self, forward_batch: Any) -> bool:
-        """Launch the planning; if that fails, the host's kernel decodes from here."""
+        """Launch the planning; if that fails, the host's kernel decodes from then on."""
         try:
             self._attention.plan_on_device(
                 self._req_to_token,
@@ -163,14 +164,14 @@ class DevicePlannedBackend(DeftAttentionBackend):
         except Exception as error:
             self._broken = "planning failed"
             self._tree_batch = None
-            self._tree_graphs.discard(forward_batch.batch_size)  # if it was to be captured
+            self._tree_graphs.discard(forward_batch.batch_size)  # in case it was being captured
             logger.error("deft: planning failed, the host's own decode from here: %r", error)
             logger.debug("deft: planning failed", exc_info=True)
             return False
         return True
 
     def _show(self, forward_batch: Any) -> None:
-        """Keep the batch for those who ask what is shared in it."""
+        """Keep the batch, so that ``deft explain`` can show what it shares."""
         if not self._shows:
             return
         self._state.batch = Batch(
@@ -178,7 +179,7 @@ class DevicePlannedBackend(DeftAttentionBackend):
         )
 
     def _count_host(self, reason: str, forward_batch: Any) -> None:
-        """Count a step of the host's kernel; those of tree attention the device counts."""
+        """Count a step of the host's kernel; the device counts the steps of tree attention."""
         tokens = forward_batch.seq_lens_sum
         if tokens is None:
             lens = forward_batch.seq_lens_cpu
@@ -186,7 +187,7 @@ class DevicePlannedBackend(DeftAttentionBackend):
         self._state.count_host(reason, int(tokens))
 
     def _attach_counters(self) -> None:
-        """From the first step on: what was planned to warm up and to capture is not counted."""
+        """Count from the first step on, without the plans of warm-up and capture."""
         if not self._counting:
             self._counting = True
             counters = self._attention.device_planner.counters
@@ -195,7 +196,7 @@ class DevicePlannedBackend(DeftAttentionBackend):
             self._count_replays(True)
 
     def _count_replays(self, counted: bool) -> None:
-        """Whether steps are counted; not while a server that has decoded captures again."""
+        """Whether to count steps: not while a server that has already decoded captures again."""
         if not self._counting or self._recaptures is not counted:
             return
         self._recaptures = not counted

@@ -1,4 +1,4 @@
-"""Builds the backend for a model runner, or says why the host's own one runs instead."""
+"""Build the backend for a model runner, or log why the host's own backend runs instead."""
 
 from __future__ import annotations
 
@@ -47,23 +47,21 @@ logger = logging.getLogger("deft_backend")
 
 
 class Unsupported(RuntimeError):
-    """Why this model runner's attention runs through the host's own backend, in one line."""
+    """The reason, in one line, why the host's own backend runs this model runner's attention."""
 
 
 def wrap_backend(runner: Any, name: str, host: Any) -> Any:
-    """Tree attention around the host's backend of a model runner, or that alone and the reason.
+    """Put tree attention around the host's backend, or return that backend and log the reason.
 
-    Whatever fails, nothing of it stays behind, on any rank: ranks with other sets of graphs would
-    wait for each other while they capture.
+    If set-up fails on one rank, every rank undoes it. Ranks with different sets of graphs would
+    wait for each other forever during the capture.
 
     Parameters
     ----------
     runner
         The host's model runner.
     name : str
-        What the host calls its backend.
-    host
-        That backend.
+        The host's name for its backend. host That backend.
     """
     with ExitStack() as undo:
         made = None
@@ -89,7 +87,7 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
             )
             return host
         assert made is not None
-        undo.pop_all()  # to stay
+        undo.pop_all()  # the backend stays
     start_reporting(made.state, runner, settings)
     logger.info(
         "deft: decode goes through tree attention (policy %s, planned on the %s, workspace %.1f "
@@ -120,17 +118,17 @@ def unsupported_model(runner: Any) -> str | None:
 
 
 def model_asks(runner: Any) -> bool:
-    """Whether the model calls its attention backend, other than through attention layers."""
+    """Whether the model calls its attention backend directly, besides through attention layers."""
     modules = {type(part).__module__ for part in runner.model.modules()}
     return any("get_attn_backend" in _source(name) for name in modules if ".models." in name)
 
 
 def _source(module: str) -> str:
-    """The text of a loaded module; such calls may import what they need where they are."""
+    """The source of a loaded module, because such calls may import their backend locally."""
     try:
         return inspect.getsource(sys.modules[module])
     except (OSError, TypeError):
-        return "get_attn_backend"  # cannot be read: it may
+        return "get_attn_backend"  # unreadable source: assume that it does
 
 
 def _device(runner: Any) -> torch.device:
@@ -147,19 +145,21 @@ class _Made(NamedTuple):
 
 
 def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Made:
-    """The backend; what it leaves in the host is taken back by `undo`."""
+    """Build the backend; `undo` takes back its changes to the host."""
     reason = unsupported_model(runner)
     if reason is not None:
         raise Unsupported(reason)
     heads, kv_heads, dim = shape_of(runner)
     on_device = selects_device_planner(settings, SGLANG, capability_of(_device(runner)))
     if not on_device and decodes_per_rank(runner.server_args):
-        # Each rank would choose between its two sets of graphs by its own requests, and graphs of
-        # one size must be the same on all ranks: they hold the ranks' collectives.
+        # Each rank would choose between its two sets of graphs by its own requests. But graphs hold
+        # collectives, so all ranks must replay the same set.
         raise Unsupported(
             "DP attention is not supported where batches are planned on the host (DEFT_PLANNER)"
         )
-    largest = min(settings.max_batch, runner.req_to_token_pool.size)  # no batch holds more requests
+    largest = min(
+        settings.max_batch, runner.req_to_token_pool.size
+    )  # the host makes no larger batch
     attention = TreeAttention(
         num_query_heads=heads,
         num_kv_heads=kv_heads,
@@ -183,8 +183,8 @@ def _device_planned(
 ) -> Any:  # fmt: skip
     from deft_backend.hosts.sglang.device_planned import DevicePlannedBackend
 
-    _ = attention.device_planner  # what it cannot do is said here, not in the first step
-    # What is asleep may not be read, and nothing tells the thread that shows batches.
+    _ = attention.device_planner  # fail here, not in the first step
+    # A sleeping server's memory must not be read, and the thread that shows batches gets no notice.
     shows = not getattr(resolved(runner.server_args), "enable_memory_saver", False)
     backend = DevicePlannedBackend(
         host, attention, state, settings, shows=shows, model_asks=model_asks(runner),
@@ -222,15 +222,15 @@ def _host_planned(
     sglang_observe_batch.install(observer.observe)
     _install_fence(runner, backend, undo)
     if _has_graphs(runner):
-        # The host's backend may run alone after all. With a second set of its graphs, some
-        # backends would prepare the buffers of the newest graph only.
+        # If set-up fails later, the host's backend runs alone. With a second set of its graphs,
+        # some backends would prepare the buffers of the newest graph only.
         undo.callback(sglang_tree_graphs.remove, runner)
         sglang_tree_graphs.install(runner, backend)
     return backend
 
 
 def _install_fence(runner: Any, backend: Any, undo: ExitStack) -> None:
-    """Hold page-table writes for graphs with tree attention, where the host does not ask."""
+    """Hold page-table writes for graphs with tree attention, if the host's version does not ask."""
     if read_end() is None and _has_graphs(runner):
         undo.callback(sglang_page_table_fence.remove, runner)
         sglang_page_table_fence.install(runner, backend.replayed_tree)
@@ -241,7 +241,7 @@ def _has_graphs(runner: Any) -> bool:
 
 
 def _warm_up(attention: TreeAttention, runner: Any, settings: Settings, on_device: bool) -> None:
-    """Compile planner and kernels, for tensors as the host's decode steps hand them over."""
+    """Compile planner and kernels for the tensors that the host's decode steps pass."""
     tensors = _step_tensors(runner)
     warm_up_attention(attention, tensors, on_device=on_device, smallest=settings.min_batch)
 

@@ -1,4 +1,4 @@
-"""Decode batches planned on the host, from its radix tree, when their composition changes."""
+"""Decode batches that the host planner plans when their composition changes."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class Decision(NamedTuple):
     """Which kernel decodes a step."""
 
     rids: Any
-    """The batch's own list of request ids, which the host makes anew each step."""
+    """The batch's own list of request ids; the host makes a new list in each step."""
     slots: Any
-    """The batch's tensor of slots for the new tokens, which graphs' views of it share."""
+    """The batch's tensor of page ids for the new tokens; a graph's view of the batch shares it."""
     taken: bool
-    """Tree attention, not the host's kernel."""
+    """Whether tree attention decodes the step, not the host's kernel."""
 
 
 class HostPlannedBackend(DeftAttentionBackend):
-    """A decode batch goes through tree attention if it is known, and shares enough.
+    """Sends a decode batch through tree attention if the scheduler made it and it shares enough.
 
-    Known: the scheduler made it, not a warm-up or a capture. Whatever goes wrong while deciding
-    costs a line in the log and the host's kernel for the step.
+    Batches of a warm-up or a capture do not come from the scheduler. If the decision fails, a log
+    line gives the error and the host's kernel decodes the step.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ class HostPlannedBackend(DeftAttentionBackend):
         See :class:`~deft_backend.hosts.sglang.backend.DeftAttentionBackend`.
     """
 
-    needs_cpu_seq_lens = True  # the forest is built from them
+    needs_cpu_seq_lens = True  # the CPU builds the forest from them
     _own = DeftAttentionBackend._own | {"_planner", "_observer", "_decided"}
 
     def __init__(
@@ -67,7 +67,7 @@ class HostPlannedBackend(DeftAttentionBackend):
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self._tree_batch = None
         taken = forward_batch.forward_mode.is_decode() and self.takes(forward_batch)
-        # The host may pad a batch after it was decided on.
+        # The host may pad a batch after the decision.
         taken = taken and forward_batch.batch_size == len(forward_batch.rids)
         self._decided = None  # the step begins
         if taken:
@@ -81,9 +81,9 @@ class HostPlannedBackend(DeftAttentionBackend):
             self._tree_batch = forward_batch
         if not in_capture and self._replays_tree(forward_batch):
             return
-        # The host's own graph of this size has just been captured. Told of a second capture, some
-        # backends (FlashInfer) make new buffers for the size, and prepare those ever after, while
-        # their graph reads the old ones.
+        # The host has just captured its own graph of this size. If told of a second capture, some
+        # backends (FlashInfer) make new buffers for the size. From then on they fill the new
+        # buffers, but their graph reads the old ones.
         in_capture = in_capture and not self._capturing
         self._host.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
         self._host_ready = True
@@ -92,10 +92,11 @@ class HostPlannedBackend(DeftAttentionBackend):
         self._host.init_forward_metadata_in_graph(forward_batch)
 
     def takes(self, forward_batch: Any) -> bool:
-        """Whether a decode batch goes through tree attention; decided and counted once a batch.
+        """Whether tree attention decodes a batch; decided and counted once for each batch.
 
-        Asked before the host chooses between its graph and an eager step, and again when the
-        eager step begins. A batch is told by its list of ids, which the host makes anew each step.
+        The host asks before it chooses between its graph and an eager step, and again when the
+        eager step begins. The list of ids identifies the batch, because the host makes a new list
+        in each step.
         """
         rids = forward_batch.rids
         if rids is None or self._decided is None or self._decided.rids is not rids:
@@ -104,11 +105,11 @@ class HostPlannedBackend(DeftAttentionBackend):
         return self._decided.taken
 
     def capture_tree(self, capturing: bool) -> None:
-        """The forwards from now on are captured with tree attention, or no longer.
+        """The host captures the next forwards with tree attention, or without it again.
 
-        What is captured are launches that read whatever plan is on the device. Until then it is
-        empty: the batch of a capture is none that a plan was made for. The host may capture again
-        between two steps, or within one, so the plan in use comes back afterwards.
+        The captured launches read the plan on the device. During the capture that plan is empty,
+        because no plan covers the capture's batch. The host may capture again between two steps, or
+        within one, so the plan in use is restored afterwards.
         """
         self._capturing = capturing
         self._tree_batch = None
@@ -118,20 +119,20 @@ class HostPlannedBackend(DeftAttentionBackend):
             self._attention.restore_plan()
 
     def reads_during_forward(self) -> bool:
-        """Whether the decode step at hand reads page tables until it ends.
+        """Whether the current decode step reads page tables until it ends.
 
         The host asks after it has chosen the graph. Without a decision the answer is yes.
         """
         return self._decided is None or self._decided.taken
 
     def replayed_tree(self, forward_batch: Any) -> bool:
-        """Whether the graph that was replayed for a batch reads page tables while it runs."""
+        """Whether the graph replayed for a batch reads page tables while it runs."""
         return bool(forward_batch.forward_mode.is_decode()) and self.takes(forward_batch)
 
     def _replays_tree(self, view: Any) -> bool:
-        """Whether a graph's replay is one of tree attention that needs no metadata of the host.
+        """Whether a replay holds tree attention and needs no metadata of the host.
 
-        The host shows a view of the batch that was decided on, with the same tensor of slots.
+        The host passes a view of the decided batch, with the same tensor of page ids.
         """
         decided = self._decided
         return (

@@ -1,4 +1,4 @@
-"""Which attention layers tree attention can run, one by one."""
+"""Decide for each attention layer whether tree attention can run it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 def unsupported_layer(
     layer: Any, num_query_heads: int, num_kv_heads: int, head_dim: int
 ) -> str | None:
-    """Why a ``RadixAttention`` layer is left to the host's kernel, in one line, or None."""
+    """The reason, in one line, why the host's kernel runs a ``RadixAttention`` layer; or None."""
     if layer.is_cross_attention:
         return "cross attention"
     if layer.attn_type.value != "decoder":

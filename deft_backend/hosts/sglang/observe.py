@@ -1,6 +1,6 @@
 """``DEFT_OBSERVE``: count the decode steps of a server that runs another attention backend.
 
-The baseline of ``deft ab``: what its kernels read, query by query.
+This gives the baseline of ``deft ab``: the KV that the host's kernels read, query by query.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger("deft_backend")
 
 @functools.cache
 def install() -> None:
-    """Observe the model runners of this process, from now on; once, if asked again."""
+    """Observe the model runners of this process from now on; a second call changes nothing."""
     missing = sglang_observe_batch.missing()
     if missing is not None:
         logger.warning("deft: DEFT_OBSERVE does not work with this SGLang (%s)", missing)

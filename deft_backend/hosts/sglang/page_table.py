@@ -1,4 +1,4 @@
-"""The forest of a decode batch, read from the host's page table: any prefix cache, or none."""
+"""The forest of a decode batch, read from the host's page table; it works with any prefix cache."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from deft_backend.forest import PrefixForest, build_forest, forest_from_page_tab
 from deft_backend.hosts.sglang.versions import place_of
 
 LIMIT = 1 << 26
-"""Page ids that are copied for a batch at most: 256 MiB."""
+"""Most page ids that are copied for a batch: 256 MiB."""
 
 
 class PageTableSource:
     """Copies the rows of a batch to host memory and compares them.
 
-    On a GPU the copy waits until the forward before it has ended. It is made when the composition
-    of the batch changes, not in every step.
+    On a GPU the copy waits until the previous forward has ended. The reader copies only when the
+    batch's composition changes.
 
     Parameters
     ----------
@@ -35,8 +35,8 @@ class PageTableSource:
     def forest(self, requests: Sequence[Any], seq_lens: npt.NDArray[np.integer]) -> PrefixForest:
         """Forest of a decode batch. The token being decoded has a page of its own.
 
-        Where the rows hold more than :data:`LIMIT` page ids, what lies beyond the columns that are
-        copied counts as not shared.
+        If the rows hold more than :data:`LIMIT` page ids, only the first columns are copied. Tokens
+        beyond them count as not shared.
         """
         lens = np.asarray(seq_lens, dtype=np.int64)
         columns = min(int(lens.max(initial=0)), LIMIT // max(1, len(lens)))
@@ -52,11 +52,13 @@ class PageTableSource:
     def _rows(
         self, requests: Sequence[Any], used: npt.NDArray[np.integer]
     ) -> npt.NDArray[np.integer]:
-        """[B, columns] page ids in host memory; `used` of each row, the rest holds anything."""
+        """[B, columns] page ids in CPU memory: `used` of each row; the rest is undefined."""
         table = self._host_memory(len(requests), int(used.max(initial=0)))
         for index, (request, length) in enumerate(zip(requests, used.tolist(), strict=True)):
             row, _ = place_of(request)
-            if row is None:  # released by the host: its row may be another's
+            if (
+                row is None
+            ):  # the host has released the request: its row may belong to another request
                 table[index, :length] = -1 - index
             else:
                 table[index, :length].copy_(self._page_table[row, :length], non_blocking=True)
@@ -65,7 +67,7 @@ class PageTableSource:
         return table.numpy()
 
     def _host_memory(self, rows: int, columns: int) -> torch.Tensor:
-        """[rows, columns], pinned for a GPU; allocated anew only to grow."""
+        """[rows, columns], pinned for a GPU; reallocated only to grow."""
         needed = rows * columns
         if needed > len(self._copy):
             self._copy = torch.empty(

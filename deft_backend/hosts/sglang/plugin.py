@@ -13,7 +13,7 @@ logger = logging.getLogger("deft_backend")
 def register() -> None:
     """Add the choice ``deft``; change nothing in a server that does not ask for it.
 
-    Whatever fails here costs one line in the log.
+    A failure here costs one line in the log.
     """
     try:
         _register()
@@ -28,9 +28,9 @@ def _register() -> None:
     if method is None:
         logger.warning("deft: this SGLang resolves its arguments in no known way; not registered")
         return
-    # The hook first: without it the name would reach code of the host that does not know it.
+    # Install the hook first: without it, the name would reach host code that does not know it.
     sglang_resolve_arguments.install(method, arguments.resolve)
     versions.add_backend_name(arguments.NAME)
     surround_backends()
-    # Once more after all plugins: some register after ours.
+    # Look once more after all plugins are loaded: some register after ours.
     sglang_backend_names.install(versions.names_function(), surround_backends)

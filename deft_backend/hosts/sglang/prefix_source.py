@@ -1,6 +1,6 @@
-"""Where the forest of a decode batch comes from: the host's prefix cache, or its page table.
+"""Choose the source of a decode batch's forest: the host's prefix cache, or its page table.
 
-Why a plan stays right while it is in use is argued in ``docs/hosts-sglang.md``.
+``docs/hosts-sglang.md`` explains why a plan stays right while it is in use.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from deft_backend.hosts.sglang.versions import place_of, tree_paths
 logger = logging.getLogger("deft_backend")
 
 Key = tuple[Any, ...]
-"""Id of a request, its row of the page table, its tree node, and the tokens that the tree owns.
+"""Id of a request, its row of the page table, its tree node, and its tokens that the tree owns.
 
-With equal keys in the same order, a batch has the same requests and shares no less than before.
-Ids tell apart requests that are alive: whoever keeps keys keeps the requests."""
+If the keys are equal and in the same order, the batch has the same requests and shares no less than
+before. Ids are unique among live requests only, so code that keeps keys must also keep the
+requests."""
 
 
 class TreeReader(Protocol):
@@ -37,7 +38,7 @@ class TreeReader(Protocol):
 
 
 class PrefixSource:
-    """The forest of each batch, from the tree if it is of a known kind, else from the page table.
+    """Reads the forest of each batch: from the tree if its kind is known, else from the page table.
 
     Parameters
     ----------
@@ -55,7 +56,7 @@ class PrefixSource:
     ) -> PrefixForest:
         """Forest of a decode batch.
 
-        The token being decoded is in a leaf, whatever the tree says.
+        The token being decoded is always in a leaf, even if the tree owns it.
 
         Parameters
         ----------
@@ -77,7 +78,7 @@ class PrefixSource:
             try:
                 return self._tree.forest(requests, seq_lens)
             except Exception as error:
-                self._tree = None  # for good: the next batch would find the same
+                self._tree = None  # permanently: the next batch would fail in the same way
                 logger.warning(
                     "deft: the %s cannot be read (%r); prefixes are read from the page table",
                     type(tree_cache).__qualname__, error,
@@ -86,20 +87,20 @@ class PrefixSource:
 
 
 def key_of(request: Any) -> Key:
-    """What decides which prefix of the request others may share; see :data:`Key`."""
+    """The values that decide which prefix of the request others may share; see :data:`Key`."""
     row, owned = place_of(request)
     return (id(request), row, request.last_node, owned)
 
 
 def tree_reader(tree_cache: Any) -> TreeReader | None:
-    """The reader for a prefix cache, or None where only the page table tells.
+    """The reader for a prefix cache; None if only the page table shows the sharing.
 
-    Known are the two plain trees. Other caches may hold nodes whose tokens are elsewhere than in
-    the page table's pages (hierarchical caches to 0.5.18, sliding windows, Mamba, bigrams).
+    There are readers for the two plain trees. Nodes of other caches may hold tokens outside the
+    page table's pages (hierarchical caches to 0.5.18, sliding windows, Mamba, bigrams).
     """
     kind = type(tree_cache)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    if name == "sglang.srt.mem_cache.chunk_cache.ChunkCache":  # caching off, to 0.5.21
+    if name == "sglang.srt.mem_cache.chunk_cache.ChunkCache":  # no caching, to 0.5.21
         return RadixTreeSource()
     if name == "sglang.srt.mem_cache.radix_cache.RadixCache":
         return None if getattr(tree_cache, "is_eagle", False) else RadixTreeSource()

@@ -16,7 +16,7 @@ ROOT = 0
 
 
 class TreeError(ValueError):
-    """A radix tree that does not look as expected."""
+    """A radix tree with an unexpected structure."""
 
 
 class RadixTreeSource:
@@ -26,7 +26,7 @@ class RadixTreeSource:
         """Forest of a decode batch.
 
         A request's path through the tree is cut to what the tree owns of the request, and to
-        ``seq_len - 1`` tokens. A node that is cut is another node than the whole.
+        ``seq_len - 1`` tokens. A cut node differs from the whole node.
 
         Raises
         ------
@@ -39,7 +39,9 @@ class RadixTreeSource:
         for request, length in zip(requests, seq_lens.tolist(), strict=True):
             row, owned = place_of(request)
             node = request.last_node
-            if node is None or row is None:  # no tree, or the host has released the request
+            if (
+                node is None or row is None
+            ):  # there is no tree, or the host has released the request
                 holder.append(ROOT)
                 continue
             held = index.get(node.id)
@@ -51,14 +53,14 @@ class RadixTreeSource:
 
 
 class _Tree:
-    """The part of the host's tree that a batch holds; each of its nodes is visited once.
+    """The part of the host's tree that a batch holds; it visits each node once.
 
     Attributes
     ----------
     index : dict
         Host's node id → our node.
     parent, depth : list
-        Of each node of ours; see :func:`~deft_backend.forest.forest_from_tree`.
+        Parent and depth of each of our nodes; see :func:`~deft_backend.forest.forest_from_tree`.
     """
 
     __slots__ = ("_cuts", "depth", "index", "parent")
@@ -70,7 +72,7 @@ class _Tree:
         self._cuts: dict[tuple[int, int], int] = {}
 
     def add(self, node: Any) -> int:
-        """Add a node of the host, and those above it that are not known yet."""
+        """Add a node of the host, and those of its ancestors that are still missing."""
         index, parent, depth = self.index, self.parent, self.depth
         unknown = []
         above = None
@@ -92,7 +94,7 @@ class _Tree:
         return above
 
     def cut(self, held: int, shared: int) -> int:
-        """The node at the end of the first `shared` tokens on the way to `held`."""
+        """The node at the end of the first `shared` tokens on the path to `held`."""
         if shared <= 0:
             return ROOT
         while self.depth[self.parent[held]] >= shared:

@@ -1,4 +1,4 @@
-"""What the tensor-parallel ranks of a server must decide alike."""
+"""Agreement of a server's tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from deft_backend.hosts.sglang.versions import tensor_parallel_group
 
 
 def all_ranks(runner: Any, mine: bool) -> bool:
-    """Whether `mine` is true on every rank of the model runner's group; all of them must ask.
+    """Whether `mine` is true on every rank of the model runner's group; all ranks must call this.
 
     Parameters
     ----------
     runner
-        The host's model runner; its group talks over host memory.
+        The host's model runner; its group communicates through CPU memory.
     mine : bool
         This rank's answer.
     """

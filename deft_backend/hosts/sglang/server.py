@@ -1,4 +1,4 @@
-"""What a model runner says of its server, as the counters of every host have it."""
+"""Read a model runner's server for the counters, in the form that all hosts use."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def state_of(runner: Any, backend: str, policy: str) -> ServerState:
 
 
 def start_reporting(state: ServerState, runner: Any, settings: Settings) -> None:
-    """Tell what is counted from now on; in the log, where the host has its own line."""
+    """Report the counters from now on; the log line follows the host's own decode line."""
     args, place = resolved(runner.server_args), ranks(runner)
     reporting.start(
         state,

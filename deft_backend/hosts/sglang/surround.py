@@ -1,4 +1,4 @@
-"""The host's registry of attention backends: tree attention around each, and one that explains."""
+"""Put tree attention around each attention backend in the host's registry."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MARK = "deft_surrounds"
 
 
 def surround_backends() -> None:
-    """Surround every backend that is registered by now; once, if asked again."""
+    """Surround every backend that is registered so far, each one once."""
     from sglang.srt.layers.attention import attention_registry as registry
 
     for name, create in list(registry.ATTENTION_BACKENDS.items()):
@@ -25,12 +25,12 @@ def surround_backends() -> None:
 
 
 def _around(name: str, create: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The host's factory of a backend; ours goes around it where arguments.resolve said so."""
+    """The host's factory of a backend, with tree attention around it for marked arguments."""
 
     def create_backend(runner: Any) -> Any:
         backend = create(runner)
         decode = getattr(runner.server_args, HOST_DECODE, None)
-        if decode is None and observing():  # a server that has no tree attention
+        if decode is None and observing():  # a server without tree attention
             from deft_backend.hosts.sglang import observe
 
             observe.install()
@@ -51,7 +51,7 @@ def _around(name: str, create: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _unresolved(runner: Any) -> Any:
-    """Reached only by arguments that were resolved before the plugin was there to do it."""
+    """Refuse arguments that the host resolved before it loaded the plugin."""
     raise ValueError(
         "attention_backend is 'deft', but these ServerArgs were made before SGLang loaded its "
         "plugins. Call sglang.srt.plugins.load_plugins() first, or let launch_server or Engine "

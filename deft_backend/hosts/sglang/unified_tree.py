@@ -14,12 +14,12 @@ from deft_backend.hosts.sglang.versions import TreePaths, place_of
 
 
 class UnifiedTreeSource:
-    """Reads paths of the tree, whose core is in Rust or in Python.
+    """Reads paths of the tree; its core is in Rust or in Python.
 
     Parameters
     ----------
     paths : TreePaths
-        Gives the nodes from the root to each of some nodes.
+        Lists the nodes on the path from the root to each given node.
     """
 
     def __init__(self, paths: TreePaths) -> None:
@@ -29,12 +29,13 @@ class UnifiedTreeSource:
         """Forest of a decode batch.
 
         A request's path is cut to what the tree owns of the request, and to ``seq_len - 1``
-        tokens. A node that is cut is another node than the whole.
+        tokens. A cut node differs from the whole node.
 
         Raises
         ------
         TreeError
-            If tokens on a path are not on the device, or nodes do not follow one another.
+            If tokens on a path are not on the device, or a node does not start where its parent
+            ends.
         """
         parent, depth = [ROOT], [0]
         index: dict[tuple[int, int], int] = {}

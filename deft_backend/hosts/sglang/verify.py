@@ -1,4 +1,4 @@
-"""``DEFT_VERIFY``: does a forest read from the radix tree agree with the page tables?"""
+"""``DEFT_VERIFY``: compare a forest read from the radix tree with the page tables."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from deft_backend.forest import PrefixForest, forest_from_page_tables
 
 
 def disagreement(forest: PrefixForest, page_table: Any, rows: Any) -> str | None:
-    """What of a forest the page tables deny, in one line, or None.
+    """What in a forest contradicts the page tables, in one line; or None.
 
-    Every shared node must hold the same slots in all of its queries' rows. Where the page tables
-    are in host memory, the forest that follows from them alone must be the same, too: then the
-    tree misses no sharing either.
+    All rows of a shared node's queries must hold the same page ids for its tokens. If the page
+    tables are in CPU memory, the forest built from them alone must also be the same. This shows
+    that the tree misses no sharing.
 
     Parameters
     ----------
     forest : PrefixForest
         Of the batch, page size 1.
     page_table : [R, P] int32
-        SGLang's ``req_to_token``: a slot a token.
+        SGLang's ``req_to_token``: one page id for each token.
     rows : [B] int
         Row of `page_table` of each request, on its device.
     """

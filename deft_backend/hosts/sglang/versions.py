@@ -1,8 +1,8 @@
-"""Everything that depends on SGLang's version: the window, what differs in it, what we use.
+"""Everything that depends on SGLang's version: the window, its differences, the members we use.
 
 The other modules of this folder read as if there were one version. A function here hides each
 difference; its docstring names the versions. `CONTRACT`, at the end, lists every member of the host
-that we touch.
+that we use.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def resolving_method() -> str | None:
 
 
 def add_backend_name(name: str) -> None:
-    """Make a name a choice of ``--attention-backend``.
+    """Add a name to the choices of ``--attention-backend``.
 
-    The list of choices moved to another module in 0.5.20; its function has one name in all.
+    The list of choices moved to another module in 0.5.20; its function kept its name.
     """
     from sglang.srt import server_args as host
 
@@ -47,9 +47,9 @@ def add_backend_name(name: str) -> None:
 
 
 def resolved(server_args: Any) -> Any:
-    """The arguments with the host's decisions, to read.
+    """The arguments with the host's decisions, for reading.
 
-    0.5.17 and 0.5.18 write decisions into the arguments. Later ones keep them apart.
+    0.5.17 and 0.5.18 write decisions into the arguments. Later versions keep decisions apart.
     """
     try:
         from sglang.srt.arg_groups.model_override_base import resolved_view
@@ -88,7 +88,7 @@ def model_config(server_args: Any) -> Any:
 
 
 def decodes_per_rank(server_args: Any) -> bool:
-    """Whether attention ranks decode requests of their own (DP attention).
+    """Whether each attention rank decodes its own requests (DP attention).
 
     ``enable_dp_attention`` stays False from 0.5.22: ``attn_dp_size`` holds the answer there.
     """
@@ -107,8 +107,8 @@ def decode_graphs(server_args: Any) -> str:
 def disable_decode_graphs(server_args: Any) -> None:
     """Turn decode CUDA graphs off, in the process that resolved the arguments.
 
-    Resolved arguments cannot be assigned to. To 0.5.18 the configuration itself is changed; later
-    versions take a new one as one more decision.
+    Resolved arguments refuse assignment. To 0.5.18 this changes the configuration itself; later
+    versions take a new configuration as one more decision.
     """
     config = resolved(server_args).cuda_graph_config
     try:
@@ -118,7 +118,7 @@ def disable_decode_graphs(server_args: Any) -> None:
         return
     from sglang.srt.arg_groups.overrides import declare_resolution
 
-    config = copy.deepcopy(config)  # the host may share it
+    config = copy.deepcopy(config)  # the host may share this object
     config.decode.backend = "disabled"
     declare_resolution(server_args, "deft", cuda_graph_config=config)
 
@@ -127,9 +127,9 @@ def disable_decode_graphs(server_args: Any) -> None:
 
 
 def names_function() -> str:
-    """The function that the host asks for its backends' names right before it builds them.
+    """The function that the host calls for its backends' names right before it builds them.
 
-    A method of ``ServerArgs`` in 0.5.17; later a function of its own.
+    In 0.5.17 a method of ``ServerArgs``; later a module's function.
     """
     from sglang.srt import runtime_context
 
@@ -139,7 +139,7 @@ def names_function() -> str:
 
 
 def decode_backend_name(runner: Any) -> str:
-    """What the host calls the decode backend of a model runner."""
+    """The host's name for the decode backend of a model runner."""
     return str(runner.decode_attention_backend_str)
 
 
@@ -149,7 +149,7 @@ def decode_backend_name(runner: Any) -> str:
 def ranks(runner: Any) -> Any:
     """``tp_rank``, ``pp_rank``, ``dp_rank`` and ``attn_tp_rank`` of a model runner.
 
-    The model runner holds them as ``ps`` to 0.5.20.
+    To 0.5.20 the model runner holds them as ``ps``.
     """
     held = getattr(runner, "ps", None)
     if held is not None:
@@ -160,7 +160,7 @@ def ranks(runner: Any) -> Any:
 
 
 def tensor_parallel_group(runner: Any) -> Any:
-    """The group of a model runner's tensor-parallel ranks; an attribute of it to 0.5.21."""
+    """The group of a model runner's tensor-parallel ranks; to 0.5.21 the runner's attribute."""
     if hasattr(runner, "tp_group"):
         return runner.tp_group
     from sglang.srt.runtime_context import get_parallel
@@ -182,7 +182,7 @@ def attention_ranks() -> int:
 def read_end() -> Any:
     """The answer "page tables are read until the forward ends" of ``shared_read_ends``.
 
-    None in 0.5.17, which does not ask; ``deft_patches/sglang_page_table_fence.py`` serves there.
+    None in 0.5.17, which does not ask; there ``deft_patches/sglang_page_table_fence.py`` does this.
     """
     from sglang.srt.layers.attention import base_attn_backend
 
@@ -191,9 +191,10 @@ def read_end() -> Any:
 
 
 def metadata_graphs() -> bool:
-    """Whether the host replays the preparation of metadata, too, from a graph (0.5.19 on).
+    """Whether the host also replays the preparation of metadata from a graph (0.5.19 on).
 
-    Off unless its environment variable asks. Then the backend does not see every replay.
+    This is off unless an environment variable turns it on. Then the backend does not see every
+    replay.
     """
     from sglang.srt.environ import envs
 
@@ -207,23 +208,23 @@ def metadata_graphs() -> bool:
 def place_of(request: Any) -> tuple[int | None, int]:
     """A request's row of the page table, and how many of its tokens the prefix cache owns.
 
-    The row is None once the host has released the request. Attributes of the request to 0.5.18,
-    of its ``kv`` later.
+    The row is None once the host has released the request. To 0.5.18 these are attributes of the
+    request, later of its ``kv``.
     """
     held = request if hasattr(request, "req_pool_idx") else request.kv
     return held.req_pool_idx, held.cache_protected_len
 
 
 TreePaths = Callable[[Sequence[int]], Sequence[Sequence[Any]]]
-"""From ids of tree nodes to the nodes from the root (left out) to each, as ``node_id``,
-``path_start``, ``path_end`` and ``full_value_len``, its tokens on the device (or None)."""
+"""From ids of tree nodes to the path to each, without the root. Its nodes have ``node_id``,
+``path_start``, ``path_end`` and ``full_value_len``: the node's tokens on the device, or None."""
 
 
 def tree_paths(tree_cache: Any) -> TreePaths | None:
     """The function of a unified tree that lists paths, or None if its nodes cannot be read.
 
-    From 0.5.22, whether the core is in Rust or in Python. Trees with components besides full
-    attention (sliding windows, Mamba) and trees of bigrams are left out.
+    It exists from 0.5.22, for the core in Rust and for the core in Python. Trees of bigrams and
+    trees with other components than full attention (sliding windows, Mamba) get None.
     """
     core: Any = getattr(tree_cache, "tree_core", None)
     paths: TreePaths | None = getattr(core, "collect_path_info", None)
@@ -250,7 +251,7 @@ _HOOKS = "sglang.srt.plugins.hook_registry"
 
 
 def _read(module: str, owner: str, names: str, use: str, versions: str = "") -> tuple[Member, ...]:
-    """Attributes of one class that we read."""
+    """Members for the attributes of one class that we read."""
     return tuple(
         Member(module, f"{owner}.{name}", versions=versions, use=use) for name in names.split()
     )
@@ -361,15 +362,15 @@ CONTRACT: tuple[Member, ...] = (
     Member("sglang.srt.managers.scheduler", "Scheduler._apply_war_barrier",
            use="looked for: page-table writes wait for the forward"),
 )  # fmt: skip
-"""Every member of SGLang that we touch."""
+"""Every member of SGLang that we use."""
 
 
 @functools.cache
 def missing() -> str | None:
-    """What this environment's SGLang lacks of the contract, in one line, or None."""
+    """Which members of the contract this environment's SGLang lacks, in one line; or None."""
     source, version = installed_source("sglang"), SGLANG.installed()
     if source is None or version is None:
-        return None  # not installed as a distribution: nothing to read
+        return None  # not installed as a distribution: there is no source to read
     lacking = [p for p in check_contract(CONTRACT, source, version) if p.readable]
     if not lacking:
         return None

@@ -1,1 +1,1 @@
-"""vLLM: its own attention backend, with decode batches taken out of it. See docs/hosts-vllm.md."""
+"""vLLM: its own backend, with tree attention for decode batches. See docs/hosts-vllm.md."""

@@ -1,4 +1,4 @@
-"""The metadata builder: the host's metadata, with a step of tree attention attached to decodes."""
+"""The metadata builder: it attaches steps of tree attention to the host's metadata."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from deft_backend.hosts.vllm.versions import host_cascades
 
 
 class TreeBuilder:
-    """Stands before one of the host's ``AttentionMetadataBuilder`` classes; see ``compose.py``.
+    """Placed before one of the host's ``AttentionMetadataBuilder`` classes; see ``compose.py``.
 
-    Nothing here reads the device: what is decided follows from sizes that the host knows.
+    Nothing here reads device memory: all decisions follow from sizes that the CPU knows.
     """
 
     host: ClassVar[Any]
-    """The backend of the host that is surrounded."""
+    """The host's backend that tree attention surrounds."""
 
     deft_group: GroupAttention | None
 
@@ -36,11 +36,12 @@ class TreeBuilder:
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-        """The host's level, up to ``UNIFORM_BATCH`` if tree attention may decode.
+        """The host's level, at most ``UNIFORM_BATCH`` if tree attention may decode.
 
-        A graph of any mixed batch would hold whichever implementation its capture chose, and be
-        replayed for batches of another kind. Graphs of uniform batches are apart by query length.
-        Under ``DEFT_VERIFY`` attention is in no graph: nothing can be compared within one.
+        A graph for mixed batches would hold the implementation of its capture, and vLLM would
+        replay it for other kinds of batches. For uniform batches vLLM keeps one graph for each
+        query length. Under ``DEFT_VERIFY`` no graph holds attention, because results cannot be
+        compared inside a graph.
         """
         from vllm.v1.attention.backend import AttentionCGSupport
 
@@ -54,7 +55,7 @@ class TreeBuilder:
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any,
               **kwargs: Any) -> Any:  # fmt: skip
-        """The host's metadata; a step is attached if the batch decodes through tree attention."""
+        """The host's metadata, with a step attached if tree attention decodes the batch."""
         metadata = self._host().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
         step, reason = self._step(common_prefix_len, common_attn_metadata)
         attach(metadata, step)
@@ -66,7 +67,7 @@ class TreeBuilder:
     _capturing = False
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
-        """Metadata of a batch made for capture: the same, but no step of the server."""
+        """Metadata of a batch made for capture: the same, but not counted as a step."""
         self._capturing = True
         try:
             return self._host().build_for_cudagraph_capture(common_attn_metadata)
@@ -74,13 +75,13 @@ class TreeBuilder:
             self._capturing = False
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
-        """Draft models run the host's implementation."""
+        """Metadata of a draft model, which runs the host's implementation."""
         metadata = self._host().build_for_drafting(common_attn_metadata, draft_index)
         attach(metadata, None)
         return metadata
 
     def update_block_table(self, metadata: Any, blk_table: torch.Tensor, slot_mapping: Any) -> Any:
-        """Metadata of another group, for this one's blocks: its step must be this group's, too."""
+        """Another group's metadata with this group's page table and step."""
         updated = self._host().update_block_table(metadata, blk_table, slot_mapping)
         other = step_of(metadata)
         group = self.deft_group
@@ -94,7 +95,7 @@ class TreeBuilder:
 
     def use_cascade_attention(self, common_prefix_len: int, query_lens: Any, *args: Any,
                               **kwargs: Any) -> bool:  # fmt: skip
-        """The host's cascade for one common prefix, but not for what tree attention decodes."""
+        """Whether the host uses its cascade: not if tree attention decodes the batch."""
         group = self.deft_group
         is_decode = len(query_lens) > 0 and int(query_lens.max()) == 1
         if group is not None and is_decode and group.refuses(len(query_lens)) is None:
@@ -102,7 +103,7 @@ class TreeBuilder:
         return host_cascades(self._host(), common_prefix_len, query_lens, *args, **kwargs)
 
     def _step(self, common_prefix_len: int, common: Any) -> tuple[TreeStep | None, str | None]:
-        """The step of a decode batch, or why the host decodes it; neither for other batches."""
+        """The step of a decode batch, or why the host decodes it; two None for other batches."""
         group = self.deft_group
         batch = int(common.num_reqs)
         if group is None or common.max_query_len != 1 or common.num_actual_tokens != batch:
@@ -112,8 +113,8 @@ class TreeBuilder:
             reason = "cascade attention"
         if reason is None and common.causal is not True:
             reason = "attention that is not causal"
-        # Documents of a multimodal prompt (`mm_req_doc_ranges`) attend to what comes after a token;
-        # after the one that is decoded there is nothing.
+        # Within documents of a multimodal prompt (`mm_req_doc_ranges`), tokens attend to later
+        # tokens. The decoded token is the last one, so decode needs no check for them.
         if reason is None and getattr(common, "dcp_local_seq_lens", None) is not None:
             reason = "attention over another range of tokens"
         if reason is not None:
@@ -122,10 +123,11 @@ class TreeBuilder:
 
 
 def leave_graphs_of_any_batch(config: Any) -> None:
-    """Ask for graphs of uniform batches instead, where ``FULL`` asks for graphs of any.
+    """Change ``FULL``, graphs of all batches, to the mode with graphs of uniform batches.
 
-    The host does so itself for a backend that has the former alone. It refuses to start with
-    ``FULL`` and a backend that is in no graph, while it leaves out graphs of uniform batches.
+    The host changes the mode itself for a backend that supports only graphs of uniform batches. It
+    refuses to start with ``FULL`` and a backend that supports no graphs. With graphs of uniform
+    batches it only leaves them out.
     """
     from vllm.config import CUDAGraphMode
 

@@ -1,8 +1,8 @@
-"""Tree attention around one of the host's backends: three subclasses, made once for each.
+"""Put tree attention around one of the host's backends, by three subclasses.
 
-Subclasses, because vLLM asks for classes and looks at theirs: FLASH_ATTN, for one, reads the
-sliding windows of the layers whose implementation is an instance of its own. Whatever is not
-overridden is the host's: names, layouts, supported sizes, KV writes, graphs.
+They are subclasses because vLLM checks classes: FLASH_ATTN, for example, reads the sliding windows
+only of layers whose implementation is an instance of its own class. The subclasses inherit
+everything else from the host: names, layouts, supported sizes, KV writes, graphs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The host's side on the CPU: vLLM's standard KV layout, with torch's own attention over it.
+"""The host's backend on the CPU: vLLM's standard KV layout, with PyTorch's own attention.
 
 vLLM's CPU_ATTN packs the keys of a block for the machine's vector instructions, so no other kernel
-can read its cache. In its place stands this backend, with the layout that the GPU backends have:
-then a server on the CPU runs the same adapter and the same kernels as one on a GPU. It is exact
+can read its cache. This backend replaces it and uses the layout of the GPU backends. A server on
+the CPU then runs the same adapter and the same kernels as a server on a GPU. The backend is exact
 and not fast.
 """
 
@@ -21,7 +21,7 @@ from deft_backend.hosts.vllm.versions import with_standard_cache
 
 @with_standard_cache
 class PlainCpuBackend(AttentionBackend):  # type: ignore[misc]
-    """Paged decoder attention in torch, over ``[blocks, Hkv, block_size, 2 * D]``."""
+    """Paged decoder attention in PyTorch, over ``[blocks, Hkv, block_size, 2 * D]``."""
 
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
@@ -29,7 +29,7 @@ class PlainCpuBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_name() -> str:
-        return "CPU_ATTN"  # the host looks its backends up by their names
+        return "CPU_ATTN"  # the host finds its backends by their names
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
@@ -50,18 +50,18 @@ class PlainCpuBackend(AttentionBackend):  # type: ignore[misc]
 
 @dataclass
 class PlainCpuMetadata:
-    """A batch, in host memory."""
+    """A batch, in CPU memory."""
 
     query_start_loc: torch.Tensor
     """[B + 1] int32: first query token of each request."""
     seq_lens: torch.Tensor
-    """[B] int32: tokens of each request, those of this step included."""
+    """[B] int32: tokens of each request, including those of this step."""
     block_table: torch.Tensor
     """[B, P] int32."""
 
 
 class PlainCpuBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """Hands the batch on."""
+    """Passes the batch on as metadata."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any,
                  device: torch.device) -> None:  # fmt: skip
@@ -83,12 +83,11 @@ _ONLY = (
 
 
 class PlainCpuImplementation(AttentionImpl):  # type: ignore[misc]
-    """One layer: writes its keys and values, and attends over the pages of each request.
+    """One layer: writes its keys and values, then attends over the pages of each request.
 
     Raises
     ------
-    NotImplementedError
-        On construction, if the layer is of a kind that this does not compute.
+    NotImplementedError On construction, if this backend cannot compute the layer.
     """
 
     def __init__(

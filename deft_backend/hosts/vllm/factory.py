@@ -1,4 +1,4 @@
-"""Tree attention for an attention group, or one line that says why the host's own runs instead."""
+"""Build tree attention for an attention group, or log why the host's own runs instead."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ logger = logging.getLogger("deft_backend")
 def create_group(
     host: Any, spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
 ) -> GroupAttention | None:
-    """Tree attention for the layers of a metadata builder; None with the reason in the log.
+    """Tree attention for the layers of a metadata builder; or None, with the reason in the log.
 
     Parameters
     ----------
     host : type[AttentionBackend]
-        The host's backend that is surrounded.
+        The host's backend that tree attention surrounds.
     spec : KVCacheSpec
-        Of the builder's layers, with the block size that kernels see.
+        Cache specification of the builder's layers, with the block size that kernels see.
     layer_names : list of str
     vllm_config : VllmConfig
     device : torch.device
@@ -87,7 +87,8 @@ def _create(
     if reason is not None:
         return reason
     server = server_of(vllm_config)
-    # All of a spec that the group depends on: the rest has been checked, or is the host's matter.
+    # Everything in a specification that the group depends on. The rest is checked already, or
+    # concerns only the host.
     key = (tuple(layer_names), spec.block_size, device)
     if key in server.groups:
         return cast(GroupAttention, server.groups[key])
@@ -135,7 +136,7 @@ def _create(
 
 
 def unsupported_server(vllm_config: Any) -> str | None:
-    """Which feature of a server rules out tree attention, in one line, or None."""
+    """The feature of a server that rules out tree attention, in one line; or None."""
     from vllm import envs
 
     parallel = vllm_config.parallel_config
@@ -154,10 +155,10 @@ def unsupported_server(vllm_config: Any) -> str | None:
 
 
 def unsupported_spec(spec: Any) -> str | None:
-    """Why a group's KV cache rules out tree attention, in one line, or None."""
+    """Why a group's KV cache rules out tree attention, in one line; or None."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    if type(spec) is not FullAttentionSpec:  # its subclasses are other caches
+    if type(spec) is not FullAttentionSpec:  # its subclasses are other kinds of caches
         return f"a KV cache of kind {type(spec).__name__} is not supported"
     if spec.sliding_window is not None or spec.attention_chunk_size is not None:
         return "a sliding window or chunked attention is not supported"
@@ -196,7 +197,7 @@ def _unsupported_shape(
 def _warm_up(
     attention: TreeAttention, host: Any, vllm_config: Any, num_layers: int, settings: Settings
 ) -> None:
-    """Compile planner and kernels, for tensors as the host's decode steps hand them over."""
+    """Compile planner and kernels for the tensors that the host's decode steps pass."""
     from deft_backend.hosts.vllm.layout import kv_views
 
     shape = (2, attention.num_kv_heads, attention.page_size, 2 * attention.head_dim)

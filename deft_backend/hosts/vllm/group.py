@@ -22,14 +22,14 @@ from deft_backend.telemetry.state import ServerState
 logger = logging.getLogger("deft_backend")
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Of ``DEFT_VERIFY``: the largest difference allowed, relative to the largest value."""
+"""For ``DEFT_VERIFY``: the largest difference allowed, relative to the largest value."""
 
 
 class GroupAttention:
-    """The :class:`TreeAttention` of one attention group, and when it is used.
+    """The :class:`TreeAttention` of one attention group, and the rules for its use.
 
-    With the policy ``auto`` a step is launches alone, which a captured graph may hold: the plan is
-    made on the device from the host's tensors, and nothing is read back. On the CPU the same
+    With the policy ``auto`` a step consists of launches only, so a captured graph can hold it. The
+    device planner reads the host's tensors, and the CPU reads nothing back. On the CPU the same
     launches run in the interpreter, and the host planner offers the other policies.
 
     Parameters
@@ -42,9 +42,9 @@ class GroupAttention:
     tree_layers : int
         Layers of the whole model that go through tree attention.
     counts : bool
-        Whether this group counts the server's steps: one of them does.
+        Whether this group counts the server's steps; exactly one group does.
     plans_on_device : bool
-        Plan by launches alone; else by the host planner, from host memory.
+        Whether the device planner makes the plans; else the host planner does, from CPU memory.
     shows_batch : bool
         Whether other threads may read the host's tensors between steps.
     """
@@ -80,24 +80,25 @@ class GroupAttention:
         return not self._broken and layer.reason is None and layer.shape == self.shape
 
     def refuses(self, requests: int) -> str | None:
-        """Why the host's implementation decodes a batch of so many requests, or None.
+        """The reason why the host's implementation decodes a batch of `requests` requests, or None.
 
-        It must follow from the padded size alone: a graph is captured for a size and replayed
-        for every batch that is padded to it.
+        It must follow from the padded size alone: the host captures one graph for a size, and
+        replays it for every batch padded to that size.
         """
         if self._broken:
             return "kernel failed"
         return refused(requests, self._settings, self._attention.capacity.max_batch)
 
     def plan(self, page_table: torch.Tensor, seq_lens: torch.Tensor) -> None:
-        """Plan a step: from `page_table` [B, P] and `seq_lens` [B], where the host keeps them."""
+        """Plan a step from the host's own tensors `page_table` [B, P] and `seq_lens` [B]."""
         if self._on_device:
             self._attention.plan_on_device(page_table, seq_lens)
             return
         began = time.perf_counter()
         lens = seq_lens.numpy()
-        # Not checked: equal blocks computed twice are both kept, and a later request may hold
-        # either at any position. What is equal at a position is equal in content before it.
+        # Do not check that equality is monotone: vLLM keeps both copies of a page computed twice,
+        # and a later request may hold either copy. Equal page ids still mean equal tokens before
+        # them.
         forest = forest_from_page_tables(
             page_table.numpy(), lens, self._attention.page_size, check=False
         )
@@ -121,7 +122,8 @@ class GroupAttention:
         """Decode one layer of the planned step into the first B rows of `output` [T, Hq, D]."""
         batch = len(seq_lens)
         k_cache, v_cache = kv_views(kv_cache, layer.shape.head_dim)
-        # Rows that pad a graph's batch have length 0: the plan has them, and writes zeros there.
+        # Padding requests have length 0: the plan covers them, and the kernels write zeros for
+        # them.
         self._attention.run(
             query[:batch],
             k_cache,
@@ -135,20 +137,20 @@ class GroupAttention:
         )
 
     def count(self, reason: str | None, common: Any) -> None:
-        """Count a decode step: the host's, for a reason; the plan's maker counts the others.
+        """Count a decode step of the host, with its reason; the planner counts the other steps.
 
         Parameters
         ----------
         reason : str, optional
-            Why the host's implementation decodes it.
+            Why the host's implementation decodes the step.
         common : CommonAttentionMetadata
             Of the batch.
         """
         if not self.counts:
             return
         if self._on_device and not self._counting:
-            # What was planned until now was this group's own warm-up, and the captures. Batches
-            # that the host makes up and builds as it builds a step are counted as steps.
+            # Earlier plans were for this group's warm-up and for captures. Dummy batches that the
+            # host builds like a step are counted as steps.
             self._counting = True
             counters = self._attention.device_planner.counters
             self._state.attach_device_counters(counters.numpy())
@@ -165,9 +167,9 @@ class GroupAttention:
             )  # fmt: skip
 
     def verify(self, out: torch.Tensor, host: Callable[[], torch.Tensor]) -> None:
-        """Compare `out` with what the host computes; keep the host's result if they differ.
+        """Compare `out` with the host's result; keep the host's result if they differ.
 
-        Nothing can be read back while a graph is captured: eager steps only.
+        Only eager steps are compared: the CPU can read nothing back during a capture.
         """
         if _capturing(out):
             return
@@ -185,20 +187,20 @@ class GroupAttention:
         self._broken = True
 
     def leave(self, reason: str) -> None:
-        """Say, once a reason, that steps planned for tree attention run in the host's kernel."""
+        """Log once for each reason that layers of planned steps run in the host's kernel."""
         if reason not in self._left:
             self._left.add(reason)
             logger.warning("deft: layers with %s decode through the host's own kernel", reason)
 
     def give_up(self, error: Exception) -> None:
-        """Leave every decode step from here on to the host's implementation."""
+        """Leave every decode step from now on to the host's implementation."""
         self._broken = True
         logger.error("deft: a kernel failed, the host's own decode from here: %r", error)
         logger.debug("deft: a kernel failed", exc_info=True)
 
 
 def tokens_of(common: Any) -> int:
-    """Tokens of context of a batch, as far as they are known in host memory."""
+    """Tokens of context of a batch; 0 if the CPU does not know them."""
     lens = common.seq_lens_cpu_upper_bound
     if lens is None and common.seq_lens.device.type == "cpu":
         lens = common.seq_lens

@@ -1,4 +1,4 @@
-"""The implementation of a layer: a decode step through tree attention, the rest as the host's."""
+"""The implementation of a layer: decode steps through tree attention, all else as the host's."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from deft_backend.hosts.vllm.step import step_of
 
 
 class TreeImplementation:
-    """Stands before one of the host's ``AttentionImpl`` classes; see ``compose.py``."""
+    """Placed before one of the host's ``AttentionImpl`` classes; see ``compose.py``."""
 
     deft_layer: Layer
     scale: float
-    """Of the host's; what it holds when a layer runs counts."""
+    """The host's scale of the scores; its value at the time of a run is the valid one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         host = cast(Any, super())
@@ -34,10 +34,10 @@ class TreeImplementation:
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """The host's ``AttentionImpl.forward``, from which decode steps of the tree are taken.
+        """The host's ``AttentionImpl.forward``, except for decode steps of tree attention.
 
-        The host has written the new keys and values already: backends that write them here are
-        not surrounded.
+        The host has already written the new keys and values: no surrounded backend writes them
+        here.
         """
 
         def host() -> torch.Tensor:
@@ -50,7 +50,7 @@ class TreeImplementation:
         step = step_of(attn_metadata)
         if step is None:
             return host()
-        # More arguments are scales of a fused output quantisation.
+        # Further arguments are scales of a fused output quantisation.
         if any(a is not None for a in (*args, *kwargs.values())):
             step.leave("a fused output quantisation")
             return host()

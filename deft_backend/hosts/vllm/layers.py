@@ -1,4 +1,4 @@
-"""Which layers go through tree attention: told by the arguments that the model gives them."""
+"""Decide from a layer's constructor arguments whether tree attention can run it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LayerShape(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """One attention layer, as its implementation was constructed.
+    """One attention layer, as its implementation's constructor arguments describe it.
 
     Attributes
     ----------
@@ -26,7 +26,7 @@ class Layer(NamedTuple):
     sm_scale, logit_cap : float
         Scale and soft cap of the scores; no cap is 0.
     reason : str, optional
-        Why the host's own implementation decodes it; None: tree attention does.
+        Why the host's own implementation decodes the layer; None if tree attention does.
     """
 
     shape: LayerShape
@@ -37,8 +37,8 @@ class Layer(NamedTuple):
     def scaled(self, sm_scale: float) -> Layer:
         """The layer with the scale that its implementation holds now.
 
-        Models behind vLLM's Transformers backend set it in every forward: what the constructor
-        got is then a guess.
+        Models behind vLLM's Transformers backend set the scale in every forward. The constructor's
+        value is then only a guess.
         """
         if sm_scale == self.sm_scale:
             return self
@@ -54,7 +54,7 @@ def layer_of(init: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str,
     init : callable
         The bound constructor of the host's implementation, whose signature names the arguments.
     args, kwargs
-        What it is called with.
+        The constructor's arguments.
     """
     bound = inspect.signature(init).bind(*args, **kwargs)
     bound.apply_defaults()
@@ -91,7 +91,7 @@ def _reason(given: Mapping[str, Any], scale: float, cap: float) -> str | None:
         return f"a KV cache of kind {dtype}"
     if not scale > 0.0 or cap < 0.0:
         return f"scale {scale} and soft cap {cap}"
-    if rest.get("chunk_lookback") == -1:  # TRITON_ATTN's none
+    if rest.get("chunk_lookback") == -1:  # TRITON_ATTN's value for no cap
         del rest["chunk_lookback"]
     for name, value in rest.items():
         if value is not None and value is not False:

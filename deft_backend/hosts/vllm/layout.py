@@ -1,4 +1,4 @@
-"""Where keys and values lie in vLLM's KV cache."""
+"""The position of keys and values in vLLM's KV cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM sets for a model's attention where no backend is asked for; with ours none is."""
+"""Apply the settings that vLLM makes for a model's attention if the user names no backend."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from deft_backend.hosts.vllm.versions import is_ours
 
 SETTINGS = ("Gemma4Config", "DiffusionGemmaModelForBlockDiffusionConfig")
-"""Classes of ``model_executor/models/config.py`` that look at whether a backend was asked for."""
+"""Classes of ``model_executor/models/config.py`` that check whether the user named a backend."""
 
 _last: tuple[Any, AttentionBackendEnum | None] | None = None
 
 
 def apply_model_defaults(vllm_config: Any) -> AttentionBackendEnum | None:
-    """Let vLLM set what it sets for the model without ``--attention-backend``, once.
+    """Let vLLM apply, once, its settings for the model without ``--attention-backend``.
 
-    Gemma 4, whose layers have heads of two sizes, gets one version of FlashAttention or one backend
-    for all of its layers.
+    For example, the layers of Gemma 4 have heads of two sizes. vLLM sets one version of
+    FlashAttention, or one backend, for all of them.
 
     Returns
     -------

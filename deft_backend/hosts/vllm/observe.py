@@ -1,6 +1,6 @@
 """``DEFT_OBSERVE``: count the decode steps of a server that runs another attention backend.
 
-The baseline of ``deft ab``: what its kernels read, query by query.
+This gives the baseline of ``deft ab``: the KV that the host's kernels read, query by query.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from deft_backend.hosts.vllm.server import server_of
 
 
 def original_backend(name: str) -> Any:
-    """The host's own class behind a name, whatever is registered for it."""
+    """The host's own class for a name, even if another class is registered for it."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -26,7 +26,7 @@ def original_backend(name: str) -> Any:
 
 @cache
 def observed_backend(host: Any) -> Any:
-    """A backend of the host whose builder counts decode steps; all else is the host's."""
+    """A backend of the host whose builder also counts decode steps."""
     builder = type(host.get_builder_cls().__name__, (ObservedBuilder, host.get_builder_cls()), {})
     builder.host = host  # type: ignore[attr-defined]
     members = {
@@ -39,7 +39,7 @@ def observed_backend(host: Any) -> Any:
 
 
 class ObservedBuilder:
-    """Stands before one of the host's ``AttentionMetadataBuilder`` classes."""
+    """Placed before one of the host's ``AttentionMetadataBuilder`` classes."""
 
     host: Any
 
@@ -64,14 +64,14 @@ class ObservedBuilder:
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any,
               **kwargs: Any) -> Any:  # fmt: skip
-        """The host's metadata; a decode step is counted."""
+        """The host's metadata; this counts a decode step."""
         common = common_attn_metadata
         if self._counts and not self._capturing and common.max_query_len == 1:
             self._state.count_host("observed", tokens_of(common))
         return self._host().build(common_prefix_len, common, *args, **kwargs)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
-        """Metadata of a batch made for capture, which is no step of the server."""
+        """Metadata of a batch made for capture, which is not counted."""
         self._capturing = True
         try:
             return self._host().build_for_cudagraph_capture(common_attn_metadata)

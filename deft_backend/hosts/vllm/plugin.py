@@ -14,7 +14,8 @@ from deft_backend.hosts.vllm.versions import OWN_NAME, PLACEHOLDER, VLLM
 logger = logging.getLogger("deft_backend")
 
 MODULE = "deft_backend.hosts.vllm.registered"
-"""Where vLLM looks for the classes registered here; each is resolved when a layer needs it."""
+"""The module in which vLLM finds the classes registered here; it resolves each when a layer needs
+it."""
 
 OBSERVED = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION")
 """Backends of the CUDA platform that ``DEFT_OBSERVE`` counts; the CPU platform has only one."""
@@ -23,9 +24,9 @@ OBSERVED = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION")
 def register() -> None:
     """Name tree attention ``CUSTOM`` and, where vLLM takes it, ``DEFT``.
 
-    A server that asks for neither stays as it is. A failure costs one line in the log. Nothing
-    here imports Numba: vLLM replaces kernels of its own on the CPU when a worker starts, looks
-    through all modules to do so, and stops at one of Numba's.
+    A server that asks for neither stays as it is. A failure costs one line in the log. Nothing here
+    imports Numba. When a worker starts on the CPU, vLLM replaces kernels of its own. For this it
+    looks through all modules, and it fails at one of Numba's.
     """
     try:
         _log_with_the_host()
@@ -35,7 +36,7 @@ def register() -> None:
 
 
 def _log_with_the_host() -> None:
-    """Lines of ours appear beside the host's, in its format: vLLM sets up its own logger alone."""
+    """Add our lines to the host's log, in its format: vLLM configures only its own logger."""
     host = logging.getLogger("vllm")
     if host.handlers and not logger.handlers:
         for handler in host.handlers:
@@ -53,8 +54,8 @@ def _register() -> None:
         _leave_alone(reason)
         return
     if _on_cpu():
-        # The CPU platform always asks for this one. Which class it gets is decided by the
-        # server's configuration, once that is known.
+        # The CPU platform always asks for this name. The class follows from the server's
+        # configuration, once that is known.
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{MODULE}.CPU_ATTN")
     elif observing():
         for name in OBSERVED:
@@ -63,7 +64,7 @@ def _register() -> None:
 
 
 def _leave_alone(reason: str) -> None:
-    """Say why the host's backends stay as they are, where that is not what was asked for."""
+    """Log why the host's backends stay as they are, if the user asked for something else."""
     if observing():
         logger.warning("deft: DEFT_OBSERVE does not work in this server: %s", reason)
     # On a GPU, the plugin's class says so itself. The CPU platform does not ask it.
@@ -78,15 +79,17 @@ def _on_cpu() -> bool:
 
 
 def _show_counters() -> None:
-    """Let ``/metrics`` of this process, if it is the API server, read the state files of its port.
+    """Let ``/metrics`` read the state files of its port, if this process is the API server.
 
-    Nothing is there to be shown in a server that neither asks for tree attention nor is observed.
+    A server without tree attention and without ``DEFT_OBSERVE`` has nothing to show.
     """
     from deft_backend.hosts.vllm.port import port_of
     from deft_backend.telemetry.metrics import register_states
 
     try:
         settings = Settings.from_env()
-    except SettingsError:  # said where our backend is asked for; other servers need none
+    except (
+        SettingsError
+    ):  # reported if the server asks for our backend; other servers need no settings
         return
     register_states(state_directory(settings), port_of(sys.argv))

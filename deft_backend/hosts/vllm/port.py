@@ -1,4 +1,4 @@
-"""The server's port, which vLLM's configuration does not hold."""
+"""Find the server's port, which vLLM's configuration does not hold."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ DEFAULT_PORT = 8000
 def port_of(arguments: Sequence[str]) -> int:
     """The server's port, from its command line.
 
-    vLLM's configuration does not hold it; its engine and worker processes keep the command line
-    of the server that started them. Of several the last one counts, as it does there, and any of
-    them more than one in the file behind ``--config``.
+    vLLM's configuration does not hold the port. Its engine and worker processes keep the command
+    line of the server that started them. As in vLLM, the last of several ports on the command line
+    is valid, and it overrides the file behind ``--config``.
 
     Examples
     --------
@@ -33,12 +33,14 @@ def port_of(arguments: Sequence[str]) -> int:
 
 def _configured_port(arguments: Sequence[str]) -> int | None:
     """The port in the YAML file that the command line names, if there is one."""
-    import yaml  # vLLM reads the file with it
+    import yaml  # vLLM itself reads the file with PyYAML
 
     names = [word for before, word in pairwise(arguments) if before == "--config"]
     try:
         content = yaml.safe_load(Path(names[0]).read_text()) if names else None
     except (OSError, ValueError, yaml.YAMLError):
-        return None  # the server does not start with it
+        return None  # the server does not start with such a file
     port = str(content.get("port")) if isinstance(content, dict) else ""
-    return int(port) if port.isdigit() else None  # quoted or not, as for the host's parser
+    return (
+        int(port) if port.isdigit() else None
+    )  # with or without quotes, as the host's parser accepts it

@@ -1,7 +1,7 @@
-"""The names that vLLM resolves: which class each is follows from the server's configuration.
+"""The names that vLLM resolves to classes; the server's configuration decides the class.
 
-What makes the classes is imported when one is made: a version of vLLM that gets no tree attention
-shall not import what compiles it either.
+This module imports the code around a class only when it makes that class. A version of vLLM without
+tree attention therefore imports no compiler.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _made: dict[str, Any] = {}
 
 
 class Custom(AttentionBackend):  # type: ignore[misc]
-    """The plugin under its names in vLLM: it chooses the host's own backend, and surrounds it.
+    """The plugin under its names in vLLM: it finds the host's own backend and surrounds it.
 
     vLLM asks a selected backend whether it supports a layer's configuration, and then for its
-    name (``platforms/cuda.py``). To the first question this one asks the host which backend it
-    would choose by itself; to the second it answers with the class around that one. A layer that
-    tree attention can do nothing for gets the host's backend itself.
+    name (``platforms/cuda.py``). For the first question, this class asks the host which backend it
+    would choose by itself. The second answer is the class around that backend. A layer that tree
+    attention cannot run gets the host's backend itself.
     """
 
     _chosen: Any = None
@@ -47,7 +47,7 @@ class Custom(AttentionBackend):  # type: ignore[misc]
         vllm_config = get_current_vllm_config_or_none()
         if vllm_config is not None:
             wanted = apply_model_defaults(vllm_config)
-            if "use_non_causal" in config:  # asked for before the defaults were there
+            if "use_non_causal" in config:  # set before the defaults were applied
                 config["use_non_causal"] = vllm_config.attention_config.use_non_causal
         fallback = Settings.from_env().fallback_backend
         try:
@@ -58,7 +58,7 @@ class Custom(AttentionBackend):  # type: ignore[misc]
         except ValueError as error:
             return [str(error)]
         host = resolve_obj_by_qualname(path)
-        host = getattr(host, "observed", host)  # tree attention counts its steps itself
+        host = getattr(host, "observed", host)  # tree attention counts its own steps
         cls._chosen, reason = _around(host)
         if reason is not None:
             say_once(f"{host.get_name()} runs by itself: {reason}")
@@ -66,7 +66,7 @@ class Custom(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def full_cls_name(cls) -> tuple[str, str]:
-        """Module and name of the class chosen for the configuration last asked about."""
+        """Module and name of the class chosen for the last validated configuration."""
         return (
             (cls.__module__, cls.__qualname__)
             if cls._chosen is None
@@ -87,7 +87,7 @@ class Custom(AttentionBackend):  # type: ignore[misc]
 
 
 def _around(host: Any) -> tuple[Any, str | None]:
-    """The class around a backend of the host; or the backend itself, and why."""
+    """The class around a backend of the host; or the backend itself and the reason."""
     reason = refuse()
     if reason is not None:
         return host, reason
@@ -117,7 +117,7 @@ def _fallback(name: str) -> AttentionBackendEnum:
 
 
 def _cpu_backend() -> Any:
-    """What the CPU platform's one backend is in this server."""
+    """The class of the CPU platform's only backend in this server."""
     from vllm.config import get_current_vllm_config_or_none
 
     from deft_backend.hosts.vllm.compose import tree_backend

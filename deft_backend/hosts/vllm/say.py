@@ -1,4 +1,4 @@
-"""Warnings that every layer of a kind would repeat."""
+"""Log a warning once that every layer of a kind would repeat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the adapter tells about its server: one state file a rank, as on every host."""
+"""The adapter's report on its server: one state file for each rank, as on every host."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from deft_backend.telemetry.state import ServerState
 
 @dataclass
 class Server:
-    """What this process holds for the server it is a rank of.
+    """This process's tree attention and counters for its server.
 
-    The host may build its metadata builders twice (it profiles graphs first), and must find the
-    same workspace and the same counters then.
+    The host may build its metadata builders twice, because it profiles graphs first. Both times it
+    must get the same workspace and the same counters.
 
     Attributes
     ----------
     config : VllmConfig
-        Of the server; another one is another server.
+        The server's configuration; another object means another server.
     groups : dict
-        Tree attention of each attention group, by what it was made for.
+        Tree attention of each attention group, by the properties it was made for.
     state : ServerState, optional
-        Counters, once a group is there.
+        Counters, once there is a group.
     counting : tuple of str
         Layers of the group that counts the server's steps.
     """
@@ -52,9 +52,9 @@ class Server:
         settings: Settings,
         observed: str | None = None,
     ) -> ServerState:
-        """The counters, which the first group to ask for them keeps.
+        """The counters; the first group that asks for them counts the steps.
 
-        `observed` names the host's backend whose steps are counted; None: tree attention's.
+        `observed` names the host's backend to count; None counts the steps of tree attention.
         """
         if self.state is None:
             self.counting = tuple(layer_names)
@@ -70,7 +70,7 @@ _current: Server | None = None
 
 
 def server_of(vllm_config: Any) -> Server:
-    """The server of a configuration; one that came before it in this process is forgotten."""
+    """The server of a configuration; this process forgets an earlier server."""
     global _current
     if _current is None or _current.config is not vllm_config:
         _current = Server(vllm_config)
@@ -104,7 +104,7 @@ def _state_of(
 
 
 def _start_reporting(state: ServerState, place: Any, settings: Settings) -> None:
-    """Tell what is counted from now on; in the log, at the rate of the host's own line."""
+    """Report the counters from now on, in the log at the rate of the host's own line."""
     stages = place.pipeline_parallel_size
     reporting.start(
         state,
@@ -112,15 +112,15 @@ def _start_reporting(state: ServerState, place: Any, settings: Settings) -> None
         pp_rank=place.rank // place.tensor_parallel_size % stages if stages > 1 else None,
         dp_rank=data_rank(place),
         log=DecodeLog(seconds=_log_interval()) if state.rank == 0 else None,
-        publishes=page_of_files(),  # else the API server reads the state files: see plugin.py
+        publishes=page_of_files(),  # otherwise the API server reads the state files: see plugin.py
     )
 
 
 def data_rank(place: Any) -> int | None:
-    """This engine's place among several; None for the only one.
+    """This engine's index among several; None for the only engine.
 
-    Engines of a dense model are told that they are alone, and keep nothing but their index: the
-    first of them cannot be told from an only one, the others can.
+    vLLM tells each engine of a dense model that it is alone, and leaves it only its index. So the
+    first of several engines looks like an only engine; the others do not.
     """
     if place.data_parallel_size > 1:
         return int(place.data_parallel_rank)
@@ -138,7 +138,7 @@ def _tensor_rank() -> int:
 
     try:
         return int(parallel_state.get_tensor_model_parallel_rank())
-    except AssertionError:  # outside of a server
+    except AssertionError:  # outside a server
         return 0
 
 

@@ -1,8 +1,8 @@
-"""vLLM's sleep mode: what must stay in place while the server gives its memory away.
+"""vLLM's sleep mode: keep the plan and the workspace in place while the server gives up its memory.
 
-A server that can sleep allocates its KV cache, and whatever it makes with it, in memory pools
-whose pages it unmaps when it sleeps. Captured graphs hold the addresses of our plan and workspace,
-so both must lie elsewhere.
+A server that can sleep allocates its KV cache, and everything it makes with the cache, in memory
+pools. It unmaps the pages of these pools when it sleeps. Captured graphs hold the addresses of our
+plan and workspace, so both must lie elsewhere.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ T = TypeVar("T")
 HIDDEN_BATCH = (
     "a server that can sleep shows no batch: its page table may be unmapped while it is read"
 )
-"""The answer of such a server to `deft explain --server`."""
+"""The answer of a server that can sleep to `deft explain --server`."""
 
 
 def can_sleep(vllm_config: Any) -> bool:
-    """Whether a server may unmap its memory: by the mode, or by the allocator alone."""
+    """Whether a server may unmap its memory, by sleep mode or only by its allocator."""
     model = vllm_config.model_config
     return any(
         getattr(model, name, False) for name in ("enable_sleep_mode", "enable_cumem_allocator")
@@ -30,15 +30,15 @@ def can_sleep(vllm_config: Any) -> bool:
 
 
 def outside_memory_pools(make: Callable[[], T], device: torch.device) -> T:
-    """Run `make` so that no memory pool of the calling thread takes what it allocates.
+    """Run `make` outside the calling thread's memory pools.
 
-    PyTorch's ``use_mem_pool`` routes the allocations of the thread that entered it, and of no
-    other. So `make` runs in a thread of its own.
+    PyTorch's ``use_mem_pool`` redirects only the allocations of the thread that entered it. So
+    `make` runs in its own thread.
 
     Raises
     ------
     Exception
-        What `make` raises.
+        Any error of `make`.
     """
 
     def run() -> T:

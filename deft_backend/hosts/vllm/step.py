@@ -14,20 +14,21 @@ _ATTRIBUTE = "deft_step"
 
 
 class TreeStep:
-    """What a decode step needs beside the host's metadata, to which it is attached.
+    """The data of a decode step that the host's metadata lacks; attached to that metadata.
 
-    The plan is made by the first layer that runs, not by the builder: within a captured graph,
-    and so at every replay. The host may run the same metadata again (it warms up before it
-    captures), so a layer that runs a second time begins a new pass, with a new plan.
+    The first layer that runs makes the plan, not the builder. So a captured graph holds the
+    planning and repeats it at every replay. The host may run the same metadata again: it warms up
+    before it captures. A layer that runs a second time therefore begins a new pass, with a new
+    plan.
 
     Parameters
     ----------
     group : GroupAttention
         Tree attention of the group's layers.
     page_table : [B, P] int32
-        On the device; the host's own tensor, which it fills anew each step.
+        The host's own tensor on the device, which it fills again in each step.
     seq_lens : [B] int32
-        On the device, likewise; 0 in rows that no request owns.
+        The host's own tensor on the device; 0 for padding requests.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class TreeStep:
         return self.group.takes(layer)
 
     def leave(self, reason: str) -> None:
-        """Say that layers of the step run in the host's implementation, as only they could know."""
+        """Log why layers of the step run in the host's implementation."""
         self.group.leave(reason)
 
     def attend(
@@ -60,15 +61,15 @@ class TreeStep:
         Parameters
         ----------
         owner
-            The layer's implementation, by which passes are told apart.
+            The layer's implementation; it identifies the layer within a pass.
         layer : Layer
         query : [T, Hq, D]
-            A token a request in the first B rows; what follows is padding.
+            One token for each request at the first B indices; padding follows.
         kv_cache : [pages, Hkv, page_size, 2 * D]
         output : [T, Hq, D]
         host : callable
-            The host's own implementation into the same `output`, to be compared with under
-            ``DEFT_VERIFY``.
+            Runs the host's own implementation into the same `output`; ``DEFT_VERIFY`` compares the
+            two.
         """
         group = self.group
         try:
@@ -86,11 +87,11 @@ class TreeStep:
 
 
 def attach(metadata: Any, step: TreeStep | None) -> None:
-    """Attach a step to the host's metadata, or detach what a copied metadata brought along."""
+    """Attach a step to the host's metadata; None detaches the step of a copied metadata."""
     setattr(metadata, _ATTRIBUTE, step)
 
 
 def step_of(metadata: Any) -> TreeStep | None:
-    """The step attached to a metadata; None where the host's implementation runs."""
+    """The step attached to a metadata; None if the host's implementation runs."""
     step: TreeStep | None = getattr(metadata, _ATTRIBUTE, None)
     return step

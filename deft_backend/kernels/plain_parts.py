@@ -1,0 +1,77 @@
+"""What the plain kernels of stage 1 share: the soft cap, and how queries and results move."""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton import jit
+
+
+@jit
+def capped(products, scaling, SOFT_CAP: tl.constexpr):
+    """Scores of products of queries and keys, and the factor that brings them to base 2."""
+    if SOFT_CAP:
+        # tanh through exp: saturates to +-1 without overflow in either direction.
+        LOG2_E: tl.constexpr = 1.4426950408889634
+        doubled = tl.exp2(products * (scaling.scale * 2.0 * LOG2_E / scaling.cap))
+        products = (scaling.cap * LOG2_E) * (1.0 - 2.0 / (doubled + 1.0))
+        factor = 1.0
+    else:
+        factor = scaling.scale
+    return products, factor
+
+
+@jit
+def load_queries(tensors, strides, query, head, in_tile, HEADS: tl.constexpr, UPCAST: tl.constexpr):
+    """[M, D]: the query vector of each query and query head; 0 outside the tile."""
+    offs_d = tl.arange(0, HEADS.padded_dim)[None, :]
+    q = tl.load(
+        tensors.q
+        + query.to(tl.int64)[:, None] * strides.q_batch
+        + head[:, None] * strides.q_head
+        + offs_d,
+        mask=in_tile[:, None] & (offs_d < HEADS.dim),
+        other=0.0,
+    )
+    if UPCAST:
+        q = q.to(tl.float32)
+    return q
+
+
+@jit
+def write_results(
+    acc, maximum, total, query, slot, head, in_tile, tensors, strides, HEADS: tl.constexpr
+):
+    """Write each query vector's output, or its partial result to its slot.
+
+    `acc` [M, D] is the sum of values, weighted by ``2^(score - maximum)``; `total` [M] is the sum
+    of these weights. An empty range contributes nothing: O = 0, LSE = -inf.
+    """
+    offs_d = tl.arange(0, HEADS.padded_dim)[None, :]
+    in_head = offs_d < HEADS.dim
+    safe_total = tl.where(total > 0.0, total, 1.0)
+    normal = 1.0 / safe_total
+    direct = in_tile & (slot < 0)
+    partial = in_tile & (slot >= 0)
+    if tl.reduce(direct.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
+        tl.store(
+            tensors.out
+            + query.to(tl.int64)[:, None] * strides.out_batch
+            + head[:, None] * strides.out_head
+            + offs_d,
+            (acc * normal[:, None]).to(tensors.out.dtype.element_ty),
+            mask=direct[:, None] & in_head,
+        )
+    if tl.reduce(partial.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
+        # A partial result is stored relative to its largest element: this keeps 11 bits of
+        # mantissa, whatever the range of the cache's dtype.
+        largest = tl.reduce(tl.abs(acc), 1, tl.standard._elementwise_max)
+        largest = tl.maximum(largest, 1.0e-30)
+        at = slot.to(tl.int64) * (HEADS.num_kv * HEADS.group) + head
+        tl.store(
+            tensors.partial.out + at[:, None] * HEADS.dim + offs_d,
+            (acc * (1.0 / largest)[:, None]).to(tensors.partial.out.dtype.element_ty),
+            mask=partial[:, None] & in_head,
+        )
+        lse = tl.where(total > 0.0, maximum + tl.log2(safe_total), float("-inf"))
+        tl.store(tensors.partial.lse + at, lse, mask=partial)
+        tl.store(tensors.partial.scale + at, largest * normal, mask=partial)
