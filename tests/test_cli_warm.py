@@ -47,8 +47,6 @@ def test_a_server_finds_every_kernel_in_the_folder(tmp_path: Path) -> None:
     with knobs.cache.scope(), compiling_for(90):
         knobs.cache.dir = str(tmp_path / "triton")
         assert take(folder, Origin.of("sm_90")) == Taken(copied=count, held=0, damaged=0)
-        for variant in variants:
-            variant.kernel.device_caches.clear()  # another process
         done = compile_all(variants)
     assert (done.compiled, done.cached) == (0, count)
 

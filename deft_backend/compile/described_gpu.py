@@ -19,9 +19,12 @@ class _Driver:
         """What code is compiled for."""
         return self._target
 
-    def get_current_device(self) -> str:
-        """A key of its own among the devices for which a kernel keeps compiled code."""
-        return f"described sm_{self._target.arch}"
+    def get_current_device(self) -> object:
+        """A key among the devices for which a kernel keeps compiled code: each driver has its own.
+
+        So code that was compiled into another folder is not taken from memory.
+        """
+        return self
 
     def get_current_stream(self, device: object) -> int:
         """Asked before every launch, real or not."""

@@ -54,7 +54,7 @@ class Variant:
     kernel : triton.JITFunction
     arguments : tuple
         One of each kind for each argument: a :class:`Pointer`, a float, or an integer of the
-        argument's kind (1, a multiple of 16, or another).
+        argument's kind (1, a multiple of 16, or another); or a tuple of them.
     constants, options : tuple of (str, value)
     """
 
@@ -107,6 +107,9 @@ def recorded() -> Iterator[dict[Variant, None]]:
 
 def _kind(value: Any, *, fixed: bool) -> Any:
     """What stands for all arguments for which Triton compiles the same code."""
+    if isinstance(value, tuple):
+        parts = [_kind(part, fixed=fixed) for part in value]
+        return type(value)._make(parts) if hasattr(value, "_make") else tuple(parts)
     if hasattr(value, "data_ptr"):
         return Pointer(value.dtype, value.data_ptr() % 16 == 0)
     if isinstance(value, float):
