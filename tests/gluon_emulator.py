@@ -23,11 +23,20 @@ from deft_backend.kernels import (
     gluon_parts,
     gluon_versions,
     large_tile_copies,
+    large_tile_memory,
+    large_tile_results,
     large_tile_softmax,
+    small_tile_copies,
+    small_tile_memory,
     small_tile_results,
+    small_tile_softmax,
 )
 
-PARTS = (gluon_versions, gluon_parts, small_tile_results, large_tile_copies, large_tile_softmax)
+PARTS = (
+    gluon_versions, gluon_parts, small_tile_memory, small_tile_copies, small_tile_softmax,
+    small_tile_results, large_tile_memory, large_tile_copies, large_tile_softmax,
+    large_tile_results,
+)  # fmt: skip
 """Modules that kernels import functions in Gluon from; each uses none but those before it."""
 
 
@@ -243,6 +252,10 @@ def _static_assert(condition: bool, message: str = "") -> None:
     assert condition, message
 
 
+def _unchanged(function: Any) -> Any:
+    return function
+
+
 def _language() -> ModuleType:
     """What kernels import as ``gl``."""
     gl: Any = ModuleType("triton.experimental.gluon.language")
@@ -296,7 +309,7 @@ def _stand_ins() -> Mapping[str, ModuleType]:
     nothing = {name: lambda: None for name in ("gdc_launch_dependents", "gdc_wait")}
     language = _language()
     found = (
-        module(gluon, jit=lambda function: function, language=language),
+        module(gluon, jit=_unchanged, constexpr_function=_unchanged, language=language),
         language,
         module(
             f"{gluon}.language.nvidia.ampere.async_copy",
@@ -353,7 +366,7 @@ def run(
 
 def _argument(value: Any) -> Any:
     """A tensor's memory from its first element on; integers as what the GPU computes with."""
-    if isinstance(value, tuple):  # one of the structures of named arguments
+    if isinstance(value, tuple):  # a structure
         return type(value)(*map(_argument, value))
     if isinstance(value, torch.Tensor):
         length = value.untyped_storage().nbytes() // value.element_size() - value.storage_offset()

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from benchmarks.random_batches import random_batch
 from deft_backend import TreeAttention, forest_from_page_tables
+from deft_backend.compile.triton_kernel import Kernel
 from deft_backend.kernels import hopper_large_tile, hopper_small_tile, large_tile_copies
 from deft_backend.kernels.configurations import HOPPER_LARGE_TILE, HOPPER_SMALL_TILE
 from deft_backend.reference_attention import reference_attention, relative_error
@@ -24,11 +25,14 @@ launched: Counter[str] = Counter()
 """Launches of each kernel since the test began."""
 
 
-def emulated(module: ModuleType, name: str) -> Callable[..., None]:
+def emulated(kernel: Kernel, module: ModuleType) -> Callable[..., None]:
+    name = kernel._name
+
     def launch(
         programs: int, arguments: Any, constants: dict[str, Any], *, num_warps: int, **_: Any
     ) -> None:
-        gluon_emulator.run(module, name, programs, arguments, constants, num_warps=num_warps)
+        given = kernel.named(arguments)
+        gluon_emulator.run(module, name, programs, given, constants, num_warps=num_warps)
         launched[name] += 1
 
     return launch
@@ -37,11 +41,10 @@ def emulated(module: ModuleType, name: str) -> Callable[..., None]:
 @pytest.fixture(autouse=True, scope="module")
 def emulation() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            HOPPER_LARGE_TILE, "launch", emulated(hopper_large_tile, "hopper_large_tile_attention")
-        )
-        leaf = emulated(hopper_small_tile, "hopper_small_tile_attention")
-        patch.setattr(HOPPER_SMALL_TILE, "launch", leaf)
+        for kernel, module in (
+            (HOPPER_LARGE_TILE, hopper_large_tile), (HOPPER_SMALL_TILE, hopper_small_tile),
+        ):  # fmt: skip
+            patch.setattr(kernel, "launch", emulated(kernel, module))
         yield
 
 

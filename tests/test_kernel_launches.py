@@ -83,7 +83,7 @@ def looked_at(arguments: tuple[Any, ...]) -> list[Any]:
 
     def kind(argument: Any) -> Any:
         if isinstance(argument, tuple):
-            return type(argument).__name__, looked_at(argument)
+            return looked_at(argument)
         if isinstance(argument, torch.Tensor):
             return argument.dtype, argument.device, argument.data_ptr() % 16 == 0
         return float if isinstance(argument, float) else argument

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 from triton import knobs
 from triton.runtime import interpreter
@@ -19,9 +19,20 @@ from triton.runtime.jit import JITFunction
 from deft_backend.compile import variants
 
 
-def parameters(kernel: Any) -> list[str]:
-    """Names of a kernel's parameters."""
-    return list(inspect.signature(getattr(kernel, "fn", kernel)).parameters)
+def parameters(kernel: Any) -> Mapping[str, inspect.Parameter]:
+    """A kernel's parameters by name."""
+    return inspect.signature(getattr(kernel, "fn", kernel)).parameters
+
+
+def named(structure: Any, value: Any) -> Any:
+    """Return a plain tuple as the NamedTuple `structure`, and so for the tuples in it.
+
+    A value whose `structure` is no NamedTuple stays as it is.
+    """
+    if not (isinstance(structure, type) and issubclass(structure, tuple)):
+        return value
+    hints = get_type_hints(structure)
+    return structure(*(named(hints[name], field) for name, field in zip(hints, value, strict=True)))
 
 
 check_overflow = False
@@ -36,6 +47,10 @@ class Kernel:
     than a short kernel runs. The layers of a model differ in nothing that Triton looks for. So a
     launch with a known `variant` and aligned pointers goes to the compiled kernel directly.
 
+    A parameter annotated with a NamedTuple is a structure: the kernel reads its fields by name.
+    Launches pass the fields as a plain tuple. Triton needs their names only to compile, and takes
+    0.6 to 1.7 µs longer to launch with names than with plain tuples.
+
     While :func:`~deft_backend.compile.variants.recorded` records, launches run nothing.
     """
 
@@ -45,6 +60,11 @@ class Kernel:
         self._compiled = getattr(module, name)
         #: Names of the kernel's constants, in the order of its parameters.
         self.constants = tuple(n for n in parameters(self._compiled) if n.isupper())
+        self._structures = [
+            getattr(module, str(parameter.annotation), None)
+            for name, parameter in parameters(self._compiled).items()
+            if name not in self.constants
+        ]
         self._variants: dict[Hashable, Any] = {}
 
     def launch(
@@ -63,7 +83,8 @@ class Kernel:
         Parameters
         ----------
         arguments, constants
-            In the order of the kernel's signature; constants are its constexprs.
+            In the order of the kernel's signature; constants are its constexprs. The arguments
+            of a structure are a plain tuple.
         variant : hashable
             Everything that decides how the kernel is compiled: device, dtypes, integers, constants.
         aligned : bool
@@ -76,19 +97,23 @@ class Kernel:
         if interpreted:
             kernel = getattr(interpreted_copy(self._module), self._name)
             with _overflow_checks(check_overflow):
-                kernel[grid](*arguments, **constants)
+                kernel[grid](*self.named(arguments), **constants)
             return
         if variants.recorder is not None:
-            variants.recorder(self._compiled, arguments, constants, options)
+            variants.recorder(self._compiled, self.named(arguments), constants, options)
             return
         known = self._variants.get(variant) if aligned else None
         if known is not None:
             known[grid](*arguments, *constants.values())
             return
         with variants.reported_late(self._compiled):
-            found = self._compiled[grid](*arguments, **constants, **options)
+            found = self._compiled[grid](*self.named(arguments), **constants, **options)
         if aligned:
             self._variants[variant] = found
+
+    def named(self, arguments: Sequence[Any]) -> list[Any]:
+        """Arguments of a launch, with the structures that the kernel's parameters are."""
+        return [named(*pair) for pair in zip(self._structures, arguments, strict=True)]
 
 
 @contextmanager

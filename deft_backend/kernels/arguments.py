@@ -4,11 +4,11 @@ All four kernels have these parameters, so one launch serves them::
 
     kernel(tensors, plan, scaling, strides, HEADS, CACHE, TILE, MODE)
 
-On the host a structure holds tensors and numbers. In a kernel the same field holds a pointer or
-a number. `plan` is :class:`~deft_backend.planner.device_plan.ItemArrays`. The last four are
-constants: each of their values compiles another kernel.
+A launch passes tensors and numbers; in a kernel the same field holds a pointer or a number. `plan`
+is :class:`~deft_backend.planner.device_plan.ItemArrays`. The last four are constants: each of
+their values compiles another kernel.
 
-Every supported Triton passes a NamedTuple field by field, so a structure costs a kernel nothing.
+Triton passes a NamedTuple field by field, so a structure costs a kernel nothing.
 Two rules keep the structures working on Triton 3.6 to 3.9:
 
 - No field may be called `type` or `values`: Triton's own tuple has attributes of these names.
@@ -20,31 +20,31 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
+from deft_backend.planner.device_plan import Pointer
 
 
 class Partials(NamedTuple):
     """The workspace: partial results by slot and query head."""
 
-    out: torch.Tensor
+    out: Pointer
     """[E, Hq, D] float16 or float32: each output divided by the element of largest size in it."""
-    lse: torch.Tensor
+    lse: Pointer
     """[E, Hq] float32, in base 2."""
-    scale: torch.Tensor
+    scale: Pointer
     """[E, Hq] float32: the largest size of an element of the output."""
 
 
 class Tensors(NamedTuple):
     """The tensors of a step; `run_plan` describes their shapes."""
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
+    q: Pointer
+    k: Pointer
+    v: Pointer
+    out: Pointer
     partial: Partials
-    page_table: torch.Tensor
-    table_rows: torch.Tensor
-    seq_lens: torch.Tensor
+    page_table: Pointer
+    table_rows: Pointer
+    seq_lens: Pointer
 
 
 class Scaling(NamedTuple):
@@ -92,6 +92,8 @@ class CacheLayout(NamedTuple):
     v_page: int
     v_token: int
     v_head: int
+    same_strides: bool
+    """Whether a token has the same offset in K and in V."""
 
 
 class Tile(NamedTuple):

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Any, NamedTuple
 
 from deft_backend.kernels.gluon_versions import jit
 
 with suppress(ImportError):  # `gluon_versions.available` says so before anything is launched
     from triton.experimental.gluon import language as gl
+
+
+class Item(NamedTuple):
+    """What the plan says of an item of one KV range."""
+
+    entry: Any
+    """Its first entry."""
+    queries: Any
+    request: Any
+    """The request whose tokens the range is of."""
+    listed: Any
+    """The request's row of the page table, or the request if `table_rows` is by request."""
+    start: Any
+    stop: Any
+    """Where the range ends; OPEN_END for an open one."""
 
 
 @jit
@@ -63,39 +79,38 @@ def _listed(pointer, there, AHEAD: gl.constexpr):
 def read_item(
     work, work_end, tensors, plan, HEADS: gl.constexpr, CACHE: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """First link: an item's first entry, queries, row, page-table row, start and end.
+    """First link of the chain of loads: what the plan says of the item that `work` belongs to.
 
-    Unless rows of the page table are listed by segment, that one is found by `table_row`. Of no
-    item: those of an empty one. With AHEAD, the item is one of the READ_AHEAD that plans have room
-    for.
+    Without an item, an empty one. With AHEAD, the item is one of the READ_AHEAD for which every
+    plan has room.
     """
-    item = work // HEADS.num_kv  # item and segment are one: see TILE_SEGMENTS
+    number = work // HEADS.num_kv  # of the item and of its only segment
     there = work < work_end
-    entry = _listed(plan.item_query_ptr + item, there, AHEAD)
-    entry_end = _listed(plan.item_query_ptr + item + 1, there, AHEAD)
-    row = _listed(plan.segment_request + item, there, AHEAD)
-    table = row
+    entry = _listed(plan.item_query_ptr + number, there, AHEAD)
+    entry_end = _listed(plan.item_query_ptr + number + 1, there, AHEAD)
+    request = _listed(plan.segment_request + number, there, AHEAD)
+    listed = request
     if CACHE.table_by_segment:
-        table = _listed(tensors.table_rows + item, there, AHEAD)
-    start = _listed(plan.segment_start + item, there, AHEAD)
-    stop = _listed(plan.segment_end + item, there, AHEAD)
-    return entry, entry_end - entry, row, table, start, stop
+        listed = _listed(tensors.table_rows + number, there, AHEAD)
+    start = _listed(plan.segment_start + number, there, AHEAD)
+    stop = _listed(plan.segment_end + number, there, AHEAD)
+    return Item(entry, entry_end - entry, request, listed, start, stop)
 
 
 @jit
-def table_row(listed, tensors, CACHE: gl.constexpr):
-    """Row of the page table of an item that was read: a second link, unless segments list it."""
-    found = listed.to(gl.int64)
+def table_row(item, tensors, CACHE: gl.constexpr):
+    """Row of the page table of an item's KV range: a second link, unless segments list it."""
+    found = item.listed.to(gl.int64)
     if not CACHE.table_by_segment:
-        found = gl.load(tensors.table_rows + listed).to(gl.int64)
+        found = gl.load(tensors.table_rows + item.listed).to(gl.int64)
     return found
 
 
 @jit
-def range_end(row, stop, tensors):
-    """Where a range ends: an open one, where its row's sequence ends now."""
-    length = gl.load(tensors.seq_lens + row, mask=stop < 0, other=0).to(gl.int32)
-    return gl.where(stop < 0, length, stop)
+def range_end(item, tensors):
+    """End of an item's KV range: an open range ends where its request's sequence ends now."""
+    length = gl.load(tensors.seq_lens + item.request, mask=item.stop < 0, other=0).to(gl.int32)
+    return gl.where(item.stop < 0, length, item.stop)
 
 
 @jit

@@ -13,8 +13,8 @@ from typing import Any
 import triton
 
 __all__ = [
-    "VERSIONS", "async_load", "available", "barrier", "jit", "log_unavailable", "reinterpret",
-    "small_tile_limits", "unavailable",
+    "VERSIONS", "async_load", "available", "barrier", "constexpr_function", "jit",
+    "log_unavailable", "reinterpret", "small_tile_limits", "unavailable",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
 """Triton releases, major and minor, whose Gluon the kernels are tested with."""
 
 try:
-    from triton.experimental.gluon import jit
+    from triton.experimental.gluon import constexpr_function, jit
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
@@ -43,6 +43,8 @@ except (ImportError, AttributeError) as error:
     def jit(function: Any) -> Any:
         """Return a kernel as it is, because this Triton cannot compile it."""
         return function
+
+    constexpr_function = jit
 
 
 @jit

@@ -1,15 +1,52 @@
-"""Copies to shared memory for large tiles: page ids, offsets, then keys and values (Gluon)."""
+"""Copies to shared memory for large tiles: page ids, offsets, then keys and values (Gluon).
+
+A program takes an item's KV blocks from the last to the first. For each block it copies page ids,
+turns them into offsets, and then copies K and V from there, each some blocks ahead of the next.
+"""
 
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Any, NamedTuple
 
+from deft_backend.kernels.gluon_parts import offsets_of
 from deft_backend.kernels.gluon_versions import async_load, barrier, jit, reinterpret
+from deft_backend.kernels.large_tile_memory import in_one_row
 
 with suppress(ImportError):  # `available` says so before anything is launched
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_group, wait_group
     from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+
+class Segment(NamedTuple):
+    """An item's KV range: its row of the page table, and its first and end position."""
+
+    table: Any
+    start: Any
+    stop: Any
+
+
+class Stream(NamedTuple):
+    """The KV blocks of an item, for one KV head."""
+
+    table: Any
+    start: Any
+    most: Any
+    """The segment's last position; `start` is its first."""
+    filled: Any
+    """Blocks that hold tokens."""
+    k_base: Any
+    v_base: Any
+    """[D] pointers: the first token of the KV head in the cache."""
+
+
+@jit
+def arrived(OUTSTANDING: gl.constexpr):
+    """Wait for all but the newest OUTSTANDING copies; show them to all threads and tensor cores."""
+    wait_group(OUTSTANDING)
+    barrier()
+    fence_async_shared()
 
 
 @jit
@@ -22,83 +59,75 @@ def _within(position, least, most):
 
 
 @jit
-def copy_pages(buffer, table, position, least, most, PAGE_SIZE: gl.constexpr):
-    """Start copying the page ids of positions within a segment."""
-    async_load(buffer, table + _within(position, least, most) // PAGE_SIZE)
+def row_of_place(place, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Row of a block whose number is at a place in shared memory.
 
-
-@jit
-def row_of_place(place, AT_ONCE: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Row of a block whose offset is at a place in shared memory.
-
-    Rows that one thread copies, AT_ONCE apart, lie one behind the other: it reads them at once.
+    The numbers of rows that one thread copies lie side by side: the thread reads them at once.
     """
-    PASSES: gl.constexpr = BLOCK_N // AT_ONCE
-    return place % PASSES * AT_ONCE + place // PASSES
+    PASSES: gl.constexpr = ROWS // LAYOUT.at_once
+    return place % PASSES * LAYOUT.at_once + place // PASSES
 
 
 @jit
-def first_positions(
-    start, stop, KNOWN: gl.constexpr, BLOCK_N: gl.constexpr, AT_ONCE: gl.constexpr,
-    LIST: gl.constexpr,
-):  # fmt: skip
+def read_rows(numbers, ROW: gl.constexpr, LAYOUT: gl.constexpr):
+    """[rows]: one number for each row of a block, from the order of `row_of_place`."""
+    ROWS: gl.constexpr = numbers.shape[0]
+    AT_ONCE: gl.constexpr = LAYOUT.at_once
+    PASSES: gl.constexpr = ROWS // AT_ONCE
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    rows = gl.reshape(gl.arange(0, ROWS, layout=ROW), [PASSES, AT_ONCE])
+    SPLIT: gl.constexpr = gl.permute(rows, (1, 0)).type.layout
+    found = reinterpret(numbers, gl.int32, [AT_ONCE, PASSES], SHARED).load(SPLIT)
+    return gl.convert_layout(gl.reshape(gl.permute(found, (1, 0)), [ROWS]), ROW)
+
+
+@jit
+def first_positions(segment, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
     """Where a segment's last block begins, its last position, and positions of its first blocks.
 
-    Those are its last KNOWN ones, the last first. Masked rows, too, hold tokens of the segment:
-    others, even times 0, could spoil the result.
+    The first blocks are the segment's last ones, of which the very last comes first. Masked rows
+    hold tokens of the segment, too: any other number, even times 0, could spoil the result.
     """
-    blocks = gl.maximum((stop - start + BLOCK_N - 1) // BLOCK_N, 1)
-    last = start + (blocks - 1) * BLOCK_N
-    most = gl.maximum(stop - 1, 0)
-    known = gl.arange(0, KNOWN * BLOCK_N, layout=LIST)
+    blocks = gl.maximum((segment.stop - segment.start + BLOCK_N - 1) // BLOCK_N, 1)
+    last = segment.start + (blocks - 1) * BLOCK_N
+    most = gl.maximum(segment.stop - 1, 0)
+    known = gl.arange(0, LAYOUT.known * BLOCK_N, layout=LAYOUT.each)
     position = last - known // BLOCK_N * BLOCK_N
-    position += row_of_place(known % BLOCK_N, AT_ONCE, BLOCK_N)
-    return last, most, _within(position, start, most)
+    position += row_of_place(known % BLOCK_N, BLOCK_N, LAYOUT)
+    return last, most, _within(position, segment.start, most)
 
 
 @jit
 def ask_item(
-    there, first_pages, entries, table, entry, num_queries, start, stop, plan,
-    HEADS: gl.constexpr, CACHE: gl.constexpr, TILE: gl.constexpr, KNOWN: gl.constexpr,
-    AT_ONCE: gl.constexpr, LIST: gl.constexpr,
+    there, item, segment, buffers, plan, HEADS: gl.constexpr, CACHE: gl.constexpr,
+    TILE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Start copying what an item needs first, if it is there.
 
-    Page ids of `first_positions`, and of each row its query and its slot; of rows outside the tile
-    those of its last query, to be read and not used.
+    That is the page ids of `first_positions`, and the query and the slot of each query vector. Rows
+    outside the tile get those of its last query, and nobody uses them.
     """
-    BLOCK_N: gl.constexpr = TILE.block_tokens
-    BLOCK_M: gl.constexpr = TILE.height
-    _, _, position = first_positions(start, stop, KNOWN, BLOCK_N, AT_ONCE, LIST)
-    row = row_of_place(gl.arange(0, BLOCK_M, layout=LIST), AT_ONCE, BLOCK_M) + (num_queries >> 16)
-    row_entry = entry + gl.minimum(row // HEADS.group, num_queries - 1)
+    LIST: gl.constexpr = LAYOUT.each
+    _, _, position = first_positions(segment, TILE.block_tokens, LAYOUT)
+    # `queries` >> 16 is 0, which the compiler does not know: see the kernel.
+    row = row_of_place(gl.arange(0, TILE.height, layout=LIST), TILE.height, LAYOUT)
+    row += item.queries >> 16
+    entry = item.entry + gl.minimum(row // HEADS.group, item.queries - 1)
     async_load(
-        first_pages, table + position // CACHE.page_size,
-        mask=gl.full([KNOWN * BLOCK_N], True, gl.int1, LIST) & there,
+        buffers.first_pages, segment.table + position // CACHE.page_size,
+        mask=gl.full([LAYOUT.known * TILE.block_tokens], True, gl.int1, LIST) & there,
     )  # fmt: skip
-    some = gl.full([BLOCK_M], True, gl.int1, LIST) & there
-    async_load(entries.index(0), plan.entry_query + row_entry, mask=some)
-    async_load(entries.index(1), plan.entry_slot + row_entry, mask=some)
+    some = gl.full([TILE.height], True, gl.int1, LIST) & there
+    async_load(buffers.entries.index(0), plan.entry_query + entry, mask=some)
+    async_load(buffers.entries.index(1), plan.entry_slot + entry, mask=some)
     commit_group()
-
-
-@jit
-def read_offsets(offsets, AT_ONCE: gl.constexpr, ROW: gl.constexpr):
-    """[rows]: the offsets of a block, from the order of `row_of_place`."""
-    ROWS: gl.constexpr = offsets.shape[0]
-    PASSES: gl.constexpr = ROWS // AT_ONCE
-    SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    rows = gl.reshape(gl.arange(0, ROWS, layout=ROW), [PASSES, AT_ONCE])
-    LAYOUT: gl.constexpr = gl.permute(rows, (1, 0)).type.layout
-    found = reinterpret(offsets, gl.int32, [AT_ONCE, PASSES], SHARED).load(LAYOUT)
-    return gl.convert_layout(gl.reshape(gl.permute(found, (1, 0)), [ROWS]), ROW)
 
 
 @jit
 def result_place(query, slot, head, strides, HEADS: gl.constexpr):
     """Where rows' results go, in units of 16 bytes: into the output if negative, without the sign.
 
-    Else among partial results. 31 bits of them reach 32 GiB.
+    Otherwise among partial results. 31 bits of these units reach 32 GiB.
     """
     direct = query * (strides.out_batch // 8) + head * (strides.out_head // 8)
     partial = (slot * (HEADS.num_kv * HEADS.group) + head) * (HEADS.dim // 8)
@@ -106,22 +135,128 @@ def result_place(query, slot, head, strides, HEADS: gl.constexpr):
 
 
 @jit
-def copy_block(exists, buffer, base, offset, COPY: gl.constexpr):
+def _copy_rows(exists, buffer, base, offset, LAYOUT: gl.constexpr):
     """Start copying a block of K or V of one KV head, or of Q; zeros where nothing exists.
 
-    `base` points to the head's first token, `offset` tells where the block's tokens lie. `exists`
-    is of the whole block, or [rows, 1]. A mask in place of a branch: the compiler puts a barrier
+    `base` points to the head's first token, `offset` tells where the block's rows lie. `exists`
+    is one boolean for the block, or [rows, 1]. It is a mask, because the compiler puts a barrier
     into every branch that copies.
     """
     pointers = gl.expand_dims(base, 0) + (offset.to(gl.uint32).to(gl.int64) * 8)[:, None]
-    some = gl.full([buffer.shape[0], buffer.shape[1]], True, gl.int1, COPY)
+    some = gl.full([buffer.shape[0], buffer.shape[1]], True, gl.int1, LAYOUT.copy)
     async_load(buffer, pointers, mask=some & exists)
     commit_group()
 
 
 @jit
-def arrived(OUTSTANDING: gl.constexpr):
-    """All but the newest OUTSTANDING copies have landed, for the tensor cores and every thread."""
-    wait_group(OUTSTANDING)
+def _copy_pages(buffer, stream, position, PAGE_SIZE: gl.constexpr):
+    """Start copying the page ids of positions within the segment."""
+    async_load(buffer, stream.table + _within(position, stream.start, stream.most) // PAGE_SIZE)
+
+
+@jit
+def _know(k_known, v_known, page, position, CACHE: gl.constexpr):
+    """Store where tokens lie in the caches of K and V."""
+    k_known.store(offsets_of(page, position, CACHE.k_page, CACHE.k_token, CACHE.page_size))
+    if not CACHE.same_strides:
+        v_known.store(offsets_of(page, position, CACHE.v_page, CACHE.v_token, CACHE.page_size))
+
+
+@jit
+def take_item(
+    item, segment, kv_head, zero, buffers, plan, strides, HEADS: gl.constexpr,
+    CACHE: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Turn what `ask_item` copied into addresses, in shared memory.
+
+    Returns where the segment's last block begins, and the segment's last position.
+    """
+    LIST: gl.constexpr = LAYOUT.each
+    last, most, position = first_positions(segment, TILE.block_tokens, LAYOUT)
+    page = buffers.first_pages.load(LIST).to(gl.int32)
+    query = buffers.entries.index(0).load(LIST)
+    slot = buffers.entries.index(1).load(LIST)
+    row = row_of_place(gl.arange(0, TILE.height, layout=LIST), TILE.height, LAYOUT) + zero
+    head = kv_head * HEADS.group + row % HEADS.group
+    barrier()  # the same memory holds the offsets
+
+    k_known, v_known = in_one_row(buffers.k_known, LAYOUT), in_one_row(buffers.v_known, LAYOUT)
+    _know(k_known, v_known, page, position, CACHE)
+    q_at = query * (strides.q_batch // 8) + head * (strides.q_head // 8)
+    buffers.places.index(0).store(q_at.to(gl.int32))
+    buffers.places.index(1).store(result_place(query, slot, head, strides, HEADS))
     barrier()
-    fence_async_shared()
+    return last, most
+
+
+@jit
+def copy_queries(
+    item, zero, q_base, buffers, HEADS: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Start copying Q; zeros below the item's queries."""
+    ROW: gl.constexpr = LAYOUT.copy_row
+    offset = read_rows(buffers.places.index(0), ROW, LAYOUT)
+    in_tile = gl.arange(0, TILE.height, layout=ROW) + zero < item.queries * HEADS.group
+    _copy_rows(in_tile[:, None], buffers.rows, q_base, offset, LAYOUT)
+
+
+@jit
+def copy_first_blocks(
+    stream, last, buffers, CACHE: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Start copying an item's first blocks of K and V, and the page ids of the blocks behind them.
+
+    `last` is where the segment's last block begins. Returns [tokens] the positions of the first
+    block of unknown offsets.
+    """
+    ROW: gl.constexpr = LAYOUT.copy_row
+    BLOCK_N: gl.constexpr = TILE.block_tokens
+    KNOWN: gl.constexpr = LAYOUT.known
+    PAGES: gl.constexpr = LAYOUT.pages
+    for ahead in gl.static_range(TILE.lookahead + 1):
+        if ahead > 0:
+            offset = read_rows(buffers.v_known.index(ahead - 1), ROW, LAYOUT)
+            v = buffers.v.index(ahead - 1)
+            _copy_rows(stream.filled > ahead - 1, v, stream.v_base, offset, LAYOUT)
+        offset = read_rows(buffers.k_known.index(ahead), ROW, LAYOUT)
+        k = buffers.k.index(ahead)
+        _copy_rows(stream.filled > ahead, k, stream.k_base, offset, LAYOUT)
+        if ahead == 0:  # nobody needs these page ids before V of the first block
+            behind = gl.arange(0, PAGES // 2 * BLOCK_N, layout=LAYOUT.each)
+            position = last - KNOWN * BLOCK_N - behind // BLOCK_N * BLOCK_N
+            position += row_of_place(behind % BLOCK_N, BLOCK_N, LAYOUT)
+            pages = in_one_row(buffers.pages, LAYOUT)
+            pages = pages.slice(KNOWN % PAGES * BLOCK_N, PAGES // 2 * BLOCK_N)
+            _copy_pages(pages, stream, position, CACHE.page_size)
+    position = last - KNOWN * BLOCK_N
+    return position + row_of_place(gl.arange(0, BLOCK_N, layout=LAYOUT.each), BLOCK_N, LAYOUT)
+
+
+@jit
+def copy_next_blocks(
+    step, now, position, stream, buffers, CACHE: gl.constexpr, TILE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Start copying one more block of V and of K, and learn where the tokens of a later one lie.
+
+    `step` counts the item's blocks, and `now` is the slot of the block that is multiplied. The new
+    V replaces the V block before it, the new K its K. `position` [tokens] is where the block of
+    unknown offsets lies; returned is the position of the block behind it.
+    """
+    ROW: gl.constexpr = LAYOUT.copy_row
+    KNOWN: gl.constexpr = LAYOUT.known
+    PAGES: gl.constexpr = LAYOUT.pages
+    before = gl.where(now == 0, LAYOUT.slots - 1, now - 1)
+    v_block, k_block = step + TILE.lookahead, step + TILE.lookahead + 1
+    v_offset = read_rows(buffers.v_known.index(v_block % KNOWN), ROW, LAYOUT)
+    k_offset = read_rows(buffers.k_known.index(k_block % KNOWN), ROW, LAYOUT)
+    page = buffers.pages.index((step + KNOWN) % PAGES).load(LAYOUT.each).to(gl.int32)
+    at = step % KNOWN
+    _know(buffers.k_known.index(at), buffers.v_known.index(at), page, position, CACHE)
+    behind = PAGES // 2 * TILE.block_tokens
+    pages = buffers.pages.index((step + KNOWN + PAGES // 2) % PAGES)
+    _copy_pages(pages, stream, position - behind, CACHE.page_size)
+    v, k = buffers.v.index(before), buffers.k.index(now)
+    _copy_rows(stream.filled > v_block, v, stream.v_base, v_offset, LAYOUT)
+    _copy_rows(stream.filled > k_block, k, stream.k_base, k_offset, LAYOUT)
+    return position - TILE.block_tokens

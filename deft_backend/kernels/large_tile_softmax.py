@@ -84,16 +84,16 @@ def add_rescaled(total, rescale, added):
 
 
 @jit
-def masked(scores, tokens, ROWS: gl.constexpr, COLUMNS: gl.constexpr, SCORES: gl.constexpr):
+def masked(scores, tokens, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
     """Scores with -inf in the columns from `tokens` on.
 
     By groups of eight columns, which every thread has some of: the groups' numbers are constants.
     """
     groups = gl.reshape(scores, [ROWS, COLUMNS // 8, 8])
-    LAYOUT: gl.constexpr = groups.type.layout
-    group = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-    column = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    GROUPS: gl.constexpr = groups.type.layout
+    group = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, GROUPS)))
+    column = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, GROUPS)))
     left = gl.expand_dims(gl.expand_dims(tokens - group * 8, 0), 2)
     blocks = gl.expand_dims(gl.expand_dims(column, 0), 1) < left
     groups = gl.where(blocks, groups, float("-inf"))
-    return gl.convert_layout(gl.reshape(groups, [ROWS, COLUMNS]), SCORES)
+    return gl.convert_layout(gl.reshape(groups, [ROWS, COLUMNS]), LAYOUT.scores)

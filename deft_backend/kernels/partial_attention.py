@@ -28,19 +28,69 @@ different tile shapes do not depend on one another and overlap: each lets the ne
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton.language as tl
 from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deft_backend.kernels.plain_parts import capped, load_queries, write_results
+from deft_backend.kernels.arguments import Scaling, Strides, Tensors
+from deft_backend.kernels.plain_parts import (
+    Online,
+    capped,
+    kv_offsets,
+    load_queries,
+    write_results,
+)
 from deft_backend.planner import encoding_constants
+from deft_backend.planner.device_plan import ItemArrays
+
+
+class Item(NamedTuple):
+    """What the plan says of an item."""
+
+    entry: Any
+    """Its first entry."""
+    queries: Any
+    first_segment: Any
+    segments: Any
+
+
+class Segment(NamedTuple):
+    """The KV range that every query of the tile attends to; empty if there is none."""
+
+    table: Any
+    """Its row of the page table."""
+    start: Any
+    length: Any
+
+
+class Rest(NamedTuple):
+    """The tokens that are left to the loop with masks, by segment: [S] numbers.
+
+    Positions count through these tokens, from 0.
+    """
+
+    first_segment: Any
+    offset: Any
+    """Position of each segment's first token."""
+    code: Any
+    """The segment's number above SHIFT_BITS bits, which hold its shift: what to add to a position
+    for the token's position in its request. Codes grow with the segment's number."""
+    tokens: Any
+    """How many they are in all segments: a scalar."""
+
+
+SHIFT_BITS = tl.constexpr(26)
+"""Bits of a code that hold a segment's shift."""
 
 
 @jit
-def _attend(
-    q, k, v, acc, maximum, total, allowed, scaling, MASKED: tl.constexpr, MODE: tl.constexpr
-):
-    """One block of the online softmax."""
+def _attend(online, q, k, v, allowed, scaling, MASKED: tl.constexpr, MODE: tl.constexpr):
+    """The softmax with one more block: q [M, D], k and v [N, D].
+
+    If MASKED, query vector m attends to token n where ``allowed[m, n]``.
+    """
     if MODE.upcast:  # what a tensor core does with the operands; the interpreter cannot
         k = k.to(tl.float32)
         v = v.to(tl.float32)
@@ -48,44 +98,128 @@ def _attend(
     scores, factor = capped(scores, scaling, MODE.soft_cap)
     if MASKED:
         scores = tl.where(allowed, scores, float("-inf"))
-    # A warpgroup's threads hold pairs of columns, eight apart: reduced in several short chains,
-    # not in one that is as long as a thread's columns are many.
+    # The threads of a warpgroup hold pairs of columns, eight apart. Several short chains of
+    # operations take less time than one chain over all columns of a thread.
     M: tl.constexpr = scores.shape[0]
     CHAINS: tl.constexpr = scores.shape[1] // 16
     chains = tl.reshape(scores, [M, 2, CHAINS, 8])
     chains = tl.reshape(tl.reduce(chains, 2, tl.standard._elementwise_max), [M, 16])
     highest = tl.reduce(chains, 1, tl.standard._elementwise_max) * factor
-    new_maximum = tl.maximum(maximum, highest)
+    maximum = tl.maximum(online.maximum, highest)
     if MASKED:
         # A row that has seen no token yet keeps its maximum at -inf: avoid -inf - -inf.
-        reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        reference = tl.where(maximum == float("-inf"), 0.0, maximum)
     else:
-        reference = new_maximum
+        reference = maximum
     weights = tl.exp2(scores * factor - reference[:, None])
-    rescale = tl.exp2(maximum - reference)
+    rescale = tl.exp2(online.maximum - reference)
     chains = tl.reshape(weights, [M, 2, CHAINS, 8])
     chains = tl.reshape(tl.reduce(chains, 2, tl.standard._sum_combine), [M, 16])
-    total = total * rescale + tl.reduce(chains, 1, tl.standard._sum_combine)
-    acc = acc * rescale[:, None]
+    total = online.total * rescale + tl.reduce(chains, 1, tl.standard._sum_combine)
+    acc = online.acc * rescale[:, None]
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=MODE.precision)
-    return acc, new_maximum, total
+    return Online(acc, maximum, total)
 
 
 @jit
-def _locate(
-    position, total, offset, code, first_segment, tensors, plan, strides, CACHE: tl.constexpr,
-    SHIFT: tl.constexpr,
-):  # fmt: skip
-    """Page, token in the page and query span of [N] positions of an item.
+def _read_item(number, plan, TILE: tl.constexpr):
+    if TILE.block_segments > 1:
+        first_segment = tl.load(plan.item_segment_ptr + number)
+        segments = tl.load(plan.item_segment_ptr + number + 1) - first_segment
+    else:  # each item of this tile shape, and of those before it in the plan, has one segment
+        first_segment = number
+        segments = 1
+    entry = tl.load(plan.item_query_ptr + number)
+    queries = tl.load(plan.item_query_ptr + number + 1) - entry
+    return Item(entry, queries, first_segment, segments)
 
-    Positions count through the item's segments. `code` grows with the segment, so that the segment
-    of a position is a maximum: the segment's number above SHIFT bits of its shift.
+
+@jit
+def _first_segment(item, tensors, plan, strides, CACHE: tl.constexpr, TILE: tl.constexpr):
+    """The item's first segment, if every query attends to it."""
+    request = tl.load(plan.segment_request + item.first_segment)
+    start = tl.load(plan.segment_start + item.first_segment)
+    stop = tl.load(plan.segment_end + item.first_segment)
+    if stop < 0:  # open: it ends where its request's sequence ends now
+        stop = tl.load(tensors.seq_lens + request).to(tl.int32)
+    listed = item.first_segment if CACHE.table_by_segment else request
+    table_row = tl.load(tensors.table_rows + listed).to(tl.int64)
+    table = tensors.page_table + table_row * strides.table
+    length = tl.maximum(stop - start, 0)
+    if TILE.block_segments > 1:
+        SPAN_SHIFT: tl.constexpr = encoding_constants.SPAN_SHIFT.value
+        if tl.load(plan.segment_span + item.first_segment) != item.queries << SPAN_SHIFT:
+            length = 0
+    return Segment(table, start, length)
+
+
+@jit
+def _attend_whole(
+    online, q, segment, k_head, v_head, scaling, HEADS: tl.constexpr, CACHE: tl.constexpr,
+    TILE: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """The softmax with a segment that every query attends to: whole blocks, then the last tokens.
+
+    The page ids of the block that is loaded next are in registers: so the loads of K and V, which
+    the compiler pipelines, depend on no other load.
     """
-    inside = position < total
-    started = position[:, None] >= offset[None, :]
-    found = tl.reduce(tl.where(started, code[None, :], 0), 1, tl.standard._elementwise_max)
-    token = position + (found & ((1 << SHIFT) - 1)) - (1 << (SHIFT - 1))
-    segment = first_segment + (found >> SHIFT)
+    offs_n = tl.arange(0, TILE.block_tokens)
+    offs_d = tl.arange(0, HEADS.padded_dim)[None, :]
+    in_head = offs_d < HEADS.dim
+    table, start, length = segment.table, segment.start, segment.length
+    done = length // TILE.block_tokens * TILE.block_tokens
+    page = tl.load(table + (start + offs_n) // CACHE.page_size, mask=offs_n < length, other=0)
+    for begin in range(0, done, TILE.block_tokens):
+        k_offset, v_offset = kv_offsets(page, start + begin + offs_n, CACHE)
+        k = tl.load(k_head + k_offset[:, None] + offs_d, mask=in_head, other=0.0)
+        v = tl.load(v_head + v_offset[:, None] + offs_d, mask=in_head, other=0.0)
+        ahead = begin + TILE.block_tokens + offs_n
+        page = tl.load(table + (start + ahead) // CACHE.page_size, mask=ahead < length, other=0)
+        online = _attend(online, q, k, v, True, scaling, False, MODE)
+    if done < length:  # its last tokens; `page` holds their pages
+        inside = offs_n < length - done
+        k_offset, v_offset = kv_offsets(page, start + done + offs_n, CACHE)
+        present = inside[:, None] & in_head
+        k = tl.load(k_head + k_offset[:, None] + offs_d, mask=present, other=0.0)
+        v = tl.load(v_head + v_offset[:, None] + offs_d, mask=present, other=0.0)
+        online = _attend(online, q, k, v, inside[None, :], scaling, True, MODE)
+    return online
+
+
+@jit
+def _rest_of(item, done, tensors, plan, TILE: tl.constexpr):
+    """The tokens of an item behind the first `done` tokens of its first segment."""
+    SHIFT: tl.constexpr = SHIFT_BITS.value
+    offs_s = tl.arange(0, TILE.block_segments)
+    present = offs_s < item.segments
+    segment = item.first_segment + offs_s
+    request = tl.load(plan.segment_request + segment, mask=present, other=0)
+    start = tl.load(plan.segment_start + segment, mask=present, other=0)
+    stop = tl.load(plan.segment_end + segment, mask=present, other=0)
+    length = tl.load(tensors.seq_lens + request, mask=present & (stop < 0), other=0)
+    stop = tl.where(stop < 0, length.to(tl.int32), stop)
+    start += tl.where(offs_s == 0, done, 0)
+    tokens = tl.maximum(stop - start, 0)
+    offset = tl.associative_scan(tokens, 0, tl.standard._sum_combine)
+    remaining = tl.reduce(tokens, 0, tl.standard._sum_combine)
+    offset -= tokens
+    code = (offs_s << SHIFT) + (start - offset + (1 << (SHIFT - 1)))
+    offset = tl.where(present, offset, remaining)
+    return Rest(item.first_segment, offset, code, remaining)
+
+
+@jit
+def _locate(position, rest, tensors, plan, strides, CACHE: tl.constexpr):
+    """Page, position in the request, and span of [N] positions among an item's remaining tokens.
+
+    The segment of a position is the last one that has started: the maximum of their codes.
+    """
+    SHIFT: tl.constexpr = SHIFT_BITS.value
+    inside = position < rest.tokens
+    started = position[:, None] >= rest.offset[None, :]
+    code = tl.reduce(tl.where(started, rest.code[None, :], 0), 1, tl.standard._elementwise_max)
+    token = position + (code & ((1 << SHIFT) - 1)) - (1 << (SHIFT - 1))
+    segment = rest.first_segment + (code >> SHIFT)
     span = tl.load(plan.segment_span + segment, mask=inside, other=0)
     listed = segment
     if not CACHE.table_by_segment:
@@ -93,135 +227,87 @@ def _locate(
     table_row = tl.load(tensors.table_rows + listed, mask=inside, other=0)
     entry = tensors.page_table + table_row.to(tl.int64) * strides.table + token // CACHE.page_size
     page = tl.load(entry, mask=inside, other=0)
-    return page, token % CACHE.page_size, span
+    return page, token, span
+
+
+@jit
+def _attend_rest(
+    online, q, rest, k_head, v_head, query_of_row, tensors, plan, scaling, strides,
+    HEADS: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """The softmax with an item's remaining tokens, each for the queries in its segment's span."""
+    SPAN_SHIFT: tl.constexpr = encoding_constants.SPAN_SHIFT.value
+    SPAN_MASK: tl.constexpr = encoding_constants.SPAN_MASK.value
+    offs_n = tl.arange(0, TILE.block_tokens)
+    offs_d = tl.arange(0, HEADS.padded_dim)[None, :]
+    in_head = offs_d < HEADS.dim
+    page, token, span = _locate(offs_n, rest, tensors, plan, strides, CACHE)
+    for begin in range(0, rest.tokens, TILE.block_tokens):
+        k_offset, v_offset = kv_offsets(page, token, CACHE)
+        present = (begin + offs_n < rest.tokens)[:, None] & in_head
+        k = tl.load(k_head + k_offset[:, None] + offs_d, mask=present, other=0.0)
+        v = tl.load(v_head + v_offset[:, None] + offs_d, mask=present, other=0.0)
+        # Tokens outside the item have span 0: no row attends to them.
+        allowed = (query_of_row[:, None] >= (span & SPAN_MASK)[None, :]) & (
+            query_of_row[:, None] < (span >> SPAN_SHIFT)[None, :]
+        )
+        ahead = begin + TILE.block_tokens + offs_n
+        page, token, span = _locate(ahead, rest, tensors, plan, strides, CACHE)
+        online = _attend(online, q, k, v, allowed, scaling, True, MODE)
+    return online
 
 
 @jit
 def partial_attention(
-    tensors, plan, scaling, strides, HEADS: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr,
+    tensors: Tensors,
+    plan: ItemArrays,
+    scaling: Scaling,
+    strides: Strides,
+    HEADS: tl.constexpr,
+    CACHE: tl.constexpr,
+    TILE: tl.constexpr,
     MODE: tl.constexpr,
-):  # fmt: skip
-    # Bits that hold a segment's shift from positions in the item to positions in its row.
-    SHIFT: tl.constexpr = 26
-    SPAN_SHIFT: tl.constexpr = encoding_constants.SPAN_SHIFT.value
-    SPAN_MASK: tl.constexpr = encoding_constants.SPAN_MASK.value
+):
     if MODE.overlapped:
         gdc_launch_dependents()
 
     first_item = tl.load(plan.tile_ptr + TILE.place)
     work_end = tl.load(plan.tile_ptr + TILE.place + 1) * HEADS.num_kv
-
     offs_m = tl.arange(0, TILE.height)
-    offs_n = tl.arange(0, TILE.block_tokens)
-    offs_s = tl.arange(0, TILE.block_segments)
-    offs_d = tl.arange(0, HEADS.padded_dim)[None, :]
-    in_head = offs_d < HEADS.dim
     query_of_row = offs_m // HEADS.group
     head_of_row = offs_m % HEADS.group
 
     for work in range(first_item * HEADS.num_kv + tl.program_id(0), work_end, tl.num_programs(0)):
         # KV heads of one item are neighbours: they read the same page-table entries.
-        item = work // HEADS.num_kv
         kv_head = work % HEADS.num_kv
-        if TILE.block_segments > 1:
-            first_segment = tl.load(plan.item_segment_ptr + item)
-            num_segments = tl.load(plan.item_segment_ptr + item + 1) - first_segment
-        else:  # every item of this shape, and of the shapes before it, has one
-            first_segment = item
-            num_segments = 1
-        entry = tl.load(plan.item_query_ptr + item)
-        num_queries = tl.load(plan.item_query_ptr + item + 1) - entry
-        in_tile = query_of_row < num_queries
-        query = tl.load(plan.entry_query + entry + query_of_row, mask=in_tile, other=0)
         head = kv_head * HEADS.group + head_of_row
-
+        item = _read_item(work // HEADS.num_kv, plan, TILE)
+        in_tile = query_of_row < item.queries
+        query = tl.load(plan.entry_query + item.entry + query_of_row, mask=in_tile, other=0)
         q = load_queries(tensors, strides, query, head, in_tile, HEADS, MODE.upcast)
-        maximum = tl.full([TILE.height], float("-inf"), tl.float32)
-        total = tl.full([TILE.height], 0.0, tl.float32)
-        acc = tl.full([TILE.height, HEADS.padded_dim], 0.0, tl.float32)
+        online = Online(
+            tl.full([TILE.height, HEADS.padded_dim], 0.0, tl.float32),
+            tl.full([TILE.height], float("-inf"), tl.float32),
+            tl.full([TILE.height], 0.0, tl.float32),
+        )
         k_head = tensors.k + kv_head.to(tl.int64) * CACHE.k_head
         v_head = tensors.v + kv_head.to(tl.int64) * CACHE.v_head
 
-        # The item's first segment, if every query attends to it.
-        row = tl.load(plan.segment_request + first_segment)
-        start = tl.load(plan.segment_start + first_segment)
-        stop = tl.load(plan.segment_end + first_segment)
-        if stop < 0:  # open: it ends where its row's sequence ends now
-            stop = tl.load(tensors.seq_lens + row).to(tl.int32)
-        listed = first_segment if CACHE.table_by_segment else row
-        table_row = tl.load(tensors.table_rows + listed).to(tl.int64)
-        table = tensors.page_table + table_row * strides.table
-        length = tl.maximum(stop - start, 0)
+        segment = _first_segment(item, tensors, plan, strides, CACHE, TILE)
+        online = _attend_whole(
+            online, q, segment, k_head, v_head, scaling, HEADS, CACHE, TILE, MODE
+        )
         if TILE.block_segments > 1:
-            if tl.load(plan.segment_span + first_segment) != num_queries << SPAN_SHIFT:
-                length = 0
-        done = length // TILE.block_tokens * TILE.block_tokens
-        ahead = start + offs_n
-        page = tl.load(table + ahead // CACHE.page_size, mask=offs_n < length, other=0)
-        for begin in range(0, done, TILE.block_tokens):
-            in_page = (start + begin + offs_n) % CACHE.page_size
-            k_offset = page.to(tl.int64) * CACHE.k_page + in_page * CACHE.k_token
-            v_offset = page.to(tl.int64) * CACHE.v_page + in_page * CACHE.v_token
-            k = tl.load(k_head + k_offset[:, None] + offs_d, mask=in_head, other=0.0)
-            v = tl.load(v_head + v_offset[:, None] + offs_d, mask=in_head, other=0.0)
-            ahead = begin + TILE.block_tokens + offs_n
-            page = tl.load(table + (start + ahead) // CACHE.page_size, mask=ahead < length, other=0)
-            acc, maximum, total = _attend(q, k, v, acc, maximum, total, True, scaling, False, MODE)
-        if done < length:  # its last tokens; `page` holds their pages
-            inside = offs_n < length - done
-            in_page = (start + done + offs_n) % CACHE.page_size
-            k_offset = page.to(tl.int64) * CACHE.k_page + in_page * CACHE.k_token
-            v_offset = page.to(tl.int64) * CACHE.v_page + in_page * CACHE.v_token
-            present = inside[:, None] & in_head
-            k = tl.load(k_head + k_offset[:, None] + offs_d, mask=present, other=0.0)
-            v = tl.load(v_head + v_offset[:, None] + offs_d, mask=present, other=0.0)
-            acc, maximum, total = _attend(
-                q, k, v, acc, maximum, total, inside[None, :], scaling, True, MODE
-            )
-
-        if TILE.block_segments > 1:
-            present = offs_s < num_segments
-            segment = first_segment + offs_s
-            row_of = tl.load(plan.segment_request + segment, mask=present, other=0)
-            start_of = tl.load(plan.segment_start + segment, mask=present, other=0)
-            stop_of = tl.load(plan.segment_end + segment, mask=present, other=0)
-            length_of = tl.load(tensors.seq_lens + row_of, mask=present & (stop_of < 0), other=0)
-            stop_of = tl.where(stop_of < 0, length_of.to(tl.int32), stop_of)
-            start_of += tl.where(offs_s == 0, length, 0)
-            tokens = tl.maximum(stop_of - start_of, 0)
-            offset = tl.associative_scan(tokens, 0, tl.standard._sum_combine)
-            remaining = tl.reduce(tokens, 0, tl.standard._sum_combine)
-            offset -= tokens
-            code = (offs_s << SHIFT) + (start_of - offset + (1 << (SHIFT - 1)))
-            offset = tl.where(present, offset, remaining)
-
-            page, in_page, span = _locate(
-                offs_n, remaining, offset, code, first_segment, tensors, plan, strides, CACHE,
-                SHIFT,
+            rest = _rest_of(item, segment.length, tensors, plan, TILE)
+            online = _attend_rest(
+                online, q, rest, k_head, v_head, query_of_row, tensors, plan, scaling, strides,
+                HEADS, CACHE, TILE, MODE,
             )  # fmt: skip
-            for begin in range(0, remaining, TILE.block_tokens):
-                inside = begin + offs_n < remaining
-                k_offset = page.to(tl.int64) * CACHE.k_page + in_page * CACHE.k_token
-                v_offset = page.to(tl.int64) * CACHE.v_page + in_page * CACHE.v_token
-                load_mask = inside[:, None] & in_head
-                k = tl.load(k_head + k_offset[:, None] + offs_d, mask=load_mask, other=0.0)
-                v = tl.load(v_head + v_offset[:, None] + offs_d, mask=load_mask, other=0.0)
-                # Tokens outside the item have span 0: no row attends to them.
-                allowed = (query_of_row[:, None] >= (span & SPAN_MASK)[None, :]) & (
-                    query_of_row[:, None] < (span >> SPAN_SHIFT)[None, :]
-                )
-                page, in_page, span = _locate(
-                    begin + TILE.block_tokens + offs_n, remaining, offset, code, first_segment,
-                    tensors, plan, strides, CACHE, SHIFT,
-                )  # fmt: skip
-                acc, maximum, total = _attend(
-                    q, k, v, acc, maximum, total, allowed, scaling, True, MODE
-                )
 
-        # Read again rather than held in registers through the loops.
-        query = tl.load(plan.entry_query + entry + query_of_row, mask=in_tile, other=0)
-        slot = tl.load(plan.entry_slot + entry + query_of_row, mask=in_tile, other=0)
-        write_results(acc, maximum, total, query, slot, head, in_tile, tensors, strides, HEADS)
+        # Read again: held in registers through the loops, they would cost more.
+        query = tl.load(plan.entry_query + item.entry + query_of_row, mask=in_tile, other=0)
+        slot = tl.load(plan.entry_slot + item.entry + query_of_row, mask=in_tile, other=0)
+        write_results(online, query, slot, head, in_tile, tensors, strides, HEADS)
 
     if MODE.overlapped:
         gdc_wait()

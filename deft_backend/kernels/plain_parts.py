@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton.language as tl
 from triton import jit
+
+
+class Online(NamedTuple):
+    """The softmax of an item's tokens so far, for M query vectors."""
+
+    acc: Any
+    """Sums of values, weighted by ``2^(score - maximum)``: [M, D], or transposed."""
+    maximum: Any
+    """[M]: largest scores, in base 2."""
+    total: Any
+    """[M]: sums of weights."""
 
 
 @jit
@@ -38,14 +51,21 @@ def load_queries(tensors, strides, query, head, in_tile, HEADS: tl.constexpr, UP
 
 
 @jit
-def write_results(
-    acc, maximum, total, query, slot, head, in_tile, tensors, strides, HEADS: tl.constexpr
-):
+def kv_offsets(page, position, CACHE: tl.constexpr):
+    """Offsets of tokens in the caches of K and V, in elements."""
+    in_page = position % CACHE.page_size
+    page = page.to(tl.int64)
+    k_offset = page * CACHE.k_page + in_page * CACHE.k_token
+    return k_offset, page * CACHE.v_page + in_page * CACHE.v_token
+
+
+@jit
+def write_results(online, query, slot, head, in_tile, tensors, strides, HEADS: tl.constexpr):
     """Write each query vector's output, or its partial result to its slot.
 
-    `acc` [M, D] is the sum of values, weighted by ``2^(score - maximum)``; `total` [M] is the sum
-    of these weights. An empty range contributes nothing: O = 0, LSE = -inf.
+    `online.acc` is [M, D]. An empty range contributes nothing: O = 0, LSE = -inf.
     """
+    acc, maximum, total = online.acc, online.maximum, online.total
     offs_d = tl.arange(0, HEADS.padded_dim)[None, :]
     in_head = offs_d < HEADS.dim
     safe_total = tl.where(total > 0.0, total, 1.0)

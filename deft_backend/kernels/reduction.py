@@ -12,12 +12,15 @@ import triton.language as tl
 from triton import jit
 from triton.language.extra.cuda import gdc_wait
 
+from deft_backend.kernels.arguments import Partials
+from deft_backend.planner.device_plan import ReduceArrays
+
 
 @jit
 def reduce_partials(
-    partial,
+    partial: Partials,
     out_ptr,
-    plan,
+    plan: ReduceArrays,
     stride_out_batch,
     stride_out_head,
     NUM_HEADS: tl.constexpr,

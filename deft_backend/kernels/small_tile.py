@@ -18,17 +18,66 @@ the query's output, and stage 2 has nothing to do for that query.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton.language as tl
 from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deft_backend.kernels.plain_parts import capped, load_queries, write_results
+from deft_backend.kernels.arguments import Scaling, Strides, Tensors
+from deft_backend.kernels.plain_parts import (
+    Online,
+    capped,
+    kv_offsets,
+    load_queries,
+    write_results,
+)
 from deft_backend.planner import encoding_constants
+from deft_backend.planner.device_plan import ItemArrays
+
+
+class Item(NamedTuple):
+    """First link of the chain of loads: what the plan says of an item."""
+
+    entry: Any
+    """Its first entry, and the one after its last."""
+    entry_end: Any
+    request: Any
+    start: Any
+    stop: Any
+
+
+class Row(NamedTuple):
+    """Second link: the sequence length of the item's request, and its row of the page table."""
+
+    length: Any
+    table_row: Any
 
 
 @jit
-def _attend(q, k, v, acc, maximum, total, inside, scaling, MODE: tl.constexpr):
-    """One block of the online softmax: k is [N, D], v [D, N], acc [D, M]; never empty."""
+def _read_item(work, work_end, plan, HEADS: tl.constexpr):
+    """Without an item, an empty one."""
+    number = work // HEADS.num_kv  # of the item and of its only segment
+    there = work < work_end
+    entry = tl.load(plan.item_query_ptr + number, mask=there, other=0)
+    entry_end = tl.load(plan.item_query_ptr + number + 1, mask=there, other=0)
+    request = tl.load(plan.segment_request + number, mask=there, other=0)
+    start = tl.load(plan.segment_start + number, mask=there, other=0)
+    stop = tl.load(plan.segment_end + number, mask=there, other=0)
+    return Item(entry, entry_end, request, start, stop)
+
+
+@jit
+def _read_row(work, work_end, item, tensors, HEADS: tl.constexpr, CACHE: tl.constexpr):
+    length = tl.load(tensors.seq_lens + item.request).to(tl.int32)
+    listed = work // HEADS.num_kv if CACHE.table_by_segment else item.request
+    table_row = tl.load(tensors.table_rows + listed, mask=work < work_end, other=0)
+    return Row(length, table_row.to(tl.int64))
+
+
+@jit
+def _attend(online, q, k, v, inside, scaling, MODE: tl.constexpr):
+    """The softmax with one more block, which is never empty: q [M, D], k [N, D], v [D, N]."""
     if MODE.upcast:  # what a tensor core does with the operands; the interpreter cannot
         k = k.to(tl.float32)
         v = v.to(tl.float32)
@@ -36,43 +85,86 @@ def _attend(q, k, v, acc, maximum, total, inside, scaling, MODE: tl.constexpr):
     scores, factor = capped(scores, scaling, MODE.soft_cap)
     scores = tl.where(inside[:, None], scores, float("-inf"))
     highest = tl.reduce(scores, 0, tl.standard._elementwise_max) * factor
-    new_maximum = tl.maximum(maximum, highest)
-    weights = tl.exp2(scores * factor - new_maximum[None, :])
-    rescale = tl.exp2(maximum - new_maximum)
-    total = total * rescale + tl.reduce(weights, 0, tl.standard._sum_combine)
-    acc = acc * rescale[None, :]
+    maximum = tl.maximum(online.maximum, highest)
+    weights = tl.exp2(scores * factor - maximum[None, :])
+    rescale = tl.exp2(online.maximum - maximum)
+    total = online.total * rescale + tl.reduce(weights, 0, tl.standard._sum_combine)
+    acc = online.acc * rescale[None, :]
     acc = tl.dot(v, weights.to(v.dtype), acc, input_precision=MODE.precision)
-    return acc, new_maximum, total
+    return Online(acc, maximum, total)
 
 
 @jit
-def _read_item(work, work_end, plan, HEADS: tl.constexpr):
-    """First link of the chain: entries, row, start and end. Of no item: those of an empty one."""
-    item = work // HEADS.num_kv  # item and segment are one: see TILE_SEGMENTS
-    there = work < work_end
-    entry = tl.load(plan.item_query_ptr + item, mask=there, other=0)
-    entry_end = tl.load(plan.item_query_ptr + item + 1, mask=there, other=0)
-    row = tl.load(plan.segment_request + item, mask=there, other=0)
-    start = tl.load(plan.segment_start + item, mask=there, other=0)
-    stop = tl.load(plan.segment_end + item, mask=there, other=0)
-    return entry, entry_end, row, start, stop
+def _attend_range(
+    q, page, table, start, length, kv_head, tensors, scaling, HEADS: tl.constexpr,
+    CACHE: tl.constexpr, TILE: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """The softmax of a KV range; `page` [N] are the page ids of its first block.
+
+    The page ids of the block that is loaded next are in registers.
+    """
+    offs_n = tl.arange(0, TILE.block_tokens)
+    offs_d = tl.arange(0, HEADS.padded_dim)[None, :]
+    in_head = offs_d < HEADS.dim
+    online = Online(
+        tl.full([HEADS.padded_dim, TILE.height], 0.0, tl.float32),
+        tl.full([TILE.height], float("-inf"), tl.float32),
+        tl.full([TILE.height], 0.0, tl.float32),
+    )
+    k_head = tensors.k + kv_head.to(tl.int64) * CACHE.k_head
+    v_head = tensors.v + kv_head.to(tl.int64) * CACHE.v_head
+    for begin in range(0, length, TILE.block_tokens):
+        inside = offs_n < length - begin
+        k_offset, v_offset = kv_offsets(page, start + begin + offs_n, CACHE)
+        k = tl.load(k_head + k_offset[:, None] + offs_d, mask=inside[:, None] & in_head, other=0.0)
+        v = tl.load(
+            v_head + v_offset[None, :] + tl.trans(offs_d),
+            mask=inside[None, :] & tl.trans(in_head),
+            other=0.0,
+        )
+        ahead = begin + TILE.block_tokens + offs_n
+        page = tl.load(table + (start + ahead) // CACHE.page_size, mask=ahead < length, other=0)
+        online = _attend(online, q, k, v, inside, scaling, MODE)
+    return Online(tl.trans(online.acc), online.maximum, online.total)
 
 
 @jit
-def _read_row(work, work_end, row, tensors, HEADS: tl.constexpr, CACHE: tl.constexpr):
-    """Second link: tokens of the row's sequence, and its row of the page table."""
-    length = tl.load(tensors.seq_lens + row).to(tl.int32)
-    listed = work // HEADS.num_kv if CACHE.table_by_segment else row
-    table = tl.load(tensors.table_rows + listed, mask=work < work_end, other=0)
-    return length, table.to(tl.int64)
+def _merge(online, merged, first_slot, head, in_tile, tensors, HEADS: tl.constexpr):
+    """The softmax with the partial results of `merged` neighbouring slots (DeFT, equation 1)."""
+    offs_d = tl.arange(0, HEADS.padded_dim)[None, :]
+    acc, maximum, total = online.acc, online.maximum, online.total
+    for part in range(0, merged):
+        at = (first_slot + part) * (HEADS.num_kv * HEADS.group) + head
+        lse = tl.load(tensors.partial.lse + at, mask=in_tile, other=float("-inf"))
+        scale = tl.load(tensors.partial.scale + at, mask=in_tile, other=0.0)
+        out = tl.load(
+            tensors.partial.out + at[:, None] * HEADS.dim + offs_d,
+            mask=in_tile[:, None] & (offs_d < HEADS.dim),
+            other=0.0,
+        )
+        new_maximum = tl.maximum(maximum, lse)
+        # Empty ranges have LSE = -inf and weigh nothing: avoid -inf - -inf.
+        reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        rescale = tl.exp2(maximum - reference)
+        weight = tl.exp2(lse - reference)
+        total = total * rescale + weight
+        acc = acc * rescale[:, None]
+        acc += out.to(tl.float32) * (weight * scale)[:, None]
+        maximum = new_maximum
+    return Online(acc, maximum, total)
 
 
 @jit
 def small_tile_attention(
-    tensors, plan, scaling, strides, HEADS: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr,
+    tensors: Tensors,
+    plan: ItemArrays,
+    scaling: Scaling,
+    strides: Strides,
+    HEADS: tl.constexpr,
+    CACHE: tl.constexpr,
+    TILE: tl.constexpr,
     MODE: tl.constexpr,
-):  # fmt: skip
-    NUM_HEADS: tl.constexpr = HEADS.num_kv * HEADS.group
+):
     MERGES: tl.constexpr = encoding_constants.MERGES.value
     if MODE.overlapped:
         gdc_launch_dependents()
@@ -80,99 +172,48 @@ def small_tile_attention(
     work_end = tl.load(plan.tile_ptr + TILE.place + 1) * HEADS.num_kv
     first_work = tl.load(plan.tile_ptr + TILE.place) * HEADS.num_kv + tl.program_id(0)
     step = tl.num_programs(0)
-
     offs_m = tl.arange(0, TILE.height)
     offs_n = tl.arange(0, TILE.block_tokens)
-    offs_d = tl.arange(0, HEADS.padded_dim)[None, :]
-    in_head = offs_d < HEADS.dim
     query_of_row = offs_m // HEADS.group
     head_of_row = offs_m % HEADS.group
 
-    entry, entry_end, row, start, stop = _read_item(first_work, work_end, plan, HEADS)
-    next_entry, next_entry_end, next_row, next_start, next_stop = _read_item(
-        first_work + step, work_end, plan, HEADS
-    )
-    row_length, table_row = _read_row(first_work, work_end, row, tensors, HEADS, CACHE)
+    item = _read_item(first_work, work_end, plan, HEADS)
+    next_item = _read_item(first_work + step, work_end, plan, HEADS)
+    row = _read_row(first_work, work_end, item, tensors, HEADS, CACHE)
 
     for work in range(first_work, work_end, step):
         # KV heads of one item are neighbours: they read the same page-table entries.
         kv_head = work % HEADS.num_kv
         head = kv_head * HEADS.group + head_of_row
-        in_tile = query_of_row < entry_end - entry
-        table = tensors.page_table + table_row * strides.table
-        # An open range ends where its row's sequence ends now.
-        length = tl.maximum(tl.where(stop < 0, row_length, stop) - start, 0)
+        in_tile = query_of_row < item.entry_end - item.entry
+        table = tensors.page_table + row.table_row * strides.table
+        start = item.start
+        # An open range ends where its request's sequence ends now.
+        length = tl.maximum(tl.where(item.stop < 0, row.length, item.stop) - start, 0)
         page = tl.load(table + (start + offs_n) // CACHE.page_size, mask=offs_n < length, other=0)
-        query = tl.load(plan.entry_query + entry + query_of_row, mask=in_tile, other=0)
+        query = tl.load(plan.entry_query + item.entry + query_of_row, mask=in_tile, other=0)
 
-        # The next items' links, whose addresses are here since the item before.
-        next_row_length, next_table_row = _read_row(
-            work + step, work_end, next_row, tensors, HEADS, CACHE
-        )
-        later_entry, later_entry_end, later_row, later_start, later_stop = _read_item(
-            work + 2 * step, work_end, plan, HEADS
-        )
+        # The next items' links: their addresses have been here since the item before.
+        next_row = _read_row(work + step, work_end, next_item, tensors, HEADS, CACHE)
+        later_item = _read_item(work + 2 * step, work_end, plan, HEADS)
 
         q = load_queries(tensors, strides, query, head, in_tile, HEADS, MODE.upcast)
-        maximum = tl.full([TILE.height], float("-inf"), tl.float32)
-        total = tl.full([TILE.height], 0.0, tl.float32)
-        acc = tl.full([HEADS.padded_dim, TILE.height], 0.0, tl.float32)
-        k_head = tensors.k + kv_head.to(tl.int64) * CACHE.k_head
-        v_head = tensors.v + kv_head.to(tl.int64) * CACHE.v_head
-        for begin in range(0, length, TILE.block_tokens):
-            inside = offs_n < length - begin
-            in_page = (start + begin + offs_n) % CACHE.page_size
-            k_offset = page.to(tl.int64) * CACHE.k_page + in_page * CACHE.k_token
-            v_offset = page.to(tl.int64) * CACHE.v_page + in_page * CACHE.v_token
-            k = tl.load(
-                k_head + k_offset[:, None] + offs_d, mask=inside[:, None] & in_head, other=0.0
-            )
-            v = tl.load(
-                v_head + v_offset[None, :] + tl.trans(offs_d),
-                mask=inside[None, :] & tl.trans(in_head),
-                other=0.0,
-            )
-            ahead = begin + TILE.block_tokens + offs_n
-            page = tl.load(table + (start + ahead) // CACHE.page_size, mask=ahead < length, other=0)
-            acc, maximum, total = _attend(q, k, v, acc, maximum, total, inside, scaling, MODE)
-        result = tl.trans(acc)
+        online = _attend_range(
+            q, page, table, start, length, kv_head, tensors, scaling, HEADS, CACHE, TILE, MODE
+        )
 
-        # Read again rather than held in registers through the loop.
-        query = tl.load(plan.entry_query + entry + query_of_row, mask=in_tile, other=0)
-        slot = tl.load(plan.entry_slot + entry + query_of_row, mask=in_tile, other=0)
+        # Read again: held in registers through the loop, they would cost more.
+        query = tl.load(plan.entry_query + item.entry + query_of_row, mask=in_tile, other=0)
+        slot = tl.load(plan.entry_slot + item.entry + query_of_row, mask=in_tile, other=0)
         merged = tl.load(plan.segment_span + work // HEADS.num_kv)
         if merged > 0:
             if MODE.overlapped:
                 gdc_wait()
             first_slot = MERGES - slot.to(tl.int64)
-            for part in range(0, merged):
-                at = (first_slot + part) * NUM_HEADS + head
-                part_lse = tl.load(tensors.partial.lse + at, mask=in_tile, other=float("-inf"))
-                part_scale = tl.load(tensors.partial.scale + at, mask=in_tile, other=0.0)
-                part_out = tl.load(
-                    tensors.partial.out + at[:, None] * HEADS.dim + offs_d,
-                    mask=in_tile[:, None] & in_head,
-                    other=0.0,
-                )
-                new_maximum = tl.maximum(maximum, part_lse)
-                # Empty ranges have LSE = -inf and weigh nothing: avoid -inf - -inf.
-                reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-                rescale = tl.exp2(maximum - reference)
-                weight = tl.exp2(part_lse - reference)
-                total = total * rescale + weight
-                result = result * rescale[:, None]
-                result += part_out.to(tl.float32) * (weight * part_scale)[:, None]
-                maximum = new_maximum
+            online = _merge(online, merged, first_slot, head, in_tile, tensors, HEADS)
+        write_results(online, query, slot, head, in_tile, tensors, strides, HEADS)
 
-        write_results(result, maximum, total, query, slot, head, in_tile, tensors, strides, HEADS)
-
-        row_length, table_row = next_row_length, next_table_row
-        entry, entry_end, row, start, stop = (
-            next_entry, next_entry_end, next_row, next_start, next_stop,
-        )  # fmt: skip
-        next_entry, next_entry_end, next_row, next_start, next_stop = (
-            later_entry, later_entry_end, later_row, later_start, later_stop,
-        )  # fmt: skip
+        row, item, next_item = next_row, next_item, later_item
 
     if MODE.overlapped:
         gdc_wait()

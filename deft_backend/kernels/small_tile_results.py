@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from deft_backend.kernels.gluon_parts import larger, plus
 from deft_backend.kernels.gluon_versions import jit, reinterpret
+from deft_backend.planner import encoding_constants
 
 with suppress(ImportError):  # `available` says so before anything is launched
     from triton.experimental.gluon import language as gl
@@ -91,14 +92,14 @@ def _merge_parts(result, maximum, total, out, lse, scale):
 
 @jit
 def _merge_loaded(
-    result, maximum_shared, total_shared, first_slot, first_head, merged, partials,
-    MOST: gl.constexpr, LIMIT: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr,
+    result, first_slot, first_head, merged, buffers, partials, MOST: gl.constexpr,
+    LIMIT: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Merge all results, LIMIT at most, MOST at a time, and normalise."""
+    """Merge all partial results, LIMIT at most, MOST at a time, and normalise."""
     out, lse, scale = _load_parts(first_slot, first_head, 0, merged, partials, MOST, ROWS, HEADS)
     ROW: gl.constexpr = gl.SliceLayout(1, lse.type.layout)
-    maximum = maximum_shared.slice(0, ROWS).load(ROW)
-    total = total_shared.slice(0, ROWS).load(ROW)
+    maximum = buffers.maximum.slice(0, ROWS).load(ROW)
+    total = buffers.total.slice(0, ROWS).load(ROW)
     result, maximum, total = _merge_parts(result, maximum, total, out, lse, scale)
     if LIMIT > MOST:
         for first in range(MOST, merged, MOST):
@@ -111,82 +112,96 @@ def _merge_loaded(
 
 
 @jit
-def merge_results(
-    acc_shared, maximum_shared, total_shared, first_slot, query, kv_head, merged, tensors, strides,
-    offs_d, HEADS: gl.constexpr, TILE: gl.constexpr, ROWS: gl.constexpr, RESULT: gl.constexpr,
-    COPY: gl.constexpr,
-):  # fmt: skip
-    """Merge the result of an item of one query with those from `first_slot` on; write its output.
+def _in_elements(units):
+    """Offsets in elements, from offsets in units of 16 bytes: 32 bits of these reach 64 GiB."""
+    return units.to(gl.uint32).to(gl.int64) * 8
 
-    Of the item's tile, only the ROWS that its query fills are looked at.
+
+@jit
+def merge_results(
+    own, kv_head, place, buffers, tensors, strides, HEADS: gl.constexpr, TILE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Merge the result of an item of one query with earlier partial results; write its output.
+
+    `place` [M, D] holds the item's result, of which only the query's rows count. The partial
+    results lie in neighbouring slots, the first of which the entry's slot encodes.
     """
+    ROWS: gl.constexpr = LAYOUT.query_rows
     FEW: gl.constexpr = 2 if ROWS <= 8 else 1
     MANY: gl.constexpr = 8 if ROWS <= 4 else 4 if ROWS == 8 else 1
-    DTYPE: gl.constexpr = tensors.out.dtype.element_ty
     HEAD_DIM: gl.constexpr = HEADS.dim
     TILES: gl.constexpr = TILE.height // ROWS
-    tiles = reinterpret(acc_shared, gl.float32, [TILES, ROWS, HEAD_DIM], RESULT)
-    result = tiles.index(0).load(COPY)
+    RESULT: gl.constexpr = LAYOUT.result
+    MERGES: gl.constexpr = encoding_constants.MERGES.value
+    tiles = reinterpret(place, gl.float32, [TILES, ROWS, HEAD_DIM], RESULT)
+    result = tiles.index(0).load(LAYOUT.copy)
     first_head = kv_head * HEADS.group
-    if merged > FEW:
+    first_slot = MERGES - own.slot
+    partials = tensors.partial
+    if own.merged > FEW:
         result = _merge_loaded(
-            result, maximum_shared, total_shared, first_slot, first_head, merged, tensors.partial,
-            MANY, TILE.max_merged, ROWS, HEADS,
+            result, first_slot, first_head, own.merged, buffers, partials, MANY, TILE.max_merged,
+            ROWS, HEADS,
         )  # fmt: skip
     else:
         result = _merge_loaded(
-            result, maximum_shared, total_shared, first_slot, first_head, merged, tensors.partial,
-            FEW, FEW, ROWS, HEADS,
-        )  # fmt: skip
+            result, first_slot, first_head, own.merged, buffers, partials, FEW, FEW, ROWS, HEADS
+        )
 
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
-    out_at = query * (strides.out_batch // 8) + (first_head + row) * (strides.out_head // 8)
-    out_at = out_at.to(gl.uint32).to(gl.int64) * 8
+    row = gl.arange(0, ROWS, layout=LAYOUT.copy_row)
+    offs_d = gl.arange(0, HEAD_DIM, layout=LAYOUT.copy_dim)
+    at = own.query * (strides.out_batch // 8) + (first_head + row) * (strides.out_head // 8)
     gl.store(
-        tensors.out + out_at[:, None] + offs_d[None, :], result.to(DTYPE),
+        tensors.out + _in_elements(at)[:, None] + offs_d[None, :],
+        result.to(tensors.out.dtype.element_ty),
         mask=(row < HEADS.group)[:, None],
-    )  # fmt: skip
+    )
 
 
 @jit
 def write_results(
-    acc_shared, row_maximum, row_total, entry, queries, kv_head, tensors, plan, strides, offs_m,
-    offs_d, HEADS: gl.constexpr, COPY: gl.constexpr,
+    own, kv_head, place, buffers, tensors, plan, strides, HEADS: gl.constexpr,
+    TILE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Write the outputs or partial results of an item's queries."""
-    DTYPE: gl.constexpr = tensors.out.dtype.element_ty
-    PARTIAL: gl.constexpr = tensors.partial.out.dtype.element_ty
-    query_of_row = offs_m // HEADS.group
-    in_tile = query_of_row < queries
-    query = gl.load(plan.entry_query + entry + query_of_row, mask=in_tile, other=0)
-    slot = gl.load(plan.entry_slot + entry + query_of_row, mask=in_tile, other=0)
-    row_head = kv_head * HEADS.group + offs_m % HEADS.group
-    result = acc_shared.load(COPY)
+    """Write the outputs or partial results of an item's queries.
 
-    # An empty range contributes nothing: O = 0, LSE = -inf.
-    safe_total = gl.where(row_total > 0.0, row_total, 1.0)
+    `place` [M, D] holds sums of values, `buffers` each row's maximum and sum of weights. An empty
+    range contributes nothing: O = 0, LSE = -inf.
+    """
+    maximum = buffers.maximum.load(LAYOUT.copy_row)
+    total = buffers.total.load(LAYOUT.copy_row)
+    offs_m = gl.arange(0, TILE.height, layout=LAYOUT.copy_row)
+    offs_d = gl.arange(0, HEADS.dim, layout=LAYOUT.copy_dim)
+    query_of_row = offs_m // HEADS.group
+    in_tile = query_of_row < own.queries
+    query = gl.load(plan.entry_query + own.entry + query_of_row, mask=in_tile, other=0)
+    slot = gl.load(plan.entry_slot + own.entry + query_of_row, mask=in_tile, other=0)
+    head = kv_head * HEADS.group + offs_m % HEADS.group
+    result = place.load(LAYOUT.copy)
+
+    safe_total = gl.where(total > 0.0, total, 1.0)
     normal = 1.0 / safe_total
     direct = in_tile & (slot < 0)
     partial = in_tile & (slot >= 0)
     if gl.reduce(direct.to(gl.int32), 0, larger) > 0:
-        out_at = query * (strides.out_batch // 8) + row_head * (strides.out_head // 8)
-        out_at = out_at.to(gl.uint32).to(gl.int64) * 8
+        at = query * (strides.out_batch // 8) + head * (strides.out_head // 8)
         gl.store(
-            tensors.out + out_at[:, None] + offs_d[None, :],
-            (result * normal[:, None]).to(DTYPE),
+            tensors.out + _in_elements(at)[:, None] + offs_d[None, :],
+            (result * normal[:, None]).to(tensors.out.dtype.element_ty),
             mask=direct[:, None],
         )
     if gl.reduce(partial.to(gl.int32), 0, larger) > 0:
-        # Partial results keep 11 bits of mantissa relative to their row's largest element,
-        # whatever the range of the cache's dtype.
+        # A partial result is stored relative to its largest element: this keeps 11 bits of
+        # mantissa, whatever the range of the cache's dtype.
         largest = gl.maximum(gl.reduce(gl.abs(result), 1, larger), 1.0e-30)
-        slot_at = slot * (HEADS.num_kv * HEADS.group) + row_head
-        slot_row = (slot_at * (HEADS.dim // 8)).to(gl.uint32).to(gl.int64) * 8
+        slot_at = slot * (HEADS.num_kv * HEADS.group) + head
+        at = _in_elements(slot_at * (HEADS.dim // 8))
         gl.store(
-            tensors.partial.out + slot_row[:, None] + offs_d[None, :],
-            (result * (1.0 / largest)[:, None]).to(PARTIAL),
+            tensors.partial.out + at[:, None] + offs_d[None, :],
+            (result * (1.0 / largest)[:, None]).to(tensors.partial.out.dtype.element_ty),
             mask=partial[:, None],
         )
-        row_lse = gl.where(row_total > 0.0, row_maximum + gl.log2(safe_total), float("-inf"))
-        gl.store(tensors.partial.lse + slot_at, row_lse, mask=partial)
+        lse = gl.where(total > 0.0, maximum + gl.log2(safe_total), float("-inf"))
+        gl.store(tensors.partial.lse + slot_at, lse, mask=partial)
         gl.store(tensors.partial.scale + slot_at, largest * normal, mask=partial)

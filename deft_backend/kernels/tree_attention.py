@@ -11,16 +11,7 @@ import triton
 
 from deft_backend.compile.triton_kernel import Kernel
 from deft_backend.kernel_limits import MAX_MERGED
-from deft_backend.kernels.arguments import (
-    CacheLayout,
-    Heads,
-    Mode,
-    Partials,
-    Scaling,
-    Strides,
-    Tensors,
-    Tile,
-)
+from deft_backend.kernels.arguments import CacheLayout, Heads, Mode, Tile
 from deft_backend.kernels.configurations import (
     HOPPER_LARGE_TILE,
     HOPPER_SMALL_TILE,
@@ -85,13 +76,14 @@ def run_plan(
     table_by_segment : bool
         Whether `table_rows` is by KV range, which spares every item one load that others wait for.
     """
-    partial = Partials(partial_out, partial_lse, partial_scale)
-    tensors = Tensors(q, k_cache, v_cache, out, partial, page_table, table_rows, seq_lens)
+    # Structures of the kernels' arguments, in the order of their fields.
+    partial = (partial_out, partial_lse, partial_scale)
+    tensors = (q, k_cache, v_cache, out, partial, page_table, table_rows, seq_lens)
     pointers = 0
     for tensor in (q, k_cache, v_cache, out, *partial, page_table, table_rows, seq_lens):
         pointers |= tensor.data_ptr()
     aligned = pointers % 16 == 0
-    strides = Strides(q.stride(0), q.stride(1), out.stride(0), out.stride(1), page_table.stride(0))
+    strides = (*q.stride()[:2], *out.stride()[:2], page_table.stride(0))
     batch, num_heads, head_dim = q.shape
     _, page_size, num_kv_heads, _ = k_cache.shape
     kind = Kind(
@@ -115,15 +107,14 @@ def run_plan(
 
     # Scores in base 2, unless a soft cap needs them as they are.
     scale = float(sm_scale) if logit_cap > 0.0 else float(sm_scale) * LOG2_E
-    scaling = Scaling(scale, float(logit_cap) or 1.0)
+    scaling = (scale, float(logit_cap) or 1.0)
+    arguments = (tensors, plan.stage1, scaling, strides)
     follows = False
     group_rows = batch * num_heads // num_kv_heads
     for shape, programs in _tiles_to_launch(
         config, host_plan, num_kv_heads, group_rows, masked_tiles
     ):
-        launches.stage1[shape][follows].run(
-            programs, (tensors, plan.stage1, scaling, strides), types, aligned
-        )
+        launches.stage1[shape][follows].run(programs, arguments, types, aligned)
         follows = config.overlapped
 
     merged = batch if host_plan is None else len(host_plan.reduce_query)
@@ -134,9 +125,7 @@ def run_plan(
     few = batch <= config.few_queries(num_heads)
     reduce = config.few if few else config.reduce
     programs = min(reduce.programs, merged * reduce.blocks(num_heads))
-    launches.stage2[few].run(
-        programs, (partial, out, plan.stage2, strides.out_batch, strides.out_head), types, aligned
-    )
+    launches.stage2[few].run(programs, (partial, out, plan.stage2, *strides[2:4]), types, aligned)
 
 
 def _reach(tensor: torch.Tensor) -> int:
@@ -240,7 +229,10 @@ def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) 
             padded_dim=triton.next_power_of_2(kind.head_dim),
         ),
         "CACHE": CacheLayout._make(
-            (kind.page_size, kind.table_by_segment, *kind.k_strides, *kind.v_strides)
+            (
+                kind.page_size, kind.table_by_segment, *kind.k_strides, *kind.v_strides,
+                kind.k_strides[:2] == kind.v_strides[:2],
+            )
         ),
         "TILE": Tile(
             place=ITEM_ORDER.index(shape),

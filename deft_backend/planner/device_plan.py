@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,27 +13,31 @@ _ALIGNMENT = 16  # bytes; the widest vector load of a kernel
 _STAGING_BUFFERS = 4
 
 
+Pointer = Any
+"""A tensor where a kernel is launched, a pointer to its first element in the kernel."""
+
+
 class ItemArrays(NamedTuple):
     """The arrays of :class:`~deft_backend.planner.plan.Plan` that stage 1 reads."""
 
-    tile_ptr: torch.Tensor
-    item_segment_ptr: torch.Tensor
-    item_query_ptr: torch.Tensor
-    segment_request: torch.Tensor
-    segment_start: torch.Tensor
-    segment_end: torch.Tensor
-    segment_span: torch.Tensor
-    entry_query: torch.Tensor
-    entry_slot: torch.Tensor
+    tile_ptr: Pointer
+    item_segment_ptr: Pointer
+    item_query_ptr: Pointer
+    segment_request: Pointer
+    segment_start: Pointer
+    segment_end: Pointer
+    segment_span: Pointer
+    entry_query: Pointer
+    entry_slot: Pointer
 
 
 class ReduceArrays(NamedTuple):
     """The arrays of :class:`~deft_backend.planner.plan.Plan` that stage 2 reads."""
 
-    num_reduce: torch.Tensor
+    num_reduce: Pointer
     """[1] int32: queries whose results stage 2 merges."""
-    reduce_query: torch.Tensor
-    reduce_ptr: torch.Tensor
+    reduce_query: Pointer
+    reduce_ptr: Pointer
 
 
 class DevicePlan:
@@ -80,8 +84,9 @@ class DevicePlan:
 
         self._buffer = torch.zeros(total, dtype=torch.uint8, device=device)
         self._views = self._views_of(self._buffer)
-        self.stage1 = ItemArrays(*(self._views[name] for name in ItemArrays._fields))
-        self.stage2 = ReduceArrays(*(self._views[name] for name in ReduceArrays._fields))
+        #: The arrays that each stage reads, in the order of its structure's fields.
+        self.stage1 = tuple(self._views[name] for name in ItemArrays._fields)
+        self.stage2 = tuple(self._views[name] for name in ReduceArrays._fields)
         # A copy to the GPU may still read its staging buffer when the next plan is made. So several
         # buffers take turns, each guarded by an event. On the CPU the arrays are written in place.
         self._staging: list[tuple[torch.Tensor, torch.cuda.Event]] = []
