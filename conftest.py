@@ -1,4 +1,4 @@
-"""Modules of a host's adapter are collected where that host is installed: one environment each."""
+"""Collect the modules of a host's adapter only if that host is installed."""
 
 from __future__ import annotations
 

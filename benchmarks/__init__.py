@@ -1,4 +1,4 @@
 """Benchmarks of deft-backend, run from a checkout: ``python -m benchmarks --help``.
 
-The package `deft_backend` never imports this one, and no wheel holds it.
+The package `deft_backend` never imports this package, and no wheel holds it.
 """

@@ -53,7 +53,7 @@ def random_batch(
     depth : int
         Largest number of shared nodes on a path below a tree's root.
     spare : int
-        Tokens by which every request may grow within its page table.
+        Tokens that every request may grow by within its page table.
     single_tree : bool
         One prefix for the whole batch, so that every query attends to its node.
     """

@@ -12,7 +12,7 @@ from deft_backend.json_file import read_json
 
 
 class RowsError(ValueError):
-    """A file without rows, or rows that do not belong together."""
+    """The file has no rows, or its rows do not belong together."""
 
 
 def header_file(path: Path) -> Path:

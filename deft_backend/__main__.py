@@ -1,4 +1,4 @@
-"""``python -m deft_backend``: the `deft` command, also where nothing is installed."""
+"""``python -m deft_backend``: the `deft` command, also without an installation."""
 
 from deft_backend.cli import app
 

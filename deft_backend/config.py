@@ -26,7 +26,7 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user may change about a server, parsed from the environment.
+    """The user's settings for a server, parsed from the environment.
 
     See :data:`VARIABLES` for the variable behind each field, and ``docs/configuration.md``.
     """
@@ -137,7 +137,7 @@ def _directory(text: str) -> Path:
         path = Path(text).expanduser()
         if path.exists() and not path.is_dir():
             raise ValueError
-    except (OSError, RuntimeError) as error:  # no such user, not ours to enter, too long a name
+    except (OSError, RuntimeError) as error:  # unknown user, no permission, name too long
         raise ValueError(str(error)) from error
     return path
 

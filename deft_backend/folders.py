@@ -1,4 +1,4 @@
-"""The package's folders on this machine: where they are, and how they are created."""
+"""The package's folders on this machine: their paths and their creation."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def cache_directory(env: Mapping[str, str] | None = None) -> Path:
 
 
 def state_directory(settings: Settings, env: Mapping[str, str] | None = None) -> Path:
-    """Where servers write their state: ``DEFT_STATE_DIR``, else `servers` in the cache folder.
+    """The folder of servers' state files: ``DEFT_STATE_DIR``, else `servers` in the cache folder.
 
-    `settings` decide about both folders; `env` is asked for the user's cache alone.
+    `settings` give both folders; `env` only serves to find the user's cache.
     """
     if settings.state_dir is not None:
         return settings.state_dir
@@ -40,7 +40,7 @@ def state_directory(settings: Settings, env: Mapping[str, str] | None = None) ->
 
 
 def tables_directory(env: Mapping[str, str] | None = None) -> Path:
-    """Where `deft tune` keeps cost tables; raises as :func:`cache_directory` does."""
+    """The folder of `deft tune`'s cost tables; raises like :func:`cache_directory`."""
     return cache_directory(env) / "tables"
 
 
@@ -55,12 +55,12 @@ def kernels_directory(settings: Settings, env: Mapping[str, str] | None = None) 
 
 
 def driver_stub_directory(env: Mapping[str, str] | None = None) -> Path:
-    """Where the driver stand-in lies; raises as :func:`cache_directory` does."""
+    """The folder of the driver stand-in; raises like :func:`cache_directory`."""
     return cache_directory(env) / "driver-stub" / "1"
 
 
 def create_private(folder: Path) -> None:
-    """Create a folder and its missing parents, open to this user alone (mode 0700).
+    """Create a folder and its missing parents for this user only (mode 0700).
 
     Folders that exist keep their mode.
 
@@ -80,6 +80,6 @@ def _cache_directory(settings: Settings, env: Mapping[str, str]) -> Path:
     if settings.cache_dir is not None:
         return settings.cache_dir
     cache = env.get("XDG_CACHE_HOME", "")
-    # The XDG specification: a relative path is invalid and to be ignored.
+    # By the XDG specification, a relative path is invalid and must be ignored.
     root = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
     return root / "deft-backend"

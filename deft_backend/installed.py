@@ -1,4 +1,4 @@
-"""Which distributions are in this environment."""
+"""The versions of installed distributions."""
 
 from __future__ import annotations
 

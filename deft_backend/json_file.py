@@ -1,4 +1,4 @@
-"""Reading a JSON file that a user names, with errors that say what is wrong with it."""
+"""Read a JSON file that a user names, with errors that explain the fault."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def read_json(path: Path, error: type[Exception], what: str = "") -> Any:
     ----------
     path : Path
     error : type of Exception
-        Is raised with a message if the file cannot be read or holds something else.
+        The error to raise, with a message, if the file cannot be read or holds no JSON.
     what : str
-        What the file is, for the message: "the trace ", for example.
+        The kind of file, for the message, for example "the trace ".
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))

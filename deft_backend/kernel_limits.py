@@ -1,11 +1,11 @@
-"""What one work item may hold: the limits of the kernels that every plan must respect."""
+"""The kernels' limits on one work item, which every plan must respect."""
 
 from __future__ import annotations
 
 TILE_HEIGHTS = (8, 64, 64)
-"""Heights of the tiles that stage 1 has kernels for (FastTree, multi-phase tiling): the small tile,
-the large tile, the masked tile. A tile of height ``h`` holds ``h`` query vectors, which are
-``h // gqa_group`` queries. GQA groups of more than eight query heads need a higher small tile."""
+"""Heights of stage 1's tiles (FastTree, multi-phase tiling): small tile, large tile, masked tile. A
+tile of height ``h`` holds ``h`` query vectors, which are ``h // gqa_group`` queries. GQA groups of
+more than eight query heads need a higher small tile."""
 
 TILE_SEGMENTS = (1, 1, 32)
 """Most segments of one item, for each tile shape. Items of small and large tiles have one segment,
@@ -18,5 +18,5 @@ MAX_TOKENS = 1 << 25
 """Longest context in tokens: the kernels keep shifts between positions in 26 bits."""
 
 MAX_ITEM_TOKENS = 1 << 24
-"""Most tokens of one item of the masked tile: added to the longest context, positions still fit
-the kernels' 26 bits."""
+"""Most tokens of one item of the masked tile. Added to the longest context, positions still fit the
+kernels' 26 bits."""

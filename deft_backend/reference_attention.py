@@ -1,4 +1,4 @@
-"""What every kernel is held against: attention in plain PyTorch and float64, request by request."""
+"""The reference for every kernel: attention in plain PyTorch and float64, request by request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def reference_attention(
     sm_scale: float | None = None,
     logit_cap: float = 0.0,
 ) -> torch.Tensor:
-    """Decode attention of each request over its own tokens, sharing nothing.
+    """Decode attention of each request over its own tokens, without any sharing.
 
     Parameters
     ----------

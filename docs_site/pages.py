@@ -1,8 +1,8 @@
-"""MkDocs hook: the pages that are not in docs/, and links that leave it.
+"""MkDocs hook: pages from outside docs/, and links to files outside docs/.
 
-The Markdown of this repository is read in a checkout as well as on the site. Links to sources
-therefore stay as they are in a checkout; on the site each leads to a page that shows the file. The
-API pages, one for each folder of the package, list its modules in the order of their names.
+The Markdown of this repository is read in a checkout as well as on the site. So links to sources
+stay as they are in a checkout. On the site, each link leads to a page that shows the file. The API
+pages, one for each folder of the package, list its modules in the order of their names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OUTSIDE = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
 }
-"""Pages whose Markdown lies in the root of the repository, and their place on the site."""
+"""Pages with their Markdown in the root of the repository, and their place on the site."""
 
 API = (
     "attention", "forest", "policies", "costs", "planner", "kernels", "explain", "compile",
@@ -39,7 +39,7 @@ API = (
 LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 ROLE = re.compile(r":(?:class|func|meth|data|mod|attr|exc|const):<code>([^<]*)</code>")
-"""A Sphinx role of a docstring, as Markdown leaves it."""
+"""A Sphinx role in a docstring; Markdown does not convert it."""
 
 LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml", ".html": "html", ".yml": "yaml"}
 
@@ -85,7 +85,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 def outside_fences(markdown: str, change: Callable[[str], str]) -> str:
-    """The text with everything but its code blocks changed."""
+    """Change the text outside its code blocks."""
     parts: list[str] = []
     last = 0
     for fence in FENCE.finditer(markdown):
@@ -95,7 +95,7 @@ def outside_fences(markdown: str, change: Callable[[str], str]) -> str:
 
 
 def place_of(path: str) -> str:
-    """Where a file of the repository lies on the site, both as paths with slashes."""
+    """The path on the site of a file of the repository."""
     if path in OUTSIDE:
         return OUTSIDE[path]
     if path.startswith("docs/"):
@@ -104,7 +104,7 @@ def place_of(path: str) -> str:
 
 
 def linked_sources() -> set[str]:
-    """Files and folders of the repository, outside docs/, that some page links to."""
+    """Files and folders outside docs/ that any page links to."""
     found = set()
     for page in [*DOCS.rglob("*.md"), *(ROOT / source for source in OUTSIDE)]:
         text = FENCE.sub("", page.read_text(encoding="utf-8"))
@@ -118,13 +118,13 @@ def linked_sources() -> set[str]:
 
 
 def source_page(path: str) -> str:
-    """A file as a code block, a folder as the list of what it holds."""
+    """Show a file as a code block, and a folder as a list of its content."""
     target = ROOT / path
     if target.is_dir():
         names = sorted(f"- `{item.name}`" for item in target.iterdir() if item.name[0] not in "._")
         return "\n".join([f"# {path}/", "", *names])
     text = target.read_text(encoding="utf-8")
-    # A fence that is longer than any in the file.
+    # The fence must be longer than any fence in the file.
     fence = "`" * (3 + max((len(run) for run in re.findall(r"`+", text)), default=0))
     language = LANGUAGES.get(target.suffix, "text")
     return f"# {path}\n\n{fence}{language}\n{text}\n{fence}\n"

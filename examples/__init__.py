@@ -1,1 +1,1 @@
-"""Programs that use the package; not part of it."""
+"""Programs that use the package; the package does not hold them."""

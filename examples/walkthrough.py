@@ -1,7 +1,7 @@
 """One batch, all the way: the numbers of docs/walkthrough.md.
 
-``python -m examples.walkthrough`` prints them; with ``--write`` they replace those of the page.
-The kernels run on the CPU, in Triton's interpreter.
+``python -m examples.walkthrough`` prints them; ``--write`` writes them into the page. The kernels
+run on the CPU, in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ REQUESTS: tuple[tuple[str, int, tuple[int, ...]], ...] = (
     ("system prompt, document, another question", 3272, (*SYSTEM_PROMPT, *DOCUMENT, 18)),
     ("system prompt, a short question", 2088, (*SYSTEM_PROMPT, 19)),
 )
-"""What each request is about, its tokens and its pages."""
+"""The topic of each request, its tokens and its pages."""
 
 TABLE_ROWS = (4, 1, 0, 2, 5)
-"""The row of the host's page table that belongs to each request."""
+"""Each request's row of the host's page table."""
 
 SMS, PROGRAMS = 2, 2
-"""The plan is made for a small GPU: of a real one, the chunks would not fit on a page."""
+"""The plan is for a small GPU, because the chunks of a real one would not fit on a page."""
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """What a host hands to tree attention in a step."""
+    """The host's inputs to tree attention in a step."""
 
     page_table: torch.Tensor
     table_rows: torch.Tensor
@@ -125,7 +125,7 @@ class Step:
 
     @cached_property
     def reference(self) -> torch.Tensor:
-        """[B, Hq, D] float64: each request by itself, in plain PyTorch."""
+        """[B, Hq, D] float64: the reference, request by request in plain PyTorch."""
         t = self.tensors
         by_request = t.page_table[t.table_rows.long()]
         return reference_attention(t.q, t.k_cache, t.v_cache, by_request, t.seq_lens)
@@ -266,7 +266,7 @@ class Step:
         yield f"tokens saved:                  {saved:>6,} ({100 * saved / alone:.0f} %)"
 
     def _tiles(self) -> Iterator[tuple[int, str]]:
-        """Items in the plan's order, with their tile."""
+        """Items in the plan's order, each with its tile."""
         named = sorted(
             (self.plan.items_of(shape), name) for shape, name in ((0, "small"), (1, "large"))
         )
@@ -294,7 +294,7 @@ class Step:
         )
 
     def _lse(self, slot: int) -> float:
-        """Of query head 0."""
+        """The result for query head 0."""
         return float(self.attention._workspace.lse[slot, 0])
 
     def _partial(self, slot: int) -> torch.Tensor:
@@ -320,7 +320,7 @@ def _elements(vector: torch.Tensor) -> str:
 
 
 def _bound(difference: float) -> str:
-    """A figure that does not depend on the machine's rounding."""
+    """Round a figure so that it does not depend on the machine."""
     for exponent in (-6, -5, -4):
         if difference < 10.0**exponent:
             return f"below 1e{exponent}"

@@ -1,4 +1,4 @@
-"""Run the integration tests on any version of a host, each in an environment of its own.
+"""Run the integration tests on any version of a host, each version in its own environment.
 
-Runs on a bare Python: nothing but the standard library is imported outside the environments.
+It needs only Python: outside the environments it imports only the standard library.
 """

@@ -15,7 +15,7 @@ from host_matrix.versions import HOSTS, resolve, versions_in_window
 
 
 def main() -> int:
-    """Exit code 0 if every suite passed, 1 if one failed, 2 if there was nothing to run it in."""
+    """Exit code 0 if every suite passed, 1 if one failed, 2 if there was no environment for one."""
     arguments = _parser().parse_args()
     try:
         code: int = arguments.run(arguments)

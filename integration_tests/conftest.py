@@ -1,4 +1,4 @@
-"""Servers shared by the tests: the baseline throughout, the others one after the other."""
+"""Servers that the tests share: the baseline all the time, the others one after another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory,
            baseline: Server) -> Iterator[Server]:  # fmt: skip
-    """The plugin, under the flags of the group that the test names."""
+    """A server with the plugin, under the flags of the test's group."""
     group = GROUPS[request.param]
     with running("deft", group, tmp_path_factory.mktemp(request.param)) as server:
         yield server

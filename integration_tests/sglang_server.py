@@ -1,4 +1,4 @@
-"""Real SGLang servers on the CPU engine: started once for many tests, watched, always ended."""
+"""Real SGLang servers on the CPU engine: started once for many tests, and always ended."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from integration_tests.common.steps import counted
 
 @dataclass(frozen=True)
 class Group:
-    """Flags and settings under which one server serves several tests."""
+    """Flags and settings of a server that serves several tests."""
 
     flags: tuple[str, ...] = ()
     settings: dict[str, str] = field(default_factory=dict)
@@ -48,7 +48,7 @@ GROUPS = {
             "SGLANG_TEST_RETRACT_INTERVAL": "8",
         }
     ),
-    # Where nccl is found, the host's group of two ranks wants a GPU.
+    # If the host finds NCCL, its group of two ranks needs a GPU.
     "two-ranks": Group(
         ("--tensor-parallel-size", "2"),
         {
@@ -57,7 +57,7 @@ GROUPS = {
             "SGLANG_NCCL_SO_PATH": "/nowhere/libnccl.so",
         },
     ),
-    # The host's own switch for its tests: every few steps it takes back requests that decode.
+    # The host's own switch for its tests: every few steps it retracts decoding requests.
     "retracting": Group(
         settings={**EAGER, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "6"}
     ),
@@ -66,7 +66,7 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Ask:
-    """One greedy completion, of exactly the length asked for."""
+    """One greedy completion of exactly the requested length."""
 
     prompt: str
     tokens: int = 8
@@ -77,7 +77,7 @@ class Ask:
         return self.n
 
     def body(self) -> dict[str, Any]:
-        """The request, as the `openai` client takes it."""
+        """The request in the form of the `openai` client."""
         return {
             "model": "default", "prompt": self.prompt, "max_tokens": self.tokens, "n": self.n,
             "temperature": 0, "logprobs": 1, "extra_body": {"ignore_eos": True},
@@ -86,7 +86,7 @@ class Ask:
 
 @contextmanager
 def running(backend: str | None, group: Group, folder: Path) -> Iterator[Server]:
-    """A server for the length of a block. Every plan is checked against the page tables."""
+    """A server for a `with` block. It checks every plan against the page tables."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {**state_settings(backend, folder), **group.settings}
     flags = ["--max-running-requests", "32", "--dtype", "float32", *group.flags]

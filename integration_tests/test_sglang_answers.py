@@ -1,4 +1,4 @@
-"""Every greedy answer equals the host's own, token for token, whatever the traffic looks like."""
+"""Every greedy answer equals the host's own, token by token, under every kind of traffic."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_requests_join_and_others_are_aborted(server: Server, reference) -> None
 
 @on("two-ranks")
 def test_every_rank_plans_for_itself(server: Server, reference) -> None:
-    """Half of the heads each, one tree: the answers are those of one rank with all heads."""
+    """Two ranks hold half of the heads each: the answers equal those of one rank with all heads."""
     middle = [PREFIX + f"In the year of {topic} " * 3 for topic in TOPICS[:2]]
     asks = [Ask(m + f"they found {topic}") for m in middle for topic in TOPICS[2:4]]
     check(server, reference, [*asks, Ask("Alone, from the first word on.")])
@@ -83,7 +83,7 @@ def test_every_rank_plans_for_itself(server: Server, reference) -> None:
 
 @on("retracting")
 def test_retracted_requests_come_back(server: Server, reference) -> None:
-    """The host takes requests back while they decode, and prefills them anew later."""
+    """The host retracts requests while they decode, and prefills them again later."""
     asks = [Ask(PREFIX + f"Tell of {topic}:", tokens=20) for topic in TOPICS]
     check(server, reference, asks)
     retracted = re.findall(r"#retracted_reqs: (\d+)", server.log)
@@ -96,19 +96,20 @@ def test_fewer_bytes_are_read(server: Server, reference) -> None:
     """A shared batch goes through tree attention and reads less than request by request."""
     before = server.state() if server.process.pid and _has_state(server) else None
     asks = [Ask(PREFIX + f"Of {topic} it is told", tokens=10) for topic in TOPICS]
-    # Where cores are few, requests may come so far apart that each decodes alone; choices do not.
+    # On few cores, requests may arrive so late that each decodes alone; choices of one request
+    # decode together.
     check(server, reference, [*asks, replace(asks[0], n=4)])
     after = server.state()
     read, guided, steps = (
         after[name] - (before[name] if before else 0)
         for name in ("kv_bytes_read", "kv_bytes_query_guided", "steps_tree")
     )
-    # How much less depends on when the requests meet, which is the machine's affair.
+    # The amount depends on when requests meet, and so on the machine.
     assert steps > 0
     assert 0 < read < guided
     assert after["backend"] == "deft"
     assert after["decode_steps"] == after["steps_tree"] + sum(after["steps_host"].values())
-    # The plan is made when the batch changes, not in every step.
+    # The host planner plans when the batch changes, not in every step.
     assert 0 < after["plans"] < after["steps_tree"]
     forest = after["forest"]
     assert len(forest["rids"]) == len(forest["order"]) == len(forest["leaf"])
@@ -124,7 +125,7 @@ def _has_state(server: Server) -> bool:
 
 @on("device-planner", smoke=["device-planner"])
 def test_the_device_plans_every_step(server: Server, reference) -> None:
-    """Requests that share, loners, and some that the host takes back and prefills anew."""
+    """Requests with and without sharing, and some that the host retracts and prefills again."""
     asks = [Ask(PREFIX + f"Say of {topic}:", tokens=16) for topic in TOPICS[:4]]
     check(server, reference, [*asks, Ask("Once upon a time", tokens=16)])
     state = server.state()
@@ -138,7 +139,7 @@ def test_the_device_plans_every_step(server: Server, reference) -> None:
 
 @on("no-radix")
 def test_without_a_radix_tree_the_kernels_still_run(server: Server, reference) -> None:
-    """Nothing is shared then: every request is a leaf, and the answers are the same."""
+    """Without a cache nothing is shared: every request is a leaf, and the answers are the same."""
     check(server, reference, [Ask(PREFIX + topic) for topic in TOPICS[:3]])
     state = server.state()
     assert state["steps_tree"] > 0

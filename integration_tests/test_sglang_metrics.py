@@ -1,4 +1,4 @@
-"""What the server says about its decoding, on ``/metrics`` and in its log, is what it counted."""
+"""The server's ``/metrics`` and log show the values that it counted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PREFIX = (
 @on("no-overlap")
 def test_metrics_and_log_say_what_was_counted(server: Server) -> None:
     """Group no-overlap: --enable-metrics --decode-log-interval 4."""
-    # One request: several may come so far apart, where cores are few, that each decodes alone.
+    # One request with several choices: on few cores, several requests may each decode alone.
     server.complete([Ask(PREFIX + "Of ships it says", tokens=12, n=5)])
     server.complete([Ask("A single line.", tokens=6)])  # the host's kernel, with a reason
 
@@ -29,7 +29,7 @@ def test_metrics_and_log_say_what_was_counted(server: Server) -> None:
     tree, host = logged_steps(server.log)
     assert 0 < tree <= state["steps_tree"]
     assert host <= sum(state["steps_host"].values())
-    assert 0 <= state["decode_steps"] - tree - host < 4  # the rest waits for the next line
-    # The host's own metrics are on the same page, unharmed.
+    assert 0 <= state["decode_steps"] - tree - host < 4  # the other steps wait for the next line
+    # The host's own metrics are on the same page, unchanged.
     assert server.metrics("sglang:")
     assert not server.trouble()

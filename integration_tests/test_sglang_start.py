@@ -1,4 +1,4 @@
-"""Servers that must not start, and servers that the plugin must leave alone."""
+"""Servers that must not start, and servers that the plugin must not change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from integration_tests.sglang_server import Ask, Group, running
 
 
 def test_a_wrong_setting_stops_the_server(tmp_path) -> None:
-    """It says which variable, its value, and what is allowed."""
+    """The message names the variable, its value and the allowed values."""
     group = Group(settings={"DEFT_POLICY": "fastest"})
     with pytest.raises(LaunchError) as refused, running("deft", group, tmp_path):
         pass

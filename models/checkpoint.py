@@ -75,7 +75,7 @@ def new_model() -> nn.Module:
 
 
 def save(model: nn.Module, folder: Path) -> None:
-    """Write the whole checkpoint but its README, with the weights rounded to float16."""
+    """Write the checkpoint without its README, with the weights rounded to float16."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: weight.half().contiguous() for name, weight in model.state_dict().items()}
     save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})

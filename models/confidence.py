@@ -1,7 +1,7 @@
-"""How well the tiny model knows its text, and how clearly it prefers what it writes.
+"""Measure how well the tiny model knows its text, and how clearly it prefers its own tokens.
 
-Tests compare greedy continuations token by token. They may only do so if the best token leads
-the second best one by more than numerical noise, after short prompts as well as long ones.
+Tests compare greedy continuations token by token. This is valid only if the best token leads the
+second best token by more than numerical noise, after short and long prompts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Confidence:
 
 @dataclass(frozen=True)
 class Figures:
-    """What an evaluation measured; losses by length, recalls by distance, in bytes."""
+    """The results of an evaluation: losses by length, recalls by distance, in bytes."""
 
     bits_per_byte: dict[int, float]
     recalled_codes: dict[int, float]

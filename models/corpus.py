@@ -1,9 +1,9 @@
 """The invented text that the tiny model learns.
 
-Every sentence comes from the templates below, so the text is free to use and is the same on
-every machine for the same seed. It is made to be learnable by a very small model in two ways:
-facts about invented towns and lists of steps never change and can be memorised, while codes
-and boxes are drawn afresh for every text and can only be answered by looking back in it.
+Every sentence comes from the templates below, so the text is free to use. Equal seeds give equal
+text on every machine. A very small model can learn it in two ways. Facts about invented towns and
+lists of steps never change, so the model can memorise them. Codes and boxes differ in every text,
+so the model must look back in the text to answer.
 """
 
 from __future__ import annotations

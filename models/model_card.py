@@ -1,4 +1,4 @@
-"""The README of the tiny model: what it is, how it was made and what was measured on it."""
+"""Write the README of the tiny model: its purpose, its training and its measurements."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ the same when computed in half precision:
 def write_model_card(
     folder: Path, figures: Figures, steps: int, tokens: int, lengths: tuple[int, ...]
 ) -> None:
-    """Describe the checkpoint together with what was measured on it."""
+    """Describe the checkpoint together with its measurements."""
     text = README.format(
         steps=steps,
         tokens=tokens,

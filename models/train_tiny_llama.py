@@ -1,7 +1,7 @@
 """Make or measure the tiny Llama checkpoint that the demo and the integration tests serve.
 
-Training starts from random weights and invented text (see ``corpus.py``), so nothing has to be
-downloaded, and the seed decides what is learned. Training needs torch 2.9 or newer, for Muon.
+Training starts from random weights and invented text (see ``corpus.py``). So it needs no download,
+and the seed decides the result. Training needs torch 2.9 or newer, for Muon.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A server that speaks both hosts' endpoints, with a language model that one can compute by hand.
+"""A server with both hosts' endpoints, and a language model that can be computed by hand.
 
 Run as a script it is a host server: ``bench_e2e_fakes.py PORT HOST MODE``.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
-# Run as a script, it finds only its own folder; nothing installs the benchmarks.
+# As a script, it sees only its own folder, because nothing installs the benchmarks.
 sys.path.append(str(Path(__file__).parent.parent))
 
 from benchmarks.e2e.backends import HOSTS, Launch
@@ -26,7 +26,7 @@ from deft_backend.servers.command import ServerCommand, free_port
 
 VOCABULARY = 97
 GAP = 0.125
-"""By how much the first choice is likelier than the second."""
+"""Log-probability of the first choice minus that of the second."""
 
 MODEL = Model("/nowhere", "fake", VOCABULARY, 4096)
 
@@ -40,17 +40,17 @@ def second_choice(context: Sequence[int]) -> int:
 
 
 def third_choice(context: Sequence[int]) -> int:
-    """Not among those that the server tells log-probabilities of."""
+    """Tokens without a reported log-probability."""
     return (first_choice(context) + 50) % VOCABULARY
 
 
 def gap_to(context: Sequence[int], token: int) -> float:
-    """By how much the first choice is likelier than `token`."""
+    """Log-probability of the first choice minus that of `token`."""
     return {first_choice(context): 0.0, second_choice(context): GAP}.get(token, 8.5)
 
 
 def decode(prompt: Sequence[int], tokens: int, mode: str = "right") -> Answer:
-    """The answer; `mode` says what happens at every fifth position: ``tie`` or ``wrong``."""
+    """The answer; at every fifth position it follows `mode`: ``tie`` or ``wrong``."""
     context, answer = list(prompt), Answer()
     for _ in range(tokens):
         choose = first_choice
@@ -67,7 +67,7 @@ def decode(prompt: Sequence[int], tokens: int, mode: str = "right") -> Answer:
 
 
 def of_prompt(prompt: Sequence[int], at: int) -> dict[str, dict[str, float]]:
-    """What vLLM tells of a prompt's token: of the likeliest in its place, and of itself."""
+    """vLLM's report on a prompt's token: the likeliest tokens there, and the token itself."""
     before = prompt[:at]
     return {
         str(token): {"logprob": -0.5 - gap_to(before, token)}
@@ -179,7 +179,7 @@ class FakeHost:
             }
             for index, (prompt, answer) in enumerate(zip(body["prompt"], answers, strict=True))
         ]  # fmt: skip
-        return web.json_response({"choices": choices[::-1]})  # in whatever order
+        return web.json_response({"choices": choices[::-1]})  # in any order
 
     def _text_pieces(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """Answers to text: a token is a byte of the prompt, its text the id and a space."""
@@ -215,7 +215,7 @@ class FakeHost:
 
 
 class FakeLaunch(Launch):
-    """Starts the script below in a host's place; the backend's name is what the server does."""
+    """Starts the script below instead of a host; the backend's name selects its behaviour."""
 
     def command(self, backend: str, state: Path) -> ServerCommand:
         port = free_port()
@@ -224,13 +224,13 @@ class FakeLaunch(Launch):
 
 
 def fake_launch(host: str = "sglang") -> FakeLaunch:
-    """`right` is ours, other backends are named after what goes wrong in them."""
+    """`right` is our backend; other backends have the name of their fault."""
     named = replace(HOSTS[host], backends=("right", "tie"), on_cpu=("right", "tie"))
     return FakeLaunch(named, MODEL)
 
 
 class FakeClient:
-    """A client without a server, whose time passes as a formula says."""
+    """A client without a server; a formula gives its times."""
 
     def __init__(self, seconds_a_token: float = 0.01, seconds_before: float = 0.5) -> None:
         self.seconds_a_token = seconds_a_token

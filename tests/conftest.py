@@ -1,4 +1,4 @@
-"""Settings for every test: no downloads, checked integers, and one profile for hypothesis."""
+"""Settings for all tests: no downloads, checked integers, and one profile for hypothesis."""
 
 from __future__ import annotations
 

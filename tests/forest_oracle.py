@@ -1,4 +1,4 @@
-"""The forest in plain Python: what the compiled builders are held against, array by array."""
+"""The forest in plain Python: the reference for the compiled builders, array by array."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Arrays = dict[str, list[int]]
 
 
 def oracle_of_tables(tables: Any, lens: Any, page_size: int) -> Arrays:
-    """From page tables: groups of rows that agree are split, column by binary search."""
+    """From page tables: split groups of equal rows, with a binary search for the column."""
     full = [max(0, int(n)) // page_size for n in lens]
     order, shared = _sort_rows(np.asarray(tables), np.array(full, dtype=np.int64))
     return oracle_of_neighbours(order, [n * page_size for n in shared], [int(n) for n in lens])
 
 
 def oracle_of_paths(paths: Any, lens: Any) -> Arrays:
-    """From paths: a trie of dictionaries, walked depth first."""
+    """From paths: walk a trie of dictionaries depth first."""
     root: dict[Any, Any] = {}
     for request, path in enumerate(paths):
         node, depth = root, 0
@@ -45,7 +45,7 @@ def oracle_of_paths(paths: Any, lens: Any) -> Arrays:
 
 
 def oracle_of_neighbours(order: list[int], shared: list[int], lens: list[int]) -> Arrays:
-    """From a batch order and what neighbours share, with lists of nodes that open and close."""
+    """From a batch order and the neighbours' shared tokens, with lists of open and closed nodes."""
     batch = len(order)
     found: Arrays = {
         "order": list(order), "seq_lens": list(lens), "parent": [], "request": [], "start": [],
@@ -86,12 +86,12 @@ def oracle_of_neighbours(order: list[int], shared: list[int], lens: list[int]) -
 
 
 def _sort_rows(tables: Any, full: Any) -> tuple[list[int], list[int]]:
-    """Permutation that puts sharers side by side and the full pages that neighbours share."""
+    """The forest order, and the full pages that neighbours share."""
     batch = len(full)
     order: list[int] = []
     shared = [0] * max(0, batch - 1)
-    # Groups of rows (ascending) that agree on the first `pages` pages, in depth-first order;
-    # neighbours of different groups share the pages of the group that was split (`seam`).
+    # Groups of rows (ascending) that agree on the first `pages` pages, in depth-first order.
+    # Neighbours of different groups share the pages of the group that was split (`seam`).
     stack: list[tuple[Any, int, int]] = [(np.arange(batch), 0, 0)] if batch else []
     while stack:
         rows, pages, seam = stack.pop()
@@ -108,7 +108,7 @@ def _sort_rows(tables: Any, full: Any) -> tuple[list[int], list[int]]:
 
 
 def _split(tables: Any, rows: Any, pages: int, full: Any) -> list[tuple[Any, int]]:
-    """Split rows that agree on `pages` pages by their next page; rows that end stand alone."""
+    """Split rows that agree on `pages` pages by their next page; a row that ends is alone."""
     going_on = full[rows] > pages
     parts = [(rows[i : i + 1], pages) for i in np.flatnonzero(~going_on)]
     rest = rows[going_on]

@@ -1,9 +1,9 @@
-"""The part of Gluon that the kernels use, in NumPy: what Triton's interpreter is to plain Triton.
+"""An interpreter, in NumPy, of the part of Gluon that the kernels use.
 
-A kernel's module is loaded a second time with these names in place of Triton's, and its programs
-run one after the other as ordinary Python. Layouts mean nothing here; everything else is as strict
-as it can be made: shared memory holds NaN until a copy has landed, copies land when they are waited
-for and not before, and an address outside its tensor is an error.
+The emulator loads a kernel's module a second time, with these names instead of Triton's. The
+programs run one after another as ordinary Python. Layouts have no effect here; everything else is
+strict. Shared memory holds NaN until a copy has arrived. Copies arrive only when the program waits
+for them. An address outside its tensor is an error.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PARTS = (
 
 
 class DType:
-    """An element type, as kernels name it."""
+    """An element type under the kernels' name for it."""
 
     def __init__(self, name: str) -> None:
         self.np = np.dtype(name)
@@ -54,7 +54,7 @@ class DType:
 
 
 class Tensor(np.ndarray):
-    """Values in registers: an assignment gives a name to new ones, and changes none."""
+    """Values in registers: an assignment names new values and changes no old ones."""
 
     def __iadd__(self, other: Any) -> Any:
         return self + other
@@ -122,7 +122,7 @@ class Pointer:
 
 
 class Shared:
-    """Shared memory: what was not written is NaN."""
+    """Shared memory: elements are NaN until they are written."""
 
     def __init__(self, values: np.ndarray) -> None:
         self.values = values
@@ -172,7 +172,7 @@ class _Machine:
         def land() -> None:
             buffer.store(source.read(mask))
 
-        source.read(mask)  # a wrong address is an error where it is given
+        source.read(mask)  # a wrong address is an error at once, not when the copy arrives
         self.begun.append(land)
 
     def commit(self) -> None:
@@ -213,11 +213,11 @@ def _load(pointer: Pointer, mask: Any = None, other: Any = 0, volatile: bool = F
 
 
 def _inlined(asm: str, constraints: str, args: Sequence[Any], **_: Any) -> Tensor:
-    """The two instructions that are inlined."""
-    if "prefetch" in asm:  # as strict with addresses as a load
+    """The two inline instructions."""
+    if "prefetch" in asm:  # as strict about addresses as a load
         pointer, wanted = args
         return pointer.read(np.asarray(wanted) != 0) * 0
-    assert "@below st.shared" in asm  # a store that never happens
+    assert "@below st.shared" in asm  # a masked store
     (sums,) = args
     assert not np.signbit(np.asarray(sums)).any()
     return sums
@@ -257,7 +257,7 @@ def _unchanged(function: Any) -> Any:
 
 
 def _language() -> ModuleType:
-    """What kernels import as ``gl``."""
+    """The module that kernels import as ``gl``."""
     gl: Any = ModuleType("triton.experimental.gluon.language")
     for layout in (
         "NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout",
@@ -365,7 +365,7 @@ def run(
 
 
 def _argument(value: Any) -> Any:
-    """A tensor's memory from its first element on; integers as what the GPU computes with."""
+    """A tensor's memory from its first element on, with integers in the GPU's type."""
     if isinstance(value, tuple):  # a structure
         return type(value)(*map(_argument, value))
     if isinstance(value, torch.Tensor):

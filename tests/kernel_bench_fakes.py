@@ -1,4 +1,4 @@
-"""Stand-ins for the packages of peers: they compute, in float64, what they were planned for."""
+"""Stand-ins for peers' packages: they compute the planned attention in float64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def gathered(cache: Tensor, pages: Tensor, tokens: int) -> Tensor:
 
 
 class Groups:
-    """Queries in contiguous groups, each over pages of its own: FlashInfer's way of saying it."""
+    """Queries in contiguous groups, each over its own pages, in FlashInfer's format."""
 
     def __init__(self, qo: Tensor, indptr: Tensor, indices: Tensor, last: Tensor, size: int):
         for values in (qo, indptr, indices, last):

@@ -143,7 +143,7 @@ def write_host(folder: Path, changes: dict[str, tuple[str, str]] | None = None) 
     Parameters
     ----------
     changes : dict
-        By file: a piece of its text and what stands there instead.
+        By file: a piece of its text and the replacement.
     """
     for name, text in contents(changes).items():
         path = folder / name

@@ -1,4 +1,4 @@
-"""Light stand-ins for SGLang: a radix tree, requests, layers, a KV cache."""
+"""Small stand-ins for SGLang: a radix tree, requests, layers, a KV cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EAGER = Settings(min_batch=1, min_share=1.0, min_shared_tokens=0)
 
 
 class Node:
-    """A node of the host's radix tree, as far as the adapter looks at it."""
+    """A node of the host's radix tree, with the attributes that the adapter reads."""
 
     counter = 0
 
@@ -38,7 +38,7 @@ class Node:
 
 
 class Tree:
-    """A radix tree that splits nodes as the host's does: the new node goes above the old one."""
+    """A radix tree that splits nodes like the host's: the new node goes above the old node."""
 
     def __init__(self) -> None:
         self.root = Node(None, [])
@@ -93,7 +93,7 @@ def requests_of(prompts: list[list[int]], tree: Tree, private: int = 1) -> tuple
 
 
 class FakeAttention:
-    """Plans for real, on the host; counts how often."""
+    """Plans on the host planner, and counts the plans."""
 
     def __init__(self, policy: str = "deft-node") -> None:
         self.policy = get_policy(policy)
@@ -124,7 +124,7 @@ def step(planner: DecodePlanner, requests: list[Any], lens: Any) -> Any:
 
 
 def tree_source() -> PrefixSource:
-    """For batches under a plain radix tree, where nobody looks at the page table."""
+    """For batches under a plain radix tree, where nothing reads the page table."""
     return PrefixSource(torch.empty((0, 0), dtype=torch.int32))
 
 
@@ -160,7 +160,7 @@ class FakePool:
 
 
 def load_host() -> Any:
-    """The host's base class, importable without a driver through the stand-in for it."""
+    """The host's base class; the driver stand-in makes it importable without a driver."""
     pytest.importorskip("sglang")
     import ctypes
 

@@ -1,8 +1,8 @@
-"""Random batches for hypothesis, and the checker that every grouping must pass.
+"""Random batches for hypothesis, and the checker for every grouping.
 
 Batches are page tables drawn from random trees: ragged lengths, several unrelated trees, requests
-that are prefixes of others, equal requests, one request, none. The checker knows page tables and
-lengths only, nothing of nodes or policies.
+that are prefixes of others, equal requests, one request, none. The checker uses only page tables
+and lengths, no nodes or policies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from deft_backend.forest import PrefixForest, build_forest, forest_from_page_tab
 from deft_backend.policies import Grouping, Target
 
 GROWTH = 40
-"""Tokens by which every request of a batch may grow: its page table has room for them."""
+"""Tokens that every request of a batch may grow by: its page table has room for them."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ targets = st.builds(
     heads=st.sampled_from([(4, 4), (8, 2), (8, 1), (12, 1)]),
     programs=st.sampled_from([1, 5, 33]),
     block=st.sampled_from([16, 64]),
-    # With 12 heads on a KV head, tiles of 8 rows serve no query.
+    # With 12 query heads for a KV head, a tile of height 8 serves no query.
     tiles=st.sampled_from([(8, 64, 64), (16, 48, 32), (8, 24, 12)]),
     ranges=st.sampled_from([2, 32]),
 )

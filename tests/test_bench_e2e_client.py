@@ -1,4 +1,4 @@
-"""The client of token ids against a server that speaks both hosts' endpoints."""
+"""The client of token ids against a server with both hosts' endpoints."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_nobody_there_is_a_client_error() -> None:
 
 
 def answers_to(plan: RequestPlan, mode: str = "right") -> tuple[Answered, FakeHost, list[int]]:
-    """What `answer_plan` gets from a server, that server, and the token counts it was told."""
+    """The result of `answer_plan`, its server, and the reported token counts."""
     fake, arrived = FakeHost(mode=mode), []
     started, done = threading.Event(), threading.Event()
     port: list[int] = []

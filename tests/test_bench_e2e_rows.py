@@ -1,4 +1,4 @@
-"""Rows of end-to-end runs: kept, put together, and held against the bars."""
+"""Rows of end-to-end runs: stored, merged, and compared with the release bars."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_the_hosts_clients_are_held_to_throughput_and_first_token() -> None:
     found = bars([row("deft", 99.0, 10.4), row("fa3", 90.0, 10.0), row("triton", 100.0, 12.0)])
     assert [bar.met for bar in found] == [False, False]
     assert found[1].found == "1.040"
-    # A peer that failed under way is none to be late against.
+    # A peer that failed during the run is not a comparison.
     found = bars(
         [row("deft", 101.0, 10.3), row("fa3", 90.0, 10.0), row("triton", 9.0, 1.0, error="x")]
     )
@@ -214,7 +214,7 @@ def test_traffic_is_held_to_its_tokens() -> None:
     assert only(row(0)) == ("9 tokens: 0 wrong, 2 ties", True)
     assert only(row(1))[1] is False
     assert only(row(0, trouble=1))[1] is False
-    assert only(row(0, tokens=0))[1] is False  # nothing was looked at
+    assert only(row(0, tokens=0))[1] is False  # nothing was checked
     assert only(row(0, error="3 requests failed"))[1] is False
     unchecked = timed("deft", None, (8, 4, 4), "mixed-traffic part 1")
     assert only([unchecked]) == ("not checked against the reference yet", None)

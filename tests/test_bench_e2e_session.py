@@ -1,4 +1,4 @@
-"""Whole end-to-end runs over servers of our own, the hosts' clients' figures, and the command."""
+"""Whole end-to-end runs with our own servers, the hosts' clients' figures, and the command."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ GRID = Together(grid_case(MODEL, 16, 3, 4), 6, 1)
 
 @pytest.fixture(autouse=True)
 def one_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever edits the checkout while tests run does not make it another build."""
+    """An edit of the checkout during the tests must not count as another build."""
     monkeypatch.setenv("GIT_COMMIT", "abc")
 
 
@@ -114,7 +114,7 @@ def test_runs_add_to_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "agreement" not in first["few-shot", "right"]["detail"]
     both, _ = run(tmp_path, ("tie",), [GRID])
     assert set(both) == {("few-shot", "right"), ("few-shot", "tie")}
-    # The reference came later; what the first server answered was kept.
+    # The reference ran later; the first server's answers were kept.
     assert both["few-shot", "right"]["detail"]["agreement"]["against"] == "tie"
     header = read_rows(tmp_path / "e.json")[1]
     assert [entry["backends"] for entry in header["runs"]] == [["right"], ["tie"]]
@@ -136,7 +136,7 @@ def test_traffic_is_checked_against_the_reference(tmp_path: Path) -> None:
     assert row["backend"] == "right"
     assert row["error"] is None
     checked = row["detail"]["checked"]
-    # The reference finds its own second choice less likely than ours: no tie of ours.
+    # The reference's own second choice is less likely than ours, so ours is no tie.
     assert checked["answers"] == min(5, row["detail"]["traffic"]["finished"])
     assert checked["tokens"] > 0
     assert checked["against"] == "tie"
@@ -153,7 +153,7 @@ def test_traffic_without_the_reference_says_what_checks_it(tmp_path: Path) -> No
     assert f"not checked yet; run the same command with {options}, into the same --out" in said[-1]
     (row,) = rows.values()
     assert row["detail"]["check_with"] == options
-    _, said = run(tmp_path, ("right",), [GRID])  # it is not this run's
+    _, said = run(tmp_path, ("right",), [GRID])  # it belongs to another run
     assert not any("not checked" in line for line in said)
     rows, said = run(tmp_path, ("tie",), [Mixed(part, GAP)])
     assert not any("not checked" in line for line in said)
@@ -249,7 +249,7 @@ def test_a_client_is_run_and_its_figures_are_read(
     monkeypatch.setattr(
         HostClient, "command", lambda self, url, model, out: [sys.executable, script, str(out)]
     )
-    for _ in range(2):  # a file of an earlier run is not added to
+    for _ in range(2):  # a file of an earlier run stays as it is
         figures = asyncio.run(client.run("http://x", MODEL, {"EXTRA": "1"}, tmp_path / "client"))
         assert figures == FIGURES
 
@@ -322,7 +322,7 @@ def test_a_users_checkpoint_is_asked_for_its_ids(tmp_path: Path) -> None:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both hosts, in versions that tree attention accepts."""
+    """Make both hosts appear installed, in versions that tree attention accepts."""
     monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
     monkeypatch.setattr("benchmarks.e2e.backends.find_spec", lambda name: object())
 
@@ -496,7 +496,7 @@ def test_the_command_measures_shows_and_draws(
     assert asked[0].servers.options == ("--page-size", "16")
     assert "few-shot 16 × 3 × 4" in done.output
     rows, header = read_rows(out)
-    rows[0]["tpot_ms"] = 1.5  # a server of ours has no speed to speak of
+    rows[0]["tpot_ms"] = 1.5  # our test server has no meaningful speed
     write_rows(out, rows, header)
     merged = tmp_path / "m.json"
     done = CliRunner().invoke(app, ["e2e-merge", str(out), str(out), "--out", str(merged)])

@@ -1,4 +1,4 @@
-"""What an end-to-end run sends and how it is measured, with a client whose time is computed."""
+"""The requests and measurements of an end-to-end run, with a client whose times are computed."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_time_per_token_leaves_out_what_requests_cost_besides() -> None:
 
 def test_a_short_batch_that_waited_does_not_count() -> None:
     class Waits(FakeClient):
-        """Some batches find the server busy for a second."""
+        """For some batches the server is busy for a second."""
 
         waited = itertools.cycle([0.0, 1.0, 0.0, 0.0])  # the first is the one before all others
 
@@ -106,7 +106,7 @@ def test_a_short_batch_that_waited_does_not_count() -> None:
 
 def test_the_fastest_of_the_batches_count_where_that_is_asked_for() -> None:
     class Slower(FakeClient):
-        """Every batch of long answers is slower than the one before, of short ones faster."""
+        """Batches of long answers get slower and slower, batches of short ones faster."""
 
         turn = 0
 
@@ -150,7 +150,7 @@ def test_a_slow_short_batch_makes_no_step_fast() -> None:
 @pytest.mark.parametrize("apart", [0.0, 0.03, 0.2])
 def test_requests_that_come_one_by_one_are_timed_when_all_decode(apart: float) -> None:
     class OneByOne(FakeClient):
-        """A step takes 5 ms and 2 ms for every request; requests come `apart` seconds apart."""
+        """A step takes 5 ms, and 2 ms for every request; requests arrive `apart` seconds apart."""
 
         async def batch(self, prompts: Any, tokens: int, *, logprobs: bool = False) -> Any:
             now, left = 0.0, [tokens] * len(prompts)
@@ -216,7 +216,7 @@ def test_children_go_on_from_their_parents_answer() -> None:
 
 
 class Replays(FakeClient):
-    """Every replay has a speed of its own; what it asks for is kept apart."""
+    """Every replay has its own speed, and its requests are recorded separately."""
 
     def __init__(self, seconds_a_token: list[float]) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class Replays(FakeClient):
 
 
 def replayed(repeats: int, seconds: float, speeds: list[float]) -> tuple[Any, Replays]:
-    """The row of replays of the tree that take `seconds` each."""
+    """The row of replays of the tree; each takes its value of `seconds`."""
     client, row = Replays(speeds), row_of("tree")
     clock = itertools.count(0.0, seconds).__next__
     replay = tree_replay.replay_tree("t", the_tree(), MODEL, client, row, repeats, clock=clock)  # type: ignore[arg-type]
@@ -309,7 +309,7 @@ SAMPLES = [((1, 2, 3, 4), 12), ((9, 9), 7)]
 
 
 def checked(mode: str, tolerance: float, answers: str) -> Any:
-    """Answers of a server that behaves as `answers` says, against one that behaves as `mode`."""
+    """Check answers of a server with the behaviour `answers` against a server with `mode`."""
     client = FakeClient()
     client.mode = mode
     samples = [(prompt, decode(prompt, tokens, answers).ids) for prompt, tokens in SAMPLES]
@@ -331,7 +331,7 @@ def test_every_tie_is_found_and_what_follows_it_is_looked_at() -> None:
 
 def test_beyond_the_tolerance_a_tie_is_wrong() -> None:
     found = checked("right", GAP / 2, "tie")
-    assert len(found.wrong) == 4  # what follows a wrong token is looked at, too
+    assert len(found.wrong) == 4  # the tokens after a wrong token are checked, too
     assert "0.125 less likely" in found.wrong[0]
     assert not found.ties
     assert found.tokens == 19
@@ -347,7 +347,7 @@ def test_a_wrong_token_is_told_apart_from_ties() -> None:
 
 
 def test_a_tie_that_the_reference_does_not_list_is_a_tie() -> None:
-    """It lists a few tokens; more may be as likely."""
+    """The server lists a few tokens; others may be equally likely."""
     found = checked("right", 8.5, "wrong")
     assert found.ties == [8.5] * 4
     assert not found.wrong
@@ -402,7 +402,7 @@ def test_what_is_kept_to_compare_is_small() -> None:
 
 
 class Clock:
-    """A second a look."""
+    """Each look takes a second."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -433,20 +433,20 @@ def test_traffic_joins_leaves_and_keeps_samples() -> None:
     assert len(seen.samples) == 25
     place = {prompt: at for at, (prompt, _) in enumerate(client.asked)}
     places = [place[prompt] / len(client.asked) for prompt, _ in seen.samples]
-    assert 0.35 < sum(places) / 25 < 0.65  # of all of the time, not of its end or beginning
+    assert 0.35 < sum(places) / 25 < 0.65  # over the whole time, not only its end or beginning
     assert all(answer == decode(prompt, len(answer)).ids for prompt, answer in seen.samples)
     loners = sum(len(prompt) <= 6 for prompt, _ in client.asked)
     assert 0.1 < loners / len(client.asked) < 0.3
-    assert len({prompt[:40] for prompt, _ in client.asked if len(prompt) > 6}) > 3  # turned over
+    assert len({prompt[:40] for prompt, _ in client.asked if len(prompt) > 6}) > 3  # replaced
     assert max(len(prompt) + tokens for prompt, tokens in client.asked) <= traffic.longest
-    assert seen.evicted > 0  # this client says that nothing was cached
+    assert seen.evicted > 0  # this client reports no cached tokens
     assert not seen.failures
     assert not dead
 
 
 @pytest.mark.parametrize(("kept", "evicted"), [(None, None), (1.0, 0), (0.5, 0), (0.4, "all")])
 def test_what_a_cache_had_kept_tells_what_it_evicted(kept: float | None, evicted: Any) -> None:
-    """Of documents asked about before; less than half of one that is there is one evicted."""
+    """Earlier documents with less than half of their tokens in the cache count as evicted."""
     again = 0
 
     class Keeping(FakeClient):

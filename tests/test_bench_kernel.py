@@ -54,7 +54,7 @@ from tests.kernel_bench_fakes import FLASHINFER, SglangFlashAttention, VllmFlash
 
 CPU = torch.device("cpu")
 RAGGED = forest_from_parents([-1, 0, 0, 2, 2, -1, -1], [37, 5, 16, 9, 1, 20, 33])
-"""Leaves: 37+5; 37+16+9; 37+16+1; and two loners of 20 and 33 tokens."""
+"""Contexts of 37+5, 37+16+9 and 37+16+1 tokens, and two unshared requests of 20 and 33 tokens."""
 
 
 def case(forest: PrefixForest, page_size: int, heads: tuple[int, int] = (4, 2)) -> Case:
@@ -65,7 +65,7 @@ def inputs_of(forest: PrefixForest, page_size: int, layout: str = "shuffled") ->
     return make_inputs(case(forest, page_size), 16, torch.float32, CPU, layout, 0)
 
 
-# Workloads. Shares are those of the published tables, rounded there.
+# Workloads. The expected shares come from the published tables, which round them.
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_roof_is_the_larger_of_memory_and_arithmetic() -> None:
     assert roof_us(inputs, slow_products) == pytest.approx(flops / 1e-6 / 1e6)
 
 
-# Peers, with stand-ins that compute what they were planned for
+# Peers, with stand-ins that compute the planned attention
 
 
 def with_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +273,7 @@ def test_peers_are_planned_for_the_whole_batch(
 
 
 def mixed_small() -> PrefixForest:
-    """Two trees of different depth in one batch; a request that ends where its prefix does."""
+    """Two trees of different depth in one batch, and a request that ends with its prefix."""
     from deft_backend.forest import forest_from_paths
 
     paths = [
@@ -299,7 +299,7 @@ def test_peers_say_why_they_cannot_run() -> None:
 
 
 class Fixed(Method):
-    """Returns what it is told to."""
+    """Returns a given result."""
 
     def __init__(self, name: str, result: Any) -> None:
         self.name = name
@@ -392,7 +392,7 @@ def test_plans_made_on_the_device_are_measured_too(page_size: int) -> None:
     assert row["error"]["deft"] < 1e-3  # type: ignore[operator]
     assert row["repeatable"] is True
     assert row["plan_us"] == {}
-    assert "items" not in row["facts"]["deft"]  # nobody on the host knows
+    assert "items" not in row["facts"]["deft"]  # the CPU does not know
 
 
 def test_more_requests_than_the_device_plans_are_refused() -> None:

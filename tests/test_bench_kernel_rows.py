@@ -1,4 +1,4 @@
-"""Rows of the kernel benchmark: files, merging, verdicts, plots, and the commands themselves."""
+"""Rows of the kernel benchmark: files, merges, release bars, plots, and the commands."""
 
 from __future__ import annotations
 

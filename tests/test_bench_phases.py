@@ -1,4 +1,4 @@
-"""Launches of a plan by themselves: together they compute what the plan does."""
+"""The separate launches of a plan together give the plan's result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from deft_backend.tuning.launch_clock import QUICK
 CPU = torch.device("cpu")
 PARENTS = [-1, *[0] * 9, -1, 10, 10, -1]
 TOKENS = [300, *range(1, 10), 40, 3, 5, 700]
-"""Nine leaves on a shared node, a pair that a small tile holds, and a long request alone."""
+"""Nine leaves on a shared node, two requests that fit a small tile, and a long unshared request."""
 
 
 def make_case(heads: tuple[int, int] = (4, 2)) -> Case:
@@ -41,7 +41,7 @@ def test_launches_one_after_the_other_compute_the_plan(policy: str, expected: li
     names, out = [], torch.empty(0)
     for name, launch in Ours(OURS, policy).phases(inputs):
         if not names:
-            launch().fill_(torch.nan)  # what no launch writes shows
+            launch().fill_(torch.nan)  # NaN shows elements that no launch writes
         names.append(name)
         out = launch()
     reference = batched_reference(

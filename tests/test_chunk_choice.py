@@ -1,4 +1,4 @@
-"""The rule for the length of chunks: one statement, the same prices on the host and the device."""
+"""The rule for the length of chunks gives the same prices on the CPU and on the device."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ranges = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 20_000)), min_siz
 
 
 def host_price(found: list[tuple[int, int]], shape: int, pieces: int, costs: dict) -> tuple:
-    """Price and chunk length of one candidate, with the host's functions."""
+    """Price and chunk length of one candidate, by the host planner's functions."""
     mine = [(q, n) for q, n in found if (q > TILES[0]) == (shape == 1)]
     queries = np.array([q for q, _ in mine], dtype=np.int64)
     tokens = np.array([n for _, n in mine], dtype=np.int64)
@@ -101,14 +101,14 @@ def test_both_planners_price_every_candidate_alike(found: list, costs: dict) -> 
         for at, count in enumerate(pieces):
             expected, length = host_price(found, shape, count, costs)
             assert chunk[shape, at] == length
-            # Terms as large as the transfer cancel where small tiles hide a large one.
+            # Terms as large as the transfer cancel if small tiles hide a large tile.
             assert price[shape, at] == pytest.approx(expected, rel=1e-3, abs=1e-3)
 
 
 @settings(max_examples=50, deadline=None)
 @given(found=ranges, costs=costs_of_tiles)
 def test_the_cheapest_candidate_is_chosen(found: list, costs: dict) -> None:
-    """By a search over all candidates, none of which is dropped before one that is taken."""
+    """The reference: a search over all candidates that fit the limits."""
     chosen = choose_chunks(
         np.array([q for q, _ in found], dtype=np.int64),
         np.array([n for _, n in found], dtype=np.int64),

@@ -1,4 +1,4 @@
-"""The `deft` command: help, bad input told in a line, explain and doctor end to end."""
+"""The `deft` command: help, one-line errors for bad input, explain and doctor end to end."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(*arguments: str, **environment: str) -> tuple[int, str, str]:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, versions: Mapping[str, str | None]) -> None:
-    """Let distributions be installed in these versions, and no others."""
+    """Make exactly these distributions appear installed, in these versions."""
 
     def version(name: str) -> str:
         found = versions.get(name)
@@ -64,7 +64,7 @@ def model(tmp_path: Path) -> str:
 
 @pytest.fixture
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bad input is refused before any server starts."""
+    """The command refuses bad input before any server starts."""
 
     def started(*arguments: Any) -> AbResult:
         raise AssertionError("a server would have been started")
@@ -261,7 +261,9 @@ def test_explain_finds_the_first_of_several_processes(suffix: str, tmp_path: Pat
     (tmp_path / f"31234-tp0{suffix}.json").write_text(json.dumps(state()))
     (tmp_path / f"31234-tp0{suffix}.batch.json").write_text("{}")
     (tmp_path / "31234-tp1.json").write_text(json.dumps(later))
-    (tmp_path / "31234-tp0.json").write_text(json.dumps(state(pid=2**22 + 1)))  # of an ended one
+    (tmp_path / "31234-tp0.json").write_text(
+        json.dumps(state(pid=2**22 + 1))
+    )  # of an ended process
     for arguments in (["--server", "31234"], ["--server"]):
         code, out, err = run("explain", *arguments, "--json", DEFT_STATE_DIR=str(tmp_path))
         assert (code, err) == (0, "")
@@ -269,7 +271,7 @@ def test_explain_finds_the_first_of_several_processes(suffix: str, tmp_path: Pat
 
 
 def test_explain_plans_for_the_target_of_the_server(tmp_path: Path) -> None:
-    """The groups that it draws are those of the very planner that decodes."""
+    """The drawn groups are those of the planner that decodes."""
     from deft_backend.cli.explain import _server_target
 
     (tmp_path / "31234-tp0.json").write_text(json.dumps(state(num_query_heads=16)))

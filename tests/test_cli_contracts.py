@@ -90,7 +90,7 @@ def test_versions_are_downloaded_without_dependencies(index: Path) -> None:
 
 
 def test_by_default_the_window_and_the_newest_are_checked(index: Path) -> None:
-    """What is missing outside the window is shown, and is no failure."""
+    """A missing member outside the window is shown, but is no failure."""
     for version in ("0.9", "1.0", "1.1", "1.2", "1.3"):
         write_wheel(index, version=version)
     code, printed, _ = run("--host", "sglang")

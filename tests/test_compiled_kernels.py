@@ -198,7 +198,7 @@ def test_small_tiles_of_every_gqa_group_on_hopper(group: int) -> None:
 
 @pytest.fixture
 def unknown_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A Triton that nobody has tested."""
+    """A version of Triton that no test has run with."""
     monkeypatch.setattr(triton, "__version__", "4.0.0")
     for cached in (gluon_versions.unavailable, gluon_versions.log_unavailable):
         cached.cache_clear()
@@ -235,7 +235,7 @@ def test_leaves_fit_beside_one_stem_of_an_sm() -> None:
 
 
 def test_kernels_on_ampere() -> None:
-    """The plain ones: they compile, and what is launched of them fits."""
+    """The plain kernels compile, and the launched ones fit the GPU."""
     config = config_of(8, 128, torch.float16, 4)
     launches = tree_attention._launches(config, kind_of(128, torch.float16, 16))
     for tile, (first, _) in zip(config.tiles, launches.stage1, strict=True):

@@ -1,4 +1,4 @@
-"""The checker of contracts, with a made-up host: what it finds and what it says otherwise."""
+"""The checker of contracts, with a made-up host: what it finds and what it reports."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_a_target_without_a_model_takes_the_shipped_one_once() -> None:
 
 
 def test_a_targets_own_table_changes_the_plan() -> None:
-    # Where slices cost as much as the whole, nothing is worth dividing.
+    # If slices cost as much as the whole, no division pays off.
     forest = build_forest([0, 1], [8192], [8200, 8200])
     flat = _replaced(time_ms=[[1.0, 1.0], [1.0, 1.0]])
     profiled = Target(4, 4, 64, num_programs=8)

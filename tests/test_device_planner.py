@@ -1,4 +1,4 @@
-"""The device planner, interpreted: the same attention as the host planner's `auto`."""
+"""The device planner in the interpreter: the same attention as the host planner's `auto`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def planner_for(
 
 
 def read(plan: DevicePlan) -> Plan:
-    """What is on the device, cut to its counts."""
+    """The plan on the device, cut to its counts."""
     tiles = plan["tile_ptr"].cpu().numpy().copy()
     items, reduced = int(tiles[-1]), int(plan["num_reduce"][0])
     entries = int(plan["item_query_ptr"][items])
@@ -70,7 +70,7 @@ def plan_of(
     requests = len(batch.seq_lens)
     planner, plan = planner_for(target, max(1, requests), batch.page_size, capacity, device)
     for tensor in plan["segment_request"], plan["entry_slot"], plan["item_query_ptr"]:
-        tensor.fill_(-(1 << 20))  # whatever was there before
+        tensor.fill_(-(1 << 20))  # any earlier content
     tables = torch.from_numpy(np.ascontiguousarray(batch.page_tables))
     rows = torch.arange(requests, dtype=torch.int32, device=device)
     planner.plan(tables.to(device), rows, torch.from_numpy(batch.seq_lens).to(device))
@@ -95,7 +95,7 @@ def batch_of(forest: PrefixForest, seed: int = 0) -> Batch:
 
 
 def items_of(plan: Plan) -> Counter[tuple[int, int, int]]:
-    """Queries and range of every item, whoever represents them."""
+    """Queries and range of every item, for any choice of the request that holds the range."""
     return Counter(
         (int(queries), int(start), int(end))
         for queries, start, end in zip(
@@ -126,7 +126,8 @@ def test_the_host_planner_decides_the_same(name: str) -> None:
     forest = regular_forest(*TREES[name])
     batch = batch_of(forest)
     capacity = PlanCapacity.for_batch(64)
-    # The interpreted planner prices four lengths of chunks; with one block a range there is one.
+    # The interpreted planner prices four chunk lengths; with one block in a range there is only
+    # one.
     target = replace(TARGET, block_tokens=32_768)
     host, _ = plan_forest(batch.forest(), Auto(), target, capacity)
     device = plan_of(batch, target, capacity)
@@ -138,7 +139,7 @@ def test_the_host_planner_decides_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_host_planner_decides_the_same_on_random_forests(seed: int) -> None:
-    """Neighbours in a random order of depth; nodes long enough for decisions to be close."""
+    """Neighbours share random depths; nodes are long enough for close decisions."""
     random = np.random.default_rng(seed)
     requests = int(random.integers(2, 40))
     shared = random.choice([0, 16, 48, 96, 160, 400, 900, 3000], size=requests - 1)
@@ -152,7 +153,7 @@ def test_the_host_planner_decides_the_same_on_random_forests(seed: int) -> None:
 
 
 def test_leaves_merge_as_many_results_as_the_hosts_do() -> None:
-    """Requests that leave one path one after the other: 2, 3, 4, … results each."""
+    """Requests that leave one path one after another, with 2, 3, 4, … results each."""
     levels = np.arange(1, 12) * 400
     batch = batch_of(build_forest(np.arange(12), levels, np.append(levels, 11 * 400) + 30))
     capacity = PlanCapacity.for_batch(64)
@@ -160,7 +161,7 @@ def test_leaves_merge_as_many_results_as_the_hosts_do() -> None:
     host, _ = plan_forest(batch.forest(), Auto(), target, capacity)
     device = plan_of(batch, target, capacity)
     results = np.bincount(device.entry_query)
-    assert {MAX_MERGED + 1, MAX_MERGED + 2} < set(results.tolist())  # with its own
+    assert {MAX_MERGED + 1, MAX_MERGED + 2} < set(results.tolist())  # including its own
     expected = np.flatnonzero(results > MAX_MERGED + 1).tolist()
     assert sorted(device.reduce_query.tolist()) == host.reduce_query.tolist() == expected
 
@@ -169,7 +170,7 @@ def test_leaves_merge_as_many_results_as_the_hosts_do() -> None:
 def test_with_a_gpus_candidates_chunks_are_the_hosts_too(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All lengths that a GPU prices, as the host does; the interpreter prices four of them."""
+    """All chunk lengths that a GPU prices, like the host planner; the interpreter prices four."""
 
     def as_on_a_gpu(cls: type[Blocks], size: int) -> Blocks:
         return Blocks(size, size, size, Blocks.on_gpu(size).candidates)
@@ -191,7 +192,7 @@ def test_with_a_gpus_candidates_chunks_are_the_hosts_too(
 
 
 def many(requests: int, seed: int = 0) -> Batch:
-    """Short contexts, but for a long document that some share and a few long ones of loners."""
+    """Short contexts, one long shared document, and a few long unshared contexts."""
     random = np.random.default_rng(seed)
     shared = random.choice([0, 16, 96, 96, 400, 400], size=requests - 1)
     some = min(40, requests // 3)
@@ -202,7 +203,7 @@ def many(requests: int, seed: int = 0) -> Batch:
 
 
 def check_same(batch: Batch, capacity: PlanCapacity, device: torch.device = CPU) -> None:
-    """The device cuts and decides as the host does, and covers every query's tokens."""
+    """The device planner decides like the host planner, and covers every query's tokens."""
     target = Target(num_query_heads=32, num_kv_heads=8, head_dim=128)
     found = plan_of(batch, target, capacity, device)
     host, _ = plan_forest(batch.forest(), Auto(), target, capacity)
@@ -215,7 +216,7 @@ def check_same(batch: Batch, capacity: PlanCapacity, device: torch.device = CPU)
 def test_the_host_planner_decides_the_same_for_the_largest_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The largest, but for some rows without a request; with all lengths that a GPU prices."""
+    """The largest batch with some padding requests, and all chunk lengths that a GPU prices."""
     interpreted = Blocks.interpreted
 
     def as_on_a_gpu(cls: type[Blocks], size: int) -> Blocks:
@@ -228,7 +229,7 @@ def test_the_host_planner_decides_the_same_for_the_largest_batch(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the same kernels, compiled")
 @pytest.mark.parametrize("requests", [12, 64, 200, 900, 1025, 2048])
 def test_the_host_planner_decides_the_same_as_kernels_on_cuda(requests: int) -> None:
-    """Every size that they are compiled for."""
+    """Every batch size that the kernels are compiled for."""
     check_same(many(requests), PlanCapacity.for_batch(largest_batch()), torch.device("cuda", 0))
 
 
@@ -247,7 +248,7 @@ def test_long_ranges_are_cut_for_the_machine() -> None:
 def test_pages_of_one_prefix_in_two_places(data: st.DataObject) -> None:
     """Equality that is not monotone: each page of a prefix is one of two copies of it.
 
-    Requests of two prefixes that have nothing in common, in the order in which they come.
+    Requests of two unrelated prefixes, in order of arrival.
     """
     requests = data.draw(st.integers(2, 9))
     family = np.array(data.draw(st.lists(st.integers(0, 1), min_size=requests, max_size=requests)))
@@ -258,16 +259,16 @@ def test_pages_of_one_prefix_in_two_places(data: st.DataObject) -> None:
     lens = np.full(requests, 13 * 16, dtype=np.int32)
     tables = np.concatenate((heads + copies, tails), axis=1)
     plan = plan_of(Batch(tables, lens, 16))
-    # Both copies hold the same tokens: read as one prefix, every query must be right.
+    # Both copies hold the same tokens: if they are read as one prefix, every query must be right.
     one = Batch(np.concatenate((heads, tails), axis=1), lens, 16)
     check_plan(one, plan, TARGET, np.zeros(requests, dtype=np.int32))
 
 
 def test_what_a_row_held_before_it_ended_is_not_shared() -> None:
-    """Prefixes in two places, and a row that ends early, behind which old pages are left.
+    """Prefixes in two places, and a row that ends early with old pages behind its end.
 
-    The second row comes next to the first in the planner's order, shares five pages with others,
-    and the fifth is where the first one held it once.
+    In the planner's order, the second row is next to the first and shares five pages with others.
+    The first row once held the fifth page at the same position.
     """
     held = np.array(
         [[1, 5, 8, 13, 17, 20], [1, 5, 8, 12, 17, 21], [0, 4, 8, 13, 17, 21], [1, 4, 8, 12, 17, 20]]
@@ -280,7 +281,7 @@ def test_what_a_row_held_before_it_ended_is_not_shared() -> None:
 
 
 def test_no_page_is_looked_for_beyond_the_table() -> None:
-    """Rows of a wider table, which agree on, and lengths that say more than this one holds."""
+    """Rows of a wider table with equal entries behind the end, and lengths beyond this table."""
     wide = np.tile(np.arange(20, dtype=np.int32), (3, 1))
     planner, plan = planner_for(TARGET, 3, 512)
     rows, lens = torch.arange(3), torch.full((3,), 18 * 512, dtype=torch.int32)
@@ -293,7 +294,7 @@ def test_no_page_is_looked_for_beyond_the_table() -> None:
 @settings(deadline=None, max_examples=25)
 @given(data=st.data())
 def test_what_was_planned_before_decides_nothing(data: st.DataObject) -> None:
-    """One planner, batch after batch: each gets the plan that a new planner would make."""
+    """One planner for several batches: each gets the plan that a new planner would make."""
     first = data.draw(batches().filter(lambda batch: len(batch.seq_lens) > 0))
     others = batches(page_size=first.page_size).filter(lambda batch: len(batch.seq_lens) > 0)
     before = data.draw(st.lists(others, min_size=1, max_size=3))
@@ -310,7 +311,7 @@ def test_what_was_planned_before_decides_nothing(data: st.DataObject) -> None:
 
 
 def test_too_little_room_falls_back_to_query_by_query() -> None:
-    """A degenerate tree, node by node, has more (item, query) pairs than the arrays hold."""
+    """A group for each node of a degenerate tree makes too many (item, query) pairs."""
     levels = np.arange(1, 32) * 400
     forest = build_forest(np.arange(32), levels, np.append(levels, 31 * 400) + 30)
     batch = batch_of(forest)
@@ -325,7 +326,7 @@ def test_too_little_room_falls_back_to_query_by_query() -> None:
 
 
 def test_rows_without_a_request_are_written_as_nothing() -> None:
-    """What pads the batch of a CUDA graph: length 0, and whatever row."""
+    """Padding of a CUDA graph's batch: length 0, and any row."""
     batch = batch_of(regular_forest([1, 3], [100, 10]))
     lens = np.concatenate((batch.seq_lens, [0, 0])).astype(np.int32)
     tables = np.concatenate((batch.page_tables, batch.page_tables[:2]))
@@ -376,7 +377,7 @@ def test_the_library_attends_over_a_plan_made_on_the_device() -> None:
 
 
 def test_rows_without_a_request_get_zeros() -> None:
-    """What follows in the model reads them, and only the plan's kernels write them."""
+    """The rest of the model reads the outputs, and only the plan's kernels write them."""
     batch = batch_of(regular_forest([1, 3], [900, 10]))
     tables = torch.from_numpy(np.concatenate((batch.page_tables, batch.page_tables[:1] * 0)))
     rows = torch.tensor([0, 3, 1, 2, 3])
@@ -399,7 +400,7 @@ def test_rows_beyond_those_planned_for_get_zeros() -> None:
     tree = attention()
     for planned in (2, 0):
         tree.plan_on_device(tables, lens[:planned])
-        memory = torch.full((3, 4, 64), float("nan"))  # what the output is likely to get
+        memory = torch.full((3, 4, 64), float("nan"))  # probable content of the output's memory
         del memory
         out = tree.run(torch.randn(3, 4, 64), k, v, tables, lens)
         assert [bool(row.any()) for row in out] == [row < planned for row in range(3)]

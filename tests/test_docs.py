@@ -1,4 +1,4 @@
-"""Documentation: every link, path and module that it names exists, and the README is short."""
+"""Documentation: all its links, paths and module names exist, and the README is short."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ PAGES = sorted(
 )
 
 HISTORY = {"CHANGELOG.md"}
-"""Pages that also name modules that are gone."""
+"""Pages that also name removed modules."""
 
 PLACES = (".", "deft_backend", "docs", "deft_backend/hosts/sglang", "deft_backend/hosts/vllm")
-"""Folders that paths in backticks are relative to, besides the page's own."""
+"""Folders for relative paths in backticks, in addition to the page's own."""
 
 ELSEWHERE = ("reports/", "v1/", "srt/")
-"""What commands write, and the hosts' own sources."""
+"""Files that commands write, and the hosts' own sources."""
 
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]*))?\)")
@@ -36,7 +36,7 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """Anchors of a page's headings, as GitHub and MkDocs make them."""
+    """Anchors of a page's headings, in the form of GitHub and MkDocs."""
     found = set()
     for heading in re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE):
         text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
@@ -60,7 +60,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_path_exists(page: Path) -> None:
-    """Paths in backticks that have a folder and name a source, a page or data."""
+    """Paths in backticks that include a folder and name a source, a page or data."""
     named = re.findall(r"`([\w.\-]+(?:/[\w.\-]+)+\.(?:py|md|json|html|toml))`", prose(page))
     places = [page.parent, *(ROOT / place for place in PLACES)]
     missing = {

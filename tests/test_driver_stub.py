@@ -1,4 +1,4 @@
-"""The driver stand-in: compiled once, exporting one symbol, and never taken for a driver."""
+"""The driver stand-in: compiled once, with one symbol, and never mistaken for a driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example host in ``examples/page_table_engine`` and the page that walks through it."""
+"""The example host in ``examples/page_table_engine``, and its page in the documentation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _default_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drain(engine: Engine) -> dict[int, list[int]]:
-    """Every request's new tokens, until none is left."""
+    """Every request's new tokens, until all requests have ended."""
     answers: dict[int, list[int]] = {}
     while not engine.is_idle:
         for request, token in engine.step():
@@ -49,22 +49,24 @@ def drain(engine: Engine) -> dict[int, list[int]]:
 
 
 def traffic(engine: Engine) -> list[list[tuple[int, int]]]:
-    """What each step gives while requests join, share, fork, end and are aborted."""
+    """The tokens of each step while requests join, share, fork, end and are aborted."""
     first, second = engine.add(PROMPTS[0], 9), engine.add(PROMPTS[1], 3)
-    steps = [engine.step() for _ in range(3)]  # the second ends in the second of them
+    steps = [
+        engine.step() for _ in range(3)
+    ]  # the second request ends in the second of these steps
     assert first in engine.running
     assert second not in engine.running
-    # A fork: what the first has said so far, continued in another way. Its pages are shared.
+    # A fork: the first request's tokens so far, with another continuation. Its pages are shared.
     fork = engine.add([*engine.running[first].tokens, *b" and then"], 6)
     alone = engine.add(DIGITS, 8)
     steps += [engine.step() for _ in range(2)]
-    again = engine.add(PROMPTS[0], 4)  # the same prompt once more, in a row that was used before
+    again = engine.add(PROMPTS[0], 4)  # the same prompt again, in a row that was used before
     last = engine.add(PROMPTS[2], 5)
     engine.abort(alone)
     steps.append(engine.step())
     assert alone not in engine.running
     engine.abort(fork)
-    engine.abort(fork)  # has ended: nothing happens
+    engine.abort(fork)  # it has ended: no effect
     while not engine.is_idle:
         steps.append(engine.step())
     told = {request for step in steps for request, _ in step}
@@ -148,7 +150,7 @@ def test_unshared_batch_takes_the_same_path(model: Llama) -> None:
 def test_graph_replays_read_the_static_buffers(
     model: Llama, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a stand-in for CUDA graphs, whose replay repeats the forward that was captured."""
+    """With a stand-in for CUDA graphs: a replay repeats the captured forward."""
     plain = Engine(model, num_pages=64, page_size=8, max_batch=4, attention="torch")
     engine = Engine(model, num_pages=64, page_size=8, max_batch=4)
     decode, replays = engine._decode, []
@@ -263,7 +265,7 @@ def test_generated_pages_are_shared_too_and_found_again(model: Llama) -> None:
     for _ in range(12):
         engine.step()
     request = engine.running[first]
-    full = (len(request.tokens) - 1) // 8  # the last token's KV is not there yet
+    full = (len(request.tokens) - 1) // 8  # the last token's KV is not written yet
     assert full * 8 > len(PROMPTS[0])
     fork = engine.add([*request.tokens, *b"!"], 4)
     engine.step()

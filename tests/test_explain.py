@@ -28,7 +28,7 @@ GQA = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, num_programs=16)
 
 
 class Counts(NamedTuple):
-    """What the items of a grouping load and store, counted without a plan."""
+    """Loads and stores of a grouping's items, counted without a plan."""
 
     items: int
     kv_tokens: int
@@ -38,7 +38,7 @@ class Counts(NamedTuple):
 
 
 def counts_by_hand(grouping: Grouping, target: Target) -> Counts:
-    """Cut every group into tiles and items, as docs/how-it-works.md says."""
+    """Cut every group into tiles and items, as docs/how-it-works.md describes."""
     *singles, packed = (rows // target.gqa_group for rows in target.tile_heights)
     items = kv_tokens = masked_tokens = 0
     tiles_of: dict[int, list[tuple[bool, int]]] = {}  # a query's items: smallest shape? queries?
@@ -90,7 +90,7 @@ def test_figures_are_those_of_the_groups_and_of_the_plan(
     assert explanation.num_partials == counts.partials
     assert explanation.partial_bytes_written == counts.partials * partial
     assert explanation.partial_bytes_read == counts.partials * partial
-    # Requests grow by a token each under the same plan: an open range for every query grows.
+    # Requests grow by one token each under the same plan: every query's open range grows.
     plan = plan_grouping(grouping, forest, target)
     shape = {
         "num_query_heads": target.num_query_heads,
@@ -148,12 +148,12 @@ def test_tiles_and_layers_multiply_what_is_issued() -> None:
     grouping = get_policy("deft-node").group(forest, GQA)
     one = explain(forest, grouping, GQA)
     token = 2 * 64 * 2 * 2
-    # 100 queries of a GQA group of 4 are 400 rows: 7 tiles of at most 64.
+    # 100 queries with a GQA group of 4 have 400 query vectors: 7 tiles of at most 64.
     assert one.kv_bytes == (1000 + 100 * 10) * token
     assert one.kv_bytes_issued == (7 * 1000 + 100 * 10) * token
     assert (one.num_groups, one.num_chunks, one.num_items) == (101, 101, 107)
     assert one.query_bytes == 200 * 8 * 64 * 2
-    # The leaves' items merge what the root's left, and leave nothing themselves.
+    # The leaves' items merge the root's results, and leave no results themselves.
     assert one.num_partials == 100
     assert one.partial_bytes_written == one.partial_bytes_read == 100 * 8 * (64 * 2 + 2 * 4)
     full = explain(forest, grouping, replace(GQA, dtype_bytes=4))
@@ -169,7 +169,7 @@ def test_masks_are_counted_by_token_behind_the_stem() -> None:
     forest = regular_forest([1, 100], [28, 1])
     target = Target(num_query_heads=2, num_kv_heads=2, head_dim=64)
     explanation = explain(forest, get_policy("deft-flatten").group(forest, target), target)
-    # One block of two tiles of 50 queries, each of the root and 50 leaves: 32 ranges and 19.
+    # One chunk in two tiles of 50 queries. Each reads the root and 50 leaves: 32 ranges and 19.
     assert explanation.num_items == 4
     assert explanation.kv_bytes_issued == (2 * 28 + 100) * 2 * 64 * 2 * 2
     assert explanation.mask_bytes == 100 * 4 * 2

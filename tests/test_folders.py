@@ -1,4 +1,4 @@
-"""The package's folders: one place decides where they are, and creates them for one user."""
+"""The package's folders: one module decides their paths, and creates them for one user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PrefixForest: both sources against brute force and against each other, and their refusals."""
+"""PrefixForest: both sources against brute force and against each other, and their errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ToyNode:
 class ToyServer:
     """A radix tree with page-aligned nodes and splits, and requests with page tables.
 
-    Independent of the package: what a host does, in the fewest lines.
+    Independent of the package: a host's behaviour in few lines.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -139,7 +139,7 @@ def traffic(seed: int, page_size: int, requests: int) -> ToyServer:
 
 
 def check_invariants(forest: PrefixForest) -> None:
-    """What the rest of the package relies on."""
+    """The invariants that the rest of the package relies on."""
     batch, nodes = forest.batch_size, forest.num_nodes
     assert sorted(forest.order.tolist()) == list(range(batch))
     assert nodes <= max(0, 2 * batch - 1) if batch else nodes == 0
@@ -147,7 +147,7 @@ def check_invariants(forest: PrefixForest) -> None:
         row = forest.order[position]
         path = forest.path(position)
         at = 0
-        for node in path:  # contiguous from 0 to the request's end, through nodes that hold it
+        for node in path:  # the path is contiguous from 0 to the request's end
             assert forest.start[node] == at
             at += forest.length[node]
             assert forest.query_begin[node] <= position < forest.query_end[node]
@@ -195,7 +195,7 @@ def test_both_sources_agree_on_random_traffic(seed: int, page_size: int, request
     requests=st.integers(1, 12),
 )
 def test_sharing_is_exactly_the_common_pages(seed: int, page_size: int, requests: int) -> None:
-    """For each pair, the nodes both attend to hold their common full pages and nothing else."""
+    """For each pair, the nodes of both hold exactly their common full pages."""
     server = traffic(seed, page_size, requests)
     tables, lens = server.page_tables()
     forest = forest_from_page_tables(tables, lens, page_size)
@@ -254,7 +254,7 @@ def made_tables(
     for _ in range(requests):
         head: list[int] = []
         if rows and rng.random() < 0.85:
-            other = rng.choice(rows)  # fork, be a prefix of it, or be equal to it
+            other = rng.choice(rows)  # fork from it, be a prefix of it, or equal it
             head = other[: rng.choice([rng.randint(0, len(other)), len(other)])]
         new = rng.choice([0, 0, 1, 2, rng.randint(0, longest)])
         rows.append(head + [2**31 - 1 - page for page in range(next_page, next_page + new)])
@@ -293,7 +293,7 @@ def test_page_tables_give_what_plain_python_finds(
 
 
 def test_long_rows_are_searched_to_the_page() -> None:
-    """Every place at which two rows may part, for lengths around the search's steps."""
+    """Every position at which two rows may differ first, for lengths around the search's steps."""
     for length in [*range(1, 60), 145, 1000]:
         base = np.arange(length, dtype=np.int32)
         for common in range(length + 1):
@@ -359,7 +359,7 @@ def test_paths_and_trees_give_what_plain_python_finds(seed: int, requests: int, 
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**32), requests=st.integers(1, 20))
 def test_impossible_tables_that_are_trusted_stay_in_bounds(seed: int, requests: int) -> None:
-    """Tables of noise: whatever is said to be shared, the result is a forest of the batch."""
+    """Random tables: the result is a forest of the batch, whatever it shares."""
     rng = np.random.default_rng(seed)
     tables = rng.integers(-2, 3, (requests, 70))
     lens = rng.integers(0, 71, requests)
@@ -373,7 +373,7 @@ def test_trusted_tables_may_lack_the_open_page_but_no_full_one() -> None:
 
 
 def test_forests_keep_nothing_of_their_arguments() -> None:
-    """Hosts count their sequence lengths up in place."""
+    """Hosts increment their sequence lengths in place."""
     lens, order = np.array([2, 2], dtype=np.int32), np.array([1, 0], dtype=np.int32)
     tables, shared = np.array([[1, 2], [1, 3]], dtype=np.int32), np.array([1], dtype=np.int32)
     tree = [np.array(values, dtype=np.int32) for values in ([0, 0], [0, 1], [1, 1])]

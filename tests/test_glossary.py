@@ -1,4 +1,4 @@
-"""docs/glossary.md names modules that exist, and nobody writes the words that it retires."""
+"""docs/glossary.md names modules that exist, and no file uses its retired words."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ ROOT = Path(__file__).parent.parent
 GLOSSARY = ROOT / "docs" / "glossary.md"
 
 EXEMPT = (
-    "docs/glossary.md",  # it names what it retires
-    "docs/kernel-log.md",  # the record of experiments, in the words of their time
+    "docs/glossary.md",  # it names the retired words
+    "docs/kernel-log.md",  # the record of experiments uses the words of its time
     "docs/results/",  # recorded data
 )
 
@@ -47,7 +47,7 @@ def retired_words() -> list[str]:
 
 
 def as_words(text: str) -> str:
-    """Lower-case words, with names like ``LaunchConfig`` and ``launch_config`` taken apart.
+    """Lower-case words; names like ``LaunchConfig`` and ``launch_config`` are split.
 
     Punctuation other than hyphens stays, so that no phrase spans it.
 

@@ -1,4 +1,4 @@
-"""The kernels in Gluon without a GPU: what they compute, through an emulation of their language."""
+"""The kernels in Gluon without a GPU: their results in an emulation of their language."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_random_forests(
 ) -> None:  # fmt: skip
     """A block as long as a tile has rows lets Q share a V block's memory.
 
-    In a graph all kernels are launched, whether the plan has items for them or not.
+    A graph launches all kernels, even those without items in the plan.
     """
     check(
         seed, requests, page_size, lookahead, heads=heads, grow=grow, policy=policy,
@@ -164,7 +164,7 @@ def test_long_segments_go_round_the_rings(lookahead: int) -> None:
 def test_a_copy_that_is_not_waited_for_shows(
     late: int, module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The emulation can fail: with one group more on its way, the products read NaN."""
+    """The emulation can fail: if one more group of copies is in flight, the products read NaN."""
     wait = gluon_emulator._MACHINE.wait
     copy = gluon_emulator.emulated(module)
     monkeypatch.setattr(copy, "wait_group", lambda outstanding: wait(outstanding + late))
@@ -178,7 +178,7 @@ def test_a_copy_that_is_not_waited_for_shows(
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 12])
 @pytest.mark.parametrize("merged", [1, 2, 3, 5, 8])
 def test_leaves_merge_any_number_of_results(merged: int, group: int) -> None:
-    """A prefix in so many pieces that all requests share, and leaves of their own."""
+    """A prefix of several nodes that all requests share, and a leaf for each request."""
     from deft_backend.forest import build_forest
     from deft_backend.planner import plan_grouping
     from deft_backend.policies import GroupingBuilder, Segment

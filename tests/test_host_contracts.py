@@ -1,7 +1,7 @@
-"""The contract of the host installed here: it holds, and each member of it is really looked at.
+"""The contract of the installed host: it holds, and the checker looks at each member.
 
-Each member's name, and each parameter's, is replaced in the host's source as the checker reads it.
-The checker must then say that the member is missing.
+The test replaces each member's name, and each parameter's, in the host's source. The checker must
+then report that the member is missing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deft_backend.hosts.windows import TESTED
 
 
 def installed_members() -> list[tuple[str, Member]]:
-    """The members of the contracts of the hosts installed here, in their versions."""
+    """The contracts' members for the installed hosts and their versions."""
     found = []
     for host, tested in TESTED.items():
         version = tested.installed()
@@ -35,7 +35,7 @@ MEMBERS = installed_members()
 
 
 class Renamed(HostFiles):
-    """A host's files in which a word is another."""
+    """A host's files with one word replaced."""
 
     def __init__(self, path: Path, word: str) -> None:
         super().__init__(path)
@@ -81,7 +81,7 @@ def test_the_installed_host_holds_its_contract(host: str) -> None:
     ("host", "member"), MEMBERS, ids=[f"{member.module}:{member.name}" for _, member in MEMBERS]
 )
 def test_a_member_that_is_renamed_is_missing(host: str, member: Member) -> None:
-    """Its name, if it has one; then each of its parameters."""
+    """Replace the member's name, if it has one; then each of its parameters."""
     source = installed_source(host)
     assert source is not None
     problems = check_contract([member], source)

@@ -1,4 +1,4 @@
-"""`host_jit`: compiled once, kept where possible, right wherever it is not."""
+"""`host_jit`: compiles once, caches the code if possible, and is correct without a cache."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def load(path: Path) -> ModuleType:
-    """The module, as a process that starts anew would see it."""
+    """The module as a new process would import it."""
     spec = importlib.util.spec_from_file_location("made", path)
     assert spec is not None
     assert spec.loader is not None
@@ -57,7 +57,7 @@ def test_compiled_code_is_kept(source: Path) -> None:
 def test_a_change_of_the_package_drops_kept_code(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A function's own file says nothing of the functions and constants that it compiled in."""
+    """A function's own file does not show changes of the functions and constants that it uses."""
     load(source).twice(4)
     monkeypatch.setattr(jit, "sources_digest", lambda module: "changed")
     changed = load(source)
@@ -76,7 +76,7 @@ def test_damaged_files_are_compiled_anew(source: Path) -> None:
 
 
 def test_code_of_other_types_is_not_taken(source: Path) -> None:
-    """Two processes that write the index at once can leave an entry with the other's code."""
+    """Two processes that write the index at the same time can mix up their entries."""
     module = load(source)
     module.twice(4)
     module.twice(0.5)

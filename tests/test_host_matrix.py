@@ -74,7 +74,7 @@ def test_the_extras_are_the_windows(host: str) -> None:
 
 
 def test_names_of_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newest of all may lie beyond the window."""
+    """The newest version may be outside the window."""
     tested = TESTED["vllm"]
     released = [tested.lowest, "0.28.0", tested.beyond + ".1"]
     monkeypatch.setattr(versions, "released_versions", lambda *_: released)
@@ -138,7 +138,7 @@ def test_a_suite_that_cannot_run_is_a_failure(tmp_path: Path) -> None:
 def test_the_plugin_counts_tests_and_the_servers_steps(
     processes: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """In one process and in two; the steps of both of them."""
+    """In one process and in two, with the steps of all processes."""
     (tmp_path / "test_made_up.py").write_text(
         "import pytest\n"
         "from integration_tests.common.steps import StepTotal\n"

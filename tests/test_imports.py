@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "deft_backend"
 PATCHES = ROOT / "deft_patches"
 
-# Compiling, for the host and for the device, is a tool, not a stage of the data flow.
+# Tools, not stages of the data flow: every folder may import them.
 TOOLS = {"compile", "policy_names", "installed", "folders", "__version__"}
 SHARED_BY_HOSTS = {
     "forest", "costs", "policies", "planner", "attention", "config", "telemetry",
@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planner": {"forest", "policies", "kernel_limits"},
     "kernels": {"planner", "kernel_limits"},
     "attention": {"forest", "policies", "planner", "kernels", "costs", "kernel_limits"},
-    "tuning": {"forest", "costs", "policies", "planner", "attention", "harness"},
+    "tuning": {"forest", "costs", "policies", "planner", "attention", "harness", "traces"},
     "explain": {"forest", "policies", "planner"},
     "telemetry": {"forest", "config"},
     "hosts/contract": set(),
@@ -77,7 +77,7 @@ def test_folders_import_along_the_data_flow(folder: str) -> None:
 
 
 def test_the_data_flow_has_no_circle() -> None:
-    """Whoever is imported stands above whoever imports it: the table has an order."""
+    """The table has an order: each folder comes after all folders that it imports."""
     placed: set[str] = set()
     left = {folder: needs & MAY_IMPORT.keys() for folder, needs in MAY_IMPORT.items()}
     while left:
@@ -88,7 +88,7 @@ def test_the_data_flow_has_no_circle() -> None:
 
 
 def test_patches_import_a_host_and_each_other_alone() -> None:
-    """A patch decides nothing: what it needs to know, its adapter passes in."""
+    """A patch makes no decisions: its adapter passes in all that it needs."""
     files = list(PATCHES.rglob("*.py"))
     assert files, "deft_patches holds no modules"
     for path in files:
@@ -116,8 +116,8 @@ def test_only_hosts_import_servers() -> None:
 def test_servers_that_do_not_ask_for_us_load_little(host: str) -> None:
     """Hosts load the plugin in every process of every server on the machine.
 
-    A compiler in there delays them all, and was seen to stop one: vLLM 0.32 looks through
-    everything that is imported when it starts on a CPU, and fails at a part of llvmlite.
+    An imported compiler would delay all of them. It would even stop one: on a CPU, vLLM 0.32 looks
+    through all imported modules at its start, and fails at a part of llvmlite.
     """
     script = (
         f"import sys, deft_backend.hosts.{host}.plugin, deft_backend.hosts.common.tested_versions; "
@@ -136,7 +136,7 @@ def test_the_package_never_imports_the_benchmarks() -> None:
 
 
 def test_the_process_that_measures_servers_does_without_torch() -> None:
-    """A CUDA context in it would take memory of the GPU that the servers would have."""
+    """A CUDA context in this process would take GPU memory from the servers."""
     files = list((ROOT / "benchmarks" / "e2e").glob("*.py"))
     assert files
     for path in files:

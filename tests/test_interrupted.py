@@ -1,4 +1,4 @@
-"""Commands that are ended politely leave no server and no client behind."""
+"""Commands that get a signal leave no server and no client behind."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def running(process: Any) -> bool:
 
 @pytest.fixture
 def command(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[Any]]]:
-    """The command while its client runs, and what it has started: the server and the client."""
+    """The command while its client runs, and the started processes: the server and the client."""
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     process = subprocess.Popen(
         [sys.executable, "-c", COMMAND, str(tmp_path)], stdout=subprocess.PIPE,
@@ -89,7 +89,7 @@ def command(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[Any]]]
 def test_a_benchmark_that_is_ended_ends_its_server_and_its_client(
     command: tuple[subprocess.Popen[str], list[Any]], number: signal.Signals, times: int, code: int
 ) -> None:
-    """`timeout` sends SIGTERM twice, to the command and to its group; people press twice, too."""
+    """`timeout` sends SIGTERM twice, to the command and its group; people press Ctrl-C twice."""
     process, started = command
     for _ in range(times):
         process.send_signal(number)

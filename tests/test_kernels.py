@@ -1,6 +1,6 @@
-"""Both kernels against float64 attention, over random forests, poisoned outputs and fresh data.
+"""Both stages against float64 attention, over random forests and outputs filled with NaN.
 
-Runs interpreted on the CPU; with a GPU, the compiled kernels run the same tests.
+On the CPU the interpreter runs the kernels; with a GPU, the compiled kernels run the same tests.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def check(
     layout: str = "apart",
     group: Callable[[PrefixForest, Target], Grouping] | None = None,
 ) -> Plan:
-    """Plan, let sequences grow by `grow` tokens, run, and hold the result against float64.
+    """Plan, let sequences grow by `grow` tokens, run, and compare the result with float64.
 
-    `group` makes the grouping instead of `policy`; `values` scales V; `layout` is how K and V lie
-    in memory.
+    `group` makes the grouping instead of `policy`, `values` scales V, and `layout` is the memory
+    layout of K and V.
     """
     query_heads, kv_heads = heads
     generator = torch.Generator().manual_seed(int(batch.seq_lens.sum()) + head_dim)
@@ -73,9 +73,9 @@ def check(
     pages = (batch.num_pages, page_size, kv_heads)
     if layout == "apart":
         k_cache, v_cache = normal(*pages, head_dim), normal(*pages, head_dim)
-    elif layout == "interleaved":  # K and V of a head side by side
+    elif layout == "interleaved":  # K and V of a head are contiguous
         k_cache, v_cache = normal(*pages, 2, head_dim).unbind(-2)
-    else:  # V by head first, and with room between pages that K does not have
+    else:  # V has heads first, and gaps between pages, unlike K
         k_cache = normal(*pages, head_dim)
         wide = normal(batch.num_pages, kv_heads + 1, page_size, head_dim)
         v_cache = wide[:, 1:].transpose(1, 2)
@@ -88,7 +88,7 @@ def check(
         device=device,
         page_size=page_size,
         max_batch=max(1, requests),
-        policy=policy if group is None else "deft-flatten",  # which allows items of any kind
+        policy=policy if group is None else "deft-flatten",  # which allows items of all tile shapes
     )
     forest = forest_from_page_tables(
         batch.page_table, batch.seq_lens, page_size, num_pages=batch.num_pages
@@ -98,7 +98,7 @@ def check(
     else:
         plan = plan_grouping(group(forest, attention.target), forest, attention.target)
         attention.use(plan, forest)
-    # Poison: anything read before it was written, or never written, shows.
+    # Fill with NaN: elements read before they are written, or never written, become visible.
     attention.poison_workspace()
     out = torch.full_like(q, float("nan"))
     lens = (batch.seq_lens + grow).to(device)
@@ -113,12 +113,12 @@ def check(
 
 
 def shapes_of(plan: Plan) -> list[int]:
-    """Tile shapes that a plan has items of."""
+    """Tile shapes that have items in a plan."""
     return [shape for shape in sorted(ITEM_ORDER) if len(range(*plan.items_of(shape)))]
 
 
 def star(requests: int, shared: int, own: list[int], page_size: int = 1, spare: int = 0) -> Batch:
-    """`requests` of one prefix, in whole pages, with ``own[i % len(own)]`` tokens of their own."""
+    """`requests` requests of one prefix; request ``i`` adds ``own[i % len(own)]`` tokens."""
     prefix = list(range(shared // page_size))
     used = len(prefix)
     lens = [len(prefix) * page_size + own[i % len(own)] for i in range(requests)]
@@ -182,7 +182,7 @@ def test_logit_soft_cap_and_scale(device: str, policy: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("policy", ["deft-node", "deft-flatten", "fasttree"])
 def test_more_queries_than_a_tile(device: str, policy: str) -> None:
-    """150 queries: several tiles of 64 rows."""
+    """150 queries: several tiles of height 64."""
     batch = random_batch(21, 1, 150, longest=12)
     check(batch, device=device, policy=policy, heads=(2, 2))
 
@@ -198,7 +198,8 @@ def test_large_scores_do_not_overflow(device: str) -> None:
     [(2, [0]), (4, [0]), (5, [0, 1]), (32, [0, 1]), (33, [0, 1]), (65, [0, 1])],
 )
 def test_tile_shapes_and_tails(device: str, requests: int, shapes: list[int]) -> None:
-    """Two heads a group: 4 and 32 queries a tile. Tails of any block that a kernel loads."""
+    """GQA groups of two heads: 4 or 32 queries in a tile. Ranges that end anywhere in a KV
+    block."""
     for shared in (1, 64, 129, 256, 321) if device == "cuda" or requests < 32 else (129, 256):
         batch = star(requests, shared, [1, 64, 31, 65, 257][: 2 + requests % 4], spare=9)
         plan = check(batch, policy="deft-node", device=device, grow=9)
@@ -210,7 +211,7 @@ def test_tile_shapes_and_tails(device: str, requests: int, shapes: list[int]) ->
 @pytest.mark.parametrize("grow", [0, 20])
 @pytest.mark.parametrize("shared", [0, 48, 288])
 def test_items_of_several_segments(device: str, page_size: int, grow: int, shared: int) -> None:
-    """40 leaves and their shared node in one block: over 32 ranges and 16 queries, some empty."""
+    """40 leaves, some empty, and their shared node in one chunk: over 32 ranges and 16 queries."""
     own = [3, 0, 1, 17, 0, 40] if shared else [3, 5, 1, 17, 2, 40]
     batch = star(40, shared, own, page_size, spare=20)
     plan = check(
@@ -240,7 +241,7 @@ def test_empty_leaves_that_grow(device: str, page_size: int, policy: str) -> Non
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter runs one program")
 def test_more_merged_queries_than_programs_on_cuda() -> None:
-    """Programs of stage 2 go round: 150 queries of 32 heads are more than they are."""
+    """Each program of stage 2 takes several queries: 150 queries of 32 heads exceed them."""
 
     def group(forest: PrefixForest, target: Target) -> Grouping:
         builder = GroupingBuilder()
@@ -257,13 +258,13 @@ def test_more_merged_queries_than_programs_on_cuda() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("chunks", [1, 2, 8, 9, 11])
 def test_results_merged_by_leaves_and_by_stage_2(device: str, chunks: int) -> None:
-    """Up to 8 partial results are merged by the leaf's own item, whatever their tiles."""
+    """The leaf's own item merges up to 8 partial results, of any tile shape."""
 
     def group(forest: PrefixForest, target: Target) -> Grouping:
         builder = GroupingBuilder()
         for n in range(chunks):
             begin, end = n * 600 // chunks, (n + 1) * 600 // chunks
-            # Odd chunks for half of the queries at a time.
+            # Chunks of odd lengths, each for half of the queries.
             for rows in (range(20), range(20, 40)) if n % 2 else (range(40),):
                 builder.add(list(rows), [Segment(0, begin, end, False, 0, len(rows))])
         for row in range(40):
@@ -284,7 +285,7 @@ def test_results_merged_by_leaves_and_by_stage_2(device: str, chunks: int) -> No
 def test_values_of_any_size_survive_their_partial_results(
     device: str, policy: str, values: float
 ) -> None:
-    """Partial results are kept in 16 bits: beyond float16's range, or far below its precision."""
+    """Partial results have 16 bits: test values beyond float16's range, and very small ones."""
     batch = star(9, 600, [10, 0, 70], spare=3)
     plan = check(batch, policy=policy, device=device, dtype=torch.bfloat16, values=values, grow=3)
     assert plan.num_partials > 0
@@ -307,7 +308,7 @@ def test_layouts_of_the_cache(device: str, layout: str, page_size: int, policy: 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("policy", ["auto", "deft-node", "deft-node-chunk", "deft-flatten"])
 def test_same_batch_gives_equal_bits(device: str, policy: str) -> None:
-    """From run to run, from plan to plan, and when every kernel is launched, needed or not."""
+    """Equal results in every run, for equal plans, and if unneeded kernels are launched."""
     batch = star(12, 300, [1, 40, 0, 7])
     torch.manual_seed(0)
     q = torch.randn(12, 4, 64).to(device, torch.float16)
@@ -328,7 +329,7 @@ def test_same_batch_gives_equal_bits(device: str, policy: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_strided_caches_table_rows_and_int64_lengths(device: str) -> None:
-    """A server's layout: K and V interleaved in one buffer, requests anywhere in a larger table."""
+    """A server's layout: K and V interleaved in one buffer, requests in any rows of a table."""
     batch = random_batch(17, 1, 7)
     torch.manual_seed(1)
     q = torch.randn(7, 4, 64).to(device, torch.float16)
@@ -364,7 +365,7 @@ def test_empty_batch() -> None:
 
 
 def test_a_plan_too_large_for_its_arrays_becomes_one_that_fits() -> None:
-    """Node by node wants more items than these arrays hold; the answer stays right."""
+    """One group for each node needs more items than these arrays hold; the result stays right."""
     batch = random_batch(2, 1, 30, longest=20)
     forest = forest_from_page_tables(batch.page_table, batch.seq_lens)
     attention = TreeAttention(
@@ -440,7 +441,7 @@ def test_tensors_that_do_not_fit_are_refused(change: dict[str, torch.Tensor], me
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_batch_smaller_than_the_plan_is_refused(on_device: bool) -> None:
-    """Its items would read and write beyond the batch's rows."""
+    """Its items would read and write beyond the batch."""
     attention = TreeAttention(
         num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
         max_batch=4,
@@ -453,7 +454,7 @@ def test_a_batch_smaller_than_the_plan_is_refused(on_device: bool) -> None:
     q, (k, v) = torch.zeros(3, 4, 64), torch.zeros(2, 9, 2, 64)
     with pytest.raises(AttentionError, match="q holds 2 queries; the plan is for 3 requests"):
         attention.run(q[:2], k, v, table[:2], lens[:2], static_launch=True)
-    attention.clear_plan()  # as while a graph of another size is captured
+    attention.clear_plan()  # as during the capture of a graph of another size
     attention.run(q[:2], k, v, table[:2], lens[:2], static_launch=True)
     attention.restore_plan()
     attention.run(q, k, v, table, lens, static_launch=True)
@@ -465,7 +466,7 @@ def test_a_batch_smaller_than_the_plan_is_refused(on_device: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_beyond_the_plan_stay_as_they_are(dtype: torch.dtype) -> None:
-    """A graph is replayed for fewer requests than it was captured for."""
+    """A graph replay may have fewer requests than its capture."""
     attention = TreeAttention(
         num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=dtype, device="cpu", max_batch=4
     )
@@ -484,7 +485,7 @@ def test_rows_beyond_the_plan_stay_as_they_are(dtype: torch.dtype) -> None:
 def test_more_results_than_stage_2_reads_at_once(device: str, dtype: torch.dtype) -> None:
     """A chain of nodes: the last requests merge a result of each, one block after the other.
 
-    With scores this far apart, what is carried from block to block must be scaled anew.
+    With scores so far apart, each block must rescale the running sums.
     """
     requests, step = 20, 5
     table = torch.zeros((requests, requests * step + 3), dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Host servers as child processes: command lines, waiting, dying, and leaving nothing behind."""
+"""Host servers as child processes: command lines, waiting, failures and cleanup."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def series(registry: Any) -> Series:
-    """What a page made from a registry shows of ours."""
+    """Our series on a page made from a registry."""
     from prometheus_client.parser import text_string_to_metric_families
 
     page = client.generate_latest(registry).decode()
@@ -81,7 +81,7 @@ def run_publishing(
 
 
 def test_processes_of_one_server_publish_into_its_page(tmp_path) -> None:
-    """The page is made from the files of all processes, whenever they imported the client."""
+    """The host's page covers the files of all processes, whenever they imported the client."""
     from prometheus_client import multiprocess
 
     run_publishing("beside", tmp_path, {"tp_rank": "0"}, READINGS)
@@ -136,7 +136,7 @@ def test_ranks_are_read_from_the_name_of_the_file() -> None:
 
 
 def write(folder: Path, rank: int, suffix: str = "", **changes: Any) -> Any:
-    """The state file of a rank of the server on port 1 that has decoded `rank + 1` tree steps."""
+    """The state file of a rank of the server on port 1, after `rank + 1` tree steps."""
     state = make_state()
     state.rank = rank
     for _ in range(rank + 1):
@@ -151,16 +151,16 @@ def write(folder: Path, rank: int, suffix: str = "", **changes: Any) -> Any:
 
 
 def test_an_api_server_shows_the_counters_of_its_engines(tmp_path) -> None:
-    """Files of other ports, of dead processes and of none are no part of the server."""
+    """Files of other ports, of dead processes and without a process are ignored."""
     registry = client.CollectorRegistry()
     register_states(tmp_path / "states", 1, registry)
-    assert b"deft_" not in client.generate_latest(registry)  # a server that does not ask for it
+    assert b"deft_" not in client.generate_latest(registry)  # a server without this option
     writer = write(tmp_path / "states", 0)
     write(tmp_path / "states", 1)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     write(tmp_path / "states", 2, pid=ended.pid)
-    write(tmp_path / "states", 3, updated=1.0)  # an earlier process had the id then
+    write(tmp_path / "states", 3, updated=1.0)  # at that time, an earlier process had the id
     write(tmp_path / "states", 4, schema=2)
     write(tmp_path / "states", 5, steps_host=None)
     (tmp_path / "states" / "1-tp6.json").write_text("{")
@@ -197,7 +197,7 @@ def test_a_registry_that_shows_them_already_is_left_as_it_is(tmp_path, caplog) -
 
 
 def test_nothing_is_registered_where_the_page_is_made_from_files(monkeypatch, tmp_path) -> None:
-    """Every process would show what the one that decodes has published."""
+    """Every process would show the values that the decoding process has published."""
     monkeypatch.setenv(metrics.MULTIPROCESS, str(tmp_path))
     registry = client.CollectorRegistry()
     write(tmp_path, 0)

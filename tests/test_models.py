@@ -1,4 +1,4 @@
-"""The model that a command is given: a folder, a hub name, or neither."""
+"""The model of a command: a folder, a hub name, or neither."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TINY = Path(__file__).parent.parent / "models" / "tiny-llama"
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The hub's cache holds the tiny model, and nobody may ask the hub itself."""
+    """The hub's cache holds the tiny model, and requests to the hub fail."""
     write_hub_cache(tmp_path / "hf", TINY)
     cache = tmp_path / "hf" / "hub"
     # `huggingface_hub` reads its environment variables when it is imported.
@@ -120,7 +120,7 @@ def test_a_file_that_the_hub_s_model_lacks(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     assert model_file("some/model", "tokenizer.json") is None
-    ChosenModel("some/model").check()  # another format: the host knows
+    ChosenModel("some/model").check()  # another format, which the host reads
 
 
 def test_without_huggingface_hub_a_name_cannot_be_looked_up(
@@ -132,14 +132,14 @@ def test_without_huggingface_hub_a_name_cannot_be_looked_up(
 
 
 def test_a_name_that_nobody_can_look_up_has_no_shape(capsys: pytest.CaptureFixture[str]) -> None:
-    ChosenModel("s3://bucket/model").check()  # the host's affair
+    ChosenModel("s3://bucket/model").check()  # left to the host
     with pytest.raises(typer.Exit):
         model_shape(ChosenModel("s3://bucket/model"))
     assert "neither a folder nor a name on the Hugging Face hub" in capsys.readouterr().err
 
 
 def test_what_a_class_knows_and_the_file_does_not(tmp_path: Path) -> None:
-    """Some configurations leave out what is their class's default."""
+    """Some configurations omit their class's default values."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3_text"}))
     transformers = pytest.importorskip("transformers")
     known = transformers.Gemma3TextConfig()

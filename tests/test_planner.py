@@ -1,4 +1,4 @@
-"""Plans as the kernels read them: every query's tokens once, every partial result in its place."""
+"""Plans from the kernels' side: every query's tokens once, every partial result in its place."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ GQA = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, num_programs=16)
 
 
 def check_plan(batch: Batch, plan: Plan, target: Target, growth: npt.NDArray[np.int32]) -> None:
-    """Walk a plan as both stages do, for requests that have grown by `growth` tokens.
+    """Walk a plan like both stages, for requests that have grown by `growth` tokens.
 
     Raises
     ------
     AssertionError
-        If an item does not fit its tile shape, a query attends to a wrong token, misses one or
-        meets it twice, or a partial result is lost, overwritten, or merged before it is there.
+        If an item does not fit its tile shape. If a query attends to a wrong token, misses a token
+        or meets it twice. If a partial result is lost, overwritten, or merged before it is written.
     """
     now = batch.seq_lens + growth
     seen = [np.zeros(n, dtype=np.int64) for n in now]
@@ -71,7 +71,7 @@ def check_plan(batch: Batch, plan: Plan, target: Target, growth: npt.NDArray[np.
             )
             end = int(now[row]) if end == OPEN_END else end
             span = int(plan.segment_span[s])
-            if shape == 0:  # one range that all attend to; the span says what is merged
+            if shape == 0:  # one range for all queries; the span holds the number of merged results
                 assert held.start == item
                 merged, run = span, range(len(queries))
             else:
@@ -111,7 +111,7 @@ def check_plan(batch: Batch, plan: Plan, target: Target, growth: npt.NDArray[np.
         taken += range(first, stop)
     for query, (first, count, launch) in merges.items():
         for slot in range(first, first + count):
-            # Tile shapes are launched from the last to the first.
+            # The launches go from the last tile shape to the first.
             assert written[slot][0] == query
             assert written[slot][1] > launch
         taken += range(first, first + count)
@@ -153,7 +153,7 @@ def test_every_tile_shape_and_its_neighbours(name: str, requests: int) -> None:
 def _corruptions(plan: Plan) -> dict[str, Plan]:
     found = {}
     for name, array in plan.arrays().items():
-        # Another row of the same prefix is as good: take ranges of one row.
+        # Any row of the same prefix is equivalent: take ranges of one row.
         own = np.flatnonzero(plan.segment_end == OPEN_END)
         for at in own[[0, -1]] if name == "segment_request" else (0, -1) if len(array) else ():
             moved = array.copy()
@@ -193,7 +193,7 @@ def test_the_checker_finds_every_corruption(name: str) -> None:
 
 
 def test_a_leafs_item_merges_what_launches_before_left() -> None:
-    """Up to 8 partial results; more, and those of its own launch, are stage 2's."""
+    """A small tile merges up to 8 partial results of earlier launches; stage 2 merges others."""
     batch = wide_batch(40, shared=600, own=60)
     forest = batch.forest()
     for chunks in (1, 8, 9):
@@ -213,7 +213,7 @@ def test_a_leafs_item_merges_what_launches_before_left() -> None:
 def test_a_range_that_some_of_its_queries_skip_goes_to_the_packed_tile(
     run: tuple[int, int],
 ) -> None:
-    """Tiles of one range attend to all of it with every query."""
+    """In tiles of one range, every query attends to the whole range."""
     batch = wide_batch(3, shared=50, own=10)
     builder = GroupingBuilder()
     builder.add([0, 1, 2], [Segment(run[0], 0, 50, False, *run)])
@@ -229,7 +229,7 @@ def test_items_of_a_shape_come_longest_first() -> None:
     forest = build_forest(range(4), [0, 0, 0], [10, 300, 20, 200])
     plan = plan_grouping(get_policy("deft-node").group(forest, GQA), forest, GQA)
     assert plan.segment_request.tolist() == [1, 3, 2, 0]
-    assert plan.tile_ptr.tolist() == [0, 0, 4, 4]  # of the second shape none, of the first all
+    assert plan.tile_ptr.tolist() == [0, 0, 4, 4]  # none of the second shape, all of the first
 
 
 @given(lens=st.lists(st.integers(1, 4), min_size=1, max_size=40))
@@ -268,13 +268,13 @@ def test_the_workspace_for_1024_requests_is_bounded(heads: tuple[int, int]) -> N
         device="cpu", max_batch=1024,
     )  # fmt: skip
     assert attention.workspace_bytes <= WORKSPACE_LIMIT == 256 << 20
-    # What a GPU of 132 SMs, ten blocks an SM, asks for.
+    # The capacity for a GPU of 132 SMs with ten blocks on each.
     capacity = PlanCapacity.for_batch(1024, 10 * 132 // heads[1], heads[0] * (128 * 2 + 8))
     assert capacity.max_entries * heads[0] * (128 * 2 + 8) <= WORKSPACE_LIMIT
 
 
 def test_one_request_may_keep_every_program_busy() -> None:
-    """Capacity follows from the tile shape of which most programs run."""
+    """Capacity follows from the tile shape with most programs."""
     attention = TreeAttention(
         num_query_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16, device="cpu",
         max_batch=1,

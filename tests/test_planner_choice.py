@@ -1,4 +1,4 @@
-"""Which planner makes the plans, and how many requests the device planner holds."""
+"""The choice of the planner, and the number of requests that the device planner holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planning benchmark: what it measures is what it says, and its file."""
+"""The planning benchmark: its measurements are what it claims, and its file is correct."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_file_holds_a_row_a_batch(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_planning_on_the_device_is_compared_with_the_host(
     page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row, on the CPU: clocks and graphs are stand-ins, plans and outputs are not."""
+    """A row, on the CPU: clocks and graphs are stand-ins, plans and outputs are real."""
 
     class OnCpu(TreeAttention):
         def __init__(self, **options: Any) -> None:

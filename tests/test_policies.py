@@ -1,4 +1,4 @@
-"""Every policy covers every query's context exactly once, and each is its paper's."""
+"""Every policy covers every query's context exactly once, and follows its paper."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_coverage_of_large_and_special_batches(name: str) -> None:
     edge = np.tile(np.arange(300, dtype=np.int32), (3, 1))
     edge[:, 256:] = 300 + np.arange(132).reshape(3, 44)
     for batch in (
-        Batch(edge, np.array([256, 256, 260], dtype=np.int32), 1),  # ends where a block does
+        Batch(edge, np.array([256, 256, 260], dtype=np.int32), 1),  # ends at the end of a KV block
         Batch(wide, np.full(200, 101, dtype=np.int32), 1),
         Batch(wide, np.arange(100, 300, dtype=np.int32), 1),
         Batch(wide, np.arange(200, dtype=np.int32), 1),
@@ -219,7 +219,7 @@ def test_flash_decoding_splits_only_to_fill_the_programs() -> None:
     split = policy.group(forest, replace(GQA, num_programs=8))
     assert split.num_tokens().tolist() == [512] * 8
     assert split.open.tolist() == [False, True] * 4
-    # More programs than blocks of tokens: a chunk is never less than a block.
+    # More programs than KV blocks: a chunk is never shorter than a block.
     assert policy.group(forest, replace(GQA, num_programs=999)).num_groups == 64
 
 
@@ -261,14 +261,14 @@ def test_deft_flatten_has_table_12s_even_blocks() -> None:
 def test_a_blocks_bit_masks_are_runs() -> None:
     forest = regular_forest([1, 150], [50, 1])
     grouping = get_policy("deft-flatten").group(forest, GQA)
-    # The first block holds the root and 78 leaves: 150 queries, of which each leaf has one.
+    # The first chunk holds the root and 78 leaves: 150 queries, one for each leaf.
     assert grouping.num_groups == 2
     root, *leaves = grouping.segments(0)
     assert (root.attend_begin, root.attend_end) == (0, 150)
     assert [(leaf.attend_begin, leaf.attend_end) for leaf in leaves] == [
         (at, at + 1) for at in range(78)
     ]
-    # The second block has the other leaves, and their queries alone.
+    # The second chunk has the other leaves, and only their queries.
     assert grouping.num_queries().tolist() == [150, 72]
     assert [segment.attend_begin for segment in grouping.segments(1)] == list(range(72))
     assert grouping.several_ranges.tolist() == [True, True]
@@ -297,7 +297,7 @@ def test_fasttree_equations_by_hand() -> None:
     assert costs.padding(4, 40) == 0.5 * 12 * 40 + 0.25 * 4 * 24
     assert costs.split_kv(20, 4, 100, 40) == 600 + 264 + 2.0 * 4
     assert costs.split_q(20, 4, 100, 40) == 0 + 0.5 * 12 * 140
-    # Rows, not queries, fill a tile: 5 queries of a GQA group of 4 heads are 20 rows.
+    # Query vectors, not queries, fill a tile: 5 queries with a GQA group of 4 have 20 vectors.
     grouped = FastTreeCosts(FastTreeCoefficients(0.5, 0.25, 2.0), ((16, 64),), 1, gqa_group=4)
     assert grouped.padding(5, 100) == 600
     assert grouped.reduction(1) == 8
@@ -327,7 +327,7 @@ def test_fasttree_takes_the_cheaper_value_of_an_edge() -> None:
 def _greedy_by_the_notes(
     parent: list[int], tokens: list[int], queries: list[int], target: Target
 ) -> list[int]:
-    """The breadth-first search written out from the notes, with nothing shared."""
+    """The breadth-first search, written from the notes without any code of the package."""
     alpha, beta, gamma = 0.66, 0.33, 0.1
 
     def c_p(n_q: int, length: int) -> float:
@@ -366,7 +366,7 @@ def test_fasttree_is_the_notes_greedy_search(batch: Batch, target: Target) -> No
 
 
 def test_fasttree_concatenates_the_whole_path_and_drops_deserted_parents() -> None:
-    # Reduction is all that costs: every edge is concatenated, which is Q-guided grouping.
+    # Only the reduction has a cost, so every edge is concatenated: Q-guided grouping.
     forest = regular_forest([1, 2, 2], [64, 64, 64])
     policy = FastTree(FastTreeCoefficients(0.0, 0.0, 1.0))
     grouping = policy.group(forest, replace(MHA, num_programs=1))
@@ -405,7 +405,7 @@ def test_any_edge_assignment_covers_every_query_once(batch: Batch, data: st.Data
 
 
 def test_long_contexts_are_split_even_where_short_ones_fill_the_programs() -> None:
-    # 64 leaves fill 16 programs, but the root alone would outlast them all.
+    # 64 leaves fill 16 programs, but the root alone would take longer than all of them.
     forest = regular_forest([1, 64], [100_000, 16])
     grouping = get_policy("fasttree").group(forest, MHA)
     longest = int(grouping.num_tokens().max())

@@ -1,4 +1,4 @@
-"""Where a figure comes from, as it is written beside every result."""
+"""The origin of a figure, which is stored with every result."""
 
 from __future__ import annotations
 

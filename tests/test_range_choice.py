@@ -1,4 +1,4 @@
-"""`auto`: which KV ranges get items of their own, and how they are cut."""
+"""`auto`: the choice of KV ranges with their own items, and their chunks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from strategies import GROWTH, Batch, batches, check_coverage, regular_forest, targets
 
 from deft_backend.costs.cost_model import default_cost_model
-from deft_backend.costs.table_lookup import shipped_for
+from deft_backend.costs.shipped_tables import shipped_for
 from deft_backend.costs.tile_costs import TileCosts
 from deft_backend.forest import PrefixForest, build_forest
 from deft_backend.policies import Grouping, Target, get_policy
@@ -61,7 +61,7 @@ def chunks_of(
 
 
 def parts_of(grouping: Grouping) -> npt.NDArray[np.int64]:
-    """Groups that each query is in."""
+    """Number of groups of each query."""
     return np.bincount(grouping.queries)
 
 
@@ -88,7 +88,7 @@ def test_an_unshared_batch_has_one_range_a_query(
     assert forest.request[node].tolist() == list(range(len(lens)))
     assert not begin.any()
     assert end.tolist() == lens
-    # Cut or not, a chunk is one query's.
+    # With or without cuts, each chunk belongs to one query.
     grouping = AUTO.group(forest, with_costs(target, costs))
     assert set(grouping.num_queries().tolist()) == {1}
 
@@ -148,7 +148,7 @@ def test_chunks_are_whole_blocks_and_fewer_where_they_cost_more(
     assert all(chunk % block == 0 and block <= chunk <= max(block, longest) for chunk in chunks)
 
     def results(chunks: list[int]) -> int:
-        """Partial results of cut ranges, by the shape that each runs in."""
+        """Partial results of cut ranges, by tile shape."""
         total = 0
         for count, length in ranges:
             fitting = [n for n, held in enumerate(target.single_range_tiles) if held >= count]
@@ -161,7 +161,7 @@ def test_chunks_are_whole_blocks_and_fewer_where_they_cost_more(
 
 
 def test_few_items_of_a_shared_node_leave_room_for_leaves() -> None:
-    """Beside leaves that take well longer than half of the programs need for the node."""
+    """The leaves take much longer than the node takes on half of the programs."""
     costs = TileCosts((1000.0, 1000.0), (10.0, 10.0), 0.001, 1.0)
     target = replace(GQA, tile_programs=(128, 32, 32))
 
@@ -171,7 +171,7 @@ def test_few_items_of_a_shared_node_leave_room_for_leaves() -> None:
 
     assert 2 * pieces(0) > 32
     assert 2 * pieces(10) <= 32
-    assert pieces(1) > pieces(40)  # a short time to hide behind takes more programs
+    assert pieces(1) > pieces(40)  # hiding behind a short time needs more programs
 
 
 @settings(max_examples=60)
@@ -204,7 +204,7 @@ def test_groups_are_even_chunks_within_the_chosen_length(
 def test_a_long_prefix_is_not_read_once_per_request() -> None:
     forest = regular_forest([1, 64], [16_000, 64])
     grouping = AUTO.group(forest, GQA)
-    # 64 queries of 4 heads are four tiles of 64 rows, and the prefix whole blocks of 64 tokens.
+    # 64 queries of 4 heads fill four tiles of height 64; the prefix has whole blocks of 64 tokens.
     assert grouping.num_tokens().sum() == 16_000 + 64 * 64
     assert (np.diff(grouping.start[grouping.num_queries() == 64]) > 0).all()
 
@@ -243,7 +243,7 @@ def test_chunks_grow_until_the_plan_holds_them(batch: Batch, slack: int, costs: 
 
 
 def test_items_that_fill_the_memorys_bandwidth_are_not_cut_further() -> None:
-    """An item takes time beside its tokens, though every program has work with more of them."""
+    """An item costs time besides its tokens, even if more items leave every program with work."""
     target = Target(16, 1, 128, tile_heights=(16, 64, 64), tile_programs=(792, 264, 264))
     transfer_ns = default_cost_model().transfer_ms(kv_bytes(1, target)) * 1e6
     costs = shipped_for(16, 128, "float16").tiles

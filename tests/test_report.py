@@ -1,4 +1,4 @@
-"""The report: self-contained, and every figure on it is one of the JSON's."""
+"""The report is self-contained, and every figure on it is in the JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def measured(kv: float, guided: float, tpot: float | None = 0.0123) -> Measured:
 
 def compared(name: str, deft_kv: float, *differs: Divergence) -> Compared:
     agreement = Agreement(8, 8 - len(differs), 0, tuple(differs), 190, 0.00071)
-    # The host's server decodes other batches; what it read must not stand beside ours.
+    # The host's server decodes other batches, so the report must not compare its KV reads with
+    # ours.
     host, deft = measured(7_000_000.0, 7_000_000.0), measured(deft_kv, 9_876_000.0)
     return Compared(name, f"about {name}", 6, 192, host, deft, agreement)
 
@@ -51,7 +52,7 @@ def result(*workloads: Compared, on_gpu: bool = False) -> AbResult:
 
 
 class Page(HTMLParser):
-    """Text of every table cell, addresses of everything loaded, and whether tags close."""
+    """Text of every table cell, addresses of all loaded parts, and whether tags are closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a server counts, and its state file."""
+"""A server's counters and its state file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYERS = 2
 
 
 def test_state_file(tmp_path) -> None:
-    """Written atomically, when something changed; what it holds."""
+    """The file is written atomically, and only after a change; the test checks its content."""
     state = make_state()
     writer = StateWriter(state, tmp_path / "made", "-pp1")
     writer.look()
@@ -33,7 +33,7 @@ def test_state_file(tmp_path) -> None:
     first = writer.path.read_text()
     assert json.loads(first)["forest"] is None
     writer.look()
-    assert writer.path.read_text() == first  # nothing changed: not written, not even the time
+    assert writer.path.read_text() == first  # no change: not written, not even the time
 
     requests, _, lens = requests_of([[1, 2], [1, 2]], Tree())
     state.forest = RadixTreeSource().forest(requests, lens)
@@ -65,11 +65,11 @@ def test_a_state_file_that_cannot_be_written_is_said_once(tmp_path, caplog) -> N
     writer.look()
     assert len(caplog.records) == 1
     assert "cannot write the server's state file" in caplog.text
-    assert [counters.decode_steps for counters in heard] == [0, 1]  # metrics and log go on
+    assert [counters.decode_steps for counters in heard] == [0, 1]  # metrics and log continue
 
 
 def test_a_folder_that_may_not_be_entered_is_said_once(tmp_path, caplog, monkeypatch) -> None:
-    """As of another user: even asking whether a file is there is refused."""
+    """A folder of another user: even the check for a file is refused."""
 
     def refused(self: Path) -> bool:
         raise PermissionError(13, "Permission denied")
@@ -127,7 +127,7 @@ def test_counts_of_host_and_device_are_one_set_of_figures(tmp_path) -> None:
     assert (before.steps_tree, before.decode_steps) == (1, 2)
     assert before.kv_bytes_read == (10 + 4) * LAYERS * TOKEN
 
-    memory += [3, 300, 120, 6_000_000]  # as kernels do: in place, nothing else is told
+    memory += [3, 300, 120, 6_000_000]  # like kernels: in place, without a notice
     writer.look()
     content = json.loads(writer.path.read_text())
     assert (content["steps_tree"], content["decode_steps"]) == (4, 5)
@@ -137,13 +137,13 @@ def test_counts_of_host_and_device_are_one_set_of_figures(tmp_path) -> None:
     assert content["plans"] == 3
     assert content["plan_seconds"] == pytest.approx(6e-3)
 
-    state.device_tree_layers = 1  # the other layer reads every token that is attended
+    state.device_tree_layers = 1  # the other layer reads every attended token
     assert state.kv_bytes_read == ((10 + 4) * LAYERS + 120 + 300) * TOKEN
     assert state.kv_bytes_query_guided == content["kv_bytes_query_guided"]
 
 
 def test_only_words_are_written_again_when_bytes_alone_moved(tmp_path) -> None:
-    """A reading between two words of a step is followed by one that has them all."""
+    """A reading may see only some of a step's words; the next reading sees all of them."""
     state = make_state()
     memory = np.zeros(4, dtype=np.int64)
     state.attach_device_counters(memory)
@@ -174,7 +174,7 @@ def test_a_second_source_of_device_counters_is_refused() -> None:
 
 
 def test_readings_while_another_thread_counts(tmp_path) -> None:
-    """None raises, none goes back, and the last one has everything."""
+    """No reading raises or decreases, and the last reading is complete."""
     state = make_state()
     writer = StateWriter(state, tmp_path)
     readings: list[Counters] = []

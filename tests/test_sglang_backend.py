@@ -1,4 +1,4 @@
-"""The attention backend around a stand-in for the host's own one: what goes where."""
+"""The attention backend around a stand-in for the host's own backend: who decodes which step."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_layers(changes: dict[str, Any], reason: str | None) -> None:
 
 @pytest.fixture
 def server(host: Any) -> Any:
-    """A backend over a fake host backend that records its calls, with two sharing requests."""
+    """A backend over a fake host backend that records its calls, with two requests that share."""
     from deft_backend.attention import TreeAttention
     from deft_backend.hosts.sglang.host_planned import HostPlannedBackend
 
@@ -214,7 +214,7 @@ def test_other_batches_are_handed_on(server: Any, kind: str) -> None:
 
 
 def test_a_batch_is_decided_and_counted_once(server: Any) -> None:
-    """The host asks before it chooses its graph; the eager step that follows takes the answer."""
+    """The host asks before it chooses its graph; a following eager step uses the same answer."""
     batch = server.batch()
     assert server.backend.takes(batch)
     assert server.backend.takes(batch)
@@ -253,7 +253,7 @@ def test_a_second_set_of_graphs_is_captured_and_replayed(host: Any) -> None:
         )
 
     patch._capture_one_shape(capture, runner, 8, None)
-    assert events == [(8, None)]  # no controller: as if the patch were not there
+    assert events == [(8, None)]  # without a controller the patch has no effect
     patch._controllers[id(model)] = Controller()
     try:
         patch._capture_one_shape(capture, runner, 8, None)
@@ -291,7 +291,7 @@ def test_page_tables_are_not_written_while_a_graph_reads_them(host: Any) -> None
 
 
 def test_other_packages_runners_are_patched_themselves(host: Any) -> None:
-    """A model runner says what its decode graphs are captured and replayed by."""
+    """A model runner names the class that captures and replays its decode graphs."""
     from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
     from deft_patches import sglang_page_table_fence as fence
@@ -329,7 +329,7 @@ def test_other_packages_runners_are_patched_themselves(host: Any) -> None:
 
 
 def test_a_patch_is_there_whatever_other_plugins_hooked(host: Any) -> None:
-    """The host's registry applies hooks to a method once, and never again."""
+    """The host's registry applies hooks to a method only once."""
     from sglang.srt.plugins import hook_registry
 
     from deft_patches.wrapping import is_wrapped, wrap
@@ -359,7 +359,7 @@ def test_a_patch_is_there_whatever_other_plugins_hooked(host: Any) -> None:
         assert Runner.make("a") == ["Runner", "a", "ours"]
         assert type("Other", (Runner,), {}).make("a") == ["Other", "a", "ours"]
         registry._patched.discard(target)
-        registry.apply_hooks()  # somebody's hook goes around ours: it is still known
+        registry.apply_hooks()  # another hook goes around ours: ours is still found
         assert Runner().execute("a") == ["a", "theirs", "ours", "theirs"]
         wrap(Runner, "execute", ours)
         assert Runner().execute("a") == ["a", "theirs", "ours", "theirs"]
@@ -371,14 +371,14 @@ def test_a_patch_is_there_whatever_other_plugins_hooked(host: Any) -> None:
 
 
 def check_nothing() -> None:
-    """A hook that is nowhere."""
+    """A hook that is not installed."""
 
 
 def test_graphs_launch_every_kernel_over_whatever_plan_is_there(server: Any) -> None:
-    """Capture under an empty plan, with a batch of other size; then replay by hand."""
+    """Capture under an empty plan, with a batch of another size; then replay by hand."""
     backend, (q, k, v) = server.backend, query()
     shared = server.batch()
-    assert backend.takes(shared)  # the step is decided, and planned, before the host captures
+    assert backend.takes(shared)  # the step is decided and planned before the host captures
     captured = server.batch(captured=False)
     backend.capture_tree(True)
     backend.init_forward_metadata_out_graph(captured, in_capture=True)
@@ -386,10 +386,10 @@ def test_graphs_launch_every_kernel_over_whatever_plan_is_there(server: Any) -> 
     assert not empty.any()
     backend.capture_tree(False)
     assert server.calls == ["metadata out of graph"]
-    # The plan of the step is back: the launches of the graph now compute its attention.
+    # The step's plan is restored: the graph's launches now compute its attention.
     view = SimpleNamespace(forward_mode=shared.forward_mode, out_cache_loc=shared.out_cache_loc)
     backend.init_forward_metadata_out_graph(view)
-    assert server.calls == ["metadata out of graph"]  # the replay needs none of the host's
+    assert server.calls == ["metadata out of graph"]  # the replay needs no metadata of the host
     out = server.attention.run(
         q.view(2, 4, 64), server.pool.get_key_buffer(0), server.pool.get_value_buffer(0),
         torch.from_numpy(server.table), shared.seq_lens, table_rows=shared.req_pool_indices,
@@ -401,7 +401,7 @@ def test_graphs_launch_every_kernel_over_whatever_plan_is_there(server: Any) -> 
     )  # fmt: skip
     assert out.any()
     assert torch.equal(out, expected)
-    # Another batch's replay, or a prefill's, is not the decided one.
+    # A replay of another batch, or of a prefill, does not belong to the decision.
     for other in (
         SimpleNamespace(forward_mode=shared.forward_mode, out_cache_loc=torch.zeros(2)),
         SimpleNamespace(
@@ -416,7 +416,7 @@ def test_graphs_launch_every_kernel_over_whatever_plan_is_there(server: Any) -> 
 def test_the_second_capture_of_a_size_leaves_the_hosts_buffers_to_its_own_graph(
     server: Any,
 ) -> None:
-    """A host's backend may make new buffers for each capture, and prepare the newest ones alone."""
+    """A host's backend may make new buffers for each capture, and fill only the newest."""
     from deft_patches import sglang_tree_graphs as patch
 
     def capture(runner: Any, size: int, forward: Any, stream: Any, label: str | None) -> None:
@@ -436,8 +436,8 @@ def test_the_second_capture_of_a_size_leaves_the_hosts_buffers_to_its_own_graph(
 
 
 def test_the_host_is_told_until_when_page_tables_are_read(server: Any, host: Any) -> None:
-    """Asked once the graph is chosen: until the end for tree attention, else what the host's own
-    backend says. Nothing decided, nothing risked."""
+    """Tree attention answers "until the end"; otherwise the host's own backend answers. The host
+    asks after it has chosen the graph. Without a decision the answer is the safe one."""
     from deft_backend.hosts.sglang.versions import read_end
 
     backend = server.backend
@@ -454,7 +454,7 @@ def test_the_host_is_told_until_when_page_tables_are_read(server: Any, host: Any
 
 
 def test_graphs_of_every_version_are_captured_twice(host: Any) -> None:
-    """Later versions capture a size for variants of their own: the label is beside those."""
+    """Later versions capture a size for variants of their own: our label is another one."""
     from deft_patches import sglang_tree_graphs as patch
 
     captured: list[Any] = []
@@ -480,7 +480,7 @@ def test_graphs_of_every_version_are_captured_twice(host: Any) -> None:
 
 
 def test_a_batch_that_is_padded_after_it_was_decided_on_is_the_hosts(server: Any) -> None:
-    """As where ranks of data-parallel attention agree on a size between graph and eager step."""
+    """Ranks of data-parallel attention agree on a size between graph and eager step."""
     batch, (q, k, v) = server.batch(), query()
     assert server.backend.takes(batch)
     batch.batch_size = 4
@@ -490,11 +490,11 @@ def test_a_batch_that_is_padded_after_it_was_decided_on_is_the_hosts(server: Any
     again = server.batch()
     server.backend.init_forward_metadata(again)
     server.backend.forward(q, k, v, make_layer(), again)
-    assert server.calls == ["metadata", "decode"]  # tree attention goes on with the next batch
+    assert server.calls == ["metadata", "decode"]  # tree attention continues with the next batch
 
 
 def test_a_graph_with_a_layer_of_the_host_gets_the_hosts_metadata(server: Any) -> None:
-    """Also where it is one call of a layer, not the layer, that tree attention does not know."""
+    """Also if tree attention cannot run one call of a layer, but the layer in general."""
     backend, (q, k, v) = server.backend, query()
     shared = server.batch()
     assert backend.takes(shared)
@@ -540,7 +540,7 @@ def test_a_kernel_that_fails_is_not_tried_again(server: Any, caplog, monkeypatch
 
 
 def test_models_that_call_their_backend_find_its_metadata(server: Any, host: Any) -> None:
-    """What they call may read the host's metadata: it is made in tree steps, too, and once."""
+    """Their calls may read the host's metadata, so tree steps make it, too, exactly once."""
     from deft_backend.hosts.sglang.host_planned import HostPlannedBackend
 
     own = server.backend
@@ -563,18 +563,18 @@ def test_models_that_call_their_backend_find_its_metadata(server: Any, host: Any
 
 
 def test_members_are_the_hosts(server: Any, host: Any) -> None:
-    """Those that only the host's backend has, and those that its base class defines, too."""
+    """Members of the host's backend, and members that its base class also defines."""
     backend = server.backend
     assert isinstance(backend, host.AttentionBackend)
     assert backend.extra == "of the host"
     assert backend.support_triton() is False
-    assert backend.needs_cpu_seq_lens is True  # ours: the forest needs them
+    assert backend.needs_cpu_seq_lens is True  # our own value: the forest needs them
     backend.prefill_attention_backend_str = "triton"
     assert backend._host.prefill_attention_backend_str == "triton"
     assert backend.prefill_attention_backend_str == "triton"
     with pytest.raises(AttributeError, match="no_such_member"):
         _ = backend.no_such_member
-    with pytest.raises(NotImplementedError):  # the host's base class says so
+    with pytest.raises(NotImplementedError):  # the host's base class defines it
         backend.init_cuda_graph_state(1, 1)
 
 
@@ -585,7 +585,7 @@ def test_members_are_the_hosts(server: Any, host: Any) -> None:
 def test_warm_up_launches_every_set_of_tiles(
     host: Any, monkeypatch: pytest.MonkeyPatch, max_batch: int, policy: str, reached: set[int]
 ) -> None:
-    """Which launch leads or follows another is compiled in: no request may be the first."""
+    """Launch combinations are compiled in, so the warm-up must run all of them."""
     from deft_backend.attention import TreeAttention
     from deft_backend.config import Settings
     from deft_backend.hosts.sglang.factory import _warm_up
@@ -607,7 +607,7 @@ def test_warm_up_launches_every_set_of_tiles(
         shapes = tuple(s for s in sorted(ITEM_ORDER) if len(range(*plan.items_of(s))))
         launched.add((shapes, len(plan.reduce_query) > 0))
         calls.append((table.stride(0), table.dtype, lens.dtype, table_rows.dtype, len(q)))
-        if len(shapes) == 1:  # the others take the interpreter long
+        if len(shapes) == 1:  # the others take too long in the interpreter
             TreeAttention.run(attention, q, k, v, table, lens, table_rows=table_rows)
 
     monkeypatch.setattr(attention, "run", run)

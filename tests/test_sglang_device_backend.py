@@ -118,7 +118,7 @@ def test_what_is_captured_plans_whatever_it_is_replayed_for(server: Any) -> None
     backend.init_forward_metadata_in_graph(static)
     backend.forward(q=q, k=k, v=v, layer=make_layer(), forward_batch=static)
     assert server.calls == ["capture", "in graph"]
-    assert server.state.batch is None  # what is captured is no batch of the server
+    assert server.state.batch is None  # the captured batch is not one of the server's
 
     real = server.batch(size=4)
     static.seq_lens.copy_(real.seq_lens)
@@ -128,7 +128,7 @@ def test_what_is_captured_plans_whatever_it_is_replayed_for(server: Any) -> None
     assert server.calls == ["capture", "in graph"], "the replay needs no metadata of the host"
     assert backend.replayed_tree(real)
     assert forest_of(server.state.batch).tokens_stored == len(PREFIX) + 5
-    # What the graph holds: the planning, and the launches of one layer.
+    # The graph holds the planning, and the launches of one layer.
     server.attention.plan_on_device(
         torch.from_numpy(server.table), static.seq_lens, table_rows=static.req_pool_indices
     )
@@ -210,7 +210,7 @@ def test_a_kernel_that_fails_leaves_the_capture_to_the_host(
 def test_graphs_captured_anew_hold_what_is_captured_then(
     server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after new weights: a kernel has failed since, so the new graphs are the host's."""
+    """A capture after a kernel has failed, as after new weights: the graphs are the host's."""
     backend, (q, k, v) = server.backend, query()
 
     def capture() -> None:
@@ -221,7 +221,7 @@ def test_graphs_captured_anew_hold_what_is_captured_then(
 
     capture()
     backend.init_forward_metadata_out_graph(server.batch())
-    assert server.calls == ["capture", "in graph"]  # tree attention, which needs nothing
+    assert server.calls == ["capture", "in graph"]  # tree attention needs no metadata
 
     def fail(*arguments: Any, **more: Any) -> None:
         raise torch.OutOfMemoryError("out of memory")
@@ -237,7 +237,7 @@ def test_graphs_captured_anew_hold_what_is_captured_then(
     server.calls.clear()
     backend.init_forward_metadata_out_graph(server.batch())
     assert server.calls == ["replay"]
-    assert backend.replayed_tree(None)  # an earlier graph of the size may still be there
+    assert backend.replayed_tree(None)  # an earlier graph of the size may still exist
     assert server.state.counters().steps_host["kernel failed"] == 1
 
 
@@ -258,7 +258,7 @@ def test_the_device_counts_steps_but_not_those_of_captures(server: Any) -> None:
     tokens = counters.kv_bytes_query_guided // (2 * server.state.token_bytes)
     assert tokens == 3 * int(warm.seq_lens.sum())
     assert counters.kv_bytes_read < 0.6 * counters.kv_bytes_query_guided
-    for _ in range(2):  # the server has new weights, and captures again
+    for _ in range(2):  # the server has new weights and captures again
         backend.init_forward_metadata_out_graph(warm, in_capture=True)
         backend.init_forward_metadata_in_graph(warm)
     assert server.state.counters() == counters
@@ -276,7 +276,7 @@ def test_members_are_the_hosts(server: Any) -> None:
 
 
 def test_page_tables_are_read_until_the_end_once_a_graph_holds_tree_attention(server: Any) -> None:
-    """The host asks before it says which graph it replays."""
+    """The host asks before it names the graph that it replays."""
     from deft_backend.hosts.sglang.versions import read_end
 
     backend = server.backend

@@ -1,4 +1,4 @@
-"""Forests from the host's radix tree, and when a decode batch is planned anew."""
+"""Forests from the host's radix tree, and the rule for a new plan."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_tree_and_page_tables_agree(seed: int) -> None:
 
 
 def path_of(request: Any, seq_len: int) -> list[tuple[Any, int]]:
-    """A request's nodes from the root, cut to what it may share: the rule, written plainly."""
+    """The rule: a request's nodes from the root, cut to the tokens that it may share."""
     whole = []
     node = request.last_node
     while node is not None and node.parent is not None:
@@ -68,7 +68,7 @@ def path_of(request: Any, seq_len: int) -> list[tuple[Any, int]]:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_cut_paths_give_the_forest_of_the_paths(seed: int) -> None:
-    """Requests own the tree only in part, or are as short as what they own."""
+    """The tree owns only a part of the requests' tokens, or all of them."""
     draw = random.Random(seed)
     prompts = [[draw.randrange(2) for _ in range(draw.randint(1, 9))] for _ in range(16)]
     requests, _, lens = requests_of(prompts, Tree(), private=0)
@@ -114,7 +114,7 @@ def test_the_current_token_is_always_private() -> None:
 
 
 def test_only_what_the_tree_owns_is_shared() -> None:
-    """A node that one request holds in part is not the node that another holds whole."""
+    """A node that one request holds in part differs from the whole node of another request."""
     node, _ = Tree().insert([1, 2, 3, 4])
     assert path_of(make_request(node, 2), 9) == [((node.id, 2), 2)]  # the reference, too
     forest = forest_of([make_request(node, 2), make_request(node, 4)], np.array([9, 9]))
@@ -159,7 +159,7 @@ def test_verification_finds_a_wrong_forest() -> None:
     wrong = page_table.clone()
     wrong[2, 1] = 99
     assert "[0, 1] do not share tokens 0 to 2" in str(disagreement(good, wrong, rows))
-    alone = forest_of([make_request(None, 0)] * 3, lens)  # misses what is shared
+    alone = forest_of([make_request(None, 0)] * 3, lens)  # misses shared tokens
     assert "the page tables give" in str(disagreement(alone, page_table, rows))
 
 
@@ -181,18 +181,18 @@ def test_a_changed_composition_is_planned_anew() -> None:
     step(planner, requests[1:], lens[1:])  # finished, aborted or retracted
     step(planner, requests[:0:-1], lens[:0:-1])  # another order
     assert len(attention.forests) == 4
-    requests[1].last_node, _ = tree.insert([1, 2, 4, 4])  # its prefill's result entered the tree
+    requests[1].last_node, _ = tree.insert([1, 2, 4, 4])  # its prefill's result is now in the tree
     requests[1].cache_protected_len = 4
     step(planner, requests[:0:-1], lens[:0:-1] + 1)
     assert len(attention.forests) == 5
-    requests[1].req_pool_idx = None  # freed, but still in flight for one step
+    requests[1].req_pool_idx = None  # freed, but in flight for one more step
     step(planner, requests[:0:-1], lens[:0:-1] + 2)
     assert len(attention.forests) == 6
     assert attention.forests[-1].tokens_stored == attention.forests[-1].tokens_attended
 
 
 def test_a_request_that_gave_more_to_the_tree_is_planned_anew() -> None:
-    """Its node is the same one still: what it held beyond was another's, or its own copy."""
+    """Its node is unchanged: the tokens beyond were another request's, or its own copy."""
     node, _ = Tree().insert([1, 2, 3, 4])
     requests = [make_request(node, 2), make_request(node, 2)]
     planner, attention = make_planner()
@@ -203,7 +203,7 @@ def test_a_request_that_gave_more_to_the_tree_is_planned_anew() -> None:
 
 
 def test_a_plan_is_not_used_after_the_next_one_failed() -> None:
-    """What failed half-way may have written over it."""
+    """A failed planning may have overwritten the plan."""
     requests, _, lens = requests_of([[1, 2, 3], [1, 2, 4], [1, 2, 3, 5]], Tree())
     planner, attention = make_planner()
     step(planner, requests[:2], lens[:2])
@@ -217,7 +217,7 @@ def test_a_plan_is_not_used_after_the_next_one_failed() -> None:
 
 @pytest.mark.parametrize("shorter", [1, 4, 30])
 def test_a_newcomer_under_the_same_key_is_planned_anew(shorter: int) -> None:
-    """Requests with one prompt have one key: only lengths tell that another is there."""
+    """Requests with equal prompts have equal keys: only lengths show another request."""
     requests, _, lens = requests_of([[1, 2, 3, 4], [1, 2, 3, 4]], Tree())
     lens += [0, 40]
     planner, attention = make_planner()
@@ -231,7 +231,7 @@ def test_a_newcomer_under_the_same_key_is_planned_anew(shorter: int) -> None:
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_lengths_are_kept_apart_from_the_hosts(dtype: type) -> None:
-    """The host counts on in the array that it handed over."""
+    """The host increments the array that it passed."""
     requests, _, lens = requests_of([[1, 2, 3, 4], [1, 2, 3, 4]], Tree())
     lens = lens.astype(dtype)
     planner, attention = make_planner()
@@ -247,7 +247,7 @@ def test_lengths_are_kept_apart_from_the_hosts(dtype: type) -> None:
 
 
 def test_a_newcomer_attends_to_its_own_tokens_alone() -> None:
-    """Under a plan that cuts the leaf of the request before it into ranges."""
+    """With a plan that cuts the previous request's leaf into ranges."""
     from deft_backend.attention import TreeAttention
     from deft_backend.reference_attention import reference_attention, relative_error
 
@@ -287,7 +287,7 @@ def test_long_leaves_may_grow_by_a_share() -> None:
     requests, _, lens = requests_of([[1, 2], [1, 2]], Tree(), private=3998)
     planner, attention = make_planner()
     step(planner, requests, lens)
-    step(planner, requests, lens + 1000)  # a quarter of what they held
+    step(planner, requests, lens + 1000)  # a quarter of their tokens
     assert len(attention.forests) == 1
     step(planner, requests, lens + 1001)
     assert len(attention.forests) == 2
@@ -345,7 +345,7 @@ def test_a_plan_that_fails_verification_is_not_used(caplog: pytest.LogCaptureFix
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_loaded_tokens_follow_growth(policy: str) -> None:
-    """What a step loads, by the plan's own items, before and after every row grew by 3."""
+    """The loads of a step by the plan's own items, before and after every request grew by 3."""
     requests, _, lens = requests_of([[1] * 70, [1] * 60 + [2] * 9, [3] * 5], Tree())
     attention = FakeAttention(policy)
     planner = DecodePlanner(attention, tree_source(), EAGER, make_state())

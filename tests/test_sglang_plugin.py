@@ -1,4 +1,4 @@
-"""``--attention-backend deft``: what becomes of the host's arguments, and registration."""
+"""``--attention-backend deft``: the host's arguments, and the registration."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SWITCHES = {
     "enable_unified_memory": "unified memory pool",
     "enable_page_major_kv_layout": "page-major KV layout",
 }
-"""Arguments of the host that tree attention does not go with, and what is said of them."""
+"""Arguments of the host that exclude tree attention, and their messages."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def make_arguments(**changes: Any) -> Any:
 
 
 DENSE = SimpleNamespace(is_encoder_decoder=False, is_hybrid_swa=False)
-"""What the host says of a model with nothing but full attention."""
+"""The host's description of a model with only full attention."""
 
 
 def resolve_as_host(made: Any) -> None:
@@ -105,7 +105,7 @@ def test_another_backend_named_for_decode_decodes(
 
 @pytest.mark.parametrize(("kind", "kept"), [("full", "full"), ("breakable", "disabled")])
 def test_decode_graphs_on_a_gpu(arguments: Any, caplog: Any, kind: str, kept: str) -> None:
-    """Full graphs get a second set; kinds that cannot are switched off, and the log says so."""
+    """Full graphs get a second set; other kinds are switched off, with a log line."""
     graphs = SimpleNamespace(decode=SimpleNamespace(backend=kind))
     made = make_arguments(device="cuda", cuda_graph_config=graphs)
     arguments.resolve(resolve_as_host, made)
@@ -199,7 +199,7 @@ def test_this_host_has_what_we_use(host: Any) -> None:
 def test_a_host_that_lacks_something_is_told_what(
     arguments: Any, caplog, monkeypatch, tmp_path
 ) -> None:
-    """One line names the first member, and how many more there are."""
+    """One line names the first member, and the number of others."""
     from deft_backend.hosts.sglang import versions
 
     (tmp_path / "sglang").mkdir()
@@ -242,7 +242,7 @@ def test_registering_never_raises(host: Any, monkeypatch, caplog) -> None:
 def test_ranks_that_decode_for_themselves_need_the_devices_planner(
     host: Any, monkeypatch: Any, attention_per_rank: bool
 ) -> None:
-    """Each would choose between two sets of graphs, which hold the ranks' collectives."""
+    """Each rank would choose between two sets of graphs, and graphs hold collectives."""
     from deft_backend.config import Settings
     from deft_backend.hosts.sglang import factory
 
@@ -301,7 +301,7 @@ def test_backends_of_later_plugins_are_surrounded_once(arguments: Any, monkeypat
     monkeypatch.setenv("DEFT_FALLBACK_BACKEND", "theirs")
     made = make_arguments()
     arguments.resolve(resolve_as_host, made)
-    (before_backends,) = callbacks  # in another process, where nothing is resolved
+    (before_backends,) = callbacks  # in another process, which resolves nothing
     for _ in range(2):
         before_backends()
     create = registry.ATTENTION_BACKENDS["theirs"]
@@ -317,7 +317,7 @@ def test_backends_of_later_plugins_are_surrounded_once(arguments: Any, monkeypat
 def test_servers_without_tree_attention_are_observed_where_that_is_asked_for(
     host: Any, observes: str, mark: str | None, observed: bool, monkeypatch
 ) -> None:
-    """In the process that builds the backend, and in servers with another backend alone."""
+    """Only in the process that builds the backend, and in servers with another backend."""
     from sglang.srt.layers.attention import attention_registry as registry
 
     from deft_backend.hosts.sglang import factory, observe
@@ -349,7 +349,7 @@ def test_graphs_that_memory_is_sized_with_stay(
 
 
 class MHATokenToKVPool(FakePool):
-    """By its name the one kind of pool that tree attention reads."""
+    """A pool with the name of the only kind that tree attention reads."""
 
     store_dtype = torch.float16
 
@@ -392,7 +392,7 @@ def test_model_runners_that_are_not_supported(
 
 
 def test_models_that_call_their_backend_are_found(host: Any, monkeypatch) -> None:
-    """By the text of their modules: the call may import its function where it stands."""
+    """By the source of their modules, because the call may import its function locally."""
     from deft_backend.hosts.sglang import factory
 
     part = type("Attention", (torch.nn.Module,), {"__module__": "made_up.models.asking"})
@@ -461,7 +461,7 @@ def test_the_hosts_planner_has_what_was_set(
     from deft_patches import sglang_observe_batch
 
     requests, table, lens = requests_of([[1, 2, 3], [1, 2, 4]], Tree())
-    table[1, 0] += 50 * wrong  # what the tree says is shared is not
+    table[1, 0] += 50 * wrong  # the tree claims to share tokens that are not shared
     graphs = SimpleNamespace(decode=SimpleNamespace(backend="disabled"))
     runner = SimpleNamespace(
         server_args=SimpleNamespace(cuda_graph_config=graphs),
@@ -490,7 +490,7 @@ def test_the_hosts_planner_has_what_was_set(
 def test_a_set_up_that_fails_leaves_nothing_behind(
     host: Any, at: str, planner: str, monkeypatch, caplog, tmp_path
 ) -> None:
-    """The host's backend runs alone then, on all ranks, with one set of graphs."""
+    """The host's backend then runs alone on all ranks, with one set of graphs."""
     from deft_backend.hosts.sglang import factory
     from deft_patches import (
         sglang_observe_batch,
@@ -543,7 +543,7 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
         assert (id(runner) in sglang_page_table_fence._readers) == (works and fences)
         assert (id(runner) in sglang_tree_graphs._controllers) == (works and planner == "host")
         assert (sglang_observe_batch._observers != observers) == (works and planner == "host")
-        assert len(list(tmp_path.iterdir())) == works  # what tells of tree attention
+        assert len(list(tmp_path.iterdir())) == works  # the mark of tree attention
     finally:
         sglang_tree_graphs.remove(runner)
         sglang_page_table_fence.remove(runner)
@@ -551,7 +551,7 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
 
 
 def test_decode_graphs_of_resolved_arguments_are_turned_off(host: Any, monkeypatch) -> None:
-    """The host's own arguments, of whichever version: resolved, they cannot be assigned to."""
+    """The host's own arguments of any version: resolved arguments refuse assignment."""
     from pathlib import Path
 
     from sglang.srt.server_args import ServerArgs

@@ -1,4 +1,4 @@
-"""The forest of a batch from every kind of prefix cache, and from the page table alone."""
+"""The forest of a batch from every kind of prefix cache, and from the page table."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_page_table_gives_the_forest_of_an_unknown_cache(seed: int) -> None:
 
 
 def test_a_larger_batch_follows_a_smaller_one() -> None:
-    """The copy is kept, and grows; what the batch before it left there is not read."""
+    """The copy's memory is reused and grows; content of the previous batch is not read."""
     source = PageTableSource(torch.zeros((40, 5000), dtype=torch.int32))
     for seed in range(4):
         requests, table, lens = random_batch(seed)
@@ -77,7 +77,7 @@ def test_the_token_being_decoded_is_private_whatever_the_table_holds() -> None:
 
 
 def test_what_is_not_copied_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Huge batches are compared by the columns that memory allows."""
+    """Huge batches are compared only by the columns that fit the memory limit."""
     requests, table, lens = requests_of([[*range(1, 30), 40], [*range(1, 30), 50]], Tree())
     monkeypatch.setattr(page_table, "LIMIT", 20)
     forest = PageTableSource(torch.from_numpy(table)).forest(requests, lens)
@@ -86,7 +86,7 @@ def test_what_is_not_copied_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_tree_that_fails_is_given_up_for_the_page_table(caplog: Any) -> None:
-    """Once; another cache is tried anew."""
+    """Once for each cache; another cache is tried again."""
     requests, table, lens = requests_of([[1, 2, 3, 4], [1, 2, 3, 9]], Tree())
     cache = type("RadixCache", (), {"__module__": "sglang.srt.mem_cache.radix_cache"})
     source = PrefixSource(torch.from_numpy(table))
@@ -141,7 +141,7 @@ def test_a_plan_from_the_page_table_lasts_as_long_as_its_requests() -> None:
     requests[2] = SimpleNamespace(**vars(requests[2]))  # the same row, node and id: another request
     assert step([1, 0, 2], 11) == 4
     assert step([1, 0, 2], 5) == 5
-    requests[0].cache_protected_len += 1  # the host gave it other pages, and may share more now
+    requests[0].cache_protected_len += 1  # the host gave it other pages, and it may share more now
     assert step([1, 0, 2], 6) == 6
 
 
@@ -200,7 +200,7 @@ def unified() -> Made:
 @pytest.mark.parametrize("core", ["rust", "python"])
 @pytest.mark.parametrize("seed", range(6))
 def test_the_unified_tree_and_the_page_table_agree(unified: Made, core: str, seed: int) -> None:
-    """The later prompts split nodes that the earlier ones hold."""
+    """Later prompts split nodes of earlier prompts."""
     draw = random.Random(seed)
     prompts = [[draw.randrange(1, 3) for _ in range(draw.randint(1, 12))] for _ in range(14)]
     cache, requests, table, lens = unified(core, prompts)
@@ -215,8 +215,7 @@ def test_the_unified_tree_and_the_page_table_agree(unified: Made, core: str, see
 
 @pytest.mark.parametrize("core", ["rust", "python"])
 def test_what_the_unified_tree_does_not_own_is_private(unified: Made, core: str) -> None:
-    """A prefill whose result is not there yet, an ended request, and a request as long as its
-    path."""
+    """A prefill without a result yet, an ended request, and a request as long as its path."""
     cache, requests, _, lens = unified(core, [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 2]])
     tree = tree_reader(cache)
     assert tree is not None
@@ -224,7 +223,7 @@ def test_what_the_unified_tree_does_not_own_is_private(unified: Made, core: str)
     requests[2].kv.req_pool_idx = None
     lens[3] = 2
     forest = tree.forest(requests, lens)
-    assert forest.tokens_attended - forest.tokens_stored == 2  # a node in part is another node
+    assert forest.tokens_attended - forest.tokens_stored == 2  # a part of a node is another node
     requests[1].kv.cache_protected_len = 4
     forest = tree.forest(requests, lens)
     shared = forest.num_queries > 1
@@ -244,9 +243,9 @@ def test_trees_of_several_components_are_read_from_the_page_table(unified: Made)
 
 
 def test_requests_after_the_memory_was_released_are_planned_anew() -> None:
-    """A server that gave its memory back, and got new weights, may count nodes from the start.
+    """A server with released memory and new weights may number nodes from 0 again.
 
-    The new requests have the rows, nodes and lengths of the old ones, and share something else.
+    The new requests have the rows, nodes and lengths of the old ones, but share other tokens.
     """
     tree = type("UnifiedRadixCache", (), {"__module__": "sglang.srt.mem_cache.unified_radix_cache"})
     shares = {"tokens": 6}

@@ -1,4 +1,4 @@
-"""The last batch of a server that plans on the device, shown to those who ask."""
+"""The last batch of a server with the device planner, shown on request."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from deft_backend.telemetry.state_reader import StateError, shown_forest
 def test_it_is_the_forest_of_the_requests(
     seed: int, requests: int, page_size: int, padding: int, by_row: bool
 ) -> None:
-    """Rows that pad a captured batch are not shown: they have one token, or none."""
+    """Padding requests are not shown: they have one token, or none."""
     made = random_batch(seed, requests, page_size, longest=60)
     order = np.random.RandomState(seed).permutation(requests)
     order = order[made.seq_lens[order] > 1]
     requests = len(order)
     assume(requests)
-    if by_row:  # SGLang: rows of a larger table, padded with row 0 and one token
+    if by_row:  # SGLang: rows of a larger table; padding has row 0 and one token
         table = np.full((requests + 2, made.page_table.shape[1]), -1, dtype=np.int32)
         rows = np.random.RandomState(seed + 1).permutation(requests + 2)[:requests]
         table[rows] = made.page_table[order]
@@ -47,7 +47,7 @@ def test_it_is_the_forest_of_the_requests(
             torch.from_numpy(table), torch.from_numpy(lens), page_size,
             torch.from_numpy(np.concatenate([rows, np.full(padding, rows[0])])),
         )  # fmt: skip
-    else:  # vLLM: a row a request, padded with no tokens
+    else:  # vLLM: one row for each request; padding has no tokens
         table = np.zeros((requests + padding, made.page_table.shape[1]), dtype=np.int32)
         table[:requests] = made.page_table[order]
         lens = np.concatenate([made.seq_lens[order], np.zeros(padding, dtype=np.int64)])
@@ -73,7 +73,7 @@ def test_a_server_answers_once_for_each_question(tmp_path: Path) -> None:
     state = make_state()
     writer = StateWriter(state, tmp_path)
     writer.look()
-    assert [p.name for p in tmp_path.iterdir()] == [writer.path.name]  # nobody asked
+    assert [p.name for p in tmp_path.iterdir()] == [writer.path.name]  # no request
     request_file(writer.path).touch()
     writer.look()
     answer = shown_batch.answer_file(writer.path)

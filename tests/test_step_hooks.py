@@ -1,4 +1,4 @@
-"""The benchmark of the hooks' time: the real ones ran, and a row a batch is written."""
+"""The benchmark of the hooks' time: it runs the real hooks and writes a row for each batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_the_file_holds_what_a_replayed_step_takes(tmp_path: Path) -> None:
-    """In a process of its own: it puts a replay that does nothing in the place of the host's."""
+    """In its own process, because it replaces the host's replay by an empty one."""
     pytest.importorskip("sglang")
     out = tmp_path / "new" / "hooks.json"
     command = [sys.executable, "-m", "benchmarks", "step-hooks", "--out", str(out)]
@@ -34,7 +34,7 @@ def test_the_file_holds_what_a_replayed_step_takes(tmp_path: Path) -> None:
     for row in found["rows"]:
         assert row["without_us"] > 0
         assert row["added_us"] == pytest.approx(row["with_hooks_us"] - row["without_us"], abs=2e-3)
-    # Which of the two is which: of most rows, since another process may hold up any one of them.
+    # Compare the two in most rows, because another process may delay any single row.
     assert statistics.median(row["added_us"] for row in found["rows"]) > 0
 
 

@@ -1,4 +1,4 @@
-"""The tiny model in ``models/tiny-llama``, as the demo and the integration tests rely on it."""
+"""The tiny model in ``models/tiny-llama``: the properties that the demo and the tests need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trace files: read, checked, generated, and turned into forests counted by brute force."""
+"""Trace files: reading, checks, generation, and their forests against brute force."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def load(content: object, folder: Path) -> list[ThoughtTree]:
 
 
 def rows_of(forest: PrefixForest) -> list[list[tuple[int, int]]]:
-    """What each batch row attends to, as (node, token) pairs, sorted by length."""
+    """The (node, token) pairs that each request attends to, sorted by length."""
     rows = []
     for position in range(forest.batch_size):
         rows.append([(n, t) for n in forest.path(position) for t in range(forest.length[n])])
@@ -68,7 +68,7 @@ def rows_of(forest: PrefixForest) -> list[list[tuple[int, int]]]:
 
 
 def brute_force(tree: ThoughtTree, iteration: int) -> list[set[tuple[int, int]]]:
-    """Token sets of the live thoughts, by walking up from every node on its own."""
+    """Token sets of the decoding thoughts, by a walk up from every node."""
     above = {c: n.id for n in tree.nodes.values() for c in n.children}
     found = []
     for node in tree.nodes.values():
@@ -183,7 +183,7 @@ def test_forest_at_agrees_with_a_count_of_tokens(tree: ThoughtTree, data: st.Dat
     assert sorted(forest.seq_lens.tolist()) == sorted(map(len, expected))
     assert forest.tokens_stored == len(set().union(*expected))
     found = [set(row) for row in rows_of(forest)]
-    # Every pair of requests shares as many tokens as the thoughts they stand for do.
+    # Every pair of requests shares as many tokens as the two thoughts.
     overlaps = sorted(len(a & b) for a in found for b in found)
     assert overlaps == sorted(len(a & b) for a in expected for b in expected)
 
@@ -234,7 +234,7 @@ def test_token_trees(tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     tree = load_token_tree(path)
     forest = token_tree_forest(tree, 0, 2)
-    context = 10 + 1 + 3 + 1  # prompt, accepted by the two steps before, the last token itself
+    context = 10 + 1 + 3 + 1  # the prompt, the tokens of the two previous steps, and the last token
     assert sorted(forest.seq_lens.tolist()) == [context, context + 1, context + 1, context + 2]
     assert forest.tokens_stored == context + 3
     for record, step in ((1, 0), (0, 3)):

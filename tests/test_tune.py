@@ -1,4 +1,4 @@
-"""`deft tune`: fits on times of known constants, the tables' keys and files, the command."""
+"""`deft tune`: fits on times with known constants, the tables' keys and files, the command."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from deft_backend.config import SettingsError
 from deft_backend.costs import CostModel, CostModelError, FastTreeCoefficients, table_lookup
 from deft_backend.costs.cost_model import DEFAULT_TABLE, default_cost_model
 from deft_backend.costs.device_tables import cost_model_on, table_key
-from deft_backend.costs.table_lookup import (
-    TableKey,
-    cost_model_for,
-    read_key,
-    save_table,
+from deft_backend.costs.gpu_facts import GpuFacts
+from deft_backend.costs.shipped_tables import (
+    SHIPPED_TABLES,
+    derived_table,
+    nearest_table,
     shipped_for,
-    table_in_use,
+    shipped_tables,
 )
+from deft_backend.costs.table_key import DTYPE_BYTES, TableKey, read_key
+from deft_backend.costs.table_lookup import cost_model_for, save_table, table_in_use
 from deft_backend.folders import tables_directory
 from deft_backend.kernel_limits import TILE_SEGMENTS
 from deft_backend.policies import Target
@@ -37,7 +39,9 @@ from deft_backend.tuning.grids import Grid
 from deft_backend.tuning.least_squares import fit_times
 from deft_backend.tuning.machine import Launch, Machine, Work
 from deft_backend.tuning.measure import measure
+from deft_backend.tuning.search import Found, search
 from deft_backend.tuning.tile_fit import measure_tile_costs
+from deft_backend.tuning.trials import Trials
 
 runner = CliRunner(env={"COLUMNS": "400", "NO_COLOR": "1", "TERM": "dumb"})
 
@@ -92,7 +96,7 @@ def test_tile_costs_are_recovered(target: Target) -> None:
 
     costs, errors = measure_tile_costs(time_us, target, Grid())
     for shape, held in enumerate(target.single_range_tiles):
-        if held > 0:  # a tile with fewer rows than heads share a KV head is never used
+        if held > 0:  # a tile lower than a GQA group is never used
             assert costs.item_ns[shape] == pytest.approx(item[shape], rel=1e-3)
             assert costs.token_ns[shape] == pytest.approx(token[shape], rel=1e-3)
     assert len(costs.item_ns) == len(target.single_range_tiles)
@@ -162,7 +166,7 @@ def test_the_block_table_never_falls_and_knows_its_launch() -> None:
         time = 6.0 + 0.05 * work.tokens + 0.5 * work.queries
         if work.tokens == 512 and work.queries in (1, 4):
             time -= 20.0  # lucky measurements
-        return time + (50.0 if calls[work] == 1 else 0.0)  # and a hiccup at every first one
+        return time + (50.0 if calls[work] == 1 else 0.0)  # and a delay in every first one
 
     times = measure_block_times(time_us, TARGET, 132, Grid())
     assert {work.groups for work in calls} == {132 // 8}
@@ -177,7 +181,7 @@ def test_the_block_table_never_falls_and_knows_its_launch() -> None:
 
 TINY = Grid(
     table_tokens=(4, 8), tile_tokens=(4, 8), tile_rounds=(1, 2), result_counts=(4,),
-    result_parts=(2,), fasttree_blocks=(0.02, 0.05), repetitions=1,
+    result_parts=(2,), fasttree_blocks=(0.02, 0.05), repetitions=1, trials=("1 9", "1,3 8,2"),
 )  # fmt: skip
 
 
@@ -190,7 +194,7 @@ def _machine(page_size: int, clock: machine_module.Clock) -> Machine:
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_rehearsal_of_the_whole_measurement(page_size: int, tmp_path: Path) -> None:
-    """Every launch runs, interpreted; only the times are made up."""
+    """Every launch runs in the interpreter; only the times are invented."""
     launches = 0
 
     def clock(launch: Launch) -> float:
@@ -201,11 +205,15 @@ def test_a_rehearsal_of_the_whole_measurement(page_size: int, tmp_path: Path) ->
 
     said: list[str] = []
     key = replace(KEY, query_heads=4, kv_heads=2, head_dim=64, page_size=page_size)
-    tuned = measure(_machine(page_size, clock), key, TINY, lambda: 1234.4, said.append)
+    before = replace(default_cost_model(), bandwidth_gb_s=999.0)
+    machine = _machine(page_size, clock)
+    tuned = measure(machine, key, before, TINY, lambda: 1234.4, said.append)
     assert launches > 20
     assert list(tuned.seconds) == said
     assert {"tile 0", "partial results", "FastTree"} <= set(tuned.errors)
-    assert tuned.model.bandwidth_gb_s == 1234.0
+    assert tuned.model.bandwidth_gb_s == (1234.0 if tuned.found.start else 999.0)
+    assert tuned.found.batches == 2
+    assert tuned.found.ratio <= 1.0
     assert tuned.model.head_dim == 64
     assert len(tuned.model.tiles.item_ns) == TILE_SEGMENTS.count(1)
     assert key.shape in tuned.model.source
@@ -218,7 +226,7 @@ def test_a_rehearsal_of_the_whole_measurement(page_size: int, tmp_path: Path) ->
 def test_launches_are_the_attention_that_they_stand_for(
     queries: int, parts: int, resident: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is timed is right: every query against its own context, in as many parts as asked."""
+    """The timed launches are right: every query attends to its own context, in the given parts."""
     seen: dict[str, torch.Tensor] = {}
     real = machine_module.TreeAttention.run
 
@@ -279,12 +287,12 @@ def test_elsewhere_the_shipped_table_is_used_and_the_log_says_so_once(
         assert cost_model_for(KEY, tmp_path) is default_cost_model()
         cost_model_for(KEY, tmp_path)
     (record,) = caplog.records
-    assert "shipped for NVIDIA H100 80GB HBM3" in record.message
+    assert "the cost table of an NVIDIA H100 80GB HBM3" in record.message
     assert "none was measured on this NVIDIA A100-SXM4-40GB" in record.message
     assert "deft tune --heads 32/8 --head-dim 128 --dtype fp16 --page-size 1" in record.message
 
 
-@pytest.mark.parametrize("gpu", ["NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", ""])
+@pytest.mark.parametrize("gpu", ["NVIDIA H100 80GB HBM3", ""])
 def test_an_h100_and_the_cpu_are_silent(
     gpu: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -339,7 +347,7 @@ def test_a_broken_write_leaves_the_old_table(
     before = path.read_bytes()
 
     def full(*arguments: object) -> None:
-        assert path.read_bytes() == before  # whole until the very end
+        assert path.read_bytes() == before  # complete until the end
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
@@ -361,7 +369,7 @@ def test_the_shipped_table_is_scaled_by_bytes() -> None:
     assert half.tiles.partial_ns == pytest.approx(model.tiles.partial_ns / 4)
     np.testing.assert_allclose(half.time_ms - half.launch_ms, (model.time_ms - model.launch_ms) / 2)
     for head_dim in (64, 96, 128, 256):  # tables that CostModel accepts
-        for dtype in table_lookup.DTYPE_BYTES:
+        for dtype in DTYPE_BYTES:
             assert isinstance(shipped_for(8, head_dim, dtype), CostModel)
 
 
@@ -372,6 +380,134 @@ def test_the_shipped_table_fits_the_kernels() -> None:
         read_key(Path("/no/such/table.json"))
 
 
+# --- other GPUs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("table", shipped_tables(), ids=lambda table: table.path.stem)
+def test_a_measured_gpu_plans_with_its_own_table(
+    table, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:  # type: ignore[no-untyped-def]
+    assert table.path in SHIPPED_TABLES
+    key = replace(KEY, gpu=table.key.gpu)
+    with caplog.at_level(logging.INFO):
+        assert cost_model_for(key, tmp_path, table.facts) is table.model
+        assert cost_model_for(key, tmp_path) is table.model  # the driver tells nothing
+    assert not caplog.records
+    assert len(table.model.tiles.item_ns) == TILE_SEGMENTS.count(1)
+
+
+@pytest.mark.parametrize("table", shipped_tables(), ids=lambda table: table.path.stem)
+def test_a_derived_table_follows_the_facts(table) -> None:  # type: ignore[no-untyped-def]
+    was, model = table.facts, table.model
+    assert derived_table(table, was) is derived_table(table, None) is model
+    half = GpuFacts(was.sms // 2, was.sm_clock_mhz / 2, was.memory_gb_s / 4)
+    found = derived_table(table, half)
+    assert found.bandwidth_gb_s == pytest.approx(model.bandwidth_gb_s / 4)
+    assert found.tiles.item_ns == pytest.approx([2 * time for time in model.tiles.item_ns])
+    assert found.tiles.token_ns == pytest.approx([2 * time for time in model.tiles.token_ns])
+    assert found.tiles.partial_ns == pytest.approx(4 * model.tiles.partial_ns)
+    assert found.tiles.reduce_ns == pytest.approx(2 * model.tiles.reduce_ns)
+    np.testing.assert_allclose(
+        found.time_ms - found.launch_ms, 2 * (model.time_ms - model.launch_ms)
+    )
+    assert (found.launch_ms, found.fasttree) == (model.launch_ms, model.fasttree)
+    assert f"{half.sms} SMs" in found.source
+
+
+def test_another_gpu_takes_the_table_of_the_gpu_most_like_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    h100, h200 = shipped_tables()
+    lean = GpuFacts(sms=108, sm_clock_mhz=1410.0, memory_gb_s=1555.0)
+    rich = GpuFacts(sms=66, sm_clock_mhz=1980.0, memory_gb_s=2400.0)
+    assert nearest_table(KEY.gpu, lean) is h100
+    assert nearest_table(KEY.gpu, rich) is h200
+    assert nearest_table(KEY.gpu, None) is h100
+    with caplog.at_level(logging.INFO):
+        model = cost_model_for(KEY, tmp_path, rich)
+    assert model.bandwidth_gb_s == pytest.approx(h200.model.bandwidth_gb_s * 2400.0 / 4814.304)
+    (record,) = caplog.records
+    assert "66 SMs at 1980 MHz and a memory of 2400 GB/s" in record.message
+
+
+# --- the search ----------------------------------------------------------------------------------
+
+
+class MadeUpTrials:
+    """Times by a formula of the costs: fastest where the large tile's item takes 700 ns."""
+
+    names = ("a", "b")
+
+    def __init__(self, best_ns: float) -> None:
+        self.best_ns, self.plans = best_ns, 0
+
+    def times_us(self, model: CostModel) -> dict[str, float]:
+        self.plans += 1
+        off = abs(np.log(model.tiles.item_ns[1] / self.best_ns))
+        return {"a": 10.0 + off, "b": 50.0}
+
+
+def _with_item(nanoseconds: float) -> CostModel:
+    model = default_cost_model()
+    return replace(model, tiles=replace(model.tiles, item_ns=(5300.0, nanoseconds)))
+
+
+def test_the_search_never_takes_slower_plans() -> None:
+    before = _with_item(2000.0)
+    found = search(MadeUpTrials(2000.0), [before, _with_item(4000.0)])  # type: ignore[arg-type]
+    assert (found.model, found.ratio, found.start) == (before, 1.0, 0)
+
+
+def test_the_search_finds_better_costs_from_the_better_start() -> None:
+    before, measured = _with_item(2000.0), _with_item(1000.0)
+    trials = MadeUpTrials(700.0)
+    found = search(trials, [before, measured])  # type: ignore[arg-type]
+    assert found.model.tiles.item_ns == (5300.0, 700.0)
+    assert found.start == 1
+    assert found.ratio == pytest.approx((10.0 / (10.0 + np.log(2000 / 700))) ** 0.5)
+    assert found.batches == 2
+    assert found.plans == trials.plans
+
+
+def test_a_gain_within_the_noise_changes_nothing() -> None:
+    before = _with_item(2000.0)
+    found = search(MadeUpTrials(1995.0), [before, _with_item(1995.0)])  # type: ignore[arg-type]
+    assert found.model is before
+
+
+def test_trials_run_the_batch_that_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each plan is right, and tables that lead to one plan share one measurement."""
+    seen: list[tuple[torch.Tensor, ...]] = []
+    real = machine_module.TreeAttention.run
+
+    def run(self: object, q: torch.Tensor, *rest, **options):  # type: ignore[no-untyped-def]
+        assert options["static_launch"]
+        seen.append((q, *rest))
+        return real(self, q, *rest, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(machine_module.TreeAttention, "run", run)
+    clocked = 0
+
+    def clock(launch: Launch) -> float:
+        nonlocal clocked
+        clocked += 1
+        out = launch()
+        q, k, v, table, lens = seen[-1]
+        assert relative_error(out, reference_attention(q, k, v, table, lens)) < 1e-3
+        return 5.0 + clocked
+
+    trials = Trials(_machine(4, clock), ["2 9", "1,3 13,2", "1 999999"])
+    assert trials.names == ["2 9", "1,3 13,2"]  # the last needs more KV than there is
+    times = trials.times_us(default_cost_model())
+    assert times == {"2 9": 6.0, "1,3 13,2": 7.0}
+    assert trials.times_us(replace(default_cost_model(), source="same plans")) == times
+    assert (clocked, trials.plans) == (2, 2)
+    table, lens = seen[-1][3:5]
+    assert lens.tolist() == [15, 15, 15]
+    assert (table[:, :3] == table[0, :3]).all()  # pages of the root, all full
+    assert len(set(table[:, -1].tolist())) == 3
+
+
 def test_where_tables_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tables_directory({"XDG_CACHE_HOME": "/c"}) == Path("/c/deft-backend/tables")
     assert tables_directory({}) == Path.home() / ".cache" / "deft-backend" / "tables"
@@ -380,7 +516,7 @@ def test_where_tables_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     file.touch()
     with pytest.raises(SettingsError, match="DEFT_CACHE_DIR"):
         tables_directory({"DEFT_CACHE_DIR": str(file)})
-    # A library's plans do not fail for a server's setting.
+    # A server's setting must not break the library's plans.
     assert tables_directory({"DEFT_POLICY": "best", "XDG_CACHE_HOME": "/c"}).is_absolute()
     monkeypatch.setenv("DEFT_CACHE_DIR", str(tmp_path))
     cpu = torch.device("cpu")
@@ -435,10 +571,12 @@ def _on(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(device_tables.torch.cuda, "get_device_name", lambda device: gpu)
+    facts = GpuFacts(sms=142, sm_clock_mhz=2520.0, memory_gb_s=864.0)
+    monkeypatch.setattr("deft_backend.costs.gpu_facts.gpu_facts", lambda device: facts)
 
 
 def test_tune_writes_and_shows_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command end to end, but for the measurement."""
+    """The command end to end, without the measurement."""
     from deft_backend.tuning import measure as measure_module
 
     model = tmp_path / "model"
@@ -448,10 +586,12 @@ def test_tune_writes_and_shows_the_table(tmp_path: Path, monkeypatch: pytest.Mon
     _on("NVIDIA L40S", monkeypatch)
     asked: list[TableKey] = []
 
-    def tune(key: TableKey, say: object) -> measure_module.Tuned:
+    def tune(key: TableKey, before: CostModel, say: object) -> measure_module.Tuned:
         asked.append(key)
+        assert before.bandwidth_gb_s < 1000.0  # derived from this GPU's facts
         measured = replace(default_cost_model(), source="made up", bandwidth_gb_s=321.0)
-        return measure_module.Tuned(measured, {"tile 0": 0.01}, {"part": 1.0}, 7)
+        found = Found(measured, 0.9, 1, 30, 19)
+        return measure_module.Tuned(measured, {"tile 0": 0.01}, {"part": 1.0}, 7, found)
 
     monkeypatch.setattr(measure_module, "tune", tune)
     where = {"DEFT_CACHE_DIR": str(tmp_path / "cache")}
@@ -466,6 +606,7 @@ def test_tune_writes_and_shows_the_table(tmp_path: Path, monkeypatch: pytest.Mon
     assert (key.dtype, key.page_size, key.gpu) == ("bfloat16", 16, "NVIDIA L40S")
     path = tmp_path / "cache" / "tables" / key.file_name
     assert str(path) in out
+    assert "19 batches, 30 different plans: attention takes 10.0% less time" in out
     assert read_key(path) == key
     assert CostModel.load(path).source == "made up"
     shape = ("--model", str(model), "--page-size", "16")

@@ -1,4 +1,4 @@
-"""vLLM's builder and implementation with tree attention around them: what goes where, and right."""
+"""vLLM's builder and implementation with tree attention: their choices and their results."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from deft_backend.telemetry.shown_batch import ShownBatchError, forest_of
 from deft_backend.telemetry.state import ServerState
 
 DECODE = [40, 37, 33, 65, 5]
-POLICIES = ["auto", "deft-node"]  # planned by launches alone, and by the host planner
+POLICIES = ["auto", "deft-node"]  # with the device planner, and with the host planner
 
 
 @pytest.fixture(autouse=True)
 def settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A state folder of the test's own, and nothing kept from the test before."""
+    """A separate state folder, and nothing left from the previous test."""
     monkeypatch.setenv("DEFT_STATE_DIR", str(tmp_path))
     monkeypatch.setattr(server, "_current", None)
     monkeypatch.setattr(say, "_said", set())
@@ -45,7 +45,7 @@ def settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Page tables of the plans made, in order, by whichever planner."""
+    """Page tables of all plans in order, of either planner."""
     tables: list[torch.Tensor] = []
     from deft_backend.hosts.vllm.group import GroupAttention
 
@@ -105,7 +105,7 @@ def test_soft_cap_and_scale_are_the_layers_own() -> None:
 
 
 def test_a_scale_that_the_model_sets_later_counts() -> None:
-    """As models behind vLLM's Transformers backend set it: on the implementation, in a forward."""
+    """Models behind vLLM's Transformers backend set the scale in a forward."""
     layers = make_layers()
     batch = Batch(DECODE, shared=2)
     cache = Cache(batch.pages, 16)
@@ -123,7 +123,7 @@ def test_a_scale_that_the_model_sets_later_counts() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_rows_that_no_request_owns(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph is captured for more rows than a batch has: those come out as zeros."""
+    """A graph may hold more requests than a batch: the outputs of the padding are zeros."""
     monkeypatch.setenv("DEFT_POLICY", policy)
     from deft_backend.hosts.vllm import group
 
@@ -135,22 +135,22 @@ def test_rows_that_no_request_owns(policy: str, monkeypatch: pytest.MonkeyPatch)
     found = run(layers.impls[0], batch, cache, builder.build(0, batch.common()), rows=2)
     close(found[:-2], reference(batch, cache))
     assert found[len(DECODE) : -2].eq(0.0).all()
-    assert found[-2:].eq(7.0).all()  # beyond the batch nothing is touched
+    assert found[-2:].eq(7.0).all()  # nothing beyond the batch is written
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(4))
 def test_blocks_computed_twice(seed: int, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM keeps both of two equal blocks, and later requests may hold either at any position.
+    """vLLM keeps both of two equal pages, and later requests may hold either at any position.
 
-    Two rows then agree at one position and not before it, though their content is the same.
+    Two rows then agree at one position but not before it, although their content is equal.
     """
     monkeypatch.setenv("DEFT_POLICY", policy)
     draw = random.Random(seed)
     layers = make_layers(count=1)
     batch = Batch([33 + 3 * row for row in range(6)], shared=0)
     cache = Cache(batch.pages + 12, 16)
-    for position in range(2):  # of a prefix that forks after its first block
+    for position in range(2):  # of a prefix that forks after its first page
         for fork in range(position + 1):
             copies = [batch.pages + 4 * position + 2 * fork + copy for copy in range(2)]
             cache.tensor[copies[1]] = cache.tensor[copies[0]]
@@ -162,7 +162,7 @@ def test_blocks_computed_twice(seed: int, policy: str, monkeypatch: pytest.Monke
 
 
 def test_a_plan_serves_a_pass_and_no_longer(planned: list[torch.Tensor]) -> None:
-    """The host runs the same metadata again when it captures: planning must be captured, too."""
+    """The host runs the same metadata again in the capture, which must also record the planning."""
     layers = make_layers(count=3)
     builder = layers.builder(make_spec())
     batch = Batch(DECODE, shared=2)
@@ -172,7 +172,7 @@ def test_a_plan_serves_a_pass_and_no_longer(planned: list[torch.Tensor]) -> None
         for impl in layers.impls:
             run(impl, batch, cache, metadata)
         assert len(planned) == passes
-    batch.lens += 1  # the host's own tensor, a step later
+    batch.lens += 1  # the host's own tensor in the next step
     grown = builder.build(0, batch.common())
     for impl in layers.impls:
         close(run(impl, batch, cache, grown), reference(batch, cache))
@@ -207,7 +207,7 @@ def test_prefill_and_mixed_batches_are_the_hosts(
 def test_layers_of_another_kind_are_the_hosts(
     planned: list[torch.Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In one group, as where vLLM's hybrid cache manager is off: one line, the host's kernel."""
+    """In one group, as without vLLM's hybrid cache manager: one log line, and the host's kernel."""
     config = make_config()
     window = make_layers(config, count=1, arguments={"sliding_window": 9}, prefix="window")
     full = make_layers(config, count=1)
@@ -249,16 +249,16 @@ def test_only_unsupported_layers_make_no_group(caplog: pytest.LogCaptureFixture)
 
 
 def test_groups_have_plans_of_their_own(planned: list[torch.Tensor]) -> None:
-    """Two KV-cache groups hold the same requests in other blocks."""
+    """Two KV cache groups hold the same requests in different pages."""
     config = make_config()
     first, second = (make_layers(config, count=2, prefix=name) for name in ("first", "second"))
     builders = [layers.builder(make_spec()) for layers in (first, second)]
-    # In the second group, nothing is shared: a plan of the first would read others' tokens.
+    # The second group shares nothing: the first group's plan would read other requests' tokens.
     batches = [Batch(DECODE, shared=2), Batch(DECODE, shared=0, first_page=3)]
     cache = Cache(max(b.pages for b in batches), 16)
     batches[1].query = batches[0].query
     built = [b.build(0, batch.common()) for b, batch in zip(builders, batches, strict=True)]
-    for index in range(2):  # layers of the groups take turns
+    for index in range(2):  # the groups' layers take turns
         for layers, batch, metadata in zip((first, second), batches, built, strict=True):
             close(run(layers.impls[index], batch, cache, metadata), reference(batch, cache))
     assert len(planned) == 2
@@ -267,7 +267,7 @@ def test_groups_have_plans_of_their_own(planned: list[torch.Tensor]) -> None:
 def test_an_updated_block_table_is_planned_anew(
     planned: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host copies one group's metadata for another; a step of the first must not come along."""
+    """The host copies a group's metadata for another group, which must get its own step."""
 
     def update(self: Any, metadata: Any, blk_table: Any, slot_mapping: Any) -> Any:
         copied = dataclasses.replace(metadata, block_table=blk_table)
@@ -309,14 +309,16 @@ def test_graphs_of_uniform_batches_only(
 
 
 def test_verified_attention_is_in_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph replays what it captured: nothing in it could be compared, or given up."""
+    """A graph only replays its capture, so it could neither compare results nor give up."""
     host = PlainCpuBackend.get_builder_cls()
     monkeypatch.setattr(host, "_cudagraph_support", AttentionCGSupport.ALWAYS)
     monkeypatch.setenv("DEFT_VERIFY", "1")
     builder = tree_backend(PlainCpuBackend).get_builder_cls()
     config = make_config(compilation_config=CompilationConfig())
     assert builder.get_cudagraph_support(config, None) is AttentionCGSupport.NEVER
-    alone = make_config(speculative_config=object())  # nothing to compare: as without the setting
+    alone = make_config(
+        speculative_config=object()
+    )  # nothing to compare, so the same as without the setting
     assert builder.get_cudagraph_support(alone, None) is AttentionCGSupport.ALWAYS
 
 
@@ -334,7 +336,7 @@ def test_verified_attention_is_in_no_graph(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_server_that_verifies_starts_with_whatever_graphs_it_asks_for(
     asked: str, at_attention: bool, got: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host raises for ``FULL`` beside a backend that is in no graph."""
+    """The host raises for ``FULL`` with a backend that supports no graphs."""
     host = PlainCpuBackend.get_builder_cls()
     monkeypatch.setattr(host, "_cudagraph_support", AttentionCGSupport.ALWAYS)
     monkeypatch.setenv("DEFT_VERIFY", "1")
@@ -349,7 +351,7 @@ def test_a_server_that_verifies_starts_with_whatever_graphs_it_asks_for(
 
 
 def test_cascade_is_for_what_tree_attention_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Versions from 0.32 on have no such method, and never ask."""
+    """Versions from 0.32 on have no such method and never call it."""
     host = PlainCpuBackend.get_builder_cls()
     if not hasattr(host, "use_cascade_attention"):
         builder = make_layers().builder(make_spec())
@@ -401,7 +403,7 @@ def test_decodes_of_another_kind_are_counted(
 
 @pytest.mark.parametrize("documents", [{}, {0: [], 1: [], 2: []}, {0: [(3, 9)], 1: []}])
 def test_documents_in_a_prompt_change_no_decode(documents: dict[int, Any]) -> None:
-    """What may attend to later tokens of its document has none after the token decoded."""
+    """Tokens that may attend to later ones of their document have none after the decoded token."""
     builder = make_layers().builder(make_spec())
     metadata = builder.build(0, Batch(DECODE, shared=2).common(mm_req_doc_ranges=documents))
     assert step_of(metadata) is not None
@@ -419,9 +421,9 @@ def test_batches_beyond_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_counts_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEFT_POLICY", "deft-node")  # shares whatever can be shared
+    monkeypatch.setenv("DEFT_POLICY", "deft-node")  # shares as much as possible
     layers = make_layers()
-    batch = Batch([40, 37, 33], shared=2)  # 32 tokens shared, 8 + 5 + 1 of their own
+    batch = Batch([40, 37, 33], shared=2)  # 32 shared tokens, and 8 + 5 + 1 unshared ones
     run(layers.impls[0], batch, Cache(batch.pages, 16), layers.builder(make_spec()).build(
         0, batch.common()))  # fmt: skip
     token = 2 * 2 * DIM * 4 * 2  # keys and values, KV heads, float32, layers
@@ -438,7 +440,7 @@ def test_the_device_counts_its_own_steps() -> None:
     for _ in range(3):
         run(layers.impls[0], batch, cache, builder.build(0, batch.common()))
     token = 2 * 2 * DIM * 4
-    assert (state().steps_tree, state().plans) == (3, 0)  # none on the host
+    assert (state().steps_tree, state().plans) == (3, 0)  # no step on the host's kernel
     assert state().counters().plans == 3
     assert state().kv_bytes_query_guided == 3 * 110 * token
     assert 3 * 46 * token <= state().kv_bytes_read <= 3 * 110 * token
@@ -447,7 +449,7 @@ def test_the_device_counts_its_own_steps() -> None:
 
 
 def test_builders_made_anew_keep_workspace_and_counters() -> None:
-    """The host builds them twice where it profiles its graphs; another server starts at zero."""
+    """The host builds them twice if it profiles its graphs; another server starts at zero."""
     layers = make_layers()
     first, again = layers.builder(make_spec()), layers.builder(make_spec())
     assert first.deft_group is again.deft_group
@@ -461,7 +463,7 @@ def test_builders_made_anew_keep_workspace_and_counters() -> None:
 
 
 def test_steps_of_equal_layers_are_counted_once() -> None:
-    """Whatever else tells two builders of the same layers apart: a step must not fail for it."""
+    """Other differences between two builders of the same layers must not make a step fail."""
     layers = make_layers()
     batch = Batch(DECODE, shared=2)
     cache = Cache(batch.pages, 16)
@@ -589,7 +591,7 @@ def test_the_cpu_refuses_what_it_does_not_compute(arguments: dict[str, Any], wor
 def test_what_a_sleeping_server_needs_lies_outside_of_its_pools(
     flag: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pool takes what the thread that entered it allocates: plan and workspace, for one."""
+    """A pool takes all allocations of the thread that entered it, such as plan and workspace."""
     makers: list[int] = []
     allocate = TreeAttention.__init__
 
@@ -633,7 +635,7 @@ def test_a_set_up_that_fails_beside_a_pool_is_one_line(
 
 
 def test_prompt_lengths_alone_are_no_window(planned: list[torch.Tensor]) -> None:
-    """They hide no tokens: the configuration of the model says whether a window does."""
+    """Document ranges hide no tokens; the model's configuration states a sliding window."""
     builder = make_layers().builder(make_spec())
     batch = Batch(DECODE, shared=2)
     assert step_of(builder.build(0, batch.common(rswa_prefix_lens=batch.lens))) is not None

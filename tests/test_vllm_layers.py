@@ -1,4 +1,4 @@
-"""Which layers, caches and servers of vLLM go through tree attention, and where keys lie."""
+"""The layers, caches and servers of vLLM that get tree attention, and the position of keys."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_what_a_layer_must_not_have(changes: dict[str, Any], reason: str | None)
 
 @pytest.mark.parametrize("name", ["FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "CPU_ATTN"])
 def test_a_plain_layer_of_the_hosts_own_is_taken(name: str) -> None:
-    """With the signatures, and the defaults, that the host's implementations really have."""
+    """With the real signatures and defaults of the host's implementations."""
     impl = original_backend(name).get_impl_cls()
     init = impl.__init__.__get__(object.__new__(impl))
     plain = (8, 128, 0.1, 2, None, None, "auto", None, "decoder", None)
@@ -101,7 +101,7 @@ def test_servers_of_other_kinds_are_refused(changes: dict[str, Any], reason: str
 
 
 def test_a_window_over_generated_tokens_is_the_hosts() -> None:
-    """Reference sliding window attention: neither the layer's arguments nor its cache tell."""
+    """Reference sliding window attention: neither the layer's arguments nor its cache show it."""
     config = make_config()
     config.model_config.rswa_window = 64
     assert unsupported_server(config) == "reference sliding window attention is not supported"
@@ -128,7 +128,7 @@ def test_views_name_the_same_memory(order: str, padded: int) -> None:
 
 
 def test_a_cache_of_an_unknown_kind_is_refused() -> None:
-    """Newer versions add fields to say how a cache is packed: other values than the default."""
+    """Newer versions add fields that describe a packed cache by values other than the default."""
     assert unknown_cache(make_spec(page_size_padded=1 << 20)) is None
 
     @dataclass(frozen=True)
@@ -187,7 +187,10 @@ def test_a_warm_up_sees_the_strides_of_the_servers_caches(
         ({}, None),
         ({"data_parallel_size": 2}, 0),
         ({"data_parallel_size": 2, "data_parallel_rank": 1}, 1),
-        ({"data_parallel_index": 1}, 1),  # a dense model's second engine is told it is alone
+        (
+            {"data_parallel_index": 1},
+            1,
+        ),  # vLLM tells a dense model's second engine that it is alone
     ],
 )
 def test_engines_have_files_of_their_own(changes: dict[str, int], rank: int | None) -> None:

@@ -28,7 +28,7 @@ from deft_backend.telemetry.state import StateWriter
 
 @pytest.fixture(autouse=True)
 def untouched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A server on port 8123 with a state folder of its own; nothing registered before or after."""
+    """A server on port 8123 with its own state folder; nothing is registered before or after."""
     monkeypatch.setenv("DEFT_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.delenv(metrics.MULTIPROCESS, raising=False)
     monkeypatch.setattr("sys.argv", ["api_server.py", "--model", "tiny", "--port", "8123"])
@@ -44,14 +44,14 @@ def untouched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
 
 @pytest.fixture
 def writers(monkeypatch: pytest.MonkeyPatch) -> list[StateWriter]:
-    """Those that would be started; tests let them look by themselves."""
+    """Writers that the server would start; the tests call their looks themselves."""
     started: list[StateWriter] = []
     monkeypatch.setattr(StateWriter, "start", lambda writer: started.append(writer))
     return started
 
 
 def decode(steps: int) -> None:
-    """A server of this process decodes so many steps of three requests."""
+    """A server of this process decodes `steps` steps of three requests."""
     layers = Layers(tree_backend(PlainCpuBackend), make_config(), count=1)
     builder = layers.builder(make_spec())
     batch = Batch([40, 37, 33], shared=2)
@@ -121,7 +121,7 @@ def test_several_api_servers_show_what_the_decoding_process_publishes(
     (writer,) = writers
     assert [type(each) for each in writer.listeners] == [metrics.Publisher, DecodeLog]
     writer.look()
-    assert page() == {}  # or every process would show them again
+    assert page() == {}  # otherwise every process would show them again
     registry = CollectorRegistry()
     multiprocess.MultiProcessCollector(registry)
     shown = page(registry)
@@ -155,7 +155,7 @@ def test_counters_that_cannot_be_shown_cost_a_line(
 def test_a_wrong_setting_is_another_servers_affair(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A server that does not ask for tree attention does not look at its settings."""
+    """A server without tree attention does not read its settings."""
     monkeypatch.setenv("DEFT_POLICY", "fastest")
     with caplog.at_level(logging.WARNING, "deft_backend"):
         plugin.register()

@@ -1,4 +1,4 @@
-"""What vLLM gets for the names that the plugin registers: ours, its own, or a refusal."""
+"""The class that vLLM gets for the plugin's names: ours, its own, or an error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CUSTOM = AttentionBackendEnum.CUSTOM
 
 @pytest.fixture(autouse=True)
 def untouched(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The registry as it was, and no choice from the test before."""
+    """The original registry, and no choice from the previous test."""
     monkeypatch.setattr(registered.Custom, "_chosen", None)
     monkeypatch.setattr(server, "_current", None)
     monkeypatch.setattr(say, "_said", set())
@@ -60,7 +60,7 @@ def chosen_as_the_host_does(config: AttentionSelectorConfig = CONFIG) -> Any:
 
 
 def host_chooses(monkeypatch: pytest.MonkeyPatch, name: str) -> list[tuple[Any, Any]]:
-    """Let the platform answer with a backend, and note what it is asked."""
+    """Let the platform return a backend, and record its arguments."""
     asked: list[tuple[Any, Any]] = []
 
     def choose(cls: Any, selected: Any, config: Any, num_heads: Any = None) -> str:
@@ -84,7 +84,7 @@ def test_custom_surrounds_what_the_host_would_choose(
     assert found is tree_backend(host)
     assert issubclass(found.get_impl_cls(), host.get_impl_cls())
     assert issubclass(found.get_builder_cls(), host.get_builder_cls())
-    # What the host asks a backend is answered by its own.
+    # The host's own backend answers the host's questions.
     for question in (
         "get_name", "get_supported_kernel_block_sizes", "get_supported_head_sizes",
         "supports_sink", "is_mla", "get_required_kv_cache_layout", "supported_kv_cache_layouts",
@@ -98,7 +98,7 @@ def test_custom_surrounds_what_the_host_would_choose(
             else getattr(found, question) is getattr(host, question)
         )
     assert found.forward_includes_kv_cache_update is host.forward_includes_kv_cache_update
-    assert found.full_cls_name() != host.full_cls_name()  # groups are kept apart by it
+    assert found.full_cls_name() != host.full_cls_name()  # it keeps groups apart
 
 
 def test_layers_may_get_different_backends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_layers_may_get_different_backends(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class HeadsOfTwoSizes:
-    """A Gemma 4 of two layers, in the words of versions from 0.32 on."""
+    """A Gemma 4 of two layers, in the form of versions from 0.32 on."""
 
     total_num_hidden_layers = 2
 
@@ -127,7 +127,7 @@ class HeadsOfTwoSizes:
 def test_a_model_keeps_the_hosts_defaults_for_it(
     architecture: str, new_version: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host sets some only where no backend is asked for, as here none is in effect."""
+    """The host sets some defaults only if the user names no backend; ours counts as none."""
     monkeypatch.setattr(
         "vllm.v1.attention.backends.fa_utils.is_fa_version_supported", lambda version: new_version
     )
@@ -166,7 +166,7 @@ def test_a_model_keeps_the_hosts_defaults_for_it(
 
 
 class OtherLayout(AttentionBackend):
-    """A backend with keys and values apart, in the words of older and of newer versions."""
+    """A backend with separate keys and values, in the form of older and of newer versions."""
 
     get_name = staticmethod(lambda: "OTHER")
     get_impl_cls = get_builder_cls = staticmethod(lambda: None)
@@ -238,7 +238,7 @@ def test_before_a_layer_is_configured_nothing_is_chosen() -> None:
 def test_the_cpu_platforms_backend(
     backend: Any, observe: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only a server that asks for the plugin gets anything but the host's own class."""
+    """Servers that do not ask for the plugin get the host's own class."""
     monkeypatch.setenv("DEFT_OBSERVE", observe)
     plugin.register()
     if backend == "DEFT" and versions.backend_name() != "DEFT":
@@ -258,7 +258,7 @@ def test_the_cpu_platforms_backend(
 
 def test_every_name_is_the_plugin() -> None:
     plugin.register()
-    plugin.register()  # as a process may that vLLM forks
+    plugin.register()  # like a process that vLLM forks
     names = [name for name, member in AttentionBackendEnum.__members__.items()
              if versions.is_ours(member)]  # fmt: skip
     assert names == (["CUSTOM", "DEFT"] if versions.backend_name() == "DEFT" else ["CUSTOM"])
@@ -269,7 +269,7 @@ def test_every_name_is_the_plugin() -> None:
 
 
 def test_a_spawned_process_reads_our_name_before_it_loads_plugins() -> None:
-    """vLLM hands its configuration to the processes that it spawns; an enum travels by value."""
+    """vLLM passes its configuration to spawned processes; pickle passes an enum by value."""
     plugin.register()
     backend = AttentionBackendEnum[versions.backend_name()]
     assert copy.deepcopy(backend) is backend
@@ -287,7 +287,7 @@ def test_a_spawned_process_reads_our_name_before_it_loads_plugins() -> None:
 
 
 def test_registering_imports_no_compiler() -> None:
-    """A worker on the CPU looks through every module that is imported, and stops at llvmlite's."""
+    """A worker on the CPU looks through every imported module, and fails at llvmlite's."""
     script = (
         "import sys; sys.argv = ['server', '--attention-backend', 'CUSTOM'];"
         "import vllm.v1.attention.backends.registry, vllm.platforms; "
@@ -342,7 +342,7 @@ def test_this_vllm_is_one_that_the_adapter_knows() -> None:
 
 @pytest.fixture
 def lacking(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The contract asks for something that no vLLM has."""
+    """The contract requires a member that no vLLM has."""
     member = Member("vllm.v1.attention.backend", "AttentionImpl.forward", ("query", "tree"))
     monkeypatch.setattr(versions, "CONTRACT", (*versions.CONTRACT, member))
     versions.missing.cache_clear()
@@ -386,7 +386,7 @@ def test_a_version_that_was_not_tested_is_left_alone(
     monkeypatch.setattr(installed, "version", lambda name: version)
     left_alone(f"tested with vLLM {versions.VLLM} and this is {version}", monkeypatch, caplog)
     monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
-    monkeypatch.setattr(versions, "missing", lambda: None)  # of the version that it really is
+    monkeypatch.setattr(versions, "missing", lambda: None)  # of the really installed version
     plugin.register()
     assert chosen_as_the_host_does() is tree_backend(original_backend("FLASH_ATTN"))
 
@@ -402,7 +402,7 @@ def left_alone(
         assert chosen_as_the_host_does() is original_backend("FLASH_ATTN")
         assert "FLASH_ATTN runs by itself: " in caplog.text
         assert reason in caplog.text
-        # The CPU's one backend, whatever is asked for.
+        # The CPU's only backend, for every request.
         caplog.clear()
         monkeypatch.setattr("sys.argv", ["server", "--attention-backend", "CUSTOM"])
         plugin.register()

@@ -1,4 +1,4 @@
-"""vLLM's window and contract, which commands read where vLLM is not installed."""
+"""vLLM's window and contract, which commands read without an installed vLLM."""
 
 from __future__ import annotations
 

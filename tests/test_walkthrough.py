@@ -1,4 +1,4 @@
-"""docs/walkthrough.md shows what the code computes, and one batch that meets every path."""
+"""docs/walkthrough.md shows the code's own results, and its batch uses every path."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_tree_attention_is_attention(step: Step) -> None:
 
 
 def test_the_batch_meets_every_path(step: Step) -> None:
-    """What the sentences of the page say about the numbers."""
+    """The page's statements about the numbers."""
     small, large, masked = (step.plan.items_of(shape) for shape in range(3))
     assert large == (0, 2)
     assert small == (2, 8)

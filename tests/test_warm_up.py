@@ -1,4 +1,4 @@
-"""What runs before the first request: every size of batch that something is compiled for."""
+"""The warm-up before the first request: it runs every batch size that kernels are compiled for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deft_backend.kernels.configurations import ReduceConfig
 
 
 class Recorder:
-    """Stands for a :class:`TreeAttention`: notes what it is called with, in order."""
+    """A stand-in for :class:`TreeAttention` that records its calls in order."""
 
     num_query_heads, head_dim, dtype = 4, 64, torch.float32
 
@@ -73,12 +73,12 @@ def test_the_device_planner_runs_every_size_it_is_compiled_for(
 def test_stage_2_is_warmed_up_for_many_queries_by_no_more_than_need_be(
     max_batch: int, expected: list[int]
 ) -> None:
-    """A server's start does not take longer the larger its batches may be."""
+    """A larger `max_batch` must not make a server's start longer."""
     attention = TreeAttention(
         num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
         max_batch=max_batch,
     )  # fmt: skip
-    few = ReduceConfig(32, heads=2, num_warps=1, programs=11)  # two programs a query
+    few = ReduceConfig(32, heads=2, num_warps=1, programs=11)  # two programs for each query
     attention._config = replace(attention._config, few=few)
     plans = list(plans_of_many(attention))
     assert [batch for _, batch in plans] == expected

@@ -1,4 +1,4 @@
-"""Workloads: the same plan everywhere, sharing what they say, and replayed answers compared."""
+"""Workloads: equal plans on every machine, the stated sharing, and the comparison of answers."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_unshared_prompts_share_nothing() -> None:
 
 
 def test_tree_of_thoughts_follows_the_recorded_tree() -> None:
-    # Thought 2 was recorded as empty: its child goes on from the prompt.
+    # Thought 2 was recorded as empty, so its child continues from the prompt.
     children = {0: (1, 2), 1: (3, 4), 2: (5,), 3: (), 4: (), 5: ()}
     nodes = lay_out({0: 20, 1: 10, 2: 0, 3: 6, 4: 4, 5: 8}, children)
     plan = TreeOfThoughts(ThoughtTree("p" * 20, False, nodes), scale=0.5).plan()
@@ -143,7 +143,7 @@ def test_without_a_tokenizer_four_characters_make_a_token() -> None:
 
 
 def answered(plan: RequestPlan, changed: tuple[str, int] | None = None) -> Answered:
-    """Answers that count up; `changed` names an answer and the token that is another."""
+    """Answers that count up; `changed` names an answer and its different token."""
     answers = []
     for request in plan.requests:
         for index in range(request.n):

@@ -1,4 +1,4 @@
-"""A vLLM worker's data without a worker: configuration, KV cache, batches, layers."""
+"""The data of a vLLM worker, without a worker: configuration, KV cache, batches, layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEADS, KV_HEADS, DIM = 4, 2, 64
 
 
 def make_config(**changes: Any) -> Any:
-    """As much of a ``VllmConfig`` as the adapter reads."""
+    """The parts of a ``VllmConfig`` that the adapter reads."""
     parallel = SimpleNamespace(
         tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1, rank=0,
         data_parallel_rank=0, data_parallel_index=0, decode_context_parallel_size=1,
@@ -37,7 +37,7 @@ def make_config(**changes: Any) -> Any:
 
 
 def _layout(name: str) -> Any:
-    """A memory order of caches, in versions whose servers resolve one."""
+    """Set a memory order of caches, in versions whose servers resolve one."""
     from vllm.v1.kv_cache_interface import KVCacheLayout
 
     return KVCacheLayout[name]
@@ -97,7 +97,7 @@ class Cache:
 
     @property
     def keys(self) -> torch.Tensor:
-        """[pages, block_size, Hkv, D]: written out here, not taken from the adapter."""
+        """[pages, block_size, Hkv, D]: computed here, independently of the adapter."""
         return self.tensor.permute(0, 2, 1, 3)[..., :DIM]
 
     @property
@@ -107,7 +107,7 @@ class Cache:
 
 @dataclass
 class Batch:
-    """Requests with their blocks; the first `shared` blocks are common to all of them."""
+    """Requests with their pages; the first `shared` pages are common to all of them."""
 
     seq_lens: list[int]
     shared: int
@@ -135,7 +135,7 @@ class Batch:
         self.starts = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0).to(torch.int32)
         generator = torch.Generator().manual_seed(len(lens) * 97 + sum(lens))
         fused = torch.randn((sum(queries), 2 * HEADS, DIM), generator=generator)
-        self.query = fused[:, :HEADS]  # a part of a fused projection: rows are far apart
+        self.query = fused[:, :HEADS]  # a part of a fused projection: tokens are far apart
 
     def common(self, **changes: Any) -> Any:
         from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -180,7 +180,7 @@ def reference(
 
 
 def run(impl: Any, batch: Batch, cache: Cache, metadata: Any, rows: int = 0) -> torch.Tensor:
-    """One layer's forward; `rows` more of padding follow the batch's tokens."""
+    """One layer's forward; `rows` padding tokens follow the batch's tokens."""
     padding = torch.full((rows, HEADS, DIM), 7.0)
     output = torch.full((len(batch.query) + rows, HEADS, DIM), 7.0)
     query = torch.cat([batch.query, padding]) if rows else batch.query
@@ -190,7 +190,7 @@ def run(impl: Any, batch: Batch, cache: Cache, metadata: Any, rows: int = 0) -> 
 
 
 def forget_collectors() -> None:
-    """Take what the plugin has registered out of the client's global registry."""
+    """Remove the plugin's registrations from the client's global registry."""
     from prometheus_client import REGISTRY
 
     from deft_backend.telemetry.metrics import StateCollector

@@ -27,7 +27,7 @@ def show(
     width : int
         Characters per line if the output is not a terminal.
     rows : Path
-        The file of the rows.
+        The file that holds the rows.
     draw : callable
         Draws the plots and returns their files.
     """

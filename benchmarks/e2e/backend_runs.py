@@ -30,12 +30,12 @@ _MOST_ERROR = 600
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run measures, and where it writes.
+    """The measurements of a run, and its output file.
 
     Attributes
     ----------
     launch : Launch
-        How to start the servers.
+        The servers' start options.
     backends : tuple of str
         The plugin's runs first, in any order: others check its answers.
     reference : str

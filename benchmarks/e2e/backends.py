@@ -38,8 +38,8 @@ class Host:
     name : str
         Its name in rows, and its Python package.
     backends : tuple of str
-        Default backends on a GPU: the plugin's, then the host's own backend that it is compared
-        with if nothing is shared, then others.
+        Default backends on a GPU: first the plugin's, then the host's own backend for the
+        comparison without sharing, then others.
     on_cpu : tuple of str
         Default backends without a GPU.
     """
@@ -80,7 +80,7 @@ HOSTS: Mapping[str, Host] = {
 
 @dataclass(frozen=True)
 class Launch:
-    """How a run starts its servers.
+    """The start options of a run's servers.
 
     Attributes
     ----------
@@ -114,7 +114,7 @@ class Launch:
         if host == "sglang" and not self.tokenizer:
             options.append("--skip-tokenizer-init")
         if host == "vllm" and "VLLM_USE_FLASHINFER_SAMPLER" not in os.environ:
-            environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # takes minutes to compile
+            environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # compiling takes minutes
         if model.load_format is not None:
             options += ["--load-format", model.load_format]
         return server_command(

@@ -4,8 +4,8 @@ Two batches have the same prompts, and answers whose lengths differ by n tokens.
 by n decode steps of the whole batch. The difference removes everything else: sending and parsing
 ids, matching prefixes, prefilling the rest. The length of the shorter answers depends on the host.
 If the host takes in all prompts of a batch at once, it is one token, and the median of several
-short batches counts. If the host takes in one prompt after the other, the shorter answers last
-until the last prompt has arrived; otherwise the whole batch would never decode together. Neither
+short batches counts. If the host takes in one prompt after the other, the shorter answers must last
+until the last prompt has arrived. Otherwise the whole batch would never decode together. Neither
 batch is streamed, so work for each streamed token does not count. A separate streamed pass measures
 the latencies that a client sees.
 """
@@ -98,8 +98,8 @@ def _until_all_decode(one: float, all_of_them: float, gen: int) -> int:
     Parameters
     ----------
     one : float
-        Seconds of a batch with one-token answers: an upper bound for the time between the arrival
-        of the first request and of the last.
+        Seconds of a batch with one-token answers. This bounds the time between the arrivals of the
+        first and the last request.
     all_of_them : float
         Seconds of a batch with `gen` tokens more. Steps of an incomplete batch can only be shorter
         than the steps to measure.

@@ -134,7 +134,7 @@ async def _check_answer(
             (*so_far, *rest[:differs]),
             rest[differs],
         )
-        if gap is None:  # not among the likeliest tokens that the reference names: probably wrong
+        if gap is None:  # the reference does not list it among its likeliest tokens: probably wrong
             unlisted.append(other)
         else:
             found.judge(other, gap, tolerance)
@@ -143,8 +143,7 @@ async def _check_answer(
 
 
 def still_to_run(row: Row) -> str | None:
-    """How to check a row's traffic against the reference; None if that is done or not needed.
-
+    """How to check a row's traffic against the reference; None if the check is done or not needed.
     A run can hold one backend alone, and nothing else tells its user to run the reference.
     """
     options = row["detail"].get("check_with")

@@ -1,4 +1,4 @@
-"""What the user asked for, one structure for each subject; None takes what fits the machine."""
+"""The user's choices, one structure for each subject; None selects what fits the machine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ WORKLOADS = (
 
 
 class ChoiceError(ValueError):
-    """A choice that cannot be measured; names the value and what was expected."""
+    """The choice cannot be measured; the message names the value and the expected values."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """Where the run writes.
+    """The run's output files.
 
     Attributes
     ----------
@@ -40,7 +40,7 @@ class Output:
 
 @dataclass(frozen=True)
 class ServerChoice:
-    """Which servers run.
+    """The servers of a run.
 
     Attributes
     ----------
@@ -65,7 +65,7 @@ class ServerChoice:
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """What the servers serve.
+    """The model of the servers.
 
     Attributes
     ----------
@@ -86,7 +86,7 @@ class ModelChoice:
 
 @dataclass(frozen=True)
 class BatchChoice:
-    """Batches of prompts that are sent together.
+    """Batches of prompts, each sent at once.
 
     Attributes
     ----------
@@ -129,7 +129,7 @@ class TrafficChoice:
     part : int
         Another number gives other traffic.
     workers : int, optional
-        Requests under way at the same time.
+        Requests in flight at the same time.
     tolerance : float, optional
         Log-probabilities closer than this are a tie; None follows from the dtype.
     """
@@ -142,7 +142,7 @@ class TrafficChoice:
 
 @dataclass(frozen=True)
 class Choice:
-    """Everything that the user asked for."""
+    """All of the user's choices."""
 
     output: Output
     workloads: Sequence[str] = ("grid",)

@@ -1,4 +1,4 @@
-"""From the user's choice to workloads whose sizes fit the machine and the model."""
+"""Turn the user's choice into workloads that fit the machine and the model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from benchmarks.e2e.traffic import Traffic
 from benchmarks.e2e.tree_replay import longest_path, recorded_trees
 
 MANY_IDS = 250_000
-"""A batch with more token ids than this is repeated less often."""
+"""A batch with more token ids than this has fewer repeats."""
 
 SCHEDULER_REPEATS = 12
 """Repeats on a GPU. The scheduler's steps are in one of two states, a third apart, for seconds at a

@@ -109,8 +109,8 @@ class HostClient:
         """Run the client to its end and return its figures. It ends if the waiting task ends.
 
         The client keeps its cache of prompts next to `folder`, for the other backends. In the
-        user's home that cache is named by its sizes alone, so the client could read prompts of
-        another tokenizer.
+        user's home, only the sizes name that cache, so the client could read prompts of another
+        tokenizer.
 
         Raises
         ------
@@ -136,7 +136,7 @@ class HostClient:
                 raise HostClientError(
                     f"{self.workload} did not end within {self.timeout:.0f} s; its log is {log}"
                 ) from None
-            finally:  # awaits nothing: the task may be cancelled again meanwhile
+            finally:  # do not await here: the task may be cancelled again
                 process.kill()
                 process.wait()
         if process.returncode or not out.is_file():

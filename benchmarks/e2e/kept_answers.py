@@ -1,7 +1,7 @@
-"""Answers that are kept in files, to be compared with another server's later.
+"""Files that keep answers for a later comparison with another server's answers.
 
-In 16 bits two correct kernels round differently, so their greedy answers part where two tokens are
-almost equally likely. The difference between two of the host's own backends shows how much.
+In 16 bits two correct kernels round differently. So their greedy answers may differ if two tokens
+are almost equally likely. The difference between two of the host's own backends shows how much.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from deft_backend.harness.client import Client
 
 REQUESTS = 16
 TOKENS = 32
-"""Answers and tokens that are kept of a case: enough to tell noise from error."""
+"""Answers and tokens to keep for a case: enough to distinguish noise from error."""
 
 
 async def ask(client: Client, prompts: Sequence[Sequence[int]], tokens: int) -> list[Answer]:
@@ -51,9 +51,9 @@ def compare(reference: Sequence[Answer], other: Sequence[Answer]) -> dict[str, A
     -------
     dict
         ``requests``, ``equal_answers``, ``compared_tokens``, and the ``logprob_difference`` over
-        these tokens (median, p99, max). Where answers part: by how much the reference at most
-        prefers its own token (``gap_where_parted_max``), and how often the other token is not
-        among its five likeliest (``parted_outside_top``).
+        these tokens (median, p99, max). For different tokens: the reference's largest preference
+        for its own token (``gap_where_parted_max``), and how often the other token is not among its
+        five likeliest (``parted_outside_top``).
     """
     differences: list[float] = []
     gaps: list[float | None] = []

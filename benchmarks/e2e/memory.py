@@ -9,7 +9,7 @@ from typing import Any
 def memory_of(pid: int | None) -> dict[str, float | None]:
     """Resident memory of a process and its descendants, and used memory of all GPUs, in MiB.
 
-    The GPU figure counts every process. None: this machine does not tell.
+    The GPU figure counts every process. None if this machine does not report it.
     """
     return {"rss_mib": _resident(pid), "gpu_mib": _on_gpus()}
 

@@ -1,4 +1,4 @@
-"""From the user's choice to a run: the model, the servers and the workloads, all checked."""
+"""Turn the user's choice into a run: check the model, the servers and the workloads."""
 
 from __future__ import annotations
 

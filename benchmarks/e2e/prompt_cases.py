@@ -12,14 +12,14 @@ from benchmarks.e2e.served_model import Model
 GRID = (
     (0, 1, 1024), (0, 32, 2048), (4096, 32, 64), (4096, 128, 64), (16384, 64, 64), (65536, 32, 64),
 )  # fmt: skip
-"""Prefix, branches and suffix of the cases that releases are compared by."""
+"""Prefix, branches and suffix of the cases that compare releases."""
 
 SCHEDULER_GRID = ((0, 32, 256), (2048, 32, 64))
 """Cases for the one-layer shape: without and with sharing."""
 
 
 class CaseError(ValueError):
-    """Sizes that no request can have, or that exceed the model's context."""
+    """The sizes are impossible, or they exceed the model's context."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Case:
     prefix, branches, suffix : int
         Tokens of the shared prefix, number of prompts, tokens of each prompt behind the prefix.
     warm : tuple
-        Prompts sent before, one by one, so that the host has cached the shared prefixes.
+        Prompts sent before, one after another, so that the host has cached the shared prefixes.
     prompts : tuple
         Token ids of every prompt.
     """

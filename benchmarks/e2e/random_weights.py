@@ -1,10 +1,10 @@
-"""Random weights for a checkpoint that servers are measured with.
+"""Random weights for the checkpoint of measured servers.
 
 The scale of the weights makes attention neither uniform nor one-hot. Answers then depend on every
 part of the KV cache, and a wrong kernel changes tokens.
 
-This module runs in a process of its own (``python -m benchmarks.e2e.random_weights FOLDER SEED``),
-because PyTorch keeps GPU memory until its process ends.
+PyTorch keeps GPU memory until its process ends. So this module runs in its own process (``python -m
+benchmarks.e2e.random_weights FOLDER SEED``).
 """
 
 from __future__ import annotations

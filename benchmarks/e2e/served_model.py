@@ -1,4 +1,4 @@
-"""A model that needs nothing but this machine: a written shape, weights and tokenizer.
+"""A model made on this machine, with its shape, weights and tokenizer.
 
 With random weights (:mod:`random_weights`), answers depend on every part of the KV cache. With
 dummy weights, which the host makes up, a server starts sooner and needs no disk space. Dummy
@@ -53,7 +53,7 @@ FOUR_LAYERS: dict[str, Any] = {
     **LLAMA_8B, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4,
     "vocab_size": 8192, "bos_token_id": 8190, "eos_token_id": 8191,
 }  # fmt: skip
-"""Loads in a second and has the heads of the large one: for answers, not for times."""
+"""Loads in a second and has the heads of the large model: for answers, not for times."""
 
 SHAPES: Mapping[str, dict[str, Any]] = {
     "llama-3.1-8b": LLAMA_8B, "four-layers": FOUR_LAYERS, "one-layer": ONE_LAYER, "tiny": TINY,

@@ -62,7 +62,7 @@ class Served:
 
 
 class Workload(Protocol):
-    """Something to measure on every backend."""
+    """A workload to measure on every backend."""
 
     @property
     def seconds(self) -> float:
@@ -227,7 +227,7 @@ class Mixed:
 
     def _check_with(self, served: Served) -> str:
         """The options of the run that checks the answers."""
-        # A server with a tokenizer, for clients, makes traffic another case.
+        # Traffic on a server with a tokenizer, as clients need it, is another case.
         workloads = "clients,traffic" if served.launch.tokenizer else "traffic"
         return (
             f"--backends {served.reference} --workloads {workloads} "

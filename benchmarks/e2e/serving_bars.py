@@ -1,4 +1,4 @@
-"""The figures that a release must reach, end to end."""
+"""The end-to-end figures that a release must reach."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SCHEDULER_US = 30.0
 
 @dataclass(frozen=True)
 class Bar:
-    """One figure, what a release must reach, and whether it does.
+    """One figure, the value that a release must reach, and whether it does.
 
-    ``met`` is None if there is nothing to compare with yet.
+    ``met`` is None as long as there is nothing to compare with.
     """
 
     case: str

@@ -1,8 +1,8 @@
-"""Mixed traffic for minutes: requests that join, hang up, and evict each other from the cache.
+"""Minutes of mixed traffic: requests join, hang up, and evict each other from the cache.
 
-Workers send one request after another: a question about one of many documents, or a prompt of its
-own. The documents exceed the KV cache. Some clients hang up before the answer ends. A sample of the
-answers is kept, to be checked against the host's own backend later (:mod:`checked_answers`).
+Workers send one request after another: a question about one of many documents, or an unshared
+prompt. The documents exceed the KV cache. Some clients hang up before the answer ends. A sample of
+the answers is kept, to be checked against the host's own backend later (:mod:`checked_answers`).
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Seen:
     tokens : int
         Output tokens.
     evicted : int, optional
-        Questions about a document that had been asked about before and of which the host's cache
-        held less than half. None if the host does not report cached tokens.
+        Questions about an earlier document of which the host's cache held less than half. None if
+        the host does not report cached tokens.
     samples : list
         Prompts and answers for the check.
     """

@@ -1,9 +1,9 @@
 """Recorded trees of thoughts sent to a server, with the latency of every decode step.
 
 A thought is a request of its recorded length. When it ends, its children start. A child's prompt is
-the tokens so far and two ids that tell it from its siblings; greedy decoding would make siblings
-equal otherwise. A tree is replayed several times, because the time of one short replay depends on
-when its few prefills happen.
+the tokens so far and two ids of its own. Without them, greedy decoding would give all siblings the
+same answer. A tree is replayed several times, because the time of one short replay depends on when
+its few prefills happen.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from deft_backend.harness.thought_requests import thought_name, thought_requests
 from deft_backend.traces.trace_files import ROOT, ThoughtTree, TraceError, load_trace
 
 MARK = 2
-"""Number of token ids that tell a thought from its siblings."""
+"""Number of token ids that make a thought differ from its siblings."""
 
 ENOUGH_SECONDS = 12.0
 """No further replay starts once the earlier ones together took longer than this."""

@@ -1,8 +1,8 @@
 """Float64 attention for whole batches: the reference for every timed result.
 
 It computes the formula of :mod:`deft_backend.reference_attention` from the page tables alone. It
-handles many requests at a time and one tile of tokens after another, so a batch of a million tokens
-takes a fraction of a second on a GPU and bounded memory.
+handles many requests at a time, and one block of tokens after another. So a batch of a million
+tokens takes a fraction of a second on a GPU, and bounded memory.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ def batched_reference(
     batch, heads, dim = q.shape
     kv_heads = k_cache.shape[2]
     out = torch.zeros((batch, heads, dim), dtype=torch.float64, device=q.device)
-    by_length = torch.argsort(
-        seq_lens
-    )  # neighbours have similar lengths, so there is little padding
+    by_length = torch.argsort(seq_lens)  # neighbours have similar lengths, so padding stays small
     lengths = seq_lens[by_length].tolist()
     end = batch
     while end:

@@ -13,8 +13,8 @@ from benchmarks.kernel.tree_workloads import Case
 from deft_backend.forest import PrefixForest, forest_from_page_tables
 
 LAYOUTS = ("shuffled", "contiguous")
-"""Order of a batch's pages: at random in a larger pool, as in a host that has served for a while,
-or one after the other."""
+"""Order of a batch's pages: random in a larger pool, as in a host after some time, or
+contiguous."""
 
 _POOL_SLACK = 8
 
@@ -62,7 +62,7 @@ class Inputs:
     ----------
     case : Case
     tables : PageTables
-        On the CPU.
+        The batch's page tables, on the CPU.
     forest : PrefixForest
         Built from the page tables.
     q : [B, Hq, D], k_cache, v_cache : [pages, page_size, Hkv, D]
@@ -107,8 +107,8 @@ class Inputs:
 def lay_out(forest: PrefixForest, page_size: int, layout: str, seed: int) -> PageTables:
     """Page tables of a forest with a page size of 1.
 
-    Only full pages are shared. A page belongs to the node that holds its last token; the remaining
-    tokens of a request lie in a page of its own.
+    Only full pages are shared. A page belongs to the node that holds its last token. The remaining
+    tokens of a request lie in a page of their own.
 
     Parameters
     ----------

@@ -125,7 +125,7 @@ def _roof(rows: Sequence[Row], header: dict[str, Any]) -> Any:
     axes.grid(color="#e4e7eb", linewidth=0.7)
     axes.set_xlabel("sharing: tokens attended ÷ tokens stored")
     axes.set_ylabel("fraction of the roof")
-    axes.set_title(f"How near to the roof · {_where(rows, header)}", loc="left", fontsize=10)
+    axes.set_title(f"How close to the roof · {_where(rows, header)}", loc="left", fontsize=10)
     axes.legend(frameon=False, loc="upper right")
     return figure
 

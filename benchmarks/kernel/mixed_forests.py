@@ -15,9 +15,9 @@ _ENDS_AT_PREFIX = 0.05
 def mixed_forest(seed: int, requests: int) -> PrefixForest:
     """A batch of trees of up to four shared levels, and requests that share nothing.
 
-    Lengths are log-uniform: 16 to 8,192 tokens for shared nodes, less at deeper levels; 1 to 2,048
-    for leaves; 64 to 8,192 for requests that share nothing. One request in twenty has an empty
-    leaf. The batch is in random order.
+    Lengths are log-uniform: 16 to 8,192 tokens for shared nodes, less at deeper levels. Leaves have
+    1 to 2,048 tokens, and requests that share nothing 64 to 8,192. One request in twenty has an
+    empty leaf. The batch is in random order.
 
     Parameters
     ----------

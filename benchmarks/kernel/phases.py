@@ -1,4 +1,4 @@
-"""Where an attention's time goes: its plan, reduced to one kernel launch at a time."""
+"""Split an attention's time: reduce its plan to one kernel launch at a time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ STAGE_2 = "reduction"
 def alone(plan: Plan) -> dict[str, Plan]:
     """One plan for each kernel launch of `plan` that has items, by the launch's name.
 
-    Run in this order, the plans compute what `plan` computes: partial results stay in the
-    workspace. Their times add up to more than that of `plan`, whose launches overlap.
+    Run in this order, the plans give the result of `plan`: partial results stay in the workspace.
+    Their times add up to more than that of `plan`, whose launches overlap.
     """
     found = {}
     nothing = {

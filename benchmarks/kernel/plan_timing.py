@@ -1,4 +1,4 @@
-"""Time of a plan on one core of the host, its copy to the device included."""
+"""Time of a plan on one CPU core, including its copy to the device."""
 
 from __future__ import annotations
 

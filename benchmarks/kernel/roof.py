@@ -9,8 +9,9 @@ from deft_backend.tuning.ceilings import Ceilings
 def roof_us(inputs: Inputs, ceilings: Ceilings) -> float:
     """Lower bound for the microseconds of any kernel.
 
-    The larger of two times: the bytes that must move (KV once, queries in, outputs out) at the read
-    bandwidth, and the operations of :attr:`Inputs.flops` at the rate of a matrix product.
+    The larger of two times. One is for the bytes that must move (KV once, queries in, outputs out)
+    at the read bandwidth. The other is for the operations of :attr:`Inputs.flops` at the rate of a
+    matrix product.
     """
     moved = inputs.kv_bytes + 2 * inputs.q.nbytes
     return max(moved / ceilings.read_gb_s / 1e3, inputs.flops / ceilings.tflop_s / 1e6)

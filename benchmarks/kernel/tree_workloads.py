@@ -23,12 +23,12 @@ _PAGE = 16
 
 
 class WorkloadChoiceError(ValueError):
-    """An unknown set, or a head shape that is impossible; names what was expected."""
+    """The set is unknown or the head shape is impossible; the message says what is expected."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A forest to measure: who shares how many tokens with whom.
+    """A forest to measure.
 
     Attributes
     ----------

@@ -1,1 +1,1 @@
-"""How long the planners take: the host planner and the device planner."""
+"""Time of the planners: the host planner and the device planner."""

@@ -1,11 +1,10 @@
-"""``python -m benchmarks planning-device``: time of the device planner, and of attention over its
-plans compared with the host planner's.
+"""``python -m benchmarks planning-device``: time of the device planner and of its plans' attention.
 
 The batches are those of :mod:`benchmarks.planning.host_planning`, and some that share nothing.
 Times are medians in microseconds of CUDA graphs, with the L2 cache flushed before each replay.
 ``kernels_us`` times each of the planner's kernels alone; inside a graph they overlap. ``error``
-compares the attention's output with that of a plan in which each request reads all of its KV: the
-largest difference divided by the largest output.
+compares the attention's output with the output of a plan in which each request reads all of its KV.
+It is the largest difference divided by the largest output.
 """
 
 from __future__ import annotations
@@ -146,7 +145,7 @@ def measure_batches(
     out : Path
         JSON file to write.
     launch_ms : int
-        Milliseconds that each figure is repeated for.
+        Milliseconds of repetitions for each figure.
     on_row : callable
         Called with each row when it is measured.
 

@@ -148,7 +148,7 @@ def measure(batch: Batch, page_size: int, policy_name: str, repeats: int) -> dic
     neighbours = np.array(shared, dtype=np.int32)
     fresh: list[PrefixForest] = []
 
-    def renew() -> None:  # a new forest, whose derived arrays are not computed yet
+    def renew() -> None:  # a new forest, so that its derived arrays are not computed yet
         fresh[:] = [from_tables()]
 
     def source(call: Callable[[], object]) -> float:

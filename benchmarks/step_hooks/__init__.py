@@ -1,1 +1,1 @@
-"""What the plugin's hooks add to a replayed decode step."""
+"""The time that the plugin's hooks add to a replayed decode step."""

@@ -2,10 +2,10 @@
 
 SGLang must be installed; no GPU is needed. The plugin's real device-planned backend and its real
 fence for page tables run around a host that does nothing, on one core, so only the plugin's time
-remains. A replayed step calls nothing else of the plugin. Two effects are not measured: the time
-that the plugin saves because the host prepares no metadata, and the time that the fence waits on a
-GPU. ``look_us`` is the processor time in which the writer thread writes the server's state once;
-the thread does so `looks_a_second` times a second.
+remains. A replayed step calls nothing else of the plugin. Two effects are not measured. The plugin
+saves time because the host prepares no metadata, and the fence waits on a GPU. ``look_us`` is the
+CPU time in which the writer thread writes the server's state once. The thread does so
+`looks_a_second` times a second.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def microseconds(step: Callable[[], None], repeats: int) -> float:
 
 
 def look_microseconds(state: ServerState, directory: Path, repeats: int) -> float:
-    """Median processor time of one look at changed counters, their file included."""
+    """Median CPU time of one look at changed counters, including the write of their file."""
     counters = np.zeros(4, dtype=np.int64)
     state.attach_device_counters(counters)
     writer = StateWriter(state, directory)
@@ -75,7 +75,7 @@ def measure_hooks(
     RowsError
         If `out` cannot be written.
     """
-    if not has_nvidia_driver():  # SGLang's kernels are linked with the driver's library
+    if not has_nvidia_driver():  # SGLang's kernels link the driver's library
         ctypes.CDLL(str(ensure_driver_stub() / SONAME), mode=ctypes.RTLD_GLOBAL)
     from benchmarks.step_hooks.replayed_step import replayed_step, server_state
 

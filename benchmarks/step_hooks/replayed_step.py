@@ -1,4 +1,4 @@
-"""A replayed decode step of SGLang in which only the plugin does work, to be timed.
+"""A replayed decode step of SGLang for timing, in which only the plugin does work.
 
 The plugin's real device-planned backend and its real fence for page tables run around a host
 backend and a CUDA graph that take no time.
@@ -49,7 +49,7 @@ def fenced_replay(model_runner: Any, reads: Callable[[Any], bool]) -> Callable[.
     if not hasattr(DecodeCudaGraphRunner.execute, "__wrapped__"):
         DecodeCudaGraphRunner.execute = (
             Replay.execute
-        )  # stays: a process wraps the method only once
+        )  # the wrapper stays, because a process wraps the method only once
     sglang_page_table_fence.install(model_runner, reads)
     fenced: Callable[..., None] = DecodeCudaGraphRunner.execute
     if fenced is Replay.execute or inspect.unwrap(fenced) is not Replay.execute:

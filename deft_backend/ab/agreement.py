@@ -1,4 +1,4 @@
-"""Do two servers give the same tokens? If not: where they first differ, and how close it was."""
+"""Compare the tokens of two servers: the first difference of each answer, and its margin."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ class Divergence:
     Attributes
     ----------
     answer : str
-        Request and number of the answer.
+        Request, and the answer's number within it.
     position : int
-        Tokens before it, which agree.
+        Number of tokens before it, which agree.
     host_token, deft_token : str
-        Text of the two tokens.
+        Texts of the two tokens.
     host_logprob, deft_logprob : float
         Each server's log-probability of its own token.
     margin : float
-        How far the host put its token above its second choice: near 0, it was nearly a tie.
+        The host's log-probability of its token, minus that of its second choice. Near 0 it is
+        nearly a tie.
     """
 
     answer: str
@@ -42,16 +43,16 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How one workload's answers compare.
+    """Comparison of one workload's answers.
 
     Attributes
     ----------
     answers, equal : int
         All answers, and those that agree in every token.
     not_compared : int
-        Answers whose prompt continues one that differs, so that they cannot be compared.
+        Answers whose prompt continues a different answer, so they cannot be compared.
     divergences : tuple
-        One for each answer that differs, in the plan's order.
+        One for each different answer, in the plan's order.
     tokens : int
         Compared tokens that agree.
     largest_gap : float
@@ -81,7 +82,9 @@ def compare(host: Answered, deft: Answered) -> Agreement:
     if host.plan != deft.plan:
         raise ValueError(f"{host.plan.workload} and {deft.plan.workload} are different plans")
     after = {request.name: request.after for request in host.plan.requests}
-    differ: set[str] = set()  # requests with an answer that differs, or whose prompt continues one
+    differ: set[str] = (
+        set()
+    )  # requests with a different answer, or whose prompt continues such an answer
     divergences: list[Divergence] = []
     equal = not_compared = tokens = 0
     largest = 0.0

@@ -38,10 +38,10 @@ class AbError(RuntimeError):
 
 
 class Watcher(Protocol):
-    """Is told how far the run is."""
+    """Receives the progress of the run."""
 
     def starting(self, side: str, command: ServerCommand) -> Callable[[float], None]:
-        """A server is being started; the result is called with the seconds waited so far."""
+        """A server starts; the caller passes the seconds waited so far to the returned function."""
         ...
 
     def started(self, side: str) -> None:
@@ -49,13 +49,13 @@ class Watcher(Protocol):
         ...
 
     def replaying(self, side: str, plan: RequestPlan) -> Callable[[int], None]:
-        """A workload begins; the result is called with the number of tokens that arrived."""
+        """A workload begins; the caller passes numbers of new tokens to the returned function."""
         ...
 
 
 @dataclass(frozen=True)
 class AbSetup:
-    """What to compare.
+    """The inputs of a comparison.
 
     Attributes
     ----------
@@ -64,11 +64,11 @@ class AbSetup:
     plans : sequence of RequestPlan
         Workloads, in order.
     policy, baseline : str, optional
-        The plugin's policy and the host's attention backend; None leaves each its default.
+        The plugin's policy and the host's attention backend; None means the default.
     host_arguments : sequence of str
-        Passed on to both servers.
+        Arguments for both servers.
     host : str
-        Which host's servers are compared.
+        The host whose servers run.
     """
 
     model: str
@@ -94,16 +94,16 @@ class Measured:
 class KvRead:
     """Bytes of KV that a decode step of the plugin's server reads, all layers, on average.
 
-    Both figures are of the same steps. The other server's steps hold other requests, because
-    answers start and end at other moments there.
+    Both figures are for the same steps. The other server's steps hold other requests, because its
+    answers start and end at other times.
 
     Attributes
     ----------
     query_by_query : float
-        What those steps would read if every query read its whole context, as the host's kernel
-        does.
+        Bytes that those steps would read if every query read its whole context, as in the host's
+        kernel.
     deft : float
-        What they read.
+        Bytes that they read.
     """
 
     query_by_query: float
@@ -186,12 +186,12 @@ def run_ab(setup: AbSetup, logs: Path, watcher: Watcher) -> AbResult:
     logs : Path
         Folder for the servers' logs, ``host.log`` and ``deft.log``.
     watcher : Watcher
-        Is told about the progress.
+        Receives the progress.
 
     Raises
     ------
     LaunchError, DriverStubError, PlanError, AbError
-        If a server does not start, a request fails, or the plugin was not at work.
+        If a server does not start, a request fails, or the plugin did nothing.
     """
     sides = {side: _run_side(side, setup, logs, watcher) for side in SIDES}
     host, deft = sides["host"], sides["deft"]
@@ -245,7 +245,7 @@ def _run_side(side: str, setup: AbSetup, logs: Path, watcher: Watcher) -> _Side:
                 after = server.counters() if counts else None
                 counters.append(after - before if after and before else None)
         except (PlanError, StateError) as error:
-            server.process.check_alive()  # a server that ended is the cause; report that instead
+            server.process.check_alive()  # a server that has ended is the cause: report it
             raise AbError(f"{side} server: {error}. Its log is {log}") from error
         backend, policy = _names(side, setup, server if counts else None)
         started = server.command
@@ -258,7 +258,7 @@ def _run_side(side: str, setup: AbSetup, logs: Path, watcher: Watcher) -> _Side:
 
 
 def _names(side: str, setup: AbSetup, server: CountedServer | None) -> tuple[str, str]:
-    """Backend and policy as the server names them, or else as the user asked for them."""
+    """Backend and policy as the server reports them, or else as the user chose them."""
     asked = setup.policy or os.environ.get("DEFT_POLICY") or "auto"
     if server is not None:
         with suppress(StateError):

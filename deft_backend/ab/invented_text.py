@@ -1,7 +1,7 @@
-"""Invented text for prompts: the same on every machine, free to use, and with something to recall.
+"""Invented text for prompts: the same on every machine, free to use, and with facts to recall.
 
-Notes name codes, and every question asks for one of them, so that an answer can be told apart
-from its neighbours' and a model that loses its context is found out.
+Notes hold codes, and every question asks for one code. So answers differ from one another, and a
+model that loses its context gives a wrong code.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def passage(size: int, seed: int) -> str:
 
 
 def question(branch: int, notes: str) -> str:
-    """Question number `branch` about `notes`: about a code they name; neighbours differ."""
+    """Question number `branch` about a code in `notes`; neighbouring questions differ."""
     known = list(dict.fromkeys(re.findall(r"The code of ([A-Z]+) is \d{4}\.", notes))) or _KEYS
     turn = f"{branch // len(known) + 1}. " if branch >= len(known) else ""
     return f"\n\n{turn}What is the code of {known[branch % len(known)]}?"

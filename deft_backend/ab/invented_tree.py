@@ -11,22 +11,23 @@ from deft_backend.traces.trace_files import ROOT, ThoughtTree, TraceError, lay_o
 
 @dataclass(frozen=True)
 class ThoughtTreeShape:
-    """How the search branches: breadth-first, keeping the best thoughts of every level.
+    """The shape of a breadth-first search that keeps the best thoughts of every level.
 
     Attributes
     ----------
     depth : int
         Levels of thoughts.
     width : int
-        Thoughts proposed below each one that was kept.
+        Thoughts proposed below each kept thought.
     keep : int
-        Thoughts of a level that are expanded; the others are pruned when they end.
+        Thoughts of a level that the search expands; it prunes the others when they end.
     prompt_tokens : int
         Tokens of the prompt.
     shortest, longest : int
-        Tokens of a thought, drawn evenly between the two.
+        Least and most tokens of a thought; all lengths in between are equally likely.
     characters_a_token : float
-        What the prompt's text needs to be about `prompt_tokens` long; 1 for byte-level tokenizers.
+        Characters of a token, so that the prompt's text has about `prompt_tokens` tokens; 1 for
+        byte-level tokenizers.
     """
 
     depth: int = 3

@@ -1,4 +1,4 @@
-"""The A/B report: one self-contained HTML page, and the JSON that every figure on it comes from."""
+"""The A/B report: one self-contained HTML page, and the JSON with all of its figures."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def write_report(result: AbResult, folder: Path, own_command: str) -> tuple[Path
     Parameters
     ----------
     result : AbResult
-        What was measured.
+        The comparison.
     folder : Path
-        Made if it is not there.
+        The folder; the function creates it if it does not exist.
     own_command : str
-        The ``deft ab …`` command that was run.
+        The ``deft ab …`` command of the run.
 
     Returns
     -------

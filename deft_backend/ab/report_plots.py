@@ -1,4 +1,4 @@
-"""The report's plots, drawn by matplotlib into SVG data that a page can hold."""
+"""The report's plots: matplotlib draws them as SVG data for the page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEFT_COLOUR = "#1f6feb"
 
 
 def kv_plot(result: AbResult) -> str:
-    """KV bytes a decode step, query by query and as read by deft; a ``data:`` address."""
+    """KV bytes of a decode step, query by query and as read by deft; a ``data:`` address."""
     names = [w.workload for w in result.workloads]
     reads = [w.kv_read for w in result.workloads]
     whole = [read.query_by_query / 1e6 if read else 0.0 for read in reads]
@@ -48,7 +48,7 @@ def _bars(
 ) -> str:
     import matplotlib
 
-    # A figure of its own, not pyplot's: no display and no global state.
+    # Create the figure without pyplot, which would need a display and global state.
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "deft", "font.size": 10}):

@@ -1,4 +1,4 @@
-"""How large `deft ab`'s workloads are, by what the machine can bear and what the user asks for."""
+"""The sizes of `deft ab`'s workloads, chosen by the machine and by the user."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _USUAL_CHARACTERS_A_TOKEN = 4.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """Requests side by side, tokens of what they share, tokens each decodes."""
+    """Concurrent requests, tokens of their shared prefix, and tokens that each decodes."""
 
     branches: int
     prefix_tokens: int
@@ -35,21 +35,21 @@ class Sizes:
 
 
 def default_sizes(*, on_gpu: bool, quick: bool) -> Sizes:
-    """Sizes that take minutes. On the CPU a step takes a good part of a second."""
+    """Sizes for a run of minutes. On the CPU a step takes a large part of a second."""
     if on_gpu:
         return Sizes(16, 2000, 64) if quick else Sizes(32, 4000, 200)
     return Sizes(6, 400, 16) if quick else Sizes(8, 600, 24)
 
 
 def characters_a_token(tokenizer: Path | None) -> float:
-    """Characters of the workloads' text that make a token of a model.
+    """Characters of the workloads' text for one token of a model.
 
     Counted with the model's ``tokenizer.json``; without one, 4, which is usual for English.
     """
     if tokenizer is None:
         return _USUAL_CHARACTERS_A_TOKEN
     try:
-        tokenizers = import_module("tokenizers")  # comes with every host
+        tokenizers = import_module("tokenizers")  # every host installs it
     except ImportError:
         return _USUAL_CHARACTERS_A_TOKEN
     sample = passage(2000, 0)
@@ -70,20 +70,20 @@ def make_plans(
     Parameters
     ----------
     names : sequence of str
-        Out of :data:`~deft_backend.ab.workloads.WORKLOADS`.
+        Names from :data:`~deft_backend.ab.workloads.WORKLOADS`.
     sizes : Sizes
-        How large they are.
+        Their sizes.
     characters_a_token : float
-        Turns tokens into the characters of the invented text.
+        Converts tokens to characters of the invented text.
     tree : ThoughtTree, optional
-        A recorded tree of thoughts; None takes a generated one.
+        A recorded tree of thoughts; None for a generated one.
     scale : float
         Multiplies the lengths of the recorded tree.
 
     Raises
     ------
     WorkloadError
-        If a name is unknown or a size cannot be.
+        If a name is unknown or a size is impossible.
     """
     if sizes.branches < 1 or sizes.prefix_tokens < 1 or sizes.max_tokens < 1:
         raise WorkloadError(f"{sizes}: expected numbers of at least 1")

@@ -1,4 +1,4 @@
-"""Figures as people read them, the same in the terminal and in the report."""
+"""Format figures for people, in the same way in the terminal and in the report."""
 
 from __future__ import annotations
 

@@ -12,11 +12,11 @@ from deft_backend.ab.comparison import AbResult
 from deft_backend.ab.units import MISSING, megabytes, milliseconds, percent
 
 _PADDING = (0, 0, 0, 1)
-"""Top, right, bottom, left: rows of one line in a terminal of 80 columns."""
+"""Top, right, bottom, left: each result fits one line of a terminal of 80 columns."""
 
 
 def result_tables(result: AbResult) -> Iterator[Table]:
-    """The figures that are exact, then the times (dimmed where they mean nothing)."""
+    """The exact figures, then the times (dimmed without a GPU, where they mean nothing)."""
     yield _reads(result)
     yield _times(result)
 

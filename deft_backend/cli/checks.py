@@ -39,11 +39,12 @@ class Host:
 
     versions: TestedVersions
     group: str
-    """The group of entry points in which it looks for plugins."""
+    """The group of entry points in which the host looks for plugins."""
     selection: str
     """The environment variable that, if set, names the plugins to load."""
     selects_literally: bool
-    """Whether the host splits it at commas only, so that an empty one names no plugin."""
+    """Whether the host splits the variable at commas only, so that an empty value names no
+    plugin."""
 
     def leaves_us_out(self) -> bool:
         """Whether the variable keeps the host from loading the plugin."""
@@ -87,7 +88,9 @@ def check_packages() -> Iterator[Check]:
     installed = installed_hosts()
     for host in HOSTS:
         name = host.versions.distributions[0]
-        if installed and host not in installed:  # one host an environment: they exclude each other
+        if (
+            installed and host not in installed
+        ):  # hosts exclude each other, so an environment holds one of them
             text = f"not installed, not needed beside the other host; {_window(host.versions)}"
             yield Check(name, "ok", text)
         elif installed or host is HOSTS[0]:
@@ -197,7 +200,8 @@ def check_settings() -> Iterator[Check]:
             remedy = f"unset {variable.name}, or set it to {variable.allowed}"
             yield Check(variable.name, "problem", str(error), remedy)
         else:
-            # Names of backends are the host's own; importing it to ask takes longer than a start.
+            # Only the host knows the names of its backends, and importing the host takes too long
+            # here.
             later = variable.field == "fallback_backend"
             found = f"{value}; the server checks it when it starts" if later else value
             yield Check(variable.name, "note" if later else "ok", found)
@@ -209,7 +213,7 @@ def check_settings() -> Iterator[Check]:
 
 def _own_package() -> Check:
     found = installed_version("deft-backend")
-    if found is None:  # a problem only if the entry point is missing, too
+    if found is None:  # this is a problem only if the entry point is missing, too
         remedy = "pip install deft-backend (in a checkout: pip install -e .)"
         return Check(
             "deft-backend", "note", f"{__version__}, not installed: it runs from its folder", remedy
@@ -246,7 +250,7 @@ def _state_folder() -> Iterator[Check]:
     try:
         folder = state_directory(Settings.from_env())
     except SettingsError:
-        return  # said above, with the variable's name
+        return  # reported above, with the variable's name
     base: Path = folder
     while not base.exists():
         base = base.parent

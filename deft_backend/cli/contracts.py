@@ -1,4 +1,4 @@
-"""`deft contracts`: does a version of a host have what we use of it? Read from its wheel."""
+"""`deft contracts`: check in a host's wheels that its versions have every member that we use."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Host(str, Enum):
 
 @dataclass(frozen=True)
 class Checked:
-    """One version of a host and what it lacks."""
+    """One version of a host and the members that it lacks."""
 
     version: str
     in_window: bool
@@ -67,9 +67,9 @@ def contracts(
 ) -> None:
     """Check a host's versions for every module, class, method and field that the plugin uses.
 
-    Downloads each version's wheel without its dependencies and reads the source inside; installs
-    and imports nothing. Exits with 1 if a version in the window of supported versions lacks a
-    member. docs/host-versions.md explains what to do then.
+    Downloads each version's wheel without its dependencies and reads its source. It installs and
+    imports nothing. Exits with 1 if a version in the window of supported versions lacks a member;
+    docs/host-versions.md explains what to do.
     """
     if wheel is not None and version:
         raise fail("--wheel and --version exclude each other: the wheel's name has its version")
@@ -87,7 +87,7 @@ def contracts(
 
 
 def contract_of(host: str) -> tuple[Member, ...]:
-    """What we use of a host; importing the table does not import the host."""
+    """The members that we use of a host; importing the table does not import the host."""
     table: tuple[Member, ...] = import_module(f"deft_backend.hosts.{host}.versions").CONTRACT
     return table
 
@@ -115,7 +115,7 @@ def _check_releases(host: Host, versions: list[str] | None, console: Console) ->
 
 @contextmanager
 def _downloaded(distribution: str, version: str) -> Iterator[Path]:
-    """A wheel for the length of a block: some are 340 MB."""
+    """Download a wheel for a `with` block and delete it afterwards: some are 340 MB."""
     with tempfile.TemporaryDirectory(prefix="deft-contracts-") as folder:
         yield download_wheel(distribution, version, Path(folder))
 

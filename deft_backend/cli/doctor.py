@@ -1,4 +1,4 @@
-"""`deft doctor`: what is installed, which kernel would run, and how to repair what is missing."""
+"""`deft doctor`: show the installation, the kernel that would run, and the missing parts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from deft_backend.cli.errors import fail
 from deft_backend.cli.models import RevisionOption, chosen_model
 from deft_backend.cli.shapes import HeadShape, model_shape, parse_heads
 from deft_backend.config import SettingsError
-from deft_backend.costs.cost_model import DEFAULT_TABLE, default_cost_model
-from deft_backend.costs.table_lookup import SHORT_DTYPES, TableInUse, table_in_use
+from deft_backend.costs.cost_model import CostModel
+from deft_backend.costs.table_key import SHORT_DTYPES
+from deft_backend.costs.table_lookup import TableInUse, table_in_use
 
 CANNOT_WORK = 1
 
@@ -45,7 +46,7 @@ def doctor(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check whether the plugin works here; show a command that repairs each missing thing.
+    """Check whether the plugin works here; show a repair command for each missing part.
 
     The exit code is 1 if the plugin cannot work.
     """
@@ -88,6 +89,7 @@ def _kernels(shapes: list[HeadShape]) -> list[dict[str, Any]]:
         import torch
 
         from deft_backend.costs.device_tables import table_key
+        from deft_backend.costs.gpu_facts import gpu_facts
         from deft_backend.folders import tables_directory
         from deft_backend.kernels import kernel_configuration, unsupported
     except ImportError as error:
@@ -107,7 +109,8 @@ def _kernels(shapes: list[HeadShape]) -> list[dict[str, Any]]:
         entry = {**_entry(shape), "kernel": "tree attention", "why": why}
         key = table_key(device, *shape[:3], dtype)
         try:
-            found.append({**entry, **_table(table_in_use(key, tables_directory()))})
+            used = table_in_use(key, tables_directory(), gpu_facts(device))
+            found.append({**entry, **_table(used)})
         except SettingsError:
             found.append(entry)  # the settings above show the error
     return found
@@ -122,8 +125,8 @@ def _table(found: TableInUse) -> dict[str, Any]:
     """The cost table in use, and a remedy if another one would be better."""
     if found.tuned:
         return {"table": f"tuned: {found.path}"}
-    scaled = " (scaled)" if found.model.source != default_cost_model().source else ""
-    entry = {"table": f"shipped: {DEFAULT_TABLE.name}{scaled}"}
+    scaled = " (scaled)" if found.model.source != CostModel.load(found.path).source else ""
+    entry = {"table": f"shipped: {found.path.name}{scaled}"}
     said = found.damage or found.notice
     return entry if said is None else {**entry, "remedy": said.removeprefix("deft: ")}
 

@@ -1,4 +1,4 @@
-"""Errors that a user can repair are a short message, not a traceback."""
+"""Show errors that a user can repair as a short message, without a traceback."""
 
 from __future__ import annotations
 

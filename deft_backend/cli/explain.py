@@ -1,4 +1,4 @@
-"""`deft explain`: a tree drawn in the terminal, with its groups and the bytes they move."""
+"""`deft explain`: draw a tree in the terminal, with its groups and the bytes that they move."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _from_server(port: int | None) -> tuple[PrefixForest, Target, int, str, str]
     forest = state.forest
     if forest is None and not state.counters.steps_tree:
         raise StateError(f"{path}: the server has decoded no batch with tree attention yet")
-    if forest is None:  # only the device knows it
+    if forest is None:  # only the device knows the plan
         forest = shown_forest(path)
     target = _server_target(state, forest.page_size)
     title = f"server on port {path.name.split('-')[0]}, its last planned batch"
@@ -143,7 +143,7 @@ def _from_server(port: int | None) -> tuple[PrefixForest, Target, int, str, str]
 
 
 def _server_target(state: StateReading, page_size: int) -> Target:
-    """The target that the server itself plans for, if its device can be asked here."""
+    """The target that the server itself plans for, if this machine has its device."""
     import torch
 
     from deft_backend.attention.device_target import target_of
@@ -177,6 +177,6 @@ def _target(heads: str, head_dim: int, dtype: str) -> Target:
 
 
 def _programs(query_heads: int, kv_heads: int, head_dim: int, dtype_bytes: int) -> Target:
-    """A target the size of one H100, so that an explanation is the same on every machine."""
+    """The target of one H100, so that an explanation is the same on every machine."""
     programs = max(1, H100_SMS * _BLOCKS_AN_SM // kv_heads)
     return Target(query_heads, kv_heads, head_dim, dtype_bytes, num_programs=programs)

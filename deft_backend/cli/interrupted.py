@@ -23,25 +23,25 @@ def unwound(console: Console, line: str) -> Iterator[None]:
 
     The exit code is the shell's: 130 or 143. Later signals have no effect until the process has
     ended. ``timeout`` sends two SIGTERMs, to the command and to its group, and people press Ctrl-C
-    twice: a second signal would interrupt the end of a server.
+    twice. A second signal would interrupt the shutdown of a server.
     """
     first = _First()
     before = {number: signal.signal(number, first) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     except (KeyboardInterrupt, asyncio.CancelledError):
-        if first.number is None:  # not by a signal
+        if first.number is None:  # the error did not come from a signal
             raise
         say(console, line)
         raise typer.Exit(128 + first.number) from None
     finally:
-        # Python takes its own handlers back before the process ends.
+        # Python restores its own handlers before the process ends.
         for number, handler in before.items():
             signal.signal(number, handler if first.number is None else signal.SIG_IGN)
 
 
 class _First:
-    """A handler that acts once: it cancels the tasks of the loop that runs, or interrupts."""
+    """A handler that acts once: it cancels the running loop's tasks, or interrupts."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -55,7 +55,7 @@ class _First:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             raise KeyboardInterrupt from None
-        # Not by an exception, which could leave the loop's work half done. This also wakes it.
+        # Do not raise an exception: it could leave the loop's work half done. This also wakes it.
         loop.call_soon_threadsafe(_cancel_all)
 
 

@@ -1,4 +1,4 @@
-"""The model that a command is given: a folder, a hub name, or the repository's tiny model."""
+"""The model of a command: a folder, a hub name, or the repository's tiny model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from deft_backend.servers.model_files import ModelFilesError, is_hub_name, model
 _TINY = Path("models") / "tiny-llama"
 _REVISION = "--revision"
 _CONFIGURATIONS = ("config.json", "params.json")
-"""Either makes a folder a checkpoint; the second is Mistral's own format, which vLLM reads."""
+"""A folder with either file is a checkpoint; the second is Mistral's own format, which vLLM
+reads."""
 
 ModelOption = Annotated[
     str | None,
@@ -31,14 +32,14 @@ RevisionOption = Annotated[
 
 @dataclass(frozen=True)
 class ChosenModel:
-    """A model as the host is given it.
+    """A model, as the host's ``--model-path`` and ``--revision`` name it.
 
     Attributes
     ----------
     name : str
-        Folder, hub name, or whatever else the host takes.
+        Folder, hub name, or any other name that the host accepts.
     revision : str, optional
-        Of a hub name.
+        Branch, tag or commit of a hub name.
     """
 
     name: str
@@ -49,14 +50,14 @@ class ChosenModel:
         return model_file(self.name, name, self.revision)
 
     def tokenizer(self) -> Path | None:
-        """The model's ``tokenizer.json``; None if it has none, or only the host finds it."""
+        """The model's ``tokenizer.json``; None if there is none or only the host can find it."""
         try:
             return self.file("tokenizer.json")
         except ModelFilesError:
             return None
 
     def check(self) -> None:
-        """Look a hub name up, before a server starts that would not find it either."""
+        """Look up a hub name, so that a wrong name fails before a server starts."""
         if not Path(self.name).is_dir() and is_hub_name(self.name):
             with reported(ModelFilesError):
                 self.file("config.json")
@@ -69,7 +70,7 @@ def tiny_model() -> Path | None:
 
 
 def chosen_model(model: str | None, revision: str | None = None) -> ChosenModel:
-    """The model for the host's ``--model-path``, without a look at the hub.
+    """The model for the host's ``--model-path``, without a request to the hub.
 
     A name that looks like a path must be a checkpoint's folder or a GGUF file. The host looks up
     other names.
@@ -109,8 +110,7 @@ def served_model(
 ) -> tuple[ChosenModel, list[str]]:
     """The model to serve, and the host's arguments with its revision.
 
-    The revision may come from our option or stand among the host's arguments; both hosts call it
-    ``--revision``.
+    Our option or the host's arguments may give the revision; both hosts call it ``--revision``.
     """
     arguments = list(host_arguments)
     passed = _value_of(_REVISION, arguments)

@@ -23,7 +23,7 @@ _TITLES = {"host": "host's own backend", "deft": "tree attention"}
 
 
 class ProgressWatcher:
-    """Shows what :func:`deft_backend.ab.comparison.run_ab` tells; a context manager."""
+    """Shows the progress of :func:`deft_backend.ab.comparison.run_ab`; a context manager."""
 
     def __init__(self, plans: Sequence[RequestPlan], console: Console) -> None:
         width = max((len(plan.workload) for plan in plans), default=0)

@@ -24,9 +24,9 @@ def chosen_host(host: str | None, *, needed: bool = True, compared: bool = False
     host : str, optional
         The user's choice; None: the installed one.
     needed : bool
-        Whether the command starts it, so it must be installed.
+        Whether the command starts the host, so it must be installed.
     compared : bool
-        Whether the command compares it with tree attention, so its version must get it.
+        Whether the command compares the host with tree attention, so its version must support it.
     """
     from deft_backend.hosts.windows import TESTED
     from deft_backend.servers.command import HOST_NAMES, HOSTS, installed_hosts
@@ -80,5 +80,5 @@ def serve(
     for note in command.notes:
         stderr.print(f"[yellow]•[/yellow] {note}", highlight=False, soft_wrap=True)
     stderr.print(f"[dim]{command.shell()}[/dim]", highlight=False, soft_wrap=True)
-    # Become the server: it gets Ctrl-C and signals, and the exit code is its own.
+    # Replace this process by the server, which then gets all signals and sets the exit code.
     os.execvpe(command.arguments[0], command.arguments, command.full_environment())

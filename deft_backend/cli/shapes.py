@@ -1,4 +1,4 @@
-"""Head shapes as a command is given them: words, or a model's configuration."""
+"""Head shapes of a command: from its options, or from a model's configuration."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from deft_backend.cli.errors import fail, reported
 from deft_backend.cli.models import ChosenModel
-from deft_backend.costs.table_lookup import SHORT_DTYPES
+from deft_backend.costs.table_key import SHORT_DTYPES
 from deft_backend.servers.model_files import ModelFilesError
 
 
 class HeadShape(NamedTuple):
-    """An attention: heads, elements a head, and its dtype by torch's name."""
+    """The shape of an attention: heads, elements of a head, and torch's name of the dtype."""
 
     query_heads: int
     kv_heads: int
@@ -57,9 +57,9 @@ def model_shape(model: ChosenModel) -> HeadShape:
 
 
 def _text_config(path: Path) -> Mapping[str, Any]:
-    """What a ``config.json`` says about the language model.
+    """The part of a ``config.json`` about the language model.
 
-    Some models leave what is their class's default out of the file: `transformers` knows it.
+    Some models omit their class's default values from the file: `transformers` knows them.
     """
     content = json.loads(path.read_text())
     config: Mapping[str, Any] = {**content, **content.get("text_config", {})}
@@ -69,7 +69,12 @@ def _text_config(path: Path) -> Mapping[str, Any]:
         known: Any = import_module("transformers").AutoConfig.from_pretrained(
             path.parent, trust_remote_code=False
         )
-    except (ImportError, OSError, ValueError, KeyError):  # not installed, or not a known model
+    except (
+        ImportError,
+        OSError,
+        ValueError,
+        KeyError,
+    ):  # transformers is not installed, or does not know the model
         return config
     full = known.get_text_config().to_dict()
     return {**full, "dtype": full.get("dtype") or known.dtype}

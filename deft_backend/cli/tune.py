@@ -1,4 +1,4 @@
-"""`deft tune`: measure what attention takes on this GPU, for the policies to plan with."""
+"""`deft tune`: measure the cost of attention on this GPU, for the policies."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from deft_backend.cli.errors import fail, reported, stderr
 from deft_backend.cli.models import RevisionOption, chosen_model
 from deft_backend.cli.shapes import HeadShape, model_shape, parse_heads
 from deft_backend.config import SettingsError
-from deft_backend.costs.table_lookup import SHORT_DTYPES, TableKey, save_table, table_in_use
+from deft_backend.costs.table_key import SHORT_DTYPES, TableKey
+from deft_backend.costs.table_lookup import save_table, table_in_use
 from deft_backend.folders import create_private, tables_directory
 
 if TYPE_CHECKING:
     from deft_backend.costs import CostModel
+    from deft_backend.costs.gpu_facts import GpuFacts
+    from deft_backend.tuning.search import Found
 
 FAILED = 1
-"""Exit code when there is no GPU to measure on, or not enough of its memory."""
+"""Exit code if there is no GPU to measure on, or too little free memory on it."""
 
 _DTYPES = ("fp16", "bf16")
 
@@ -85,7 +88,7 @@ def _shape(
             *parse_heads(heads or "32/8"), head_dim or 128, SHORT_DTYPES[dtype or "fp16"]
         )
     shape = model_shape(chosen_model(model, revision))
-    if dtype is not None:  # a server may be started with another one than the checkpoint's
+    if dtype is not None:  # a server may use another dtype than the checkpoint's
         shape = shape._replace(dtype=SHORT_DTYPES[dtype])
     return shape
 
@@ -99,6 +102,14 @@ def _key(shape: HeadShape, page_size: int) -> TableKey:
     if _has_gpu():
         device = torch.device("cuda", torch.cuda.current_device())
     return table_key(device, *shape[:3], getattr(torch, shape.dtype), page_size)
+
+
+def _facts() -> GpuFacts | None:
+    import torch
+
+    from deft_backend.costs.gpu_facts import gpu_facts
+
+    return gpu_facts(torch.device("cuda", torch.cuda.current_device())) if _has_gpu() else None
 
 
 def _has_gpu() -> bool:
@@ -120,14 +131,16 @@ def _measure(key: TableKey, path: Path) -> None:
     from deft_backend.attention import AttentionError
     from deft_backend.tuning.measure import tune as run
 
-    # That there is no table for this GPU yet is what this run mends.
+    # Drop the warning that this GPU has no table yet: this run writes it.
     logging.getLogger("deft_backend.costs.table_lookup").setLevel(logging.ERROR)
     console = Console()
     console.print(f"{key.gpu}: {key.shape}", highlight=False)
     began = time.perf_counter()
+    with reported(SettingsError):
+        before = table_in_use(key, tables_directory(), _facts()).model
     try:
         with console.status("starting") as status, reported(AttentionError):
-            tuned = run(key, lambda title: status.update(title))
+            tuned = run(key, before, lambda title: status.update(title))
     except torch.OutOfMemoryError as error:
         stderr.print(
             f"Error: not enough free GPU memory to measure in; stop what else uses it ({error})",
@@ -147,13 +160,24 @@ def _measure(key: TableKey, path: Path) -> None:
         f"{tuned.variants} kernel variants; errors of the fits: {errors}", highlight=False
     )
     _print(tuned.model, console)
+    console.print(_comparison(tuned.found), highlight=False, soft_wrap=True)
     console.print(
         f"{path}, in {time.perf_counter() - began:.0f} s", highlight=False, soft_wrap=True
     )
 
 
+def _comparison(found: Found) -> str:
+    tried = f"{found.batches} batches, {found.plans} different plans"
+    if found.ratio == 1.0:
+        return f"{tried}: no costs make faster plans than those in use, which the table keeps"
+    return (
+        f"{tried}: attention takes {1 - found.ratio:.1%} less time than with the costs in use, "
+        "in the geometric mean"
+    )
+
+
 def _show(key: TableKey, folder: Path) -> None:
-    found = table_in_use(key, folder)
+    found = table_in_use(key, folder, _facts())
     console = Console()
     console.print(f"{key.gpu or 'CPU'}: {key.shape}", highlight=False)
     for said in (found.damage, found.notice):

@@ -1,1 +1,1 @@
-"""Compiling functions: Numba for the host, Triton for the device."""
+"""Compile functions: Numba for the CPU, Triton for the GPU."""

@@ -1,10 +1,10 @@
-"""`host_jit`: Numba for the host's loops, with a cache on disk that cannot fail.
+"""`host_jit`: Numba for loops on the CPU, with a disk cache that cannot fail.
 
-Numba keeps compiled code on disk next to the source, or in the user's cache folder if the package
-is installed read-only. `host_jit` differs from it in two ways. If no folder can be written, or the
-disk is full, Numba raises an error; `host_jit` compiles in every process instead. Numba renews
-cached code only when the function's own file changes; `host_jit` also renews it when any file
-changes from which the function may take functions or constants.
+Numba keeps compiled code on disk next to the source. If the package is installed read-only, it uses
+the user's cache folder. `host_jit` differs from it in two ways. If no folder can be written, or the
+disk is full, Numba raises an error. `host_jit` then compiles in every process. Numba recompiles a
+function only when its own file changes. `host_jit` also recompiles it when another file changes
+whose functions or constants it may use.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from deft_backend.compile.source_digest import digest_of
 F = TypeVar("F", bound=Callable[..., Any])
 
 LAYERS = ("forest", "kernel_limits.py", "policies", "planner")
-"""Sources of compiled code. Code of each layer compiles in functions and constants of its own layer
-and of those before it."""
+"""Sources of compiled code. The code of each layer uses functions and constants of its own layer
+and of earlier layers."""
 
 
 def host_jit(function: F) -> F:
-    """Compile a function of scalars and NumPy arrays for the host; it releases the GIL.
+    """Compile a function of scalars and NumPy arrays for the CPU; it releases the GIL.
 
-    The first call with new argument types compiles: seconds, or milliseconds from the cache.
+    The first call with new argument types compiles: in seconds, or in milliseconds from the cache.
     ``warm_up`` functions make those calls before the first request.
     """
     dispatcher = numba.njit(nogil=True)(function)
-    if hasattr(dispatcher, "py_func"):  # NUMBA_DISABLE_JIT leaves the function as it is
+    if hasattr(dispatcher, "py_func"):  # under NUMBA_DISABLE_JIT it is a plain function
         # Without a folder that can be written (or a source file), every process compiles.
         with contextlib.suppress(Exception):
             dispatcher._cache = _BestEffortCache(function)

@@ -1,4 +1,4 @@
-"""Digests of the package's sources: whatever depends on them is made anew when they change."""
+"""Digests of the package's sources, so that compiled code and cost tables follow their changes."""
 
 from __future__ import annotations
 

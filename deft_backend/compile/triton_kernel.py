@@ -36,16 +36,17 @@ def named(structure: Any, value: Any) -> Any:
 
 
 check_overflow = False
-"""Whether interpreted integers are checked for overflow. The check slows down every operation, so
+"""Whether the interpreter checks integers for overflow. The check slows down every operation, so
 only tests switch it on."""
 
 
 class Kernel:
     """A kernel, compiled for the GPU or interpreted on the CPU.
 
-    Triton analyses every argument of every launch to find the compiled variant, which takes longer
-    than a short kernel runs. The layers of a model differ in nothing that Triton looks for. So a
-    launch with a known `variant` and aligned pointers goes to the compiled kernel directly.
+    Triton analyses every argument of every launch to find the compiled variant. This takes longer
+    than a short kernel runs. The layers of a model do not differ in the properties that Triton
+    checks. So a launch with a known `variant` and aligned pointers goes to the compiled kernel
+    directly.
 
     A parameter annotated with a NamedTuple is a structure: the kernel reads its fields by name.
     Launches pass the fields as a plain tuple. Triton needs their names only to compile, and takes
@@ -86,7 +87,7 @@ class Kernel:
             In the order of the kernel's signature; constants are its constexprs. The arguments
             of a structure are a plain tuple.
         variant : hashable
-            Everything that decides how the kernel is compiled: device, dtypes, integers, constants.
+            Everything that decides the compiled code: device, dtypes, integers, constants.
         aligned : bool
             Whether every pointer is a multiple of 16 bytes.
         options
@@ -133,11 +134,11 @@ def _overflow_checks(on: bool) -> Iterator[None]:
 
 @lru_cache
 def interpreted_copy(module: ModuleType) -> ModuleType:
-    """A second copy of a kernel's module, whose functions run in Triton's interpreter.
+    """A second copy of a kernel's module; its functions run in Triton's interpreter.
 
     Triton decides for each function, when it is decorated, whether to compile or to interpret it.
-    One process may need both: to serve a model on the CPU and to test compiled kernels. Functions
-    that the module imports from its own package are interpreted, too.
+    One process may need both: to serve a model on the CPU and to test compiled kernels. The copy
+    also interprets functions that the module imports from its own package.
     """
     name = f"{module.__name__}_interpreted"
     spec = importlib.util.spec_from_file_location(name, module.__file__)
@@ -159,5 +160,5 @@ def interpreted_copy(module: ModuleType) -> ModuleType:
 
 
 def _package(module: str) -> str:
-    """Name of the top-level package that a module is in."""
+    """Name of a module's top-level package."""
     return module.partition(".")[0]

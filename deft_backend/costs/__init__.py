@@ -1,4 +1,4 @@
-"""Costs: how long partial attention takes on a GPU, as tables that policies plan with."""
+"""Costs: tables with the time of partial attention on a GPU; policies plan with them."""
 
 from deft_backend.costs.cost_model import CostModel, CostModelError, FastTreeCoefficients
 from deft_backend.costs.tile_costs import TileCosts

@@ -29,11 +29,11 @@ FLASHFORGE_TABLE = TABLES / "flashforge_a100.json"
 """FlashForge's Table 2, for comparison with the paper."""
 
 SMALLEST_MS = 1e-6
-"""Least estimated time in milliseconds: extrapolation below a table must not reach 0."""
+"""Least estimated time in milliseconds: an extrapolation below the table must not reach 0."""
 
 
 class CostModelError(ValueError):
-    """An unusable cost table; the message names the field and what was expected."""
+    """The cost table is unusable; the message names the field and the expected value."""
 
 
 @dataclass(frozen=True)
@@ -55,22 +55,22 @@ class CostModel:
     Attributes
     ----------
     source : str
-        Where the times come from.
+        Origin of the times.
     head_dim : int
-        Head dimension that was profiled.
+        Profiled head dimension.
     query_rows : [Q] float64
         Profiled heights ``n_q`` of the query tile in query vectors, ascending. Each query has one
-        for each query head of its GQA group, so one table serves MHA, GQA and MQA.
+        vector for each query head of its GQA group, so one table serves MHA, GQA and MQA.
     tokens : [T] float64
         Profiled KV lengths ``n``, ascending.
     time_ms : [T, Q] float64
-        Milliseconds that a program (thread block) takes; never less for more tokens.
+        Milliseconds of a program (thread block); more tokens never take less time.
     launch_ms : float
-        Part of every time that launching the kernel takes, whatever its work. A launch runs many
+        Part of every time that the kernel launch takes, regardless of its work. A launch runs many
         items, so estimates of a whole grouping count it once.
     bandwidth_gb_s : float
-        Bandwidth of the GPU's memory in 1e9 bytes per second. Programs share it, which the times
-        of one program alone do not show.
+        Bandwidth of the GPU's memory in 1e9 bytes per second. All programs share it; the times of
+        one program do not show this.
     fasttree : FastTreeCoefficients
         Weights of FastTree's cost equations on this GPU.
     tiles : TileCosts
@@ -121,7 +121,7 @@ class CostModel:
     def time(self, query_rows: npt.ArrayLike, tokens: npt.ArrayLike) -> FloatArray:
         """C_est(n_q, n): milliseconds of partial attention (FlashForge, equation 6).
 
-        Bilinear between profiled points, linear beyond them; exact at them. Arguments broadcast.
+        Exact at profiled points, bilinear between them, linear beyond them. Arguments broadcast.
         """
         rows, length = np.broadcast_arrays(
             np.asarray(query_rows, dtype=np.float64), np.asarray(tokens, dtype=np.float64)
@@ -143,7 +143,7 @@ class CostModel:
         Raises
         ------
         CostModelError
-            If the file is missing, is no JSON, or a field is missing or impossible.
+            If the file is missing or holds no JSON, or if a field is missing or impossible.
         """
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -180,7 +180,7 @@ class CostModel:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """What a table's JSON file holds."""
+        """The content of a table's JSON file."""
         return {
             "format": TABLE_FORMAT,
             "source": self.source,
@@ -209,7 +209,7 @@ def default_cost_model() -> CostModel:
 
 
 def _locate(axis: FloatArray, at: FloatArray) -> tuple[npt.NDArray[np.int64], FloatArray]:
-    """Cell of `axis` and position in it: within 0 … 1 inside the table, beyond them outside."""
+    """Cell of `axis` for each value, and the position in it: 0 … 1 inside the table."""
     cell = np.clip(np.searchsorted(axis, at, side="right") - 1, 0, len(axis) - 2)
     return cell, (at - axis[cell]) / (axis[cell + 1] - axis[cell])
 

@@ -8,7 +8,9 @@ import torch
 
 from deft_backend.compile.source_digest import digest_of
 from deft_backend.costs.cost_model import CostModel
-from deft_backend.costs.table_lookup import TableKey, cost_model_for
+from deft_backend.costs.gpu_facts import gpu_facts
+from deft_backend.costs.table_key import TableKey
+from deft_backend.costs.table_lookup import cost_model_for
 from deft_backend.folders import tables_directory
 from deft_backend.installed import installed_version
 
@@ -21,7 +23,7 @@ def table_key(
     dtype: torch.dtype,
     page_size: int = 1,
 ) -> TableKey:
-    """Key of the cost table for an attention on `device`, with what is installed here."""
+    """Key of the cost table for an attention on `device`, with the installed versions."""
     from deft_backend import __version__
 
     return TableKey(
@@ -46,12 +48,12 @@ def cost_model_on(
     dtype: torch.dtype,
     page_size: int = 1,
 ) -> CostModel:
-    """The cost table to plan with on `device`; see :func:`cost_model_for` for what is logged."""
+    """The cost table to plan with on `device`; :func:`cost_model_for` describes the log lines."""
     key = table_key(device, num_query_heads, num_kv_heads, head_dim, dtype, page_size)
-    return cost_model_for(key, tables_directory())
+    return cost_model_for(key, tables_directory(), gpu_facts(device))
 
 
 @lru_cache(maxsize=1)
 def kernels_digest() -> str:
-    """Digest of what decides how long an item takes: the kernels and their limits."""
+    """Digest of the sources that decide an item's time: the kernels and their limits."""
     return digest_of(["kernels", "kernel_limits.py", "planner/encoding.py"])[:16]

@@ -9,7 +9,7 @@ from deft_backend.costs.cost_model import FastTreeCoefficients
 
 
 def pad(tile: int, size: int) -> int:
-    """``Pad(TS, N) = TS - ((N - 1) % TS + 1)``: elements that fill up the last tile."""
+    """``Pad(TS, N) = TS - ((N - 1) % TS + 1)``: padding elements of the last tile."""
     return tile - ((size - 1) % tile + 1)
 
 
@@ -33,16 +33,17 @@ class FastTreeCosts:
         SplitKVCost   = C_P(nQ_curr, len_v) + C_P(nQ_l, len_l) + gamma · nQ_l · d
         SplitQCost    = C_P(nQ_curr - nQ_l, len_v) + C_P(nQ_l, len_v + len_l)
 
-    Arguments are queries and tokens. A query of a GQA group of ``g`` heads is ``g`` rows of a
-    query tile, so ``nQ`` in the equations is rows; with ``g = 1`` (MHA) they are the paper's.
+    Arguments are queries and tokens. A query has ``g`` query vectors in a tile if ``g`` query heads
+    share a KV head. So ``nQ`` in the equations counts query vectors; with ``g = 1`` (MHA) they are
+    the paper's equations.
 
     Attributes
     ----------
     coefficients : FastTreeCoefficients
         alpha, beta, gamma.
     phases : tuple of (TS_q, TS_c)
-        Tile sizes of each phase in rows and tokens, ascending by rows (multi-phase tiling): a
-        group is in the first phase whose query tile holds it, or in the last.
+        Tile sizes of each phase in query vectors and tokens, ascending (multi-phase tiling). A
+        group is in the first phase whose query tile holds it, or in the last phase.
     head_dim : int
         ``d``.
     gqa_group : int
@@ -56,12 +57,12 @@ class FastTreeCosts:
     _padding: dict[tuple[int, int], float] = field(default_factory=dict, repr=False, compare=False)
 
     def phase(self, rows: int) -> tuple[int, int]:
-        """Tile sizes ``(TS_q, TS_c)`` of a group of `rows` query rows."""
+        """Tile sizes ``(TS_q, TS_c)`` of a group of `rows` query vectors."""
         at = bisect_left(self.phases, rows, key=lambda tile: tile[0])
         return self.phases[min(at, len(self.phases) - 1)]
 
     def padding(self, num_queries: int, length: int) -> float:
-        """``C_P(nQ, len)``; nothing for no queries or no context."""
+        """``C_P(nQ, len)``; 0 without queries or without context."""
         known = self._padding.get((num_queries, length))
         if known is None:
             rows = num_queries * self.gqa_group

@@ -13,13 +13,14 @@ import numpy.typing as npt
 class TileCosts:
     """Times of items and partial results, in nanoseconds, as `deft tune` measures them.
 
-    An item of shape ``t`` with ``n`` KV tokens keeps its program busy for
-    ``item_ns[t] + n * token_ns[t]`` if every program of that shape is busy, too.
+    An item of shape ``t`` with ``n`` KV tokens takes ``item_ns[t] + n * token_ns[t]`` on its
+    program, while every program of that shape is busy.
 
     Attributes
     ----------
     item_ns, token_ns : tuple of float
-        For the small tile and the large tile: time of an item, and of one KV token of one KV head.
+        For the small tile and the large tile: the time of an item, and of one KV token of one KV
+        head.
     partial_ns : float
         Time of the whole GPU to write and merge one partial result, all heads.
     reduce_ns : float

@@ -1,4 +1,4 @@
-"""Explain: which groups a plan has, and how many bytes it moves."""
+"""Explain a plan: its groups, and the bytes that it moves."""
 
 from deft_backend.explain.drawing import render
 from deft_backend.explain.explanation import ChunkFacts, Explanation, NodeFacts, explain

@@ -1,4 +1,4 @@
-"""An explanation in the terminal: the forest with its groups, and a table of figures."""
+"""Draw an explanation in the terminal: the forest with its groups, and a table of figures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def render(
     explanation : Explanation
     console : rich.console.Console
     max_nodes, max_siblings : int
-        What is drawn of a large forest; the rest is counted in "… n more" lines. Empty leaves
+        Nodes and children to draw of a large forest; "… n more" lines count the rest. Empty leaves
         are counted on the line of their parent.
     """
     console.print(_tree(explanation, max_nodes, max_siblings))
@@ -50,7 +50,8 @@ def _tree(explanation: Explanation, max_nodes: int, max_siblings: int) -> Tree:
         highlight=False,
     )
     room = max_nodes
-    # Breadth first, so that what is left out of a large forest is its depth, not its last trees.
+    # Choose nodes breadth first: of a large forest, the drawing omits deep nodes, not the last
+    # trees.
     frontier: list[tuple[int, Tree]] = [(VIRTUAL_ROOT, root)]
     for parent, drawn in frontier:
         children = below.get(parent, [])
@@ -84,7 +85,7 @@ def _label(explanation: Explanation, at: int, children: Sequence[int]) -> str:
 
 
 def _readers(explanation: Explanation, chunks: Sequence[int]) -> str:
-    """Groups of `chunks`, with how many chunks of each."""
+    """Groups of `chunks`, with the number of chunks of each."""
     parts: dict[int, int] = {}
     for chunk in chunks:
         group = explanation.chunks[chunk].group

@@ -1,4 +1,4 @@
-"""What a grouping of a forest reads and writes, as DeFT counts it and as its kernels do."""
+"""Count the reads and writes of a grouping, as DeFT counts them and as our kernels issue them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ __all__ = ["ChunkFacts", "Explanation", "NodeFacts", "explain"]
 
 @dataclass(frozen=True)
 class Explanation:
-    """What one decode step moves under a grouping, over all layers asked for.
+    """The bytes that one decode step moves under a grouping, over all requested layers.
 
     Attributes
     ----------
     batch_size, num_layers : int
     tokens_stored, tokens_attended : int
-        Tokens of the forest, each once (N_tree), and summed over queries (sum of N_i).
+        Tokens of the forest, each counted once (N_tree), and summed over queries (sum of N_i).
     share : float
         F_s = sum(N_i) / N_tree (DeFT, Table 11).
     num_groups : int
-        KV ranges with their queries, chunks of one range counted once.
+        KV ranges with their queries; chunks of one range count once.
     num_chunks : int
         Groups of the plan: each loads its KV once for each of its query tiles.
     num_items : int
@@ -38,30 +38,32 @@ class Explanation:
         several.
     num_partials : int
         (item, query) pairs whose result waits in memory to be merged. A query with one item has
-        none: its output is written directly. Nor has an item that merges its query's others.
+        none, because the item writes the output directly. An item that merges its query's other
+        results has none either.
     kv_bytes : int
-        KV read, each chunk's once: ``2 · d_head`` elements a token, KV head and layer (DeFT,
-        Table 12).
+        KV read if each chunk is read once: ``2 · d_head`` elements a token, KV head and layer
+        (DeFT, Table 12).
     kv_bytes_issued : int
-        KV read by the items: a chunk with more queries than the largest tile is loaded once a
-        tile, except ranges that no query of the tile attends to.
+        KV read by the items. If a chunk has more queries than the largest tile, each tile loads it,
+        except ranges that no query of the tile attends to.
     kv_bytes_flash_decoding : int
         KV that the Q-guided baseline reads: ``2 · d_head · sum(N_i)``.
     kv_reduction_percent : float
-        By how much `kv_bytes` is less than the baseline's.
+        Bytes by which `kv_bytes` is below the baseline's.
     query_bytes, output_bytes : int
-        Queries read, once an item (Table 12: k · l_n · d_head), and outputs written.
+        Queries read, once for each item (Table 12: k · l_n · d_head), and outputs written.
     mask_bytes : int
-        Bit causal masks read (Table 12: N_tree words). Ours are runs, 4 bytes a KV token and KV
-        head, on what items of several KV ranges read behind a first range for all queries.
+        Bit causal masks read (Table 12: N_tree words). Ours are spans: 4 bytes for each KV token
+        and KV head. Items of one KV range read none, and neither does a first range to which all
+        queries attend.
     partial_bytes_written, partial_bytes_read : int
-        Partial results: for each query head an output, in 16 bits unless the model is in float32,
-        and the float32 log-sum-exp and scale of it.
+        Partial results: for each query head an output, its float32 log-sum-exp and its float32
+        scale. The output has 16 bits unless the model is in float32.
     makespan_ms : float
-        Longest thread block of one layer under the cost model, items scheduled longest first
-        (FlashForge, equation 3).
+        Time of the longest thread block of one layer by the cost model, with items scheduled
+        longest first (FlashForge, equation 3).
     estimated_ms : float
-        Expected time of one layer: makespan or KV loads, whichever is longer, and merging.
+        Expected time of one layer: the longer of makespan and KV loads, plus merging.
     nodes : tuple of NodeFacts
     chunks : tuple of ChunkFacts
     """
@@ -97,7 +99,7 @@ class Explanation:
 def explain(
     forest: PrefixForest, grouping: Grouping, target: Target, num_layers: int = 1
 ) -> Explanation:
-    """Count what one decode step reads and writes.
+    """Count the reads and writes of one decode step.
 
     Parameters
     ----------
@@ -107,7 +109,7 @@ def explain(
     target : Target
         Shape of the attention, and the tiles that items run in.
     num_layers : int
-        Layers of the model; bytes are summed over them.
+        Layers of the model; bytes are sums over them.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Loads and stores of a plan, counted item by item as the kernels work through them."""
+"""Loads and stores of a plan, counted item by item as the kernels issue them."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ SPAN_BYTES = 4
 
 @dataclass(frozen=True)
 class PlanLoads:
-    """What the kernels move for one decode step, over all layers asked for.
+    """The loads and stores of one decode step, over all requested layers.
 
     Attributes
     ----------
     num_items : int
         (KV range, query tile) pairs.
     num_partials : int
-        (item, query) pairs whose result waits in memory for others to be merged with. A query's
-        last item may merge the others itself; its own result then never leaves the registers.
+        (item, query) pairs whose result waits in memory for a merge. A query's last item may merge
+        the other results itself; then its own result stays in registers.
     kv_tokens, kv_bytes : int
-        KV that the items issue loads for.
+        KV that the items load.
     query_bytes, output_bytes : int
-        Queries, once an item, and outputs.
+        Queries, once for each item, and outputs.
     mask_bytes : int
-        Runs of attending queries, one a token: of all ranges of an item for several ranges, except
-        a first one that the whole tile attends to.
+        Spans, one for each token of an item of several ranges. A first range to which the whole
+        tile attends needs none.
     partial_bytes_written, partial_bytes_read : int
         Partial results.
     """
@@ -59,7 +59,7 @@ def count_plan_loads(
     dtype_bytes: int = 2,
     num_layers: int = 1,
 ) -> PlanLoads:
-    """Count what stage 1 and stage 2 load and store, item by item.
+    """Count the loads and stores of stage 1 and stage 2, item by item.
 
     Parameters
     ----------
@@ -74,14 +74,15 @@ def count_plan_loads(
     tokens = np.maximum(0, end - plan.segment_start)
     queries = np.diff(plan.item_query_ptr)
 
-    single = int(plan.tile_ptr[-2])  # items of several ranges are the last ones
+    single = int(plan.tile_ptr[-2])  # items of several ranges come last
     first = plan.item_segment_ptr[single:-1]
     masked = np.arange(len(tokens)) >= plan.item_segment_ptr[single]
     masked[first[plan.segment_span[first] == queries[single:] << SPAN_SHIFT]] = False
 
     written = int((plan.entry_slot >= 0).sum())
     merging = plan.entry_slot < DIRECT
-    # An item that merges serves one query and is of the first shape: as many segments as items.
+    # An item that merges is a small tile of one query. Items up to there have one segment each, so
+    # its index is also its segment's.
     entry_item = np.repeat(np.arange(plan.num_items), queries)
     merged = int(plan.segment_span[entry_item[merging]].sum())
     outputs = int((plan.entry_slot < 0).sum()) + len(plan.reduce_query)

@@ -1,4 +1,4 @@
-"""Which nodes a forest has, and which groups and chunks of a grouping read them."""
+"""The nodes of a forest, and the groups and chunks of a grouping that read them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ChunkFacts:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """One node of the forest and the chunks that read any of it, in the grouping's order."""
+    """One node of the forest, and the chunks that read any part of it, in the grouping's order."""
 
     parent: int
     request: int
@@ -40,8 +40,8 @@ class NodeFacts:
 def rejoin_chunks(grouping: Grouping) -> list[int]:
     """Number of the range that each group was cut from.
 
-    A group continues another if it has the same queries and request and starts at the token where
-    the other ends.
+    A group continues another group if it has the same queries and request, and starts where the
+    other ends.
     """
     begins: dict[tuple[int, int, bytes], int] = {}
     single = np.diff(grouping.segment_ptr) == 1
@@ -55,7 +55,7 @@ def rejoin_chunks(grouping: Grouping) -> list[int]:
                 int(grouping.start[s]),
                 grouping.group_queries(g).tobytes(),
             )
-            if grouping.end[s] > grouping.start[s]:  # nothing continues into an empty range
+            if grouping.end[s] > grouping.start[s]:  # an empty range continues nothing
                 begins[key] = g
         keys.append(key)
 
@@ -98,7 +98,7 @@ def describe_nodes(forest: PrefixForest, grouping: Grouping) -> tuple[NodeFacts,
             if start[node] < stop:
                 readers[node].append(group)
             node = parent[node]
-        if is_open and start[leaf] == end[leaf]:  # where an empty leaf will grow
+        if is_open and start[leaf] == end[leaf]:  # an empty leaf will grow here
             readers[leaf].append(group)
     queries, leaves = forest.num_queries.tolist(), forest.is_leaf.tolist()
     requests, lengths = forest.request.tolist(), forest.length.tolist()

@@ -1,4 +1,4 @@
-"""An answer as a client receives it, and how two answers to one prompt compare."""
+"""An answer as a client receives it, and the comparison of two answers to one prompt."""
 
 from __future__ import annotations
 

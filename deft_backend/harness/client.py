@@ -38,7 +38,7 @@ DIALECTS: Mapping[str, Callable[[], Dialect]] = {
 class Client:
     """A client of one server; an asynchronous context manager.
 
-    Decoding is greedy and stops after exactly the tokens that were asked for.
+    Decoding is greedy and stops after exactly the requested tokens.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ class Client:
 
     @property
     def takes_in_together(self) -> bool:
-        """Whether the host takes in all prompts of a batch before it decodes the first."""
+        """Whether the host reads all prompts of a batch before it decodes the first."""
         return self._batches.takes_in_together
 
     async def batch(
@@ -135,7 +135,7 @@ class Client:
         Parameters
         ----------
         leave_after : int, optional
-            Hang up when this many tokens have come: the host aborts the request.
+            Close the connection after this many tokens; the host then aborts the request.
 
         Raises
         ------
@@ -167,7 +167,7 @@ class Client:
         return await self._stream(prompt, tokens, n, None, on_tokens)
 
     async def get(self, path: str) -> Any:
-        """A JSON document of the server; None if it has none there."""
+        """A JSON document of the server, or None if that path has none."""
         import aiohttp
 
         try:

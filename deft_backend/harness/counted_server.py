@@ -1,4 +1,4 @@
-"""A host server with a state folder of its own, from which the plugin's counters are read."""
+"""A host server with its own state folder, and the plugin's counters from that folder."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class CountedServer:
     timeout : float
         Seconds until the server must answer.
     on_start : callable, optional
-        Called with the command before the server starts. It returns a function that is called
-        about every quarter second while the server starts, with the seconds waited so far.
+        Called with the command before the server starts. It returns a function. While the server
+        starts, that function gets the seconds waited so far, about every quarter second.
 
     Raises
     ------
@@ -86,7 +86,7 @@ class CountedServer:
         return self.process.url
 
     def counts(self) -> bool:
-        """Whether the plugin writes counters in this server; waits 5 s for the first ones."""
+        """Whether the plugin writes counters in this server; waits up to 5 s for the first ones."""
         return written_state(self._folder, self.command.port) is not None
 
     def counters(self) -> Counters | None:
@@ -101,7 +101,7 @@ class CountedServer:
         return settled_counters(path) if path.is_file() else None
 
     def state(self) -> StateReading:
-        """What the plugin wrote about the server.
+        """The content of the server's state file.
 
         Raises
         ------

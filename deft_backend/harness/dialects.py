@@ -1,4 +1,4 @@
-"""The requests and answers of each endpoint that the client knows."""
+"""The requests and answers of each endpoint that the client supports."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Ids = Sequence[int]
 
 
 class ClientError(RuntimeError):
-    """A request was refused or cut off, or its answer is not what was asked for."""
+    """The server refused a request or cut it off, or the answer does not fit the request."""
 
 
 class Dialect(Protocol):
-    """What an endpoint is asked, and what it answers."""
+    """The form of an endpoint's requests and answers."""
 
     path: str
 
     async def prepare(self, get: Get) -> None:
-        """Learn from the server's documents what every request must name."""
+        """Read from the server's documents the fields that every request must have."""
         ...
 
     def stream_body(self, prompt: Any, tokens: int, n: int) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class SGLangDialect:
 
 
 class _Completions:
-    """What both dialects of ``/v1/completions`` share."""
+    """The common part of both dialects of ``/v1/completions``."""
 
     path = "/v1/completions"
 
@@ -176,8 +176,8 @@ class VLLMDialect(_Completions):
         return _arrived(answer, ids, now)
 
     def gap_body(self, prompt: Ids, token: int) -> dict[str, Any]:
-        # vLLM tells the log-probability of each token of a prompt. Of an answer's tokens it tells
-        # only the likeliest ones.
+        # vLLM reports the log-probability of each token of a prompt. Of an answer's tokens it
+        # reports only the likeliest ones.
         return {
             **self.batch_body([[*prompt, token]], 1, logprobs=False), "prompt_logprobs": 1,
         }  # fmt: skip

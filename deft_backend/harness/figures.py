@@ -1,4 +1,4 @@
-"""What the plots of both benchmarks look like, and how they are written."""
+"""The style of all plots, and the function that writes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Small type, two axes, and files that are the same for the same rows."""
+    """Small type, two axes, and equal files for equal results."""
     import matplotlib
 
     settings = {
@@ -22,6 +22,6 @@ def style() -> Iterator[None]:
 
 
 def save(figure: Any, path: Path) -> Path:
-    """Write a figure without a date, which would change with every drawing; returns `path`."""
+    """Write a figure without a date, so that equal drawings give equal files; returns `path`."""
     figure.savefig(path, metadata={"Date": None}, facecolor="white")
     return path

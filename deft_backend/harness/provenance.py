@@ -1,4 +1,4 @@
-"""Where a figure comes from: device, versions, commit and date, written beside every result."""
+"""The origin of a figure: device, versions, commit and date, stored with every result."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def _device() -> str:
 def _gpu_name() -> str:
     """PyTorch's name of the GPU, without starting CUDA in this process.
 
-    PyTorch starts CUDA before it tells a name, and what that takes of the GPU's memory is missing
-    from the servers that a benchmark measures while it lives. A process of its own is asked then.
+    To give the name, PyTorch starts CUDA and takes GPU memory from the servers under measurement.
+    So a separate process reads the name.
     """
     import torch
 
@@ -63,7 +63,7 @@ def _gpu_name() -> str:
 
 
 def _commit() -> str | None:
-    if found := os.environ.get("GIT_COMMIT"):  # a copy without its repository
+    if found := os.environ.get("GIT_COMMIT"):  # a copy without a repository
         return found
     here = Path(__file__).parent
     try:

@@ -1,4 +1,4 @@
-"""A workload as data: the requests that a server gets, and which of them wait for others."""
+"""A workload as data: the requests for a server, and their order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Prompt = str | tuple[int, ...]
 
 
 class WorkloadError(ValueError):
-    """An unknown workload, or sizes it cannot work with."""
+    """The workload is unknown, or cannot have the given sizes."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Request:
     max_tokens : int
         Tokens to decode, exactly (the end-of-sequence token is ignored).
     n : int
-        Answers to the one prompt.
+        Answers to the prompt.
     after : str, optional
-        Name of the request whose answer this one continues; it starts when that one ends.
+        Name of the request whose answer this request continues; it starts when that answer ends.
     """
 
     name: str
@@ -53,9 +53,9 @@ class RequestPlan:
     workload : str
         Name of the workload.
     description : str
-        What is sent, in one line.
+        A description of the requests, in one line.
     warm : tuple of prompts
-        Sent one after another before the clock starts, so that shared prefixes are cached then.
+        Prompts sent one after another before the clock starts, so that shared prefixes are cached.
     requests : tuple of Request
         Requests without `after` are sent at the same time.
     """
@@ -81,7 +81,7 @@ class RequestPlan:
 
 
 class Workload(Protocol):
-    """A description of traffic that makes the same plan on every machine."""
+    """A description of traffic that gives the same plan on every machine."""
 
     def plan(self) -> RequestPlan:
         """The requests."""

@@ -17,11 +17,11 @@ REQUEST_SECONDS = 900.0
 
 
 class PlanError(RuntimeError):
-    """A request was refused, lost or cut off; names the workload and the request."""
+    """The server refused, lost or cut off a request; the message names workload and request."""
 
 
 class Streams(Protocol):
-    """The part of a client that a plan needs."""
+    """The methods of a client that a plan needs."""
 
     async def stream_answers(
         self, prompt: Prompt, tokens: int, n: int, on_tokens: Callable[[int], None]
@@ -47,7 +47,7 @@ def answer_plan(
     Parameters
     ----------
     plan : RequestPlan
-        What to send. Decoding is greedy and stops after exactly ``max_tokens``.
+        The plan. Decoding is greedy and stops after exactly ``max_tokens``.
     url : str
         The server, without a path.
     on_tokens : callable
@@ -76,7 +76,7 @@ async def _answer_plan(plan: RequestPlan, url: str, on_tokens: Callable[[int], N
 async def send_requests(
     plan: RequestPlan, client: Streams, on_tokens: Callable[[int], None] = lambda count: None
 ) -> list[Answer]:
-    """Send a plan's requests: each as soon as the one it continues has ended.
+    """Send a plan's requests, each as soon as the request that it continues has ended.
 
     Returns
     -------
@@ -110,7 +110,7 @@ async def send_requests(
 
 
 def continued(prompt: Prompt, answer: Answer, then: Prompt) -> Prompt:
-    """A prompt, the answer to it, and what follows: as text, or as token ids.
+    """Join a prompt, its answer and the next part, as text or as token ids.
 
     Raises
     ------

@@ -21,8 +21,8 @@ def thought_requests(
     prompt : str or tuple of int
         The root's prompt.
     mark : callable
-        A short text or token ids for each node. It tells a thought from its siblings, which
-        greedy decoding would make all alike.
+        A short text or token ids for each node. It makes a thought differ from its siblings; greedy
+        decoding would give all of them the same answer.
     """
     requests: list[Request] = []
     pending = _children(tree, ROOT, None)

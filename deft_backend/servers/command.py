@@ -18,7 +18,7 @@ BACKEND = "deft"
 """Our name for the plugin; :data:`BACKEND_NAMES` has the hosts' names for it."""
 
 BACKEND_NAMES = {"sglang": BACKEND, "vllm": backend_name()}
-"""Name under which the plugin is asked for, by the version of each host that is installed."""
+"""The plugin's name for ``--attention-backend`` in the installed version of each host."""
 
 HOSTS = tuple(BACKEND_NAMES)
 
@@ -32,7 +32,7 @@ CPU_GIB = 1
 
 
 class LaunchError(RuntimeError):
-    """A host server did not start, or ended."""
+    """A host server did not start, or it ended."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,10 @@ def server_command(
     port : int
         TCP port to listen on.
     host : str
-        One of :data:`HOSTS`.
+        The host: one of :data:`HOSTS`.
     backend : str, optional
-        ``--attention-backend``, :data:`BACKEND` being the plugin; None leaves it to the host.
+        ``--attention-backend``; :data:`BACKEND` names the plugin, None leaves the choice to the
+        host.
     policy : str, optional
         The value of ``DEFT_POLICY``; None leaves it as it is.
     host_arguments : sequence of str
@@ -119,7 +120,7 @@ def server_command(
     environment : mapping, optional
         Further variables for the server.
     gpu : bool, optional
-        Run on the GPU; None asks :func:`use_gpu`.
+        Run on the GPU; None means the result of :func:`use_gpu`.
 
     Raises
     ------
@@ -156,7 +157,7 @@ def server_command(
         notes.append(
             "no usable GPU: the host's CPU engine runs, with kernels in Triton's interpreter"
         )
-        extra["TRITON_INTERPRET"] = "1"  # Triton's kernels run in its interpreter, in NumPy
+        extra["TRITON_INTERPRET"] = "1"  # Triton's interpreter runs the kernels in NumPy
         # Two kernels round 16-bit results differently. If two tokens are almost equally likely,
         # rounding decides between them. In float32, only wrong results differ.
         arguments += ["--dtype", "float32"]
@@ -186,5 +187,5 @@ def _sglang_on_cpu(arguments: list[str], extra: dict[str, str], notes: list[str]
 
 
 def _vllm_on_cpu(arguments: list[str], extra: dict[str, str]) -> None:
-    arguments += ["--enforce-eager"]  # compiling takes longer than it spares
+    arguments += ["--enforce-eager"]  # compiling takes more time than it saves
     extra.setdefault("VLLM_CPU_KVCACHE_SPACE", str(CPU_GIB))

@@ -37,7 +37,7 @@ class DriverStubError(RuntimeError):
 
 @functools.cache
 def _driver() -> ctypes.CDLL | None:
-    """The real driver library; a stand-in has no ``cuInit``."""
+    """The real driver library, or None; the stand-in has no ``cuInit``."""
     try:
         library = ctypes.CDLL(SONAME)
         _ = library.cuInit

@@ -1,4 +1,4 @@
-"""Files of a model that a host takes by a folder or by a hub name such as ``Qwen/Qwen3-8B``."""
+"""Files of a model, which the user names by a folder or by a hub name such as ``Qwen/Qwen3-8B``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _OTHER_HUBS = ("SGLANG_USE_MODELSCOPE", "VLLM_USE_MODELSCOPE")
 
 
 class ModelFilesError(ValueError):
-    """The model is neither a folder nor found on the hub or in its cache."""
+    """The model is not a folder, and neither the hub nor its cache has it."""
 
 
 def is_hub_name(model: str) -> bool:
-    """Whether a model that is no folder names a repository of the Hugging Face hub.
+    """Whether a name that is no folder names a repository of the Hugging Face hub.
 
-    Hosts take other names, too: URLs, ``repository:quantization``, and names of another hub if a
-    variable such as ``VLLM_USE_MODELSCOPE`` asks for it.
+    Hosts accept other names, too: URLs and ``repository:quantization``. If a variable such as
+    ``VLLM_USE_MODELSCOPE`` is set, they also accept names of another hub.
 
     >>> is_hub_name("Qwen/Qwen3-8B"), is_hub_name("s3://bucket/model"), is_hub_name("a/b:Q4_K_M")
     (True, False, False)

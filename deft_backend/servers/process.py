@@ -1,4 +1,4 @@
-"""A host server as a child process: starts it, waits for it, and always ends its process tree."""
+"""A host server as a child process: start it, wait for it, and always end its process tree."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class ServerProcess:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=15)
-        finally:  # an interrupted wait, too, must leave no server behind
+        finally:  # an interrupted wait must leave no server behind either
             _kill_tree(process.pid, members)
             process.wait()
 
@@ -148,7 +148,7 @@ def _tree(pid: int) -> list[int]:
     """All descendants of a process, in its process group or not."""
     try:
         import psutil
-    except ImportError:  # then only the process group ends
+    except ImportError:  # without psutil, only the process group ends
         return []
     try:
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]

@@ -1,1 +1,1 @@
-"""What a server counts and shows: its state file (written and read), log lines, and metrics."""
+"""A server's counters and their outputs: the state file, log lines and metrics."""

@@ -1,4 +1,4 @@
-"""One reading of a server's counters, and the counters that kernels keep in host memory."""
+"""One reading of a server's counters, and the counters that kernels keep in CPU memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _FIGURES = (
 
 @dataclass(frozen=True)
 class Counters:
-    """Cumulative counts since the server started; subtract two to get a stretch of time.
+    """Counts since the server started; subtract two readings to get the counts in between.
 
     Attributes
     ----------
     decode_steps, steps_tree, plans : int
-        All decode steps; those through tree attention; plans, of the host planner or of the
-        device planner (one a step).
+        All decode steps; the steps through tree attention; the plans of the host planner, or of the
+        device planner (one for each step).
     steps_host : mapping
         Decode steps on the host's kernel, by reason.
     kv_bytes_read : int
@@ -33,8 +33,8 @@ class Counters:
     kv_bytes_query_guided : int
         Bytes that the same steps would have read query by query.
     plan_seconds : float
-        Seconds spent on those plans, forest included. On the CPU, the time of Triton's interpreter
-        does not count.
+        Seconds spent on those plans, including the forest. On the CPU, the time of Triton's
+        interpreter does not count.
     """
 
     decode_steps: int = 0
@@ -82,8 +82,7 @@ class Counters:
 
 
 class DeviceCounts(NamedTuple):
-    """Counts of the device planner: steps, tokens attended to, tokens loaded, and nanoseconds of
-    planning."""
+    """Counts of the device planner: steps, tokens attended to, tokens loaded, nanoseconds."""
 
     steps: int
     attended: int
@@ -92,10 +91,10 @@ class DeviceCounts(NamedTuple):
 
 
 class DeviceCounters:
-    """Counts that kernels add up in host memory, from the time of construction.
+    """Counts that kernels add up in CPU memory, from the time of construction.
 
-    A reading copies four words, without a call into the driver and without a lock. It may have
-    some of a step's four words only; the next reading has all of them.
+    A reading copies four words, without a call into the driver and without a lock. It may see only
+    some of a step's four words; the next reading sees all of them.
 
     Parameters
     ----------
@@ -119,17 +118,17 @@ class DeviceCounters:
         self._held: npt.NDArray[np.int64] | None = None
 
     def read(self) -> DeviceCounts:
-        """Counts since the source was attached, less those between :meth:`hold` and its end."""
+        """Counts since construction, without those between :meth:`hold` and its end."""
         held = self._held
         return DeviceCounts(*(self._array - self._start if held is None else held).tolist())
 
     def hold(self) -> None:
-        """Count nothing from now on; what runs on the device must have ended."""
+        """Stop counting; all work on the device must have ended."""
         if self._held is None:
             self._held = self._array - self._start
 
     def go_on(self) -> None:
-        """Count again, from where :meth:`hold` left off; what ran meanwhile must have ended."""
+        """Count again, from the values at :meth:`hold`; all work on the device must have ended."""
         if self._held is not None:
             self._start = self._array - self._held
             self._held = None

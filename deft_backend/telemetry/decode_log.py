@@ -12,7 +12,7 @@ logger = logging.getLogger("deft_backend")
 
 
 class DecodeLog:
-    """A listener of :class:`StateWriter` that logs a line when enough was decoded.
+    """A listener of :class:`StateWriter` that logs a line after enough decode steps or seconds.
 
     It runs on the writer's thread, a fraction of a second after the host's own line.
 
@@ -62,7 +62,7 @@ class DecodeLog:
 
 
 def describe(stretch: Counters) -> str:
-    """One line about a stretch of decoding.
+    """One line about the decode steps since the previous line.
 
     >>> reasons = {"batch smaller than DEFT_MIN_BATCH=2": 4}
     >>> stretch = Counters(44, 40, 5, reasons, 5_120_000, 41_000_000, 0.002)

@@ -1,6 +1,6 @@
 """The server's counters as Prometheus metrics, on the host's own ``/metrics``.
 
-There are two ways. Which one depends on how the host makes that page (:func:`page_of_files`):
+There are two ways. The host's way to make that page decides between them (:func:`page_of_files`):
 
 - From the files that all its processes write into ``PROMETHEUS_MULTIPROC_DIR`` (SGLang; vLLM with
   several API servers): :func:`publisher`, a listener of the state's writer, in the process that
@@ -8,8 +8,8 @@ There are two ways. Which one depends on how the host makes that page (:func:`pa
 - From a registry in the API server's process (vLLM with one API server), while another process
   decodes: :func:`register_states` there, which reads the state files of the server's port.
 
-Nothing here runs in the thread that decodes. Only these functions import ``prometheus_client``: it
-reads that variable at import, and hosts set the variable after they have loaded plugins.
+Nothing here runs in the thread that decodes. Only these functions import ``prometheus_client``. It
+reads that variable at import, and hosts set the variable only after they have loaded plugins.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def samples(counters: Counters) -> Iterator[Sample]:
 
 
 def rank_labels(path: Path) -> dict[str, str]:
-    """The ranks of the process that wrote a state file, as labels.
+    """The ranks of a state file's process, as labels.
 
     >>> rank_labels(Path("30000-tp1-pp0.json"))
     {'tp_rank': '1', 'pp_rank': '0'}
@@ -87,15 +87,15 @@ def rank_labels(path: Path) -> dict[str, str]:
 
 
 def page_of_files() -> bool:
-    """Whether the host makes the page from files of all processes; known after its start."""
+    """Whether the host makes the page from files of all processes; known only after its start."""
     return MULTIPROCESS in os.environ
 
 
 @cache
 def _value_class() -> Any:
-    """The class that writes a value into the files: the client's own, if it is in that mode.
+    """The class that writes a value into the files: the client's own class, if it is in that mode.
 
-    In a process forked from one that had imported the client before, it is in another mode.
+    A process inherits another mode if its parent imported the client before the fork.
     """
     from prometheus_client import values
 
@@ -130,7 +130,9 @@ class Publisher:
 
     def __call__(self, counters: Counters) -> None:
         for metric, labels, value in samples(counters):
-            series = _value(metric, labels, self._ranks)  # the page now has it, at least at zero
+            series = _value(
+                metric, labels, self._ranks
+            )  # the page now shows the series, at least at zero
             grown = value - self._published.get((metric, labels), 0)
             if grown > 0:
                 series.inc(grown)

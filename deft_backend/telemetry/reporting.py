@@ -23,7 +23,7 @@ def start(
     log: DecodeLog | None,
     publishes: bool,
 ) -> None:
-    """Report what a server process counts from now on, from a background thread.
+    """Report the counters of a server process from now on, in a background thread.
 
     A failure here must never stop the server: it costs one line in the log.
 
@@ -31,13 +31,13 @@ def start(
     ----------
     state : ServerState
     settings : Settings
-        They name the folder of the state file, and whether the log has lines about decoding.
+        They give the folder of the state file, and the log level for lines about decoding.
     pp_rank, dp_rank : int, optional
-        Of this process, if the server has several such ranks. Each rank has its own file.
+        Ranks of this process, if the server has several. Each rank has its own file.
     log : DecodeLog, optional
         It logs as often as the host; None in processes that do not log for the server.
     publishes : bool
-        Whether the host makes its ``/metrics`` from what its processes publish.
+        Whether the host makes its ``/metrics`` from values that its processes publish.
     """
     try:
         _start(state, settings, {"pp": pp_rank, "dp": dp_rank}, log, publishes)

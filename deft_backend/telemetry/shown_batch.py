@@ -1,4 +1,4 @@
-"""The forest of the last batch, on request, if the device planner makes the plans.
+"""Show the forest of the last batch on request, if the device planner makes the plans.
 
 `deft explain --server` writes a file next to the server's state file. The thread that writes the
 state answers with another file. Until somebody asks, the server copies nothing.
@@ -66,7 +66,7 @@ def answer(batch: Batch | str | None) -> dict[str, Any]:
 def forest_of(batch: Batch | str | None) -> PrefixForest:
     """Copy a batch from the device, and find what its requests share.
 
-    The server goes on decoding, so the copy shows what the host's tensors hold at that moment.
+    The server keeps decoding, so the copy shows the host's tensors at that moment.
 
     Raises
     ------
@@ -105,5 +105,5 @@ def _forest(batch: Batch) -> PrefixForest:
     for at, request in enumerate(shown):
         used = batch.page_table[int(rows[request]), : int(pages[at])]
         table[at, : pages[at]] = used.cpu().numpy()
-    # Not checked: see "Equal blocks" in docs/hosts-vllm.md.
+    # Do not check that equality is monotone: see "Equal blocks" in docs/hosts-vllm.md.
     return forest_from_page_tables(table, lens[shown], batch.page_size, check=False)

@@ -39,8 +39,8 @@ _IDENTITY = (
 class ServerState:
     """Counters of one server process. The forward thread adds, the writer thread reads.
 
-    Every decode step counts once: through :meth:`count_tree` or :meth:`count_host` with the host
-    planner, through the kernels with the device planner (:meth:`attach_device_counters`). A
+    Every decode step counts once. With the host planner, :meth:`count_tree` or :meth:`count_host`
+    counts it. With the device planner, the kernels count it (:meth:`attach_device_counters`). A
     reading is the sum of both. No method takes a lock.
 
     Attributes
@@ -58,7 +58,7 @@ class ServerState:
     forest : PrefixForest, optional
         Of the host planner's last batch, with the ids of its requests.
     batch : Batch or str, optional
-        The last one that the device planned, to be shown to those who ask; or why none is shown.
+        The last batch that the device planned, for ``deft explain``; or why there is none to show.
     """
 
     port: int
@@ -137,14 +137,14 @@ class ServerState:
     def attach_device_counters(self, array: npt.NDArray[np.int64]) -> None:
         """Also count the steps of the device planner, as its kernels add them up from now on.
 
-        The reading computes bytes from tokens: a token loaded is `token_bytes` in each of
-        `device_tree_layers` layers; the other layers read every token attended to.
+        A reading computes bytes from tokens. A loaded token counts `token_bytes` in each of
+        `device_tree_layers` layers. The other layers read every token that a query attends to.
 
         Parameters
         ----------
         array : [4] int64, a view of memory that the device writes (pinned)
             Steps, tokens attended to, tokens loaded, nanoseconds of planning; cumulative, never
-            reset. What it holds now (warm-up) does not count.
+            reset. Its present values, from the warm-up, do not count.
 
         Raises
         ------
@@ -156,7 +156,7 @@ class ServerState:
         self._on_device = DeviceCounters(array)
 
     def hold_device_counters(self, held: bool) -> None:
-        """Ignore the device's counts from now on, or count again: some plans serve no request."""
+        """Ignore the device's counts while its plans serve no request, or count again."""
         if self._on_device is not None:
             (self._on_device.hold if held else self._on_device.go_on)()
 
@@ -204,8 +204,9 @@ class StateWriter:
     path : Path
         The file, ``<port>-tp<rank><suffix>.json``.
     listeners : list
-        The writer calls each with the counters at every look, on its thread: metrics, the log. Add
-        them before :meth:`start`. If one raises, the log says so and the writer drops it.
+        At every look, the writer calls each listener with the counters, on its own thread: metrics,
+        the log. Add listeners before :meth:`start`. If one raises, the log says so and the writer
+        drops it.
     """
 
     def __init__(self, state: ServerState, directory: Path, suffix: str = "") -> None:
@@ -223,8 +224,8 @@ class StateWriter:
         atexit.register(self.look)
 
     def look(self) -> None:
-        """Write the file if something changed since the last time, and tell the listeners."""
-        with self._lock:  # for this thread and the exit; the forward thread never takes it
+        """Write the file if a counter has changed since the last time, and call the listeners."""
+        with self._lock:  # between this thread and the exit; the forward thread never takes it
             counters = self.state.counters()
             self._write(counters)
             self._show_batch()
@@ -254,7 +255,7 @@ class StateWriter:
         try:
             if self._failed or not asked.is_file():  # a folder that cannot be written
                 return
-            asked.unlink()  # first: if the answer fails, the writer must not try again for ever
+            asked.unlink()  # remove it first, so that a failure is not repeated forever
             self._replace(answer_file(self.path), answer(self.state.batch))
         except OSError as error:
             logger.warning("deft: cannot show the last batch to `deft explain`: %s", error)

@@ -1,4 +1,4 @@
-"""Reads the state file of a running server: its counters and its last forest."""
+"""Read the state file of a running server: its counters and its last forest."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from deft_backend.telemetry.forest_json import forest_from_json
 from deft_backend.telemetry.shown_batch import answer_file, request_file
 
 ANSWER_SECONDS = 20.0
-"""A server on a busy machine takes this long at most to show its batch."""
+"""Longest time in which a server on a busy machine shows its batch."""
 
 SETTLE_SECONDS = 0.7
-"""The plugin writes every quarter second: after this time, the file has all counters."""
+"""The plugin writes every quarter second, so after this time the file has all counters."""
 
 _SHAPE = ("num_layers", "num_query_heads", "num_kv_heads", "head_dim", "dtype_bytes")
 
@@ -49,9 +49,9 @@ class StateReading:
 
 
 def state_file(folder: Path, port: int) -> Path:
-    """The file of the first process of the server on `port`.
+    """The state file of the first process of the server on `port`.
 
-    A file that an ended server left counts only if no running server has written one.
+    The function returns the file of an ended server only if no running server has one.
     """
     found = _first_ranks(folder, port)
     running = [path for path in found if _writes_on(path)]
@@ -80,7 +80,7 @@ def _writes_on(path: Path) -> bool:
     """Whether the process that wrote a state file still runs."""
     try:
         os.kill(int(json.loads(path.read_text())["pid"]), 0)
-    except PermissionError:  # somebody else's, but alive
+    except PermissionError:  # another user's process, but alive
         return True
     except (OSError, ValueError, KeyError, TypeError):
         return False

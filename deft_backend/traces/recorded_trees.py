@@ -11,7 +11,7 @@ ROOT = 0
 
 
 class TraceError(ValueError):
-    """A trace file that cannot be what it is said to be; names file, tree, node and field."""
+    """The trace file is wrong; the message names the file, the tree, the node and the field."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class ThoughtTree:
 class TokenTree:
     """A Medusa token tree and the tokens that each step of a recording accepted.
 
-    ``paths`` hold, for each candidate token, the choices from the root to it; a candidate's
-    parent is its path without the last choice, the root being the last accepted token.
+    ``paths`` hold, for each candidate token, the choices from the root to it. The root is the last
+    accepted token. A candidate's parent has the same path without the last choice.
     """
 
     paths: tuple[tuple[int, ...], ...]
@@ -88,7 +88,7 @@ class TokenTree:
 def lay_out(
     lengths: Mapping[int, int], children: Mapping[int, Sequence[int]]
 ) -> dict[int, Thought]:
-    """Nodes from lengths and children alone: a child starts right after its parent's end."""
+    """Build nodes from lengths and children: a child starts right after its parent's end."""
     nodes: dict[int, Thought] = {}
     stack = [(ROOT, 1 - lengths[ROOT])] if lengths else []
     while stack:

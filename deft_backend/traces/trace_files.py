@@ -1,10 +1,10 @@
-"""DeFT's recorded trees: trees of thoughts and Medusa token trees, read and checked.
+"""Read and check DeFT's recorded trees: trees of thoughts and Medusa token trees.
 
-A tree of thoughts file is a list of ``{"incompleted", "prompt", "data"}``; ``data`` maps an id to
-``{"id", "value", "start", "end", "children"}``. Node 0 is the prompt (``value`` tokens ending at
-iteration 0). Any other node is a thought: its tokens are decoded at iterations ``start`` to
-``end``, counted from the end of the prompt. When a thought ends its children start; a thought
-without children was pruned or is an answer. Source: DeFT, appendix A.6.
+A file of trees of thoughts is a list of ``{"incompleted", "prompt", "data"}``. Here ``data`` maps
+an id to ``{"id", "value", "start", "end", "children"}``. Node 0 is the prompt (``value`` tokens
+ending at iteration 0). Every other node is a thought. Its tokens were decoded at iterations
+``start`` to ``end``, counted from the end of the prompt. When a thought ends its children start; a
+thought without children was pruned or is an answer. Source: DeFT, appendix A.6.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def load_thought_trees(path: Path) -> list[ThoughtTree]:
     Raises
     ------
     TraceError
-        If the file cannot be read or its trees cannot exist; the message names the file, the
-        tree's index, the node and the field, what is there and what was expected.
+        If the file cannot be read, or its trees are impossible. The message names the file, the
+        tree's index, the node, the field, its value and the expected value.
     """
     content = read_json(path, TraceError, "the trace ")
     if not isinstance(content, list):
@@ -62,7 +62,7 @@ def load_token_tree(path: Path) -> TokenTree:
     Raises
     ------
     TraceError
-        As :func:`load_thought_trees` does.
+        As in :func:`load_thought_trees`.
     """
     content = read_json(path, TraceError, "the trace ")
     where = str(path)
@@ -96,7 +96,7 @@ def load_trace(path: Path) -> list[ThoughtTree] | TokenTree:
 
 
 def dump_thought_trees(trees: Sequence[ThoughtTree], path: Path) -> None:
-    """Write trees of thoughts in DeFT's format, one that :func:`load_thought_trees` reads."""
+    """Write trees of thoughts in DeFT's format, which :func:`load_thought_trees` reads."""
     content = [
         {
             "incompleted": tree.incomplete,

@@ -1,4 +1,4 @@
-"""PrefixForests of recorded and of described trees, for `deft explain` and the benchmarks."""
+"""Build PrefixForests from recorded or described trees, for `deft explain` and benchmarks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ CHARACTERS_A_TOKEN = 4
 
 
 def forest_at(tree: ThoughtTree, iteration: int) -> PrefixForest:
-    """Who shares what while the tree decodes its token number `iteration`.
+    """The forest of the step in which the tree decodes token number `iteration`.
 
-    Every thought that is live then is a query. It attends to its ancestors and to its own tokens
-    up to and including the one of this iteration, whose key and value are written before it
-    attends. Iteration 0 is the prompt's last token: a single query.
+    Every thought that decodes in this step is a query. It attends to its ancestors and to its own
+    tokens, including the token of this iteration. That token's key and value are written before.
+    Iteration 0 is the prompt's last token: a single query.
 
     Raises
     ------
     TraceError
-        If the tree is empty, or nothing is decoded at `iteration`.
+        If the tree is empty, or no thought decodes at `iteration`.
     """
     if not tree.nodes:
         raise TraceError("this tree was recorded as incomplete and holds no nodes; choose another")
@@ -41,10 +41,10 @@ def forest_at(tree: ThoughtTree, iteration: int) -> PrefixForest:
 
 
 def token_tree_forest(tree: TokenTree, record: int, step: int) -> PrefixForest:
-    """Who shares what while step `step` of recording `record` verifies its token tree.
+    """The forest of the step `step` in which recording `record` verifies its token tree.
 
-    The context (prompt, tokens accepted so far, the last accepted token) is shared by all; every
-    candidate token is a node of one token and a query.
+    All queries share the context: the prompt and the tokens accepted so far. Every candidate token
+    is a query and a node of one token.
 
     Raises
     ------
@@ -69,7 +69,7 @@ def forest_from_levels(description: str) -> PrefixForest:
     """A tree described as ``nodes per level  tokens per node at each level``.
 
     ``1,4,16 1024,256,32`` is one root of 1024 tokens, 4 nodes of 256 below it and 16 of 32 below
-    those, spread evenly. The last level holds one query a node. Several roots make a forest.
+    those, spread evenly. Each node of the last level holds one query. Several roots make a forest.
 
     Raises
     ------

@@ -1,1 +1,1 @@
-"""Tuning: measures on this machine's GPU the costs that policies plan with."""
+"""Tuning: measure the costs that policies plan with, on this machine's GPU."""

@@ -1,4 +1,4 @@
-"""FlashForge's cost table: C_est(n_q, n) of one thread block an SM (FlashForge, section 5.2)."""
+"""FlashForge's cost table (section 5.2): C_est(n_q, n) with one thread block on each SM."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def measure_block_times(
 ) -> BlockTimes:
     """Launches in which every SM runs one block of a shape.
 
-    Many blocks of one shape run at once and the last one ends the launch, so that a block's time
-    includes its share of the machine.
+    The launch ends with its last block. So a block's time includes the effect of the other blocks
+    on the GPU.
     """
     groups = max(1, num_sms // target.num_kv_heads)
     queries = table_queries(target)
 
-    # The shorter of the medians: a hiccup of the machine is no property of the kernel.
+    # Take the shorter median: an interruption of the machine says nothing about the kernel.
     measured = np.array(
         [
             [
@@ -50,7 +50,7 @@ def measure_block_times(
             for n in grid.table_tokens
         ]
     )  # fmt: skip
-    # Noise of the clock must not promise less time for more tokens or rows.
+    # Clock noise must not give more tokens or more query vectors less time.
     times = np.maximum.accumulate(np.maximum.accumulate(measured / 1e3, axis=0), axis=1)
     tokens = np.array(grid.table_tokens, dtype=np.float64)
     slope = (times[1, 0] - times[0, 0]) / (tokens[1] - tokens[0])

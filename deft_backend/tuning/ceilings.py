@@ -1,4 +1,4 @@
-"""What a GPU reads, copies and multiplies at most, measured on this machine."""
+"""The highest rates at which this machine's GPU reads, copies and multiplies, as measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PRODUCT = 8192
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this device can do at most.
+    """The highest measured rates of a device.
 
     Attributes
     ----------
@@ -46,10 +46,10 @@ def measure_ceilings(dtype: torch.dtype) -> Ceilings:
 
 
 def _memory_ms() -> tuple[float, float]:
-    """Milliseconds to read, and to copy one half over the other of, a large buffer."""
+    """Milliseconds to read a large buffer, and to copy one half of it over the other half."""
     large = torch.zeros(_READ_BYTES // 4, dtype=torch.float32, device="cuda")
     half = len(large) // 2
-    # Two reductions: whichever reads faster is nearer to what the memory gives.
+    # Of two reductions, the faster one is closer to the memory's bandwidth.
     read_ms = min(_median_ms(lambda: large.sum()), _median_ms(lambda: large.amax()))
     return read_ms, _median_ms(lambda: large[:half].copy_(large[half:]))
 

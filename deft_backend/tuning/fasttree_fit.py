@@ -22,10 +22,10 @@ ARTIFACT = FastTreeCoefficients(alpha=0.66, beta=0.33, gamma=0.1)
 """Defaults of FastTree's published artifact (kernel_bench/fasttree.py)."""
 
 WORST_FIT = 0.5
-"""Relative error above which the equations do not describe what was measured."""
+"""Relative error above which the equations do not describe the measurements."""
 
 ROUNDS = 2
-"""Groups a program of the launches that are measured."""
+"""Groups for each program in the measured launches."""
 
 
 def measure_coefficients(
@@ -33,17 +33,18 @@ def measure_coefficients(
 ) -> tuple[FastTreeCoefficients, float]:
     """Fit the weights of padding and of intermediate results, with the fit's relative error.
 
-    Both values of an edge attend to the same tokens; what tells them apart is padding and
-    intermediate results. So the time of a launch of groups of ``nQ`` rows and ``len`` tokens is
-    fitted as::
+    Both values of an edge attend to the same tokens; they differ only in padding and intermediate
+    results. So the fit describes the time of a launch of groups with ``nQ`` query vectors and
+    ``len`` tokens as::
 
         launch + [reduction] + u_t · nQ · len · d
             + alpha · C_{P,q} + beta · C_{P,c} + [gamma · nQ · d]
 
-    with the terms in brackets where there are intermediate results, and with ``u_t`` for each
-    phase: small tiles wait for memory more than large ones. Only the ratios of the weights decide
-    an edge; they are scaled so that those of padding sum to the artifact's. Where the fit is poor
-    or gives a weight of 0, the artifact's defaults are taken, and the log says so.
+    The terms in brackets apply if there are intermediate results. Each phase has its own ``u_t``,
+    because small tiles wait for memory more than large tiles. Only the ratios of the weights decide
+    an edge. The fit scales them so that the weights of padding have the same sum as the artifact's.
+    If the fit is poor or gives a weight of 0, the artifact's defaults are used, and the log gives
+    this reason.
     """
     works = group_works(target, grid)
     features = [_features(work, target) for work in works]
@@ -62,13 +63,13 @@ def measure_coefficients(
 
 
 def group_works(target: Target, grid: Grid) -> list[Work]:
-    """Groups with padding in either dimension, both and none, with and without partial results."""
+    """Groups with padding in none, one or both dimensions, with and without partial results."""
     works: dict[Work, None] = {}
     below = 0
     for queries, programs in zip(target.single_range_tiles, target.tile_programs, strict=False):
         if queries == 0:
             continue
-        # The emptiest tile of this phase, and the fullest.
+        # The tile of this phase with most padding, and the tile with least.
         for filled in (min(below + 1, queries), queries):
             for blocks in grid.fasttree_blocks:
                 tokens = max(1, round(blocks * target.block_tokens))

@@ -1,8 +1,18 @@
-"""What `deft tune` measures: sizes of the launches behind each fit."""
+"""The measurements of `deft tune`: sizes of the launches for each fit."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+UNSHARED = ("1 1024", "1 8192", "4 32768", "8 8192", "32 2048", "64 2048", "128 512", "256 1024")
+"""Batches that share nothing: requests, then tokens of each."""
+
+SHARED = (
+    "1,10 4000,400", "1,32 4000,1", "1,256 4000,1", "1,10,10 1000,200,100", "1,256 256,32",
+    "1,16,64 1024,256,32", "1,4,16,512 1024,256,128,32", "1,8 120000,512", "1,64 16384,64",
+    "1,128 4096,64", "1,6,48 2000,8000,200",
+)  # fmt: skip
+"""Trees of the papers and of servers: nodes a level, then tokens of each node."""
 
 
 @dataclass(frozen=True)
@@ -14,13 +24,15 @@ class Grid:
     table_tokens : tuple of int
         KV lengths of FlashForge's table.
     tile_tokens, tile_rounds : tuple of int
-        Items of each tile shape: KV lengths, and items a program.
+        Items of each tile shape: KV lengths, and items of a program.
     result_counts, result_parts : tuple of int
-        Partial results of a launch, about, and of each query.
+        Partial results: the approximate number in a launch, and those of each query.
     fasttree_blocks : tuple of float
         Contexts of FastTree's groups in tiles of ``TS_c`` tokens.
     repetitions : int
-        Times that FlashForge's table is measured; the shortest time counts.
+        Repetitions of FlashForge's table; the shortest time is used.
+    trials : tuple of str
+        Whole batches that two tables are compared on: nodes a level, then tokens of each node.
     """
 
     table_tokens: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -30,3 +42,4 @@ class Grid:
     result_parts: tuple[int, ...] = (2, 8)
     fasttree_blocks: tuple[float, ...] = (0.25, 0.5, 1, 2, 8, 32)
     repetitions: int = 2
+    trials: tuple[str, ...] = UNSHARED + SHARED

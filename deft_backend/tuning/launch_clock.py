@@ -13,7 +13,7 @@ _WARMUP_MS = 10
 
 @dataclass(frozen=True)
 class Budget:
-    """How long is measured: milliseconds of repetitions a launch, seconds a kind of plan."""
+    """Measuring time: milliseconds of repetitions for a launch, seconds for a kind of plan."""
 
     launch_ms: int = 40
     plan_s: float = 0.1
@@ -23,8 +23,8 @@ QUICK = Budget(launch_ms=15, plan_s=0.03)
 
 
 def captured(launch: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-    """A CUDA graph of a launch, as servers decode, and the tensor that its replays write."""
-    launch()  # compile, build, allocate
+    """A CUDA graph of a launch, as in a server, and the tensor that its replays write."""
+    launch()  # compile the kernels, allocate memory
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -11,10 +11,9 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def fit_times(features: npt.ArrayLike, times: npt.ArrayLike) -> tuple[FloatArray, float]:
-    """Coefficients of 0 or more with which ``features @ coefficients`` is nearest to `times`.
+    """Coefficients of 0 or more that bring ``features @ coefficients`` closest to `times`.
 
-    Every measurement weighs by its relative error: a launch of 10 µs counts as much as one of
-    1 ms.
+    The fit weighs relative errors: a launch of 10 µs counts as much as one of 1 ms.
 
     Parameters
     ----------
@@ -25,7 +24,7 @@ def fit_times(features: npt.ArrayLike, times: npt.ArrayLike) -> tuple[FloatArray
     Returns
     -------
     coefficients : [N] float64
-        0 for what the measurements speak against.
+        0 for a term that the measurements contradict.
     error : float
         Root of the mean squared relative error.
     """
@@ -38,17 +37,17 @@ def fit_times(features: npt.ArrayLike, times: npt.ArrayLike) -> tuple[FloatArray
 def fit_differences(
     features: npt.ArrayLike, differences: npt.ArrayLike, scale: npt.ArrayLike
 ) -> tuple[FloatArray, float]:
-    """As :func:`fit_times`, for differences of times that are measured as well as `scale` is."""
+    """Like :func:`fit_times`, for differences of times; `scale` holds the times themselves."""
     of = np.asarray(scale, dtype=np.float64)
     matrix = np.asarray(features, dtype=np.float64) / of[:, None]
     return _non_negative(matrix, np.asarray(differences, dtype=np.float64) / of)
 
 
 def _non_negative(matrix: FloatArray, goal: FloatArray) -> tuple[FloatArray, float]:
-    """Of the solutions on every set of columns, the best without a negative coefficient.
+    """The best solution without a negative coefficient, over all sets of columns.
 
-    That is the constrained optimum: on its own columns it is the unconstrained one. A handful of
-    columns makes a handful of sets.
+    This is the constrained optimum: on its own columns it equals the unconstrained optimum. A few
+    columns have few sets.
     """
     size = np.linalg.norm(matrix, axis=0)
     scaled = matrix / np.where(size > 0.0, size, 1.0)

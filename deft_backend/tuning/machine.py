@@ -1,4 +1,4 @@
-"""Launches of many equal groups on one device: what every fit of `deft tune` measures."""
+"""Launches of many equal groups on one device, which every fit of `deft tune` measures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Launch = Callable[[], torch.Tensor]
 Clock = Callable[[Launch], float]
 """Microseconds that a launch takes."""
 
-_MOST_CACHE_BYTES = 2 << 30
+_MOST_CACHE_BYTES = 4 << 30
 _CACHE_SHARE_OF_FREE = 4
 _RESIDENT_SHARE_OF_L2 = 4
 _ROW_PAGES = 16
@@ -34,11 +34,11 @@ class Work:
     queries, tokens : int
         Queries and KV tokens of each group.
     parts : int
-        Groups that each query takes part in: with 1 it needs no reduction, and with more the
-        groups are as many chunks of its context.
+        Groups of each query. With 1, the query needs no merge; with more, the groups are chunks of
+        its context.
     resident : bool
-        Whether the KV is few enough tokens, read again and again, to stay in the L2 cache; if
-        not, every group has its own.
+        Whether all groups read the same few KV tokens, which stay in the L2 cache; if not, every
+        group has its own KV.
     """
 
     groups: int
@@ -49,7 +49,7 @@ class Work:
 
     @property
     def results(self) -> int:
-        """Partial results of all groups; none where nothing is reduced."""
+        """Partial results of all groups; 0 without a merge."""
         return self.groups * self.queries if self.parts > 1 else 0
 
 
@@ -62,7 +62,7 @@ class Machine:
         Shape of the attention.
     device : torch.device
     clock : Clock
-        How a launch is timed.
+        Times a launch.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class Machine:
         device: torch.device,
         clock: Clock,
     ) -> None:
-        self._heads = (num_query_heads, num_kv_heads, head_dim)
-        self._dtype, self._page_size, self._device = dtype, page_size, device
-        self._clock = clock
-        self.target: Target = self._attention(PlanCapacity(1, 1, 1, 1)).target
+        self.heads = (num_query_heads, num_kv_heads, head_dim)
+        self.dtype, self.page_size, self.device = dtype, page_size, device
+        self.clock = clock
+        self.target: Target = self.attention(1, PlanCapacity(1, 1, 1, 1)).target
         self.num_sms = 1
-        free, cache_l2 = _MOST_CACHE_BYTES >> 8, 1 << 16  # enough for a rehearsal on a CPU
+        free, cache_l2 = _MOST_CACHE_BYTES >> 8, 1 << 16  # enough for a trial on a CPU
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             self.num_sms = properties.multi_processor_count
@@ -91,13 +91,13 @@ class Machine:
         pages = max(2, min(_MOST_CACHE_BYTES, free // _CACHE_SHARE_OF_FREE) // page_bytes)
         self._resident_pages = max(1, cache_l2 // _RESIDENT_SHARE_OF_L2 // page_bytes)
         cache = (pages, page_size, num_kv_heads, head_dim)
-        self._kv = [torch.randn(cache, device=device, dtype=dtype) for _ in range(2)]
-        # In no order, as in a server's pool after a while.
-        self._pages = torch.randperm(pages, device=device, dtype=torch.int32)
+        self.kv = [torch.randn(cache, device=device, dtype=dtype) for _ in range(2)]
+        # Random order, as in a server's pool after some time.
+        self.pages = torch.randperm(pages, device=device, dtype=torch.int32)
 
     def time_us(self, work: Work) -> float:
         """Microseconds that `work` takes."""
-        return self._clock(self.launch(work))
+        return self.clock(self.launch(work))
 
     def launch(self, work: Work) -> Launch:
         """`work`, planned and ready to run."""
@@ -113,35 +113,38 @@ class Machine:
                     [Segment(first, begin, begin + work.tokens, False, 0, work.queries)],
                 )
         entries = work.groups * work.queries
-        attention = self._attention(PlanCapacity(batch, 2 * work.groups, entries, 2 * work.groups))
+        capacity = PlanCapacity(batch, 2 * work.groups, entries, 2 * work.groups)
+        attention = self.attention(batch, capacity)
         shared = np.where(np.arange(1, batch) % work.queries > 0, length, 0)
         forest = build_forest(np.arange(batch), shared, np.full(batch, length))
         attention.use(plan_grouping(builder.build(), forest, attention.target), forest)
 
-        pages = -(-length // self._page_size)
-        held = min(len(self._pages), self._resident_pages) if work.resident else len(self._pages)
-        # Rows of a multiple of 16, as in a server: kernels are compiled for it.
+        pages = -(-length // self.page_size)
+        held = min(len(self.pages), self._resident_pages) if work.resident else len(self.pages)
+        # A row length in multiples of 16, as in a server: Triton compiles kernels for this
+        # property.
         width = -(-pages // _ROW_PAGES) * _ROW_PAGES
-        at = torch.arange(contexts, device=self._device)[:, None] * pages
-        table = self._pages[(at + torch.arange(width, device=self._device)) % held]
-        rows = torch.arange(contexts, dtype=torch.int32, device=self._device)
+        at = torch.arange(contexts, device=self.device)[:, None] * pages
+        table = self.pages[(at + torch.arange(width, device=self.device)) % held]
+        rows = torch.arange(contexts, dtype=torch.int32, device=self.device)
         rows = rows.repeat_interleave(work.queries)
-        lens = torch.full((batch,), length, dtype=torch.int32, device=self._device)
-        query_heads, _, head_dim = self._heads
-        q = torch.randn(batch, query_heads, head_dim, device=self._device, dtype=self._dtype)
+        lens = torch.full((batch,), length, dtype=torch.int32, device=self.device)
+        query_heads, _, head_dim = self.heads
+        q = torch.randn(batch, query_heads, head_dim, device=self.device, dtype=self.dtype)
         out = torch.empty_like(q)
-        k_cache, v_cache = self._kv
+        k_cache, v_cache = self.kv
         return lambda: attention.run(q, k_cache, v_cache, table, lens, table_rows=rows, out=out)
 
-    def _attention(self, capacity: PlanCapacity) -> TreeAttention:
-        query_heads, kv_heads, head_dim = self._heads
+    def attention(self, max_batch: int, capacity: PlanCapacity | None = None) -> TreeAttention:
+        """An attention of the machine's head shape for plans of up to `max_batch` requests."""
+        query_heads, kv_heads, head_dim = self.heads
         return TreeAttention(
             num_query_heads=query_heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            dtype=self._dtype,
-            device=self._device,
-            page_size=self._page_size,
-            max_batch=capacity.max_batch,
+            dtype=self.dtype,
+            device=self.device,
+            page_size=self.page_size,
+            max_batch=max_batch,
             capacity=capacity,
         )

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from deft_backend.costs import CostModel
-from deft_backend.costs.table_lookup import TableKey
+from deft_backend.costs.table_key import TableKey
 from deft_backend.harness.provenance import provenance
 from deft_backend.tuning.block_times import measure_block_times
 from deft_backend.tuning.ceilings import measure_ceilings
@@ -20,14 +20,16 @@ from deft_backend.tuning.fasttree_fit import measure_coefficients
 from deft_backend.tuning.grids import Grid
 from deft_backend.tuning.launch_clock import Budget, captured, launch_us
 from deft_backend.tuning.machine import Launch, Machine, Work
+from deft_backend.tuning.search import Found, search
 from deft_backend.tuning.tile_fit import measure_tile_costs, used_shapes
+from deft_backend.tuning.trials import Trials
 
 _BUDGET = Budget(launch_ms=20)
 
 
 @dataclass(frozen=True, eq=False)
 class Tuned:
-    """A measured cost table, and how the measurement went.
+    """A measured cost table, and the quality of the measurement.
 
     Attributes
     ----------
@@ -37,23 +39,28 @@ class Tuned:
     seconds : dict
         Time of each part.
     variants : int
-        Kernel variants that were compiled, or found in Triton's cache.
+        Kernel variants that Triton compiled or found in its cache.
+    found : Found
+        How the plans of the table compare with those of the table before.
     """
 
     model: CostModel
     errors: dict[str, float]
     seconds: dict[str, float]
     variants: int
+    found: Found
 
 
 def gpu_clock(launch: Launch) -> float:
-    """Median microseconds of a launch in a CUDA graph, the L2 cache flushed before each."""
+    """Median microseconds of a launch in a CUDA graph, with the L2 cache flushed before it."""
     replay, _ = captured(launch)
     return launch_us(replay, _BUDGET)
 
 
-def tune(key: TableKey, say: Callable[[str], None]) -> Tuned:
-    """Measure the table of `key` on the current CUDA device; `say` is told each part.
+def tune(key: TableKey, before: CostModel, say: Callable[[str], None]) -> Tuned:
+    """Measure the table of `key` on the current CUDA device; `say` receives the name of each part.
+
+    `before` is the table in use. Its costs stay where they make plans that are as fast.
 
     Raises
     ------
@@ -70,12 +77,13 @@ def tune(key: TableKey, say: Callable[[str], None]) -> Tuned:
         device=torch.device("cuda", torch.cuda.current_device()),
         clock=gpu_clock,
     )
-    return measure(machine, key, Grid(), lambda: measure_ceilings(dtype).read_gb_s, say)
+    return measure(machine, key, before, Grid(), lambda: measure_ceilings(dtype).read_gb_s, say)
 
 
 def measure(
     machine: Machine,
     key: TableKey,
+    before: CostModel,
     grid: Grid,
     bandwidth_gb_s: Callable[[], float],
     say: Callable[[str], None],
@@ -115,18 +123,22 @@ def measure(
         fasttree=fasttree,
         tiles=tiles,
     )
-    return Tuned(model, errors, seconds, len(variants))
+    with part("plans of whole batches"):
+        # Only what `auto` plans with can differ: its tile costs and the bandwidth.
+        kept = replace(model, tiles=before.tiles, bandwidth_gb_s=before.bandwidth_gb_s)
+        found = search(Trials(machine, grid.trials), [kept, model])
+    return Tuned(found.model, errors, seconds, len(variants), found)
 
 
 def every_variant(machine: Machine, grid: Grid) -> Iterator[Work]:
-    """Small launches that need every kernel variant that is measured later."""
+    """Small launches that compile every kernel variant of the later measurements."""
     for queries in used_shapes(machine.target).values():
         for parts in (1, 2):
             yield Work(2, queries, min(grid.tile_tokens), parts)
 
 
 def source_of(key: TableKey) -> str:
-    """Where a table comes from, in a line."""
+    """The origin of a table, in one line."""
     found = provenance()
     return (
         f"deft tune on {found['device']}, {key.shape}; torch {key.torch}, triton {key.triton}, "
@@ -136,7 +148,7 @@ def source_of(key: TableKey) -> str:
 
 @contextmanager
 def _compilations() -> Iterator[list[str]]:
-    """Names of the kernels that Triton compiles, or finds in its cache, meanwhile."""
+    """Names of the kernels that Triton compiles or finds in its cache during the `with` block."""
     from triton import knobs
 
     names: list[str] = []

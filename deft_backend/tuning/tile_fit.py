@@ -1,4 +1,4 @@
-"""Fits TileCosts, the costs of items and partial results, to measured launches."""
+"""Fit TileCosts, the costs of items and partial results, to measured launches."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ SMALLEST_NS = 1e-3
 
 
 def used_shapes(target: Target) -> dict[int, int]:
-    """Queries of a typical group of each tile shape for one range: a leaf's one, or a whole tile.
+    """Queries of a typical group for each tile shape of one range: one for a leaf, or a whole tile.
 
-    A shape with fewer rows than query heads share a KV head is never used, and is absent.
+    A shape is absent if its height is below the query heads of a GQA group: no plan uses it.
     """
     used = [shape for shape, held in enumerate(target.single_range_tiles) if held > 0]
     return {s: 1 if s == used[0] else target.single_range_tiles[s] for s in used}
@@ -26,10 +26,10 @@ def used_shapes(target: Target) -> dict[int, int]:
 def measure_tile_costs(
     time_us: Callable[[Work], float], target: Target, grid: Grid
 ) -> tuple[TileCosts, dict[str, float]]:
-    """Measure and fit, with the fits' errors (relative, root of the mean square).
+    """Measure and fit; also return the fits' errors (relative, root of the mean square).
 
     - Items: ``k`` groups a program, of ``n`` tokens each, take ``launch + k (item + n token)``.
-      Their KV stays in the L2 cache: what memory adds is counted apart, by its bandwidth.
+      Their KV stays in the L2 cache; the cost of memory is counted separately, by its bandwidth.
     - Partial results: the same items once whole contexts, once chunks of contexts. The launch of
       chunks takes ``reduce + results · partial`` more.
     """
@@ -45,7 +45,7 @@ def measure_tile_costs(
                 times.append(time_us(work) * 1e3)
         (_, item, token), errors[f"tile {shape}"] = fit_times(features, times)
         found[shape] = (_positive(item), _positive(token))
-    # A shape that is never used needs some costs, which are never read.
+    # An unused shape needs values, but nothing reads them.
     shapes = [found.get(shape, found[min(found)]) for shape in range(max(found) + 1)]
 
     features, more, scale = [], [], []
@@ -61,7 +61,7 @@ def measure_tile_costs(
 
 
 def result_works(target: Target, grid: Grid) -> list[tuple[Work, Work]]:
-    """Launches without and with partial results, else the same; few results and many."""
+    """Equal launches without and with partial results, for few and for many results."""
     step = max(grid.result_parts)
     found: dict[Work, Work] = {}
     typical = list(used_shapes(target).values())

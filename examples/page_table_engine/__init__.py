@@ -1,5 +1,5 @@
-"""The smallest host: a page-table engine whose decode attention goes through ``TreeAttention``.
+"""A minimal host: a page-table engine that decodes through ``TreeAttention``.
 
-``docs/writing-a-host.md`` walks through it; ``tree_attention.py`` is the adapter, the rest is what
-any engine has.
+``docs/writing-a-host.md`` walks through it. ``tree_attention.py`` is the adapter; every engine has
+the other parts.
 """

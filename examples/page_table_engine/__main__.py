@@ -20,7 +20,7 @@ DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat1
 
 
 def main() -> None:
-    """Answer the prompts together, tokens as they come, and say how much KV was read."""
+    """Answer the prompts together, print the tokens as they arrive, and report the KV read."""
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(prog="python -m examples.page_table_engine")
     parser.add_argument("prompts", nargs="+", metavar="PROMPT")

@@ -1,4 +1,4 @@
-"""The paged KV cache, and who uses which page: equal prefixes lie in the same pages."""
+"""The paged KV cache and the users of its pages: equal prefixes lie in the same pages."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Sequence
 import torch
 
 PADDING_PAGE = 0
-"""Never given out: rows that pad a batch write their keys and values here."""
+"""The pool never hands out this page: padding requests write their keys and values here."""
 
 
 class PagePool:
-    """Pages with reference counts; full pages are found again by what they hold.
+    """Pages with reference counts; the pool finds full pages again by their content.
 
-    A page that no request uses keeps its content until it is given out anew, the page that was
-    released first before the others.
+    A page that no request uses keeps its content until the pool hands it out again. The pool hands
+    out the page that was released first.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -39,7 +39,7 @@ class PagePool:
         return pages
 
     def acquire(self, matched: Sequence[int], new: int) -> list[int] | None:
-        """Another user for the `matched` pages, and `new` pages behind them; None if too few."""
+        """Add a user to the `matched` pages, and append `new` pages; None if there are too few."""
         if new > len(self._unused) - sum(page in self._unused for page in matched):
             return None
         for page in matched:
@@ -50,7 +50,7 @@ class PagePool:
         return [*matched, *fresh]
 
     def release(self, pages: Sequence[int]) -> None:
-        """One user less; of a prefix, the end is given out before the beginning."""
+        """Remove a user; of a prefix, the pool hands out the end before the beginning."""
         for page in reversed(pages):
             assert self._users[page] > 0, f"page {page} is released but not used"
             self._users[page] -= 1
@@ -58,8 +58,8 @@ class PagePool:
                 self._unused[page] = None
 
     def publish(self, page: int, key: bytes) -> None:
-        """Let others find a page that is full now and will not change while it is used."""
-        if key not in self._page_of:  # computed twice: the first is found, both are kept
+        """Let other requests find a page that is now full and will not change while it is used."""
+        if key not in self._page_of:  # computed twice: keep both pages, and find the first
             self._page_of[key] = page
             self._key_of[page] = key
 
@@ -73,9 +73,9 @@ class PagePool:
 def page_keys(
     tokens: Sequence[int], page_size: int, num_pages: int, known: Sequence[bytes] = ()
 ) -> list[bytes]:
-    """Keys of the first `num_pages` pages of a text, each of all tokens up to the page's end.
+    """Keys of a text's first `num_pages` pages; each covers all tokens up to the page's end.
 
-    `known` are the first of them. A collision would be a wrong answer, hence SHA-256.
+    `known` holds the first keys. A collision would give a wrong answer, so the keys are SHA-256.
     """
     keys = list(known)
     for index in range(len(keys), num_pages):
@@ -97,7 +97,8 @@ class PagedCache:
 
     def slots(self, table: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor,
               valid: torch.Tensor) -> torch.Tensor:  # fmt: skip
-        """Slot [T] of the token at `positions` [T] of each table row; padding's if not `valid`."""
+        """Slot [T] of the token at `positions` [T] of each row; in the padding page if not
+        `valid`."""
         page = table[rows, positions // self.page_size].long()
         slot = page * self.page_size + positions % self.page_size
         return torch.where(valid, slot, PADDING_PAGE * self.page_size)

@@ -1,4 +1,4 @@
-"""The decode step: static buffers, and on a GPU one captured CUDA graph a batch size."""
+"""The decode step: static buffers, and on a GPU one captured CUDA graph for each batch size."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from examples.page_table_engine.tree_attention import TreeDecode
 
 
 class DecodeStep:
-    """Decodes one token for each of a batch's requests.
+    """Decodes one token for each request of a batch.
 
-    Everything here runs on one stream, so a row of `page_table` that is written for a new request
-    waits for the step that still reads it: that is this engine's fence.
+    Everything here runs on one stream. So a write to a row of `page_table` for a new request waits
+    for the step that still reads the row. That is this engine's fence.
 
     Parameters
     ----------
     model : Llama
     cache : PagedCache
     page_table : [max_batch, P] int32
-        On the device, written by the engine when a request joins.
+        On the device; the engine writes it when a request joins.
     tree : TreeDecode, optional
-        Without it, torch attends query by query.
+        Tree attention; without it, torch attends query by query.
     state : ServerState
         Counts the steps of torch's attention.
     """
@@ -39,7 +39,7 @@ class DecodeStep:
         self._model, self._cache, self._tree, self._state = model, cache, tree, state
         self._page_table = page_table
         max_batch = len(page_table)
-        # Tokens, table rows and lengths in one tensor: one copy to the device a step.
+        # Tokens, table rows and lengths in one tensor, so that a step makes one copy to the device.
         self._inputs = torch.zeros((3, max_batch), dtype=torch.int64, device=model.device)
         self.sizes = [1 << n for n in range((max_batch - 1).bit_length())] + [max_batch]
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
@@ -57,10 +57,10 @@ class DecodeStep:
         Parameters
         ----------
         requests, tokens, rows, lens : [n] int
-            Ids, last tokens, rows of the page table, and lengths with that token.
+            Ids, last tokens, page-table rows, and lengths including the last token.
         """
         size = next(size for size in self.sizes if size >= len(tokens))
-        padding = [0] * (size - len(tokens))  # a row of length 0 is no request
+        padding = [0] * (size - len(tokens))  # length 0 marks padding
         inputs = [[*given, *padding] for given in (tokens, rows, lens)]
         self._inputs[:, :size].copy_(torch.tensor(inputs))
         tree = self._tree
@@ -91,7 +91,9 @@ class DecodeStep:
             tree.plan(batch)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            self._cache.write(layer, slots, k, v)  # before attention: a query attends to itself
+            self._cache.write(
+                layer, slots, k, v
+            )  # write before attention: a query attends to its own token
             if tree is not None:
                 return tree.run(layer, q, batch)
             return torch_attention.decode(q, self._cache, layer, batch)
@@ -100,10 +102,10 @@ class DecodeStep:
         return self._model.greedy(hidden)
 
     def _capture(self, tree: TreeDecode) -> None:
-        """One graph for each size that the tree takes, of a batch that is padding throughout."""
+        """Capture one graph for each batch size of tree attention, with a batch of padding only."""
         pool = torch.cuda.graph_pool_handle()
         for size in [s for s in reversed(self.sizes) if tree.refuses(s) is None]:
-            self._forward(size)  # libraries set themselves up in their first call
+            self._forward(size)  # libraries initialise themselves in their first call
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):

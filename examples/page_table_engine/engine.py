@@ -20,7 +20,7 @@ ATTENTIONS = ("tree", "torch")
 
 @dataclass
 class Request:
-    """A text that grows by one token a step; `keys` are those of its pages that are full."""
+    """A text that grows by one token a step; `keys` are the keys of its full pages."""
 
     tokens: list[int]
     max_tokens: int
@@ -36,18 +36,18 @@ class Engine:
     ----------
     model : Llama
     num_pages, page_size : int
-        Of the KV cache; one page is kept for padding.
+        Pages of the KV cache; one page is reserved for padding.
     max_batch : int
-        Requests that decode together.
+        Most requests that decode together.
     attention : str
-        Of decode steps: ``tree``, or ``torch`` for plain PyTorch, query by query.
+        Attention of decode steps: ``tree``, or ``torch`` for plain PyTorch, query by query.
 
     Attributes
     ----------
     page_table : [max_batch, P] int32
         On the device; the row of each running request holds its pages by position.
     running : dict
-        Requests that decode, by id, in the order in which they joined.
+        Decoding requests by id, in the order in which they joined.
     state : ServerState
         Counters of decode steps and of the KV that they read.
     """
@@ -93,7 +93,7 @@ class Engine:
         Raises
         ------
         ValueError
-            If the prompt is empty, holds what is no token, or could never run.
+            If the prompt is empty, holds an invalid token, or could never run.
         """
         if not tokens or max_new_tokens < 1:
             raise ValueError(
@@ -114,13 +114,13 @@ class Engine:
         return request_id
 
     def abort(self, request_id: int) -> None:
-        """Stop a request, wherever it is; one that has ended already is left alone."""
+        """Stop a waiting or running request; a request that has ended is ignored."""
         self._waiting = deque(entry for entry in self._waiting if entry[0] != request_id)
         if request_id in self.running:
             self._leave(request_id)
 
     def step(self) -> list[tuple[int, int]]:
-        """Let waiting requests join, decode one token for all; (id, new token) pairs."""
+        """Let waiting requests join, then decode a token for all; returns (id, new token) pairs."""
         new = []
         while self._waiting and self._join(*self._waiting[0]):
             request_id, request = self._waiting.popleft()
@@ -140,9 +140,9 @@ class Engine:
         return new
 
     def _join(self, request_id: int, request: Request) -> bool:
-        """Give a request a row, and the pages for all it may ever hold; False if there are none."""
+        """Give a request a row, and pages for its longest context; False if there are too few."""
         size = self._cache.page_size
-        # The last prompt token is always computed: its hidden state gives the first new one.
+        # Always compute the last prompt token: its hidden state gives the first new token.
         request.keys = page_keys(request.tokens, size, (len(request.tokens) - 1) // size)
         matched = self.pool.match(request.keys)
         needed = -(-request.max_tokens // size) - len(matched)
@@ -156,7 +156,7 @@ class Engine:
         return True
 
     def _prefill(self, request: Request) -> int:
-        """Compute the prompt behind its cached prefix; the first new token."""
+        """Compute the prompt after its cached prefix; returns the first new token."""
         device, length = self.model.device, len(request.tokens)
         first = len(request.keys) * self._cache.page_size
         positions = torch.arange(first, length, device=device)
@@ -174,9 +174,9 @@ class Engine:
         return int(self.model.greedy(hidden[-1:]))
 
     def _took(self, request_id: int, token: int) -> None:
-        """Append a token; publish the pages that it found full; end the request if it is over."""
+        """Append a token, publish pages that became full, and end the request if it is finished."""
         request = self.running[request_id]
-        full = len(request.tokens) // self._cache.page_size  # the new token's KV is not there yet
+        full = len(request.tokens) // self._cache.page_size  # the new token's KV is not written yet
         known = len(request.keys)
         request.keys = page_keys(request.tokens, self._cache.page_size, full, request.keys)
         for page, key in zip(request.pages[known:full], request.keys[known:], strict=True):

@@ -1,4 +1,4 @@
-"""A Llama in plain torch; how a token attends to the others is the caller's business."""
+"""A Llama in plain torch; the caller supplies the attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """What of a model's ``config.json`` the forward needs."""
+    """The values of a model's ``config.json`` that the forward needs."""
 
     num_layers: int
     num_query_heads: int
@@ -73,9 +73,9 @@ class Llama:
     Parameters
     ----------
     folder : Path
-        With ``config.json`` and ``model.safetensors``.
+        The folder with ``config.json`` and ``model.safetensors``.
     dtype : torch.dtype
-        Of weights and activations.
+        Dtype of weights and activations.
     device : torch.device
     """
 

@@ -1,4 +1,4 @@
-"""The adapter: what stands between this engine and ``deft_backend``, and nothing else does."""
+"""The adapter: it connects this engine with ``deft_backend``."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from examples.page_table_engine.torch_attention import DecodeBatch
 logger = logging.getLogger("deft_backend")
 
 LIMIT = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Of ``DEFT_VERIFY``: the largest relative error allowed."""
+"""For ``DEFT_VERIFY``: the largest relative error allowed."""
 
 
 def engine_state(model: Llama, attention: str) -> ServerState:
-    """Counters at zero. A server has a port and hands its state to a ``StateWriter``."""
+    """Counters at zero. A server also has a port, and passes its state to a ``StateWriter``."""
     config = model.config
     return ServerState(
         port=0,
@@ -50,7 +50,7 @@ def engine_state(model: Llama, attention: str) -> ServerState:
 def tree_decode(
     config: LlamaConfig, cache: PagedCache, max_batch: int, table_columns: int, state: ServerState
 ) -> TreeDecode | None:
-    """Tree attention for this engine, ready for the first request; None with a log line if not.
+    """Tree attention for this engine, ready for the first request; or None, with a log line.
 
     Raises
     ------
@@ -73,10 +73,10 @@ def tree_decode(
 def unsupported(
     config: LlamaConfig, cache: PagedCache, max_batch: int, settings: Settings
 ) -> str | None:
-    """Why tree attention cannot decode for this engine, in one line, or None.
+    """Why tree attention cannot decode for this engine, in one line; or None.
 
-    A host with layers of other kinds (sliding windows, sinks, MLA, a quantised cache) asks this of
-    each layer; here all are alike, and ``LlamaConfig.read`` has refused what is not a plain Llama.
+    A host with layers of other kinds (sliding windows, sinks, MLA, a quantised cache) checks each
+    layer. Here all layers are equal, and ``LlamaConfig.read`` accepts only a plain Llama.
     """
     if settings.policy == "auto" and max_batch > largest_batch():
         return f"batches of {max_batch} requests; plans made on the device hold {largest_batch()}"
@@ -86,10 +86,11 @@ def unsupported(
 
 
 class TreeDecode:
-    """Decode steps through :class:`TreeAttention`: prepared on the host, planned, run by layer.
+    """Decode steps through :class:`TreeAttention`: prepare and plan a step, then run each layer.
 
-    With the policy ``auto`` a plan is launches alone, part of every step and of its graph; the
-    host never learns it. Other policies plan on the host, when the batch's composition changes.
+    With the policy ``auto`` the device planner plans in every step, as launches inside the step's
+    graph. The CPU never learns the plan. Other policies use the host planner when the batch's
+    composition changes.
     """
 
     def __init__(
@@ -111,30 +112,30 @@ class TreeDecode:
         )
         tensors = StepTensors(cache.k[0], cache.v[0], [table_columns])
         warm_up_attention(self._attention, tensors, on_device=self._on_device)
-        self._attention.clear_plan()  # graphs are captured for batches that no plan was made for
+        self._attention.clear_plan()  # no plan covers the batch of a capture
         self.capturable = not settings.verify
         logger.info("deft: decode goes through tree attention (policy %s)", settings.policy)
 
     def refuses(self, size: int) -> str | None:
-        """Why steps padded to `size` skip the tree, or None; a graph holds one answer."""
+        """Why steps padded to `size` skip tree attention, or None; fixed for a graph."""
         least = self._settings.min_batch
         return None if size >= least else f"batch smaller than DEFT_MIN_BATCH={least}"
 
     def start_counting(self) -> None:
-        """From now on, so that what was planned to warm up and to capture is not counted."""
+        """Count from now on, without the plans of warm-up and capture."""
         if self._on_device:
             counters = self._attention.device_planner.counters
             self._state.attach_device_counters(counters.numpy())
 
     def prepare(self, requests: Sequence[int], lens: Sequence[int], batch: DecodeBatch) -> None:
-        """Before each step, outside its graph: the host planner's turn, if it is the planner.
+        """Prepare a step, outside its graph: the host planner plans here, if it is in use.
 
         Parameters
         ----------
         requests, lens : [n] int
-            Ids of the step's requests, never given out twice, and their tokens.
+            Ids of the step's requests, which the engine never reuses, and their tokens.
         batch : DecodeBatch
-            The step; its rows from n on are padding.
+            The step; its requests from index n on are padding.
         """
         if self._on_device:
             return
@@ -155,7 +156,7 @@ class TreeDecode:
         self._state.count_tree(sum(lens), loads.kv_tokens, self._state.num_layers)
 
     def plan(self, batch: DecodeBatch) -> None:
-        """First launches of a step, recorded into its graph: the device planner's turn."""
+        """First launches of a step, recorded into its graph: the device planner plans here."""
         if self._on_device:
             self._attention.plan_on_device(
                 batch.page_table, batch.seq_lens, table_rows=batch.table_rows
@@ -167,7 +168,7 @@ class TreeDecode:
         Raises
         ------
         RuntimeError
-            Under ``DEFT_VERIFY``, if torch's attention gives something else.
+            Under ``DEFT_VERIFY``, if torch's attention gives another result.
         """
         out = self._attention.run(
             q, self._cache.k[layer], self._cache.v[layer], batch.page_table, batch.seq_lens,

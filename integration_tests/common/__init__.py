@@ -1,6 +1,6 @@
-"""What the integration tests of both hosts share."""
+"""The shared parts of both hosts' integration tests."""
 
 import pytest
 
-# Asserts there say as much when they fail as those of a test.
+# Let asserts in these modules explain their failures like those of a test.
 pytest.register_assert_rewrite(*(f"{__name__}.{part}" for part in ("ab", "answers", "counted")))

@@ -16,14 +16,13 @@ from integration_tests.common.server import ROOT
 def deft_ab(
     folder: Path, *arguments: str, settings: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], str]:
-    """Run it into a folder, and check its results; those, and what it printed.
+    """Run it into a folder and check its results; returns the results and its output.
 
     Parameters
     ----------
     folder : Path
-        Where it writes ``results.json`` and ``report.html``.
-    arguments
-        Of the command; those of the host last, after ``--``.
+        The folder of ``results.json`` and ``report.html``. arguments Of the command; those of the
+        host last, after ``--``.
     settings
         Further environment variables.
     """
@@ -35,8 +34,8 @@ def deft_ab(
         name: value for name, value in os.environ.items()
         if name[:5] != "DEFT_" or name == "DEFT_UNTESTED_HOST"
     }  # fmt: skip
-    # A request that is alone takes the slow kernels, too: at the host's pace a fast machine ends
-    # each of these few tokens' requests before the next one comes, and none shares a step.
+    # Send even a lone request through the slow kernels. Otherwise a fast machine ends each of these
+    # short requests before the next one arrives, and no two requests share a step.
     environment |= {"DEFT_MIN_BATCH": "1", **(settings or {})}
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False
@@ -45,7 +44,7 @@ def deft_ab(
     data: dict[str, Any] = json.loads((folder / "results.json").read_text())
     assert data["same"]
     for workload in data["workloads"]:
-        # How much depends on the steps in which the requests meet, which is the machine's affair.
+        # The amount depends on the steps in which requests meet, and so on the machine.
         assert 0.0 < workload["kv_saved"] < 1.0
         assert workload["deft"]["counters"]["steps_tree"] > 0
         assert workload["host"]["counters"]["steps_tree"] == 0

@@ -1,5 +1,5 @@
-"""A LoRA adapter to serve: random weights, as far from zero as its answers need to differ, and no
-further: where scores are large, answers hang on how each sum is rounded."""
+"""A LoRA adapter with random weights, just large enough to change the answers. With larger weights,
+answers would depend on the rounding of each sum."""
 
 from __future__ import annotations
 

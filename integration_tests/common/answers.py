@@ -1,4 +1,4 @@
-"""Answers held against the reference's, and the traffic in which they are asked for."""
+"""Compare answers with the reference's, and send the traffic for them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PREFIX = (
 
 
 def on(*groups: str, smoke: Sequence[str] = ()) -> pytest.MarkDecorator:
-    """Run the test on a server of each group; on those in `smoke` in the smoke suite, too.
+    """Run the test on a server of each group; the groups in `smoke` are also in the smoke suite.
 
-    Two processes of ``pytest -n 2 --dist loadgroup`` share the groups: each group's server starts
-    once, in one of them.
+    Two processes of ``pytest -n 2 --dist loadgroup`` share the groups. Each group's server starts
+    once, in one of the processes.
     """
     chosen = []
     for group in groups:
@@ -39,9 +39,10 @@ def assert_same(
     *,
     gaps: bool = False,
 ) -> None:
-    """Every choice is the reference's: token for token, and its log-probabilities.
+    """Check that every choice equals the reference's, token by token, with its log-probabilities.
 
-    With `gaps` the lists of tokens may lack some (the text may not): see `Server.loses_logprobs`.
+    With `gaps` the lists of tokens may lack some tokens, but the text may not: see
+    `Server.loses_logprobs`.
     """
     for ask, ours, theirs in zip(asks, found, expected, strict=True):
         assert len(ours) == len(theirs) == ask.choices
@@ -56,7 +57,7 @@ def assert_same(
                 tokens, other_tokens, strict=True
             ):
                 assert logprob == pytest.approx(other_logprob, abs=1e-3)
-                # A tie at the edge of the list may be cut either way.
+                # Of tokens that tie at the end of the list, either may be missing.
                 common = top.keys() & other.keys()
                 assert len(common) >= len(other) - 1
                 assert [top[t] for t in common] == pytest.approx(
@@ -65,7 +66,7 @@ def assert_same(
 
 
 Token = tuple[str, float, dict[str, float]]
-"""Text, log-probability, and the likeliest in its place."""
+"""Text, log-probability, and the likeliest tokens at its position."""
 
 
 def _tokens(answer: Answer) -> list[Token]:
@@ -73,7 +74,7 @@ def _tokens(answer: Answer) -> list[Token]:
 
 
 def _those_in(tokens: list[Token], expected: list[Token]) -> list[Token]:
-    """Those of the expected tokens that `tokens` lists, in order; at most two may be left out."""
+    """The expected tokens that `tokens` lists, in order; at most two may be missing."""
     found, rest = [], iter(expected)
     for text, logprob, _ in tokens:
         found += [next((t for t in rest if t[0] == text and abs(t[1] - logprob) < 1e-3), None)]
@@ -83,7 +84,7 @@ def _those_in(tokens: list[Token], expected: list[Token]) -> list[Token]:
 
 
 def check(server: Server, reference: Reference, asks: Sequence[Ask]) -> list[list[Answer]]:
-    """Ask everything at once and compare; the answers."""
+    """Send all requests at once and compare; returns the answers."""
     found = server.complete(asks)
     assert_same(asks, found, reference.answers(asks), gaps=server.loses_logprobs)
     assert not server.trouble()
@@ -94,7 +95,7 @@ def check_joins_and_aborts(
     server: Server, reference: Reference, *, kept: Sequence[Ask], cut: Sequence[Ask],
     later: Sequence[Ask],
 ) -> None:  # fmt: skip
-    """Some requests are cut off after a few tokens; others join while the rest decode."""
+    """Cut off some requests after a few tokens; let others join while the rest decode."""
 
     async def traffic() -> tuple[list[list[Answer]], list[list[Answer]]]:
         async with server.client() as client:
@@ -128,7 +129,7 @@ def check_joins_and_aborts(
 
 
 def check_both_ranks(server: Server) -> None:
-    """Two ranks decoded the same steps over the same trees, with half of the KV heads each."""
+    """Check that both ranks decoded the same steps, each with half of the KV heads."""
     ours, theirs = server.state(0), server.state(1)
     assert 0 < ours["kv_bytes_read"] < ours["kv_bytes_query_guided"]
     for name in ("steps_tree", "steps_host", "kv_bytes_read", "kv_bytes_query_guided"):

@@ -1,4 +1,4 @@
-"""What a server shows on ``/metrics`` and logs, held against its state file."""
+"""Compare a server's ``/metrics`` and log with its state file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINE = re.compile(
 
 
 def expected_series(state: dict[str, Any]) -> Series:
-    """The series that a state file stands for."""
+    """The series that correspond to a state file."""
     host = state["steps_host"]
     values: list[tuple[str, dict[str, str], float]] = [
         ("deft_decode_steps_total", {"kernel": "tree"}, state["steps_tree"]),
@@ -32,8 +32,8 @@ def expected_series(state: dict[str, Any]) -> Series:
 
 
 def check_metrics(server: Server) -> dict[str, Any]:
-    """The page of a server at rest shows what its state file holds; the file's content."""
-    deadline = time.monotonic() + 60  # until the writer has caught up, however slow the machine
+    """Check that an idle server's page shows its state file; returns the file's content."""
+    deadline = time.monotonic() + 60  # until the writer has caught up, even on a slow machine
     while True:
         state = server.state()
         figures = server.metrics("deft_")

@@ -1,4 +1,4 @@
-"""A cache of the Hugging Face hub that holds the tiny model: what a download leaves behind."""
+"""A cache of the Hugging Face hub with the tiny model, like after a download."""
 
 from __future__ import annotations
 

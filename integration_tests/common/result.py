@@ -1,4 +1,4 @@
-"""Pytest plugin: write what a run gave, with the servers' decode steps, to a JSON file."""
+"""Pytest plugin: write a run's result, with the servers' decode steps, to a JSON file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class _Result:
-    """Counts of the process that reports; of servers, those of the processes that run tests."""
+    """Counts of the reporting process; counts of servers come from the processes that run tests."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -41,7 +41,7 @@ class _Result:
             self._tree_steps += steps["tree_steps"]
             self._device = steps["device"]
 
-    # The last of all: servers of the session end after its last test.
+    # Run this last: servers of the session end after its last test.
     def pytest_unconfigure(self) -> None:
         content = {
             "passed": len(self._passed - self._failed),

@@ -1,4 +1,4 @@
-"""A running server of either host, as its clients see it."""
+"""A running server of either host, from its clients' side."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from deft_backend.servers.process import ServerProcess
 
 ROOT = Path(__file__).parents[2]
 MODEL = Path(os.environ.get("INTEGRATION_MODEL", ROOT / "models" / "tiny-llama"))
-"""The model served; another one may be named in the environment."""
+"""The served model; the environment may name another one."""
 
 START_SECONDS = 400
 REQUEST_SECONDS = 400
 
-# What the hosts log while they work as they should is no sign of trouble; these are.
+# Healthy hosts never log these lines.
 TROUBLE = re.compile(
     r"Traceback|\bERROR\b"
     r"|deft: .*(fail|not agree|dropped|could not|not supported|not registered|does not show)"
 )
 
-# Small batches and prefixes must go through the kernels, too: that is what is tested.
+# Send small batches and short prefixes through the kernels, too, because the tests are small.
 EAGER = {"DEFT_MIN_BATCH": "1", "DEFT_MIN_SHARE": "1", "DEFT_MIN_SHARED_TOKENS": "0"}
 
 
 def cores_of_two_ranks() -> str:
-    """A core for each of two tensor-parallel ranks, as both hosts' variables name them."""
+    """One CPU core for each of two tensor-parallel ranks, in both hosts' variables."""
     cores = sorted(os.sched_getaffinity(0))
     return f"{cores[0]}|{cores[-1]}"
 
@@ -47,22 +47,22 @@ Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 class Ask(Protocol):
-    """A completion to be asked for; hashable."""
+    """A request for a completion; hashable."""
 
     @property
     def prompt(self) -> str: ...
 
     @property
     def choices(self) -> int:
-        """Choices that must come back."""
+        """Number of expected choices."""
 
     def body(self) -> dict[str, Any]:
-        """The request, as the `openai` client takes it."""
+        """The request in the form of the `openai` client."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for one choice: text and, per token, the likeliest with their logarithms."""
+    """One choice: its text and, for each token, the likeliest tokens' log-probabilities."""
 
     text: str
     finish: str | None
@@ -84,25 +84,25 @@ class Server:
 
     @property
     def loses_logprobs(self) -> bool:
-        """Whether lists of log-probabilities may lack a token that the text has.
+        """Whether lists of log-probabilities may lack a token of the text.
 
-        SGLang 0.5.17, with its own backend too, where its switch for tests takes a request back
-        right after its prefill: the entry of the token that the prefill gave is gone.
+        This happens in SGLang 0.5.17, also with its own backend. Its switch for tests retracts a
+        request right after the prefill and loses the entry of the prefill's token.
         """
         return "SGLANG_TEST_RETRACT" in self.process.command.environment
 
     def trouble(self) -> list[str]:
-        """Lines of the log that a healthy server does not write."""
+        """Log lines that a healthy server never writes."""
         return [line for line in self.log.splitlines() if TROUBLE.search(line)]
 
     def state(self, rank: int = 0) -> dict[str, Any]:
-        """The state file of one of the server's ranks, once it has settled."""
+        """The settled state file of one of the server's ranks."""
         time.sleep(0.8)  # three rounds of the writer
         port = self.process.command.port
         return json.loads((self._state_dir / f"{port}-tp{rank}.json").read_text())
 
     def explain(self) -> dict[str, Any]:
-        """What ``deft explain --server`` prints as JSON about the last batch."""
+        """The JSON that ``deft explain --server`` prints about the last batch."""
         command = [sys.executable, "-m", "deft_backend", "explain", "--json", "--server"]
         done = subprocess.run(
             [*command, str(self.process.command.port)], capture_output=True, text=True, timeout=120,
@@ -113,7 +113,7 @@ class Server:
         return found
 
     def metrics(self, prefix: str) -> Series:
-        """The series of the server's ``/metrics`` whose names begin so."""
+        """The series of the server's ``/metrics`` with names that begin with `prefix`."""
         from prometheus_client.parser import text_string_to_metric_families
 
         with self._open("metrics") as response:
@@ -132,7 +132,7 @@ class Server:
         )  # fmt: skip
 
     def complete(self, asks: Sequence[Ask]) -> list[list[Answer]]:
-        """Ask everything at once; answers in order, one list of choices each."""
+        """Send all requests at once; returns the answers in order, each a list of choices."""
         return asyncio.run(self._complete(asks))
 
     async def _complete(self, asks: Sequence[Ask]) -> list[list[Answer]]:
@@ -140,7 +140,7 @@ class Server:
             return list(await asyncio.gather(*(complete(client, ask) for ask in asks)))
 
     def post(self, path: str, body: Any) -> Any:
-        """What one of the host's own endpoints answers."""
+        """The answer of one of the host's own endpoints."""
         with self._open(path, json.dumps(body).encode()) as response:
             return json.loads(response.read())
 
@@ -171,7 +171,7 @@ async def complete(client: openai.AsyncOpenAI, ask: Ask) -> list[Answer]:
 
 
 class Reference:
-    """The answers of the host's own backend, each asked for once."""
+    """The answers of the host's own backend; each is requested once."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -184,7 +184,7 @@ class Reference:
 
 
 def state_settings(backend: str | None, folder: Path) -> dict[str, str]:
-    """Settings of a server that keeps its state in a folder, and checks all that it decodes."""
+    """Settings of a server that keeps its state in a folder and verifies every decode."""
     return {
         "DEFT_STATE_DIR": str(folder / "state"),
         "DEFT_VERIFY": "1",

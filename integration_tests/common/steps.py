@@ -1,4 +1,4 @@
-"""Decode steps through tree attention, of all servers that a test run started."""
+"""Sum the decode steps through tree attention over all servers of a test run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StepTotal:
 
 @contextmanager
 def counted(server: Server, state_dir: Path) -> Iterator[Server]:
-    """The server for the length of a block; its steps are added when the block ends."""
+    """A server for a `with` block; its steps are added when the block ends."""
     try:
         yield server
     finally:

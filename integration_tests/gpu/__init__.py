@@ -1,1 +1,1 @@
-"""Tests that start real servers on GPUs; without one they are skipped."""
+"""Tests that start real servers on GPUs; without a GPU they are skipped."""

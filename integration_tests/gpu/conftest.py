@@ -1,4 +1,4 @@
-"""A small model with random weights, and a server of every variant that this machine can run."""
+"""A small model with random weights, and a server for every variant that this machine can run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 def _asked(session: pytest.Session) -> list[str]:
-    """Variants that the tests of this run are about, and those that check their answers."""
+    """The variants of this run's tests, and the variants that check their answers."""
     found: dict[str, None] = {}
     for item in session.items:
         name = getattr(item, "callspec", None) and item.callspec.params.get("variant")  # type: ignore[attr-defined]
@@ -38,7 +38,8 @@ def _asked(session: pytest.Session) -> list[str]:
 def servers(
     request: pytest.FixtureRequest, model: Model, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Mapping[str, Server | LaunchError]]:
-    """By name, or why it did not start. Those that need more GPUs than there are are left out."""
+    """Servers by name, or the reason why one did not start. Variants that need too many GPUs are
+    missing."""
     gpus = num_gpus()
     adapter = tmp_path_factory.mktemp("adapter")
     write_adapter(adapter, Path(model.path))
@@ -50,7 +51,7 @@ def servers(
 
 @pytest.fixture
 def variant(request: pytest.FixtureRequest) -> str:
-    """The name of a variant that this machine has enough GPUs for."""
+    """The name of a variant; skips if this machine has too few GPUs."""
     name: str = request.param
     if VARIANTS[name].ranks > num_gpus():
         pytest.skip(f"{name} needs {VARIANTS[name].ranks} GPUs")
@@ -59,7 +60,7 @@ def variant(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def pair(variant: str, servers: Mapping[str, Server | LaunchError]) -> tuple[Server, Server]:
-    """The variant's server, and the one that checks its answers."""
+    """The variant's server, and the server that checks its answers."""
     ours, theirs = servers[variant], servers[VARIANTS[variant].against]
     for server in (ours, theirs):
         if isinstance(server, LaunchError):

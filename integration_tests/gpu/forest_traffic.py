@@ -1,4 +1,4 @@
-"""Requests over a forest of token ids: several levels, ragged, loners, joins and hang-ups."""
+"""Requests over a ragged forest of token ids; some join late, and some hang up."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Asked:
     ----------
     prompt : tuple of int
     tokens : int
-        Of its answer.
+        Tokens of its answer.
     leave_after : int, optional
-        Hang up after so many.
+        Hang up after this many tokens.
     joins : bool
-        Sent when the others decode.
+        Whether to send it while the others decode.
     """
 
     prompt: tuple[int, ...]
@@ -32,7 +32,7 @@ class Asked:
 
 
 def requests(ids: int, seed: int) -> list[Asked]:
-    """Two trees, one of three levels, equal prompts, loners; some leave early and some join."""
+    """Two trees (one has three levels), equal prompts and unshared prompts."""
     choose = random.Random(seed)
 
     def draw(tokens: int) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ def requests(ids: int, seed: int) -> list[Asked]:
 
 
 async def answered(client: Client, asked: list[Asked]) -> list[Sample]:
-    """Prompts with the answers of those that did not hang up."""
+    """Prompts and answers of the requests that did not hang up."""
 
     async def one(request: Asked) -> Sample | None:
         if request.joins:

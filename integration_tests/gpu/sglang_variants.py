@@ -1,4 +1,4 @@
-"""SGLang servers on GPUs that differ in dtype, pages, ranks and adapters, all started at once."""
+"""SGLang servers on GPUs with different dtypes, pages, ranks and adapters, all started at once."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from deft_backend.servers.process import ServerProcess
 from integration_tests.common.server import START_SECONDS, Server
 
 ADAPTER = "adapted"
-"""Name under which servers with LoRA know the adapter."""
+"""Name of the adapter on servers with LoRA."""
 
 COMMON = (
     "--skip-tokenizer-init", "--sampling-backend", "pytorch",
     "--cuda-graph-backend-prefill=disabled", "--cuda-graph-bs-decode", "1", "8", "32", "64",
-    # A share of the GPU each, although they measure its free memory while others start.
+    # Each server gets a share of the GPU, although it measures free memory while others start.
     "--mem-fraction-static", "0.5", "--max-total-tokens", "100000",
 )  # fmt: skip
 
@@ -31,16 +31,16 @@ class Variant:
     Attributes
     ----------
     backend : str
-        ``deft``, or the host's own that answers are checked against.
+        ``deft``, or the host's own backend for the reference answers.
     flags : tuple of str
     settings : mapping
         Environment variables.
     against : str
         The variant that checks its answers.
     ranks : int
-        GPUs that it runs on.
+        Number of GPUs.
     lora : bool
-        Whether it serves the adapter, too.
+        Whether it also serves the adapter.
     """
 
     backend: str
@@ -76,7 +76,7 @@ VARIANTS: Mapping[str, Variant] = {
 @contextmanager
 def running(names: list[str], gpus: int, model: Model, adapter: Path,
             folder: Path) -> Iterator[dict[str, Server | LaunchError]]:  # fmt: skip
-    """Servers of these names, or why one did not start, for the length of a block."""
+    """Servers of these names, or the reason why one did not start, for a `with` block."""
     everything = {**REFERENCES, **VARIANTS}
     with ExitStack() as stack, ThreadPoolExecutor(len(names)) as threads:
 

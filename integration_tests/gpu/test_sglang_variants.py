@@ -1,7 +1,7 @@
-"""On GPUs: every token of every variant is the host's own, or a tie that rounding decides.
+"""On GPUs: every token of every variant equals the host's own, or is a tie that rounding decides.
 
-Servers run with the overlap scheduler and CUDA graphs. With ``GPU_REPORT`` in the environment,
-what was compared is written to that folder.
+Servers run with the overlap scheduler and CUDA graphs. If the environment names a folder in
+``GPU_REPORT``, the comparisons are written there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOO_FEW = "batch smaller than DEFT_MIN_BATCH=2"
 LITTLE_SHARED = "shares less than DEFT_MIN_SHARE=1.1"
 
 MOSTLY = 0.9
-"""Share of tokens that are equal, not just ties, where nothing is wrong."""
+"""Least share of equal tokens, not just ties, in a correct run."""
 
 
 @on_each
@@ -58,7 +58,7 @@ def test_every_token_is_the_hosts(variant: str, pair: tuple[Server, Server], mod
 def test_an_adapter_beside_its_base(
     variant: str, pair: tuple[Server, Server], model: Model
 ) -> None:
-    """Requests with and without the adapter decode together, and answer as they do alone."""
+    """Requests with and without the adapter decode together, and give the same answers as alone."""
     ours, theirs = pair
 
     async def both() -> list[Any]:
@@ -78,7 +78,7 @@ def test_an_adapter_beside_its_base(
 def test_several_answers_to_one_prompt(
     variant: str, pair: tuple[Server, Server], model: Model
 ) -> None:
-    """``n`` = 4: forks of one prompt, each decoded by itself."""
+    """``n`` = 4: four answers that fork from one prompt."""
     ours, theirs = pair
     prompts = [asked.prompt for asked in requests(model.ids, 11)[:3]]
 
@@ -100,7 +100,7 @@ def test_several_answers_to_one_prompt(
 
 @on_each
 def test_logprobs(variant: str, pair: tuple[Server, Server], model: Model) -> None:
-    """Of all that is decoded before the first tie."""
+    """All log-probabilities before the first tie are close."""
     prompts = [asked.prompt for asked in requests(model.ids, 12)]
 
     async def asked_both() -> dict[str, Any]:
@@ -119,9 +119,9 @@ def test_logprobs(variant: str, pair: tuple[Server, Server], model: Model) -> No
 
 @on_each
 def test_trees_were_decoded(variant: str, pair: tuple[Server, Server]) -> None:
-    """Every step with something to share went through tree attention, on every rank, and read less.
+    """Every step that shares KV went through tree attention, on every rank, and read less KV.
 
-    A server that checks others' answers decodes many by themselves.
+    A server that checks others' answers decodes many requests alone.
     """
     ours, _ = pair
     states = [ours.state(rank) for rank in range(VARIANTS[variant].ranks)]
@@ -139,7 +139,7 @@ def test_trees_were_decoded(variant: str, pair: tuple[Server, Server]) -> None:
 
 
 def tolerance(variant: str) -> float:
-    """Difference of log-probability up to which another token is a tie."""
+    """Largest difference of log-probability at which another token is a tie."""
     return TOLERANCE["float16" if variant == "float16" else "bfloat16"]
 
 
@@ -170,7 +170,7 @@ async def _compared(
 
 
 def _report(variant: str, what: str, found: Mapping[str, Any]) -> None:
-    """Add to the variant's file in the folder that the environment names, if it does."""
+    """Add to the variant's file in the folder that the environment names, if any."""
     if folder := os.environ.get("GPU_REPORT"):
         file = Path(folder) / f"{variant}.json"
         known = json.loads(file.read_text()) if file.is_file() else {"header": provenance()}

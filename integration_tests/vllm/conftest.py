@@ -1,4 +1,4 @@
-"""Servers shared by the tests: the host's own backend throughout, ours one after the other."""
+"""Servers that the tests share: the host's own backend all the time, ours one after another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-if find_spec("vllm") is None:  # the other host's environment
+if find_spec("vllm") is None:  # this environment holds the other host
     collect_ignore_glob = ["test_*.py"]
 else:
     from integration_tests.common.adapter import write_adapter
@@ -40,7 +40,7 @@ def server(
     adapter: Path,
     baseline: Server,
 ) -> Iterator[Server]:
-    """The plugin, under the flags of the group that the test names."""
+    """A server with the plugin, under the flags of the test's group."""
     folder = tmp_path_factory.mktemp(request.param)
     with running("deft", GROUPS[request.param], folder, adapter) as server:
         yield server

@@ -1,4 +1,4 @@
-"""Every answer equals the host's own, token for token, with vLLM's features at work."""
+"""Every answer equals the host's own, token by token, with vLLM's features in use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_shared_prefix(server: Server, reference) -> None:
 
 @on("default", smoke=["default"])
 def test_fewer_bytes_are_read(server: Server, reference) -> None:
-    """What prefix caching made common is read once. How much depends on when requests meet."""
+    """The kernels read shared KV once. The amount saved depends on when requests meet."""
     server.complete([Ask(PREFIX, tokens=1)])  # the next ones find its blocks
     before = server.state()
     asks = [Ask(PREFIX + f"Of {t} it is told", tokens=24) for t in TOPICS]
@@ -52,7 +52,7 @@ def test_levels_equal_prompts_and_loners(server: Server, reference) -> None:
 
 @on("default")
 def test_several_samples_of_one_prompt(server: Server, reference) -> None:
-    """``n`` answers, drawn by a seed: the same draws from the same distributions."""
+    """``n`` sampled answers with a seed: equal distributions give equal samples."""
     (answers,) = check(server, reference, [Ask(PREFIX + "Of the keeper it said:", n=4, tokens=10)])
     assert len({answer.text for answer in answers}) > 1
 
@@ -82,10 +82,10 @@ def test_guided_decoding(server: Server, reference) -> None:
 
 @on("default")
 def test_an_adapter_beside_its_base(server: Server, reference) -> None:
-    """The same prompts without and then with LoRA: what is cached of them is not the same.
+    """The same prompts without and then with LoRA: their cached KV differs.
 
-    One after the other: asked for at once, vLLM's CPU build, with its own attention, too, answers
-    some requests without LoRA as if they had named the adapter.
+    The test sends them one after the other. If they are sent at once, vLLM's CPU build answers some
+    requests without LoRA as if they had named the adapter. It does so with its own attention, too.
     """
     plain = [Ask(PREFIX + f"Under {t}", tokens=8) for t in TOPICS[:3]]
     adapted = [Ask(ask.prompt, tokens=8, model="adapted") for ask in plain]
@@ -103,7 +103,7 @@ def test_requests_join_and_others_are_aborted(server: Server, reference) -> None
 
 @on("pressed")
 def test_long_prompts_come_in_pieces(server: Server, reference) -> None:
-    """A prompt of several pieces is prefilled beside requests that decode."""
+    """The host prefills a prompt in several pieces while other requests decode."""
     asks = [Ask(f"A short line about {TOPICS[0]}", tokens=10)]
     asks += [Ask(PREFIX[:190] + f"Of {topic}:", tokens=5) for topic in TOPICS[1:3]]
     check(server, reference, asks)

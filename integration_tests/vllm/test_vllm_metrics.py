@@ -1,4 +1,4 @@
-"""What the server shows on vLLM's own ``/metrics`` and says in its log is what it counted."""
+"""vLLM's own ``/metrics`` and the log show the values that the server counted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_metrics_and_log_say_what_was_counted(server: Server) -> None:
     assert state["steps_host"]
     assert state["plans"] == state["steps_tree"]
     assert 0 < state["kv_bytes_read"] < state["kv_bytes_query_guided"]
-    # A line stands for whole steps, and what came after the last line is not logged yet.
+    # A line covers whole steps, and steps after the last line are not logged yet.
     tree, host = logged_steps(server.log)
     assert 0 < tree <= state["steps_tree"]
     assert host <= sum(state["steps_host"].values())
@@ -31,7 +31,7 @@ def test_metrics_and_log_say_what_was_counted(server: Server) -> None:
 
 @on("default")
 def test_explain_shows_what_decodes_at_once(server: Server) -> None:
-    """Asked while they decode: the last step may be that of one alone."""
+    """Ask while they decode, because the last step may hold one request only."""
     asks = [Ask(PREFIX + f"On {topic} one reads", tokens=48) for topic in TOPICS[:4]]
     shown = []
     with ThreadPoolExecutor(1) as pool:

@@ -1,4 +1,4 @@
-"""Real vLLM servers on the CPU: started once for many tests, watched, always ended."""
+"""Real vLLM servers on the CPU: started once for many tests, and always ended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from integration_tests.common.steps import counted
 
 @dataclass(frozen=True)
 class Group:
-    """Flags and settings under which one server serves several tests."""
+    """Flags and settings of a server that serves several tests."""
 
     flags: tuple[str, ...] = ()
     settings: dict[str, str] = field(default_factory=dict)
@@ -30,14 +30,14 @@ class Group:
 
 
 GROUPS = {
-    # Prefix caching is on, as it is unless one turns it off.
+    # Prefix caching is on, which is vLLM's default.
     "default": Group(
         ("--block-size", "32", "--max-model-len", "2048", "--max-num-batched-tokens", "512"),
         {"VLLM_LOG_STATS_INTERVAL": "1"},
         lora=True,
     ),
-    # Prompts in pieces, no cache of prefixes, and fewer blocks than the requests will want; the
-    # other memory order of the cache.
+    # Prefill in pieces, no prefix cache, and fewer pages than the requests need; the other memory
+    # order of the cache.
     "pressed": Group(
         (
             "--block-size", "32", "--max-model-len", "512", "--no-enable-prefix-caching",
@@ -54,7 +54,7 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Ask:
-    """One completion: greedy, unless there are several answers, which are drawn by a seed."""
+    """One completion: greedy, or several answers sampled with a seed."""
 
     prompt: str
     tokens: int = 8
@@ -62,18 +62,18 @@ class Ask:
     model: str = "tiny"
     logprobs: int = 1
     pattern: str | None = None
-    """Of what the answer must match, by guided decoding."""
+    """Pattern that the answer must match, by guided decoding."""
     beams: int = 0
-    """Beam search over so many."""
+    """Number of beams of a beam search."""
     also: tuple[str, ...] = ()
-    """Further prompts of the same request, each answered by a choice of its own."""
+    """Further prompts of the same request; each gets its own choice."""
 
     @property
     def choices(self) -> int:
         return (self.beams or self.n) * (1 + len(self.also))
 
     def body(self) -> dict[str, Any]:
-        """The request, as the `openai` client takes it."""
+        """The request in the form of the `openai` client."""
         extra: dict[str, Any] = {}
         if self.pattern is not None:
             extra["structured_outputs"] = {"regex": self.pattern}
@@ -93,16 +93,15 @@ class Ask:
 
 
 def together(asks: Sequence[Ask]) -> Ask:
-    """The prompts of several greedy completions in one request, which decode together.
-
-    Requests may come so far apart, where cores are few, that each decodes alone.
+    """Several greedy completions in one request, so that they decode together. On few cores,
+    separate requests may arrive so late that each decodes alone.
     """
     return replace(asks[0], also=tuple(ask.prompt for ask in asks[1:]))
 
 
 @contextmanager
 def running(backend: str | None, group: Group, folder: Path, adapter: Path) -> Iterator[Server]:
-    """A server for the length of a block. Every decode step is checked against the host's."""
+    """A server for a `with` block. It checks every decode step against the host's kernel."""
     settings = state_settings(backend, folder)
     if backend == "deft":
         settings |= group.settings

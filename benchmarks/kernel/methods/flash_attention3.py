@@ -15,8 +15,8 @@ from deft_backend.installed import installed_version
 
 _HOPPER = 9
 
-# Imported by name at run time: both kernel packages work without their server, and no module here
-# may depend on a server.
+# Import by name at run time: both kernel packages work without their server, and no module here may
+# depend on a server.
 _VLLM = "vllm.vllm_flash_attn.flash_attn_interface"
 _SGLANG = "sgl_kernel.flash_attn"
 

@@ -27,12 +27,12 @@ def cascade_levels(
     """The forest as a cascade: ``(qo_indptr, kv_indptr, kv_indices, last_page_len)`` of each level.
 
     Queries are in forest order. Shared nodes are at the level of their depth, every leaf at the
-    last level. Queries that hold nothing at a level are a group without KV.
+    last level. Queries without tokens at a level are a group without KV.
 
     Parameters
     ----------
     forest : PrefixForest
-        Of the batch; its shared nodes are whole pages.
+        The batch's forest; its shared nodes are whole pages.
     page_table : [B, P] int32
     """
     size = forest.page_size
@@ -45,7 +45,7 @@ def cascade_levels(
         queries, ends, last, pages = [0], [0], [], []
         for node in nodes:
             begin, end = int(forest.query_begin[node]), int(forest.query_end[node])
-            if begin > queries[-1]:  # queries whose path is shorter
+            if begin > queries[-1]:  # queries with a shorter path
                 queries.append(begin)
                 ends.append(ends[-1])
                 last.append(0)
@@ -69,7 +69,7 @@ def cascade_levels(
 class FlashInferCascade(Method):
     """``MultiLevelCascadeAttentionWrapper``, one level a level of the forest.
 
-    It takes its queries in forest order; bringing them there is not timed.
+    It takes its queries in forest order; the time to reorder them is not counted.
     """
 
     name = "cascade"

@@ -25,8 +25,8 @@ class Ours(Method):
     name, policy : str
     planner : str
         One of :data:`PLANNERS`. Servers decode with device plans inside their CUDA graphs. The
-        method then takes the servers' capacity and makes every kernel launch that a batch of that
-        size can need, because the CPU does not know for which tile shapes the plan has items.
+        method then uses the servers' capacity, and makes every kernel launch that a batch of that
+        size can need. The CPU does not know the tile shapes of the plan's items.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Document questions: several about each of several documents, two levels of sharing."""
+"""Document questions: several about each of several documents, with two levels of sharing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DocumentQuestions:
             f"{self.questions} questions about each of {self.documents} documents "
             f"of {self.prefix_characters} characters",
             tuple(texts),
-            tuple(  # the documents take turns, as traffic does
+            tuple(  # the documents take turns, as in real traffic
                 Request(f"document {d} question {q}", text + question(q, text), self.max_tokens)
                 for q in range(self.questions)
                 for d, text in enumerate(texts)

@@ -1,4 +1,4 @@
-"""Tree of thoughts: a trace replayed, branching and pruning where it was recorded to."""
+"""Tree of thoughts: replays a recorded trace, with its branches and prunings."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from deft_backend.traces.trace_files import ThoughtTree
 
 @dataclass(frozen=True)
 class TreeOfThoughts:
-    """Replays `tree`: a request a thought, whose children start when it ends.
+    """Replays `tree`: one request for each thought; its children start when it ends.
 
-    A child's prompt is its parent's prompt and answer and a line that tells it from its siblings
-    (greedy decoding would make them all alike). Thoughts that were recorded as empty are not sent.
+    A child's prompt is its parent's prompt and answer, and a line of its own. Without that line,
+    greedy decoding would give all siblings the same answer. The replay sends no request for a
+    thought recorded as empty.
     """
 
     tree: ThoughtTree = field(default_factory=lambda: generate_thought_tree(ThoughtTreeShape()))
@@ -40,5 +41,5 @@ class TreeOfThoughts:
 
 
 def _mark(node: int) -> str:
-    """Text that tells thoughts apart. It has one clear answer, so greedy decoding meets no ties."""
+    """A line that makes thoughts differ. Its one clear answer avoids ties in greedy decoding."""
     return f"\n\nCount from {node} to {node + 12}."

@@ -1,4 +1,4 @@
-"""Unshared traffic, the control: nothing to gain, and nothing may be lost."""
+"""Unshared traffic, the control: tree attention can gain nothing here and must lose nothing."""
 
 from __future__ import annotations
 

@@ -1,0 +1,130 @@
+"""The cost tables that the package ships, and how they are carried to other GPUs and heads."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from deft_backend.costs.cost_model import DEFAULT_TABLE, TABLES, CostModel, default_cost_model
+from deft_backend.costs.gpu_facts import GpuFacts
+from deft_backend.costs.table_key import DTYPE_BYTES, TableKey, read_key
+
+SHIPPED_TABLES = (DEFAULT_TABLE, TABLES / "h200.json")
+"""The files of the tables, one for each GPU that was measured. On the CPU the first one plans."""
+
+
+@dataclass(frozen=True, eq=False)
+class ShippedTable:
+    """A table of the package.
+
+    Attributes
+    ----------
+    path : Path
+    key : TableKey
+        What it was measured with.
+    facts : GpuFacts
+        The GPU that it was measured on.
+    model : CostModel
+    """
+
+    path: Path
+    key: TableKey
+    facts: GpuFacts
+    model: CostModel
+
+
+@lru_cache(maxsize=1)
+def shipped_tables() -> tuple[ShippedTable, ...]:
+    """Every shipped table, read once."""
+    return tuple(_read(path) for path in SHIPPED_TABLES)
+
+
+def nearest_table(gpu: str, facts: GpuFacts | None) -> ShippedTable:
+    """The shipped table of `gpu`, else of the GPU most like `facts`; the first if none is known.
+
+    Two GPUs are alike if an SM has the same share of the memory's bandwidth in each clock: that
+    decides whether an item waits for the memory or for the SM.
+    """
+    tables = shipped_tables()
+    for table in tables:
+        if table.key.gpu == gpu:
+            return table
+    if facts is None:
+        return tables[0]
+    return min(tables, key=lambda table: abs(math.log(_balance(facts) / _balance(table.facts))))
+
+
+def derived_table(table: ShippedTable, facts: GpuFacts | None) -> CostModel:
+    """A shipped table carried to the GPU of `facts`, in proportion to what the driver tells.
+
+    - The bandwidth follows the memory's.
+    - Times of items, of tokens and of the last launch follow an SM's clock.
+    - The time of a partial result follows the clock and the number of SMs, which share the work.
+    - The time of a launch and FastTree's coefficients stay.
+    """
+    if facts is None or facts == table.facts:
+        return table.model
+    model, was = table.model, table.facts
+    slower = was.sm_clock_mhz / facts.sm_clock_mhz
+    tiles = model.tiles
+    return replace(
+        model,
+        source=(
+            f"{model.source}; derived for {facts.sms} SMs at {facts.sm_clock_mhz:.0f} MHz and a "
+            f"memory of {facts.memory_gb_s:.0f} GB/s"
+        ),
+        time_ms=model.launch_ms + (model.time_ms - model.launch_ms) * slower,
+        bandwidth_gb_s=model.bandwidth_gb_s * facts.memory_gb_s / was.memory_gb_s,
+        tiles=replace(
+            tiles,
+            item_ns=tuple(time * slower for time in tiles.item_ns),
+            token_ns=tuple(time * slower for time in tiles.token_ns),
+            partial_ns=tiles.partial_ns * slower * was.sms / facts.sms,
+            reduce_ns=tiles.reduce_ns * slower,
+        ),
+    )
+
+
+@lru_cache(maxsize=64)
+def shipped_for(
+    query_heads: int, head_dim: int, dtype: str, gpu: str = "", facts: GpuFacts | None = None
+) -> CostModel:
+    """The nearest shipped table, carried to the GPU of `facts` and scaled to the head shape.
+
+    Times that grow with the context (``C_est`` beyond its launch, ``token_ns``) grow with the
+    bytes of a token and KV head, ``head_dim`` × bytes of the dtype; ``partial_ns`` with the
+    elements of a partial result, query heads × ``head_dim``. What an item or a launch takes beside
+    that (``item_ns``, ``reduce_ns``, ``launch_ms``) stays, and so do the bandwidth and FastTree's
+    coefficients, of which only the ratios matter.
+    """
+    table = nearest_table(gpu, facts)
+    model, measured = derived_table(table, facts), table.key
+    per_token = head_dim * DTYPE_BYTES[dtype] / (measured.head_dim * DTYPE_BYTES[measured.dtype])
+    per_result = query_heads * head_dim / (measured.query_heads * measured.head_dim)
+    if per_token == per_result == 1.0 and head_dim == measured.head_dim:
+        return model
+    return replace(
+        model,
+        source=f"{model.source}; scaled to {query_heads} query heads of {head_dim} {dtype}",
+        head_dim=head_dim,
+        time_ms=model.launch_ms + (model.time_ms - model.launch_ms) * per_token,
+        tiles=replace(
+            model.tiles,
+            token_ns=tuple(time * per_token for time in model.tiles.token_ns),
+            partial_ns=model.tiles.partial_ns * per_result,
+        ),
+    )
+
+
+def _balance(facts: GpuFacts) -> float:
+    return facts.memory_gb_s / (facts.sms * facts.sm_clock_mhz)
+
+
+def _read(path: Path) -> ShippedTable:
+    data = json.loads(path.read_text(encoding="utf-8"))
+    # The default table is one object everywhere: code compares it by identity.
+    model = default_cost_model() if path == DEFAULT_TABLE else CostModel.load(path)
+    return ShippedTable(path, read_key(path), GpuFacts(**data["facts"]), model)

@@ -1,0 +1,92 @@
+"""What a cost table was measured with: the key in its file, and the file's name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from deft_backend.costs.cost_model import CostModelError
+
+DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+SHORT_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+"""Names of dtypes on the command line."""
+
+
+@dataclass(frozen=True)
+class TableKey:
+    """What a cost table was measured with, and so what it is right for.
+
+    Attributes
+    ----------
+    gpu : str
+        Name of the GPU; empty for the CPU, where nothing is measured.
+    package, kernels, torch, triton : str
+        Version of this package, digest of its kernels' sources, versions of torch and Triton.
+    query_heads, kv_heads, head_dim : int
+        Shape of the attention.
+    dtype : str
+        Of queries and KV cache: one of :data:`DTYPE_BYTES`.
+    page_size : int
+        Tokens a page of the KV cache.
+    """
+
+    gpu: str
+    package: str
+    kernels: str
+    torch: str
+    triton: str
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    page_size: int
+
+    @property
+    def shape(self) -> str:
+        """The attention in words."""
+        return (
+            f"heads {self.query_heads}/{self.kv_heads}, head dimension {self.head_dim}, "
+            f"{self.dtype}, page size {self.page_size}"
+        )
+
+    @property
+    def command(self) -> str:
+        """The command that measures the table."""
+        short = {long: name for name, long in SHORT_DTYPES.items()}
+        return (
+            f"deft tune --heads {self.query_heads}/{self.kv_heads} --head-dim {self.head_dim} "
+            f"--dtype {short[self.dtype]} --page-size {self.page_size}"
+        )
+
+    @property
+    def file_name(self) -> str:
+        """Name of the table's file: readable, and different for every key."""
+        digest = hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:12]
+        gpu = re.sub(r"[^a-z0-9]+", "-", self.gpu.lower()).strip("-")
+        heads = f"{self.query_heads}x{self.kv_heads}-d{self.head_dim}"
+        return f"{gpu}-{heads}-{self.dtype}-p{self.page_size}-{digest}.json"
+
+
+def read_key(path: Path) -> TableKey:
+    """The key in a table's file.
+
+    Raises
+    ------
+    CostModelError
+        If the file cannot be read or holds no key.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CostModelError(f"cost table {path}: {error.strerror}; expected a file") from error
+    except ValueError as error:
+        raise CostModelError(f"cost table {path} is no JSON: {error}") from error
+    key = data.get("key") if isinstance(data, Mapping) else None
+    names = {field.name for field in fields(TableKey)}
+    if not isinstance(key, Mapping) or set(key) != names:
+        raise CostModelError(f"cost table {path}: key is {key!r}; expected {', '.join(names)}")
+    return TableKey(**key)
