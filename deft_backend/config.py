@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deft_backend.policy_names import POLICY_NAMES
+from deft_backend.policy_names import AUTO, POLICY_NAMES
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Settings:
     See :data:`VARIABLES` for the variable behind each field, and ``docs/configuration.md``.
     """
 
-    policy: str = "auto"
+    policy: str = AUTO
     planner: str = "auto"
     min_share: float = 1.1
     min_batch: int = 2

@@ -1,4 +1,4 @@
-"""The policies' names, for modules that must not import the policies themselves.
+"""The policies' names, for the policies and for modules that must not import them.
 
 Hosts load the plugin in every process of every server on the machine. Importing the policies would
 load a compiler into all of them.
@@ -6,13 +6,15 @@ load a compiler into all of them.
 
 from __future__ import annotations
 
+FLASH_DECODING = "flash-decoding"
+DEFT_NODE = "deft-node"
+DEFT_NODE_CHUNK = "deft-node-chunk"
+DEFT_FLATTEN = "deft-flatten"
+FASTTREE = "fasttree"
+FLASHFORGE = "flashforge"
+AUTO = "auto"
+
 POLICY_NAMES: tuple[str, ...] = (
-    "flash-decoding",
-    "deft-node",
-    "deft-node-chunk",
-    "deft-flatten",
-    "fasttree",
-    "flashforge",
-    "auto",
-)
+    FLASH_DECODING, DEFT_NODE, DEFT_NODE_CHUNK, DEFT_FLATTEN, FASTTREE, FLASHFORGE, AUTO,
+)  # fmt: skip
 """The names by which users select a policy of :data:`deft_backend.policies.POLICIES`."""

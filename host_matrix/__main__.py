@@ -11,7 +11,7 @@ from deft_backend.hosts.windows import TESTED
 from host_matrix.environment import ROOT, NoEnvironmentError, create, python_of, remove
 from host_matrix.rows import RECORD, put, row_of, version_of
 from host_matrix.suite import PROCESSES, SUITES, run_suite
-from host_matrix.versions import HOSTS, resolve, versions_in_window
+from host_matrix.version_choice import HOSTS, resolve, versions_in_window
 
 
 def main() -> int:

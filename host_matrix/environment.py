@@ -11,7 +11,7 @@ from pathlib import Path
 
 from deft_backend.hosts.contract.wheels import download_wheel
 from host_matrix.requirements import pins_a_stub, requirements_of
-from host_matrix.versions import DISTRIBUTIONS
+from host_matrix.version_choice import DISTRIBUTIONS
 
 ROOT = Path(__file__).parents[1]
 FREE_GB = {"sglang": 14, "vllm": 8}

@@ -8,10 +8,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from deft_backend.hosts.contract.versions import version_key
+from deft_backend.hosts.contract.version_numbers import version_key
 from host_matrix.environment import ROOT, NoEnvironmentError, installed_versions
 from host_matrix.suite import Outcome
-from host_matrix.versions import DISTRIBUTIONS
+from host_matrix.version_choice import DISTRIBUTIONS
 
 RECORD = ROOT / "docs" / "results" / "hosts.json"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deft_backend.hosts.contract import Member, check_contract, installed_source
-from deft_backend.hosts.contract.versions import matches
+from deft_backend.hosts.contract.version_numbers import matches
 from tests.made_up_host import write_host, write_wheel
 
 BASE, KINDS, RUNNER = "madeup.engine.base", "madeup.kinds", "madeup.engine.runner"

@@ -16,7 +16,7 @@ import pytest
 from deft_backend.cli.contracts import contract_of
 from deft_backend.hosts.contract import Member, check_contract, installed_source
 from deft_backend.hosts.contract.files import HostFiles
-from deft_backend.hosts.contract.versions import matches
+from deft_backend.hosts.contract.version_numbers import matches
 from deft_backend.hosts.windows import TESTED
 
 

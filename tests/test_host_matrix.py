@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deft_backend.hosts.windows import TESTED
-from host_matrix import environment, versions
+from host_matrix import environment, version_choice
 from host_matrix.requirements import pins_a_stub, requirements_of
 from host_matrix.rows import put, row_of
 from host_matrix.suite import Outcome, run_suite
@@ -65,7 +65,7 @@ def test_a_wheel_without_metadata_is_an_error(tmp_path: Path) -> None:
         requirements_of(wheel)
 
 
-@pytest.mark.parametrize("host", versions.HOSTS)
+@pytest.mark.parametrize("host", version_choice.HOSTS)
 def test_the_extras_are_the_windows(host: str) -> None:
     text = (ROOT / "pyproject.toml").read_text()
     (extra,) = re.findall(rf'^{host} = \["{host}(.+)"\]$', text, re.MULTILINE)
@@ -77,11 +77,11 @@ def test_names_of_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """The newest version may be outside the window."""
     tested = TESTED["vllm"]
     released = [tested.lowest, "0.28.0", tested.beyond + ".1"]
-    monkeypatch.setattr(versions, "released_versions", lambda *_: released)
+    monkeypatch.setattr(version_choice, "released_versions", lambda *_: released)
     monkeypatch.setattr(type(tested), "holds", lambda self, v: v != released[-1])
-    assert versions.resolve("vllm", "newest") == "0.28.0"
-    assert versions.resolve("vllm", "oldest") == tested.lowest
-    assert versions.resolve("vllm", "0.99.0") == "0.99.0"
+    assert version_choice.resolve("vllm", "newest") == "0.28.0"
+    assert version_choice.resolve("vllm", "oldest") == tested.lowest
+    assert version_choice.resolve("vllm", "0.99.0") == "0.99.0"
 
 
 def test_rows_replace_those_of_the_same_version_device_and_suite(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from sglang_fakes import (
 )
 
 from deft_backend.config import Settings
-from deft_backend.hosts.sglang.radix_tree import RadixTreeSource
+from deft_backend.hosts.sglang.plain_tree import RadixTreeSource
 from deft_backend.telemetry import reporting
 from deft_backend.telemetry.counters import Counters
 from deft_backend.telemetry.state import StateWriter

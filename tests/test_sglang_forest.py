@@ -26,8 +26,8 @@ from deft_backend.config import Settings
 from deft_backend.costs.cost_model import default_cost_model
 from deft_backend.forest import forest_from_page_tables, forest_from_paths
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner
+from deft_backend.hosts.sglang.plain_tree import RadixTreeSource, TreeError
 from deft_backend.hosts.sglang.prefix_source import key_of, tree_reader
-from deft_backend.hosts.sglang.radix_tree import RadixTreeSource, TreeError
 from deft_backend.hosts.sglang.verify import disagreement
 from deft_backend.planner.encoding import OPEN_END
 from deft_backend.policies import POLICY_NAMES

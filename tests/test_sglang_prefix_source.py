@@ -17,8 +17,8 @@ from deft_backend.forest import PrefixForest, forest_from_page_tables
 from deft_backend.hosts.sglang import page_table
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner
 from deft_backend.hosts.sglang.page_table import PageTableSource
+from deft_backend.hosts.sglang.plain_tree import TreeError
 from deft_backend.hosts.sglang.prefix_source import PrefixSource, tree_reader
-from deft_backend.hosts.sglang.radix_tree import TreeError
 from deft_backend.hosts.sglang.unified_tree import UnifiedTreeSource
 
 ARRAYS = ("order", "parent", "request", "start", "length", "query_begin", "query_end", "leaf")

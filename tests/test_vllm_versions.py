@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from deft_backend.hosts.contract.versions import matches, version_key
+from deft_backend.hosts.contract.version_numbers import matches, version_key
 from deft_backend.hosts.vllm import versions
 
 

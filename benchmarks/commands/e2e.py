@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.commands.kernel_choice import FAILED, words
-from benchmarks.commands.shown import show
+from benchmarks.commands.summary import show
 from deft_backend.cli.errors import fail, host_arguments, reported, stderr
 from deft_backend.cli.interrupted import unwound
 from deft_backend.cli.serve import HostOption, chosen_host

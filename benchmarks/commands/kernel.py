@@ -22,7 +22,7 @@ from benchmarks.commands.kernel_choice import (
     require_device,
     words,
 )
-from benchmarks.commands.shown import show
+from benchmarks.commands.summary import show
 from deft_backend.cli.errors import fail, reported, stderr
 from deft_backend.cli.shown import say
 from deft_backend.policies import POLICY_NAMES, PolicyError

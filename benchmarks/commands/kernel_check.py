@@ -23,7 +23,7 @@ def kernel_check(
 
     Exits with 1 if an error exceeds its tolerance.
     """
-    from benchmarks.kernel.kernel_check import check_all
+    from benchmarks.kernel.every_combination import check_all
 
     summary, failed = check_all(out, processes, seed, limit)
     typer.echo(json.dumps(summary))

@@ -18,7 +18,7 @@ from deft_backend.config import (
 )
 from deft_backend.folders import state_directory
 from deft_backend.hosts.common.tested_versions import TestedVersions, tries_others
-from deft_backend.hosts.contract.versions import version_key
+from deft_backend.hosts.contract.version_numbers import version_key
 from deft_backend.hosts.sglang.versions import SGLANG
 from deft_backend.hosts.vllm.versions import VLLM
 from deft_backend.installed import installed_version

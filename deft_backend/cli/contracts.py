@@ -19,7 +19,7 @@ from rich.text import Text
 from deft_backend.cli.errors import fail, reported
 from deft_backend.hosts.common.tested_versions import TestedVersions
 from deft_backend.hosts.contract import Member, Problem, check_contract
-from deft_backend.hosts.contract.versions import matches
+from deft_backend.hosts.contract.version_numbers import matches
 from deft_backend.hosts.contract.wheels import (
     WheelError,
     download_wheel,

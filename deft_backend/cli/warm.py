@@ -14,7 +14,7 @@ from deft_backend.cli.models import RevisionOption, chosen_model
 from deft_backend.cli.serve import HostOption, chosen_host
 from deft_backend.cli.shapes import HeadShape, model_shape, parse_heads
 from deft_backend.config import Settings, SettingsError
-from deft_backend.costs.table_lookup import SHORT_DTYPES
+from deft_backend.costs.table_key import SHORT_DTYPES
 from deft_backend.folders import create_private, kernels_directory
 
 if TYPE_CHECKING:

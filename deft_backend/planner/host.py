@@ -12,6 +12,7 @@ from deft_backend.planner.fill_plan import fill_plan
 from deft_backend.planner.items import list_items
 from deft_backend.planner.plan import Plan, PlanCapacity
 from deft_backend.policies import Grouping, Policy, PolicyError, Target, get_policy
+from deft_backend.policy_names import FLASH_DECODING
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ def plan_forest(
         _say_once(policy.name, error)
         # Groups of one query have one item each, so further tiles need no room.
         bounded = target.within(capacity.max_items, capacity.max_entries)
-        grouping = get_policy("flash-decoding").group(forest, bounded)
+        grouping = get_policy(FLASH_DECODING).group(forest, bounded)
         plan = plan_grouping(grouping, forest, target)
         check_capacity(plan, capacity)
     return plan, grouping

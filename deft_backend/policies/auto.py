@@ -15,6 +15,7 @@ from deft_backend.policies.policy import PolicyError
 from deft_backend.policies.range_choice import choose_ranges, cut_ranges
 from deft_backend.policies.splitting import check_limits
 from deft_backend.policies.target import Target
+from deft_backend.policy_names import AUTO
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Auto:
     `flash-decoding`. So does a tree whose sharing saves less than the merges cost.
     """
 
-    name: ClassVar[str] = "auto"
+    name: ClassVar[str] = AUTO
     several_segments: ClassVar[bool] = False
     on_device: ClassVar[bool] = True
 

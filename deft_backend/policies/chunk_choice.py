@@ -18,8 +18,9 @@ wins. Its cost in nanoseconds is the sum of these terms:
   large tiles, one after another. Stage 2 merges more than that, and the results of small tiles.
 
 The rule drops a candidate with more than :data:`MOST_ROUNDS` rounds of items, and all shorter
-chunks. The device planner computes the same on the GPU (``planner/on_device/price_chunks.py``).
-``tests/test_chunk_choice.py`` compares the two, candidate by candidate.
+chunks. The device planner computes the same on the GPU (``planner/on_device/price_chunks.py``) with
+the constants of this module. The formula is written twice, because Numba and Triton cannot compile
+each other's functions. ``tests/test_chunk_choice.py`` compares the two, candidate by candidate.
 """
 
 from __future__ import annotations

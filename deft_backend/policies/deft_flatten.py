@@ -19,6 +19,7 @@ from deft_backend.policies.splitting import (
     offsets,
 )
 from deft_backend.policies.target import Target
+from deft_backend.policy_names import DEFT_FLATTEN
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class DeftFlatten:
         KV tokens of a chunk; DeFT uses 128.
     """
 
-    name: ClassVar[str] = "deft-flatten"
+    name: ClassVar[str] = DEFT_FLATTEN
     several_segments: ClassVar[bool] = True
     on_device: ClassVar[bool] = False
 

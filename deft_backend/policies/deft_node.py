@@ -11,6 +11,7 @@ from deft_backend.forest import PrefixForest
 from deft_backend.policies.grouping import Grouping
 from deft_backend.policies.splitting import check_limits, cut_evenly, node_ranges
 from deft_backend.policies.target import Target
+from deft_backend.policy_names import DEFT_NODE
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class DeftNode:
     groups is ``k = #node``. Node lengths, and so the work of thread blocks, may be very uneven.
     """
 
-    name: ClassVar[str] = "deft-node"
+    name: ClassVar[str] = DEFT_NODE
     several_segments: ClassVar[bool] = False
     on_device: ClassVar[bool] = False
 

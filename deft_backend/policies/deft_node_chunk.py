@@ -10,6 +10,7 @@ from deft_backend.policies.grouping import Grouping
 from deft_backend.policies.policy import PolicyError
 from deft_backend.policies.splitting import cut_by, fit_chunk_tokens, node_ranges, pieces_by
 from deft_backend.policies.target import Target
+from deft_backend.policy_names import DEFT_NODE_CHUNK
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class DeftNodeChunk:
         KV tokens of a chunk; DeFT uses 128.
     """
 
-    name: ClassVar[str] = "deft-node-chunk"
+    name: ClassVar[str] = DEFT_NODE_CHUNK
     several_segments: ClassVar[bool] = False
     on_device: ClassVar[bool] = False
 

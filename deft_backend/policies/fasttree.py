@@ -22,6 +22,7 @@ from deft_backend.policies.splitting import (
     pieces_by,
 )
 from deft_backend.policies.target import Target
+from deft_backend.policy_names import FASTTREE
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class FastTree:
         alpha, beta and gamma; default those of the target's cost model.
     """
 
-    name: ClassVar[str] = "fasttree"
+    name: ClassVar[str] = FASTTREE
     several_segments: ClassVar[bool] = False
     on_device: ClassVar[bool] = False
 

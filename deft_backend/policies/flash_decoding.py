@@ -9,6 +9,7 @@ from deft_backend.forest import PrefixForest
 from deft_backend.policies.grouping import Grouping
 from deft_backend.policies.splitting import cut_evenly, fit_chunk_tokens, pieces_by, query_ranges
 from deft_backend.policies.target import Target
+from deft_backend.policy_names import FLASH_DECODING
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class FlashDecoding:
     evenly, and only as far as needed to fill the GPU's thread blocks.
     """
 
-    name: ClassVar[str] = "flash-decoding"
+    name: ClassVar[str] = FLASH_DECODING
     several_segments: ClassVar[bool] = False
     on_device: ClassVar[bool] = False
 

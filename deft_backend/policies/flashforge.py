@@ -22,6 +22,7 @@ from deft_backend.policies.splitting import (
     reordered,
 )
 from deft_backend.policies.target import Target
+from deft_backend.policy_names import FLASHFORGE
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +92,7 @@ class FlashForge:
         Ratio of neighbouring costs in the grid.
     """
 
-    name: ClassVar[str] = "flashforge"
+    name: ClassVar[str] = FLASHFORGE
     several_segments: ClassVar[bool] = False
     on_device: ClassVar[bool] = False
 

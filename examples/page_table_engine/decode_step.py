@@ -8,10 +8,10 @@ import torch
 
 from deft_backend.telemetry.state import ServerState
 from examples.page_table_engine import torch_attention
+from examples.page_table_engine.adapter import TreeDecode
 from examples.page_table_engine.cache import PagedCache
 from examples.page_table_engine.model import Llama
 from examples.page_table_engine.torch_attention import DecodeBatch
-from examples.page_table_engine.tree_attention import TreeDecode
 
 
 class DecodeStep:

@@ -10,10 +10,10 @@ from itertools import count
 import torch
 
 from examples.page_table_engine import torch_attention
+from examples.page_table_engine.adapter import engine_state, tree_decode
 from examples.page_table_engine.cache import PagedCache, PagePool, page_keys
 from examples.page_table_engine.decode_step import DecodeStep
 from examples.page_table_engine.model import Llama
-from examples.page_table_engine.tree_attention import engine_state, tree_decode
 
 ATTENTIONS = ("tree", "torch")
 

@@ -9,15 +9,13 @@ import torch
 
 from deft_backend.config import Settings
 from deft_backend.planner.on_device import largest_batch
+from deft_backend.policy_names import AUTO
 
 logger = logging.getLogger("deft_backend")
 
-DEVICE_POLICY = "auto"
-"""The only policy that the device planner knows."""
-
 HOPPER = (9, 0)
-"""The compute capability for which ``DEFT_PLANNER=auto`` selects the device planner. Its kernels
-decode batches that share nothing as fast as the hosts' own."""
+"""The compute capability for which ``DEFT_PLANNER=auto`` selects the device planner. The Gluon
+kernels, which also decode the batches that share nothing, run there."""
 
 
 class Adapter(NamedTuple):
@@ -76,8 +74,8 @@ def selects_device_planner(
 
 def _unable(settings: Settings, adapter: Adapter) -> str | None:
     """Why the device planner cannot make the plans, or None."""
-    if settings.policy != DEVICE_POLICY:
-        return f"the device planner knows the policy {DEVICE_POLICY} only, not {settings.policy}"
+    if settings.policy != AUTO:
+        return f"the device planner knows the policy {AUTO} only, not {settings.policy}"
     if settings.verify and not adapter.verifies_device_plans:
         return "DEFT_VERIFY checks plans of the host planner only"
     return None

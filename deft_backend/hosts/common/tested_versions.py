@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 
 from deft_backend.config import Settings, SettingsError
-from deft_backend.hosts.contract.versions import version_key
+from deft_backend.hosts.contract.version_numbers import version_key
 from deft_backend.installed import installed_version
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from deft_backend.hosts.contract.files import HostFiles
 from deft_backend.hosts.contract.names import Definition, HostNames
-from deft_backend.hosts.contract.versions import matches
+from deft_backend.hosts.contract.version_numbers import matches
 
 
 @dataclass(frozen=True)

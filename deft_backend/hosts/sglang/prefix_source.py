@@ -15,7 +15,7 @@ import torch
 
 from deft_backend.forest import PrefixForest
 from deft_backend.hosts.sglang.page_table import PageTableSource
-from deft_backend.hosts.sglang.radix_tree import RadixTreeSource
+from deft_backend.hosts.sglang.plain_tree import RadixTreeSource
 from deft_backend.hosts.sglang.unified_tree import UnifiedTreeSource
 from deft_backend.hosts.sglang.versions import place_of, tree_paths
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deft_backend.forest import PrefixForest, forest_from_tree
-from deft_backend.hosts.sglang.radix_tree import ROOT, TreeError
+from deft_backend.hosts.sglang.plain_tree import ROOT, TreeError
 from deft_backend.hosts.sglang.versions import TreePaths, place_of
 
 

@@ -24,6 +24,7 @@ from deft_backend.hosts.vllm.say import say_once
 from deft_backend.hosts.vllm.server import server_of
 from deft_backend.hosts.vllm.sleep import can_sleep, outside_memory_pools
 from deft_backend.hosts.vllm.versions import blank_cache, unknown_cache
+from deft_backend.policy_names import AUTO
 
 logger = logging.getLogger("deft_backend")
 
@@ -188,7 +189,7 @@ def _unsupported_shape(
         return f"KV in {spec.dtype} under a model in {dtype} is not supported"
     if (shape.num_kv_heads, shape.head_dim) != (spec.num_kv_heads, spec.head_size):
         return f"{shape} over a KV cache of {spec.num_kv_heads} heads of {spec.head_size}"
-    if device.type == "cuda" and settings.policy != "auto":
+    if device.type == "cuda" and settings.policy != AUTO:
         return f"DEFT_POLICY={settings.policy} is not supported: a GPU plans by itself, with auto"
     reason = TreeAttention.unsupported(*shape, dtype, device)
     return None if reason is None else f"not supported: {reason}"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from deft_backend.hosts.common.tested_versions import TestedVersions
 from deft_backend.hosts.contract import Member, check_contract, installed_source
-from deft_backend.hosts.contract.versions import version_key
+from deft_backend.hosts.contract.version_numbers import version_key
 
 if TYPE_CHECKING:
     import torch
