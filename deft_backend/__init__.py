@@ -16,6 +16,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from deft_backend.version import VERSION
+
 if TYPE_CHECKING:
     from deft_backend.attention import AttentionError, TreeAttention
     from deft_backend.forest import (
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from deft_backend.planner import Plan, PlanCapacity, PlanError
     from deft_backend.policies import POLICY_NAMES, PolicyError, Target, get_policy
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _HOME = {
     "AttentionError": "attention",

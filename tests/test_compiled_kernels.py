@@ -1,4 +1,4 @@
-"""Without a GPU: kernels compile for those they are for, and fit there as often as they should."""
+"""Without a GPU: kernels compile for their GPUs, and the expected number of programs fits an SM."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ needs_gluon = pytest.mark.skipif(
 
 
 class Resources(NamedTuple):
-    """What a program takes."""
+    """The resources that a program takes."""
 
     registers: int  # of a thread, as they are given out
     shared: int  # bytes
@@ -59,7 +59,7 @@ class Resources(NamedTuple):
 def config_of(
     major: int, head_dim: int, dtype: torch.dtype, group: int, sms: int = SMS
 ) -> KernelConfiguration:
-    """As on an H100 or an A100, but for the number of SMs."""
+    """As on an H100 or an A100, except the number of SMs."""
     properties = SimpleNamespace(
         multi_processor_count=sms, shared_memory_per_block_optin=SHARED[major] - RESERVED,
         shared_memory_per_multiprocessor=SHARED[major], major=major, minor=0,
@@ -169,7 +169,7 @@ def _usage(binary: bytes) -> dict[str, int]:
     [(128, torch.float16, 16), (128, torch.bfloat16, 1), (64, torch.bfloat16, 16)],
 )
 def test_kernels_on_hopper(head_dim: int, dtype: torch.dtype, page_size: int) -> None:
-    """All of them without spills, as many programs an SM as are launched."""
+    """All kernels compile without spills, and an SM holds the launched number of programs."""
     config = config_of(9, head_dim, dtype, 4)
     launches = tree_attention._launches(config, kind_of(head_dim, dtype, page_size))
     for tile, (_, launch) in zip(config.tiles[:2], launches.stage1[:2], strict=True):
@@ -185,7 +185,7 @@ def test_kernels_on_hopper(head_dim: int, dtype: torch.dtype, page_size: int) ->
 @needs_gluon
 @pytest.mark.parametrize("group", [1, 2, 3, 7, 8, 12])
 def test_small_tiles_of_every_gqa_group_on_hopper(group: int) -> None:
-    """Without spills, and as many programs fit on an SM as are launched there."""
+    """No spills, and the launched number of programs fits on an SM."""
     dtype = torch.bfloat16
     config = config_of(9, 128, dtype, group)
     kind = kind_of(128, dtype, 16)._replace(num_heads=8 * group)
@@ -221,7 +221,8 @@ def test_an_unknown_triton_runs_the_plain_kernels_and_says_so_once(
 
 @needs_gluon
 def test_leaves_fit_beside_one_stem_of_an_sm() -> None:
-    """Two warps in each quarter of its registers, where few stems leave room for them."""
+    """Two warps fit in each quarter of an SM's registers, if few large tiles leave room for
+    them."""
     config = config_of(9, 128, torch.bfloat16, 4)
     launches = tree_attention._launches(config, kind_of(128, torch.bfloat16, 1))
     (_, leaf), (_, stem) = launches.stage1[:2]
@@ -282,7 +283,8 @@ def type_of(argument: Any) -> str:
 @needs_gluon
 @pytest.mark.parametrize(("sms", "stems"), [(132, 264), (600, 1024)])
 def test_programs_follow_from_the_gpu(sms: int, stems: int) -> None:
-    """Stems read their first items unasked: never more of them than plans have room for."""
+    """Large tiles' programs read their first items before they know their number: at most
+    READ_AHEAD."""
     config = config_of(9, 128, torch.float16, 4, sms)
     small, large, masked = config.tiles
     assert (small.programs, large.programs) == (10 * sms, stems)

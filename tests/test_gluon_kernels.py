@@ -137,8 +137,8 @@ def test_head_dimensions_and_soft_caps(
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(("requests", "heads"), [(2, 40), (12, 4)])
 def test_an_empty_leaf_at_the_end_of_a_full_row(requests: int, heads: int, page_size: int) -> None:
-    """Read by stems, as it has more heads than a leaf's tile holds, or asked for by stems: no page
-    behind the table."""
+    """Large tiles read no page behind the table, whether they read the leaf or only prefetch for
+    it."""
     table = torch.arange(48 // page_size, dtype=torch.int32).repeat(requests, 1)
     lens = torch.full((requests,), 48, dtype=torch.int32)
     generator = torch.Generator().manual_seed(0)

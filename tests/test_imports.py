@@ -14,7 +14,7 @@ PACKAGE = ROOT / "deft_backend"
 PATCHES = ROOT / "deft_patches"
 
 # Tools, not stages of the data flow: every folder may import them.
-TOOLS = {"compile", "policy_names", "installed", "folders", "__version__"}
+TOOLS = {"compile", "policy_names", "installed", "folders", "version"}
 SHARED_BY_HOSTS = {
     "forest", "costs", "policies", "planner", "attention", "config", "telemetry",
     "hosts/common", "hosts/contract",
@@ -127,6 +127,12 @@ def test_servers_that_do_not_ask_for_us_load_little(host: str) -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
     )
     assert found.stdout.strip() == "set()"
+
+
+def test_no_module_imports_the_package_itself() -> None:
+    """`deft_backend/__init__.py` imports the folders; no module imports it."""
+    for path in PACKAGE.rglob("*.py"):
+        assert "deft_backend" not in imports(path), f"{path.relative_to(ROOT)} imports deft_backend"
 
 
 def test_the_package_never_imports_the_benchmarks() -> None:

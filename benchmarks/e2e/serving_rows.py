@@ -89,7 +89,7 @@ def by_case(rows: Iterable[Row]) -> dict[tuple[object, ...], dict[str, Row]]:
 
 
 def replaced(rows: Sequence[Row], new: Iterable[Row]) -> list[Row]:
-    """The rows with new ones, each in place of an earlier row of its case and backend."""
+    """The rows with new rows added; a new row replaces the earlier row of its case and backend."""
     found = {(case_of(row), row["backend"]): row for row in rows}
     for row in new:
         found[case_of(row), row["backend"]] = row

@@ -167,7 +167,8 @@ class TreeAttention:
 
     @property
     def few_queries(self) -> int:
-        """Most queries for which stage 2 runs its kernel configuration for few queries."""
+        """The largest number of queries for which stage 2 uses its kernel configuration for few
+        queries."""
         return self._config.few_queries(self.num_query_heads)
 
     @property

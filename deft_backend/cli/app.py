@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from deft_backend import __version__
 from deft_backend.cli.ab import ab
 from deft_backend.cli.contracts import contracts
 from deft_backend.cli.doctor import doctor
@@ -14,6 +13,7 @@ from deft_backend.cli.explain import explain
 from deft_backend.cli.serve import serve
 from deft_backend.cli.tune import tune
 from deft_backend.cli.warm import warm
+from deft_backend.version import VERSION
 
 app = typer.Typer(
     help="Tree attention for LLM servers: a decode step reads shared KV cache once.",
@@ -26,7 +26,7 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"deft-backend {__version__}")
+        typer.echo(f"deft-backend {VERSION}")
         raise typer.Exit
 
 

@@ -10,7 +10,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Literal
 
-from deft_backend import __version__
 from deft_backend.config import (
     VARIABLES,
     Settings,
@@ -29,6 +28,7 @@ from deft_backend.servers.driver_stub import (
     has_nvidia_driver,
     num_gpus,
 )
+from deft_backend.version import VERSION
 
 Status = Literal["ok", "note", "problem"]
 
@@ -216,7 +216,7 @@ def _own_package() -> Check:
     if found is None:  # this is a problem only if the entry point is missing, too
         remedy = "pip install deft-backend (in a checkout: pip install -e .)"
         return Check(
-            "deft-backend", "note", f"{__version__}, not installed: it runs from its folder", remedy
+            "deft-backend", "note", f"{VERSION}, not installed: it runs from its folder", remedy
         )
     return Check("deft-backend", "ok", found)
 

@@ -13,6 +13,7 @@ from deft_backend.costs.table_key import TableKey
 from deft_backend.costs.table_lookup import cost_model_for
 from deft_backend.folders import tables_directory
 from deft_backend.installed import installed_version
+from deft_backend.version import VERSION
 
 
 def table_key(
@@ -24,11 +25,9 @@ def table_key(
     page_size: int = 1,
 ) -> TableKey:
     """Key of the cost table for an attention on `device`, with the installed versions."""
-    from deft_backend import __version__
-
     return TableKey(
         gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
-        package=__version__,
+        package=VERSION,
         kernels=kernels_digest(),
         torch=torch.__version__,
         triton=installed_version("triton") or "unknown",

@@ -126,7 +126,7 @@ class HostNames:
     # Modules.
 
     def _scope(self, module: str) -> _Scope | str | None:
-        """The module, why it cannot be read, or None if there is none."""
+        """The module, or the reason why it cannot be read, or None if it does not exist."""
         if module not in self._scopes:
             parsed = self._files.parse(module)
             if parsed is None:
