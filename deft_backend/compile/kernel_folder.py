@@ -25,6 +25,7 @@ from triton.runtime.cache import get_cache_manager
 
 from deft_backend.compile.source_digest import digest_of
 from deft_backend.installed import installed_version
+from deft_backend.version import VERSION
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -62,7 +63,7 @@ class Origin:
     def of(cls, gpu: str) -> Origin:
         """That of kernels compiled here for `gpu`."""
         return cls(
-            package=installed_version("deft-backend") or "unknown",
+            package=VERSION,
             sources=digest_of(["kernels", "kernel_limits.py", "planner", "policies"])[:16],
             torch=installed_version("torch") or "unknown",
             triton=triton.__version__,
