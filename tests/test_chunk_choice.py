@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from deft_backend.kernel_limits import MAX_MERGED
 from deft_backend.planner.on_device.planner import PRICE_CHUNKS
+from deft_backend.planner.on_device.price_chunks import Weights
 from deft_backend.policies import chunk_choice
 from deft_backend.policies.chunk_choice import (
     MOST_ROUNDS,
@@ -72,19 +73,24 @@ def device_prices(
         lanes[0, at], lanes[1, at], lanes[2, at] = queries, 7, 7 + tokens
     price = torch.zeros((2, len(pieces)), dtype=torch.float32)
     chunk = torch.zeros((2, len(pieces)), dtype=torch.int32)
+    weights = Weights(
+        chunk_choice.ALONE, chunk_choice.HIDDEN, chunk_choice.EXPOSED, chunk_choice.UNEVEN,
+        MAX_MERGED,
+    )  # fmt: skip
     constants = {
-        "BATCH": batch, "CANDIDATES": len(pieces), "MAX_MERGED": MAX_MERGED,
-        "ALONE": chunk_choice.ALONE, "HIDDEN": chunk_choice.HIDDEN,
-        "EXPOSED": chunk_choice.EXPOSED, "UNEVEN": chunk_choice.UNEVEN, "OVERLAPPED": False,
+        "BATCH": batch, "CANDIDATES": len(pieces), "WEIGHTS": weights, "OVERLAPPED": False,
     }  # fmt: skip
     room = 1 << 28  # every candidate fits the plan's arrays
     PRICE_CHUNKS.launch(
         (len(pieces), 2),
         (
-            *lanes, torch.tensor(pieces, dtype=torch.int32), price, chunk, *TILES, room, room,
-            *costs["programs"], costs["sms"], costs["item_ns"][0], costs["token_ns"][0],
-            costs["item_ns"][1], costs["token_ns"][1], costs["partial_ns"], costs["reduce_ns"],
-            costs["transfer_ns"], costs["block"],
+            tuple(lanes), (torch.tensor(pieces, dtype=torch.int32), price, chunk), *TILES, room,
+            room, *costs["programs"], costs["sms"],
+            (
+                costs["item_ns"][0], costs["token_ns"][0], costs["item_ns"][1],
+                costs["token_ns"][1], costs["partial_ns"],
+            ),
+            costs["reduce_ns"], costs["transfer_ns"], costs["block"],
         ),
         {name: constants[name] for name in PRICE_CHUNKS.constants},
         variant=None, aligned=False, interpreted=True,

@@ -255,7 +255,8 @@ def test_the_device_planner_on_hopper(batch: int, monkeypatch: pytest.MonkeyPatc
         for name in ("variant", "aligned", "interpreted"):
             del options[name]
         names = [n for n in kernel._compiled.arg_names if n not in constants]
-        types = {n: type_of(value) for n, value in zip(names, arguments, strict=True)}
+        given = kernel.named(arguments)
+        types = {n: type_of(value) for n, value in zip(names, given, strict=True)}
         found[kernel._name] = compiled(kernel._compiled, types, constants, options, 9)
 
     cpu = torch.device("cpu")
@@ -273,8 +274,10 @@ def test_the_device_planner_on_hopper(batch: int, monkeypatch: pytest.MonkeyPatc
         assert taken.fit(9) >= 1, (name, taken)
 
 
-def type_of(argument: Any) -> str:
+def type_of(argument: Any) -> Any:
     """Of a launch's argument."""
+    if isinstance(argument, tuple):
+        return type(argument)(*map(type_of, argument))
     if isinstance(argument, torch.Tensor):
         return {torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32"}[argument.dtype]
     return "fp32" if isinstance(argument, float) else "i32"

@@ -108,7 +108,8 @@ def recorded() -> Iterator[dict[Variant, None]]:
 def _kind(value: Any, *, fixed: bool) -> Any:
     """What stands for all arguments for which Triton compiles the same code."""
     if isinstance(value, tuple):
-        parts = [_kind(part, fixed=fixed) for part in value]
+        # Triton compiles for the integers in a structure, whatever `do_not_specialize` says.
+        parts = [_kind(part, fixed=False) for part in value]
         return type(value)._make(parts) if hasattr(value, "_make") else tuple(parts)
     if hasattr(value, "data_ptr"):
         return Pointer(value.dtype, value.data_ptr() % 16 == 0)

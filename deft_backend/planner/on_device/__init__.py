@@ -1,8 +1,8 @@
 """The device planner: page tables to Plan on the GPU, in the order in which its kernels run.
 
 ``compare_rows`` → ``sort_rows`` → ``find_nodes`` → ``choose_ranges`` → ``price_chunks`` →
-``measure_ranges`` → ``write_plan``. Nothing is read back by the host, so that a CUDA graph can hold
-them; nothing is left from one step to the next, so that no plan can be stale.
+``measure_ranges`` → ``write_plan``. The host reads nothing back, so a CUDA graph can hold the
+kernels. Each step plans anew, so no plan can be stale.
 """
 
 from deft_backend.planner.on_device.planner import SIZES, DevicePlanner, largest_batch

@@ -1,13 +1,13 @@
 """Device planner, 1: how many requests come before each in depth-first order, and what it shares.
 
-Rows of the page table are ordered like words: by the first page in which they differ, a row before
-those that go on where it ends. Sharers then stand side by side, and what a request shares with the
-one before it is the longest that it shares with any before it.
+The order compares rows of the page table like words: the first page that differs decides, and a row
+comes before the rows that continue it. So requests that share a prefix stand side by side. Of all
+requests before a request, the one right before it shares the longest prefix with it.
 
-Equality is monotone (the same page at a position means the same prefix), so the first difference
-of two rows is found by binary search. It starts where the two differed in the plan before: from one
-step to the next hardly any pair changes, and two pages of each row prove that it did not. A guess
-only ever saves halvings, so nothing has to be invalidated when requests come and go.
+Equality is monotone: the same page at a position means the same prefix. So a binary search finds
+the first difference of two rows. The search starts where the two rows differed in the plan before.
+From one step to the next hardly any pair changes, and two pages of each row prove that one did not.
+A guess only saves halvings. So requests may come and go, and no guess is ever wrong.
 """
 
 from __future__ import annotations
@@ -16,14 +16,27 @@ import triton.language as tl
 from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, globaltimer
 
+from deft_backend.planner.on_device.arrays import Ranks, Tables
+
+
+@jit
+def _full_pages(request, is_request, tables, columns, PAGE_SIZE: tl.constexpr):
+    """Full pages of requests, which alone can be shared, and at most the table's columns."""
+    length = tl.load(tables.seq_lens + request, mask=is_request, other=0).to(tl.int32)
+    return tl.minimum(tl.maximum(length // PAGE_SIZE, 0), columns)
+
+
+@jit
+def _table_of(request, is_request, tables, stride_table):
+    """Where each request's row of the page table begins."""
+    row = tl.load(tables.table_rows + request, mask=is_request, other=0).to(tl.int64)
+    return tables.page_table + row * stride_table
+
 
 @jit(do_not_specialize=["batch", "columns", "stride_table"])
 def compare_rows(
-    table_ptr,
-    table_rows_ptr,
-    seq_lens_ptr,
-    rank_ptr,
-    common_ptr,
+    tables: Tables,
+    ranks: Ranks,
     guess_ptr,
     began_ptr,
     batch,
@@ -35,34 +48,29 @@ def compare_rows(
     TIMED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """rank [B]: rows before each; common [B]: tokens that it shares with one of those.
+    """Write the ranks of BLOCK requests for each program.
 
-    `columns` is the page table's width. guess [BATCH, BATCH]: pages that each two rows had in
-    common in the plan before, or any number from 0; set to those that they have now. began [1]
-    int64: the GPU's clock.
+    `columns` is the page table's width. guess [BATCH, BATCH] holds the pages that each two requests
+    had in common in the plan before, or any number from 0. The kernel writes the pages that they
+    have in common now. began [1] int64 gets the GPU's clock.
     """
     if TIMED:
         if tl.program_id(0) == 0:
             tl.store(began_ptr, globaltimer())
     if OVERLAPPED:
         gdc_launch_dependents()
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
     other = tl.arange(0, BATCH)[None, :]
-    is_row = row < batch
+    is_request = request < batch
     is_other = other < batch
-    # Only full pages are shared. No page is looked for beyond the table, whatever a length says.
-    pages = tl.load(seq_lens_ptr + row, mask=is_row, other=0).to(tl.int32) // PAGE_SIZE
-    pages = tl.minimum(tl.maximum(pages, 0), columns)
-    other_pages = tl.load(seq_lens_ptr + other, mask=is_other, other=0).to(tl.int32) // PAGE_SIZE
-    other_pages = tl.minimum(tl.maximum(other_pages, 0), columns)
-    at = tl.load(table_rows_ptr + row, mask=is_row, other=0).to(tl.int64) * stride_table
-    other_at = tl.load(table_rows_ptr + other, mask=is_other, other=0).to(tl.int64) * stride_table
-    table = table_ptr + at
-    other_table = table_ptr + other_at
-    limit = tl.where(row == other, 0, tl.minimum(pages, other_pages))
+    is_pair = is_request & is_other
+    pages = _full_pages(request, is_request, tables, columns, PAGE_SIZE)
+    other_pages = _full_pages(other, is_other, tables, columns, PAGE_SIZE)
+    table = _table_of(request, is_request, tables, stride_table)
+    other_table = _table_of(other, is_other, tables, stride_table)
+    limit = tl.where(request == other, 0, tl.minimum(pages, other_pages))
 
-    guess_at = guess_ptr + row * BATCH + other
-    is_pair = is_row & is_other
+    guess_at = guess_ptr + request * BATCH + other
     guess = tl.load(guess_at, mask=is_pair, other=0)
     guessed = tl.minimum(guess, limit)
     last = tl.load(table + guessed - 1, mask=guessed > 0, other=-1)
@@ -88,11 +96,11 @@ def compare_rows(
     page = tl.load(table + low, mask=differ & (known == 0), other=0)
     other_page = tl.load(other_table + low, mask=differ & (known == 0), other=0)
     later = tl.where(known, other_next < next_page, other_page < page)
-    shorter = (other_pages < pages) | ((other_pages == pages) & (other < row))
-    before = ((differ & later) | ((differ == 0) & shorter)) & is_other & (row != other)
+    shorter = (other_pages < pages) | ((other_pages == pages) & (other < request))
+    before = ((differ & later) | ((differ == 0) & shorter)) & is_other & (request != other)
     rank = tl.reduce(before.to(tl.int32), 1, tl.standard._sum_combine)
     common = tl.reduce(tl.where(before, low, 0), 1, tl.standard._elementwise_max)
 
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(rank_ptr + rows, rank, mask=rows < batch)
-    tl.store(common_ptr + rows, common * PAGE_SIZE, mask=rows < batch)
+    requests = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(ranks.rank + requests, rank, mask=requests < batch)
+    tl.store(ranks.common + requests, common * PAGE_SIZE, mask=requests < batch)

@@ -1,42 +1,75 @@
 """Device planner, 6: where each range's items, entries and partial results go.
 
-Items of the large tile shape come first (ITEM_ORDER), the longest first within a shape. A range's
-place is the sum over the ranges that come before it, and the place of its results among a query's
-is the sum over the ranges above it: each range looks at every other, which spares sorting and
-scanning.
+Items of the large tile come first (ITEM_ORDER), and the longest come first within a tile shape. The
+place of a range's items is the sum over all ranges before it. The place of its results among those
+of a query is the sum over the ranges above it. Each range looks at every other range, so the kernel
+neither sorts nor scans.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton.language as tl
 from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from deft_backend.planner.on_device.arrays import Candidates, Places, Ranges, Results
+from deft_backend.planner.on_device.tiles import tiles_of
+
+
+class Cut(NamedTuple):
+    """Ranges, cut into pieces."""
+
+    queries: Any
+    begin: Any
+    end: Any
+    first: Any
+    """Position of the first query."""
+    is_large: Any
+    """1 for large tiles, 0 for small ones."""
+    tiles: Any
+    pieces: Any
+    length: Any
+    """Tokens of the longest piece."""
+
 
 @jit
-def _cheapest(cost_ptr, chunk_ptr, CANDIDATES: tl.constexpr):
-    """Chunk length of the cheapest candidate; of equal ones, the first."""
+def _cheapest(candidates, shape, CANDIDATES: tl.constexpr):
+    """Chunk length of a tile shape's cheapest candidate; of equal ones, the first."""
     candidate = tl.arange(0, CANDIDATES)
-    cost = tl.load(cost_ptr + candidate)
+    cost = tl.load(candidates.cost + shape * CANDIDATES + candidate)
     least = tl.reduce(cost, 0, tl.standard._elementwise_min)
     best = tl.where(cost == least, candidate, CANDIDATES - 1)
-    return tl.load(chunk_ptr + tl.reduce(best, 0, tl.standard._elementwise_min))
+    best = tl.reduce(best, 0, tl.standard._elementwise_min)
+    return tl.load(candidates.chunk + shape * CANDIDATES + best)
+
+
+@jit
+def _cut(
+    at, first_ptr, ranges, small_chunk, large_chunk, small_tile, large_tile, BATCH: tl.constexpr
+):
+    """Ranges, cut into pieces."""
+    queries = tl.load(ranges.queries + at)
+    begin = tl.load(ranges.begin + at)
+    end = tl.load(ranges.end + at)
+    first = tl.where(at < BATCH, tl.load(first_ptr + at % BATCH), at - BATCH)
+    is_large, tiles = tiles_of(queries, small_tile, large_tile)
+    is_large = is_large.to(tl.int32)
+    chunk = tl.where(is_large == 1, large_chunk, small_chunk)
+    pieces = tl.maximum((end - begin + chunk - 1) // chunk, 1)
+    pieces = tl.where(queries > 0, pieces, 0)
+    length = (end - begin + pieces - 1) // tl.maximum(pieces, 1)
+    return Cut(queries, begin, end, first, is_large, tiles, pieces, length)
 
 
 @jit(do_not_specialize=["small_tile", "large_tile"])
 def measure_ranges(
     first_ptr,
-    range_queries_ptr,
-    range_begin_ptr,
-    range_end_ptr,
-    cost_ptr,
-    chunk_ptr,
-    range_pieces_ptr,
-    range_item_ptr,
-    range_entry_ptr,
-    range_part_ptr,
-    parts_ptr,
-    merged_ptr,
+    ranges: Ranges,
+    candidates: Candidates,
+    places: Places,
+    results: Results,
     small_tile,
     large_tile,
     BATCH: tl.constexpr,
@@ -45,66 +78,43 @@ def measure_ranges(
     MAX_MERGED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Of each range [2 B]: pieces, first item, first entry, and results of the ranges above it.
-
-    parts [B]: partial results of the request at each position; merged [B]: how many of them its
-    leaf's item merges itself (0: the reduction does, or there is one).
-    """
+    """Write the places of BLOCK ranges for each program, and the results of their requests."""
     if OVERLAPPED:
         gdc_launch_dependents()
         gdc_wait()
-    small_chunk = _cheapest(cost_ptr, chunk_ptr, CANDIDATES)
-    large_chunk = _cheapest(cost_ptr + CANDIDATES, chunk_ptr + CANDIDATES, CANDIDATES)
+    small_chunk = _cheapest(candidates, 0, CANDIDATES)
+    large_chunk = _cheapest(candidates, 1, CANDIDATES)
+    other_at = tl.arange(0, 2 * BATCH)
+    other = _cut(
+        other_at, first_ptr, ranges, small_chunk, large_chunk, small_tile, large_tile, BATCH
+    )
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    cut = _cut(at, first_ptr, ranges, small_chunk, large_chunk, small_tile, large_tile, BATCH)
 
-    other = tl.arange(0, 2 * BATCH)
-    queries = tl.load(range_queries_ptr + other)
-    begin = tl.load(range_begin_ptr + other)
-    end = tl.load(range_end_ptr + other)
-    first = tl.where(other < BATCH, tl.load(first_ptr + other % BATCH), other - BATCH)
-    large = (queries > small_tile).to(tl.int32)
-    held = tl.where(large == 1, large_tile, tl.maximum(small_tile, 1))
-    tiles = (queries + held - 1) // held
-    chunk = tl.where(large == 1, large_chunk, small_chunk)
-    pieces = tl.maximum((end - begin + chunk - 1) // chunk, 1)
-    pieces = tl.where(queries > 0, pieces, 0)
-    length = (end - begin + pieces - 1) // tl.maximum(pieces, 1)
-    small_pieces = tl.where(large == 0, pieces, 0)
+    longer = other.length[None, :] > cut.length[:, None]
+    as_long = (other.length[None, :] == cut.length[:, None]) & (other_at[None, :] < at[:, None])
+    same_shape = other.is_large[None, :] == cut.is_large[:, None]
+    before = other.is_large[None, :] > cut.is_large[:, None]
+    before = before | (same_shape & (longer | as_long))
+    items = tl.where(before, (other.tiles * other.pieces)[None, :], 0)
+    entries = tl.where(before, (other.queries * other.pieces)[None, :], 0)
+    tl.store(places.pieces + at, cut.pieces)
+    tl.store(places.item + at, tl.reduce(items, 1, tl.standard._sum_combine))
+    tl.store(places.entry + at, tl.reduce(entries, 1, tl.standard._sum_combine))
 
-    mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    my_queries = tl.load(range_queries_ptr + mine)
-    my_begin = tl.load(range_begin_ptr + mine)
-    my_end = tl.load(range_end_ptr + mine)
-    is_leaf = mine >= BATCH
-    my_first = tl.where(is_leaf, mine - BATCH, tl.load(first_ptr + mine % BATCH))
-    my_large = (my_queries > small_tile).to(tl.int32)
-    my_chunk = tl.where(my_large == 1, large_chunk, small_chunk)
-    my_pieces = tl.maximum((my_end - my_begin + my_chunk - 1) // my_chunk, 1)
-    my_pieces = tl.where(my_queries > 0, my_pieces, 0)
-    my_length = (my_end - my_begin + my_pieces - 1) // tl.maximum(my_pieces, 1)
-
-    longer = length[None, :] > my_length[:, None]
-    as_long = (length[None, :] == my_length[:, None]) & (other[None, :] < mine[:, None])
-    same_shape = large[None, :] == my_large[:, None]
-    before = (large[None, :] > my_large[:, None]) | (same_shape & (longer | as_long))
-    items = tl.where(before, (tiles * pieces)[None, :], 0)
-    entries = tl.where(before, (queries * pieces)[None, :], 0)
-    tl.store(range_pieces_ptr + mine, my_pieces)
-    tl.store(range_item_ptr + mine, tl.reduce(items, 1, tl.standard._sum_combine))
-    tl.store(range_entry_ptr + mine, tl.reduce(entries, 1, tl.standard._sum_combine))
-
-    stop = first + queries
-    above = (other < BATCH)[None, :] & (end[None, :] <= my_begin[:, None])
-    above = above & (first[None, :] <= my_first[:, None])
-    above = above & (stop[None, :] >= (my_first + my_queries)[:, None])
-    part = tl.reduce(tl.where(above, pieces[None, :], 0), 1, tl.standard._sum_combine)
-    tl.store(range_part_ptr + mine, part)
+    above = (other_at < BATCH)[None, :] & (other.end[None, :] <= cut.begin[:, None])
+    above = above & (other.first[None, :] <= cut.first[:, None])
+    above = above & ((other.first + other.queries)[None, :] >= (cut.first + cut.queries)[:, None])
+    part = tl.reduce(tl.where(above, other.pieces[None, :], 0), 1, tl.standard._sum_combine)
+    tl.store(places.part + at, part)
+    small_pieces = tl.where(other.is_large == 0, other.pieces, 0)
     small_part = tl.reduce(tl.where(above, small_pieces[None, :], 0), 1, tl.standard._sum_combine)
 
-    # A leaf's item of the smallest tile shape runs in the last launch: it merges its query's other
-    # results itself, unless one of them comes from the same launch, or they are many.
-    parts = part + my_pieces
-    alone = (small_part == 0) & (my_pieces == 1) & (my_large == 0)
+    # A leaf's item of the small tile runs in the last launch. So it merges its query's other
+    # results, unless there are many, or one of them comes from the same launch.
+    parts = part + cut.pieces
+    alone = (small_part == 0) & (cut.pieces == 1) & (cut.is_large == 0)
     merges = alone & (parts > 1) & (parts - 1 <= MAX_MERGED)
-    is_request = is_leaf & (my_queries > 0)
-    tl.store(parts_ptr + my_first, parts, mask=is_request)
-    tl.store(merged_ptr + my_first, tl.where(merges, parts - 1, 0), mask=is_request)
+    is_request = (at >= BATCH) & (cut.queries > 0)
+    tl.store(results.parts + cut.first, parts, mask=is_request)
+    tl.store(results.merged + cut.first, tl.where(merges, parts - 1, 0), mask=is_request)

@@ -20,6 +20,7 @@ from deft_backend.planner.on_device import (
     sort_rows,
     write_plan,
 )
+from deft_backend.planner.on_device.arrays import Scratch
 from deft_backend.policies import PolicyError, Target
 from deft_backend.policies.chunk_choice import ALONE, EXPOSED, HIDDEN, PIECES, UNEVEN
 from deft_backend.policies.makespan import kv_bytes
@@ -163,35 +164,13 @@ class DevicePlanner:
         self._transfer_ns = model.transfer_ms(kv_bytes(1, target)) * 1e6
         self._block = target.block_tokens
         size = self._size_for(capacity.max_batch)
-        # Rows at multiples of 16 bytes, as the launches of one variant must all have them.
-        scratch = torch.zeros((11, size + 4), dtype=torch.int32, device=device)
-        (
-            self._rank, self._common, self._order, self._cut, self._first, self._queries,
-            self._parent, self._leaf_parent, self._leaves, self._parts, self._merged,
-        ) = scratch  # fmt: skip
-        self._guess = torch.zeros((size, size), dtype=torch.int32, device=device)
-        self._below = torch.zeros(2 * size, dtype=torch.int32, device=device)
-        ranges = torch.zeros((7, 2 * size), dtype=torch.int32, device=device)
-        (
-            self._range_queries, self._range_begin, self._range_end, self._range_pieces,
-            self._range_item, self._range_entry, self._range_part,
-        ) = ranges  # fmt: skip
-        pieces = self._blocks(size).pieces()
-        self._pieces = torch.tensor(pieces, dtype=torch.int32, device=device)
-        self._price = torch.zeros(2 * len(pieces), dtype=torch.float32, device=device)
-        self._chunk = torch.zeros(2 * len(pieces), dtype=torch.int32, device=device)
-        self._counters = torch.zeros(4, dtype=torch.int64, device=device)
-        self._began = torch.zeros(2, dtype=torch.int64, device=device)
-        self._memory = (
-            scratch, self._guess, self._below, ranges, self._pieces, self._price, self._chunk,
-            self._counters, self._began,
-        )  # fmt: skip
         self.counters = torch.zeros(4, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._scratch = Scratch.allocate(size, self._blocks(size).pieces(), self.counters, device)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of device memory that it works in, most of them for pairs of requests."""
-        return sum(tensor.nbytes for tensor in self._memory)
+        """Bytes of device memory that it works in."""
+        return self._scratch.num_bytes
 
     def plan(
         self, page_table: torch.Tensor, table_rows: torch.Tensor, seq_lens: torch.Tensor
@@ -210,6 +189,8 @@ class DevicePlanner:
         batch, columns = len(seq_lens), page_table.shape[1]
         size = self._size_for(batch)
         small, large = self._tiles
+        scratch = self._scratch
+        began, cut, below = scratch.counters[-1], scratch.nodes[0], scratch.nodes[-1]
         table = (page_table, table_rows, seq_lens)
         kind = (
             size, self._device, page_table.dtype, table_rows.dtype, seq_lens.dtype,
@@ -229,21 +210,18 @@ class DevicePlanner:
 
         self._launch(
             COMPARE_ROWS, (rows,),
-            (*table, self._rank, self._common, self._guess, self._began, *shape),
+            (table, scratch.ranks, scratch.guess, began, *shape),
             {**common, **paged, "BLOCK": blocks.rows},
             follows=False,
         )  # fmt: skip
         self._launch(
             SORT_ROWS, (places,),
-            (*table, self._rank, self._common, self._order, self._cut, self._below, *shape),
+            (table, scratch.ranks, scratch.order, cut, below, *shape),
             {**common, **paged, "BLOCK": blocks.places},
         )  # fmt: skip
         self._launch(
             FIND_NODES, (places,),
-            (
-                self._cut, self._first, self._queries, self._parent, self._leaf_parent,
-                self._leaves, self._below, batch, small, large,
-            ),
+            (scratch.first, scratch.nodes, batch, small, large),
             {**common, "BLOCK": blocks.places},
         )  # fmt: skip
         self._plan_ranges(batch, table_rows, seq_lens, blocks, common)
@@ -258,6 +236,7 @@ class DevicePlanner:
     ) -> None:
         """The launches that no longer look at the page table."""
         small, large = self._tiles
+        scratch = self._scratch
         costs, capacity = self._costs, self._plan.capacity
         limits = (capacity.max_entries, capacity.max_items)
         # A few requests do not fill the GPU: what each of them reads takes all the longer.
@@ -273,44 +252,40 @@ class DevicePlanner:
             for cost in (costs.item_ns[shape], costs.token_ns[shape])
         ]
         priced = {
-            "CANDIDATES": blocks.candidates, "MAX_MERGED": MAX_MERGED, "ALONE": ALONE,
-            "HIDDEN": HIDDEN, "EXPOSED": EXPOSED, "UNEVEN": UNEVEN,
+            "CANDIDATES": blocks.candidates, "MAX_MERGED": MAX_MERGED,
+            "WEIGHTS": price_chunks.Weights(ALONE, HIDDEN, EXPOSED, UNEVEN, MAX_MERGED),
         }  # fmt: skip
-        ranges = (self._range_queries, self._range_begin, self._range_end)
         self._launch(
             CHOOSE_RANGES, (1,),
             (
-                self._order, seq_lens, self._cut, self._queries, self._parent, self._leaf_parent,
-                self._leaves, self._below, *ranges, batch, small, large, *limits, *per_gpu,
-                float(costs.partial_ns),
+                scratch.order, seq_lens, scratch.nodes, scratch.ranges, batch, small, large,
+                *limits, (*per_gpu, float(costs.partial_ns)),
             ),
             common,
         )  # fmt: skip
         self._launch(
             PRICE_CHUNKS, (blocks.candidates, 2),
             (
-                *ranges, self._pieces, self._price, self._chunk, small, large, *limits,
-                *self._programs, self._sms, *per_item, float(costs.partial_ns),
-                float(costs.reduce_ns), float(self._transfer_ns), self._block,
+                scratch.ranges, scratch.candidates, small, large, *limits, *self._programs,
+                self._sms, (*per_item, float(costs.partial_ns)), float(costs.reduce_ns),
+                float(self._transfer_ns), self._block,
             ),
             {**common, **priced},
         )  # fmt: skip
-        measured = (self._range_pieces, self._range_item, self._range_entry, self._range_part)
         self._launch(
             MEASURE_RANGES, (2 * common["BATCH"] // blocks.places,),
             (
-                self._first, *ranges, self._price, self._chunk, *measured, self._parts,
-                self._merged, small, large,
+                scratch.first, scratch.ranges, scratch.candidates, scratch.places,
+                scratch.results, small, large,
             ),
             {**common, **priced, "BLOCK": blocks.places},
         )  # fmt: skip
         self._launch(
             WRITE_PLAN, (-(-batch // blocks.leaves) + batch,),
             (
-                table_rows, self._plan["segment_table"], self._order, self._first, *ranges,
-                *measured, self._parts, self._merged, *self._plan.stage1, *self._plan.stage2,
-                self._counters, self.counters, self._began,
-                batch, small, large, self._block,
+                table_rows, self._plan["segment_table"], scratch.order, scratch.first,
+                scratch.ranges, scratch.places, scratch.results, self._plan.stage1,
+                self._plan.stage2, scratch.counters, batch, small, large, self._block,
             ),
             {**common, "LEAVES": blocks.leaves, "WIDTH": 256},
         )  # fmt: skip

@@ -1,8 +1,8 @@
 """Device planner, 2: the depth-first order of the batch, and what neighbours in it share.
 
-Ranks are made a permutation here whatever they are: a host may hold one prefix in two places and
-hand out pages of both, and then equality is not monotone and ranks may collide. What neighbours
-share is therefore looked up once more: the page before the cut must be the same in both.
+A host may hold one prefix in two places and hand out pages of both. Then equality is not monotone,
+and ranks may collide. So this kernel makes a permutation of any ranks. It also checks what
+neighbours share: the last page before the cut must be the same in both.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import triton.language as tl
 from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from deft_backend.planner.on_device.arrays import Ranks, Tables
+
 
 @jit(do_not_specialize=["batch", "columns", "stride_table"])
 def sort_rows(
-    table_ptr,
-    table_rows_ptr,
-    seq_lens_ptr,
-    rank_ptr,
-    common_ptr,
+    tables: Tables,
+    ranks: Ranks,
     order_ptr,
     cut_ptr,
     below_ptr,
@@ -30,40 +29,43 @@ def sort_rows(
     PAGE_SIZE: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """order [B]: row at each position; cut [B + 1]: tokens shared across the edge before it.
+    """Write `Scratch.order` and `Nodes.cut` for BLOCK requests for each program.
 
-    Also sets `below` [2, B] to zero, into which ``find_nodes`` counts.
+    The kernel also sets `Nodes.below` to zero, into which ``find_nodes`` counts.
     """
     if OVERLAPPED:
         gdc_launch_dependents()
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_row = rows < batch
+    requests = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_request = requests < batch
     other = tl.arange(0, BATCH)[None, :]
-    pages = tl.load(seq_lens_ptr + rows, mask=is_row, other=0).to(tl.int32) // PAGE_SIZE
+    pages = tl.load(tables.seq_lens + requests, mask=is_request, other=0).to(tl.int32) // PAGE_SIZE
     pages = tl.minimum(tl.maximum(pages, 0), columns)
-    table = tl.load(table_rows_ptr + rows, mask=is_row, other=0).to(tl.int64) * stride_table
+    row = tl.load(tables.table_rows + requests, mask=is_request, other=0).to(tl.int64)
     if OVERLAPPED:
         gdc_wait()
 
-    rank = tl.load(rank_ptr + rows, mask=is_row, other=0)
-    other_rank = tl.load(rank_ptr + other, mask=other < batch, other=BATCH)
-    key = rank * BATCH + rows
+    rank = tl.load(ranks.rank + requests, mask=is_request, other=0)
+    other_rank = tl.load(ranks.rank + other, mask=other < batch, other=BATCH)
+    key = rank * BATCH + requests
     other_key = other_rank * BATCH + other
     before = other_key < key[:, None]
     position = tl.reduce(before.to(tl.int32), 1, tl.standard._sum_combine)
     last = tl.reduce(tl.where(before, other_key, -1), 1, tl.standard._elementwise_max)
     neighbour = tl.maximum(last, 0) % BATCH
 
-    shared = tl.load(common_ptr + rows, mask=is_row, other=0) // PAGE_SIZE
-    full = tl.load(seq_lens_ptr + neighbour, mask=is_row, other=0).to(tl.int32) // PAGE_SIZE
-    there = is_row & (last >= 0) & (shared > 0) & (shared <= pages) & (shared <= full)
-    beside = tl.load(table_rows_ptr + neighbour, mask=is_row, other=0).to(tl.int64) * stride_table
-    page = tl.load(table_ptr + table + shared - 1, mask=there, other=-1)
-    page_beside = tl.load(table_ptr + beside + shared - 1, mask=there, other=-2)
-    cut = tl.where(there & (page == page_beside), shared * PAGE_SIZE, 0)
+    shared = tl.load(ranks.common + requests, mask=is_request, other=0) // PAGE_SIZE
+    full = tl.load(tables.seq_lens + neighbour, mask=is_request, other=0).to(tl.int32) // PAGE_SIZE
+    there = is_request & (last >= 0) & (shared > 0) & (shared <= pages) & (shared <= full)
+    other_row = tl.load(tables.table_rows + neighbour, mask=is_request, other=0).to(tl.int64)
+    page_at = tables.page_table + row * stride_table + shared - 1
+    other_page_at = tables.page_table + other_row * stride_table + shared - 1
+    page = tl.load(page_at, mask=there, other=-1)
+    other_page = tl.load(other_page_at, mask=there, other=-2)
+    cut = tl.where(there & (page == other_page), shared * PAGE_SIZE, 0)
 
-    tl.store(order_ptr + position, rows, mask=is_row)
-    tl.store(cut_ptr + position, cut, mask=is_row)
-    tl.store(cut_ptr + batch + rows, tl.full([BLOCK], 0, tl.int32), mask=rows == 0)
-    tl.store(below_ptr + rows, tl.full([BLOCK], 0, tl.int32), mask=is_row)
-    tl.store(below_ptr + BATCH + rows, tl.full([BLOCK], 0, tl.int32), mask=is_row)
+    none = tl.full([BLOCK], 0, tl.int32)
+    tl.store(order_ptr + position, requests, mask=is_request)
+    tl.store(cut_ptr + position, cut, mask=is_request)
+    tl.store(cut_ptr + batch + requests, none, mask=requests == 0)
+    tl.store(below_ptr + requests, none, mask=is_request)
+    tl.store(below_ptr + BATCH + requests, none, mask=is_request)

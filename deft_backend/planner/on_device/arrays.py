@@ -1,0 +1,185 @@
+"""What the device planner's kernels hand to one another: arrays on the device.
+
+Every array is int32 unless its entry says otherwise. B is the batch that the kernels are compiled
+for. Nodes stand at the position of their leading cut; position 0 stands for the virtual root.
+Ranges [2 B] are those of nodes, then those of the leaf of the request at each position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from deft_backend.planner.device_plan import Pointer
+
+
+class Tables(NamedTuple):
+    """The batch, as hosts hold it."""
+
+    page_table: Pointer
+    """[rows, P] int32 or int64: page ids."""
+    table_rows: Pointer
+    """[requests] int: the request's row of the page table."""
+    seq_lens: Pointer
+    """[requests] int"""
+
+
+class Ranks(NamedTuple):
+    """Each request [B] among the others, by request index."""
+
+    rank: Pointer
+    """How many requests come before it in depth-first order."""
+    common: Pointer
+    """Tokens that it shares with one of those."""
+
+
+class Nodes(NamedTuple):
+    """The forest [B], besides each node's first position."""
+
+    cut: Pointer
+    """[B + 1]: tokens that the requests before and behind a position share."""
+    queries: Pointer
+    """0 where no cut of a node leads."""
+    parent: Pointer
+    leaf_parent: Pointer
+    """Node above the leaf of the request at each position."""
+    leaves: Pointer
+    """How many requests have their leaf right below the node."""
+    below: Pointer
+    """[2, B]: tiles of the nodes right below the node, by tile shape."""
+
+
+class Ranges(NamedTuple):
+    """KV ranges [2 B]."""
+
+    queries: Pointer
+    """Queries whose items read the range together; 0: no range."""
+    begin: Pointer
+    end: Pointer
+    """The range's first token, and the one after its last."""
+
+
+class Places(NamedTuple):
+    """Where the items, entries and partial results of each range go [2 B]."""
+
+    pieces: Pointer
+    """Chunks of the range."""
+    item: Pointer
+    entry: Pointer
+    """The range's first item, and its first entry."""
+    part: Pointer
+    """Partial results of the ranges above it: these precede its own."""
+
+
+class Results(NamedTuple):
+    """Partial results of the request at each position [B]."""
+
+    parts: Pointer
+    """How many they are; 1: the leaf's only item writes the output."""
+    merged: Pointer
+    """How many of them the leaf's item merges. 0: stage 2 merges them, if there are several."""
+
+
+class Candidates(NamedTuple):
+    """Candidates for the length of chunks."""
+
+    pieces: Pointer
+    """[candidates]: pieces of the longest range."""
+    cost: Pointer
+    """[2, candidates] float32: expected nanoseconds, by tile shape."""
+    chunk: Pointer
+    """[2, candidates]: tokens of a chunk."""
+
+
+class Counters(NamedTuple):
+    """Plans, tokens of context in them, tokens that their items load, and nanoseconds."""
+
+    total: Pointer
+    """[4] int64"""
+    seen: Pointer
+    """[4] int64, a copy in the host's memory."""
+    began: Pointer
+    """[1] int64: the GPU's clock when planning began."""
+
+
+class Costs(NamedTuple):
+    """Nanoseconds of an item and of one of its tokens, by tile shape, and of a partial result."""
+
+    small_item: float
+    small_token: float
+    large_item: float
+    large_token: float
+    partial: float
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """The device planner's arrays, besides the plan's.
+
+    Groups are plain tuples in the order of their structures' fields, as launches pass them.
+    """
+
+    ranks: tuple[torch.Tensor, ...]
+    guess: torch.Tensor
+    """[B, B]: pages that each two requests had in common in the plan before."""
+    order: torch.Tensor
+    """[B]: request index at each position."""
+    first: torch.Tensor
+    """[B]: position of each node's first query."""
+    nodes: tuple[torch.Tensor, ...]
+    ranges: tuple[torch.Tensor, ...]
+    places: tuple[torch.Tensor, ...]
+    results: tuple[torch.Tensor, ...]
+    candidates: tuple[torch.Tensor, ...]
+    counters: tuple[torch.Tensor, ...]
+    num_bytes: int
+    """Bytes of device memory, most of them for pairs of requests."""
+
+    @classmethod
+    def allocate(
+        cls, size: int, pieces: list[int], seen: torch.Tensor, device: torch.device
+    ) -> Scratch:
+        """Allocate the arrays.
+
+        Parameters
+        ----------
+        size : int
+            The batch B, a multiple of 4.
+        pieces : list of int
+            Pieces of the longest range, for each candidate.
+        seen : [4] int64
+            The host's copy of the counters.
+        device : torch.device
+        """
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        # Rows begin at multiples of 16 bytes: launches of one variant must have the same alignment.
+        rank, common, order, cut, first, queries, parent, leaf_parent, leaves, parts, merged = (
+            by_request := zeros(11, size + 4)
+        )
+        by_range = zeros(7, 2 * size)
+        below, guess = zeros(2 * size), zeros(size, size)
+        candidates = (
+            torch.tensor(pieces, dtype=torch.int32, device=device),
+            zeros(2 * len(pieces), dtype=torch.float32),
+            zeros(2 * len(pieces)),
+        )
+        counted, began = zeros(4, dtype=torch.int64), zeros(2, dtype=torch.int64)
+        memory = (by_request, by_range, below, guess, *candidates, counted, began)
+        return cls(
+            ranks=(rank, common),
+            guess=guess,
+            order=order,
+            first=first,
+            nodes=(cut, queries, parent, leaf_parent, leaves, below),
+            ranges=tuple(by_range[:3]),
+            places=tuple(by_range[3:]),
+            results=(parts, merged),
+            candidates=candidates,
+            counters=(counted, seen, began),
+            num_bytes=sum(tensor.nbytes for tensor in memory),
+        )
