@@ -8,6 +8,7 @@ from benchmarks.commands.e2e import e2e, e2e_merge
 from benchmarks.commands.kernel import kernel, kernel_merge, kernel_plot
 from benchmarks.commands.kernel_check import kernel_check
 from benchmarks.commands.planning import planning_device, planning_host
+from benchmarks.commands.start import start
 from benchmarks.commands.step_hooks import step_hooks
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app.command("kernel-plot")(kernel_plot)
 app.command("kernel-check")(kernel_check)
 app.command("e2e")(e2e)
 app.command("e2e-merge")(e2e_merge)
+app.command("start")(start)
 app.command("planning-host")(planning_host)
 app.command("planning-device")(planning_device)
 app.command("step-hooks")(step_hooks)

@@ -45,6 +45,7 @@ class Settings:
     untested_host: bool = False
     state_dir: Path | None = None
     cache_dir: Path | None = None
+    kernel_cache: Path | None = None
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -156,11 +157,10 @@ VARIABLES: tuple[Variable, ...] = (
         "planner",
         _one_of(PLANNERS),
         "one of " + ", ".join(PLANNERS),
-        "SGLang only: which planner makes the plans. `host`: on the CPU, when the batch's "
-        "composition changes. `device`: on the GPU, in every step, inside the step's CUDA "
-        "graph, with the policy `auto` only. `auto`: the device planner on Hopper GPUs with 32 "
-        "query and 8 KV heads of 128 elements, where batches that share nothing lose hardly "
-        "anything; otherwise the host planner.",
+        "Which planner makes the plans. `host`: on the CPU, when the batch's composition changes; "
+        "vLLM offers it without a GPU only. `device`: on the GPU, in every step, inside the "
+        "step's CUDA graph, with the policy `auto` only. `auto`: with the policy `auto`, the "
+        "device planner on Hopper GPUs and in every vLLM server; otherwise the host planner.",
     ),
     Variable(
         "DEFT_MIN_SHARE",
@@ -254,9 +254,18 @@ VARIABLES: tuple[Variable, ...] = (
         "cache_dir",
         _directory,
         "a directory, existing or to be made",
-        "The package's cache folder. It holds the cost tables of `deft tune` (`tables`), servers' "
-        "state (`servers`) and the driver stand-in (`driver-stub`). Unset: `deft-backend` in the "
-        "user's cache folder, `$XDG_CACHE_HOME` or `~/.cache`.",
+        "The package's cache folder. It holds the cost tables of `deft tune` (`tables`), the "
+        "kernels of `deft warm` (`kernels`), servers' state (`servers`) and the driver stand-in "
+        "(`driver-stub`). Unset: `deft-backend` in the user's cache folder, `$XDG_CACHE_HOME` or "
+        "`~/.cache`.",
+    ),
+    Variable(
+        "DEFT_KERNEL_CACHE",
+        "kernel_cache",
+        _directory,
+        "a directory, existing or to be made",
+        "The folder of compiled kernels that `deft warm` filled. Servers only read it. Unset: "
+        "`kernels` in the cache folder.",
     ),
 )
 """Every environment variable that the package reads."""

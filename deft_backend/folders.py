@@ -44,6 +44,16 @@ def tables_directory(env: Mapping[str, str] | None = None) -> Path:
     return cache_directory(env) / "tables"
 
 
+def kernels_directory(settings: Settings, env: Mapping[str, str] | None = None) -> Path:
+    """Where `deft warm` keeps compiled kernels: ``DEFT_KERNEL_CACHE``, else `kernels` in the cache.
+
+    `settings` decide about both folders; `env` is asked for the user's cache alone.
+    """
+    if settings.kernel_cache is not None:
+        return settings.kernel_cache
+    return _cache_directory(settings, os.environ if env is None else env) / "kernels"
+
+
 def driver_stub_directory(env: Mapping[str, str] | None = None) -> Path:
     """The folder of the driver stand-in; raises like :func:`cache_directory`."""
     return cache_directory(env) / "driver-stub" / "1"

@@ -3,77 +3,66 @@
 from __future__ import annotations
 
 import logging
+from itertools import product
 from typing import Any
 
 import pytest
-import torch
 
-from deft_backend.config import Settings
+from deft_backend.config import PLANNERS, Settings
 from deft_backend.hosts.common.planner_choice import (
+    SGLANG,
+    VLLM,
+    Adapter,
     planned_on_device,
-    policy_selects_device_planner,
     selects_device_planner,
 )
 from deft_backend.planner.on_device import largest_batch
 from deft_backend.policies import POLICY_NAMES
 
+HOPPER, AMPERE, CPU = (9, 0), (8, 0), None
+
 
 @pytest.mark.parametrize(
-    ("planner", "device", "capability", "heads", "head_dim", "changed", "expected", "said"),
+    ("adapter", "planner", "capability", "changed", "expected", "said"),
     [
-        ("auto", "cuda", (9, 0), (32, 8), 128, {}, True, ""),
-        ("auto", "cuda", (9, 0), (64, 8), 128, {}, False, ""),  # not measured without sharing
-        ("auto", "cuda", (9, 0), (16, 4), 128, {}, False, ""),
-        ("auto", "cuda", (9, 0), (32, 8), 64, {}, False, ""),
-        ("auto", "cuda", (8, 0), (32, 8), 128, {}, False, ""),
-        ("auto", "cuda", (9, 0), (32, 8), 128, {"verify": True}, False, ""),
-        ("auto", "cuda", (9, 0), (32, 8), 128, {"policy": "fasttree"}, False, ""),
-        ("auto", "cpu", None, (32, 8), 128, {}, False, ""),
-        ("host", "cuda", (9, 0), (32, 8), 128, {}, False, ""),
-        ("device", "cuda", (8, 0), (8, 8), 64, {}, True, ""),
-        ("device", "cpu", None, (4, 2), 64, {}, True, ""),
-        (
-            "device",
-            "cuda",
-            (9, 0),
-            (32, 8),
-            128,
-            {"verify": True},
-            False,
-            "DEFT_VERIFY checks plans",
-        ),
-        (
-            "device",
-            "cuda",
-            (9, 0),
-            (32, 8),
-            128,
-            {"policy": "fasttree"},
-            False,
-            "knows the policy auto only",
-        ),
+        (SGLANG, "auto", HOPPER, {}, True, ""),
+        (SGLANG, "auto", AMPERE, {}, False, ""),
+        (SGLANG, "auto", (10, 0), {}, False, ""),
+        (SGLANG, "auto", CPU, {}, False, ""),
+        (SGLANG, "auto", HOPPER, {"verify": True}, False, ""),
+        (SGLANG, "auto", HOPPER, {"policy": "fasttree"}, False, ""),
+        (SGLANG, "host", HOPPER, {}, False, ""),
+        (SGLANG, "device", AMPERE, {}, True, ""),
+        (SGLANG, "device", CPU, {}, True, ""),
+        (SGLANG, "device", HOPPER, {"verify": True}, False, "DEFT_VERIFY checks plans of the host"),
+        (SGLANG, "device", HOPPER, {"policy": "fasttree"}, False, "knows the policy auto only"),
+        (VLLM, "auto", HOPPER, {}, True, ""),
+        (VLLM, "auto", AMPERE, {}, True, ""),
+        (VLLM, "auto", CPU, {}, True, ""),
+        (VLLM, "auto", HOPPER, {"verify": True}, True, ""),
+        (VLLM, "auto", CPU, {"policy": "fasttree"}, False, ""),
+        (VLLM, "host", CPU, {}, False, ""),
+        (VLLM, "host", HOPPER, {}, True, "DEFT_PLANNER=host needs a host that waits for the GPU"),
+        (VLLM, "device", CPU, {"policy": "fasttree"}, False, "knows the policy auto only"),
     ],
 )
-def test_which_planner_an_adapter_of_both_uses(
-    planner: str, device: str, capability: Any, heads: tuple[int, int], head_dim: int,
-    changed: dict[str, Any], expected: bool, said: str, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_one_rule_for_both_adapters(
+    adapter: Adapter, planner: str, capability: Any, changed: dict[str, Any], expected: bool,
+    said: str, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     settings = Settings(planner=planner, **changed)
-    where = torch.device(device)
-    assert selects_device_planner(settings, where, (*heads, head_dim)) is expected
+    assert selects_device_planner(settings, adapter, capability) is expected
     assert said in caplog.text
     assert bool(said) == bool(caplog.text)
 
 
-@pytest.mark.parametrize("planner", ["auto", "host", "device"])
-def test_the_policy_alone_decides_where_an_adapter_has_one_planner_a_policy(planner: str) -> None:
-    chosen = {
-        name for name in POLICY_NAMES
-        if policy_selects_device_planner(Settings(planner=planner, policy=name))
-    }  # fmt: skip
-    assert chosen == {"auto"}
+def test_both_adapters_plan_auto_on_the_device_on_hopper() -> None:
+    """And no setting makes either plan there what the device planner does not know."""
+    for adapter in (SGLANG, VLLM):
+        assert selects_device_planner(Settings(), adapter, HOPPER)
+        for planner, policy in product(PLANNERS, set(POLICY_NAMES) - {"auto"}):
+            settings = Settings(planner=planner, policy=policy)
+            assert not selects_device_planner(settings, adapter, HOPPER)
 
 
 def test_the_log_says_if_the_device_planner_holds_fewer_requests(

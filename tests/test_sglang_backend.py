@@ -587,6 +587,7 @@ def test_warm_up_launches_every_set_of_tiles(
 ) -> None:
     """Launch combinations are compiled in, so the warm-up must run all of them."""
     from deft_backend.attention import TreeAttention
+    from deft_backend.config import Settings
     from deft_backend.hosts.sglang.factory import _warm_up
 
     attention = TreeAttention(
@@ -618,6 +619,8 @@ def test_warm_up_launches_every_set_of_tiles(
         SimpleNamespace(
             token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token=table)
         ),
+        Settings(min_batch=1),
+        on_device=False,
     )
     fewest = {0: 1, 1: 5, 2: 1}
     assert launched == {

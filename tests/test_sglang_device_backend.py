@@ -285,3 +285,29 @@ def test_page_tables_are_read_until_the_end_once_a_graph_holds_tree_attention(se
     backend.init_forward_metadata_out_graph(server.batch(size=2), in_capture=True)
     assert backend.shared_read_ends(DECODE) == read_end()
     assert backend.shared_read_ends(EXTEND) == "the host's"
+
+
+def test_a_capture_is_compiled_for_before_it_begins(server: Any) -> None:
+    """Graphs' own tensors may have other dtypes than eager steps'."""
+    asked: list[tuple[torch.dtype, torch.dtype]] = []
+    server.backend._compile_for = lambda *dtypes: asked.append(dtypes)
+    batch = server.batch()
+    batch.seq_lens = batch.seq_lens.int()
+    server.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    server.backend.init_forward_metadata_out_graph(batch)  # a replay launches what is captured
+    server.backend.init_forward_metadata_out_graph(server.batch(size=1), in_capture=True)
+    assert asked == [(torch.int64, torch.int32)]
+
+
+def test_kernels_that_do_not_compile_leave_decode_to_the_host(
+    server: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*dtypes: torch.dtype) -> None:
+        raise RuntimeError("no assembler")
+
+    server.backend._compile_for = fail
+    batch, (q, k, v) = server.batch(), query()
+    server.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    server.backend.forward_decode(q, k, v, make_layer(), batch)
+    assert server.calls == ["capture", "decode"]
+    assert "no assembler" in caplog.text

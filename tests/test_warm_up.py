@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deft_backend import TreeAttention
-from deft_backend.hosts.common.warm_up import plans_of_many, warm_up_attention
+from deft_backend.hosts.common.warm_up import StepTensors, plans_of_many, warm_up_attention
 from deft_backend.kernels.configurations import ReduceConfig
 
 
@@ -21,6 +21,7 @@ class Recorder:
 
     def __init__(self, device: str, max_batch: int) -> None:
         self.device = torch.device(device)
+        self.interpreted = device == "cpu"
         self.capacity = SimpleNamespace(max_batch=max_batch)
         self.planned: list[int] = []
         self.ran: list[int] = []
@@ -41,25 +42,28 @@ class Recorder:
 
 
 @pytest.mark.parametrize(
-    ("device", "max_batch", "expected"),
+    ("device", "max_batch", "smallest", "expected"),
     [
-        ("meta", 32, {1, 32}),  # any device but the CPU: kernels are compiled for it
-        ("meta", 300, {1, 64, 256, 300}),
-        ("meta", 1024, {1, 64, 256, 1024}),
-        ("meta", 2048, {1, 64, 256, 1024, 2048}),
-        ("cpu", 300, {4}),
-        ("cpu", 2, {2}),
+        ("meta", 32, 1, {1, 32}),  # any device but the CPU: kernels are compiled for it
+        ("meta", 300, 2, {2, 64, 256, 300}),
+        ("meta", 1024, 1, {1, 64, 256, 1024}),
+        ("meta", 2048, 2, {2, 64, 256, 1024, 2048}),
+        ("meta", 8, 16, {8}),
+        ("cpu", 300, 1, {4}),
+        ("cpu", 2, 1, {2}),
     ],
 )
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 def test_the_device_planner_runs_every_size_it_is_compiled_for(
-    device: str, max_batch: int, expected: set[int], index_dtype: torch.dtype
+    device: str, max_batch: int, smallest: int, expected: set[int], index_dtype: torch.dtype
 ) -> None:
     attention = Recorder(device, max_batch)
     cache = torch.zeros((2, 16, 2, 64), device=device)
-    warm_up_attention(
-        attention, cache, cache, 9, index_dtype=index_dtype, on_device=True  # type: ignore[arg-type]
+    tensors = StepTensors(cache, cache, [9], rows_dtype=index_dtype, lens_dtype=index_dtype)
+    done = warm_up_attention(
+        attention, tensors, on_device=True, smallest=smallest  # type: ignore[arg-type]
     )  # fmt: skip
+    assert done is None  # nothing to compile without a GPU
     assert set(attention.planned) == expected
     assert attention.ran == attention.planned
     assert attention.integers == {(torch.int32, index_dtype, index_dtype)}

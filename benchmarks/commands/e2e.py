@@ -41,7 +41,8 @@ def e2e(
     workloads: Annotated[
         str,
         typer.Option(
-            metavar="NAME[,NAME…]", help="grid, documents, trees, clients, traffic, scheduler."
+            metavar="NAME[,NAME…]",
+            help="grid, first-tokens, documents, trees, clients, traffic, scheduler.",
         ),
     ] = "grid",
     case: Annotated[

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-WORKLOADS = ("grid", "documents", "trees", "clients", "traffic", "scheduler")
+WORKLOADS = (
+    "grid", "first-tokens", "documents", "trees", "clients", "traffic", "scheduler",
+)  # fmt: skip
 
 
 class ChoiceError(ValueError):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from benchmarks.e2e.checked_answers import TOLERANCE
 from benchmarks.e2e.choice import Choice, ChoiceError, one_of
+from benchmarks.e2e.first_tokens import TOKENS, FirstTokens
 from benchmarks.e2e.host_clients import GENERATED_SHARED_PREFIX, PREFIX_REPETITION, HostClient
 from benchmarks.e2e.prompt_cases import (
     GRID,
@@ -32,6 +33,11 @@ time, with every backend."""
 CPU_GRID = ((0, 2, 64), (256, 4, 16))
 """Cases on a machine without a GPU, where only the answers can be checked."""
 
+FIRST_TOKENS = ((4096, 32, 64), (4096, 64, 64), (4096, 128, 64))
+"""Requests that arrive at once behind a cached prefix."""
+
+CPU_FIRST_TOKENS = ((256, 4, 16),)
+
 CPU_DOCUMENTS = Documents(
     documents=2, tokens=192, questions=2, question_tokens=8, loners=2, loner_tokens=48
 )
@@ -47,6 +53,8 @@ def chosen_workloads(name: str, choice: Choice, model: Model, on_gpu: bool) -> I
     """
     if name in ("grid", "scheduler"):
         yield from _grid(choice, model, on_gpu, scheduler=name == "scheduler")
+    elif name == "first-tokens":
+        yield from _first_tokens(choice, model, on_gpu)
     elif name == "documents":
         case = (Documents() if on_gpu else CPU_DOCUMENTS).case(model)
         yield _together(case, choice, model, on_gpu)
@@ -63,6 +71,19 @@ def _grid(choice: Choice, model: Model, on_gpu: bool, *, scheduler: bool) -> Ite
     for prefix, branches, suffix in [parse_case(text) for text in choice.batches.cases] or default:
         case = grid_case(model, prefix, branches, suffix, "scheduler" if scheduler else "")
         yield _together(case, choice, model, on_gpu, scheduler=scheduler)
+
+
+def _first_tokens(choice: Choice, model: Model, on_gpu: bool) -> Iterator[Workload]:
+    default = FIRST_TOKENS if on_gpu else CPU_FIRST_TOKENS
+    repeats = choice.batches.repeats or (10 if on_gpu else 2)
+    for prefix, branches, suffix in [parse_case(text) for text in choice.batches.cases] or default:
+        if not prefix:
+            raise CaseError(
+                "first-tokens measures requests behind a cached prefix; expected a prefix of 1 "
+                "token or more"
+            )
+        check_fits(grid_case(model, prefix, 1, suffix), TOKENS, model)
+        yield FirstTokens(prefix, branches, suffix, repeats)
 
 
 def _together(

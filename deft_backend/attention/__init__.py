@@ -2,7 +2,7 @@
 
 from deft_backend.attention.step_inputs import AttentionError
 from deft_backend.attention.tree_attention import TreeAttention
-from deft_backend.kernels import HEAD_DIMS
+from deft_backend.kernels import HEAD_DIMS, Gpu
 from deft_backend.planner import PlanError
 
-__all__ = ["HEAD_DIMS", "AttentionError", "PlanError", "TreeAttention"]
+__all__ = ["HEAD_DIMS", "AttentionError", "Gpu", "PlanError", "TreeAttention"]

@@ -64,6 +64,8 @@ class CurrentPlan:
         Tokens of a page.
     overlapped : bool
         Whether each launch of the device planner may begin before the previous launch has ended.
+    interpreted : bool
+        Whether Triton's interpreter runs the device planner's kernels.
 
     Attributes
     ----------
@@ -82,6 +84,7 @@ class CurrentPlan:
         page_size: int,
         *,
         overlapped: bool,
+        interpreted: bool,
     ) -> None:
         self.policy = policy
         self.target = target
@@ -91,6 +94,7 @@ class CurrentPlan:
         self._device = device
         self._page_size = page_size
         self._overlapped = overlapped
+        self._interpreted = interpreted
         self._device_planner: DevicePlanner | None = None
 
     @property
@@ -116,7 +120,7 @@ class CurrentPlan:
                 )
             self._device_planner = DevicePlanner(
                 self.target, self.arrays, self._device, self._page_size,
-                overlapped=self._overlapped,
+                overlapped=self._overlapped, interpreted=self._interpreted,
             )  # fmt: skip
         return self._device_planner
 

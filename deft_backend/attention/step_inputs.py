@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deft_backend.kernels import unsupported
+from deft_backend.kernels import Gpu, unsupported
 
 
 class AttentionError(ValueError):
@@ -20,15 +20,16 @@ def check_attention(
     *,
     page_size: int,
     max_batch: int,
+    gpu: Gpu | None = None,
 ) -> None:
-    """Refuse an attention that the kernels cannot run, on this device or at all.
+    """Refuse an attention that the kernels cannot run: on this device, on `gpu`, or at all.
 
     Raises
     ------
     AttentionError
         The message names the value and the supported ones.
     """
-    reason = unsupported(num_query_heads, num_kv_heads, head_dim, dtype, device)
+    reason = unsupported(num_query_heads, num_kv_heads, head_dim, dtype, device, gpu)
     if reason is not None:
         raise AttentionError(f"tree attention cannot run: {reason}")
     if page_size < 1:

@@ -17,7 +17,7 @@ from deft_backend.attention.step_inputs import (
 )
 from deft_backend.attention.workspace import Workspace, entry_bytes
 from deft_backend.forest import PrefixForest
-from deft_backend.kernels import kernel_configuration, run_plan, unsupported
+from deft_backend.kernels import Gpu, kernel_configuration, run_plan, unsupported
 from deft_backend.planner import Plan, PlanCapacity
 from deft_backend.planner.on_device import DevicePlanner
 from deft_backend.policies import Grouping, get_policy
@@ -49,6 +49,9 @@ class TreeAttention:
         How KV and queries are grouped, by name; see :data:`deft_backend.policies.POLICY_NAMES`.
     capacity : PlanCapacity, optional
         Sizes of the plan's arrays; default: a bound that follows from `max_batch`.
+    compiled_for : Gpu, optional
+        A GPU that is not at hand. Tensors lie on the CPU, and launches can only be recorded
+        (:func:`deft_backend.compile.variants.recorded`), to compile for that GPU.
 
     Attributes
     ----------
@@ -100,13 +103,14 @@ class TreeAttention:
         max_batch: int = 256,
         policy: str = "auto",
         capacity: PlanCapacity | None = None,
+        compiled_for: Gpu | None = None,
     ) -> None:
         self.device = torch.device(device)
         if self.device == torch.device("cuda"):
             self.device = torch.device("cuda", torch.cuda.current_device())
         check_attention(
             num_query_heads, num_kv_heads, head_dim, dtype, self.device,
-            page_size=page_size, max_batch=max_batch,
+            page_size=page_size, max_batch=max_batch, gpu=compiled_for,
         )  # fmt: skip
         self.policy = get_policy(policy)
         self.num_query_heads = num_query_heads
@@ -116,7 +120,7 @@ class TreeAttention:
         self.page_size = page_size
 
         self._config = kernel_configuration(
-            head_dim, dtype, self.device, num_query_heads // num_kv_heads
+            head_dim, dtype, self.device, num_query_heads // num_kv_heads, compiled_for
         )
         self.target = target_of(
             self._config, num_query_heads=num_query_heads, num_kv_heads=num_kv_heads,
@@ -127,7 +131,7 @@ class TreeAttention:
         )
         self._current = CurrentPlan(
             self.policy, self.target, self.capacity, self.device, page_size,
-            overlapped=self._config.overlapped,
+            overlapped=self._config.overlapped, interpreted=self._config.interpreted,
         )  # fmt: skip
         self._workspace = Workspace.allocate(
             self.capacity.max_entries, num_query_heads, head_dim, dtype, self.device
@@ -155,6 +159,11 @@ class TreeAttention:
     def workspace_bytes(self) -> int:
         """Bytes of device memory: partial results, the plan and the device planner, if used."""
         return self._workspace.num_bytes + self._current.num_bytes
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether Triton's interpreter runs the kernels."""
+        return self._config.interpreted
 
     @property
     def few_queries(self) -> int:

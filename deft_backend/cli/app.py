@@ -12,6 +12,7 @@ from deft_backend.cli.doctor import doctor
 from deft_backend.cli.explain import explain
 from deft_backend.cli.serve import serve
 from deft_backend.cli.tune import tune
+from deft_backend.cli.warm import warm
 from deft_backend.version import VERSION
 
 app = typer.Typer(
@@ -44,3 +45,4 @@ app.command()(doctor)
 app.command()(explain)
 app.command()(contracts)
 app.command()(tune)
+app.command()(warm)

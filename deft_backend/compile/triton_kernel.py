@@ -16,6 +16,8 @@ from triton import knobs
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
+from deft_backend.compile import variants
+
 
 def parameters(kernel: Any) -> Mapping[str, inspect.Parameter]:
     """A kernel's parameters by name."""
@@ -51,6 +53,8 @@ class Kernel:
     0.6 to 1.7 µs longer to launch with names than with plain tuples. Triton compiles for the
     integers in a structure, whatever `do_not_specialize` says. So a structure holds only integers
     that belong to the `variant`.
+
+    While :func:`~deft_backend.compile.variants.recorded` records, launches run nothing.
     """
 
     def __init__(self, module: ModuleType, name: str) -> None:
@@ -98,11 +102,15 @@ class Kernel:
             with _overflow_checks(check_overflow):
                 kernel[grid](*self.named(arguments), **constants)
             return
+        if variants.recorder is not None:
+            variants.recorder(self._compiled, self.named(arguments), constants, options)
+            return
         known = self._variants.get(variant) if aligned else None
         if known is not None:
             known[grid](*arguments, *constants.values())
             return
-        found = self._compiled[grid](*self.named(arguments), **constants, **options)
+        with variants.reported_late(self._compiled):
+            found = self._compiled[grid](*self.named(arguments), **constants, **options)
         if aligned:
             self._variants[variant] = found
 

@@ -7,11 +7,13 @@ from deft_backend.kernels.configurations import (
     kernel_configuration,
     unsupported,
 )
+from deft_backend.kernels.gpu import Gpu
 from deft_backend.kernels.tree_attention import run_plan
 
 __all__ = [
     "DTYPES",
     "HEAD_DIMS",
+    "Gpu",
     "KernelConfiguration",
     "kernel_configuration",
     "run_plan",

@@ -13,6 +13,7 @@ from deft_backend.kernel_limits import TILE_HEIGHTS, TILE_SEGMENTS
 from deft_backend.kernels import gluon_versions, hopper_large_tile, hopper_small_tile, small_tile
 from deft_backend.kernels import partial_attention as stage1
 from deft_backend.kernels import reduction as stage2
+from deft_backend.kernels.gpu import Gpu
 from deft_backend.planner.encoding import READ_AHEAD
 
 HEAD_DIMS = (64, 96, 128, 256)
@@ -87,8 +88,12 @@ def unsupported(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
+    gpu: Gpu | None = None,
 ) -> str | None:
-    """Why the kernels cannot run this attention, in one line; None if they can."""
+    """Why the kernels cannot run this attention, in one line; None if they can.
+
+    `gpu` describes a GPU that is not at hand, in place of `device`.
+    """
     if num_kv_heads < 1 or num_query_heads % num_kv_heads:
         return (
             f"{num_query_heads} query heads over {num_kv_heads} KV heads; the query heads must be "
@@ -102,13 +107,14 @@ def unsupported(
     if dtype not in DTYPES:
         names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
         return f"dtype {str(dtype).removeprefix('torch.')}; supported are {names}"
-    if device.type == "cpu":
+    if device.type == "cpu" and gpu is None:
         return None
-    if device.type != "cuda" or torch.version.hip is not None:
+    if (device.type != "cuda" and gpu is None) or torch.version.hip is not None:
         return f"device {device.type}; the kernels run on NVIDIA GPUs and, interpreted, on the CPU"
     if dtype == torch.float32:
         return "dtype float32 on a GPU; supported there are float16, bfloat16"
-    major, minor = torch.cuda.get_device_capability(device)
+    found = torch.cuda.get_device_capability(device) if gpu is None else gpu.capability
+    major, minor = found
     if major < 8:
         return f"compute capability {major}.{minor}; the kernels need 8.0 (Ampere) or newer"
     return None
@@ -116,16 +122,20 @@ def unsupported(
 
 @lru_cache(maxsize=64)
 def kernel_configuration(
-    head_dim: int, dtype: torch.dtype, device: torch.device, gqa_group: int = 1
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    gqa_group: int = 1,
+    gpu: Gpu | None = None,
 ) -> KernelConfiguration:
-    """Tile shapes for `head_dim` elements of `dtype` on `device`."""
+    """Tile shapes for `head_dim` elements of `dtype` on `device`, or on a GPU not at hand."""
     # The small tile holds at least one query's GQA group, and at least 8 query vectors: the
     # tensor cores multiply no fewer.
     tile_heights = (
         min(32, max(TILE_HEIGHTS[0], triton.next_power_of_2(gqa_group))),
         *TILE_HEIGHTS[1:],
     )
-    if device.type == "cpu":
+    if device.type == "cpu" and gpu is None:
         # The interpreter's time is Python's, for each operation and not for each element. So it
         # runs one program with large blocks.
         interpreted = tuple(
@@ -136,12 +146,10 @@ def kernel_configuration(
         return KernelConfiguration(
             interpreted, reduce, few=reduce, sms=1, overlapped=False, interpreted=True
         )
-    properties = torch.cuda.get_device_properties(device)
-    sms = properties.multi_processor_count
-    shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    per_sm_shared: int = properties.shared_memory_per_multiprocessor
+    gpu = gpu or Gpu.at(device)
+    sms, shared, per_sm_shared = gpu.sms, gpu.shared_per_program, gpu.shared_per_sm
     padded = triton.next_power_of_2(head_dim)
-    hopper = (properties.major, properties.minor) == (9, 0)
+    hopper = gpu.capability == (9, 0)
     if hopper:
         gluon_versions.log_unavailable()
     hopper = hopper and gluon_versions.available()
@@ -167,7 +175,7 @@ def kernel_configuration(
         reduce=ReduceConfig(partials=4, heads=2, num_warps=1, programs=sms * 32),
         few=ReduceConfig(partials=32, heads=1, num_warps=1, programs=sms * 8),
         sms=sms,
-        overlapped=properties.major >= 9,
+        overlapped=gpu.capability[0] >= 9,
         interpreted=False,
     )
 

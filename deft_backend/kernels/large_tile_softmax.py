@@ -42,8 +42,8 @@ def softmax(
 ):  # fmt: skip
     """Compute the weights of one block.
 
-    Returns the weights, their sums by thread, the new row maxima, and factors for earlier weights,
-    which rescale them to the new maxima. `factor` brings scores to base 2.
+    Returns the weights, their sums by thread, the new row maxima, and `rescale`: factors that bring
+    earlier weights to the new maxima. `factor` brings scores to base 2.
     """
     highest = _row_max(scores, ROWS, COLUMNS)
     new_maximum = gl.maximum(maximum, gl.convert_layout(highest, ROW) * factor)

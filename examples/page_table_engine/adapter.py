@@ -12,7 +12,7 @@ from deft_backend.attention import TreeAttention
 from deft_backend.config import LOG_LEVELS, Settings, warn_unknown
 from deft_backend.explain.loads import count_plan_loads
 from deft_backend.forest import forest_from_page_tables
-from deft_backend.hosts.common.warm_up import warm_up_attention
+from deft_backend.hosts.common.warm_up import StepTensors, warm_up_attention
 from deft_backend.planner.on_device import largest_batch
 from deft_backend.reference_attention import relative_error
 from deft_backend.telemetry.state import ServerState
@@ -110,9 +110,8 @@ class TreeDecode:
             max_batch=max_batch,
             policy=settings.policy,
         )
-        warm_up_attention(
-            self._attention, cache.k[0], cache.v[0], table_columns, on_device=self._on_device
-        )
+        tensors = StepTensors(cache.k[0], cache.v[0], [table_columns])
+        warm_up_attention(self._attention, tensors, on_device=self._on_device)
         self._attention.clear_plan()  # no plan covers the batch of a capture
         self.capturable = not settings.verify
         logger.info("deft: decode goes through tree attention (policy %s)", settings.policy)

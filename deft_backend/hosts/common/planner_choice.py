@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 import torch
 
@@ -12,55 +13,72 @@ from deft_backend.policy_names import AUTO
 
 logger = logging.getLogger("deft_backend")
 
-CHEAP_WITHOUT_SHARING = frozenset({((9, 0), 32, 8, 128)})
-"""Compute capability, query heads, KV heads and head dimension for which ``DEFT_PLANNER=auto``
-selects the device planner.
+HOPPER = (9, 0)
+"""The compute capability for which ``DEFT_PLANNER=auto`` selects the device planner. The Gluon
+kernels, which also decode the batches that share nothing, run there."""
 
-The device planner sends every batch through tree attention, the host planner only batches that
-share enough. On these GPUs and shapes, batches that share nothing lose hardly anything. In two runs
-they took 0.3 % less time per token than with the host's kernel, and in a third run 2.7 % more.
-"""
+
+class Adapter(NamedTuple):
+    """What an adapter can do, as far as it decides between the planners.
+
+    Attributes
+    ----------
+    waits : bool
+        Whether it may wait for the GPU before a step. Only then can the host planner plan for it.
+    verifies_device_plans : bool
+        Whether ``DEFT_VERIFY`` checks steps that the device planner planned.
+    """
+
+    waits: bool
+    verifies_device_plans: bool
+
+
+SGLANG = Adapter(waits=True, verifies_device_plans=False)
+VLLM = Adapter(waits=False, verifies_device_plans=True)
+
+
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """A GPU's compute capability; None for the CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def selects_device_planner(
-    settings: Settings, device: torch.device, shape: tuple[int, int, int]
+    settings: Settings, adapter: Adapter, capability: tuple[int, int] | None
 ) -> bool:
-    """Whether the device planner makes the plans of an adapter that can use either planner.
+    """Whether the device planner makes the plans. Both adapters and `deft warm` ask here.
 
-    If ``DEFT_PLANNER`` selects a device planner that cannot be used, the log gives the reason.
+    If ``DEFT_PLANNER`` asks for a planner that cannot be used, the log gives the reason.
 
     Parameters
     ----------
     settings : Settings
-    device : torch.device
-        The one that decodes.
-    shape : tuple of int
-        Query heads, KV heads and head dimension.
+    adapter : Adapter
+    capability : tuple of int, optional
+        Compute capability of the GPU that decodes; None for the CPU.
     """
-    if settings.planner == "host":
+    unable = _unable(settings, adapter)
+    host_plans = adapter.waits or capability is None
+    if unable is not None:
+        if settings.planner == "device":
+            logger.warning("deft: %s; the host planner makes the plans", unable)
         return False
-    if settings.planner == "auto":
-        return (
-            device.type == "cuda" and settings.policy == AUTO and not settings.verify
-            and (torch.cuda.get_device_capability(device), *shape) in CHEAP_WITHOUT_SHARING
-        )  # fmt: skip
-    for reason, holds in (
-        (f"the device planner knows the policy {AUTO} only, not {settings.policy}",
-         settings.policy != AUTO),
-        ("DEFT_VERIFY checks plans of the host planner only", settings.verify),
-    ):  # fmt: skip
-        if holds:
-            logger.warning("deft: %s; the host planner makes the plans", reason)
-            return False
-    return True
+    if settings.planner == "host" and not host_plans:
+        logger.warning(
+            "deft: DEFT_PLANNER=host needs a host that waits for the GPU, and vLLM does not; the "
+            "device planner makes the plans"
+        )
+    if settings.planner == "host":
+        return not host_plans
+    return settings.planner == "device" or not adapter.waits or capability == HOPPER
 
 
-def policy_selects_device_planner(settings: Settings) -> bool:
-    """Whether the device planner makes the plans of an adapter that ignores ``DEFT_PLANNER``.
-
-    Such an adapter (vLLM's) uses the device planner with every policy that the planner knows.
-    """
-    return settings.policy == AUTO
+def _unable(settings: Settings, adapter: Adapter) -> str | None:
+    """Why the device planner cannot make the plans, or None."""
+    if settings.policy != AUTO:
+        return f"the device planner knows the policy {AUTO} only, not {settings.policy}"
+    if settings.verify and not adapter.verifies_device_plans:
+        return "DEFT_VERIFY checks plans of the host planner only"
+    return None
 
 
 def planned_on_device(requests: int) -> int:

@@ -2,77 +2,144 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 
 import torch
 
 from deft_backend.attention import TreeAttention
+from deft_backend.compile.variants import Compiled, Variant, compile_all, recorded
 from deft_backend.forest import build_forest, warm_up
 from deft_backend.planner import Plan, plan_grouping
 from deft_backend.planner.on_device import SIZES
 from deft_backend.policies import GroupingBuilder, Segment
 
+logger = logging.getLogger("deft_backend")
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """What a host's tensors look like in a decode step, as far as kernels are compiled for it.
+
+    Attributes
+    ----------
+    k_cache, v_cache : [pages, page_size, Hkv, D], or [slots, Hkv, D] if the page size is 1
+        Of some layer; layers must not differ in strides. One page is enough.
+    table_columns : sequence of int
+        Columns that the host's page table may have.
+    table_dtype, rows_dtype, lens_dtype : torch.dtype
+        Of the host's page table, its table rows and its sequence lengths.
+    """
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    table_columns: Sequence[int]
+    table_dtype: torch.dtype = torch.int32
+    rows_dtype: torch.dtype = torch.int64
+    lens_dtype: torch.dtype = torch.int64
+
 
 def warm_up_attention(
-    attention: TreeAttention,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    table_columns: int,
-    *,
-    table_dtype: torch.dtype = torch.int32,
-    index_dtype: torch.dtype = torch.int64,
-    on_device: bool = False,
-) -> None:
-    """Run the planner, and the kernels in every combination that a plan may launch.
+    attention: TreeAttention, tensors: StepTensors, *, on_device: bool, smallest: int = 1
+) -> Compiled | None:
+    """Compile the kernels of every launch that a step may need, then run each of them once.
 
-    Each launch is compiled for whether another launch precedes it. So every set of tile shapes
-    runs, with and without a reduction. All requests hold only the first page of the KV cache.
+    A GPU's kernels are compiled side by side; the log says how many and how long it took. On the
+    CPU kernels are interpreted: one small batch shows that they run.
 
     Parameters
     ----------
     attention : TreeAttention
-    k_cache, v_cache : [pages, page_size, Hkv, D], or [slots, Hkv, D] when the page size is 1
-        The KV cache of any layer; all layers must have the same strides.
-    table_columns : int
-        Columns of the host's page table.
-    table_dtype, index_dtype : torch.dtype
-        Of the host's page table, and of its table rows and lengths.
+    tensors : StepTensors
     on_device : bool
-        Whether the device planner makes the plans. Then its kernels run for every batch size that
-        they are compiled for, and the attention kernels run in the sets that its plans use. If a
-        small tile holds a whole request, a batch of one request uses no large tiles. On the CPU the
-        interpreter runs the kernels and compiles nothing: one small batch shows that they run.
+        Whether the device planner makes the plans.
+    smallest : int
+        Requests of the smallest batch that tree attention decodes.
+
+    Returns
+    -------
+    Compiled or None
+        None on the CPU.
     """
     device = attention.device
-    table = torch.zeros((1, max(2, table_columns)), dtype=table_dtype, device=device)
+    done = None
+    if device.type == "cuda":
+        done = compile_all(
+            decode_variants(attention, tensors, on_device=on_device, smallest=smallest),
+            prepare=lambda: torch.cuda.set_device(device),
+            load=True,
+        )
+        logger.info("deft: %s", done)
+    for step in _steps(attention, tensors, on_device=on_device, smallest=smallest):
+        step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return done
 
-    def run(batch: int, static_launch: bool) -> None:
-        rows = torch.zeros(batch, dtype=index_dtype, device=device)
-        lens = torch.full((batch,), 2, dtype=index_dtype, device=device)
+
+def decode_variants(
+    attention: TreeAttention, tensors: StepTensors, *, on_device: bool, smallest: int = 1
+) -> list[Variant]:
+    """The kernels of every launch that a step may need; nothing is compiled or run.
+
+    See :func:`warm_up_attention` for the parameters.
+    """
+    with recorded() as found:
+        for step in _steps(attention, tensors, on_device=on_device, smallest=smallest):
+            step()
+    return list(found)
+
+
+def _steps(
+    attention: TreeAttention, tensors: StepTensors, *, on_device: bool, smallest: int
+) -> Iterator[Callable[[], None]]:
+    """Steps that together need every launch. All requests are made of the first page.
+
+    With the device planner: a batch of each size that its kernels are compiled for, and the
+    smallest one, which may have no use for large tiles. With the host planner: every set of tile
+    shapes, with and without a reduction, because whether a launch follows another is compiled
+    into it.
+    """
+    device, largest = attention.device, attention.capacity.max_batch
+
+    def run(batch: int, columns: int, static_launch: bool) -> None:
+        table = torch.zeros((1, max(2, columns)), dtype=tensors.table_dtype, device=device)
+        rows = torch.zeros(batch, dtype=tensors.rows_dtype, device=device)
+        lens = torch.full((batch,), 2, dtype=tensors.lens_dtype, device=device)
         if static_launch:
             attention.plan_on_device(table, lens, table_rows=rows)
         shape = (batch, attention.num_query_heads, attention.head_dim)
         q = torch.zeros(shape, dtype=attention.dtype, device=device)
         attention.run(
-            q, k_cache, v_cache, table, lens, table_rows=rows, static_launch=static_launch
-        )
+            q, tensors.k_cache, tensors.v_cache, table, lens, table_rows=rows,
+            static_launch=static_launch,
+        )  # fmt: skip
 
-    if on_device:
-        largest = attention.capacity.max_batch
-        sizes = {min(largest, 4)} if device.type == "cpu" else {1, *SIZES, largest}
-        for batch in sorted(sizes):
-            if batch <= largest:
-                run(batch, static_launch=True)
-    else:
+    def run_plan(plan: Plan, batch: int, columns: int) -> None:
+        attention.use(plan, build_forest(range(batch), [0] * (batch - 1), [2] * batch))
+        run(batch, columns, static_launch=False)
+
+    def plan_some() -> None:
         warm_up()
-        batch = min(attention.capacity.max_batch, 4)
+        batch = min(largest, 4)
         attention.plan(build_forest(range(batch), [1] * (batch - 1), [2] * batch))
-        for plan, queries in (*plans_of_all_shapes(attention), *plans_of_many(attention)):
-            attention.use(plan, build_forest(range(queries), [0] * (queries - 1), [2] * queries))
-            run(queries, static_launch=False)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+
+    if on_device and attention.interpreted:
+        yield lambda: run(min(largest, 4), tensors.table_columns[0], True)
+        return
+    if on_device:
+        sizes = {min(smallest, largest), *(s for s in SIZES if s < largest), largest}
+        for columns in tensors.table_columns:
+            for batch in sorted(sizes, reverse=True):  # those that take longest to compile first
+                yield lambda batch=batch, columns=columns: run(batch, columns, True)  # type: ignore[misc]
+        return
+    yield plan_some
+    plans = [*plans_of_all_shapes(attention), *plans_of_many(attention)]
+    for columns in tensors.table_columns:
+        for plan, batch in plans:
+            yield lambda p=plan, b=batch, c=columns: run_plan(p, b, c)  # type: ignore[misc]
 
 
 def plans_of_all_shapes(attention: TreeAttention) -> Iterator[tuple[Plan, int]]:

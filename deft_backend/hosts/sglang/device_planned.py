@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,20 +40,25 @@ class DevicePlannedBackend(DeftAttentionBackend):
         Whether to keep the last batch, so that ``deft explain`` can show what it shares.
     model_asks : bool
         See :class:`~deft_backend.hosts.sglang.backend.DeftAttentionBackend`.
+    compile_for : callable, optional
+        Compiles kernels for table rows and sequence lengths of two dtypes, unless they are
+        compiled. Called before a capture: nothing may be compiled within one.
     """
 
     _own = DeftAttentionBackend._own | {
         "_settings", "_shows", "_tree_graphs", "_table_readers", "_replayed_tree", "_counting",
-        "_recaptures",
+        "_recaptures", "_compile_for",
     }  # fmt: skip
 
     def __init__(
         self, host: Any, attention: TreeAttention, state: ServerState, settings: Settings,
         *, shows: bool = True, model_asks: bool = False,
+        compile_for: Callable[[torch.dtype, torch.dtype], None] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(host, attention, state, model_asks=model_asks)
         self._settings = settings
         self._shows = shows
+        self._compile_for = compile_for
         # Batch sizes whose last captured graph holds tree attention, and sizes of which an earlier
         # graph held it. An earlier graph reads page tables while it runs, even if the last one does
         # not.
@@ -95,7 +101,7 @@ class DevicePlannedBackend(DeftAttentionBackend):
             if size in self._tree_graphs:
                 self._table_readers.add(size)
                 self._tree_graphs.remove(size)
-            if self._reason(size) is None:
+            if self._reason(size) is None and self._compiled_for(forward_batch):
                 self._tree_batch = forward_batch
                 self._capturing = True
                 self._tree_graphs.add(size)
@@ -134,6 +140,18 @@ class DevicePlannedBackend(DeftAttentionBackend):
         if self._broken is not None:
             return self._broken
         return refused(batch, self._settings, self._attention.capacity.max_batch)
+
+    def _compiled_for(self, forward_batch: Any) -> bool:
+        """Compile what this batch's tensors need; if that fails, the host's kernel decodes."""
+        if self._compile_for is None:
+            return True
+        try:
+            self._compile_for(forward_batch.req_pool_indices.dtype, forward_batch.seq_lens.dtype)
+        except Exception as error:
+            self._broken = "kernels not compiled"
+            logger.error("deft: kernels do not compile, the host's own decode from here: %r", error)
+            return False
+        return True
 
     def _planned(self, forward_batch: Any) -> bool:
         """Launch the planning; if that fails, the host's kernel decodes from then on."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +15,14 @@ import torch
 from deft_backend.attention import TreeAttention
 from deft_backend.config import LOG_LEVELS, Settings, warn_unknown
 from deft_backend.forest import PrefixForest
-from deft_backend.hosts.common.planner_choice import planned_on_device, selects_device_planner
-from deft_backend.hosts.common.warm_up import warm_up_attention
+from deft_backend.hosts.common.kernel_cache import take_compiled_kernels
+from deft_backend.hosts.common.planner_choice import (
+    SGLANG,
+    capability_of,
+    planned_on_device,
+    selects_device_planner,
+)
+from deft_backend.hosts.common.warm_up import StepTensors, warm_up_attention
 from deft_backend.hosts.sglang.arguments import NAME
 from deft_backend.hosts.sglang.batch_observer import BatchObserver
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner
@@ -142,7 +150,7 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
     if reason is not None:
         raise Unsupported(reason)
     heads, kv_heads, dim = shape_of(runner)
-    on_device = selects_device_planner(settings, _device(runner), (heads, kv_heads, dim))
+    on_device = selects_device_planner(settings, SGLANG, capability_of(_device(runner)))
     if not on_device and decodes_per_rank(runner.server_args):
         # Each rank would choose between its two sets of graphs by its own requests. But graphs hold
         # collectives, so all ranks must replay the same set.
@@ -162,7 +170,8 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
         policy=settings.policy,
     )
     if attention.device.type == "cuda":
-        _warm_up(attention, runner, on_device)
+        take_compiled_kernels(settings, attention.device)
+        _warm_up(attention, runner, settings, on_device)
     state = state_of(runner, NAME, settings.policy)
     make = _device_planned if on_device else _host_planned
     return _Made(make(runner, host, attention, state, settings, undo), attention, state, on_device)
@@ -178,8 +187,9 @@ def _device_planned(
     # A sleeping server's memory must not be read, and the thread that shows batches gets no notice.
     shows = not getattr(resolved(runner.server_args), "enable_memory_saver", False)
     backend = DevicePlannedBackend(
-        host, attention, state, settings, shows=shows, model_asks=model_asks(runner)
-    )
+        host, attention, state, settings, shows=shows, model_asks=model_asks(runner),
+        compile_for=_compiler(attention, runner, settings),
+    )  # fmt: skip
     _install_fence(runner, backend, undo)
     return backend
 
@@ -230,14 +240,39 @@ def _has_graphs(runner: Any) -> bool:
     return decode_graphs(runner.server_args) != "disabled"
 
 
-def _warm_up(attention: TreeAttention, runner: Any, on_device: bool = False) -> None:
+def _warm_up(attention: TreeAttention, runner: Any, settings: Settings, on_device: bool) -> None:
     """Compile planner and kernels for the tensors that the host's decode steps pass."""
+    tensors = _step_tensors(runner)
+    warm_up_attention(attention, tensors, on_device=on_device, smallest=settings.min_batch)
+
+
+def _step_tensors(runner: Any) -> StepTensors:
+    """What a decode step is given; versions differ in nothing, graphs and eager steps neither."""
     pool, table = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
-    warm_up_attention(
-        attention,
+    return StepTensors(
         pool.get_key_buffer(pool.start_layer),
         pool.get_value_buffer(pool.start_layer),
-        table.shape[1],
+        [table.shape[1]],
         table_dtype=table.dtype,
-        on_device=on_device,
     )
+
+
+def _compiler(
+    attention: TreeAttention, runner: Any, settings: Settings
+) -> Callable[[torch.dtype, torch.dtype], None] | None:
+    """Compiles for table rows and lengths of other dtypes; None where nothing is compiled."""
+    if attention.device.type != "cuda":
+        return None
+    known = _step_tensors(runner)
+    done = {(known.rows_dtype, known.lens_dtype)}
+
+    def compile_for(rows: torch.dtype, lens: torch.dtype) -> None:
+        if (rows, lens) in done:
+            return
+        done.add((rows, lens))
+        warm_up_attention(
+            attention, replace(known, rows_dtype=rows, lens_dtype=lens), on_device=True,
+            smallest=settings.min_batch,
+        )  # fmt: skip
+
+    return compile_for

@@ -10,11 +10,14 @@ import torch
 from deft_backend.attention import TreeAttention
 from deft_backend.config import LOG_LEVELS, Settings, warn_unknown
 from deft_backend.forest import warm_up
+from deft_backend.hosts.common.kernel_cache import take_compiled_kernels
 from deft_backend.hosts.common.planner_choice import (
+    VLLM,
+    capability_of,
     planned_on_device,
-    policy_selects_device_planner,
+    selects_device_planner,
 )
-from deft_backend.hosts.common.warm_up import warm_up_attention
+from deft_backend.hosts.common.warm_up import StepTensors, warm_up_attention
 from deft_backend.hosts.vllm.group import GroupAttention
 from deft_backend.hosts.vllm.layers import Layer, LayerShape
 from deft_backend.hosts.vllm.say import say_once
@@ -91,7 +94,7 @@ def _create(
     if key in server.groups:
         return cast(GroupAttention, server.groups[key])
     largest = min(settings.max_batch, vllm_config.scheduler_config.max_num_seqs)
-    plans_on_device = policy_selects_device_planner(settings)
+    plans_on_device = selects_device_planner(settings, VLLM, capability_of(device))
 
     def set_up() -> TreeAttention:
         attention = TreeAttention(
@@ -105,7 +108,8 @@ def _create(
             policy=settings.policy,
         )
         if plans_on_device:
-            _warm_up(attention, host, vllm_config, len(layer_names))
+            take_compiled_kernels(settings, device)
+            _warm_up(attention, host, vllm_config, len(layer_names), settings)
         else:
             warm_up()
         return attention
@@ -191,12 +195,18 @@ def _unsupported_shape(
     return None if reason is None else f"not supported: {reason}"
 
 
-def _warm_up(attention: TreeAttention, host: Any, vllm_config: Any, num_layers: int) -> None:
+def _warm_up(
+    attention: TreeAttention, host: Any, vllm_config: Any, num_layers: int, settings: Settings
+) -> None:
     """Compile planner and kernels for the tensors that the host's decode steps pass."""
     from deft_backend.hosts.vllm.layout import kv_views
 
-    columns = -(-vllm_config.model_config.max_model_len // attention.page_size)
     shape = (2, attention.num_kv_heads, attention.page_size, 2 * attention.head_dim)
     cache = blank_cache(host, vllm_config, shape, num_layers, attention.dtype, attention.device)
-    k_cache, v_cache = kv_views(cache, attention.head_dim)
-    warm_up_attention(attention, k_cache, v_cache, columns, index_dtype=torch.int32, on_device=True)
+    columns = -(-vllm_config.model_config.max_model_len // attention.page_size)
+    # vLLM may make the block table wider, to a multiple of some number of blocks.
+    tensors = StepTensors(
+        *kv_views(cache, attention.head_dim), sorted({columns, -(-columns // 16) * 16}),
+        rows_dtype=torch.int32, lens_dtype=torch.int32,
+    )  # fmt: skip
+    warm_up_attention(attention, tensors, on_device=True, smallest=settings.min_batch)

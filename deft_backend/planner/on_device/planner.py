@@ -103,6 +103,8 @@ class DevicePlanner:
     overlapped : bool
         Whether each launch may begin before the one ahead of it has ended (programmatic dependent
         launch).
+    interpreted : bool, optional
+        Whether Triton's interpreter runs the kernels; default: on the CPU.
 
     Attributes
     ----------
@@ -126,6 +128,7 @@ class DevicePlanner:
         page_size: int,
         *,
         overlapped: bool,
+        interpreted: bool | None = None,
     ) -> None:
         capacity = plan.capacity
         if capacity.max_batch > largest_batch():
@@ -153,7 +156,7 @@ class DevicePlanner:
         self._device = device
         self._page_size = page_size
         self._overlapped = overlapped
-        self._interpreted = device.type == "cpu"
+        self._interpreted = device.type == "cpu" if interpreted is None else interpreted
         self._costs = model.tiles
         self._tiles = (tiles[0], tiles[1])
         self._sms = target.num_sms / target.num_kv_heads
@@ -161,7 +164,7 @@ class DevicePlanner:
         self._transfer_ns = model.transfer_ms(kv_bytes(1, target)) * 1e6
         self._block = target.block_tokens
         size = self._size_for(capacity.max_batch)
-        self.counters = torch.zeros(4, dtype=torch.int64, pin_memory=not self._interpreted)
+        self.counters = torch.zeros(4, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._scratch = Scratch.allocate(size, self._blocks(size).pieces(), self.counters, device)
 
     @property

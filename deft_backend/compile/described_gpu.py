@@ -1,0 +1,42 @@
+"""Compile for a GPU that is not at hand: Triton asks its driver for the GPU, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+
+class _Driver:
+    """Answers what Triton asks before it compiles. Nothing can be loaded or launched."""
+
+    def __init__(self, arch: int) -> None:
+        self._target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        """What code is compiled for."""
+        return self._target
+
+    def get_current_device(self) -> object:
+        """A key among the devices for which a kernel keeps compiled code: each driver has its own.
+
+        So code that was compiled into another folder is not taken from memory.
+        """
+        return self
+
+    def get_current_stream(self, device: object) -> int:
+        """Asked before every launch, real or not."""
+        return 0
+
+
+@contextmanager
+def compiling_for(arch: int) -> Iterator[None]:
+    """Let Triton compile for NVIDIA GPUs of an architecture, such as 90, in the ``with`` block."""
+    before = getattr(driver, "_active", None)
+    driver.set_active(_Driver(arch))
+    try:
+        yield
+    finally:
+        driver.set_active(before)

@@ -1,0 +1,228 @@
+"""A folder of compiled kernels, made on one machine and used on another.
+
+`deft warm` fills it, for example when an image is built. A server copies what it holds into
+Triton's cache, where launches look. Triton's own cache cannot be moved, because it holds absolute
+paths. Layout::
+
+    manifest.json      what the kernels were made from, and the SHA-256 of every file
+    <key>/<file>       the files of one kernel, by its key in Triton's cache
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.runtime.cache import get_cache_manager
+
+from deft_backend.compile.source_digest import digest_of
+from deft_backend.installed import installed_version
+from deft_backend.version import VERSION
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_KEPT = (".json", ".cubin")
+"""What Triton needs to launch a kernel; it keeps the steps of compilation for readers."""
+_KEY = re.compile(r"[0-9a-f]{64}")
+_FILE = re.compile(r"[\w.-]+")
+
+
+class KernelFolderError(ValueError):
+    """A folder whose kernels cannot be used, and why."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What compiled kernels depend on.
+
+    Attributes
+    ----------
+    package, torch, triton : str
+        Versions.
+    sources : str
+        Digest of the package's kernels and of what is compiled into them.
+    gpu : str
+        Compute capability, such as ``sm_90``.
+    """
+
+    package: str
+    sources: str
+    torch: str
+    triton: str
+    gpu: str
+
+    @classmethod
+    def of(cls, gpu: str) -> Origin:
+        """That of kernels compiled here for `gpu`."""
+        return cls(
+            package=VERSION,
+            sources=digest_of(["kernels", "kernel_limits.py", "planner", "policies"])[:16],
+            torch=installed_version("torch") or "unknown",
+            triton=triton.__version__,
+            gpu=gpu,
+        )
+
+    def differences(self, here: Origin) -> str:
+        """What is different here, in words; empty if nothing is."""
+        found = []
+        for field in fields(self):
+            theirs, ours = getattr(self, field.name), getattr(here, field.name)
+            if theirs != ours:
+                name = {"package": "deft-backend", "gpu": "GPU"}.get(field.name, field.name)
+                found.append(
+                    "other kernel sources" if field.name == "sources"
+                    else f"{name} {theirs}, this is {ours}"
+                )  # fmt: skip
+        return "; ".join(found)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What :func:`take` did: kernels copied, kernels that Triton's cache held, damaged ones."""
+
+    copied: int
+    held: int
+    damaged: int
+
+
+def fill(folder: Path, origin: Origin, kernels: Iterable[Any]) -> int:
+    """Write compiled kernels into a folder, beside those of the same origin that it holds.
+
+    Kernels of another origin are removed.
+
+    Parameters
+    ----------
+    folder : Path
+        Made if need be. If it holds other files, it must hold a manifest.
+    origin : Origin
+    kernels : iterable of triton.compiler.CompiledKernel
+
+    Returns
+    -------
+    int
+        How many kernels the folder holds.
+
+    Raises
+    ------
+    KernelFolderError
+        If the folder holds files that `deft warm` did not write.
+    OSError
+        If it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    entries: dict[str, dict[str, str]] = {}
+    if any(folder.iterdir()):
+        before, entries = _read(folder)
+        if before != origin:
+            for key in entries:
+                shutil.rmtree(folder / key, ignore_errors=True)
+            entries = {}
+    for kernel in kernels:
+        files = {}
+        (folder / kernel.hash).mkdir(exist_ok=True)
+        for name, path in kernel.metadata_group.items():
+            if name.endswith(_KEPT):
+                content = Path(path).read_bytes()
+                (folder / kernel.hash / name).write_bytes(content)
+                files[name] = hashlib.sha256(content).hexdigest()
+        entries[kernel.hash] = files
+    manifest = {"format": FORMAT, **asdict(origin), "kernels": dict(sorted(entries.items()))}
+    unfinished = folder / f".{MANIFEST}.{os.getpid()}"
+    unfinished.write_text(json.dumps(manifest, indent=1) + "\n")
+    unfinished.replace(folder / MANIFEST)
+    return len(entries)
+
+
+def take(folder: Path, here: Origin) -> Taken:
+    """Copy a folder's kernels into Triton's cache.
+
+    Raises
+    ------
+    KernelFolderError
+        If they were made from something else than what is `here`, or the folder is not one that
+        `deft warm` filled.
+    OSError
+        If Triton's cache cannot be written.
+    """
+    origin, entries = _read(folder)
+    different = origin.differences(here)
+    if different:
+        raise KernelFolderError(f"its kernels are for {different}")
+    copied = held = damaged = 0
+    for key, files in entries.items():
+        cache = get_cache_manager(key)
+        (group,) = (name for name in files if name.endswith(".json"))
+        if cache.get_group(group) is not None:
+            held += 1
+            continue
+        contents = {name: _content(folder / key / name, digest) for name, digest in files.items()}
+        if None in contents.values():
+            damaged += 1
+            continue
+        cache.put_group(group, {name: cache.put(data, name) for name, data in contents.items()})
+        copied += 1
+    return Taken(copied, held, damaged)
+
+
+def check_fillable(folder: Path) -> None:
+    """Refuse a folder that holds anything but kernels of `deft warm`.
+
+    Raises
+    ------
+    KernelFolderError
+        With the reason.
+    """
+    if folder.is_dir() and any(folder.iterdir()):
+        _read(folder)
+
+
+def is_filled(folder: Path) -> bool:
+    """Whether `deft warm` has filled a folder."""
+    return (folder / MANIFEST).is_file()
+
+
+def _content(path: Path, digest: str) -> bytes | None:
+    """A file's bytes; None if they are not those that were written."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    return content if hashlib.sha256(content).hexdigest() == digest else None
+
+
+def _read(folder: Path) -> tuple[Origin, dict[str, dict[str, str]]]:
+    """Origin and files of a folder's kernels."""
+    try:
+        text = (folder / MANIFEST).read_text()
+    except OSError as error:
+        raise KernelFolderError(
+            f"it has no readable {MANIFEST} ({error.strerror}): `deft warm` did not fill it"
+        ) from None
+    try:
+        content = json.loads(text)
+        if content["format"] != FORMAT:
+            raise KernelFolderError(
+                f"its {MANIFEST} has the format {content['format']!r}; expected {FORMAT}"
+            )
+        origin = Origin(**{field.name: str(content[field.name]) for field in fields(Origin)})
+        entries: dict[str, dict[str, str]] = content["kernels"]
+        for key, files in entries.items():
+            named = [name for name in files if name.endswith(".json")]
+            if not _KEY.fullmatch(key) or len(named) != 1:
+                raise ValueError(f"kernel {key!r}")
+            for name, digest in files.items():
+                if not _FILE.fullmatch(name) or not _KEY.fullmatch(digest):
+                    raise ValueError(f"file {name!r}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, KernelFolderError):
+            raise
+        raise KernelFolderError(f"its {MANIFEST} is damaged ({error!r})") from None
+    return origin, entries

@@ -1,0 +1,243 @@
+"""Variants of Triton kernels: found without running them, compiled side by side.
+
+Triton compiles a kernel once for each variant: its constants and options, the types of its
+arguments, and whether an integer is 1 or a pointer or integer is a multiple of 16. `recorded`
+collects the variants of launches that run nothing. `compile_all` compiles variants on several
+threads: Triton's passes and the assembler release Python's lock. Each variant goes through the code
+path of Triton's own launch, so it gets the key in Triton's cache that a launch looks up.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from triton import knobs
+
+logger = logging.getLogger(__name__)
+
+MOST_THREADS = 32
+"""More do not help: a tenth of the time is Triton's Python, which one thread runs at a time."""
+
+recorder: Callable[[Any, Sequence[Any], Mapping[str, Any], Mapping[str, Any]], None] | None = None
+"""Takes each launch while :func:`recorded` records: kernel, arguments, constants, options."""
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """A tensor as Triton looks at it."""
+
+    dtype: Any
+    aligned: bool
+
+    def data_ptr(self) -> int:
+        """An address that is a multiple of 16 bytes, or is not."""
+        return 0 if self.aligned else 8
+
+    def ptr_range(self) -> int:
+        """Triton asks on AMD GPUs only."""
+        return 0
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel with everything that decides how it is compiled.
+
+    Attributes
+    ----------
+    kernel : triton.JITFunction
+    arguments : tuple
+        One of each kind for each argument: a :class:`Pointer`, a float, or an integer of the
+        argument's kind (1, a multiple of 16, or another); or a tuple of them.
+    constants, options : tuple of (str, value)
+    """
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    constants: tuple[tuple[str, Any], ...]
+    options: tuple[tuple[str, Any], ...]
+
+    def compile(self) -> Any:
+        """Compile it for Triton's current GPU, or take it from Triton's cache."""
+        return self.kernel.warmup(
+            *self.arguments, grid=(1, 1, 1), **dict(self.constants), **dict(self.options)
+        )
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+        return str(self.kernel.fn.__name__)
+
+
+@contextmanager
+def recorded() -> Iterator[dict[Variant, None]]:
+    """Record the variants of all launches in the ``with`` block, which run nothing.
+
+    Yields
+    ------
+    dict of Variant to None
+        In the order of their first launch.
+    """
+    global recorder
+    found: dict[Variant, None] = {}
+
+    def record(
+        kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        parameters = [p for p in kernel.params if p.name not in constants]
+        seen = tuple(
+            _kind(value, fixed=parameter.do_not_specialize)
+            for value, parameter in zip(arguments, parameters, strict=True)
+        )
+        found[Variant(kernel, seen, tuple(constants.items()), tuple(options.items()))] = None
+
+    before, recorder = recorder, record
+    try:
+        yield found
+    finally:
+        recorder = before
+
+
+def _kind(value: Any, *, fixed: bool) -> Any:
+    """What stands for all arguments for which Triton compiles the same code."""
+    if isinstance(value, tuple):
+        # Triton compiles for the integers in a structure, whatever `do_not_specialize` says.
+        parts = [_kind(part, fixed=False) for part in value]
+        return type(value)._make(parts) if hasattr(value, "_make") else tuple(parts)
+    if hasattr(value, "data_ptr"):
+        return Pointer(value.dtype, value.data_ptr() % 16 == 0)
+    if isinstance(value, float):
+        return 0.5
+    beyond = 0 if -(1 << 31) <= value < 1 << 31 else 1 << 32  # Triton passes it as 64 bits
+    if fixed:
+        return beyond + 2
+    return 1 if value == 1 else beyond + (16 if value % 16 == 0 else 2)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What :func:`compile_all` did.
+
+    Attributes
+    ----------
+    kernels : tuple
+        Triton's compiled kernels, in the order of the variants.
+    compiled, cached : int
+        How many kernels were compiled, and how many came from Triton's cache.
+    seconds : float
+    threads : int
+    """
+
+    kernels: tuple[Any, ...]
+    compiled: int
+    cached: int
+    seconds: float
+    threads: int
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.kernels)} kernels ready in {self.seconds:.1f} s: {self.compiled} compiled "
+            f"on {self.threads} threads, {self.cached} from the cache"
+        )
+
+
+def compile_all(
+    variants: Iterable[Variant],
+    *,
+    threads: int | None = None,
+    prepare: Callable[[], None] | None = None,
+    load: bool = False,
+) -> Compiled:
+    """Compile kernels side by side, as far as Triton's cache does not hold them.
+
+    Parameters
+    ----------
+    variants : iterable of Variant
+        Those that take longest first, if their order is known.
+    threads : int, optional
+        Default: the CPUs that this process may use, at most :data:`MOST_THREADS`.
+    prepare : callable, optional
+        Called in each thread before it compiles: selects the GPU, which each thread does by itself.
+    load : bool
+        Whether each kernel is also loaded onto the GPU.
+
+    Raises
+    ------
+    Exception
+        The first that a compilation raised.
+    """
+    wanted = list(variants)
+    threads = max(1, min(threads or usable_cpus(), MOST_THREADS, len(wanted)))
+    began = time.perf_counter()
+    if wanted:
+        from triton.runtime import driver
+
+        device = driver.active.get_current_device()
+        for variant in wanted:  # made by the first use, which must not be two threads' at once
+            _ = variant.kernel.device_caches[device]
+
+    def make(variant: Variant) -> Any:
+        kernel = variant.compile()
+        if load:
+            kernel[(1, 1, 1)]  # loads it; nothing runs
+        return kernel
+
+    kernels_used = {variant.kernel for variant in wanted}
+    with (
+        compilations(kernels_used) as hits,
+        ThreadPoolExecutor(threads, initializer=prepare) as pool,
+    ):
+        kernels = tuple(pool.map(make, wanted))
+    compiled = hits.count(False)
+    return Compiled(kernels, compiled, len(wanted) - compiled, time.perf_counter() - began, threads)
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may run on."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on Linux
+        return os.cpu_count() or 1
+
+
+@contextmanager
+def compilations(kernels: Iterable[Any]) -> Iterator[list[bool]]:
+    """Whether each compilation of some kernels in the ``with`` block was found in Triton's cache.
+
+    What listens to Triton's compilations already goes on doing so.
+    """
+    chosen = {id(kernel) for kernel in kernels}
+    hits: list[bool] = []
+    before = knobs.compilation.listener
+
+    def listen(**event: Any) -> None:
+        if id(getattr(event["src"], "fn", None)) in chosen:
+            hits.append(bool(event["cache_hit"]))
+        if before is not None:
+            before(**event)
+
+    knobs.compilation.listener = listen
+    try:
+        yield hits
+    finally:
+        knobs.compilation.listener = before
+
+
+@contextmanager
+def reported_late(kernel: Any) -> Iterator[None]:
+    """Log a kernel that a launch compiles: a server should have compiled it when it started."""
+    began = time.perf_counter()
+    with compilations([kernel]) as hits:
+        yield
+    if False in hits:
+        logger.info(
+            "deft: compiled %s in %.1f s, at its first launch",
+            kernel.fn.__name__, time.perf_counter() - began,
+        )  # fmt: skip

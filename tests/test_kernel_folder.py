@@ -1,0 +1,150 @@
+"""A folder of compiled kernels: written, moved, read back; refused if it is not what it says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from triton import knobs
+from triton.runtime.cache import get_cache_manager
+
+from deft_backend.compile.kernel_folder import (
+    KernelFolderError,
+    Origin,
+    Taken,
+    fill,
+    is_filled,
+    take,
+)
+
+HERE = Origin.of("sm_90")
+
+
+def kernel(folder: Path, number: int) -> Any:
+    """What Triton returns for a compiled kernel, as far as it is looked at."""
+    folder.mkdir(exist_ok=True)
+    group = {}
+    for ending in ("json", "cubin", "ptx"):
+        path = folder / f"k{number}.{ending}"
+        path.write_bytes(f"{ending} {number}".encode())
+        group[path.name] = str(path)
+    return SimpleNamespace(hash=f"{number:064x}", metadata_group=group)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[Path]:
+    """Triton's cache, empty."""
+    with knobs.cache.scope():
+        knobs.cache.dir = str(tmp_path / "triton")
+        yield tmp_path / "triton"
+
+
+def test_kernels_go_through_a_folder_that_is_moved(tmp_path: Path, cache: Path) -> None:
+    made = tmp_path / "made"
+    assert fill(made, HERE, [kernel(tmp_path / "k", n) for n in range(3)]) == 3
+    moved = tmp_path / "image" / "kernels"
+    moved.parent.mkdir()
+    made.rename(moved)
+    shutil.rmtree(tmp_path / "k")  # nothing points back to where the kernels were compiled
+    assert is_filled(moved)
+    assert not is_filled(made)
+    assert take(moved, HERE) == Taken(copied=3, held=0, damaged=0)
+    assert take(moved, HERE) == Taken(copied=0, held=3, damaged=0)
+    group = get_cache_manager(f"{1:064x}").get_group("k1.json")
+    assert group is not None
+    assert {name: Path(path).read_text() for name, path in group.items()} == {
+        "k1.json": "json 1", "k1.cubin": "cubin 1",
+    }  # fmt: skip
+    assert all(Path(path).is_relative_to(cache) for path in group.values())
+
+
+def test_a_second_model_is_added_and_other_versions_are_replaced(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    assert fill(folder, HERE, [kernel(tmp_path / "k", 1)]) == 1
+    assert fill(folder, HERE, [kernel(tmp_path / "k", 2)]) == 2
+    assert fill(folder, replace(HERE, triton="9.9.0"), [kernel(tmp_path / "k", 3)]) == 1
+    assert {path.name for path in folder.iterdir()} == {"manifest.json", f"{3:064x}"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("gpu", "sm_80", "GPU sm_80, this is sm_90"),
+        ("triton", "9.9.0", "triton 9.9.0, this is "),
+        ("torch", "1.0", "torch 1.0, this is "),
+        ("package", "0.0.1", "deft-backend 0.0.1, this is "),
+        ("sources", "0" * 16, "other kernel sources"),
+    ],
+)
+def test_kernels_of_another_origin_are_refused(
+    field: str, value: str, said: str, tmp_path: Path, cache: Path
+) -> None:
+    fill(tmp_path / "folder", replace(HERE, **{field: value}), [kernel(tmp_path / "k", 1)])
+    with pytest.raises(KernelFolderError, match=said):
+        take(tmp_path / "folder", HERE)
+    assert not cache.exists()
+
+
+def break_manifest(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    def apply(folder: Path) -> None:
+        path = folder / "manifest.json"
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+
+    return apply
+
+
+KEY = f"{1:064x}"
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda folder: (folder / "manifest.json").unlink(), "did not fill it"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "is damaged"),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), "is damaged"),
+        (break_manifest(lambda m: m.update(format=2)), "has the format 2; expected 1"),
+        (break_manifest(lambda m: m.pop("triton")), "is damaged"),
+        (break_manifest(lambda m: m.update(kernels=[])), "is damaged"),
+        (break_manifest(lambda m: m["kernels"].update({"../x": {}})), "is damaged"),
+        (break_manifest(lambda m: m["kernels"][KEY].clear()), "is damaged"),
+        (
+            break_manifest(lambda m: m["kernels"][KEY].update({"../../x.cubin": "0" * 64})),
+            "is damaged",
+        ),
+    ],
+)
+def test_a_folder_that_is_not_ours_is_refused(
+    damage: Callable[[Path], object], said: str, tmp_path: Path, cache: Path
+) -> None:
+    folder = tmp_path / "folder"
+    fill(folder, HERE, [kernel(tmp_path / "k", 1)])
+    damage(folder)
+    with pytest.raises(KernelFolderError, match=said):
+        take(folder, HERE)
+    with pytest.raises(KernelFolderError, match=said):
+        fill(folder, HERE, [])
+    assert not cache.exists()
+
+
+def test_damaged_kernels_are_left_out(tmp_path: Path, cache: Path) -> None:
+    folder = tmp_path / "folder"
+    fill(folder, HERE, [kernel(tmp_path / "k", n) for n in range(3)])
+    (folder / f"{0:064x}" / "k0.cubin").write_bytes(b"cubin 7")
+    (folder / f"{2:064x}" / "k2.cubin").unlink()
+    assert take(folder, HERE) == Taken(copied=1, held=0, damaged=2)
+    assert get_cache_manager(f"{0:064x}").get_group("k0.json") is None
+
+
+def test_a_folder_of_somebody_else_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(KernelFolderError, match="did not fill it"):
+        fill(tmp_path, HERE, [kernel(tmp_path.parent / "k", 1)])
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

@@ -1,0 +1,248 @@
+"""What is compiled at the start is what steps launch, under the keys that launches look up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from triton import knobs
+
+from deft_backend import TreeAttention, forest_from_page_tables
+from deft_backend.compile import variants
+from deft_backend.compile.described_gpu import compiling_for
+from deft_backend.compile.variants import Variant, compile_all, recorded
+from deft_backend.config import Settings
+from deft_backend.hosts.common.described_server import DescribedServer
+from deft_backend.kernels import Gpu, gluon_versions
+from deft_backend.kernels.configurations import REDUCE_PARTIALS
+
+HOPPER = Gpu.named("sm_90")
+SIZES = (2, 3, 4, 7, 8, 16, 33, 34, 64, 65, 100, 160, 256, 257, 512, 1000, 1024, 1025, 2048)
+
+needs_gluon = pytest.mark.skipif(
+    not gluon_versions.available(), reason="kernels for another Triton"
+)
+
+
+def server(host: str, heads: tuple[int, int] = (32, 8), head_dim: int = 128) -> DescribedServer:
+    return DescribedServer(
+        host, *heads, head_dim, torch.bfloat16, {"sglang": 1, "vllm": 16}[host], 2048
+    )
+
+
+def attention_of(described: DescribedServer, policy: str = "auto") -> TreeAttention:
+    return TreeAttention(
+        num_query_heads=described.num_query_heads,
+        num_kv_heads=described.num_kv_heads,
+        head_dim=described.head_dim,
+        dtype=described.dtype,
+        device="cpu",
+        page_size=described.page_size,
+        max_batch=described.max_batch,
+        policy=policy,
+        compiled_for=HOPPER,
+    )
+
+
+def step_of(
+    attention: TreeAttention, described: DescribedServer, batch: int, width: int
+) -> dict[str, Any]:
+    """Tensors as a model hands them over: a view of the queries, keys and values together."""
+    heads, kv_heads, dim = attention.num_query_heads, attention.num_kv_heads, attention.head_dim
+    qkv = torch.zeros((batch, (heads + 2 * kv_heads) * dim), dtype=attention.dtype)
+    index = torch.int64 if described.host == "sglang" else torch.int32
+    if described.host == "sglang":
+        k_cache, v_cache = torch.zeros((2, 9, kv_heads, dim), dtype=attention.dtype)
+    else:
+        cache = torch.zeros((9, 16, kv_heads, 2 * dim), dtype=attention.dtype)
+        k_cache, v_cache = cache[..., :dim], cache[..., dim:]
+    return {
+        "q": qkv[:, : heads * dim].view(batch, heads, dim),
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "page_table": torch.zeros((batch + 1, width), dtype=torch.int32),
+        "seq_lens": torch.full((batch,), 5, dtype=index),
+        "table_rows": torch.arange(batch, dtype=index),
+    }
+
+
+@needs_gluon
+@pytest.mark.parametrize("width", [131072, 131076])
+@pytest.mark.parametrize("heads", [(32, 8), (64, 8), (8, 8), (8, 1)])
+@pytest.mark.parametrize("host", ["sglang", "vllm"])
+def test_no_step_needs_a_kernel_that_was_not_compiled(
+    host: str, heads: tuple[int, int], width: int
+) -> None:
+    described = server(host, heads)
+    compiled = set(described.variants(HOPPER, Settings()))
+    attention = attention_of(described)
+    launched: set[Variant] = set()
+    for batch in SIZES:
+        step = step_of(attention, described, batch, width)
+        with recorded() as found:
+            attention.plan_on_device(
+                step["page_table"], step["seq_lens"], table_rows=step["table_rows"]
+            )
+            attention.run(**step, static_launch=True)
+        launched |= set(found)
+    missing = {variant.name for variant in launched - compiled}
+    assert not missing
+    # And hardly more: what the other class of table widths needs.
+    unused = {variant.name for variant in compiled - launched}
+    assert unused <= {"hopper_small_tile_attention", "hopper_large_tile_attention"}
+
+
+@pytest.mark.parametrize("policy", ["auto", "fasttree", "deft-flatten"])
+def test_plans_of_the_host_need_no_other_kernel(policy: str) -> None:
+    described = server("sglang")
+    settings = Settings(planner="host", policy=policy)
+    compiled = set(described.variants(HOPPER, settings))
+    attention = attention_of(described, policy)
+    generator = torch.Generator().manual_seed(1)
+    launched: set[Variant] = set()
+    for batch in (2, 5, 40, 300):
+        step = step_of(attention, described, batch, 131076)
+        lens = torch.randint(1, 3000, (batch,), generator=generator)
+        pages = torch.arange(batch)[:, None] * 4000 + torch.arange(3000)
+        pages[: batch // 2, :900] = torch.arange(900)
+        forest = forest_from_page_tables(pages.int(), lens.int())
+        attention.plan(forest)
+        with recorded() as found:
+            attention.run(**step)  # an eager step
+            attention.run(**step, static_launch=True)  # a captured one
+        launched |= set(found)
+    assert launched
+    assert not {variant.name for variant in launched - compiled}
+
+
+@pytest.fixture
+def keys() -> Iterator[list[Any]]:
+    """Triton's keys of what it is asked to compile, and does not."""
+    seen: list[Any] = []
+
+    def hook(**event: Any) -> bool:
+        seen.append((event["fn"].name, event["compile"]["specialization_data"]))
+        return True
+
+    before = knobs.runtime.jit_cache_hook
+    knobs.runtime.jit_cache_hook = hook
+    yield seen
+    knobs.runtime.jit_cache_hook = before
+
+
+@needs_gluon
+@pytest.mark.parametrize("host", ["sglang", "vllm"])
+def test_a_variant_has_the_key_of_its_launch(
+    host: str, keys: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = server(host)
+    attention = attention_of(described)
+    step = step_of(attention, described, 40, 131076)
+    launches: list[Callable[[], Any]] = []
+
+    def record(kernel: Any, arguments: Any, constants: Any, options: Any) -> None:
+        launches.append(lambda: kernel.warmup(*arguments, grid=(1,), **constants, **options))
+
+    with recorded() as found:
+        recorder = variants.recorder
+        assert recorder is not None
+
+        def both(*launch: Any) -> None:
+            recorder(*launch)
+            record(*launch)
+
+        monkeypatch.setattr(variants, "recorder", both)
+        attention.plan_on_device(
+            step["page_table"], step["seq_lens"], table_rows=step["table_rows"]
+        )
+        attention.run(**step)
+    with compiling_for(90):
+        for launch in launches:
+            launch()
+        launched = list(keys)
+        keys.clear()
+        for variant in found:
+            variant.compile()
+    assert len(found) == len(launches) == 10
+    assert keys == launched
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        (32, 48, True),
+        (6, 10, True),
+        (6, 1, False),
+        (6, 16, False),
+        (6, 6 + (1 << 40), False),
+    ],
+)
+def test_integers_of_one_kind_share_a_variant(first: int, second: int, same: bool) -> None:
+    found = {variants._kind(value, fixed=False) for value in (first, second)}
+    assert (len(found) == 1) is same
+
+
+def test_an_integer_that_triton_does_not_look_at_makes_no_variant() -> None:
+    assert len({variants._kind(value, fixed=True) for value in (1, 6, 16, 48)}) == 1
+
+
+def test_a_pointer_tells_whether_it_is_aligned() -> None:
+    tensor = torch.zeros(64)
+    kinds = [variants._kind(tensor[at:], fixed=False) for at in (0, 1, 4)]
+    assert [kind.aligned for kind in kinds] == [True, False, True]
+    assert [kind.data_ptr() % 16 for kind in kinds] == [0, 8, 0]
+
+
+def reductions(count: int) -> list[Variant]:
+    """Variants that compile quickly."""
+    described = server("vllm")
+    found = [
+        variant
+        for max_queries in (2, 200)
+        for variant in DescribedServer(
+            "vllm", 32, 8, 128, torch.bfloat16, 16, max_queries
+        ).variants(HOPPER, Settings())
+        if variant.kernel is REDUCE_PARTIALS._compiled
+    ]  # fmt: skip
+    assert described.max_batch == 2048
+    return list(dict.fromkeys(found))[:count]
+
+
+def test_kernels_are_compiled_on_several_threads_and_found_again(tmp_path: Path) -> None:
+    wanted = reductions(2)
+    prepared: list[int] = []
+    with knobs.cache.scope(), compiling_for(90):
+        knobs.cache.dir = str(tmp_path)
+        listener = knobs.compilation.listener
+        first = compile_all(wanted, threads=2, prepare=lambda: prepared.append(1))
+        with compiling_for(90):  # as another process would
+            again = compile_all(wanted, threads=1)
+        assert knobs.compilation.listener is listener
+    assert (first.compiled, first.cached, first.threads) == (2, 0, 2)
+    assert (again.compiled, again.cached, again.threads) == (0, 2, 1)
+    assert 1 <= len(prepared) <= 2
+    assert [kernel.hash for kernel in first.kernels] == [kernel.hash for kernel in again.kernels]
+    assert "2 kernels ready" in str(first)
+    assert "2 compiled on 2 threads, 0 from the cache" in str(first)
+
+
+def test_nothing_to_compile_needs_no_gpu() -> None:
+    assert compile_all([]).kernels == ()
+
+
+def test_an_error_of_one_compilation_reaches_the_caller(tmp_path: Path) -> None:
+    (good,) = reductions(1)
+    bad = Variant(good.kernel, good.arguments, good.constants, (("no_such_option", 1),))
+    with knobs.cache.scope(), compiling_for(90):
+        knobs.cache.dir = str(tmp_path)
+        with pytest.raises(KeyError, match="no_such_option"):
+            compile_all([bad])
+
+
+@pytest.mark.parametrize("name", ["sm_70", "90", "h100", ""])
+def test_an_unknown_gpu_is_refused_with_those_that_are_known(name: str) -> None:
+    with pytest.raises(ValueError, match=r"expected one of sm_80, sm_86, .*sm_90"):
+        Gpu.named(name)
