@@ -23,8 +23,8 @@ from benchmarks.e2e.serving_rows import Row, make_row
 TOKENS = 16
 """Of each streamed answer."""
 
-WARM_UPS = 2
-"""Repeats that do not count."""
+WARM_UPS = 5
+"""Repeats that do not count: in them the host compiles kernels of its own, by sizes of batches."""
 
 
 @dataclass(frozen=True)
