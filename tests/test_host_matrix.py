@@ -10,8 +10,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from deft_backend.hosts.windows import TESTED
+from host_matrix import __main__ as command
 from host_matrix import environment, version_choice
 from host_matrix.requirements import pins_a_stub, requirements_of
 from host_matrix.rows import put, row_of
@@ -56,6 +58,17 @@ def test_a_pinned_stub_is_left_out(line: str, stub: bool, tmp_path: Path) -> Non
         archive.writestr("sglang-0.5.19.dist-info/METADATA", text)
     assert pins_a_stub(wheel) is stub
     assert requirements_of(wheel) == (["numpy"] if stub else [line, "numpy"])
+
+
+def test_a_release_of_torch_is_no_local_build(tmp_path: Path) -> None:
+    """pip prefers "2.13.0+cpu" to the release "2.13.0" if the index has both."""
+    wheel = tmp_path / "sglang-0.5.19-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        text = "Metadata-Version: 2.1\nRequires-Dist: torch==2.13.0\nRequires-Dist: torchao==0.9\n"
+        archive.writestr("sglang-0.5.19.dist-info/METADATA", text)
+    found = [Requirement(line) for line in requirements_of(wheel)]
+    assert [str(r) for r in found] == ["torch===2.13.0", "torchao==0.9"]
+    assert [v for v in ("2.13.0", "2.13.0+cpu") if found[0].specifier.contains(v)] == ["2.13.0"]
 
 
 def test_a_wheel_without_metadata_is_an_error(tmp_path: Path) -> None:
@@ -132,6 +145,23 @@ def test_a_suite_that_cannot_run_is_a_failure(tmp_path: Path) -> None:
     (folder / "bin" / "python").write_text("#!/bin/sh\nexit 4\n")
     (folder / "bin" / "python").chmod(0o755)
     assert run_suite("sglang", "smoke", folder) == Outcome(4, 0, 0, 0, "")
+
+
+def test_a_suite_that_cannot_run_adds_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as one whose host cannot be imported: pytest ends before it finds a test."""
+    added: list[object] = []
+    monkeypatch.setattr(command, "run_suite", lambda *_, **__: Outcome(4, 0, 0, 0, ""))
+    monkeypatch.setattr(command, "version_of", lambda *_: "0.5.19")
+    monkeypatch.setattr(command, "put", added.append)
+    folder = this_environment(tmp_path)
+    monkeypatch.setattr(
+        sys, "argv", ["host_matrix", "run", "--host", "sglang", "--environment", str(folder)]
+    )
+    assert command.main() == 2
+    assert not added
+    assert "no test of sglang ran" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("processes", [(), ("-n", "2", "--dist", "loadgroup")])
