@@ -91,9 +91,8 @@ class DecodeStep:
             tree.plan(batch)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            self._cache.write(
-                layer, slots, k, v
-            )  # write before attention: a query attends to its own token
+            # Write before attention: a query attends to its own token.
+            self._cache.write(layer, slots, k, v)
             if tree is not None:
                 return tree.run(layer, q, batch)
             return torch_attention.decode(q, self._cache, layer, batch)
