@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ def gpu_facts(device: torch.device) -> GpuFacts | None:
     """The facts of a CUDA device; None for the CPU, and for a driver that does not tell them."""
     if device.type != "cuda":
         return None
+    import torch  # reading a shipped table needs none of it
+
     properties: Any = torch.cuda.get_device_properties(device)
     clock_khz = getattr(properties, "clock_rate", 0)
     memory_khz = getattr(properties, "memory_clock_rate", 0)
