@@ -126,7 +126,7 @@ def run_plan(
         ragged=query_start is not None,
         tree=ancestors is not None,
     )
-    launches = _launches(config, kind)
+    launches = launches_of(config, kind)
     # What Triton compiles for, besides the constants.
     types = (
         q.device, page_table.dtype, table_rows.dtype, seq_lens.dtype, starts.dtype, strides,
@@ -255,7 +255,7 @@ class Launches(NamedTuple):
 
 
 @cache
-def _launches(config: KernelConfiguration, kind: Kind) -> Launches:
+def launches_of(config: KernelConfiguration, kind: Kind) -> Launches:
     """Cached for each kind: every layer of every step asks for its launches."""
     shapes = range(len(config.tiles))
     return Launches(
