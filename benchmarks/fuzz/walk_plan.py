@@ -64,12 +64,12 @@ def fault_of(
     target : Target
         Its tile shapes bound the items.
     """
-    arrays = tuple(np.ascontiguousarray(array) for array in plan.arrays().values())
     heights = np.array(target.tile_heights, dtype=np.int64)
     segments = np.array(target.tile_segments, dtype=np.int64)
-    code, at = _walk(
-        *arrays, table, rows, seq_lens, page_size, heights // target.gqa_group, segments, _ORDER
-    )
+    arrays = [np.ascontiguousarray(array) for array in plan.arrays().values()]
+    batch = (table, rows, seq_lens, page_size)
+    arguments: Any = (*arrays, *batch, heights // target.gqa_group, segments, _ORDER)
+    code, at = _walk(*arguments)
     return f"{FAULTS[code]} ({at})" if code else ""
 
 
