@@ -273,7 +273,7 @@ def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) 
         (SMALL_TILE, HOPPER_SMALL_TILE) if shape == 0
         else (PARTIAL_ATTENTION, HOPPER_LARGE_TILE)
     )  # fmt: skip
-    kernel = pipelined if tile.lookahead and wide and kind.heads.single else plain
+    kernel = pipelined if tile.lookahead and wide else plain
     constants = {
         "HEADS": kind.heads,
         "CACHE": CacheLayout._make(
