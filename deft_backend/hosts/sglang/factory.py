@@ -53,8 +53,8 @@ class Unsupported(RuntimeError):
 def wrap_backend(runner: Any, name: str, host: Any) -> Any:
     """Put tree attention around the host's backend, or return that backend and log the reason.
 
-    If set-up fails on one rank, or ranks decided differently, every rank undoes it. Ranks with different sets of graphs would
-    wait for each other forever during the capture.
+    If set-up fails on one rank, or ranks decided differently, every rank undoes it. Ranks with
+    different sets of graphs would wait for each other forever during the capture.
 
     Parameters
     ----------
