@@ -45,7 +45,7 @@ class QueryShapes(dict[int, QueryShape]):
         group = query_heads // kv_heads
         blocks = QueryBlocks.of(query_tokens, group)
         config = kernel_configuration(
-            head_dim, self._dtype, self._device, blocks.tokens * group, self._gpu
+            head_dim, self._dtype, self._device, group, self._gpu, query_tokens=blocks.tokens
         )
         target = target_of(
             config, num_query_heads=query_heads, num_kv_heads=kv_heads, head_dim=head_dim,
