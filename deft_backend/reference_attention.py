@@ -16,6 +16,9 @@ def reference_attention(
     *,
     sm_scale: float | None = None,
     logit_cap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Decode attention of each request over its own tokens, without any sharing.
 
@@ -23,12 +26,17 @@ def reference_attention(
     ----------
     q : [B, Hq, D]
     k_cache, v_cache : [pages, page_size, Hkv, D]
+        Of any dtype, 8-bit ones included.
     page_table : [B, P] int
     seq_lens : [B] int
     sm_scale : float, optional
         Default ``1 / sqrt(D)``.
     logit_cap : float
         Soft cap of the scores; 0 for none.
+    k_scale, v_scale : float
+        What a stored key and a stored value are multiplied with.
+    sinks : [Hq], optional
+        A score of each query head that has no value.
 
     Returns
     -------
@@ -44,13 +52,17 @@ def reference_attention(
             continue
         position = torch.arange(length, device=q.device)
         page = page_table[b].long()[position // page_size]
-        k = k_cache[page, position % page_size].double()  # [length, Hkv, D]
-        v = v_cache[page, position % page_size].double()
+        k = k_cache[page, position % page_size].double() * k_scale  # [length, Hkv, D]
+        v = v_cache[page, position % page_size].double() * v_scale
         grouped = q[b].double().view(kv_heads, heads // kv_heads, dim)
         scores = torch.einsum("hgd,nhd->hgn", grouped, k) * scale
         if logit_cap > 0.0:
             scores = logit_cap * torch.tanh(scores / logit_cap)
-        out[b] = torch.einsum("hgn,nhd->hgd", scores.softmax(-1), v).reshape(heads, dim)
+        if sinks is not None:
+            sink = sinks.double().view(kv_heads, -1, 1)
+            scores = torch.cat([scores, sink], dim=-1)
+        weights = scores.softmax(-1)[..., :length]
+        out[b] = torch.einsum("hgn,nhd->hgd", weights, v).reshape(heads, dim)
     return out
 
 

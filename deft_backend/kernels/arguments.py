@@ -45,15 +45,22 @@ class Tensors(NamedTuple):
     page_table: Pointer
     table_rows: Pointer
     seq_lens: Pointer
+    sinks: Pointer
+    """[Hq]: the sink of each query head; read only if ``Mode.sinks``."""
+    k_scale: Pointer
+    v_scale: Pointer
+    """[1] float32: what stored keys and values stand for; read only if ``Mode.device_scales``."""
 
 
 class Scaling(NamedTuple):
-    """How a product of query and key becomes a score."""
+    """How a product of query and key becomes a score, and a sum of stored values an output."""
 
     scale: float
     """Brings scores to base 2. With a soft cap it is `sm_scale`, without the change of base."""
     cap: float
     """The soft cap, unused without one."""
+    value: float
+    """What a stored value stands for; used only for a cache of 8 bits."""
 
 
 class Strides(NamedTuple):
@@ -94,6 +101,9 @@ class CacheLayout(NamedTuple):
     v_head: int
     same_strides: bool
     """Whether a token has the same offset in K and in V."""
+    number: str
+    """How a byte of a cache of 8 bits stands for a number: "e4m3" or "e5m2". Empty: the cache has
+    the dtype of the queries."""
 
 
 class Tile(NamedTuple):
@@ -123,3 +133,7 @@ class Mode(NamedTuple):
     """Whether the plain kernels multiply in float32, as the interpreter must."""
     overlapped: bool
     """Whether launches use programmatic dependent launch."""
+    sinks: bool
+    """Whether each query's softmax has a sink for each head."""
+    device_scales: bool
+    """Whether the device holds the scales of a cache of 8 bits."""

@@ -48,6 +48,10 @@ def run_plan(
     *,
     sm_scale: float,
     logit_cap: float,
+    kv_number: str,
+    k_scale: float | torch.Tensor,
+    v_scale: float | torch.Tensor,
+    sinks: torch.Tensor | None,
     host_plan: Plan | None,
     masked_tiles: bool,
     table_by_segment: bool,
@@ -69,6 +73,13 @@ def run_plan(
     partial_out : [E, Hq, D] float16 or float32; partial_lse, partial_scale : [E, Hq] float32
         The workspace for partial results, as :class:`~deft_backend.kernels.arguments.Partials`
         describes it.
+    kv_number : str
+        How the bytes of a cache of 8 bits, given as uint8, stand for numbers: "e4m3" or "e5m2".
+        Empty: the cache has the dtype of the queries.
+    k_scale, v_scale : float, or two tensors of one float32 on the device
+        What a stored key and a stored value are multiplied with. 1.0 unless the cache has 8 bits.
+    sinks : [Hq] float, optional
+        The sink of each query head.
     host_plan : Plan, optional
         The plan in `plan`, if the host knows it. Then tile shapes without items, and stage 2
         without partial results, are not launched. With None, `run_plan` launches every kernel that
@@ -81,9 +92,14 @@ def run_plan(
     """
     # Structures of the kernels' arguments, in the order of their fields.
     partial = (partial_out, partial_lse, partial_scale)
-    tensors = (q, k_cache, v_cache, out, partial, page_table, table_rows, seq_lens)
+    # A kernel reads no pointer that its constants exclude: any float32 stands in for it.
+    held_sinks = partial_lse if sinks is None else sinks
+    device_scales = isinstance(k_scale, torch.Tensor) and isinstance(v_scale, torch.Tensor)
+    held_scales = (k_scale, v_scale) if device_scales else (partial_lse, partial_lse)
+    last = (page_table, table_rows, seq_lens, held_sinks, *held_scales)
+    tensors = (q, k_cache, v_cache, out, partial, *last)
     pointers = 0
-    for tensor in (q, k_cache, v_cache, out, *partial, page_table, table_rows, seq_lens):
+    for tensor in (q, k_cache, v_cache, out, *partial, *last):
         pointers |= tensor.data_ptr()
     aligned = pointers % 16 == 0
     strides = (*q.stride()[:2], *out.stride()[:2], page_table.stride(0))
@@ -103,14 +119,22 @@ def run_plan(
         and max(_reach(k_cache), _reach(v_cache)) <= WIDE_REACH
         and max(_reach(q), _reach(out)) <= WIDE_REACH // 2,
         table_by_segment=table_by_segment,
+        kv_number=kv_number,
+        sinks=sinks is not None,
+        device_scales=device_scales,
     )
     launches = launches_of(config, kind)
     # What Triton compiles for, besides the constants.
-    types = (q.device, page_table.dtype, table_rows.dtype, seq_lens.dtype, strides)
+    types = (
+        q.device, page_table.dtype, table_rows.dtype, seq_lens.dtype, held_sinks.dtype, strides,
+    )  # fmt: skip
 
     # Scores in base 2, unless a soft cap needs them as they are.
     scale = float(sm_scale) if logit_cap > 0.0 else float(sm_scale) * LOG2_E
-    scaling = (scale, float(logit_cap) or 1.0)
+    value = 1.0
+    if not device_scales:
+        scale, value = scale * k_scale, float(v_scale)
+    scaling = (scale, float(logit_cap) or 1.0, value)
     arguments = (tensors, plan.stage1, scaling, strides)
     follows = False
     group_rows = batch * num_heads // num_kv_heads
@@ -128,7 +152,8 @@ def run_plan(
     few = batch <= config.few_queries(num_heads)
     reduce = config.few if few else config.reduce
     programs = min(reduce.programs, merged * reduce.blocks(num_heads))
-    launches.stage2[few].run(programs, (partial, out, plan.stage2, *strides[2:4]), types, aligned)
+    arguments = (partial, out, held_sinks, plan.stage2, *strides[2:4])
+    launches.stage2[few].run(programs, arguments, types, aligned)
 
 
 def _reach(tensor: torch.Tensor) -> int:
@@ -152,6 +177,10 @@ class Kind(NamedTuple):
     #: lie within WIDE_REACH.
     wide_rows: bool
     table_by_segment: bool
+    #: As for `run_plan`.
+    kv_number: str
+    sinks: bool
+    device_scales: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,6 +247,7 @@ def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) 
     tile = config.tiles[shape]
     # The kernels in Gluon read 16 bytes at a time.
     wide = kind.wide_rows and all(s % 8 == 0 for s in (*kind.k_strides, *kind.v_strides))
+    wide = wide and not kind.kv_number
     plain, pipelined = (
         (SMALL_TILE, HOPPER_SMALL_TILE) if shape == 0
         else (PARTIAL_ATTENTION, HOPPER_LARGE_TILE)
@@ -233,7 +263,7 @@ def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) 
         "CACHE": CacheLayout._make(
             (
                 kind.page_size, kind.table_by_segment, *kind.k_strides, *kind.v_strides,
-                kind.k_strides[:2] == kind.v_strides[:2],
+                kind.k_strides[:2] == kind.v_strides[:2], kind.kv_number,
             )
         ),
         "TILE": Tile(
@@ -250,6 +280,8 @@ def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) 
             precision="ieee" if kind.dtype == torch.float32 else "tf32",
             upcast=config.interpreted,
             overlapped=config.overlapped,
+            sinks=kind.sinks,
+            device_scales=kind.device_scales,
         ),
     }  # fmt: skip
     return Launch(
@@ -266,6 +298,7 @@ def _stage2(config: KernelConfiguration, kind: Kind, reduce: ReduceConfig) -> La
         "BLOCK_P": reduce.partials,
         "BLOCK_H": reduce.heads,
         "OVERLAPPED": config.overlapped,
+        "SINKS": kind.sinks,
     }
     return Launch(
         REDUCE_PARTIALS, _in_order(REDUCE_PARTIALS, constants), reduce.num_warps,

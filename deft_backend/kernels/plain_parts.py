@@ -1,4 +1,4 @@
-"""What the plain kernels of stage 1 share: the soft cap, and how queries and results move."""
+"""What the plain kernels share: scales, soft cap and sinks, and how queries and results move."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 from triton import jit
+
+from deft_backend.kernels.arguments import Scaling
 
 
 class Online(NamedTuple):
@@ -17,6 +19,16 @@ class Online(NamedTuple):
     """[M]: largest scores, in base 2."""
     total: Any
     """[M]: sums of weights."""
+
+
+@jit
+def with_device_scales(scaling, tensors, MODE: tl.constexpr):
+    """The scaling, times the scales of an 8-bit cache that the device holds."""
+    scale, value = scaling.scale, scaling.value
+    if MODE.device_scales:
+        scale *= tl.load(tensors.k_scale)
+        value *= tl.load(tensors.v_scale)
+    return Scaling(scale, scaling.cap, value)
 
 
 @jit
@@ -60,10 +72,24 @@ def kv_offsets(page, position, CACHE: tl.constexpr):
 
 
 @jit
-def write_results(online, query, slot, head, in_tile, tensors, strides, HEADS: tl.constexpr):
+def sink_weight(sinks, head, there, maximum):
+    """The weight of each query vector's sink, among weights relative to `maximum`, in base 2.
+
+    Without a token `maximum` is -inf: then any finite weight gives an output of 0.
+    """
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    sink = tl.load(sinks + head, mask=there, other=0.0).to(tl.float32) * LOG2_E
+    return tl.exp2(sink - tl.where(maximum == float("-inf"), 0.0, maximum))
+
+
+@jit
+def write_results(
+    online, query, slot, head, in_tile, tensors, strides, HEADS: tl.constexpr, MODE: tl.constexpr
+):
     """Write each query vector's output, or its partial result to its slot.
 
-    `online.acc` is [M, D]. An empty range contributes nothing: O = 0, LSE = -inf.
+    `online.acc` is [M, D]. An empty range contributes nothing: O = 0, LSE = -inf. An output has
+    its sink; the merge of partial results adds theirs.
     """
     acc, maximum, total = online.acc, online.maximum, online.total
     offs_d = tl.arange(0, HEADS.padded_dim)[None, :]
@@ -73,12 +99,15 @@ def write_results(online, query, slot, head, in_tile, tensors, strides, HEADS: t
     direct = in_tile & (slot < 0)
     partial = in_tile & (slot >= 0)
     if tl.reduce(direct.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
+        whole = normal
+        if MODE.sinks:
+            whole = 1.0 / (safe_total + sink_weight(tensors.sinks, head, in_tile, maximum))
         tl.store(
             tensors.out
             + query.to(tl.int64)[:, None] * strides.out_batch
             + head[:, None] * strides.out_head
             + offs_d,
-            (acc * normal[:, None]).to(tensors.out.dtype.element_ty),
+            (acc * whole[:, None]).to(tensors.out.dtype.element_ty),
             mask=direct[:, None] & in_head,
         )
     if tl.reduce(partial.to(tl.int32), 0, tl.standard._elementwise_max) > 0:

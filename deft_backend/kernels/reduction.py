@@ -1,9 +1,10 @@
 """Stage 2: merge a query's partial results by their log-sum-exp (FlashForge's POR, Algorithm 3).
 
-    O = sum_i O_i 2^LSE_i / sum_i 2^LSE_i          (DeFT, equation 1, in base 2)
+    O = sum_i O_i 2^LSE_i / (sum_i 2^LSE_i + 2^sink)          (DeFT, equation 1, in base 2)
 
 A query's partial results lie in neighbouring slots. The kernel merges them in the order of the
 plan's items, so every run gives the same bits. Queries whose attention is one item are absent.
+A head's sink, if it has one, joins the sum of weights here: no partial result contains it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from triton import jit
 from triton.language.extra.cuda import gdc_wait
 
 from deft_backend.kernels.arguments import Partials
+from deft_backend.kernels.plain_parts import sink_weight
 from deft_backend.planner.device_plan import ReduceArrays
 
 
@@ -20,6 +22,7 @@ from deft_backend.planner.device_plan import ReduceArrays
 def reduce_partials(
     partial: Partials,
     out_ptr,
+    sinks,
     plan: ReduceArrays,
     stride_out_batch,
     stride_out_head,
@@ -29,6 +32,7 @@ def reduce_partials(
     BLOCK_P: tl.constexpr,
     BLOCK_H: tl.constexpr,
     OVERLAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     HEAD_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     offs_p = tl.arange(0, BLOCK_P)[:, None]
@@ -84,6 +88,9 @@ def reduce_partials(
             acc = acc * rescale[:, None] + tl.reduce(scaled, 0, tl.standard._sum_combine)
             maximum = new_maximum
 
+        if SINKS:
+            sink_head = work % HEAD_BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
+            total += sink_weight(sinks, sink_head, sink_head < NUM_HEADS, maximum)
         result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         head_of_row = tl.trans(head)
         offs_row = tl.arange(0, HEAD_DIM_PADDED)[None, :]

@@ -25,11 +25,13 @@ from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deft_backend.kernels.arguments import Scaling, Strides, Tensors
+from deft_backend.kernels.eight_bits import operand
 from deft_backend.kernels.plain_parts import (
     Online,
     capped,
     kv_offsets,
     load_queries,
+    with_device_scales,
     write_results,
 )
 from deft_backend.planner import encoding_constants
@@ -76,11 +78,12 @@ def _read_row(work, work_end, item, tensors, HEADS: tl.constexpr, CACHE: tl.cons
 
 
 @jit
-def _attend(online, q, k, v, inside, scaling, MODE: tl.constexpr):
+def _attend(
+    online, q, k, v, inside, scaling, CACHE: tl.constexpr, MODE: tl.constexpr
+):  # fmt: skip
     """The softmax with one more block, which is never empty: q [M, D], k [N, D], v [D, N]."""
-    if MODE.upcast:  # what a tensor core does with the operands; the interpreter cannot
-        k = k.to(tl.float32)
-        v = v.to(tl.float32)
+    k = operand(k, q.dtype, CACHE.number, MODE.upcast)
+    v = operand(v, q.dtype, CACHE.number, MODE.upcast)
     scores = tl.dot(k, tl.trans(q), input_precision=MODE.precision)
     scores, factor = capped(scores, scaling, MODE.soft_cap)
     scores = tl.where(inside[:, None], scores, float("-inf"))
@@ -116,15 +119,15 @@ def _attend_range(
     for begin in range(0, length, TILE.block_tokens):
         inside = offs_n < length - begin
         k_offset, v_offset = kv_offsets(page, start + begin + offs_n, CACHE)
-        k = tl.load(k_head + k_offset[:, None] + offs_d, mask=inside[:, None] & in_head, other=0.0)
+        k = tl.load(k_head + k_offset[:, None] + offs_d, mask=inside[:, None] & in_head, other=0)
         v = tl.load(
             v_head + v_offset[None, :] + tl.trans(offs_d),
             mask=inside[None, :] & tl.trans(in_head),
-            other=0.0,
+            other=0,
         )
         ahead = begin + TILE.block_tokens + offs_n
         page = tl.load(table + (start + ahead) // CACHE.page_size, mask=ahead < length, other=0)
-        online = _attend(online, q, k, v, inside, scaling, MODE)
+        online = _attend(online, q, k, v, inside, scaling, CACHE, MODE)
     return Online(tl.trans(online.acc), online.maximum, online.total)
 
 
@@ -169,6 +172,7 @@ def small_tile_attention(
     if MODE.overlapped:
         gdc_launch_dependents()
 
+    scaling = with_device_scales(scaling, tensors, MODE)
     work_end = tl.load(plan.tile_ptr + TILE.place + 1) * HEADS.num_kv
     first_work = tl.load(plan.tile_ptr + TILE.place) * HEADS.num_kv + tl.program_id(0)
     step = tl.num_programs(0)
@@ -202,6 +206,8 @@ def small_tile_attention(
             q, page, table, start, length, kv_head, tensors, scaling, HEADS, CACHE, TILE, MODE
         )
 
+        if CACHE.number != "":
+            online = Online(online.acc * scaling.value, online.maximum, online.total)
         # Read again: held in registers through the loop, they would cost more.
         query = tl.load(plan.entry_query + item.entry + query_of_row, mask=in_tile, other=0)
         slot = tl.load(plan.entry_slot + item.entry + query_of_row, mask=in_tile, other=0)
@@ -211,7 +217,7 @@ def small_tile_attention(
                 gdc_wait()
             first_slot = MERGES - slot.to(tl.int64)
             online = _merge(online, merged, first_slot, head, in_tile, tensors, HEADS)
-        write_results(online, query, slot, head, in_tile, tensors, strides, HEADS)
+        write_results(online, query, slot, head, in_tile, tensors, strides, HEADS, MODE)
 
         row, item, next_item = next_row, next_item, later_item
 
