@@ -128,7 +128,10 @@ def test_every_finite_byte_is_its_number(kv_dtype: torch.dtype) -> None:
     [
         ({"k_scale": 2.0}, "k_scale is given, but the KV cache has the dtype of the queries"),
         ({"v_scale": torch.ones(1)}, "v_scale is given, but the KV cache"),
-        ({"kv_dtype": torch.float8_e4m3fn}, "k_cache has dtype torch.float32; expected torch.float8"),
+        (
+            {"kv_dtype": torch.float8_e4m3fn},
+            "k_cache has dtype torch.float32; expected torch.float8",
+        ),
         ({"sinks": torch.zeros(3)}, r"sinks has shape \[3\] and strides \(1,\); expected \[4\]"),
         ({"sinks": torch.zeros(4).long()}, "sinks has dtype torch.int64; expected float32"),
     ],

@@ -72,7 +72,7 @@ def operand(x, DTYPE: tl.constexpr, NUMBER: tl.constexpr, UPCAST: tl.constexpr):
     elif NUMBER == "":
         return x
     elif NUMBER == "e4m3":
-        if DTYPE == tl.float16:
+        if DTYPE == tl.float16:  # noqa: SIM300
             return tl.inline_asm_elementwise(
                 E4M3_TO_FLOAT16, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4
             )
@@ -80,7 +80,7 @@ def operand(x, DTYPE: tl.constexpr, NUMBER: tl.constexpr, UPCAST: tl.constexpr):
             return tl.inline_asm_elementwise(
                 E4M3_TO_BFLOAT16, "=&r,=&r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=4
             )
-    elif DTYPE == tl.float16:
+    elif DTYPE == tl.float16:  # noqa: SIM300
         return tl.inline_asm_elementwise(
             E5M2_TO_FLOAT16, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4
         )
