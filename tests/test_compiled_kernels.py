@@ -18,10 +18,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from deft_backend.compile.triton_kernel import Kernel
-from deft_backend.kernels import gluon_versions, kernel_configuration, tree_attention
+from deft_backend.kernels import configurations, gluon_versions, kernel_configuration
 from deft_backend.kernels.arguments import Partials, Scaling, Strides, Tensors
 from deft_backend.kernels.configurations import KernelConfiguration
-from deft_backend.kernels.tree_attention import Kind, Launch
+from deft_backend.kernels.launches import Kind, Launch, launches_of
 from deft_backend.planner import DevicePlan, PlanCapacity
 from deft_backend.planner.device_plan import ItemArrays, ReduceArrays
 from deft_backend.planner.on_device import SIZES, DevicePlanner
@@ -106,10 +106,10 @@ def plan_types(arrays: type[ItemArrays] | type[ReduceArrays]) -> Any:
 def resources(launch: Launch, dtype: torch.dtype, major: int) -> Resources:
     """Compile a kernel as it is launched, and ask the assembler what it takes."""
     function: Any = launch.kernel._compiled
-    arrays = ReduceArrays if launch.kernel is tree_attention.REDUCE_PARTIALS else ItemArrays
+    arrays = ReduceArrays if launch.kernel is configurations.REDUCE_PARTIALS else ItemArrays
     types = {**argument_types(dtype), "plan": plan_types(arrays)}
     types = {name: types[name] for name in function.arg_names if name not in launch.constants}
-    gluon = (tree_attention.HOPPER_LARGE_TILE, tree_attention.HOPPER_SMALL_TILE)
+    gluon = (configurations.HOPPER_LARGE_TILE, configurations.HOPPER_SMALL_TILE)
     options = launch.options
     return compiled(function, types, launch.constants, options, major, launch.kernel in gluon)
 
@@ -171,7 +171,7 @@ def _usage(binary: bytes) -> dict[str, int]:
 def test_kernels_on_hopper(head_dim: int, dtype: torch.dtype, page_size: int) -> None:
     """All kernels compile without spills, and an SM holds the launched number of programs."""
     config = config_of(9, head_dim, dtype, 4)
-    launches = tree_attention._launches(config, kind_of(head_dim, dtype, page_size))
+    launches = launches_of(config, kind_of(head_dim, dtype, page_size))
     for tile, (_, launch) in zip(config.tiles[:2], launches.stage1[:2], strict=True):
         found = resources(launch, dtype, 9)
         assert found.fit(9) >= tile.programs // SMS, (launch.kernel._name, found)
@@ -189,8 +189,8 @@ def test_small_tiles_of_every_gqa_group_on_hopper(group: int) -> None:
     dtype = torch.bfloat16
     config = config_of(9, 128, dtype, group)
     kind = kind_of(128, dtype, 16)._replace(num_heads=8 * group)
-    launch = tree_attention._launches(config, kind).stage1[0][1]
-    assert launch.kernel is tree_attention.HOPPER_SMALL_TILE
+    launch = launches_of(config, kind).stage1[0][1]
+    assert launch.kernel is configurations.HOPPER_SMALL_TILE
     found = resources(launch, dtype, 9)
     assert found.stack == 0, found
     assert found.fit(9) >= config.tiles[0].programs // SMS, found
@@ -212,9 +212,9 @@ def test_an_unknown_triton_runs_the_plain_kernels_and_says_so_once(
 ) -> None:
     for head_dim in (64, 128):
         config = config_of(9, head_dim, torch.bfloat16, 4)
-        launches = tree_attention._launches(config, kind_of(head_dim, torch.bfloat16, 16))
+        launches = launches_of(config, kind_of(head_dim, torch.bfloat16, 16))
         kernels = [launch.kernel for _, launch in launches.stage1]
-        assert kernels == [tree_attention.SMALL_TILE] + 2 * [tree_attention.PARTIAL_ATTENTION]
+        assert kernels == [configurations.SMALL_TILE] + 2 * [configurations.PARTIAL_ATTENTION]
     (record,) = caplog.records
     assert "Triton 4.0.0 is not one of the tested versions" in record.getMessage()
 
@@ -224,7 +224,7 @@ def test_leaves_fit_beside_one_stem_of_an_sm() -> None:
     """Two warps fit in each quarter of an SM's registers, if few large tiles leave room for
     them."""
     config = config_of(9, 128, torch.bfloat16, 4)
-    launches = tree_attention._launches(config, kind_of(128, torch.bfloat16, 1))
+    launches = launches_of(config, kind_of(128, torch.bfloat16, 1))
     (_, leaf), (_, stem) = launches.stage1[:2]
     leaves, stems = resources(leaf, torch.bfloat16, 9), resources(stem, torch.bfloat16, 9)
     assert (leaves.warps, stems.warps) == (1, 4)
@@ -238,7 +238,7 @@ def test_leaves_fit_beside_one_stem_of_an_sm() -> None:
 def test_kernels_on_ampere() -> None:
     """The plain kernels compile, and the launched ones fit the GPU."""
     config = config_of(8, 128, torch.float16, 4)
-    launches = tree_attention._launches(config, kind_of(128, torch.float16, 16))
+    launches = launches_of(config, kind_of(128, torch.float16, 16))
     for tile, (first, _) in zip(config.tiles, launches.stage1, strict=True):
         found = resources(first, torch.float16, 8)
         assert found.fit(8) >= tile.programs // SMS, (first.kernel._name, found)

@@ -8,7 +8,7 @@ from deft_backend.kernels.configurations import (
     unsupported,
 )
 from deft_backend.kernels.gpu import Gpu
-from deft_backend.kernels.tree_attention import run_plan
+from deft_backend.kernels.launches import run_plan
 
 __all__ = [
     "DTYPES",

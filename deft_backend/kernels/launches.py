@@ -104,7 +104,7 @@ def run_plan(
         and max(_reach(q), _reach(out)) <= WIDE_REACH // 2,
         table_by_segment=table_by_segment,
     )
-    launches = _launches(config, kind)
+    launches = launches_of(config, kind)
     # What Triton compiles for, besides the constants.
     types = (q.device, page_table.dtype, table_rows.dtype, seq_lens.dtype, strides)
 
@@ -205,7 +205,7 @@ class Launches(NamedTuple):
 
 
 @cache
-def _launches(config: KernelConfiguration, kind: Kind) -> Launches:
+def launches_of(config: KernelConfiguration, kind: Kind) -> Launches:
     """Cached for each kind: every layer of every step asks for its launches."""
     shapes = range(len(config.tiles))
     return Launches(
