@@ -21,6 +21,8 @@ class Architecture:
 
     Attributes
     ----------
+    title : str
+        Its name in prose.
     config : mapping
         Its ``config.json``.
     tree : int
@@ -33,6 +35,7 @@ class Architecture:
         Hosts that run it in the integration tests.
     """
 
+    title: str
     config: Mapping[str, Any]
     tree: int
     dtype: str = "float32"
@@ -80,6 +83,7 @@ _LINEAR = {
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "gpt-oss": Architecture(
+        "gpt-oss",
         _config(
             "GptOssForCausalLM", "gpt_oss", (16, 2, 64), num_hidden_layers=4,
             layer_types=_layers("sfsf"), sliding_window=WINDOW, num_local_experts=4,
@@ -90,6 +94,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         ), tree=2, ci=("vllm",),
     ),
     "gemma3": Architecture(
+        "Gemma 3",
         _config(
             "Gemma3ForCausalLM", "gemma3_text", (8, 2, 256), num_hidden_layers=3,
             layer_types=_layers("ssf"), sliding_window=WINDOW, query_pre_attn_scalar=256,
@@ -97,6 +102,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         ), tree=1, cpu=("vllm", "sglang"), ci=("vllm", "sglang"),
     ),
     "qwen3-next": Architecture(
+        "Qwen3-Next",
         _config(
             "Qwen3NextForCausalLM", "qwen3_next", (16, 2, 256), num_hidden_layers=4,
             full_attention_interval=4, layer_types=_layers("lllf"), partial_rotary_factor=0.25,
@@ -105,6 +111,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         ), tree=1, dtype="bfloat16", ci=("vllm",),
     ),
     "qwen3.5": Architecture(
+        "Qwen3.5",
         _config(
             "Qwen3_5ForCausalLM", "qwen3_5_text", (24, 4, 256), num_hidden_layers=4,
             full_attention_interval=4, layer_types=_layers("lllf"),
@@ -115,23 +122,28 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         ), tree=1, dtype="bfloat16",
     ),
     "qwen3-moe": Architecture(
+        "Qwen3-MoE",
         _config(
             "Qwen3MoeForCausalLM", "qwen3_moe", (8, 1, 128), decoder_sparse_step=1,
             mlp_only_layers=[], **_EXPERTS,
         ), tree=2, cpu=("vllm", "sglang"), ci=("vllm",),
     ),
     "llama": Architecture(
+        "Llama",
         _config("LlamaForCausalLM", "llama", (8, 2, 128)), tree=2, cpu=("vllm", "sglang"),
     ),
     "qwen3": Architecture(
+        "Qwen3",
         _config("Qwen3ForCausalLM", "qwen3", (10, 2, 128)), tree=2, cpu=("vllm", "sglang"),
     ),
     "glm-4": Architecture(
+        "GLM-4",
         _config("Glm4ForCausalLM", "glm4", (24, 2, 128), partial_rotary_factor=0.5,
                 attention_bias=True),
         tree=2, cpu=("vllm", "sglang"),
     ),
     "glm-4.5": Architecture(
+        "GLM-4.5",
         _config(
             "Glm4MoeForCausalLM", "glm4_moe", (12, 1, 128), partial_rotary_factor=0.5,
             n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, n_group=1,
@@ -140,6 +152,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         ), tree=2,
     ),
     "minimax-m2": Architecture(
+        "MiniMax-M2",
         _config(
             "MiniMaxM2ForCausalLM", "minimax_m2", (12, 2, 128), rotary_dim=64,
             num_local_experts=4, num_experts_per_tok=2, intermediate_size=128,
@@ -148,6 +161,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         ), tree=2,
     ),
     "hunyuan": Architecture(
+        "Hunyuan",
         _config("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", (8, 2, 128), use_qk_norm=True,
                 attention_bias=False, mlp_bias=False,
                 rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32,
@@ -155,20 +169,24 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         tree=2,
     ),
     "mistral": Architecture(
+        "Mistral",
         _config("MistralForCausalLM", "mistral", (8, 2, 128), sliding_window=None),
         tree=2, cpu=("vllm", "sglang"),
     ),
     "phi-4": Architecture(
+        "Phi-4",
         _config("Phi3ForCausalLM", "phi3", (8, 2, 128), rope_scaling=None, sliding_window=None,
                 original_max_position_embeddings=8192, pad_token_id=0),
         tree=2,
     ),
     "mimo": Architecture(
+        "MiMo",
         _config("MiMoForCausalLM", "mimo", (8, 2, 128), attention_bias=True,
                 num_nextn_predict_layers=0),
         tree=2,
     ),
     "gemma4": Architecture(
+        "Gemma 4",
         _config(
             "Gemma4ForCausalLM", "gemma4_text", (8, 2, 256), num_hidden_layers=3,
             global_head_dim=512, num_global_key_value_heads=2, layer_types=_layers("ssf"),
@@ -184,6 +202,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         ), tree=0,
     ),
     "mimo-v2": Architecture(
+        "MiMo-V2",
         _config(
             "MiMoV2FlashForCausalLM", "mimo_v2_flash", (8, 1, 192), v_head_dim=128,
             num_hidden_layers=2, hybrid_layer_pattern=[0, 1], swa_num_attention_heads=8,

@@ -1,15 +1,17 @@
-"""One engine of the zoo in a process of its own: it answers, or checks another engine's answers.
+"""Engines of the zoo, one after the other: each answers, or checks another engine's answers.
 
-``python -m benchmarks.zoo.worker JOB`` reads a file with a :class:`Job` and writes its result.
+``python -m benchmarks.zoo.worker JOB...`` reads files with a :class:`Job` and writes the results.
 Importing this module fills the models of SGLang: its processes import the main module again.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
+import traceback
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,6 +39,8 @@ class Job:
     answers : str
         The file of answers: written, or read and checked if `checked` names a file for the result.
     checked : str, optional
+    log : str
+        The file of the engine's log.
     wait : float
         Seconds to wait for the answers.
     """
@@ -48,6 +52,7 @@ class Job:
     options: dict[str, Any]
     shape: dict[str, int]
     answers: str
+    log: str
     checked: str | None = None
     wait: float = 300.0
 
@@ -56,7 +61,11 @@ class Job:
 
 
 def run(job: Job) -> None:
-    """Make the engine and do the job."""
+    """Make the engine and do the job; its output goes to the job's log."""
+    with open(job.log, "w") as log:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(log.fileno(), stream.fileno())
     asked = requests(**job.shape)
     make = SGLang if job.host == "sglang" else VLLM
     engine = make(job.model, job.backend, {**job.options, "dtype": job.dtype})
@@ -89,11 +98,36 @@ def _write(path: Path, content: Any) -> None:
     os.replace(temporary, path)
 
 
+def _log() -> None:
+    """Write the plugin's lines, whichever way the host sets up its own log."""
+    logger = logging.getLogger("deft_backend")
+    logger.addHandler(logging.StreamHandler(sys.stdout))
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+if __name__ in ("__main__", "__mp_main__"):
+    _log()
 if find_spec("sglang") is not None and __name__ in ("__main__", "__mp_main__"):
     fill_models_of_sglang()
 
+
+def main(paths: list[str]) -> None:
+    """Do the jobs. A job that fails leaves its error in the log; the next one still runs."""
+    failed = False
+    for path in paths:
+        job = Job(**json.loads(Path(path).read_text()))
+        try:
+            run(job)
+        except Exception:
+            failed = True
+            traceback.print_exc()
+    sys.stdout.flush()
+    # The engines have done their work. vLLM's in this process would take long to end.
+    os._exit(failed)
+
+
 if __name__ == "__main__":
-    job = Job(**json.loads(Path(sys.argv[1]).read_text()))
-    if job.host == "vllm":
+    if find_spec("vllm") is not None:
         fill_models_of_vllm()
-    run(job)
+    main(sys.argv[1:])
