@@ -100,7 +100,10 @@ def e2e(
     ] = None,
     shape: Annotated[
         str | None,
-        typer.Option(help="llama-3.1-8b, four-layers, one-layer, or tiny (default without a GPU)."),
+        typer.Option(
+            help="llama-3.1-8b, four-layers, one-layer, tiny (default without a GPU); with "
+            "--weights dummy: gpt-oss-20b, qwen3.5-9b."
+        ),
     ] = None,
     weights: Annotated[
         str, typer.Option(help="random, or dummy: then only times can be compared.")

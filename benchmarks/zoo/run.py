@@ -69,9 +69,9 @@ class Place:
             if not self.gpu:
                 return {"device": "cpu", "max_total_tokens": 16384, "max_running_requests": 16}
             return {
-                "mem_fraction_static": 0.5, "max_total_tokens": 100_000,
-                "max_running_requests": 64, "cuda_graph_bs_decode": [1, 8, 16, 32],
-                "cuda_graph_backend_prefill": "disabled",
+                "mem_fraction_static": 0.8, "max_total_tokens": 100_000,
+                "max_running_requests": 64, "max_mamba_cache_size": 192,
+                "cuda_graph_bs_decode": [1, 8, 16, 32], "cuda_graph_backend_prefill": "disabled",
             }  # fmt: skip
         common: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": 32}
         if not self.gpu:
