@@ -25,8 +25,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "costs": set(),
     "policies": {"forest", "costs", "kernel_limits"},
     "planner": {"forest", "policies", "kernel_limits"},
-    "kernels": {"planner", "kernel_limits"},
-    "attention": {"forest", "policies", "planner", "kernels", "costs", "kernel_limits"},
+    "kernels": {"planner", "kernel_limits", "query_blocks"},
+    "attention": {
+        "forest",
+        "policies",
+        "planner",
+        "kernels",
+        "costs",
+        "kernel_limits",
+        "query_blocks",
+    },
     "tuning": {"forest", "costs", "policies", "planner", "attention", "harness", "traces"},
     "explain": {"forest", "policies", "planner"},
     "telemetry": {"forest", "config"},
@@ -37,6 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "servers": {"config", "hosts/vllm"},  # the name to start vLLM with
     "traces": {"forest", "json_file"},
     "harness": {"servers", "telemetry", "traces", "json_file"},
+    "watch": {"forest", "policies", "planner", "kernels", "attention", "explain", "telemetry"},
     "ab": {"harness", "servers", "telemetry", "traces"},
 }
 HOST_PACKAGES = {"sglang", "vllm"}
