@@ -25,6 +25,9 @@ LARGE_TILE_HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Element types. The kernels run float32 on the CPU only, for small models."""
 
+EIGHT_BIT_NUMBERS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+"""Element types of a KV cache of 8 bits, and how their bytes stand for numbers."""
+
 
 PARTIAL_ATTENTION = Kernel(stage1, "partial_attention")
 SMALL_TILE = Kernel(small_tile, "small_tile_attention")
@@ -92,6 +95,8 @@ def unsupported(
     dtype: torch.dtype,
     device: torch.device,
     gpu: Gpu | None = None,
+    *,
+    kv_dtype: torch.dtype | None = None,
 ) -> str | None:
     """Why the kernels cannot run this attention, in one line; None if they can.
 
@@ -108,8 +113,13 @@ def unsupported(
     if head_dim not in HEAD_DIMS:
         return f"head dimension {head_dim}; supported are {', '.join(map(str, HEAD_DIMS))}"
     if dtype not in DTYPES:
-        names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
-        return f"dtype {str(dtype).removeprefix('torch.')}; supported are {names}"
+        return f"dtype {_name(dtype)}; supported are {', '.join(map(_name, DTYPES))}"
+    if kv_dtype not in (None, dtype, *EIGHT_BIT_NUMBERS):
+        eight = ", ".join(map(_name, EIGHT_BIT_NUMBERS))
+        return (
+            f"a KV cache of {_name(kv_dtype)} under queries of {_name(dtype)}; supported are "
+            f"{_name(dtype)}, {eight}"
+        )
     if device.type == "cpu" and gpu is None:
         return None
     if (device.type != "cuda" and gpu is None) or torch.version.hip is not None:
@@ -123,6 +133,10 @@ def unsupported(
     return None
 
 
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 @lru_cache(maxsize=64)
 def kernel_configuration(
     head_dim: int,
@@ -132,11 +146,12 @@ def kernel_configuration(
     gpu: Gpu | None = None,
     *,
     query_tokens: int = 1,
+    kv_dtype: torch.dtype | None = None,
 ) -> KernelConfiguration:
     """Tile shapes for `head_dim` elements of `dtype` on `device`, or on a GPU not at hand.
 
     A query of the plan has `query_tokens` query tokens, each with `gqa_group` query vectors that
-    share a KV head.
+    share a KV head. `kv_dtype` is the dtype of the KV cache, if it is another one.
     """
     # The small tile holds at least one query's vectors, and at least 8 query vectors: the tensor
     # cores multiply no fewer.
@@ -161,6 +176,7 @@ def kernel_configuration(
     if hopper:
         gluon_versions.log_unavailable()
     hopper = hopper and gluon_versions.available()
+    hopper = hopper and kv_dtype not in EIGHT_BIT_NUMBERS
     if hopper and query_tokens > 1 and small_height > 16 and head_dim in LARGE_TILE_HEAD_DIMS:
         # The large tile in Gluon reads private KV faster than the plain small tile of 32 vectors.
         tile_heights = (16, *TILE_HEIGHTS[1:])

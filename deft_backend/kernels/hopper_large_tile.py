@@ -272,8 +272,9 @@ def hopper_large_tile_attention(
         acc = warpgroup_mma(state.weights, buffers.v.index(now), state.acc)
         sums = gl.convert_layout(gl.reduce(state.total, 1, plus), ROW)
         write_results(
-            acc, state.maximum, sums, item, hidden_zero(now), buffers, tensors, HEADS, TILE, LAYOUT
-        )
+            acc, state.maximum, sums, item, kv_head, hidden_zero(now), buffers, tensors, HEADS,
+            TILE, MODE, LAYOUT,
+        )  # fmt: skip
         item = next_item
 
     if MODE.overlapped:
