@@ -15,22 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from integration_tests.common.answers import PREFIX, TOPICS
+from integration_tests.common.answers import PREFIX, TOPICS, on
 from integration_tests.common.server import ROOT, Server
-from integration_tests.sglang_server import Ask, Group, running
+from integration_tests.sglang_server import Ask
 
 DEFT = (sys.executable, "-m", "deft_backend")
-
-pytestmark = pytest.mark.xdist_group("default")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    group = Group(settings={"DEFT_MIN_BATCH": "1", "DEFT_VERIFY": "0"})
-    with running("deft", group, tmp_path_factory.mktemp("views")) as server:
-        yield server
 
 
 def environment(server: Server) -> dict[str, str]:
@@ -66,6 +55,7 @@ def until(found: Callable[[], Any], goes_on: Callable[[], bool]) -> Any:
     return found()
 
 
+@on("default")
 def test_top_and_inspect_show_the_batch_that_decodes(server: Server) -> None:
     """Both show six requests and the prefix that they share, and no word of it."""
     port = server.process.command.port
@@ -111,6 +101,7 @@ def test_top_and_inspect_show_the_batch_that_decodes(server: Server) -> None:
     assert not server.trouble()
 
 
+@on("default")
 def test_ab_replays_a_trace_on_two_running_servers(
     server: Server, baseline: Server, tmp_path: Path
 ) -> None:
