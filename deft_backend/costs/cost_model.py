@@ -255,8 +255,11 @@ def _number(data: Mapping[str, Any], name: str) -> float:
 
 def _floats(data: Mapping[str, Any], name: str) -> FloatArray:
     try:
-        return np.asarray(data[name], dtype=np.float64)
+        found = np.asarray(data[name], dtype=np.float64)
+        if found.ndim == 0:
+            raise TypeError
+        return found
     except KeyError:
         raise CostModelError(f"{name} is missing; expected a list of numbers") from None
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise CostModelError(f"{name} is {data[name]!r}; expected a list of numbers") from None
