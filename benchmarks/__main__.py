@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from benchmarks.commands.e2e import e2e, e2e_merge
+from benchmarks.commands.faults import faults
 from benchmarks.commands.fuzz import fuzz
 from benchmarks.commands.kernel import kernel, kernel_merge, kernel_plot
 from benchmarks.commands.kernel_check import kernel_check
@@ -27,6 +28,7 @@ app.command("kernel-merge")(kernel_merge)
 app.command("kernel-plot")(kernel_plot)
 app.command("kernel-check")(kernel_check)
 app.command("fuzz")(fuzz)
+app.command("faults")(faults)
 app.command("e2e")(e2e)
 app.command("e2e-merge")(e2e_merge)
 app.command("start")(start)
