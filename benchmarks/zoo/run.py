@@ -211,9 +211,20 @@ def _in_one_process(
 ) -> Iterator[dict[str, Any]]:
     """All engines one after the other: importing the host takes longer than a small model."""
     jobs = [job for run in runs for job in run.jobs(end).values()]
-    note = _wait([_start(jobs, place, folder)], end)
-    for run in runs:
-        yield run.row(note if note == TIME_UP else "")
+    process = _start(jobs, place, folder)
+    waiting = list(runs)
+    try:
+        while waiting and process.poll() is None and time.monotonic() < end:
+            begun = [run for run in waiting if (run.folder / "deft.log").is_file()]
+            for run in [run for run in waiting if run.done or run in begun[:-1]]:
+                waiting.remove(run)
+                yield run.row()
+            time.sleep(0.5)
+        note = TIME_UP if process.poll() is None else ""
+    finally:
+        _end(process)
+    for run in waiting:
+        yield run.row("" if run.done else note)
 
 
 def layers_of_tree(log: str, layers: int) -> int:
