@@ -58,11 +58,12 @@ def zoo(
     ]
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
-    rows = _known(out)
+    rows, runs = _known(out)
+    runs.append(provenance())
     for row in run(names, Place(named, gpu, answers), logs, at_once, seconds):
-        rows[_key(row)] = row
+        rows[_key(row)] = {**row, "run": len(runs) - 1}
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_object(out, list(rows.values()), provenance())
+        write_object(out, list(rows.values()), {"runs": runs})
         typer.echo(_line(row))
 
 
@@ -77,11 +78,15 @@ def _key(row: dict[str, object]) -> tuple[object, ...]:
     return tuple(row.get(name) for name in names)
 
 
-def _known(path: Path) -> dict[tuple[object, ...], dict[str, object]]:
-    """The rows of an earlier run; a new row replaces the one of the same engine and model."""
+Rows = dict[tuple[object, ...], dict[str, object]]
+
+
+def _known(path: Path) -> tuple[Rows, list[object]]:
+    """The rows of earlier runs, which new rows of the same engine and model replace; their runs."""
     if not path.is_file():
-        return {}
-    return {_key(row): row for row in json.loads(path.read_text())["rows"]}
+        return {}, []
+    content = json.loads(path.read_text())
+    return {_key(row): row for row in content["rows"]}, list(content["header"]["runs"])
 
 
 def _line(row: dict[str, object]) -> str:
