@@ -92,8 +92,8 @@ def test_results_are_checked(mask: str) -> None:
 class PrefillWrapper:
     """``flashinfer.BatchPrefillWithPagedKVCacheWrapper``, in float64."""
 
-    def __init__(self, workspace: torch.Tensor, layout: str) -> None:
-        assert layout == "NHD"
+    def __init__(self, workspace: torch.Tensor, layout: str, backend: str) -> None:
+        assert (layout, backend) == ("NHD", "fa2")
 
     def plan(self, starts: Any, indptr: Any, indices: Any, last: Any, *shape: int,
              custom_mask: Any, causal: bool, **dtypes: Any) -> None:  # fmt: skip
