@@ -10,6 +10,7 @@ from benchmarks.commands.fuzz import fuzz
 from benchmarks.commands.kernel import kernel, kernel_merge, kernel_plot
 from benchmarks.commands.kernel_check import kernel_check
 from benchmarks.commands.planning import planning_device, planning_host
+from benchmarks.commands.sharing import sharing
 from benchmarks.commands.soak import soak
 from benchmarks.commands.start import start
 from benchmarks.commands.step_hooks import step_hooks
@@ -33,6 +34,7 @@ app.command("soak")(soak)
 app.command("e2e")(e2e)
 app.command("e2e-merge")(e2e_merge)
 app.command("start")(start)
+app.command("sharing")(sharing)
 app.command("planning-host")(planning_host)
 app.command("planning-device")(planning_device)
 app.command("step-hooks")(step_hooks)

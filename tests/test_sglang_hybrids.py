@@ -79,6 +79,13 @@ def test_linear_layers_count_as_layers() -> None:
     assert "1 of 4 layers decode through tree attention; 3 with linear" in str(division.text())
 
 
+def test_a_layer_with_both_kinds_of_attention_decides_by_its_full_one() -> None:
+    layers = [make_layer(layer_id=0), make_layer(layer_id=1, sliding_window_size=8)]
+    division = divide_layers(layers, found(HybridLinearKVPool([0, 1])), others=[0, 1, 2])
+    assert division.tree == (0,)
+    assert division.host == {1: "a sliding window", 2: "linear or recurrent attention"}
+
+
 def test_a_model_of_full_layers_needs_no_line() -> None:
     division = divide_layers([make_layer(layer_id=i) for i in range(2)], found(MHATokenToKVPool()))
     assert (division.tree, division.text()) == ((0, 1), None)

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.zoo.architectures import ARCHITECTURES, VOCABULARY, Architecture
 from benchmarks.zoo.worker import Job
 from deft_backend.installed import installed_version
-from deft_backend.servers.command import BACKEND_NAMES
+from deft_backend.servers.command import BACKEND_NAMES, free_port
 from deft_backend.servers.driver_stub import ensure_driver_stub, has_nvidia_driver
 
 KEYS = (
@@ -64,11 +64,15 @@ class Place:
         return {"ids": VOCABULARY, "prefix": 90, "branch": 30, "leaves": 2, "tokens": 8}
 
     def options(self) -> dict[str, Any]:
-        """Arguments of the engine."""
+        """Arguments of the engine, which has a port of its own."""
         if self.host == "sglang":
+            port = {"port": free_port()}
             if not self.gpu:
-                return {"device": "cpu", "max_total_tokens": 16384, "max_running_requests": 16}
+                return {
+                    **port, "device": "cpu", "max_total_tokens": 16384, "max_running_requests": 16,
+                }  # fmt: skip
             return {
+                **port,
                 "mem_fraction_static": 0.8, "max_total_tokens": 100_000,
                 "max_running_requests": 64, "max_mamba_cache_size": 192,
                 "cuda_graph_bs_decode": [1, 8, 16, 32], "cuda_graph_backend_prefill": "disabled",
@@ -207,9 +211,20 @@ def _in_one_process(
 ) -> Iterator[dict[str, Any]]:
     """All engines one after the other: importing the host takes longer than a small model."""
     jobs = [job for run in runs for job in run.jobs(end).values()]
-    note = _wait([_start(jobs, place, folder)], end)
-    for run in runs:
-        yield run.row(note if note == TIME_UP else "")
+    process = _start(jobs, place, folder)
+    waiting = list(runs)
+    try:
+        while waiting and process.poll() is None and time.monotonic() < end:
+            begun = [run for run in waiting if (run.folder / "deft.log").is_file()]
+            for run in [run for run in waiting if run.done or run in begun[:-1]]:
+                waiting.remove(run)
+                yield run.row()
+            time.sleep(0.5)
+        note = TIME_UP if process.poll() is None else ""
+    finally:
+        _end(process)
+    for run in waiting:
+        yield run.row("" if run.done else note)
 
 
 def layers_of_tree(log: str, layers: int) -> int:

@@ -25,7 +25,7 @@ def readme_line(rows: Sequence[Row]) -> str:
     good = [row for row in rows if passed(row) and row["architecture"] not in failed]
     tree = {row["architecture"] for row in good if row["layers_tree"]}
     host = {row["architecture"] for row in good} - tree
-    return f"| architectures | {_titles(tree)} | {_titles(host) or 'others'} |"
+    return f"| architectures checked | {_titles(tree)} | {_titles(host) or '–'} |"
 
 
 def _titles(names: set[str]) -> str:

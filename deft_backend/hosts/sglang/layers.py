@@ -65,7 +65,7 @@ def divide_layers(
         Why no kernel runs a shape, or None.
     """
     shapes: dict[int, Shape] = {}
-    host = dict.fromkeys(others, "linear or recurrent attention")
+    host: dict[int, str] = {}
     for layer in layers:
         shape = shape_of_layer(layer)
         reason = unsupported_layer(layer) or refused(shape)
@@ -79,6 +79,9 @@ def divide_layers(
     for layer_id, shape in shapes.items():
         if planned is not None and shape != planned:
             host[layer_id] = other_shape(shape, planned)
+    for layer_id in others:  # a layer may have both kinds of attention side by side
+        if layer_id not in shapes:
+            host.setdefault(layer_id, "linear or recurrent attention")
     tree = tuple(sorted(layer_id for layer_id in shapes if layer_id not in host))
     return Division(planned, tree, host)
 
