@@ -97,13 +97,13 @@ def _slice(soak: Soak, part: int, seconds: float, say: Callable[[str], None]) ->
         traffic=TrafficChoice(seconds / 60, part, soak.workers),
     )  # fmt: skip
     with prepared(choice) as setup:
-        both = [setup.launch.host.ours, reference or setup.reference]
+        both = (setup.launch.host.ours, reference or setup.reference)
         found = record(replace(setup, backends=both), say)
     ours = [row for row in found if row["workload"] == f"mixed-traffic part {part}"]
     return summary(ours[0], part)
 
 
-def summary(row: Row, part: int) -> Row:
+def summary(row: Any, part: int) -> Row:
     """What a slice came to, from its row of mixed traffic."""
     detail = row["detail"]
     traffic, checked = detail.get("traffic", {}), detail.get("checked", {})
