@@ -106,8 +106,9 @@ def run_plan(
     starts = seq_lens if query_start is None else query_start
     bits = seq_lens if ancestors is None else ancestors
     held_sinks = partial_lse if sinks is None else sinks
-    device_scales = isinstance(k_scale, torch.Tensor) and isinstance(v_scale, torch.Tensor)
-    held_scales = (k_scale, v_scale) if device_scales else (partial_lse, partial_lse)
+    device_scales, held_scales = False, (partial_lse, partial_lse)
+    if isinstance(k_scale, torch.Tensor) and isinstance(v_scale, torch.Tensor):
+        device_scales, held_scales = True, (k_scale, v_scale)
     last = (page_table, table_rows, seq_lens, starts, bits, held_sinks, *held_scales)
     tensors = (q, k_cache, v_cache, out, partial, *last)
     pointers = 0
