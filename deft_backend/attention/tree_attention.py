@@ -173,8 +173,8 @@ class TreeAttention:
         self._own_rows = torch.arange(
             self.capacity.max_batch, dtype=torch.int32, device=self.device
         )
-        #: Stands in for the scale of keys or values if only the other one is on the device.
-        self._one = torch.ones(1, dtype=torch.float32, device=self.device)
+        #: The scale 1 on the device, for a layer whose cache of 8 bits has no scale.
+        self.unit_scale = torch.ones(1, dtype=torch.float32, device=self.device)
 
     @property
     def _shape(self) -> QueryShape:
@@ -496,7 +496,7 @@ class TreeAttention:
             return k_scale, v_scale
         k_scale, v_scale = (
             scale if isinstance(scale, torch.Tensor)
-            else self._one if scale == 1.0 else self._one * scale
+            else self.unit_scale if scale == 1.0 else self.unit_scale * scale
             for scale in (k_scale, v_scale)
         )  # fmt: skip
         return k_scale, v_scale

@@ -2,7 +2,29 @@
 
 from __future__ import annotations
 
+import torch
+
 from deft_backend.config import Settings, warn_unknown
+
+EIGHT_BITS_ON_GPUS = False
+"""Whether servers on a GPU decode a KV cache of 8 bits through tree attention. No recorded run has
+shown these kernels right on a GPU yet."""
+
+EIGHT_BIT_CACHES = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+"""Hosts' names for KV caches of 8 bits with one scale for all keys and one for all values."""
+
+
+def refused_cache(name: str, device: torch.device) -> str | None:
+    """Why the host's kernel decodes a KV cache of the host's kind `name` on `device`, or None."""
+    if name not in EIGHT_BIT_CACHES:
+        return f"a KV cache of kind {name} is not supported"
+    if device.type == "cuda" and not EIGHT_BITS_ON_GPUS:
+        return f"a KV cache of kind {name} is not supported on GPUs"
+    return None
 
 
 def refused(requests: int, settings: Settings, planned: int) -> str | None:
