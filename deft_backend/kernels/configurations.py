@@ -22,8 +22,8 @@ HEAD_DIMS = (64, 96, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Element types. The kernels run float32 on the CPU only, for small models."""
 
-EIGHT_BIT_NUMBERS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-"""Element types of a KV cache of 8 bits, and how their bytes stand for numbers."""
+EXPONENT_BITS = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
+"""Element types of a KV cache of 8 bits, and the bits of their exponents."""
 
 
 PARTIAL_ATTENTION = Kernel(stage1, "partial_attention")
@@ -111,8 +111,8 @@ def unsupported(
         return f"head dimension {head_dim}; supported are {', '.join(map(str, HEAD_DIMS))}"
     if dtype not in DTYPES:
         return f"dtype {_name(dtype)}; supported are {', '.join(map(_name, DTYPES))}"
-    if kv_dtype not in (None, dtype, *EIGHT_BIT_NUMBERS):
-        eight = ", ".join(map(_name, EIGHT_BIT_NUMBERS))
+    if kv_dtype not in (None, dtype, *EXPONENT_BITS):
+        eight = ", ".join(map(_name, EXPONENT_BITS))
         return (
             f"a KV cache of {_name(kv_dtype)} under queries of {_name(dtype)}; supported are "
             f"{_name(dtype)}, {eight}"
@@ -172,7 +172,7 @@ def kernel_configuration(
     if hopper:
         gluon_versions.log_unavailable()
     hopper = hopper and gluon_versions.available()
-    eight_bits = kv_dtype in EIGHT_BIT_NUMBERS
+    eight_bits = kv_dtype in EXPONENT_BITS
     found = []
     for height, segments in zip(tile_heights, TILE_SEGMENTS, strict=True):
         if height < 64:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from deft_backend.config import Settings, warn_unknown
 
 EIGHT_BITS_ON_GPUS = False
@@ -11,18 +9,20 @@ EIGHT_BITS_ON_GPUS = False
 shown these kernels right on a GPU yet."""
 
 EIGHT_BIT_CACHES = {
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
-"""Hosts' names for KV caches of 8 bits with one scale for all keys and one for all values."""
+    "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2",
+}  # fmt: skip
+"""Hosts' names for KV caches of 8 bits with one scale for all keys and one for all values, and
+torch's names for their dtypes."""
 
 
-def refused_cache(name: str, device: torch.device) -> str | None:
-    """Why the host's kernel decodes a KV cache of the host's kind `name` on `device`, or None."""
+def refused_cache(name: str, device: str) -> str | None:
+    """Why the host's kernel decodes a KV cache of the host's kind `name`, or None.
+
+    `device` is "cuda" or "cpu".
+    """
     if name not in EIGHT_BIT_CACHES:
         return f"a KV cache of kind {name} is not supported"
-    if device.type == "cuda" and not EIGHT_BITS_ON_GPUS:
+    if device == "cuda" and not EIGHT_BITS_ON_GPUS:
         return f"a KV cache of kind {name} is not supported on GPUs"
     return None
 

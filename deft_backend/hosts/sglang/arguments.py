@@ -11,8 +11,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from deft_backend.config import LOG_LEVELS, Settings, SettingsError
 from deft_backend.hosts.common.limits import refused_cache
 from deft_backend.hosts.sglang import versions
@@ -109,7 +107,7 @@ def unsupported(server_args: Any) -> str | None:
         return "MLA models are not supported"
     kv_dtype = str(args.kv_cache_dtype)
     if kv_dtype not in ("auto", "bf16", "bfloat16", "float16", "float32"):
-        reason = refused_cache(kv_dtype, torch.device(str(args.device)))
+        reason = refused_cache(kv_dtype, str(args.device))
         if reason is not None:
             return f"{reason} (kv_cache_dtype={kv_dtype})"
     model = versions.model_config(server_args)

@@ -117,8 +117,8 @@ def unsupported_model(runner: Any) -> str | None:
     cache = full_cache(runner.token_to_kv_pool)
     if isinstance(cache, str):
         return cache
-    if runner.kv_cache_dtype in EIGHT_BIT_CACHES.values():
-        name = str(runner.kv_cache_dtype).removeprefix("torch.")
+    name = str(runner.kv_cache_dtype).removeprefix("torch.")
+    if name in EIGHT_BIT_CACHES.values():
         if device_of(runner).type == "cuda" and not EIGHT_BITS_ON_GPUS:
             return f"KV in {name} is not supported on GPUs"
     elif runner.kv_cache_dtype != runner.dtype or cache.pool.store_dtype != runner.dtype:

@@ -109,7 +109,8 @@ class PlainCpuImplementation(AttentionImpl):  # type: ignore[misc]
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        self._kv_dtype = EIGHT_BIT_CACHES.get(kv_cache_dtype)
+        eight_bits = EIGHT_BIT_CACHES.get(kv_cache_dtype)
+        self._kv_dtype = None if eight_bits is None else getattr(torch, eight_bits)
         for name, value, plain in (
             ("attn_type", str(getattr(attn_type, "value", attn_type)), "decoder"),
             ("kv_cache_dtype", kv_cache_dtype if self._kv_dtype is None else "auto", "auto"),

@@ -12,7 +12,7 @@ from deft_backend.attention import TreeAttention
 from deft_backend.config import LOG_LEVELS, Settings, warn_unknown
 from deft_backend.forest import warm_up
 from deft_backend.hosts.common.kernel_cache import take_compiled_kernels
-from deft_backend.hosts.common.limits import EIGHT_BIT_CACHES, refused_cache
+from deft_backend.hosts.common.limits import refused_cache
 from deft_backend.hosts.common.planner_choice import (
     VLLM,
     capability_of,
@@ -22,7 +22,7 @@ from deft_backend.hosts.common.planner_choice import (
 from deft_backend.hosts.common.warm_up import StepTensors, warm_up_attention
 from deft_backend.hosts.vllm.division import divide_layers
 from deft_backend.hosts.vllm.group import GroupAttention
-from deft_backend.hosts.vllm.layers import LayerShape
+from deft_backend.hosts.vllm.layers import Layer, LayerShape
 from deft_backend.hosts.vllm.say import say_once
 from deft_backend.hosts.vllm.server import server_of
 from deft_backend.hosts.vllm.sleep import can_sleep, outside_memory_pools
@@ -88,9 +88,9 @@ def _create(
         return reason
     shape = Counter(layer.shape for layer in taken).most_common(1)[0][0]
     dtype = vllm_config.model_config.dtype
-    cache = taken[0].cache  # one specification, one kind of cache
-    kv_dtype = EIGHT_BIT_CACHES.get(cache)
-    reason = _unsupported_shape(shape, spec, dtype, cache, device, settings)
+    layer = taken[0]  # one specification, one kind of cache
+    kv_dtype = layer.kv_dtype
+    reason = _unsupported_shape(shape, spec, dtype, layer, device, settings)
     if reason is not None:
         return reason
     # Everything in a specification that the group depends on. The rest is checked already, or
@@ -175,11 +175,11 @@ def unsupported_spec(spec: Any) -> str | None:
 
 
 def _unsupported_shape(
-    shape: LayerShape, spec: Any, dtype: torch.dtype, cache: str, device: torch.device,
+    shape: LayerShape, spec: Any, dtype: torch.dtype, layer: Layer, device: torch.device,
     settings: Settings,
 ) -> str | None:  # fmt: skip
-    if cache in EIGHT_BIT_CACHES:
-        reason = refused_cache(cache, device)
+    if layer.kv_dtype is not None:
+        reason = refused_cache(layer.cache, device.type)
         if reason is not None:
             return reason
     elif spec.dtype != dtype:
@@ -188,8 +188,7 @@ def _unsupported_shape(
         return f"{shape} over a KV cache of {spec.num_kv_heads} heads of {spec.head_size}"
     if device.type == "cuda" and settings.policy != AUTO:
         return f"DEFT_POLICY={settings.policy} is not supported: a GPU plans by itself, with auto"
-    kv_dtype = EIGHT_BIT_CACHES.get(cache)
-    reason = TreeAttention.unsupported(*shape, dtype, device, kv_dtype=kv_dtype)
+    reason = TreeAttention.unsupported(*shape, dtype, device, kv_dtype=layer.kv_dtype)
     return None if reason is None else f"not supported: {reason}"
 
 

@@ -51,7 +51,8 @@ class Layer(NamedTuple):
     @property
     def kv_dtype(self) -> torch.dtype | None:
         """The dtype of a KV cache of 8 bits; None for a cache in the model's dtype."""
-        return EIGHT_BIT_CACHES.get(self.cache)
+        name = EIGHT_BIT_CACHES.get(self.cache)
+        return None if name is None else getattr(torch, name)
 
     def with_scales_of(self, module: Any) -> Layer:
         """The layer with the scales that the host's module holds, if its cache has 8 bits."""
