@@ -117,8 +117,8 @@ def launch_all(
         torch.zeros(4, columns, dtype=table), torch.zeros(queries, dtype=rows),
         torch.zeros(queries, dtype=lens), rows_of(out_width), torch.zeros(8, 16, 256),
         torch.zeros(8, 16), torch.zeros(8, 16), sm_scale=0.1, logit_cap=logit_cap,
-        host_plan=host_plan, masked_tiles=False, table_by_segment=by_segment, exponent_bits=exponent_bits,
-        k_scale=scale, v_scale=scale,
+        host_plan=host_plan, masked_tiles=False, table_by_segment=by_segment,
+        exponent_bits=exponent_bits, k_scale=scale, v_scale=scale,
         sinks=None if sinks is None else torch.zeros(heads, dtype=sinks),
     )  # fmt: skip
 

@@ -593,7 +593,7 @@ def test_keys_and_values_go_to_their_slots() -> None:
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [({"alibi_slopes": [1.0]}, "alibi_slopes"),
-     ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"), ({"attn_type": "encoder"}, "attn_type")],
+     ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype"), ({"attn_type": "encoder"}, "attn_type")],
 )  # fmt: skip
 def test_the_cpu_refuses_what_it_does_not_compute(arguments: dict[str, Any], word: str) -> None:
     with pytest.raises(NotImplementedError, match=f"{word}.*without CUSTOM"):
