@@ -14,7 +14,7 @@ PACKAGE = ROOT / "deft_backend"
 PATCHES = ROOT / "deft_patches"
 
 # Tools, not stages of the data flow: every folder may import them.
-TOOLS = {"compile", "policy_names", "installed", "folders", "version"}
+TOOLS = {"compile", "policy_names", "installed", "folders", "private_files", "version"}
 SHARED_BY_HOSTS = {
     "forest", "costs", "policies", "planner", "attention", "config", "telemetry",
     "hosts/common", "hosts/contract",
@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "query_blocks",
     },
     "tuning": {"forest", "costs", "policies", "planner", "attention", "harness", "traces"},
-    "explain": {"forest", "policies", "planner"},
+    "explain": {"forest", "policies", "planner", "query_blocks"},
     "telemetry": {"forest", "config"},
     "hosts/contract": set(),
     "hosts/common": {"forest", "policies", "planner", "attention", "config", "hosts/contract"},

@@ -33,6 +33,8 @@ CONFIG = KernelConfiguration(TILES, MANY, FEW, sms=132, overlapped=True, interpr
 PLAN = DevicePlan(PlanCapacity(4, 8, 8, 8), torch.device("cpu"))
 LEAVES = SimpleNamespace(items_of={0: (0, 4), 1: (0, 0), 2: (4, 4)}.get, reduce_query=[0])
 """What is asked of a host's plan, for one without items of larger tile shapes."""
+STEMS = SimpleNamespace(items_of={0: (30, 34), 1: (0, 30), 2: (34, 34)}.get, reduce_query=[0])
+"""The same with 30 items of the large tile."""
 
 
 class Compiler:
@@ -238,6 +240,19 @@ def test_launches_without_a_plan_on_the_host_are_no_larger_than_their_batch(
     compiler = Compiler(monkeypatch)
     launched = compiler.launches_of(partial(launch_all, queries=queries))
     assert [(name, grid[0]) for name, grid, _, _ in launched] == expected
+
+
+@pytest.mark.parametrize(
+    ("queries", "host_plan", "programs"), [(16, None, 12), (17, None, 20), (16, STEMS, 20)]
+)
+def test_a_batch_of_one_large_tile_gets_a_large_program_an_sm(
+    queries: int, host_plan: Any, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 requests are 64 rows a KV head. A plan of the host says how many programs have items."""
+    compiler = Compiler(monkeypatch)
+    config = replace(CONFIG, sms=12)
+    call = partial(launch_all, queries=queries, host_plan=host_plan, config=config)
+    assert compiler.launches_of(call)[0][:2] == ("hopper_large_tile_attention", (programs, 1, 1))
 
 
 @pytest.mark.parametrize(("queries", "expected"), [(5, FEW), (6, MANY)], ids=["few", "many"])

@@ -297,7 +297,7 @@ def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) 
         else (PARTIAL_ATTENTION, HOPPER_LARGE_TILE)
     )  # fmt: skip
     wide = wide and not kind.exponent_bits
-    kernel = pipelined if tile.lookahead and wide and kind.heads.single else plain
+    kernel = pipelined if tile.lookahead and wide else plain
     constants = {
         "HEADS": kind.heads,
         "CACHE": CacheLayout._make(
@@ -359,7 +359,9 @@ def _tiles_to_launch(
     """Tile shapes to launch, with their programs. Small tiles come last and fill the free SMs.
 
     `group_rows` is the number of query vectors of the batch that share a KV head. If they fit the
-    small tile, the plan has no items of other tile shapes.
+    small tile, the plan has no items of other tile shapes. If they fit one large tile, a node is
+    one tile, and few items are enough to fill the memory: an SM gets one program. Of two an SM,
+    the GPU would place the first ones, which have the items, in pairs (docs/kernel-log.md).
     """
     found = []
     for shape in range(len(config.tiles) - 1, -1, -1):
@@ -374,5 +376,7 @@ def _tiles_to_launch(
                 continue
         elif shape > 0 and group_rows <= config.tiles[0].height:
             continue
+        elif shape > 0 and group_rows <= config.tiles[shape].height:
+            programs = min(programs, config.sms)
         found.append((shape, programs))
     return found
