@@ -180,7 +180,7 @@ def _batch(batch: ShownBatch) -> Text:
         return Text(batch.problem, style="dim")
     return Text(
         f"{_count(forest.batch_size, 'request')} · share {forest.share:,.1f}: "
-        f"{forest.tokens_attended:,} tokens read by requests, {forest.tokens_stored:,} stored"
+        f"{forest.tokens_attended:,} tokens attended to, {forest.tokens_stored:,} stored"
     )
 
 
