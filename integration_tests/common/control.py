@@ -54,10 +54,12 @@ def changed_weights(model: Path, folder: Path) -> Path:
     copy = folder / "changed"
     shutil.copytree(model, copy)
     generator = torch.Generator().manual_seed(11)
-    weights = load_file(str(copy / "model.safetensors"))
-    for name, weight in weights.items():
-        if weight.dim() == 2:
-            noise = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
-            weights[name] = (weight.float() + 0.2 * weight.float().std() * noise).to(weight.dtype)
-    save_file(weights, str(copy / "model.safetensors"), metadata={"format": "pt"})
+    for file in sorted(copy.glob("*.safetensors")):
+        weights = load_file(str(file))
+        for name, weight in weights.items():
+            if weight.dim() == 2:
+                noise = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
+                changed = weight.float() + 0.2 * weight.float().std() * noise
+                weights[name] = changed.to(weight.dtype)
+        save_file(weights, str(file), metadata={"format": "pt"})
     return copy
