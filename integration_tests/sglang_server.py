@@ -48,6 +48,22 @@ GROUPS = {
             "SGLANG_TEST_RETRACT_INTERVAL": "8",
         }
     ),
+    # Fewer pages than the documents of a test need, and the core of the unified tree in Python.
+    "small-cache": Group(
+        ("--max-total-tokens", "1200", "--chunked-prefill-size", "256", "--enable-cache-report"),
+        {**EAGER, "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"},
+    ),
+    "hierarchical": Group(
+        (
+            "--max-total-tokens",
+            "1200",
+            "--enable-hierarchical-cache",
+            "--hicache-ratio",
+            "2",
+            "--enable-cache-report",
+        ),
+        EAGER,
+    ),
     # If the host finds NCCL, its group of two ranks needs a GPU.
     "two-ranks": Group(
         ("--tensor-parallel-size", "2"),

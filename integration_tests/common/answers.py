@@ -130,7 +130,7 @@ def check_joins_and_aborts(
 
 def check_both_ranks(server: Server) -> None:
     """Check that both ranks decoded the same steps, each with half of the KV heads."""
-    ours, theirs = server.state(0), server.state(1)
+    ours, theirs = server.state("tp0"), server.state("tp1")
     assert 0 < ours["kv_bytes_read"] < ours["kv_bytes_query_guided"]
     for name in ("steps_tree", "steps_host", "kv_bytes_read", "kv_bytes_query_guided"):
         assert ours[name] == theirs[name], name
