@@ -105,7 +105,8 @@ def running(backend: str | None, group: Group, folder: Path) -> Iterator[Server]
     """A server for a `with` block. It checks every plan against the page tables."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {**state_settings(backend, folder), **group.settings}
-    flags = ["--max-running-requests", "32", "--dtype", "float32", *group.flags]
+    # Without `--sleep-on-idle` the host's scheduler polls: the baseline would take a core.
+    flags = ["--max-running-requests", "32", "--dtype", "float32", "--sleep-on-idle", *group.flags]
     command = server_command(
         str(MODEL), free_port(), backend=backend, host_arguments=flags, environment=settings,
         gpu=False,

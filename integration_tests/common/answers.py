@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Protocol
 
 import pytest
 
-from integration_tests.common.server import Answer, Ask, Reference, Server, complete
+from integration_tests.common.server import Answer, Ask, Server, complete
 
 TOPICS = ("the harbour", "an old map", "seven lamps", "the northern road", "a grey cat", "salt")
 PREFIX = (
@@ -15,6 +16,12 @@ PREFIX = (
     "lamps, counted the readers, closed the shutters one by one, and wrote a short line into the "
     "long book of days. "
 )
+
+
+class Reference(Protocol):
+    """Something that knows the right answers."""
+
+    def answers(self, asks: Sequence[Ask]) -> list[list[Answer]]: ...
 
 
 def on(*groups: str, smoke: Sequence[str] = ()) -> pytest.MarkDecorator:
