@@ -119,3 +119,18 @@ def running(backend: str | None, group: Group, folder: Path) -> Iterator[Server]
         counted(Server(process, folder / "state"), folder / "state") as server,
     ):
         yield server
+
+
+def in_shared_memory(folder: Path) -> dict[str, Any]:
+    """A checkpoint as the body of ``update_weights_from_tensor``."""
+    import torch.multiprocessing as sharing
+    from safetensors.torch import load_file
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    # Another process opens the memory by its name; file descriptors need a common parent.
+    sharing.set_sharing_strategy("file_system")
+    weights = [each for file in sorted(folder.glob("*.safetensors"))
+               for each in load_file(str(file)).items()]  # fmt: skip
+    return {
+        "serialized_named_tensors": [MultiprocessingSerializer.serialize(weights, output_str=True)]
+    }

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
 from integration_tests.common.answers import PREFIX, TOPICS, assert_same, check, on
-from integration_tests.common.control import ask_to, changed_weights, while_decoding
-from integration_tests.common.server import MODEL, Reference, Server
-from integration_tests.sglang_server import Ask
+from integration_tests.common.control import ask_to, changed_weights, disturbed, while_decoding
+from integration_tests.common.host_client import answers_of
+from integration_tests.common.plain_model import PlainModel
+from integration_tests.common.server import MODEL, Server
+from integration_tests.sglang_server import Ask, in_shared_memory
 
 
 @on("small-cache", "hierarchical")
@@ -63,22 +66,53 @@ def test_every_request_is_aborted(server: Server, reference) -> None:
     check(server, reference, [Ask(PREFIX + f"Later, {t}") for t in TOPICS[:4]])
 
 
-@on("small-cache")
-def test_weights_change_between_rollouts(
-    server: Server, baseline: Server, reference: Reference, tmp_path: Path
-) -> None:
-    """As an RL trainer does: samples, new weights, samples, and the old weights again."""
+@on("small-cache", "hierarchical")
+def test_weights_change_between_rollouts(server: Server, reference, tmp_path: Path) -> None:
+    """As an RL trainer does: samples, released memory, new weights, samples, and the old weights.
+
+    On the CPU the host keeps its memory, but it drops the KV cache and all that belongs to it.
+    """
     asks = [Ask(PREFIX + f"Of {topic}", n=4, tokens=6) for topic in TOPICS[:2]]
     first = check(server, reference, asks)
     other = changed_weights(MODEL, tmp_path)
-    try:
-        for each in (server, baseline):
-            assert ask_to(each, "pause_generation", {"mode": "retract"}) == 200
-            assert ask_to(each, "update_weights_from_disk", {"model_path": str(other)}) == 200
-            assert ask_to(each, "continue_generation") == 200
-        second = check(server, Reference(baseline), asks)
-        assert [a.text for c in first for a in c] != [a.text for c in second for a in c]
-    finally:
-        for each in (server, baseline):
-            ask_to(each, "update_weights_from_disk", {"model_path": str(MODEL)})
+    assert ask_to(server, "pause_generation", {"mode": "retract"}) == 200
+    time.sleep(1)  # the host wants to be idle
+    assert ask_to(server, "release_memory_occupation") == 200
+    assert ask_to(server, "resume_memory_occupation") == 200
+    assert ask_to(server, "update_weights_from_disk", {"model_path": str(other)}) == 200
+    assert ask_to(server, "continue_generation") == 200
+    second = check(server, PlainModel(other), asks)
+    assert [a.text for c in first for a in c] != [a.text for c in second for a in c]
+    assert ask_to(server, "update_weights_from_disk", {"model_path": str(MODEL)}) == 200
     check(server, reference, asks)
+
+
+@on("small-cache")
+def test_weights_come_as_tensors(server: Server, reference, tmp_path: Path) -> None:
+    asks = [Ask(PREFIX + f"By {topic}", tokens=6) for topic in TOPICS[:3]]
+    other = changed_weights(MODEL, tmp_path)
+    assert ask_to(server, "update_weights_from_tensor", in_shared_memory(other)) == 200
+    check(server, PlainModel(other), asks)
+    assert ask_to(server, "update_weights_from_tensor", in_shared_memory(MODEL)) == 200
+    check(server, reference, asks)
+
+
+@pytest.mark.rare
+@on("small-cache", "hierarchical")
+def test_the_hosts_own_client_while_others_are_aborted(
+    server: Server, baseline: Server, tmp_path: Path
+) -> None:
+    """``sglang.bench_serving`` with evictions, pauses, flushes and aborts; both servers agree."""
+
+    def pause_and_flush() -> None:
+        assert ask_to(server, "pause_generation", {"mode": "retract"}) == 200
+        ask_to(server, "flush_cache")  # the host refuses where requests wait
+        assert ask_to(server, "continue_generation") == 200
+
+    expected = answers_of("sglang", baseline, tmp_path / "baseline")
+    found = disturbed(
+        server, Ask(PREFIX, tokens=200), pause_and_flush,
+        lambda: answers_of("sglang", server, tmp_path / "ours"),
+    )  # fmt: skip
+    assert found == expected
+    assert not server.trouble()

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
 import urllib.error
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from integration_tests.common.server import Answer, Ask, Server, complete
+
+T = TypeVar("T")
 
 
 def while_decoding(
@@ -37,6 +41,35 @@ def while_decoding(
             return list(await asyncio.gather(*answers))
 
     return asyncio.run(traffic())
+
+
+def disturbed(server: Server, ask: Ask, act: Callable[[], None], work: Callable[[], T]) -> T:
+    """The result of `work`; until it ends, clients hang up and `act` is called, in turns."""
+    done = threading.Event()
+
+    async def hang_up() -> None:
+        async with server.client() as client:
+            stream = await client.completions.create(**{**ask.body(), "stream": True})
+            async for _ in stream:
+                break
+            await stream.close()
+
+    def disturb() -> int:
+        turns = 0
+        while not done.is_set():
+            asyncio.run(hang_up())
+            act()
+            turns += 1
+        return turns
+
+    with ThreadPoolExecutor(1) as pool:
+        disturbing = pool.submit(disturb)
+        try:
+            result = work()
+        finally:
+            done.set()
+        assert disturbing.result() > 0
+    return result
 
 
 def ask_to(server: Server, path: str, body: Any = None) -> int:

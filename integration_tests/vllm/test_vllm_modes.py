@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from integration_tests.common.answers import PREFIX, TOPICS, assert_same, check, on
-from integration_tests.common.control import ask_to, changed_weights, while_decoding
+from integration_tests.common.control import ask_to, changed_weights, disturbed, while_decoding
+from integration_tests.common.host_client import answers_of
 from integration_tests.common.plain_model import PlainModel
 from integration_tests.common.server import MODEL, Server
 from integration_tests.vllm.vllm_server import Ask, together
@@ -101,3 +102,24 @@ def load_weights(server: Server, folder: Path) -> None:
     assert ask_to(server, "collective_rpc", call) == 200
     assert ask_to(server, "reset_prefix_cache") == 200
     assert ask_to(server, "resume") == 200
+
+
+@pytest.mark.rare
+@on("default", "pressed")
+def test_the_hosts_own_client_while_others_hang_up(
+    server: Server, baseline: Server, tmp_path: Path
+) -> None:
+    """``vllm bench serve`` with preemption, pauses, flushes and aborts; both servers agree."""
+
+    def pause_and_flush() -> None:
+        assert ask_to(server, "pause?mode=keep") == 200
+        assert ask_to(server, "reset_prefix_cache?reset_running_requests=true") == 200
+        assert ask_to(server, "resume") == 200
+
+    expected = answers_of("vllm", baseline, tmp_path / "baseline")
+    found = disturbed(
+        server, Ask(PREFIX, tokens=200), pause_and_flush,
+        lambda: answers_of("vllm", server, tmp_path / "ours"),
+    )  # fmt: skip
+    assert found == expected
+    assert not server.trouble()
