@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("sglang", reason="the integration tests start real SGLang servers")
 
 from integration_tests.common.fixtures import (  # noqa: F401
+    model,
     model_exists,
     reference,
     servers_end_with_the_tests,

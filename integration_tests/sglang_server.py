@@ -32,13 +32,18 @@ class Group:
     """Start it with ``sglang serve``, not ``python -m sglang.launch_server``."""
 
 
+_SMALL_PAGES = ("--max-total-tokens", "1280", "--page-size", "16", "--enable-cache-report")
+
 GROUPS = {
     "default": Group(),
     "no-overlap": Group(
         ("--disable-overlap-schedule", "--enable-metrics", "--decode-log-interval", "4"), cli=True
     ),
-    "chunked-pages": Group(("--chunked-prefill-size", "128", "--page-size", "16"), EAGER),
-    "no-radix": Group(("--disable-radix-cache",), EAGER),
+    # Nothing is cached. Every few steps the host's own switch for its tests retracts requests.
+    "no-radix": Group(
+        ("--disable-radix-cache",),
+        {**EAGER, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "6"},
+    ),
     "device-planner": Group(
         settings={
             **EAGER,
@@ -50,19 +55,11 @@ GROUPS = {
     ),
     # Fewer pages than the documents of a test need, and the core of the unified tree in Python.
     "small-cache": Group(
-        ("--max-total-tokens", "1200", "--chunked-prefill-size", "256", "--enable-cache-report"),
+        (*_SMALL_PAGES, "--chunked-prefill-size", "128"),
         {**EAGER, "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"},
     ),
     "hierarchical": Group(
-        (
-            "--max-total-tokens",
-            "1200",
-            "--enable-hierarchical-cache",
-            "--hicache-ratio",
-            "2",
-            "--enable-cache-report",
-        ),
-        EAGER,
+        (*_SMALL_PAGES, "--enable-hierarchical-cache", "--hicache-ratio", "2"), EAGER
     ),
     # If the host finds NCCL, its group of two ranks needs a GPU.
     "two-ranks": Group(
@@ -72,10 +69,6 @@ GROUPS = {
             "SGLANG_CPU_OMP_THREADS_BIND": cores_of_two_ranks(),
             "SGLANG_NCCL_SO_PATH": "/nowhere/libnccl.so",
         },
-    ),
-    # The host's own switch for its tests: every few steps it retracts decoding requests.
-    "retracting": Group(
-        settings={**EAGER, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "6"}
     ),
 }
 

@@ -17,11 +17,6 @@ from integration_tests.common.server import MODEL, Server
 from integration_tests.vllm.vllm_server import Ask, together
 
 
-@pytest.fixture(scope="module")
-def model() -> PlainModel:
-    return PlainModel(MODEL)
-
-
 def asked(opening: str, tokens: int, topics: int = 3) -> list[Ask]:
     """Requests that share a prefix and decode together."""
     return [together([Ask(PREFIX + f"{opening} {t},", tokens=tokens) for t in TOPICS[:topics]])]
