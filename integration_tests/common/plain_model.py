@@ -17,6 +17,7 @@ class PlainModel:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        torch.set_num_threads(1)  # servers need the other cores
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder).float().eval()
         self._known: dict[tuple[str, int], Answer] = {}
