@@ -34,6 +34,12 @@ class Group:
 
 _SMALL_PAGES = ("--max-total-tokens", "1280", "--page-size", "16", "--enable-cache-report")
 
+# If the host finds NCCL, its group of two ranks needs a GPU.
+_TWO_PROCESSES = {
+    "SGLANG_CPU_OMP_THREADS_BIND": cores_of_two_ranks(),
+    "SGLANG_NCCL_SO_PATH": "/nowhere/libnccl.so",
+}
+
 GROUPS = {
     "default": Group(),
     "no-overlap": Group(
@@ -58,18 +64,9 @@ GROUPS = {
         (*_SMALL_PAGES, "--chunked-prefill-size", "128"),
         {**EAGER, "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"},
     ),
-    "hierarchical": Group(
-        (*_SMALL_PAGES, "--enable-hierarchical-cache", "--hicache-ratio", "2"), EAGER
-    ),
-    # If the host finds NCCL, its group of two ranks needs a GPU.
-    "two-ranks": Group(
-        ("--tensor-parallel-size", "2"),
-        {
-            **EAGER,
-            "SGLANG_CPU_OMP_THREADS_BIND": cores_of_two_ranks(),
-            "SGLANG_NCCL_SO_PATH": "/nowhere/libnccl.so",
-        },
-    ),
+    "two-ranks": Group(("--tensor-parallel-size", "2"), {**EAGER, **_TWO_PROCESSES}),
+    "stages": Group(("--pipeline-parallel-size", "2"), {**EAGER, **_TWO_PROCESSES}),
+    "engines": Group(("--data-parallel-size", "2"), {**EAGER, **_TWO_PROCESSES}),
 }
 
 

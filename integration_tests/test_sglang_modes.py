@@ -18,7 +18,7 @@ from integration_tests.common.server import MODEL, Server
 from integration_tests.sglang_server import Ask, in_shared_memory
 
 
-@on("small-cache", "hierarchical")
+@on("small-cache")
 def test_evicted_documents_are_computed_again(server: Server, model: PlainModel) -> None:
     """Six documents, more than the cache holds, then the first one again."""
     documents = [f"{topic} " * 20 + PREFIX[:120] for topic in TOPICS]
@@ -45,7 +45,7 @@ def test_paused_requests_go_on(server: Server, model: PlainModel, mode: str) -> 
     assert not server.trouble()
 
 
-@on("small-cache", "hierarchical")
+@on("small-cache")
 def test_the_cache_is_flushed(server: Server, model: PlainModel) -> None:
     """The host refuses to flush while requests decode, and flushes when they have ended."""
     asks = [Ask(PREFIX + f"They flushed {t}:", tokens=12) for t in TOPICS[:3]]
@@ -69,7 +69,7 @@ def test_every_request_is_aborted(server: Server, model: PlainModel) -> None:
     check(server, model, [Ask(PREFIX + f"Later, {t}") for t in TOPICS[:4]])
 
 
-@on("small-cache", "hierarchical")
+@on("small-cache")
 def test_weights_change_between_rollouts(server: Server, model: PlainModel, tmp_path: Path) -> None:
     """As an RL trainer does: samples, released memory, new weights, samples, and the old weights.
 
@@ -101,7 +101,24 @@ def test_weights_come_as_tensors(server: Server, model: PlainModel, tmp_path: Pa
 
 
 @pytest.mark.rare
-@on("small-cache", "hierarchical")
+@on("stages")
+def test_every_stage_plans_for_its_layers(server: Server, model: PlainModel) -> None:
+    asks = [Ask(PREFIX + f"Tonight it spoke of {t}.", tokens=6) for t in TOPICS[:3]]
+    check(server, model, [*asks, Ask(PREFIX, n=3)])
+    first, second = (server.state(name) for name in ("tp0-pp0", "tp0-pp1"))
+    assert first["steps_tree"] == second["steps_tree"] > 0
+
+
+@pytest.mark.rare
+@on("engines")
+def test_every_engine_plans_for_its_requests(server: Server, model: PlainModel) -> None:
+    asks = [Ask(PREFIX + f"Tonight it spoke of {t}.", tokens=6, n=2) for t in TOPICS[:4]]
+    check(server, model, asks)
+    assert all(server.state(name)["steps_tree"] > 0 for name in ("tp0-dp0", "tp0-dp1"))
+
+
+@pytest.mark.rare
+@on("small-cache")
 def test_the_hosts_own_client_while_others_are_aborted(
     server: Server, baseline: Server, tmp_path: Path
 ) -> None:

@@ -12,6 +12,8 @@ from benchmarks.e2e.serving_bars import bars
 from benchmarks.e2e.serving_plots import draw
 from benchmarks.e2e.serving_rows import Row, by_case, make_row, merged, read_rows, replaced
 from benchmarks.e2e.serving_tables import bars_table, rows_table
+from benchmarks.e2e.sharing import RESULTS, recorded_cases, table
+from benchmarks.e2e.sharing import draw as draw_sharing
 from benchmarks.row_files import RowsError, header_file, write_rows
 
 HEADER: dict[str, Any] = {
@@ -43,6 +45,28 @@ def test_rows_survive_their_file(tmp_path: Path) -> None:
     write_rows(tmp_path / "deep" / "e.json", rows, HEADER)
     assert read_rows(tmp_path / "deep" / "e.json") == (rows, HEADER)
     assert list((tmp_path / "deep").glob("*.part")) == []
+
+
+def test_rows_of_older_files_are_of_one_gpu(tmp_path: Path) -> None:
+    row: dict[str, Any] = dict(timed("deft", 1.5))
+    del row["tp"]
+    write_rows(tmp_path / "e.json", [row], HEADER)
+    assert [row["tp"] for row in read_rows(tmp_path / "e.json")[0]] == [1]
+
+
+@pytest.mark.parametrize(("ours", "met"), [(3.5, True), (3.6, False)])
+def test_several_gpus_have_bars_of_their_own(ours: float, met: bool) -> None:
+    """For both hosts, against the host's own backend, whatever the others take."""
+    for host, name, reference in (("sglang", "deft", "fa3"), ("vllm", "CUSTOM", "FLASH_ATTN")):
+        rows = [
+            timed(backend, time, (65536, 32, 64), host=host, tp=2)
+            for backend, time in ((name, ours), (reference, 10.0), ("another", 5.0))
+        ]
+        (bar,) = bars(rows)
+        assert (bar.met, bar.asked) == (met, f"≤ 0.35 of {reference}")
+        assert bar.case.endswith("on 2 GPUs")
+        (alone,) = bars([dict(row, tp=1) for row in rows])  # type: ignore[misc]
+        assert alone.asked != bar.asked
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -254,3 +278,11 @@ def test_tables_and_plots_say_what_rows_hold(tmp_path: Path) -> None:
     assert [path.name for path in drawn] == ["e.svg", "e-trees.svg"]
     assert all(path.stat().st_size > 1000 for path in drawn)
     assert draw([rows[2]], HEADER, tmp_path / "none.json") == []
+
+
+def test_the_page_on_sharing_holds_the_recorded_figures(tmp_path) -> None:
+    cases = recorded_cases()
+    page = (RESULTS.parent / "where-sharing-pays.md").read_text()
+    assert table(cases) in page
+    pytest.importorskip("matplotlib")
+    assert draw_sharing(cases, tmp_path / "plot.svg").stat().st_size > 5_000

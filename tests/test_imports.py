@@ -14,7 +14,7 @@ PACKAGE = ROOT / "deft_backend"
 PATCHES = ROOT / "deft_patches"
 
 # Tools, not stages of the data flow: every folder may import them.
-TOOLS = {"compile", "policy_names", "installed", "folders", "version"}
+TOOLS = {"compile", "policy_names", "installed", "folders", "private_files", "version"}
 SHARED_BY_HOSTS = {
     "forest", "costs", "policies", "planner", "attention", "config", "telemetry",
     "hosts/common", "hosts/contract",
@@ -25,8 +25,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "costs": set(),
     "policies": {"forest", "costs", "kernel_limits"},
     "planner": {"forest", "policies", "kernel_limits"},
-    "kernels": {"planner", "kernel_limits"},
-    "attention": {"forest", "policies", "planner", "kernels", "costs", "kernel_limits"},
+    "kernels": {"planner", "kernel_limits", "query_blocks"},
+    "attention": {
+        "forest",
+        "policies",
+        "planner",
+        "kernels",
+        "costs",
+        "kernel_limits",
+        "query_blocks",
+    },
     "tuning": {"forest", "costs", "policies", "planner", "attention", "harness", "traces"},
     "explain": {"forest", "policies", "planner"},
     "telemetry": {"forest", "config"},

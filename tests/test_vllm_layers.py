@@ -36,9 +36,11 @@ def constructor(
 
 def test_the_arguments_are_read_however_they_are_given() -> None:
     layer = layer_of(constructor, (8, 128, 0.5, None, None, None, "auto", 30.0), {})
-    assert layer == (LayerShape(8, 8, 128), 0.5, 30.0, None)
+    assert layer == (LayerShape(8, 8, 128), 0.5, 30.0, None, False)
     layer = layer_of(constructor, (8, 64), {"scale": 1, "num_kv_heads": 2})
-    assert layer == (LayerShape(8, 2, 64), 1.0, 0.0, None)
+    assert layer == (LayerShape(8, 2, 64), 1.0, 0.0, None, False)
+    layer = layer_of(constructor, (8, 64, 1.0), {"sinks": torch.zeros(8)})
+    assert (layer.reason, layer.sinks) == (None, True)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,7 @@ def test_the_arguments_are_read_however_they_are_given() -> None:
     [
         ({"sliding_window": 0}, "a sliding window"),
         ({"alibi_slopes": [0.5]}, "alibi slopes"),
-        ({"sinks": torch.zeros(8)}, "attention sinks"),
+        ({"sinks": torch.zeros(8)}, None),
         ({"kv_sharing_target_layer_name": "layer.0"}, "the KV cache of another layer"),
         ({"kv_cache_dtype": "fp8_e4m3"}, "a KV cache of kind fp8_e4m3"),
         ({"attn_type": "encoder_only"}, "attention of type encoder_only"),
@@ -70,19 +72,17 @@ def test_a_plain_layer_of_the_hosts_own_is_taken(name: str) -> None:
     impl = original_backend(name).get_impl_cls()
     init = impl.__init__.__get__(object.__new__(impl))
     plain = (8, 128, 0.1, 2, None, None, "auto", None, "decoder", None)
-    assert layer_of(init, plain, {}) == (LayerShape(8, 2, 128), 0.1, 0.0, None)
+    assert layer_of(init, plain, {}) == (LayerShape(8, 2, 128), 0.1, 0.0, None, False)
 
 
 def test_caches_of_other_kinds_are_refused() -> None:
     assert unsupported_spec(make_spec()) is None
+    # Layers of a group differ: each layer's own specification decides. See test_vllm_hybrids.py.
+    assert unsupported_spec(make_spec(sliding_window=64)) is None
     common = {"block_size": 16, "head_size": DIM, "dtype": torch.float32}
     window = SlidingWindowSpec(num_kv_heads=KV_HEADS, sliding_window=64, **common)
     assert "SlidingWindowSpec" in unsupported_spec(window)
     assert "MLAAttentionSpec" in unsupported_spec(MLAAttentionSpec(num_kv_heads=1, **common))
-    assert "sliding window" in unsupported_spec(make_spec(sliding_window=64))
-    assert "chunked" in unsupported_spec(make_spec(attention_chunk_size=64))
-    assert "causal" in unsupported_spec(make_spec(non_causal=True))
-    assert "values of 32" in unsupported_spec(make_spec(head_size_v=32))
 
 
 @pytest.mark.parametrize(

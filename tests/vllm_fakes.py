@@ -62,6 +62,8 @@ class Layers:
     count: int = 2
     arguments: dict[str, Any] = field(default_factory=dict)
     prefix: str = "layer"
+    spec: Any = None
+    """The layers' own cache specification; None: only their arguments describe them."""
 
     def __post_init__(self) -> None:
         self.impls = []
@@ -72,7 +74,10 @@ class Layers:
                 "num_kv_heads": KV_HEADS, **self.arguments,
             }  # fmt: skip
             impl = self.backend.get_impl_cls()(**values)
-            context[f"{self.prefix}.{index}"] = SimpleNamespace(impl=impl)
+            module = SimpleNamespace(impl=impl)
+            if self.spec is not None:
+                module.get_kv_cache_spec = lambda vllm_config: self.spec
+            context[f"{self.prefix}.{index}"] = module
             self.impls.append(impl)
 
     def builder(self, spec: Any) -> Any:
@@ -155,7 +160,7 @@ class Batch:
 
 def reference(
     batch: Batch, cache: Cache, *, window: int | None = None, cap: float = 0.0,
-    scale: float = DIM**-0.5,
+    scale: float = DIM**-0.5, sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Causal attention of every query token in float64, token by token: [T, Hq, D]."""
     out = torch.zeros(batch.query.shape, dtype=torch.float64)
@@ -175,7 +180,9 @@ def reference(
                 scores = k[:, kv] @ batch.query[token, head].double() * scale
                 if cap:
                     scores = cap * torch.tanh(scores / cap)
-                out[token, head] = scores.softmax(0) @ v[:, kv]
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[head : head + 1].double()))
+                out[token, head] = scores.softmax(0)[: len(v)] @ v[:, kv]
     return out
 
 

@@ -45,15 +45,26 @@ class Tensors(NamedTuple):
     page_table: Pointer
     table_rows: Pointer
     seq_lens: Pointer
+    query_start: Pointer
+    """[B + 1] int32: each request's first row in `q`; only where `Heads.ragged`."""
+    ancestors: Pointer
+    """[B, query tokens, words] int64: bits of a token tree; only where `Heads.tree`."""
+    sinks: Pointer
+    """[Hq]: the sink of each query head; only where `Mode.sinks`."""
+    k_scale: Pointer
+    v_scale: Pointer
+    """[1] float32: what stored keys and values stand for; only where `Mode.device_scales`."""
 
 
 class Scaling(NamedTuple):
-    """How a product of query and key becomes a score."""
+    """How a product of query and key becomes a score, and a sum of stored values an output."""
 
     scale: float
     """Brings scores to base 2. With a soft cap it is `sm_scale`, without the change of base."""
     cap: float
     """The soft cap, unused without one."""
+    value: float
+    """What a stored value stands for; only for a cache of 8 bits."""
 
 
 class Strides(NamedTuple):
@@ -64,10 +75,15 @@ class Strides(NamedTuple):
     out_batch: int
     out_head: int
     table: int
+    ancestors_batch: int
+    ancestors_token: int
 
 
 class Heads(NamedTuple):
-    """Constants: the head shape."""
+    """Constants: the head shape, and the query tokens of a request.
+
+    A query of the plan is a query block: up to `tokens` query tokens of one request.
+    """
 
     num_kv: int
     group: int
@@ -75,6 +91,20 @@ class Heads(NamedTuple):
     dim: int
     padded_dim: int
     """`dim`, rounded up to a power of two."""
+    single: bool
+    """Whether every request has exactly one query token, as in decode."""
+    query_tokens: int
+    """Most query tokens of a request."""
+    blocks: int
+    """Query blocks of a request."""
+    tokens: int
+    """Most query tokens of a query block."""
+    vectors: int
+    """Query vectors of a query block that share a KV head: `tokens` times `group`."""
+    ragged: bool
+    """Whether requests have different numbers of query tokens, by `query_start`."""
+    tree: bool
+    """Whether the query tokens form a tree, by `ancestors`; else they form a chain."""
 
 
 class CacheLayout(NamedTuple):
@@ -94,6 +124,9 @@ class CacheLayout(NamedTuple):
     v_head: int
     same_strides: bool
     """Whether a token has the same offset in K and in V."""
+    number: str
+    """How a byte of a cache of 8 bits stands for a number: "e4m3" or "e5m2". Empty: the cache has
+    the dtype of the queries."""
 
 
 class Tile(NamedTuple):
@@ -123,3 +156,7 @@ class Mode(NamedTuple):
     """Whether the plain kernels multiply in float32, as the interpreter must."""
     overlapped: bool
     """Whether launches use programmatic dependent launch."""
+    sinks: bool
+    """Whether each query's softmax has a sink for each head."""
+    device_scales: bool
+    """Whether the device holds the scales of a cache of 8 bits."""

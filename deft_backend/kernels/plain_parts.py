@@ -1,4 +1,9 @@
-"""What the plain kernels of stage 1 share: the soft cap, and how queries and results move."""
+"""What the plain kernels share: scores, sinks, how queries and results move, who sees a token.
+
+A request's last tokens are its query tokens, n of them. All query vectors see the tokens before
+these. A query token of a chain also sees itself and the query tokens before it. A query token of a
+tree sees its ancestors among the query tokens, by the bits in `ancestors` (DeFT, Remark 3.1).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,8 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 from triton import jit
+
+from deft_backend.kernels.arguments import Scaling
 
 
 class Online(NamedTuple):
@@ -17,6 +24,117 @@ class Online(NamedTuple):
     """[M]: largest scores, in base 2."""
     total: Any
     """[M]: sums of weights."""
+
+
+class Vectors(NamedTuple):
+    """The query vectors of a tile: [M] numbers."""
+
+    row: Any
+    """Its row in `q` and in the output."""
+    head: Any
+    """Its query head."""
+    result: Any
+    """Its place among the query vectors of a partial result."""
+    there: Any
+    """Whether the tile holds it."""
+
+
+class Tail(NamedTuple):
+    """What each query vector of a tile sees of its request's query tokens: [M] numbers."""
+
+    before: Any
+    """Position of the request's first query token."""
+    token: Any
+    """The vector's query token."""
+    bits: Any
+    """Where the token's bits lie in `ancestors`."""
+
+
+@jit
+def block_of(query, HEADS: tl.constexpr):
+    """Request of a query block, and the first query token of the block."""
+    return query // HEADS.blocks, query % HEADS.blocks * HEADS.tokens
+
+
+@jit
+def rows_of(request, there, query_start, HEADS: tl.constexpr):
+    """A request's first row in `q`, and the number of its query tokens."""
+    if HEADS.ragged:
+        first = tl.load(query_start + request, mask=there, other=0)
+        tokens = tl.load(query_start + request + 1, mask=there, other=0) - first
+    else:
+        first = request * HEADS.query_tokens
+        tokens = HEADS.query_tokens
+    return first, tokens
+
+
+@jit
+def vectors_of(entry, queries, kv_head, tensors, plan, HEADS: tl.constexpr, TILE: tl.constexpr):
+    """The query vectors of an item's tile, from its first entry on."""
+    offs_m = tl.arange(0, TILE.height)
+    there = offs_m // HEADS.vectors < queries
+    query = tl.load(plan.entry_query + entry + offs_m // HEADS.vectors, mask=there, other=0)
+    if HEADS.single:
+        row = query
+        head = kv_head * HEADS.group + offs_m % HEADS.group
+        result = head
+    else:
+        vector = offs_m % HEADS.vectors
+        head = kv_head * HEADS.group + vector % HEADS.group
+        result = vector // HEADS.group * (HEADS.num_kv * HEADS.group) + head
+        request, token = block_of(query, HEADS)
+        token += vector // HEADS.group
+        first, tokens = rows_of(request, there, tensors.query_start, HEADS)
+        row = first + token
+        there = there & (token < tokens)
+    return Vectors(row, head, result, there)
+
+
+@jit
+def tail_of(entry, queries, tensors, plan, strides, HEADS: tl.constexpr, TILE: tl.constexpr):
+    """What the query vectors of an item's tile see of their requests' query tokens."""
+    offs_m = tl.arange(0, TILE.height)
+    there = offs_m // HEADS.vectors < queries
+    query = tl.load(plan.entry_query + entry + offs_m // HEADS.vectors, mask=there, other=0)
+    request, token = block_of(query, HEADS)
+    token += offs_m % HEADS.vectors // HEADS.group
+    _, tokens = rows_of(request, there, tensors.query_start, HEADS)
+    length = tl.load(tensors.seq_lens + request, mask=there, other=0).to(tl.int32)
+    bits = request.to(tl.int64) * strides.ancestors_batch
+    bits += tl.minimum(token, HEADS.query_tokens - 1) * strides.ancestors_token
+    return Tail(length - tokens, token, bits)
+
+
+@jit
+def seen_by_all(tail, there, start, length, HEADS: tl.constexpr):
+    """How many of a range's first tokens every query vector that is there sees."""
+    first = tl.reduce(tl.where(there, tail.before, 1 << 30), 0, tl.standard._elementwise_min)
+    return tl.minimum(tl.maximum(first - start, 0), length)
+
+
+@jit
+def sees(position, tail, tensors, HEADS: tl.constexpr):
+    """[M, N] whether query vectors see the tokens at positions [N] of their requests."""
+    token = position[None, :] - tail.before[:, None]  # from 0: one of the query tokens
+    if HEADS.tree:
+        is_query = (token >= 0) & (token < HEADS.query_tokens)
+        word_at = tail.bits[:, None] + (tl.maximum(token, 0) >> 6)
+        word = tl.load(tensors.ancestors + word_at, mask=is_query, other=0)
+        bit = (word >> (token & 63).to(tl.int64)) & 1
+        seen = (token < 0) | (is_query & (bit == 1))
+    else:
+        seen = token <= tail.token[:, None]
+    return seen
+
+
+@jit
+def with_device_scales(scaling, tensors, MODE: tl.constexpr):
+    """The scaling, times the scales of an 8-bit cache that the device holds."""
+    scale, value = scaling.scale, scaling.value
+    if MODE.device_scales:
+        scale *= tl.load(tensors.k_scale)
+        value *= tl.load(tensors.v_scale)
+    return Scaling(scale, scaling.cap, value)
 
 
 @jit
@@ -34,15 +152,15 @@ def capped(products, scaling, SOFT_CAP: tl.constexpr):
 
 
 @jit
-def load_queries(tensors, strides, query, head, in_tile, HEADS: tl.constexpr, UPCAST: tl.constexpr):
-    """[M, D]: the query vector of each query and query head; 0 outside the tile."""
+def load_queries(tensors, strides, vectors, HEADS: tl.constexpr, UPCAST: tl.constexpr):
+    """[M, D]: the query vectors of a tile; 0 outside the tile."""
     offs_d = tl.arange(0, HEADS.padded_dim)[None, :]
     q = tl.load(
         tensors.q
-        + query.to(tl.int64)[:, None] * strides.q_batch
-        + head[:, None] * strides.q_head
+        + vectors.row.to(tl.int64)[:, None] * strides.q_batch
+        + vectors.head[:, None] * strides.q_head
         + offs_d,
-        mask=in_tile[:, None] & (offs_d < HEADS.dim),
+        mask=vectors.there[:, None] & (offs_d < HEADS.dim),
         other=0.0,
     )
     if UPCAST:
@@ -60,25 +178,43 @@ def kv_offsets(page, position, CACHE: tl.constexpr):
 
 
 @jit
-def write_results(online, query, slot, head, in_tile, tensors, strides, HEADS: tl.constexpr):
+def sink_weight(sinks, head, there, maximum):
+    """The weight of each query vector's sink, among weights relative to `maximum`, in base 2.
+
+    Without a token `maximum` is -inf: then any finite weight gives an output of 0.
+    """
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    sink = tl.load(sinks + head, mask=there, other=0.0).to(tl.float32) * LOG2_E
+    return tl.exp2(sink - tl.where(maximum == float("-inf"), 0.0, maximum))
+
+
+@jit
+def write_results(
+    online, vectors, slot, tensors, strides, HEADS: tl.constexpr, MODE: tl.constexpr
+):  # fmt: skip
     """Write each query vector's output, or its partial result to its slot.
 
-    `online.acc` is [M, D]. An empty range contributes nothing: O = 0, LSE = -inf.
+    `online.acc` is [M, D]. An empty range contributes nothing: O = 0, LSE = -inf. An output has
+    its sink. A partial result has none: its merge adds the sink.
     """
     acc, maximum, total = online.acc, online.maximum, online.total
     offs_d = tl.arange(0, HEADS.padded_dim)[None, :]
     in_head = offs_d < HEADS.dim
     safe_total = tl.where(total > 0.0, total, 1.0)
     normal = 1.0 / safe_total
-    direct = in_tile & (slot < 0)
-    partial = in_tile & (slot >= 0)
+    direct = vectors.there & (slot < 0)
+    partial = vectors.there & (slot >= 0)
     if tl.reduce(direct.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
+        whole = normal
+        if MODE.sinks:
+            weight = sink_weight(tensors.sinks, vectors.head, vectors.there, maximum)
+            whole = 1.0 / (safe_total + weight)
         tl.store(
             tensors.out
-            + query.to(tl.int64)[:, None] * strides.out_batch
-            + head[:, None] * strides.out_head
+            + vectors.row.to(tl.int64)[:, None] * strides.out_batch
+            + vectors.head[:, None] * strides.out_head
             + offs_d,
-            (acc * normal[:, None]).to(tensors.out.dtype.element_ty),
+            (acc * whole[:, None]).to(tensors.out.dtype.element_ty),
             mask=direct[:, None] & in_head,
         )
     if tl.reduce(partial.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
@@ -86,7 +222,7 @@ def write_results(online, query, slot, head, in_tile, tensors, strides, HEADS: t
         # mantissa, whatever the range of the cache's dtype.
         largest = tl.reduce(tl.abs(acc), 1, tl.standard._elementwise_max)
         largest = tl.maximum(largest, 1.0e-30)
-        at = slot.to(tl.int64) * (HEADS.num_kv * HEADS.group) + head
+        at = slot.to(tl.int64) * (HEADS.num_kv * HEADS.vectors) + vectors.result
         tl.store(
             tensors.partial.out + at[:, None] * HEADS.dim + offs_d,
             (acc * (1.0 / largest)[:, None]).to(tensors.partial.out.dtype.element_ty),

@@ -7,6 +7,7 @@ Two subclasses decide which batches tree attention decodes, and which planner pl
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -41,7 +42,8 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
     """
 
     _own = frozenset({
-        "_host", "_attention", "_state", "_pool", "_req_to_token", "_layers", "_said", "_broken",
+        "_host", "_attention", "_state", "_pool", "_req_to_token", "_layers", "_left", "_said",
+        "_broken",
         "_tree_batch", "_capturing", "_host_in_graphs", "_host_ready", "_model_asks",
     })  # fmt: skip
     """Attributes of this class; all others are the host's backend's."""
@@ -65,6 +67,7 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         self._pool = host.token_to_kv_pool
         self._req_to_token = host.req_to_token_pool.req_to_token
         self._layers: dict[int, str | None] = {}
+        self._left: set[int] = set()  # layers that turned out to need the host's kernel
         self._said: set[str] = set()
         self._broken: str | None = None
         self._tree_batch: Any = None
@@ -106,7 +109,9 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
             return host(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         if self._delegated(k, v, layer, kwargs) is None:
             try:
-                return self._tree_decode(q, k, v, layer, forward_batch, save_kv_cache)
+                return self._tree_decode(
+                    q, k, v, layer, forward_batch, save_kv_cache, kwargs.get("sinks")
+                )
             except Exception as error:
                 self._broken = "kernel failed"
                 logger.error("deft: a kernel failed, the host's own decode from here: %r", error)
@@ -139,8 +144,9 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         return self._host.forward_mixed(*args, **kwargs)
 
     def _tree_decode(
-        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool
-    ) -> Any:
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool,
+        sinks: Any,
+    ) -> Any:  # fmt: skip
         if save_kv_cache:
             self._pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         heads, dim = layer.tp_q_head_num, layer.qk_head_dim
@@ -153,6 +159,7 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
             table_rows=forward_batch.req_pool_indices,
             sm_scale=layer.scaling,
             logit_cap=layer.logit_cap or 0.0,
+            sinks=sinks,
             static_launch=self._static_launch,
         )
         return out.view(-1, heads * dim)
@@ -162,23 +169,27 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         if layer.layer_id not in self._layers:
             state = self._state
             reason = unsupported_layer(
-                layer, state.num_query_heads, state.num_kv_heads, state.head_dim
+                layer, (state.num_query_heads, state.num_kv_heads, state.head_dim)
             )
-            extra = sorted(name for name, value in kwargs.items() if value is not None)
+            extra = sorted(name for name in kwargs if _unknown(name, kwargs[name]))
             if reason is None and extra:
                 reason = f"the argument {extra[0]}"
             if reason is None and (k is None or v is None):
                 reason = "keys and values of another layer"
             self._layers[layer.layer_id] = reason
             if reason is not None:
-                left = sum(r is not None for r in self._layers.values())
-                self._state.device_tree_layers = self._state.num_layers - left
+                self._left.add(layer.layer_id)
+                self._state.device_tree_layers = self._state.num_layers - len(self._left)
                 self._say(f"layers with {reason} decode through the host's kernel")
         reason = self._layers[layer.layer_id]
-        given = (value is not None for value in kwargs.values())
-        if reason is None and (k is None or v is None or any(given)):
+        unknown = any(_unknown(name, value) for name, value in kwargs.items())
+        if reason is None and (k is None or v is None or unknown):
             return "unexpected arguments"
         return reason
+
+    def leave_layers(self, reasons: Mapping[int, str]) -> None:
+        """Run these layers in the host's kernel, for reasons that the log has given already."""
+        self._layers.update(reasons)
 
     def _say(self, message: str, kind: str | None = None) -> None:
         """Log one line for each `kind`, even if later lines hold other numbers."""
@@ -208,6 +219,11 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
             object.__setattr__(self, name, value)
         else:
             setattr(self._host, name, value)
+
+
+def _unknown(name: str, value: Any) -> bool:
+    """Whether an argument of a layer's call changes what tree attention would compute."""
+    return value is not None and name != "sinks"
 
 
 def _hand_on(name: str) -> property:

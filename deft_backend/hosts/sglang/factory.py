@@ -25,10 +25,12 @@ from deft_backend.hosts.common.planner_choice import (
 from deft_backend.hosts.common.warm_up import StepTensors, warm_up_attention
 from deft_backend.hosts.sglang.arguments import NAME
 from deft_backend.hosts.sglang.batch_observer import BatchObserver
+from deft_backend.hosts.sglang.caches import full_cache
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner
+from deft_backend.hosts.sglang.layers import Division, Shape
 from deft_backend.hosts.sglang.prefix_source import PrefixSource
-from deft_backend.hosts.sglang.ranks import all_ranks
-from deft_backend.hosts.sglang.server import shape_of, start_reporting, state_of
+from deft_backend.hosts.sglang.ranks import same_on_all_ranks
+from deft_backend.hosts.sglang.server import device_of, division_of, start_reporting, state_of
 from deft_backend.hosts.sglang.verify import disagreement
 from deft_backend.hosts.sglang.versions import (
     decode_graphs,
@@ -53,8 +55,8 @@ class Unsupported(RuntimeError):
 def wrap_backend(runner: Any, name: str, host: Any) -> Any:
     """Put tree attention around the host's backend, or return that backend and log the reason.
 
-    If set-up fails on one rank, every rank undoes it. Ranks with different sets of graphs would
-    wait for each other forever during the capture.
+    If set-up fails on one rank, or ranks decided differently, every rank undoes it. Ranks with
+    different sets of graphs would wait for each other forever during the capture.
 
     Parameters
     ----------
@@ -76,8 +78,13 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
             reason = f"tree attention could not be set up ({error!r})"
             logger.debug("deft: set-up failed", exc_info=True)
         try:
-            agreed = all_ranks(runner, made is not None)
-            if made is not None:
+            agreed = same_on_all_ranks(runner, None if made is None else made.decided(settings))
+            if agreed is False:
+                reason = (
+                    "its ranks would decode in different ways (DEFT_PLANNER, DEFT_POLICY, "
+                    "DEFT_MIN_* or DEFT_MAX_BATCH differ, or their GPUs do)"
+                )
+            elif made is not None:
                 reason = "another rank has no tree attention"
         except Exception as error:
             agreed, reason = False, f"its ranks cannot agree on tree attention ({error!r})"
@@ -96,6 +103,9 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
         made.attention.workspace_bytes / 2**20,
         "" if made.on_device else ", and batches that share too little,", name,
     )  # fmt: skip
+    divided = made.division.text()
+    if divided is not None:
+        logger.info("deft: %s", divided)
     return made.backend
 
 
@@ -103,18 +113,21 @@ def unsupported_model(runner: Any) -> str | None:
     """Why a model runner's KV cache or device rules out tree attention, in one line, or None."""
     if runner.is_draft_worker:
         return "draft models are not supported"
-    pool = runner.token_to_kv_pool
-    kind = type(pool).__name__
-    if kind != "MHATokenToKVPool":
-        return f"a KV cache of kind {kind} is not supported"
-    layout = getattr(pool, "kv_cache_layout", "nhd")
-    if layout != "nhd" or getattr(pool, "use_hnd", False):
-        return f"a KV cache in the layout {layout} is not supported"
-    if runner.kv_cache_dtype != runner.dtype or pool.store_dtype != runner.dtype:
+    cache = full_cache(runner.token_to_kv_pool)
+    if isinstance(cache, str):
+        return cache
+    if runner.kv_cache_dtype != runner.dtype or cache.pool.store_dtype != runner.dtype:
         return f"KV in {runner.kv_cache_dtype} under a model in {runner.dtype} is not supported"
-    heads, kv_heads, dim = shape_of(runner)
-    reason = TreeAttention.unsupported(heads, kv_heads, dim, runner.dtype, _device(runner))
-    return None if reason is None else f"not supported: {reason}"
+    return None
+
+
+def _divided(runner: Any) -> tuple[Division, Shape]:
+    """The layers that tree attention decodes, at least one, and their shape."""
+    division = division_of(runner)
+    if division.shape is None:
+        reasons = "; ".join(dict.fromkeys(division.host.values()))
+        raise Unsupported(f"not supported in any layer: {reasons}")
+    return division, division.shape
 
 
 def model_asks(runner: Any) -> bool:
@@ -131,17 +144,20 @@ def _source(module: str) -> str:
         return "get_attn_backend"  # unreadable source: assume that it does
 
 
-def _device(runner: Any) -> torch.device:
-    if runner.device == "cuda":
-        return torch.device("cuda", runner.gpu_id)
-    return torch.device(runner.device)
-
-
 class _Made(NamedTuple):
     backend: Any
     attention: TreeAttention
     state: ServerState
     on_device: bool
+    division: Division
+
+    def decided(self, settings: Settings) -> tuple[object, ...]:
+        """What decides the sets of graphs and the steps of tree attention: equal on all ranks."""
+        return (
+            self.on_device, self.attention.capacity.max_batch, settings.policy,
+            settings.min_share, settings.min_batch, settings.min_shared_tokens,
+            settings.min_saved_ms, self.division.tree,
+        )  # fmt: skip
 
 
 def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Made:
@@ -149,8 +165,8 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
     reason = unsupported_model(runner)
     if reason is not None:
         raise Unsupported(reason)
-    heads, kv_heads, dim = shape_of(runner)
-    on_device = selects_device_planner(settings, SGLANG, capability_of(_device(runner)))
+    division, (heads, kv_heads, dim) = _divided(runner)
+    on_device = selects_device_planner(settings, SGLANG, capability_of(device_of(runner)))
     if not on_device and decodes_per_rank(runner.server_args):
         # Each rank would choose between its two sets of graphs by its own requests. But graphs hold
         # collectives, so all ranks must replay the same set.
@@ -165,16 +181,18 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
         num_kv_heads=kv_heads,
         head_dim=dim,
         dtype=runner.dtype,
-        device=_device(runner),
+        device=device_of(runner),
         max_batch=planned_on_device(largest) if on_device else largest,
         policy=settings.policy,
     )
     if attention.device.type == "cuda":
         take_compiled_kernels(settings, attention.device)
         _warm_up(attention, runner, settings, on_device)
-    state = state_of(runner, NAME, settings.policy)
+    state = state_of(runner, division, NAME, settings.policy)
     make = _device_planned if on_device else _host_planned
-    return _Made(make(runner, host, attention, state, settings, undo), attention, state, on_device)
+    backend = make(runner, host, attention, state, settings, undo)
+    backend.leave_layers(division.host)
+    return _Made(backend, attention, state, on_device, division)
 
 
 def _device_planned(
@@ -248,13 +266,9 @@ def _warm_up(attention: TreeAttention, runner: Any, settings: Settings, on_devic
 
 def _step_tensors(runner: Any) -> StepTensors:
     """What a decode step is given; versions differ in nothing, graphs and eager steps neither."""
-    pool, table = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
-    return StepTensors(
-        pool.get_key_buffer(pool.start_layer),
-        pool.get_value_buffer(pool.start_layer),
-        [table.shape[1]],
-        table_dtype=table.dtype,
-    )
+    cache, table = full_cache(runner.token_to_kv_pool), runner.req_to_token_pool.req_to_token
+    assert not isinstance(cache, str)
+    return StepTensors(cache.keys, cache.values, [table.shape[1]], table_dtype=table.dtype)
 
 
 def _compiler(

@@ -118,6 +118,7 @@ class GroupAttention:
         page_table: torch.Tensor,
         seq_lens: torch.Tensor,
         output: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Decode one layer of the planned step into the first B rows of `output` [T, Hq, D]."""
         batch = len(seq_lens)
@@ -132,6 +133,7 @@ class GroupAttention:
             seq_lens,
             sm_scale=layer.sm_scale,
             logit_cap=layer.logit_cap,
+            sinks=sinks,
             out=output[:batch],
             static_launch=self._on_device,
         )

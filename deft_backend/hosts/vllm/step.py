@@ -55,6 +55,7 @@ class TreeStep:
         kv_cache: torch.Tensor,
         output: torch.Tensor,
         host: Callable[[], torch.Tensor],
+        sinks: torch.Tensor | None = None,
     ) -> bool:
         """Decode a layer into `output`; False if the host's implementation must.
 
@@ -70,6 +71,8 @@ class TreeStep:
         host : callable
             Runs the host's own implementation into the same `output`; ``DEFT_VERIFY`` compares the
             two.
+        sinks : [Hq], optional
+            A logit for each query head.
         """
         group = self.group
         try:
@@ -77,7 +80,7 @@ class TreeStep:
                 self._seen.clear()
                 group.plan(self.page_table, self.seq_lens)
             self._seen.add(id(owner))
-            group.run(layer, query, kv_cache, self.page_table, self.seq_lens, output)
+            group.run(layer, query, kv_cache, self.page_table, self.seq_lens, output, sinks)
             if group.verifies:
                 group.verify(output[: len(self.seq_lens)], host)
             return True
