@@ -32,24 +32,24 @@ class Group:
     """Start it with ``sglang serve``, not ``python -m sglang.launch_server``."""
 
 
-_SMALL_PAGES = ("--max-total-tokens", "1280", "--page-size", "16", "--enable-cache-report")
-
 # If the host finds NCCL, its group of two ranks needs a GPU.
 _TWO_PROCESSES = {
     "SGLANG_CPU_OMP_THREADS_BIND": cores_of_two_ranks(),
     "SGLANG_NCCL_SO_PATH": "/nowhere/libnccl.so",
 }
 
+_SMALL_CACHE = (
+    "--max-total-tokens", "1280", "--page-size", "16", "--chunked-prefill-size", "128",
+    "--enable-cache-report",
+)  # fmt: skip
+
 GROUPS = {
     "default": Group(),
     "no-overlap": Group(
         ("--disable-overlap-schedule", "--enable-metrics", "--decode-log-interval", "4"), cli=True
     ),
-    # Nothing is cached. Every few steps the host's own switch for its tests retracts requests.
-    "no-radix": Group(
-        ("--disable-radix-cache",),
-        {**EAGER, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "6"},
-    ),
+    "chunked-pages": Group(("--chunked-prefill-size", "128", "--page-size", "16"), EAGER),
+    "no-radix": Group(("--disable-radix-cache",), EAGER),
     "device-planner": Group(
         settings={
             **EAGER,
@@ -61,8 +61,11 @@ GROUPS = {
     ),
     # Fewer pages than the documents of a test need, and the core of the unified tree in Python.
     "small-cache": Group(
-        (*_SMALL_PAGES, "--chunked-prefill-size", "128"),
-        {**EAGER, "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"},
+        _SMALL_CACHE, {**EAGER, "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
+    ),
+    # The host's own switch for its tests: every few steps it retracts decoding requests.
+    "retracting": Group(
+        settings={**EAGER, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "6"}
     ),
     "two-ranks": Group(("--tensor-parallel-size", "2"), {**EAGER, **_TWO_PROCESSES}),
     "stages": Group(("--pipeline-parallel-size", "2"), {**EAGER, **_TWO_PROCESSES}),

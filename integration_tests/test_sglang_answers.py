@@ -17,24 +17,24 @@ from integration_tests.common.server import Server
 from integration_tests.sglang_server import Ask
 
 
-@on("default", "no-overlap", "small-cache", "no-radix", smoke=["default"])
+@on("default", "no-overlap", "chunked-pages", "no-radix", smoke=["default"])
 def test_shared_prefix(server: Server, reference) -> None:
     check(server, reference, [Ask(PREFIX + f"Tonight it spoke of {t}.") for t in TOPICS])
 
 
-@on("default", "small-cache", "device-planner")
+@on("default", "chunked-pages", "device-planner")
 def test_equal_prompts_and_prompts_that_are_prefixes(server: Server, reference) -> None:
     whole = PREFIX + "Nobody came."
     check(server, reference, [Ask(whole), Ask(whole), Ask(whole[:-7]), Ask(PREFIX)])
 
 
-@on("default", "no-overlap", "small-cache")
+@on("default", "no-overlap", "chunked-pages")
 def test_forked(server: Server, reference) -> None:
     check(server, reference, [Ask(PREFIX + "Of the keeper it said:", n=4)])
 
 
 @on(
-    "default", "no-overlap", "small-cache", "device-planner",
+    "default", "no-overlap", "chunked-pages", "device-planner",
     smoke=["default", "device-planner"],
 )  # fmt: skip
 def test_levels(server: Server, reference) -> None:
@@ -43,12 +43,12 @@ def test_levels(server: Server, reference) -> None:
     check(server, reference, [*asks, Ask(PREFIX + "Alone.")])
 
 
-@on("default", "small-cache")
+@on("default", "chunked-pages")
 def test_unshared(server: Server, reference) -> None:
     check(server, reference, [Ask(f"{topic}: {topic * 12}") for topic in TOPICS[:4]])
 
 
-@on("default", "small-cache")
+@on("default", "chunked-pages")
 def test_single(server: Server, reference) -> None:
     check(server, reference, [Ask(PREFIX)])
 
@@ -59,7 +59,7 @@ def test_different_lengths_leave_one_by_one(server: Server, reference) -> None:
     check(server, reference, asks)
 
 
-@on("default", "no-overlap", "small-cache", "device-planner")
+@on("default", "no-overlap", "chunked-pages", "device-planner")
 def test_requests_join_and_others_are_aborted(server: Server, reference) -> None:
     """Two of four streams are cut off; two requests join while the others decode."""
     first = [Ask(PREFIX + f"Then came {topic},", tokens=14) for topic in TOPICS[:4]]
@@ -81,7 +81,7 @@ def test_every_rank_plans_for_itself(server: Server, reference) -> None:
     check_both_ranks(server)
 
 
-@on("no-radix")
+@on("retracting")
 def test_retracted_requests_come_back(server: Server, reference) -> None:
     """The host retracts requests while they decode, and prefills them again later."""
     asks = [Ask(PREFIX + f"Tell of {topic}:", tokens=20) for topic in TOPICS]
@@ -91,7 +91,7 @@ def test_retracted_requests_come_back(server: Server, reference) -> None:
     assert server.state()["steps_tree"] > 0
 
 
-@on("default", "no-overlap", "small-cache", smoke=["default"])
+@on("default", "no-overlap", "chunked-pages", smoke=["default"])
 def test_fewer_bytes_are_read(server: Server, reference) -> None:
     """A shared batch goes through tree attention and reads less than request by request."""
     before = server.state() if server.process.pid and _has_state(server) else None

@@ -16,6 +16,8 @@ from integration_tests.common.plain_model import PlainModel
 from integration_tests.common.server import MODEL, Server
 from integration_tests.vllm.vllm_server import Ask, together
 
+pytestmark = pytest.mark.rare
+
 
 def asked(opening: str, tokens: int, topics: int = 3) -> list[Ask]:
     """Requests that share a prefix and decode together."""
