@@ -94,10 +94,19 @@ def test_weights_change_between_rollouts(server: Server, model: PlainModel, tmp_
 def test_weights_come_as_tensors(server: Server, model: PlainModel, tmp_path: Path) -> None:
     asks = [Ask(PREFIX + f"By {topic}", tokens=6) for topic in TOPICS[:3]]
     other = changed_weights(MODEL, tmp_path)
-    assert ask_to(server, "update_weights_from_tensor", in_shared_memory(other)) == 200
+    load_tensors(server, other)
     check(server, PlainModel(other), asks)
-    assert ask_to(server, "update_weights_from_tensor", in_shared_memory(MODEL)) == 200
+    load_tensors(server, MODEL)
     check(server, model, asks)
+
+
+def load_tensors(server: Server, folder: Path) -> None:
+    for path, body in (
+        ("begin_weight_update", None),
+        ("update_weights_from_tensor", in_shared_memory(folder)),
+        ("end_weight_update", None),
+    ):
+        assert ask_to(server, path, body) == 200
 
 
 @pytest.mark.rare
