@@ -69,6 +69,7 @@ def test_every_request_is_aborted(server: Server, model: PlainModel) -> None:
     check(server, model, [Ask(PREFIX + f"Later, {t}") for t in TOPICS[:4]])
 
 
+@pytest.mark.rare
 @on("small-cache")
 def test_weights_change_between_rollouts(server: Server, model: PlainModel, tmp_path: Path) -> None:
     """As an RL trainer does: samples, released memory, new weights, samples, and the old weights.
@@ -90,6 +91,7 @@ def test_weights_change_between_rollouts(server: Server, model: PlainModel, tmp_
     check(server, model, asks)
 
 
+@pytest.mark.rare
 @on("small-cache")
 def test_weights_come_as_tensors(server: Server, model: PlainModel, tmp_path: Path) -> None:
     asks = [Ask(PREFIX + f"By {topic}", tokens=6) for topic in TOPICS[:3]]
