@@ -632,9 +632,11 @@ def test_warm_up_launches_every_set_of_tiles(
     calls: list[tuple[Any, ...]] = []
 
     def run(
-        q: Any, k: Any, v: Any, table: Any, lens: Any, *, table_rows: Any, static_launch: bool
-    ) -> None:
+        q: Any, k: Any, v: Any, table: Any, lens: Any, *, table_rows: Any,
+        k_scale: float, v_scale: float, static_launch: bool,
+    ) -> None:  # fmt: skip
         assert not static_launch
+        assert k_scale == v_scale == 1.0
         plan = attention.last_plan
         assert plan is not None
         shapes = tuple(s for s in sorted(ITEM_ORDER) if len(range(*plan.items_of(s))))

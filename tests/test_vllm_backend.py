@@ -37,7 +37,7 @@ from deft_backend.config import Settings, SettingsError
 from deft_backend.hosts.vllm import factory, say, server
 from deft_backend.hosts.vllm.compose import tree_backend
 from deft_backend.hosts.vllm.cpu import PlainCpuBackend
-from deft_backend.hosts.vllm.layers import LayerShape
+from deft_backend.hosts.vllm.layers import Layer, LayerShape
 from deft_backend.hosts.vllm.step import attach, step_of
 from deft_backend.telemetry.shown_batch import ShownBatchError, forest_of
 from deft_backend.telemetry.state import ServerState
@@ -499,11 +499,12 @@ def test_a_wrong_setting_stops_the_server(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_gpu_plans_with_auto_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = LayerShape(HEADS, 2, DIM)
+    layer = Layer(shape, 1.0, 0.0, None)
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(TreeAttention, "unsupported", staticmethod(lambda *given: None))
+    monkeypatch.setattr(TreeAttention, "unsupported", staticmethod(lambda *given, **more: None))
     for policy, reason in (("auto", None), ("deft-node", "DEFT_POLICY=deft-node")):
         found = factory._unsupported_shape(
-            shape, make_spec(), torch.float32, gpu, Settings(policy=policy)
+            shape, make_spec(), torch.float32, layer, gpu, Settings(policy=policy)
         )
         assert found is None if reason is None else reason in found
 
@@ -582,7 +583,8 @@ def test_keys_and_values_go_to_their_slots() -> None:
     cache = Cache(4, 16, "HND")
     before = cache.tensor.clone()
     key, value = torch.randn(2, 3, 2, DIM)
-    impl.do_kv_cache_update(None, key, value, cache.tensor, torch.tensor([17, -1, 63]))
+    module = SimpleNamespace(_k_scale=torch.ones(1), _v_scale=torch.ones(1))
+    impl.do_kv_cache_update(module, key, value, cache.tensor, torch.tensor([17, -1, 63]))
     assert torch.equal(cache.keys[1, 1], key[0])
     assert torch.equal(cache.values[1, 1], value[0])
     assert torch.equal(cache.keys[3, 15], key[2])

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec, SlidingWin
 from vllm_fakes import DIM, KV_HEADS, Cache, make_config, make_spec
 
 from deft_backend.hosts.vllm.factory import unsupported_server, unsupported_spec
-from deft_backend.hosts.vllm.layers import LayerShape, layer_of
+from deft_backend.hosts.vllm.layers import Layer, LayerShape, layer_of
 from deft_backend.hosts.vllm.layout import kv_views
 from deft_backend.hosts.vllm.observe import original_backend
 from deft_backend.hosts.vllm.port import port_of
@@ -36,9 +36,9 @@ def constructor(
 
 def test_the_arguments_are_read_however_they_are_given() -> None:
     layer = layer_of(constructor, (8, 128, 0.5, None, None, None, "auto", 30.0), {})
-    assert layer == (LayerShape(8, 8, 128), 0.5, 30.0, None, False)
+    assert layer == Layer(LayerShape(8, 8, 128), 0.5, 30.0, None)
     layer = layer_of(constructor, (8, 64), {"scale": 1, "num_kv_heads": 2})
-    assert layer == (LayerShape(8, 2, 64), 1.0, 0.0, None, False)
+    assert layer == Layer(LayerShape(8, 2, 64), 1.0, 0.0, None)
     layer = layer_of(constructor, (8, 64, 1.0), {"sinks": torch.zeros(8)})
     assert (layer.reason, layer.sinks) == (None, True)
 
@@ -50,7 +50,8 @@ def test_the_arguments_are_read_however_they_are_given() -> None:
         ({"alibi_slopes": [0.5]}, "alibi slopes"),
         ({"sinks": torch.zeros(8)}, None),
         ({"kv_sharing_target_layer_name": "layer.0"}, "the KV cache of another layer"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "a KV cache of kind fp8_e4m3"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, None),
+        ({"kv_cache_dtype": "nvfp4"}, "a KV cache of kind nvfp4"),
         ({"attn_type": "encoder_only"}, "attention of type encoder_only"),
         ({"attn_type": SimpleNamespace(value="encoder_decoder")}, "of type encoder_decoder"),
         ({"scale": 0.0}, "scale 0.0"),
@@ -72,7 +73,7 @@ def test_a_plain_layer_of_the_hosts_own_is_taken(name: str) -> None:
     impl = original_backend(name).get_impl_cls()
     init = impl.__init__.__get__(object.__new__(impl))
     plain = (8, 128, 0.1, 2, None, None, "auto", None, "decoder", None)
-    assert layer_of(init, plain, {}) == (LayerShape(8, 2, 128), 0.1, 0.0, None, False)
+    assert layer_of(init, plain, {}) == Layer(LayerShape(8, 2, 128), 0.1, 0.0, None)
 
 
 def test_caches_of_other_kinds_are_refused() -> None:
@@ -138,8 +139,9 @@ def test_a_cache_of_an_unknown_kind_is_refused() -> None:
 
     assert unknown_cache(Packed(16)) is None
     assert unknown_cache(Packed(16, slots=4)) == "slots=4"
-    quantised = make_spec(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
-    assert "kv_quant_mode" in unsupported_spec(quantised)
+    assert unsupported_spec(make_spec(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)) is None
+    by_token = next(mode for mode in KVQuantMode if mode.name.endswith("PER_TOKEN_HEAD"))
+    assert "kv_quant_mode" in unsupported_spec(make_spec(kv_quant_mode=by_token))
     for name, value in (
         ("num_head_slots", 4),
         ("state_content_bytes", 96),

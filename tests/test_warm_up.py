@@ -17,7 +17,8 @@ from deft_backend.kernels.configurations import ReduceConfig
 class Recorder:
     """A stand-in for :class:`TreeAttention` that records its calls in order."""
 
-    num_query_heads, head_dim, dtype = 4, 64, torch.float32
+    num_query_heads, head_dim = 4, 64
+    dtype = kv_dtype = torch.float32
 
     def __init__(self, device: str, max_batch: int) -> None:
         self.device = torch.device(device)
@@ -33,9 +34,11 @@ class Recorder:
         self.integers.add((table.dtype, lens.dtype, table_rows.dtype))
 
     def run(
-        self, q: Any, k: Any, v: Any, table: Any, lens: Any, *, table_rows: Any, static_launch: bool
-    ) -> None:
+        self, q: Any, k: Any, v: Any, table: Any, lens: Any, *, table_rows: Any,
+        k_scale: float, v_scale: float, static_launch: bool,
+    ) -> None:  # fmt: skip
         assert static_launch
+        assert k_scale == v_scale == 1.0
         assert q.shape == (len(lens), 4, 64)
         self.ran.append(len(lens))
         self.integers.add((table.dtype, lens.dtype, table_rows.dtype))

@@ -184,7 +184,7 @@ def compile_all(
             _ = variant.kernel.device_caches[device]
 
     def make(variant: Variant) -> Any:
-        kernel = variant.compile()
+        kernel = _compiled(variant)
         if load:
             kernel[(1, 1, 1)]  # loads it; nothing runs
         return kernel
@@ -197,6 +197,20 @@ def compile_all(
         kernels = tuple(pool.map(make, wanted))
     compiled = hits.count(False)
     return Compiled(kernels, compiled, len(wanted) - compiled, time.perf_counter() - began, threads)
+
+
+def _compiled(variant: Variant) -> Any:
+    """Compile a variant, again if Python itself stumbles.
+
+    Python 3.11 counts the depth of a syntax tree for all threads together. So ``ast.parse``, which
+    Triton calls, can raise a SystemError if two threads parse at the same time.
+    """
+    for _ in range(4):
+        try:
+            return variant.compile()
+        except SystemError as error:
+            logger.debug("deft: compiling again after %r", error)
+    return variant.compile()
 
 
 def usable_cpus() -> int:

@@ -296,7 +296,7 @@ def has_standard_cache(backend: Any) -> bool:
 
 _KNOWN_FIELDS = frozenset((
     "block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "page_size_padded",
-    "sliding_window", "attention_chunk_size", "non_causal", "kv_quant_mode",
+    "sliding_window", "attention_chunk_size", "non_causal",
     "indexes_kv_by_block_stride", "block_stride_alignment", "dcp_sharded", "max_tp_shards",
 ))  # fmt: skip
 """Fields of a cache's specification that tree attention accepts with any value, or checks
@@ -314,6 +314,9 @@ def unknown_cache(spec: Any) -> str | None:
         if field.name in _KNOWN_FIELDS or field.default is MISSING:
             continue
         value = getattr(spec, field.name)
+        # One scale for all keys and one for all values: each layer's own scales are read.
+        if field.name == "kv_quant_mode" and getattr(value, "name", "") == "FP8_PER_TENSOR":
+            continue
         if value != field.default:
             return f"{field.name}={value}"
     return None
