@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from integration_tests.common.faults import check_faults
+
+pytestmark = pytest.mark.rare
 
 
 def test_faults_end_in_right_answers(tmp_path: Path) -> None:
