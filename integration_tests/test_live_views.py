@@ -1,0 +1,143 @@
+"""`deft top`, `deft inspect` and `deft ab --urls` beside one server that decodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration_tests.common.answers import PREFIX, TOPICS, on
+from integration_tests.common.server import ROOT, Server
+from integration_tests.sglang_server import Ask
+
+pytestmark = pytest.mark.rare
+
+DEFT = (sys.executable, "-m", "deft_backend")
+
+
+def environment(server: Server) -> dict[str, str]:
+    folder = server.process.command.environment["DEFT_STATE_DIR"]
+    return {**os.environ, "DEFT_STATE_DIR": folder, "COLUMNS": "80"}
+
+
+def deft(server: Server, *arguments: str) -> str:
+    done = subprocess.run(
+        [*DEFT, *arguments], capture_output=True, text=True, env=environment(server), cwd=ROOT,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@contextmanager
+def decoding(server: Server) -> Iterator[Callable[[], bool]]:
+    """Six requests that share a prefix, in the background; gives whether they still decode."""
+    asks = [Ask(PREFIX + f"Tell of {topic}:", tokens=40) for topic in TOPICS]
+    traffic = threading.Thread(target=server.complete, args=(asks,))
+    traffic.start()
+    yield traffic.is_alive
+    traffic.join()
+
+
+def until(found: Callable[[], Any], goes_on: Callable[[], bool]) -> Any:
+    while goes_on():
+        value = found()
+        if value:
+            return value
+        time.sleep(0.1)
+    return found()
+
+
+@on("default")
+def test_top_and_inspect_show_the_batch_that_decodes(server: Server) -> None:
+    """Both show six requests and the prefix that they share, and no word of it."""
+    port = server.process.command.port
+    server.complete([Ask("Hello", tokens=2)])
+    server.state()  # waits until the first step is in the state file
+    page = subprocess.Popen(
+        [*DEFT, "inspect", "--server", str(port), "--port", "0"], text=True,
+        stdout=subprocess.PIPE, env=environment(server), cwd=ROOT,
+    )  # fmt: skip
+    try:
+        assert page.stdout is not None
+        said = page.stdout.readline()  # the server has a state file from its start on
+        url = re.search(r"http://127\.0\.0\.1:\d+/", said)
+        assert url is not None, said
+
+        def state() -> dict[str, Any]:
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            with opener.open(f"{url[0]}state.json", timeout=60) as answer:
+                content: dict[str, Any] = json.loads(answer.read())
+                return content
+
+        def whole() -> dict[str, Any] | None:
+            found = state()
+            batch = found["batch"]
+            return found if batch and len(batch["requests"]) == len(TOPICS) else None
+
+        with decoding(server) as goes_on:
+            found = until(whole, goes_on)
+            (row,) = json.loads(deft(server, "top", str(port), "--json"))
+            panel = deft(server, "top", "--once")
+    finally:
+        page.terminate()
+        page.wait(20)
+    assert found is not None
+    batch = found["batch"]
+    shared = [node for node in batch["nodes"] if node[4] - node[3] == len(TOPICS)]
+    assert shared[0][2] > len(PREFIX) // 2
+    assert batch["loaded"] < batch["attended"]
+    assert row["status"] in ("decoding", "idle")  # on a slow machine
+    assert row["host"] == "sglang"
+    assert 0 < row["kv_saved"] < 1
+    assert row["batch"]["requests"] >= 1
+    assert f"{port} decoding" in panel or f"{port} idle" in panel
+    assert max(map(len, panel.splitlines())) <= 80
+    assert "library" not in json.dumps(found) + json.dumps(row) + panel
+    assert not server.trouble()
+
+
+@on("default")
+def test_ab_replays_a_trace_on_two_running_servers(
+    server: Server, baseline: Server, tmp_path: Path
+) -> None:
+    """Every answer of the trace is the same; too long requests are counted, on both alike."""
+    trace = tmp_path / "trace.jsonl"
+    deft(
+        server, "trace", "--requests", "14", "--rate", "6", "--system-tokens", "1024",
+        "--documents", "2", "--document-tokens", "1500", "--own-tokens", "200",
+        "--answer-tokens", "60", "--seed", "4", "--out", str(trace),
+    )  # fmt: skip
+    long = {"timestamp": 1, "input_length": 200_000, "output_length": 5, "hash_ids": [*range(391)]}
+    trace.write_text(json.dumps(long) + "\n" + trace.read_text())
+    out = tmp_path / "out"
+    printed = deft(
+        server, "ab", "--urls", baseline.process.url, server.process.url, "--trace", str(trace),
+        "--scale", "0.1", "--speed", "2", "--workload", "rollout-8", "--prefix-tokens", "200",
+        "--max-tokens", "5", "--out", str(out),
+    )  # fmt: skip
+    data = json.loads((out / "results.json").read_text())
+    assert [w["workload"] for w in data["workloads"]] == ["rollout-8", "trace"]
+    for workload in data["workloads"]:
+        agreement = workload["agreement"]
+        assert agreement["compared"] == agreement["equal"] >= 8
+    for figures in data["workloads"][1]["figures"]:
+        assert figures["answered"] == 14
+        assert figures["lost"] == {"too long": 1}
+    counters = data["workloads"][0]["counters"][1]
+    assert counters["steps_tree"] > 0
+    assert counters["kv_bytes_read"] < counters["kv_bytes_query_guided"]
+    assert data["verdict"].startswith("No decision about times, which mean nothing on a CPU")
+    assert data["verdict"] in " ".join(printed.split())
+    assert not server.trouble()
