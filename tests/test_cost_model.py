@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -130,17 +131,20 @@ def _replaced(**changes: Any) -> CostModel:
         ({"launch_ms": -1}, "launch_ms is -1.0; expected a number of 0 or more"),
         ({"bandwidth_gb_s": 0}, "bandwidth_gb_s is 0.0; expected a number above 0"),
         ({"head_dim": 0}, "head_dim is 0; expected at least 1"),
-        ({"head_dim": True}, "head_dim is True; expected a number"),
+        ({"head_dim": math.nan}, "head_dim is nan; expected a finite number"),
+        ({"query_rows": [16, math.nan]}, "expected 2 or more positive, ascending numbers"),
+        ({"tiles": {**TILES, "item_ns": [[], []]}}, r"item_ns is \[\[\], \[\]\]; expected a list"),
+        ({"head_dim": True}, "head_dim is True; expected a finite number"),
         ({"fasttree": None}, "fasttree is missing"),
-        ({"fasttree": {"alpha": 1, "beta": 1}}, "gamma is None; expected a number"),
+        ({"fasttree": {"alpha": 1, "beta": 1}}, "gamma is None; expected a finite number"),
         ({"fasttree": {"alpha": -1, "beta": 1, "gamma": 1}}, "alpha is -1.0"),
         ({"tiles": None}, "tiles is missing; expected an object"),
         ({"tiles": {**TILES, "item_ns": [1, 2]}}, "item_ns has 2 entries and token_ns 3"),
         ({"tiles": {**TILES, "item_ns": [], "token_ns": []}}, "item_ns has 0 entries"),
         ({"tiles": {**TILES, "token_ns": [6, 0, 4]}}, "token_ns holds 0.0; expected numbers above"),
         ({"tiles": {**TILES, "token_ns": "few"}}, "token_ns is 'few'; expected a list of numbers"),
-        ({"tiles": {**TILES, "partial_ns": float("nan")}}, "partial_ns holds nan"),
-        ({"tiles": {**TILES, "reduce_ns": None}}, "reduce_ns is None; expected a number"),
+        ({"tiles": {**TILES, "partial_ns": float("nan")}}, "partial_ns is nan"),
+        ({"tiles": {**TILES, "reduce_ns": None}}, "reduce_ns is None; expected a finite number"),
     ],
 )
 def test_bad_tables_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

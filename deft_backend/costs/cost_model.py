@@ -90,7 +90,7 @@ class CostModel:
 
     def __post_init__(self) -> None:
         for name, axis in (("query_rows", self.query_rows), ("tokens", self.tokens)):
-            if axis.ndim != 1 or len(axis) < 2 or (axis <= 0).any() or (np.diff(axis) <= 0).any():
+            if axis.ndim != 1 or len(axis) < 2 or not _ascends(axis):
                 raise CostModelError(
                     f"{name} is {axis.tolist()}; expected 2 or more positive, ascending numbers"
                 )
@@ -226,6 +226,10 @@ def default_cost_model() -> CostModel:
     return CostModel.load(DEFAULT_TABLE)
 
 
+def _ascends(axis: FloatArray) -> bool:
+    return bool(np.isfinite(axis).all() and axis[0] > 0 and (np.diff(axis) > 0).all())
+
+
 def _locate(axis: FloatArray, at: FloatArray) -> tuple[npt.NDArray[np.int64], FloatArray]:
     """Cell of `axis` for each value, and the position in it: 0 … 1 inside the table."""
     cell = np.clip(np.searchsorted(axis, at, side="right") - 1, 0, len(axis) - 2)
@@ -237,8 +241,8 @@ def _tiles(data: Any) -> TileCosts:
         raise CostModelError("tiles is missing; expected an object with the costs of each tile")
     try:
         return TileCosts(
-            item_ns=tuple(_floats(data, "item_ns").tolist()),
-            token_ns=tuple(_floats(data, "token_ns").tolist()),
+            item_ns=_list(data, "item_ns"),
+            token_ns=_list(data, "token_ns"),
             partial_ns=_number(data, "partial_ns"),
             reduce_ns=_number(data, "reduce_ns"),
         )
@@ -248,9 +252,16 @@ def _tiles(data: Any) -> TileCosts:
 
 def _number(data: Mapping[str, Any], name: str) -> float:
     value = data.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise CostModelError(f"{name} is {value!r}; expected a number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise CostModelError(f"{name} is {value!r}; expected a finite number")
     return float(value)
+
+
+def _list(data: Mapping[str, Any], name: str) -> tuple[float, ...]:
+    found = _floats(data, name)
+    if found.ndim != 1:
+        raise CostModelError(f"{name} is {data[name]!r}; expected a list of numbers")
+    return tuple(found.tolist())
 
 
 def _floats(data: Mapping[str, Any], name: str) -> FloatArray:
