@@ -22,7 +22,14 @@ from deft_backend.planner.on_device import (
 )
 from deft_backend.planner.on_device.arrays import Scratch
 from deft_backend.policies import PolicyError, Target
-from deft_backend.policies.chunk_choice import ALONE, EXPOSED, HIDDEN, PIECES, UNEVEN
+from deft_backend.policies.chunk_choice import (
+    ALONE,
+    EXPOSED,
+    HIDDEN,
+    PIECES,
+    ROUNDING,
+    UNEVEN,
+)
 from deft_backend.policies.makespan import kv_bytes
 
 COMPARE_ROWS = Kernel(compare_rows, "compare_rows")
@@ -308,7 +315,9 @@ class DevicePlanner:
         ]
         priced = {
             "CANDIDATES": blocks.candidates, "MAX_MERGED": MAX_MERGED,
-            "WEIGHTS": price_chunks.Weights(ALONE, HIDDEN, EXPOSED, UNEVEN, MAX_MERGED),
+            "WEIGHTS": price_chunks.Weights(
+                ALONE, HIDDEN, EXPOSED, UNEVEN, ROUNDING, MAX_MERGED
+            ),
         }  # fmt: skip
         self._launch(
             CHOOSE_RANGES, (1,),
