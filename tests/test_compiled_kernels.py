@@ -245,6 +245,26 @@ def test_caches_of_eight_bits(dtype: torch.dtype, kv_dtype: torch.dtype, major: 
         assert found.stack == 0, (launch.kernel._name, found)
 
 
+@needs_gluon
+@pytest.mark.parametrize("group", [1, 4, 8, 16])
+def test_small_tiles_of_eight_bits_on_hopper(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No spills, and the launched number of programs fits on an SM."""
+    monkeypatch.setattr(configurations, "GLUON_EIGHT_BITS", True)
+    launches_of.cache_clear()
+    dtype, kv_dtype = torch.bfloat16, torch.float8_e4m3fn
+    config = config_of(9, 128, dtype, group, kv_dtype=kv_dtype)
+    bits = configurations.EXPONENT_BITS[kv_dtype]
+    kind = kind_of(128, dtype, 16)._replace(
+        num_heads=8 * group, exponent_bits=bits, device_scales=True
+    )
+    launch = launches_of(config, kind).stage1[0][1]
+    launches_of.cache_clear()
+    assert launch.kernel is configurations.HOPPER_SMALL_TILE
+    found = resources(launch, dtype, 9)
+    assert found.stack == 0, found
+    assert found.fit(9) >= config.tiles[0].programs // SMS, found
+
+
 @pytest.fixture
 def unknown_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A version of Triton that no test has run with."""

@@ -162,9 +162,9 @@ def _copy_pages(buffer, stream, position, PAGE_SIZE: gl.constexpr):
 @jit
 def _know(k_known, v_known, page, position, CACHE: gl.constexpr):
     """Store where tokens lie in the caches of K and V."""
-    k_known.store(offsets_of(page, position, CACHE.k_page, CACHE.k_token, CACHE.page_size))
+    k_known.store(offsets_of(page, position, CACHE.k_page, CACHE.k_token, CACHE))
     if not CACHE.same_strides:
-        v_known.store(offsets_of(page, position, CACHE.v_page, CACHE.v_token, CACHE.page_size))
+        v_known.store(offsets_of(page, position, CACHE.v_page, CACHE.v_token, CACHE))
 
 
 @jit

@@ -1,0 +1,90 @@
+"""KV blocks in shared memory as operands of the tensor cores, whatever the cache's dtype (Gluon).
+
+A cache of 16 bits has the operands' dtype. Of a cache of 8 bits the kernels load bytes and convert
+them in registers (`eight_bits`).
+
+The tensor cores take values transposed: neighbouring tokens of one dimension in one register. The
+instruction that transposes on the way from shared memory moves 16 bits. So the kernels take two
+dimensions of a token for one number, and separate them in registers. The operand then holds the
+even dimensions first, the odd ones behind them, and so does the output until `in_order`.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from deft_backend.kernels import eight_bits
+from deft_backend.kernels.gluon_versions import jit, reinterpret
+
+with suppress(ImportError):  # `available` says so before anything is launched
+    from triton.experimental.gluon import language as gl
+
+E4M3_TO_FLOAT16 = eight_bits.E4M3_TO_FLOAT16
+E4M3_TO_BFLOAT16 = eight_bits.E4M3_TO_BFLOAT16
+E5M2_TO_FLOAT16 = eight_bits.E5M2_TO_FLOAT16
+E5M2_TO_BFLOAT16 = eight_bits.E5M2_TO_BFLOAT16
+E4M3_PAIRS_TO_FLOAT16 = eight_bits.E4M3_PAIRS_TO_FLOAT16
+E4M3_PAIRS_TO_BFLOAT16 = eight_bits.E4M3_PAIRS_TO_BFLOAT16
+E5M2_PAIRS_TO_FLOAT16 = eight_bits.E5M2_PAIRS_TO_FLOAT16
+E5M2_PAIRS_TO_BFLOAT16 = eight_bits.E5M2_PAIRS_TO_BFLOAT16
+
+
+@jit
+def keys_of(k, DTYPE: gl.constexpr, EXPONENT_BITS: gl.constexpr, LAYOUT: gl.constexpr):
+    """[tokens, D]: a block of keys as the left operand."""
+    keys = k.load(LAYOUT.keys)
+    if EXPONENT_BITS == 0:
+        return keys
+    elif DTYPE == gl.float16:  # noqa: SIM300
+        ASM: gl.constexpr = E4M3_TO_FLOAT16 if EXPONENT_BITS == 4 else E5M2_TO_FLOAT16
+        return gl.inline_asm_elementwise(
+            ASM, "=&r,=&r,r", [keys], dtype=gl.float16, is_pure=True, pack=4
+        )
+    else:
+        ASM: gl.constexpr = E4M3_TO_BFLOAT16 if EXPONENT_BITS == 4 else E5M2_TO_BFLOAT16
+        return gl.inline_asm_elementwise(
+            ASM, "=&r,=&r,r", [keys], dtype=gl.bfloat16, is_pure=True, pack=4
+        )
+
+
+@jit
+def _separated(pairs, DTYPE: gl.constexpr, EXPONENT_BITS: gl.constexpr):
+    """The even dimensions and the odd dimensions of pairs of bytes."""
+    if DTYPE == gl.float16:  # noqa: SIM300
+        ASM: gl.constexpr = E4M3_PAIRS_TO_FLOAT16 if EXPONENT_BITS == 4 else E5M2_PAIRS_TO_FLOAT16
+        return gl.inline_asm_elementwise(
+            ASM, "=&r,=&r,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
+        )
+    else:
+        ASM: gl.constexpr = (
+            E4M3_PAIRS_TO_BFLOAT16 if EXPONENT_BITS == 4 else E5M2_PAIRS_TO_BFLOAT16
+        )
+        return gl.inline_asm_elementwise(
+            ASM, "=&r,=&r,r", [pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+        )
+
+
+@jit
+def values_of(v, DTYPE: gl.constexpr, EXPONENT_BITS: gl.constexpr, LAYOUT: gl.constexpr):
+    """[D, tokens]: a block of values, transposed, as the left operand."""
+    if EXPONENT_BITS == 0:
+        return v.permute((1, 0)).load(LAYOUT.left)
+    else:
+        TOKENS: gl.constexpr = v.shape[0]
+        DIM: gl.constexpr = v.shape[1]
+        PAIRS: gl.constexpr = LAYOUT.matrix
+        pairs = reinterpret(v, gl.int16, [TOKENS, DIM // 2], PAIRS)
+        even, odd = _separated(pairs.permute((1, 0)).load(LAYOUT.left), DTYPE, EXPONENT_BITS)
+        both = gl.reshape(gl.permute(gl.join(even, odd), (2, 0, 1)), [DIM, TOKENS])
+        return gl.convert_layout(both, LAYOUT.left)
+
+
+@jit
+def in_order(acc, EXPONENT_BITS: gl.constexpr):
+    """[D, M]: sums of values with their dimensions in the cache's order."""
+    if EXPONENT_BITS > 0:
+        DIM: gl.constexpr = acc.shape[0]
+        ROWS: gl.constexpr = acc.shape[1]
+        acc = gl.reshape(acc, [2, DIM // 2, ROWS])
+        acc = gl.reshape(gl.permute(acc, (1, 0, 2)), [DIM, ROWS])
+    return acc
