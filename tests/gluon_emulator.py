@@ -36,9 +36,9 @@ from deft_backend.kernels import (
 )
 
 PARTS = (
-    gluon_versions, gluon_eight_bits, gluon_parts, gluon_query_tokens, small_tile_memory, small_tile_copies,
-    small_tile_softmax, small_tile_results, large_tile_memory, large_tile_copies,
-    large_tile_softmax, large_tile_results,
+    gluon_versions, gluon_eight_bits, gluon_parts, gluon_query_tokens, small_tile_memory,
+    small_tile_copies, small_tile_softmax, small_tile_results, large_tile_memory,
+    large_tile_copies, large_tile_softmax, large_tile_results,
 )  # fmt: skip
 """Modules that kernels import functions in Gluon from; each uses none but those before it."""
 

@@ -247,7 +247,7 @@ def test_caches_of_eight_bits(dtype: torch.dtype, kv_dtype: torch.dtype, major: 
 
 @needs_gluon
 @pytest.mark.parametrize("group", [1, 4, 8, 16])
-def test_small_tiles_of_eight_bits_on_hopper(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_of_eight_bits_on_hopper(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No spills, and the launched number of programs fits on an SM."""
     monkeypatch.setattr(configurations, "GLUON_EIGHT_BITS", True)
     launches_of.cache_clear()
@@ -257,12 +257,14 @@ def test_small_tiles_of_eight_bits_on_hopper(group: int, monkeypatch: pytest.Mon
     kind = kind_of(128, dtype, 16)._replace(
         num_heads=8 * group, exponent_bits=bits, device_scales=True
     )
-    launch = launches_of(config, kind).stage1[0][1]
+    (_, small), (_, large) = launches_of(config, kind).stage1[:2]
     launches_of.cache_clear()
-    assert launch.kernel is configurations.HOPPER_SMALL_TILE
-    found = resources(launch, dtype, 9)
-    assert found.stack == 0, found
-    assert found.fit(9) >= config.tiles[0].programs // SMS, found
+    assert small.kernel is configurations.HOPPER_SMALL_TILE
+    assert large.kernel is configurations.HOPPER_LARGE_TILE
+    for tile, launch in zip(config.tiles[:2], (small, large), strict=True):
+        found = resources(launch, dtype, 9)
+        assert found.stack == 0, found
+        assert found.fit(9) >= tile.programs // SMS, found
 
 
 @pytest.fixture

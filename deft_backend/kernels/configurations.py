@@ -25,7 +25,7 @@ they compile for sm_90 without spills. But no GPU has run them yet, so the plain
 on an H100, compute several query tokens."""
 
 GLUON_EIGHT_BITS = False
-"""Whether the small tile in Gluon reads caches of 8 bits. As above: no GPU has run it yet."""
+"""Whether the kernels in Gluon read caches of 8 bits. As above, no GPU has run them yet."""
 
 LARGE_TILE_HEAD_DIMS = (64, 128)
 """Head dimensions of the large tile in Gluon."""
@@ -247,7 +247,10 @@ def _gluon_tile(
 
 def _gluon_tile_of_bytes(plain: TileConfig, head_dim: int, sms: int) -> TileConfig | None:
     """The same for a cache of 8 bits: as many bytes are on their way, twice as many tokens."""
-    if plain.height > 16 or head_dim != 128:
+    if plain.height == 64 and head_dim in LARGE_TILE_HEAD_DIMS:
+        programs = min(2 * sms, READ_AHEAD)
+        return replace(plain, block_tokens=64, lookahead=3, programs=programs)
+    if plain.height not in EIGHT_BITS_LIMITS or head_dim != 128:
         return None
     per_sm, registers = EIGHT_BITS_LIMITS[plain.height]
     return replace(

@@ -1,66 +1,81 @@
 """KV blocks in shared memory as operands of the tensor cores, whatever the cache's dtype (Gluon).
 
-A cache of 16 bits has the operands' dtype. Of a cache of 8 bits the kernels load bytes and convert
-them in registers (`eight_bits`).
+A cache of 16 bits has the operands' dtype. A cache of 8 bits holds bytes, which the kernels convert
+in registers (`eight_bits`). The small tile multiplies them from there. The large tile stores them
+to shared memory again, where its matrix products read keys and values.
 
-The tensor cores take values transposed: neighbouring tokens of one dimension in one register. The
-instruction that transposes on the way from shared memory moves 16 bits. So the kernels take two
-dimensions of a token for one number, and separate them in registers. The operand then holds the
-even dimensions first, the odd ones behind them, and so does the output until `in_order`.
+The small tile takes values transposed: a register holds one dimension of neighbouring tokens. The
+instruction that transposes while it loads moves 16 bits, so it moves two dimensions of a token
+together. The kernel separates the two in registers. Its operand holds the even dimensions first
+and the odd dimensions behind them. So does the sum of values, until `in_order`.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
 
-from deft_backend.kernels import eight_bits
+from deft_backend.kernels.eight_bits import (
+    E4M3_PAIRS_TO_BFLOAT16,
+    E4M3_PAIRS_TO_FLOAT16,
+    E4M3_TO_BFLOAT16,
+    E4M3_TO_FLOAT16,
+    E5M2_PAIRS_TO_BFLOAT16,
+    E5M2_PAIRS_TO_FLOAT16,
+    E5M2_TO_BFLOAT16,
+    E5M2_TO_FLOAT16,
+)
 from deft_backend.kernels.gluon_versions import jit, reinterpret
 
 with suppress(ImportError):  # `available` says so before anything is launched
     from triton.experimental.gluon import language as gl
 
-E4M3_TO_FLOAT16 = eight_bits.E4M3_TO_FLOAT16
-E4M3_TO_BFLOAT16 = eight_bits.E4M3_TO_BFLOAT16
-E5M2_TO_FLOAT16 = eight_bits.E5M2_TO_FLOAT16
-E5M2_TO_BFLOAT16 = eight_bits.E5M2_TO_BFLOAT16
-E4M3_PAIRS_TO_FLOAT16 = eight_bits.E4M3_PAIRS_TO_FLOAT16
-E4M3_PAIRS_TO_BFLOAT16 = eight_bits.E4M3_PAIRS_TO_BFLOAT16
-E5M2_PAIRS_TO_FLOAT16 = eight_bits.E5M2_PAIRS_TO_FLOAT16
-E5M2_PAIRS_TO_BFLOAT16 = eight_bits.E5M2_PAIRS_TO_BFLOAT16
+
+@jit
+def _converted(x, DTYPE: gl.constexpr, EXPONENT_BITS: gl.constexpr):
+    """Numbers of bytes, of which a thread holds four side by side."""
+    if DTYPE == gl.float16:  # noqa: SIM300
+        HALF: gl.constexpr = E4M3_TO_FLOAT16 if EXPONENT_BITS == 4 else E5M2_TO_FLOAT16
+        return gl.inline_asm_elementwise(
+            HALF, "=&r,=&r,r", [x], dtype=gl.float16, is_pure=True, pack=4
+        )
+    else:
+        BRAIN: gl.constexpr = E4M3_TO_BFLOAT16 if EXPONENT_BITS == 4 else E5M2_TO_BFLOAT16
+        return gl.inline_asm_elementwise(
+            BRAIN, "=&r,=&r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=4
+        )
+
+
+@jit
+def as_operand(stored, operand, EXPONENT_BITS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Store a block of bytes as an operand, [tokens, D]; return the operand."""
+    DTYPE: gl.constexpr = operand.dtype
+    operand.store(_converted(stored.load(LAYOUT.kv_copy), DTYPE, EXPONENT_BITS))
+    return operand
 
 
 @jit
 def keys_of(k, DTYPE: gl.constexpr, EXPONENT_BITS: gl.constexpr, LAYOUT: gl.constexpr):
     """[tokens, D]: a block of keys as the left operand."""
     keys = k.load(LAYOUT.keys)
-    if EXPONENT_BITS == 0:
-        return keys
-    elif DTYPE == gl.float16:  # noqa: SIM300
-        ASM: gl.constexpr = E4M3_TO_FLOAT16 if EXPONENT_BITS == 4 else E5M2_TO_FLOAT16
-        return gl.inline_asm_elementwise(
-            ASM, "=&r,=&r,r", [keys], dtype=gl.float16, is_pure=True, pack=4
-        )
-    else:
-        ASM: gl.constexpr = E4M3_TO_BFLOAT16 if EXPONENT_BITS == 4 else E5M2_TO_BFLOAT16
-        return gl.inline_asm_elementwise(
-            ASM, "=&r,=&r,r", [keys], dtype=gl.bfloat16, is_pure=True, pack=4
-        )
+    if EXPONENT_BITS > 0:
+        keys = _converted(keys, DTYPE, EXPONENT_BITS)
+    return keys
 
 
 @jit
 def _separated(pairs, DTYPE: gl.constexpr, EXPONENT_BITS: gl.constexpr):
     """The even dimensions and the odd dimensions of pairs of bytes."""
     if DTYPE == gl.float16:  # noqa: SIM300
-        ASM: gl.constexpr = E4M3_PAIRS_TO_FLOAT16 if EXPONENT_BITS == 4 else E5M2_PAIRS_TO_FLOAT16
+        HALF: gl.constexpr = E4M3_PAIRS_TO_FLOAT16 if EXPONENT_BITS == 4 else E5M2_PAIRS_TO_FLOAT16
         return gl.inline_asm_elementwise(
-            ASM, "=&r,=&r,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
+            HALF, "=&r,=&r,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
         )
     else:
-        ASM: gl.constexpr = (
+        BRAIN: gl.constexpr = (
             E4M3_PAIRS_TO_BFLOAT16 if EXPONENT_BITS == 4 else E5M2_PAIRS_TO_BFLOAT16
         )
         return gl.inline_asm_elementwise(
-            ASM, "=&r,=&r,r", [pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+            BRAIN, "=&r,=&r,r", [pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
         )
 
 

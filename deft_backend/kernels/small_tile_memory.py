@@ -59,9 +59,7 @@ def layout_of(head_dim, query_vectors, height, block_tokens, lookahead, exponent
     product = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     copy = gl.BlockedLayout([1, 8], [256 // head_dim, head_dim // 8], [1, 1], [1, 0])
     unit = 16 if exponent_bits else 8
-    kv_copy = gl.BlockedLayout(
-        [1, unit], [32 * unit // head_dim, head_dim // unit], [1, 1], [1, 0]
-    )
+    kv_copy = gl.BlockedLayout([1, unit], [32 * unit // head_dim, head_dim // unit], [1, 1], [1, 0])
     layout = Layout(
         product=product,
         left=gl.DotOperandLayout(0, product, 2),
