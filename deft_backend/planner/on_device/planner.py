@@ -23,7 +23,7 @@ from deft_backend.planner.on_device.arrays import Scratch
 from deft_backend.planner.on_device.program_work import SIZES, ProgramWork, largest_batch
 from deft_backend.planner.on_device.target_numbers import Numbers
 from deft_backend.policies import PolicyError, Target
-from deft_backend.policies.chunk_choice import ALONE, EXPOSED, HIDDEN, UNEVEN
+from deft_backend.policies.chunk_choice import ALONE, EXPOSED, HIDDEN, ROUNDING, UNEVEN
 
 COMPARE_ROWS = Kernel(compare_rows, "compare_rows")
 SORT_ROWS = Kernel(sort_rows, "sort_rows")
@@ -206,7 +206,9 @@ class DevicePlanner:
         ]
         priced = {
             "CANDIDATES": work.candidates, "MAX_MERGED": MAX_MERGED,
-            "WEIGHTS": price_chunks.Weights(ALONE, HIDDEN, EXPOSED, UNEVEN, MAX_MERGED),
+            "WEIGHTS": price_chunks.Weights(
+                ALONE, HIDDEN, EXPOSED, UNEVEN, ROUNDING, MAX_MERGED
+            ),
         }  # fmt: skip
         self._launch(
             CHOOSE_RANGES, (1,),
