@@ -67,7 +67,9 @@ def fuzz(
         write_object(out, rows, {**provenance(), "command": command})
     failures = [failure for row in rows for failure in row["failures"]]
     for row in rows:
-        same = f", {row['same']} of {row['compared']} the same on host and device"
+        same = (
+            f", {row['same']} of {row['compared']} the same on host and device, {row['ties']} ties"
+        )
         typer.echo(
             f"{row['what']}: {row['plans']} plans in {row['seconds']} s"
             f"{same if row['compared'] else ''}; {len(row['failures'])} failures; "
