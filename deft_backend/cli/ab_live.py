@@ -30,7 +30,8 @@ from deft_backend.cli.serve import chosen_host
 from deft_backend.cli.shown import say
 
 if TYPE_CHECKING:
-    from deft_backend.ab.live import LiveResult, Side
+    from deft_backend.ab.live_result import LiveResult
+    from deft_backend.ab.live_run import Side
     from deft_backend.harness.live_client import Offers
     from deft_backend.harness.traffic import Traffic
 
@@ -192,7 +193,8 @@ def compare_live(
     progress: ProgressWatcher,
 ) -> LiveResult:
     """Run both sides, one after the other; an interrupted run gives what it has."""
-    from deft_backend.ab.live import SideRun, compare_sides, run_side, silent_side
+    from deft_backend.ab.live_result import compare_sides
+    from deft_backend.ab.live_run import SideRun, run_side, silent_side
     from deft_backend.harness.live_client import LiveError
     from deft_backend.harness.provenance import provenance
 

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from deft_backend.harness.answers import Answer
-from deft_backend.harness.live_client import (
+from deft_backend.harness.live_client import LiveClient
+from deft_backend.harness.live_request import (
     ANSWERED,
     CUT,
     FAILED,
     LOST,
     SKIPPED,
     TOO_LONG,
-    LiveClient,
     NotAnswered,
 )
 from deft_backend.harness.traffic import TimedRequest, Traffic
