@@ -20,7 +20,7 @@ from benchmarks.faults.reference import Ids, Reference, draw_prompts
 from benchmarks.faults.tested_server import Judged, TestedServer, start
 
 TOKENS = 12
-LONG_TOKENS = 300
+LONG_TOKENS = 100
 """Tokens of an answer that a signal must cut off."""
 
 END_SECONDS = 90.0
