@@ -19,7 +19,7 @@ from benchmarks.fuzz import ties
 from benchmarks.fuzz.attention_cases import AttentionFuzzer
 from benchmarks.fuzz.case_files import CaseFileError, keep, replay
 from benchmarks.fuzz.forests import KINDS, Limits, draw_batch
-from benchmarks.fuzz.plan_cases import PlanCounts, PlanFuzzer
+from benchmarks.fuzz.plan_cases import PlanCounts, PlanFuzzer, _same
 from benchmarks.fuzz.settings import AttentionSetting, PlanSetting, plan_settings
 from benchmarks.fuzz.walk_plan import fault_of
 from benchmarks.fuzz.worker import Job
@@ -180,6 +180,21 @@ def test_a_plan_with_other_items_is_a_tie_or_a_failure(monkeypatch: pytest.Monke
     )  # fmt: skip
     found = compared(other)
     assert (found.ties, found.same, found.failures) == ([0], 0, [])
+
+
+def test_a_batch_of_the_recorded_run_decides_by_a_tie() -> None:
+    """Its node of 128 tokens for seven queries costs the same with items of its own and without."""
+    setting = PlanSetting(32, 32, 128, 64, 132, (8, 64, 64), 1 << 15)
+    fuzzer = PlanFuzzer(setting, CPU, large=True)
+    for seed, decides_by_tie in ((1000200, True), (1000201, False)):
+        forest = fuzzer._forest(fuzzer.batch(seed))
+        host, _ = plan_forest(forest, get_policy("auto"), fuzzer.target, fuzzer.capacity)
+
+        def other(plan: Plan, host: Plan = host) -> bool:
+            return not _same(plan, host)
+
+        found = ties.is_tie(forest, fuzzer.target, fuzzer.capacity, other)
+        assert found == decides_by_tie
 
 
 def test_nearby_costs_differ_by_a_rounding() -> None:
