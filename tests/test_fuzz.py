@@ -182,19 +182,27 @@ def test_a_plan_with_other_items_is_a_tie_or_a_failure(monkeypatch: pytest.Monke
     assert (found.ties, found.same, found.failures) == ([0], 0, [])
 
 
-def test_a_batch_of_the_recorded_run_decides_by_a_tie() -> None:
-    """Its node of 128 tokens for seven queries costs the same with items of its own and without."""
-    setting = PlanSetting(32, 32, 128, 64, 132, (8, 64, 64), 1 << 15)
+@pytest.mark.parametrize(
+    ("seed", "setting", "decides_by_tie"),
+    [
+        # A node of 128 tokens for seven queries: its own items cost what they save.
+        (1000200, PlanSetting(32, 32, 128, 64, 132, (8, 64, 64), 1 << 15), True),
+        # Chunks of 256 tokens cost what chunks of 576 cost, up to 4e-7.
+        (1012277, PlanSetting(28, 4, 128, 1, 33, (8, 64, 64), 64), True),
+        (1000201, PlanSetting(32, 32, 128, 64, 132, (8, 64, 64), 1 << 15), False),
+    ],
+)
+def test_batches_of_the_recorded_run_that_decide_by_a_tie(
+    seed: int, setting: PlanSetting, decides_by_tie: bool
+) -> None:
     fuzzer = PlanFuzzer(setting, CPU, large=True)
-    for seed, decides_by_tie in ((1000200, True), (1000201, False)):
-        forest = fuzzer._forest(fuzzer.batch(seed))
-        host, _ = plan_forest(forest, get_policy("auto"), fuzzer.target, fuzzer.capacity)
+    forest = fuzzer._forest(fuzzer.batch(seed))
+    host, _ = plan_forest(forest, get_policy("auto"), fuzzer.target, fuzzer.capacity)
 
-        def other(plan: Plan, host: Plan = host) -> bool:
-            return not _same(plan, host)
+    def other(plan: Plan) -> bool:
+        return not _same(plan, host)
 
-        found = ties.is_tie(forest, fuzzer.target, fuzzer.capacity, other)
-        assert found == decides_by_tie
+    assert ties.is_tie(forest, fuzzer.target, fuzzer.capacity, other) == decides_by_tie
 
 
 def test_nearby_costs_differ_by_a_rounding() -> None:
