@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from sglang_fakes import make_state
 
+from benchmarks.fuzz.forests import Limits, draw_batch
 from deft_backend import private_files
 from deft_backend.compile.kernel_folder import KernelFolderError, Origin, fill, take
 from deft_backend.costs.cost_model import CostModel, CostModelError, default_cost_model
-from deft_backend.forest import build_forest
+from deft_backend.forest import build_forest, forest_from_page_tables
 from deft_backend.json_fields import shown
 from deft_backend.private_files import create_empty, open_private, unsafe_folder, write_private
 from deft_backend.servers.driver_stub import DriverStubError, ensure_driver_stub
@@ -145,6 +147,17 @@ def test_a_forest_whose_indices_do_not_fit_is_refused() -> None:
                 forest_from_json({**content, name: wrong_array})
     with pytest.raises(ValueError, match="page_size"):
         forest_from_json({**content, "page_size": 0})
+
+
+def test_every_forest_that_a_server_writes_is_read() -> None:
+    """Also those of pages in two copies, where rows that agree may differ before."""
+    limits = Limits(24, 400, 1 << 14)
+    for seed in range(120):
+        batch = draw_batch(np.random.default_rng(seed), 16, limits, twins=True)
+        tables = np.ascontiguousarray(batch.page_table[batch.rows])
+        forest = forest_from_page_tables(tables, batch.seq_lens, 16, check=False)
+        content = json.loads(json.dumps(forest_as_json(forest)))
+        assert forest_as_json(forest_from_json(content)) == content
 
 
 def test_an_empty_forest_is_read() -> None:
