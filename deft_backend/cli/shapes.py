@@ -6,12 +6,20 @@ import json
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import typer
 
 from deft_backend.cli.errors import fail, reported
 from deft_backend.cli.models import ChosenModel
 from deft_backend.costs.table_key import SHORT_DTYPES
 from deft_backend.servers.model_files import ModelFilesError
+
+ShapeModelOption = Annotated[
+    str | None,
+    typer.Option(help="Checkpoint folder or hub name: its heads, dimension and dtype."),
+]
+HeadDimOption = Annotated[int | None, typer.Option(min=1, help="Head dimension; default: 128.")]
 
 
 class HeadShape(NamedTuple):
