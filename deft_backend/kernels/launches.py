@@ -134,12 +134,13 @@ def launches_of(config: KernelConfiguration, kind: Kind) -> Launches:
 def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) -> Launch:
     tile = config.tiles[shape]
     # The kernels in Gluon read 16 bytes at a time.
-    wide = kind.wide_rows and all(s % 8 == 0 for s in (*kind.k_strides, *kind.v_strides))
+    unit = 16 if kind.exponent_bits else 8
+    wide = kind.wide_rows and all(s % unit == 0 for s in (*kind.k_strides, *kind.v_strides))
     plain, pipelined = (
         (SMALL_TILE, HOPPER_SMALL_TILE) if shape == 0
         else (PARTIAL_ATTENTION, HOPPER_LARGE_TILE)
     )  # fmt: skip
-    wide = wide and not kind.exponent_bits
+    wide = wide and (not kind.exponent_bits or configurations.GLUON_EIGHT_BITS)
     wide = wide and (kind.heads.single or configurations.GLUON_QUERY_TOKENS)
     kernel = pipelined if tile.lookahead and wide else plain
     constants = {
