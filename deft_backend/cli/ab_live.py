@@ -115,7 +115,7 @@ def run_live(asked: Asked) -> None:
 
 
 def _refuse_options(asked: Asked) -> None:
-    """Options that are for servers of the command's own."""
+    """Refuse options that only servers started by this command can take."""
     given = {
         "--revision": asked.revision, "--host": asked.host, "--policy": asked.policy,
         "--baseline": asked.baseline, "host options behind '--'": asked.extra,
@@ -233,7 +233,7 @@ def compare_live(
 
 
 def both_answer(urls: Sequence[str]) -> None:
-    """Before a long run on the first server, make sure that the second answers, too."""
+    """Before a long run on the first server, check that both servers answer."""
     from deft_backend.harness.live_client import LiveClient, LiveError
 
     async def ask() -> None:
