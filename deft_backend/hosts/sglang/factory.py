@@ -29,13 +29,16 @@ from deft_backend.hosts.sglang.decode_plan import DecodePlanner
 from deft_backend.hosts.sglang.prefix_source import PrefixSource
 from deft_backend.hosts.sglang.ranks import all_ranks
 from deft_backend.hosts.sglang.server import shape_of, start_reporting, state_of
+from deft_backend.hosts.sglang.verification import Verification
 from deft_backend.hosts.sglang.verify import disagreement
 from deft_backend.hosts.sglang.versions import (
     decode_graphs,
     decodes_per_rank,
+    draft_tokens,
     read_end,
     resolved,
 )
+from deft_backend.policy_names import AUTO
 from deft_backend.telemetry.state import ServerState
 from deft_patches import (
     sglang_observe_batch,
@@ -63,6 +66,9 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
     name : str
         The host's name for its backend. host That backend.
     """
+    if runner.is_draft_worker:
+        logger.info("deft: the draft model's attention runs through %s", name)
+        return host
     with ExitStack() as undo:
         made = None
         try:
@@ -90,9 +96,9 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
         undo.pop_all()  # the backend stays
     start_reporting(made.state, runner, settings)
     logger.info(
-        "deft: decode goes through tree attention (policy %s, planned on the %s, workspace %.1f "
+        "deft: %s goes through tree attention (policy %s, planned on the %s, workspace %.1f "
         "MiB); everything else%s through %s",
-        settings.policy, "device" if made.on_device else "host",
+        _what(made.attention), settings.policy, "device" if made.on_device else "host",
         made.attention.workspace_bytes / 2**20,
         "" if made.on_device else ", and batches that share too little,", name,
     )  # fmt: skip
@@ -101,8 +107,6 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
 
 def unsupported_model(runner: Any) -> str | None:
     """Why a model runner's KV cache or device rules out tree attention, in one line, or None."""
-    if runner.is_draft_worker:
-        return "draft models are not supported"
     pool = runner.token_to_kv_pool
     kind = type(pool).__name__
     if kind != "MHATokenToKVPool":
@@ -150,7 +154,8 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
     if reason is not None:
         raise Unsupported(reason)
     heads, kv_heads, dim = shape_of(runner)
-    on_device = selects_device_planner(settings, SGLANG, capability_of(_device(runner)))
+    query_tokens = draft_tokens(runner.server_args)
+    on_device = _plans_on_device(runner, settings, query_tokens)
     if not on_device and decodes_per_rank(runner.server_args):
         # Each rank would choose between its two sets of graphs by its own requests. But graphs hold
         # collectives, so all ranks must replay the same set.
@@ -160,13 +165,16 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
     largest = min(
         settings.max_batch, runner.req_to_token_pool.size
     )  # the host makes no larger batch
+    if on_device:
+        largest = planned_on_device(largest, query_tokens, heads // kv_heads)
     attention = TreeAttention(
         num_query_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=dim,
         dtype=runner.dtype,
         device=_device(runner),
-        max_batch=planned_on_device(largest) if on_device else largest,
+        max_batch=largest,
+        query_tokens=query_tokens,
         policy=settings.policy,
     )
     if attention.device.type == "cuda":
@@ -175,6 +183,29 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
     state = state_of(runner, NAME, settings.policy)
     make = _device_planned if on_device else _host_planned
     return _Made(make(runner, host, attention, state, settings, undo), attention, state, on_device)
+
+
+def _plans_on_device(runner: Any, settings: Settings, query_tokens: int) -> bool:
+    """Whether the device planner makes the plans: always, if the server speculates."""
+    if query_tokens == 1:
+        return selects_device_planner(settings, SGLANG, capability_of(_device(runner)))
+    if settings.policy != AUTO:
+        raise Unsupported(
+            f"verification is planned on the device, with the policy {AUTO}; "
+            f"DEFT_POLICY={settings.policy} is not supported there"
+        )
+    if settings.planner == "host" or settings.verify:
+        logger.warning(
+            "deft: verification is planned on the device; DEFT_PLANNER=host and DEFT_VERIFY have "
+            "no effect in a server that speculates"
+        )
+    return True
+
+
+def _what(attention: TreeAttention) -> str:
+    """What goes through tree attention, for the log."""
+    tokens = attention.query_tokens
+    return "decode" if tokens == 1 else f"verification of {tokens} tokens a request"
 
 
 def _device_planned(
@@ -188,10 +219,16 @@ def _device_planned(
     shows = not getattr(resolved(runner.server_args), "enable_memory_saver", False)
     backend = DevicePlannedBackend(
         host, attention, state, settings, shows=shows, model_asks=model_asks(runner),
-        compile_for=_compiler(attention, runner, settings),
+        compile_for=_compiler(attention, runner, settings), verification=_verification(attention),
     )  # fmt: skip
     _install_fence(runner, backend, undo)
     return backend
+
+
+def _verification(attention: TreeAttention) -> Verification | None:
+    if attention.query_tokens == 1:
+        return None
+    return Verification(attention.query_tokens, attention.max_batch, attention.device)
 
 
 def _host_planned(

@@ -202,6 +202,31 @@ def metadata_graphs() -> bool:
     return setting is not None and bool(setting.get())
 
 
+# Speculation ---------------------------------------------------------------------------------
+
+
+def draft_tokens(server_args: Any) -> int:
+    """Query tokens of a request in a verification; 1 if the server does not speculate."""
+    args = resolved(server_args)
+    if getattr(args, "speculative_algorithm", None) is None:
+        return 1
+    return int(args.speculative_num_draft_tokens)
+
+
+def draft_links(spec_info: Any) -> tuple[Any, Any] | None:
+    """The first child and the next sibling of each draft token, ``[B, n]``; None during a capture.
+
+    Older versions spell the names of these fields differently.
+    """
+    child = _first_of(spec_info, "retrieve_next_token", "retrive_next_token")
+    sibling = _first_of(spec_info, "retrieve_next_sibling", "retrive_next_sibling")
+    return None if child is None or sibling is None else (child, sibling)
+
+
+def _first_of(owner: Any, *names: str) -> Any:
+    return next((getattr(owner, name) for name in names if hasattr(owner, name)), None)
+
+
 # Requests and prefix caches ------------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ from deft_backend.hosts.vllm.group import GroupAttention
 from deft_backend.hosts.vllm.layers import Layer, LayerShape
 from deft_backend.hosts.vllm.say import say_once
 from deft_backend.hosts.vllm.server import server_of
+from deft_backend.hosts.vllm.speculation import drafts, query_tokens_of
 from deft_backend.hosts.vllm.sleep import can_sleep, outside_memory_pools
 from deft_backend.hosts.vllm.versions import blank_cache, unknown_cache
 from deft_backend.policy_names import AUTO
@@ -75,7 +76,12 @@ def _create(
     if reason is not None:
         return reason
     layers = attention_layers(vllm_config)
-    mine = [layers[name] for name in layer_names if name in layers]
+    if all(drafts(name, vllm_config) for name in layer_names):
+        return "the draft model gets no tree attention"
+    mine = [
+        layers[name] for name in layer_names
+        if name in layers and not drafts(name, vllm_config)
+    ]  # fmt: skip
     taken = [layer for layer in mine if layer.reason is None]
     for layer in mine:
         if layer.reason is not None:
@@ -94,7 +100,10 @@ def _create(
     if key in server.groups:
         return cast(GroupAttention, server.groups[key])
     largest = min(settings.max_batch, vllm_config.scheduler_config.max_num_seqs)
+    query_tokens = query_tokens_of(vllm_config)
     plans_on_device = selects_device_planner(settings, VLLM, capability_of(device))
+    if plans_on_device:
+        largest = planned_on_device(largest, query_tokens, shape.gqa_group)
 
     def set_up() -> TreeAttention:
         attention = TreeAttention(
@@ -104,7 +113,8 @@ def _create(
             dtype=dtype,
             device=device,
             page_size=spec.block_size,
-            max_batch=planned_on_device(largest) if plans_on_device else largest,
+            max_batch=largest,
+            query_tokens=query_tokens,
             policy=settings.policy,
         )
         if plans_on_device:
@@ -121,15 +131,19 @@ def _create(
         attention,
         settings,
         state,
-        tree_layers=sum(x.reason is None and x.shape == shape for x in layers.values()),
+        tree_layers=sum(
+            x.reason is None and x.shape == shape and not drafts(name, vllm_config)
+            for name, x in layers.items()
+        ),
         counts=not server.groups,  # the first one
         plans_on_device=plans_on_device,
         shows_batch=not sleeps,
     )
     server.groups[key] = group
     logger.info(
-        "deft: decode of %d layers goes through tree attention (policy %s, block size %d, "
+        "deft: %s of %d layers goes through tree attention (policy %s, block size %d, "
         "workspace %.1f MiB); everything else through %s",
+        "decode" if query_tokens == 1 else f"decode and verification of up to {query_tokens} tokens",
         len(taken), settings.policy, spec.block_size, attention.workspace_bytes / 2**20,
         host.get_name(),
     )  # fmt: skip
@@ -143,8 +157,6 @@ def unsupported_server(vllm_config: Any) -> str | None:
     parallel = vllm_config.parallel_config
     if envs.VLLM_BATCH_INVARIANT:
         return "a plan depends on the batch: batch-invariant mode is not supported"
-    if vllm_config.speculative_config is not None:
-        return "speculative decoding is not supported"
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             return f"{name.replace('_', ' ').removesuffix(' size')} is not supported"

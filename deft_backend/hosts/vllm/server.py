@@ -12,6 +12,7 @@ import torch
 from deft_backend.config import Settings
 from deft_backend.hosts.vllm.layers import LayerShape
 from deft_backend.hosts.vllm.port import port_of
+from deft_backend.hosts.vllm.speculation import drafts
 from deft_backend.hosts.vllm.versions import VLLM, asked_name
 from deft_backend.telemetry import reporting
 from deft_backend.telemetry.decode_log import DecodeLog
@@ -144,4 +145,7 @@ def _tensor_rank() -> int:
 
 def _num_layers(vllm_config: Any) -> int:
     context = vllm_config.compilation_config.static_forward_context
-    return sum(getattr(module, "impl", None) is not None for module in context.values())
+    return sum(
+        getattr(module, "impl", None) is not None and not drafts(name, vllm_config)
+        for name, module in context.items()
+    )
