@@ -20,3 +20,6 @@ MAX_TOKENS = 1 << 25
 MAX_ITEM_TOKENS = 1 << 24
 """Most tokens of one item of the masked tile. Added to the longest context, positions still fit the
 kernels' 26 bits."""
+
+MAX_QUERY_TOKENS = 4096
+"""Most query tokens of a request. Beyond a few hundred, prefill kernels serve better."""

@@ -87,9 +87,12 @@ def argument_types(dtype: torch.dtype) -> dict[str, Any]:
     data, integers = f"*{TYPES[dtype]}", "*i32"
     partial = Partials("*fp16", "*fp32", "*fp32")
     return {
-        "tensors": Tensors(data, data, data, data, partial, integers, integers, integers),
+        "tensors": Tensors(
+            data, data, data, data, partial, integers, integers, integers, integers, "*i64"
+        ),
         "partial": partial,
         "out_ptr": data,
+        "query_start_ptr": integers,
         "scaling": Scaling("fp32", "fp32"),
         "strides": Strides(*["i32"] * len(Strides._fields)),
         "stride_out_batch": "i32",

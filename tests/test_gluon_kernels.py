@@ -48,12 +48,16 @@ def emulation() -> Iterator[None]:
         yield
 
 
-def use_gluon(attention: TreeAttention, lookahead: int, programs: int) -> None:
+def use_gluon(
+    attention: TreeAttention, lookahead: int, programs: int, query_tokens: int = 1
+) -> None:
     """Let the kernels in Gluon run an attention on the CPU."""
-    small, large, masked = attention._config.tiles
+    shape = attention._shapes[query_tokens]
+    small, large, masked = shape.config.tiles
     small = replace(small, block_tokens=16, lookahead=lookahead, programs=programs)
     large = replace(large, block_tokens=64, lookahead=lookahead, num_warps=4, programs=3)
-    attention._config = replace(attention._config, tiles=(small, large, masked))
+    config = replace(shape.config, tiles=(small, large, masked))
+    attention._shapes[query_tokens] = shape._replace(config=config)
 
 
 def check(

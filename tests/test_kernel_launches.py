@@ -111,8 +111,8 @@ def launch_all(
 
     run_plan(
         config, PLAN, rows_of(q_width), cache(k_width), cache(v_width),
-        torch.zeros(4, columns, dtype=table), torch.zeros(4, dtype=rows),
-        torch.zeros(4, dtype=lens), rows_of(out_width), torch.zeros(8, 16, 256),
+        torch.zeros(4, columns, dtype=table), torch.zeros(queries, dtype=rows),
+        torch.zeros(queries, dtype=lens), rows_of(out_width), torch.zeros(8, 16, 256),
         torch.zeros(8, 16), torch.zeros(8, 16), sm_scale=0.1, logit_cap=logit_cap,
         host_plan=host_plan, masked_tiles=False, table_by_segment=by_segment,
     )  # fmt: skip

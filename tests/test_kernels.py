@@ -452,7 +452,7 @@ def test_a_batch_smaller_than_the_plan_is_refused(on_device: bool) -> None:
     else:
         attention.plan(forest_from_page_tables(table, lens))
     q, (k, v) = torch.zeros(3, 4, 64), torch.zeros(2, 9, 2, 64)
-    with pytest.raises(AttentionError, match="q holds 2 queries; the plan is for 3 requests"):
+    with pytest.raises(AttentionError, match="q is for 2 requests; the plan is for 3"):
         attention.run(q[:2], k, v, table[:2], lens[:2], static_launch=True)
     attention.clear_plan()  # as during the capture of a graph of another size
     attention.run(q[:2], k, v, table[:2], lens[:2], static_launch=True)

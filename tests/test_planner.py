@@ -315,7 +315,7 @@ def test_limits_are_named() -> None:
     builder.add([0, 2], [Segment(0, 0, 100, False, 0, 2)])
     with pytest.raises(PlanError, match="request 1 belongs to no group"):
         plan_grouping(builder.build(), forest, GQA)
-    with pytest.raises(PlanError, match="256 query heads share a KV head; the largest tile has"):
+    with pytest.raises(PlanError, match="256 query vectors share a KV head; the largest tile has"):
         plan_grouping(builder.build(), forest, Target(256, 1, 64))
 
 

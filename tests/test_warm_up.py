@@ -79,7 +79,8 @@ def test_stage_2_is_warmed_up_for_many_queries_by_no_more_than_need_be(
         max_batch=max_batch,
     )  # fmt: skip
     few = ReduceConfig(32, heads=2, num_warps=1, programs=11)  # two programs for each query
-    attention._config = replace(attention._config, few=few)
+    shape = attention._shapes[1]
+    attention._shapes[1] = shape._replace(config=replace(shape.config, few=few))
     plans = list(plans_of_many(attention))
     assert [batch for _, batch in plans] == expected
     assert all(len(plan.reduce_query) == batch for plan, batch in plans)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from deft_backend.attention.current_device import device_as_current
-from deft_backend.forest import PrefixForest
+from deft_backend.forest import PrefixForest, forest_of_blocks
 from deft_backend.planner import (
     DevicePlan,
     Plan,
@@ -18,6 +18,7 @@ from deft_backend.planner import (
 )
 from deft_backend.planner.on_device import DevicePlanner
 from deft_backend.policies import Grouping, Policy, PolicyError, Target
+from deft_backend.query_blocks import ONE_TOKEN, QueryBlocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +31,10 @@ class PlannedBatch:
         Requests that the plan covers; 0 for an empty plan.
     on_device : bool
         Whether the device planner made the plan. If so, the CPU knows nothing else of it.
+    blocks : QueryBlocks
+        The query blocks of a request.
     forest : PrefixForest, optional
-        The forest of the host planner's plan.
+        The forest of the host planner's plan, with a query for each query block.
     plan : Plan, optional
         The host planner's plan.
     grouping : Grouping, optional
@@ -40,6 +43,7 @@ class PlannedBatch:
 
     requests: int = 0
     on_device: bool = False
+    blocks: QueryBlocks = ONE_TOKEN
     forest: PrefixForest | None = None
     plan: Plan | None = None
     grouping: Grouping | None = None
@@ -124,15 +128,24 @@ class CurrentPlan:
             )  # fmt: skip
         return self._device_planner
 
-    def plan_on_host(self, forest: PrefixForest) -> Plan:
-        """Replace the plan by the host planner's; see :func:`~deft_backend.planner.plan_forest`."""
-        plan, grouping = plan_forest(forest, self.policy, self.target, self.capacity)
-        self.use(plan, forest)
+    def plan_on_host(self, forest: PrefixForest, blocks: QueryBlocks, target: Target) -> Plan:
+        """Replace the plan by the host planner's; see :func:`~deft_backend.planner.plan_forest`.
+
+        `forest` is that of the requests, `target` what the plan of their `blocks` is for.
+        """
+        forest = forest_of_blocks(forest, blocks.blocks, blocks.private_tokens)
+        plan, grouping = plan_forest(forest, self.policy, target, self.capacity)
+        self.use(plan, forest, blocks)
         self.batch = replace(self.batch, grouping=grouping)
         return plan
 
     def plan_on_device(
-        self, page_table: torch.Tensor, table_rows: torch.Tensor, seq_lens: torch.Tensor
+        self,
+        page_table: torch.Tensor,
+        table_rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        blocks: QueryBlocks,
+        target: Target,
     ) -> None:
         """Replace the plan by the device planner's; see :meth:`DevicePlanner.plan`.
 
@@ -143,13 +156,18 @@ class CurrentPlan:
         self.batch = PlannedBatch()
         with device_as_current(self._device):
             if len(seq_lens):
-                planner.plan(page_table, table_rows, seq_lens)
+                planner.plan(
+                    page_table, table_rows, seq_lens, target=target,
+                    private_tokens=blocks.private_tokens,
+                )  # fmt: skip
             else:
                 self.arrays.clear()
-        self.batch = PlannedBatch(requests=len(seq_lens), on_device=True)
+        self.batch = PlannedBatch(requests=len(seq_lens), on_device=True, blocks=blocks)
 
-    def use(self, plan: Plan, forest: PrefixForest) -> None:
+    def use(self, plan: Plan, forest: PrefixForest, blocks: QueryBlocks = ONE_TOKEN) -> None:
         """Replace the plan by the given one; it must cover the batch of `forest`.
+
+        `forest` has a query for each of the `blocks` of a request.
 
         Raises
         ------
@@ -167,7 +185,9 @@ class CurrentPlan:
         check_capacity(plan, self.capacity)
         with device_as_current(self._device):
             self.arrays.upload(plan)
-        self.batch = PlannedBatch(forest.batch_size, forest=forest, plan=plan)
+        self.batch = PlannedBatch(
+            forest.batch_size // blocks.blocks, blocks=blocks, forest=forest, plan=plan
+        )
 
     def clear(self) -> None:
         """Empty the arrays: kernels then return at once for any batch."""
@@ -181,6 +201,7 @@ class CurrentPlan:
         if batch.plan is not None and batch.forest is not None:
             with device_as_current(self._device):
                 self.arrays.upload(batch.plan)
-            self.batch = replace(batch, requests=batch.forest.batch_size)
+            requests = batch.forest.batch_size // batch.blocks.blocks
+            self.batch = replace(batch, requests=requests)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

@@ -8,6 +8,7 @@ from deft_backend.costs.device_tables import cost_model_on
 from deft_backend.kernel_limits import TILE_SEGMENTS
 from deft_backend.kernels import KernelConfiguration
 from deft_backend.policies import Target
+from deft_backend.query_blocks import ONE_TOKEN, QueryBlocks
 
 
 def target_of(
@@ -19,8 +20,12 @@ def target_of(
     dtype: torch.dtype,
     device: torch.device,
     page_size: int,
+    blocks: QueryBlocks = ONE_TOKEN,
 ) -> Target:
-    """The target of plans for kernels configured by `config`, with the costs of `device`."""
+    """The target of plans for kernels configured by `config`, with the costs of `device`.
+
+    `blocks` are the query blocks of a request.
+    """
     tile_programs = tuple(max(1, tile.programs // num_kv_heads) for tile in config.tiles)
     return Target(
         num_query_heads=num_query_heads,
@@ -34,5 +39,7 @@ def target_of(
         tile_segments=TILE_SEGMENTS,
         # The interpreter takes larger KV blocks, for speed; plans are the same on every device.
         block_tokens=min(64, config.tiles[-1].block_tokens),
+        query_tokens=blocks.tokens,
+        query_blocks=blocks.blocks,
         cost_model=cost_model_on(device, num_query_heads, num_kv_heads, head_dim, dtype, page_size),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from deft_backend.kernel_limits import MAX_QUERY_TOKENS
 from deft_backend.kernels import Gpu, unsupported
 
 
@@ -20,6 +21,7 @@ def check_attention(
     *,
     page_size: int,
     max_batch: int,
+    query_tokens: int = 1,
     gpu: Gpu | None = None,
 ) -> None:
     """Refuse an attention that the kernels cannot run: on this device, on `gpu`, or at all.
@@ -36,6 +38,10 @@ def check_attention(
         raise AttentionError(f"page_size is {page_size}; expected at least 1 token a page")
     if max_batch < 1:
         raise AttentionError(f"max_batch is {max_batch}; expected at least 1 request")
+    if not 1 <= query_tokens <= MAX_QUERY_TOKENS:
+        raise AttentionError(
+            f"query_tokens is {query_tokens}; expected 1 to {MAX_QUERY_TOKENS} a request"
+        )
 
 
 def check_step(
@@ -47,6 +53,7 @@ def check_step(
     table_rows: torch.Tensor,
     out: torch.Tensor,
     *,
+    batch: int,
     queries: tuple[int, int, int],
     page: tuple[int, int, int],
     dtype: torch.dtype,
@@ -56,7 +63,9 @@ def check_step(
 
     Parameters
     ----------
-    queries : B, Hq, D
+    batch : int
+        Requests.
+    queries : T, Hq, D
         Shape of `q` and `out`.
     page : page_size, Hkv, D
         Shape of a page of the caches, [pages, page_size, Hkv, D].
@@ -73,12 +82,52 @@ def check_step(
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
         _check_operand(name, tensor, (*tensor.shape[:1], *page), dtype)
     _check_table(page_table)
-    _check_lists(queries[0], seq_lens=seq_lens, table_rows=table_rows)
+    _check_lists(batch, seq_lens=seq_lens, table_rows=table_rows)
     _check_integers(page_table=page_table, seq_lens=seq_lens, table_rows=table_rows)
     _check_device(
         device, page_table=page_table, seq_lens=seq_lens, table_rows=table_rows, q=q, out=out,
         k_cache=k_cache, v_cache=v_cache,
     )  # fmt: skip
+
+
+def check_query_start(query_start: torch.Tensor, batch: int, device: torch.device) -> None:
+    """Refuse rows of requests that do not fit the batch or the device.
+
+    Raises
+    ------
+    AttentionError
+        If shape, dtype or device do not fit.
+    """
+    _check_lists(batch + 1, query_start=query_start)
+    if query_start.dtype != torch.int32:
+        raise AttentionError(f"query_start has dtype {query_start.dtype}; expected int32")
+    _check_device(device, query_start=query_start)
+
+
+def check_ancestors(
+    ancestors: torch.Tensor, batch: int, query_tokens: int, device: torch.device
+) -> None:
+    """Refuse bits of token trees that do not fit the batch, the plan or the device.
+
+    Raises
+    ------
+    AttentionError
+        If shape, dtype, strides or device do not fit.
+    """
+    words = -(-query_tokens // 64)
+    expected = (batch, query_tokens, words)
+    if ancestors.shape != expected:
+        raise AttentionError(
+            f"ancestors has shape {list(ancestors.shape)}; expected {list(expected)}: a bit for "
+            "each query token, in words of 64"
+        )
+    if ancestors.dtype != torch.int64:
+        raise AttentionError(f"ancestors has dtype {ancestors.dtype}; expected int64")
+    if words > 1 and ancestors.stride(-1) != 1:
+        raise AttentionError(
+            f"ancestors has stride {ancestors.stride(-1)} in its last dimension; expected 1"
+        )
+    _check_device(device, ancestors=ancestors)
 
 
 def check_batch(

@@ -1,4 +1,4 @@
-"""`TreeAttention`: plan a batch once, then run its decode attention for every layer and step."""
+"""`TreeAttention`: plan a batch once, then run its attention for every layer and step."""
 
 from __future__ import annotations
 
@@ -8,28 +8,34 @@ import torch
 
 from deft_backend.attention.current_device import device_as_current, is_current
 from deft_backend.attention.current_plan import CurrentPlan, PlannedBatch
-from deft_backend.attention.device_target import target_of
+from deft_backend.attention.query_shapes import QueryShape, QueryShapes
 from deft_backend.attention.step_inputs import (
     AttentionError,
+    check_ancestors,
     check_attention,
     check_batch,
+    check_query_start,
     check_step,
 )
 from deft_backend.attention.workspace import Workspace, entry_bytes
 from deft_backend.forest import PrefixForest
-from deft_backend.kernels import Gpu, kernel_configuration, run_plan, unsupported
+from deft_backend.kernels import Gpu, run_plan, unsupported
 from deft_backend.planner import Plan, PlanCapacity
 from deft_backend.planner.on_device import DevicePlanner
-from deft_backend.policies import Grouping, get_policy
+from deft_backend.policies import Grouping, Target, get_policy
+from deft_backend.query_blocks import QueryBlocks
 
 
 class TreeAttention:
-    """Decode attention over a batch that shares prefixes, in two steps: plan and run.
+    """Attention of decode and verification over a batch that shares prefixes: plan, then run.
 
     :meth:`plan` runs on the CPU whenever the batch's composition changes. :meth:`plan_on_device`
     makes the plan from the page table in a few launches. It is cheap enough for every step, and a
     CUDA graph can hold it. :meth:`run` launches the attention kernels. Sequences may grow between
     plan and run, because leaves have no fixed end.
+
+    In decode each request has one query token. To verify a draft, it has several: the last tokens
+    of its sequence, which form a chain or a tree. Then `query_tokens` says how many at most.
 
     The constructor allocates all device memory once, and its addresses never change.
 
@@ -45,6 +51,8 @@ class TreeAttention:
         Tokens of a page of the KV cache.
     max_batch : int
         Most requests a plan will hold; sizes the plan's arrays and the workspace.
+    query_tokens : int
+        Most query tokens of a request; sizes the plan's arrays and the workspace, too.
     policy : str
         How KV and queries are grouped, by name; see :data:`deft_backend.policies.POLICY_NAMES`.
     capacity : PlanCapacity, optional
@@ -56,8 +64,6 @@ class TreeAttention:
     Attributes
     ----------
     policy : Policy
-    target : Target
-        The attention, the GPU and the costs that plans are made for.
     capacity : PlanCapacity
 
     Raises
@@ -87,6 +93,20 @@ class TreeAttention:
     >>> plan = attention.plan(forest)
     >>> attention.run(q, k_cache, v_cache, page_table, seq_lens).shape
     torch.Size([3, 4, 64])
+
+    Verification of two drafts: the last 3 tokens of each request are query tokens. Without bits
+    they form a chain. With bits, query token 2 is no descendant of query token 1.
+
+    >>> attention = TreeAttention(num_query_heads=4, num_kv_heads=2, head_dim=64,
+    ...                           dtype=torch.float32, device="cpu", max_batch=2, query_tokens=3)
+    >>> forest = forest_from_page_tables(page_table[1:], seq_lens[1:])
+    >>> plan = attention.plan(forest, query_tokens=3)
+    >>> q = torch.randn(6, 4, 64)                        # request-major: 2 requests of 3 tokens
+    >>> chain = attention.run(q, k_cache, v_cache, page_table[1:], seq_lens[1:])
+    >>> bits = torch.tensor([[0b001], [0b011], [0b101]]).expand(2, 3, 1)
+    >>> tree = attention.run(q, k_cache, v_cache, page_table[1:], seq_lens[1:], ancestors=bits)
+    >>> torch.equal(chain[:2], tree[:2]), torch.equal(chain[2], tree[2])
+    (True, False)
     """
 
     unsupported = staticmethod(unsupported)
@@ -101,6 +121,7 @@ class TreeAttention:
         device: torch.device | str,
         page_size: int = 1,
         max_batch: int = 256,
+        query_tokens: int = 1,
         policy: str = "auto",
         capacity: PlanCapacity | None = None,
         compiled_for: Gpu | None = None,
@@ -110,7 +131,7 @@ class TreeAttention:
             self.device = torch.device("cuda", torch.cuda.current_device())
         check_attention(
             num_query_heads, num_kv_heads, head_dim, dtype, self.device,
-            page_size=page_size, max_batch=max_batch, gpu=compiled_for,
+            page_size=page_size, max_batch=max_batch, query_tokens=query_tokens, gpu=compiled_for,
         )  # fmt: skip
         self.policy = get_policy(policy)
         self.num_query_heads = num_query_heads
@@ -118,31 +139,48 @@ class TreeAttention:
         self.head_dim = head_dim
         self.dtype = dtype
         self.page_size = page_size
+        self.query_tokens = query_tokens
 
-        self._config = kernel_configuration(
-            head_dim, dtype, self.device, num_query_heads // num_kv_heads, compiled_for
+        self._shapes = QueryShapes(
+            num_query_heads, num_kv_heads, head_dim, dtype, self.device, page_size, compiled_for
         )
-        self.target = target_of(
-            self._config, num_query_heads=num_query_heads, num_kv_heads=num_kv_heads,
-            head_dim=head_dim, dtype=dtype, device=self.device, page_size=page_size,
-        )  # fmt: skip
+        _, config, target = self._shapes[1]
+        blocks = self._shapes[query_tokens].blocks.blocks
+        # Requests of fewer query tokens may have longer blocks than those of the most.
+        tokens = QueryBlocks.most_tokens(query_tokens, num_query_heads // num_kv_heads)
         self.capacity = capacity or PlanCapacity.for_batch(
-            max_batch, max(self.target.tile_programs), entry_bytes(num_query_heads, head_dim, dtype)
+            max_batch * blocks,
+            max(target.tile_programs),
+            tokens * entry_bytes(num_query_heads, head_dim, dtype),
         )
+        self.max_batch = self.capacity.max_batch // blocks
         self._current = CurrentPlan(
-            self.policy, self.target, self.capacity, self.device, page_size,
-            overlapped=self._config.overlapped, interpreted=self._config.interpreted,
+            self.policy, target, self.capacity, self.device, page_size,
+            overlapped=config.overlapped, interpreted=config.interpreted,
         )  # fmt: skip
         self._workspace = Workspace.allocate(
-            self.capacity.max_entries, num_query_heads, head_dim, dtype, self.device
+            self.capacity.max_entries * tokens, num_query_heads, head_dim, dtype, self.device
         )
         self._own_rows = torch.arange(
             self.capacity.max_batch, dtype=torch.int32, device=self.device
         )
 
     @property
+    def _shape(self) -> QueryShape:
+        return self._shapes[self._current.batch.blocks.query_tokens]
+
+    @property
+    def target(self) -> Target:
+        """The attention, the GPU and the costs that the last plan was made for.
+
+        Before the first plan, those of one query token a request.
+        """
+        return self._shape.target
+
+    @property
     def forest(self) -> PrefixForest | None:
-        """The forest of the plan; None for a plan made on the device."""
+        """The forest of the plan, with a query for each query block; None for a plan made on the
+        device."""
         return self._current.batch.forest
 
     @property
@@ -163,28 +201,39 @@ class TreeAttention:
     @property
     def interpreted(self) -> bool:
         """Whether Triton's interpreter runs the kernels."""
-        return self._config.interpreted
+        return self._shape.config.interpreted
 
     @property
     def few_queries(self) -> int:
         """The largest number of queries for which stage 2 uses its kernel configuration for few
         queries."""
-        return self._config.few_queries(self.num_query_heads)
+        shape = self._shape
+        return shape.config.few_queries(self.num_query_heads * shape.blocks.tokens)
 
     @property
     def device_planner(self) -> DevicePlanner:
         """The planner behind :meth:`plan_on_device`; the first use allocates its memory."""
         return self._current.device_planner
 
-    def plan(self, forest: PrefixForest) -> Plan:
+    def plan(self, forest: PrefixForest, *, query_tokens: int = 1) -> Plan:
         """Plan a batch on the host and copy the plan to the device, on the current stream.
+
+        Parameters
+        ----------
+        forest : PrefixForest
+            Of the batch's requests. Their tokens include their query tokens.
+        query_tokens : int
+            Most query tokens of a request of this batch.
 
         Raises
         ------
+        AttentionError
+            If `query_tokens` is larger than the attention's.
         PlanError
             If the batch is larger than `max_batch`, or its tree needs more than the arrays hold.
         """
-        return self._current.plan_on_host(forest)
+        shape = self._shape_of(query_tokens)
+        return self._current.plan_on_host(forest, shape.blocks, shape.target)
 
     def plan_on_device(
         self,
@@ -192,6 +241,7 @@ class TreeAttention:
         seq_lens: torch.Tensor,
         *,
         table_rows: torch.Tensor | None = None,
+        query_tokens: int = 1,
     ) -> None:
         """Plan a batch on the device, by launches on the current stream and the policy ``auto``.
 
@@ -203,31 +253,38 @@ class TreeAttention:
         page_table : [rows, P] int32 or int64
             Page ids, on the attention's device.
         seq_lens : [B] int32 or int64
-            Tokens of each request; 0 for a padding request.
+            Tokens of each request, its query tokens included; 0 for a padding request.
         table_rows : [B] int32 or int64, optional
             Row of the page table of each request; default: row ``b`` for request ``b``.
+        query_tokens : int
+            Most query tokens of a request of this batch.
 
         Raises
         ------
         AttentionError
-            If shapes, dtypes or devices do not match, or the batch is larger than `max_batch`.
+            If shapes, dtypes or devices do not match, or the batch is larger than `max_batch`, or
+            `query_tokens` is larger than the attention's.
         PolicyError
             If the attention's policy is not ``auto``, or its `max_batch` is too large for the
             device planner.
         """
+        shape = self._shape_of(query_tokens)
         batch = len(seq_lens)
-        if batch > self.capacity.max_batch:
+        if batch * shape.blocks.blocks > self.capacity.max_batch:
             raise AttentionError(
                 f"the batch holds {batch} requests; the plan was sized for "
-                f"{self.capacity.max_batch}: raise max_batch"
+                f"{self.capacity.max_batch // shape.blocks.blocks}: raise max_batch"
             )
         if table_rows is None:
             table_rows = self._first_rows(page_table, batch)
         check_batch(page_table, seq_lens, table_rows, self.device)
-        self._current.plan_on_device(page_table, table_rows, seq_lens)
+        self._current.plan_on_device(page_table, table_rows, seq_lens, shape.blocks, shape.target)
 
-    def use(self, plan: Plan, forest: PrefixForest) -> None:
+    def use(self, plan: Plan, forest: PrefixForest, *, query_tokens: int = 1) -> None:
         """Use the given plan; it must cover the batch of `forest`.
+
+        With several query tokens, `forest` is that of the query blocks
+        (:func:`deft_backend.forest.forest_of_blocks`), and the plan's queries are these.
 
         Raises
         ------
@@ -235,7 +292,7 @@ class TreeAttention:
             If the plan needs the masked tile and the policy does not, or if the plan does not fit
             `capacity`.
         """
-        self._current.use(plan, forest)
+        self._current.use(plan, forest, self._shape_of(query_tokens).blocks)
 
     def clear_plan(self) -> None:
         """Empty the plan on the device: kernels then return at once for any batch."""
@@ -258,31 +315,46 @@ class TreeAttention:
         seq_lens: torch.Tensor,
         *,
         table_rows: torch.Tensor | None = None,
+        query_start: torch.Tensor | None = None,
+        ancestors: torch.Tensor | None = None,
         sm_scale: float | None = None,
         logit_cap: float = 0.0,
         out: torch.Tensor | None = None,
         static_launch: bool = False,
     ) -> torch.Tensor:
-        """Decode attention of the planned batch.
+        """Attention of the planned batch.
+
+        The plan was made for requests of up to Q query tokens, the last tokens of each request. In
+        decode Q is 1. Every query token sees all tokens before its request's query tokens. Without
+        `ancestors` it also sees itself and the query tokens before it.
 
         Parameters
         ----------
-        q : [B, Hq, D]
-            One query of each request.
+        q : [T, Hq, D]
+            The query tokens, those of one request behind those of another. Without `query_start`
+            each request has Q: token ``j`` of request ``r`` is row ``r * Q + j``.
         k_cache, v_cache : [pages, page_size, Hkv, D], or [pages, Hkv, D] if `page_size` is 1
             The KV cache of one layer; any strides with a contiguous last dimension.
         page_table : [rows, P] int32 or int64
             Page ids.
         seq_lens : [B] int32 or int64
-            Current tokens of each request, the token of `q` included.
+            Current tokens of each request, its query tokens included.
         table_rows : [B] int, optional
             Row of the page table of each request; default: row ``b`` for request ``b``. A plan made
             on the device keeps its own rows and ignores these.
+        query_start : [B + 1] int32, optional
+            First row of `q` of each request, if requests have different numbers of query tokens:
+            request ``r`` has ``query_start[r + 1] - query_start[r]``, 0 to Q of them. Only the
+            device knows these numbers, so no more than Q is up to you. Rows of no request keep
+            what `out` holds.
+        ancestors : [B, Q, ceil(Q / 64)] int64, optional
+            Who sees whom in a token tree. Bit ``k`` of word ``w`` is set if query token ``j`` sees
+            query token ``64 * w + k`` of its request. A token sees itself only if its bit is set.
         sm_scale : float, optional
             Scale of the scores; default ``1 / sqrt(D)``.
         logit_cap : float
             Soft cap of the scores, ``cap * tanh(score / cap)``; 0 for none.
-        out : [B, Hq, D], optional
+        out : [T, Hq, D], optional
             Where the result goes.
         static_launch : bool
             Launch every kernel that a batch of this size may need. A CUDA graph that serves later
@@ -290,7 +362,7 @@ class TreeAttention:
 
         Returns
         -------
-        [B, Hq, D] of q's dtype
+        [T, Hq, D] of q's dtype
 
         Raises
         ------
@@ -302,29 +374,40 @@ class TreeAttention:
             with device_as_current(self.device):
                 return self.run(
                     q, k_cache, v_cache, page_table, seq_lens, table_rows=table_rows,
-                    sm_scale=sm_scale, logit_cap=logit_cap, out=out, static_launch=static_launch,
+                    query_start=query_start, ancestors=ancestors, sm_scale=sm_scale,
+                    logit_cap=logit_cap, out=out, static_launch=static_launch,
                 )  # fmt: skip
         if sm_scale is not None and not sm_scale > 0.0:
             raise AttentionError(f"sm_scale is {sm_scale}; expected a number above 0")
         planned = self._current.batch
         static_launch = static_launch or planned.on_device
-        batch = _queries_to_run(planned, len(q), static_launch)
+        _, config, _ = self._shapes[planned.blocks.query_tokens]
+        query_tokens = planned.blocks.query_tokens
+        batch = len(seq_lens) if query_start is not None else len(q) // query_tokens
+        batch = _requests_to_run(planned, batch, static_launch)
+        rows = len(q) if query_start is not None else batch * query_tokens
         k_cache, v_cache = self._paged(k_cache), self._paged(v_cache)
         if out is None:
             # A CUDA graph may be replayed for fewer requests than it was captured for. Only the
             # device planner covers padding requests; others' outputs must not be stale memory.
-            covered = not static_launch or (planned.on_device and len(q) <= planned.requests)
+            covered = query_start is None and (
+                not static_launch or (planned.on_device and batch <= planned.requests)
+            )
             out = torch.empty_like(q) if covered else torch.zeros_like(q)
         own_rows = table_rows is None
         if table_rows is None:
             table_rows = self._first_rows(page_table, batch)
         check_step(
             q, k_cache, v_cache, page_table, seq_lens, table_rows, out,
-            queries=(batch, self.num_query_heads, self.head_dim),
+            batch=batch, queries=(rows, self.num_query_heads, self.head_dim),
             page=(self.page_size, self.num_kv_heads, self.head_dim),
             dtype=self.dtype, device=self.device,
         )  # fmt: skip
-        if batch == 0:
+        if query_start is not None:
+            check_query_start(query_start, batch, self.device)
+        if ancestors is not None:
+            check_ancestors(ancestors, batch, query_tokens, self.device)
+        if batch == 0 or rows == 0:
             return out
         # The device planner records each segment's row of the page table. The host planner records
         # the segment's request, which is the same number where row b belongs to request b.
@@ -335,10 +418,10 @@ class TreeAttention:
             ]
         # GPUs round to bfloat16, Triton's interpreter truncates: let PyTorch convert. Outputs of
         # requests that the plan does not cover stay as they are.
-        truncates = self._config.interpreted and self.dtype == torch.bfloat16
+        truncates = config.interpreted and self.dtype == torch.bfloat16
         result = out.float() if truncates else out
         run_plan(
-            self._config,
+            config,
             self._current.arrays,
             q,
             k_cache,
@@ -353,10 +436,22 @@ class TreeAttention:
             host_plan=None if static_launch else planned.plan,
             masked_tiles=self.policy.several_segments,
             table_by_segment=by_segment,
+            blocks=planned.blocks,
+            query_start=query_start,
+            ancestors=ancestors,
         )
         if truncates:
             out.copy_(result)
         return out
+
+    def _shape_of(self, query_tokens: int) -> QueryShape:
+        """How a batch of so many query tokens a request is planned and run."""
+        if not 1 <= query_tokens <= self.query_tokens:
+            raise AttentionError(
+                f"query_tokens is {query_tokens}; the attention was made for 1 to "
+                f"{self.query_tokens}: raise query_tokens of TreeAttention"
+            )
+        return self._shapes[query_tokens]
 
     def _paged(self, cache: torch.Tensor) -> torch.Tensor:
         """[pages, page_size, Hkv, D] view of a cache."""
@@ -372,23 +467,23 @@ class TreeAttention:
         return self._own_rows[:batch]
 
 
-def _queries_to_run(planned: PlannedBatch, queries: int, static_launch: bool) -> int:
-    """The number of queries for a run: that of the planned batch, or a larger `queries`.
+def _requests_to_run(planned: PlannedBatch, requests: int, static_launch: bool) -> int:
+    """The number of requests for a run: that of the planned batch, or a larger `requests`.
 
     Raises
     ------
     AttentionError
-        If there is no plan for the launches, or the plan covers more requests than `queries`.
+        If there is no plan for the launches, or the plan covers more requests than `requests`.
     """
     if static_launch:
-        expected = queries
+        expected = requests
     elif planned.forest is not None:
-        expected = planned.forest.batch_size
+        expected = planned.forest.batch_size // planned.blocks.blocks
     else:
         raise AttentionError("nothing is planned; call plan(forest) first")
     if expected < planned.requests:
         raise AttentionError(
-            f"q holds {expected} queries; the plan is for {planned.requests} requests: plan the "
+            f"q is for {expected} requests; the plan is for {planned.requests} requests: plan the "
             "batch that is run"
         )
     return expected

@@ -9,6 +9,7 @@ from deft_backend.forest.prefix_forest import (
     PrefixForest,
     build_forest,
 )
+from deft_backend.forest.query_blocks import forest_of_blocks
 from deft_backend.forest.radix_tree import forest_from_paths, forest_from_tree
 
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     "forest_from_page_tables",
     "forest_from_paths",
     "forest_from_tree",
+    "forest_of_blocks",
     "warm_up",
 ]

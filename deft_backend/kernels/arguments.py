@@ -45,6 +45,10 @@ class Tensors(NamedTuple):
     page_table: Pointer
     table_rows: Pointer
     seq_lens: Pointer
+    query_start: Pointer
+    """[B + 1] int32: each request's first row in `q`; only where `Heads.ragged`."""
+    ancestors: Pointer
+    """[B, query tokens, words] int64: bits of a token tree; only where `Heads.tree`."""
 
 
 class Scaling(NamedTuple):
@@ -64,10 +68,15 @@ class Strides(NamedTuple):
     out_batch: int
     out_head: int
     table: int
+    ancestors_batch: int
+    ancestors_token: int
 
 
 class Heads(NamedTuple):
-    """Constants: the head shape."""
+    """Constants: the head shape, and the query tokens of a request.
+
+    A query of the plan is a query block: up to `tokens` query tokens of one request.
+    """
 
     num_kv: int
     group: int
@@ -75,6 +84,20 @@ class Heads(NamedTuple):
     dim: int
     padded_dim: int
     """`dim`, rounded up to a power of two."""
+    single: bool
+    """Whether every request has exactly one query token, as in decode."""
+    query_tokens: int
+    """Most query tokens of a request."""
+    blocks: int
+    """Query blocks of a request."""
+    tokens: int
+    """Most query tokens of a query block."""
+    vectors: int
+    """Query vectors of a query block that share a KV head: `tokens` times `group`."""
+    ragged: bool
+    """Whether requests have different numbers of query tokens, by `query_start`."""
+    tree: bool
+    """Whether the query tokens form a tree, by `ancestors`; else they form a chain."""
 
 
 class CacheLayout(NamedTuple):

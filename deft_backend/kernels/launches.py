@@ -12,6 +12,7 @@ import triton
 from deft_backend.compile.triton_kernel import Kernel
 from deft_backend.kernel_limits import MAX_MERGED
 from deft_backend.kernels.arguments import CacheLayout, Heads, Mode, Tile
+from deft_backend.query_blocks import ONE_TOKEN, QueryBlocks
 from deft_backend.kernels.configurations import (
     HOPPER_LARGE_TILE,
     HOPPER_SMALL_TILE,
@@ -51,13 +52,16 @@ def run_plan(
     host_plan: Plan | None,
     masked_tiles: bool,
     table_by_segment: bool,
+    blocks: QueryBlocks = ONE_TOKEN,
+    query_start: torch.Tensor | None = None,
+    ancestors: torch.Tensor | None = None,
 ) -> None:
-    """Compute decode attention of a batch over a plan.
+    """Compute the attention of a batch over a plan.
 
     Parameters
     ----------
-    q, out : [B, Hq, D]
-        Queries and where the attention goes; the last dimension is contiguous.
+    q, out : [T, Hq, D]
+        Query tokens and where the attention goes; the last dimension is contiguous.
     k_cache, v_cache : [pages, page_size, Hkv, D]
         The KV cache; the last dimension is contiguous.
     page_table : [rows, P] int
@@ -68,7 +72,7 @@ def run_plan(
         Current tokens of each request.
     partial_out : [E, Hq, D] float16 or float32; partial_lse, partial_scale : [E, Hq] float32
         The workspace for partial results, as :class:`~deft_backend.kernels.arguments.Partials`
-        describes it.
+        describes it: E counts query tokens.
     host_plan : Plan, optional
         The plan in `plan`, if the host knows it. Then tile shapes without items, and stage 2
         without partial results, are not launched. With None, `run_plan` launches every kernel that
@@ -78,16 +82,31 @@ def run_plan(
     table_by_segment : bool
         Whether `table_rows` is by KV range. This spares every item a load that other loads wait
         for.
+    blocks : QueryBlocks
+        The query blocks of a request that the plan counts as its queries.
+    query_start : [B + 1] int32, optional
+        Each request's first row in `q`; default: every request has `blocks.query_tokens` rows.
+    ancestors : [B, query tokens, words] int64, optional
+        Bits of a token tree; default: the query tokens are a chain.
     """
     # Structures of the kernels' arguments, in the order of their fields.
     partial = (partial_out, partial_lse, partial_scale)
-    tensors = (q, k_cache, v_cache, out, partial, page_table, table_rows, seq_lens)
+    # Any tensor stands for one that the kernels do not read.
+    starts = seq_lens if query_start is None else query_start
+    bits = seq_lens if ancestors is None else ancestors
+    tensors = (
+        q, k_cache, v_cache, out, partial, page_table, table_rows, seq_lens, starts, bits,
+    )  # fmt: skip
     pointers = 0
-    for tensor in (q, k_cache, v_cache, out, *partial, page_table, table_rows, seq_lens):
+    for tensor in (
+        q, k_cache, v_cache, out, *partial, page_table, table_rows, seq_lens, starts, bits,
+    ):  # fmt: skip
         pointers |= tensor.data_ptr()
     aligned = pointers % 16 == 0
-    strides = (*q.stride()[:2], *out.stride()[:2], page_table.stride(0))
-    batch, num_heads, head_dim = q.shape
+    bit_strides = (0, 0) if ancestors is None else ancestors.stride()[:2]
+    strides = (*q.stride()[:2], *out.stride()[:2], page_table.stride(0), *bit_strides)
+    requests = len(seq_lens)
+    _, num_heads, head_dim = q.shape
     _, page_size, num_kv_heads, _ = k_cache.shape
     kind = Kind(
         dtype=q.dtype,
@@ -103,32 +122,40 @@ def run_plan(
         and max(_reach(k_cache), _reach(v_cache)) <= WIDE_REACH
         and max(_reach(q), _reach(out)) <= WIDE_REACH // 2,
         table_by_segment=table_by_segment,
+        blocks=blocks,
+        ragged=query_start is not None,
+        tree=ancestors is not None,
     )
     launches = launches_of(config, kind)
     # What Triton compiles for, besides the constants.
-    types = (q.device, page_table.dtype, table_rows.dtype, seq_lens.dtype, strides)
+    types = (
+        q.device, page_table.dtype, table_rows.dtype, seq_lens.dtype, starts.dtype, strides,
+    )  # fmt: skip
 
     # Scores in base 2, unless a soft cap needs them as they are.
     scale = float(sm_scale) if logit_cap > 0.0 else float(sm_scale) * LOG2_E
     scaling = (scale, float(logit_cap) or 1.0)
     arguments = (tensors, plan.stage1, scaling, strides)
     follows = False
-    group_rows = batch * num_heads // num_kv_heads
+    queries = requests * blocks.blocks
+    group_rows = queries * blocks.tokens * num_heads // num_kv_heads
     for shape, programs in _tiles_to_launch(
         config, host_plan, num_kv_heads, group_rows, masked_tiles
     ):
         launches.stage1[shape][follows].run(programs, arguments, types, aligned)
         follows = config.overlapped
 
-    merged = batch if host_plan is None else len(host_plan.reduce_query)
+    merged = queries if host_plan is None else len(host_plan.reduce_query)
     if merged == 0:
         return
     # The batch decides, because only the device knows how many results there are to merge. So the
     # same batch has the same results, whoever planned it.
-    few = batch <= config.few_queries(num_heads)
+    num_results = num_heads * blocks.tokens
+    few = queries <= config.few_queries(num_results)
     reduce = config.few if few else config.reduce
-    programs = min(reduce.programs, merged * reduce.blocks(num_heads))
-    launches.stage2[few].run(programs, (partial, out, plan.stage2, *strides[2:4]), types, aligned)
+    programs = min(reduce.programs, merged * reduce.blocks(num_results))
+    arguments = (partial, out, plan.stage2, starts, *strides[2:4])
+    launches.stage2[few].run(programs, arguments, types, aligned)
 
 
 def _reach(tensor: torch.Tensor) -> int:
@@ -152,6 +179,29 @@ class Kind(NamedTuple):
     #: lie within WIDE_REACH.
     wide_rows: bool
     table_by_segment: bool
+    blocks: QueryBlocks = ONE_TOKEN
+    #: Whether `query_start` and `ancestors` are given.
+    ragged: bool = False
+    tree: bool = False
+
+    @property
+    def heads(self) -> Heads:
+        """The constants of the head shape and the query tokens."""
+        blocks = self.blocks
+        group = self.num_heads // self.num_kv_heads
+        return Heads(
+            num_kv=self.num_kv_heads,
+            group=group,
+            dim=self.head_dim,
+            padded_dim=triton.next_power_of_2(self.head_dim),
+            single=blocks.query_tokens == 1 and not self.ragged and not self.tree,
+            query_tokens=blocks.query_tokens,
+            blocks=blocks.blocks,
+            tokens=blocks.tokens,
+            vectors=blocks.tokens * group,
+            ragged=self.ragged,
+            tree=self.tree,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,14 +272,9 @@ def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) 
         (SMALL_TILE, HOPPER_SMALL_TILE) if shape == 0
         else (PARTIAL_ATTENTION, HOPPER_LARGE_TILE)
     )  # fmt: skip
-    kernel = pipelined if tile.lookahead and wide else plain
+    kernel = pipelined if tile.lookahead and wide and kind.heads.single else plain
     constants = {
-        "HEADS": Heads(
-            num_kv=kind.num_kv_heads,
-            group=kind.num_heads // kind.num_kv_heads,
-            dim=kind.head_dim,
-            padded_dim=triton.next_power_of_2(kind.head_dim),
-        ),
+        "HEADS": kind.heads,
         "CACHE": CacheLayout._make(
             (
                 kind.page_size, kind.table_by_segment, *kind.k_strides, *kind.v_strides,
@@ -260,9 +305,7 @@ def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) 
 
 def _stage2(config: KernelConfiguration, kind: Kind, reduce: ReduceConfig) -> Launch:
     constants = {
-        "NUM_HEADS": kind.num_heads,
-        "HEAD_DIM": kind.head_dim,
-        "HEAD_DIM_PADDED": triton.next_power_of_2(kind.head_dim),
+        "HEADS": kind.heads,
         "BLOCK_P": reduce.partials,
         "BLOCK_H": reduce.heads,
         "OVERLAPPED": config.overlapped,

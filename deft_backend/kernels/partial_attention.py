@@ -8,7 +8,7 @@ For an item with queries Q and KV ranges K, V the kernel computes
 
 with an online softmax over KV blocks and float32 accumulation (DeFT, section 3.1). A block is
 loaded once for every query of the tile and every query head of its GQA group: a query
-vector of the tile is a (query, head of the GQA group) pair. `small_tile` runs the small tiles.
+vector of the tile is a (query token, head of the GQA group) pair. `small_tile` runs the small tiles.
 
 An item's KV is a list of segments. Every query of the tile attends to the only segment of a large
 tile. All may attend to the first segment of a masked tile. A loop without masks takes the whole KV
@@ -40,6 +40,10 @@ from deft_backend.kernels.plain_parts import (
     capped,
     kv_offsets,
     load_queries,
+    seen_by_all,
+    sees,
+    tail_of,
+    vectors_of,
     write_results,
 )
 from deft_backend.planner import encoding_constants
@@ -155,11 +159,12 @@ def _first_segment(item, tensors, plan, strides, CACHE: tl.constexpr, TILE: tl.c
 
 @jit
 def _attend_whole(
-    online, q, segment, k_head, v_head, scaling, HEADS: tl.constexpr, CACHE: tl.constexpr,
-    TILE: tl.constexpr, MODE: tl.constexpr,
+    online, q, segment, k_head, v_head, tail, clear, tensors, scaling, HEADS: tl.constexpr,
+    CACHE: tl.constexpr, TILE: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """The softmax with a segment that every query attends to: whole blocks, then the last tokens.
 
+    Every query vector sees the segment's first `clear` tokens; `tail` tells who sees the others.
     The page ids of the block that is loaded next are in registers: so the loads of K and V, which
     the compiler pipelines, depend on no other load.
     """
@@ -167,7 +172,7 @@ def _attend_whole(
     offs_d = tl.arange(0, HEADS.padded_dim)[None, :]
     in_head = offs_d < HEADS.dim
     table, start, length = segment.table, segment.start, segment.length
-    done = length // TILE.block_tokens * TILE.block_tokens
+    done = clear // TILE.block_tokens * TILE.block_tokens
     page = tl.load(table + (start + offs_n) // CACHE.page_size, mask=offs_n < length, other=0)
     for begin in range(0, done, TILE.block_tokens):
         k_offset, v_offset = kv_offsets(page, start + begin + offs_n, CACHE)
@@ -176,13 +181,26 @@ def _attend_whole(
         ahead = begin + TILE.block_tokens + offs_n
         page = tl.load(table + (start + ahead) // CACHE.page_size, mask=ahead < length, other=0)
         online = _attend(online, q, k, v, True, scaling, False, MODE)
-    if done < length:  # its last tokens; `page` holds their pages
-        inside = offs_n < length - done
-        k_offset, v_offset = kv_offsets(page, start + done + offs_n, CACHE)
-        present = inside[:, None] & in_head
-        k = tl.load(k_head + k_offset[:, None] + offs_d, mask=present, other=0.0)
-        v = tl.load(v_head + v_offset[:, None] + offs_d, mask=present, other=0.0)
-        online = _attend(online, q, k, v, inside[None, :], scaling, True, MODE)
+    if HEADS.single:
+        if done < length:  # its last tokens; `page` holds their pages
+            inside = offs_n < length - done
+            k_offset, v_offset = kv_offsets(page, start + done + offs_n, CACHE)
+            present = inside[:, None] & in_head
+            k = tl.load(k_head + k_offset[:, None] + offs_d, mask=present, other=0.0)
+            v = tl.load(v_head + v_offset[:, None] + offs_d, mask=present, other=0.0)
+            online = _attend(online, q, k, v, inside[None, :], scaling, True, MODE)
+    else:
+        for begin in range(done, length, TILE.block_tokens):
+            inside = offs_n < length - begin
+            position = start + begin + offs_n
+            k_offset, v_offset = kv_offsets(page, position, CACHE)
+            present = inside[:, None] & in_head
+            k = tl.load(k_head + k_offset[:, None] + offs_d, mask=present, other=0.0)
+            v = tl.load(v_head + v_offset[:, None] + offs_d, mask=present, other=0.0)
+            ahead = begin + TILE.block_tokens + offs_n
+            page = tl.load(table + (start + ahead) // CACHE.page_size, mask=ahead < length, other=0)
+            allowed = inside[None, :] & sees(position, tail, tensors, HEADS)
+            online = _attend(online, q, k, v, allowed, scaling, True, MODE)
     return online
 
 
@@ -232,7 +250,7 @@ def _locate(position, rest, tensors, plan, strides, CACHE: tl.constexpr):
 
 @jit
 def _attend_rest(
-    online, q, rest, k_head, v_head, query_of_row, tensors, plan, scaling, strides,
+    online, q, rest, k_head, v_head, query_of_row, tail, tensors, plan, scaling, strides,
     HEADS: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """The softmax with an item's remaining tokens, each for the queries in its segment's span."""
@@ -251,6 +269,8 @@ def _attend_rest(
         allowed = (query_of_row[:, None] >= (span & SPAN_MASK)[None, :]) & (
             query_of_row[:, None] < (span >> SPAN_SHIFT)[None, :]
         )
+        if not HEADS.single:
+            allowed &= sees(token, tail, tensors, HEADS)
         ahead = begin + TILE.block_tokens + offs_n
         page, token, span = _locate(ahead, rest, tensors, plan, strides, CACHE)
         online = _attend(online, q, k, v, allowed, scaling, True, MODE)
@@ -274,17 +294,14 @@ def partial_attention(
     first_item = tl.load(plan.tile_ptr + TILE.place)
     work_end = tl.load(plan.tile_ptr + TILE.place + 1) * HEADS.num_kv
     offs_m = tl.arange(0, TILE.height)
-    query_of_row = offs_m // HEADS.group
-    head_of_row = offs_m % HEADS.group
+    query_of_row = offs_m // HEADS.vectors
 
     for work in range(first_item * HEADS.num_kv + tl.program_id(0), work_end, tl.num_programs(0)):
         # KV heads of one item are neighbours: they read the same page-table entries.
         kv_head = work % HEADS.num_kv
-        head = kv_head * HEADS.group + head_of_row
         item = _read_item(work // HEADS.num_kv, plan, TILE)
-        in_tile = query_of_row < item.queries
-        query = tl.load(plan.entry_query + item.entry + query_of_row, mask=in_tile, other=0)
-        q = load_queries(tensors, strides, query, head, in_tile, HEADS, MODE.upcast)
+        vectors = vectors_of(item.entry, item.queries, kv_head, tensors, plan, HEADS, TILE)
+        q = load_queries(tensors, strides, vectors, HEADS, MODE.upcast)
         online = Online(
             tl.full([TILE.height, HEADS.padded_dim], 0.0, tl.float32),
             tl.full([TILE.height], float("-inf"), tl.float32),
@@ -294,20 +311,26 @@ def partial_attention(
         v_head = tensors.v + kv_head.to(tl.int64) * CACHE.v_head
 
         segment = _first_segment(item, tensors, plan, strides, CACHE, TILE)
+        tail, clear = 0, segment.length
+        if not HEADS.single:
+            tail = tail_of(item.entry, item.queries, tensors, plan, strides, HEADS, TILE)
+            clear = seen_by_all(tail, vectors.there, segment.start, segment.length, HEADS)
         online = _attend_whole(
-            online, q, segment, k_head, v_head, scaling, HEADS, CACHE, TILE, MODE
-        )
+            online, q, segment, k_head, v_head, tail, clear, tensors, scaling, HEADS, CACHE, TILE,
+            MODE,
+        )  # fmt: skip
         if TILE.block_segments > 1:
             rest = _rest_of(item, segment.length, tensors, plan, TILE)
             online = _attend_rest(
-                online, q, rest, k_head, v_head, query_of_row, tensors, plan, scaling, strides,
-                HEADS, CACHE, TILE, MODE,
+                online, q, rest, k_head, v_head, query_of_row, tail, tensors, plan, scaling,
+                strides, HEADS, CACHE, TILE, MODE,
             )  # fmt: skip
 
         # Read again: held in registers through the loops, they would cost more.
-        query = tl.load(plan.entry_query + item.entry + query_of_row, mask=in_tile, other=0)
+        vectors = vectors_of(item.entry, item.queries, kv_head, tensors, plan, HEADS, TILE)
+        in_tile = query_of_row < item.queries
         slot = tl.load(plan.entry_slot + item.entry + query_of_row, mask=in_tile, other=0)
-        write_results(online, query, slot, head, in_tile, tensors, strides, HEADS)
+        write_results(online, vectors, slot, tensors, strides, HEADS)
 
     if MODE.overlapped:
         gdc_wait()

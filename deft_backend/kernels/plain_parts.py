@@ -1,4 +1,9 @@
-"""What the plain kernels of stage 1 share: the soft cap, and how queries and results move."""
+"""What the plain kernels share: the soft cap, how queries and results move, and who sees a token.
+
+A request's last tokens are its query tokens, n of them. All query vectors see the tokens before
+these. A query token of a chain also sees itself and the query tokens before it. A query token of a
+tree sees its ancestors among the query tokens, by the bits in `ancestors` (DeFT, Remark 3.1).
+"""
 
 from __future__ import annotations
 
@@ -19,6 +24,107 @@ class Online(NamedTuple):
     """[M]: sums of weights."""
 
 
+class Vectors(NamedTuple):
+    """The query vectors of a tile: [M] numbers."""
+
+    row: Any
+    """Its row in `q` and in the output."""
+    head: Any
+    """Its query head."""
+    result: Any
+    """Its place among the query vectors of a partial result."""
+    there: Any
+    """Whether the tile holds it."""
+
+
+class Tail(NamedTuple):
+    """What each query vector of a tile sees of its request's query tokens: [M] numbers."""
+
+    before: Any
+    """Position of the request's first query token."""
+    token: Any
+    """The vector's query token."""
+    bits: Any
+    """Where the token's bits lie in `ancestors`."""
+
+
+@jit
+def block_of(query, HEADS: tl.constexpr):
+    """Request of a query block, and the first query token of the block."""
+    return query // HEADS.blocks, query % HEADS.blocks * HEADS.tokens
+
+
+@jit
+def rows_of(request, there, query_start, HEADS: tl.constexpr):
+    """A request's first row in `q`, and the number of its query tokens."""
+    if HEADS.ragged:
+        first = tl.load(query_start + request, mask=there, other=0)
+        tokens = tl.load(query_start + request + 1, mask=there, other=0) - first
+    else:
+        first = request * HEADS.query_tokens
+        tokens = HEADS.query_tokens
+    return first, tokens
+
+
+@jit
+def vectors_of(entry, queries, kv_head, tensors, plan, HEADS: tl.constexpr, TILE: tl.constexpr):
+    """The query vectors of an item's tile, from its first entry on."""
+    offs_m = tl.arange(0, TILE.height)
+    there = offs_m // HEADS.vectors < queries
+    query = tl.load(plan.entry_query + entry + offs_m // HEADS.vectors, mask=there, other=0)
+    if HEADS.single:
+        row = query
+        head = kv_head * HEADS.group + offs_m % HEADS.group
+        result = head
+    else:
+        vector = offs_m % HEADS.vectors
+        head = kv_head * HEADS.group + vector % HEADS.group
+        result = vector // HEADS.group * (HEADS.num_kv * HEADS.group) + head
+        request, token = block_of(query, HEADS)
+        token += vector // HEADS.group
+        first, tokens = rows_of(request, there, tensors.query_start, HEADS)
+        row = first + token
+        there = there & (token < tokens)
+    return Vectors(row, head, result, there)
+
+
+@jit
+def tail_of(entry, queries, tensors, plan, strides, HEADS: tl.constexpr, TILE: tl.constexpr):
+    """What the query vectors of an item's tile see of their requests' query tokens."""
+    offs_m = tl.arange(0, TILE.height)
+    there = offs_m // HEADS.vectors < queries
+    query = tl.load(plan.entry_query + entry + offs_m // HEADS.vectors, mask=there, other=0)
+    request, token = block_of(query, HEADS)
+    token += offs_m % HEADS.vectors // HEADS.group
+    _, tokens = rows_of(request, there, tensors.query_start, HEADS)
+    length = tl.load(tensors.seq_lens + request, mask=there, other=0).to(tl.int32)
+    bits = request.to(tl.int64) * strides.ancestors_batch
+    bits += tl.minimum(token, HEADS.query_tokens - 1) * strides.ancestors_token
+    return Tail(length - tokens, token, bits)
+
+
+@jit
+def seen_by_all(tail, there, start, length, HEADS: tl.constexpr):
+    """How many of a range's first tokens every query vector that is there sees."""
+    first = tl.reduce(tl.where(there, tail.before, 1 << 30), 0, tl.standard._elementwise_min)
+    return tl.minimum(tl.maximum(first - start, 0), length)
+
+
+@jit
+def sees(position, tail, tensors, HEADS: tl.constexpr):
+    """[M, N] whether query vectors see the tokens at positions [N] of their requests."""
+    token = position[None, :] - tail.before[:, None]  # from 0: one of the query tokens
+    if HEADS.tree:
+        is_query = (token >= 0) & (token < HEADS.query_tokens)
+        word_at = tail.bits[:, None] + (tl.maximum(token, 0) >> 6)
+        word = tl.load(tensors.ancestors + word_at, mask=is_query, other=0)
+        bit = (word >> (token & 63).to(tl.int64)) & 1
+        seen = (token < 0) | (is_query & (bit == 1))
+    else:
+        seen = token <= tail.token[:, None]
+    return seen
+
+
 @jit
 def capped(products, scaling, SOFT_CAP: tl.constexpr):
     """Scores of products of queries and keys, and the factor that brings them to base 2."""
@@ -34,15 +140,15 @@ def capped(products, scaling, SOFT_CAP: tl.constexpr):
 
 
 @jit
-def load_queries(tensors, strides, query, head, in_tile, HEADS: tl.constexpr, UPCAST: tl.constexpr):
-    """[M, D]: the query vector of each query and query head; 0 outside the tile."""
+def load_queries(tensors, strides, vectors, HEADS: tl.constexpr, UPCAST: tl.constexpr):
+    """[M, D]: the query vectors of a tile; 0 outside the tile."""
     offs_d = tl.arange(0, HEADS.padded_dim)[None, :]
     q = tl.load(
         tensors.q
-        + query.to(tl.int64)[:, None] * strides.q_batch
-        + head[:, None] * strides.q_head
+        + vectors.row.to(tl.int64)[:, None] * strides.q_batch
+        + vectors.head[:, None] * strides.q_head
         + offs_d,
-        mask=in_tile[:, None] & (offs_d < HEADS.dim),
+        mask=vectors.there[:, None] & (offs_d < HEADS.dim),
         other=0.0,
     )
     if UPCAST:
@@ -60,7 +166,7 @@ def kv_offsets(page, position, CACHE: tl.constexpr):
 
 
 @jit
-def write_results(online, query, slot, head, in_tile, tensors, strides, HEADS: tl.constexpr):
+def write_results(online, vectors, slot, tensors, strides, HEADS: tl.constexpr):
     """Write each query vector's output, or its partial result to its slot.
 
     `online.acc` is [M, D]. An empty range contributes nothing: O = 0, LSE = -inf.
@@ -70,13 +176,13 @@ def write_results(online, query, slot, head, in_tile, tensors, strides, HEADS: t
     in_head = offs_d < HEADS.dim
     safe_total = tl.where(total > 0.0, total, 1.0)
     normal = 1.0 / safe_total
-    direct = in_tile & (slot < 0)
-    partial = in_tile & (slot >= 0)
+    direct = vectors.there & (slot < 0)
+    partial = vectors.there & (slot >= 0)
     if tl.reduce(direct.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
         tl.store(
             tensors.out
-            + query.to(tl.int64)[:, None] * strides.out_batch
-            + head[:, None] * strides.out_head
+            + vectors.row.to(tl.int64)[:, None] * strides.out_batch
+            + vectors.head[:, None] * strides.out_head
             + offs_d,
             (acc * normal[:, None]).to(tensors.out.dtype.element_ty),
             mask=direct[:, None] & in_head,
@@ -86,7 +192,7 @@ def write_results(online, query, slot, head, in_tile, tensors, strides, HEADS: t
         # mantissa, whatever the range of the cache's dtype.
         largest = tl.reduce(tl.abs(acc), 1, tl.standard._elementwise_max)
         largest = tl.maximum(largest, 1.0e-30)
-        at = slot.to(tl.int64) * (HEADS.num_kv * HEADS.group) + head
+        at = slot.to(tl.int64) * (HEADS.num_kv * HEADS.vectors) + vectors.result
         tl.store(
             tensors.partial.out + at[:, None] * HEADS.dim + offs_d,
             (acc * (1.0 / largest)[:, None]).to(tensors.partial.out.dtype.element_ty),

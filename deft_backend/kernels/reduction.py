@@ -13,6 +13,7 @@ from triton import jit
 from triton.language.extra.cuda import gdc_wait
 
 from deft_backend.kernels.arguments import Partials
+from deft_backend.kernels.plain_parts import block_of, rows_of
 from deft_backend.planner.device_plan import ReduceArrays
 
 
@@ -21,15 +22,18 @@ def reduce_partials(
     partial: Partials,
     out_ptr,
     plan: ReduceArrays,
+    query_start_ptr,
     stride_out_batch,
     stride_out_head,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_H: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
+    """`query_start_ptr` is read only where `HEADS.ragged`."""
+    NUM_HEADS: tl.constexpr = HEADS.num_kv * HEADS.vectors  # of all tokens of a query block
+    HEAD_DIM: tl.constexpr = HEADS.dim
+    HEAD_DIM_PADDED: tl.constexpr = HEADS.padded_dim
     HEAD_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     offs_p = tl.arange(0, BLOCK_P)[:, None]
     offs_h = tl.arange(0, BLOCK_H)[None, :]
@@ -87,8 +91,17 @@ def reduce_partials(
         result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         head_of_row = tl.trans(head)
         offs_row = tl.arange(0, HEAD_DIM_PADDED)[None, :]
+        is_head = head_of_row < NUM_HEADS
+        row = query
+        if not HEADS.single:
+            request, token = block_of(query, HEADS)
+            token += head_of_row // (HEADS.num_kv * HEADS.group)
+            head_of_row = head_of_row % (HEADS.num_kv * HEADS.group)
+            first, tokens = rows_of(request, True, query_start_ptr, HEADS)
+            row = first + token
+            is_head &= token < tokens
         tl.store(
-            out_ptr + query * stride_out_batch + head_of_row * stride_out_head + offs_row,
+            out_ptr + row * stride_out_batch + head_of_row * stride_out_head + offs_row,
             result.to(out_ptr.dtype.element_ty),
-            mask=(head_of_row < NUM_HEADS) & (offs_row < HEAD_DIM),
+            mask=is_head & (offs_row < HEAD_DIM),
         )

@@ -30,6 +30,10 @@ from deft_backend.kernels.plain_parts import (
     capped,
     kv_offsets,
     load_queries,
+    seen_by_all,
+    sees,
+    tail_of,
+    vectors_of,
     write_results,
 )
 from deft_backend.planner import encoding_constants
@@ -76,18 +80,24 @@ def _read_row(work, work_end, item, tensors, HEADS: tl.constexpr, CACHE: tl.cons
 
 
 @jit
-def _attend(online, q, k, v, inside, scaling, MODE: tl.constexpr):
-    """The softmax with one more block, which is never empty: q [M, D], k [N, D], v [D, N]."""
+def _attend(online, q, k, v, inside, scaling, MASKED: tl.constexpr, MODE: tl.constexpr):
+    """The softmax with one more block: q [M, D], k [N, D], v [D, N], inside [N, 1] or [N, M].
+
+    Only if MASKED, a query vector may see no token of the block.
+    """
     if MODE.upcast:  # what a tensor core does with the operands; the interpreter cannot
         k = k.to(tl.float32)
         v = v.to(tl.float32)
     scores = tl.dot(k, tl.trans(q), input_precision=MODE.precision)
     scores, factor = capped(scores, scaling, MODE.soft_cap)
-    scores = tl.where(inside[:, None], scores, float("-inf"))
+    scores = tl.where(inside, scores, float("-inf"))
     highest = tl.reduce(scores, 0, tl.standard._elementwise_max) * factor
     maximum = tl.maximum(online.maximum, highest)
-    weights = tl.exp2(scores * factor - maximum[None, :])
-    rescale = tl.exp2(online.maximum - maximum)
+    reference = maximum
+    if MASKED:  # avoid -inf - -inf
+        reference = tl.where(maximum == float("-inf"), 0.0, maximum)
+    weights = tl.exp2(scores * factor - reference[None, :])
+    rescale = tl.exp2(online.maximum - reference)
     total = online.total * rescale + tl.reduce(weights, 0, tl.standard._sum_combine)
     acc = online.acc * rescale[None, :]
     acc = tl.dot(v, weights.to(v.dtype), acc, input_precision=MODE.precision)
@@ -96,12 +106,13 @@ def _attend(online, q, k, v, inside, scaling, MODE: tl.constexpr):
 
 @jit
 def _attend_range(
-    q, page, table, start, length, kv_head, tensors, scaling, HEADS: tl.constexpr,
+    q, page, table, start, length, kv_head, tail, clear, tensors, scaling, HEADS: tl.constexpr,
     CACHE: tl.constexpr, TILE: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """The softmax of a KV range; `page` [N] are the page ids of its first block.
 
-    The page ids of the block that is loaded next are in registers.
+    Every query vector sees the range's first `clear` tokens; `tail` tells who sees the others. The
+    page ids of the block that is loaded next are in registers.
     """
     offs_n = tl.arange(0, TILE.block_tokens)
     offs_d = tl.arange(0, HEADS.padded_dim)[None, :]
@@ -124,22 +135,28 @@ def _attend_range(
         )
         ahead = begin + TILE.block_tokens + offs_n
         page = tl.load(table + (start + ahead) // CACHE.page_size, mask=ahead < length, other=0)
-        online = _attend(online, q, k, v, inside, scaling, MODE)
+        if HEADS.single:
+            online = _attend(online, q, k, v, inside[:, None], scaling, False, MODE)
+        else:
+            visible = inside[:, None] & (tl.arange(0, TILE.height) >= 0)[None, :]
+            if begin + TILE.block_tokens > clear:
+                visible &= tl.trans(sees(start + begin + offs_n, tail, tensors, HEADS))
+            online = _attend(online, q, k, v, visible, scaling, True, MODE)
     return Online(tl.trans(online.acc), online.maximum, online.total)
 
 
 @jit
-def _merge(online, merged, first_slot, head, in_tile, tensors, HEADS: tl.constexpr):
+def _merge(online, merged, first_slot, vectors, tensors, HEADS: tl.constexpr):
     """The softmax with the partial results of `merged` neighbouring slots (DeFT, equation 1)."""
     offs_d = tl.arange(0, HEADS.padded_dim)[None, :]
     acc, maximum, total = online.acc, online.maximum, online.total
     for part in range(0, merged):
-        at = (first_slot + part) * (HEADS.num_kv * HEADS.group) + head
-        lse = tl.load(tensors.partial.lse + at, mask=in_tile, other=float("-inf"))
-        scale = tl.load(tensors.partial.scale + at, mask=in_tile, other=0.0)
+        at = (first_slot + part) * (HEADS.num_kv * HEADS.vectors) + vectors.result
+        lse = tl.load(tensors.partial.lse + at, mask=vectors.there, other=float("-inf"))
+        scale = tl.load(tensors.partial.scale + at, mask=vectors.there, other=0.0)
         out = tl.load(
             tensors.partial.out + at[:, None] * HEADS.dim + offs_d,
-            mask=in_tile[:, None] & (offs_d < HEADS.dim),
+            mask=vectors.there[:, None] & (offs_d < HEADS.dim),
             other=0.0,
         )
         new_maximum = tl.maximum(maximum, lse)
@@ -174,8 +191,7 @@ def small_tile_attention(
     step = tl.num_programs(0)
     offs_m = tl.arange(0, TILE.height)
     offs_n = tl.arange(0, TILE.block_tokens)
-    query_of_row = offs_m // HEADS.group
-    head_of_row = offs_m % HEADS.group
+    query_of_row = offs_m // HEADS.vectors
 
     item = _read_item(first_work, work_end, plan, HEADS)
     next_item = _read_item(first_work + step, work_end, plan, HEADS)
@@ -184,34 +200,39 @@ def small_tile_attention(
     for work in range(first_work, work_end, step):
         # KV heads of one item are neighbours: they read the same page-table entries.
         kv_head = work % HEADS.num_kv
-        head = kv_head * HEADS.group + head_of_row
-        in_tile = query_of_row < item.entry_end - item.entry
+        queries = item.entry_end - item.entry
         table = tensors.page_table + row.table_row * strides.table
         start = item.start
         # An open range ends where its request's sequence ends now.
         length = tl.maximum(tl.where(item.stop < 0, row.length, item.stop) - start, 0)
         page = tl.load(table + (start + offs_n) // CACHE.page_size, mask=offs_n < length, other=0)
-        query = tl.load(plan.entry_query + item.entry + query_of_row, mask=in_tile, other=0)
+        vectors = vectors_of(item.entry, queries, kv_head, tensors, plan, HEADS, TILE)
 
         # The next items' links: their addresses have been here since the item before.
         next_row = _read_row(work + step, work_end, next_item, tensors, HEADS, CACHE)
         later_item = _read_item(work + 2 * step, work_end, plan, HEADS)
 
-        q = load_queries(tensors, strides, query, head, in_tile, HEADS, MODE.upcast)
+        q = load_queries(tensors, strides, vectors, HEADS, MODE.upcast)
+        tail, clear = 0, length
+        if not HEADS.single:
+            tail = tail_of(item.entry, queries, tensors, plan, strides, HEADS, TILE)
+            clear = seen_by_all(tail, vectors.there, start, length, HEADS)
         online = _attend_range(
-            q, page, table, start, length, kv_head, tensors, scaling, HEADS, CACHE, TILE, MODE
-        )
+            q, page, table, start, length, kv_head, tail, clear, tensors, scaling, HEADS, CACHE,
+            TILE, MODE,
+        )  # fmt: skip
 
         # Read again: held in registers through the loop, they would cost more.
-        query = tl.load(plan.entry_query + item.entry + query_of_row, mask=in_tile, other=0)
+        vectors = vectors_of(item.entry, queries, kv_head, tensors, plan, HEADS, TILE)
+        in_tile = query_of_row < queries
         slot = tl.load(plan.entry_slot + item.entry + query_of_row, mask=in_tile, other=0)
         merged = tl.load(plan.segment_span + work // HEADS.num_kv)
         if merged > 0:
             if MODE.overlapped:
                 gdc_wait()
             first_slot = MERGES - slot.to(tl.int64)
-            online = _merge(online, merged, first_slot, head, in_tile, tensors, HEADS)
-        write_results(online, query, slot, head, in_tile, tensors, strides, HEADS)
+            online = _merge(online, merged, first_slot, vectors, tensors, HEADS)
+        write_results(online, vectors, slot, tensors, strides, HEADS)
 
         row, item, next_item = next_row, next_item, later_item
 

@@ -37,6 +37,7 @@ def fill_plan(
     attend_begin: Int32Array,
     attend_end: Int32Array,
     batch: int,
+    blocks: int,
     shapes: int,
 ) -> tuple[
     Int32Array, Int32Array, Int32Array, Int32Array, Int32Array,
@@ -50,8 +51,8 @@ def fill_plan(
         Of :func:`~deft_backend.planner.items.list_items`.
     query_ptr, queries, request, start, end, is_open, attend_begin, attend_end
         As in :class:`~deft_backend.policies.Grouping`.
-    batch, shapes : int
-        Requests of the batch, and tile shapes.
+    batch, blocks, shapes : int
+        Queries of the batch, query blocks of each request, and tile shapes.
 
     Returns
     -------
@@ -62,7 +63,7 @@ def fill_plan(
     """
     tile_ptr = _count_shapes(items, shapes)
     item_segment_ptr, segment_request, segment_start, segment_end, segment_span = _write_segments(
-        items, request, start, end, is_open, attend_begin, attend_end
+        items, request, start, end, is_open, attend_begin, attend_end, blocks
     )
     item_query_ptr, entry_query, parts = _write_entries(items, query_ptr, queries, batch)
     small = place_of(0, shapes - 1)
@@ -102,6 +103,7 @@ def _write_segments(
     is_open: BoolArray,
     attend_begin: Int32Array,
     attend_end: Int32Array,
+    blocks: int,
 ) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array, Int32Array]:
     """item_segment_ptr, segment_request, segment_start, segment_end and segment_span.
 
@@ -124,7 +126,7 @@ def _write_segments(
             behind = min(np.int64(attend_end[at]), stop) - first
             if begin >= behind:
                 continue
-            segment_request[count] = request[at]
+            segment_request[count] = request[at] // blocks
             segment_start[count] = start[at]
             segment_end[count] = OPEN_END if is_open[at] else end[at]
             segment_span[count] = begin | behind << SPAN_SHIFT

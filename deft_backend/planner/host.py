@@ -82,7 +82,7 @@ def plan_grouping(grouping: Grouping, forest: PrefixForest, target: Target) -> P
     """
     if target.largest_tile < 1:
         raise PlanError(
-            f"{target.gqa_group} query heads share a KV head; the largest tile has "
+            f"{target.query_vectors} query vectors share a KV head; the largest tile has "
             f"{max(target.tile_heights)} query vectors"
         )
     items = list_items(
@@ -106,6 +106,7 @@ def plan_grouping(grouping: Grouping, forest: PrefixForest, target: Target) -> P
         grouping.attend_begin,
         grouping.attend_end,
         forest.batch_size,
+        target.query_blocks,
         len(target.tile_heights),
     )
     if forest.batch_size and parts.min() == 0:

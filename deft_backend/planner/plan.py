@@ -20,7 +20,7 @@ class PlanCapacity:
     Attributes
     ----------
     max_batch : int
-        Requests.
+        Queries: requests, or the query blocks of requests of many query tokens.
     max_items : int
         Work items (KV range × query tile).
     max_entries : int
@@ -77,7 +77,8 @@ class Plan:
         The span: ``begin | end << SPAN_SHIFT`` of the item's queries that attend to the range. For
         items of the small tile instead the number of partial results that the item merges.
     entry_query : [E] int32
-        Request index of each entry.
+        Query of each entry: the request index, or ``request index * blocks + block`` if requests
+        have several query blocks.
     entry_slot : [E] int32
         Slot of the entry's partial result. DIRECT if the item is its query's whole attention.
         ``MERGES - slot`` if the item itself writes the output. It first merges the results from

@@ -40,7 +40,7 @@ class Auto:
 
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
         model = target.costs
-        costs = model.tiles.as_array()
+        costs = target.tile_costs()
         tile_queries = np.array(target.single_range_tiles, dtype=np.int64)
         if len(model.tiles.item_ns) != len(tile_queries):
             raise PolicyError(

@@ -89,7 +89,7 @@ class FastTree:
 def edge_costs(coefficients: FastTreeCoefficients, target: Target) -> FastTreeCosts:
     """FastTree's cost equations on the tiles that the target's kernels offer."""
     phases = tuple((rows, target.block_tokens) for rows in sorted(set(target.tile_heights)))
-    return FastTreeCosts(coefficients, phases, target.head_dim, target.gqa_group)
+    return FastTreeCosts(coefficients, phases, target.head_dim, target.query_vectors)
 
 
 def assigned_ranges(forest: PrefixForest, assigned: npt.NDArray[np.bool_]) -> KVRanges:

@@ -182,6 +182,6 @@ def makespan_lower_bound(tasks: _Tasks, model: CostModel, num_programs: int) -> 
 def _tasks(ranges: KVRanges, target: Target, model: CostModel) -> _Tasks:
     queries, tokens = ranges.num_queries, ranges.tokens
     tiles = query_tiles(queries, target)
-    rows = -(-queries // tiles) * target.gqa_group
+    rows = -(-queries // tiles) * target.query_vectors
     blocks = np.maximum(1, -(-tokens // target.block_tokens))
     return _Tasks(rows, tokens, tiles, blocks, model.time(rows, tokens))

@@ -63,7 +63,7 @@ def item_costs(grouping: Grouping, target: Target) -> tuple[Int64Array, FloatArr
     """Group and milliseconds of each item; each query tile of a group is an item."""
     queries = grouping.num_queries()
     tiles = group_tiles(grouping, target)
-    query_vectors = -(-queries // tiles) * target.gqa_group
+    query_vectors = -(-queries // tiles) * target.query_vectors
     cost = target.costs.time(query_vectors, grouping.num_tokens())
     return np.repeat(np.arange(grouping.num_groups, dtype=np.int64), tiles), np.repeat(cost, tiles)
 
@@ -86,7 +86,7 @@ def partial_result_bytes(num_query_heads: int, head_dim: int, dtype_bytes: int) 
 def partial_bytes(grouping: Grouping, target: Target) -> int:
     """Bytes of partial results that stage 1 writes at most, for one layer."""
     each = partial_result_bytes(target.num_query_heads, target.head_dim, target.dtype_bytes)
-    return partial_results(grouping) * each
+    return partial_results(grouping) * each * target.query_tokens
 
 
 def kv_bytes(tokens: int, target: Target) -> int:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
+
 from deft_backend.costs.cost_model import CostModel, default_cost_model
 from deft_backend.kernel_limits import TILE_HEIGHTS, TILE_SEGMENTS
 
@@ -22,7 +25,7 @@ class Target:
         divided by the KV heads.
     tile_heights : tuple of int
         Query vectors that each tile shape holds: ascending for tiles of one segment, and last the
-        masked tile. A tile of height ``h`` serves ``h // gqa_group`` queries.
+        masked tile. A tile of height ``h`` serves ``h // query_vectors`` queries.
     tile_programs : tuple of int
         Programs that run at once for each KV head, by tile shape.
     num_sms : int
@@ -33,6 +36,9 @@ class Target:
         Tokens of a KV block.
     max_groups, max_group_queries : int
         Most groups and most (group, query) pairs that the plan's arrays can hold.
+    query_tokens, query_blocks : int
+        A query of the plan is a block of up to `query_tokens` query tokens of a request, which has
+        `query_blocks` of them. Decode has one token in one block.
     cost_model : CostModel, optional
         Measured costs of partial attention; None for the table shipped with the package.
     """
@@ -49,6 +55,8 @@ class Target:
     block_tokens: int = 64
     max_groups: int = 1 << 30
     max_group_queries: int = 1 << 30
+    query_tokens: int = 1
+    query_blocks: int = 1
     cost_model: CostModel | None = field(default=None, compare=False)
 
     @property
@@ -62,9 +70,26 @@ class Target:
         return self.num_query_heads // self.num_kv_heads
 
     @property
+    def query_vectors(self) -> int:
+        """Query vectors of one query that share a KV head: of its tokens and their GQA groups."""
+        return self.query_tokens * self.gqa_group
+
+    @property
     def largest_tile(self) -> int:
         """Queries that the largest tile serves."""
-        return max(self.tile_heights) // self.gqa_group
+        return max(self.tile_heights) // self.query_vectors
+
+    @property
+    def partial_ns(self) -> float:
+        """Time of the whole GPU to write and merge one query's partial result, all heads."""
+        return self.query_tokens * self.costs.tiles.partial_ns
+
+    def tile_costs(self) -> npt.NDArray[np.float64]:
+        """:meth:`TileCosts.as_array() <deft_backend.costs.TileCosts.as_array>`, with `partial_ns`
+        as it is for this target."""
+        costs = self.costs.tiles.as_array()
+        costs[-2] = self.partial_ns
+        return costs
 
     @cached_property
     def single_range_tiles(self) -> tuple[int, ...]:
@@ -75,7 +100,7 @@ class Target:
     @cached_property
     def tile_queries(self) -> tuple[int, ...]:
         """Queries that each tile shape serves, ascending."""
-        return tuple(rows // self.gqa_group for rows in self.tile_heights)
+        return tuple(rows // self.query_vectors for rows in self.tile_heights)
 
     def within(self, max_groups: int, max_group_queries: int) -> Target:
         """The same target with no more groups and (group, query) pairs than given."""

@@ -1,7 +1,7 @@
 """What the device planner's kernels hand to one another: arrays on the device.
 
-Every array is int32 unless its entry says otherwise. B is the batch that the kernels are compiled
-for. Nodes stand at the position of their leading cut; position 0 stands for the virtual root.
+Every array is int32 unless its entry says otherwise. A request here is a query of the plan: one of
+the request's query blocks. B is the number of them that the kernels are compiled for. Nodes stand at the position of their leading cut; position 0 stands for the virtual root.
 Ranges [2 B] are those of nodes, then those of the leaf of the request at each position.
 """
 
@@ -23,7 +23,7 @@ class Tables(NamedTuple):
     table_rows: Pointer
     """[requests] int: the request's row of the page table."""
     seq_lens: Pointer
-    """[requests] int"""
+    """[requests] int; requests of the host, each of which may have several query blocks."""
 
 
 class Ranks(NamedTuple):

@@ -30,6 +30,7 @@ def choose_ranges(
     max_items,
     costs: Costs,
     BATCH: tl.constexpr,
+    BLOCKS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     """Write all ranges.
@@ -92,7 +93,7 @@ def choose_ranges(
 
     leaf_parent = tl.load(nodes.leaf_parent + place, mask=inside, other=0)
     request = tl.load(order_ptr + place, mask=inside, other=0)
-    length = tl.load(seq_lens_ptr + request, mask=inside, other=0).to(tl.int32)
+    length = tl.load(seq_lens_ptr + request // BLOCKS, mask=inside, other=0).to(tl.int32)
     leaf = BATCH + place
     tl.store(ranges.queries + leaf, inside.to(tl.int32))
     tl.store(ranges.begin + leaf, tl.gather(state, leaf_parent, 0) >> 1)

@@ -17,23 +17,10 @@ from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, globaltimer
 
 from deft_backend.planner.on_device.arrays import Ranks, Tables
+from deft_backend.planner.on_device.rows import full_pages, table_of
 
 
-@jit
-def _full_pages(request, is_request, tables, columns, PAGE_SIZE: tl.constexpr):
-    """Full pages of requests, which alone can be shared, and at most the table's columns."""
-    length = tl.load(tables.seq_lens + request, mask=is_request, other=0).to(tl.int32)
-    return tl.minimum(tl.maximum(length // PAGE_SIZE, 0), columns)
-
-
-@jit
-def _table_of(request, is_request, tables, stride_table):
-    """Where each request's row of the page table begins."""
-    row = tl.load(tables.table_rows + request, mask=is_request, other=0).to(tl.int64)
-    return tables.page_table + row * stride_table
-
-
-@jit(do_not_specialize=["batch", "columns", "stride_table"])
+@jit(do_not_specialize=["batch", "columns", "stride_table", "private"])
 def compare_rows(
     tables: Tables,
     ranks: Ranks,
@@ -42,13 +29,15 @@ def compare_rows(
     batch,
     columns,
     stride_table,
+    private,
     BATCH: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     TIMED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Write `Ranks`, BLOCK requests in each program.
+    """Write `Ranks`, BLOCK queries in each program.
 
     `columns` is the page table's width. guess [BATCH, BATCH] is `Scratch.guess`; any number from 0
     is a valid guess. The kernel replaces it by the pages that two requests have in common now.
@@ -64,10 +53,10 @@ def compare_rows(
     is_request = request < batch
     is_other = other < batch
     is_pair = is_request & is_other
-    pages = _full_pages(request, is_request, tables, columns, PAGE_SIZE)
-    other_pages = _full_pages(other, is_other, tables, columns, PAGE_SIZE)
-    table = _table_of(request, is_request, tables, stride_table)
-    other_table = _table_of(other, is_other, tables, stride_table)
+    pages = full_pages(request, is_request, tables, columns, private, BLOCKS, PAGE_SIZE)
+    other_pages = full_pages(other, is_other, tables, columns, private, BLOCKS, PAGE_SIZE)
+    table = table_of(request, is_request, tables, stride_table, BLOCKS)
+    other_table = table_of(other, is_other, tables, stride_table, BLOCKS)
     limit = tl.where(request == other, 0, tl.minimum(pages, other_pages))
 
     guess_at = guess_ptr + request * BATCH + other

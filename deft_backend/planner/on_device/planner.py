@@ -85,6 +85,57 @@ def largest_batch() -> int:
     return SIZES[-1]
 
 
+@dataclass(frozen=True)
+class Numbers:
+    """What the kernels take from a target."""
+
+    tiles: tuple[int, int]
+    """Queries that the small tile and the large tile serve."""
+    programs: tuple[int, int]
+    item_ns: tuple[float, ...]
+    token_ns: tuple[float, ...]
+    partial_ns: float
+    reduce_ns: float
+    """Expected times; see :class:`~deft_backend.costs.tile_costs.TileCosts`."""
+    sms: float
+    """SMs for each KV head."""
+    transfer_ns: float
+    """Time in which the memory delivers one token of all KV heads."""
+    block: int
+    """Tokens of a KV block."""
+    query_blocks: int
+
+    @classmethod
+    def of(cls, target: Target) -> Numbers:
+        """The numbers of a target.
+
+        Raises
+        ------
+        PolicyError
+            If the cost table was measured for other tile shapes.
+        """
+        model = target.costs
+        tiles = target.single_range_tiles
+        if len(tiles) != 2 or len(model.tiles.item_ns) != 2:
+            raise PolicyError(
+                f"{len(tiles)} tile shapes for one KV range and costs of "
+                f"{len(model.tiles.item_ns)}; expected 2 of both: measure this version's kernels "
+                "with `deft tune`"
+            )
+        return cls(
+            tiles=(tiles[0], tiles[1]),
+            programs=(target.tile_programs[0], target.tile_programs[1]),
+            item_ns=model.tiles.item_ns,
+            token_ns=model.tiles.token_ns,
+            partial_ns=target.partial_ns,
+            reduce_ns=model.tiles.reduce_ns,
+            sms=target.num_sms / target.num_kv_heads,
+            transfer_ns=model.transfer_ms(kv_bytes(1, target)) * 1e6,
+            block=target.block_tokens,
+            query_blocks=target.query_blocks,
+        )
+
+
 class DevicePlanner:
     """Plans batches on the device, by the policy `auto`.
 
@@ -94,7 +145,8 @@ class DevicePlanner:
     Parameters
     ----------
     target : Target
-        What the plan is for; its cost table holds the measured costs.
+        What plans are for, unless a plan has a target of its own; its cost table holds the
+        measured costs.
     plan : DevicePlan
         Where plans go.
     device : torch.device
@@ -144,25 +196,13 @@ class DevicePlanner:
                 f"{capacity}; plans made on the device need an item, an entry and a KV range for "
                 "each request, and a KV range for each item"
             )
-        model = target.costs
-        tiles = target.single_range_tiles
-        if len(tiles) != 2 or len(model.tiles.item_ns) != 2:
-            raise PolicyError(
-                f"{len(tiles)} tile shapes for one KV range and costs of "
-                f"{len(model.tiles.item_ns)}; expected 2 of both: measure this version's kernels "
-                "with `deft tune`"
-            )
+        self._target = target
+        self._numbers = {id(target): (target, Numbers.of(target))}
         self._plan = plan
         self._device = device
         self._page_size = page_size
         self._overlapped = overlapped
         self._interpreted = device.type == "cpu" if interpreted is None else interpreted
-        self._costs = model.tiles
-        self._tiles = (tiles[0], tiles[1])
-        self._sms = target.num_sms / target.num_kv_heads
-        self._programs = (target.tile_programs[0], target.tile_programs[1])
-        self._transfer_ns = model.transfer_ms(kv_bytes(1, target)) * 1e6
-        self._block = target.block_tokens
         size = self._size_for(capacity.max_batch)
         self.counters = torch.zeros(4, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._scratch = Scratch.allocate(size, self._blocks(size).pieces(), self.counters, device)
@@ -173,7 +213,13 @@ class DevicePlanner:
         return self._scratch.num_bytes
 
     def plan(
-        self, page_table: torch.Tensor, table_rows: torch.Tensor, seq_lens: torch.Tensor
+        self,
+        page_table: torch.Tensor,
+        table_rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        target: Target | None = None,
+        private_tokens: int = 0,
     ) -> None:
         """Launch the planning of a batch, on the current stream.
 
@@ -185,16 +231,21 @@ class DevicePlanner:
             Row of the page table of each request.
         seq_lens : [B] int
             Tokens of each request.
+        target : Target, optional
+            What the plan is for; default: the planner's target.
+        private_tokens : int
+            Last tokens of each request that belong to no shared node.
         """
-        batch, columns = len(seq_lens), page_table.shape[1]
+        numbers = self._numbers_of(target or self._target)
+        batch, columns = len(seq_lens) * numbers.query_blocks, page_table.shape[1]
         size = self._size_for(batch)
-        small, large = self._tiles
+        small, large = numbers.tiles
         scratch = self._scratch
         began, cut, below = scratch.counters[-1], scratch.nodes[0], scratch.nodes[-1]
         table = (page_table, table_rows, seq_lens)
         kind = (
             size, self._device, page_table.dtype, table_rows.dtype, seq_lens.dtype,
-            self._page_size, self._overlapped,
+            self._page_size, self._overlapped, numbers.query_blocks,
         )  # fmt: skip
         pointers = 0
         for tensor in table:
@@ -203,8 +254,9 @@ class DevicePlanner:
         common: dict[str, Any] = {
             "BATCH": size, "OVERLAPPED": self._overlapped, "TIMED": not self._interpreted,
         }  # fmt: skip
+        common["BLOCKS"] = numbers.query_blocks
         paged = {"PAGE_SIZE": self._page_size}
-        shape = (batch, columns, page_table.stride(0))
+        shape = (batch, columns, page_table.stride(0), private_tokens)
         blocks = self._blocks(size)
         rows, places = -(-batch // blocks.rows), -(-batch // blocks.places)
 
@@ -224,10 +276,11 @@ class DevicePlanner:
             (scratch.first, scratch.nodes, batch, small, large),
             {**common, "BLOCK": blocks.places},
         )  # fmt: skip
-        self._plan_ranges(batch, table_rows, seq_lens, blocks, common)
+        self._plan_ranges(numbers, batch, table_rows, seq_lens, blocks, common)
 
     def _plan_ranges(
         self,
+        numbers: Numbers,
         batch: int,
         table_rows: torch.Tensor,
         seq_lens: torch.Tensor,
@@ -235,21 +288,23 @@ class DevicePlanner:
         common: dict[str, Any],
     ) -> None:
         """Launch the kernels that do not read the page table."""
-        small, large = self._tiles
+        small, large = numbers.tiles
+        programs = numbers.programs
         scratch = self._scratch
-        costs, capacity = self._costs, self._plan.capacity
+        capacity = self._plan.capacity
+        partial_ns = float(numbers.partial_ns)
         limits = (capacity.max_entries, capacity.max_items)
         # A few requests do not fill the GPU, so a token takes more of the whole GPU's time.
-        busy = (max(1, min(self._programs[0], batch)), self._programs[1])
+        busy = (max(1, min(programs[0], batch)), programs[1])
         per_gpu = [
-            cost / programs
-            for shape, programs in enumerate(busy)
-            for cost in (costs.item_ns[shape], costs.token_ns[shape])
+            cost / count
+            for shape, count in enumerate(busy)
+            for cost in (numbers.item_ns[shape], numbers.token_ns[shape])
         ]
         per_item = [
             float(cost)
             for shape in range(2)
-            for cost in (costs.item_ns[shape], costs.token_ns[shape])
+            for cost in (numbers.item_ns[shape], numbers.token_ns[shape])
         ]
         priced = {
             "CANDIDATES": blocks.candidates, "MAX_MERGED": MAX_MERGED,
@@ -259,16 +314,16 @@ class DevicePlanner:
             CHOOSE_RANGES, (1,),
             (
                 scratch.order, seq_lens, scratch.nodes, scratch.ranges, batch, small, large,
-                *limits, (*per_gpu, float(costs.partial_ns)),
+                *limits, (*per_gpu, partial_ns),
             ),
             common,
         )  # fmt: skip
         self._launch(
             PRICE_CHUNKS, (blocks.candidates, 2),
             (
-                scratch.ranges, scratch.candidates, small, large, *limits, *self._programs,
-                self._sms, (*per_item, float(costs.partial_ns)), float(costs.reduce_ns),
-                float(self._transfer_ns), self._block,
+                scratch.ranges, scratch.candidates, small, large, *limits, *programs,
+                numbers.sms, (*per_item, partial_ns), float(numbers.reduce_ns),
+                float(numbers.transfer_ns), numbers.block,
             ),
             {**common, **priced},
         )  # fmt: skip
@@ -285,7 +340,7 @@ class DevicePlanner:
             (
                 table_rows, self._plan["segment_table"], scratch.order, scratch.first,
                 scratch.ranges, scratch.places, scratch.results, self._plan.stage1,
-                self._plan.stage2, scratch.counters, batch, small, large, self._block,
+                self._plan.stage2, scratch.counters, batch, small, large, numbers.block,
             ),
             {**common, "LEAVES": blocks.leaves, "WIDTH": 256},
         )  # fmt: skip
@@ -309,6 +364,13 @@ class DevicePlanner:
             variant=self._kind, aligned=self._aligned, interpreted=self._interpreted,
             num_warps=num_warps, launch_pdl=follows and self._overlapped, **limits,
         )  # fmt: skip
+
+    def _numbers_of(self, target: Target) -> Numbers:
+        """Computed once for each target: every step plans anew, and comparing targets takes time."""
+        found = self._numbers.get(id(target))
+        if found is None:
+            found = self._numbers[id(target)] = (target, Numbers.of(target))
+        return found[1]
 
     def _blocks(self, size: int) -> Blocks:
         return (Blocks.interpreted if self._interpreted else Blocks.on_gpu)(size)

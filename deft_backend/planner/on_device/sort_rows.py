@@ -12,9 +12,10 @@ from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deft_backend.planner.on_device.arrays import Ranks, Tables
+from deft_backend.planner.on_device.rows import full_pages, table_of
 
 
-@jit(do_not_specialize=["batch", "columns", "stride_table"])
+@jit(do_not_specialize=["batch", "columns", "stride_table", "private"])
 def sort_rows(
     tables: Tables,
     ranks: Ranks,
@@ -24,12 +25,14 @@ def sort_rows(
     batch,
     columns,
     stride_table,
+    private,
     BATCH: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Write `Scratch.order` and `Nodes.cut`, BLOCK requests in each program.
+    """Write `Scratch.order` and `Nodes.cut`, BLOCK queries in each program.
 
     The kernel also sets `Nodes.below` to zero, into which ``find_nodes`` counts.
     """
@@ -38,9 +41,8 @@ def sort_rows(
     requests = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_request = requests < batch
     other = tl.arange(0, BATCH)[None, :]
-    pages = tl.load(tables.seq_lens + requests, mask=is_request, other=0).to(tl.int32) // PAGE_SIZE
-    pages = tl.minimum(tl.maximum(pages, 0), columns)
-    row = tl.load(tables.table_rows + requests, mask=is_request, other=0).to(tl.int64)
+    pages = full_pages(requests, is_request, tables, columns, private, BLOCKS, PAGE_SIZE)
+    table = table_of(requests, is_request, tables, stride_table, BLOCKS)
     if OVERLAPPED:
         gdc_wait()
 
@@ -54,13 +56,11 @@ def sort_rows(
     neighbour = tl.maximum(last, 0) % BATCH
 
     shared = tl.load(ranks.common + requests, mask=is_request, other=0) // PAGE_SIZE
-    full = tl.load(tables.seq_lens + neighbour, mask=is_request, other=0).to(tl.int32) // PAGE_SIZE
+    full = full_pages(neighbour, is_request, tables, columns, private, BLOCKS, PAGE_SIZE)
     there = is_request & (last >= 0) & (shared > 0) & (shared <= pages) & (shared <= full)
-    other_row = tl.load(tables.table_rows + neighbour, mask=is_request, other=0).to(tl.int64)
-    page_at = tables.page_table + row * stride_table + shared - 1
-    other_page_at = tables.page_table + other_row * stride_table + shared - 1
-    page = tl.load(page_at, mask=there, other=-1)
-    other_page = tl.load(other_page_at, mask=there, other=-2)
+    other_table = table_of(neighbour, is_request, tables, stride_table, BLOCKS)
+    page = tl.load(table + shared - 1, mask=there, other=-1)
+    other_page = tl.load(other_table + shared - 1, mask=there, other=-2)
     cut = tl.where(there & (page == other_page), shared * PAGE_SIZE, 0)
 
     none = tl.full([BLOCK], 0, tl.int32)

@@ -95,13 +95,13 @@ def _write_items(
 @jit
 def _write_node(
     node, queries, slots, table_rows_ptr, segment_table_ptr, order_ptr, first_ptr, ranges, places,
-    items, small_tile, large_tile, block, WIDTH: tl.constexpr,
+    items, small_tile, large_tile, block, BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write the items and entries of a node's range: for each piece, a tile after the other."""
     SPAN_SHIFT: tl.constexpr = encoding_constants.SPAN_SHIFT.value
     first = tl.load(first_ptr + node)
     range_ = _read_range(ranges, places, node, queries > 0)
-    request = tl.load(order_ptr + first)
+    request = tl.load(order_ptr + first) // BLOCKS
     table_row = tl.load(table_rows_ptr + request).to(tl.int32)
     is_large, tiles = tiles_of(queries, small_tile, large_tile)
     lane = tl.arange(0, WIDTH)
@@ -131,7 +131,7 @@ def _write_node(
 @jit
 def _write_leaves(
     position, slots, table_rows_ptr, segment_table_ptr, order_ptr, ranges, places, results, items,
-    batch, small_tile, block, BATCH: tl.constexpr,
+    batch, small_tile, block, BATCH: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Write the items of the leaves at positions: one entry for each item."""
     DIRECT: tl.constexpr = encoding_constants.DIRECT.value
@@ -139,7 +139,8 @@ def _write_leaves(
     OPEN_END: tl.constexpr = encoding_constants.OPEN_END.value
     SPAN_SHIFT: tl.constexpr = encoding_constants.SPAN_SHIFT.value
     is_leaf = position < batch
-    request = tl.load(order_ptr + position, mask=is_leaf, other=0)
+    query = tl.load(order_ptr + position, mask=is_leaf, other=0)
+    request = query // BLOCKS
     table_row = tl.load(table_rows_ptr + request, mask=is_leaf, other=0).to(tl.int32)
     range_ = _read_range(ranges, places, BATCH + position, is_leaf)
     parts = tl.load(results.parts + position, mask=is_leaf, other=0)
@@ -158,7 +159,7 @@ def _write_leaves(
             items, segment_table_ptr, range_.item + piece, entry, request, table_row, start, stop,
             span, there,
         )  # fmt: skip
-        tl.store(items.entry_query + entry, request, mask=there)
+        tl.store(items.entry_query + entry, query, mask=there)
         tl.store(items.entry_slot + entry, slot, mask=there)
 
 
@@ -198,7 +199,7 @@ def _count(counters, which, more):
 @jit
 def _write_totals(
     order_ptr, ranges, places, items, reduction, counters, slots, batch, small_tile, large_tile,
-    BATCH: tl.constexpr, TIMED: tl.constexpr,
+    BATCH: tl.constexpr, BLOCKS: tl.constexpr, TIMED: tl.constexpr,
 ):  # fmt: skip
     """Write the reduction's queries, how much there is of everything, and the counters."""
     _write_reduction(reduction, slots, order_ptr, batch, BATCH)
@@ -215,7 +216,7 @@ def _write_totals(
     place = tl.arange(0, BATCH)
     context = tl.load(ranges.end + BATCH + place, mask=place < batch, other=0).to(tl.int64)
     _count(counters, 0, tl.full([], 1, tl.int64))
-    _count(counters, 1, total(context))
+    _count(counters, 1, total(context) // BLOCKS)
     _count(counters, 2, total(loaded))
     if TIMED:  # from the first kernel's first program to here, where the other programs end, too
         _count(counters, 3, globaltimer() - tl.load(counters.began))
@@ -238,6 +239,7 @@ def write_plan(
     large_tile,
     block,
     BATCH: tl.constexpr,
+    BLOCKS: tl.constexpr,
     LEAVES: tl.constexpr,
     WIDTH: tl.constexpr,
     TIMED: tl.constexpr,
@@ -259,17 +261,17 @@ def write_plan(
             slots = _slots_of(results, batch, BATCH)
             _write_node(
                 node, queries, slots, table_rows_ptr, segment_table_ptr, order_ptr, first_ptr,
-                ranges, places, items, small_tile, large_tile, block, WIDTH,
+                ranges, places, items, small_tile, large_tile, block, BLOCKS, WIDTH,
             )  # fmt: skip
     else:
         slots = _slots_of(results, batch, BATCH)
         position = program * LEAVES + tl.arange(0, LEAVES)
         _write_leaves(
             position, slots, table_rows_ptr, segment_table_ptr, order_ptr, ranges, places, results,
-            items, batch, small_tile, block, BATCH,
+            items, batch, small_tile, block, BATCH, BLOCKS,
         )  # fmt: skip
         if program == 0:
             _write_totals(
                 order_ptr, ranges, places, items, reduction, counters, slots, batch, small_tile,
-                large_tile, BATCH, TIMED,
+                large_tile, BATCH, BLOCKS, TIMED,
             )  # fmt: skip
