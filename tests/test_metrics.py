@@ -181,6 +181,7 @@ def test_an_api_server_shows_the_counters_of_its_engines(tmp_path) -> None:
             of("kv_query_guided_bytes", tp_rank=f"{rank}"): (10 * (rank + 1) + 5) * token,
             of("plans", tp_rank=f"{rank}"): 0,
             of("plan_seconds", tp_rank=f"{rank}"): 0,
+            of("verified_tokens", tp_rank=f"{rank}"): 0,
         }.items()
     }
     writer.state.count_tree(tokens=10, loaded=4, tree_layers=2)

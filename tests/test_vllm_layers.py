@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="the adapter's tests run where vLLM is instal
 
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec, SlidingWindowSpec
-from vllm_fakes import DIM, KV_HEADS, Cache, make_config, make_spec
+from vllm_fakes import DIM, KV_HEADS, Cache, make_config, make_spec, speculating
 
 from deft_backend.hosts.vllm.factory import unsupported_server, unsupported_spec
 from deft_backend.hosts.vllm.layers import LayerShape, layer_of
@@ -89,7 +89,7 @@ def test_caches_of_other_kinds_are_refused() -> None:
     ("changes", "reason"),
     [
         ({}, None),
-        ({"speculative_config": object()}, "speculative decoding"),
+        ({"speculative_config": speculating(4)}, None),
         ({"decode_context_parallel_size": 2}, "decode context parallel"),
         ({"prefill_context_parallel_size": 2}, "prefill context parallel"),
         ({"use_ubatching": True}, "micro-batches"),
