@@ -1,4 +1,4 @@
-"""Measure how many of its draft tokens the tiny model accepts, as greedy speculation counts them."""
+"""Measure how many draft tokens the tiny model accepts, as greedy speculation counts them."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from byte_tokens import VOCABULARY_SIZE, build_tokenizer
 from acceptance import measure_acceptance
+from byte_tokens import VOCABULARY_SIZE, build_tokenizer
 from checkpoint import (
     ARCHITECTURE,
     DRAFT_ARCHITECTURE,
@@ -62,10 +62,10 @@ STAGES = (
     Stage(steps=340, batch_tokens=8192, lengths=(512, 1024, 2048)),
     Stage(steps=70, batch_tokens=12288, lengths=(2048, 6144)),
 )
-DRAFT_STAGES = (
-    Stage(steps=700, batch_tokens=4096, lengths=(512,)),
-    Stage(steps=200, batch_tokens=8192, lengths=(512, 1024, 2048)),
-)
+# The target accepts enough drafts after two thirds of a run, so its training stops there.
+DRAFT_STAGES = (Stage(steps=603, batch_tokens=4096, lengths=(512,)),)
+DRAFT_SCHEDULE = 900
+"""Steps over which the draft's learning rate would fall to nearly nothing."""
 
 
 def steps_of(stages: Sequence[Stage]) -> int:
@@ -98,8 +98,10 @@ def learning_rate_share(progress: float) -> float:
     return min(1.0, 0.1 + progress / 0.03, 0.02 + 1.6 * (1.0 - progress))
 
 
-def train(seed: int, architecture: dict[str, Any], stages: Sequence[Stage]) -> nn.Module:
-    """Train a model from random weights."""
+def train(
+    seed: int, architecture: dict[str, Any], stages: Sequence[Stage], schedule: int
+) -> nn.Module:
+    """Train a model from random weights; the learning rate falls over `schedule` steps."""
     torch.manual_seed(seed)
     model = new_model(architecture).train()
     steps = steps_of(stages)
@@ -114,7 +116,9 @@ def train(seed: int, architecture: dict[str, Any], stages: Sequence[Stage]) -> n
         torch.optim.AdamW(others, lr=4e-3, betas=(0.9, 0.98), weight_decay=0.0),
     )
     schedules = [
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_share(step / steps))
+        torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: learning_rate_share(step / schedule)
+        )
         for optimizer in optimizers
     ]
     recent_loss, started = math.log(VOCABULARY_SIZE), time.monotonic()
@@ -174,7 +178,7 @@ def main(
     folder: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of the checkpoint; default: tiny-llama, or tiny-draft, beside this script.",
+            help="Folder of the checkpoint; default: tiny-llama or tiny-draft, beside this script",
             file_okay=False,
         ),
     ] = None,
@@ -202,7 +206,7 @@ def main(
     architecture = DRAFT_ARCHITECTURE if draft else ARCHITECTURE
     stages = DRAFT_STAGES if draft else STAGES
     if not evaluate_only:
-        model = train(seed, architecture, stages)
+        model = train(seed, architecture, stages, DRAFT_SCHEDULE if draft else steps_of(stages))
         save(model, folder, architecture)
         report_rounding(model, folder)
     elif not (folder / WEIGHTS_FILE).is_file():

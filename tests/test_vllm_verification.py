@@ -103,9 +103,7 @@ def test_padding_tokens_behind_the_batch_are_not_read() -> None:
         ([5, 1, 5, 1, 5], {"is_prefilling": None, "mm_req_doc_ranges": {1: [(0, 3)]}}),
     ],
 )
-def test_batches_with_prompts_are_the_hosts(
-    query_lens: list[int], changes: dict[str, Any]
-) -> None:
+def test_batches_with_prompts_are_the_hosts(query_lens: list[int], changes: dict[str, Any]) -> None:
     layers = make_layers()
     batch = Batch([40, 37, 33, 65, 5], shared=0, query_lens=query_lens)
     cache = Cache(batch.pages, 16)

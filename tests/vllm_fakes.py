@@ -23,7 +23,9 @@ def make_config(**changes: Any) -> Any:
         parallel_config=parallel,
         speculative_config=None,
         model_config=SimpleNamespace(
-            dtype=torch.float32, max_model_len=2048, enable_sleep_mode=False,
+            dtype=torch.float32,
+            max_model_len=2048,
+            enable_sleep_mode=False,
             hf_text_config=SimpleNamespace(num_hidden_layers=2),
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=16),

@@ -1,4 +1,4 @@
-"""Token trees of speculative decoding: from a host's links between draft tokens to ancestor bits."""
+"""Token trees of speculative decoding: from links between draft tokens to ancestor bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decode and verification batches that the device planner plans from the page table, in every step."""
+"""Batches that the device planner plans from the page table in every step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger("deft_backend")
 
 
 class DevicePlannedBackend(DeftAttentionBackend):
-    """Every decode or verification batch of DEFT_MIN_BATCH requests or more goes through tree attention.
+    """Every batch of DEFT_MIN_BATCH requests or more decodes or verifies with tree attention.
 
     Planning consists of launches only, which run in the step and are recorded into its graph. So
     each step plans from the current page table, and the CPU does no work for it. Changes of
@@ -59,9 +59,7 @@ class DevicePlannedBackend(DeftAttentionBackend):
         compile_for: Callable[[torch.dtype, torch.dtype], None] | None = None,
         verification: Verification | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(
-            host, attention, state, model_asks=model_asks, verification=verification
-        )
+        super().__init__(host, attention, state, model_asks=model_asks, verification=verification)
         self._settings = settings
         self._shows = shows
         self._compile_for = compile_for

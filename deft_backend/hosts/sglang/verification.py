@@ -1,4 +1,4 @@
-"""Verification of drafts: what a step needs besides the host's batch, in memory that graphs read."""
+"""Verification of drafts: what a step needs besides the host's batch."""
 
 from __future__ import annotations
 

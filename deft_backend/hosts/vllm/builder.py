@@ -89,9 +89,8 @@ class TreeBuilder:
         other = step_of(metadata)
         group = self.deft_group
         step = None
-        if other is not None and group is not None and other.query_tokens <= group.query_tokens:
-            if group.refuses(len(other.seq_lens)) is None:
-                step = other.with_page_table(group, blk_table)
+        if other is not None and group is not None and group.holds(other):
+            step = other.with_page_table(group, blk_table)
         attach(updated, step)
         return updated
 

@@ -22,8 +22,8 @@ from deft_backend.hosts.vllm.group import GroupAttention
 from deft_backend.hosts.vllm.layers import Layer, LayerShape
 from deft_backend.hosts.vllm.say import say_once
 from deft_backend.hosts.vllm.server import server_of
-from deft_backend.hosts.vllm.speculation import drafts, query_tokens_of
 from deft_backend.hosts.vllm.sleep import can_sleep, outside_memory_pools
+from deft_backend.hosts.vllm.speculation import drafts, query_tokens_of
 from deft_backend.hosts.vllm.versions import blank_cache, unknown_cache
 from deft_backend.policy_names import AUTO
 
@@ -143,7 +143,7 @@ def _create(
     logger.info(
         "deft: %s of %d layers goes through tree attention (policy %s, block size %d, "
         "workspace %.1f MiB); everything else through %s",
-        "decode" if query_tokens == 1 else f"decode and verification of up to {query_tokens} tokens",
+        "decode" if query_tokens == 1 else f"verification of up to {query_tokens} tokens",
         len(taken), settings.policy, spec.block_size, attention.workspace_bytes / 2**20,
         host.get_name(),
     )  # fmt: skip

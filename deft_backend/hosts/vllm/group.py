@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from deft_backend.hosts.vllm.layout import kv_views
 from deft_backend.hosts.vllm.sleep import HIDDEN_BATCH
 from deft_backend.telemetry.shown_batch import Batch
 from deft_backend.telemetry.state import ServerState
+
+if TYPE_CHECKING:
+    from deft_backend.hosts.vllm.step import TreeStep
 
 logger = logging.getLogger("deft_backend")
 
@@ -90,9 +93,12 @@ class GroupAttention:
             return "kernel failed"
         return refused(requests, self._settings, self._attention.max_batch)
 
-    def plan(
-        self, page_table: torch.Tensor, seq_lens: torch.Tensor, query_tokens: int = 1
-    ) -> None:
+    def holds(self, step: TreeStep) -> bool:
+        """Whether this group's plans hold a step of another group."""
+        fits = step.query_tokens <= self.query_tokens
+        return fits and self.refuses(len(step.seq_lens)) is None
+
+    def plan(self, page_table: torch.Tensor, seq_lens: torch.Tensor, query_tokens: int = 1) -> None:
         """Plan a step from the host's own tensors `page_table` [B, P] and `seq_lens` [B]."""
         if self._on_device:
             self._attention.plan_on_device(page_table, seq_lens, query_tokens=query_tokens)

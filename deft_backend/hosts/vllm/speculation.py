@@ -1,7 +1,7 @@
 """Speculative decoding: how many query tokens a verification has, and which layers draft.
 
-vLLM verifies chains of draft tokens, whoever drafts them (n-gram lookup, a draft model, EAGLE, MTP).
-The draft model's own layers run through the host's backend.
+vLLM verifies chains of draft tokens, from n-gram lookup, a draft model, EAGLE or MTP. The draft
+model's own layers run through the host's backend.
 """
 
 from __future__ import annotations
