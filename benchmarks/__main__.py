@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from benchmarks.commands.e2e import e2e, e2e_merge
+from benchmarks.commands.fuzz import fuzz
 from benchmarks.commands.kernel import kernel, kernel_merge, kernel_plot
 from benchmarks.commands.kernel_check import kernel_check
 from benchmarks.commands.planning import planning_device, planning_host
@@ -23,6 +24,7 @@ app.command("kernel")(kernel)
 app.command("kernel-merge")(kernel_merge)
 app.command("kernel-plot")(kernel_plot)
 app.command("kernel-check")(kernel_check)
+app.command("fuzz")(fuzz)
 app.command("e2e")(e2e)
 app.command("e2e-merge")(e2e_merge)
 app.command("start")(start)

@@ -16,12 +16,15 @@ def reference_attention(
     *,
     sm_scale: float | None = None,
     logit_cap: float = 0.0,
+    query_start: torch.Tensor | None = None,
+    ancestors: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Decode attention of each request over its own tokens, without any sharing.
+    """Attention of each request's query tokens over its own tokens, without any sharing.
 
     Parameters
     ----------
-    q : [B, Hq, D]
+    q : [T, Hq, D]
+        The query tokens; each request has ``T / B`` of them if there is no `query_start`.
     k_cache, v_cache : [pages, page_size, Hkv, D]
     page_table : [B, P] int
     seq_lens : [B] int
@@ -29,29 +32,55 @@ def reference_attention(
         Default ``1 / sqrt(D)``.
     logit_cap : float
         Soft cap of the scores; 0 for none.
+    query_start : [B + 1] int, optional
+        First row of each request in `q`.
+    ancestors : [B, query tokens, words] int64, optional
+        Bits of a token tree; default: the query tokens are a chain.
 
     Returns
     -------
-    [B, Hq, D] float64, on q's device; a request without tokens gets zeros.
+    [T, Hq, D] float64, on q's device; a query token that sees no token gets zeros.
     """
-    batch, heads, dim = q.shape
+    _, heads, dim = q.shape
+    batch = len(seq_lens)
     page_size, kv_heads = k_cache.shape[1:3]
     scale = 1.0 / math.sqrt(dim) if sm_scale is None else sm_scale
-    out = torch.zeros((batch, heads, dim), dtype=torch.float64, device=q.device)
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    starts = [b * len(q) // max(1, batch) for b in range(batch + 1)]
+    if query_start is not None:
+        starts = query_start.tolist()
     for b in range(batch):
         length = int(seq_lens[b])
-        if length == 0:
+        rows = slice(starts[b], starts[b + 1])
+        tokens = starts[b + 1] - starts[b]
+        if length == 0 or tokens == 0:
             continue
         position = torch.arange(length, device=q.device)
         page = page_table[b].long()[position // page_size]
         k = k_cache[page, position % page_size].double()  # [length, Hkv, D]
         v = v_cache[page, position % page_size].double()
-        grouped = q[b].double().view(kv_heads, heads // kv_heads, dim)
-        scores = torch.einsum("hgd,nhd->hgn", grouped, k) * scale
+        grouped = q[rows].double().view(tokens, kv_heads, heads // kv_heads, dim)
+        scores = torch.einsum("thgd,nhd->thgn", grouped, k) * scale
         if logit_cap > 0.0:
             scores = logit_cap * torch.tanh(scores / logit_cap)
-        out[b] = torch.einsum("hgn,nhd->hgd", scores.softmax(-1), v).reshape(heads, dim)
+        seen = seen_tokens(tokens, length, None if ancestors is None else ancestors[b])
+        scores = scores.masked_fill(~seen.to(q.device)[:, None, None, :], -math.inf)
+        weights = scores.softmax(-1).nan_to_num(0.0)  # NaN where a query token sees no token
+        out[rows] = torch.einsum("thgn,nhd->thgd", weights, v).reshape(tokens, heads, dim)
     return out
+
+
+def seen_tokens(tokens: int, length: int, ancestors: torch.Tensor | None = None) -> torch.Tensor:
+    """[tokens, length] bool: which tokens of a request its last `tokens` tokens see.
+
+    `ancestors` [tokens or more, words] int64 are the bits of a token tree; None is a chain.
+    """
+    token = torch.arange(length) - (length - tokens)  # from 0: a query token
+    if ancestors is None:
+        return token[None, :] <= torch.arange(tokens)[:, None]
+    bits = ancestors.cpu()[:tokens]
+    word = bits[:, token.clamp(min=0) // 64]
+    return ((word >> (token.clamp(min=0) % 64)) & 1).bool() | (token < 0)
 
 
 def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:

@@ -45,6 +45,28 @@ def test_rows_survive_their_file(tmp_path: Path) -> None:
     assert list((tmp_path / "deep").glob("*.part")) == []
 
 
+def test_rows_of_older_files_are_of_one_gpu(tmp_path: Path) -> None:
+    row: dict[str, Any] = dict(timed("deft", 1.5))
+    del row["tp"]
+    write_rows(tmp_path / "e.json", [row], HEADER)
+    assert [row["tp"] for row in read_rows(tmp_path / "e.json")[0]] == [1]
+
+
+@pytest.mark.parametrize(("ours", "met"), [(3.5, True), (3.6, False)])
+def test_several_gpus_have_bars_of_their_own(ours: float, met: bool) -> None:
+    """For both hosts, against the host's own backend, whatever the others take."""
+    for host, name, reference in (("sglang", "deft", "fa3"), ("vllm", "CUSTOM", "FLASH_ATTN")):
+        rows = [
+            timed(backend, time, (65536, 32, 64), host=host, tp=2)
+            for backend, time in ((name, ours), (reference, 10.0), ("another", 5.0))
+        ]
+        (bar,) = bars(rows)
+        assert (bar.met, bar.asked) == (met, f"≤ 0.35 of {reference}")
+        assert bar.case.endswith("on 2 GPUs")
+        (alone,) = bars([dict(row, tp=1) for row in rows])  # type: ignore[misc]
+        assert alone.asked != bar.asked
+
+
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "e.json"
     with pytest.raises(RowsError, match="cannot read"):

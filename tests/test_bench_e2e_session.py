@@ -342,6 +342,11 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ({"workloads": ["traffic"]}, "dummy weights"),
         ({"workloads": ["clients"], "clients": ClientChoice(["vast"])}, "'vast'"),
+        ({"servers": ServerChoice(tensor_parallel=0)}, "--tp is 0; expected 1 or more"),
+        ({"servers": ServerChoice(tensor_parallel=3)}, "a divisor of the 4 query heads"),
+        ({"servers": ServerChoice(options=("--tp-size=2",))}, "--tp-size=2 is among"),
+        ({"model": ModelChoice(shape="tiny", layers=3)}, "--layers is 3; expected 1 to 2"),
+        ({"model": ModelChoice("a/model", layers=1)}, "--layers is given, but --model"),
     ],
 )
 def test_a_choice_that_cannot_be_is_refused_before_a_server(
@@ -411,6 +416,32 @@ def test_servers_of_clients_have_a_tokenizer(tmp_path: Path) -> None:
         arguments = s.launch.command("CUSTOM", tmp_path).arguments
         assert arguments[arguments.index("--attention-backend") + 1] == "CUSTOM"
         assert "vllm.entrypoints.openai.api_server" in arguments
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("host", ["sglang", "vllm"])
+def test_servers_on_several_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    """Rows say how many GPUs and layers there were; more ranks than GPUs are refused."""
+    monkeypatch.setattr(Host, "on_gpu", lambda self: True)
+    monkeypatch.setattr("benchmarks.e2e.prepare_run.num_gpus", lambda: 2)
+    choice = Choice(
+        Output(tmp_path / "e.json"), ("grid", "documents"), ServerChoice(host, tensor_parallel=2),
+        ModelChoice(shape="llama-3.1-70b", weights="dummy", layers=16),
+    )  # fmt: skip
+    with prepared(choice) as setup:
+        config = json.loads((Path(setup.launch.model.path) / "config.json").read_text())
+        arguments = setup.launch.command("fa3", tmp_path).arguments
+        rows = [workload.row(setup.launch, "fa3") for workload in setup.workloads]
+    heads = (config["num_attention_heads"], config["num_key_value_heads"])
+    assert (*heads, config["num_hidden_layers"]) == (64, 8, 16)
+    assert arguments[arguments.index("--tensor-parallel-size") + 1] == "2"
+    names = {(row["model"], row["tp"]) for row in rows}
+    assert names == {("llama-3.1-70b, 16 of 80 layers, dummy weights, bfloat16", 2)}
+    more = replace(choice, servers=ServerChoice(host, tensor_parallel=4))
+    with pytest.raises(ChoiceError, match="--tp is 4, but this machine has 2 GPUs"), prepared(more):
+        pytest.fail("it was let through")
 
 
 @pytest.mark.usefixtures("installed")

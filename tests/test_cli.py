@@ -272,7 +272,7 @@ def test_explain_finds_the_first_of_several_processes(suffix: str, tmp_path: Pat
 
 def test_explain_plans_for_the_target_of_the_server(tmp_path: Path) -> None:
     """The drawn groups are those of the planner that decodes."""
-    from deft_backend.cli.explain import _server_target
+    from deft_backend.watch.server_target import server_target
 
     (tmp_path / "31234-tp0.json").write_text(json.dumps(state(num_query_heads=16)))
     attention = TreeAttention(
@@ -280,7 +280,7 @@ def test_explain_plans_for_the_target_of_the_server(tmp_path: Path) -> None:
         max_batch=4, page_size=16,
     )  # fmt: skip
     found = read_state(tmp_path / "31234-tp0.json")
-    assert _server_target(found, 16) == attention.target
+    assert server_target(found, 16) == attention.target
 
 
 def test_no_running_server_is_said(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "servers": {"config", "hosts/vllm"},  # the name to start vLLM with
     "traces": {"forest", "json_file"},
     "harness": {"servers", "telemetry", "traces", "json_file"},
+    "watch": {"forest", "policies", "planner", "kernels", "attention", "explain", "telemetry"},
     "ab": {"harness", "servers", "telemetry", "traces"},
 }
 HOST_PACKAGES = {"sglang", "vllm"}

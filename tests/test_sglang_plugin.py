@@ -485,7 +485,9 @@ def test_the_hosts_planner_has_what_was_set(
     assert planned.host_reason == reason
 
 
-@pytest.mark.parametrize("at", ["nowhere", "fence", "graphs", "another rank", "no group"])
+@pytest.mark.parametrize(
+    "at", ["nowhere", "fence", "graphs", "another rank", "no group", "differs"]
+)
 @pytest.mark.parametrize("planner", ["host", "device"])
 def test_a_set_up_that_fails_leaves_nothing_behind(
     host: Any, at: str, planner: str, monkeypatch, caplog, tmp_path
@@ -501,9 +503,14 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
     def fail(*given: Any) -> None:
         raise RuntimeError("not here")
 
-    def reduced(flag: torch.Tensor, operation: Any, group: Any) -> None:
+    def reduced(flags: torch.Tensor, operation: Any, group: Any) -> None:
         assert (operation, group) == (torch.distributed.ReduceOp.MIN, "in host memory")
-        flag.clamp_(max=int(at != "another rank"))
+        other = flags.clone()
+        if at == "another rank":
+            other = torch.tensor([0, *other[1:]])
+        elif at == "differs":  # the other rank decided something else
+            other = torch.tensor([1, other[1] + 5, -(other[1] + 5)])
+        flags.copy_(torch.minimum(flags, other))
 
     caplog.set_level("INFO", logger="deft_backend")
     monkeypatch.setenv("DEFT_PLANNER", planner)
@@ -536,7 +543,7 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
         said = {
             "nowhere": "deft: decode goes through tree attention", "graphs": "('not here')",
             "fence": "('not here')", "another rank": "another rank has no tree attention",
-            "no group": "its ranks cannot agree",
+            "no group": "its ranks cannot agree", "differs": "decode in different ways",
         }  # fmt: skip
         assert (said["nowhere"] if works else said[at]) in caplog.text
         assert (made is not own) == works

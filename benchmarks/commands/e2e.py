@@ -100,8 +100,20 @@ def e2e(
     ] = None,
     shape: Annotated[
         str | None,
-        typer.Option(help="llama-3.1-8b, four-layers, one-layer, or tiny (default without a GPU)."),
+        typer.Option(
+            help="llama-3.1-8b, llama-3.1-70b, four-layers, one-layer, or tiny (default without a "
+            "GPU)."
+        ),
     ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Layers of --shape to write, where all of them do not fit the GPUs."
+        ),
+    ] = None,
+    tp: Annotated[
+        int, typer.Option(min=1, help="GPUs over which each server splits the model.")
+    ] = 1,
     weights: Annotated[
         str, typer.Option(help="random, or dummy: then only times can be compared.")
     ] = "random",
@@ -140,9 +152,9 @@ def e2e(
         words(workloads),
         ServerChoice(
             chosen_host(host, needed=False), _listed(backends), reference,
-            tuple(host_arguments(host_args)), start_timeout,
+            tuple(host_arguments(host_args)), tp, start_timeout,
         ),
-        ModelChoice(model, shape, weights, checkpoint),
+        ModelChoice(model, shape, weights, checkpoint, layers),
         BatchChoice(case or (), gen, repeats),
         TreeChoice(traces, scale),
         ClientChoice(_listed(client_shapes), client_runs),

@@ -93,6 +93,8 @@ class Launch:
         The user's options of the host. They come last, so they win.
     environment : mapping
         Further environment variables.
+    tensor_parallel : int
+        GPUs over which each server splits the model.
     """
 
     host: Host
@@ -100,10 +102,11 @@ class Launch:
     tokenizer: bool = False
     options: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    tensor_parallel: int = 1
 
     @property
     def label(self) -> str:
-        """The options as rows hold them."""
+        """The options as rows hold them; ``tp`` is a field of its own."""
         return " ".join([*(["(tokenizer)"] if self.tokenizer else []), *self.options])
 
     def command(self, backend: str, state: Path) -> ServerCommand:
@@ -117,6 +120,8 @@ class Launch:
             environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # compiling takes minutes
         if model.load_format is not None:
             options += ["--load-format", model.load_format]
+        if self.tensor_parallel > 1:  # both hosts spell it like this
+            options += ["--tensor-parallel-size", str(self.tensor_parallel)]
         return server_command(
             model.path, free_port(), host=host,
             backend=None if backend == HOST_DEFAULT else backend,

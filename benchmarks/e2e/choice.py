@@ -52,6 +52,8 @@ class ServerChoice:
         Backend whose answers the others' are compared with.
     options : sequence of str
         Options of the host, for every server.
+    tensor_parallel : int
+        GPUs over which each server splits the model.
     start_seconds : float
         Time limit for a server's start.
     """
@@ -60,6 +62,7 @@ class ServerChoice:
     backends: Sequence[str] | None = None
     reference: str | None = None
     options: Sequence[str] = ()
+    tensor_parallel: int = 1
     start_seconds: float = 500.0
 
 
@@ -76,12 +79,15 @@ class ModelChoice:
         ``random`` or ``dummy``.
     checkpoint : Path, optional
         Folder that keeps the written checkpoint for later runs.
+    layers : int, optional
+        Write only so many layers of `shape`.
     """
 
     path: str | None = None
     shape: str | None = None
     weights: str = "random"
     checkpoint: Path | None = None
+    layers: int | None = None
 
 
 @dataclass(frozen=True)

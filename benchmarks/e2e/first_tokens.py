@@ -48,6 +48,7 @@ class FirstTokens:
         return make_row(
             "first-tokens", launch.host.name, backend, launch.model.name, launch.label,
             prefix=self.prefix, branches=self.branches, suffix=self.suffix, gen=TOKENS,
+            tp=launch.tensor_parallel,
         )  # fmt: skip
 
     async def run(self, served: Served, rows: Sequence[Row]) -> Row:

@@ -9,7 +9,14 @@ from pathlib import Path
 
 from benchmarks.e2e.backend_runs import Setup
 from benchmarks.e2e.backends import HOSTS, Launch, ServerChoiceError, checked_backends
-from benchmarks.e2e.choice import WORKLOADS, Choice, ChoiceError, ModelChoice, one_of
+from benchmarks.e2e.choice import (
+    WORKLOADS,
+    Choice,
+    ChoiceError,
+    ModelChoice,
+    ServerChoice,
+    one_of,
+)
 from benchmarks.e2e.chosen_workloads import chosen_workloads
 from benchmarks.e2e.prompt_cases import CaseError
 from benchmarks.e2e.served_model import (
@@ -21,6 +28,7 @@ from benchmarks.e2e.served_model import (
     write_model,
     written_model,
 )
+from deft_backend.servers.driver_stub import num_gpus
 from deft_backend.traces.trace_files import TraceError
 
 ERRORS = (ChoiceError, CaseError, ModelError, ServerChoiceError, TraceError)
@@ -46,11 +54,15 @@ def prepared(choice: Choice) -> Iterator[Setup]:
     on_gpu = host.on_gpu()
     shape = choice.model.shape or _default_shape(names, on_gpu)
     _check_model(choice.model, shape, names)
+    _check_ranks(choice.servers, choice.model, shape, num_gpus() if on_gpu else None)
     with tempfile.TemporaryDirectory(prefix="deft-e2e-model-") as temporary:
         served_dtype = "bfloat16" if on_gpu else "float32"
         model = _model(choice.model, shape, Path(temporary), served_dtype)
         options = tuple(choice.servers.options)
-        launch = Launch(host, model, tokenizer="clients" in names, options=options)
+        launch = Launch(
+            host, model, tokenizer="clients" in names, options=options,
+            tensor_parallel=choice.servers.tensor_parallel,
+        )  # fmt: skip
         workloads = [w for name in names for w in chosen_workloads(name, choice, model, on_gpu)]
         yield Setup(
             launch, backends, choice.servers.reference or host.reference(), workloads,
@@ -69,6 +81,12 @@ def _check_model(model: ModelChoice, shape: str, names: Sequence[str]) -> None:
     """Refuse a model that cannot be served, or that a workload cannot be measured with."""
     one_of("the shape", shape, SHAPES)
     one_of("the weights", model.weights, WEIGHTS)
+    if model.layers is not None:
+        most = SHAPES[shape]["num_hidden_layers"]
+        if model.path is not None:
+            raise ChoiceError("--layers is given, but --model has its own; leave one of them out")
+        if not 1 <= model.layers <= most:
+            raise ChoiceError(f"--layers is {model.layers}; expected 1 to {most}, as {shape} has")
     if "scheduler" in names and (model.path or shape != "one-layer" or len(names) > 1):
         raise ChoiceError(
             "the workload scheduler measures another model, --shape one-layer; run it by itself"
@@ -80,14 +98,33 @@ def _check_model(model: ModelChoice, shape: str, names: Sequence[str]) -> None:
         )
 
 
+def _check_ranks(servers: ServerChoice, model: ModelChoice, shape: str, gpus: int | None) -> None:
+    """Refuse more ranks than there are GPUs or than the heads can be split over."""
+    ranks = servers.tensor_parallel
+    if ranks < 1:
+        raise ChoiceError(f"--tp is {ranks}; expected 1 or more")
+    for option in servers.options:
+        if option.partition("=")[0] in ("--tp", "--tp-size", "-tp", "--tensor-parallel-size"):
+            raise ChoiceError(
+                f"{option} is among the host's options; use --tp of this command, which the rows "
+                "record"
+            )
+    if gpus is not None and ranks > max(1, gpus):
+        raise ChoiceError(f"--tp is {ranks}, but this machine has {gpus} GPUs")
+    heads = SHAPES[shape]["num_attention_heads"]
+    if model.path is None and heads % ranks:
+        raise ChoiceError(f"--tp is {ranks}; expected a divisor of the {heads} query heads")
+
+
 def _model(choice: ModelChoice, shape: str, temporary: Path, served_dtype: str) -> Model:
     if choice.path is not None:
         return read_model(choice.path)
     if choice.checkpoint is None:
-        return write_model(temporary, shape, choice.weights, served_dtype)
-    folder = choice.checkpoint / f"{shape}-{choice.weights}"
+        return write_model(temporary, shape, choice.weights, served_dtype, layers=choice.layers)
+    part = "" if choice.layers is None else f"-{choice.layers}-layers"
+    folder = choice.checkpoint / f"{shape}{part}-{choice.weights}"
     complete = folder / "complete"
     if not complete.is_file():
-        write_model(folder, shape, choice.weights, served_dtype)
+        write_model(folder, shape, choice.weights, served_dtype, layers=choice.layers)
         complete.touch()
-    return written_model(folder, shape, choice.weights, served_dtype)
+    return written_model(folder, shape, choice.weights, served_dtype, choice.layers)

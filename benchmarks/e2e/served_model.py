@@ -36,6 +36,12 @@ LLAMA_8B: dict[str, Any] = {
 }
 """The published shape of Llama-3.1-8B."""
 
+LLAMA_70B: dict[str, Any] = {
+    **LLAMA_8B, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}  # fmt: skip
+"""The published shape of Llama-3.1-70B; a part of its layers fits where all of them do not."""
+
 ONE_LAYER: dict[str, Any] = {
     **LLAMA_8B, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1,
     "vocab_size": 1024, "bos_token_id": 1022, "eos_token_id": 1023,
@@ -56,7 +62,8 @@ FOUR_LAYERS: dict[str, Any] = {
 """Loads in a second and has the heads of the large model: for answers, not for times."""
 
 SHAPES: Mapping[str, dict[str, Any]] = {
-    "llama-3.1-8b": LLAMA_8B, "four-layers": FOUR_LAYERS, "one-layer": ONE_LAYER, "tiny": TINY,
+    "llama-3.1-8b": LLAMA_8B, "llama-3.1-70b": LLAMA_70B, "four-layers": FOUR_LAYERS,
+    "one-layer": ONE_LAYER, "tiny": TINY,
 }  # fmt: skip
 WEIGHTS = ("random", "dummy")
 
@@ -96,7 +103,9 @@ class Model:
     load_format: str | None = None
 
 
-def write_model(folder: Path, shape: str, weights: str, served: str, seed: int = 0) -> Model:
+def write_model(
+    folder: Path, shape: str, weights: str, served: str, seed: int = 0, layers: int | None = None
+) -> Model:
     """Write a checkpoint of `shape` with a tokenizer of as many words as the model has tokens.
 
     Parameters
@@ -109,26 +118,33 @@ def write_model(folder: Path, shape: str, weights: str, served: str, seed: int =
         Dtype of the servers, for the model's name.
     seed : int
         Seed of the random weights. They are the same on all machines with the same kind of device.
+    layers : int, optional
+        Write only the first layers of the shape; the model's name says how many.
 
     Raises
     ------
     ModelError
         If the random weights could not be written; the folder may then hold a part of them.
     """
-    config = SHAPES[shape]
+    config = {**SHAPES[shape]}
+    if layers is not None:
+        config["num_hidden_layers"] = layers
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     write_tokenizer(folder, config["vocab_size"])
     if weights == "random":
         _write_weights(folder, seed)
-    return written_model(folder, shape, weights, served)
+    return written_model(folder, shape, weights, served, layers)
 
 
-def written_model(folder: Path, shape: str, weights: str, served: str) -> Model:
+def written_model(
+    folder: Path, shape: str, weights: str, served: str, layers: int | None = None
+) -> Model:
     """The model that :func:`write_model` wrote before."""
     config = SHAPES[shape]
+    part = "" if layers is None else f", {layers} of {config['num_hidden_layers']} layers"
     return Model(
-        str(folder), f"{shape}, {weights} weights, {served}",
+        str(folder), f"{shape}{part}, {weights} weights, {served}",
         config["bos_token_id"], config["max_position_embeddings"],
         "dummy" if weights == "dummy" else None,
     )  # fmt: skip

@@ -102,6 +102,7 @@ class Together:
         return make_row(
             case.workload, launch.host.name, backend, launch.model.name, launch.label,
             prefix=case.prefix, branches=case.branches, suffix=case.suffix, gen=self.gen,
+            tp=launch.tensor_parallel,
         )  # fmt: skip
 
     async def run(self, served: Served, rows: Sequence[Row]) -> Row:
@@ -128,7 +129,7 @@ class Tree:
     def row(self, launch: Launch, backend: str) -> Row:
         return make_row(
             f"tree-of-thoughts {self.name}", launch.host.name, backend, launch.model.name,
-            launch.label,
+            launch.label, tp=launch.tensor_parallel,
         )  # fmt: skip
 
     async def run(self, served: Served, rows: Sequence[Row]) -> Row:
@@ -151,7 +152,10 @@ class HostsOwn:
 
     def row(self, launch: Launch, backend: str) -> Row:
         name = self.client.workload
-        return make_row(name, launch.host.name, backend, launch.model.name, launch.label)
+        return make_row(
+            name, launch.host.name, backend, launch.model.name, launch.label,
+            tp=launch.tensor_parallel,
+        )  # fmt: skip
 
     async def run(self, served: Served, rows: Sequence[Row]) -> Row:
         row = self.row(served.launch, served.backend)
@@ -189,6 +193,7 @@ class Mixed:
             f"mixed-traffic part {traffic.part}", launch.host.name, backend, launch.model.name,
             launch.label, prefix=traffic.document_tokens, branches=traffic.workers,
             suffix=traffic.most_question_tokens, gen=traffic.most_answer_tokens,
+            tp=launch.tensor_parallel,
         )  # fmt: skip
 
     async def run(self, served: Served, rows: Sequence[Row]) -> Row | None:

@@ -16,6 +16,9 @@ SHARED = {
 """Upper bound for the plugin's time per output token divided by the best other backend's (vLLM:
 FLASH_ATTN's), by prefix and branches."""
 
+SEVERAL_GPUS = {(65536, 32): 0.35, (16384, 64): 0.45, (4096, 128): 0.60}
+"""The same for tensor-parallel servers of both hosts, against the host's own backend."""
+
 UNSHARED = 1.02
 TTFT = 1.03
 SCHEDULER_US = 30.0
@@ -54,6 +57,11 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
             peers = [reference] if reference else []
             asked = f"≤ {UNSHARED} of {host.backends[1]}"
             found.append(_time(row, ours, peers, UNSHARED, asked))
+        elif row["tp"] > 1:
+            if limit := SEVERAL_GPUS.get((row["prefix"] or 0, row["branches"] or 0)):
+                peers = [reference] if reference else []
+                asked = f"≤ {limit:.2f} of {host.backends[1]}"
+                found.append(_time(row, ours, peers, limit, asked))
         elif limit := SHARED[host.name].get((row["prefix"] or 0, row["branches"] or 0)):
             peers = others if host.name == "sglang" else [reference] if reference else []
             against = "the best other" if host.name == "sglang" else host.backends[1]

@@ -116,4 +116,6 @@ def _words(row: Row) -> str:
 
 
 def _title(cases: Sequence[dict[str, Row]], header: dict[str, Any]) -> str:
-    return f"{_first(cases[0])['model']}, {str(header.get('device', '')).split(' (')[0]}"
+    row, device = _first(cases[0]), str(header.get("device", "")).split(" (")[0]
+    gpus = f" × {row['tp']}" if row["tp"] > 1 else ""
+    return f"{row['model']}, {device}{gpus}"

@@ -22,7 +22,8 @@ class Row(TypedDict):
 
     ``tpot_ms`` is the time per output token. ``itl_p50_ms`` and ``itl_p99_ms`` are the gaps between
     tokens that a client sees. ``detail`` holds what only this workload has. ``error`` says why
-    there are no figures. ``options`` are the host's options.
+    there are no figures. ``options`` are the host's options. ``tp`` is the number of GPUs that
+    share the model's layers; older files lack it, and then it is 1.
     """
 
     workload: str
@@ -34,6 +35,7 @@ class Row(TypedDict):
     backend: str
     model: str
     options: str
+    tp: int
     tpot_ms: float | None
     ttft_ms: float | None
     ttft_p99_ms: float | None
@@ -55,11 +57,12 @@ def make_row(
     branches: int | None = None,
     suffix: int | None = None,
     gen: int | None = None,
+    tp: int = 1,
 ) -> Row:
     """A row without figures."""
     return Row(
         workload=workload, prefix=prefix, branches=branches, suffix=suffix, gen=gen, host=host,
-        backend=backend, model=model, options=options, tpot_ms=None, ttft_ms=None,
+        backend=backend, model=model, options=options, tp=tp, tpot_ms=None, ttft_ms=None,
         ttft_p99_ms=None, itl_p50_ms=None, itl_p99_ms=None, tokens_per_s=None, error=None,
         detail={},
     )  # fmt: skip
@@ -69,15 +72,16 @@ def case_of(row: Row) -> tuple[object, ...]:
     """The fields that rows must share to be compared with each other."""
     return (
         row["host"], row["workload"], row["prefix"], row["branches"], row["suffix"], row["gen"],
-        row["model"], row["options"],
+        row["model"], row["options"], row["tp"],
     )  # fmt: skip
 
 
 def case_name(row: Row) -> str:
     """The case in words."""
+    gpus = f" on {row['tp']} GPUs" if row["tp"] > 1 else ""
     if row["prefix"] is None:
-        return row["workload"]
-    return f"{row['workload']} {row['prefix']:,} × {row['branches']} × {row['suffix']:,}"
+        return f"{row['workload']}{gpus}"
+    return f"{row['workload']} {row['prefix']:,} × {row['branches']} × {row['suffix']:,}{gpus}"
 
 
 def by_case(rows: Iterable[Row]) -> dict[tuple[object, ...], dict[str, Row]]:
@@ -98,7 +102,10 @@ def replaced(rows: Sequence[Row], new: Iterable[Row]) -> list[Row]:
 
 def read_rows(path: Path) -> tuple[list[Row], dict[str, Any]]:
     """Rows and header of a file; raises RowsError if the file holds something else."""
-    rows, header = row_files.read_rows(path, Row.__required_keys__, "python -m benchmarks e2e")
+    wanted = Row.__required_keys__ - {"tp"}
+    rows, header = row_files.read_rows(path, wanted, "python -m benchmarks e2e")
+    for row in rows:
+        row.setdefault("tp", 1)
     return cast(list[Row], rows), header
 
 

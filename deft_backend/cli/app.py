@@ -10,7 +10,9 @@ from deft_backend.cli.ab import ab
 from deft_backend.cli.contracts import contracts
 from deft_backend.cli.doctor import doctor
 from deft_backend.cli.explain import explain
+from deft_backend.cli.inspect import inspect
 from deft_backend.cli.serve import serve
+from deft_backend.cli.top import top
 from deft_backend.cli.tune import tune
 from deft_backend.cli.warm import warm
 from deft_backend.version import VERSION
@@ -43,6 +45,8 @@ app.command()(serve)
 app.command()(ab)
 app.command()(doctor)
 app.command()(explain)
+app.command()(top)
+app.command()(inspect)
 app.command()(contracts)
 app.command()(tune)
 app.command()(warm)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -14,12 +14,7 @@ from deft_backend.config import Settings, SettingsError
 from deft_backend.folders import state_directory
 from deft_backend.forest import ForestError, PrefixForest
 from deft_backend.policies import POLICY_NAMES, PolicyError, Target, get_policy
-
-if TYPE_CHECKING:
-    from deft_backend.telemetry.state_reader import StateReading
-
-H100_SMS = 132
-_BLOCKS_AN_SM = 2
+from deft_backend.watch.server_target import reference_target
 
 _SIZES = {"fp16": 2, "bf16": 2, "fp32": 4}
 
@@ -112,53 +107,25 @@ def _described(
 def _from_server(port: int | None) -> tuple[PrefixForest, Target, int, str, str]:
     from deft_backend.telemetry.state_reader import (
         StateError,
+        only_server,
         read_state,
-        running_servers,
         shown_forest,
         state_file,
     )
+    from deft_backend.watch.server_target import server_target
 
     folder = state_directory(Settings.from_env())
-    if port is None:
-        found = running_servers(folder)
-        if len(found) != 1:
-            names = ", ".join(map(str, found)) or "none"
-            raise StateError(
-                f"{len(found)} servers with the plugin are running according to {folder} (ports: "
-                f"{names}); start one with 'deft serve', or name its port: --server PORT"
-            )
-        (path,) = found.values()
-    else:
-        path = state_file(folder, port)
+    path = only_server(folder) if port is None else state_file(folder, port)
     state = read_state(path)
     forest = state.forest
     if forest is None and not state.counters.steps_tree:
         raise StateError(f"{path}: the server has decoded no batch with tree attention yet")
     if forest is None:  # only the device knows the plan
         forest = shown_forest(path)
-    target = _server_target(state, forest.page_size)
+    target = server_target(state, forest.page_size)
     title = f"server on port {path.name.split('-')[0]}, its last planned batch"
     used = state.policy if state.policy in POLICY_NAMES else "auto"
     return forest, target, state.num_layers, title, used
-
-
-def _server_target(state: StateReading, page_size: int) -> Target:
-    """The target that the server itself plans for, if this machine has its device."""
-    import torch
-
-    from deft_backend.attention.device_target import target_of
-    from deft_backend.kernels import kernel_configuration
-
-    heads, kv_heads, head_dim = state.num_query_heads, state.num_kv_heads, state.head_dim
-    on_cpu = state.device.startswith("cpu")
-    if not on_cpu and not torch.cuda.is_available():
-        return _programs(heads, kv_heads, head_dim, state.dtype_bytes)
-    dtype = getattr(torch, state.dtype.removeprefix("torch."))
-    device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
-    return target_of(
-        kernel_configuration(head_dim, dtype, device, heads // kv_heads), num_query_heads=heads,
-        num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, device=device, page_size=page_size,
-    )  # fmt: skip
 
 
 def _target(heads: str, head_dim: int, dtype: str) -> Target:
@@ -173,10 +140,4 @@ def _target(heads: str, head_dim: int, dtype: str) -> Target:
         ) from None
     if dtype not in _SIZES:
         raise fail(f"--dtype is {dtype!r}; expected one of {', '.join(_SIZES)}")
-    return _programs(query_heads, kv_heads, head_dim, _SIZES[dtype])
-
-
-def _programs(query_heads: int, kv_heads: int, head_dim: int, dtype_bytes: int) -> Target:
-    """The target of one H100, so that an explanation is the same on every machine."""
-    programs = max(1, H100_SMS * _BLOCKS_AN_SM // kv_heads)
-    return Target(query_heads, kv_heads, head_dim, dtype_bytes, num_programs=programs)
+    return reference_target(query_heads, kv_heads, head_dim, _SIZES[dtype])

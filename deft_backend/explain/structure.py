@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,30 +77,44 @@ def rejoin_chunks(grouping: Grouping) -> list[int]:
     return number
 
 
+class NodesOfRanges:
+    """Finds the nodes of a forest that a KV range touches, from the leaf up."""
+
+    def __init__(self, forest: PrefixForest) -> None:
+        position = np.empty(forest.batch_size, dtype=np.int64)
+        position[forest.order] = np.arange(forest.batch_size)
+        self._leaf: list[int] = forest.leaf[position].tolist()
+        self._parent = forest.parent.tolist()
+        self._start, self._end = forest.start.tolist(), forest.end.tolist()
+
+    def touched(self, request: int, first: int, stop: int, is_open: bool) -> Iterator[int]:
+        """Nodes of `request` with a position from `first` to `stop`; also an empty leaf to grow."""
+        leaf = node = self._leaf[request]
+        while node != VIRTUAL_ROOT and self._end[node] > first:
+            if self._start[node] < stop:
+                yield node
+            node = self._parent[node]
+        if is_open and self._start[leaf] == self._end[leaf]:  # an empty leaf will grow here
+            yield leaf
+
+
 def describe_nodes(forest: PrefixForest, grouping: Grouping) -> tuple[NodeFacts, ...]:
     """Every node, with the chunks that read it."""
     readers: list[list[int]] = [[] for _ in range(forest.num_nodes)]
-    position = np.empty(forest.batch_size, dtype=np.int64)
-    position[forest.order] = np.arange(forest.batch_size)
-    parent, start, end = forest.parent.tolist(), forest.start.tolist(), forest.end.tolist()
+    nodes = NodesOfRanges(forest)
     group_of = np.repeat(np.arange(grouping.num_groups), np.diff(grouping.segment_ptr)).tolist()
-    leaf_of = forest.leaf[position[grouping.request]].tolist()
     segments = zip(
         group_of,
-        leaf_of,
+        grouping.request.tolist(),
         grouping.start.tolist(),
         grouping.end.tolist(),
         grouping.open.tolist(),
         strict=True,
     )
-    for group, leaf, first, stop, is_open in segments:
-        node = leaf
-        while node != VIRTUAL_ROOT and end[node] > first:
-            if start[node] < stop:
-                readers[node].append(group)
-            node = parent[node]
-        if is_open and start[leaf] == end[leaf]:  # an empty leaf will grow here
-            readers[leaf].append(group)
+    for group, *ranged in segments:
+        for node in nodes.touched(*ranged):
+            readers[node].append(group)
+    parent, start = forest.parent.tolist(), forest.start.tolist()
     queries, leaves = forest.num_queries.tolist(), forest.is_leaf.tolist()
     requests, lengths = forest.request.tolist(), forest.length.tolist()
     return tuple(

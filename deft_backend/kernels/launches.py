@@ -12,7 +12,6 @@ import triton
 from deft_backend.compile.triton_kernel import Kernel
 from deft_backend.kernel_limits import MAX_MERGED
 from deft_backend.kernels.arguments import CacheLayout, Heads, Mode, Tile
-from deft_backend.query_blocks import ONE_TOKEN, QueryBlocks
 from deft_backend.kernels.configurations import (
     HOPPER_LARGE_TILE,
     HOPPER_SMALL_TILE,
@@ -24,6 +23,7 @@ from deft_backend.kernels.configurations import (
 )
 from deft_backend.planner import DevicePlan, Plan
 from deft_backend.planner.encoding import ITEM_ORDER
+from deft_backend.query_blocks import ONE_TOKEN, QueryBlocks
 
 LOG2_E = 1.4426950408889634
 
@@ -154,8 +154,9 @@ def run_plan(
     few = queries <= config.few_queries(num_results)
     reduce = config.few if few else config.reduce
     programs = min(reduce.programs, merged * reduce.blocks(num_results))
-    arguments = (partial, out, plan.stage2, starts, *strides[2:4])
-    launches.stage2[few].run(programs, arguments, types, aligned)
+    launches.stage2[few].run(
+        programs, (partial, out, plan.stage2, starts, *strides[2:4]), types, aligned
+    )
 
 
 def _reach(tensor: torch.Tensor) -> int:

@@ -8,7 +8,8 @@ For an item with queries Q and KV ranges K, V the kernel computes
 
 with an online softmax over KV blocks and float32 accumulation (DeFT, section 3.1). A block is
 loaded once for every query of the tile and every query head of its GQA group: a query
-vector of the tile is a (query token, head of the GQA group) pair. `small_tile` runs the small tiles.
+vector of the tile is a (query token, head of the GQA group) pair. `small_tile` runs the small
+tiles.
 
 An item's KV is a list of segments. Every query of the tile attends to the only segment of a large
 tile. All may attend to the first segment of a masked tile. A loop without masks takes the whole KV

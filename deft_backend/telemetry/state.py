@@ -228,7 +228,10 @@ class StateWriter:
         atexit.register(self.look)
 
     def look(self) -> None:
-        """Write the file if a counter has changed since the last time, and call the listeners."""
+        """Write the file if a counter has changed since the last time, and call the listeners.
+
+        Without a change, only the file's time of modification moves: a sign of life.
+        """
         with self._lock:  # between this thread and the exit; the forward thread never takes it
             counters = self.state.counters()
             self._write(counters)
@@ -242,9 +245,11 @@ class StateWriter:
                     logger.debug("deft: reporting failed", exc_info=True)
 
     def _write(self, counters: Counters) -> None:
-        if self._failed or counters == self._seen:
+        if self._failed:
             return
         try:
+            if counters == self._seen and self._touched():
+                return
             content = {**self.state.as_json(counters), "updated": time.time()}
             self._replace(self.path, content)
         except OSError as error:
@@ -252,6 +257,14 @@ class StateWriter:
             logger.warning("deft: cannot write the server's state file: %s", error)
             return
         self._seen = counters
+
+    def _touched(self) -> bool:
+        """Move the file's time, so that readers see a writer that lives; False without a file."""
+        try:
+            os.utime(self.path)
+        except FileNotFoundError:
+            return False
+        return True
 
     def _show_batch(self) -> None:
         """Answer `deft explain --server`, if it asks."""

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,24 @@ class StateError(ValueError):
 
 @dataclass(frozen=True)
 class StateReading:
-    """One reading of the file."""
+    """One reading of the file.
+
+    Attributes
+    ----------
+    rids : tuple of str
+        The host's names of the requests of `forest`, by request index.
+    updated : float
+        When a counter last changed, in seconds since the epoch.
+    sign_of_life : float
+        When the writer last wrote or touched the file.
+    """
 
     path: Path
+    pid: int
+    port: int
+    rank: int
+    host: str
+    host_version: str
     backend: str
     policy: str
     device: str
@@ -45,7 +61,9 @@ class StateReading:
     dtype_bytes: int
     counters: Counters
     forest: PrefixForest | None
+    rids: tuple[str, ...]
     updated: float
+    sign_of_life: float
 
 
 def state_file(folder: Path, port: int) -> Path:
@@ -65,6 +83,25 @@ def running_servers(folder: Path) -> dict[int, Path]:
         if _writes_on(path):
             alive.setdefault(int(path.name.split("-")[0]), path)
     return alive
+
+
+def only_server(folder: Path) -> Path:
+    """The file of the one server that runs.
+
+    Raises
+    ------
+    StateError
+        If none runs, or several do.
+    """
+    found = running_servers(folder)
+    if len(found) != 1:
+        names = ", ".join(map(str, found)) or "none"
+        raise StateError(
+            f"{len(found)} servers with the plugin are running according to {folder} (ports: "
+            f"{names}); start one with 'deft serve', or name its port: --server PORT"
+        )
+    (path,) = found.values()
+    return path
 
 
 def _first_ranks(folder: Path, port: int | None = None) -> list[Path]:
@@ -96,6 +133,7 @@ def read_state(path: Path) -> StateReading:
         If the file is missing, has another schema, or lacks a field.
     """
     try:
+        written = path.stat().st_mtime
         content = json.loads(path.read_text())
     except FileNotFoundError:
         raise StateError(
@@ -111,9 +149,63 @@ def read_state(path: Path) -> StateReading:
             "deft-backend in the server and here"
         )
     try:
-        return _state(path, content)
+        return _state(path, content, written)
     except (KeyError, TypeError, ValueError) as error:
         raise StateError(f"{path}: bad or missing field: {error!r}") from error
+
+
+class BatchQuestion:
+    """One question to a server with the device planner: which batch does it decode?
+
+    The server answers all who ask at that time with one file, so nobody removes it.
+
+    Raises
+    ------
+    StateError
+        If the question cannot be left beside the state file.
+    """
+
+    def __init__(self, state: Path) -> None:
+        self._state = state
+        self._answered = answer_file(state)
+        self._before = self._version()
+        try:
+            request_file(state).touch()
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def answer(self) -> PrefixForest | None:
+        """The batch, or None until the server has answered.
+
+        Raises
+        ------
+        StateError
+            If the server has no batch to show, or the answer cannot be read.
+        """
+        if self._version() in (self._before, None):
+            return None
+        try:
+            content = json.loads(self._answered.read_text())
+            if "forest" in content:
+                return forest_from_json(content["forest"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise self._failed(error) from error
+        raise StateError(f"{self._state}: the server has no batch to show: {content.get('error')}")
+
+    def withdraw(self) -> None:
+        """Take the question back, so that the server copies nothing for it."""
+        with suppress(OSError):
+            request_file(self._state).unlink(missing_ok=True)
+
+    def _failed(self, error: Exception) -> StateError:
+        return StateError(f"{self._state}: cannot ask the server for its last batch: {error}")
+
+    def _version(self) -> tuple[int, int] | None:
+        try:
+            found = self._answered.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
 
 
 def shown_forest(state: Path, timeout: float | None = None) -> PrefixForest:
@@ -130,23 +222,17 @@ def shown_forest(state: Path, timeout: float | None = None) -> PrefixForest:
         If the server does not answer in time, or has no batch to show.
     """
     timeout = ANSWER_SECONDS if timeout is None else timeout
-    asked, answered = request_file(state), answer_file(state)
-    try:
-        answered.unlink(missing_ok=True)
-        asked.touch()
-        if not appears(answered, timeout):
-            asked.unlink(missing_ok=True)
+    question = BatchQuestion(state)
+    begin = time.monotonic()
+    while (forest := question.answer()) is None:
+        if time.monotonic() - begin > timeout:
+            question.withdraw()
             raise StateError(
                 f"{state}: the server did not say within {timeout:.0f} s which batch it decodes; "
                 "is it still running?"
             )
-        content = json.loads(answered.read_text())
-        answered.unlink(missing_ok=True)
-    except (OSError, json.JSONDecodeError) as error:
-        raise StateError(f"{state}: cannot ask the server for its last batch: {error}") from error
-    if "forest" not in content:
-        raise StateError(f"{state}: the server has no batch to show: {content.get('error')}")
-    return forest_from_json(content["forest"])
+        time.sleep(0.1)
+    return forest
 
 
 def written_state(folder: Path, port: int, timeout: float = 5.0) -> Path | None:
@@ -195,10 +281,15 @@ def settled_counters(path: Path, timeout: float = 10.0) -> Counters:
         before = now
 
 
-def _state(path: Path, content: dict[str, Any]) -> StateReading:
+def _state(path: Path, content: dict[str, Any], written: float) -> StateReading:
     forest = content["forest"]
     return StateReading(
         path=path,
+        pid=int(content["pid"]),
+        port=int(content["port"]),
+        rank=int(content["rank"]),
+        host=str(content["host"]),
+        host_version=str(content["host_version"]),
         backend=str(content["backend"]),
         policy=str(content["policy"]),
         device=str(content["device"]),
@@ -206,5 +297,7 @@ def _state(path: Path, content: dict[str, Any]) -> StateReading:
         **{name: int(content[name]) for name in _SHAPE},
         counters=Counters.from_json(content),
         forest=None if forest is None else forest_from_json(forest),
+        rids=() if forest is None else tuple(map(str, forest.get("rids", ()))),
         updated=float(content["updated"]),
+        sign_of_life=written,
     )

@@ -27,7 +27,7 @@ from deft_backend.hosts.sglang.arguments import NAME
 from deft_backend.hosts.sglang.batch_observer import BatchObserver
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner
 from deft_backend.hosts.sglang.prefix_source import PrefixSource
-from deft_backend.hosts.sglang.ranks import all_ranks
+from deft_backend.hosts.sglang.ranks import same_on_all_ranks
 from deft_backend.hosts.sglang.server import shape_of, start_reporting, state_of
 from deft_backend.hosts.sglang.verification import Verification
 from deft_backend.hosts.sglang.verify import disagreement
@@ -56,8 +56,8 @@ class Unsupported(RuntimeError):
 def wrap_backend(runner: Any, name: str, host: Any) -> Any:
     """Put tree attention around the host's backend, or return that backend and log the reason.
 
-    If set-up fails on one rank, every rank undoes it. Ranks with different sets of graphs would
-    wait for each other forever during the capture.
+    If set-up fails on one rank, or ranks decided differently, every rank undoes it. Ranks with
+    different sets of graphs would wait for each other forever during the capture.
 
     Parameters
     ----------
@@ -82,8 +82,13 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
             reason = f"tree attention could not be set up ({error!r})"
             logger.debug("deft: set-up failed", exc_info=True)
         try:
-            agreed = all_ranks(runner, made is not None)
-            if made is not None:
+            agreed = same_on_all_ranks(runner, None if made is None else made.decided(settings))
+            if agreed is False:
+                reason = (
+                    "its ranks would decode in different ways (DEFT_PLANNER, DEFT_POLICY, "
+                    "DEFT_MIN_* or DEFT_MAX_BATCH differ, or their GPUs do)"
+                )
+            elif made is not None:
                 reason = "another rank has no tree attention"
         except Exception as error:
             agreed, reason = False, f"its ranks cannot agree on tree attention ({error!r})"
@@ -146,6 +151,14 @@ class _Made(NamedTuple):
     attention: TreeAttention
     state: ServerState
     on_device: bool
+
+    def decided(self, settings: Settings) -> tuple[object, ...]:
+        """What decides the sets of graphs and the steps of tree attention: equal on all ranks."""
+        return (
+            self.on_device, self.attention.capacity.max_batch, settings.policy,
+            settings.min_share, settings.min_batch, settings.min_shared_tokens,
+            settings.min_saved_ms,
+        )  # fmt: skip
 
 
 def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Made:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,19 +12,28 @@ import torch.distributed
 from deft_backend.hosts.sglang.versions import tensor_parallel_group
 
 
-def all_ranks(runner: Any, mine: bool) -> bool:
-    """Whether `mine` is true on every rank of the model runner's group; all ranks must call this.
+def same_on_all_ranks(runner: Any, mine: Sequence[object] | None) -> bool | None:
+    """Whether `mine` is equal on every rank of the model runner's group; all ranks must call this.
 
     Parameters
     ----------
     runner
         The host's model runner; its group communicates through CPU memory.
-    mine : bool
-        This rank's answer.
+    mine : sequence, optional
+        What this rank decided, with the same text on all ranks that decided the same; None if it
+        has no tree attention.
+
+    Returns
+    -------
+    bool or None
+        None if some rank has no tree attention.
     """
     group = tensor_parallel_group(runner)
     if group is None or group.world_size == 1:
-        return mine
-    flag = torch.tensor([int(mine)], dtype=torch.int32)
-    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
-    return bool(flag.item())
+        return None if mine is None else True
+    digest = zlib.crc32(repr(mine).encode())
+    # The least digest, and the largest one with its sign changed, in one exchange.
+    flags = torch.tensor([int(mine is not None), digest, -digest], dtype=torch.int64)
+    torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    everywhere, least, most = flags.tolist()
+    return least == -most if everywhere else None

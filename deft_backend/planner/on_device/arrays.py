@@ -1,8 +1,9 @@
 """What the device planner's kernels hand to one another: arrays on the device.
 
 Every array is int32 unless its entry says otherwise. A request here is a query of the plan: one of
-the request's query blocks. B is the number of them that the kernels are compiled for. Nodes stand at the position of their leading cut; position 0 stands for the virtual root.
-Ranges [2 B] are those of nodes, then those of the leaf of the request at each position.
+the request's query blocks. B is the number of them that the kernels are compiled for. Nodes stand
+at the position of their leading cut; position 0 stands for the virtual root. Ranges [2 B] are those
+of nodes, then those of the leaf of the request at each position.
 """
 
 from __future__ import annotations

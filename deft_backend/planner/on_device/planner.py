@@ -366,7 +366,7 @@ class DevicePlanner:
         )  # fmt: skip
 
     def _numbers_of(self, target: Target) -> Numbers:
-        """Computed once for each target: every step plans anew, and comparing targets takes time."""
+        """Computed once for each target. Each step asks, and comparing targets takes time."""
         found = self._numbers.get(id(target))
         if found is None:
             found = self._numbers[id(target)] = (target, Numbers.of(target))

@@ -1,0 +1,22 @@
+"""A failing seed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Failure(NamedTuple):
+    """A seed that fails.
+
+    Attributes
+    ----------
+    seed : int
+    planner : str
+        ``device``, or the policy of the host planner.
+    why : str
+        In words.
+    """
+
+    seed: int
+    planner: str
+    why: str

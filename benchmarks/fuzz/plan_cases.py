@@ -1,0 +1,171 @@
+"""Fuzz plans alone: the host planner and the device planner plan the same batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from benchmarks.fuzz.forests import Limits, RandomBatch, draw_batch
+from benchmarks.fuzz.outcome import Failure
+from benchmarks.fuzz.settings import AUTO, PlanSetting
+from benchmarks.fuzz.walk_plan import fault_of
+from deft_backend.forest import PrefixForest, forest_from_page_tables
+from deft_backend.planner import DevicePlan, Plan, PlanCapacity, plan_forest
+from deft_backend.planner.on_device import DevicePlanner
+from deft_backend.policies import get_policy
+from deft_backend.policy_names import POLICY_NAMES
+
+CLOSE = 0.02
+"""Two plans are equally good if the tokens that they load, and their results to merge, differ by
+less than this share. The device decides in float32, so it may decide a tie in another way."""
+
+
+@dataclass
+class PlanCounts:
+    """What a chunk of plans came to.
+
+    Attributes
+    ----------
+    plans : int
+        Plans that were walked.
+    compared : int
+        Batches that both planners planned.
+    same : int
+        Of these, those with the same items.
+    """
+
+    plans: int = 0
+    compared: int = 0
+    same: int = 0
+    failures: list[Failure] = field(default_factory=list)
+
+
+class PlanFuzzer:
+    """Plans batches of one setting on the device, all of a chunk before the CPU reads any.
+
+    Parameters
+    ----------
+    setting : PlanSetting
+    device : torch.device
+    large : bool
+        Whether batches are as large as a GPU plans fast.
+    """
+
+    def __init__(self, setting: PlanSetting, device: torch.device, *, large: bool) -> None:
+        self.setting = setting
+        self.target = setting.target()
+        self.limits = Limits(192, 60_000, 1 << 22) if large else Limits(12, 1500, 1 << 18)
+        self._device = device
+        capacity = PlanCapacity.for_batch(256, max(self.target.tile_programs))
+        self.capacity = capacity
+        on_gpu = device.type == "cuda"
+        overlapped = on_gpu and torch.cuda.get_device_capability(device) >= (9, 0)
+        self._plan = DevicePlan(capacity, device)
+        # The interpreted planner prices four chunk lengths of 64. So its decisions are the host's
+        # only if each range is one block.
+        self._decides_alike = on_gpu or setting.block_tokens >= self.limits.tokens
+        self._planner = DevicePlanner(
+            self.target, self._plan, device, setting.page_size, overlapped=overlapped
+        )
+
+    def batch(self, seed: int) -> RandomBatch:
+        """The batch of a seed."""
+        random = np.random.default_rng([seed, 1])
+        return draw_batch(random, self.setting.page_size, self.limits, twins=True)
+
+    def run(self, seeds: Sequence[int]) -> PlanCounts:
+        """Plan the batches of some seeds with both planners, walk the plans and compare them."""
+        batches = [self.batch(seed) for seed in seeds]
+        planned = self._on_device(batches)
+        counts = PlanCounts()
+        for seed, batch, found in zip(seeds, batches, planned, strict=True):
+            counts.plans += 1
+            why = self._fault(batch, found)
+            if why:
+                counts.failures.append(Failure(seed, "device", why))
+            if batch.monotone:
+                self._compare(seed, batch, found, counts)
+        return counts
+
+    def _compare(self, seed: int, batch: RandomBatch, found: Plan, counts: PlanCounts) -> None:
+        forest = self._forest(batch)
+        host, _ = plan_forest(forest, get_policy(AUTO), self.target, self.capacity)
+        counts.plans += 1
+        why = self._fault(batch, host)
+        if why:
+            counts.failures.append(Failure(seed, AUTO, why))
+        if self._decides_alike:
+            counts.compared += 1
+            if np.array_equal(_items(found), _items(host)):
+                counts.same += 1
+            elif why := _worse(found, host, batch.seq_lens):
+                counts.failures.append(Failure(seed, "device", why))
+        # The other policies take turns; no device planner follows them.
+        name = POLICY_NAMES[seed % len(POLICY_NAMES)]
+        if name != AUTO:
+            other, _ = plan_forest(forest, get_policy(name), self.target, self.capacity)
+            counts.plans += 1
+            if why := self._fault(batch, other):
+                counts.failures.append(Failure(seed, name, why))
+
+    def _forest(self, batch: RandomBatch) -> PrefixForest:
+        tables = np.ascontiguousarray(batch.page_table[batch.rows])
+        return forest_from_page_tables(tables, batch.seq_lens, batch.page_size)
+
+    def _fault(self, batch: RandomBatch, plan: Plan) -> str:
+        table, size = batch.contents, batch.page_size
+        return fault_of(plan, table, batch.rows, batch.seq_lens, size, self.target)
+
+    def _on_device(self, batches: Sequence[RandomBatch]) -> Iterator[Plan]:
+        buffer = self._plan._buffer
+        kept = torch.empty((len(batches), len(buffer)), dtype=torch.uint8, device=self._device)
+        for at, batch in enumerate(batches):
+            buffer.fill_(0xAB)  # any earlier content
+            table, rows, lens = (
+                torch.from_numpy(array).to(self._device)
+                for array in (batch.page_table, batch.rows, batch.seq_lens)
+            )
+            self._planner.plan(table, rows, lens)
+            kept[at] = buffer
+        on_cpu = kept.cpu()
+        return (_read(self._plan._views_of(row)) for row in on_cpu)
+
+
+def _read(views: dict[str, torch.Tensor]) -> Plan:
+    """The plan in a copy of the device's arrays, cut to its counts."""
+    arrays = {name: view.numpy() for name, view in views.items()}
+    tiles = arrays["tile_ptr"]
+    items, reduced = int(tiles[-1]), int(arrays["num_reduce"][0])
+    items = min(max(items, 0), len(arrays["item_query_ptr"]) - 1)
+    reduced = min(max(reduced, 0), len(arrays["reduce_query"]))
+    entries = min(max(int(arrays["item_query_ptr"][items]), 0), len(arrays["entry_query"]))
+    counts: dict[str, Any] = {
+        "tile_ptr": len(tiles), "item_segment_ptr": items + 1, "item_query_ptr": items + 1,
+        "segment_request": items, "segment_start": items, "segment_end": items,
+        "segment_span": items, "entry_query": entries, "entry_slot": entries,
+        "reduce_query": reduced, "reduce_ptr": reduced + 1,
+    }  # fmt: skip
+    return Plan(**{name: arrays[name][:count] for name, count in counts.items()})
+
+
+def _items(plan: Plan) -> npt.NDArray[np.int64]:
+    """Queries, start and end of every item, sorted; any request may hold the range."""
+    items = np.stack(
+        (np.diff(plan.item_query_ptr), plan.segment_start[: plan.num_items],
+         plan.segment_end[: plan.num_items])
+    ).astype(np.int64)  # fmt: skip
+    return items[:, np.lexsort(items)]
+
+
+def _worse(found: Plan, host: Plan, lens: npt.NDArray[np.int32]) -> str:
+    """Why the device's plan is worse than the host's, if it is."""
+    loaded, best = found.loaded_tokens(lens), host.loaded_tokens(lens)
+    partials, fewest = found.num_partials, host.num_partials
+    if loaded <= best * (1 + CLOSE) + 64 or partials <= fewest * (1 - CLOSE):
+        return ""
+    return f"the plan loads {loaded} tokens and leaves {partials} results; host {best}, {fewest}"

@@ -1,0 +1,205 @@
+"""Walk a plan as both stages do, and find what is wrong with it.
+
+The walk knows page tables and lengths, and nothing of nodes or policies. Numba compiles it, because
+a fuzzer walks thousands of plans a second.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from deft_backend.compile.host_jit import host_jit
+from deft_backend.kernel_limits import MAX_MERGED
+from deft_backend.planner import Plan
+from deft_backend.planner.encoding import (
+    DIRECT,
+    ITEM_ORDER,
+    MERGES,
+    OPEN_END,
+    SPAN_MASK,
+    SPAN_SHIFT,
+)
+from deft_backend.policies import Target
+
+FAULTS = (
+    "",
+    "the items of the tile shapes are not in order",
+    "an item holds no query, or more than its tile",
+    "an item holds no range, or more than its tile",
+    "an item's span is impossible",
+    "a query attends beyond its context",
+    "a query attends to another's tokens",
+    "a query does not attend to each of its tokens once",
+    "a slot is written twice, or lies outside the workspace",
+    "an item merges an impossible number of results",
+    "a result is merged by another query, or before it is written",
+    "an output is not written just once",
+    "a partial result is never merged",
+    "a range or a query has an impossible number",
+)
+"""What :func:`fault_of` may find; the first: nothing."""
+
+_ORDER = np.array(ITEM_ORDER, dtype=np.int64)
+
+
+def fault_of(
+    plan: Plan,
+    table: npt.NDArray[np.int32],
+    rows: npt.NDArray[np.int32],
+    seq_lens: npt.NDArray[np.int32],
+    page_size: int,
+    target: Target,
+) -> str:
+    """What is wrong with a plan, in words; empty if it gives every query its own attention.
+
+    Parameters
+    ----------
+    plan : Plan
+    table, rows, seq_lens
+        The batch as it runs; requests may have grown since the plan.
+    page_size : int
+    target : Target
+        Its tile shapes bound the items.
+    """
+    heights = np.array(target.tile_heights, dtype=np.int64)
+    segments = np.array(target.tile_segments, dtype=np.int64)
+    arrays = [np.ascontiguousarray(array) for array in plan.arrays().values()]
+    batch = (table, rows, seq_lens, page_size)
+    arguments: Any = (*arrays, *batch, heights // target.gqa_group, segments, _ORDER)
+    code, at = _walk(*arguments)
+    return f"{FAULTS[code]} ({at})" if code else ""
+
+
+@host_jit
+def _walk(
+    tile_ptr: Any, item_segment_ptr: Any, item_query_ptr: Any, segment_request: Any,
+    segment_start: Any, segment_end: Any, segment_span: Any, entry_query: Any, entry_slot: Any,
+    reduce_query: Any, reduce_ptr: Any, table: Any, rows: Any, lens: Any, page_size: int,
+    tile_queries: Any, tile_segments: Any, order: Any,
+) -> tuple[int, int]:  # fmt: skip
+    """The number of a fault in :data:`FAULTS`, and the item or query that shows it."""
+    batch = len(lens)
+    items = len(item_query_ptr) - 1
+    longest = 0
+    for query in range(batch):
+        longest = max(longest, lens[query])
+    # The change of how often a query attends to a token, at that token.
+    change = np.zeros((batch, longest + 1), dtype=np.int32)
+    capacity = max(1, len(entry_slot))
+    slot_query = np.full(capacity, -1, dtype=np.int64)
+    slot_place = np.full(capacity, -1, dtype=np.int64)
+    merged_slot = np.zeros(capacity, dtype=np.int64)
+    outputs = np.zeros(batch, dtype=np.int64)
+    if tile_ptr[0] != 0 or tile_ptr[len(tile_ptr) - 1] != items:
+        return 1, 0
+    for place in range(len(order)):
+        if tile_ptr[place + 1] < tile_ptr[place]:
+            return 1, place
+        shape = order[place]
+        for item in range(tile_ptr[place], tile_ptr[place + 1]):
+            first, stop = item_query_ptr[item], item_query_ptr[item + 1]
+            held = stop - first
+            if held < 1 or held > tile_queries[shape]:
+                return 2, item
+            begin, end = item_segment_ptr[item], item_segment_ptr[item + 1]
+            if end - begin < 1 or end - begin > tile_segments[shape]:
+                return 3, item
+            for entry in range(first, stop):
+                if entry_query[entry] < 0 or entry_query[entry] >= batch:
+                    return 13, item
+            merged = 0
+            for segment in range(begin, end):
+                request = segment_request[segment]
+                if request < 0 or request >= batch:
+                    return 13, item
+                start, last = segment_start[segment], segment_end[segment]
+                if last == OPEN_END:
+                    last = lens[request]
+                low, high = 0, held
+                if shape == 0:
+                    if begin != item:
+                        return 4, item
+                    merged = segment_span[segment]
+                else:
+                    low = segment_span[segment] & SPAN_MASK
+                    high = segment_span[segment] >> SPAN_SHIFT
+                    if low < 0 or low >= high or high > held:
+                        return 4, item
+                    if tile_segments[shape] == 1 and (low != 0 or high != held):
+                        return 4, item
+                if start < 0 or last < start or last > lens[request]:
+                    return 13, item
+                for entry in range(first + low, first + high):
+                    query = entry_query[entry]
+                    if last > lens[query]:
+                        return 5, query
+                    if last > start:
+                        for page in range(start // page_size, (last - 1) // page_size + 1):
+                            if table[rows[query], page] != table[rows[request], page]:
+                                return 6, query
+                    change[query, start] += 1
+                    change[query, last] -= 1
+            for entry in range(first, stop):
+                query, slot = entry_query[entry], entry_slot[entry]
+                if slot >= 0:
+                    if slot >= capacity or slot_query[slot] >= 0:
+                        return 8, item
+                    slot_query[slot], slot_place[slot] = query, place
+                    continue
+                outputs[query] += 1
+                if slot == DIRECT:
+                    if merged != 0:
+                        return 9, item
+                    continue
+                if held != 1 or merged < 1 or merged > MAX_MERGED:
+                    return 9, item
+                from_slot = MERGES - slot
+                for at in range(from_slot, from_slot + merged):
+                    # Earlier launches have written it: places are in the order of `order`, and
+                    # launches go from the masked and the large tile to the small tile.
+                    if at >= capacity or (slot_query[at] != query and slot_query[at] >= 0):
+                        return 10, item
+                    merged_slot[at] += 1
+    for query in range(batch):
+        count = 0
+        for token in range(lens[query]):
+            count += change[query, token]
+            if count != 1:
+                return 7, query
+    if len(reduce_ptr) != len(reduce_query) + 1 or reduce_ptr[0] != 0:
+        return 11, -1
+    for place in range(len(reduce_query)):
+        query = reduce_query[place]
+        if query < 0 or query >= batch:
+            return 13, query
+        outputs[query] += 1
+        first, stop = reduce_ptr[place], reduce_ptr[place + 1]
+        if stop - first < 2:
+            return 11, query
+        for at in range(first, stop):
+            if at >= capacity or slot_query[at] != query:
+                return 10, query
+            merged_slot[at] += 1
+    for query in range(batch):
+        if outputs[query] != 1:
+            return 11, query
+    for at in range(capacity):
+        written = 1 if slot_query[at] >= 0 else 0
+        if merged_slot[at] != written:
+            return 12, at
+    # A small tile that merges reads results of large and masked tiles alone.
+    small = 0
+    for place in range(len(order)):
+        if order[place] == 0:
+            small = place
+    for item in range(tile_ptr[small], tile_ptr[small + 1]):
+        entry = item_query_ptr[item]
+        if entry_slot[entry] <= MERGES:
+            from_slot = MERGES - entry_slot[entry]
+            for at in range(from_slot, from_slot + segment_span[item_segment_ptr[item]]):
+                if slot_query[at] != entry_query[entry] or slot_place[at] == small:
+                    return 10, entry_query[entry]
+    return 0, 0

@@ -1,0 +1,197 @@
+"""One process of the fuzzer: chunk after chunk until its time is over."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.fuzz.attention_cases import AttentionFuzzer
+from benchmarks.fuzz.outcome import Failure
+from benchmarks.fuzz.plan_cases import PlanFuzzer
+from benchmarks.fuzz.settings import (
+    PLANNERS,
+    AttentionSetting,
+    PlanSetting,
+    attention_settings,
+    plan_settings,
+)
+
+WHATS = ("plans", "attention")
+SEEDS_OF_A_WORKER = 1 << 40
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process does.
+
+    Attributes
+    ----------
+    what : str
+        One of :data:`WHATS`.
+    number, of : int
+        Which process, and of how many.
+    until : float
+        When it ends, by the machine's clock (``time.time``).
+    most : int
+        Plans after which it ends; 0: none.
+    seed : int
+        Of the whole run.
+    settings : int
+        How many settings the process takes; on a GPU each is compiled.
+    folder : Path
+        Where it writes its report.
+    device : str
+    dtypes : tuple of str
+    """
+
+    what: str
+    number: int
+    of: int
+    until: float
+    most: int
+    seed: int
+    settings: int
+    folder: Path
+    device: str
+    dtypes: tuple[str, ...]
+
+    @property
+    def large(self) -> bool:
+        """Whether batches are as large as a GPU runs fast."""
+        return self.device == "cuda"
+
+    @property
+    def report(self) -> Path:
+        """The file of the process's counts so far."""
+        return self.folder / f"{self.what}-{self.number}.json"
+
+    @property
+    def now(self) -> Path:
+        """The file of the chunk that runs: what to blame if the process dies."""
+        return self.folder / f"{self.what}-{self.number}.now.json"
+
+
+@dataclass
+class Report:
+    """Counts of a process; :attr:`failures` hold all that a case needs.
+
+    Attributes
+    ----------
+    plans : int
+    compared, same : int
+        Batches that both planners planned, and those with the same items.
+    attention : int
+        Plans with attention.
+    by_planner : dict
+        Plans with attention by planner or policy.
+    largest_error : dict
+        By dtype.
+    """
+
+    plans: int = 0
+    compared: int = 0
+    same: int = 0
+    attention: int = 0
+    by_planner: dict[str, int] = field(default_factory=dict)
+    largest_error: dict[str, float] = field(default_factory=dict)
+    failures: list[dict[str, Any]] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON."""
+        return asdict(self)
+
+    def add_failures(self, job: Job, setting: Any, found: Sequence[Failure]) -> None:
+        """Keep failing seeds with their setting."""
+        self.failures += [
+            {"what": job.what, "large": job.large, "setting": asdict(setting), **failure._asdict()}
+            for failure in found
+        ]
+
+
+def work(job: Job) -> None:
+    """Run chunks until the time or the number of plans is reached, and report after each."""
+    torch.set_num_threads(1)
+    report = Report()
+    chunks = _plan_chunks if job.what == "plans" else _attention_chunks
+    for _ in chunks(job, report):
+        write_json(job.report, report.to_dict())
+        if time.time() > job.until or (job.most and report.plans >= job.most):
+            break
+    job.now.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Replace a file at once."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(json.dumps(content))
+    part.replace(path)
+
+
+def my_settings(job: Job) -> list[PlanSetting] | list[AttentionSetting]:
+    """The settings of a process; together the processes take as many different ones as they can."""
+    every: Any = plan_settings() if job.what == "plans" else attention_settings(job.dtypes)
+    first = job.number + job.seed
+    return [every[(first + n * job.of) % len(every)] for n in range(job.settings)]
+
+
+def _seeds(job: Job, size: int) -> Iterator[range]:
+    first = job.seed * 1_000_003 + job.number * SEEDS_OF_A_WORKER
+    for chunk in itertools.count():
+        yield range(first + chunk * size, first + (chunk + 1) * size)
+
+
+def _plan_chunks(job: Job, report: Report) -> Iterator[None]:
+    device = torch.device(job.device)
+    on_gpu = device.type == "cuda"
+    settings: Any = my_settings(job)
+    seeds = _seeds(job, 64 if on_gpu else 2)
+    fuzzers: dict[Any, PlanFuzzer] = {}
+    for setting in itertools.cycle(settings):
+        if setting not in fuzzers:
+            fuzzers[setting] = PlanFuzzer(setting, device, large=on_gpu)
+        chunk = next(seeds)
+        _begin(job, setting, "device", chunk)
+        counts = fuzzers[setting].run(chunk)
+        report.plans += counts.plans
+        report.compared += counts.compared
+        report.same += counts.same
+        report.add_failures(job, setting, counts.failures)
+        yield
+
+
+def _attention_chunks(job: Job, report: Report) -> Iterator[None]:
+    device = torch.device(job.device)
+    on_gpu = device.type == "cuda"
+    settings: Any = my_settings(job)
+    seeds = _seeds(job, 64 if on_gpu else 2)
+    fuzzers: dict[Any, AttentionFuzzer] = {}
+    for setting, planner in itertools.cycle(itertools.product(settings, PLANNERS)):
+        if setting not in fuzzers:
+            fuzzers[setting] = AttentionFuzzer(setting, device, large=on_gpu)
+        chunk = next(seeds)
+        _begin(job, setting, planner, chunk)
+        failures, error = fuzzers[setting].run(chunk, planner)
+        report.plans += len(chunk)
+        report.attention += len(chunk)
+        report.by_planner[planner] = report.by_planner.get(planner, 0) + len(chunk)
+        report.largest_error[setting.dtype] = max(
+            error, report.largest_error.get(setting.dtype, 0.0)
+        )
+        report.add_failures(job, setting, failures)
+        yield
+
+
+def _begin(job: Job, setting: Any, planner: str, chunk: range) -> None:
+    content = {
+        "what": job.what, "large": job.large, "setting": asdict(setting), "planner": planner,
+        "seeds": [chunk.start, chunk.stop],
+    }  # fmt: skip
+    write_json(job.now, content)

@@ -1,0 +1,69 @@
+"""`deft inspect`: a page that draws the forest that a server decodes, live."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from deft_backend.cli.errors import fail, reported, stderr
+from deft_backend.cli.shown import say
+from deft_backend.config import Settings, SettingsError
+from deft_backend.folders import state_directory
+
+PAGE_PORT = 8765
+
+
+def inspect(
+    server: Annotated[
+        int | None,
+        typer.Option(help="The server's port; default: the one server that runs."),
+    ] = None,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="The page's port; 0 takes a free one.")
+    ] = PAGE_PORT,
+    host: Annotated[
+        str, typer.Option(help="Where the page listens. Without it, only this machine sees it.")
+    ] = "127.0.0.1",
+) -> None:
+    """Show on a page which requests share what, live. It only reads, and shows no text."""
+    from deft_backend.telemetry.state_reader import StateError, only_server
+    from deft_backend.watch.engines import find_engines
+    from deft_backend.watch.page_server import PageServer
+    from deft_backend.watch.snapshot import Inspector
+
+    with reported(SettingsError, StateError):
+        folder = state_directory(Settings.from_env())
+        if server is None:
+            server = int(only_server(folder).name.split("-")[0])
+        elif not find_engines(folder, server):
+            raise StateError(
+                f"there is no state file of a server on port {server} in {folder}; is a server "
+                "with the plugin running on that port, under the same DEFT_STATE_DIR?"
+            )
+    inspector = Inspector(folder, server)
+    try:
+        page = PageServer(host, port, inspector.state)
+    except (OSError, UnicodeError) as error:
+        raise fail(
+            f"cannot listen on {host}, port {port}: {error}; choose another --port, or 0 for a "
+            "free one"
+        ) from None
+    if not page.loopback:
+        stderr.print(
+            f"[bold yellow]Warning:[/bold yellow] everyone who reaches {host} sees this page: "
+            "sizes of prompts, who shares them, and the host's names of requests.",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    inspector.state()  # the first look compiles; the first visitor should not wait for it
+    console = Console()
+    say(console, f"the forest of the server on port {server}: {page.url}")
+    say(console, "Ctrl-C ends the page; the server goes on")
+    try:
+        page.serve_forever(poll_interval=0.2)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        inspector.close()
+        page.server_close()

@@ -1,0 +1,102 @@
+"""`deft top`: every server on this machine, live in the terminal."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from deft_backend.cli.errors import reported
+from deft_backend.config import Settings, SettingsError
+from deft_backend.folders import state_directory
+
+if TYPE_CHECKING:
+    from deft_backend.watch.batches import BatchView
+    from deft_backend.watch.rates import Rate
+    from deft_backend.watch.top_view import Row
+
+RECENT = 3600.0
+"""Seconds for which an ended server stays in the view."""
+
+_ASK_SECONDS = 5.0
+"""Seconds between two questions for the batch of a server with the device planner."""
+
+_FIRST_ANSWER = 3.0
+
+
+def top(
+    port: Annotated[
+        int | None, typer.Argument(metavar="[PORT]", help="Only the server on this port.")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print once and end, for scripts.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON once and end.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+) -> None:
+    """Show what every server on this machine decodes, reads and saves.
+
+    With --once or --json, the exit code is 1 if no server runs.
+    """
+    from deft_backend.watch.top_view import row_json, view
+
+    with reported(SettingsError):
+        folder = state_directory(Settings.from_env())
+    watched = _Watched(folder, port)
+    console = Console()
+    if as_json or once:
+        rows = watched.rows(wait=_FIRST_ANSWER)
+        if as_json:
+            typer.echo(json.dumps([row_json(row) for row in rows], indent=2))
+        else:
+            console.print(view(rows, str(folder), live=False))
+        watched.close()
+        raise typer.Exit(0 if any(row.engine.runs for row in rows) else 1)
+
+    from rich.live import Live
+
+    try:
+        with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+            while True:
+                live.update(view(watched.rows(), str(folder), live=True), refresh=True)
+                time.sleep(interval)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        watched.close()
+
+
+class _Watched:
+    """The engines under a folder, with what is remembered of each between two looks."""
+
+    def __init__(self, folder: Path, port: int | None) -> None:
+        self._folder = folder
+        self._port = port
+        self._known: dict[Path, tuple[BatchView, Rate]] = {}
+
+    def rows(self, wait: float = 0.0) -> list[Row]:
+        """All engines that run, and those that ended lately."""
+        from deft_backend.watch.batches import BatchView
+        from deft_backend.watch.engines import ENDED, find_engines
+        from deft_backend.watch.rates import Rate
+        from deft_backend.watch.top_view import Row
+
+        rows = []
+        for engine in find_engines(self._folder, self._port):
+            if engine.status == ENDED and engine.since > RECENT:
+                continue
+            if engine.path not in self._known:
+                self._known[engine.path] = BatchView(_ASK_SECONDS), Rate()
+            batches, rate = self._known[engine.path]
+            shown = batches.wait(engine, wait) if wait else batches.look(engine)
+            now = None
+            if engine.reading is not None:
+                now = rate.add(time.monotonic(), engine.reading.pid, engine.counters)
+            rows.append(Row(engine, shown, now))
+        return rows
+
+    def close(self) -> None:
+        for batches, _ in self._known.values():
+            batches.close()

@@ -1,0 +1,34 @@
+"""The target of a running server's plans, as another process can know it."""
+
+from __future__ import annotations
+
+from deft_backend.policies import Target
+from deft_backend.telemetry.state_reader import StateReading
+
+H100_SMS = 132
+_BLOCKS_AN_SM = 2
+
+
+def server_target(state: StateReading, page_size: int) -> Target:
+    """The target that the server itself plans for, if this machine has its device."""
+    import torch
+
+    from deft_backend.attention.device_target import target_of
+    from deft_backend.kernels import kernel_configuration
+
+    heads, kv_heads, head_dim = state.num_query_heads, state.num_kv_heads, state.head_dim
+    on_cpu = state.device.startswith("cpu")
+    if not on_cpu and not torch.cuda.is_available():
+        return reference_target(heads, kv_heads, head_dim, state.dtype_bytes)
+    dtype = getattr(torch, state.dtype.removeprefix("torch."))
+    device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+    return target_of(
+        kernel_configuration(head_dim, dtype, device, heads // kv_heads), num_query_heads=heads,
+        num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, device=device, page_size=page_size,
+    )  # fmt: skip
+
+
+def reference_target(query_heads: int, kv_heads: int, head_dim: int, dtype_bytes: int) -> Target:
+    """The target of one H100, so that an explanation is the same on every machine."""
+    programs = max(1, H100_SMS * _BLOCKS_AN_SM // kv_heads)
+    return Target(query_heads, kv_heads, head_dim, dtype_bytes, num_programs=programs)

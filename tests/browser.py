@@ -1,0 +1,134 @@
+"""A headless Chromium for tests of pages, driven through WebDriver by the standard library."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+DRIVER = shutil.which("chromedriver")
+MISSING = "no Chromium with chromedriver is installed (Debian: apt-get install chromium-driver)"
+
+_FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--disable-dev-shm-usage", "--window-size=1360,1000",
+)  # fmt: skip
+_ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
+KEYS = {
+    "right": "\ue014", "left": "\ue012", "up": "\ue013", "down": "\ue015", "escape": "\ue00c",
+    "enter": "\ue007",
+}  # fmt: skip
+
+
+class Browser:
+    """One tab of a browser."""
+
+    def __init__(self, base: str) -> None:
+        self._base = base
+
+    def open(self, url: str) -> None:
+        self._call("POST", "url", {"url": url})
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        """The value that a JavaScript function body returns."""
+        return self._call("POST", "execute/sync", {"script": script, "args": list(arguments)})
+
+    def text(self, selector: str) -> str:
+        found: str = self.run("return document.querySelector(arguments[0]).innerText", selector)
+        return found
+
+    def click(self, selector: str) -> None:
+        """A real click, which fails if another element covers this one."""
+        found = self._call("POST", "element", {"using": "css selector", "value": selector})
+        self._call("POST", f"element/{found[_ELEMENT]}/click", {})
+
+    def press(self, *keys: str) -> None:
+        """Keys, to the element with the focus."""
+        presses = [
+            {"type": kind, "value": KEYS.get(key, key)}
+            for key in keys
+            for kind in ("keyDown", "keyUp")
+        ]
+        source = {"type": "key", "id": "keys", "actions": presses}
+        self._call("POST", "actions", {"actions": [source]})
+
+    def until(self, met: Callable[[], Any], seconds: float = 20.0) -> Any:
+        """Wait until a condition is true; returns its value."""
+        end = time.monotonic() + seconds
+        while not (value := met()):
+            assert time.monotonic() < end, self.text("body")
+            time.sleep(0.1)
+        return value
+
+    def scheme(self, name: str) -> None:
+        """Prefer ``light`` or ``dark``."""
+        features = [{"name": "prefers-color-scheme", "value": name}]
+        asked = {"cmd": "Emulation.setEmulatedMedia", "params": {"features": features}}
+        self._call("POST", "goog/cdp/execute", asked)
+
+    def screenshot(self, path: Path) -> None:
+        path.write_bytes(base64.b64decode(self._call("GET", "screenshot")))
+
+    def messages(self) -> list[str]:
+        """What the browser logged since the last time: errors of scripts, refused resources."""
+        found = self._call("POST", "se/log", {"type": "browser"})
+        return [entry["message"] for entry in found]
+
+    def _call(self, method: str, path: str, body: Any = None) -> Any:
+        return _call(method, f"{self._base}/{path}", body)
+
+
+@contextmanager
+def browser(folder: Path) -> Iterator[Browser]:
+    """A browser with a fresh profile under `folder`, for a `with` block."""
+    assert DRIVER is not None
+    log = folder / "chromedriver.log"
+    driver = subprocess.Popen(
+        [DRIVER, "--port=0", f"--log-path={folder / 'driver.log'}"],
+        stdout=log.open("wb"), stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        base = f"http://127.0.0.1:{_port(driver, log)}"
+        options = {"args": [*_FLAGS, f"--user-data-dir={folder / 'profile'}"], "binary": CHROMIUM}
+        wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        session = _call("POST", f"{base}/session", {"capabilities": {"alwaysMatch": wanted}})
+        base = f"{base}/session/{session['sessionId']}"
+        try:
+            yield Browser(base)
+        finally:
+            _call("DELETE", base)
+    finally:
+        driver.terminate()
+        driver.wait(timeout=20)
+
+
+def _port(driver: subprocess.Popen[bytes], log: Path) -> int:
+    end = time.monotonic() + 30
+    while "on port " not in (said := log.read_text()):
+        assert driver.poll() is None, said
+        assert time.monotonic() < end, said
+        time.sleep(0.1)
+    return int(said.split("started successfully on port ")[1].split(".")[0])
+
+
+def _call(method: str, url: str, body: Any = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=60) as answer:
+            return json.loads(answer.read())["value"]
+    except urllib.error.HTTPError as error:
+        raise AssertionError(f"{method} {url}: {error.read().decode()[:500]}") from None

@@ -1,0 +1,156 @@
+"""The fuzzer finds planted faults, keeps failing seeds, and every kept case passes today."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks.__main__ import app
+from benchmarks.fuzz import run as fuzz_run
+from benchmarks.fuzz.attention_cases import AttentionFuzzer
+from benchmarks.fuzz.case_files import CaseFileError, keep, replay
+from benchmarks.fuzz.forests import KINDS, Limits, draw_batch
+from benchmarks.fuzz.plan_cases import PlanFuzzer
+from benchmarks.fuzz.settings import AttentionSetting, PlanSetting, plan_settings
+from benchmarks.fuzz.walk_plan import fault_of
+from benchmarks.fuzz.worker import Job
+from deft_backend import TreeAttention
+from deft_backend.forest import forest_from_page_tables
+from deft_backend.planner import Plan, PlanCapacity, plan_forest
+from deft_backend.policies import get_policy
+
+CPU = torch.device("cpu")
+CASES = sorted((Path(__file__).parent / "fuzz_cases").glob("*.json"))
+SETTING = PlanSetting(8, 2, 64, 16, 33, (8, 64, 64), 1 << 15)
+ATTENTION = AttentionSetting(8, 2, 64, 16, "float32", "int32", 0.0)
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+def test_every_kept_case_passes(path: Path) -> None:
+    assert replay(path, CPU) == []
+
+
+def test_every_kind_of_forest_is_drawn() -> None:
+    limits = Limits(24, 400, 1 << 14)
+    found = [draw_batch(np.random.default_rng(seed), 16, limits, twins=True) for seed in range(80)]
+    assert {batch.kind for batch in found} == set(KINDS)
+    assert any((batch.seq_lens == 0).any() for batch in found)
+    for batch in found:
+        if batch.monotone:  # the builder refuses tables that are not
+            forest_from_page_tables(batch.page_table[batch.rows], batch.seq_lens, 16)
+
+
+def planned() -> tuple[Any, Plan, Any]:
+    """A batch with shared nodes, and a plan of it with merges of both kinds."""
+    target = SETTING.target()
+    for seed in range(200):
+        batch = draw_batch(np.random.default_rng(seed), 16, Limits(24, 3000, 1 << 14))
+        forest = forest_from_page_tables(batch.page_table[batch.rows], batch.seq_lens, 16)
+        policy = get_policy("deft-node")
+        plan, _ = plan_forest(forest, policy, target, PlanCapacity.for_batch(64))
+        kinds = (plan.entry_slot == -1, plan.entry_slot < -1, plan.reduce_query >= 0)
+        if all(found.any() for found in kinds):
+            return batch, plan, target
+    raise AssertionError("no seed gives a plan with every kind of entry")
+
+
+def with_change(plan: Plan, name: str, at: int, value: int) -> Plan:
+    array = getattr(plan, name).copy()
+    array[at] = value
+    return replace(plan, **{name: array})
+
+
+def test_the_walk_finds_planted_faults() -> None:
+    batch, plan, target = planned()
+
+    def fault(changed: Plan) -> str:
+        return fault_of(changed, batch.page_table, batch.rows, batch.seq_lens, 16, target)
+
+    assert fault(plan) == ""
+    shared = int(np.flatnonzero(np.diff(plan.item_query_ptr) > 1)[0])
+    partial = int(np.flatnonzero(plan.entry_slot >= 0)[0])
+    merging = int(np.flatnonzero(plan.entry_slot < -1)[0])
+    end = int(plan.segment_end[shared])
+    changed = {
+        "one token less": ("segment_end", shared, end - 1),
+        "one token more": ("segment_end", shared, end + 1),
+        "another start": ("segment_start", shared, int(plan.segment_start[shared]) + 1),
+        "another query": ("entry_query", 0, int(plan.entry_query[0] + 1) % len(batch.rows)),
+        "a result lost": ("entry_slot", partial, -1),
+        "a merge of others' results": ("entry_slot", merging, int(plan.entry_slot[merging]) - 1),
+        "a wrong merge in stage 2": ("reduce_query", 0, int(plan.reduce_query[0] + 1)),
+        "an item in another tile": ("tile_ptr", 1, int(plan.tile_ptr[1]) + 1),
+        "a query that does not exist": ("entry_query", 0, len(batch.rows)),
+    }
+    for name, change in changed.items():
+        assert fault(with_change(plan, *change)), name
+
+
+def test_attention_that_reads_wrong_values_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    fuzzer = AttentionFuzzer(ATTENTION, CPU, large=False)
+    assert fuzzer.run([3, 4], "auto")[0] == []
+    honest = TreeAttention.run
+
+    def other_values(self: Any, q: Any, k: Any, v: Any, *args: Any, **kw: Any) -> Any:
+        return honest(self, q, k, v.nan_to_num().roll(1, 0), *args, **kw)
+
+    monkeypatch.setattr(TreeAttention, "run", other_values)
+    failures, _ = fuzzer.run([3, 4], "auto")
+    assert {failure.seed for failure in failures} == {3, 4}
+
+
+def test_a_failing_seed_becomes_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.fuzz.plan_cases.fault_of", lambda *_: "planted")
+    found = PlanFuzzer(SETTING, CPU, large=False).run([5]).failures
+    assert found[0].why == "planted"
+    failure = {"what": "plans", "large": False, "setting": vars(SETTING), **found[0]._asdict()}
+    (path,) = keep([failure], tmp_path)
+    assert replay(path, CPU) == found
+    monkeypatch.undo()
+    assert replay(path, CPU) == []
+
+
+def test_a_file_that_holds_no_case_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "case.json"
+    path.write_text('{"what": "plans"}')
+    with pytest.raises(CaseFileError, match="planner"):
+        replay(path, CPU)
+
+
+def die(job: Job) -> None:
+    job.now.write_text(
+        json.dumps({"what": "plans", "setting": {}, "planner": "device", "seeds": [7, 9]})
+    )
+    os._exit(3)
+
+
+def test_a_process_that_dies_is_a_failure_of_its_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzz_run, "work", die)
+    setup = fuzz_run.Fuzz(("plans",), 5.0, 0, 1, 1, 0, "cpu", ("float32",))
+    (row,) = fuzz_run.run(setup, lambda line: None)
+    (failure,) = row["failures"]
+    assert failure["seed"] == 7
+    assert "ended with 3" in failure["why"]
+
+
+def test_the_command_records_what_it_ran(tmp_path: Path) -> None:
+    out = tmp_path / "fuzz.json"
+    options = ["--seconds", "0.1", "--processes", "1", "--what", "plans", "--out", str(out)]
+    result = CliRunner().invoke(app, ["fuzz", *options, "--cases", str(tmp_path / "cases")])
+    assert result.exit_code == 0, result.output
+    content = json.loads(out.read_text())
+    assert content["rows"][0]["plans"] > 0
+    assert content["rows"][0]["failures"] == []
+    assert not (tmp_path / "cases").exists()
+
+
+def test_settings_name_every_choice() -> None:
+    assert {setting.block_tokens for setting in plan_settings()[:3]} == {64, 16, 1 << 15}
