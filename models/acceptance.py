@@ -14,6 +14,9 @@ from torch import nn
 DRAFT_TOKENS = 4
 """Draft tokens of a verification."""
 
+KINDS = ("texts of 120-600 bytes", "conversations")
+"""The held-out prompts to continue."""
+
 
 @torch.inference_mode()
 def agreements(draft: nn.Module, prompt: Sequence[int], tokens: Sequence[int]) -> list[bool]:
@@ -46,7 +49,8 @@ def measure_acceptance(target: Path, draft: Path, console: Console) -> dict[str,
     """Return the accepted share for each kind of held-out prompt, and print it."""
     exact, guesser = load(target, torch.float32), load(draft, torch.float32)
     shares = {}
-    for name, prompts in held_out_prompts().items():
+    for name in KINDS:
+        prompts = held_out_prompts()[name]
         with console.status(f"continuing {name}"):
             runs = [
                 agreements(guesser, prompt, continue_greedily(exact, prompt).tokens)

@@ -22,7 +22,7 @@ from deft_backend.hosts.common.planner_choice import (
     planned_on_device,
     selects_device_planner,
 )
-from deft_backend.hosts.common.warm_up import StepTensors, warm_up_attention
+from deft_backend.hosts.common.warm_up import Drafts, StepTensors, warm_up_attention
 from deft_backend.hosts.sglang.arguments import NAME
 from deft_backend.hosts.sglang.batch_observer import BatchObserver
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner
@@ -35,6 +35,7 @@ from deft_backend.hosts.sglang.versions import (
     decode_graphs,
     decodes_per_rank,
     draft_tokens,
+    drafts_trees,
     read_end,
     resolved,
 )
@@ -299,11 +300,13 @@ def _warm_up(attention: TreeAttention, runner: Any, settings: Settings, on_devic
 def _step_tensors(runner: Any) -> StepTensors:
     """What a decode step is given; versions differ in nothing, graphs and eager steps neither."""
     pool, table = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
+    tokens = draft_tokens(runner.server_args)
     return StepTensors(
         pool.get_key_buffer(pool.start_layer),
         pool.get_value_buffer(pool.start_layer),
         [table.shape[1]],
         table_dtype=table.dtype,
+        drafts=Drafts(tokens, trees=drafts_trees(runner.server_args)) if tokens > 1 else None,
     )
 
 

@@ -213,6 +213,13 @@ def draft_tokens(server_args: Any) -> int:
     return int(args.speculative_num_draft_tokens)
 
 
+def drafts_trees(server_args: Any) -> bool:
+    """Whether a server drafts trees, not chains: n-grams, or a ``topk`` above 1."""
+    args = resolved(server_args)
+    ngrams = str(args.speculative_algorithm).upper() == "NGRAM"
+    return ngrams or (getattr(args, "speculative_eagle_topk", None) or 1) > 1
+
+
 def draft_links(spec_info: Any) -> tuple[Any, Any] | None:
     """The first child and the next sibling of each draft token, ``[B, n]``; None during a capture.
 

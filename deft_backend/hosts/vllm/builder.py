@@ -125,6 +125,8 @@ class TreeBuilder:
         if reason is not None:
             return None, reason
         several = query_tokens > 1
+        if several:  # one number for all batches: kernels are compiled for it
+            query_tokens = group.query_tokens
         return TreeStep(
             group, common.block_table_tensor[:batch], common.seq_lens[:batch],
             tokens=int(common.num_actual_tokens) if several else batch, query_tokens=query_tokens,

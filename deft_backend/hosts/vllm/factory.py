@@ -17,7 +17,7 @@ from deft_backend.hosts.common.planner_choice import (
     planned_on_device,
     selects_device_planner,
 )
-from deft_backend.hosts.common.warm_up import StepTensors, warm_up_attention
+from deft_backend.hosts.common.warm_up import Drafts, StepTensors, warm_up_attention
 from deft_backend.hosts.vllm.group import GroupAttention
 from deft_backend.hosts.vllm.layers import Layer, LayerShape
 from deft_backend.hosts.vllm.say import say_once
@@ -220,5 +220,6 @@ def _warm_up(
     tensors = StepTensors(
         *kv_views(cache, attention.head_dim), sorted({columns, -(-columns // 16) * 16}),
         rows_dtype=torch.int32, lens_dtype=torch.int32,
+        drafts=Drafts(attention.query_tokens, ragged=True) if attention.query_tokens > 1 else None,
     )  # fmt: skip
     warm_up_attention(attention, tensors, on_device=True, smallest=settings.min_batch)
