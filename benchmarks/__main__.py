@@ -11,6 +11,7 @@ from benchmarks.commands.kernel_check import kernel_check
 from benchmarks.commands.planning import planning_device, planning_host
 from benchmarks.commands.start import start
 from benchmarks.commands.step_hooks import step_hooks
+from benchmarks.commands.zoo import zoo
 
 app = typer.Typer(
     help="Measure deft-backend: its kernels, its planners, and servers that decode with it.",
@@ -31,6 +32,7 @@ app.command("start")(start)
 app.command("planning-host")(planning_host)
 app.command("planning-device")(planning_device)
 app.command("step-hooks")(step_hooks)
+app.command("zoo")(zoo)
 
 if __name__ == "__main__":
     app(prog_name="python -m benchmarks")

@@ -159,6 +159,45 @@ class FakePool:
         return self.v
 
 
+class MHATokenToKVPool(FakePool):
+    """A pool with the name of the only kind that tree attention reads."""
+
+    store_dtype = torch.float16
+    start_layer = 0
+    layer_num = 2
+
+
+class SWAKVPool:
+    """Full-attention layers in one pool, layers with a sliding window in another."""
+
+    def __init__(self, full: list[int], windowed: list[int], slots: int = 64) -> None:
+        self.full_kv_pool, self.swa_kv_pool = MHATokenToKVPool(slots), MHATokenToKVPool(slots)
+        self.layers_mapping = {layer: (at, False) for at, layer in enumerate(full)}
+        self.layers_mapping |= {layer: (at, True) for at, layer in enumerate(windowed)}
+
+    def _of(self, layer_id: int) -> FakePool:
+        return self.swa_kv_pool if self.layers_mapping[layer_id][1] else self.full_kv_pool
+
+    def set_kv_buffer(self, layer: Any, loc: Any, k: Any, v: Any) -> None:
+        if self.layers_mapping[layer.layer_id][1]:
+            assert loc.swa_loc is not None  # as in the host: only its backends know these pages
+        self._of(layer.layer_id).set_kv_buffer(layer, loc, k, v)
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        return self._of(layer_id).get_key_buffer(layer_id)
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        return self._of(layer_id).get_value_buffer(layer_id)
+
+
+class HybridLinearKVPool:
+    """Full-attention layers in a pool; linear layers keep a state elsewhere."""
+
+    def __init__(self, full: list[int], slots: int = 64) -> None:
+        self.full_kv_pool: Any = MHATokenToKVPool(slots)
+        self.full_attention_layer_id_mapping = {layer: at for at, layer in enumerate(full)}
+
+
 def load_host() -> Any:
     """The host's base class; the driver stand-in makes it importable without a driver."""
     pytest.importorskip("sglang")

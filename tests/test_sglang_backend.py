@@ -11,6 +11,7 @@ import torch
 from sglang_fakes import (
     EAGER,
     FakePool,
+    MHATokenToKVPool,
     Tree,
     load_host,
     make_layer,
@@ -69,7 +70,7 @@ def test_the_observer_knows_its_batch_by_the_list_of_ids() -> None:
     ],
 )
 def test_layers(changes: dict[str, Any], reason: str | None) -> None:
-    found = unsupported_layer(make_layer(**changes), 4, 2, 64)
+    found = unsupported_layer(make_layer(**changes), (4, 2, 64))
     assert found is None if reason is None else reason in str(found)
 
 
@@ -611,8 +612,7 @@ def test_warm_up_launches_every_set_of_tiles(
             TreeAttention.run(attention, q, k, v, table, lens, table_rows=table_rows)
 
     monkeypatch.setattr(attention, "run", run)
-    pool = FakePool()
-    pool.start_layer = 0  # type: ignore[attr-defined]
+    pool = MHATokenToKVPool()
     table = torch.zeros((9, 70), dtype=torch.int32)
     _warm_up(
         attention,

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_fakes import FakePool, Tree, load_host, make_layer, make_state, requests_of
+from sglang_fakes import (
+    FakePool,
+    SWAKVPool,
+    Tree,
+    load_host,
+    make_layer,
+    make_state,
+    requests_of,
+)
 
 from deft_backend.attention import TreeAttention
 from deft_backend.config import Settings
@@ -311,3 +319,35 @@ def test_kernels_that_do_not_compile_leave_decode_to_the_host(
     server.backend.forward_decode(q, k, v, make_layer(), batch)
     assert server.calls == ["capture", "decode"]
     assert "no assembler" in caplog.text
+
+
+def test_full_and_windowed_layers_share_a_graph(server: Any, caplog: Any) -> None:
+    """The host's metadata is part of each replay; the full layer writes to the full pool alone."""
+    backend, (q, k, v) = server.backend, query()
+    pool = SWAKVPool(full=[1], windowed=[0, 2], slots=520)
+    backend._pool, server.pool = pool, pool.full_kv_pool
+    backend.leave_layers(dict.fromkeys((0, 2), "a sliding window"))
+    windowed = [make_layer(layer_id=at, sliding_window_size=8) for at in (0, 2)]
+
+    def forward(batch: Any) -> torch.Tensor:
+        backend.forward(q, k, v, windowed[0], batch)
+        out = backend.forward(q, k, v, make_layer(layer_id=1), batch)
+        backend.forward(q, k, v, windowed[1], batch)
+        return out
+
+    eager = server.batch()
+    backend.init_forward_metadata(eager)
+    check(server, eager, forward(eager), q)
+    assert server.calls == ["metadata", "decode", "decode"]
+    assert server.pool.k[eager.out_cache_loc].flatten().tolist() == k.flatten().tolist()
+
+    server.calls.clear()
+    static = server.batch()
+    backend.init_forward_metadata_out_graph(static, in_capture=True)
+    backend.init_forward_metadata_in_graph(static)
+    check(server, static, forward(static), q)
+    backend.init_forward_metadata_out_graph(server.batch())
+    assert server.calls == ["capture", "in graph", "decode", "decode", "replay"]
+    # The log has named these layers at the start; the counters leave them out.
+    assert "a sliding window" not in caplog.text
+    assert server.state.device_tree_layers is None

@@ -9,11 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_fakes import FakePool, Tree, load_host, make_state, observed, requests_of
+from sglang_fakes import (
+    FakePool,
+    MHATokenToKVPool,
+    Tree,
+    load_host,
+    make_state,
+    observed,
+    requests_of,
+)
 
 from deft_backend import installed
 from deft_backend.attention import TreeAttention
 from deft_backend.config import SettingsError
+from deft_backend.hosts.sglang.layers import Division
 from deft_backend.hosts.sglang.versions import decode_graphs, read_end
 
 SWITCHES = {
@@ -43,8 +52,11 @@ def make_arguments(**changes: Any) -> Any:
     return SimpleNamespace(**{**vars(arguments), **changes})
 
 
-DENSE = SimpleNamespace(is_encoder_decoder=False, is_hybrid_swa=False)
-"""The host's description of a model with only full attention."""
+DENSE = SimpleNamespace(is_encoder_decoder=False)
+"""The host's description of a model."""
+
+FOUR_HEADS = Division((4, 2, 64), (0, 1), {})
+"""Both layers of a model decode through tree attention."""
 
 
 def resolve_as_host(made: Any) -> None:
@@ -153,10 +165,6 @@ def test_the_fallback_backend(arguments: Any, monkeypatch) -> None:
         ({"kv_cache_dtype": "fp8_e5m2"}, "quantized KV caches"),
         ({"mla": True}, "MLA"),
         ({"model": SimpleNamespace(is_encoder_decoder=True)}, "encoder-decoder"),
-        (
-            {"model": SimpleNamespace(is_encoder_decoder=False, is_hybrid_swa=True)},
-            "sliding-window KV cache",
-        ),
         ({"model": SimpleNamespace()}, "was made for"),
     ],
 )
@@ -321,7 +329,7 @@ def test_ranks_that_decode_for_themselves_need_the_devices_planner(
     def make(**_: Any) -> None:
         raise Made
 
-    monkeypatch.setattr(factory, "shape_of", lambda runner: (4, 2, 64))
+    monkeypatch.setattr(factory, "division_of", lambda runner: FOUR_HEADS)
     monkeypatch.setattr(factory, "TreeAttention", make)
     monkeypatch.setattr(factory, "unsupported_model", lambda runner: None)
     runner = SimpleNamespace(
@@ -417,12 +425,6 @@ def test_graphs_that_memory_is_sized_with_stay(
     assert ("KV is sized after capture" in caplog.text) is not served
 
 
-class MHATokenToKVPool(FakePool):
-    """A pool with the name of the only kind that tree attention reads."""
-
-    store_dtype = torch.float16
-
-
 class OtherPool(MHATokenToKVPool):
     """A cache of another kind."""
 
@@ -453,8 +455,6 @@ def test_model_runners_that_are_not_supported(
         gpu_id=0,
     )  # fmt: skip
     vars(runner).update(changes)
-    monkeypatch.setattr(factory, "shape_of", lambda runner: (4, 2, 64))
-    monkeypatch.setattr(TreeAttention, "unsupported", staticmethod(lambda *given: None))
     found = factory.unsupported_model(runner)
     assert found is None if reason is None else reason in str(found)
 
@@ -585,7 +585,7 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
     monkeypatch.setenv("DEFT_STATE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.distributed, "all_reduce", reduced)
     monkeypatch.setattr(factory, "unsupported_model", lambda runner: None)
-    monkeypatch.setattr(factory, "shape_of", lambda runner: (4, 2, 64))
+    monkeypatch.setattr(factory, "division_of", lambda runner: FOUR_HEADS)
     monkeypatch.setattr(factory, "state_of", lambda *given: make_state())
     if at in ("fence", "graphs"):
         patch = {"fence": sglang_page_table_fence, "graphs": sglang_tree_graphs}[at]
@@ -644,4 +644,4 @@ def test_decode_graphs_of_resolved_arguments_are_turned_off(host: Any, monkeypat
     assert versions.backend_names(made)[1] is not None
     assert not versions.uses_mla(made)
     assert not versions.decodes_per_rank(made)
-    assert not versions.model_config(made).is_hybrid_swa
+    assert not versions.model_config(made).is_encoder_decoder

@@ -215,10 +215,11 @@ def test_layers_of_another_kind_are_the_hosts(
     full = make_layers(config, count=1)
     names = ["window.0", "layer.0"]
     builder_cls = full.backend.get_builder_cls()
-    with caplog.at_level(logging.WARNING, "deft_backend"):
-        builder = builder_cls(make_spec(), names, config, torch.device("cpu"))
+    with caplog.at_level(logging.INFO, "deft_backend"):
+        builder = builder_cls(make_spec(sliding_window=9), names, config, torch.device("cpu"))
     assert [r.message for r in caplog.records].count(
-        "deft: layers with a sliding window decode through CPU_ATTN"
+        "deft: 1 of 2 layers decode through tree attention; 1 with a sliding window through the "
+        "host's kernels"
     ) == 1
     batch = Batch(DECODE, shared=2)
     cache = Cache(batch.pages, 16)
@@ -243,7 +244,7 @@ def test_only_unsupported_layers_make_no_group(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.WARNING, "deft_backend"):
         builder = layers.builder(make_spec())
     assert builder.deft_group is None
-    assert "no layer of this group" in caplog.text
+    assert "0 of 2 layers decode through tree attention; 2 with a sliding" in caplog.text
     batch = Batch(DECODE, shared=2)
     cache = Cache(batch.pages, 16)
     metadata = builder.build(0, batch.common())

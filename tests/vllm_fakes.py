@@ -70,6 +70,8 @@ class Layers:
     count: int = 2
     arguments: dict[str, Any] = field(default_factory=dict)
     prefix: str = "layer"
+    spec: Any = None
+    """The layers' own cache specification; None: only their arguments describe them."""
 
     def __post_init__(self) -> None:
         self.impls = []
@@ -80,7 +82,10 @@ class Layers:
                 "num_kv_heads": KV_HEADS, **self.arguments,
             }  # fmt: skip
             impl = self.backend.get_impl_cls()(**values)
-            context[f"{self.prefix}.{index}"] = SimpleNamespace(impl=impl)
+            module = SimpleNamespace(impl=impl)
+            if self.spec is not None:
+                module.get_kv_cache_spec = lambda vllm_config: self.spec
+            context[f"{self.prefix}.{index}"] = module
             self.impls.append(impl)
 
     def builder(self, spec: Any) -> Any:

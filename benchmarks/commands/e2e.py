@@ -102,7 +102,7 @@ def e2e(
         str | None,
         typer.Option(
             help="llama-3.1-8b, llama-3.1-70b, four-layers, one-layer, or tiny (default without a "
-            "GPU)."
+            "GPU); with --weights dummy: gpt-oss-20b, qwen3.5-9b."
         ),
     ] = None,
     layers: Annotated[

@@ -61,9 +61,41 @@ FOUR_LAYERS: dict[str, Any] = {
 }  # fmt: skip
 """Loads in a second and has the heads of the large model: for answers, not for times."""
 
+GPT_OSS_20B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880,
+    "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088, "num_local_experts": 32,
+    "num_experts_per_tok": 4, "experts_per_token": 4, "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "attention_bias": True,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                     "truncate": False, "original_max_position_embeddings": 4096},
+    "hidden_act": "silu", "swiglu_limit": 7.0, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "bos_token_id": 199998, "eos_token_id": 200002,
+}  # fmt: skip
+"""The published shape of gpt-oss-20b: every other layer has a sliding window, all have sinks. Its
+experts are unquantised here."""
+
+QWEN35_9B: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 4096,
+    "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 248320,
+    "full_attention_interval": 4,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 8,
+    "linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0,
+                        "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10],
+                        "mrope_interleaved": True},
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 248044,
+    "eos_token_id": 248046,
+}  # fmt: skip
+"""The kinds of layers of Qwen3.5: three linear ones, then full attention with heads of 256."""
+
 SHAPES: Mapping[str, dict[str, Any]] = {
     "llama-3.1-8b": LLAMA_8B, "llama-3.1-70b": LLAMA_70B, "four-layers": FOUR_LAYERS,
-    "one-layer": ONE_LAYER, "tiny": TINY,
+    "one-layer": ONE_LAYER, "tiny": TINY, "gpt-oss-20b": GPT_OSS_20B, "qwen3.5-9b": QWEN35_9B,
 }  # fmt: skip
 WEIGHTS = ("random", "dummy")
 
@@ -124,9 +156,14 @@ def write_model(
     Raises
     ------
     ModelError
-        If the random weights could not be written; the folder may then hold a part of them.
+        If the shape has no random weights, or they could not be written; the folder may then hold
+        a part of them.
     """
     config = {**SHAPES[shape]}
+    if weights == "random" and config["model_type"] != "llama":
+        raise ModelError(
+            f"{shape} has no random weights; pass --weights dummy, which measures times alone"
+        )
     if layers is not None:
         config["num_hidden_layers"] = layers
     folder.mkdir(parents=True, exist_ok=True)

@@ -33,14 +33,14 @@ _FACTS = (
 )
 
 
-def codes(seed: int, count: int = len(_KEYS)) -> dict[str, str]:
+def codes(seed: int | str, count: int = len(_KEYS)) -> dict[str, str]:
     """`count` keys and their codes of four digits."""
     chance = random.Random(f"codes {seed}")
     keys = chance.sample(_KEYS, min(count, len(_KEYS)))
     return {key: f"{chance.randrange(1000, 10000)}" for key in keys}
 
 
-def passage(size: int, seed: int) -> str:
+def passage(size: int, seed: int | str) -> str:
     """Exactly `size` characters (and bytes) of notes; different seeds differ from the start."""
     chance = random.Random(f"passage {seed}")
     known = codes(seed)

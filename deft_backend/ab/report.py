@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -51,10 +51,10 @@ def write_report(result: AbResult, folder: Path, own_command: str) -> tuple[Path
 
 
 def _page(result: AbResult, own_command: str) -> str:
-    template = resources.files("deft_backend.ab").joinpath("report.html")
     commands = [own_command, *(f"# {side}\n{line}" for side, line in result.commands.items())]
     note = f"<div class='note'><p><b>{CPU_TIMES}</b></p><p>{KV_MEANING}</p></div>"
-    return Template(template.read_text(encoding="utf-8")).substitute(
+    return fill_page(
+        "report.html",
         model=escape(result.model),
         device=escape(str(result.provenance["device"])),
         date=escape(str(result.provenance["date"])),
@@ -62,17 +62,25 @@ def _page(result: AbResult, own_command: str) -> str:
         cpu_note="" if result.on_gpu else note,
         times_class="" if result.on_gpu else "grey",
         times_caption="" if result.on_gpu else "Not meaningful without a GPU",
-        rows=_table(_headline(w) for w in result.workloads),
+        rows=table_rows(_headline(w) for w in result.workloads),
         kv_plot=kv_plot(result),
         tpot_plot=tpot_plot(result),
         ttft_plot=ttft_plot(result),
-        agreement=_table(_agreement(w) for w in result.workloads),
+        agreement=table_rows(_agreement(w) for w in result.workloads),
         divergences=_divergences(result),
-        steps=_table(_steps(w) for w in result.workloads),
-        workloads=_table([w.workload, w.description] for w in result.workloads),
-        environment=_table(_environment(result)),
+        steps=table_rows(_steps(w) for w in result.workloads),
+        workloads=table_rows([w.workload, w.description] for w in result.workloads),
+        environment=table_rows(_environment(result)),
         commands=escape("\n\n".join(commands)),
     )
+
+
+def fill_page(name: str, **parts: str) -> str:
+    """A page of this folder with its parts filled in."""
+    folder = resources.files("deft_backend.ab")
+    style = folder.joinpath("report_style.html").read_text(encoding="utf-8")
+    page = folder.joinpath(name).read_text(encoding="utf-8")
+    return Template(page).substitute(parts, style=style)
 
 
 def _cards(result: AbResult) -> Iterable[str]:
@@ -140,7 +148,7 @@ def _divergences(result: AbResult) -> str:
     return (
         "<p>First difference of each answer, with log-probabilities. The margin is how far the "
         "host put its token above its second choice: near 0, rounding decides.</p>"
-        f"<table><thead><tr>{head}</tr></thead><tbody>{_table(rows)}</tbody></table>"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{table_rows(rows)}</tbody></table>"
     )
 
 
@@ -165,7 +173,8 @@ def _environment(result: AbResult) -> list[list[str]]:
     return rows
 
 
-def _table(rows: Iterable[list[str]]) -> str:
+def table_rows(rows: Iterable[Sequence[str]]) -> str:
+    """The rows of a table; every cell is escaped."""
     return "\n".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )

@@ -68,7 +68,7 @@ def _bars(
         axes.set_title(title, loc="left", fontweight="bold")
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1.0, 1.12), ncols=2)
-        return _svg(figure)
+        return svg_address(figure)
 
 
 def _label(value: float) -> str:
@@ -77,7 +77,8 @@ def _label(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _svg(figure: Any) -> str:
+def svg_address(figure: Any) -> str:
+    """A figure as a ``data:`` address."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()

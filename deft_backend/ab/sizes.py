@@ -10,11 +10,13 @@ from pathlib import Path
 from deft_backend.ab.invented_text import passage
 from deft_backend.ab.invented_tree import ThoughtTreeShape, generate_thought_tree
 from deft_backend.ab.workloads import (
-    WORKLOADS,
+    CHOICES,
+    ROLLOUTS,
     DocumentQuestions,
     FewShot,
     ParallelSamples,
     RequestPlan,
+    Rollout,
     TreeOfThoughts,
     Unshared,
     Workload,
@@ -39,6 +41,18 @@ def default_sizes(*, on_gpu: bool, quick: bool) -> Sizes:
     if on_gpu:
         return Sizes(16, 2000, 64) if quick else Sizes(32, 4000, 200)
     return Sizes(6, 400, 16) if quick else Sizes(8, 600, 24)
+
+
+def chosen_sizes(
+    asked: tuple[int | None, int | None, int | None], *, on_gpu: bool, quick: bool
+) -> Sizes:
+    """The sizes that the user named, in the order of :class:`Sizes`; the default for the others."""
+    default = default_sizes(on_gpu=on_gpu, quick=quick)
+    return Sizes(
+        asked[0] or default.branches,
+        asked[1] or default.prefix_tokens,
+        asked[2] or default.max_tokens,
+    )
 
 
 def characters_a_token(tokenizer: Path | None) -> float:
@@ -70,7 +84,7 @@ def make_plans(
     Parameters
     ----------
     names : sequence of str
-        Names from :data:`~deft_backend.ab.workloads.WORKLOADS`.
+        Names from :data:`~deft_backend.ab.workloads.CHOICES`.
     sizes : Sizes
         Their sizes.
     characters_a_token : float
@@ -107,10 +121,14 @@ def make_plans(
         ),
         "tree-of-thoughts": TreeOfThoughts(tree, scale),
         "unshared": Unshared(sizes.branches, max(1, characters // 2), sizes.max_tokens),
+        **{
+            name: Rollout(samples, characters, 2 * sizes.max_tokens)
+            for name, samples in ROLLOUTS.items()
+        },
     }
     for name in names:
         if name not in made:
             raise WorkloadError(
-                f"there is no workload {name!r}; expected one of {', '.join(WORKLOADS)}"
+                f"there is no workload {name!r}; expected one of {', '.join(CHOICES)}"
             )
     return [made[name].plan() for name in names]

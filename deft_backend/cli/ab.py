@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import shlex
 import sys
 from importlib.util import find_spec
@@ -12,12 +11,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from deft_backend.ab.workloads import WORKLOADS
+from deft_backend.ab.workloads import CHOICES
+from deft_backend.cli.ab_choices import (
+    check_backends,
+    chosen_tree,
+    chosen_workloads,
+    report_folder,
+)
+from deft_backend.cli.ab_live import Asked, run_live
 from deft_backend.cli.errors import fail, host_arguments, reported
 from deft_backend.cli.interrupted import unwound
 from deft_backend.cli.models import ModelOption, RevisionOption, served_model
 from deft_backend.cli.serve import HostOption, chosen_host
-from deft_backend.policies import POLICY_NAMES, PolicyError, get_policy
+from deft_backend.policies import POLICY_NAMES, PolicyError
+from deft_backend.traces.arrivals import is_arrival_trace
 
 if TYPE_CHECKING:
     from deft_backend.ab.comparison import AbResult, AbSetup
@@ -35,7 +42,18 @@ def ab(
     host: HostOption = None,
     workload: Annotated[
         list[str] | None,
-        typer.Option(help=f"One of {', '.join(WORKLOADS)}; may be repeated. Default: all."),
+        typer.Option(
+            help=f"One of {', '.join(CHOICES)}; may be repeated. Default: all but rollouts, or "
+            "the trace of arrivals."
+        ),
+    ] = None,
+    urls: Annotated[
+        tuple[str, str] | None,
+        typer.Option(metavar="A B", help="Compare two servers that run; --model picks a model."),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Requests arrive at random, so many a second; default: all at once."),
     ] = None,
     branches: Annotated[
         int | None, typer.Option(min=1, help="Requests that run at the same time in each workload.")
@@ -49,12 +67,19 @@ def ab(
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(help="A recorded tree of thoughts; default: a generated one."),
+        typer.Option(help="A tree of thoughts, or arrivals in Mooncake's format (.jsonl)."),
     ] = None,
+    speed: Annotated[
+        float | None, typer.Option(help="Replay a trace of arrivals so many times as fast.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only the first requests of a trace of arrivals.")
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of random arrivals, and of the text of a trace.")
+    ] = 0,
     index: Annotated[int, typer.Option(min=0, help="Which tree of the trace.")] = 0,
-    scale: Annotated[
-        float, typer.Option(help="Multiplies the lengths of the trace's prompt and thoughts.")
-    ] = 1.0,
+    scale: Annotated[float, typer.Option(help="Multiplies the lengths of the trace.")] = 1.0,
     policy: Annotated[
         str | None, typer.Option(help=f"The plugin's policy: {', '.join(POLICY_NAMES)}.")
     ] = None,
@@ -67,25 +92,37 @@ def ab(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Smaller workloads.")] = False,
 ) -> None:
-    """Start a model's server without and with the plugin; compare tokens, KV reads and times.
+    """Compare two servers on the same requests: tokens, KV reads and times.
 
-    The exit code is 1 if any token differs.
+    Starts a model's server without and then with the plugin, or takes two that run (--urls). The
+    exit code is 1 if any token differs; of requests that arrive over time, if a server lost one.
     """
     extra = host_arguments(host_args)
+    arrivals = trace is not None and is_arrival_trace(trace)
+    if not arrivals and (speed is not None or limit is not None):
+        raise fail("--speed and --limit belong to --trace with a trace of arrivals (.jsonl)")
+    if urls is not None or rate is not None or arrivals:
+        _packages()
+        run_live(
+            Asked(
+                urls=urls, model=model, revision=revision, host=host, workloads=workload,
+                rate=rate, sizes=(branches, prefix_tokens, max_tokens), quick=quick, trace=trace,
+                arrivals=arrivals, index=index, scale=scale, speed=speed, limit=limit, seed=seed,
+                policy=policy, baseline=baseline, extra=tuple(extra), out=out,
+            )
+        )  # fmt: skip
+        return
     setup, on_gpu = _setup(
         model, revision, workload, (branches, prefix_tokens, max_tokens), trace, index, scale,
         policy, baseline, extra, quick, host,
     )  # fmt: skip
-    for package in ("aiohttp", "matplotlib"):
-        if find_spec(package) is None:
-            raise fail(f"{package} is not installed; run: pip install 'deft-backend[bench]'")
+    _packages()
     chosen_host(setup.host, compared=True)
 
     from deft_backend.ab.report import write_report
 
     console = Console()
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = out or Path("reports") / f"ab-{stamp}"
+    folder = report_folder(out)
     console.print(f"[bold]deft ab[/bold] · {setup.model}", highlight=False)
     if not on_gpu:
         console.print("[bold yellow]no GPU: times mean nothing, KV reads are exact[/bold yellow]")
@@ -96,6 +133,12 @@ def ab(
     console.print(f"data    {data}", highlight=False, soft_wrap=True)
     if not result.same:
         raise typer.Exit(TOKENS_DIFFER)
+
+
+def _packages() -> None:
+    for package in ("aiohttp", "matplotlib"):
+        if find_spec(package) is None:
+            raise fail(f"{package} is not installed; run: pip install 'deft-backend[bench]'")
 
 
 def _setup(
@@ -116,43 +159,20 @@ def _setup(
     from deft_backend.ab import sizes
     from deft_backend.ab.comparison import AbSetup
     from deft_backend.ab.workloads import WorkloadError
-    from deft_backend.servers.command import BACKEND, BACKEND_NAMES, use_gpu, vllm_is_cpu_build
-    from deft_backend.traces.trace_files import TraceError, load_thought_trees
+    from deft_backend.servers.command import use_gpu, vllm_is_cpu_build
+    from deft_backend.traces.trace_files import TraceError
 
     host = chosen_host(host, needed=False)
-    names = list(dict.fromkeys(workload or WORKLOADS))
-    if baseline in (BACKEND, BACKEND_NAMES[host]):
-        raise fail(f"--baseline is {baseline!r}, the plugin itself; expected a host's backend")
-    if trace is not None and "tree-of-thoughts" not in names:
-        raise fail("--trace is replayed by the workload tree-of-thoughts, which is not selected")
-    if trace is None and (scale != 1.0 or index):
-        raise fail("--scale and --index belong to --trace, which is missing")
     with reported(PolicyError, WorkloadError, TraceError):
-        if policy is not None:
-            get_policy(policy)
-        for name in names:
-            if name not in WORKLOADS:
-                raise WorkloadError(
-                    f"there is no workload {name!r}; expected one of {', '.join(WORKLOADS)}"
-                )
-        tree = None
-        if trace is not None:
-            trees = load_thought_trees(trace)
-            if index >= len(trees):
-                raise TraceError(f"{trace} holds {len(trees)} trees; expected --index below that")
-            tree = trees[index]
+        check_backends(policy, baseline, host)
+        names = chosen_workloads(workload)
+        tree = chosen_tree(trace, index, scale, names)
         served, extra = served_model(model, revision, extra)
         served.check()
         on_gpu = use_gpu() and not (host == "vllm" and vllm_is_cpu_build())
-        default = sizes.default_sizes(on_gpu=on_gpu, quick=quick)
-        chosen = sizes.Sizes(
-            asked[0] or default.branches,
-            asked[1] or default.prefix_tokens,
-            asked[2] or default.max_tokens,
-        )
         plans = sizes.make_plans(
             names,
-            chosen,
+            sizes.chosen_sizes(asked, on_gpu=on_gpu, quick=quick),
             characters_a_token=sizes.characters_a_token(served.tokenizer()),
             tree=tree,
             scale=scale,

@@ -13,6 +13,7 @@ from deft_backend.cli.explain import explain
 from deft_backend.cli.inspect import inspect
 from deft_backend.cli.serve import serve
 from deft_backend.cli.top import top
+from deft_backend.cli.trace import trace
 from deft_backend.cli.tune import tune
 from deft_backend.cli.warm import warm
 from deft_backend.version import VERSION
@@ -43,6 +44,7 @@ def main(
 
 app.command()(serve)
 app.command()(ab)
+app.command()(trace)
 app.command()(doctor)
 app.command()(explain)
 app.command()(top)

@@ -18,17 +18,18 @@ _ENDING = b"\ninterrupted; ending what this command started\n"
 
 
 @contextmanager
-def unwound(console: Console, line: str) -> Iterator[None]:
+def unwound(console: Console, line: str) -> Iterator[FirstSignal]:
     """Unwind the block at the first Ctrl-C or SIGTERM, then print `line` and exit.
 
     The exit code is the shell's: 130 or 143. Later signals have no effect until the process has
     ended. ``timeout`` sends two SIGTERMs, to the command and to its group, and people press Ctrl-C
-    twice. A second signal would interrupt the shutdown of a server.
+    twice. A second signal would interrupt the shutdown of a server. A block that ends in spite of a
+    signal, because it has something to report, finds its number in what this yields.
     """
-    first = _First()
+    first = FirstSignal()
     before = {number: signal.signal(number, first) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield first
     except (KeyboardInterrupt, asyncio.CancelledError):
         if first.number is None:  # the error did not come from a signal
             raise
@@ -40,7 +41,7 @@ def unwound(console: Console, line: str) -> Iterator[None]:
             signal.signal(number, handler if first.number is None else signal.SIG_IGN)
 
 
-class _First:
+class FirstSignal:
     """A handler that acts once: it cancels the running loop's tasks, or interrupts."""
 
     def __init__(self) -> None:

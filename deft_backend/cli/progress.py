@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Protocol
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -16,16 +18,25 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from deft_backend.ab.workloads import RequestPlan
 from deft_backend.servers.command import ServerCommand
 
 _TITLES = {"host": "host's own backend", "deft": "tree attention"}
 
 
+class Sized(Protocol):
+    """A workload's name, and the tokens that its answers have in all."""
+
+    @property
+    def workload(self) -> str: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+
 class ProgressWatcher:
     """Shows the progress of :func:`deft_backend.ab.comparison.run_ab`; a context manager."""
 
-    def __init__(self, plans: Sequence[RequestPlan], console: Console) -> None:
+    def __init__(self, plans: Sequence[Sized], console: Console) -> None:
         width = max((len(plan.workload) for plan in plans), default=0)
         self._console = console
         self._width = max(width, 20)
@@ -69,7 +80,16 @@ class ProgressWatcher:
         if self._start is not None:
             self._bars.update(self._start, total=1, completed=1)
 
-    def replaying(self, side: str, plan: RequestPlan) -> Callable[[int], None]:
+    def stop(self) -> None:
+        """No more bars; other lines may follow."""
+        self._bars.stop()
+
+    def announce(self, line: str) -> None:
+        """A line before the bars of a server that runs already."""
+        if line:
+            self._bars.print(f"[bold]{escape(line)}[/bold]", highlight=False)
+
+    def replaying(self, side: str, plan: Sized) -> Callable[[int], None]:
         """See :class:`deft_backend.ab.comparison.Watcher`."""
         task = self._bars.add_task(self._label(plan.workload), total=plan.tokens, unit="tokens")
         return lambda count: self._bars.advance(task, count)

@@ -82,6 +82,10 @@ class CountedServer:
         return self.process.command
 
     @property
+    def state_folder(self) -> Path:
+        return self._folder
+
+    @property
     def url(self) -> str:
         return self.process.url
 

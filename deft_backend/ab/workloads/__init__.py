@@ -3,6 +3,7 @@
 from deft_backend.ab.workloads.document_questions import DocumentQuestions
 from deft_backend.ab.workloads.few_shot import FewShot
 from deft_backend.ab.workloads.parallel_samples import ParallelSamples
+from deft_backend.ab.workloads.rollout import Rollout
 from deft_backend.ab.workloads.tree_of_thoughts import TreeOfThoughts
 from deft_backend.ab.workloads.unshared import Unshared
 from deft_backend.harness.request_plan import Request, RequestPlan, Workload, WorkloadError
@@ -14,14 +15,27 @@ WORKLOADS = (
     "tree-of-thoughts",
     "unshared",
 )
+"""Those that run without a choice."""
+
+ROLLOUTS = {f"rollout-{samples}": samples for samples in (8, 16, 64)}
+"""Names of the rollout workloads, with the samples of one prompt."""
+
+TRACE = "trace"
+"""The workload that replays a trace of arrivals."""
+
+CHOICES = (*WORKLOADS, *ROLLOUTS)
 
 __all__ = [
+    "CHOICES",
+    "ROLLOUTS",
+    "TRACE",
     "WORKLOADS",
     "DocumentQuestions",
     "FewShot",
     "ParallelSamples",
     "Request",
     "RequestPlan",
+    "Rollout",
     "TreeOfThoughts",
     "Unshared",
     "Workload",

@@ -113,8 +113,6 @@ def unsupported(server_args: Any) -> str | None:
     model = versions.model_config(server_args)
     if model.is_encoder_decoder:
         return "encoder-decoder models are not supported"
-    if model.is_hybrid_swa:
-        return "models with a sliding-window KV cache are not supported"
     return None
 
 

@@ -7,6 +7,7 @@ Two subclasses decide which batches tree attention decodes, and which planner pl
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -44,7 +45,8 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
     """
 
     _own = frozenset({
-        "_host", "_attention", "_state", "_pool", "_req_to_token", "_layers", "_said", "_broken",
+        "_host", "_attention", "_state", "_pool", "_req_to_token", "_layers", "_left", "_said",
+        "_broken",
         "_tree_batch", "_capturing", "_host_in_graphs", "_host_ready", "_model_asks",
         "_verification",
     })  # fmt: skip
@@ -71,6 +73,7 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         self._pool = host.token_to_kv_pool
         self._req_to_token = host.req_to_token_pool.req_to_token
         self._layers: dict[int, str | None] = {}
+        self._left: set[int] = set()  # layers that turned out to need the host's kernel
         self._said: set[str] = set()
         self._broken: str | None = None
         self._tree_batch: Any = None
@@ -197,7 +200,7 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         if layer.layer_id not in self._layers:
             state = self._state
             reason = unsupported_layer(
-                layer, state.num_query_heads, state.num_kv_heads, state.head_dim
+                layer, (state.num_query_heads, state.num_kv_heads, state.head_dim)
             )
             extra = sorted(name for name, value in kwargs.items() if value is not None)
             if reason is None and extra:
@@ -206,14 +209,18 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
                 reason = "keys and values of another layer"
             self._layers[layer.layer_id] = reason
             if reason is not None:
-                left = sum(r is not None for r in self._layers.values())
-                self._state.device_tree_layers = self._state.num_layers - left
+                self._left.add(layer.layer_id)
+                self._state.device_tree_layers = self._state.num_layers - len(self._left)
                 self._say(f"layers with {reason} decode through the host's kernel")
         reason = self._layers[layer.layer_id]
         given = (value is not None for value in kwargs.values())
         if reason is None and (k is None or v is None or any(given)):
             return "unexpected arguments"
         return reason
+
+    def leave_layers(self, reasons: Mapping[int, str]) -> None:
+        """Run these layers in the host's kernel, for reasons that the log has given already."""
+        self._layers.update(reasons)
 
     def _say(self, message: str, kind: str | None = None) -> None:
         """Log one line for each `kind`, even if later lines hold other numbers."""

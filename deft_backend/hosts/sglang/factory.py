@@ -25,10 +25,12 @@ from deft_backend.hosts.common.planner_choice import (
 from deft_backend.hosts.common.warm_up import Drafts, StepTensors, warm_up_attention
 from deft_backend.hosts.sglang.arguments import NAME
 from deft_backend.hosts.sglang.batch_observer import BatchObserver
+from deft_backend.hosts.sglang.caches import full_cache
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner
+from deft_backend.hosts.sglang.layers import Division, Shape
 from deft_backend.hosts.sglang.prefix_source import PrefixSource
 from deft_backend.hosts.sglang.ranks import same_on_all_ranks
-from deft_backend.hosts.sglang.server import shape_of, start_reporting, state_of
+from deft_backend.hosts.sglang.server import device_of, division_of, start_reporting, state_of
 from deft_backend.hosts.sglang.verification import Verification
 from deft_backend.hosts.sglang.verify import disagreement
 from deft_backend.hosts.sglang.versions import (
@@ -108,23 +110,29 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
         made.attention.workspace_bytes / 2**20,
         "" if made.on_device else ", and batches that share too little,", name,
     )  # fmt: skip
+    divided = made.division.text()
+    if divided is not None:
+        logger.info("deft: %s", divided)
     return made.backend
 
 
 def unsupported_model(runner: Any) -> str | None:
     """Why a model runner's KV cache or device rules out tree attention, in one line, or None."""
-    pool = runner.token_to_kv_pool
-    kind = type(pool).__name__
-    if kind != "MHATokenToKVPool":
-        return f"a KV cache of kind {kind} is not supported"
-    layout = getattr(pool, "kv_cache_layout", "nhd")
-    if layout != "nhd" or getattr(pool, "use_hnd", False):
-        return f"a KV cache in the layout {layout} is not supported"
-    if runner.kv_cache_dtype != runner.dtype or pool.store_dtype != runner.dtype:
+    cache = full_cache(runner.token_to_kv_pool)
+    if isinstance(cache, str):
+        return cache
+    if runner.kv_cache_dtype != runner.dtype or cache.pool.store_dtype != runner.dtype:
         return f"KV in {runner.kv_cache_dtype} under a model in {runner.dtype} is not supported"
-    heads, kv_heads, dim = shape_of(runner)
-    reason = TreeAttention.unsupported(heads, kv_heads, dim, runner.dtype, _device(runner))
-    return None if reason is None else f"not supported: {reason}"
+    return None
+
+
+def _divided(runner: Any) -> tuple[Division, Shape]:
+    """The layers that tree attention decodes, at least one, and their shape."""
+    division = division_of(runner)
+    if division.shape is None:
+        reasons = "; ".join(dict.fromkeys(division.host.values()))
+        raise Unsupported(f"not supported in any layer: {reasons}")
+    return division, division.shape
 
 
 def model_asks(runner: Any) -> bool:
@@ -141,24 +149,19 @@ def _source(module: str) -> str:
         return "get_attn_backend"  # unreadable source: assume that it does
 
 
-def _device(runner: Any) -> torch.device:
-    if runner.device == "cuda":
-        return torch.device("cuda", runner.gpu_id)
-    return torch.device(runner.device)
-
-
 class _Made(NamedTuple):
     backend: Any
     attention: TreeAttention
     state: ServerState
     on_device: bool
+    division: Division
 
     def decided(self, settings: Settings) -> tuple[object, ...]:
         """What decides the sets of graphs and the steps of tree attention: equal on all ranks."""
         return (
             self.on_device, self.attention.capacity.max_batch, settings.policy,
             settings.min_share, settings.min_batch, settings.min_shared_tokens,
-            settings.min_saved_ms,
+            settings.min_saved_ms, self.division.tree,
         )  # fmt: skip
 
 
@@ -167,7 +170,7 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
     reason = unsupported_model(runner)
     if reason is not None:
         raise Unsupported(reason)
-    heads, kv_heads, dim = shape_of(runner)
+    division, (heads, kv_heads, dim) = _divided(runner)
     query_tokens = draft_tokens(runner.server_args)
     on_device = _plans_on_device(runner, settings, query_tokens)
     if not on_device and decodes_per_rank(runner.server_args):
@@ -186,7 +189,7 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
         num_kv_heads=kv_heads,
         head_dim=dim,
         dtype=runner.dtype,
-        device=_device(runner),
+        device=device_of(runner),
         max_batch=largest,
         query_tokens=query_tokens,
         policy=settings.policy,
@@ -194,15 +197,17 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
     if attention.device.type == "cuda":
         take_compiled_kernels(settings, attention.device)
         _warm_up(attention, runner, settings, on_device)
-    state = state_of(runner, NAME, settings.policy)
+    state = state_of(runner, division, NAME, settings.policy)
     make = _device_planned if on_device else _host_planned
-    return _Made(make(runner, host, attention, state, settings, undo), attention, state, on_device)
+    backend = make(runner, host, attention, state, settings, undo)
+    backend.leave_layers(division.host)
+    return _Made(backend, attention, state, on_device, division)
 
 
 def _plans_on_device(runner: Any, settings: Settings, query_tokens: int) -> bool:
     """Whether the device planner makes the plans: always, if the server speculates."""
     if query_tokens == 1:
-        return selects_device_planner(settings, SGLANG, capability_of(_device(runner)))
+        return selects_device_planner(settings, SGLANG, capability_of(device_of(runner)))
     if settings.policy != AUTO:
         raise Unsupported(
             f"verification is planned on the device, with the policy {AUTO}; "
@@ -299,15 +304,13 @@ def _warm_up(attention: TreeAttention, runner: Any, settings: Settings, on_devic
 
 def _step_tensors(runner: Any) -> StepTensors:
     """What a decode step is given; versions differ in nothing, graphs and eager steps neither."""
-    pool, table = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
+    cache, table = full_cache(runner.token_to_kv_pool), runner.req_to_token_pool.req_to_token
+    assert not isinstance(cache, str)
     tokens = draft_tokens(runner.server_args)
     return StepTensors(
-        pool.get_key_buffer(pool.start_layer),
-        pool.get_value_buffer(pool.start_layer),
-        [table.shape[1]],
-        table_dtype=table.dtype,
+        cache.keys, cache.values, [table.shape[1]], table_dtype=table.dtype,
         drafts=Drafts(tokens, trees=drafts_trees(runner.server_args)) if tokens > 1 else None,
-    )
+    )  # fmt: skip
 
 
 def _compiler(

@@ -164,7 +164,7 @@ class HostPlannedBackend(DeftAttentionBackend):
         if isinstance(planned, str):
             self._state.count_host(planned, tokens)
             return False
-        tree_layers = self._state.num_layers - sum(r is not None for r in self._layers.values())
+        tree_layers = self._state.num_layers - len(self._left)
         self._state.count_tree(tokens, planned.loads(tokens), tree_layers)
         return True
 

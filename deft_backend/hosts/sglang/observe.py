@@ -10,7 +10,7 @@ import logging
 from typing import Any
 
 from deft_backend.config import Settings
-from deft_backend.hosts.sglang.server import start_reporting, state_of
+from deft_backend.hosts.sglang.server import division_of, start_reporting, state_of
 from deft_backend.hosts.sglang.versions import decode_backend_name
 from deft_backend.telemetry.state import ServerState
 from deft_patches import sglang_observe_batch
@@ -42,7 +42,7 @@ class Observer:
         if self._state is None:
             settings = Settings.from_env()
             backend = decode_backend_name(runner)
-            self._state = state_of(runner, backend, "")
+            self._state = state_of(runner, division_of(runner), backend, "")
             self._runner = runner
             start_reporting(self._state, runner, settings)
         if runner is self._runner:

@@ -4,23 +4,62 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from deft_backend.attention import TreeAttention
 from deft_backend.config import Settings
-from deft_backend.hosts.sglang.versions import SGLANG, attention_ranks, ranks, resolved
+from deft_backend.hosts.sglang.caches import full_cache
+from deft_backend.hosts.sglang.layers import Division, Shape, divide_layers
+from deft_backend.hosts.sglang.versions import (
+    SGLANG,
+    attention_layers,
+    attention_ranks,
+    ranks,
+    resolved,
+)
 from deft_backend.telemetry import reporting
 from deft_backend.telemetry.decode_log import DecodeLog
 from deft_backend.telemetry.state import ServerState
 
 
-def shape_of(runner: Any) -> tuple[int, int, int]:
-    """Query heads, KV heads and head dimension on this rank."""
-    keys = runner.token_to_kv_pool.get_key_buffer(runner.token_to_kv_pool.start_layer)
+def division_of(runner: Any) -> Division:
+    """Which layers of a model runner tree attention can decode.
+
+    If the model shows no attention layers, the cache decides for all layers alike.
+    """
+    pool, device = runner.token_to_kv_pool, device_of(runner)
+
+    def refused(shape: Shape) -> str | None:
+        return TreeAttention.unsupported(*shape, runner.dtype, device)
+
+    cache = full_cache(pool)
+    layers = attention_layers(runner.model)
+    if not isinstance(cache, str) and layers:
+        others = getattr(runner.req_to_token_pool, "mamba_map", ())
+        return divide_layers(layers, cache, others, refused)
+    keys = pool.get_key_buffer(pool.start_layer)
     heads = runner.model_config.num_attention_heads // attention_ranks()
-    return heads, int(keys.shape[-2]), int(keys.shape[-1])
+    shape = (heads, int(keys.shape[-2]), int(keys.shape[-1]))
+    ids, reason = range(int(pool.layer_num)), refused(shape)
+    if reason is not None:
+        return Division(None, (), dict.fromkeys(ids, reason))
+    return Division(shape, tuple(ids), {})
 
 
-def state_of(runner: Any, backend: str, policy: str) -> ServerState:
-    """Counters for a model runner, at zero."""
-    heads, kv_heads, dim = shape_of(runner)
+def device_of(runner: Any) -> torch.device:
+    """The device that a model runner decodes on."""
+    if runner.device == "cuda":
+        return torch.device("cuda", runner.gpu_id)
+    return torch.device(runner.device)
+
+
+def state_of(runner: Any, division: Division, backend: str, policy: str) -> ServerState:
+    """Counters for a model runner, at zero.
+
+    They count the layers that tree attention can decode. Layers with windows or with a recurrent
+    state read other amounts, so the counters leave them out.
+    """
+    heads, kv_heads, dim = division.shape or (0, 0, 0)
     return ServerState(
         port=runner.server_args.port,
         rank=int(ranks(runner).tp_rank),
@@ -30,7 +69,7 @@ def state_of(runner: Any, backend: str, policy: str) -> ServerState:
         policy=policy,
         device=str(runner.device),
         dtype=str(runner.dtype).removeprefix("torch."),
-        num_layers=int(runner.token_to_kv_pool.layer_num),
+        num_layers=len(division.tree),
         num_query_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=dim,

@@ -175,6 +175,13 @@ def attention_ranks() -> int:
     return int(get_parallel().attn_tp_size)
 
 
+def attention_layers(model: Any) -> list[Any]:
+    """The model's ``RadixAttention`` layers on this rank, in the model's order."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    return [part for part in model.modules() if isinstance(part, RadixAttention)]
+
+
 # CUDA graphs and the page-table fence --------------------------------------------------------
 
 
@@ -315,7 +322,7 @@ CONTRACT: tuple[Member, ...] = (
            use="read and written: the kind of decode graphs"),
     Member("sglang.srt.environ", "envs", use="read: settings that change graphs and memory"),
     *_read("sglang.srt.configs.model_config", "ModelConfig",
-           "is_encoder_decoder is_hybrid_swa num_attention_heads", "read: what the model is"),
+           "is_encoder_decoder num_attention_heads", "read: what the model is"),
     # Backends.
     Member(_REGISTRY, "ATTENTION_BACKENDS", use="read: the backends to surround"),
     Member(_REGISTRY, "register_attention_backend", ("name",), use="called: surround backends"),
@@ -374,6 +381,11 @@ CONTRACT: tuple[Member, ...] = (
     *_read(_RUNNER, "ModelRunner", "tp_group", "read: ranks that must agree", "<0.5.22"),
     Member(_CONTEXT, "get_parallel", use="called: ranks"),
     Member(_POOL, "MHATokenToKVPool", use="known by its name: the one pool that we read"),
+    *_read("sglang.srt.mem_cache.swa_memory_pool", "SWAKVPool", "full_kv_pool layers_mapping",
+           "read: the layers without sliding windows"),
+    *_read(_POOL, "HybridLinearKVPool", "full_kv_pool full_attention_layer_id_mapping",
+           "read: the layers that are not linear"),
+    *_read(_POOL, "HybridReqToTokenPool", "mamba_map", "read: the layers that are linear"),
     Member(_POOL, "MHATokenToKVPool.get_key_buffer", ("layer_id",), use="called"),
     Member(_POOL, "MHATokenToKVPool.get_value_buffer", ("layer_id",), use="called"),
     Member(_POOL, "MHATokenToKVPool.set_kv_buffer", ("layer", "loc_info", "cache_k", "cache_v"),

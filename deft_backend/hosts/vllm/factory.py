@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import Any, cast
 
 import torch
@@ -18,8 +19,9 @@ from deft_backend.hosts.common.planner_choice import (
     selects_device_planner,
 )
 from deft_backend.hosts.common.warm_up import Drafts, StepTensors, warm_up_attention
+from deft_backend.hosts.vllm.division import divide_layers
 from deft_backend.hosts.vllm.group import GroupAttention
-from deft_backend.hosts.vllm.layers import Layer, LayerShape
+from deft_backend.hosts.vllm.layers import LayerShape
 from deft_backend.hosts.vllm.say import say_once
 from deft_backend.hosts.vllm.server import server_of
 from deft_backend.hosts.vllm.sleep import can_sleep, outside_memory_pools
@@ -71,29 +73,26 @@ def _create(
     vllm_config: Any,
     device: torch.device,
     settings: Settings,
-) -> GroupAttention | str:
-    reason = unsupported_server(vllm_config) or unsupported_spec(spec)
+) -> GroupAttention | str | None:
+    reason = unsupported_server(vllm_config)
     if reason is not None:
         return reason
-    layers = attention_layers(vllm_config)
     if all(drafts(name, vllm_config) for name in layer_names):
         return "the draft model gets no tree attention"
-    mine = [
-        layers[name] for name in layer_names
-        if name in layers and not drafts(name, vllm_config)
-    ]  # fmt: skip
-    taken = [layer for layer in mine if layer.reason is None]
-    for layer in mine:
-        if layer.reason is not None:
-            say_once(f"layers with {layer.reason} decode through {host.get_name()}")
+    division = divide_layers(vllm_config)
+    server = server_of(vllm_config)
+    server.say(division)
+    taken = [division.tree[name] for name in layer_names if name in division.tree]
     if not taken:
-        return "no layer of this group is one that tree attention supports"
-    shape = taken[0].shape
+        return None  # the line above gives the reasons
+    reason = unsupported_spec(spec)
+    if reason is not None:
+        return reason
+    shape = Counter(layer.shape for layer in taken).most_common(1)[0][0]
     dtype = vllm_config.model_config.dtype
     reason = _unsupported_shape(shape, spec, dtype, device, settings)
     if reason is not None:
         return reason
-    server = server_of(vllm_config)
     # Everything in a specification that the group depends on. The rest is checked already, or
     # concerns only the host.
     key = (tuple(layer_names), spec.block_size, device)
@@ -131,10 +130,7 @@ def _create(
         attention,
         settings,
         state,
-        tree_layers=sum(
-            x.reason is None and x.shape == shape and not drafts(name, vllm_config)
-            for name, x in layers.items()
-        ),
+        tree_layers=division.count(shape),
         counts=not server.groups,  # the first one
         plans_on_device=plans_on_device,
         shows_batch=not sleeps,
@@ -168,30 +164,16 @@ def unsupported_server(vllm_config: Any) -> str | None:
 
 
 def unsupported_spec(spec: Any) -> str | None:
-    """Why a group's KV cache rules out tree attention, in one line; or None."""
+    """Why the KV cache of a group's full-attention layers rules out tree attention; or None.
+
+    The windows in it are those of other layers: every layer has been asked for its own.
+    """
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     if type(spec) is not FullAttentionSpec:  # its subclasses are other kinds of caches
         return f"a KV cache of kind {type(spec).__name__} is not supported"
-    if spec.sliding_window is not None or spec.attention_chunk_size is not None:
-        return "a sliding window or chunked attention is not supported"
-    if spec.non_causal:
-        return "attention that is not causal is not supported"
-    if spec.head_size_v not in (None, spec.head_size):
-        return f"values of {spec.head_size_v} and keys of {spec.head_size} are not supported"
     unknown = unknown_cache(spec)
     return None if unknown is None else f"a KV cache with {unknown} is not supported"
-
-
-def attention_layers(vllm_config: Any) -> dict[str, Layer]:
-    """The model's layers that our implementation runs, by name."""
-    context = vllm_config.compilation_config.static_forward_context
-    found = {}
-    for name, module in context.items():
-        layer = getattr(getattr(module, "impl", None), "deft_layer", None)
-        if layer is not None:
-            found[name] = layer
-    return found
 
 
 def _unsupported_shape(

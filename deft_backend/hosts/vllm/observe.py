@@ -13,7 +13,7 @@ import torch
 from deft_backend.config import Settings
 from deft_backend.hosts.vllm.group import tokens_of
 from deft_backend.hosts.vllm.layers import LayerShape
-from deft_backend.hosts.vllm.server import server_of
+from deft_backend.hosts.vllm.server import full_layers, server_of
 from deft_backend.hosts.vllm.speculation import is_step, query_tokens_of
 
 
@@ -46,6 +46,8 @@ class ObservedBuilder:
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any,
                  device: torch.device) -> None:  # fmt: skip
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+
         self._host().__init__(kv_cache_spec, layer_names, vllm_config, device)
         model, place = vllm_config.model_config, vllm_config.parallel_config
         shape = LayerShape(
@@ -53,13 +55,15 @@ class ObservedBuilder:
             kv_cache_spec.head_size,
         )  # fmt: skip
         server = server_of(vllm_config)
+        self._counts = self._capturing = False
+        if not isinstance(kv_cache_spec, FullAttentionSpec) and full_layers(vllm_config):
+            return  # a group with full attention counts the steps
         self._state = server.count_in(
             layer_names, shape, kv_cache_spec.dtype, torch.device(device), Settings.from_env(),
             self.host.get_name(),
         )  # fmt: skip
         self._query_tokens = query_tokens_of(vllm_config)
         self._counts = server.counting == tuple(layer_names)
-        self._capturing = False
 
     def _host(self) -> Any:
         return cast(Any, super())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from deft_backend.config import Settings
+from deft_backend.hosts.vllm.division import Division, divide_layers, unsupported_kind
 from deft_backend.hosts.vllm.layers import LayerShape
 from deft_backend.hosts.vllm.port import port_of
 from deft_backend.hosts.vllm.speculation import drafts
@@ -18,6 +20,8 @@ from deft_backend.telemetry import reporting
 from deft_backend.telemetry.decode_log import DecodeLog
 from deft_backend.telemetry.metrics import page_of_files
 from deft_backend.telemetry.state import ServerState
+
+logger = logging.getLogger("deft_backend")
 
 
 @dataclass
@@ -37,12 +41,22 @@ class Server:
         Counters, once there is a group.
     counting : tuple of str
         Layers of the group that counts the server's steps.
+    divided : str, optional
+        The last line about layers that vLLM's implementation decodes.
     """
 
     config: Any
     groups: dict[Hashable, Any] = field(default_factory=dict)
     state: ServerState | None = None
     counting: tuple[str, ...] = ()
+    divided: str | None = None
+
+    def say(self, division: Division) -> None:
+        """Log which layers tree attention decodes, once for all groups of the server."""
+        line = division.text()
+        if line is not None and line != self.divided:
+            logger.log(logging.INFO if division.tree else logging.WARNING, "deft: %s", line)
+        self.divided = line
 
     def count_in(
         self,
@@ -61,7 +75,8 @@ class Server:
             self.counting = tuple(layer_names)
             backend = observed or asked_name(self.config)
             policy = "" if observed else settings.policy
-            state = _state_of(self.config, shape, dtype, device, backend, policy)
+            layers = divide_layers(self.config).count(shape) or _num_layers(self.config)
+            state = _state_of(self.config, shape, layers, dtype, device, backend, policy)
             _start_reporting(state, self.config.parallel_config, settings)
             self.state = state
         return self.state
@@ -81,12 +96,13 @@ def server_of(vllm_config: Any) -> Server:
 def _state_of(
     vllm_config: Any,
     shape: LayerShape,
+    layers: int,
     dtype: torch.dtype,
     device: torch.device,
     backend: str,
     policy: str,
 ) -> ServerState:
-    """Counters for a server, at zero."""
+    """Counters for a server, at zero. They count `layers` layers with full attention."""
     return ServerState(
         port=port_of(sys.argv),
         rank=_tensor_rank(),
@@ -96,7 +112,7 @@ def _state_of(
         policy=policy,
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),
-        num_layers=_num_layers(vllm_config),
+        num_layers=layers,
         num_query_heads=shape.num_query_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
@@ -143,9 +159,22 @@ def _tensor_rank() -> int:
         return 0
 
 
+def full_layers(vllm_config: Any) -> list[str]:
+    """Names of the target's layers with full attention, whichever backend runs them."""
+    return [
+        name
+        for name, module in vllm_config.compilation_config.static_forward_context.items()
+        if getattr(module, "impl", None) is not None
+        and not drafts(name, vllm_config)
+        and unsupported_kind(module, vllm_config) is None
+    ]
+
+
 def _num_layers(vllm_config: Any) -> int:
+    """Layers that a server of the host's backend counts: those with full attention, else all."""
     context = vllm_config.compilation_config.static_forward_context
-    return sum(
+    attending = sum(
         getattr(module, "impl", None) is not None and not drafts(name, vllm_config)
         for name, module in context.items()
     )
+    return len(full_layers(vllm_config)) or attending

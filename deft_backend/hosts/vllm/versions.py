@@ -122,6 +122,11 @@ CONTRACT: tuple[Member, ...] = (
         for name in ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype",
                      "sliding_window", "attention_chunk_size", "non_causal")
     ),
+    Member("vllm.model_executor.layers.attention_layer_base",
+           "AttentionLayerBase.get_kv_cache_spec", ("vllm_config",),
+           use="called: what a layer attends to"),
+    Member(_SPEC, "SlidingWindowSpec", use="known by its class"),
+    Member(_SPEC, "MambaSpec", use="known by its class"),
     Member(_BACKEND, "AttentionBackend.get_kv_cache_shape",
            ("num_blocks", "block_size", "num_kv_heads", "head_size"), "<0.29",
            use="called: whether a cache is the standard one; overridden, on the CPU"),
@@ -291,6 +296,7 @@ def has_standard_cache(backend: Any) -> bool:
 
 _KNOWN_FIELDS = frozenset((
     "block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "page_size_padded",
+    "sliding_window", "attention_chunk_size", "non_causal",
     "indexes_kv_by_block_stride", "block_stride_alignment", "dcp_sharded", "max_tp_shards",
 ))  # fmt: skip
 """Fields of a cache's specification that tree attention accepts with any value, or checks

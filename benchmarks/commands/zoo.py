@@ -1,0 +1,77 @@
+"""``python -m benchmarks zoo``: many architectures, decoded and then checked token by token."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.row_files import write_object
+from benchmarks.zoo.architectures import ARCHITECTURES
+from benchmarks.zoo.run import Place, run
+from deft_backend.harness.provenance import provenance
+from deft_backend.servers.command import installed_hosts, use_gpu, vllm_is_cpu_build
+
+
+def zoo(
+    only: Annotated[
+        list[str] | None, typer.Option(help="An architecture; may be repeated. Default: all.")
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="sglang or vllm. Default: the installed one.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The file of rows; other rows in it stay.")] = Path(
+        "reports/models.json"
+    ),
+    logs: Annotated[Path, typer.Option(help="Folder for models, answers and logs.")] = Path(
+        "reports/zoo"
+    ),
+    at_once: Annotated[int, typer.Option(help="Architectures that run at the same time.")] = 1,
+    seconds: Annotated[float, typer.Option(help="End the run after this time.")] = 3600.0,
+) -> None:
+    """Check the answers of small models of many architectures, token by token.
+
+    For each architecture one engine decodes through tree attention. An engine with the host's own
+    backend then answers the same requests and compares. On the CPU, only architectures run that
+    the host's CPU engine can run.
+    """
+    named = host or installed_hosts()[0]
+    gpu = use_gpu() and not (named == "vllm" and vllm_is_cpu_build())
+    unknown = sorted(set(only or ()) - set(ARCHITECTURES))
+    if unknown:
+        raise typer.BadParameter(
+            f"{unknown[0]} is not an architecture; expected one of {', '.join(ARCHITECTURES)}"
+        )
+    names = [
+        name
+        for name, architecture in ARCHITECTURES.items()
+        if (name in only if only else gpu or named in architecture.cpu)
+    ]
+    rows = _known(out)
+    for row in run(names, Place(named, gpu), logs, at_once, seconds):
+        rows[_key(row)] = row
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_object(out, list(rows.values()), provenance())
+        typer.echo(_line(row))
+
+
+def _key(row: dict[str, object]) -> tuple[object, ...]:
+    return tuple(row[name] for name in ("host", "version", "architecture", "kv_dtype", "device"))
+
+
+def _known(path: Path) -> dict[tuple[object, ...], dict[str, object]]:
+    """The rows of an earlier run; a new row replaces the one of the same engine and model."""
+    if not path.is_file():
+        return {}
+    return {_key(row): row for row in json.loads(path.read_text())["rows"]}
+
+
+def _line(row: dict[str, object]) -> str:
+    return (
+        f"{row['host']} {row['version']}  {row['architecture']:<12} {row['query_heads']}/"
+        f"{row['kv_heads']} x {row['head_dim']}  {row['kv_dtype']}  layers: {row['layers_tree']} "
+        f"tree, {row['layers_host']} host  tokens: {row['tokens_checked']}, "
+        f"{row['tokens_wrong']} wrong, {row['ties']} ties  {row.get('note', '')}"
+    )

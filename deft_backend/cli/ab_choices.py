@@ -1,0 +1,66 @@
+"""What `deft ab`'s options name, checked before a server starts."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from pathlib import Path
+
+from deft_backend.ab.workloads import CHOICES, WORKLOADS, WorkloadError
+from deft_backend.cli.errors import fail
+from deft_backend.policies import get_policy
+from deft_backend.traces.trace_files import ThoughtTree, TraceError, load_thought_trees
+
+
+def chosen_workloads(asked: Sequence[str] | None) -> list[str]:
+    """Names of workloads, each once.
+
+    Raises
+    ------
+    WorkloadError
+        If one is unknown.
+    """
+    for name in asked or ():
+        if name not in CHOICES:
+            raise WorkloadError(
+                f"there is no workload {name!r}; expected one of {', '.join(CHOICES)}"
+            )
+    return list(dict.fromkeys(asked or WORKLOADS))
+
+
+def chosen_tree(
+    trace: Path | None, index: int, scale: float, names: Sequence[str]
+) -> ThoughtTree | None:
+    """The tree of a trace in DeFT's format.
+
+    Raises
+    ------
+    TraceError
+        If the file is wrong or has no such tree.
+    """
+    if trace is None:
+        if scale != 1.0 or index:
+            raise fail("--scale and --index belong to --trace, which is missing")
+        return None
+    if "tree-of-thoughts" not in names:
+        raise fail("--trace is replayed by the workload tree-of-thoughts, which is not selected")
+    trees = load_thought_trees(trace)
+    if index >= len(trees):
+        raise TraceError(f"{trace} holds {len(trees)} trees; expected --index below that")
+    return trees[index]
+
+
+def check_backends(policy: str | None, baseline: str | None, host: str) -> None:
+    """Refuse a baseline that is the plugin; raises PolicyError for an unknown policy."""
+    from deft_backend.servers.command import BACKEND, BACKEND_NAMES
+
+    if baseline in (BACKEND, BACKEND_NAMES[host]):
+        raise fail(f"--baseline is {baseline!r}, the plugin itself; expected a host's backend")
+    if policy is not None:
+        get_policy(policy)
+
+
+def report_folder(out: Path | None) -> Path:
+    """The folder of the report: the user's, or one with the time in its name."""
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    return out or Path("reports") / f"ab-{stamp}"

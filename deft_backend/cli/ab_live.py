@@ -1,0 +1,264 @@
+"""`deft ab` over time: two servers, requests that arrive when they do, and one sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from deft_backend.ab.units import MISSING, megabytes, percent
+from deft_backend.cli.ab_choices import (
+    check_backends,
+    chosen_tree,
+    chosen_workloads,
+    report_folder,
+)
+from deft_backend.cli.errors import fail, reported
+from deft_backend.cli.interrupted import unwound
+from deft_backend.cli.models import served_model
+from deft_backend.cli.progress import ProgressWatcher
+from deft_backend.cli.serve import chosen_host
+from deft_backend.cli.shown import say
+
+if TYPE_CHECKING:
+    from deft_backend.ab.live import LiveResult, Side
+    from deft_backend.harness.live_client import Offers
+    from deft_backend.harness.traffic import Traffic
+
+FAULTS = 1
+"""Exit code if a server lost a request, or an answer differs and rounding does not explain it."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command's options, as the user gave them."""
+
+    urls: tuple[str, str] | None
+    model: str | None
+    revision: str | None
+    host: str | None
+    workloads: Sequence[str] | None
+    rate: float | None
+    sizes: tuple[int | None, int | None, int | None]
+    quick: bool
+    trace: Path | None
+    arrivals: bool
+    index: int
+    scale: float
+    speed: float | None
+    limit: int | None
+    seed: int
+    policy: str | None
+    baseline: str | None
+    extra: tuple[str, ...]
+    out: Path | None
+
+
+def run_live(asked: Asked) -> None:
+    """Compare, print, write the report and exit."""
+    from deft_backend.ab.live_report import write_live_report
+    from deft_backend.ab.live_sides import running_sides, started_sides
+    from deft_backend.ab.workloads import WorkloadError
+    from deft_backend.config import Settings, SettingsError
+    from deft_backend.folders import state_directory
+    from deft_backend.harness.live_client import LiveError, base_url
+    from deft_backend.policies import PolicyError
+    from deft_backend.servers.command import LaunchError
+    from deft_backend.servers.driver_stub import DriverStubError
+    from deft_backend.traces.trace_files import TraceError
+
+    console = Console()
+    folder = report_folder(asked.out)
+    with (
+        reported(WorkloadError, TraceError, PolicyError, SettingsError, LiveError),
+        ProgressWatcher([], console) as progress,
+    ):
+        if asked.urls is not None:
+            _refuse_options(asked)
+            state_folder = state_directory(Settings.from_env())
+            urls = base_url(asked.urls[0]), base_url(asked.urls[1])
+            build = _traffic(asked, on_gpu=not any(_on_cpu(url, state_folder) for url in urls))
+            both_answer(urls)
+            model, sides = asked.model, running_sides(urls, state_folder)
+        else:
+            model = None
+            name, host, extra, on_gpu = _server(asked)
+            build = _traffic(asked, on_gpu=on_gpu)
+            sides = started_sides(
+                name, host, folder, progress, policy=asked.policy, baseline=asked.baseline,
+                host_arguments=extra,
+            )  # fmt: skip
+        with (
+            reported(LaunchError, DriverStubError),
+            unwound(console, "no server of this command is left") as stopped,
+        ):
+            result = compare_live(sides, build, model, progress)
+            progress.stop()
+            print_live(result, console)
+            page, data = write_live_report(result, folder, shlex.join(["deft", *sys.argv[1:]]))
+    say(console, f"report  {page}")
+    say(console, f"data    {data}")
+    if stopped.number is not None:
+        raise typer.Exit(128 + stopped.number)
+    if result.faults:
+        raise typer.Exit(FAULTS)
+
+
+def _refuse_options(asked: Asked) -> None:
+    """Options that are for servers of the command's own."""
+    given = {
+        "--revision": asked.revision, "--host": asked.host, "--policy": asked.policy,
+        "--baseline": asked.baseline, "host options behind '--'": asked.extra,
+    }  # fmt: skip
+    for name, value in given.items():
+        if value:
+            raise fail(f"{name} cannot change servers that already run; leave it out with --urls")
+
+
+def _server(asked: Asked) -> tuple[str, str, list[str], bool]:
+    """Model, host, the host's options, and whether it runs on a GPU."""
+    from deft_backend.servers.command import use_gpu, vllm_is_cpu_build
+
+    host = chosen_host(asked.host, compared=True)
+    check_backends(asked.policy, asked.baseline, host)
+    served, extra = served_model(asked.model, asked.revision, list(asked.extra))
+    served.check()
+    return served.name, host, extra, use_gpu() and not (host == "vllm" and vllm_is_cpu_build())
+
+
+def _traffic(asked: Asked, *, on_gpu: bool) -> Callable[[Offers], list[Traffic]]:
+    """Read and check what the user named; the traffic itself waits for the servers' tokenizer."""
+    from deft_backend.ab import sizes
+    from deft_backend.ab.trace_traffic import trace_traffic
+    from deft_backend.harness.traffic import poisson, timed
+    from deft_backend.traces.arrivals import load_arrivals
+
+    names: list[str] = []
+    if asked.workloads or not asked.arrivals:
+        names = chosen_workloads(asked.workloads)
+    tree, arrivals = None, []
+    if asked.arrivals:
+        assert asked.trace is not None
+        if not 0 < asked.scale < float("inf"):
+            raise fail(f"--scale is {asked.scale}; expected a number above 0")
+        loaded = load_arrivals(asked.trace, asked.limit)
+        arrivals = [arrival.scaled(asked.scale) for arrival in loaded]
+    else:
+        tree = chosen_tree(asked.trace, asked.index, asked.scale, names)
+    if asked.rate is not None:
+        poisson(1, asked.rate, asked.seed)  # refuses an impossible rate now
+    if asked.speed is not None and not 0 < asked.speed < float("inf"):
+        raise fail(f"--speed is {asked.speed}; expected a number above 0")
+    chosen = sizes.chosen_sizes(asked.sizes, on_gpu=on_gpu, quick=asked.quick)
+
+    def build(offers: Offers) -> list[Traffic]:
+        ratio = offers.characters_a_token
+        plans = sizes.make_plans(
+            names, chosen, characters_a_token=ratio, tree=tree, scale=asked.scale
+        )
+        found = [timed(plan, asked.rate, asked.seed) for plan in plans]
+        if arrivals and asked.trace is not None:
+            found.append(
+                trace_traffic(
+                    arrivals, name=asked.trace.name, characters_a_token=ratio,
+                    speed=asked.speed or 1.0, rate=asked.rate, seed=asked.seed,
+                )
+            )  # fmt: skip
+        return found
+
+    return build
+
+
+def _on_cpu(url: str, folder: Path) -> bool:
+    from deft_backend.harness.live_counters import LiveCounters
+
+    state = LiveCounters(url, folder).state()
+    return state is not None and state.device.startswith("cpu")
+
+
+def compare_live(
+    sides: tuple[Side, Side],
+    build: Callable[[Offers], list[Traffic]],
+    model: str | None,
+    progress: ProgressWatcher,
+) -> LiveResult:
+    """Run both sides, one after the other; an interrupted run gives what it has."""
+    from deft_backend.ab.live import SideRun, compare_sides, run_side, silent_side
+    from deft_backend.harness.live_client import LiveError
+    from deft_backend.harness.provenance import provenance
+
+    made: list[Traffic] = []
+
+    def traffics(offers: Offers) -> list[Traffic]:
+        if not made:
+            made.extend(build(offers))
+        return made
+
+    found: list[SideRun] = []
+    interrupted = False
+    with reported(LiveError):
+        for side in sides:
+            first = found[0] if found else None
+            progress.announce(side.title)
+            try:
+                with side.open() as live:
+                    run, interrupted = asyncio.run(
+                        run_side(live, side.name, traffics, model, first, progress)
+                    )
+            except LiveError as error:
+                if first is None:
+                    raise
+                run = silent_side(side, first, str(error))  # keep what the first one did
+            found.append(run)
+            if interrupted:
+                break
+    names = (sides[0].name, sides[1].name)
+    return compare_sides(names, found, made, interrupted, provenance())
+
+
+def both_answer(urls: Sequence[str]) -> None:
+    """Before a long run on the first server, make sure that the second answers, too."""
+    from deft_backend.harness.live_client import LiveClient, LiveError
+
+    async def ask() -> None:
+        for url in urls:
+            async with LiveClient(url) as client:
+                if not await client.lives():
+                    raise LiveError(f"{url} does not answer under /v1/models; is it running?")
+
+    with reported(LiveError):
+        asyncio.run(ask())
+
+
+def print_live(result: LiveResult, console: Console) -> None:
+    """The table, what to know about it, and the sentence."""
+    from deft_backend.ab.live_report import notes
+    from deft_backend.ab.verdict import verdict
+
+    table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table.add_column("workload", no_wrap=True)
+    table.add_column("server", no_wrap=True)
+    for name in ("answered", "TTFT ms", "TPOT ms", "95 %", "tok/s", "KV a step", "saved"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for w in result.workloads:
+        for side, f in enumerate(w.figures):
+            read, times = w.kv_read(side), (f.ttft, f.tpot, f.tpot_p95)
+            table.add_row(
+                "" if side else w.workload, result.names[side], f"{f.answered}/{f.requests}",
+                *(MISSING if t is None else f"{1e3 * t:,.1f}" for t in times),
+                MISSING if f.tokens_a_second is None else f"{f.tokens_a_second:,.0f}",
+                megabytes(read.deft if read else None), percent(read.saved if read else None),
+            )  # fmt: skip
+    console.print(table)
+    for note in notes(result):
+        console.print(f"• {note}", markup=False, highlight=False, style="yellow")
+    console.print(verdict(result), markup=False, highlight=False, style="bold")

@@ -1,0 +1,54 @@
+"""`deft trace`: make a trace of arrivals in Mooncake's format."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deft_backend.cli.errors import fail, reported, stderr
+
+
+def trace(
+    out: Annotated[
+        Path | None, typer.Option(help="The file to write; default: the standard output.")
+    ] = None,
+    requests: Annotated[int, typer.Option(help="Number of requests.")] = 200,
+    rate: Annotated[float, typer.Option(help="Requests a second, on average.")] = 2.0,
+    system_tokens: Annotated[int, typer.Option(help="Tokens that all prompts share.")] = 1024,
+    documents: Annotated[int, typer.Option(help="Documents that prompts are about.")] = 8,
+    document_tokens: Annotated[int, typer.Option(help="Mean tokens of a document.")] = 4096,
+    own_tokens: Annotated[int, typer.Option(help="Mean tokens of a turn's own text.")] = 256,
+    answer_tokens: Annotated[int, typer.Option(help="Mean tokens of an answer.")] = 200,
+    turns: Annotated[float, typer.Option(help="Mean turns of a conversation.")] = 1.5,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same trace.")] = 0,
+) -> None:
+    """Make a trace in Mooncake's format, for 'deft ab --trace'."""
+    from deft_backend.traces.arrivals import dump_arrivals, shared_tokens
+    from deft_backend.traces.made_arrivals import TraceShape, make_arrivals
+    from deft_backend.traces.recorded_trees import TraceError
+
+    with reported(TraceError):
+        shape = TraceShape(
+            requests, rate, system_tokens, documents, document_tokens, own_tokens, answer_tokens,
+            turns, seed,
+        )  # fmt: skip
+    arrivals = make_arrivals(shape)
+    lines = (line + "\n" for line in dump_arrivals(arrivals))
+    if out is None:
+        sys.stdout.writelines(lines)
+    else:
+        try:
+            with out.open("w", encoding="utf-8") as file:
+                file.writelines(lines)
+        except OSError as error:
+            raise fail(f"cannot write {out}: {error.strerror or error}") from None
+    prompts = sum(arrival.input_length for arrival in arrivals)
+    stderr.print(
+        f"{len(arrivals):,} requests in {arrivals[-1].timestamp / 1e3:,.0f} s; "
+        f"{prompts:,} prompt tokens, {shared_tokens(arrivals) / prompts:.0%} of them shared with "
+        f"an earlier request; {sum(a.output_length for a in arrivals):,} answer tokens",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip

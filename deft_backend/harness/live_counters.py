@@ -1,0 +1,106 @@
+"""The plugin's counters of a server that others started: from its state file, or its /metrics."""
+
+from __future__ import annotations
+
+import re
+import urllib.error
+import urllib.request
+from collections import defaultdict
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from deft_backend.telemetry.counters import Counters
+from deft_backend.telemetry.metrics import (
+    GUIDED,
+    HOST_STEPS,
+    PLAN_SECONDS,
+    PLANS,
+    READ,
+    STEPS,
+    Metric,
+)
+from deft_backend.telemetry.state_reader import (
+    StateError,
+    StateReading,
+    read_state,
+    running_servers,
+    settled_counters,
+)
+
+_SERIES = re.compile(r"(deft_\w+_total)(?:\{(.*)\})? (\S+)")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+class LiveCounters:
+    """Reads the counters of the server at a URL, if it shows any.
+
+    Parameters
+    ----------
+    url : str
+        The server.
+    folder : Path
+        State files of servers on this machine.
+    """
+
+    def __init__(self, url: str, folder: Path) -> None:
+        parts = urlsplit(url)
+        local = parts.hostname in ("127.0.0.1", "localhost", "::1")
+        self._url = url
+        self._path = running_servers(folder).get(parts.port or 80) if local else None
+
+    def state(self) -> StateReading | None:
+        """What the server says about itself; None without a state file."""
+        if self._path is None:
+            return None
+        try:
+            return read_state(self._path)
+        except StateError:
+            return None
+
+    def read(self) -> Counters | None:
+        """The counters; of a server without other traffic, after it has come to rest."""
+        if self._path is None:
+            return self._from_metrics()
+        try:
+            return settled_counters(self._path, timeout=5.0)
+        except StateError:  # others use the server, too
+            found = self.state()
+            return None if found is None else found.counters
+
+    def _from_metrics(self) -> Counters | None:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(f"{self._url}/metrics", timeout=10) as response:
+                return counters_of_page(response.read().decode(errors="replace"))
+        except (urllib.error.URLError, OSError, ValueError):
+            return None
+
+
+def counters_of_page(page: str) -> Counters | None:
+    """The counters on a page of metrics: bytes of all ranks, steps of the first ones."""
+    total: dict[tuple[str, str], float] = defaultdict(float)
+    for name, labels, value in _SERIES.findall(page):
+        found: dict[str, str] = dict(_LABEL.findall(labels))
+        if name not in (_name(READ), _name(GUIDED)) and any(
+            found.get(rank, "0") != "0" for rank in ("tp_rank", "pp_rank")
+        ):
+            continue
+        kind = found.get("kernel", found.get("reason", ""))
+        total[name, kind] += float(value)
+    if (_name(STEPS), "tree") not in total:
+        return None
+    tree, host = total[_name(STEPS), "tree"], total[_name(STEPS), "host"]
+    reasons = {reason: int(n) for (name, reason), n in total.items() if name == _name(HOST_STEPS)}
+    return Counters(
+        decode_steps=int(tree + host),
+        steps_tree=int(tree),
+        plans=int(total[_name(PLANS), ""]),
+        steps_host=reasons,
+        kv_bytes_read=int(total[_name(READ), ""]),
+        kv_bytes_query_guided=int(total[_name(GUIDED), ""]),
+        plan_seconds=float(total[_name(PLAN_SECONDS), ""]),
+    )
+
+
+def _name(metric: Metric) -> str:
+    return f"{metric.name}_total"

@@ -1,0 +1,170 @@
+"""A made-up server of OpenAI's completions: it answers by rule, and fails when it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+
+@dataclass
+class Fake:
+    """How the server behaves, and what it was asked.
+
+    Attributes
+    ----------
+    token_seconds : float
+        Between two tokens.
+    context : int, optional
+        Of prompt and answer, one token a character; shown under ``/v1/models`` if `shows_context`.
+    plain : bool
+        Whether it refuses every field that OpenAI's endpoint does not have.
+    salt : str
+        Changes the answers.
+    margin : float
+        Between the two likeliest tokens of any answer.
+    faults : dict
+        Status, or ``drop``, ``error`` or ``empty``, by a part of the prompt.
+    dies_after : int, optional
+        Requests until the server stops answering.
+    """
+
+    token_seconds: float = 0.0
+    context: int | None = None
+    shows_context: bool = True
+    plain: bool = False
+    salt: str = ""
+    margin: float = 5.0
+    faults: dict[str, Any] = field(default_factory=dict)
+    dies_after: int | None = None
+    metrics: str = ""
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    url: str = ""
+
+    @property
+    def dead(self) -> bool:
+        return self.dies_after is not None and len(self.bodies) > self.dies_after
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        if self.dead:
+            return self._drop(request)
+        entry: dict[str, Any] = {"id": "made-up"}
+        if self.context is not None and self.shows_context:
+            entry["max_model_len"] = self.context
+        return web.json_response({"data": [entry]})
+
+    async def page(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(text=self.metrics)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        prompt, tokens = body["prompt"], body["max_tokens"]
+        extra = set(body) - {
+            "model",
+            "prompt",
+            "max_tokens",
+            "temperature",
+            "stream",
+            "logprobs",
+            "n",
+        }
+        if self.dead:
+            return self._drop(request)
+        if self.plain and extra:
+            return web.json_response({"error": f"unknown fields {sorted(extra)}"}, status=400)
+        if self.context is not None and len(prompt) + tokens > self.context:
+            said = f"maximum context length is {self.context} tokens"
+            return web.json_response({"error": said}, status=400)
+        fault = next((what for part, what in self.faults.items() if part in prompt), None)
+        if isinstance(fault, int):
+            return web.json_response({"error": "made-up fault"}, status=fault)
+        answers = [self._answer(prompt, tokens)] * body.get("n", 1)
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": tokens}
+        if not body.get("stream"):
+            top = {"top_logprobs": [{"a": -0.1, "b": -0.1 - self.margin}]}
+            return web.json_response({"choices": [{"text": "a", "logprobs": top}], "usage": usage})
+        return await self._stream(request, answers, usage, fault, bool(extra))
+
+    async def _stream(
+        self, request: web.Request, answers: list[str], usage: dict[str, int], fault: Any,
+        extra: bool,
+    ) -> web.StreamResponse:  # fmt: skip
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for at in range(len(answers[0])):
+            if fault == "empty":
+                break
+            if at == 1 and fault == "drop":
+                return self._drop(request)
+            if at == 1 and fault == "error":
+                await self._piece(response, {"error": "made-up fault in the stream"})
+                break
+            await asyncio.sleep(self.token_seconds)
+            for index, answer in enumerate(answers):
+                choice: dict[str, Any] = {"index": index, "text": answer[at]}
+                if extra:
+                    choice["token_ids"] = [ord(answer[at])]
+                await self._piece(response, {"choices": [choice]})
+        if extra:
+            await self._piece(response, {"choices": [], "usage": usage})
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _piece(self, response: web.StreamResponse, content: Any) -> None:
+        await response.write(b"data: " + json.dumps(content).encode() + b"\n\n")
+
+    def _answer(self, prompt: str, tokens: int) -> str:
+        seed = sum(map(ord, prompt[-40:]))
+        text = "".join(chr(97 + (seed * (at + 3)) % 26) for at in range(tokens))
+        return text if not self.salt else text[: tokens // 2] + self.salt * (tokens - tokens // 2)
+
+    def _drop(self, request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+
+@contextmanager
+def serving(fake: Fake) -> Iterator[Fake]:
+    """The server on a port of its own, in a thread, for a `with` block."""
+    loop = asyncio.new_event_loop()
+    started = threading.Event()
+
+    async def start() -> web.AppRunner:
+        app = web.Application(client_max_size=2**26)
+        app.add_routes(
+            [
+                web.get("/v1/models", fake.models),
+                web.get("/metrics", fake.page),
+                web.post("/v1/completions", fake.completions),
+            ]
+        )
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        return runner
+
+    def run() -> None:
+        runner = loop.run_until_complete(start())
+        started.set()
+        loop.run_forever()
+        loop.run_until_complete(runner.cleanup())
+        loop.close()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert started.wait(20)
+    try:
+        yield fake
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(20)

@@ -1,0 +1,322 @@
+"""`deft ab --urls`: two made-up servers, what becomes of requests, and the sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_completions import Fake, serving
+from sglang_fakes import make_state
+from typer.testing import CliRunner
+
+pytest.importorskip("matplotlib")
+
+from deft_backend.ab import live_report
+from deft_backend.ab.live import (
+    Agreement,
+    Difference,
+    LiveResult,
+    LiveWorkload,
+    SideRun,
+    agreement,
+)
+from deft_backend.ab.verdict import paired_change, verdict
+from deft_backend.cli import app
+from deft_backend.harness.answers import Answer
+from deft_backend.harness.live_client import LiveClient, LiveError, Offers, base_url
+from deft_backend.harness.live_counters import LiveCounters, counters_of_page
+from deft_backend.harness.replay import Outcome, Replayed, replay
+from deft_backend.harness.traffic import TimedRequest, Traffic
+from deft_backend.telemetry.counters import Counters
+from deft_backend.telemetry.state import StateWriter
+from deft_backend.traces.arrivals import dump_arrivals
+from deft_backend.traces.made_arrivals import TraceShape, make_arrivals
+
+SMALL = ("--branches", "9", "--prefix-tokens", "120", "--max-tokens", "6")
+
+
+def ab(folder: Path, *arguments: str, code: int = 0) -> tuple[dict[str, Any], str]:
+    environment = {"COLUMNS": "100", "DEFT_STATE_DIR": str(folder / "state")}
+    result = CliRunner(env=environment).invoke(
+        app, ["ab", "--out", str(folder / "out"), *arguments]
+    )
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    data = folder / "out" / "results.json"
+    return json.loads(data.read_text()) if data.exists() else {}, " ".join(result.output.split())
+
+
+@pytest.fixture(autouse=True)
+def plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes half a second for each workload: only the test of the page needs it."""
+    if "two_equal" not in request.node.name:
+        monkeypatch.setattr(live_report, "live_plot", lambda w, names: "data:")
+
+
+def run(fake: Fake, traffic: Traffic, context: int | None = None) -> Replayed:
+    async def send() -> Replayed:
+        async with LiveClient(fake.url) as client:
+            client.model = "made-up"
+            return await replay(traffic, client, context)
+
+    return asyncio.run(send())
+
+
+def traffic_of(*requests: TimedRequest, warm: tuple[str, ...] = ()) -> Traffic:
+    return Traffic("made-up", "", "", warm, requests)
+
+
+def request(name: str, at: float = 0.0, **fields: Any) -> TimedRequest:
+    return TimedRequest(name, at, lambda: f"prompt {name}", fields.pop("tokens", 4), **fields)
+
+
+def test_two_equal_servers(tmp_path: Path) -> None:
+    with serving(Fake()) as a, serving(Fake()) as b:
+        data, printed = ab(
+            tmp_path, "--urls", a.url, f"{b.url}/v1", "--workload", "few-shot", "--workload",
+            "parallel-samples", "--workload", "tree-of-thoughts", "--workload", "rollout-8", *SMALL,
+        )  # fmt: skip
+    assert [s["url"] for s in data["sides"]] == [a.url, b.url]
+    for workload in data["workloads"]:
+        assert workload["agreement"]["compared"] == workload["agreement"]["equal"] > 0
+        assert not any(figures["lost"] for figures in workload["figures"])
+    # Both got the same requests, in equal numbers.
+    sent = [[(f["prompt"], f["max_tokens"]) for f in fake.bodies] for fake in (a, b)]
+    assert sorted(sent[0]) == sorted(sent[1])
+    thoughts = [p for p, _ in sent[0] if "Count from" in p]
+    assert any(p.count("Count from") > 1 for p in thoughts)  # a child continues its parent
+    assert "answers are the same" in printed
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert data["verdict"] in page
+    assert "src='data:image/svg" in page
+    assert "http" not in page.replace(a.url, "").replace(b.url, "").replace("http://www.w3", "")
+
+
+def test_a_trace_with_its_own_times_and_a_small_context(tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    arrivals = make_arrivals(TraceShape(12, 40.0, 600, 2, 800, 60, 6, seed=2))
+    trace.write_text("\n".join(dump_arrivals(arrivals)))
+    fits = sorted(a.input_length + a.output_length for a in arrivals)[8]
+    with serving(Fake()) as a, serving(Fake(context=fits)) as b:
+        data, printed = ab(
+            tmp_path, "--urls", a.url, b.url, "--trace", str(trace), "--speed", "2", "--limit", "11"
+        )
+        assert len(a.bodies) <= 11 + 3
+    (workload,) = data["workloads"]
+    fit = sum(a.input_length + a.output_length <= fits for a in arrivals[:11])
+    second = workload["figures"][1]
+    assert (second["answered"], second["lost"]) == (fit, {"too long": 11 - fit})
+    assert f"{11 - fit} of 11 requests do not fit the server's context" in printed
+    # Times of sending follow the trace, at twice its speed.
+    due = [record["due"] for record in workload["requests"][0]]
+    assert due[-1] == pytest.approx((arrivals[10].timestamp - arrivals[0].timestamp) / 2000, 0.01)
+    for record in workload["requests"][0]:
+        assert record["sent"] >= record["due"] - 1e-3
+    counted = [r["prompt_tokens"] for r in workload["requests"][0] if r["prompt_tokens"]]
+    asked = [a.input_length for a in arrivals[:11]]
+    assert counted == pytest.approx(asked, rel=0.02)
+
+
+def test_each_fault_is_counted_under_its_name() -> None:
+    faults = {"p4": 404, "p5": 503, "pd": "drop", "pe": "error", "p0": "empty"}
+    with serving(Fake(faults=faults, context=60, shows_context=False)) as fake:
+        traffic = traffic_of(
+            *(request(name) for name in ("p4", "p5", "pd", "pe", "p0", "ok")),
+            request("long", tokens=70),
+            request("child", after="ok"),
+            request("orphan", after="p5"),
+        )
+        found = run(fake, traffic)
+    statuses = {outcome.name: outcome.status for outcome in found.outcomes}
+    assert statuses == {
+        "p4": "refused", "p5": "failed", "pd": "lost", "pe": "failed", "p0": "failed",
+        "ok": "answered", "long": "too long", "child": "answered", "orphan": "not sent",
+    }  # fmt: skip
+    assert not found.died
+    assert "404" in found.outcomes[0].detail
+
+
+def test_a_server_that_dies_ends_the_run(tmp_path: Path) -> None:
+    with serving(Fake(dies_after=14)) as b, serving(Fake()) as a:
+        data, printed = ab(
+            tmp_path, "--urls", a.url, b.url, "--workload", "few-shot", "--workload", "unshared",
+            "--rate", "60", "--seed", "5", *SMALL, code=1,
+        )  # fmt: skip
+    assert data["verdict"].startswith("Do not switch: B died during the run")
+    assert "no longer answers" in printed
+    assert [w["workload"] for w in data["workloads"]] == ["few-shot", "unshared"]
+    assert data["workloads"][1]["figures"][0]["answered"] == 9
+    lost = data["workloads"][-1]["figures"][1]["lost"]
+    assert sum(lost.values()) > 0
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_a_server_with_openais_fields_alone_sets_the_level_for_both(tmp_path: Path) -> None:
+    with serving(Fake()) as a, serving(Fake(plain=True)) as b:
+        data, printed = ab(tmp_path, "--urls", a.url, b.url, "--workload", "few-shot", *SMALL)
+        assert "ignore_eos" not in b.bodies[-1]
+    (workload,) = data["workloads"]
+    assert workload["agreement"]["equal"] == 9  # compared by text
+    assert "B does not take ignore_eos" in printed
+
+
+def test_answers_that_differ(tmp_path: Path) -> None:
+    with serving(Fake(margin=0.01)) as a, serving(Fake(salt="z", margin=0.02)) as b:
+        data, printed = ab(tmp_path, "--urls", a.url, b.url, "--workload", "few-shot", *SMALL)
+        difference = data["workloads"][0]["agreement"]["differences"][0]
+        assert difference["position"] == 3
+        assert difference["margin"] == pytest.approx(0.02)
+        b.margin = 2.0
+        data, printed = ab(
+            tmp_path, "--urls", a.url, b.url, "--workload", "few-shot", *SMALL, code=1
+        )
+    assert "9 of 9 answers differ where a server was sure of its token" in printed
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    with serving(Fake()) as a:
+        for arguments, message in (
+            (["--urls", a.url, "http://127.0.0.1:9"], "does not answer under /v1/models"),
+            (["--urls", a.url, "no address"], "'no address' is no address"),
+            (["--urls", a.url, a.url, "--policy", "auto"], "--policy cannot change servers"),
+            (["--urls", a.url, a.url, "--rate", "0"], "the rate is 0.0"),
+            (["--urls", a.url, a.url, "--workload", "x"], "there is no workload 'x'"),
+            (["--urls", a.url, a.url, "--model", "x"], "has no model 'x'; it lists made-up"),
+            (["--speed", "2"], "--speed and --limit belong to --trace"),
+            (["--trace", str(tmp_path / "no.jsonl")], "cannot read the trace"),
+        ):
+            assert message in ab(tmp_path, *arguments, code=2)[1]
+
+
+def test_ctrl_c_leaves_a_report_of_what_there_is(tmp_path: Path) -> None:
+    with serving(Fake(token_seconds=0.02)) as a:
+        command = [
+            sys.executable, "-m", "deft_backend", "ab", "--out", str(tmp_path), "--urls", a.url,
+            a.url, "--workload", "few-shot", "--rate", "2", *SMALL,
+        ]  # fmt: skip
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        end = time.monotonic() + 60
+        while len(a.bodies) < 7 and time.monotonic() < end:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        printed = process.communicate(timeout=60)[0].decode()
+    assert process.returncode == 130, printed
+    data = json.loads((tmp_path / "results.json").read_text())
+    assert data["interrupted"]
+    (first, _) = data["workloads"][0]["figures"]
+    assert 0 < first["answered"] < 9
+    assert first["answered"] + sum(first["lost"].values()) == 9
+    assert set(first["lost"]) <= {"cut off", "not sent"}
+    assert "No decision" in data["verdict"]
+
+
+def test_counters_come_from_the_state_file_or_the_page(tmp_path: Path) -> None:
+    page = "\n".join(
+        f"deft_{name}_total{{{labels}}} {value}"
+        for name, labels, value in (
+            ("decode_steps", 'kernel="tree",tp_rank="0"', 30), ("plans", 'tp_rank="0"', 3),
+            ("decode_steps", 'kernel="tree",tp_rank="1"', 30), ("plans", 'tp_rank="1"', 3),
+            ("decode_steps", 'kernel="host",tp_rank="0"', 5.0),
+            ("host_decode_steps", 'reason="a \\"b\\"",tp_rank="0"', 5),
+            ("kv_read_bytes", 'tp_rank="0"', 1e3), ("kv_read_bytes", 'tp_rank="1"', 1e3),
+            ("kv_query_guided_bytes", 'tp_rank="0"', 4e3),
+        )
+    )  # fmt: skip
+    expected = Counters(35, 30, 3, {'a \\"b\\"': 5}, 2000, 4000, 0.0)
+    assert counters_of_page(page) == expected
+    assert counters_of_page("vllm:x 3") is None
+    with serving(Fake(metrics=page)) as fake:
+        assert LiveCounters(fake.url, tmp_path).read() == expected
+    state = make_state()
+    state.count_host("x", 4)
+    StateWriter(state, tmp_path).look()
+    assert LiveCounters("http://localhost:1", tmp_path).read() == state.counters()
+    assert LiveCounters("http://example.invalid:1", tmp_path).state() is None
+
+
+def test_addresses() -> None:
+    for wrong in ("", "http://", "ftp://x", "http://a?b"):
+        with pytest.raises(LiveError):
+            base_url(wrong)
+
+
+def side(tpot: float, ttft: float = 0.1, count: int = 20, lost: int = 0) -> Replayed:
+    answers = []
+    for i in range(count):
+        arrivals = [ttft + at * tpot * (1 + i / 100) for at in range(11)]
+        answers.append(Answer(ids=[1] * 11, text="x" * 11, arrivals=arrivals))
+    found = [Outcome(f"r{i}", 0, 0.0, 0.0, "answered", "", 11, a) for i, a in enumerate(answers)]
+    found += [Outcome(f"l{i}", 0, 0.0, 0.0, "failed", "500", 11) for i in range(lost)]
+    return Replayed(tuple(found), 5.0)
+
+
+def result(*runs: tuple[Replayed, Replayed], device: str = "cuda", **fields: Any) -> LiveResult:
+    offers = Offers("m", None, 0, 4.0)
+    sides = [
+        SideRun(name, "http://x", offers, tuple(pair[at] for pair in runs), (), (), device, "")
+        for at, name in enumerate("AB")
+    ]
+    workloads = [
+        LiveWorkload(f"w{at}", "", "", pair, (None, None), agreement(*pair))
+        for at, pair in enumerate(runs)
+    ]
+    values = {"interrupted": False, **fields}
+    return LiveResult(("A", "B"), tuple(sides), tuple(workloads), **values)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "said"),
+    [
+        ([(side(0.02), side(0.01))],
+         "Switch to B: w0: a token takes 50% less time (21.90 ms → 10.95 ms); all 20 compared"),
+        ([(side(0.01), side(0.02))], "Do not switch: a token takes longer with B (w0: a token"),
+        ([(side(0.01), side(0.0099))], "No reason to switch: w0"),
+        ([(side(0.02), side(0.01, ttft=0.2))], "Switch to B if the first token may come later"),
+        ([(side(0.02), side(0.01)), (side(0.01), side(0.02))], "Switch only for w0: a token of w1"),
+        ([(side(0.02, count=3), side(0.01, count=3))], "No decision: fewer than 8 requests"),
+        ([(side(0.02), side(0.01, lost=2))], "Do not switch: B lost 2 of 22 requests, A 0"),
+        ([(side(0.02, lost=2), side(0.01, lost=2))], "Switch to B"),
+    ],
+)  # fmt: skip
+def test_the_sentence(pairs: list[tuple[Replayed, Replayed]], said: str) -> None:
+    assert verdict(result(*pairs)).startswith(said)
+    assert verdict(result(*pairs)).count(". ") == 0
+
+
+def test_the_sentence_without_a_gpu_or_an_end() -> None:
+    pair = (side(0.02), side(0.01))
+    assert verdict(result(pair, device="cpu")).startswith("No decision about times")
+    assert "was interrupted" in verdict(result(pair, interrupted=True))
+    assert verdict(result()) == "No decision: the run ended before B was measured."
+
+
+def test_the_interval_contains_the_change_and_grows_with_noise() -> None:
+    def change(noise: float) -> tuple[float, float, float]:
+        noisy = [side(0.01 * (1 + noise * ((i * 7) % 5 - 2))).outcomes[i] for i in range(20)]
+        pair = (side(0.01), Replayed(tuple(noisy), 5.0))
+        found = paired_change(LiveWorkload("w", "", "", pair, (None, None), Agreement(0, 0)))
+        assert found is not None
+        return found
+
+    middle, low, high = change(0.1)
+    assert low <= middle <= high
+    assert middle == pytest.approx(0.0, abs=1e-9)
+    assert high - low > 0.05
+    assert change(0.0) == pytest.approx((0.0, 0.0, 0.0), abs=1e-9)
+
+
+def test_answers_without_ids_are_compared_by_text() -> None:
+    first, other = (
+        Replayed((Outcome("r", 0, 0, 0, "answered", "", 4, Answer(text=t, arrivals=[0.0] * 4)),), 1)
+        for t in ("abcd", "abXd")
+    )
+    assert agreement(first, first) == Agreement(1, 1)
+    assert agreement(first, other) == Agreement(1, 0, (Difference("r", 2, None),))

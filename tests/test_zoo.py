@@ -1,0 +1,135 @@
+"""The zoo of architectures: how answers are checked, and that the README says what was checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.row_files import write_object
+from benchmarks.zoo.answering import check
+from benchmarks.zoo.architectures import ARCHITECTURES, WINDOW
+from benchmarks.zoo.prompts import requests
+from benchmarks.zoo.random_values import fill
+from benchmarks.zoo.run import Place, layers_of_tree
+from benchmarks.zoo.table import readme_line
+from deft_backend.harness.answers import Answer
+
+
+class Counting:
+    """An engine that counts on from a prompt; `close` names tokens that are almost as likely."""
+
+    def __init__(self, close: dict[int, float] | None = None) -> None:
+        self._close = close or {}
+        self.asked: list[list[tuple[int, ...]]] = []
+
+    def answer(self, prompts: Sequence[tuple[int, ...]], tokens: Sequence[int]) -> list[Answer]:
+        self.asked.append(list(prompts))
+        found = []
+        for prompt, count in zip(prompts, tokens, strict=True):
+            ids = [prompt[-1] + at for at in range(1, count + 1)]
+            top = [{token: -0.5, **{other: -0.5 - gap for other, gap in self._close.items()}}
+                   for token in ids]  # fmt: skip
+            found.append(Answer(ids=ids, logprobs=[-0.5] * count, top=list(top)))
+        return found
+
+
+def test_equal_answers_are_checked_in_one_batch() -> None:
+    engine = Counting()
+    verdict = check(engine, [(1, 2), (5,)], [[3, 4, 5], [6, 7]], "float32")
+    assert (verdict.tokens, verdict.wrong, verdict.ties) == (5, 0, 0)
+    assert engine.asked == [[(1, 2), (5,)]]
+
+
+def test_a_check_goes_on_after_a_different_token() -> None:
+    """The rest is compared with what follows the checked answer, so one error is one error."""
+    engine = Counting()
+    verdict = check(engine, [(1, 2)], [[3, 40, 41, 42]], "bfloat16")
+    assert (verdict.tokens, verdict.wrong, verdict.ties) == (4, 1, 0)
+    assert "answer 0, token 1: 40 instead of 4" in verdict.first_wrong[0]
+    assert engine.asked[1] == [(1, 2, 3, 40)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gap", "wrong"), [("bfloat16", 0.2, 0), ("bfloat16", 0.3, 1), ("float32", 1e-6, 1)]
+)
+def test_a_tie_is_decided_by_the_dtype(dtype: str, gap: float, wrong: int) -> None:
+    verdict = check(Counting({40: gap}), [(1, 2)], [[3, 40]], dtype)
+    assert (verdict.wrong, verdict.ties) == (wrong, 1 - wrong)
+
+
+def test_an_answer_of_wrong_tokens_is_given_up() -> None:
+    verdict = check(Counting(), [(1,)], [[100] * 50], "float32")
+    assert (verdict.wrong, verdict.tokens) == (8, 8)
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_requests_share_prefixes_and_outgrow_the_windows(gpu: bool) -> None:
+    shape = Place("sglang", gpu).requests
+    asked = requests(**shape)
+    assert asked == requests(**shape)
+    shared = [prompt for prompt in asked.batch if prompt[: len(asked.first)] == asked.first]
+    assert len(shared) == len(asked.batch) - 1
+    assert len(set(asked.batch)) < len(asked.batch)
+    assert min(len(prompt) for prompt in asked.batch) > WINDOW
+
+
+def test_weights_follow_from_names_and_shapes() -> None:
+    def model() -> Any:
+        made = torch.nn.ModuleDict({
+            "qkv_proj": torch.nn.Linear(256, 64), "norm": torch.nn.LayerNorm(8, bias=False),
+        })  # fmt: skip
+        made.register_parameter("sinks", torch.nn.Parameter(torch.empty(64)))
+        fill(made)
+        return made
+
+    first, second = model(), model()
+    for (name, left), right in zip(first.named_parameters(), second.parameters(), strict=True):
+        assert torch.equal(left, right), name
+    assert first["norm"].weight.tolist() == [1.0] * 8
+    assert float(first["qkv_proj"].weight.std()) == pytest.approx(1.5 / 16, rel=0.1)
+    assert not first["qkv_proj"].bias.any()
+    assert float(first.sinks.mean()) == pytest.approx(1.0, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("log", "tree"),
+    [
+        ("deft: decode goes through tree attention (policy auto)", 4),
+        ("deft: decode of 4 layers goes through tree attention (policy auto)", 4),
+        ("deft: decode goes through tree attention\ndeft: 1 of 4 layers decode through tree "
+         "attention; 3 with a sliding window through the host's kernels", 1),
+        ("deft: decode goes through tree attention\ndeft: a kernel failed, the host's own", 0),
+        ("deft: MLA models are not supported; all attention runs through the host's own", 0),
+        ("nothing of ours", 0),
+    ],
+)  # fmt: skip
+def test_the_log_says_how_many_layers_it_decodes(log: str, tree: int) -> None:
+    assert layers_of_tree(log, 4) == tree
+
+
+def test_every_architecture_says_what_it_is() -> None:
+    for name, architecture in ARCHITECTURES.items():
+        query, kv, _ = architecture.heads
+        assert query % kv == 0, name
+        assert 0 <= architecture.tree <= architecture.layers, name
+        assert set(architecture.ci) <= set(architecture.cpu), name
+    assert len({architecture.title for architecture in ARCHITECTURES.values()}) == len(
+        ARCHITECTURES
+    )
+
+
+def test_the_line_of_the_readme(tmp_path: Path) -> None:
+    def row(name: str, tree: int, wrong: int = 0, checked: int = 9) -> dict[str, Any]:
+        return {"architecture": name, "layers_tree": tree, "tokens_wrong": wrong,
+                "tokens_checked": checked}  # fmt: skip
+
+    rows = [row("qwen3", 2), row("gpt-oss", 2), row("llama", 2), row("llama", 2, wrong=1),
+            row("gemma4", 0), row("phi-4", 2, checked=0)]  # fmt: skip
+    assert readme_line(rows) == "| architectures | Qwen3, gpt-oss | Gemma 4 |"
+    write_object(tmp_path / "rows.json", rows, {})
+    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == rows
