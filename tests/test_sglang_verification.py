@@ -164,11 +164,12 @@ def test_an_eager_step(server: Any, spec: Any, parents: list[list[int]]) -> None
     assert server.state.steps_tree == 1
 
 
-def test_older_names_of_the_links(server: Any) -> None:
+def test_trees_of_n_grams_have_no_topk(server: Any) -> None:
     child, sibling = links(PARENTS)
-    spec = SimpleNamespace(draft_token_num=N, retrive_next_token=child,
-                           retrive_next_sibling=sibling)  # fmt: skip
-    batch = server.batch(spec)  # of NGRAM, whose trees have no topk
+    spec = SimpleNamespace(
+        draft_token_num=N, retrieve_next_token=child, retrieve_next_sibling=sibling
+    )
+    batch = server.batch(spec)
     server.backend.init_forward_metadata(batch)
     check(server, batch, PARENTS, forward(server, batch))
 

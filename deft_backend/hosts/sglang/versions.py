@@ -228,17 +228,9 @@ def drafts_trees(server_args: Any) -> bool:
 
 
 def draft_links(spec_info: Any) -> tuple[Any, Any] | None:
-    """The first child and the next sibling of each draft token, ``[B, n]``; None during a capture.
-
-    Older versions spell the names of these fields differently.
-    """
-    child = _first_of(spec_info, "retrieve_next_token", "retrive_next_token")
-    sibling = _first_of(spec_info, "retrieve_next_sibling", "retrive_next_sibling")
+    """The first child and the next sibling of each draft token, ``[B, n]``; None during a capture."""
+    child, sibling = spec_info.retrieve_next_token, spec_info.retrieve_next_sibling
     return None if child is None or sibling is None else (child, sibling)
-
-
-def _first_of(owner: Any, *names: str) -> Any:
-    return next((getattr(owner, name) for name in names if hasattr(owner, name)), None)
 
 
 # Requests and prefix caches ------------------------------------------------------------------
@@ -351,8 +343,18 @@ CONTRACT: tuple[Member, ...] = (
     Member(_BATCH, "ForwardBatch.init_new", ("batch", "model_runner"), use="wrapped: see requests"),
     *_read(_BATCH, "ForwardBatch",
            "forward_mode batch_size rids req_pool_indices seq_lens seq_lens_cpu seq_lens_sum "
-           "out_cache_loc", "read: the batch"),
+           "out_cache_loc spec_info", "read: the batch"),
     Member(_BATCH, "ForwardMode.is_decode", use="called"),
+    Member(_BATCH, "ForwardMode.is_target_verify", use="called"),
+    # Speculation.
+    Member(_BACKEND, "AttentionBackend.update_verify_buffers_to_fill_after_draft",
+           ("spec_info", "cuda_graph_bs"), use="overridden: the links are complete"),
+    *_read("sglang.srt.speculative.eagle_info", "EagleVerifyInput",
+           "topk draft_token_num retrieve_next_token retrieve_next_sibling",
+           "read: what a step verifies"),
+    *_read("sglang.srt.speculative.ngram_info", "NgramVerifyInput",
+           "draft_token_num retrieve_next_token retrieve_next_sibling",
+           "read: what a step verifies"),
     *_read(_REQUEST, "ScheduleBatch", "reqs tree_cache", "read: the requests of a batch"),
     *_read(_REQUEST, "Req", "rid last_node", "read: a request and its node"),
     *_read(_REQUEST, "Req", "req_pool_idx cache_protected_len", "read: row and tokens", "<0.5.19"),
