@@ -16,6 +16,9 @@ def reference_attention(
     *,
     sm_scale: float | None = None,
     logit_cap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    sinks: torch.Tensor | None = None,
     query_start: torch.Tensor | None = None,
     ancestors: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -26,12 +29,17 @@ def reference_attention(
     q : [T, Hq, D]
         The query tokens; each request has ``T / B`` of them if there is no `query_start`.
     k_cache, v_cache : [pages, page_size, Hkv, D]
+        Of any dtype, 8-bit ones included.
     page_table : [B, P] int
     seq_lens : [B] int
     sm_scale : float, optional
         Default ``1 / sqrt(D)``.
     logit_cap : float
         Soft cap of the scores; 0 for none.
+    k_scale, v_scale : float
+        What a stored key and a stored value are multiplied with.
+    sinks : [Hq], optional
+        A score of each query head that has no value.
     query_start : [B + 1] int, optional
         First row of each request in `q`.
     ancestors : [B, query tokens, words] int64, optional
@@ -57,15 +65,20 @@ def reference_attention(
             continue
         position = torch.arange(length, device=q.device)
         page = page_table[b].long()[position // page_size]
-        k = k_cache[page, position % page_size].double()  # [length, Hkv, D]
-        v = v_cache[page, position % page_size].double()
+        k = k_cache[page, position % page_size].double() * k_scale  # [length, Hkv, D]
+        v = v_cache[page, position % page_size].double() * v_scale
         grouped = q[rows].double().view(tokens, kv_heads, heads // kv_heads, dim)
         scores = torch.einsum("thgd,nhd->thgn", grouped, k) * scale
         if logit_cap > 0.0:
             scores = logit_cap * torch.tanh(scores / logit_cap)
         seen = seen_tokens(tokens, length, None if ancestors is None else ancestors[b])
         scores = scores.masked_fill(~seen.to(q.device)[:, None, None, :], -math.inf)
-        weights = scores.softmax(-1).nan_to_num(0.0)  # NaN where a query token sees no token
+        if sinks is not None:
+            sink = sinks.double().view(kv_heads, -1, 1).expand(tokens, -1, -1, -1)
+            scores = torch.cat([scores, sink], dim=-1)
+        weights = scores.softmax(-1)[..., :length].nan_to_num(
+            0.0
+        )  # NaN where a query token sees no token
         out[rows] = torch.einsum("thgn,nhd->thgd", weights, v).reshape(tokens, heads, dim)
     return out
 

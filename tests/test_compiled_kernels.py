@@ -57,8 +57,9 @@ class Resources(NamedTuple):
 
 
 def config_of(
-    major: int, head_dim: int, dtype: torch.dtype, group: int, sms: int = SMS
-) -> KernelConfiguration:
+    major: int, head_dim: int, dtype: torch.dtype, group: int, sms: int = SMS,
+    kv_dtype: torch.dtype | None = None,
+) -> KernelConfiguration:  # fmt: skip
     """As on an H100 or an A100, except the number of SMs."""
     properties = SimpleNamespace(
         multi_processor_count=sms, shared_memory_per_block_optin=SHARED[major] - RESERVED,
@@ -67,7 +68,9 @@ def config_of(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         kernel_configuration.cache_clear()
-        config = kernel_configuration(head_dim, dtype, torch.device("cuda", 0), group)
+        config = kernel_configuration(
+            head_dim, dtype, torch.device("cuda", 0), group, kv_dtype=kv_dtype
+        )
         kernel_configuration.cache_clear()
     return config
 
@@ -78,22 +81,24 @@ def kind_of(head_dim: int, dtype: torch.dtype, page_size: int) -> Kind:
     return Kind(
         dtype=dtype, k_strides=strides, v_strides=strides, num_heads=32, num_kv_heads=8,
         head_dim=head_dim, page_size=page_size, soft_cap=False, wide_rows=True,
-        table_by_segment=True,
+        table_by_segment=True, kv_number="", sinks=False, device_scales=False,
     )  # fmt: skip
 
 
-def argument_types(dtype: torch.dtype) -> dict[str, Any]:
+def argument_types(dtype: torch.dtype, eight_bits: bool = False) -> dict[str, Any]:
     """The types of both stages' arguments, as hosts give them."""
-    data, integers = f"*{TYPES[dtype]}", "*i32"
-    partial = Partials("*fp16", "*fp32", "*fp32")
+    data, integers, numbers = f"*{TYPES[dtype]}", "*i32", "*fp32"
+    cache = "*u8" if eight_bits else data
+    partial = Partials("*fp16", numbers, numbers)
     return {
         "tensors": Tensors(
-            data, data, data, data, partial, integers, integers, integers, integers, "*i64"
+            data, cache, cache, data, partial, *4 * [integers], "*i64", *3 * [numbers]
         ),
         "partial": partial,
         "out_ptr": data,
+        "sinks": numbers,
         "query_start_ptr": integers,
-        "scaling": Scaling("fp32", "fp32"),
+        "scaling": Scaling("fp32", "fp32", "fp32"),
         "strides": Strides(*["i32"] * len(Strides._fields)),
         "stride_out_batch": "i32",
         "stride_out_head": "i32",
@@ -110,7 +115,9 @@ def resources(launch: Launch, dtype: torch.dtype, major: int) -> Resources:
     """Compile a kernel as it is launched, and ask the assembler what it takes."""
     function: Any = launch.kernel._compiled
     arrays = ReduceArrays if launch.kernel is configurations.REDUCE_PARTIALS else ItemArrays
-    types = {**argument_types(dtype), "plan": plan_types(arrays)}
+    constants: Any = launch.constants
+    eight_bits = "CACHE" in constants and constants["CACHE"].number != ""
+    types = {**argument_types(dtype, eight_bits), "plan": plan_types(arrays)}
     types = {name: types[name] for name in function.arg_names if name not in launch.constants}
     gluon = (configurations.HOPPER_LARGE_TILE, configurations.HOPPER_SMALL_TILE)
     options = launch.options

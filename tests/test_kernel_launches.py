@@ -33,6 +33,8 @@ CONFIG = KernelConfiguration(TILES, MANY, FEW, sms=132, overlapped=True, interpr
 PLAN = DevicePlan(PlanCapacity(4, 8, 8, 8), torch.device("cpu"))
 LEAVES = SimpleNamespace(items_of={0: (0, 4), 1: (0, 0), 2: (4, 4)}.get, reduce_query=[0])
 """What is asked of a host's plan, for one without items of larger tile shapes."""
+STEMS = SimpleNamespace(items_of={0: (30, 34), 1: (0, 30), 2: (34, 34)}.get, reduce_query=[0])
+"""The same with 30 items of the large tile."""
 
 
 class Compiler:
@@ -97,7 +99,8 @@ def launch_all(
     head_dim: int = 128, page_size: int = 2, table: torch.dtype = torch.int32,
     rows: torch.dtype = torch.int64, lens: torch.dtype = torch.int64, columns: int = 8,
     skip: int = 0, q_width: int = 256, out_width: int = 256, k_width: int = 256, v_width: int = 256,
-    by_segment: bool = False, queries: int = 4,
+    by_segment: bool = False, queries: int = 4, sinks: torch.dtype | None = None,
+    kv_number: str = "", scales: str = "host",
 ) -> None:  # fmt: skip
     """Both stages over tensors that lie in larger ones: one thing can change without another."""
 
@@ -106,15 +109,19 @@ def launch_all(
         return held[:, :heads, skip : skip + head_dim]
 
     def cache(width: int) -> torch.Tensor:
-        held = torch.zeros(12, 4, 4, width, dtype=dtype, device=device)
+        kv_dtype = torch.uint8 if kv_number else dtype
+        held = torch.zeros(12, 4, 4, width, dtype=kv_dtype, device=device)
         return held[:, :page_size, :kv_heads, :head_dim]
 
+    scale = torch.ones(1) if scales == "device" else 1.0
     run_plan(
         config, PLAN, rows_of(q_width), cache(k_width), cache(v_width),
         torch.zeros(4, columns, dtype=table), torch.zeros(queries, dtype=rows),
         torch.zeros(queries, dtype=lens), rows_of(out_width), torch.zeros(8, 16, 256),
         torch.zeros(8, 16), torch.zeros(8, 16), sm_scale=0.1, logit_cap=logit_cap,
-        host_plan=host_plan, masked_tiles=False, table_by_segment=by_segment,
+        host_plan=host_plan, masked_tiles=False, table_by_segment=by_segment, kv_number=kv_number,
+        k_scale=scale, v_scale=scale,
+        sinks=None if sinks is None else torch.zeros(heads, dtype=sinks),
     )  # fmt: skip
 
 
@@ -146,6 +153,11 @@ def launch_all(
         {"v_width": 264},
         {"v_width": 257},
         {"by_segment": True},
+        {"sinks": torch.float32},
+        {"sinks": torch.bfloat16},
+        {"kv_number": "e4m3"},
+        {"kv_number": "e5m2"},
+        {"kv_number": "e4m3", "scales": "device"},
     ],
     ids=lambda change: ", ".join(change),
 )
@@ -228,6 +240,19 @@ def test_launches_without_a_plan_on_the_host_are_no_larger_than_their_batch(
     compiler = Compiler(monkeypatch)
     launched = compiler.launches_of(partial(launch_all, queries=queries))
     assert [(name, grid[0]) for name, grid, _, _ in launched] == expected
+
+
+@pytest.mark.parametrize(
+    ("queries", "host_plan", "programs"), [(16, None, 12), (17, None, 20), (16, STEMS, 20)]
+)
+def test_a_batch_of_one_large_tile_gets_a_large_program_an_sm(
+    queries: int, host_plan: Any, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 requests are 64 rows a KV head. A plan of the host says how many programs have items."""
+    compiler = Compiler(monkeypatch)
+    config = replace(CONFIG, sms=12)
+    call = partial(launch_all, queries=queries, host_plan=host_plan, config=config)
+    assert compiler.launches_of(call)[0][:2] == ("hopper_large_tile_attention", (programs, 1, 1))
 
 
 @pytest.mark.parametrize(("queries", "expected"), [(5, FEW), (6, MANY)], ids=["few", "many"])

@@ -6,7 +6,7 @@ On the CPU the interpreter runs the kernels; with a GPU, the compiled kernels ru
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -55,12 +55,15 @@ def check(
     sm_scale: float | None = None,
     values: float = 1.0,
     layout: str = "apart",
+    kv_dtype: torch.dtype | None = None,
+    on_device: bool = False,
+    sinks: torch.dtype | None = None,
     group: Callable[[PrefixForest, Target], Grouping] | None = None,
 ) -> Plan:
     """Plan, let sequences grow by `grow` tokens, run, and compare the result with float64.
 
     `group` makes the grouping instead of `policy`, `values` scales V, and `layout` is the memory
-    layout of K and V.
+    layout of K and V. A cache of 8 bits has scales, on the device if `on_device`.
     """
     query_heads, kv_heads = heads
     generator = torch.Generator().manual_seed(int(batch.seq_lens.sum()) + head_dim)
@@ -80,11 +83,21 @@ def check(
         wide = normal(batch.num_pages, kv_heads + 1, page_size, head_dim)
         v_cache = wide[:, 1:].transpose(1, 2)
     v_cache *= values
+    k_scale, v_scale = 1.0, 1.0
+    if kv_dtype is not None:
+        k_scale, v_scale = 0.0125, 0.5
+        k_cache = (k_cache / k_scale).clamp(-448, 448).to(kv_dtype)
+        v_cache = (v_cache / v_scale).to(kv_dtype)
+    scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
+    sink = None if sinks is None else 3 * torch.randn(query_heads, generator=generator)
+    if sink is not None:
+        sink = sink.to(device, sinks)
     attention = TreeAttention(
         num_query_heads=query_heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         device=device,
         page_size=page_size,
         max_batch=max(1, requests),
@@ -103,10 +116,15 @@ def check(
     out = torch.full_like(q, float("nan"))
     lens = (batch.seq_lens + grow).to(device)
     table = batch.page_table.to(device)
-    attention.run(q, k_cache, v_cache, table, lens, logit_cap=logit_cap, sm_scale=sm_scale, out=out)
+    given = {name: torch.tensor([s], device=device) for name, s in scales.items()}
+    attention.run(
+        q, k_cache, v_cache, table, lens, logit_cap=logit_cap, sm_scale=sm_scale, out=out,
+        sinks=sink, **(given if on_device else scales),
+    )  # fmt: skip
     reference = reference_attention(
-        q, k_cache, v_cache, table, lens, logit_cap=logit_cap, sm_scale=sm_scale
-    )
+        q, k_cache, v_cache, table, lens, logit_cap=logit_cap, sm_scale=sm_scale, sinks=sink,
+        **scales,
+    )  # fmt: skip
     assert out.isfinite().all()
     assert relative_error(out, reference) <= TOLERANCE[dtype]
     return plan

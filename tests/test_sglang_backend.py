@@ -147,14 +147,19 @@ def query(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return tuple(torch.randn(2, heads * 64, generator=generator) for heads in (4, 2, 2))  # type: ignore[return-value]
 
 
-def expected_attention(server: Any, q: torch.Tensor, scale: float) -> torch.Tensor:
+def expected_attention(
+    server: Any, q: torch.Tensor, scale: float, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """Decode attention in float64, request by request, over the page table."""
     out = torch.empty(2, 4, 64, dtype=torch.float64)
     for row, length in enumerate(server.lens):
         slots = torch.from_numpy(server.table[row + 1, :length]).long()
         for head in range(4):
             keys = server.pool.k[slots, head // 2].double()
-            weights = (keys @ q.view(2, 4, 64)[row, head].double() * scale).softmax(0)
+            scores = keys @ q.view(2, 4, 64)[row, head].double() * scale
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head : head + 1].double()))
+            weights = scores.softmax(0)[:length]
             out[row, head] = weights @ server.pool.v[slots, head // 2].double()
     return out.view(2, -1)
 
@@ -171,6 +176,23 @@ def test_a_shared_decode_batch_goes_through_the_tree(server: Any) -> None:
     assert server.state.kv_bytes_read < server.state.kv_bytes_query_guided
 
 
+def test_a_layers_sinks_are_part_of_its_softmax(server: Any) -> None:
+    batch, (q, k, v) = server.batch(), query()
+    sinks = torch.tensor([2.0, -1.0, 5.0, 0.5])
+    server.backend.init_forward_metadata(batch)
+    out = server.backend.forward(
+        q=q, k=k, v=v, layer=make_layer(), forward_batch=batch, sinks=sinks
+    )
+    assert server.calls == []
+    expected = expected_attention(server, q, 0.125, sinks)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+    # The same layer without sinks attends without them.
+    out = server.backend.forward(q, k, v, make_layer(), batch)
+    torch.testing.assert_close(
+        out.double(), expected_attention(server, q, 0.125), rtol=1e-5, atol=1e-6
+    )
+
+
 def test_layers_that_are_left_to_the_host_get_its_metadata_once(server: Any, caplog) -> None:
     batch, (q, k, v) = server.batch(), query()
     server.backend.init_forward_metadata(batch)
@@ -183,7 +205,7 @@ def test_layers_that_are_left_to_the_host_get_its_metadata_once(server: Any, cap
     assert caplog.text.count("layers with a sliding window decode through the host's") == 1
 
 
-@pytest.mark.parametrize("change", [{"sinks": torch.zeros(4)}, {"k": None}])
+@pytest.mark.parametrize("change", [{"q_rope": torch.zeros(4)}, {"k": None}])
 def test_arguments_that_are_not_known_are_handed_on(server: Any, change: dict[str, Any]) -> None:
     batch, (q, k, v) = server.batch(), query()
     server.backend.init_forward_metadata(batch)
@@ -503,7 +525,7 @@ def test_a_graph_with_a_layer_of_the_host_gets_the_hosts_metadata(server: Any) -
     backend.capture_tree(True)
     backend.init_forward_metadata_out_graph(captured, in_capture=True)
     backend.forward(q, k, v, make_layer(), captured)
-    backend.forward(q, k, v, make_layer(), captured, sinks=torch.zeros(4))
+    backend.forward(q, k, v, make_layer(), captured, q_rope=torch.zeros(4))
     backend.capture_tree(False)
     assert server.calls == ["metadata out of graph", "decode"]
     view = SimpleNamespace(forward_mode=shared.forward_mode, out_cache_loc=shared.out_cache_loc)

@@ -582,7 +582,7 @@ def test_keys_and_values_go_to_their_slots() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "word"),
-    [({"sinks": torch.zeros(4)}, "sinks"), ({"alibi_slopes": [1.0]}, "alibi_slopes"),
+    [({"alibi_slopes": [1.0]}, "alibi_slopes"),
      ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"), ({"attn_type": "encoder"}, "attn_type")],
 )  # fmt: skip
 def test_the_cpu_refuses_what_it_does_not_compute(arguments: dict[str, Any], word: str) -> None:

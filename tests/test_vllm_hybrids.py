@@ -128,6 +128,34 @@ def test_layers_of_two_shapes_have_plans_of_their_own() -> None:
     assert divide_layers(config).count(groups[1].shape) == 1
 
 
+@pytest.mark.parametrize("lens", [None, [3, 1, 1, 1]], ids=["decode", "mixed"])
+def test_sinks_are_part_of_every_softmax(lens: list[int] | None) -> None:
+    """In tree attention, and in the CPU's replacement of the host's kernel, window or not."""
+    config = make_config()
+    sinks = torch.tensor([2.0, -1.0, 5.0, 0.5])
+    full = layers_of(config, "full", make_spec(), sinks=sinks)
+    windowed = layers_of(config, "windowed", WINDOWED, sinks=sinks, sliding_window=9)
+    batch = Batch(DECODE, shared=0 if lens else 2, query_lens=lens)
+    cache = Cache(batch.pages, 16)
+    for layers, spec, window in ((full, make_spec(), None), (windowed, WINDOWED, 9)):
+        metadata = layers.builder(spec).build(0, batch.common())
+        assert (step_of(metadata) is not None) == (lens is None and window is None)
+        found = run(layers.impls[0], batch, cache, metadata)
+        close(found, expected(batch, cache, window=window, sinks=sinks))
+        assert not torch.allclose(found.double(), expected(batch, cache, window=window), atol=1e-2)
+
+
+def test_sinks_that_the_hosts_implementation_hides_are_its_own() -> None:
+    class Hiding(PlainCpuBackend.get_impl_cls()):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.hidden = self.__dict__.pop("sinks")
+
+    backend = type("Hides", (PlainCpuBackend,), {"get_impl_cls": staticmethod(lambda: Hiding)})
+    layers = Layers(tree_backend(backend), make_config(), 1, {"sinks": torch.zeros(HEADS)})
+    assert "attention sinks" in layers.impls[0].deft_layer.reason
+
+
 @pytest.mark.parametrize(("specs", "counted"), [((WINDOWED, make_spec()), 1), ((WINDOWED,), 2)])
 def test_an_observed_server_counts_full_layers(specs: Any, counted: int) -> None:
     """As a server of tree attention does, so that `deft ab` compares the same layers."""

@@ -36,9 +36,11 @@ def constructor(
 
 def test_the_arguments_are_read_however_they_are_given() -> None:
     layer = layer_of(constructor, (8, 128, 0.5, None, None, None, "auto", 30.0), {})
-    assert layer == (LayerShape(8, 8, 128), 0.5, 30.0, None)
+    assert layer == (LayerShape(8, 8, 128), 0.5, 30.0, None, False)
     layer = layer_of(constructor, (8, 64), {"scale": 1, "num_kv_heads": 2})
-    assert layer == (LayerShape(8, 2, 64), 1.0, 0.0, None)
+    assert layer == (LayerShape(8, 2, 64), 1.0, 0.0, None, False)
+    layer = layer_of(constructor, (8, 64, 1.0), {"sinks": torch.zeros(8)})
+    assert (layer.reason, layer.sinks) == (None, True)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,7 @@ def test_the_arguments_are_read_however_they_are_given() -> None:
     [
         ({"sliding_window": 0}, "a sliding window"),
         ({"alibi_slopes": [0.5]}, "alibi slopes"),
-        ({"sinks": torch.zeros(8)}, "attention sinks"),
+        ({"sinks": torch.zeros(8)}, None),
         ({"kv_sharing_target_layer_name": "layer.0"}, "the KV cache of another layer"),
         ({"kv_cache_dtype": "fp8_e4m3"}, "a KV cache of kind fp8_e4m3"),
         ({"attn_type": "encoder_only"}, "attention of type encoder_only"),
@@ -70,7 +72,7 @@ def test_a_plain_layer_of_the_hosts_own_is_taken(name: str) -> None:
     impl = original_backend(name).get_impl_cls()
     init = impl.__init__.__get__(object.__new__(impl))
     plain = (8, 128, 0.1, 2, None, None, "auto", None, "decoder", None)
-    assert layer_of(init, plain, {}) == (LayerShape(8, 2, 128), 0.1, 0.0, None)
+    assert layer_of(init, plain, {}) == (LayerShape(8, 2, 128), 0.1, 0.0, None, False)
 
 
 def test_caches_of_other_kinds_are_refused() -> None:

@@ -168,7 +168,7 @@ class Batch:
 
 def reference(
     batch: Batch, cache: Cache, *, window: int | None = None, cap: float = 0.0,
-    scale: float = DIM**-0.5,
+    scale: float = DIM**-0.5, sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Causal attention of every query token in float64, token by token: [T, Hq, D]."""
     out = torch.zeros(batch.query.shape, dtype=torch.float64)
@@ -188,7 +188,9 @@ def reference(
                 scores = k[:, kv] @ batch.query[token, head].double() * scale
                 if cap:
                     scores = cap * torch.tanh(scores / cap)
-                out[token, head] = scores.softmax(0) @ v[:, kv]
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[head : head + 1].double()))
+                out[token, head] = scores.softmax(0)[: len(v)] @ v[:, kv]
     return out
 
 

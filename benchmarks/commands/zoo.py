@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +12,7 @@ import typer
 
 from benchmarks.row_files import write_object
 from benchmarks.zoo.architectures import ARCHITECTURES
-from benchmarks.zoo.run import Place, run
+from benchmarks.zoo.run import Place, end_all, run
 from deft_backend.harness.provenance import provenance
 from deft_backend.servers.command import installed_hosts, use_gpu, vllm_is_cpu_build
 
@@ -49,12 +51,20 @@ def zoo(
         for name, architecture in ARCHITECTURES.items()
         if (name in only if only else gpu or named in architecture.cpu)
     ]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop)
     rows = _known(out)
     for row in run(names, Place(named, gpu), logs, at_once, seconds):
         rows[_key(row)] = row
         out.parent.mkdir(parents=True, exist_ok=True)
         write_object(out, list(rows.values()), provenance())
         typer.echo(_line(row))
+
+
+def _stop(number: int, frame: object) -> None:
+    """End the engines and this process; the rows of finished architectures are written."""
+    end_all()
+    os._exit(128 + number)
 
 
 def _key(row: dict[str, object]) -> tuple[object, ...]:

@@ -136,9 +136,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "Qwen3",
         _config("Qwen3ForCausalLM", "qwen3", (10, 2, 128)), tree=2, cpu=("vllm", "sglang"),
     ),
+    "qwen2.5": Architecture(
+        "Qwen2.5",
+        _config("Qwen2ForCausalLM", "qwen2", (14, 2, 64), use_sliding_window=False),
+        tree=2, cpu=("vllm", "sglang"),
+    ),
     "glm-4": Architecture(
         "GLM-4",
-        _config("Glm4ForCausalLM", "glm4", (24, 2, 128), partial_rotary_factor=0.5,
+        _config("Glm4ForCausalLM", "glm4", (16, 1, 128), partial_rotary_factor=0.5,
                 attention_bias=True),
         tree=2, cpu=("vllm", "sglang"),
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from benchmarks.zoo.prompts import Prompt
@@ -33,6 +34,21 @@ def fill_models_of_vllm() -> None:
         fill(model)
 
     DummyModelLoader.load_weights = load_weights
+
+
+def register_kernels_of_vllm_once() -> None:
+    """Let a second engine of vLLM start in this process.
+
+    Without a GPU, each of its workers looks through all modules for Triton kernels to replace, and
+    fails at one of Numba's. The first worker has replaced them all.
+    """
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    if current_platform.is_cpu() and hasattr(platform, "register_triton_kernel_overrides"):
+        platform.register_triton_kernel_overrides = staticmethod(
+            cache(current_platform.register_triton_kernel_overrides)
+        )
 
 
 class SGLang:

@@ -223,10 +223,12 @@ def layers_of_tree(log: str, layers: int) -> int:
 def _start(jobs: Sequence[Path], place: Place, folder: Path) -> subprocess.Popen[bytes]:
     environment = {**place.environment(), "DEFT_STATE_DIR": str(folder / "state")}
     with (folder / "worker.log").open("ab") as log:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.zoo.worker", *map(str, jobs)], cwd=_ROOT,
             env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
+    _started.append(process)
+    return process
 
 
 TIME_UP = "time was up"
@@ -245,6 +247,15 @@ def _wait(started: Sequence[subprocess.Popen[bytes]], end: float) -> str:
     finally:
         for process in started:
             _end(process)
+
+
+_started: list[subprocess.Popen[bytes]] = []
+
+
+def end_all() -> None:
+    """End every process that this one has started: they do not end with it."""
+    for process in _started:
+        _end(process)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.zoo.answering import check
-from benchmarks.zoo.engines import VLLM, SGLang, fill_models_of_sglang, fill_models_of_vllm
+from benchmarks.zoo.engines import (
+    VLLM,
+    SGLang,
+    fill_models_of_sglang,
+    fill_models_of_vllm,
+    register_kernels_of_vllm_once,
+)
 from benchmarks.zoo.prompts import requests
 
 
@@ -130,4 +136,5 @@ def main(paths: list[str]) -> None:
 if __name__ == "__main__":
     if find_spec("vllm") is not None:
         fill_models_of_vllm()
+        register_kernels_of_vllm_once()
     main(sys.argv[1:])

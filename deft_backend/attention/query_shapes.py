@@ -29,13 +29,14 @@ class QueryShapes(dict[int, QueryShape]):
         num_kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
+        kv_dtype: torch.dtype,
         device: torch.device,
         page_size: int,
         gpu: Gpu | None,
     ) -> None:
         super().__init__()
         self._heads = (num_query_heads, num_kv_heads, head_dim)
-        self._dtype = dtype
+        self._dtype, self._kv_dtype = dtype, kv_dtype
         self._device = device
         self._page_size = page_size
         self._gpu = gpu
@@ -45,11 +46,12 @@ class QueryShapes(dict[int, QueryShape]):
         group = query_heads // kv_heads
         blocks = QueryBlocks.of(query_tokens, group)
         config = kernel_configuration(
-            head_dim, self._dtype, self._device, blocks.tokens * group, self._gpu
-        )
+            head_dim, self._dtype, self._device, blocks.tokens * group, self._gpu,
+            kv_dtype=self._kv_dtype,
+        )  # fmt: skip
         target = target_of(
             config, num_query_heads=query_heads, num_kv_heads=kv_heads, head_dim=head_dim,
-            dtype=self._dtype, device=self._device, page_size=self._page_size, blocks=blocks,
+            dtype=self._kv_dtype, device=self._device, page_size=self._page_size, blocks=blocks,
         )  # fmt: skip
         self[query_tokens] = QueryShape(blocks, config, target)
         return self[query_tokens]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from deft_backend.kernel_limits import MAX_QUERY_TOKENS
@@ -22,6 +24,7 @@ def check_attention(
     page_size: int,
     max_batch: int,
     query_tokens: int = 1,
+    kv_dtype: torch.dtype | None = None,
     gpu: Gpu | None = None,
 ) -> None:
     """Refuse an attention that the kernels cannot run: on this device, on `gpu`, or at all.
@@ -31,7 +34,9 @@ def check_attention(
     AttentionError
         The message names the value and the supported ones.
     """
-    reason = unsupported(num_query_heads, num_kv_heads, head_dim, dtype, device, gpu)
+    reason = unsupported(
+        num_query_heads, num_kv_heads, head_dim, dtype, device, gpu, kv_dtype=kv_dtype
+    )
     if reason is not None:
         raise AttentionError(f"tree attention cannot run: {reason}")
     if page_size < 1:
@@ -57,6 +62,7 @@ def check_step(
     queries: tuple[int, int, int],
     page: tuple[int, int, int],
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     device: torch.device,
 ) -> None:
     """Refuse tensors of a decode step that do not fit one another, the plan or the device.
@@ -69,8 +75,8 @@ def check_step(
         Shape of `q` and `out`.
     page : page_size, Hkv, D
         Shape of a page of the caches, [pages, page_size, Hkv, D].
-    dtype : torch.dtype
-        Of queries, caches and output.
+    dtype, kv_dtype : torch.dtype
+        Of queries and output, and of the caches.
 
     Raises
     ------
@@ -80,7 +86,7 @@ def check_step(
     for name, tensor in (("q", q), ("out", out)):
         _check_operand(name, tensor, queries, dtype)
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
-        _check_operand(name, tensor, (*tensor.shape[:1], *page), dtype)
+        _check_operand(name, tensor, (*tensor.shape[:1], *page), kv_dtype)
     _check_table(page_table)
     _check_lists(batch, seq_lens=seq_lens, table_rows=table_rows)
     _check_integers(page_table=page_table, seq_lens=seq_lens, table_rows=table_rows)
@@ -128,6 +134,58 @@ def check_ancestors(
             f"ancestors has stride {ancestors.stride(-1)} in its last dimension; expected 1"
         )
     _check_device(device, ancestors=ancestors)
+
+
+def check_scales(
+    k_scale: float | torch.Tensor,
+    v_scale: float | torch.Tensor,
+    *,
+    eight_bits: bool,
+    device: torch.device,
+) -> None:
+    """Refuse scales that do not fit the cache or the device.
+
+    Raises
+    ------
+    AttentionError
+        For the first scale that does not fit.
+    """
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        is_tensor = isinstance(scale, torch.Tensor)
+        if not eight_bits and (is_tensor or scale != 1.0):
+            raise AttentionError(
+                f"{name} is given, but the KV cache has the dtype of the queries; only a cache of "
+                "8 bits has scales: leave it out, or set kv_dtype"
+            )
+        if isinstance(scale, torch.Tensor):
+            if scale.numel() != 1 or scale.dtype != torch.float32:
+                raise AttentionError(
+                    f"{name} has shape {list(scale.shape)} and dtype {scale.dtype}; expected one "
+                    "number of torch.float32"
+                )
+            _check_device(device, **{name: scale})
+        elif not 0.0 < scale < math.inf:
+            raise AttentionError(f"{name} is {scale}; expected a number above 0")
+
+
+def check_sinks(sinks: torch.Tensor, num_query_heads: int, device: torch.device) -> None:
+    """Refuse sinks that do not fit the heads or the device.
+
+    Raises
+    ------
+    AttentionError
+        If shape, strides, dtype or device do not fit.
+    """
+    if sinks.shape != (num_query_heads,) or not sinks.is_contiguous():
+        raise AttentionError(
+            f"sinks has shape {list(sinks.shape)} and strides {sinks.stride()}; expected "
+            f"[{num_query_heads}], contiguous"
+        )
+    if sinks.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise AttentionError(
+            f"sinks has dtype {sinks.dtype}; expected float32, bfloat16 or float16"
+        )
+    _check_device(device, sinks=sinks)
 
 
 def check_batch(

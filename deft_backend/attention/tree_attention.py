@@ -15,11 +15,13 @@ from deft_backend.attention.step_inputs import (
     check_attention,
     check_batch,
     check_query_start,
+    check_scales,
+    check_sinks,
     check_step,
 )
 from deft_backend.attention.workspace import Workspace, entry_bytes
 from deft_backend.forest import PrefixForest
-from deft_backend.kernels import Gpu, run_plan, unsupported
+from deft_backend.kernels import EIGHT_BIT_NUMBERS, Gpu, run_plan, unsupported
 from deft_backend.planner import Plan, PlanCapacity
 from deft_backend.planner.on_device import DevicePlanner
 from deft_backend.policies import Grouping, Target, get_policy
@@ -44,7 +46,9 @@ class TreeAttention:
     num_query_heads, num_kv_heads, head_dim : int
         Shape of the attention; query heads are a multiple of KV heads (MHA, GQA, MQA).
     dtype : torch.dtype
-        Of queries, KV cache and output: float16 or bfloat16; on the CPU float32, too.
+        Of queries and output: float16 or bfloat16; on the CPU float32, too.
+    kv_dtype : torch.dtype, optional
+        Of the KV cache: `dtype`, which is the default, or float8_e4m3fn or float8_e5m2.
     device : torch.device or str
         An NVIDIA GPU, or the CPU, where the same kernels run in Triton's interpreter.
     page_size : int
@@ -119,6 +123,7 @@ class TreeAttention:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        kv_dtype: torch.dtype | None = None,
         page_size: int = 1,
         max_batch: int = 256,
         query_tokens: int = 1,
@@ -131,19 +136,23 @@ class TreeAttention:
             self.device = torch.device("cuda", torch.cuda.current_device())
         check_attention(
             num_query_heads, num_kv_heads, head_dim, dtype, self.device,
-            page_size=page_size, max_batch=max_batch, query_tokens=query_tokens, gpu=compiled_for,
+            page_size=page_size, max_batch=max_batch, query_tokens=query_tokens,
+            kv_dtype=kv_dtype, gpu=compiled_for,
         )  # fmt: skip
         self.policy = get_policy(policy)
         self.num_query_heads = num_query_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.dtype = dtype
+        self.kv_dtype = kv_dtype or dtype
+        self._kv_number = EIGHT_BIT_NUMBERS.get(self.kv_dtype, "")
         self.page_size = page_size
         self.query_tokens = query_tokens
 
         self._shapes = QueryShapes(
-            num_query_heads, num_kv_heads, head_dim, dtype, self.device, page_size, compiled_for
-        )
+            num_query_heads, num_kv_heads, head_dim, dtype, self.kv_dtype, self.device, page_size,
+            compiled_for,
+        )  # fmt: skip
         _, config, target = self._shapes[1]
         blocks = self._shapes[query_tokens].blocks.blocks
         # Requests of fewer query tokens may have longer blocks than those of the most.
@@ -164,6 +173,8 @@ class TreeAttention:
         self._own_rows = torch.arange(
             self.capacity.max_batch, dtype=torch.int32, device=self.device
         )
+        #: Stands in for the scale of keys or values if only the other one is on the device.
+        self._one = torch.ones(1, dtype=torch.float32, device=self.device)
 
     @property
     def _shape(self) -> QueryShape:
@@ -319,6 +330,9 @@ class TreeAttention:
         ancestors: torch.Tensor | None = None,
         sm_scale: float | None = None,
         logit_cap: float = 0.0,
+        k_scale: float | torch.Tensor = 1.0,
+        v_scale: float | torch.Tensor = 1.0,
+        sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         static_launch: bool = False,
     ) -> torch.Tensor:
@@ -354,6 +368,12 @@ class TreeAttention:
             Scale of the scores; default ``1 / sqrt(D)``.
         logit_cap : float
             Soft cap of the scores, ``cap * tanh(score / cap)``; 0 for none.
+        k_scale, v_scale : float, or a tensor of one float32 on the attention's device
+            Of a cache of 8 bits: what a stored key and a stored value are multiplied with, above 0.
+            The kernels read a tensor in every run, so a CUDA graph sees later values.
+        sinks : [Hq] float32, bfloat16 or float16, optional
+            A score of each query head without a value: ``exp(sink)`` joins the sum that divides the
+            output. The soft cap does not apply to it.
         out : [T, Hq, D], optional
             Where the result goes.
         static_launch : bool
@@ -375,7 +395,8 @@ class TreeAttention:
                 return self.run(
                     q, k_cache, v_cache, page_table, seq_lens, table_rows=table_rows,
                     query_start=query_start, ancestors=ancestors, sm_scale=sm_scale,
-                    logit_cap=logit_cap, out=out, static_launch=static_launch,
+                    logit_cap=logit_cap, k_scale=k_scale, v_scale=v_scale, sinks=sinks, out=out,
+                    static_launch=static_launch,
                 )  # fmt: skip
         if sm_scale is not None and not sm_scale > 0.0:
             raise AttentionError(f"sm_scale is {sm_scale}; expected a number above 0")
@@ -401,8 +422,11 @@ class TreeAttention:
             q, k_cache, v_cache, page_table, seq_lens, table_rows, out,
             batch=batch, queries=(rows, self.num_query_heads, self.head_dim),
             page=(self.page_size, self.num_kv_heads, self.head_dim),
-            dtype=self.dtype, device=self.device,
+            dtype=self.dtype, kv_dtype=self.kv_dtype, device=self.device,
         )  # fmt: skip
+        check_scales(k_scale, v_scale, eight_bits=bool(self._kv_number), device=self.device)
+        if sinks is not None:
+            check_sinks(sinks, self.num_query_heads, self.device)
         if query_start is not None:
             check_query_start(query_start, batch, self.device)
         if ancestors is not None:
@@ -416,6 +440,9 @@ class TreeAttention:
             table_rows = self._current.arrays[
                 "segment_table" if planned.on_device else "segment_request"
             ]
+        if self._kv_number:  # the kernels read bytes
+            k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+            k_scale, v_scale = self._both_or_none(k_scale, v_scale)
         # GPUs round to bfloat16, Triton's interpreter truncates: let PyTorch convert. Outputs of
         # requests that the plan does not cover stay as they are.
         truncates = config.interpreted and self.dtype == torch.bfloat16
@@ -433,6 +460,10 @@ class TreeAttention:
             *self._workspace,
             sm_scale=1.0 / math.sqrt(self.head_dim) if sm_scale is None else sm_scale,
             logit_cap=logit_cap,
+            kv_number=self._kv_number,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            sinks=sinks,
             host_plan=None if static_launch else planned.plan,
             masked_tiles=self.policy.several_segments,
             table_by_segment=by_segment,
@@ -456,6 +487,19 @@ class TreeAttention:
     def _paged(self, cache: torch.Tensor) -> torch.Tensor:
         """[pages, page_size, Hkv, D] view of a cache."""
         return cache.unsqueeze(1) if cache.dim() == 3 and self.page_size == 1 else cache
+
+    def _both_or_none(
+        self, k_scale: float | torch.Tensor, v_scale: float | torch.Tensor
+    ) -> tuple[float | torch.Tensor, float | torch.Tensor]:
+        """Scales that lie both on the device, or both on the host, as the kernels need them."""
+        if isinstance(k_scale, torch.Tensor) == isinstance(v_scale, torch.Tensor):
+            return k_scale, v_scale
+        k_scale, v_scale = (
+            scale if isinstance(scale, torch.Tensor)
+            else self._one if scale == 1.0 else self._one * scale
+            for scale in (k_scale, v_scale)
+        )  # fmt: skip
+        return k_scale, v_scale
 
     def _first_rows(self, page_table: torch.Tensor, batch: int) -> torch.Tensor:
         """[batch] int32: row ``b`` of the page table for request ``b``."""

@@ -11,7 +11,11 @@ from pathlib import Path
 
 from deft_backend.costs.cost_model import CostModelError
 
-DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+DTYPE_BYTES = {
+    "float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1,
+}  # fmt: skip
+"""Bytes of an element of the KV cache, by its dtype."""
+
 SHORT_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 """Names of dtypes on the command line."""
 

@@ -2,6 +2,7 @@
 
 from deft_backend.kernels.configurations import (
     DTYPES,
+    EIGHT_BIT_NUMBERS,
     HEAD_DIMS,
     KernelConfiguration,
     kernel_configuration,
@@ -12,6 +13,7 @@ from deft_backend.kernels.launches import run_plan
 
 __all__ = [
     "DTYPES",
+    "EIGHT_BIT_NUMBERS",
     "HEAD_DIMS",
     "Gpu",
     "KernelConfiguration",

@@ -49,15 +49,22 @@ class Tensors(NamedTuple):
     """[B + 1] int32: each request's first row in `q`; only where `Heads.ragged`."""
     ancestors: Pointer
     """[B, query tokens, words] int64: bits of a token tree; only where `Heads.tree`."""
+    sinks: Pointer
+    """[Hq]: the sink of each query head; only where `Mode.sinks`."""
+    k_scale: Pointer
+    v_scale: Pointer
+    """[1] float32: what stored keys and values stand for; only where `Mode.device_scales`."""
 
 
 class Scaling(NamedTuple):
-    """How a product of query and key becomes a score."""
+    """How a product of query and key becomes a score, and a sum of stored values an output."""
 
     scale: float
     """Brings scores to base 2. With a soft cap it is `sm_scale`, without the change of base."""
     cap: float
     """The soft cap, unused without one."""
+    value: float
+    """What a stored value stands for; only for a cache of 8 bits."""
 
 
 class Strides(NamedTuple):
@@ -117,6 +124,9 @@ class CacheLayout(NamedTuple):
     v_head: int
     same_strides: bool
     """Whether a token has the same offset in K and in V."""
+    number: str
+    """How a byte of a cache of 8 bits stands for a number: "e4m3" or "e5m2". Empty: the cache has
+    the dtype of the queries."""
 
 
 class Tile(NamedTuple):
@@ -146,3 +156,7 @@ class Mode(NamedTuple):
     """Whether the plain kernels multiply in float32, as the interpreter must."""
     overlapped: bool
     """Whether launches use programmatic dependent launch."""
+    sinks: bool
+    """Whether each query's softmax has a sink for each head."""
+    device_scales: bool
+    """Whether the device holds the scales of a cache of 8 bits."""

@@ -22,6 +22,9 @@ HEAD_DIMS = (64, 96, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Element types. The kernels run float32 on the CPU only, for small models."""
 
+EIGHT_BIT_NUMBERS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+"""Element types of a KV cache of 8 bits, and how their bytes stand for numbers."""
+
 
 PARTIAL_ATTENTION = Kernel(stage1, "partial_attention")
 SMALL_TILE = Kernel(small_tile, "small_tile_attention")
@@ -89,6 +92,8 @@ def unsupported(
     dtype: torch.dtype,
     device: torch.device,
     gpu: Gpu | None = None,
+    *,
+    kv_dtype: torch.dtype | None = None,
 ) -> str | None:
     """Why the kernels cannot run this attention, in one line; None if they can.
 
@@ -105,8 +110,13 @@ def unsupported(
     if head_dim not in HEAD_DIMS:
         return f"head dimension {head_dim}; supported are {', '.join(map(str, HEAD_DIMS))}"
     if dtype not in DTYPES:
-        names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
-        return f"dtype {str(dtype).removeprefix('torch.')}; supported are {names}"
+        return f"dtype {_name(dtype)}; supported are {', '.join(map(_name, DTYPES))}"
+    if kv_dtype not in (None, dtype, *EIGHT_BIT_NUMBERS):
+        eight = ", ".join(map(_name, EIGHT_BIT_NUMBERS))
+        return (
+            f"a KV cache of {_name(kv_dtype)} under queries of {_name(dtype)}; supported are "
+            f"{_name(dtype)}, {eight}"
+        )
     if device.type == "cpu" and gpu is None:
         return None
     if (device.type != "cuda" and gpu is None) or torch.version.hip is not None:
@@ -120,6 +130,10 @@ def unsupported(
     return None
 
 
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 @lru_cache(maxsize=64)
 def kernel_configuration(
     head_dim: int,
@@ -127,8 +141,13 @@ def kernel_configuration(
     device: torch.device,
     gqa_group: int = 1,
     gpu: Gpu | None = None,
+    *,
+    kv_dtype: torch.dtype | None = None,
 ) -> KernelConfiguration:
-    """Tile shapes for `head_dim` elements of `dtype` on `device`, or on a GPU not at hand."""
+    """Tile shapes for `head_dim` elements of `dtype` on `device`, or on a GPU not at hand.
+
+    `kv_dtype` is the dtype of the KV cache, if it is another one.
+    """
     # The small tile holds at least one query's GQA group, and at least 8 query vectors: the
     # tensor cores multiply no fewer.
     tile_heights = (
@@ -153,6 +172,7 @@ def kernel_configuration(
     if hopper:
         gluon_versions.log_unavailable()
     hopper = hopper and gluon_versions.available()
+    eight_bits = kv_dtype in EIGHT_BIT_NUMBERS
     found = []
     for height, segments in zip(tile_heights, TILE_SEGMENTS, strict=True):
         if height < 64:
@@ -168,7 +188,7 @@ def kernel_configuration(
             block //= 2
         per_sm = min(most, per_sm_shared // _shared_bytes(height, block, padded, dtype, stages))
         plain = TileConfig(height, block, segments, warps, stages, sms * max(1, per_sm))
-        gluon = _gluon_tile(plain, head_dim, gqa_group, sms) if hopper else None
+        gluon = _gluon_tile(plain, head_dim, gqa_group, sms) if hopper and not eight_bits else None
         found.append(gluon or plain)
     return KernelConfiguration(
         tuple(found),

@@ -64,6 +64,17 @@ def capped(scores, scaling, SOFT_CAP: gl.constexpr):
 
 
 @jit
+def sink_weight(sinks, head, there, maximum):
+    """The weight of each query vector's sink, among weights relative to `maximum`, in base 2.
+
+    Without a token `maximum` is -inf: then any finite weight gives an output of 0.
+    """
+    LOG2_E: gl.constexpr = 1.4426950408889634
+    sink = gl.load(sinks + head, mask=there, other=0).to(gl.float32) * LOG2_E
+    return gl.exp2(sink - gl.where(maximum == float("-inf"), 0.0, maximum))
+
+
+@jit
 def _listed(pointer, there, AHEAD: gl.constexpr):
     """A number of an item, 0 if the item is not there.
 

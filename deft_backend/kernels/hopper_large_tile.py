@@ -195,8 +195,9 @@ def hopper_large_tile_attention(
         acc = warpgroup_mma(weights, buffers.v.index(now), acc)
         sums = gl.convert_layout(gl.reduce(total, 1, plus), ROW)
         write_results(
-            acc, maximum, sums, item, hidden_zero(now), buffers, tensors, HEADS, TILE, LAYOUT
-        )
+            acc, maximum, sums, item, kv_head, hidden_zero(now), buffers, tensors, HEADS, TILE,
+            MODE, LAYOUT,
+        )  # fmt: skip
         item = next_item
 
     if MODE.overlapped:

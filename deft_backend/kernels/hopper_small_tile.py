@@ -94,9 +94,11 @@ def _finish(
     if own.merged > 0:
         if MODE.overlapped:
             gdc_wait()
-        merge_results(own, kv_head, place, buffers, tensors, strides, HEADS, TILE, LAYOUT)
+        merge_results(own, kv_head, place, buffers, tensors, strides, HEADS, TILE, MODE, LAYOUT)
     else:
-        write_results(own, kv_head, place, buffers, tensors, plan, strides, HEADS, TILE, LAYOUT)
+        write_results(
+            own, kv_head, place, buffers, tensors, plan, strides, HEADS, TILE, MODE, LAYOUT
+        )
 
 
 @jit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from deft_backend.kernels.gluon_parts import larger
+from deft_backend.kernels.gluon_parts import larger, sink_weight
 from deft_backend.kernels.gluon_versions import barrier, jit, reinterpret
 from deft_backend.kernels.large_tile_copies import read_rows
 
@@ -14,8 +14,8 @@ with suppress(ImportError):  # `available` says so before anything is launched
 
 @jit
 def write_results(
-    acc, maximum, sums, item, zero, buffers, tensors, HEADS: gl.constexpr, TILE: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    acc, maximum, sums, item, kv_head, zero, buffers, tensors, HEADS: gl.constexpr,
+    TILE: gl.constexpr, MODE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Write each query vector's output, or its partial result, where `result_place` says.
 
@@ -24,6 +24,7 @@ def write_results(
     """
     BLOCK_M: gl.constexpr = TILE.height
     HEAD_DIM: gl.constexpr = HEADS.dim
+    ROW: gl.constexpr = LAYOUT.row
     OUTPUT_ROW: gl.constexpr = LAYOUT.output_row
     COPY_ROW: gl.constexpr = LAYOUT.copy_row
     MATRIX: gl.constexpr = LAYOUT.matrix
@@ -43,7 +44,13 @@ def write_results(
 
     # The memory of Q turns the results into whole rows: threads side by side write side by side.
     row_at = read_rows(buffers.places.index(1), OUTPUT_ROW, LAYOUT)
-    result = acc * gl.where(row_at < 0, inverse, inverse / largest)[:, None]
+    whole = inverse
+    if MODE.sinks:
+        row = gl.arange(0, BLOCK_M, layout=ROW) + zero
+        head = kv_head * HEADS.group + row % HEADS.group
+        sums += sink_weight(tensors.sinks, head, row < item.queries * HEADS.group, maximum)
+        whole = gl.convert_layout(gl.where(empty, 0.0, 1.0 / sums), OUTPUT_ROW)
+    result = acc * gl.where(row_at < 0, whole, inverse / largest)[:, None]
     bits = result.to(PARTIAL).to(gl.int16, bitcast=True)
     if DTYPE != PARTIAL:
         direct_bits = result.to(DTYPE).to(gl.int16, bitcast=True)

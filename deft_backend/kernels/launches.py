@@ -49,6 +49,10 @@ def run_plan(
     *,
     sm_scale: float,
     logit_cap: float,
+    kv_number: str = "",
+    k_scale: float | torch.Tensor = 1.0,
+    v_scale: float | torch.Tensor = 1.0,
+    sinks: torch.Tensor | None = None,
     host_plan: Plan | None,
     masked_tiles: bool,
     table_by_segment: bool,
@@ -73,6 +77,13 @@ def run_plan(
     partial_out : [E, Hq, D] float16 or float32; partial_lse, partial_scale : [E, Hq] float32
         The workspace for partial results, as :class:`~deft_backend.kernels.arguments.Partials`
         describes it: E counts query tokens.
+    kv_number : str
+        How the bytes of a cache of 8 bits, given as uint8, stand for numbers: "e4m3" or "e5m2".
+        Empty: the cache has the dtype of the queries.
+    k_scale, v_scale : float, or two tensors of one float32 on the device
+        What a stored key and a stored value are multiplied with. 1.0 unless the cache has 8 bits.
+    sinks : [Hq] float, optional
+        The sink of each query head.
     host_plan : Plan, optional
         The plan in `plan`, if the host knows it. Then tile shapes without items, and stage 2
         without partial results, are not launched. With None, `run_plan` launches every kernel that
@@ -94,13 +105,13 @@ def run_plan(
     # Any tensor stands for one that the kernels do not read.
     starts = seq_lens if query_start is None else query_start
     bits = seq_lens if ancestors is None else ancestors
-    tensors = (
-        q, k_cache, v_cache, out, partial, page_table, table_rows, seq_lens, starts, bits,
-    )  # fmt: skip
+    held_sinks = partial_lse if sinks is None else sinks
+    device_scales = isinstance(k_scale, torch.Tensor) and isinstance(v_scale, torch.Tensor)
+    held_scales = (k_scale, v_scale) if device_scales else (partial_lse, partial_lse)
+    last = (page_table, table_rows, seq_lens, starts, bits, held_sinks, *held_scales)
+    tensors = (q, k_cache, v_cache, out, partial, *last)
     pointers = 0
-    for tensor in (
-        q, k_cache, v_cache, out, *partial, page_table, table_rows, seq_lens, starts, bits,
-    ):  # fmt: skip
+    for tensor in (q, k_cache, v_cache, out, *partial, *last):
         pointers |= tensor.data_ptr()
     aligned = pointers % 16 == 0
     bit_strides = (0, 0) if ancestors is None else ancestors.stride()[:2]
@@ -125,16 +136,23 @@ def run_plan(
         blocks=blocks,
         ragged=query_start is not None,
         tree=ancestors is not None,
+        kv_number=kv_number,
+        sinks=sinks is not None,
+        device_scales=device_scales,
     )
     launches = launches_of(config, kind)
     # What Triton compiles for, besides the constants.
     types = (
-        q.device, page_table.dtype, table_rows.dtype, seq_lens.dtype, starts.dtype, strides,
+        q.device, page_table.dtype, table_rows.dtype, seq_lens.dtype, starts.dtype,
+        held_sinks.dtype, strides,
     )  # fmt: skip
 
     # Scores in base 2, unless a soft cap needs them as they are.
     scale = float(sm_scale) if logit_cap > 0.0 else float(sm_scale) * LOG2_E
-    scaling = (scale, float(logit_cap) or 1.0)
+    value = 1.0
+    if not device_scales:
+        scale, value = scale * float(k_scale), float(v_scale)
+    scaling = (scale, float(logit_cap) or 1.0, value)
     arguments = (tensors, plan.stage1, scaling, strides)
     follows = False
     queries = requests * blocks.blocks
@@ -155,7 +173,7 @@ def run_plan(
     reduce = config.few if few else config.reduce
     programs = min(reduce.programs, merged * reduce.blocks(num_results))
     launches.stage2[few].run(
-        programs, (partial, out, plan.stage2, starts, *strides[2:4]), types, aligned
+        programs, (partial, out, held_sinks, plan.stage2, starts, *strides[2:4]), types, aligned
     )
 
 
@@ -184,6 +202,10 @@ class Kind(NamedTuple):
     #: Whether `query_start` and `ancestors` are given.
     ragged: bool = False
     tree: bool = False
+    #: As for `run_plan`.
+    kv_number: str = ""
+    sinks: bool = False
+    device_scales: bool = False
 
     @property
     def heads(self) -> Heads:
@@ -273,13 +295,14 @@ def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) 
         (SMALL_TILE, HOPPER_SMALL_TILE) if shape == 0
         else (PARTIAL_ATTENTION, HOPPER_LARGE_TILE)
     )  # fmt: skip
+    wide = wide and not kind.kv_number
     kernel = pipelined if tile.lookahead and wide and kind.heads.single else plain
     constants = {
         "HEADS": kind.heads,
         "CACHE": CacheLayout._make(
             (
                 kind.page_size, kind.table_by_segment, *kind.k_strides, *kind.v_strides,
-                kind.k_strides[:2] == kind.v_strides[:2],
+                kind.k_strides[:2] == kind.v_strides[:2], kind.kv_number,
             )
         ),
         "TILE": Tile(
@@ -296,6 +319,8 @@ def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) 
             precision="ieee" if kind.dtype == torch.float32 else "tf32",
             upcast=config.interpreted,
             overlapped=config.overlapped,
+            sinks=kind.sinks,
+            device_scales=kind.device_scales,
         ),
     }  # fmt: skip
     return Launch(
@@ -310,6 +335,7 @@ def _stage2(config: KernelConfiguration, kind: Kind, reduce: ReduceConfig) -> La
         "BLOCK_P": reduce.partials,
         "BLOCK_H": reduce.heads,
         "OVERLAPPED": config.overlapped,
+        "SINKS": kind.sinks,
     }
     return Launch(
         REDUCE_PARTIALS, _in_order(REDUCE_PARTIALS, constants), reduce.num_warps,
@@ -332,7 +358,9 @@ def _tiles_to_launch(
     """Tile shapes to launch, with their programs. Small tiles come last and fill the free SMs.
 
     `group_rows` is the number of query vectors of the batch that share a KV head. If they fit the
-    small tile, the plan has no items of other tile shapes.
+    small tile, the plan has no items of other tile shapes. If they fit one large tile, a node is
+    one tile, and few items are enough to fill the memory: an SM gets one program. Of two an SM,
+    the GPU would place the first ones, which have the items, in pairs (docs/kernel-log.md).
     """
     found = []
     for shape in range(len(config.tiles) - 1, -1, -1):
@@ -347,5 +375,7 @@ def _tiles_to_launch(
                 continue
         elif shape > 0 and group_rows <= config.tiles[0].height:
             continue
+        elif shape > 0 and group_rows <= config.tiles[shape].height:
+            programs = min(programs, config.sms)
         found.append((shape, programs))
     return found

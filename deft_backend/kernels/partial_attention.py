@@ -36,6 +36,7 @@ from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deft_backend.kernels.arguments import Scaling, Strides, Tensors
+from deft_backend.kernels.eight_bits import operand
 from deft_backend.kernels.plain_parts import (
     Online,
     capped,
@@ -45,6 +46,7 @@ from deft_backend.kernels.plain_parts import (
     sees,
     tail_of,
     vectors_of,
+    with_device_scales,
     write_results,
 )
 from deft_backend.planner import encoding_constants
@@ -91,14 +93,16 @@ SHIFT_BITS = tl.constexpr(26)
 
 
 @jit
-def _attend(online, q, k, v, allowed, scaling, MASKED: tl.constexpr, MODE: tl.constexpr):
+def _attend(
+    online, q, k, v, allowed, scaling, MASKED: tl.constexpr, CACHE: tl.constexpr,
+    MODE: tl.constexpr,
+):  # fmt: skip
     """The softmax with one more block: q [M, D], k and v [N, D].
 
     If MASKED, query vector m attends to token n where ``allowed[m, n]``.
     """
-    if MODE.upcast:  # what a tensor core does with the operands; the interpreter cannot
-        k = k.to(tl.float32)
-        v = v.to(tl.float32)
+    k = operand(k, q.dtype, CACHE.number, MODE.upcast)
+    v = operand(v, q.dtype, CACHE.number, MODE.upcast)
     scores = tl.dot(q, tl.trans(k), input_precision=MODE.precision)
     scores, factor = capped(scores, scaling, MODE.soft_cap)
     if MASKED:
@@ -177,31 +181,31 @@ def _attend_whole(
     page = tl.load(table + (start + offs_n) // CACHE.page_size, mask=offs_n < length, other=0)
     for begin in range(0, done, TILE.block_tokens):
         k_offset, v_offset = kv_offsets(page, start + begin + offs_n, CACHE)
-        k = tl.load(k_head + k_offset[:, None] + offs_d, mask=in_head, other=0.0)
-        v = tl.load(v_head + v_offset[:, None] + offs_d, mask=in_head, other=0.0)
+        k = tl.load(k_head + k_offset[:, None] + offs_d, mask=in_head, other=0)
+        v = tl.load(v_head + v_offset[:, None] + offs_d, mask=in_head, other=0)
         ahead = begin + TILE.block_tokens + offs_n
         page = tl.load(table + (start + ahead) // CACHE.page_size, mask=ahead < length, other=0)
-        online = _attend(online, q, k, v, True, scaling, False, MODE)
+        online = _attend(online, q, k, v, True, scaling, False, CACHE, MODE)
     if HEADS.single:
         if done < length:  # its last tokens; `page` holds their pages
             inside = offs_n < length - done
             k_offset, v_offset = kv_offsets(page, start + done + offs_n, CACHE)
             present = inside[:, None] & in_head
-            k = tl.load(k_head + k_offset[:, None] + offs_d, mask=present, other=0.0)
-            v = tl.load(v_head + v_offset[:, None] + offs_d, mask=present, other=0.0)
-            online = _attend(online, q, k, v, inside[None, :], scaling, True, MODE)
+            k = tl.load(k_head + k_offset[:, None] + offs_d, mask=present, other=0)
+            v = tl.load(v_head + v_offset[:, None] + offs_d, mask=present, other=0)
+            online = _attend(online, q, k, v, inside[None, :], scaling, True, CACHE, MODE)
     else:
         for begin in range(done, length, TILE.block_tokens):
             inside = offs_n < length - begin
             position = start + begin + offs_n
             k_offset, v_offset = kv_offsets(page, position, CACHE)
             present = inside[:, None] & in_head
-            k = tl.load(k_head + k_offset[:, None] + offs_d, mask=present, other=0.0)
-            v = tl.load(v_head + v_offset[:, None] + offs_d, mask=present, other=0.0)
+            k = tl.load(k_head + k_offset[:, None] + offs_d, mask=present, other=0)
+            v = tl.load(v_head + v_offset[:, None] + offs_d, mask=present, other=0)
             ahead = begin + TILE.block_tokens + offs_n
             page = tl.load(table + (start + ahead) // CACHE.page_size, mask=ahead < length, other=0)
             allowed = inside[None, :] & sees(position, tail, tensors, HEADS)
-            online = _attend(online, q, k, v, allowed, scaling, True, MODE)
+            online = _attend(online, q, k, v, allowed, scaling, True, CACHE, MODE)
     return online
 
 
@@ -264,8 +268,8 @@ def _attend_rest(
     for begin in range(0, rest.tokens, TILE.block_tokens):
         k_offset, v_offset = kv_offsets(page, token, CACHE)
         present = (begin + offs_n < rest.tokens)[:, None] & in_head
-        k = tl.load(k_head + k_offset[:, None] + offs_d, mask=present, other=0.0)
-        v = tl.load(v_head + v_offset[:, None] + offs_d, mask=present, other=0.0)
+        k = tl.load(k_head + k_offset[:, None] + offs_d, mask=present, other=0)
+        v = tl.load(v_head + v_offset[:, None] + offs_d, mask=present, other=0)
         # Tokens outside the item have span 0: no row attends to them.
         allowed = (query_of_row[:, None] >= (span & SPAN_MASK)[None, :]) & (
             query_of_row[:, None] < (span >> SPAN_SHIFT)[None, :]
@@ -274,7 +278,7 @@ def _attend_rest(
             allowed &= sees(token, tail, tensors, HEADS)
         ahead = begin + TILE.block_tokens + offs_n
         page, token, span = _locate(ahead, rest, tensors, plan, strides, CACHE)
-        online = _attend(online, q, k, v, allowed, scaling, True, MODE)
+        online = _attend(online, q, k, v, allowed, scaling, True, CACHE, MODE)
     return online
 
 
@@ -292,6 +296,7 @@ def partial_attention(
     if MODE.overlapped:
         gdc_launch_dependents()
 
+    scaling = with_device_scales(scaling, tensors, MODE)
     first_item = tl.load(plan.tile_ptr + TILE.place)
     work_end = tl.load(plan.tile_ptr + TILE.place + 1) * HEADS.num_kv
     offs_m = tl.arange(0, TILE.height)
@@ -327,11 +332,13 @@ def partial_attention(
                 strides, HEADS, CACHE, TILE, MODE,
             )  # fmt: skip
 
+        if CACHE.number != "":
+            online = Online(online.acc * scaling.value, online.maximum, online.total)
         # Read again: held in registers through the loops, they would cost more.
         vectors = vectors_of(item.entry, item.queries, kv_head, tensors, plan, HEADS, TILE)
         in_tile = query_of_row < item.queries
         slot = tl.load(plan.entry_slot + item.entry + query_of_row, mask=in_tile, other=0)
-        write_results(online, vectors, slot, tensors, strides, HEADS)
+        write_results(online, vectors, slot, tensors, strides, HEADS, MODE)
 
     if MODE.overlapped:
         gdc_wait()

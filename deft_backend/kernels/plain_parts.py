@@ -1,4 +1,4 @@
-"""What the plain kernels share: the soft cap, how queries and results move, and who sees a token.
+"""What the plain kernels share: scores, sinks, how queries and results move, who sees a token.
 
 A request's last tokens are its query tokens, n of them. All query vectors see the tokens before
 these. A query token of a chain also sees itself and the query tokens before it. A query token of a
@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 from triton import jit
+
+from deft_backend.kernels.arguments import Scaling
 
 
 class Online(NamedTuple):
@@ -126,6 +128,16 @@ def sees(position, tail, tensors, HEADS: tl.constexpr):
 
 
 @jit
+def with_device_scales(scaling, tensors, MODE: tl.constexpr):
+    """The scaling, times the scales of an 8-bit cache that the device holds."""
+    scale, value = scaling.scale, scaling.value
+    if MODE.device_scales:
+        scale *= tl.load(tensors.k_scale)
+        value *= tl.load(tensors.v_scale)
+    return Scaling(scale, scaling.cap, value)
+
+
+@jit
 def capped(products, scaling, SOFT_CAP: tl.constexpr):
     """Scores of products of queries and keys, and the factor that brings them to base 2."""
     if SOFT_CAP:
@@ -166,10 +178,24 @@ def kv_offsets(page, position, CACHE: tl.constexpr):
 
 
 @jit
-def write_results(online, vectors, slot, tensors, strides, HEADS: tl.constexpr):
+def sink_weight(sinks, head, there, maximum):
+    """The weight of each query vector's sink, among weights relative to `maximum`, in base 2.
+
+    Without a token `maximum` is -inf: then any finite weight gives an output of 0.
+    """
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    sink = tl.load(sinks + head, mask=there, other=0.0).to(tl.float32) * LOG2_E
+    return tl.exp2(sink - tl.where(maximum == float("-inf"), 0.0, maximum))
+
+
+@jit
+def write_results(
+    online, vectors, slot, tensors, strides, HEADS: tl.constexpr, MODE: tl.constexpr
+):  # fmt: skip
     """Write each query vector's output, or its partial result to its slot.
 
-    `online.acc` is [M, D]. An empty range contributes nothing: O = 0, LSE = -inf.
+    `online.acc` is [M, D]. An empty range contributes nothing: O = 0, LSE = -inf. An output has
+    its sink. A partial result has none: its merge adds the sink.
     """
     acc, maximum, total = online.acc, online.maximum, online.total
     offs_d = tl.arange(0, HEADS.padded_dim)[None, :]
@@ -179,12 +205,16 @@ def write_results(online, vectors, slot, tensors, strides, HEADS: tl.constexpr):
     direct = vectors.there & (slot < 0)
     partial = vectors.there & (slot >= 0)
     if tl.reduce(direct.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
+        whole = normal
+        if MODE.sinks:
+            weight = sink_weight(tensors.sinks, vectors.head, vectors.there, maximum)
+            whole = 1.0 / (safe_total + weight)
         tl.store(
             tensors.out
             + vectors.row.to(tl.int64)[:, None] * strides.out_batch
             + vectors.head[:, None] * strides.out_head
             + offs_d,
-            (acc * normal[:, None]).to(tensors.out.dtype.element_ty),
+            (acc * whole[:, None]).to(tensors.out.dtype.element_ty),
             mask=direct[:, None] & in_head,
         )
     if tl.reduce(partial.to(tl.int32), 0, tl.standard._elementwise_max) > 0:

@@ -25,6 +25,7 @@ from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deft_backend.kernels.arguments import Scaling, Strides, Tensors
+from deft_backend.kernels.eight_bits import operand
 from deft_backend.kernels.plain_parts import (
     Online,
     capped,
@@ -34,6 +35,7 @@ from deft_backend.kernels.plain_parts import (
     sees,
     tail_of,
     vectors_of,
+    with_device_scales,
     write_results,
 )
 from deft_backend.planner import encoding_constants
@@ -80,14 +82,16 @@ def _read_row(work, work_end, item, tensors, HEADS: tl.constexpr, CACHE: tl.cons
 
 
 @jit
-def _attend(online, q, k, v, inside, scaling, MASKED: tl.constexpr, MODE: tl.constexpr):
+def _attend(
+    online, q, k, v, inside, scaling, MASKED: tl.constexpr, CACHE: tl.constexpr,
+    MODE: tl.constexpr,
+):  # fmt: skip
     """The softmax with one more block: q [M, D], k [N, D], v [D, N], inside [N, 1] or [N, M].
 
     Only if MASKED, a query vector may see no token of the block.
     """
-    if MODE.upcast:  # what a tensor core does with the operands; the interpreter cannot
-        k = k.to(tl.float32)
-        v = v.to(tl.float32)
+    k = operand(k, q.dtype, CACHE.number, MODE.upcast)
+    v = operand(v, q.dtype, CACHE.number, MODE.upcast)
     scores = tl.dot(k, tl.trans(q), input_precision=MODE.precision)
     scores, factor = capped(scores, scaling, MODE.soft_cap)
     scores = tl.where(inside, scores, float("-inf"))
@@ -127,21 +131,21 @@ def _attend_range(
     for begin in range(0, length, TILE.block_tokens):
         inside = offs_n < length - begin
         k_offset, v_offset = kv_offsets(page, start + begin + offs_n, CACHE)
-        k = tl.load(k_head + k_offset[:, None] + offs_d, mask=inside[:, None] & in_head, other=0.0)
+        k = tl.load(k_head + k_offset[:, None] + offs_d, mask=inside[:, None] & in_head, other=0)
         v = tl.load(
             v_head + v_offset[None, :] + tl.trans(offs_d),
             mask=inside[None, :] & tl.trans(in_head),
-            other=0.0,
+            other=0,
         )
         ahead = begin + TILE.block_tokens + offs_n
         page = tl.load(table + (start + ahead) // CACHE.page_size, mask=ahead < length, other=0)
         if HEADS.single:
-            online = _attend(online, q, k, v, inside[:, None], scaling, False, MODE)
+            online = _attend(online, q, k, v, inside[:, None], scaling, False, CACHE, MODE)
         else:
             visible = inside[:, None] & (tl.arange(0, TILE.height) >= 0)[None, :]
             if begin + TILE.block_tokens > clear:
                 visible &= tl.trans(sees(start + begin + offs_n, tail, tensors, HEADS))
-            online = _attend(online, q, k, v, visible, scaling, True, MODE)
+            online = _attend(online, q, k, v, visible, scaling, True, CACHE, MODE)
     return Online(tl.trans(online.acc), online.maximum, online.total)
 
 
@@ -186,6 +190,7 @@ def small_tile_attention(
     if MODE.overlapped:
         gdc_launch_dependents()
 
+    scaling = with_device_scales(scaling, tensors, MODE)
     work_end = tl.load(plan.tile_ptr + TILE.place + 1) * HEADS.num_kv
     first_work = tl.load(plan.tile_ptr + TILE.place) * HEADS.num_kv + tl.program_id(0)
     step = tl.num_programs(0)
@@ -222,6 +227,8 @@ def small_tile_attention(
             TILE, MODE,
         )  # fmt: skip
 
+        if CACHE.number != "":
+            online = Online(online.acc * scaling.value, online.maximum, online.total)
         # Read again: held in registers through the loop, they would cost more.
         vectors = vectors_of(item.entry, queries, kv_head, tensors, plan, HEADS, TILE)
         in_tile = query_of_row < queries
@@ -232,7 +239,7 @@ def small_tile_attention(
                 gdc_wait()
             first_slot = MERGES - slot.to(tl.int64)
             online = _merge(online, merged, first_slot, vectors, tensors, HEADS)
-        write_results(online, vectors, slot, tensors, strides, HEADS)
+        write_results(online, vectors, slot, tensors, strides, HEADS, MODE)
 
         row, item, next_item = next_row, next_item, later_item
 

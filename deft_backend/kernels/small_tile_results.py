@@ -1,13 +1,15 @@
 """Results of small tiles: an item writes its own, or merges it with others first (Gluon).
 
-O = sum_i O_i 2^LSE_i / sum_i 2^LSE_i          (DeFT, equation 1, in base 2)
+O = sum_i O_i 2^LSE_i / (sum_i 2^LSE_i + 2^sink)          (DeFT, equation 1, in base 2)
+
+A head's sink, if it has one, belongs to the output, never to a partial result.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
 
-from deft_backend.kernels.gluon_parts import larger, plus
+from deft_backend.kernels.gluon_parts import larger, plus, sink_weight
 from deft_backend.kernels.gluon_versions import jit, reinterpret
 from deft_backend.planner import encoding_constants
 
@@ -98,10 +100,11 @@ def _merge_parts(result, maximum, total, out, lse, scale):
 
 @jit
 def _merge_loaded(
-    result, first_slot, first_head, merged, buffers, partials, MOST: gl.constexpr,
-    LIMIT: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr,
+    result, first_slot, first_head, merged, buffers, tensors, MOST: gl.constexpr,
+    LIMIT: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """Merge all partial results, LIMIT at most, MOST at a time, and normalise."""
+    partials = tensors.partial
     out, lse, scale = _load_parts(first_slot, first_head, 0, merged, partials, MOST, ROWS, HEADS)
     ROW: gl.constexpr = gl.SliceLayout(1, lse.type.layout)
     maximum = buffers.maximum.slice(0, ROWS).load(ROW)
@@ -113,6 +116,9 @@ def _merge_loaded(
                 first_slot, first_head, first, merged, partials, MOST, ROWS, HEADS
             )
             result, maximum, total = _merge_parts(result, maximum, total, out, lse, scale)
+    if MODE.sinks:
+        row = gl.arange(0, ROWS, layout=ROW)
+        total += sink_weight(tensors.sinks, first_head + row, row < HEADS.group, maximum)
     normal = 1.0 / gl.where(total > 0.0, total, 1.0)
     return result * gl.convert_layout(normal, gl.SliceLayout(1, result.type.layout))[:, None]
 
@@ -120,7 +126,7 @@ def _merge_loaded(
 @jit
 def merge_results(
     own, kv_head, place, buffers, tensors, strides, HEADS: gl.constexpr, TILE: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    MODE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Merge the result of an item of one query with earlier partial results; write its output.
 
@@ -138,16 +144,16 @@ def merge_results(
     result = tiles.index(0).load(LAYOUT.copy)
     first_head = kv_head * HEADS.group
     first_slot = MERGES - own.slot
-    partials = tensors.partial
     if own.merged > FEW:
         result = _merge_loaded(
-            result, first_slot, first_head, own.merged, buffers, partials, MANY, TILE.max_merged,
-            ROWS, HEADS,
+            result, first_slot, first_head, own.merged, buffers, tensors, MANY, TILE.max_merged,
+            ROWS, HEADS, MODE,
         )  # fmt: skip
     else:
         result = _merge_loaded(
-            result, first_slot, first_head, own.merged, buffers, partials, FEW, FEW, ROWS, HEADS
-        )
+            result, first_slot, first_head, own.merged, buffers, tensors, FEW, FEW, ROWS, HEADS,
+            MODE,
+        )  # fmt: skip
 
     row = gl.arange(0, ROWS, layout=LAYOUT.copy_row)
     offs_d = gl.arange(0, HEAD_DIM, layout=LAYOUT.copy_dim)
@@ -162,7 +168,7 @@ def merge_results(
 @jit
 def write_results(
     own, kv_head, place, buffers, tensors, plan, strides, HEADS: gl.constexpr,
-    TILE: gl.constexpr, LAYOUT: gl.constexpr,
+    TILE: gl.constexpr, MODE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Write the outputs or partial results of an item's queries.
 
@@ -185,10 +191,13 @@ def write_results(
     direct = in_tile & (slot < 0)
     partial = in_tile & (slot >= 0)
     if gl.reduce(direct.to(gl.int32), 0, larger) > 0:
+        whole = normal
+        if MODE.sinks:
+            whole = 1.0 / (safe_total + sink_weight(tensors.sinks, head, in_tile, maximum))
         at = query * (strides.out_batch // 8) + head * (strides.out_head // 8)
         gl.store(
             tensors.out + _in_elements(at)[:, None] + offs_d[None, :],
-            (result * normal[:, None]).to(tensors.out.dtype.element_ty),
+            (result * whole[:, None]).to(tensors.out.dtype.element_ty),
             mask=direct[:, None],
         )
     if gl.reduce(partial.to(gl.int32), 0, larger) > 0:

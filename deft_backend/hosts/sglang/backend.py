@@ -135,7 +135,9 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         """A layer of a step of tree attention, or in the host's kernel if it must run there."""
         if self._delegated(k, v, layer, kwargs) is None:
             try:
-                return self._tree_attention(q, k, v, layer, forward_batch, save_kv_cache)
+                return self._tree_attention(
+                    q, k, v, layer, forward_batch, save_kv_cache, kwargs.get("sinks")
+                )
             except Exception as error:
                 self._broken = "kernel failed"
                 logger.error("deft: a kernel failed, the host's own decode from here: %r", error)
@@ -173,8 +175,9 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         return self._host.forward_mixed(*args, **kwargs)
 
     def _tree_attention(
-        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool
-    ) -> Any:
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool,
+        sinks: Any,
+    ) -> Any:  # fmt: skip
         if save_kv_cache:
             self._pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         heads, dim = layer.tp_q_head_num, layer.qk_head_dim
@@ -191,6 +194,7 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
             ancestors=ancestors,
             sm_scale=layer.scaling,
             logit_cap=layer.logit_cap or 0.0,
+            sinks=sinks,
             static_launch=self._static_launch,
         )
         return out.view(-1, heads * dim)
@@ -202,7 +206,7 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
             reason = unsupported_layer(
                 layer, (state.num_query_heads, state.num_kv_heads, state.head_dim)
             )
-            extra = sorted(name for name, value in kwargs.items() if value is not None)
+            extra = sorted(name for name in kwargs if _unknown(name, kwargs[name]))
             if reason is None and extra:
                 reason = f"the argument {extra[0]}"
             if reason is None and (k is None or v is None):
@@ -213,8 +217,8 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
                 self._state.device_tree_layers = self._state.num_layers - len(self._left)
                 self._say(f"layers with {reason} decode through the host's kernel")
         reason = self._layers[layer.layer_id]
-        given = (value is not None for value in kwargs.values())
-        if reason is None and (k is None or v is None or any(given)):
+        unknown = any(_unknown(name, value) for name, value in kwargs.items())
+        if reason is None and (k is None or v is None or unknown):
             return "unexpected arguments"
         return reason
 
@@ -250,6 +254,11 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
             object.__setattr__(self, name, value)
         else:
             setattr(self._host, name, value)
+
+
+def _unknown(name: str, value: Any) -> bool:
+    """Whether an argument of a layer's call changes what tree attention would compute."""
+    return value is not None and name != "sinks"
 
 
 def _hand_on(name: str) -> property:

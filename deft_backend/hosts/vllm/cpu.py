@@ -47,6 +47,10 @@ class PlainCpuBackend(AttentionBackend):  # type: ignore[misc]
     def supports_sliding_window(cls) -> bool:
         return True
 
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
 
 @dataclass
 class PlainCpuMetadata:
@@ -108,7 +112,6 @@ class PlainCpuImplementation(AttentionImpl):  # type: ignore[misc]
             ("attn_type", str(getattr(attn_type, "value", attn_type)), "decoder"),
             ("kv_cache_dtype", kv_cache_dtype, "auto"),
             ("alibi_slopes", alibi_slopes, None),
-            ("sinks", sinks, None),
         ):
             if value != plain:
                 raise NotImplementedError(
@@ -121,6 +124,7 @@ class PlainCpuImplementation(AttentionImpl):  # type: ignore[misc]
         self.kv_cache_dtype = kv_cache_dtype
         self._window = sliding_window
         self._cap = float(logits_soft_cap or 0.0)
+        self.sinks = sinks
 
     def forward(
         self,
@@ -165,7 +169,11 @@ class PlainCpuImplementation(AttentionImpl):  # type: ignore[misc]
         hidden = other > position
         if self._window is not None:
             hidden |= other <= position - self._window
-        weights = torch.softmax(scores.masked_fill_(hidden, float("-inf")), dim=-1)
+        scores.masked_fill_(hidden, float("-inf"))
+        if self.sinks is not None:  # one more column of scores, without a value
+            sinks = self.sinks.float().view(self.num_kv_heads, group, 1, 1)
+            scores = torch.cat((scores, sinks.expand(-1, -1, queries, 1)), dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., :tokens]
         return torch.einsum("hgqk,khd->qhgd", weights.to(v.dtype), v).reshape(q.shape)
 
     def do_kv_cache_update(

@@ -128,6 +128,7 @@ class GroupAttention:
         seq_lens: torch.Tensor,
         output: torch.Tensor,
         query_start: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Compute one layer of the planned step into `output` [T, Hq, D], from `query` [T, Hq, D].
 
@@ -144,6 +145,7 @@ class GroupAttention:
             query_start=query_start,
             sm_scale=layer.sm_scale,
             logit_cap=layer.logit_cap,
+            sinks=sinks,
             out=output,
             static_launch=self._on_device,
         )

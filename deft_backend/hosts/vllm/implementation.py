@@ -16,11 +16,16 @@ class TreeImplementation:
     deft_layer: Layer
     scale: float
     """The host's scale of the scores; its value at the time of a run is the valid one."""
+    sinks: torch.Tensor | None
+    """[Hq], the host's; some implementations convert them after the weights are loaded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         host = cast(Any, super())
         host.__init__(*args, **kwargs)
-        self.deft_layer = layer_of(host.__init__, args, kwargs)
+        layer = layer_of(host.__init__, args, kwargs)
+        if layer.sinks and getattr(self, "sinks", None) is None:
+            layer = layer._replace(reason="attention sinks that the host's implementation hides")
+        self.deft_layer = layer
 
     def forward(
         self,
@@ -55,6 +60,7 @@ class TreeImplementation:
             step.leave("a fused output quantisation")
             return host()
         mine = self.deft_layer.scaled(float(self.scale))
-        if step.takes(mine) and step.attend(self, mine, query, kv_cache, output, host):
+        sinks = self.sinks if mine.sinks else None
+        if step.takes(mine) and step.attend(self, mine, query, kv_cache, output, host, sinks):
             return output
         return host()

@@ -32,12 +32,15 @@ class Layer(NamedTuple):
         Scale and soft cap of the scores; no cap is 0.
     reason : str, optional
         Why the host's own implementation decodes the layer; None if tree attention does.
+    sinks : bool
+        Whether each query head has a logit in the softmax's denominator without a value.
     """
 
     shape: LayerShape
     sm_scale: float
     logit_cap: float
     reason: str | None
+    sinks: bool = False
 
     def scaled(self, sm_scale: float) -> Layer:
         """The layer with the scale that its implementation holds now.
@@ -74,7 +77,8 @@ def layer_of(init: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str,
     shape = LayerShape(heads, heads if kv_heads is None else int(kv_heads), given.pop("head_size"))
     scale = float(given.pop("scale"))
     cap = float(given.pop("logits_soft_cap", None) or 0.0)
-    return Layer(shape, scale, cap, _reason(given, scale, cap))
+    sinks = given.pop("sinks", None) is not None
+    return Layer(shape, scale, cap, _reason(given, scale, cap), sinks)
 
 
 def _reason(given: Mapping[str, Any], scale: float, cap: float) -> str | None:
@@ -86,7 +90,6 @@ def _reason(given: Mapping[str, Any], scale: float, cap: float) -> str | None:
     for name, text in (
         ("sliding_window", "a sliding window"),
         ("alibi_slopes", "alibi slopes"),
-        ("sinks", "attention sinks"),
         ("kv_sharing_target_layer_name", "the KV cache of another layer"),
     ):
         if rest.pop(name, None) is not None:

@@ -75,6 +75,7 @@ class TreeStep:
         kv_cache: torch.Tensor,
         output: torch.Tensor,
         host: Callable[[], torch.Tensor],
+        sinks: torch.Tensor | None = None,
     ) -> bool:
         """Compute a layer into `output`; False if the host's implementation must.
 
@@ -90,6 +91,8 @@ class TreeStep:
         host : callable
             Runs the host's own implementation into the same `output`; ``DEFT_VERIFY`` compares the
             two.
+        sinks : [Hq], optional
+            A logit for each query head.
         """
         group = self.group
         try:
@@ -100,7 +103,7 @@ class TreeStep:
             rows = output[: self.tokens]
             group.run(
                 layer, query[: self.tokens], kv_cache, self.page_table, self.seq_lens, rows,
-                self.query_start,
+                self.query_start, sinks,
             )  # fmt: skip
             if group.verifies:
                 group.verify(rows, host)

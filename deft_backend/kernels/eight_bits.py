@@ -1,0 +1,90 @@
+"""Numbers of 8 bits as operands of the tensor cores, in the plain kernels.
+
+A byte holds a sign, exponent bits and mantissa bits: four and three in e4m3, five and two in e5m2.
+Every such number is a float16 and a bfloat16, too. The kernels load bytes, and move exponent and
+mantissa to where the operand's dtype has them. That is the number times a power of two, because the
+dtypes count exponents from different numbers. A multiplication corrects it, for the smallest
+numbers, too. No bits are lost, so the only rounding is that of the bytes in the cache.
+
+The kernels treat every byte as a finite number.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton import jit
+
+_MOVE = """{{
+    .reg .b32 high, sign;
+    prmt.b32 high, $2, 0, {bytes};
+    and.b32 sign, high, 0x80008000;
+    shr.b32 high, high, {shift};
+    and.b32 high, high, {mask};
+    or.b32 high, high, sign;
+    {multiply} {to}, high, {factor}{plus};
+}}"""
+
+_HALF = {"multiply": "mul.rn.f16x2", "plus": ""}
+_BRAIN = {"multiply": "fma.rn.bf16x2", "plus": ", minus_zero"}
+
+
+def _moved(kind: dict[str, str], shift: int, mask: int, factor: int) -> str:
+    """PTX that makes two registers of two operands each of one register of four bytes."""
+    parts = []
+    for to, first in (("$0", "0x1404"), ("$1", "0x3424")):
+        parts.append(
+            _MOVE.format(
+                bytes=first, shift=shift, mask=f"0x{mask:04x}{mask:04x}", to=to, factor="factor",
+                **kind,
+            )
+        )  # fmt: skip
+    declared = (
+        "{ .reg .b32 factor, minus_zero; "
+        f"mov.b32 factor, 0x{factor:04x}{factor:04x}; mov.b32 minus_zero, 0x80008000;"
+    )
+    return declared + "\n".join(parts) + "}"
+
+
+E4M3_TO_FLOAT16 = tl.constexpr(_moved(_HALF, 1, 0x3F80, 0x5C00))  # times 2^8
+E4M3_TO_BFLOAT16 = tl.constexpr(_moved(_BRAIN, 4, 0x07F0, 0x7B80))  # times 2^120
+E5M2_TO_BFLOAT16 = tl.constexpr(_moved(_BRAIN, 3, 0x0FE0, 0x7780))  # times 2^112
+E5M2_TO_FLOAT16 = tl.constexpr("prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;")
+
+
+@jit
+def _as_float32(x, NUMBER: tl.constexpr):
+    """The numbers in float32, for the interpreter, which knows no PTX."""
+    bits = x.to(tl.int32)
+    SHIFT: tl.constexpr = 7 if NUMBER == "e4m3" else 8
+    FACTOR: tl.constexpr = 256.0 if NUMBER == "e4m3" else 1.0
+    half = ((bits & 0x80) << 8) | ((bits & 0x7F) << SHIFT)
+    return half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * FACTOR
+
+
+@jit
+def operand(x, DTYPE: tl.constexpr, NUMBER: tl.constexpr, UPCAST: tl.constexpr):
+    """A KV block as an operand of DTYPE; with UPCAST in float32, as the interpreter needs it."""
+    if UPCAST:
+        if NUMBER == "":
+            return x.to(tl.float32)
+        else:
+            return _as_float32(x, NUMBER)
+    elif NUMBER == "":
+        return x
+    elif NUMBER == "e4m3":
+        if DTYPE == tl.float16:  # noqa: SIM300
+            return tl.inline_asm_elementwise(
+                E4M3_TO_FLOAT16, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                E4M3_TO_BFLOAT16, "=&r,=&r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=4
+            )
+    elif DTYPE == tl.float16:  # noqa: SIM300
+        return tl.inline_asm_elementwise(
+            E5M2_TO_FLOAT16, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            E5M2_TO_BFLOAT16, "=&r,=&r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=4
+        )
