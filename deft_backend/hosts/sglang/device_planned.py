@@ -133,7 +133,9 @@ class DevicePlannedBackend(DeftAttentionBackend):
             self._planned(forward_batch)
         self._host.init_forward_metadata_in_graph(forward_batch)
 
-    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+    def update_verify_buffers_to_fill_after_draft(
+        self, spec_info: Any, cuda_graph_bs: int | None
+    ) -> None:
         """Load the links once more: the host may prepare a replay before it has drafted."""
         if self._verification is not None and spec_info is not None:
             self._verification.load(spec_info)

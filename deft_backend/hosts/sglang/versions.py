@@ -228,7 +228,7 @@ def drafts_trees(server_args: Any) -> bool:
 
 
 def draft_links(spec_info: Any) -> tuple[Any, Any] | None:
-    """The first child and the next sibling of each draft token, ``[B, n]``; None during a capture."""
+    """Each draft token's first child and next sibling, ``[B, n]``; None during a capture."""
     child, sibling = spec_info.retrieve_next_token, spec_info.retrieve_next_sibling
     return None if child is None or sibling is None else (child, sibling)
 
