@@ -594,6 +594,7 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
     graphs = SimpleNamespace(decode=SimpleNamespace(backend="full"))
     group = SimpleNamespace(world_size=2, cpu_group="in host memory")
     runner = SimpleNamespace(
+        is_draft_worker=False,
         server_args=SimpleNamespace(
             cuda_graph_config=graphs, decode_log_interval=40, enable_metrics=False
         ),
