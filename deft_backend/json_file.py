@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from deft_backend.private_files import parsed
 
 
 def read_json(path: Path, error: type[Exception], what: str = "") -> Any:
@@ -19,8 +20,8 @@ def read_json(path: Path, error: type[Exception], what: str = "") -> Any:
         The kind of file, for the message, for example "the trace ".
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parsed(path.read_text(encoding="utf-8"))
     except OSError as cause:
         raise error(f"cannot read {what}{path}: {cause.strerror or cause}") from cause
-    except (json.JSONDecodeError, UnicodeDecodeError) as cause:
+    except ValueError as cause:
         raise error(f"{path}: expected JSON; {cause}") from cause

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -116,11 +117,13 @@ def browser(folder: Path) -> Iterator[Browser]:
 
 def _port(driver: subprocess.Popen[bytes], log: Path) -> int:
     end = time.monotonic() + 30
-    while "on port " not in (said := log.read_text()):
+    while (
+        match := re.search(r"started successfully on port (\d+)", said := log.read_text())
+    ) is None:
         assert driver.poll() is None, said
         assert time.monotonic() < end, said
         time.sleep(0.1)
-    return int(said.split("started successfully on port ")[1].split(".")[0])
+    return int(match[1])
 
 
 def _call(method: str, url: str, body: Any = None) -> Any:

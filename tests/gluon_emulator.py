@@ -21,6 +21,7 @@ import torch
 
 from deft_backend.kernels import (
     gluon_parts,
+    gluon_query_tokens,
     gluon_versions,
     large_tile_copies,
     large_tile_memory,
@@ -33,9 +34,9 @@ from deft_backend.kernels import (
 )
 
 PARTS = (
-    gluon_versions, gluon_parts, small_tile_memory, small_tile_copies, small_tile_softmax,
-    small_tile_results, large_tile_memory, large_tile_copies, large_tile_softmax,
-    large_tile_results,
+    gluon_versions, gluon_parts, gluon_query_tokens, small_tile_memory, small_tile_copies,
+    small_tile_softmax, small_tile_results, large_tile_memory, large_tile_copies,
+    large_tile_softmax, large_tile_results,
 )  # fmt: skip
 """Modules that kernels import functions in Gluon from; each uses none but those before it."""
 
@@ -264,7 +265,7 @@ def _language() -> ModuleType:
         "NVMMASharedLayout", "SwizzledSharedLayout",
     ):  # fmt: skip
         setattr(gl, layout, lambda *args, **options: None)
-    for name in ("int16", "int32", "uint32", "int64", "float16", "float32"):
+    for name in ("int16", "int32", "uint32", "int64", "uint64", "float16", "float32"):
         setattr(gl, name, DType(name))
     gl.int1 = DType("bool")
     gl.constexpr = lambda value: value

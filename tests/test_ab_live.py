@@ -125,6 +125,18 @@ def test_a_trace_with_its_own_times_and_a_small_context(tmp_path: Path) -> None:
     assert counted == pytest.approx(asked, rel=0.02)
 
 
+def test_without_matplotlib_there_are_no_plots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(w: Any, names: Any) -> str:
+        raise ImportError("matplotlib")
+
+    monkeypatch.setattr(live_report, "live_plot", missing)
+    with serving(Fake()) as a:
+        ab(tmp_path, "--urls", a.url, a.url, "--workload", "few-shot", *SMALL)
+    assert "no plots, because matplotlib" in (tmp_path / "out" / "report.html").read_text()
+
+
 def test_each_fault_is_counted_under_its_name() -> None:
     faults = {"p4": 404, "p5": 503, "pd": "drop", "pe": "error", "p0": "empty"}
     with serving(Fake(faults=faults, context=60, shows_context=False)) as fake:

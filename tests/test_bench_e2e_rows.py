@@ -12,6 +12,8 @@ from benchmarks.e2e.serving_bars import bars
 from benchmarks.e2e.serving_plots import draw
 from benchmarks.e2e.serving_rows import Row, by_case, make_row, merged, read_rows, replaced
 from benchmarks.e2e.serving_tables import bars_table, rows_table
+from benchmarks.e2e.sharing import RESULTS, recorded_cases, table
+from benchmarks.e2e.sharing import draw as draw_sharing
 from benchmarks.row_files import RowsError, header_file, write_rows
 
 HEADER: dict[str, Any] = {
@@ -276,3 +278,11 @@ def test_tables_and_plots_say_what_rows_hold(tmp_path: Path) -> None:
     assert [path.name for path in drawn] == ["e.svg", "e-trees.svg"]
     assert all(path.stat().st_size > 1000 for path in drawn)
     assert draw([rows[2]], HEADER, tmp_path / "none.json") == []
+
+
+def test_the_page_on_sharing_holds_the_recorded_figures(tmp_path) -> None:
+    cases = recorded_cases()
+    page = (RESULTS.parent / "where-sharing-pays.md").read_text()
+    assert table(cases) in page
+    pytest.importorskip("matplotlib")
+    assert draw_sharing(cases, tmp_path / "plot.svg").stat().st_size > 5_000

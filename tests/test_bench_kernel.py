@@ -292,7 +292,9 @@ def test_cascade_refuses_what_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> N
 def test_peers_say_why_they_cannot_run() -> None:
     for name in ("flashinfer", "cascade", "fa3"):
         assert make_method(name).unavailable(CPU) == "needs an NVIDIA GPU"
-    assert set(PEERS) == {"flashinfer", "cascade", "fa3", "flash-decoding"}
+    assert set(PEERS) == {
+        "flashinfer", "cascade", "fa3", "flash-decoding", "flashinfer-prefill",
+    }  # fmt: skip
 
 
 # Runs

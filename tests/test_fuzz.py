@@ -154,3 +154,11 @@ def test_the_command_records_what_it_ran(tmp_path: Path) -> None:
 
 def test_settings_name_every_choice() -> None:
     assert {setting.block_tokens for setting in plan_settings()[:3]} == {64, 16, 1 << 15}
+
+
+def test_batches_that_differ_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.fuzz.plan_cases.np.array_equal", lambda *_: False)
+    counts = PlanFuzzer(SETTING, CPU, large=False).run(range(4))
+    assert counts.same == 0
+    assert len(counts.differing) == counts.compared > 0
+    assert counts.failures == []  # no worse, because they are the same

@@ -9,10 +9,12 @@ from types import ModuleType
 from typing import Any
 
 import gluon_emulator
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_query_tokens import drafts, tree_bits
 
 from benchmarks.random_batches import random_batch
 from deft_backend import TreeAttention, forest_from_page_tables
@@ -125,6 +127,56 @@ def test_random_forests(
         seed, requests, page_size, lookahead, heads=heads, grow=grow, policy=policy,
         programs=programs, longest=260, own_rows=own_rows, wide_v=wide_v, in_graph=in_graph,
     )  # fmt: skip
+
+
+@settings(max_examples=25)
+@given(
+    seed=st.integers(0, 2**31 - 1),
+    requests=st.integers(1, 6),
+    query_tokens=st.sampled_from([2, 3, 4, 8, 16, 20, 70, 130]),
+    page_size=st.sampled_from([1, 3, 16]),
+    lookahead=st.sampled_from([1, 2, 3]),
+    heads=st.sampled_from([(4, 1), (4, 2), (2, 2), (6, 2), (16, 1)]),
+    grow=st.integers(0, 3),
+    policy=st.sampled_from(["auto", "fasttree", "deft-node", "flash-decoding"]),
+    is_tree=st.booleans(),
+    ragged=st.booleans(),
+)
+def test_several_query_tokens(
+    seed: int, requests: int, query_tokens: int, page_size: int, lookahead: int,
+    heads: tuple[int, int], grow: int, policy: str, is_tree: bool, ragged: bool,
+) -> None:  # fmt: skip
+    """Chains and trees, for every tile that the query tokens of a request fill."""
+    batch = drafts(seed, requests, page_size, query_tokens, longest=260, spare=grow)
+    random = np.random.default_rng(seed)
+    counts = [query_tokens] * requests
+    start = None
+    if ragged:
+        counts = random.integers(0, query_tokens + 1, requests).tolist()
+        start = torch.tensor([0, *np.cumsum(counts).tolist()], dtype=torch.int32)
+    bits = tree_bits(seed, requests, query_tokens) if is_tree else None
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(sum(counts), heads[0], 64, generator=generator).half()
+    shape = (2, batch.num_pages, page_size, heads[1], 64)
+    k_cache, v_cache = torch.randn(shape, generator=generator).half()
+    attention = TreeAttention(
+        num_query_heads=heads[0], num_kv_heads=heads[1], head_dim=64, dtype=torch.float16,
+        device="cpu", page_size=page_size, max_batch=requests, policy=policy,
+        query_tokens=query_tokens,
+    )  # fmt: skip
+    use_gluon(attention, lookahead, 3, query_tokens)
+    table, lens = batch.page_table, batch.seq_lens
+    attention.plan(forest_from_page_tables(table, lens, page_size), query_tokens=query_tokens)
+    attention.poison_workspace()
+    out = torch.full_like(q, float("nan"))
+    attention.run(
+        q, k_cache, v_cache, table, lens + grow, query_start=start, ancestors=bits, out=out
+    )
+    expected = reference_attention(
+        q, k_cache, v_cache, table, lens + grow, query_start=start, ancestors=bits
+    )
+    assert out.isfinite().all()
+    assert relative_error(out, expected) <= 1e-3
 
 
 @pytest.mark.parametrize(

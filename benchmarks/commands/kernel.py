@@ -40,7 +40,8 @@ def kernel(
             "--set",
             metavar="SET[,SET…]",
             help="Sets of trees: fasttree, deft, flashforge, unshared, mixed, traces, tiny. "
-            "Default: all except tiny; traces needs --traces.",
+            "Default: all except tiny; traces needs --traces. verify: several query tokens a "
+            "request; with --traces, token trees, too.",
         ),
     ] = None,
     tree: Annotated[

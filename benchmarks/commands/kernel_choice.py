@@ -39,6 +39,7 @@ def chosen_workloads(
     """
     from benchmarks.kernel import tree_workloads as workloads
     from benchmarks.kernel.recorded_workloads import recorded_workloads
+    from benchmarks.kernel.verified_workloads import verified_workloads
 
     if sets is not None:
         names = words(sets)
@@ -53,15 +54,19 @@ def chosen_workloads(
         raise fail(
             "the set 'traces' needs recordings; name their file or folder with --traces PATH"
         )
-    if traces is not None and workloads.TRACES not in names:
-        raise fail(f"--traces is {traces}, but the set 'traces' is not selected; add it to --set")
+    if traces is not None and not {workloads.TRACES, workloads.VERIFY} & set(names):
+        raise fail(
+            f"--traces is {traces}, but the set 'traces' is not selected; add it to --set, or add "
+            "'verify'"
+        )
     found = [workloads.described(tree) for tree in trees or []]
     for name in dict.fromkeys(names):
         if name == workloads.TRACES:
             assert traces is not None
             found += recorded_workloads(traces, steps)
             continue
-        listed = workloads.workloads_of(name)
+        is_verify = name == workloads.VERIFY
+        listed = verified_workloads(traces) if is_verify else workloads.workloads_of(name)
         if device == "cpu" and name not in _CPU_SETS:
             raise fail(
                 f"--set is {name!r}, which takes hours in Triton's interpreter; expected "

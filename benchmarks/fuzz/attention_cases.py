@@ -18,8 +18,8 @@ MOST_REQUESTS = 64
 """The device planner's kernels are compiled for 64 requests, and for more only if need be."""
 
 _POOL_TOKENS = 32768
-_POOL_ELEMENTS = 1 << 27
-_GATHERED = 1 << 26
+_POOL_ELEMENTS = 1 << 26
+_GATHERED = 1 << 24
 """Most elements of keys that the reference holds at a time."""
 
 

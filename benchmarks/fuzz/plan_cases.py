@@ -37,11 +37,14 @@ class PlanCounts:
         Batches that both planners planned.
     same : int
         Of these, those with the same items.
+    differing : list of int
+        The seeds of the others.
     """
 
     plans: int = 0
     compared: int = 0
     same: int = 0
+    differing: list[int] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
 
 
@@ -103,8 +106,10 @@ class PlanFuzzer:
             counts.compared += 1
             if np.array_equal(_items(found), _items(host)):
                 counts.same += 1
-            elif why := _worse(found, host, batch.seq_lens):
-                counts.failures.append(Failure(seed, "device", why))
+            else:
+                counts.differing.append(seed)
+                if why := _worse(found, host, batch.seq_lens):
+                    counts.failures.append(Failure(seed, "device", why))
         # The other policies take turns; no device planner follows them.
         name = POLICY_NAMES[seed % len(POLICY_NAMES)]
         if name != AUTO:

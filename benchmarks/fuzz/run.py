@@ -128,19 +128,20 @@ def _blamed(job: Job, why: str) -> dict[str, Any]:
 def merged(jobs: list[Job]) -> dict[str, Any]:
     """The sum of the processes' reports."""
     total: dict[str, Any] = {
-        "plans": 0, "compared": 0, "same": 0, "attention": 0, "by_planner": {},
-        "largest_error": {}, "failures": [],
+        "plans": 0, "compared": 0, "same": 0, "skipped": 0, "attention": 0, "by_planner": {},
+        "largest_error": {}, "differing": [], "failures": [],
     }  # fmt: skip
     for job in jobs:
         try:
             report = json.loads(job.report.read_text())
         except OSError:
             continue
-        for name in ("plans", "compared", "same", "attention"):
+        for name in ("plans", "compared", "same", "skipped", "attention"):
             total[name] += report[name]
         for planner, count in report["by_planner"].items():
             total["by_planner"][planner] = total["by_planner"].get(planner, 0) + count
         for dtype, error in report["largest_error"].items():
             total["largest_error"][dtype] = max(error, total["largest_error"].get(dtype, 0.0))
+        total["differing"] += report["differing"]
         total["failures"] += report["failures"]
     return total

@@ -88,6 +88,10 @@ class Report:
     plans : int
     compared, same : int
         Batches that both planners planned, and those with the same items.
+    differing : list
+        The first batches with other items, which are no worse: setting and seed.
+    skipped : int
+        Plans without a result, because other processes had taken the GPU's memory.
     attention : int
         Plans with attention.
     by_planner : dict
@@ -99,8 +103,10 @@ class Report:
     plans: int = 0
     compared: int = 0
     same: int = 0
+    skipped: int = 0
     attention: int = 0
     by_planner: dict[str, int] = field(default_factory=dict)
+    differing: list[dict[str, Any]] = field(default_factory=list)
     largest_error: dict[str, float] = field(default_factory=dict)
     failures: list[dict[str, Any]] = field(default_factory=list)
 
@@ -119,6 +125,11 @@ class Report:
 def work(job: Job) -> None:
     """Run chunks until the time or the number of plans is reached, and report after each."""
     torch.set_num_threads(1)
+    if job.device == "cuda":
+        gpus = torch.cuda.device_count()
+        torch.cuda.set_device(job.number % gpus)
+        # CUDA itself takes about half a gigabyte of each process.
+        torch.cuda.set_per_process_memory_fraction(min(0.5, 0.75 * gpus / job.of))
     report = Report()
     chunks = _plan_chunks if job.what == "plans" else _attention_chunks
     for _ in chunks(job, report):
@@ -163,6 +174,10 @@ def _plan_chunks(job: Job, report: Report) -> Iterator[None]:
         report.plans += counts.plans
         report.compared += counts.compared
         report.same += counts.same
+        if len(report.differing) < 20:
+            report.differing += [
+                {"setting": asdict(setting), "seed": seed} for seed in counts.differing
+            ]
         report.add_failures(job, setting, counts.failures)
         yield
 
@@ -178,7 +193,14 @@ def _attention_chunks(job: Job, report: Report) -> Iterator[None]:
             fuzzers[setting] = AttentionFuzzer(setting, device, large=on_gpu)
         chunk = next(seeds)
         _begin(job, setting, planner, chunk)
-        failures, error = fuzzers[setting].run(chunk, planner)
+        try:
+            failures, error = fuzzers[setting].run(chunk, planner)
+        except torch.OutOfMemoryError:
+            del fuzzers[setting]
+            torch.cuda.empty_cache()
+            report.skipped += len(chunk)
+            yield
+            continue
         report.plans += len(chunk)
         report.attention += len(chunk)
         report.by_planner[planner] = report.by_planner.get(planner, 0) + len(chunk)

@@ -22,21 +22,30 @@ def batched_reference(
     v_cache: torch.Tensor,
     page_table: torch.Tensor,
     seq_lens: torch.Tensor,
+    seen: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Decode attention of each request over its whole context, without sharing.
+    """Attention of each request over its whole context, without sharing.
 
     Parameters
     ----------
-    q : [B, Hq, D]
+    q : [B, Hq, D]; with `seen`, [B * n, Hq, D]
     k_cache, v_cache : [pages, page_size, Hkv, D]
     page_table : [B, P] int
     seq_lens : [B] int
+    seen : [n, n] bool, optional
+        Which of a request's last n tokens, its query tokens, each of these sees.
 
     Returns
     -------
-    [B, Hq, D] float64, on q's device; a request without tokens gets zeros.
+    [B, Hq, D] float64, on q's device; a request without tokens gets zeros. With `seen`, for each
+    query token.
     """
     batch, heads, dim = q.shape
+    own = None
+    if seen is not None:  # each query token is a request of its own
+        own = seen.to(q.device).repeat(len(seq_lens), 1)
+        page_table = page_table.repeat_interleave(len(seen), 0)
+        seq_lens = seq_lens.repeat_interleave(len(seen))
     kv_heads = k_cache.shape[2]
     out = torch.zeros((batch, heads, dim), dtype=torch.float64, device=q.device)
     by_length = torch.argsort(seq_lens)  # neighbours have similar lengths, so padding stays small
@@ -49,8 +58,9 @@ def batched_reference(
         begin = max(0, end - rows)
         chosen = by_length[begin:end]
         out[chosen] = _attend(
-            q[chosen], k_cache, v_cache, page_table[chosen], seq_lens[chosen], longest, tile
-        )
+            q[chosen], k_cache, v_cache, page_table[chosen], seq_lens[chosen],
+            None if own is None else own[chosen], longest, tile,
+        )  # fmt: skip
         end = begin
     return out
 
@@ -61,6 +71,7 @@ def _attend(
     v_cache: torch.Tensor,
     page_table: torch.Tensor,
     seq_lens: torch.Tensor,
+    own: torch.Tensor | None,
     longest: int,
     tile: int,
 ) -> torch.Tensor:
@@ -74,6 +85,9 @@ def _attend(
     for start in range(0, longest, tile):
         position = torch.arange(start, min(start + tile, longest), device=q.device)
         attended = position < seq_lens[:, None]
+        if own is not None:
+            token = position - (seq_lens[:, None] - own.shape[1])
+            attended &= (token < 0) | own.gather(1, token.clamp(0, own.shape[1] - 1))
         page = page_table[:, position // page_size].long().where(attended, 0)
         place = (position % page_size).expand_as(page)
         scores = torch.einsum("bhgd,bthd->bhgt", grouped, k_cache[page, place].double())

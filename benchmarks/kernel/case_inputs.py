@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from benchmarks.kernel.tree_workloads import Case
+from benchmarks.kernel.verified_workloads import bits_of, seen_by
 from deft_backend.forest import PrefixForest, forest_from_page_tables
 
 LAYOUTS = ("shuffled", "contiguous")
@@ -65,8 +66,10 @@ class Inputs:
         The batch's page tables, on the CPU.
     forest : PrefixForest
         Built from the page tables.
-    q : [B, Hq, D], k_cache, v_cache : [pages, page_size, Hkv, D]
-        In the measured dtype, on the device.
+    q : [T, Hq, D], k_cache, v_cache : [pages, page_size, Hkv, D]
+        In the measured dtype, on the device. Each request has T / B query tokens.
+    ancestors : [B, query tokens, words] int64, optional
+        The bits of a token tree, on the device; None: the query tokens are a chain.
     page_table : [B, P] int32, seq_lens : [B] int32
         On the device.
     """
@@ -79,6 +82,17 @@ class Inputs:
     v_cache: torch.Tensor
     page_table: torch.Tensor
     seq_lens: torch.Tensor
+    ancestors: torch.Tensor | None = None
+
+    @property
+    def query_tokens(self) -> int:
+        """Query tokens of each request."""
+        return self.case.workload.query_tokens
+
+    @property
+    def seen(self) -> npt.NDArray[np.bool_]:
+        """[query tokens, query tokens]: which of its request's query tokens each sees."""
+        return seen_by(self.case.workload.parents, self.query_tokens)
 
     @property
     def batch(self) -> int:
@@ -101,7 +115,8 @@ class Inputs:
     @property
     def flops(self) -> int:
         """Operations of the attention: 4 per attended token, query head and dimension."""
-        return 4 * self.tables.tokens_attended * self.case.query_heads * self.head_dim
+        tokens = self.tables.tokens_attended * self.query_tokens
+        return 4 * tokens * self.case.query_heads * self.head_dim
 
 
 def lay_out(forest: PrefixForest, page_size: int, layout: str, seed: int) -> PageTables:
@@ -159,6 +174,10 @@ def make_inputs(
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
+    workload, ancestors = case.workload, None
+    if workload.parents is not None:
+        bits = torch.from_numpy(bits_of(seen_by(workload.parents, workload.query_tokens)))
+        ancestors = bits.to(device).expand(len(tables.seq_lens), *bits.shape).contiguous()
     cache = (tables.num_pages, case.page_size, case.kv_heads, head_dim)
     return Inputs(
         case=case,
@@ -166,9 +185,10 @@ def make_inputs(
         forest=forest_from_page_tables(
             tables.page_table, tables.seq_lens, case.page_size, num_pages=tables.num_pages
         ),
-        q=normal(len(tables.seq_lens), case.query_heads, head_dim),
+        q=normal(len(tables.seq_lens) * workload.query_tokens, case.query_heads, head_dim),
         k_cache=normal(*cache),
         v_cache=normal(*cache),
         page_table=torch.from_numpy(tables.page_table).to(device),
         seq_lens=torch.from_numpy(tables.seq_lens).to(device),
+        ancestors=ancestors,
     )

@@ -12,7 +12,7 @@ from benchmarks.kernel.methods import OURS
 from benchmarks.row_files import RowsError
 
 
-class Row(TypedDict):
+class _EveryRow(TypedDict):
     """One case.
 
     ``us`` and ``error`` map methods to microseconds and relative errors. A method without a correct
@@ -38,6 +38,13 @@ class Row(TypedDict):
     plan_us: dict[str, float]
     facts: dict[str, dict[str, int]]
     repeatable: bool | None
+
+
+class Row(_EveryRow, total=False):
+    """One case; ``query_tokens`` (1) and ``mask`` ("chain" or "tree") are missing in old files."""
+
+    query_tokens: int
+    mask: str
 
 
 def key_of(row: Row) -> tuple[str, str, str, str, int, int, str, str]:

@@ -90,9 +90,11 @@ def measure_case(case: Case, setup: Setup) -> Row:
     inputs = make_inputs(
         case, setup.head_dim, DTYPES[setup.dtype], setup.device, setup.layout, setup.seed
     )
+    several = inputs.query_tokens > 1
     reference = batched_reference(
-        inputs.q, inputs.k_cache, inputs.v_cache, inputs.page_table, inputs.seq_lens
-    )
+        inputs.q, inputs.k_cache, inputs.v_cache, inputs.page_table, inputs.seq_lens,
+        torch.from_numpy(inputs.seen) if several else None,
+    )  # fmt: skip
     row = Row(
         set=case.workload.set,
         workload=case.workload.name,
@@ -113,10 +115,12 @@ def measure_case(case: Case, setup: Setup) -> Row:
         plan_us={},
         facts={},
         repeatable=None,
+        query_tokens=inputs.query_tokens,
+        mask="chain" if inputs.ancestors is None else "tree",
     )
     for method in (setup.ours, *setup.peers):
         _measure_method(method, inputs, reference, setup, row)
-    if setup.ours.name not in row["skipped"] and setup.ours.planner == "host":
+    if setup.ours.name not in row["skipped"] and setup.ours.planner == "host" and not several:
         times = plan_us(setup.ours.attention(inputs), inputs, setup.budget)
         row["plan_us"] = {name: round(us, 1) for name, us in times.items()}
         if setup.phases:

@@ -16,6 +16,9 @@ from deft_backend.traces.tree_forests import forest_from_levels
 TRACES = "traces"
 """The set that comes from recordings instead of the data file."""
 
+VERIFY = "verify"
+"""The set of requests of several query tokens."""
+
 QUICK_TREES = 2
 """Trees of each set in a quick run."""
 
@@ -38,12 +41,18 @@ class Workload:
         Makes the forest, with a page size of 1.
     page_size : int, optional
         Tokens per page; None takes 16 if all nodes are whole pages of 16 tokens, otherwise 1.
+    query_tokens : int
+        Query tokens of each request, its last tokens.
+    parents : tuple of int, optional
+        The parent of each query token, -1 for the root of a token tree; None: they are a chain.
     """
 
     set: str
     name: str
     describe: Callable[[], PrefixForest] = field(repr=False, compare=False)
     page_size: int | None = None
+    query_tokens: int = 1
+    parents: tuple[int, ...] | None = field(default=None, repr=False)
 
     @cached_property
     def forest(self) -> PrefixForest:
@@ -86,7 +95,8 @@ def workloads_of(name: str) -> list[Workload]:
     data = _data()
     if name not in data:
         raise WorkloadChoiceError(
-            f"there is no set {name!r}; expected one or more of {', '.join([*data, TRACES])}, "
+            f"there is no set {name!r}; expected one or more of "
+            f"{', '.join([*data, TRACES, VERIFY])}, "
             "separated by commas"
         )
     return [_workload(name, entry) for entry in data[name]["trees"]]

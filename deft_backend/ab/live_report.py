@@ -71,12 +71,7 @@ def _page(result: LiveResult, command: str) -> str:
         notes=f"<div class='note'>{said}</div>" if said else "",
         figures=table_rows(row for w in result.workloads for row in _figures(result, w)),
         changes=table_rows(_change(w) for w in result.workloads),
-        plots="".join(
-            f"<figure><img src='{live_plot(w, result.names)}' alt='Distributions of "
-            f"{escape(w.workload)}'><figcaption>{escape(w.workload)}: {escape(w.arrivals)}"
-            "</figcaption></figure><br>"
-            for w in result.workloads
-        ),
+        plots="".join(_plot(result, w) for w in result.workloads),
         agreement=table_rows(_agreement(w) for w in result.workloads),
         close=str(CLOSE),
         margins=str(MARGINS),
@@ -89,6 +84,18 @@ def _page(result: LiveResult, command: str) -> str:
         ),
         servers=table_rows(_servers(result)),
         command=escape(command),
+    )
+
+
+def _plot(result: LiveResult, w: LiveWorkload) -> str:
+    name = escape(w.workload)
+    try:
+        address = live_plot(w, result.names)
+    except ImportError:
+        return f"<p>{name}: no plots, because matplotlib is not installed here.</p>"
+    return (
+        f"<figure><img src='{address}' alt='Distributions of {name}'><figcaption>{name}: "
+        f"{escape(w.arrivals)}</figcaption></figure><br>"
     )
 
 

@@ -12,6 +12,7 @@ from string import Template
 from deft_backend.ab.comparison import AbResult, Compared
 from deft_backend.ab.report_plots import kv_plot, tpot_plot, ttft_plot
 from deft_backend.ab.units import MISSING, megabytes, milliseconds, percent
+from deft_backend.folders import create_private
 
 CPU_TIMES = (
     "Times on this machine mean nothing: there is no GPU, and the kernels run in Triton's "
@@ -42,7 +43,7 @@ def write_report(result: AbResult, folder: Path, own_command: str) -> tuple[Path
     (Path, Path)
         The page and the JSON.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    create_private(folder)
     page, data = folder / "report.html", folder / "results.json"
     content = {**result.to_json(), "command": own_command}
     data.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

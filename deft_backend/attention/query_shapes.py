@@ -46,7 +46,7 @@ class QueryShapes(dict[int, QueryShape]):
         group = query_heads // kv_heads
         blocks = QueryBlocks.of(query_tokens, group)
         config = kernel_configuration(
-            head_dim, self._dtype, self._device, blocks.tokens * group, self._gpu,
+            head_dim, self._dtype, self._device, group, self._gpu, query_tokens=blocks.tokens,
             kv_dtype=self._kv_dtype,
         )  # fmt: skip
         target = target_of(

@@ -346,7 +346,7 @@ class TreeAttention:
         ----------
         q : [T, Hq, D]
             The query tokens, those of one request behind those of another. Without `query_start`
-            each request has Q: token ``j`` of request ``r`` is row ``r * Q + j``.
+            each request has Q: token ``j`` of request ``r`` is ``q[r * Q + j]``.
         k_cache, v_cache : [pages, page_size, Hkv, D], or [pages, Hkv, D] if `page_size` is 1
             The KV cache of one layer; any strides with a contiguous last dimension.
         page_table : [rows, P] int32 or int64
@@ -357,10 +357,9 @@ class TreeAttention:
             Row of the page table of each request; default: row ``b`` for request ``b``. A plan made
             on the device keeps its own rows and ignores these.
         query_start : [B + 1] int32, optional
-            First row of `q` of each request, if requests have different numbers of query tokens:
-            request ``r`` has ``query_start[r + 1] - query_start[r]``, 0 to Q of them. Only the
-            device knows these numbers, so no more than Q is up to you. Rows of no request keep
-            what `out` holds.
+            Where in `q` each request's query tokens begin, if their numbers differ: request ``r``
+            has ``query_start[r + 1] - query_start[r]``, 0 to Q of them. Only the device knows these
+            numbers: you must keep to Q. Tokens of no request keep what `out` holds.
         ancestors : [B, Q, ceil(Q / 64)] int64, optional
             Who sees whom in a token tree. Bit ``k`` of word ``w`` is set if query token ``j`` sees
             query token ``64 * w + k`` of its request. A token sees itself only if its bit is set.

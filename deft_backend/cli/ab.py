@@ -102,7 +102,7 @@ def ab(
     if not arrivals and (speed is not None or limit is not None):
         raise fail("--speed and --limit belong to --trace with a trace of arrivals (.jsonl)")
     if urls is not None or rate is not None or arrivals:
-        _packages()
+        _packages("aiohttp")
         run_live(
             Asked(
                 urls=urls, model=model, revision=revision, host=host, workloads=workload,
@@ -116,7 +116,7 @@ def ab(
         model, revision, workload, (branches, prefix_tokens, max_tokens), trace, index, scale,
         policy, baseline, extra, quick, host,
     )  # fmt: skip
-    _packages()
+    _packages("aiohttp", "matplotlib")
     chosen_host(setup.host, compared=True)
 
     from deft_backend.ab.report import write_report
@@ -135,8 +135,8 @@ def ab(
         raise typer.Exit(TOKENS_DIFFER)
 
 
-def _packages() -> None:
-    for package in ("aiohttp", "matplotlib"):
+def _packages(*needed: str) -> None:
+    for package in needed:
         if find_spec(package) is None:
             raise fail(f"{package} is not installed; run: pip install 'deft-backend[bench]'")
 

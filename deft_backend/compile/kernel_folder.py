@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable
@@ -24,7 +23,9 @@ import triton
 from triton.runtime.cache import get_cache_manager
 
 from deft_backend.compile.source_digest import digest_of
+from deft_backend.folders import create_private
 from deft_backend.installed import installed_version
+from deft_backend.private_files import parsed, read_private, write_private
 from deft_backend.version import VERSION
 
 MANIFEST = "manifest.json"
@@ -32,7 +33,7 @@ FORMAT = 1
 _KEPT = (".json", ".cubin")
 """What Triton needs to launch a kernel; it keeps the steps of compilation for readers."""
 _KEY = re.compile(r"[0-9a-f]{64}")
-_FILE = re.compile(r"[\w.-]+")
+_FILE = re.compile(r"\w[\w.-]*")
 
 
 class KernelFolderError(ValueError):
@@ -117,7 +118,7 @@ def fill(folder: Path, origin: Origin, kernels: Iterable[Any]) -> int:
     OSError
         If it cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    create_private(folder)
     entries: dict[str, dict[str, str]] = {}
     if any(folder.iterdir()):
         before, entries = _read(folder)
@@ -127,17 +128,14 @@ def fill(folder: Path, origin: Origin, kernels: Iterable[Any]) -> int:
             entries = {}
     for kernel in kernels:
         files = {}
-        (folder / kernel.hash).mkdir(exist_ok=True)
         for name, path in kernel.metadata_group.items():
             if name.endswith(_KEPT):
                 content = Path(path).read_bytes()
-                (folder / kernel.hash / name).write_bytes(content)
+                write_private(folder / kernel.hash / name, content)
                 files[name] = hashlib.sha256(content).hexdigest()
         entries[kernel.hash] = files
     manifest = {"format": FORMAT, **asdict(origin), "kernels": dict(sorted(entries.items()))}
-    unfinished = folder / f".{MANIFEST}.{os.getpid()}"
-    unfinished.write_text(json.dumps(manifest, indent=1) + "\n")
-    unfinished.replace(folder / MANIFEST)
+    write_private(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     return len(entries)
 
 
@@ -192,7 +190,7 @@ def is_filled(folder: Path) -> bool:
 def _content(path: Path, digest: str) -> bytes | None:
     """A file's bytes; None if they are not those that were written."""
     try:
-        content = path.read_bytes()
+        content = read_private(path)
     except OSError:
         return None
     return content if hashlib.sha256(content).hexdigest() == digest else None
@@ -201,13 +199,13 @@ def _content(path: Path, digest: str) -> bytes | None:
 def _read(folder: Path) -> tuple[Origin, dict[str, dict[str, str]]]:
     """Origin and files of a folder's kernels."""
     try:
-        text = (folder / MANIFEST).read_text()
+        text = read_private(folder / MANIFEST)
+    except FileNotFoundError:
+        raise KernelFolderError(f"it has no {MANIFEST}: `deft warm` did not fill it") from None
     except OSError as error:
-        raise KernelFolderError(
-            f"it has no readable {MANIFEST} ({error.strerror}): `deft warm` did not fill it"
-        ) from None
+        raise KernelFolderError(f"its {MANIFEST} cannot be used: {error.strerror}") from None
     try:
-        content = json.loads(text)
+        content = parsed(text)
         if content["format"] != FORMAT:
             raise KernelFolderError(
                 f"its {MANIFEST} has the format {content['format']!r}; expected {FORMAT}"

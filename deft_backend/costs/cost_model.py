@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deft_backend.costs.tile_costs import TileCosts
+from deft_backend.private_files import parsed, read_private_json
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -137,23 +138,24 @@ class CostModel:
         return num_bytes / (self.bandwidth_gb_s * 1e6)
 
     @classmethod
-    def load(cls, path: str | Path) -> CostModel:
+    def load(cls, path: str | Path, *, private: bool = False) -> CostModel:
         """Read a table from JSON, as :meth:`save` writes it.
+
+        Parameters
+        ----------
+        path : str or Path
+        private : bool
+            Whether the file must belong to this user; the package's own tables need not.
 
         Raises
         ------
         CostModelError
             If the file is missing or holds no JSON, or if a field is missing or impossible.
         """
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise CostModelError(f"cost table {path}: {error.strerror}; expected a file") from error
-        except ValueError as error:
-            raise CostModelError(f"cost table {path} is no JSON: {error}") from error
+        data = read_table(Path(path), private=private)
         try:
             return cls._from_dict(data)
-        except CostModelError as error:
+        except (CostModelError, OverflowError) as error:
             raise CostModelError(f"cost table {path}: {error}") from error
 
     @classmethod
@@ -202,6 +204,22 @@ class CostModel:
         Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
+def read_table(path: Path, *, private: bool) -> Any:
+    """The JSON of a table's file.
+
+    Raises
+    ------
+    CostModelError
+        If it cannot be read, holds no JSON or, with `private`, might be another user's work.
+    """
+    try:
+        return read_private_json(path) if private else parsed(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CostModelError(f"cost table {path}: {error.strerror}; expected a file") from error
+    except ValueError as error:
+        raise CostModelError(f"cost table {path} is no JSON: {error}") from error
+
+
 @lru_cache(maxsize=1)
 def default_cost_model() -> CostModel:
     """The table shipped with the package, read once."""
@@ -237,8 +255,11 @@ def _number(data: Mapping[str, Any], name: str) -> float:
 
 def _floats(data: Mapping[str, Any], name: str) -> FloatArray:
     try:
-        return np.asarray(data[name], dtype=np.float64)
+        found = np.asarray(data[name], dtype=np.float64)
+        if found.ndim == 0:
+            raise TypeError
+        return found
     except KeyError:
         raise CostModelError(f"{name} is missing; expected a list of numbers") from None
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise CostModelError(f"{name} is {data[name]!r}; expected a list of numbers") from None

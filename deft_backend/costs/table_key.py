@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from deft_backend.costs.cost_model import CostModelError
+from deft_backend.costs.cost_model import CostModelError, read_table
 
 DTYPE_BYTES = {
     "float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -75,20 +75,15 @@ class TableKey:
         return f"{gpu}-{heads}-{self.dtype}-p{self.page_size}-{digest}.json"
 
 
-def read_key(path: Path) -> TableKey:
-    """The key in a table's file.
+def read_key(path: Path, *, private: bool = False) -> TableKey:
+    """The key in a table's file; `private` as in :meth:`CostModel.load`.
 
     Raises
     ------
     CostModelError
         If the file cannot be read or holds no key.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CostModelError(f"cost table {path}: {error.strerror}; expected a file") from error
-    except ValueError as error:
-        raise CostModelError(f"cost table {path} is no JSON: {error}") from error
+    data = read_table(path, private=private)
     key = data.get("key") if isinstance(data, Mapping) else None
     names = {field.name for field in fields(TableKey)}
     if not isinstance(key, Mapping) or set(key) != names:

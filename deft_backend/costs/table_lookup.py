@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import tempfile
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +16,7 @@ from deft_backend.costs.cost_model import CostModel, CostModelError
 from deft_backend.costs.gpu_facts import GpuFacts
 from deft_backend.costs.shipped_tables import nearest_table, shipped_for
 from deft_backend.costs.table_key import TableKey, read_key
+from deft_backend.private_files import write_private
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +66,9 @@ def table_in_use(key: TableKey, folder: Path, facts: GpuFacts | None = None) -> 
     damage = None
     if key.gpu:
         try:
-            if path.exists():
-                if read_key(path) == key:
-                    return TableInUse(CostModel.load(path), path, tuned=True)
+            if path.exists() or path.is_symlink():
+                if read_key(path, private=True) == key:
+                    return TableInUse(CostModel.load(path, private=True), path, tuned=True)
                 damage = f"cost table {path}: its key is another one than its name says"
         except OSError as error:  # no permission to enter the folder
             damage = f"cost table {path}: {error.strerror or error}"
@@ -106,17 +105,8 @@ def save_table(model: CostModel, key: TableKey, path: Path) -> None:
     OSError
         If the folder cannot be created or written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**model.to_dict(), "key": asdict(key)}, indent=2) + "\n"
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)  # mkstemp creates files that only this user can read
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_private(path, text)
 
 
 @lru_cache(maxsize=256)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -62,10 +63,21 @@ def _gpu_name() -> str:
     ).stdout.strip()
 
 
+def _archived(path: Path) -> str | None:
+    """The commit of a copy that ``git archive`` made; in a checkout the file holds a pattern."""
+    try:
+        found = re.search(r"^node: ([0-9a-f]{12})", path.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return found[1] if found else None
+
+
 def _commit() -> str | None:
     if found := os.environ.get("GIT_COMMIT"):  # a copy without a repository
         return found
     here = Path(__file__).parent
+    if found := _archived(here.parents[1] / ".git_archival.txt"):
+        return found
     try:
         commit = subprocess.run(
             ["git", "rev-parse", "--short=12", "HEAD"],

@@ -19,6 +19,9 @@ from deft_backend.planner.encoding import READ_AHEAD
 HEAD_DIMS = (64, 96, 128, 256)
 """Head dimensions that the kernels are tested for."""
 
+LARGE_TILE_HEAD_DIMS = (64, 128)
+"""Head dimensions of the large tile in Gluon."""
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Element types. The kernels run float32 on the CPU only, for small models."""
 
@@ -142,18 +145,19 @@ def kernel_configuration(
     gqa_group: int = 1,
     gpu: Gpu | None = None,
     *,
+    query_tokens: int = 1,
     kv_dtype: torch.dtype | None = None,
 ) -> KernelConfiguration:
     """Tile shapes for `head_dim` elements of `dtype` on `device`, or on a GPU not at hand.
 
-    `kv_dtype` is the dtype of the KV cache, if it is another one.
+    A query of the plan has `query_tokens` query tokens, each with `gqa_group` query vectors that
+    share a KV head. `kv_dtype` is the dtype of the KV cache, if it is another one.
     """
-    # The small tile holds at least one query's GQA group, and at least 8 query vectors: the
-    # tensor cores multiply no fewer.
-    tile_heights = (
-        min(32, max(TILE_HEIGHTS[0], triton.next_power_of_2(gqa_group))),
-        *TILE_HEIGHTS[1:],
-    )
+    # The small tile holds at least one query's vectors, and at least 8 query vectors: the tensor
+    # cores multiply no fewer.
+    vectors = gqa_group * query_tokens
+    small_height = min(32, max(TILE_HEIGHTS[0], triton.next_power_of_2(vectors)))
+    tile_heights = (small_height, *TILE_HEIGHTS[1:])
     if device.type == "cpu" and gpu is None:
         # The interpreter's time is Python's, for each operation and not for each element. So it
         # runs one program with large blocks.
@@ -172,7 +176,10 @@ def kernel_configuration(
     if hopper:
         gluon_versions.log_unavailable()
     hopper = hopper and gluon_versions.available()
-    eight_bits = kv_dtype in EIGHT_BIT_NUMBERS
+    hopper = hopper and kv_dtype not in EIGHT_BIT_NUMBERS
+    if hopper and query_tokens > 1 and small_height > 16 and head_dim in LARGE_TILE_HEAD_DIMS:
+        # The large tile in Gluon reads private KV faster than the plain small tile of 32 vectors.
+        tile_heights = (16, *TILE_HEIGHTS[1:])
     found = []
     for height, segments in zip(tile_heights, TILE_SEGMENTS, strict=True):
         if height < 64:
@@ -188,7 +195,7 @@ def kernel_configuration(
             block //= 2
         per_sm = min(most, per_sm_shared // _shared_bytes(height, block, padded, dtype, stages))
         plain = TileConfig(height, block, segments, warps, stages, sms * max(1, per_sm))
-        gluon = _gluon_tile(plain, head_dim, gqa_group, sms) if hopper and not eight_bits else None
+        gluon = _gluon_tile(plain, head_dim, vectors, sms) if hopper else None
         found.append(gluon or plain)
     return KernelConfiguration(
         tuple(found),
@@ -200,11 +207,11 @@ def kernel_configuration(
     )
 
 
-def _gluon_tile(plain: TileConfig, head_dim: int, gqa_group: int, sms: int) -> TileConfig | None:
+def _gluon_tile(plain: TileConfig, head_dim: int, vectors: int, sms: int) -> TileConfig | None:
     """How the kernels in Gluon run a tile shape on Hopper; None: the plain kernel runs it."""
     if plain.block_segments > 1:
         return None
-    if plain.height == 64 and head_dim in (64, 128):
+    if plain.height == 64 and head_dim in LARGE_TILE_HEAD_DIMS:
         block, lookahead = {64: (64, 3), 128: (64, 2)}[head_dim]
         # A program reads its first item before it knows whether there is one.
         programs = min(2 * sms, READ_AHEAD)
@@ -213,7 +220,7 @@ def _gluon_tile(plain: TileConfig, head_dim: int, gqa_group: int, sms: int) -> T
     if (plain.height, head_dim) == (16, 128):
         return replace(plain, block_tokens=16, lookahead=1, programs=6 * sms)
     if (plain.height, head_dim) == (8, 128):
-        per_sm, registers = gluon_versions.small_tile_limits(gqa_group)
+        per_sm, registers = gluon_versions.small_tile_limits(vectors)
         return replace(
             plain, block_tokens=16, lookahead=1, programs=per_sm * sms, max_registers=registers
         )

@@ -30,6 +30,8 @@ Addresses and strides of Q, K and V must be multiples of 16 bytes.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from deft_backend.kernels.arguments import Scaling, Strides, Tensors
 from deft_backend.kernels.gluon_parts import (
     ask,
@@ -40,6 +42,7 @@ from deft_backend.kernels.gluon_parts import (
     read_item,
     table_row,
 )
+from deft_backend.kernels.gluon_query_tokens import sees, tail_of
 from deft_backend.kernels.gluon_versions import barrier, jit
 from deft_backend.kernels.large_tile_copies import (
     Segment,
@@ -68,6 +71,24 @@ except ImportError:  # `available` says so before anything is launched
     pass
 
 
+class State(NamedTuple):
+    """The softmax of an item's blocks so far."""
+
+    now: Any
+    following: Any
+    """The slots of the V block to multiply next and of the K block to multiply next."""
+    position: Any
+    """[tokens]: where the block of unknown offsets lies."""
+    maximum: Any
+    """[M]"""
+    total: Any
+    """[M, 4]: sums by thread."""
+    acc: Any
+    """[M, D]: without the block whose V comes next."""
+    weights: Any
+    """[M, tokens]: of that block."""
+
+
 @jit
 def _ask_plan(plan, LAYOUT: gl.constexpr):
     """Bring the plan's arrays to the L2, together with all other programs.
@@ -90,6 +111,65 @@ def _find_segment(item, tensors, strides, CACHE: gl.constexpr):
 
 
 @jit
+def _hide(
+    scores, left, tail, tensors, strides, HEADS: gl.constexpr, TILE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Scores with -inf where a query token does not see another query token.
+
+    `left` are the range's tokens from the block's first one on.
+    """
+    row = gl.arange(0, TILE.height, layout=gl.SliceLayout(1, LAYOUT.scores))
+    column = gl.arange(0, TILE.block_tokens, layout=gl.SliceLayout(0, LAYOUT.scores))
+    query_token = tail.first + row // HEADS.group
+    seen = sees(tail.hidden - left, column, query_token, tail, tensors, strides, 1, HEADS)
+    return gl.where(seen, scores, float("-inf"))
+
+
+@jit
+def _add_block(
+    state, step, q, stream, left, tail, scaling, buffers, tensors, strides, HIDES: gl.constexpr,
+    HEADS: gl.constexpr, CACHE: gl.constexpr, TILE: gl.constexpr, MODE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The softmax with the block before those of `state`; P V of the block behind it runs beside.
+
+    With HIDES, some of the block's tokens are query tokens.
+    """
+    DTYPE: gl.constexpr = tensors.q.dtype.element_ty
+    BLOCK_M: gl.constexpr = TILE.height
+    BLOCK_N: gl.constexpr = TILE.block_tokens
+    ROW: gl.constexpr = LAYOUT.row
+    # Allow this many copies in flight when waiting for the next K block; its V block was issued
+    # earlier and has arrived.
+    OUTSTANDING: gl.constexpr = 2 * TILE.lookahead - 2
+    factor = scaling.scale
+    if MODE.soft_cap:
+        factor = 1.0
+    no_scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT.scores)
+    now, following = state.now, state.following
+    arrived(OUTSTANDING)
+    started = warpgroup_mma(
+        q, buffers.k.index(following).permute((1, 0)), no_scores, use_acc=False, is_async=True
+    )
+    summing = warpgroup_mma(state.weights, buffers.v.index(now), state.acc, is_async=True)
+    position = copy_next_blocks(step, now, state.position, stream, buffers, CACHE, TILE, LAYOUT)
+    now = following
+    following = next_slot(following, LAYOUT.slots)
+    scores = warpgroup_mma_wait(1, deps=[started])
+    scores = capped(scores, scaling, MODE.soft_cap)
+    if HIDES:
+        behind = left + (step + 1) * BLOCK_N
+        scores = _hide(scores, behind, tail, tensors, strides, HEADS, TILE, LAYOUT)
+    fresh, added, maximum, rescale = softmax(scores, state.maximum, factor, BLOCK_M, BLOCK_N, ROW)
+    total = add_rescaled(state.total, rescale, settled(added))
+    acc, weights, fresh = warpgroup_mma_wait(0, deps=[summing, state.weights, fresh])
+    weights = gl.convert_layout(fresh.to(DTYPE), LAYOUT.weights)
+    acc = acc * gl.convert_layout(rescale, LAYOUT.output_row)[:, None]
+    return State(now, following, position, maximum, total, acc, weights)
+
+
+@jit
 def hopper_large_tile_attention(
     tensors: Tensors,
     plan: ItemArrays,
@@ -106,9 +186,6 @@ def hopper_large_tile_attention(
     HEAD_DIM: gl.constexpr = HEADS.dim
     LAYOUT: gl.constexpr = layout_of(HEAD_DIM, BLOCK_N, TILE.lookahead, gl.num_warps())
     ROW: gl.constexpr = LAYOUT.row
-    # Allow this many copies in flight when waiting for the next K block; its V block was issued
-    # earlier and has arrived.
-    OUTSTANDING: gl.constexpr = 2 * TILE.lookahead - 2
     gl.static_assert(LAYOUT.known >= TILE.lookahead + 2)
 
     _ask_plan(plan, LAYOUT)
@@ -146,7 +223,7 @@ def hopper_large_tile_attention(
         wait_group(0)
         barrier()
         last, most = take_item(
-            item, segment, kv_head, zero, buffers, plan, strides, HEADS, CACHE, TILE, LAYOUT
+            item, segment, kv_head, zero, buffers, tensors, strides, HEADS, CACHE, TILE, LAYOUT
         )
         stream = Stream(segment.table, segment.start, most, filled, k_base, v_base)
         copy_queries(item, zero, tensors.q + offs_d, buffers, HEADS, TILE, LAYOUT)
@@ -159,44 +236,44 @@ def hopper_large_tile_attention(
         no_scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT.scores)
         scores = warpgroup_mma(q, buffers.k.index(0).permute((1, 0)), no_scores, use_acc=False)
         scores = capped(scores, scaling, MODE.soft_cap)
-        scores = masked(scores, tokens - (blocks - 1) * BLOCK_N, BLOCK_M, BLOCK_N, LAYOUT)
+        left = tokens - (blocks - 1) * BLOCK_N  # of the block: the range's last tokens
+        scores = masked(scores, left, BLOCK_M, BLOCK_N, LAYOUT)
+        hiding = 0  # blocks of the loop that hold query tokens
+        tail = 0
+        if not HEADS.single:
+            tail = tail_of(item, tensors, plan, HEADS)
+            hiding = gl.maximum(tail.hidden + BLOCK_N - 1 - left, 0) // BLOCK_N
+            hiding = gl.minimum(hiding, blocks - 1)
+            if tail.hidden > 0:
+                scores = _hide(scores, left, tail, tensors, strides, HEADS, TILE, LAYOUT)
 
         maximum = gl.full([BLOCK_M], float("-inf"), gl.float32, ROW)
         acc = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, LAYOUT.output)
-        # The slots of the V block to multiply next and of the K block to multiply next.
-        now = 0
-        following = 1
-
-        fresh, added, maximum, rescale = softmax(scores, maximum, factor, BLOCK_M, BLOCK_N, ROW)
-        total = added
+        fresh, total, maximum, _ = softmax(scores, maximum, factor, BLOCK_M, BLOCK_N, ROW)
         weights = gl.convert_layout(fresh.to(DTYPE), LAYOUT.weights)
-        for step in range(0, blocks - 1):
-            arrived(OUTSTANDING)
-            started = warpgroup_mma(
-                q, buffers.k.index(following).permute((1, 0)), no_scores,
-                use_acc=False, is_async=True,
+        state = State(0, 1, position, maximum, total, acc, weights)
+        if not HEADS.single:
+            for step in range(0, hiding):
+                state = _add_block(
+                    state, step, q, stream, left, tail, scaling, buffers, tensors, strides, True,
+                    HEADS, CACHE, TILE, MODE, LAYOUT,
+                )  # fmt: skip
+        for step in range(hiding, blocks - 1):
+            state = _add_block(
+                state, step, q, stream, left, tail, scaling, buffers, tensors, strides, False,
+                HEADS, CACHE, TILE, MODE, LAYOUT,
             )  # fmt: skip
-            summing = warpgroup_mma(weights, buffers.v.index(now), acc, is_async=True)
-            position = copy_next_blocks(step, now, position, stream, buffers, CACHE, TILE, LAYOUT)
-            now = following
-            following = next_slot(following, LAYOUT.slots)
-            scores = warpgroup_mma_wait(1, deps=[started])
-            scores = capped(scores, scaling, MODE.soft_cap)
-            fresh, added, maximum, rescale = softmax(scores, maximum, factor, BLOCK_M, BLOCK_N, ROW)
-            total = add_rescaled(total, rescale, settled(added))
-            acc, weights, fresh = warpgroup_mma_wait(0, deps=[summing, weights, fresh])
-            weights = gl.convert_layout(fresh.to(DTYPE), LAYOUT.weights)
-            acc = acc * gl.convert_layout(rescale, LAYOUT.output_row)[:, None]
 
         segment = _find_segment(next_item, tensors, strides, CACHE)
         arrived(0)
         there = work + step_work < work_end
         ask_item(there, next_item, segment, buffers, plan, HEADS, CACHE, TILE, LAYOUT)
-        acc = warpgroup_mma(weights, buffers.v.index(now), acc)
-        sums = gl.convert_layout(gl.reduce(total, 1, plus), ROW)
+        now = state.now
+        acc = warpgroup_mma(state.weights, buffers.v.index(now), state.acc)
+        sums = gl.convert_layout(gl.reduce(state.total, 1, plus), ROW)
         write_results(
-            acc, maximum, sums, item, kv_head, hidden_zero(now), buffers, tensors, HEADS, TILE,
-            MODE, LAYOUT,
+            acc, state.maximum, sums, item, kv_head, hidden_zero(now), buffers, tensors, HEADS,
+            TILE, MODE, LAYOUT,
         )  # fmt: skip
         item = next_item
 

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from deft_backend.kernels.arguments import Scaling, Strides, Tensors
 from deft_backend.kernels.gluon_parts import next_slot, plus, read_item
+from deft_backend.kernels.gluon_query_tokens import tail_of
 from deft_backend.kernels.gluon_versions import barrier, jit
 from deft_backend.kernels.small_tile_copies import begin_stream, copy_next_block, tokens_of
 from deft_backend.kernels.small_tile_memory import allocate, layout_of, place_of_results
@@ -113,7 +114,7 @@ def hopper_small_tile_attention(
     MODE: gl.constexpr,
 ):
     LAYOUT: gl.constexpr = layout_of(
-        HEADS.dim, HEADS.group, TILE.height, TILE.block_tokens, TILE.lookahead
+        HEADS.dim, HEADS.vectors, TILE.height, TILE.block_tokens, TILE.lookahead
     )
     gl.static_assert(gl.num_warps() == 1)
     if MODE.overlapped:
@@ -135,6 +136,10 @@ def hopper_small_tile_attention(
     own = _own(work, work_end, _coming(item, tensors), plan, HEADS)
     coming = _coming(next_item, tensors)
     left = own.length  # tokens of it that are to be worked on
+    tail = 0
+    if not HEADS.single:
+        tail = tail_of(item, tensors, plan, HEADS)
+        next_tail = tail_of(next_item, tensors, plan, HEADS)
     online = no_tokens(HEADS, TILE, LAYOUT)
     now = 0  # the slot of the block that is worked on
     q_now = 0
@@ -149,7 +154,9 @@ def hopper_small_tile_attention(
             wait_group(TILE.lookahead)
             barrier()
             q, k, v = buffers.q.index(q_now), buffers.k.index(now), buffers.v.index(now)
-            online = add_block(online, q, k, v, left, scaling, TILE, MODE, LAYOUT)
+            online = add_block(
+                online, q, k, v, left, tail, tensors, scaling, strides, HEADS, TILE, MODE, LAYOUT
+            )
             place = place_of_results(buffers, now, HEADS, TILE, LAYOUT)
             now = next_slot(now, LAYOUT.slots)
             left -= TILE.block_tokens
@@ -163,6 +170,9 @@ def hopper_small_tile_attention(
                 q_now = next_slot(q_now, LAYOUT.slots)
                 own = _own(work, work_end, coming, plan, HEADS)
                 coming = _coming(link, tensors)
+                if not HEADS.single:
+                    tail = next_tail
+                    next_tail = tail_of(link, tensors, plan, HEADS)
                 link = read_item(
                     work + 2 * step, work_end, tensors, plan, HEADS, CACHE, AHEAD=False
                 )

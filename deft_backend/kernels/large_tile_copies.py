@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from deft_backend.kernels.gluon_parts import offsets_of
+from deft_backend.kernels.gluon_query_tokens import places_of
 from deft_backend.kernels.gluon_versions import async_load, barrier, jit, reinterpret
 from deft_backend.kernels.large_tile_memory import in_one_row
 
@@ -112,7 +113,7 @@ def ask_item(
     # `queries` >> 16 is 0, which the compiler does not know: see the kernel.
     row = row_of_place(gl.arange(0, TILE.height, layout=LIST), TILE.height, LAYOUT)
     row += item.queries >> 16
-    entry = item.entry + gl.minimum(row // HEADS.group, item.queries - 1)
+    entry = item.entry + gl.minimum(row // HEADS.vectors, item.queries - 1)
     async_load(
         buffers.first_pages, segment.table + position // CACHE.page_size,
         mask=gl.full([LAYOUT.known * TILE.block_tokens], True, gl.int1, LIST) & there,
@@ -124,14 +125,18 @@ def ask_item(
 
 
 @jit
-def result_place(query, slot, head, strides, HEADS: gl.constexpr):
+def result_place(places, slot, strides, HEADS: gl.constexpr):
     """Where rows' results go, in units of 16 bytes: into the output if negative, without the sign.
 
-    Otherwise among partial results. 31 bits of these units reach 32 GiB.
+    Otherwise among partial results. 31 bits of these units reach 32 GiB. A row without a query
+    token has -1.
     """
-    direct = query * (strides.out_batch // 8) + head * (strides.out_head // 8)
-    partial = (slot * (HEADS.num_kv * HEADS.group) + head) * (HEADS.dim // 8)
-    return gl.where(slot < 0, direct.to(gl.int32) | -0x80000000, partial)
+    direct = places.row * (strides.out_batch // 8) + places.head * (strides.out_head // 8)
+    partial = (slot * (HEADS.num_kv * HEADS.vectors) + places.result) * (HEADS.dim // 8)
+    found = gl.where(slot < 0, direct.to(gl.int32) | -0x80000000, partial)
+    if not HEADS.single:
+        found = gl.where(places.there, found, -1)
+    return found
 
 
 @jit
@@ -164,7 +169,7 @@ def _know(k_known, v_known, page, position, CACHE: gl.constexpr):
 
 @jit
 def take_item(
-    item, segment, kv_head, zero, buffers, plan, strides, HEADS: gl.constexpr,
+    item, segment, kv_head, zero, buffers, tensors, strides, HEADS: gl.constexpr,
     CACHE: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Turn what `ask_item` copied into addresses, in shared memory.
@@ -177,14 +182,15 @@ def take_item(
     query = buffers.entries.index(0).load(LIST)
     slot = buffers.entries.index(1).load(LIST)
     row = row_of_place(gl.arange(0, TILE.height, layout=LIST), TILE.height, LAYOUT) + zero
-    head = kv_head * HEADS.group + row % HEADS.group
+    some = gl.full([TILE.height], True, gl.int1, LIST)
+    places = places_of(query, row % HEADS.vectors, some, kv_head, tensors, HEADS)
     barrier()  # the same memory holds the offsets
 
     k_known, v_known = in_one_row(buffers.k_known, LAYOUT), in_one_row(buffers.v_known, LAYOUT)
     _know(k_known, v_known, page, position, CACHE)
-    q_at = query * (strides.q_batch // 8) + head * (strides.q_head // 8)
+    q_at = places.row * (strides.q_batch // 8) + places.head * (strides.q_head // 8)
     buffers.places.index(0).store(q_at.to(gl.int32))
-    buffers.places.index(1).store(result_place(query, slot, head, strides, HEADS))
+    buffers.places.index(1).store(result_place(places, slot, strides, HEADS))
     barrier()
     return last, most
 
@@ -196,7 +202,7 @@ def copy_queries(
     """Start copying Q; zeros below the item's queries."""
     ROW: gl.constexpr = LAYOUT.copy_row
     offset = read_rows(buffers.places.index(0), ROW, LAYOUT)
-    in_tile = gl.arange(0, TILE.height, layout=ROW) + zero < item.queries * HEADS.group
+    in_tile = gl.arange(0, TILE.height, layout=ROW) + zero < item.queries * HEADS.vectors
     _copy_rows(in_tile[:, None], buffers.rows, q_base, offset, LAYOUT)
 
 

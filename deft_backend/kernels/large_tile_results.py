@@ -48,7 +48,7 @@ def write_results(
     if MODE.sinks:
         row = gl.arange(0, BLOCK_M, layout=ROW) + zero
         head = kv_head * HEADS.group + row % HEADS.group
-        sums += sink_weight(tensors.sinks, head, row < item.queries * HEADS.group, maximum)
+        sums += sink_weight(tensors.sinks, head, row < item.queries * HEADS.vectors, maximum)
         whole = gl.convert_layout(gl.where(empty, 0.0, 1.0 / sums), OUTPUT_ROW)
     result = acc * gl.where(row_at < 0, whole, inverse / largest)[:, None]
     bits = result.to(PARTIAL).to(gl.int16, bitcast=True)
@@ -59,7 +59,7 @@ def write_results(
     barrier()  # Q has been read
     rows.store(bits)
     offs_m = gl.arange(0, BLOCK_M, layout=OUTPUT_ROW) + zero
-    partial = (offs_m < item.queries * HEADS.group) & (row_at >= 0)
+    partial = (offs_m < item.queries * HEADS.vectors) & (row_at >= 0)
     slot_at = row_at // (HEAD_DIM // 8)
     gl.store(tensors.partial.scale + slot_at, largest, mask=partial)
     gl.store(tensors.partial.lse + slot_at, gl.convert_layout(lse, OUTPUT_ROW), mask=partial)
@@ -68,7 +68,9 @@ def write_results(
     at = read_rows(buffers.places.index(1), COPY_ROW, LAYOUT)
     offs_m = gl.arange(0, BLOCK_M, layout=COPY_ROW) + zero
     offs_d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT.copy))
-    in_tile = offs_m < item.queries * HEADS.group
+    in_tile = offs_m < item.queries * HEADS.vectors
+    if not HEADS.single:
+        in_tile = in_tile & (at != -1)
     elements = (at & 0x7FFFFFFF).to(gl.int64)[:, None] * 8 + offs_d[None, :]
     gl.store(
         tensors.out.to(gl.pointer_type(gl.int16), bitcast=True) + elements, bits,

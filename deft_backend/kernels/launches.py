@@ -296,7 +296,7 @@ def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) 
         else (PARTIAL_ATTENTION, HOPPER_LARGE_TILE)
     )  # fmt: skip
     wide = wide and not kind.kv_number
-    kernel = pipelined if tile.lookahead and wide and kind.heads.single else plain
+    kernel = pipelined if tile.lookahead and wide else plain
     constants = {
         "HEADS": kind.heads,
         "CACHE": CacheLayout._make(

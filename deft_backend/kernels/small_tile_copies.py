@@ -24,6 +24,7 @@ from deft_backend.kernels.gluon_parts import (
     read_item,
     table_row,
 )
+from deft_backend.kernels.gluon_query_tokens import places_of
 from deft_backend.kernels.gluon_versions import async_load, jit
 
 with suppress(ImportError):  # `available` says so before anything is launched
@@ -49,7 +50,7 @@ class Known(NamedTuple):
     page: Any
     """[tokens]: page ids of the block that is copied next, of these items the first."""
     query: Any
-    """[M]: the query of each row of the tile."""
+    """[M]: where each row of the tile lies in `q`; without one, a negative number."""
 
 
 class Stream(NamedTuple):
@@ -99,21 +100,28 @@ def _read_pages(segment, block, CACHE: gl.constexpr, TILE: gl.constexpr, LAYOUT:
 
 
 @jit
-def _read_queries(segment, plan, HEADS: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Third link: the query of each row of the tile."""
-    query_of_row = gl.arange(0, TILE.height, layout=LAYOUT.copy_row) // HEADS.group
+def _read_queries(
+    segment, tensors, plan, HEADS: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Third link: where each row of the tile lies in `q`."""
+    offs_m = gl.arange(0, TILE.height, layout=LAYOUT.copy_row)
+    query_of_row = offs_m // HEADS.vectors
     mask = query_of_row < segment.queries
-    return gl.load(plan.entry_query + segment.entry + query_of_row, mask=mask, other=0)
+    row = gl.load(plan.entry_query + segment.entry + query_of_row, mask=mask, other=0)
+    if not HEADS.single:
+        places = places_of(row, offs_m % HEADS.vectors, mask, 0, tensors, HEADS)
+        row = gl.where(places.there, places.row, -1)
+    return row
 
 
 @jit
 def _known(
-    segment, plan, HEADS: gl.constexpr, CACHE: gl.constexpr, TILE: gl.constexpr,
+    segment, tensors, plan, HEADS: gl.constexpr, CACHE: gl.constexpr, TILE: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Third link."""
     page = _read_pages(segment, 0, CACHE, TILE, LAYOUT)
-    return Known(segment, page, _read_queries(segment, plan, HEADS, TILE, LAYOUT))
+    return Known(segment, page, _read_queries(segment, tensors, plan, HEADS, TILE, LAYOUT))
 
 
 @jit
@@ -125,9 +133,9 @@ def begin_stream(
     segment = _segment_of(item, tensors, strides, CACHE)
     next_segment = _segment_of(next_item, tensors, strides, CACHE)
     later_segment = _segment_of(later_item, tensors, strides, CACHE)
-    known = _known(segment, plan, HEADS, CACHE, TILE, LAYOUT)
+    known = _known(segment, tensors, plan, HEADS, CACHE, TILE, LAYOUT)
     ahead_page = _read_pages(segment, 1, CACHE, TILE, LAYOUT)
-    next_known = _known(next_segment, plan, HEADS, CACHE, TILE, LAYOUT)
+    next_known = _known(next_segment, tensors, plan, HEADS, CACHE, TILE, LAYOUT)
     return Stream(work, 0, 0, 0, known, ahead_page, next_known, later_segment, last_item)
 
 
@@ -171,13 +179,18 @@ def _copy_queries(
     """Start copying the rows of an item's queries; zeros below them."""
     offs_m = gl.arange(0, TILE.height, layout=LAYOUT.copy_row)
     offs_d = gl.arange(0, HEADS.dim, layout=LAYOUT.copy_dim)
-    head = stream.work % HEADS.num_kv * HEADS.group + offs_m % HEADS.group
+    if HEADS.single:
+        head = stream.work % HEADS.num_kv * HEADS.group + offs_m % HEADS.group
+        there = offs_m // HEADS.group < stream.item.segment.queries
+    else:
+        head = stream.work % HEADS.num_kv * HEADS.group + offs_m % HEADS.vectors % HEADS.group
+        there = stream.item.query >= 0
     query = stream.item.query.to(gl.int64)
     row = query * (strides.q_batch // 8) + head * (strides.q_head // 8)
     async_load(
         buffers.q.index(stream.q_slot),
         tensors.q + row[:, None] * 8 + offs_d[None, :],
-        mask=(offs_m // HEADS.group < stream.item.segment.queries)[:, None],
+        mask=there[:, None],
     )
 
 
@@ -198,7 +211,7 @@ def _next_item(
 ):  # fmt: skip
     """The stream at the next item's first block: each later item becomes known by one more link."""
     work = stream.work + step
-    known = _known(stream.later_segment, plan, HEADS, CACHE, TILE, LAYOUT)
+    known = _known(stream.later_segment, tensors, plan, HEADS, CACHE, TILE, LAYOUT)
     later = _segment_of(stream.last_item, tensors, strides, CACHE)
     last = read_item(work + 3 * step, work_end, tensors, plan, HEADS, CACHE, AHEAD=False)
     return Stream(

@@ -43,8 +43,9 @@ class Layout(NamedTuple):
 
 
 @constexpr_function
-def layout_of(head_dim, gqa_group, height, block_tokens, lookahead):
-    """The layout for a head shape, a tile's height, tokens of a block, and blocks copied ahead."""
+def layout_of(head_dim, query_vectors, height, block_tokens, lookahead):
+    """The layout for a head dimension, the query vectors of a query that share a KV head, a tile's
+    height, tokens of a block, and blocks copied ahead."""
     product = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     copy = gl.BlockedLayout([1, 8], [256 // head_dim, head_dim // 8], [1, 1], [1, 0])
     layout = Layout(
@@ -62,7 +63,7 @@ def layout_of(head_dim, gqa_group, height, block_tokens, lookahead):
         plain=gl.SwizzledSharedLayout(1, 1, 1, [0]),
         slots=lookahead + 1,
         in_place=block_tokens >= 2 * height,
-        query_rows=1 << (gqa_group - 1).bit_length(),
+        query_rows=1 << (query_vectors - 1).bit_length(),
     )
     # Each as a constant of its own: Triton 3.6 passes nothing else on to functions.
     return Layout(*map(gl.constexpr, layout))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from deft_backend.kernels.gluon_parts import larger, plus, sink_weight
+from deft_backend.kernels.gluon_query_tokens import places_of
 from deft_backend.kernels.gluon_versions import jit, reinterpret
 from deft_backend.planner import encoding_constants
 
@@ -24,11 +25,21 @@ def _in_elements(units):
 
 
 @jit
+def _result_of(vector, kv_head, HEADS: gl.constexpr):
+    """Places among a partial result's query vectors, of those of one query and KV head."""
+    result = kv_head * HEADS.group + vector
+    if not HEADS.single:
+        token = vector // HEADS.group
+        result += token * (HEADS.num_kv * HEADS.group) - token * HEADS.group
+    return result
+
+
+@jit
 def _load_parts(
-    first_slot, first_head, first, stop, partials, MOST: gl.constexpr, ROWS: gl.constexpr,
+    first_slot, kv_head, first, stop, tensors, MOST: gl.constexpr, ROWS: gl.constexpr,
     HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Load partial results `first` to `stop`, at most MOST of them, of one query's group of heads.
+    """Load partial results `first` to `stop`, at most MOST of them, of one query and KV head.
 
     Returns the fields of `Partials`: [ROWS, MOST, D], [ROWS, MOST] and [ROWS, MOST]. The workspace
     holds far fewer than 2^31 units of 16 bytes.
@@ -41,8 +52,10 @@ def _load_parts(
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, ROW_PART))
     part = first + gl.arange(0, MOST, layout=gl.SliceLayout(0, ROW_PART))
     offs_d = gl.arange(0, HEADS.dim, layout=gl.SliceLayout(0, gl.SliceLayout(0, PARTS)))
-    there = (row < HEADS.group)[:, None] & (part < stop)[None, :]
-    at = (first_head + row)[:, None] + ((first_slot + part) * (HEADS.num_kv * HEADS.group))[None, :]
+    partials = tensors.partial
+    there = (row < HEADS.vectors)[:, None] & (part < stop)[None, :]
+    result = _result_of(row, kv_head, HEADS)
+    at = result[:, None] + ((first_slot + part) * (HEADS.num_kv * HEADS.vectors))[None, :]
     lse = gl.load(partials.lse + at, mask=there, other=float("-inf"))
     scale = gl.load(partials.scale + at, mask=there, other=0.0)
     at = _in_elements(at * (HEADS.dim // 8))
@@ -100,12 +113,11 @@ def _merge_parts(result, maximum, total, out, lse, scale):
 
 @jit
 def _merge_loaded(
-    result, first_slot, first_head, merged, buffers, tensors, MOST: gl.constexpr,
+    result, first_slot, kv_head, merged, buffers, tensors, MOST: gl.constexpr,
     LIMIT: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """Merge all partial results, LIMIT at most, MOST at a time, and normalise."""
-    partials = tensors.partial
-    out, lse, scale = _load_parts(first_slot, first_head, 0, merged, partials, MOST, ROWS, HEADS)
+    out, lse, scale = _load_parts(first_slot, kv_head, 0, merged, tensors, MOST, ROWS, HEADS)
     ROW: gl.constexpr = gl.SliceLayout(1, lse.type.layout)
     maximum = buffers.maximum.slice(0, ROWS).load(ROW)
     total = buffers.total.slice(0, ROWS).load(ROW)
@@ -113,12 +125,13 @@ def _merge_loaded(
     if LIMIT > MOST:
         for first in range(MOST, merged, MOST):
             out, lse, scale = _load_parts(
-                first_slot, first_head, first, merged, partials, MOST, ROWS, HEADS
+                first_slot, kv_head, first, merged, tensors, MOST, ROWS, HEADS
             )
             result, maximum, total = _merge_parts(result, maximum, total, out, lse, scale)
     if MODE.sinks:
         row = gl.arange(0, ROWS, layout=ROW)
-        total += sink_weight(tensors.sinks, first_head + row, row < HEADS.group, maximum)
+        head = kv_head * HEADS.group + row % HEADS.group
+        total += sink_weight(tensors.sinks, head, row < HEADS.vectors, maximum)
     normal = 1.0 / gl.where(total > 0.0, total, 1.0)
     return result * gl.convert_layout(normal, gl.SliceLayout(1, result.type.layout))[:, None]
 
@@ -142,26 +155,25 @@ def merge_results(
     MERGES: gl.constexpr = encoding_constants.MERGES.value
     tiles = reinterpret(place, gl.float32, [TILES, ROWS, HEAD_DIM], RESULT)
     result = tiles.index(0).load(LAYOUT.copy)
-    first_head = kv_head * HEADS.group
     first_slot = MERGES - own.slot
     if own.merged > FEW:
         result = _merge_loaded(
-            result, first_slot, first_head, own.merged, buffers, tensors, MANY, TILE.max_merged,
+            result, first_slot, kv_head, own.merged, buffers, tensors, MANY, TILE.max_merged,
             ROWS, HEADS, MODE,
         )  # fmt: skip
     else:
         result = _merge_loaded(
-            result, first_slot, first_head, own.merged, buffers, tensors, FEW, FEW, ROWS, HEADS,
-            MODE,
+            result, first_slot, kv_head, own.merged, buffers, tensors, FEW, FEW, ROWS, HEADS, MODE,
         )  # fmt: skip
 
     row = gl.arange(0, ROWS, layout=LAYOUT.copy_row)
     offs_d = gl.arange(0, HEAD_DIM, layout=LAYOUT.copy_dim)
-    at = own.query * (strides.out_batch // 8) + (first_head + row) * (strides.out_head // 8)
+    places = places_of(own.query, row, row < HEADS.vectors, kv_head, tensors, HEADS)
+    at = places.row * (strides.out_batch // 8) + places.head * (strides.out_head // 8)
     gl.store(
         tensors.out + _in_elements(at)[:, None] + offs_d[None, :],
         result.to(tensors.out.dtype.element_ty),
-        mask=(row < HEADS.group)[:, None],
+        mask=places.there[:, None],
     )
 
 
@@ -179,11 +191,12 @@ def write_results(
     total = buffers.total.load(LAYOUT.copy_row)
     offs_m = gl.arange(0, TILE.height, layout=LAYOUT.copy_row)
     offs_d = gl.arange(0, HEADS.dim, layout=LAYOUT.copy_dim)
-    query_of_row = offs_m // HEADS.group
+    query_of_row = offs_m // HEADS.vectors
     in_tile = query_of_row < own.queries
     query = gl.load(plan.entry_query + own.entry + query_of_row, mask=in_tile, other=0)
     slot = gl.load(plan.entry_slot + own.entry + query_of_row, mask=in_tile, other=0)
-    head = kv_head * HEADS.group + offs_m % HEADS.group
+    places = places_of(query, offs_m % HEADS.vectors, in_tile, kv_head, tensors, HEADS)
+    in_tile = places.there
     result = place.load(LAYOUT.copy)
 
     safe_total = gl.where(total > 0.0, total, 1.0)
@@ -193,8 +206,9 @@ def write_results(
     if gl.reduce(direct.to(gl.int32), 0, larger) > 0:
         whole = normal
         if MODE.sinks:
-            whole = 1.0 / (safe_total + sink_weight(tensors.sinks, head, in_tile, maximum))
-        at = query * (strides.out_batch // 8) + head * (strides.out_head // 8)
+            sink = sink_weight(tensors.sinks, places.head, in_tile, maximum)
+            whole = 1.0 / (safe_total + sink)
+        at = places.row * (strides.out_batch // 8) + places.head * (strides.out_head // 8)
         gl.store(
             tensors.out + _in_elements(at)[:, None] + offs_d[None, :],
             (result * whole[:, None]).to(tensors.out.dtype.element_ty),
@@ -204,7 +218,7 @@ def write_results(
         # A partial result is stored relative to its largest element: this keeps 11 bits of
         # mantissa, whatever the range of the cache's dtype.
         largest = gl.maximum(gl.reduce(gl.abs(result), 1, larger), 1.0e-30)
-        slot_at = slot * (HEADS.num_kv * HEADS.group) + head
+        slot_at = slot * (HEADS.num_kv * HEADS.vectors) + places.result
         at = _in_elements(slot_at * (HEADS.dim // 8))
         gl.store(
             tensors.partial.out + at[:, None] + offs_d[None, :],

@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from deft_backend.kernels.gluon_parts import capped, larger, plus
+from deft_backend.kernels.gluon_query_tokens import sees
 from deft_backend.kernels.gluon_versions import jit
 
 with suppress(ImportError):  # `available` says so before anything is launched
@@ -43,8 +44,9 @@ def no_tokens(HEADS: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @jit
 def add_block(
-    online, q, k, v, left, scaling, TILE: gl.constexpr, MODE: gl.constexpr, LAYOUT: gl.constexpr
-):
+    online, q, k, v, left, tail, tensors, scaling, strides, HEADS: gl.constexpr,
+    TILE: gl.constexpr, MODE: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
     """The softmax with one more block of tokens, of which the first `left` are the item's.
 
     `q` [M, D], `k` and `v` [tokens, D] are in shared memory.
@@ -59,6 +61,13 @@ def add_block(
     scores = mma_v2(k.load(LAYOUT.left), q.permute((1, 0)).load(LAYOUT.right), no_scores)
     scores = capped(scores, scaling, MODE.soft_cap)
     scores = gl.where((token < left)[:, None], scores, float("-inf"))
+    if not HEADS.single:
+        if left - BLOCK_N < tail.hidden:  # some of these are query tokens
+            row = gl.arange(0, BLOCK_M, layout=LAYOUT.column)
+            query_token = tail.first + row % HEADS.vectors // HEADS.group
+            first = tail.hidden - left
+            seen = sees(first, token, query_token, tail, tensors, strides, 0, HEADS)
+            scores = gl.where(seen, scores, float("-inf"))
     maximum = gl.maximum(online.maximum, gl.reduce(scores, 0, larger) * factor)
     # An empty range keeps its maximum at -inf: avoid -inf - -inf.
     reference = gl.where(maximum == float("-inf"), 0.0, maximum)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from deft_backend.config import SettingsError
 from deft_backend.folders import create_private, driver_stub_directory
+from deft_backend.private_files import is_private
 
 SONAME = "libcuda.so.1"
 
@@ -88,7 +89,7 @@ def ensure_driver_stub() -> Path:
     except SettingsError as error:
         raise DriverStubError(str(error)) from error
     library = folder / SONAME
-    if library.is_file():
+    if is_private(library):
         return folder
     compiler = find_compiler()
     if compiler is None:
@@ -103,6 +104,7 @@ def ensure_driver_stub() -> Path:
         create_private(folder)
         with tempfile.TemporaryDirectory(dir=folder) as work:
             built = _compile(compiler, Path(work))
+            built.chmod(0o700)
             os.replace(built, library)  # atomic: another process sees all of it or nothing
     except OSError as error:
         raise DriverStubError(

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from deft_backend.folders import create_private
+from deft_backend.private_files import open_private
 from deft_backend.servers.command import LaunchError, ServerCommand
 
 _LAST_LINES = 15
@@ -64,8 +66,8 @@ class ServerProcess:
         return self._process.pid if self._process else None
 
     def __enter__(self) -> ServerProcess:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("wb") as output:
+        create_private(self.log.parent)
+        with open_private(self.log) as output:
             self._process = subprocess.Popen(
                 self.command.arguments,
                 env=self.command.full_environment(),

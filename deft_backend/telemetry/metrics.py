@@ -14,7 +14,6 @@ reads that variable at import, and hosts set the variable only after they have l
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -23,6 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from deft_backend.private_files import read_private_json
 from deft_backend.telemetry.counters import SCHEMA, Counters
 
 if TYPE_CHECKING:
@@ -235,11 +235,11 @@ def _families() -> dict[Metric, CounterMetricFamily]:
 def _living(path: Path) -> Counters | None:
     """The counters in a state file of this schema, if the process that wrote it still runs."""
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
+        content: dict[str, Any] = read_private_json(path)
         if content["schema"] != SCHEMA or not _wrote(content["pid"], content["updated"]):
             return None
         return Counters.from_json(content)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 

@@ -6,7 +6,6 @@ import atexit
 import json
 import logging
 import os
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -18,8 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from deft_backend.folders import create_private
 from deft_backend.forest import PrefixForest
+from deft_backend.private_files import write_private
 from deft_backend.telemetry.counters import SCHEMA, Counters, DeviceCounters
 from deft_backend.telemetry.forest_json import forest_as_json
 from deft_backend.telemetry.shown_batch import Batch, answer, answer_file, request_file
@@ -278,15 +277,7 @@ class StateWriter:
             logger.warning("deft: cannot show the last batch to `deft explain`: %s", error)
 
     def _replace(self, path: Path, content: dict[str, Any]) -> None:
-        create_private(path.parent)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(content, file)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+        write_private(path, json.dumps(content))
 
     def _run(self) -> None:
         while True:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deft_backend.forest import PrefixForest
+from deft_backend.private_files import read_private_json
 from deft_backend.telemetry.counters import SCHEMA
 from deft_backend.telemetry.counters import Counters as Counters
 from deft_backend.telemetry.forest_json import forest_from_json
@@ -116,10 +116,11 @@ def _first_ranks(folder: Path, port: int | None = None) -> list[Path]:
 def _writes_on(path: Path) -> bool:
     """Whether the process that wrote a state file still runs."""
     try:
-        os.kill(int(json.loads(path.read_text())["pid"]), 0)
-    except PermissionError:  # another user's process, but alive
-        return True
-    except (OSError, ValueError, KeyError, TypeError):
+        pid = int(read_private_json(path)["pid"])
+        if pid < 1:  # 0 and below name groups of processes
+            return False
+        os.kill(pid, 0)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return False
     return True
 
@@ -134,14 +135,17 @@ def read_state(path: Path) -> StateReading:
     """
     try:
         written = path.stat().st_mtime
-        content = json.loads(path.read_text())
+        content = read_private_json(path)
     except FileNotFoundError:
         raise StateError(
             f"there is no state file {path}; is a server with the plugin running on that port, "
             "under the same DEFT_STATE_DIR?"
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise StateError(f"cannot read the state file {path}: {error}") from error
+    except OSError as error:
+        reason = error.strerror or error
+        raise StateError(f"cannot read the state file {path}: {reason}") from error
+    except ValueError as error:
+        raise StateError(f"cannot read the state file {path}: no JSON: {error}") from error
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         found = content.get("schema") if isinstance(content, dict) else None
         raise StateError(
@@ -150,7 +154,7 @@ def read_state(path: Path) -> StateReading:
         )
     try:
         return _state(path, content, written)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise StateError(f"{path}: bad or missing field: {error!r}") from error
 
 
@@ -185,10 +189,10 @@ class BatchQuestion:
         if self._version() in (self._before, None):
             return None
         try:
-            content = json.loads(self._answered.read_text())
+            content = read_private_json(self._answered)
             if "forest" in content:
                 return forest_from_json(content["forest"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             raise self._failed(error) from error
         raise StateError(f"{self._state}: the server has no batch to show: {content.get('error')}")
 

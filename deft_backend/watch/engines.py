@@ -140,6 +140,8 @@ def _status(reading: StateReading, since: float, now: float) -> str:
 
 
 def _alive(pid: int) -> bool:
+    if pid < 1:  # the name of a group of processes
+        return False
     try:
         os.kill(pid, 0)
     except PermissionError:  # another user's process

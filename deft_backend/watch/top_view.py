@@ -136,15 +136,9 @@ def _lines(row: Row, engine: Engine, counters: Counters) -> Iterable[tuple[str, 
         each = 1e3 * counters.plan_seconds / counters.plans
         share = f"{counters.plans:,} plans, {each:.2g} ms each"
         yield "planning", Text(share)
-    for name, value in extra_counts(counters).items():
-        yield name, Text(f"{value:,}")
-
-
-def extra_counts(counters: Counters) -> dict[str, int]:
-    """Counters that only some servers have, by the words of a panel's line."""
-    known = {"verify_steps": "verifications", "verified_tokens": "tokens verified"}
-    found = {words: getattr(counters, name, 0) for name, words in known.items()}
-    return {words: int(value) for words, value in found.items() if value}
+    verified = getattr(counters, "verified_tokens", 0)  # only of servers that verify drafts
+    if verified:
+        yield "verified", Text(f"{verified:,} query tokens")
 
 
 def _steps(counters: Counters, now: Stretch | None) -> Text:

@@ -4,12 +4,13 @@ from benchmarks.kernel.methods.base import Method, Prepared, Refused
 from benchmarks.kernel.methods.flash_attention3 import FlashAttention3
 from benchmarks.kernel.methods.flashinfer_cascade import FlashInferCascade
 from benchmarks.kernel.methods.flashinfer_decode import FlashInferDecode
+from benchmarks.kernel.methods.flashinfer_prefill import FlashInferPrefill
 from benchmarks.kernel.methods.ours import Ours
 
 OURS = "deft"
 """Name of our method."""
 
-PEERS = ("flashinfer", "cascade", "fa3", "flash-decoding")
+PEERS = ("flashinfer", "cascade", "fa3", "flash-decoding", "flashinfer-prefill")
 """Methods that :data:`OURS` is compared with, by name."""
 
 
@@ -26,6 +27,8 @@ def make_method(name: str) -> Method:
             return Ours(name, name)
         case "flashinfer":
             return FlashInferDecode()
+        case "flashinfer-prefill":
+            return FlashInferPrefill()
         case "cascade":
             return FlashInferCascade()
         case "fa3":

@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 
 from benchmarks.kernel.case_inputs import Inputs
-from benchmarks.kernel.methods.base import Method, Prepared
+from benchmarks.kernel.methods.base import Method, Prepared, Refused
 from deft_backend.installed import installed_version
 
 _HOPPER = 9
@@ -39,7 +39,10 @@ def _package() -> tuple[ModuleType | None, str]:
 
 
 class FlashAttention3(Method):
-    """Each request alone with its whole KV, split by FlashAttention's own heuristic."""
+    """Each request alone with its whole KV, split by FlashAttention's own heuristic.
+
+    Several query tokens of a request are its causal mask.
+    """
 
     name = "fa3"
 
@@ -53,6 +56,8 @@ class FlashAttention3(Method):
         return None if module is not None else found
 
     def prepare(self, inputs: Inputs) -> Prepared:
+        if inputs.ancestors is not None:
+            raise Refused("FlashAttention-3 has no mask for token trees")
         module, name = _package()
         assert module is not None, name
         out = torch.empty_like(inputs.q)
@@ -73,10 +78,11 @@ def _vllm_launch(
 ) -> Callable[[], torch.Tensor]:
     """The call of vLLM's backend; the scheduler's metadata is prepared before the clock starts."""
     batch, longest = inputs.batch, int(inputs.tables.seq_lens.max())
-    starts = torch.arange(batch + 1, dtype=torch.int32, device=inputs.device)
+    tokens = inputs.query_tokens
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=inputs.device) * tokens
     metadata = module.get_scheduler_metadata(
         batch_size=batch,
-        max_seqlen_q=1,
+        max_seqlen_q=tokens,
         max_seqlen_k=longest,
         num_heads_q=inputs.case.query_heads,
         num_heads_kv=inputs.case.kv_heads,
@@ -91,7 +97,7 @@ def _vllm_launch(
 
     def launch() -> torch.Tensor:
         module.flash_attn_varlen_func(
-            inputs.q, inputs.k_cache, inputs.v_cache, max_seqlen_q=1, cu_seqlens_q=starts,
+            inputs.q, inputs.k_cache, inputs.v_cache, max_seqlen_q=tokens, cu_seqlens_q=starts,
             max_seqlen_k=longest, seqused_k=inputs.seq_lens, block_table=inputs.page_table,
             causal=True, out=out, scheduler_metadata=metadata, num_splits=0, fa_version=3,
         )  # fmt: skip
@@ -103,8 +109,9 @@ def _vllm_launch(
 def _sglang_launch(
     module: ModuleType, inputs: Inputs, out: torch.Tensor
 ) -> Callable[[], torch.Tensor]:
-    """The call of SGLang's backend, with queries of one token each."""
-    q, result = inputs.q.unsqueeze(1), out.unsqueeze(1)
+    """The call of SGLang's backend."""
+    shape = (inputs.batch, inputs.query_tokens, *out.shape[1:])
+    q, result = inputs.q.view(shape), out.view(shape)
 
     def launch() -> torch.Tensor:
         module.flash_attn_with_kvcache(

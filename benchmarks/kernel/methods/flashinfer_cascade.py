@@ -81,6 +81,8 @@ class FlashInferCascade(Method):
         return flashinfer_unavailable(device)
 
     def prepare(self, inputs: Inputs) -> Prepared:
+        if inputs.query_tokens > 1:
+            raise Refused("it takes one query token of each request")
         if (inputs.tables.seq_lens == 0).any():
             raise Refused("FlashInfer's cascade takes no request without tokens")
         levels = cascade_levels(inputs.forest, inputs.tables.page_table)

@@ -30,6 +30,8 @@ class FlashInferDecode(Method):
 
     def prepare(self, inputs: Inputs) -> Prepared:
         tables = inputs.tables
+        if inputs.query_tokens > 1:
+            raise Refused("it takes one query token of each request")
         if (tables.seq_lens == 0).any():
             raise Refused("FlashInfer's decode takes no request without tokens")
         if self._wrapper is None:

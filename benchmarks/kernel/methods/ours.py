@@ -13,6 +13,7 @@ from deft_backend import TreeAttention, get_policy
 from deft_backend.config import Settings
 from deft_backend.planner.on_device import largest_batch
 from deft_backend.policies import PolicyError
+from deft_backend.query_blocks import QueryBlocks
 
 PLANNERS = ("host", "device")
 
@@ -57,6 +58,7 @@ class Ours(Method):
             device=inputs.device,
             page_size=inputs.case.page_size,
             max_batch=self._most(inputs),
+            query_tokens=inputs.query_tokens,
             policy=self.policy,
         )
 
@@ -64,17 +66,23 @@ class Ours(Method):
         """The largest batch that the attention has capacity for."""
         if self.planner == "host":
             return inputs.batch
-        if inputs.batch > largest_batch():
-            raise Refused(f"{inputs.batch} requests; device plans hold at most {largest_batch()}")
-        return max(inputs.batch, Settings().max_batch)
+        blocks = QueryBlocks.of(
+            inputs.query_tokens, inputs.case.query_heads // inputs.case.kv_heads
+        ).blocks
+        most = largest_batch() // blocks
+        if inputs.batch > most:
+            raise Refused(f"{inputs.batch} requests; device plans hold at most {most}")
+        return max(inputs.batch, min(Settings().max_batch, most))
 
     def prepare(self, inputs: Inputs) -> Prepared:
         attention = self.attention(inputs)
         facts = {}
         if self.planner == "device":
-            attention.plan_on_device(inputs.page_table, inputs.seq_lens)
+            attention.plan_on_device(
+                inputs.page_table, inputs.seq_lens, query_tokens=inputs.query_tokens
+            )
         else:
-            plan = attention.plan(inputs.forest)
+            plan = attention.plan(inputs.forest, query_tokens=inputs.query_tokens)
             facts = {"items": plan.num_items, "partials": plan.num_partials}
         facts["workspace_bytes"] = attention.workspace_bytes
         return Prepared(_launch(attention, inputs), poison=attention.poison_workspace, facts=facts)
@@ -96,7 +104,8 @@ def _launch(attention: TreeAttention, inputs: Inputs) -> Callable[[], torch.Tens
 
     def launch() -> torch.Tensor:
         return attention.run(
-            inputs.q, inputs.k_cache, inputs.v_cache, inputs.page_table, inputs.seq_lens, out=out
-        )
+            inputs.q, inputs.k_cache, inputs.v_cache, inputs.page_table, inputs.seq_lens,
+            ancestors=inputs.ancestors, out=out,
+        )  # fmt: skip
 
     return launch

@@ -1,0 +1,20 @@
+"""``python -m benchmarks sharing``: the table and the plot of docs/where-sharing-pays.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.e2e.sharing import RESULTS, draw, recorded_cases, table
+
+
+def sharing(
+    out: Annotated[Path, typer.Option(help="The plot to write.")] = RESULTS
+    / "where-sharing-pays.svg",
+) -> None:
+    """Print the table of recorded times against shared tokens, and draw its plot."""
+    cases = recorded_cases()
+    typer.echo(table(cases))
+    draw(cases, out)

@@ -1,0 +1,112 @@
+"""Where sharing pays: recorded times per token against the tokens that a step reads once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.row_files import header_file
+from deft_backend.harness import figures
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
+FILES = {
+    "e2e-sglang-new": ("SGLang 0.5.23", "fa3", "deft"),
+    "e2e-vllm-new": ("vLLM 0.32.0", "FLASH_ATTN", "DEFT"),
+    "e2e-sglang-h100": ("SGLang 0.5.17", "fa3", "deft"),
+    "e2e-sglang-h100-clients": ("SGLang 0.5.17", "fa3", "deft"),
+    "e2e-vllm-h100": ("vLLM 0.26.0", "FLASH_ATTN", "CUSTOM"),
+}
+"""Files of results: the host, its own backend and ours."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Requests that decode together, with both backends in one run.
+
+    Attributes
+    ----------
+    host, device, file : str
+    requests, shared : int
+        Requests, and tokens of the prefix that they share; 0 if they share nothing.
+    theirs, ours : float
+        Milliseconds per output token.
+    """
+
+    host: str
+    device: str
+    file: str
+    requests: int
+    shared: int
+    theirs: float
+    ours: float
+
+    @property
+    def once(self) -> int:
+        """Tokens that a step of tree attention does not read again."""
+        return self.shared * (self.requests - 1)
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.theirs
+
+
+def recorded_cases(folder: Path = RESULTS) -> list[Case]:
+    """Every case of one prefix, or none, in the files, by the tokens that are read once."""
+    found = [case for name in FILES for case in _cases(folder / f"{name}.json")]
+    return sorted(found, key=lambda case: (case.once, case.requests, case.file))
+
+
+def table(cases: list[Case]) -> str:
+    """The cases as a table in Markdown."""
+    lines = [
+        "| tokens read once, not again | requests × shared tokens | host, device | ms per token, "
+        "host's own | ours | ours ÷ host's | data |",
+        "| ---: | ---: | --- | ---: | ---: | ---: | --- |",
+    ]
+    for case in cases:
+        lines.append(
+            f"| {case.once:,} | {case.requests:,} × {case.shared:,} | {case.host}, {case.device} | "
+            f"{case.theirs:.2f} | {case.ours:.2f} | {case.ratio:.2f} | "
+            f"[{case.file}](results/{case.file}.json) |"
+        )
+    return "\n".join(lines)
+
+
+def draw(cases: list[Case], path: Path) -> Path:
+    """One point for each case: the ratio of the times against the tokens read once."""
+    from matplotlib.figure import Figure
+
+    with figures.style():
+        figure = Figure(figsize=(6.6, 3.6), layout="constrained")
+        axes = figure.subplots()
+        looks = zip(dict.fromkeys((case.host, case.device) for case in cases), "os^D", strict=False)
+        for (host, device), marker in looks:
+            own = [case for case in cases if (case.host, case.device) == (host, device)]
+            axes.scatter([case.once for case in own], [case.ratio for case in own], s=34,
+                         marker=marker, label=f"{host}, {device}", alpha=0.85)  # fmt: skip
+        axes.axhline(1.0, color="#64748b", linewidth=0.8)
+        axes.set_xscale("symlog", linthresh=1e5)
+        axes.set_xlim(left=-1e4)
+        axes.set_ylim(0, 1.1)
+        axes.set_xlabel("prefix tokens that a decode step does not read again")
+        axes.set_ylabel("time per token, ours ÷ host's own")
+        axes.legend(frameon=False, loc="lower left")
+        return figures.save(figure, path)
+
+
+def _cases(path: Path) -> Iterator[Case]:
+    host, theirs, ours = FILES[path.stem]
+    header = json.loads(header_file(path).read_text())
+    device = "H200" if "H200" in header["device"] else "H100"
+    pairs: dict[tuple[int, int], dict[str, Any]] = {}
+    for row in json.loads(path.read_text()):
+        if row["workload"] in ("few-shot", "unshared") and not row["error"]:
+            key = (row["branches"], row["prefix"])
+            pairs.setdefault(key, {})[row["backend"]] = row["tpot_ms"]
+    for (requests, shared), times in pairs.items():
+        if theirs in times and ours in times:
+            yield Case(host, device, path.stem, requests, shared, times[theirs], times[ours])

@@ -1,0 +1,67 @@
+"""The record of the faults: one file for both hosts, and the page's table from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults.table import BOTH, FAULTS, Fault
+from benchmarks.row_files import RowsError
+from deft_backend.json_file import read_json
+
+Row = dict[str, Any]
+
+
+def read_record(path: Path) -> tuple[list[Row], dict[str, Any]]:
+    """Rows, and the header of each host's run."""
+    content = read_json(path, RowsError, "the record ")
+    try:
+        return list(content["rows"]), dict(content["header"])
+    except (KeyError, TypeError) as error:
+        raise RowsError(f"{path} holds no record of faults: {error!r}") from error
+
+
+def merged(
+    path: Path, host: str, rows: list[Row], header: dict[str, Any]
+) -> tuple[list[Row], dict[str, Any]]:
+    """The rows of this run, with the other host's rows of an earlier run."""
+    if not path.exists():
+        return rows, {host: header}
+    before, headers = read_record(path)
+    return [row for row in before if row["host"] != host] + rows, {**headers, host: header}
+
+
+def page_table(rows: list[Row]) -> str:
+    """The table of docs/reliability.md."""
+    lines = ["| fault | what the server does | SGLang | vLLM |", "| --- | --- | --- | --- |"]
+    for fault in FAULTS:
+        cells = [
+            _cell(
+                [row for row in rows if row["host"] == host and row["fault"] == fault.name],
+                fault,
+                host,
+            )
+            for host in BOTH
+        ]
+        lines.append(f"| {fault.what} | {fault.then} | {cells[0]} | {cells[1]} |")
+    return "\n".join(lines) + "\n"
+
+
+def _of(rows: list[Row], host: str, fault: Fault) -> list[Row]:
+    return [row for row in rows if (row["host"], row["fault"]) == (host, fault.name)]
+
+
+def _cell(rows: list[Row], fault: Fault, host: str) -> str:
+    """What a run found: right answers, and what else there is to say."""
+    if host not in fault.hosts:
+        return "–"
+    if not rows:
+        return "not run"
+    if not all(row["ok"] for row in rows):
+        return "**not as promised**"
+    counts = [count for row in rows for count in (row, row.get("after", {}))]
+    right = sum(count.get("right", 0) for count in counts)
+    ended = [f"ended in {row['ended_after']:.0f} s" for row in rows if "ended_after" in row]
+    lost = sum(count.get("lost", 0) for count in counts)
+    said = [f"{right} right", *([f"{lost} cut off"] if lost else []), *ended]
+    return ", ".join(said)
