@@ -188,6 +188,18 @@ def test_servers_that_speculate_are_served(arguments: Any, algorithm: str) -> No
     assert getattr(made, arguments.HOST_DECODE) == "torch_native"
 
 
+@pytest.mark.parametrize("tries", ["0", "1"])
+def test_speculation_on_a_gpu_must_be_asked_for(
+    arguments: Any, tries: str, caplog: Any, monkeypatch
+) -> None:
+    """No server on a GPU has verified drafts through tree attention."""
+    monkeypatch.setenv("DEFT_UNTESTED_HOST", tries)
+    made = make_arguments(speculative_algorithm="EAGLE", device="cuda")
+    arguments.resolve(resolve_as_host, made)
+    assert hasattr(made, arguments.HOST_DECODE) is (tries == "1")
+    assert ("tested in servers on the CPU only" in caplog.text) is (tries == "0")
+
+
 @pytest.mark.parametrize(("mode", "served"), [("prefill", False), ("decode", True)])
 def test_verification_by_another_backend_is_the_hosts(
     arguments: Any, mode: str, served: bool, caplog: Any

@@ -74,6 +74,20 @@ class TestedVersions:
         )
 
 
+def refuse_speculation(on_gpu: bool) -> str | None:
+    """Why a server that speculates gets no tree attention on this kind of device, or None.
+
+    Servers verified drafts through tree attention in tests on the CPU. On a GPU only the kernels
+    did, in CUDA graphs of their own.
+    """
+    if not on_gpu or tries_others():
+        return None
+    return (
+        "speculative decoding was tested in servers on the CPU only (DEFT_UNTESTED_HOST=1 tries "
+        "it on a GPU)"
+    )
+
+
 def tries_others() -> bool:
     """Whether ``DEFT_UNTESTED_HOST`` is set to yes; a value that is not allowed means no.
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from deft_backend.config import LOG_LEVELS, Settings, SettingsError
+from deft_backend.hosts.common.tested_versions import refuse_speculation
 from deft_backend.hosts.sglang import versions
 from deft_backend.hosts.sglang.versions import SGLANG
 
@@ -127,6 +128,9 @@ def _unsupported_speculation(args: Any, backends: tuple[str | None, str | None])
         return None
     if str(algorithm).upper() not in _ALGORITHMS:
         return f"speculation by {algorithm} is not supported ({', '.join(_ALGORITHMS)} are)"
+    reason = refuse_speculation(on_gpu=str(args.device) == "cuda")
+    if reason is not None:
+        return reason
     if getattr(args, "speculative_adaptive", False):
         return "drafts of changing length are not supported (speculative_adaptive)"
     mode = getattr(args, "speculative_attention_mode", None)

@@ -18,6 +18,7 @@ from deft_backend.hosts.common.planner_choice import (
     planned_on_device,
     selects_device_planner,
 )
+from deft_backend.hosts.common.tested_versions import refuse_speculation
 from deft_backend.hosts.common.warm_up import Drafts, StepTensors, warm_up_attention
 from deft_backend.hosts.vllm.division import divide_layers
 from deft_backend.hosts.vllm.group import GroupAttention
@@ -149,10 +150,15 @@ def _create(
 def unsupported_server(vllm_config: Any) -> str | None:
     """The feature of a server that rules out tree attention, in one line; or None."""
     from vllm import envs
+    from vllm.platforms import current_platform
 
     parallel = vllm_config.parallel_config
     if envs.VLLM_BATCH_INVARIANT:
         return "a plan depends on the batch: batch-invariant mode is not supported"
+    if vllm_config.speculative_config is not None:
+        reason = refuse_speculation(on_gpu=not current_platform.is_cpu())
+        if reason is not None:
+            return reason
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             return f"{name.replace('_', ' ').removesuffix(' size')} is not supported"
