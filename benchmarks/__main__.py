@@ -11,6 +11,7 @@ from benchmarks.commands.kernel import kernel, kernel_merge, kernel_plot
 from benchmarks.commands.kernel_check import kernel_check
 from benchmarks.commands.planning import planning_device, planning_host
 from benchmarks.commands.sharing import sharing
+from benchmarks.commands.soak import soak
 from benchmarks.commands.start import start
 from benchmarks.commands.step_hooks import step_hooks
 from benchmarks.commands.zoo import zoo
@@ -29,6 +30,7 @@ app.command("kernel-plot")(kernel_plot)
 app.command("kernel-check")(kernel_check)
 app.command("fuzz")(fuzz)
 app.command("faults")(faults)
+app.command("soak")(soak)
 app.command("e2e")(e2e)
 app.command("e2e-merge")(e2e_merge)
 app.command("start")(start)

@@ -8,7 +8,11 @@ import pytest
 
 pytest.importorskip("sglang", reason="the integration tests start real SGLang servers")
 
-from integration_tests.common.fixtures import model_exists, reference  # noqa: F401
+from integration_tests.common.fixtures import (  # noqa: F401
+    model_exists,
+    reference,
+    servers_end_with_the_tests,
+)
 from integration_tests.common.server import Server
 from integration_tests.sglang_server import GROUPS, Group, running
 

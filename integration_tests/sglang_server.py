@@ -115,7 +115,8 @@ def running(backend: str | None, group: Group, folder: Path) -> Iterator[Server]
         write_plugin(folder / "plugin")
         paths = [str(folder / "plugin"), str(ROOT), os.environ.get("PYTHONPATH", "")]
         settings["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    flags = ["--max-running-requests", "32", "--dtype", "float32", *group.flags]
+    # Without `--sleep-on-idle` the host's scheduler polls: the baseline would take a core.
+    flags = ["--max-running-requests", "32", "--dtype", "float32", "--sleep-on-idle", *group.flags]
     command = server_command(
         str(MODEL), free_port(), backend=backend, host_arguments=flags, environment=settings,
         gpu=False,

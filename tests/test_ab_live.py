@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("matplotlib")
 
-from deft_backend.ab import live_report
+from deft_backend.ab import live_report, live_sides
 from deft_backend.ab.live import (
     Agreement,
     Difference,
@@ -332,3 +333,49 @@ def test_answers_without_ids_are_compared_by_text() -> None:
     )
     assert agreement(first, first) == Agreement(1, 1)
     assert agreement(first, other) == Agreement(1, 0, (Difference("r", 2, None),))
+
+
+def test_servers_of_its_own_run_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --rate and no --urls, the host's own backend comes first, then the plugin."""
+    pytest.importorskip("sglang")
+    running: list[str] = []
+    started: list[tuple[str | None, dict[str, str]]] = []
+
+    class Started:
+        """In place of a real server: a made-up one, which counts as the plugin does."""
+
+        def __init__(self, command: Any, log: Path, on_start: Any) -> None:
+            self.state_folder = tmp_path / log.stem
+            made = command(self.state_folder)
+            on_start(made)(0.5)
+            backend = dict(pairwise(made.arguments)).get("--attention-backend")
+            started.append((backend, dict(made.environment)))
+            self._serving = serving(Fake())
+
+        def counts(self) -> bool:
+            return True
+
+        def __enter__(self) -> Any:
+            assert not running
+            fake = self._serving.__enter__()
+            running.append(fake.url)
+            self.url = fake.url
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            running.clear()
+            self._serving.__exit__(*error)
+
+    monkeypatch.setattr(live_sides, "CountedServer", Started)
+    data, printed = ab(
+        tmp_path, "--host", "sglang", "--rate", "100", "--workload", "few-shot", *SMALL
+    )
+    assert [side["name"] for side in data["sides"]] == ["host", "deft"]
+    (host, deft) = started
+    assert (host[0], deft[0]) == (None, "deft")
+    assert host[1]["DEFT_OBSERVE"] == "1"
+    assert data["workloads"][0]["agreement"]["equal"] == 9
+    assert data["workloads"][0]["arrivals"].startswith("Poisson, 100 a second")
+    assert "host's own backend" in printed

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.kernel.case_inputs import make_inputs
+from benchmarks.kernel.kernel_bars import is_met
 from benchmarks.kernel.measure_case import Setup, measure_case
 from benchmarks.kernel.methods import OURS, Refused, flashinfer_prefill, make_method
 from benchmarks.kernel.methods.ours import Ours
@@ -89,11 +90,32 @@ def test_results_are_checked(mask: str) -> None:
     assert row["repeatable"]
 
 
+@pytest.mark.parametrize(
+    ("mask", "workload", "share", "times", "met"),
+    [
+        ("chain", "chain of 4: 8 alone, 2048", 1.0, {"deft": 10.0, "fa3": 9.9}, True),
+        ("chain", "chain of 4: 8 alone, 2048", 1.0, {"deft": 10.0, "fa3": 9.7}, False),
+        ("chain", "chain of 4: 64 on 16384 + 256", 40.0, {"deft": 10.0, "fa3": 29.0}, False),
+        ("chain", "chain of 4: 64 on 16384 + 256", 40.0, {"deft": 10.0, "fa3": 31.0}, True),
+        ("chain", "chain of 4: 8 on 2048 + 256", 5.0, {"deft": 10.0, "fa3": 11.0}, True),
+        ("chain", "chain of 4: 8 on 2048 + 256", 5.0, {"deft": 10.0, "fa3": None}, None),
+        ("tree", "t", 1.0, {"deft": 10.0, "fa3": None, "flashinfer-prefill": 9.0}, False),
+        ("tree", "t", 1.0, {"deft": 10.0, "fa3": None, "flashinfer-prefill": 11.0}, True),
+    ],
+)
+def test_bars(mask: str, workload: str, share: float, times: dict[str, Any], met: bool) -> None:
+    row: Any = {
+        "workload": workload, "share": share, "us": times, "query_tokens": 4, "mask": mask,
+        "heads": "32/8",
+    }  # fmt: skip
+    assert is_met(row) is met
+
+
 class PrefillWrapper:
     """``flashinfer.BatchPrefillWithPagedKVCacheWrapper``, in float64."""
 
-    def __init__(self, workspace: torch.Tensor, layout: str) -> None:
-        assert layout == "NHD"
+    def __init__(self, workspace: torch.Tensor, layout: str, backend: str) -> None:
+        assert (layout, backend) == ("NHD", "fa2")
 
     def plan(self, starts: Any, indptr: Any, indices: Any, last: Any, *shape: int,
              custom_mask: Any, causal: bool, **dtypes: Any) -> None:  # fmt: skip

@@ -26,6 +26,7 @@ from deft_backend.planner import DevicePlan, PlanCapacity
 from deft_backend.planner.device_plan import ItemArrays, ReduceArrays
 from deft_backend.planner.on_device import SIZES, DevicePlanner
 from deft_backend.policies import Target
+from deft_backend.query_blocks import QueryBlocks
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 SMS = 132
@@ -58,7 +59,7 @@ class Resources(NamedTuple):
 
 def config_of(
     major: int, head_dim: int, dtype: torch.dtype, group: int, sms: int = SMS,
-    kv_dtype: torch.dtype | None = None,
+    kv_dtype: torch.dtype | None = None, query_tokens: int = 1,
 ) -> KernelConfiguration:  # fmt: skip
     """As on an H100 or an A100, except the number of SMs."""
     properties = SimpleNamespace(
@@ -69,8 +70,9 @@ def config_of(
         patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         kernel_configuration.cache_clear()
         config = kernel_configuration(
-            head_dim, dtype, torch.device("cuda", 0), group, kv_dtype=kv_dtype
-        )
+            head_dim, dtype, torch.device("cuda", 0), group, kv_dtype=kv_dtype,
+            query_tokens=query_tokens,
+        )  # fmt: skip
         kernel_configuration.cache_clear()
     return config
 
@@ -204,6 +206,22 @@ def test_small_tiles_of_every_gqa_group_on_hopper(group: int) -> None:
     found = resources(launch, dtype, 9)
     assert found.stack == 0, found
     assert found.fit(9) >= config.tiles[0].programs // SMS, found
+
+
+@needs_gluon
+def test_several_query_tokens_on_hopper() -> None:
+    """Bits of trees and ragged batches, in the small tile of 16 vectors and in the large tile."""
+    dtype, blocks = torch.bfloat16, QueryBlocks.of(4, 4)
+    config = config_of(9, 128, dtype, 4, query_tokens=4)
+    kind = kind_of(128, dtype, 16)._replace(blocks=blocks, ragged=True, tree=True)
+    launches = launches_of(config, kind)
+    assert [tile.height for tile in config.tiles[:2]] == [16, 64]
+    for tile, (_, launch) in zip(config.tiles[:2], launches.stage1[:2], strict=True):
+        found = resources(launch, dtype, 9)
+        assert found.fit(9) >= tile.programs // SMS, (launch.kernel._name, found)
+        assert found.stack == 0, (launch.kernel._name, found)
+    # Blocks of 17 to 64 vectors run in the large tile only.
+    assert config_of(9, 128, dtype, 4, query_tokens=8).tiles[0].height == 16
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "query_blocks",
     },
     "tuning": {"forest", "costs", "policies", "planner", "attention", "harness", "traces"},
-    "explain": {"forest", "policies", "planner"},
+    "explain": {"forest", "policies", "planner", "query_blocks"},
     "telemetry": {"forest", "config"},
     "hosts/contract": set(),
     "hosts/common": {"forest", "policies", "planner", "attention", "config", "hosts/contract"},

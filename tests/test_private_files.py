@@ -100,7 +100,8 @@ def test_files_that_others_could_have_written_are_refused(
     if os.getuid() == 0:
         os.chown(path, 4321, 4321)
     else:
-        monkeypatch.setattr(private_files.os, "getuid", lambda: os.getuid.__call__() + 1)
+        other = os.getuid() + 1
+        monkeypatch.setattr(private_files.os, "getuid", lambda: other)
     with pytest.raises(OSError, match="belongs to user"):
         read_private(path)
 

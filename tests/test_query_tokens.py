@@ -85,6 +85,7 @@ def check(
     counts: list[int] | None = None,
     grow: int = 0,
     logit_cap: float = 0.0,
+    with_sinks: bool = False,
 ) -> TreeAttention:
     """Plan, let sequences grow by `grow` tokens, run, and compare the result with float64.
 
@@ -117,14 +118,16 @@ def check(
     if counts is not None:
         start = torch.tensor([0, *np.cumsum(counts).tolist()], dtype=torch.int32, device=device)
     bits = None if tree is None else tree.to(device)
+    sinks = torch.linspace(-2, 3, heads[0], device=device) if with_sinks else None
     out = torch.full_like(q, float("nan"))
     attention.run(
         q, k_cache, v_cache, table, lens, query_start=start, ancestors=bits, out=out,
-        logit_cap=logit_cap,
+        logit_cap=logit_cap, sinks=sinks,
     )  # fmt: skip
     reference = reference_attention(
-        q, k_cache, v_cache, table, lens, query_start=start, ancestors=bits, logit_cap=logit_cap
-    )
+        q, k_cache, v_cache, table, lens, query_start=start, ancestors=bits, logit_cap=logit_cap,
+        sinks=sinks,
+    )  # fmt: skip
     assert out.isfinite().all()
     assert relative_error(out, reference) <= TOLERANCE[dtype]
     return attention
@@ -199,6 +202,13 @@ def test_head_shapes(device: str, head_dim: int, heads: tuple[int, int]) -> None
 def test_float32_soft_cap_and_fewer_query_tokens_than_the_most() -> None:
     batch = drafts(3, 6, 1, 6)
     check(batch, 6, most=40, dtype=torch.float32, logit_cap=3.0, tree=tree_bits(3, 6, 6))
+
+
+@pytest.mark.parametrize("policy", ["auto", "deft-node", "flash-decoding"])
+def test_sinks(policy: str) -> None:
+    """Outputs written directly, merged by leaves and merged by stage 2."""
+    batch = drafts(13, 5, 4, 6, longest=90)
+    check(batch, 6, policy=policy, heads=(6, 2), page_size=4, with_sinks=True, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])

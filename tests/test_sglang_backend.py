@@ -193,6 +193,16 @@ def test_a_layers_sinks_are_part_of_its_softmax(server: Any) -> None:
     )
 
 
+def test_sinks_on_a_gpu_are_the_hosts(server: Any, caplog: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(server.attention, "device", torch.device("cuda"))
+    batch, (q, k, v) = server.batch(), query()
+    server.backend.init_forward_metadata(batch)
+    for _ in range(2):
+        server.backend.forward(q, k, v, make_layer(), batch, sinks=torch.zeros(4))
+    assert server.calls == ["metadata", "decode", "decode"]
+    assert caplog.text.count("layers with attention sinks on a GPU decode through the host") == 1
+
+
 def test_layers_that_are_left_to_the_host_get_its_metadata_once(server: Any, caplog) -> None:
     batch, (q, k, v) = server.batch(), query()
     server.backend.init_forward_metadata(batch)

@@ -79,9 +79,23 @@ def test_linear_layers_count_as_layers() -> None:
     assert "1 of 4 layers decode through tree attention; 3 with linear" in str(division.text())
 
 
+def test_a_layer_with_both_kinds_of_attention_decides_by_its_full_one() -> None:
+    layers = [make_layer(layer_id=0), make_layer(layer_id=1, sliding_window_size=8)]
+    division = divide_layers(layers, found(HybridLinearKVPool([0, 1])), others=[0, 1, 2])
+    assert division.tree == (0,)
+    assert division.host == {1: "a sliding window", 2: "linear or recurrent attention"}
+
+
 def test_a_model_of_full_layers_needs_no_line() -> None:
     division = divide_layers([make_layer(layer_id=i) for i in range(2)], found(MHATokenToKVPool()))
     assert (division.tree, division.text()) == ((0, 1), None)
+
+
+def test_sinks_that_are_the_hosts() -> None:
+    layers = [make_layer(layer_id=i) for i in range(3)]
+    division = divide_layers(layers, found(MHATokenToKVPool()), with_sinks={0, 2})
+    assert division.tree == (1,)
+    assert division.host == dict.fromkeys((0, 2), "attention sinks on a GPU")
 
 
 def test_most_layers_decide_on_the_shape() -> None:
@@ -123,6 +137,7 @@ def test_a_model_runner_is_divided_and_counted(host: Any) -> None:
 
     from deft_backend.hosts.sglang import factory
     from deft_backend.hosts.sglang.server import division_of, state_of
+    from deft_backend.hosts.sglang.versions import layers_with_sinks
 
     def layer(layer_id: int, window: int = -1) -> Any:
         return RadixAttention(4, 64, 0.125, 2, layer_id, sliding_window_size=window)
@@ -139,6 +154,15 @@ def test_a_model_runner_is_divided_and_counted(host: Any) -> None:
     division = division_of(runner)
     assert (division.shape, division.tree, set(division.host)) == ((4, 2, 64), (1,), {0, 2})
     assert state_of(runner, division, "deft", "auto").num_layers == 1
+
+    class Block(torch.nn.Module):
+        def __init__(self, layer_id: int, sinks: bool) -> None:
+            super().__init__()
+            self.attn, self.norm = layer(layer_id), torch.nn.Linear(2, 2)
+            self.sinks = torch.nn.Parameter(torch.zeros(4)) if sinks else None
+
+    blocks = torch.nn.ModuleList([Block(0, False), Block(1, True)])
+    assert layers_with_sinks(blocks) == {1}
 
     windows = SimpleNamespace(**{**vars(runner), "model": torch.nn.ModuleList([layer(0, 32)])})
     with pytest.raises(factory.Unsupported, match="not supported in any layer: a sliding window"):

@@ -134,7 +134,7 @@ def test_once_shows_all_that_a_server_counts(tmp_path: Path) -> None:
     for words in (
         "SGLang", "1 of 2 through tree attention (50 %)",
         "1 × batch smaller than DEFT_MIN_BATCH=2", "saved", "3 requests · share 1.6",
-        "1 plans, 2 ms each", "0–40", "40–60",
+        "1 plan, 2 ms each", "0–40", "40–60",
     ):  # fmt: skip
         assert words in text
     assert "kept secret" not in text

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,15 @@ import torch
 from benchmarks.row_files import write_object
 from benchmarks.zoo.answering import check
 from benchmarks.zoo.architectures import ARCHITECTURES, WINDOW
+from benchmarks.zoo.engines import _AfterImport
 from benchmarks.zoo.prompts import requests
 from benchmarks.zoo.random_values import fill
-from benchmarks.zoo.run import Place, layers_of_tree
+from benchmarks.zoo.run import KEYS, Place, layers_of_tree
 from benchmarks.zoo.table import readme_line
 from deft_backend.harness.answers import Answer
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "results" / "models.json"
 
 
 class Counting:
@@ -91,9 +97,18 @@ def test_weights_follow_from_names_and_shapes() -> None:
     for (name, left), right in zip(first.named_parameters(), second.parameters(), strict=True):
         assert torch.equal(left, right), name
     assert first["norm"].weight.tolist() == [1.0] * 8
-    assert float(first["qkv_proj"].weight.std()) == pytest.approx(1.5 / 16, rel=0.1)
+    assert float(first["qkv_proj"].weight.detach().std()) == pytest.approx(1.5 / 16, rel=0.1)
     assert not first["qkv_proj"].bias.any()
     assert float(first.sinks.mean()) == pytest.approx(1.0, abs=0.5)
+
+
+def test_a_module_is_changed_when_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    sys.meta_path.insert(0, _AfterImport("colorsys", lambda module: setattr(module, "ONE", 1)))
+    assert "colorsys" not in sys.modules
+    assert importlib.import_module("colorsys").ONE == 1
+    assert not any(isinstance(finder, _AfterImport) for finder in sys.meta_path)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +145,18 @@ def test_the_line_of_the_readme(tmp_path: Path) -> None:
 
     rows = [row("qwen3", 2), row("gpt-oss", 2), row("llama", 2), row("llama", 2, wrong=1),
             row("gemma4", 0), row("phi-4", 2, checked=0)]  # fmt: skip
-    assert readme_line(rows) == "| architectures | Qwen3, gpt-oss | Gemma 4 |"
+    assert readme_line(rows) == "| architectures checked | Qwen3, gpt-oss | Gemma 4 |"
     write_object(tmp_path / "rows.json", rows, {})
     assert json.loads((tmp_path / "rows.json").read_text())["rows"] == rows
+
+
+def test_the_readme_names_the_architectures_that_were_checked() -> None:
+    """If this fails after a run, put the expected line into the README's table."""
+    rows = json.loads(RESULTS.read_text())["rows"]
+    for row in rows:
+        assert set(KEYS) <= set(row), row
+        if "backend" in row:  # what rounding alone changes
+            continue
+        if row["tokens_checked"]:
+            assert row["layers_tree"] == ARCHITECTURES[row["architecture"]].tree, row
+    assert readme_line(rows) in (ROOT / "README.md").read_text()

@@ -26,18 +26,26 @@ def faults(
         str | None, typer.Option(metavar="NAME[,NAME…]", help="Only these faults.")
     ] = None,
     logs: Annotated[Path | None, typer.Option(help="Folder that keeps the servers' logs.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Draw the record into this page.")] = None,
+    draw: Annotated[bool, typer.Option("--draw", help="Run nothing; only draw --page.")] = False,
 ) -> None:
     """Inject faults into servers on the CPU and compare every answer with transformers'.
 
     Exits with 1 if an answer is wrong or lost, or a process stays.
     """
-    from benchmarks.faults.record import merged
+    from benchmarks.faults.record import drawn_into, merged, read_record
     from benchmarks.faults.run import Harness
     from benchmarks.faults.table import FAULTS
     from benchmarks.row_files import RowsError, make_folder, write_object
     from deft_backend.cli.errors import reported
     from deft_backend.harness.provenance import provenance
 
+    if draw:
+        if page is None:
+            raise fail("--draw needs the page: --page docs/reliability.md")
+        with reported(RowsError):
+            page.write_text(drawn_into(page.read_text(), read_record(out)[0]))
+        return
     chosen = None if only is None else {name.strip() for name in only.split(",")}
     known = {fault.name for fault in FAULTS}
     if chosen is not None and not chosen <= known:
@@ -54,6 +62,8 @@ def faults(
             header = {**provenance(), "command": command, "seed": seed}
             rows, headers = merged(out, str(name), harness.rows, header)
             write_object(out, rows, headers)
+            if page is not None:
+                page.write_text(drawn_into(page.read_text(), rows))
     failed = [row for row in harness.rows if not row["ok"]]
     typer.echo(f"{len(harness.rows)} faults, {len(failed)} not as promised")
     raise typer.Exit(bool(failed))

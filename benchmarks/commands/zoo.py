@@ -31,6 +31,13 @@ def zoo(
         "reports/zoo"
     ),
     at_once: Annotated[int, typer.Option(help="Architectures that run at the same time.")] = 1,
+    answers: Annotated[
+        str | None,
+        typer.Option(
+            help="Backend that answers. Default: the plugin. Another of the host's backends shows "
+            "what rounding alone changes."
+        ),
+    ] = None,
     seconds: Annotated[float, typer.Option(help="End the run after this time.")] = 3600.0,
 ) -> None:
     """Check the answers of small models of many architectures, token by token.
@@ -46,18 +53,17 @@ def zoo(
         raise typer.BadParameter(
             f"{unknown[0]} is not an architecture; expected one of {', '.join(ARCHITECTURES)}"
         )
-    names = [
-        name
-        for name, architecture in ARCHITECTURES.items()
-        if (name in only if only else gpu or named in architecture.cpu)
+    names = only or [
+        name for name, architecture in ARCHITECTURES.items() if gpu or named in architecture.cpu
     ]
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
-    rows = _known(out)
-    for row in run(names, Place(named, gpu), logs, at_once, seconds):
-        rows[_key(row)] = row
+    rows, runs = _known(out)
+    runs.append(provenance())
+    for row in run(names, Place(named, gpu, answers), logs, at_once, seconds):
+        rows[_key(row)] = {**row, "run": len(runs) - 1}
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_object(out, list(rows.values()), provenance())
+        write_object(out, list(rows.values()), {"runs": runs})
         typer.echo(_line(row))
 
 
@@ -68,14 +74,19 @@ def _stop(number: int, frame: object) -> None:
 
 
 def _key(row: dict[str, object]) -> tuple[object, ...]:
-    return tuple(row[name] for name in ("host", "version", "architecture", "kv_dtype", "device"))
+    names = ("host", "version", "architecture", "kv_dtype", "device", "backend")
+    return tuple(row.get(name) for name in names)
 
 
-def _known(path: Path) -> dict[tuple[object, ...], dict[str, object]]:
-    """The rows of an earlier run; a new row replaces the one of the same engine and model."""
+Rows = dict[tuple[object, ...], dict[str, object]]
+
+
+def _known(path: Path) -> tuple[Rows, list[object]]:
+    """The rows of earlier runs, which new rows of the same engine and model replace; their runs."""
     if not path.is_file():
-        return {}
-    return {_key(row): row for row in json.loads(path.read_text())["rows"]}
+        return {}, []
+    content = json.loads(path.read_text())
+    return {_key(row): row for row in content["rows"]}, list(content["header"]["runs"])
 
 
 def _line(row: dict[str, object]) -> str:

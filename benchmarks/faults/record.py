@@ -31,6 +31,25 @@ def merged(
     return [row for row in before if row["host"] != host] + rows, {**headers, host: header}
 
 
+BEGIN = "<!-- faults: drawn from results/faults-cpu.json -->\n"
+END = "<!-- end of faults -->\n"
+
+
+def drawn_into(page: str, rows: list[Row]) -> str:
+    """The page's text with the table of these rows between its marks.
+
+    Raises
+    ------
+    RowsError
+        If the page lacks a mark.
+    """
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise RowsError(f"the page lacks the lines {BEGIN.strip()!r} and {END.strip()!r}")
+    return before + BEGIN + page_table(rows) + END + after
+
+
 def page_table(rows: list[Row]) -> str:
     """The table of docs/reliability.md."""
     lines = ["| fault | what the server does | SGLang | vLLM |", "| --- | --- | --- | --- |"]

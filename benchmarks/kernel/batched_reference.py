@@ -40,12 +40,23 @@ def batched_reference(
     [B, Hq, D] float64, on q's device; a request without tokens gets zeros. With `seen`, for each
     query token.
     """
+    if seen is not None:  # as if the heads of a request's query tokens were heads of one query
+        wide = _as_heads(q, len(seq_lens), k_cache.shape[2])
+        found = _one_query_each(wide, k_cache, v_cache, page_table, seq_lens, seen)
+        return _as_tokens(found, len(seen), k_cache.shape[2])
+    return _one_query_each(q, k_cache, v_cache, page_table, seq_lens, None)
+
+
+def _one_query_each(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    seen: torch.Tensor | None,
+) -> torch.Tensor:
+    """The same for one query of each request, whose heads are those of all query tokens."""
     batch, heads, dim = q.shape
-    own = None
-    if seen is not None:  # each query token is a request of its own
-        own = seen.to(q.device).repeat(len(seq_lens), 1)
-        page_table = page_table.repeat_interleave(len(seen), 0)
-        seq_lens = seq_lens.repeat_interleave(len(seen))
     kv_heads = k_cache.shape[2]
     out = torch.zeros((batch, heads, dim), dtype=torch.float64, device=q.device)
     by_length = torch.argsort(seq_lens)  # neighbours have similar lengths, so padding stays small
@@ -54,13 +65,12 @@ def batched_reference(
     while end:
         longest = max(1, lengths[end - 1])
         tile = min(longest, _TILE_TOKENS)
-        rows = max(1, _TILE_BYTES // (tile * kv_heads * dim * 8))
+        rows = max(1, _TILE_BYTES // (tile * max(kv_heads * dim, heads) * 8))
         begin = max(0, end - rows)
         chosen = by_length[begin:end]
         out[chosen] = _attend(
-            q[chosen], k_cache, v_cache, page_table[chosen], seq_lens[chosen],
-            None if own is None else own[chosen], longest, tile,
-        )  # fmt: skip
+            q[chosen], k_cache, v_cache, page_table[chosen], seq_lens[chosen], seen, longest, tile
+        )
         end = begin
     return out
 
@@ -71,7 +81,7 @@ def _attend(
     v_cache: torch.Tensor,
     page_table: torch.Tensor,
     seq_lens: torch.Tensor,
-    own: torch.Tensor | None,
+    seen: torch.Tensor | None,
     longest: int,
     tile: int,
 ) -> torch.Tensor:
@@ -85,13 +95,16 @@ def _attend(
     for start in range(0, longest, tile):
         position = torch.arange(start, min(start + tile, longest), device=q.device)
         attended = position < seq_lens[:, None]
-        if own is not None:
-            token = position - (seq_lens[:, None] - own.shape[1])
-            attended &= (token < 0) | own.gather(1, token.clamp(0, own.shape[1] - 1))
+        visible = attended[:, None, :]
+        if seen is not None:
+            token = position - (seq_lens[:, None] - len(seen))
+            own = seen.to(q.device).t()[token.clamp(0, len(seen) - 1)]  # [B, t, n]
+            visible = visible & ((token < 0)[:, None, :] | own.transpose(1, 2))
+            visible = visible.repeat_interleave(grouped.shape[2] // len(seen), 1)
         page = page_table[:, position // page_size].long().where(attended, 0)
         place = (position % page_size).expand_as(page)
         scores = torch.einsum("bhgd,bthd->bhgt", grouped, k_cache[page, place].double())
-        scores.masked_fill_(~attended[:, None, None, :], -math.inf)
+        scores.masked_fill_(~visible[:, None], -math.inf)
         new_top = torch.maximum(top, scores.amax(-1))
         weights = torch.exp(scores - new_top[..., None])
         keep = torch.exp(top - new_top)
@@ -102,3 +115,15 @@ def _attend(
         top = new_top
     total = total.clamp(min=torch.finfo(torch.float64).tiny)
     return (weighted / total[..., None]).view(batch, heads, dim)
+
+
+def _as_heads(q: torch.Tensor, batch: int, kv_heads: int) -> torch.Tensor:
+    """[B, Hkv * n * group, D] of [B * n, Hq, D]."""
+    by_head = q.view(batch, -1, kv_heads, q.shape[1] // kv_heads, q.shape[2])
+    return by_head.transpose(1, 2).reshape(batch, -1, q.shape[2])
+
+
+def _as_tokens(out: torch.Tensor, tokens: int, kv_heads: int) -> torch.Tensor:
+    """[B * n, Hq, D] of [B, Hkv * n * group, D]."""
+    by_head = out.view(len(out), kv_heads, tokens, -1, out.shape[2]).transpose(1, 2)
+    return by_head.reshape(len(out) * tokens, -1, out.shape[2])

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.kernel.tree_workloads import VERIFY, Workload
+from deft_backend.explain import seen_from_parents
 from deft_backend.forest import PrefixForest, forest_from_paths
 from deft_backend.traces.trace_files import TokenTree, TraceError, load_trace
 from deft_backend.traces.tree_forests import forest_from_levels
@@ -75,7 +76,7 @@ def _trees(path: Path) -> list[Workload]:
         for requests in TREE_REQUESTS
         for context in CONTEXTS
         for name, tree in sorted(trees, key=lambda found: len(found[1].paths))
-        for parents in [parents_of(tree)]
+        for parents in [tree.parents]
         for tokens in [len(parents)]
     ]  # fmt: skip
 
@@ -86,21 +87,11 @@ def _shared(context: int, requests: int, tokens: int) -> PrefixForest:
     return forest_from_paths(paths, [context + tokens] * requests)
 
 
-def parents_of(tree: TokenTree) -> tuple[int, ...]:
-    """The parent of each query token. Token 0 is the last accepted one, without a parent: -1."""
-    number = {(): 0, **{path: i + 1 for i, path in enumerate(tree.paths)}}
-    return (-1, *(number[path[:-1]] for path in tree.paths))
-
-
 def seen_by(parents: tuple[int, ...] | None, query_tokens: int) -> npt.NDArray[np.bool_]:
     """[query tokens, query tokens]: which of them each sees. Without parents they are a chain."""
     if parents is None:
         return np.tri(query_tokens, dtype=np.bool_)
-    seen = np.eye(query_tokens, dtype=np.bool_)
-    for token, parent in enumerate(parents):
-        if parent >= 0:
-            seen[token] |= seen[parent]
-    return seen
+    return seen_from_parents(parents)
 
 
 def bits_of(seen: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:

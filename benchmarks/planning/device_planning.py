@@ -27,7 +27,7 @@ from deft_backend import TreeAttention, forest_from_page_tables
 from deft_backend.harness.provenance import provenance
 from deft_backend.tuning.launch_clock import Budget, captured, launch_us
 
-UNSHARED = ((1, 65536), (32, 2048), (256, 4096))
+UNSHARED = ((1, 65536), (32, 2048), (256, 4096), (2048, 256))
 """Requests, and tokens of each."""
 
 HEADS = (32, 8, 128)

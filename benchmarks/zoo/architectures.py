@@ -119,7 +119,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
                              "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10],
                              "mrope_interleaved": True},
             **_LINEAR,
-        ), tree=1, dtype="bfloat16",
+        ),
+        # vLLM's CPU package lacks torchvision, which the model's module imports.
+        tree=1, dtype="bfloat16", cpu=(),
     ),
     "qwen3-moe": Architecture(
         "Qwen3-MoE",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
 from typing import Any
 
 from benchmarks.zoo.prompts import Prompt
@@ -13,14 +16,38 @@ from deft_backend.harness.answers import Answer
 LIKELIEST = 5
 
 
+class _AfterImport(MetaPathFinder):
+    """Changes a module as soon as something imports it, and not before."""
+
+    def __init__(self, name: str, change: Callable[[Any], None]) -> None:
+        self._name, self._change = name, change
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            self._change(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
 def fill_models_of_sglang() -> None:
     """Let SGLang's ``--load-format dummy`` fill models as this package does.
 
     Called in every process that imports the worker, because SGLang starts processes of its own.
+    Most of them make no model, and importing the loader takes seconds.
     """
-    from sglang.srt.model_loader import loader
 
-    loader.initialize_dummy_weights = fill
+    def change(loader: Any) -> None:
+        loader.initialize_dummy_weights = fill
+
+    sys.meta_path.insert(0, _AfterImport("sglang.srt.model_loader.loader", change))
 
 
 def fill_models_of_vllm() -> None:

@@ -15,6 +15,10 @@ import torch
 SHARPNESS = 1.5
 """Scale of the projections to queries and keys: attention is neither uniform nor one-hot."""
 
+ROUTING = 8.0
+"""Scale of the routers to experts, so that two experts are seldom nearly equally good. Rounding
+would choose between such experts, and another expert gives another answer."""
+
 _ONES = ("norm", "layernorm")
 _ZEROS = ("bias", "correction")
 
@@ -45,4 +49,6 @@ def _values(name: str, parameter: torch.Tensor) -> torch.Tensor:
         return normal
     width = shape[-1] if "conv" not in name else shape[-1] * shape[-2]
     scale = 3.0 if "lm_head" in name else SHARPNESS if "qkv" in name else 1.0
+    if "router" in name or name.endswith(".gate.weight"):
+        scale = ROUTING
     return normal.mul_(scale * width**-0.5)

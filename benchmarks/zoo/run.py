@@ -17,8 +17,8 @@ from typing import Any
 from benchmarks.zoo.architectures import ARCHITECTURES, VOCABULARY, Architecture
 from benchmarks.zoo.worker import Job
 from deft_backend.installed import installed_version
-from deft_backend.servers.command import BACKEND_NAMES
-from deft_backend.servers.driver_stub import ensure_driver_stub, has_nvidia_driver
+from deft_backend.servers.command import BACKEND_NAMES, free_port
+from deft_backend.servers.driver_stub import ensure_driver_stub, has_nvidia_driver, num_gpus
 
 KEYS = (
     "host", "version", "architecture", "query_heads", "kv_heads", "head_dim", "kv_dtype",
@@ -43,13 +43,22 @@ class Place:
     host : str
         "sglang" or "vllm".
     gpu : bool
+    answers : str, optional
+        The backend that answers; None: the plugin. With another backend of the host, the rows show
+        what rounding alone changes.
     share : float
-        Part of the GPU's memory for one engine.
+        Part of the GPU's memory for one engine of vLLM.
     """
 
     host: str
     gpu: bool
+    answers: str | None = None
     share: float = 0.06
+
+    @property
+    def backend(self) -> str:
+        """The host's name for the backend that answers."""
+        return self.answers or BACKEND_NAMES[self.host]
 
     @property
     def in_one_process(self) -> bool:
@@ -64,11 +73,15 @@ class Place:
         return {"ids": VOCABULARY, "prefix": 90, "branch": 30, "leaves": 2, "tokens": 8}
 
     def options(self) -> dict[str, Any]:
-        """Arguments of the engine."""
+        """Arguments of the engine, which has a port of its own."""
         if self.host == "sglang":
+            port = {"port": free_port()}
             if not self.gpu:
-                return {"device": "cpu", "max_total_tokens": 16384, "max_running_requests": 16}
+                return {
+                    **port, "device": "cpu", "max_total_tokens": 16384, "max_running_requests": 16,
+                }  # fmt: skip
             return {
+                **port,
                 "mem_fraction_static": 0.8, "max_total_tokens": 100_000,
                 "max_running_requests": 64, "max_mamba_cache_size": 192,
                 "cuda_graph_bs_decode": [1, 8, 16, 32], "cuda_graph_backend_prefill": "disabled",
@@ -78,11 +91,15 @@ class Place:
             return {**common, "enforce_eager": True}
         return {**common, "gpu_memory_utilization": self.share}
 
-    def environment(self) -> dict[str, str]:
-        """The engine's environment."""
-        found = {**os.environ, "PYTHONPATH": str(_ROOT), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    def environment(self, gpu_index: int = 0) -> dict[str, str]:
+        """The engine's environment, on one of the GPUs."""
+        paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        found = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        found |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         found |= {"DEFT_MIN_SAVED_MS": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
         if self.gpu:
+            shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            found["CUDA_VISIBLE_DEVICES"] = shown[gpu_index] if shown[0] else str(gpu_index)
             return found
         found |= {"TRITON_INTERPRET": "1", "SGLANG_USE_CPU_ENGINE": "1"}
         found |= {"VLLM_CPU_KVCACHE_SPACE": "1", "DEFT_MIN_SHARE": "1"}
@@ -109,7 +126,11 @@ def run(
     seconds : float
         The whole run ends after this time; architectures that have not ended get a row with a note.
     """
-    runs = [Run(name, ARCHITECTURES[name], place, folder / name) for name in names]
+    gpus = max(1, num_gpus()) if place.gpu else 1
+    runs = [
+        Run(name, ARCHITECTURES[name], place, folder / name, at % gpus)
+        for at, name in enumerate(names)
+    ]
     end = time.monotonic() + seconds
     if place.in_one_process:
         yield from _in_one_process(runs, place, folder, end)
@@ -128,6 +149,7 @@ class Run:
     architecture: Architecture
     place: Place
     folder: Path
+    gpu_index: int = 0
 
     def jobs(self, end: float) -> dict[str, Path]:
         """Write the model and the jobs of both engines; their files, by role."""
@@ -137,7 +159,7 @@ class Run:
         for old in ("answers.json", "verdict.json", "deft.log", "host.log"):
             (self.folder / old).unlink(missing_ok=True)
         files = {}
-        for role, backend in (("deft", BACKEND_NAMES[self.place.host]), ("host", None)):
+        for role, backend in (("deft", self.place.backend), ("host", None)):
             job = Job(
                 host=self.place.host, backend=backend, model=str(model), dtype=self.dtype,
                 options=self.place.options(), shape=self.place.requests,
@@ -167,6 +189,8 @@ class Run:
             "kv_dtype": self.dtype, "layers_tree": 0, "layers_host": layers, "tokens_checked": 0,
             "tokens_wrong": 0, "ties": 0, "device": "gpu" if self.place.gpu else "cpu",
         }  # fmt: skip
+        if self.place.answers is not None:
+            row["backend"] = self.place.answers
         if not self.done:
             return {**row, "note": (note or self._last_error())[:300]}
         verdict = json.loads((self.folder / "verdict.json").read_text())
@@ -195,7 +219,7 @@ def _beside_each_other(run: Run, end: float) -> dict[str, Any]:
     jobs = run.jobs(end)
     groups = [list(jobs.values())] if run.place.gpu else [[job] for job in jobs.values()]
     for group in groups:
-        started = [_start([job], run.place, run.folder) for job in group]
+        started = [_start([job], run.place, run.folder, run.gpu_index) for job in group]
         note = _wait(started, end)
         if note:
             return run.row(note if note == TIME_UP else "")
@@ -207,9 +231,20 @@ def _in_one_process(
 ) -> Iterator[dict[str, Any]]:
     """All engines one after the other: importing the host takes longer than a small model."""
     jobs = [job for run in runs for job in run.jobs(end).values()]
-    note = _wait([_start(jobs, place, folder)], end)
-    for run in runs:
-        yield run.row(note if note == TIME_UP else "")
+    process = _start(jobs, place, folder)
+    waiting = list(runs)
+    try:
+        while waiting and process.poll() is None and time.monotonic() < end:
+            begun = [run for run in waiting if (run.folder / "deft.log").is_file()]
+            for run in [run for run in waiting if run.done or run in begun[:-1]]:
+                waiting.remove(run)
+                yield run.row()
+            time.sleep(0.5)
+        note = TIME_UP if process.poll() is None else ""
+    finally:
+        _end(process)
+    for run in waiting:
+        yield run.row("" if run.done else note)
 
 
 def layers_of_tree(log: str, layers: int) -> int:
@@ -220,8 +255,10 @@ def layers_of_tree(log: str, layers: int) -> int:
     return layers if divided is None else int(divided.group(1))
 
 
-def _start(jobs: Sequence[Path], place: Place, folder: Path) -> subprocess.Popen[bytes]:
-    environment = {**place.environment(), "DEFT_STATE_DIR": str(folder / "state")}
+def _start(
+    jobs: Sequence[Path], place: Place, folder: Path, gpu_index: int = 0
+) -> subprocess.Popen[bytes]:
+    environment = {**place.environment(gpu_index), "DEFT_STATE_DIR": str(folder / "state")}
     with (folder / "worker.log").open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.zoo.worker", *map(str, jobs)], cwd=_ROOT,

@@ -13,6 +13,8 @@ from deft_backend.harness.replay import Replayed
 
 _COLOURS = (HOST_COLOUR, DEFT_COLOUR)
 _BINS = 60
+_POINTS = 400
+"""Points of a distribution that are drawn, at most."""
 
 
 def live_plot(w: LiveWorkload, names: tuple[str, str]) -> str:
@@ -40,8 +42,17 @@ def _distributions(
     every = [1e3 * value for side in values for value in side]
     for side, name, colour in zip(values, names, _COLOURS, strict=True):
         ordered = sorted(1e3 * value for value in side)
-        shares = [100 * (at + 1) / len(ordered) for at in range(len(ordered))]
-        axes.step(ordered, shares, where="post", color=colour, label=name, linewidth=1.8)
+        step = max(1, len(ordered) // _POINTS)
+        places = [*range(0, len(ordered), step), len(ordered) - 1] if ordered else []
+        shares = [100 * (at + 1) / len(ordered) for at in places]
+        axes.step(
+            [ordered[at] for at in places],
+            shares,
+            where="post",
+            color=colour,
+            label=name,
+            linewidth=1.8,
+        )
     if every and min(every) > 0 and max(every) > 20 * min(every):
         axes.set_xscale("log")
     axes.set_ylim(0, 101)

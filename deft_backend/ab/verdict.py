@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -19,7 +18,6 @@ FEW = 8
 """Fewer pairs of answers than this say nothing."""
 
 _FIRST_TOKEN_WORSE = 0.15
-_DRAWS = 400
 
 
 def verdict(result: LiveResult) -> str:
@@ -60,9 +58,11 @@ def paired_change(w: LiveWorkload) -> tuple[float, float, float] | None:
     ratios = _ratios(w, lambda answer: answer.tpot)
     if len(ratios) < FEW:
         return None
-    chance = random.Random(0)
-    drawn = sorted(statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(_DRAWS))
-    low, high = drawn[round(0.025 * _DRAWS)], drawn[round(0.975 * _DRAWS) - 1]
+    ordered = sorted(ratios)
+    # Order statistics: how many of n ratios lie below the true median is binomial.
+    reach = 0.98 * math.sqrt(len(ordered))
+    low = ordered[max(0, math.floor(len(ordered) / 2 - reach))]
+    high = ordered[min(len(ordered) - 1, math.ceil(len(ordered) / 2 + reach) - 1)]
     middle = statistics.median(ratios)
     return math.exp(middle) - 1, math.exp(low) - 1, math.exp(high) - 1
 

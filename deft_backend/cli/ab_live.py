@@ -218,6 +218,11 @@ def compare_live(
                 if first is None:
                     raise
                 run = silent_side(side, first, str(error))  # keep what the first one did
+            except KeyboardInterrupt:  # while the second server starts
+                if first is None:
+                    raise
+                interrupted = True
+                break
             found.append(run)
             if interrupted:
                 break

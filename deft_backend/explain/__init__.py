@@ -3,6 +3,7 @@
 from deft_backend.explain.drawing import render
 from deft_backend.explain.explanation import ChunkFacts, Explanation, NodeFacts, explain
 from deft_backend.explain.loads import PlanLoads, count_plan_loads
+from deft_backend.explain.token_tree import draw_token_tree, seen_from_bits, seen_from_parents
 
 __all__ = [
     "ChunkFacts",
@@ -10,6 +11,9 @@ __all__ = [
     "NodeFacts",
     "PlanLoads",
     "count_plan_loads",
+    "draw_token_tree",
     "explain",
     "render",
+    "seen_from_bits",
+    "seen_from_parents",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 import urllib.error
 import urllib.request
 from collections import defaultdict
@@ -27,6 +28,8 @@ from deft_backend.telemetry.state_reader import (
     settled_counters,
 )
 
+_WAIT_SECONDS = 1.0
+
 _SERIES = re.compile(r"(deft_\w+_total)(?:\{(.*)\})? (\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
@@ -44,28 +47,44 @@ class LiveCounters:
 
     def __init__(self, url: str, folder: Path) -> None:
         parts = urlsplit(url)
-        local = parts.hostname in ("127.0.0.1", "localhost", "::1")
         self._url = url
-        self._path = running_servers(folder).get(parts.port or 80) if local else None
+        self._port = parts.port or 80
+        self._folder = folder
+        self._local = parts.hostname in ("127.0.0.1", "localhost", "::1")
 
     def state(self) -> StateReading | None:
         """What the server says about itself; None without a state file."""
-        if self._path is None:
+        path = self._file()
+        if path is None:
             return None
         try:
-            return read_state(self._path)
+            return read_state(path)
         except StateError:
             return None
 
     def read(self) -> Counters | None:
         """The counters; of a server without other traffic, after it has come to rest."""
-        if self._path is None:
+        path = self._file()
+        if path is None:
             return self._from_metrics()
         try:
-            return settled_counters(self._path, timeout=5.0)
+            return settled_counters(path, timeout=5.0)
         except StateError:  # others use the server, too
             found = self.state()
             return None if found is None else found.counters
+
+    def _file(self) -> Path | None:
+        """The state file; a server writes it a moment after its first decode step."""
+        end = time.monotonic() + _WAIT_SECONDS
+        while self._local:
+            path = running_servers(self._folder).get(self._port)
+            if path is not None:
+                return path
+            if time.monotonic() > end:
+                self._local = False  # it has none: do not wait again
+            else:
+                time.sleep(0.1)
+        return None
 
     def _from_metrics(self) -> Counters | None:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

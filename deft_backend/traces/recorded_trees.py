@@ -84,6 +84,16 @@ class TokenTree:
     prompts: tuple[str, ...]
     accepted: tuple[tuple[int, ...], ...]
 
+    @property
+    def parents(self) -> tuple[int, ...]:
+        """The parent of each query token. Token 0 is the last accepted one, with parent -1.
+
+        >>> TokenTree(((0,), (1,), (0, 0)), (), ()).parents
+        (-1, 0, 0, 1)
+        """
+        number = {(): 0, **{path: i + 1 for i, path in enumerate(self.paths)}}
+        return (-1, *(number[path[:-1]] for path in self.paths))
+
 
 def lay_out(
     lengths: Mapping[int, int], children: Mapping[int, Sequence[int]]

@@ -134,8 +134,8 @@ def _lines(row: Row, engine: Engine, counters: Counters) -> Iterable[tuple[str, 
     yield "batch", _batch(row.batch)
     if counters.plans and counters.plan_seconds:
         each = 1e3 * counters.plan_seconds / counters.plans
-        share = f"{counters.plans:,} plans, {each:.2g} ms each"
-        yield "planning", Text(share)
+        time_of_one = f"{each:.2g}" if each < 10 else f"{each:,.0f}"
+        yield "planning", Text(f"{_count(counters.plans, 'plan')}, {time_of_one} ms each")
     verified = getattr(counters, "verified_tokens", 0)  # only of servers that verify drafts
     if verified:
         yield "verified", Text(f"{verified:,} query tokens")
@@ -180,7 +180,7 @@ def _batch(batch: ShownBatch) -> Text:
         return Text(batch.problem, style="dim")
     return Text(
         f"{_count(forest.batch_size, 'request')} · share {forest.share:,.1f}: "
-        f"{forest.tokens_attended:,} tokens read by requests, {forest.tokens_stored:,} stored"
+        f"{forest.tokens_attended:,} tokens attended to, {forest.tokens_stored:,} stored"
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from integration_tests.common.server import MODEL, Reference, Server
@@ -16,3 +18,9 @@ def model_exists() -> None:
 @pytest.fixture(scope="session")
 def reference(baseline: Server) -> Reference:
     return Reference(baseline)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def servers_end_with_the_tests() -> None:
+    """`timeout` and CI end pytest by SIGTERM. Like Ctrl-C, it must end the servers, too."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -187,8 +187,12 @@ class Reference:
 
 
 def state_settings(backend: str | None, folder: Path) -> dict[str, str]:
-    """Settings of a server that keeps its state in a folder and verifies every decode."""
+    """Settings of a server that keeps its state in a folder and verifies every decode.
+
+    The model is tiny: threads of an operation would wait for each other longer than they compute.
+    """
     return {
+        "OMP_NUM_THREADS": "1",
         "DEFT_STATE_DIR": str(folder / "state"),
         "DEFT_VERIFY": "1",
         "DEFT_LOG": "debug",

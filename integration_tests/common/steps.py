@@ -6,8 +6,10 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from integration_tests.common.server import Server
+if TYPE_CHECKING:
+    from integration_tests.common.server import Server
 
 
 class StepTotal:

@@ -24,6 +24,7 @@ class FlashInferPrefill(Method):
     """``BatchPrefillWithPagedKVCacheWrapper``, planned for exactly this batch.
 
     A chain is its causal mask. A token tree is its custom mask, which the wrapper keeps in bits.
+    Custom masks need the backend ``fa2``; the peer ``fa3`` shows FlashAttention-3 for chains.
     """
 
     name = "flashinfer-prefill"
@@ -41,7 +42,7 @@ class FlashInferPrefill(Method):
             raise Refused(f"the custom mask has more than {MOST_MASK} elements")
         if self._wrapper is None:
             self._wrapper = flashinfer().BatchPrefillWithPagedKVCacheWrapper(
-                float_workspace(inputs.device), "NHD"
+                float_workspace(inputs.device), "NHD", backend="fa2"
             )
         used = tables.pages_used
         indptr = np.concatenate([[0], np.cumsum(used)]).astype(np.int32)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from deft_backend.hosts.contract.files import HostFiles
+from deft_backend.hosts.contract.statements import (
+    Signature,
+    bound_names,
+    fields_in_call,
+    instance_attributes,
+    signature_of,
+    statements,
+)
 
 Kind = Literal["module", "class", "function", "value", "lazy", "unreadable"]
-Statements = Iterable[ast.stmt]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,14 +44,6 @@ class Definition:
     node: ast.AST | None = None
     reason: str = ""
     owner: Definition | None = None
-
-
-@dataclass(frozen=True)
-class Signature:
-    """Parameters of a function or constructor, without the instance; `takes_any` for ``**``."""
-
-    names: tuple[str, ...]
-    takes_any: bool
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class HostNames:
                 found += self._in_class(owner, name)
             elif owner.kind == "lazy":
                 found.append(Definition("unreadable", owner.module, reason=owner.reason))
-            elif isinstance(owner.node, ast.expr) and name in _fields_in_call(owner.node):
+            elif isinstance(owner.node, ast.expr) and name in fields_in_call(owner.node):
                 found.append(Definition("value", owner.module, owner.node))
         readable = [definition for definition in found if definition.kind != "unreadable"]
         return readable or found
@@ -111,14 +110,14 @@ class HostNames:
                     if isinstance(base.node, ast.ClassDef):
                         found |= set(self._class_members(base.node))
             elif isinstance(owner.node, ast.expr):
-                found |= set(_fields_in_call(owner.node))
+                found |= set(fields_in_call(owner.node))
         return found
 
     def signature(self, definition: Definition) -> Signature | None:
         """Parameters of a function or of a class's constructor; None if the source hides them."""
         node = definition.node
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            return _signature(node, is_method=definition.owner is not None)
+            return signature_of(node, is_method=definition.owner is not None)
         if definition.kind == "class":
             return self._constructor(definition)
         return None
@@ -133,7 +132,7 @@ class HostNames:
                 self._scopes[module] = self._files.unreadable(module)
             else:
                 tree, is_package = parsed
-                names, stars = _bound_names(tree.body)
+                names, stars = bound_names(tree.body)
                 self._scopes[module] = _Scope(module, is_package, names, stars)
         return self._scopes[module]
 
@@ -245,10 +244,10 @@ class HostNames:
 
     def _class_members(self, node: ast.ClassDef) -> dict[str, list[ast.AST]]:
         if node not in self._members:
-            names, _ = _bound_names(node.body)
-            for method in _statements(node.body):
+            names, _ = bound_names(node.body)
+            for method in statements(node.body):
                 if isinstance(method, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                    for name, value in _instance_attributes(method):
+                    for name, value in instance_attributes(method):
                         names.setdefault(name, [value])
             self._members[node] = names
         return self._members[node]
@@ -263,97 +262,15 @@ class HostNames:
             for name in ("__init__", "__new__"):
                 for node in members.get(name, ()):
                     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                        return _signature(node, is_method=True)
+                        return signature_of(node, is_method=True)
             fields += [
                 statement.target.id
                 for statement in base.node.body
                 if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
             ]
         if not fields and isinstance(definition.node, ast.ClassDef):
-            fields = [name for base in definition.node.bases for name in _fields_in_call(base)]
+            fields = [name for base in definition.node.bases for name in fields_in_call(base)]
         return Signature(tuple(fields), takes_any=False)
-
-
-def _bound_names(body: Statements) -> tuple[dict[str, list[ast.AST]], list[ast.ImportFrom]]:
-    """Names that statements bind, each with what it is bound to, and the imports of ``*``."""
-    names: dict[str, list[ast.AST]] = {}
-    stars: list[ast.ImportFrom] = []
-
-    def bind(target: ast.AST, value: ast.AST) -> None:
-        if isinstance(target, ast.Name):
-            names.setdefault(target.id, []).append(value)
-        elif isinstance(target, (ast.Tuple, ast.List)):
-            for element in target.elts:
-                bind(element, target)
-        elif isinstance(target, ast.Starred):
-            bind(target.value, value)
-
-    for node in _statements(body):
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            names.setdefault(node.name, []).append(node)
-        elif isinstance(node, ast.Assign):
-            for target in node.targets:
-                bind(target, node.value)
-        elif isinstance(node, ast.AnnAssign):
-            bind(node.target, node.value or node)
-        elif isinstance(node, (ast.For, ast.AsyncFor)):
-            bind(node.target, node)
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                names.setdefault(alias.asname or alias.name.split(".")[0], []).append(node)
-        elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                if alias.name == "*":
-                    stars.append(node)
-                else:
-                    names.setdefault(alias.asname or alias.name, []).append(node)
-    return names, stars
-
-
-def _statements(body: Statements) -> Iterator[ast.stmt]:
-    """Statements that run when the body runs, those in ``if``, ``try`` and so on included.
-
-    Statements for type checkers only are left out.
-    """
-    for node in body:
-        yield node
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            continue
-        if not (isinstance(node, ast.If) and _for_type_checkers(node.test)):
-            yield from _statements(getattr(node, "body", ()))
-        for part in ("orelse", "finalbody"):
-            yield from _statements(getattr(node, part, ()))
-        for part in ("handlers", "cases"):
-            for block in getattr(node, part, ()):
-                yield from _statements(block.body)
-
-
-def _for_type_checkers(test: ast.expr) -> bool:
-    name = test.attr if isinstance(test, ast.Attribute) else getattr(test, "id", "")
-    return name == "TYPE_CHECKING"
-
-
-def _instance_attributes(
-    function: ast.FunctionDef | ast.AsyncFunctionDef,
-) -> Iterator[tuple[str, ast.AST]]:
-    """Attributes that a method sets on its first argument, and the assigned expressions."""
-    arguments = [*function.args.posonlyargs, *function.args.args]
-    if not arguments or _is_static(function):
-        return
-    instance = arguments[0].arg
-    for node in ast.walk(function):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if isinstance(node.value, ast.Name) and node.value.id == instance:
-                yield node.attr, node
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            first, second = [*node.args, None, None][:2]
-            if (
-                node.func.id == "setattr"
-                and isinstance(first, ast.Name)
-                and first.id == instance
-                and isinstance(second, ast.Constant)
-            ):
-                yield str(second.value), node
 
 
 def _absolute(node: ast.ImportFrom, scope: _Scope) -> str:
@@ -376,30 +293,3 @@ def _lazy_names(scope: _Scope) -> set[str]:
         for constant in ast.walk(node)
         if isinstance(constant, ast.Constant) and isinstance(constant.value, str)
     }
-
-
-def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef, is_method: bool) -> Signature:
-    positional = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
-    if is_method and not _is_static(node):
-        positional = positional[1:]
-    names = [*positional, *(argument.arg for argument in node.args.kwonlyargs)]
-    return Signature(tuple(names), takes_any=node.args.kwarg is not None)
-
-
-def _is_static(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any(getattr(decorator, "id", "") == "staticmethod" for decorator in node.decorator_list)
-
-
-def _fields_in_call(node: ast.expr) -> list[str]:
-    """Field names in ``namedtuple("Name", ["a", "b"])``."""
-    if not isinstance(node, ast.Call) or len(node.args) < 2:
-        return []
-    fields = node.args[1]
-    if isinstance(fields, ast.Constant) and isinstance(fields.value, str):
-        return fields.value.replace(",", " ").split()
-    return [
-        constant.value
-        for element in getattr(fields, "elts", ())
-        for constant in [element.elts[0] if isinstance(element, ast.Tuple) else element]
-        if isinstance(constant, ast.Constant) and isinstance(constant.value, str)
-    ]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from deft_backend.hosts.common.limits import SINKS_ON_GPU
 from deft_backend.hosts.sglang.caches import FullCache
 
 Shape = tuple[int, int, int]
@@ -49,6 +50,7 @@ def divide_layers(
     cache: FullCache,
     others: Iterable[int] = (),
     refused: Callable[[Shape], str | None] = lambda shape: None,
+    with_sinks: Collection[int] = (),
 ) -> Division:
     """Decide on every layer of a model.
 
@@ -63,12 +65,16 @@ def divide_layers(
         Ids of the model's linear and recurrent layers.
     refused : callable
         Why no kernel runs a shape, or None.
+    with_sinks : collection of int
+        Ids of layers whose sinks tree attention must leave to the host.
     """
     shapes: dict[int, Shape] = {}
-    host = dict.fromkeys(others, "linear or recurrent attention")
+    host: dict[int, str] = {}
     for layer in layers:
         shape = shape_of_layer(layer)
         reason = unsupported_layer(layer) or refused(shape)
+        if reason is None and layer.layer_id in with_sinks:
+            reason = SINKS_ON_GPU
         if reason is None and not cache.holds(layer.layer_id, shape):
             reason = "a KV cache of another kind"
         if reason is not None:
@@ -79,6 +85,9 @@ def divide_layers(
     for layer_id, shape in shapes.items():
         if planned is not None and shape != planned:
             host[layer_id] = other_shape(shape, planned)
+    for layer_id in others:  # a layer may have both kinds of attention side by side
+        if layer_id not in shapes:
+            host.setdefault(layer_id, "linear or recurrent attention")
     tree = tuple(sorted(layer_id for layer_id in shapes if layer_id not in host))
     return Division(planned, tree, host)
 

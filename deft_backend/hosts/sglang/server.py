@@ -14,6 +14,7 @@ from deft_backend.hosts.sglang.versions import (
     SGLANG,
     attention_layers,
     attention_ranks,
+    layers_with_sinks,
     ranks,
     resolved,
 )
@@ -36,7 +37,8 @@ def division_of(runner: Any) -> Division:
     layers = attention_layers(runner.model)
     if not isinstance(cache, str) and layers:
         others = getattr(runner.req_to_token_pool, "mamba_map", ())
-        return divide_layers(layers, cache, others, refused)
+        with_sinks = layers_with_sinks(runner.model) if device.type == "cuda" else ()
+        return divide_layers(layers, cache, others, refused, with_sinks)
     keys = pool.get_key_buffer(pool.start_layer)
     heads = runner.model_config.num_attention_heads // attention_ranks()
     shape = (heads, int(keys.shape[-2]), int(keys.shape[-1]))

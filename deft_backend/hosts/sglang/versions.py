@@ -182,6 +182,22 @@ def attention_layers(model: Any) -> list[Any]:
     return [part for part in model.modules() if isinstance(part, RadixAttention)]
 
 
+def layers_with_sinks(model: Any) -> frozenset[int]:
+    """Ids of the layers that get sinks from the module around them, which holds these.
+
+    The names differ between models: ``sinks``, ``attention_sink_bias``.
+    """
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    return frozenset(
+        layer.layer_id
+        for part in model.modules()
+        for layer in part.children()
+        if isinstance(layer, RadixAttention)
+        and any("sink" in name for name, _ in part.named_parameters(recurse=False))
+    )
+
+
 # CUDA graphs and the page-table fence --------------------------------------------------------
 
 

@@ -1,0 +1,159 @@
+"""A soak: slices of mixed traffic, each with its check, added up in one file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.e2e.backend_runs import record
+from benchmarks.e2e.choice import Choice, ModelChoice, Output, ServerChoice, TrafficChoice
+from benchmarks.e2e.prepare_run import prepared
+from benchmarks.row_files import RowsError, make_folder, write_object
+from deft_backend.harness.provenance import provenance
+from deft_backend.json_file import read_json
+
+LEVEL_MIB = 64.0
+LEVEL_SHARE = 0.03
+"""Memory is level if it grows by less than this after the first fifth: MiB, or share of it."""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Soak:
+    """A soak of one host.
+
+    Attributes
+    ----------
+    out : Path
+        The file of slices.
+    seconds : float
+        Seconds of traffic in all.
+    slice_seconds : float
+        Of one server's life.
+    servers : ServerChoice
+    model : ModelChoice
+    workers : int, optional
+    logs : Path, optional
+    command : str
+        For the record.
+    """
+
+    out: Path
+    seconds: float
+    slice_seconds: float
+    servers: ServerChoice
+    model: ModelChoice
+    workers: int | None
+    logs: Path | None
+    command: str
+
+
+def run(soak: Soak, say: Callable[[str], None]) -> dict[str, Any]:
+    """Run slices until the file holds all seconds; returns the totals.
+
+    Raises
+    ------
+    RowsError
+        If the file cannot be written, or holds something else.
+    """
+    make_folder(soak.out)
+    slices, runs = _before(soak.out)
+    while (left := soak.seconds - sum(row["seconds"] for row in slices)) > 1.0:
+        part = max((row["part"] for row in slices), default=0) + 1
+        seconds = min(left, soak.slice_seconds)
+        say(f"slice {part}: {seconds:.0f} s of traffic; {left:.0f} s are left")
+        found = _slice(soak, part, seconds, say)
+        slices.append(found)
+        header = {**provenance(), "command": soak.command, "part": part}
+        runs.append(header)
+        write_object(soak.out, slices, {"runs": runs, "total": totals(slices)})
+        say(f"slice {part}: {found}")
+        if found["seconds"] <= 0:  # the server never came up: do not try for ever
+            break
+    return totals(slices)
+
+
+def _before(path: Path) -> tuple[list[Row], list[dict[str, Any]]]:
+    if not path.exists():
+        return [], []
+    content = read_json(path, RowsError, "the soak ")
+    try:
+        return list(content["rows"]), list(content["header"]["runs"])
+    except (KeyError, TypeError) as error:
+        raise RowsError(f"{path} holds no soak: {error!r}") from error
+
+
+def _slice(soak: Soak, part: int, seconds: float, say: Callable[[str], None]) -> Row:
+    """Traffic on a server with the plugin, then its check on the host's own backend."""
+    folder = soak.logs or soak.out.with_suffix("")
+    rows = folder / "slices.json"
+    reference = soak.servers.reference
+    choice = Choice(
+        Output(rows, soak.command, folder / f"part-{part}"), ["traffic"],
+        soak.servers, soak.model,
+        traffic=TrafficChoice(seconds / 60, part, soak.workers),
+    )  # fmt: skip
+    with prepared(choice) as setup:
+        both = (setup.launch.host.ours, reference or setup.reference)
+        found = record(replace(setup, backends=both), say)
+    ours = [row for row in found if row["workload"] == f"mixed-traffic part {part}"]
+    return summary(ours[0], part)
+
+
+def summary(row: Any, part: int) -> Row:
+    """What a slice came to, from its row of mixed traffic."""
+    detail = row["detail"]
+    traffic, checked = detail.get("traffic", {}), detail.get("checked", {})
+    return {
+        "part": part, "host": row["host"], "model": row["model"], "error": row["error"],
+        "seconds": traffic.get("seconds", 0.0), "finished": traffic.get("finished", 0),
+        "aborted": traffic.get("aborted", 0), "failures": traffic.get("failures", 0),
+        "evicted": traffic.get("evicted"), "checked_tokens": checked.get("tokens", 0),
+        "checked_answers": checked.get("answers", 0), "ties": checked.get("ties", 0),
+        "wrong": checked.get("wrong", 0), "log_trouble": detail.get("log_trouble", 0),
+        "memory": {
+            name: level(detail.get("memory", []), name) for name in ("rss_mib", "gpu_mib")
+        },
+    }  # fmt: skip
+
+
+def level(samples: Sequence[dict[str, Any]], name: str) -> dict[str, float] | None:
+    """Memory after the first fifth of the time and at the end, in MiB; None if unknown."""
+    known = [sample for sample in samples if sample.get(name) is not None]
+    if len(known) < 2:
+        return None
+    fifth = known[-1]["s"] / 5
+    after = next(sample for sample in known if sample["s"] >= fifth)
+    return {
+        "after_first_fifth": after[name], "end": known[-1][name],
+        "growth": round(known[-1][name] - after[name], 1),
+    }  # fmt: skip
+
+
+def is_level(memory: dict[str, float] | None) -> bool:
+    """Whether memory stayed where it was after the first fifth."""
+    if memory is None:
+        return True
+    return memory["growth"] <= max(LEVEL_MIB, LEVEL_SHARE * memory["after_first_fifth"])
+
+
+def totals(slices: Sequence[Row]) -> dict[str, Any]:
+    """Sums over slices, and whether all is well."""
+    names = (
+        "finished", "aborted", "failures", "checked_answers", "checked_tokens", "ties", "wrong",
+        "log_trouble",
+    )  # fmt: skip
+    sums: dict[str, Any] = {name: sum(row[name] for row in slices) for name in names}
+    sums["seconds"] = round(sum(row["seconds"] for row in slices), 1)
+    sums["level"] = all(is_level(found) for row in slices for found in row["memory"].values())
+    sums["ok"] = bool(
+        slices
+        and sums["level"]
+        and sums["checked_tokens"] > 0
+        and not (sums["failures"] or sums["wrong"] or sums["log_trouble"])
+        and not any(row["error"] for row in slices)
+    )
+    return sums

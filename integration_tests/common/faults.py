@@ -1,0 +1,21 @@
+"""A small selection of the fault harness, for the tests of either host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.faults.run import Harness
+from integration_tests.common.server import MODEL
+
+SELECTED = {
+    "sglang": {"files", "poison", "planner", "launch", "sigkill"},
+    "vllm": {"files", "poison", "planner", "sigkill"},
+}
+"""Faults that share one server; `python -m benchmarks faults` injects all of them."""
+
+
+def check_faults(host: str, folder: Path) -> None:
+    """Inject the selected faults into a server, and expect what docs/reliability.md promises."""
+    rows = Harness(host, folder, MODEL, 1, 0, print).run(SELECTED[host])
+    assert {row["fault"] for row in rows} == SELECTED[host]
+    assert [row for row in rows if not row["ok"]] == []

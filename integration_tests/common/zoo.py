@@ -1,0 +1,24 @@
+"""Architectures of the zoo on a host's CPU engine: every token is the host's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.zoo.architectures import ARCHITECTURES
+from benchmarks.zoo.run import Place, run
+
+SECONDS = 800.0
+
+
+def check_architectures(host: str, folder: Path) -> None:
+    """Run the host's architectures for tests; `python -m benchmarks zoo` runs the others."""
+    names = [name for name, architecture in ARCHITECTURES.items() if host in architecture.ci]
+    assert names
+    rows = list(run(names, Place(host, gpu=False), folder, 1, SECONDS))
+    assert [row["architecture"] for row in rows] == names
+    for row in rows:
+        architecture = ARCHITECTURES[row["architecture"]]
+        assert row["tokens_checked"], row
+        assert not row["tokens_wrong"], row
+        assert row["ties"] <= row["tokens_checked"] // 10, row
+        assert row["layers_tree"] == architecture.tree, row

@@ -1,0 +1,11 @@
+"""Faults in a real vLLM server: damaged files, poison, a planner and a kernel that fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from integration_tests.common.faults import check_faults
+
+
+def test_faults_end_in_right_answers(tmp_path: Path) -> None:
+    check_faults("vllm", tmp_path)

@@ -1,0 +1,14 @@
+"""Windows beside full attention, sinks, linear layers and experts, on vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from integration_tests.common.zoo import check_architectures
+
+
+@pytest.mark.timeout(900)
+def test_every_token_of_every_architecture_is_the_hosts(tmp_path: Path) -> None:
+    check_architectures("vllm", tmp_path)
