@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,17 +12,14 @@ from typing import Any
 from deft_backend.servers.command import free_port, server_command
 from deft_backend.servers.process import ServerProcess
 from integration_tests.common.server import (
-    DRAFT,
     EAGER,
     MODEL,
-    ROOT,
     START_SECONDS,
     Server,
     cores_of_two_ranks,
     state_settings,
 )
 from integration_tests.common.steps import counted
-from integration_tests.cpu_speculation import write_plugin
 
 
 @dataclass(frozen=True)
@@ -34,17 +30,6 @@ class Group:
     settings: dict[str, str] = field(default_factory=dict)
     cli: bool = False
     """Start it with ``sglang serve``, not ``python -m sglang.launch_server``."""
-    speculates: bool = False
-    """Add the operations for speculation that the host lacks on the CPU."""
-
-
-def _drafting(topk: int, tokens: int) -> tuple[str, ...]:
-    """Flags for the draft model, with verifications of `tokens` tokens."""
-    return (
-        "--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(DRAFT),
-        "--speculative-num-steps", "4", "--speculative-eagle-topk", str(topk),
-        "--speculative-num-draft-tokens", str(tokens),
-    )  # fmt: skip
 
 
 GROUPS = {
@@ -72,13 +57,6 @@ GROUPS = {
             "SGLANG_NCCL_SO_PATH": "/nowhere/libnccl.so",
         },
     ),
-    "ngram": Group(
-        ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6"),
-        EAGER,
-        speculates=True,
-    ),
-    "chains": Group(_drafting(topk=1, tokens=5), EAGER, speculates=True),
-    "trees": Group((*_drafting(topk=2, tokens=8), "--page-size", "1"), EAGER, speculates=True),
     # The host's own switch for its tests: every few steps it retracts decoding requests.
     "retracting": Group(
         settings={**EAGER, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "6"}
@@ -111,10 +89,6 @@ def running(backend: str | None, group: Group, folder: Path) -> Iterator[Server]
     """A server for a `with` block. It checks every plan against the page tables."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {**state_settings(backend, folder), **group.settings}
-    if group.speculates:
-        write_plugin(folder / "plugin")
-        paths = [str(folder / "plugin"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-        settings["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     # Without `--sleep-on-idle` the host's scheduler polls: the baseline would take a core.
     flags = ["--max-running-requests", "32", "--dtype", "float32", "--sleep-on-idle", *group.flags]
     command = server_command(

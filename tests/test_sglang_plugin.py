@@ -157,7 +157,6 @@ def test_the_fallback_backend(arguments: Any, monkeypatch) -> None:
     [
         ({"device": "xpu"}, "device xpu"),
         ({"speculative_algorithm": "DFLASH"}, "speculation by DFLASH"),
-        ({"speculative_algorithm": "EAGLE", "speculative_adaptive": True}, "changing length"),
         ({"disaggregation_mode": "decode"}, "disaggregation"),
         *(({name: True}, words) for name, words in SWITCHES.items()),
         ({"dllm_algorithm": "LowConfidence"}, "diffusion decoding"),
@@ -182,29 +181,40 @@ def test_servers_that_are_not_supported_run_on_the_hosts_own(
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM"])
-def test_servers_that_speculate_are_served(arguments: Any, algorithm: str) -> None:
+def test_servers_that_speculate_are_served(arguments: Any, algorithm: str, monkeypatch) -> None:
+    monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
     made = make_arguments(speculative_algorithm=algorithm, speculative_attention_mode="prefill")
     arguments.resolve(resolve_as_host, made)
     assert getattr(made, arguments.HOST_DECODE) == "torch_native"
 
 
+def test_drafts_of_changing_length_are_the_hosts(arguments: Any, caplog: Any, monkeypatch) -> None:
+    monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
+    made = make_arguments(speculative_algorithm="EAGLE", speculative_adaptive=True)
+    arguments.resolve(resolve_as_host, made)
+    assert not hasattr(made, arguments.HOST_DECODE)
+    assert "changing length" in caplog.text
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("tries", ["0", "1"])
-def test_speculation_on_a_gpu_must_be_asked_for(
-    arguments: Any, tries: str, caplog: Any, monkeypatch
+def test_speculation_must_be_asked_for(
+    arguments: Any, tries: str, device: str, caplog: Any, monkeypatch
 ) -> None:
-    """No server on a GPU has verified drafts through tree attention."""
+    """No server of SGLang has verified drafts through tree attention in a test."""
     monkeypatch.setenv("DEFT_UNTESTED_HOST", tries)
-    made = make_arguments(speculative_algorithm="EAGLE", device="cuda")
+    made = make_arguments(speculative_algorithm="EAGLE", device=device)
     arguments.resolve(resolve_as_host, made)
     assert hasattr(made, arguments.HOST_DECODE) is (tries == "1")
-    assert ("tested in servers on the CPU only" in caplog.text) is (tries == "0")
+    assert ("not tested in such a server of SGLang" in caplog.text) is (tries == "0")
 
 
 @pytest.mark.parametrize(("mode", "served"), [("prefill", False), ("decode", True)])
 def test_verification_by_another_backend_is_the_hosts(
-    arguments: Any, mode: str, served: bool, caplog: Any
+    arguments: Any, mode: str, served: bool, caplog: Any, monkeypatch
 ) -> None:
     """The host can verify with its backend for prefill."""
+    monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
     made = make_arguments(
         attention_backend=None, decode_attention_backend="deft",
         prefill_attention_backend="triton", speculative_algorithm="EAGLE",

@@ -74,17 +74,13 @@ class TestedVersions:
         )
 
 
-def refuse_speculation(on_gpu: bool) -> str | None:
-    """Why a server that speculates gets no tree attention on this kind of device, or None.
-
-    Servers verified drafts through tree attention in tests on the CPU. On a GPU only the kernels
-    did, in CUDA graphs of their own.
-    """
-    if not on_gpu or tries_others():
+def refuse_speculation(host: TestedVersions) -> str | None:
+    """Why a server that speculates gets no tree attention where none was tested, or None."""
+    if tries_others():
         return None
     return (
-        "speculative decoding was tested in servers on the CPU only (DEFT_UNTESTED_HOST=1 tries "
-        "it on a GPU)"
+        f"speculative decoding was not tested in such a server of {host.name} "
+        "(DEFT_UNTESTED_HOST=1 tries it)"
     )
 
 

@@ -27,6 +27,7 @@ from deft_backend.hosts.vllm.say import say_once
 from deft_backend.hosts.vllm.server import server_of
 from deft_backend.hosts.vllm.sleep import can_sleep, outside_memory_pools
 from deft_backend.hosts.vllm.speculation import drafts, query_tokens_of
+from deft_backend.hosts.vllm.versions import VLLM as TESTED
 from deft_backend.hosts.vllm.versions import blank_cache, unknown_cache
 from deft_backend.policy_names import AUTO
 
@@ -155,8 +156,8 @@ def unsupported_server(vllm_config: Any) -> str | None:
     parallel = vllm_config.parallel_config
     if envs.VLLM_BATCH_INVARIANT:
         return "a plan depends on the batch: batch-invariant mode is not supported"
-    if vllm_config.speculative_config is not None:
-        reason = refuse_speculation(on_gpu=not current_platform.is_cpu())
+    if vllm_config.speculative_config is not None and not current_platform.is_cpu():
+        reason = refuse_speculation(TESTED)
         if reason is not None:
             return reason
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
