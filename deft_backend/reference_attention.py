@@ -76,9 +76,8 @@ def reference_attention(
         if sinks is not None:
             sink = sinks.double().view(kv_heads, -1, 1).expand(tokens, -1, -1, -1)
             scores = torch.cat([scores, sink], dim=-1)
-        weights = scores.softmax(-1)[..., :length].nan_to_num(
-            0.0
-        )  # NaN where a query token sees no token
+        # NaN where a query token sees no token.
+        weights = scores.softmax(-1)[..., :length].nan_to_num(0.0)
         out[rows] = torch.einsum("thgn,nhd->thgd", weights, v).reshape(tokens, heads, dim)
     return out
 

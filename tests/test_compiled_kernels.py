@@ -83,7 +83,7 @@ def kind_of(head_dim: int, dtype: torch.dtype, page_size: int) -> Kind:
     return Kind(
         dtype=dtype, k_strides=strides, v_strides=strides, num_heads=32, num_kv_heads=8,
         head_dim=head_dim, page_size=page_size, soft_cap=False, wide_rows=True,
-        table_by_segment=True, kv_number="", sinks=False, device_scales=False,
+        table_by_segment=True, exponent_bits=0, sinks=False, device_scales=False,
     )  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def resources(launch: Launch, dtype: torch.dtype, major: int) -> Resources:
     function: Any = launch.kernel._compiled
     arrays = ReduceArrays if launch.kernel is configurations.REDUCE_PARTIALS else ItemArrays
     constants: Any = launch.constants
-    eight_bits = "CACHE" in constants and constants["CACHE"].number != ""
+    eight_bits = "CACHE" in constants and constants["CACHE"].exponent_bits > 0
     types = {**argument_types(dtype, eight_bits), "plan": plan_types(arrays)}
     types = {name: types[name] for name in function.arg_names if name not in launch.constants}
     gluon = (configurations.HOPPER_LARGE_TILE, configurations.HOPPER_SMALL_TILE)

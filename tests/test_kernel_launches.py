@@ -100,7 +100,7 @@ def launch_all(
     rows: torch.dtype = torch.int64, lens: torch.dtype = torch.int64, columns: int = 8,
     skip: int = 0, q_width: int = 256, out_width: int = 256, k_width: int = 256, v_width: int = 256,
     by_segment: bool = False, queries: int = 4, sinks: torch.dtype | None = None,
-    kv_number: str = "", scales: str = "host",
+    exponent_bits: int = 0, scales: str = "host",
 ) -> None:  # fmt: skip
     """Both stages over tensors that lie in larger ones: one thing can change without another."""
 
@@ -109,7 +109,7 @@ def launch_all(
         return held[:, :heads, skip : skip + head_dim]
 
     def cache(width: int) -> torch.Tensor:
-        kv_dtype = torch.uint8 if kv_number else dtype
+        kv_dtype = torch.uint8 if exponent_bits else dtype
         held = torch.zeros(12, 4, 4, width, dtype=kv_dtype, device=device)
         return held[:, :page_size, :kv_heads, :head_dim]
 
@@ -119,8 +119,8 @@ def launch_all(
         torch.zeros(4, columns, dtype=table), torch.zeros(queries, dtype=rows),
         torch.zeros(queries, dtype=lens), rows_of(out_width), torch.zeros(8, 16, 256),
         torch.zeros(8, 16), torch.zeros(8, 16), sm_scale=0.1, logit_cap=logit_cap,
-        host_plan=host_plan, masked_tiles=False, table_by_segment=by_segment, kv_number=kv_number,
-        k_scale=scale, v_scale=scale,
+        host_plan=host_plan, masked_tiles=False, table_by_segment=by_segment,
+        exponent_bits=exponent_bits, k_scale=scale, v_scale=scale,
         sinks=None if sinks is None else torch.zeros(heads, dtype=sinks),
     )  # fmt: skip
 
@@ -155,9 +155,9 @@ def launch_all(
         {"by_segment": True},
         {"sinks": torch.float32},
         {"sinks": torch.bfloat16},
-        {"kv_number": "e4m3"},
-        {"kv_number": "e5m2"},
-        {"kv_number": "e4m3", "scales": "device"},
+        {"exponent_bits": 4},
+        {"exponent_bits": 5},
+        {"exponent_bits": 4, "scales": "device"},
     ],
     ids=lambda change: ", ".join(change),
 )

@@ -18,7 +18,7 @@ from deft_backend.config import Settings
 from deft_backend.hosts.sglang.plain_tree import RadixTreeSource
 from deft_backend.telemetry import reporting
 from deft_backend.telemetry.counters import Counters
-from deft_backend.telemetry.state import StateWriter
+from deft_backend.telemetry.state import RETRY_SECONDS, StateWriter
 
 TOKEN = 2 * 2 * 64 * 4  # of make_state: keys and values, KV heads, elements, bytes
 LAYERS = 2
@@ -66,6 +66,31 @@ def test_a_state_file_that_cannot_be_written_is_said_once(tmp_path, caplog) -> N
     assert len(caplog.records) == 1
     assert "cannot write the server's state file" in caplog.text
     assert [counters.decode_steps for counters in heard] == [0, 1]  # metrics and log continue
+
+
+def test_after_a_full_disk_the_file_is_written_again(tmp_path, caplog, monkeypatch) -> None:
+    state = make_state()
+    writer = StateWriter(state, tmp_path)
+    now = [1000.0]
+    monkeypatch.setattr("deft_backend.telemetry.state.time.monotonic", lambda: now[0])
+    honest = writer._replace
+
+    def full(path: Path, content: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writer, "_replace", full)
+    for _ in range(3):
+        writer.look()
+        now[0] += RETRY_SECONDS
+    assert caplog.text.count("No space left") == 1
+    monkeypatch.setattr(writer, "_replace", honest)
+    now[0] -= RETRY_SECONDS / 2
+    writer.look()
+    assert not writer.path.exists()
+    now[0] += RETRY_SECONDS
+    writer.look()
+    assert writer.path.exists()
+    assert "can be written again" in caplog.text
 
 
 def test_a_folder_that_may_not_be_entered_is_said_once(tmp_path, caplog, monkeypatch) -> None:

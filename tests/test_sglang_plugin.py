@@ -161,7 +161,11 @@ def test_the_fallback_backend(arguments: Any, monkeypatch) -> None:
         *(({name: True}, words) for name, words in SWITCHES.items()),
         ({"dllm_algorithm": "LowConfidence"}, "diffusion decoding"),
         ({"dcp_size": 2}, "context parallelism"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "quantized KV caches"),
+        (
+            {"kv_cache_dtype": "fp8_e5m2", "device": "cuda"},
+            "of kind fp8_e5m2 is not supported on GPUs",
+        ),
+        ({"kv_cache_dtype": "nvfp4"}, "a KV cache of kind nvfp4 is not supported"),
         ({"mla": True}, "MLA"),
         ({"model": SimpleNamespace(is_encoder_decoder=True)}, "encoder-decoder"),
         ({"model": SimpleNamespace()}, "was made for"),
@@ -355,7 +359,7 @@ def test_ranks_that_decode_for_themselves_need_the_devices_planner(
     monkeypatch.setattr(factory, "TreeAttention", make)
     monkeypatch.setattr(factory, "unsupported_model", lambda runner: None)
     runner = SimpleNamespace(
-        device="cpu", dtype=None, req_to_token_pool=SimpleNamespace(size=4),
+        device="cpu", dtype=None, kv_cache_dtype=None, req_to_token_pool=SimpleNamespace(size=4),
         server_args=SimpleNamespace(enable_dp_attention=attention_per_rank),
     )  # fmt: skip
     if attention_per_rank:
@@ -620,7 +624,8 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
         server_args=SimpleNamespace(
             cuda_graph_config=graphs, decode_log_interval=40, enable_metrics=False
         ),
-        device="cpu", dtype=torch.float32, req_to_token_pool=table, model=torch.nn.Linear(1, 1),
+        device="cpu", dtype=torch.float32, kv_cache_dtype=torch.float32, req_to_token_pool=table,
+        model=torch.nn.Linear(1, 1),
         ps=SimpleNamespace(attn_tp_rank=0),
         tp_group=SimpleNamespace(world_size=2) if at == "no group" else group,
     )  # fmt: skip

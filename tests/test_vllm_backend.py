@@ -7,6 +7,7 @@ import logging
 import random
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,18 @@ pytest.importorskip("vllm", reason="the adapter's tests run where vLLM is instal
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import utils
-from vllm_fakes import DIM, HEADS, Batch, Cache, Layers, make_config, make_spec, reference, run
+from vllm_fakes import (
+    DIM,
+    HEADS,
+    KV_HEADS,
+    Batch,
+    Cache,
+    Layers,
+    make_config,
+    make_spec,
+    reference,
+    run,
+)
 
 from deft_backend.attention import TreeAttention
 from deft_backend.config import Settings, SettingsError
@@ -26,7 +38,7 @@ from deft_backend.hosts.vllm import factory, say, server
 from deft_backend.hosts.vllm.compose import tree_backend
 from deft_backend.hosts.vllm.cpu import PlainCpuBackend
 from deft_backend.hosts.vllm.layers import LayerShape
-from deft_backend.hosts.vllm.step import step_of
+from deft_backend.hosts.vllm.step import attach, step_of
 from deft_backend.telemetry.shown_batch import ShownBatchError, forest_of
 from deft_backend.telemetry.state import ServerState
 
@@ -583,7 +595,7 @@ def test_keys_and_values_go_to_their_slots() -> None:
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [({"alibi_slopes": [1.0]}, "alibi_slopes"),
-     ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"), ({"attn_type": "encoder"}, "attn_type")],
+     ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype"), ({"attn_type": "encoder"}, "attn_type")],
 )  # fmt: skip
 def test_the_cpu_refuses_what_it_does_not_compute(arguments: dict[str, Any], word: str) -> None:
     with pytest.raises(NotImplementedError, match=f"{word}.*without CUSTOM"):
@@ -642,3 +654,56 @@ def test_prompt_lengths_alone_are_no_window(planned: list[torch.Tensor]) -> None
     builder = make_layers().builder(make_spec())
     batch = Batch(DECODE, shared=2)
     assert step_of(builder.build(0, batch.common(rswa_prefix_lens=batch.lens))) is not None
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_cache_of_eight_bits(policy: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM gives bytes; its layers hold one scale for all keys and one for all values."""
+    monkeypatch.setenv("DEFT_POLICY", policy)
+    layers = make_layers(arguments={"kv_cache_dtype": kind})
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+    module = SimpleNamespace(
+        _q_scale=torch.tensor(1.0), _k_scale=torch.tensor(0.02), _v_scale=torch.tensor(0.5)
+    )
+    scales = torch.tensor([0.02, 0.5]).repeat_interleave(DIM)
+    dtype = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[kind]
+    stored = (cache.tensor / scales).to(dtype)
+    cache.tensor = stored.float() * scales  # what the bytes stand for
+    expected = reference(batch, cache)
+    spec = make_spec(dtype=torch.uint8)
+    metadata = layers.builder(spec).build(0, batch.common())
+    for step in (metadata, None):  # tree attention, then the host's own
+        if step is None:
+            attach(metadata, None)
+        output = torch.full_like(batch.query, 7.0)
+        layers.impls[0].forward(
+            module, batch.query, None, None, stored.view(torch.uint8), metadata, output
+        )
+        close(output, expected)
+
+
+def test_new_keys_and_values_are_stored_as_the_host_stores_them() -> None:
+    """Divided by the scale, rounded to 8 bits; what is too large becomes the largest number."""
+    layers = make_layers(arguments={"kv_cache_dtype": "fp8"})
+    module = SimpleNamespace(_k_scale=torch.tensor(0.5), _v_scale=torch.tensor(2.0))
+    cache = torch.zeros((2, KV_HEADS, 16, 2 * DIM), dtype=torch.uint8)
+    key = torch.linspace(-300.0, 300.0, KV_HEADS * DIM).reshape(1, KV_HEADS, DIM)
+    layers.impls[0].do_kv_cache_update(module, key, key, cache, torch.tensor([17]))
+    written = cache.view(torch.float8_e4m3fn)[1, :, 1].float()
+    largest = (key[0] / 0.5).clamp(-448, 448)
+    torch.testing.assert_close(written[:, :DIM], largest, rtol=0.07, atol=0.01)
+    torch.testing.assert_close(written[:, DIM:], key[0] / 2.0, rtol=0.07, atol=0.01)
+    assert not cache[0].any()
+
+
+def test_a_cache_of_eight_bits_on_a_gpu_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until a recorded run has shown the kernels right on a GPU."""
+    from deft_backend.hosts.common import limits
+
+    assert limits.refused_cache("fp8", "cuda") == "a KV cache of kind fp8 is not supported on GPUs"
+    assert limits.refused_cache("fp8", "cpu") is None
+    assert limits.refused_cache("nvfp4", "cuda") == "a KV cache of kind nvfp4 is not supported"
+    monkeypatch.setattr(limits, "EIGHT_BITS_ON_GPUS", True)
+    assert limits.refused_cache("fp8_e5m2", "cuda") is None

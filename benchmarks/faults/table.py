@@ -50,7 +50,7 @@ FAULTS = (
     Fault(
         "full-disk",
         "The disk is full when the server writes its state file.",
-        "One log line; no state file from then on. Answers are right.",
+        "One log line; the server tries again every minute. Answers are right.",
     ),
     Fault("clock", "The clock jumps by a day, to and fro.", "Nothing depends on it."),
     Fault(

@@ -21,7 +21,7 @@ from deft_backend.attention.step_inputs import (
 )
 from deft_backend.attention.workspace import Workspace, entry_bytes
 from deft_backend.forest import PrefixForest
-from deft_backend.kernels import EIGHT_BIT_NUMBERS, Gpu, run_plan, unsupported
+from deft_backend.kernels import EXPONENT_BITS, Gpu, run_plan, unsupported
 from deft_backend.planner import Plan, PlanCapacity
 from deft_backend.planner.on_device import DevicePlanner
 from deft_backend.policies import Grouping, Target, get_policy
@@ -145,7 +145,7 @@ class TreeAttention:
         self.head_dim = head_dim
         self.dtype = dtype
         self.kv_dtype = kv_dtype or dtype
-        self._kv_number = EIGHT_BIT_NUMBERS.get(self.kv_dtype, "")
+        self._exponent_bits = EXPONENT_BITS.get(self.kv_dtype, 0)
         self.page_size = page_size
         self.query_tokens = query_tokens
 
@@ -173,8 +173,8 @@ class TreeAttention:
         self._own_rows = torch.arange(
             self.capacity.max_batch, dtype=torch.int32, device=self.device
         )
-        #: Stands in for the scale of keys or values if only the other one is on the device.
-        self._one = torch.ones(1, dtype=torch.float32, device=self.device)
+        #: The scale 1 on the device, for a layer whose cache of 8 bits has no scale.
+        self.unit_scale = torch.ones(1, dtype=torch.float32, device=self.device)
 
     @property
     def _shape(self) -> QueryShape:
@@ -423,7 +423,7 @@ class TreeAttention:
             page=(self.page_size, self.num_kv_heads, self.head_dim),
             dtype=self.dtype, kv_dtype=self.kv_dtype, device=self.device,
         )  # fmt: skip
-        check_scales(k_scale, v_scale, eight_bits=bool(self._kv_number), device=self.device)
+        check_scales(k_scale, v_scale, eight_bits=bool(self._exponent_bits), device=self.device)
         if sinks is not None:
             check_sinks(sinks, self.num_query_heads, self.device)
         if query_start is not None:
@@ -439,7 +439,7 @@ class TreeAttention:
             table_rows = self._current.arrays[
                 "segment_table" if planned.on_device else "segment_request"
             ]
-        if self._kv_number:  # the kernels read bytes
+        if self._exponent_bits:  # the kernels read bytes
             k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
             k_scale, v_scale = self._both_or_none(k_scale, v_scale)
         # GPUs round to bfloat16, Triton's interpreter truncates: let PyTorch convert. Outputs of
@@ -459,7 +459,7 @@ class TreeAttention:
             *self._workspace,
             sm_scale=1.0 / math.sqrt(self.head_dim) if sm_scale is None else sm_scale,
             logit_cap=logit_cap,
-            kv_number=self._kv_number,
+            exponent_bits=self._exponent_bits,
             k_scale=k_scale,
             v_scale=v_scale,
             sinks=sinks,
@@ -495,7 +495,7 @@ class TreeAttention:
             return k_scale, v_scale
         k_scale, v_scale = (
             scale if isinstance(scale, torch.Tensor)
-            else self._one if scale == 1.0 else self._one * scale
+            else self.unit_scale if scale == 1.0 else self.unit_scale * scale
             for scale in (k_scale, v_scale)
         )  # fmt: skip
         return k_scale, v_scale

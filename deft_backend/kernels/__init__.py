@@ -2,7 +2,7 @@
 
 from deft_backend.kernels.configurations import (
     DTYPES,
-    EIGHT_BIT_NUMBERS,
+    EXPONENT_BITS,
     HEAD_DIMS,
     KernelConfiguration,
     kernel_configuration,
@@ -13,7 +13,7 @@ from deft_backend.kernels.launches import run_plan
 
 __all__ = [
     "DTYPES",
-    "EIGHT_BIT_NUMBERS",
+    "EXPONENT_BITS",
     "HEAD_DIMS",
     "Gpu",
     "KernelConfiguration",

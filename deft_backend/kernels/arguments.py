@@ -124,9 +124,9 @@ class CacheLayout(NamedTuple):
     v_head: int
     same_strides: bool
     """Whether a token has the same offset in K and in V."""
-    number: str
-    """How a byte of a cache of 8 bits stands for a number: "e4m3" or "e5m2". Empty: the cache has
-    the dtype of the queries."""
+    exponent_bits: int
+    """Of an element of a cache of 8 bits: 4 for e4m3, 5 for e5m2. 0: the cache has the dtype of the
+    queries."""
 
 
 class Tile(NamedTuple):

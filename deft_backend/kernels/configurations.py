@@ -25,8 +25,8 @@ LARGE_TILE_HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Element types. The kernels run float32 on the CPU only, for small models."""
 
-EIGHT_BIT_NUMBERS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-"""Element types of a KV cache of 8 bits, and how their bytes stand for numbers."""
+EXPONENT_BITS = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
+"""Element types of a KV cache of 8 bits, and the bits of their exponents."""
 
 
 PARTIAL_ATTENTION = Kernel(stage1, "partial_attention")
@@ -114,8 +114,8 @@ def unsupported(
         return f"head dimension {head_dim}; supported are {', '.join(map(str, HEAD_DIMS))}"
     if dtype not in DTYPES:
         return f"dtype {_name(dtype)}; supported are {', '.join(map(_name, DTYPES))}"
-    if kv_dtype not in (None, dtype, *EIGHT_BIT_NUMBERS):
-        eight = ", ".join(map(_name, EIGHT_BIT_NUMBERS))
+    if kv_dtype not in (None, dtype, *EXPONENT_BITS):
+        eight = ", ".join(map(_name, EXPONENT_BITS))
         return (
             f"a KV cache of {_name(kv_dtype)} under queries of {_name(dtype)}; supported are "
             f"{_name(dtype)}, {eight}"
@@ -176,7 +176,7 @@ def kernel_configuration(
     if hopper:
         gluon_versions.log_unavailable()
     hopper = hopper and gluon_versions.available()
-    hopper = hopper and kv_dtype not in EIGHT_BIT_NUMBERS
+    hopper = hopper and kv_dtype not in EXPONENT_BITS
     if hopper and query_tokens > 1 and small_height > 16 and head_dim in LARGE_TILE_HEAD_DIMS:
         # The large tile in Gluon reads private KV faster than the plain small tile of 32 vectors.
         tile_heights = (16, *TILE_HEIGHTS[1:])

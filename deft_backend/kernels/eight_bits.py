@@ -52,26 +52,26 @@ E5M2_TO_FLOAT16 = tl.constexpr("prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 
 
 
 @jit
-def _as_float32(x, NUMBER: tl.constexpr):
+def _as_float32(x, EXPONENT_BITS: tl.constexpr):
     """The numbers in float32, for the interpreter, which knows no PTX."""
     bits = x.to(tl.int32)
-    SHIFT: tl.constexpr = 7 if NUMBER == "e4m3" else 8
-    FACTOR: tl.constexpr = 256.0 if NUMBER == "e4m3" else 1.0
+    SHIFT: tl.constexpr = 7 if EXPONENT_BITS == 4 else 8
+    FACTOR: tl.constexpr = 256.0 if EXPONENT_BITS == 4 else 1.0
     half = ((bits & 0x80) << 8) | ((bits & 0x7F) << SHIFT)
     return half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * FACTOR
 
 
 @jit
-def operand(x, DTYPE: tl.constexpr, NUMBER: tl.constexpr, UPCAST: tl.constexpr):
+def operand(x, DTYPE: tl.constexpr, EXPONENT_BITS: tl.constexpr, UPCAST: tl.constexpr):
     """A KV block as an operand of DTYPE; with UPCAST in float32, as the interpreter needs it."""
     if UPCAST:
-        if NUMBER == "":
+        if EXPONENT_BITS == 0:
             return x.to(tl.float32)
         else:
-            return _as_float32(x, NUMBER)
-    elif NUMBER == "":
+            return _as_float32(x, EXPONENT_BITS)
+    elif EXPONENT_BITS == 0:
         return x
-    elif NUMBER == "e4m3":
+    elif EXPONENT_BITS == 4:
         if DTYPE == tl.float16:  # noqa: SIM300
             return tl.inline_asm_elementwise(
                 E4M3_TO_FLOAT16, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4

@@ -49,7 +49,7 @@ def run_plan(
     *,
     sm_scale: float,
     logit_cap: float,
-    kv_number: str = "",
+    exponent_bits: int = 0,
     k_scale: float | torch.Tensor = 1.0,
     v_scale: float | torch.Tensor = 1.0,
     sinks: torch.Tensor | None = None,
@@ -77,9 +77,9 @@ def run_plan(
     partial_out : [E, Hq, D] float16 or float32; partial_lse, partial_scale : [E, Hq] float32
         The workspace for partial results, as :class:`~deft_backend.kernels.arguments.Partials`
         describes it: E counts query tokens.
-    kv_number : str
-        How the bytes of a cache of 8 bits, given as uint8, stand for numbers: "e4m3" or "e5m2".
-        Empty: the cache has the dtype of the queries.
+    exponent_bits : int
+        Of an element of a cache of 8 bits, given as uint8: 4 for e4m3, 5 for e5m2. 0: the cache has
+        the dtype of the queries.
     k_scale, v_scale : float, or two tensors of one float32 on the device
         What a stored key and a stored value are multiplied with. 1.0 unless the cache has 8 bits.
     sinks : [Hq] float, optional
@@ -106,8 +106,9 @@ def run_plan(
     starts = seq_lens if query_start is None else query_start
     bits = seq_lens if ancestors is None else ancestors
     held_sinks = partial_lse if sinks is None else sinks
-    device_scales = isinstance(k_scale, torch.Tensor) and isinstance(v_scale, torch.Tensor)
-    held_scales = (k_scale, v_scale) if device_scales else (partial_lse, partial_lse)
+    device_scales, held_scales = False, (partial_lse, partial_lse)
+    if isinstance(k_scale, torch.Tensor) and isinstance(v_scale, torch.Tensor):
+        device_scales, held_scales = True, (k_scale, v_scale)
     last = (page_table, table_rows, seq_lens, starts, bits, held_sinks, *held_scales)
     tensors = (q, k_cache, v_cache, out, partial, *last)
     pointers = 0
@@ -136,7 +137,7 @@ def run_plan(
         blocks=blocks,
         ragged=query_start is not None,
         tree=ancestors is not None,
-        kv_number=kv_number,
+        exponent_bits=exponent_bits,
         sinks=sinks is not None,
         device_scales=device_scales,
     )
@@ -203,7 +204,7 @@ class Kind(NamedTuple):
     ragged: bool = False
     tree: bool = False
     #: As for `run_plan`.
-    kv_number: str = ""
+    exponent_bits: int = 0
     sinks: bool = False
     device_scales: bool = False
 
@@ -295,14 +296,14 @@ def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) 
         (SMALL_TILE, HOPPER_SMALL_TILE) if shape == 0
         else (PARTIAL_ATTENTION, HOPPER_LARGE_TILE)
     )  # fmt: skip
-    wide = wide and not kind.kv_number
+    wide = wide and not kind.exponent_bits
     kernel = pipelined if tile.lookahead and wide else plain
     constants = {
         "HEADS": kind.heads,
         "CACHE": CacheLayout._make(
             (
                 kind.page_size, kind.table_by_segment, *kind.k_strides, *kind.v_strides,
-                kind.k_strides[:2] == kind.v_strides[:2], kind.kv_number,
+                kind.k_strides[:2] == kind.v_strides[:2], kind.exponent_bits,
             )
         ),
         "TILE": Tile(

@@ -101,8 +101,8 @@ def _attend(
 
     If MASKED, query vector m attends to token n where ``allowed[m, n]``.
     """
-    k = operand(k, q.dtype, CACHE.number, MODE.upcast)
-    v = operand(v, q.dtype, CACHE.number, MODE.upcast)
+    k = operand(k, q.dtype, CACHE.exponent_bits, MODE.upcast)
+    v = operand(v, q.dtype, CACHE.exponent_bits, MODE.upcast)
     scores = tl.dot(q, tl.trans(k), input_precision=MODE.precision)
     scores, factor = capped(scores, scaling, MODE.soft_cap)
     if MASKED:
@@ -332,7 +332,7 @@ def partial_attention(
                 strides, HEADS, CACHE, TILE, MODE,
             )  # fmt: skip
 
-        if CACHE.number != "":
+        if CACHE.exponent_bits > 0:
             online = Online(online.acc * scaling.value, online.maximum, online.total)
         # Read again: held in registers through the loops, they would cost more.
         vectors = vectors_of(item.entry, item.queries, kv_head, tensors, plan, HEADS, TILE)

@@ -90,8 +90,8 @@ def _attend(
 
     Only if MASKED, a query vector may see no token of the block.
     """
-    k = operand(k, q.dtype, CACHE.number, MODE.upcast)
-    v = operand(v, q.dtype, CACHE.number, MODE.upcast)
+    k = operand(k, q.dtype, CACHE.exponent_bits, MODE.upcast)
+    v = operand(v, q.dtype, CACHE.exponent_bits, MODE.upcast)
     scores = tl.dot(k, tl.trans(q), input_precision=MODE.precision)
     scores, factor = capped(scores, scaling, MODE.soft_cap)
     scores = tl.where(inside, scores, float("-inf"))
@@ -227,7 +227,7 @@ def small_tile_attention(
             TILE, MODE,
         )  # fmt: skip
 
-        if CACHE.number != "":
+        if CACHE.exponent_bits > 0:
             online = Online(online.acc * scaling.value, online.maximum, online.total)
         # Read again: held in registers through the loop, they would cost more.
         vectors = vectors_of(item.entry, queries, kv_head, tensors, plan, HEADS, TILE)

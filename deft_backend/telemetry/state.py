@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 INTERVAL = 0.25
 """Seconds between two looks of the writer."""
 
+RETRY_SECONDS = 60.0
+"""Seconds after which the writer tries again, if it could not write: a full disk may be mended."""
+
 _IDENTITY = (
     "pid", "port", "rank", "host", "host_version", "backend", "policy", "device", "dtype",
     "num_layers", "num_query_heads", "num_kv_heads", "head_dim", "dtype_bytes",
@@ -200,7 +203,8 @@ class ServerState:
 class StateWriter:
     """Writes a :class:`ServerState` to its file, from a daemon thread and at exit.
 
-    If the file cannot be written, the log says so once and the server goes on without it.
+    If the file cannot be written, the log says so once and the server goes on without it. The
+    writer tries again from time to time.
 
     Attributes
     ----------
@@ -218,7 +222,7 @@ class StateWriter:
         self.listeners: list[Callable[[Counters], None]] = []
         self._seen: Counters | None = None
         self._lock = threading.Lock()
-        self._failed = False
+        self._failed_at: float | None = None
 
     def start(self) -> None:
         """Look once now, then in the background until the process ends."""
@@ -244,7 +248,7 @@ class StateWriter:
                     logger.debug("deft: reporting failed", exc_info=True)
 
     def _write(self, counters: Counters) -> None:
-        if self._failed:
+        if self._waits:
             return
         try:
             if counters == self._seen and self._touched():
@@ -252,10 +256,23 @@ class StateWriter:
             content = {**self.state.as_json(counters), "updated": time.time()}
             self._replace(self.path, content)
         except OSError as error:
-            self._failed = True
-            logger.warning("deft: cannot write the server's state file: %s", error)
+            if self._failed_at is None:
+                logger.warning(
+                    "deft: cannot write the server's state file: %s; the server goes on without it "
+                    "and tries again every %.0f s", error, RETRY_SECONDS,
+                )  # fmt: skip
+            self._failed_at = time.monotonic()
             return
+        if self._failed_at is not None:
+            logger.warning("deft: the server's state file can be written again")
+            self._failed_at = None
         self._seen = counters
+
+    @property
+    def _waits(self) -> bool:
+        """Whether writing has failed a short time ago."""
+        failed = self._failed_at
+        return failed is not None and time.monotonic() - failed < RETRY_SECONDS
 
     def _touched(self) -> bool:
         """Move the file's time, so that readers see a writer that lives; False without a file."""
@@ -269,7 +286,7 @@ class StateWriter:
         """Answer `deft explain --server`, if it asks."""
         asked = request_file(self.path)
         try:
-            if self._failed or not asked.is_file():  # a folder that cannot be written
+            if self._waits or not asked.is_file():  # a folder that cannot be written
                 return
             asked.unlink()  # remove it first, so that a failure is not repeated forever
             self._replace(answer_file(self.path), answer(self.state.batch))

@@ -135,9 +135,12 @@ def _steps(
             attention.plan_on_device(table, lens, table_rows=rows)
         shape = (batch, attention.num_query_heads, attention.head_dim)
         q = torch.zeros(shape, dtype=attention.dtype, device=device)
+        # Hosts hold the scales of a cache of 8 bits on the device.
+        eight_bits = attention.kv_dtype != attention.dtype
+        scale: float | torch.Tensor = attention.unit_scale if eight_bits else 1.0
         attention.run(
             q, tensors.k_cache, tensors.v_cache, table, lens, table_rows=rows,
-            static_launch=static_launch,
+            k_scale=scale, v_scale=scale, static_launch=static_launch,
         )  # fmt: skip
 
     def verify(drafts: Drafts, batch: int, columns: int) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from deft_backend.config import LOG_LEVELS, Settings, SettingsError
+from deft_backend.hosts.common.limits import refused_cache
 from deft_backend.hosts.common.tested_versions import refuse_speculation
 from deft_backend.hosts.sglang import versions
 from deft_backend.hosts.sglang.versions import SGLANG
@@ -110,7 +111,9 @@ def unsupported(server_args: Any) -> str | None:
         return "MLA models are not supported"
     kv_dtype = str(args.kv_cache_dtype)
     if kv_dtype not in ("auto", "bf16", "bfloat16", "float16", "float32"):
-        return f"quantized KV caches are not supported (kv_cache_dtype={kv_dtype})"
+        reason = refused_cache(kv_dtype, str(args.device))
+        if reason is not None:
+            return f"{reason} (kv_cache_dtype={kv_dtype})"
     model = versions.model_config(server_args)
     if model.is_encoder_decoder:
         return "encoder-decoder models are not supported"

@@ -179,8 +179,17 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool,
         sinks: Any,
     ) -> Any:  # fmt: skip
+        eight_bits = self._attention.kv_dtype != self._attention.dtype
+        # As the host does it: the pool divides by the scales before it rounds to 8 bits.
+        scales = (layer.k_scale, layer.v_scale) if eight_bits else ()
         if save_kv_cache:
-            self._pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+            location = KVWriteLoc(forward_batch.out_cache_loc, None)
+            self._pool.set_kv_buffer(layer, location, k, v, *scales)
+        k_scale, v_scale = (
+            (self._attention.unit_scale if scale is None else scale for scale in scales)
+            if eight_bits
+            else (1.0, 1.0)
+        )
         heads, dim = layer.tp_q_head_num, layer.qk_head_dim
         seq_lens, ancestors = forward_batch.seq_lens, None
         if self._verification is not None and not forward_batch.forward_mode.is_decode():
@@ -195,6 +204,8 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
             ancestors=ancestors,
             sm_scale=layer.scaling,
             logit_cap=layer.logit_cap or 0.0,
+            k_scale=k_scale,
+            v_scale=v_scale,
             sinks=sinks,
             static_launch=self._static_launch,
         )

@@ -16,6 +16,7 @@ from deft_backend.attention import TreeAttention
 from deft_backend.config import LOG_LEVELS, Settings, warn_unknown
 from deft_backend.forest import PrefixForest
 from deft_backend.hosts.common.kernel_cache import take_compiled_kernels
+from deft_backend.hosts.common.limits import EIGHT_BIT_CACHES, EIGHT_BITS_ON_GPUS
 from deft_backend.hosts.common.planner_choice import (
     SGLANG,
     capability_of,
@@ -121,7 +122,11 @@ def unsupported_model(runner: Any) -> str | None:
     cache = full_cache(runner.token_to_kv_pool)
     if isinstance(cache, str):
         return cache
-    if runner.kv_cache_dtype != runner.dtype or cache.pool.store_dtype != runner.dtype:
+    name = str(runner.kv_cache_dtype).removeprefix("torch.")
+    if name in EIGHT_BIT_CACHES.values():
+        if device_of(runner).type == "cuda" and not EIGHT_BITS_ON_GPUS:
+            return f"KV in {name} is not supported on GPUs"
+    elif runner.kv_cache_dtype != runner.dtype or cache.pool.store_dtype != runner.dtype:
         return f"KV in {runner.kv_cache_dtype} under a model in {runner.dtype} is not supported"
     return None
 
@@ -189,6 +194,7 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
         num_kv_heads=kv_heads,
         head_dim=dim,
         dtype=runner.dtype,
+        kv_dtype=runner.kv_cache_dtype,
         device=device_of(runner),
         max_batch=largest,
         query_tokens=query_tokens,

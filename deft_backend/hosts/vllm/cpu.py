@@ -15,6 +15,7 @@ import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from vllm.v1.attention.backend import MultipleOf as _MultipleOf
 
+from deft_backend.hosts.common.limits import EIGHT_BIT_CACHES
 from deft_backend.hosts.vllm.layout import kv_views
 from deft_backend.hosts.vllm.versions import with_standard_cache
 
@@ -25,7 +26,7 @@ class PlainCpuBackend(AttentionBackend):  # type: ignore[misc]
 
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *EIGHT_BIT_CACHES]
 
     @staticmethod
     def get_name() -> str:
@@ -81,8 +82,8 @@ class PlainCpuBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
 
 
 _ONLY = (
-    "with --attention-backend CUSTOM on the CPU, attention is that of decoder layers with an "
-    "unquantised KV cache"
+    "with --attention-backend CUSTOM on the CPU, attention is that of decoder layers with a KV "
+    "cache in the model's dtype or in FP8"
 )
 
 
@@ -108,9 +109,11 @@ class PlainCpuImplementation(AttentionImpl):  # type: ignore[misc]
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
+        eight_bits = EIGHT_BIT_CACHES.get(kv_cache_dtype)
+        self._kv_dtype = None if eight_bits is None else getattr(torch, eight_bits)
         for name, value, plain in (
             ("attn_type", str(getattr(attn_type, "value", attn_type)), "decoder"),
-            ("kv_cache_dtype", kv_cache_dtype, "auto"),
+            ("kv_cache_dtype", kv_cache_dtype if self._kv_dtype is None else "auto", "auto"),
             ("alibi_slopes", alibi_slopes, None),
         ):
             if value != plain:
@@ -143,7 +146,7 @@ class PlainCpuImplementation(AttentionImpl):  # type: ignore[misc]
             raise NotImplementedError(f"{_ONLY}; a fused output quantisation was asked for")
         if attn_metadata is None:  # the host's profiling run
             return output
-        k_cache, v_cache = kv_views(kv_cache, self.head_size)
+        k_cache, v_cache = self._views(kv_cache)
         page_size = k_cache.shape[1]
         starts = attn_metadata.query_start_loc.tolist()
         for row, tokens in enumerate(attn_metadata.seq_lens.tolist()):
@@ -153,6 +156,9 @@ class PlainCpuImplementation(AttentionImpl):  # type: ignore[misc]
             pages = attn_metadata.block_table[row, : -(-tokens // page_size)].long()
             k = k_cache[pages].flatten(0, 1)[:tokens]
             v = v_cache[pages].flatten(0, 1)[:tokens]
+            if self._kv_dtype is not None:
+                k = k.to(query.dtype) * float(layer._k_scale)
+                v = v.to(query.dtype) * float(layer._v_scale)
             output[begin:end] = self._attend(query[begin:end], k, v)
         return output
 
@@ -176,6 +182,19 @@ class PlainCpuImplementation(AttentionImpl):  # type: ignore[misc]
         weights = torch.softmax(scores, dim=-1)[..., :tokens]
         return torch.einsum("hgqk,khd->qhgd", weights.to(v.dtype), v).reshape(q.shape)
 
+    def _views(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values; the host gives numbers of 8 bits as bytes."""
+        if self._kv_dtype is not None:
+            kv_cache = kv_cache.view(self._kv_dtype)
+        return kv_views(kv_cache, self.head_size)
+
+    def _stored(self, new: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Keys or values as the cache holds them; what is too large becomes the largest number."""
+        if self._kv_dtype is None:
+            return new
+        most = torch.finfo(self._kv_dtype).max
+        return (new.float() / float(scale)).clamp(-most, most).to(self._kv_dtype)
+
     def do_kv_cache_update(
         self,
         layer: Any,
@@ -185,9 +204,9 @@ class PlainCpuImplementation(AttentionImpl):  # type: ignore[misc]
         slot_mapping: torch.Tensor,
     ) -> None:
         """Write new keys and values [T, Hkv, D] to their slots; a slot of -1 is padding."""
-        k_cache, v_cache = kv_views(kv_cache, self.head_size)
+        k_cache, v_cache = self._views(kv_cache)
         kept = slot_mapping >= 0
         slots = slot_mapping[kept]
         page, offset = slots // k_cache.shape[1], slots % k_cache.shape[1]
-        k_cache[page, offset] = key[: len(kept)][kept]
-        v_cache[page, offset] = value[: len(kept)][kept]
+        k_cache[page, offset] = self._stored(key[: len(kept)][kept], layer._k_scale)
+        v_cache[page, offset] = self._stored(value[: len(kept)][kept], layer._v_scale)

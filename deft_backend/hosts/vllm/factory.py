@@ -12,6 +12,7 @@ from deft_backend.attention import TreeAttention
 from deft_backend.config import LOG_LEVELS, Settings, warn_unknown
 from deft_backend.forest import warm_up
 from deft_backend.hosts.common.kernel_cache import take_compiled_kernels
+from deft_backend.hosts.common.limits import refused_cache
 from deft_backend.hosts.common.planner_choice import (
     VLLM,
     capability_of,
@@ -22,7 +23,7 @@ from deft_backend.hosts.common.tested_versions import refuse_speculation
 from deft_backend.hosts.common.warm_up import Drafts, StepTensors, warm_up_attention
 from deft_backend.hosts.vllm.division import divide_layers
 from deft_backend.hosts.vllm.group import GroupAttention
-from deft_backend.hosts.vllm.layers import LayerShape
+from deft_backend.hosts.vllm.layers import Layer, LayerShape
 from deft_backend.hosts.vllm.say import say_once
 from deft_backend.hosts.vllm.server import server_of
 from deft_backend.hosts.vllm.sleep import can_sleep, outside_memory_pools
@@ -92,7 +93,9 @@ def _create(
         return reason
     shape = Counter(layer.shape for layer in taken).most_common(1)[0][0]
     dtype = vllm_config.model_config.dtype
-    reason = _unsupported_shape(shape, spec, dtype, device, settings)
+    layer = taken[0]  # one specification, one kind of cache
+    kv_dtype = layer.kv_dtype
+    reason = _unsupported_shape(shape, spec, dtype, layer, device, settings)
     if reason is not None:
         return reason
     # Everything in a specification that the group depends on. The rest is checked already, or
@@ -102,6 +105,8 @@ def _create(
         return cast(GroupAttention, server.groups[key])
     largest = min(settings.max_batch, vllm_config.scheduler_config.max_num_seqs)
     query_tokens = query_tokens_of(vllm_config)
+    if kv_dtype is not None and query_tokens > 1:
+        return f"speculative decoding over a KV cache in {kv_dtype} is not supported"
     plans_on_device = selects_device_planner(settings, VLLM, capability_of(device))
     if plans_on_device:
         largest = planned_on_device(largest, query_tokens, shape.gqa_group)
@@ -112,6 +117,7 @@ def _create(
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             dtype=dtype,
+            kv_dtype=kv_dtype,
             device=device,
             page_size=spec.block_size,
             max_batch=largest,
@@ -127,7 +133,7 @@ def _create(
 
     sleeps = can_sleep(vllm_config)
     attention = outside_memory_pools(set_up, device) if sleeps else set_up()
-    state = server.count_in(layer_names, shape, dtype, device, settings)
+    state = server.count_in(layer_names, shape, kv_dtype or dtype, device, settings)
     group = GroupAttention(
         attention,
         settings,
@@ -184,15 +190,20 @@ def unsupported_spec(spec: Any) -> str | None:
 
 
 def _unsupported_shape(
-    shape: LayerShape, spec: Any, dtype: torch.dtype, device: torch.device, settings: Settings
-) -> str | None:
-    if spec.dtype != dtype:
+    shape: LayerShape, spec: Any, dtype: torch.dtype, layer: Layer, device: torch.device,
+    settings: Settings,
+) -> str | None:  # fmt: skip
+    if layer.kv_dtype is not None:
+        reason = refused_cache(layer.cache, device.type)
+        if reason is not None:
+            return reason
+    elif spec.dtype != dtype:
         return f"KV in {spec.dtype} under a model in {dtype} is not supported"
     if (shape.num_kv_heads, shape.head_dim) != (spec.num_kv_heads, spec.head_size):
         return f"{shape} over a KV cache of {spec.num_kv_heads} heads of {spec.head_size}"
     if device.type == "cuda" and settings.policy != AUTO:
         return f"DEFT_POLICY={settings.policy} is not supported: a GPU plans by itself, with auto"
-    reason = TreeAttention.unsupported(*shape, dtype, device)
+    reason = TreeAttention.unsupported(*shape, dtype, device, kv_dtype=layer.kv_dtype)
     return None if reason is None else f"not supported: {reason}"
 
 
@@ -203,7 +214,7 @@ def _warm_up(
     from deft_backend.hosts.vllm.layout import kv_views
 
     shape = (2, attention.num_kv_heads, attention.page_size, 2 * attention.head_dim)
-    cache = blank_cache(host, vllm_config, shape, num_layers, attention.dtype, attention.device)
+    cache = blank_cache(host, vllm_config, shape, num_layers, attention.kv_dtype, attention.device)
     columns = -(-vllm_config.model_config.max_model_len // attention.page_size)
     # vLLM may make the block table wider, to a multiple of some number of blocks.
     tensors = StepTensors(

@@ -81,7 +81,9 @@ class GroupAttention:
 
     def takes(self, layer: Layer) -> bool:
         """Whether a layer goes through tree attention."""
-        return not self._broken and layer.reason is None and layer.shape == self.shape
+        if self._broken or layer.reason is not None or layer.shape != self.shape:
+            return False
+        return (layer.kv_dtype or self._attention.dtype) == self._attention.kv_dtype
 
     def refuses(self, requests: int) -> str | None:
         """The reason why the host's implementation decodes a batch of `requests` requests, or None.
@@ -134,6 +136,13 @@ class GroupAttention:
 
         Without `query_start` [B + 1], T is B.
         """
+        k_scale: float | torch.Tensor = 1.0
+        v_scale: float | torch.Tensor = 1.0
+        if layer.scales is not None:
+            q_scale, k_scale, v_scale = layer.scales
+            if query.dtype != self._attention.dtype:  # some backends take queries of 8 bits
+                query, k_scale = query.to(self._attention.dtype), k_scale * q_scale
+            kv_cache = kv_cache.view(self._attention.kv_dtype)
         k_cache, v_cache = kv_views(kv_cache, layer.shape.head_dim)
         # Padding requests have length 0 or no rows. For length 0 the kernels write zeros.
         self._attention.run(
@@ -145,6 +154,8 @@ class GroupAttention:
             query_start=query_start,
             sm_scale=layer.sm_scale,
             logit_cap=layer.logit_cap,
+            k_scale=k_scale,
+            v_scale=v_scale,
             sinks=sinks,
             out=output,
             static_launch=self._on_device,

@@ -64,6 +64,7 @@ class TreeImplementation:
         if any(a is not None for a in (*args, *kwargs.values())):
             step.leave("a fused output quantisation")
             return host()
+        self.deft_layer = self.deft_layer.with_scales_of(layer)
         mine = self.deft_layer.scaled(float(self.scale))
         sinks = self.sinks if mine.sinks else None
         if step.takes(mine) and step.attend(self, mine, query, kv_cache, output, host, sinks):

@@ -6,6 +6,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
+
+from deft_backend.hosts.common.limits import EIGHT_BIT_CACHES
+
 UNQUANTISED = ("auto", "float16", "bfloat16", "float32")
 
 
@@ -34,6 +38,11 @@ class Layer(NamedTuple):
         Why the host's own implementation decodes the layer; None if tree attention does.
     sinks : bool
         Whether each query head has a logit in the softmax's denominator without a value.
+    cache : str
+        vLLM's name for the kind of its KV cache.
+    scales : tuple of three tensors, optional
+        What queries, stored keys and stored values of 8 bits stand for: one float32 each, on the
+        device.
     """
 
     shape: LayerShape
@@ -41,6 +50,23 @@ class Layer(NamedTuple):
     logit_cap: float
     reason: str | None
     sinks: bool = False
+    cache: str = "auto"
+    scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def kv_dtype(self) -> torch.dtype | None:
+        """The dtype of a KV cache of 8 bits; None for a cache in the model's dtype."""
+        name = EIGHT_BIT_CACHES.get(self.cache)
+        return None if name is None else getattr(torch, name)
+
+    def with_scales_of(self, module: Any) -> Layer:
+        """The layer with the scales that the host's module holds, if its cache has 8 bits."""
+        if self.kv_dtype is None or self.scales is not None:
+            return self
+        scales = (module._q_scale, module._k_scale, module._v_scale)
+        if any(scale.numel() != 1 for scale in scales):
+            return self._replace(reason=self.reason or "scales for each head")
+        return self._replace(scales=scales)
 
     def scaled(self, sm_scale: float) -> Layer:
         """The layer with the scale that its implementation holds now.
@@ -78,10 +104,11 @@ def layer_of(init: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str,
     scale = float(given.pop("scale"))
     cap = float(given.pop("logits_soft_cap", None) or 0.0)
     sinks = given.pop("sinks", None) is not None
-    return Layer(shape, scale, cap, _reason(given, scale, cap), sinks)
+    cache = str(given.pop("kv_cache_dtype", "auto"))
+    return Layer(shape, scale, cap, _reason(given, scale, cap, cache), sinks, cache)
 
 
-def _reason(given: Mapping[str, Any], scale: float, cap: float) -> str | None:
+def _reason(given: Mapping[str, Any], scale: float, cap: float, cache: str) -> str | None:
     rest = dict(given)
     kind = rest.pop("attn_type", "decoder")
     kind = str(getattr(kind, "value", kind))
@@ -94,9 +121,8 @@ def _reason(given: Mapping[str, Any], scale: float, cap: float) -> str | None:
     ):
         if rest.pop(name, None) is not None:
             return text
-    dtype = rest.pop("kv_cache_dtype", "auto")
-    if dtype not in UNQUANTISED:
-        return f"a KV cache of kind {dtype}"
+    if cache not in (*UNQUANTISED, *EIGHT_BIT_CACHES):
+        return f"a KV cache of kind {cache}"
     if not scale > 0.0 or cap < 0.0:
         return f"scale {scale} and soft cap {cap}"
     if rest.get("chunk_lookback") == -1:  # TRITON_ATTN's value for no cap

@@ -304,7 +304,7 @@ def has_standard_cache(backend: Any) -> bool:
 
 _KNOWN_FIELDS = frozenset((
     "block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "page_size_padded",
-    "sliding_window", "attention_chunk_size", "non_causal",
+    "sliding_window", "attention_chunk_size", "non_causal", "kv_quant_mode",
     "indexes_kv_by_block_stride", "block_stride_alignment", "dcp_sharded", "max_tp_shards",
 ))  # fmt: skip
 """Fields of a cache's specification that tree attention accepts with any value, or checks
