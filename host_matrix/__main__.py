@@ -37,14 +37,14 @@ def _parser() -> argparse.ArgumentParser:
 
     suite = commands.add_parser("suite", help="Run a suite in an environment; record nothing.")
     suite.add_argument("--host", choices=HOSTS, required=True)
-    suite.add_argument("--suite", choices=SUITES, default="full")
+    suite.add_argument("--suite", choices=SUITES, default="common")
     suite.add_argument("--environment", type=Path, required=True)
     suite.set_defaults(run=_suite)
 
     run = commands.add_parser("run", help="Environment, suite and row, version after version.")
     run.add_argument("--host", choices=HOSTS, help="One host only.")
     run.add_argument("--version", help="One version only; otherwise the whole window.")
-    run.add_argument("--suite", choices=SUITES, default="smoke")
+    run.add_argument("--suite", choices=("smoke", "full"), default="smoke")
     run.add_argument("--environment", type=Path, help="Run in this one; it is kept.")
     run.add_argument("--keep", action="store_true", help="Keep the environments.")
     run.set_defaults(run=_run)

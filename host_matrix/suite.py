@@ -11,7 +11,10 @@ from pathlib import Path
 
 from host_matrix.environment import ROOT, python_of
 
-SUITES = ("smoke", "full")
+SUITES = ("smoke", "common", "full")
+"""``common`` is what ``make test`` runs: all but the tests with the mark ``rare``."""
+
+_MARKS = {"smoke": ("-m", "smoke"), "common": ("-m", "not rare"), "full": ()}
 
 PROCESSES = 2
 """Each takes about 7 GB of memory: two servers."""
@@ -55,7 +58,7 @@ def run_suite(
     ----------
     host : str
     suite : str
-        ``smoke`` runs the tests with that mark; ``full`` runs all.
+        One of :data:`SUITES`.
     environment : Path
     in_window : bool
         Whether the plugin supports the version. If not, ``DEFT_UNTESTED_HOST=1`` is set.
@@ -67,10 +70,9 @@ def run_suite(
     with tempfile.TemporaryDirectory(prefix="host-matrix-") as folder:
         result = Path(folder) / "result.json"
         shared = ("-n", str(processes), "--dist", "loadgroup") if processes > 1 else ()
-        chosen = ("-m", "smoke") if suite == "smoke" else ()
         command = [
             str(python_of(environment)), "-m", "pytest", "-q", "-p",
-            "integration_tests.common.result", "--result", str(result), *chosen, *shared,
+            "integration_tests.common.result", "--result", str(result), *_MARKS[suite], *shared,
             *_TESTS[host],
         ]  # fmt: skip
         done = subprocess.run(command, cwd=ROOT, env=variables, check=False)

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("sglang", reason="the integration tests start real SGLang servers")
 
 from integration_tests.common.fixtures import (  # noqa: F401
+    model,
     model_exists,
     reference,
     servers_end_with_the_tests,
@@ -25,8 +26,9 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory,
-           baseline: Server) -> Iterator[Server]:  # fmt: skip
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     """A server with the plugin, under the flags of the test's group."""
     group = GROUPS[request.param]
     with running("deft", group, tmp_path_factory.mktemp(request.param)) as server:

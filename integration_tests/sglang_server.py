@@ -32,6 +32,17 @@ class Group:
     """Start it with ``sglang serve``, not ``python -m sglang.launch_server``."""
 
 
+# If the host finds NCCL, its group of two ranks needs a GPU.
+_TWO_PROCESSES = {
+    "SGLANG_CPU_OMP_THREADS_BIND": cores_of_two_ranks(),
+    "SGLANG_NCCL_SO_PATH": "/nowhere/libnccl.so",
+}
+
+_SMALL_CACHE = (
+    "--max-total-tokens", "1280", "--page-size", "16", "--chunked-prefill-size", "128",
+    "--enable-cache-report",
+)  # fmt: skip
+
 GROUPS = {
     "default": Group(),
     "no-overlap": Group(
@@ -48,19 +59,17 @@ GROUPS = {
             "SGLANG_TEST_RETRACT_INTERVAL": "8",
         }
     ),
-    # If the host finds NCCL, its group of two ranks needs a GPU.
-    "two-ranks": Group(
-        ("--tensor-parallel-size", "2"),
-        {
-            **EAGER,
-            "SGLANG_CPU_OMP_THREADS_BIND": cores_of_two_ranks(),
-            "SGLANG_NCCL_SO_PATH": "/nowhere/libnccl.so",
-        },
+    # Fewer pages than the documents of a test need, and the core of the unified tree in Python.
+    "small-cache": Group(
+        _SMALL_CACHE, {**EAGER, "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
     ),
     # The host's own switch for its tests: every few steps it retracts decoding requests.
     "retracting": Group(
         settings={**EAGER, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "6"}
     ),
+    "two-ranks": Group(("--tensor-parallel-size", "2"), {**EAGER, **_TWO_PROCESSES}),
+    "stages": Group(("--pipeline-parallel-size", "2"), {**EAGER, **_TWO_PROCESSES}),
+    "engines": Group(("--data-parallel-size", "2"), {**EAGER, **_TWO_PROCESSES}),
 }
 
 
@@ -103,3 +112,18 @@ def running(backend: str | None, group: Group, folder: Path) -> Iterator[Server]
         counted(Server(process, folder / "state"), folder / "state") as server,
     ):
         yield server
+
+
+def in_shared_memory(folder: Path) -> dict[str, Any]:
+    """A checkpoint as the body of ``update_weights_from_tensor``."""
+    import torch.multiprocessing as sharing
+    from safetensors.torch import load_file
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    # Another process opens the memory by its name; file descriptors need a common parent.
+    sharing.set_sharing_strategy("file_system")
+    weights = [each for file in sorted(folder.glob("*.safetensors"))
+               for each in load_file(str(file)).items()]  # fmt: skip
+    return {
+        "serialized_named_tensors": [MultiprocessingSerializer.serialize(weights, output_str=True)]
+    }

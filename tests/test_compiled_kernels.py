@@ -209,8 +209,10 @@ def test_small_tiles_of_every_gqa_group_on_hopper(group: int) -> None:
 
 
 @needs_gluon
-def test_several_query_tokens_on_hopper() -> None:
+def test_several_query_tokens_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bits of trees and ragged batches, in the small tile of 16 vectors and in the large tile."""
+    monkeypatch.setattr(configurations, "GLUON_QUERY_TOKENS", True)
+    launches_of.cache_clear()
     dtype, blocks = torch.bfloat16, QueryBlocks.of(4, 4)
     config = config_of(9, 128, dtype, 4, query_tokens=4)
     kind = kind_of(128, dtype, 16)._replace(blocks=blocks, ragged=True, tree=True)
@@ -220,6 +222,7 @@ def test_several_query_tokens_on_hopper() -> None:
         found = resources(launch, dtype, 9)
         assert found.fit(9) >= tile.programs // SMS, (launch.kernel._name, found)
         assert found.stack == 0, (launch.kernel._name, found)
+    launches_of.cache_clear()
     # Blocks of 17 to 64 vectors run in the large tile only.
     assert config_of(9, 128, dtype, 4, query_tokens=8).tiles[0].height == 16
 

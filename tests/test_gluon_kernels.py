@@ -19,7 +19,12 @@ from test_query_tokens import drafts, tree_bits
 from benchmarks.random_batches import random_batch
 from deft_backend import TreeAttention, forest_from_page_tables
 from deft_backend.compile.triton_kernel import Kernel
-from deft_backend.kernels import hopper_large_tile, hopper_small_tile, large_tile_copies
+from deft_backend.kernels import (
+    configurations,
+    hopper_large_tile,
+    hopper_small_tile,
+    large_tile_copies,
+)
 from deft_backend.kernels.configurations import HOPPER_LARGE_TILE, HOPPER_SMALL_TILE
 from deft_backend.reference_attention import reference_attention, relative_error
 
@@ -43,6 +48,7 @@ def emulated(kernel: Kernel, module: ModuleType) -> Callable[..., None]:
 @pytest.fixture(autouse=True, scope="module")
 def emulation() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(configurations, "GLUON_QUERY_TOKENS", True)
         for kernel, module in (
             (HOPPER_LARGE_TILE, hopper_large_tile), (HOPPER_SMALL_TILE, hopper_small_tile),
         ):  # fmt: skip

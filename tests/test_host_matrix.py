@@ -147,6 +147,19 @@ def test_a_suite_that_cannot_run_is_a_failure(tmp_path: Path) -> None:
     assert run_suite("sglang", "smoke", folder) == Outcome(4, 0, 0, 0, "")
 
 
+@pytest.mark.parametrize("suite", ["smoke", "common", "full"])
+def test_a_suite_selects_tests_by_their_marks(suite: str, tmp_path: Path) -> None:
+    folder = tmp_path / "environment"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/asked\n')
+    (folder / "bin" / "python").chmod(0o755)
+    run_suite("vllm", suite, folder, processes=1)
+    asked = (tmp_path / "asked").read_text()
+    assert asked.startswith("-m pytest ")
+    assert " integration_tests/vllm" in asked
+    assert ("-m smoke" in asked, "-m not rare" in asked) == (suite == "smoke", suite == "common")
+
+
 def test_a_suite_that_cannot_run_adds_no_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

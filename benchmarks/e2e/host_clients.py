@@ -27,9 +27,13 @@ GENERATED_SHARED_PREFIX: Mapping[str, tuple[str, ...]] = {
         "--gsp-num-groups", "3", "--gsp-prompts-per-group", "4",
         "--gsp-system-prompt-len", "128", "--gsp-question-len", "8", "--gsp-output-len", "8",
     ),
+    "evicting": (
+        "--gsp-num-groups", "8", "--gsp-prompts-per-group", "3",
+        "--gsp-system-prompt-len", "256", "--gsp-question-len", "8", "--gsp-output-len", "8",
+    ),
 }  # fmt: skip
 """Shapes of SGLang's ``generated-shared-prefix``. Its default has 64 groups of 16 prompts on 2,048
-tokens. ``tiny`` is for a machine without a GPU."""
+tokens. ``tiny`` and ``evicting`` are for a machine without a GPU."""
 
 PREFIX_REPETITION: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -41,6 +45,11 @@ PREFIX_REPETITION: Mapping[str, tuple[str, ...]] = {
     "tiny": (
         "--num-prompts", "12", "--prefix-repetition-num-prefixes", "3",
         "--prefix-repetition-prefix-len", "128", "--prefix-repetition-suffix-len", "8",
+        "--prefix-repetition-output-len", "8",
+    ),
+    "evicting": (
+        "--num-prompts", "24", "--prefix-repetition-num-prefixes", "8",
+        "--prefix-repetition-prefix-len", "256", "--prefix-repetition-suffix-len", "8",
         "--prefix-repetition-output-len", "8",
     ),
 }  # fmt: skip
@@ -74,12 +83,15 @@ class HostClient:
         Time limit in seconds.
     seed : int
         Seed of its prompts.
+    answers : bool
+        Whether its figures hold the answers, too (``generated_texts``); they are greedy then.
     """
 
     host: str
     shape: str
     timeout: float = 540.0
     seed: int = 42
+    answers: bool = False
 
     @property
     def workload(self) -> str:
@@ -95,12 +107,14 @@ class HostClient:
                 sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", *common,
                 "--dataset-name", "generated-shared-prefix", "--output-file", str(out),
                 *GENERATED_SHARED_PREFIX[self.shape],
+                *(["--output-details"] if self.answers else []),
             ]  # fmt: skip
         return [
             sys.executable, "-c", _VLLM_BENCH, *common, "--dataset-name", "prefix_repetition",
             "--ignore-eos", "--save-result", "--result-dir", str(out.parent),
             "--result-filename", out.name, "--percentile-metrics", "ttft,tpot,itl",
             "--metric-percentiles", "50,99", *PREFIX_REPETITION[self.shape],
+            *(["--save-detailed", "--temperature", "0"] if self.answers else []),
         ]  # fmt: skip
 
     async def run(

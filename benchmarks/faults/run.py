@@ -126,6 +126,8 @@ class Harness:
         row["seconds"] = round(time.monotonic() - began, 1)
         found = server.log_lines("deft: .*(fail|cannot|planted|could not)")
         lines = [line[line.index("deft: ") :][:200] for line in found]
+        # A record names no path of the machine.
+        lines = [line.replace(f"{self._folder}/", "") for line in lines]
         row["log"] = list(dict.fromkeys(lines))[:6]
         row["ok"] = is_ok(row)
         self.rows.append(row)

@@ -11,6 +11,7 @@ import triton
 
 from deft_backend.compile.triton_kernel import Kernel
 from deft_backend.kernel_limits import MAX_MERGED
+from deft_backend.kernels import configurations
 from deft_backend.kernels.arguments import CacheLayout, Heads, Mode, Tile
 from deft_backend.kernels.configurations import (
     HOPPER_LARGE_TILE,
@@ -297,6 +298,7 @@ def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) 
         else (PARTIAL_ATTENTION, HOPPER_LARGE_TILE)
     )  # fmt: skip
     wide = wide and not kind.exponent_bits
+    wide = wide and (kind.heads.single or configurations.GLUON_QUERY_TOKENS)
     kernel = pipelined if tile.lookahead and wide else plain
     constants = {
         "HEADS": kind.heads,

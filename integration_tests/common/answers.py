@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Protocol
 
 import pytest
 
-from integration_tests.common.server import Answer, Ask, Reference, Server, complete
+from integration_tests.common.server import Answer, Ask, Server, complete
 
 TOPICS = ("the harbour", "an old map", "seven lamps", "the northern road", "a grey cat", "salt")
 PREFIX = (
@@ -15,6 +16,12 @@ PREFIX = (
     "lamps, counted the readers, closed the shutters one by one, and wrote a short line into the "
     "long book of days. "
 )
+
+
+class Reference(Protocol):
+    """Something that knows the right answers."""
+
+    def answers(self, asks: Sequence[Ask]) -> list[list[Answer]]: ...
 
 
 def on(*groups: str, smoke: Sequence[str] = ()) -> pytest.MarkDecorator:
@@ -130,7 +137,7 @@ def check_joins_and_aborts(
 
 def check_both_ranks(server: Server) -> None:
     """Check that both ranks decoded the same steps, each with half of the KV heads."""
-    ours, theirs = server.state(0), server.state(1)
+    ours, theirs = server.state("tp0"), server.state("tp1")
     assert 0 < ours["kv_bytes_read"] < ours["kv_bytes_query_guided"]
     for name in ("steps_tree", "steps_host", "kv_bytes_read", "kv_bytes_query_guided"):
         assert ours[name] == theirs[name], name

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from integration_tests.common.plain_model import PlainModel
 from integration_tests.common.server import MODEL, Reference, Server
 
 
@@ -18,6 +19,12 @@ def model_exists() -> None:
 @pytest.fixture(scope="session")
 def reference(baseline: Server) -> Reference:
     return Reference(baseline)
+
+
+@pytest.fixture(scope="session")
+def model() -> PlainModel:
+    """The right answers of servers in float32; no server is needed for them."""
+    return PlainModel(MODEL)
 
 
 @pytest.fixture(scope="session", autouse=True)

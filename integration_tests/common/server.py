@@ -98,11 +98,11 @@ class Server:
         """Log lines that a healthy server never writes."""
         return [line for line in self.log.splitlines() if TROUBLE.search(line)]
 
-    def state(self, rank: int = 0) -> dict[str, Any]:
+    def state(self, rank: str = "tp0") -> dict[str, Any]:
         """The settled state file of one of the server's ranks."""
         time.sleep(0.8)  # three rounds of the writer
         port = self.process.command.port
-        return json.loads((self._state_dir / f"{port}-tp{rank}.json").read_text())
+        return json.loads((self._state_dir / f"{port}-{rank}.json").read_text())
 
     def explain(self) -> dict[str, Any]:
         """The JSON that ``deft explain --server`` prints about the last batch."""
@@ -119,7 +119,7 @@ class Server:
         """The series of the server's ``/metrics`` with names that begin with `prefix`."""
         from prometheus_client.parser import text_string_to_metric_families
 
-        with self._open("metrics") as response:
+        with self.open("metrics") as response:
             families = text_string_to_metric_families(response.read().decode())
         return {
             (sample.name, frozenset(sample.labels.items())): sample.value
@@ -144,10 +144,11 @@ class Server:
 
     def post(self, path: str, body: Any) -> Any:
         """The answer of one of the host's own endpoints."""
-        with self._open(path, json.dumps(body).encode()) as response:
+        with self.open(path, json.dumps(body).encode()) as response:
             return json.loads(response.read())
 
-    def _open(self, path: str, data: bytes | None = None) -> Any:
+    def open(self, path: str, data: bytes | None = None) -> Any:
+        """The response of an endpoint: to a GET, or to a POST of `data`."""
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         request = urllib.request.Request(
             f"{self.process.url}/{path}", data, {"Content-Type": "application/json"}

@@ -41,6 +41,10 @@ class Variant:
         Number of GPUs.
     lora : bool
         Whether it also serves the adapter.
+    states : tuple of str
+        Names of its ranks' state files, behind the port.
+    in_step : bool
+        Whether its ranks decode the same batches.
     """
 
     backend: str
@@ -49,6 +53,8 @@ class Variant:
     against: str = "host"
     ranks: int = 1
     lora: bool = False
+    states: tuple[str, ...] = ("tp0",)
+    in_step: bool = True
 
 
 DEVICE = {"DEFT_PLANNER": "device"}
@@ -66,9 +72,33 @@ VARIANTS: Mapping[str, Variant] = {
     "float16": Variant("deft", ("--dtype", "float16"), DEVICE, "host-float16"),
     "pages-of-16": Variant("deft", ("--page-size", "16", "--chunked-prefill-size", "512"), DEVICE),
     "lora": Variant("deft", settings=DEVICE, against="host-lora", lora=True),
-    "two-ranks": Variant("deft", ("--tensor-parallel-size", "2"), DEVICE, "default", 2),
+    "memory-saver": Variant("deft", ("--enable-memory-saver",), DEVICE),
+    "hierarchical": Variant(
+        "deft", ("--enable-hierarchical-cache", "--hicache-ratio", "2"), settings=HOST
+    ),
+    "two-ranks": Variant(
+        "deft", ("--tensor-parallel-size", "2"), DEVICE, "default", 2, states=("tp0", "tp1")
+    ),
     "two-ranks-planned-on-the-host": Variant(
-        "deft", ("--tensor-parallel-size", "2"), HOST, "default", 2
+        "deft", ("--tensor-parallel-size", "2"), HOST, "default", 2, states=("tp0", "tp1")
+    ),
+    "two-stages": Variant(
+        "deft",
+        ("--pipeline-parallel-size", "2"),
+        DEVICE,
+        "default",
+        2,
+        states=("tp0-pp0", "tp0-pp1"),
+        in_step=False,
+    ),
+    "data-parallel": Variant(
+        "deft",
+        ("--tensor-parallel-size", "2", "--data-parallel-size", "2", "--enable-dp-attention"),
+        DEVICE,
+        "default",
+        2,
+        states=("tp0-dp0", "tp1-dp1"),
+        in_step=False,
     ),
 }
 

@@ -13,6 +13,7 @@ if find_spec("vllm") is None:  # this environment holds the other host
 else:
     from integration_tests.common.adapter import write_adapter
     from integration_tests.common.fixtures import (  # noqa: F401
+        model,
         model_exists,
         reference,
         servers_end_with_the_tests,
@@ -42,7 +43,6 @@ def server(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     adapter: Path,
-    baseline: Server,
 ) -> Iterator[Server]:
     """A server with the plugin, under the flags of the test's group."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -56,6 +56,14 @@ GROUPS = {
     ),
     "lookup": Group((*_SPECULATING, _LOOKUP), {"DEFT_MIN_BATCH": "1"}),
     "draft": Group((*_SPECULATING, _DRAFT), {"DEFT_MIN_BATCH": "1"}),
+    # Fewer blocks than the documents of a test need, in the precision of the plain model.
+    "rollouts": Group(
+        (
+            "--block-size", "32", "--max-model-len", "1024", "--max-num-batched-tokens", "512",
+            "--num-gpu-blocks-override", "40", "--dtype", "float32",
+        ),
+        {"DEFT_MIN_BATCH": "1"},
+    ),
     "two-ranks": Group(
         ("--block-size", "128", "--max-model-len", "1024", "--tensor-parallel-size", "2"),
         {"DEFT_MIN_BATCH": "1", "VLLM_CPU_OMP_THREADS_BIND": cores_of_two_ranks()},
@@ -113,7 +121,7 @@ def together(asks: Sequence[Ask]) -> Ask:
 @contextmanager
 def running(backend: str | None, group: Group, folder: Path, adapter: Path) -> Iterator[Server]:
     """A server for a `with` block. It checks every decode step against the host's kernel."""
-    settings = state_settings(backend, folder)
+    settings = {**state_settings(backend, folder), "VLLM_SERVER_DEV_MODE": "1"}
     if backend == "deft":
         settings |= group.settings
     flags = ["--max-num-seqs", "32", "--served-model-name", "tiny", *group.flags]

@@ -1,0 +1,98 @@
+"""Use a server's control endpoints while its requests decode, and change its weights."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import threading
+import urllib.error
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from integration_tests.common.server import Answer, Ask, Server, complete
+
+T = TypeVar("T")
+
+
+def while_decoding(
+    server: Server, asks: Sequence[Ask], act: Callable[[], None]
+) -> list[list[Answer]]:
+    """Send all requests, call `act` as soon as tokens arrive, and return the answers.
+
+    One more request streams, and so shows when the server decodes.
+    """
+
+    async def traffic() -> list[list[Answer]]:
+        async with server.client() as client:
+            body = {**asks[0].body(), "stream": True, "n": 1}
+            stream = await client.completions.create(**body)
+            answers = [asyncio.create_task(complete(client, ask)) for ask in asks]
+            acting: asyncio.Future[None] | None = None
+            async for _ in stream:
+                acting = acting or asyncio.ensure_future(asyncio.to_thread(act))
+            assert acting is not None, "no token arrived"
+            await acting
+            return list(await asyncio.gather(*answers))
+
+    return asyncio.run(traffic())
+
+
+def disturbed(server: Server, ask: Ask, act: Callable[[], None], work: Callable[[], T]) -> T:
+    """The result of `work`; until it ends, clients hang up and `act` is called, in turns."""
+    done = threading.Event()
+
+    async def hang_up() -> None:
+        async with server.client() as client:
+            stream = await client.completions.create(**{**ask.body(), "stream": True})
+            async for _ in stream:
+                break
+            await stream.close()
+
+    def disturb() -> int:
+        turns = 0
+        while not done.is_set():
+            asyncio.run(hang_up())
+            act()
+            turns += 1
+        return turns
+
+    with ThreadPoolExecutor(1) as pool:
+        disturbing = pool.submit(disturb)
+        try:
+            result = work()
+        finally:
+            done.set()
+        assert disturbing.result() > 0
+    return result
+
+
+def ask_to(server: Server, path: str, body: Any = None) -> int:
+    """Send a control request; returns the HTTP status."""
+    try:
+        with server.open(path, json.dumps(body or {}).encode()) as response:
+            response.read()
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def changed_weights(model: Path, folder: Path) -> Path:
+    """A copy of a checkpoint in which every weight matrix differs a little."""
+    copy = folder / "changed"
+    shutil.copytree(model, copy)
+    generator = torch.Generator().manual_seed(11)
+    for file in sorted(copy.glob("*.safetensors")):
+        weights = load_file(str(file))
+        for name, weight in weights.items():
+            if weight.dim() == 2:
+                noise = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
+                changed = weight.float() + 0.2 * weight.float().std() * noise
+                weights[name] = changed.to(weight.dtype)
+        save_file(weights, str(file), metadata={"format": "pt"})
+    return copy

@@ -1,0 +1,24 @@
+"""The host's own benchmark client, run for its answers."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from benchmarks.e2e.host_clients import HostClient, requests_of
+from benchmarks.e2e.served_model import Model
+from integration_tests.common.server import MODEL, Server
+
+
+def answers_of(host: str, server: Server, folder: Path) -> list[str]:
+    """Texts of the client's greedy answers, in the order of its prompts.
+
+    The prompts come from 8 prefixes of 256 tokens, more than the caches of these tests hold.
+    """
+    client = HostClient(host, "evicting", timeout=300, answers=True)
+    model = Model(str(MODEL), "tiny", ids=256, context=2048)
+    run = client.run(server.process.url, model, server.process.command.environment, folder)
+    texts: list[str] = asyncio.run(run)["generated_texts"]
+    assert len(texts) == requests_of(client)
+    assert all(texts)
+    return texts

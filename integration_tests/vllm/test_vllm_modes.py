@@ -1,0 +1,128 @@
+"""Answers stay right while a server evicts, pauses, flushes, aborts, sleeps and loads weights.
+
+The reference is the model itself, which no control request reaches.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from integration_tests.common.answers import PREFIX, TOPICS, assert_same, check, on
+from integration_tests.common.control import ask_to, changed_weights, disturbed, while_decoding
+from integration_tests.common.host_client import answers_of
+from integration_tests.common.plain_model import PlainModel
+from integration_tests.common.server import MODEL, Server
+from integration_tests.vllm.vllm_server import Ask, together
+
+pytestmark = pytest.mark.rare
+
+
+def asked(opening: str, tokens: int, topics: int = 3) -> list[Ask]:
+    """Requests that share a prefix and decode together."""
+    return [together([Ask(PREFIX + f"{opening} {t},", tokens=tokens) for t in TOPICS[:topics]])]
+
+
+@on("rollouts")
+def test_evicted_documents_are_computed_again(server: Server, model: PlainModel) -> None:
+    """Five documents, more than the cache holds, then the first one again."""
+    documents = [f"{topic} " * 20 + PREFIX[:120] for topic in TOPICS[:5]]
+    for document in [*documents, documents[0]]:
+        check(server, model, [together([Ask(document + end, tokens=4) for end in ("One", "Two")])])
+    before, steps = hits(server), server.state()["steps_tree"]
+    server.complete([Ask(documents[1], tokens=1)])
+    assert hits(server) - before < 100, "the second document was not evicted"
+    assert steps > 0
+
+
+def hits(server: Server) -> float:
+    """Tokens that the host found in its prefix cache, by its own count."""
+    return sum(server.metrics("vllm:prefix_cache_hits_total").values())
+
+
+@on("rollouts")
+def test_paused_requests_go_on(server: Server, model: PlainModel) -> None:
+    asks = asked("It paused at", 16)
+
+    def pause() -> None:
+        assert ask_to(server, "pause?mode=keep") == 200
+        assert ask_to(server, "resume") == 200
+
+    assert_same(asks, while_decoding(server, asks, pause), model.answers(asks))
+    assert not server.trouble()
+
+
+@on("rollouts")
+def test_the_cache_is_flushed_while_requests_decode(server: Server, model: PlainModel) -> None:
+    """The host preempts every request, flushes, and computes all of them again."""
+    asks = asked("They flushed", 16)
+
+    def flush() -> None:
+        assert ask_to(server, "reset_prefix_cache?reset_running_requests=true") == 200
+
+    assert_same(asks, while_decoding(server, asks, flush), model.answers(asks))
+    check(server, model, asks)
+
+
+@on("rollouts")
+def test_every_request_is_aborted(server: Server, model: PlainModel) -> None:
+    """Aborts of all requests, twice; requests that come later get their answers."""
+    for topic in TOPICS[:2]:
+        asks = [together([Ask(PREFIX + f"Stop {topic} {i}", tokens=40) for i in range(3)])]
+        found = while_decoding(server, asks, lambda: ask_to(server, "abort_requests"))
+        assert all(len(choices) == 3 for choices in found)
+    check(server, model, asked("Later", 8, topics=4))
+
+
+@on("rollouts")
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_server_sleeps_and_wakes(server: Server, model: PlainModel, level: int) -> None:
+    """On the CPU the host keeps its memory: the engine only flushes and stops scheduling."""
+    check(server, model, asked("Before it slept", 6))
+    assert ask_to(server, f"sleep?level={level}") == 200
+    assert ask_to(server, "wake_up") == 200
+    check(server, model, asked("Before it slept", 6))
+
+
+@on("rollouts")
+def test_weights_change_between_rollouts(server: Server, model: PlainModel, tmp_path: Path) -> None:
+    """As an RL trainer does: samples, new weights, samples, and the old weights again."""
+    asks = asked("Of", 8, topics=4)
+    first = check(server, model, asks)
+    other = changed_weights(MODEL, tmp_path)
+    load_weights(server, other)
+    second = check(server, PlainModel(other), asks)
+    assert [a.text for a in first[0]] != [a.text for a in second[0]]
+    load_weights(server, MODEL)
+    check(server, model, asks)
+
+
+def load_weights(server: Server, folder: Path) -> None:
+    """Pause, load a checkpoint, forget what the old weights computed, and go on."""
+    call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+    assert ask_to(server, "pause?mode=wait") == 200
+    assert ask_to(server, "collective_rpc", call) == 200
+    assert ask_to(server, "reset_prefix_cache") == 200
+    assert ask_to(server, "resume") == 200
+
+
+@pytest.mark.rare
+@on("default", "pressed")
+def test_the_hosts_own_client_while_others_hang_up(
+    server: Server, baseline: Server, tmp_path: Path
+) -> None:
+    """``vllm bench serve`` with preemption, pauses, flushes and aborts; both servers agree."""
+
+    def pause_and_flush() -> None:
+        assert ask_to(server, "pause?mode=keep") == 200
+        assert ask_to(server, "reset_prefix_cache?reset_running_requests=true") == 200
+        assert ask_to(server, "resume") == 200
+
+    expected = answers_of("vllm", baseline, tmp_path / "baseline")
+    found = disturbed(
+        server, Ask(PREFIX, tokens=200), pause_and_flush,
+        lambda: answers_of("vllm", server, tmp_path / "ours"),
+    )  # fmt: skip
+    assert found == expected
+    assert not server.trouble()
