@@ -40,7 +40,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "telemetry": {"forest", "config"},
     "hosts/contract": set(),
     "hosts/common": {
-        "forest", "policies", "planner", "attention", "config", "query_blocks", "hosts/contract",
+        "forest",
+        "policies",
+        "planner",
+        "attention",
+        "config",
+        "query_blocks",
+        "hosts/contract",
     },  # fmt: skip
     "hosts/sglang": SHARED_BY_HOSTS,
     "hosts/vllm": SHARED_BY_HOSTS,
