@@ -227,6 +227,24 @@ def test_several_query_tokens_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None
     assert config_of(9, 128, dtype, 4, query_tokens=8).tiles[0].height == 16
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "major"),
+    [(torch.bfloat16, torch.float8_e4m3fn, 9), (torch.float16, torch.float8_e5m2, 8)],
+)
+def test_caches_of_eight_bits(dtype: torch.dtype, kv_dtype: torch.dtype, major: int) -> None:
+    """The plain kernels convert bytes on every GPU; the launched ones fit it, without spills."""
+    config = config_of(major, 64, dtype, 4, kv_dtype=kv_dtype)
+    bits = configurations.EXPONENT_BITS[kv_dtype]
+    kind = kind_of(64, dtype, 16)._replace(exponent_bits=bits, sinks=True, device_scales=True)
+    for tile, (_, launch) in zip(
+        config.tiles[:2], launches_of(config, kind).stage1[:2], strict=True
+    ):
+        assert tile.lookahead == 0
+        found = resources(launch, dtype, major)
+        assert found.fit(major) >= tile.programs // SMS, (launch.kernel._name, found)
+        assert found.stack == 0, (launch.kernel._name, found)
+
+
 @pytest.fixture
 def unknown_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A version of Triton that no test has run with."""

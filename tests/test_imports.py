@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "config",
         "query_blocks",
         "hosts/contract",
-    },  # fmt: skip
+    },
     "hosts/sglang": SHARED_BY_HOSTS,
     "hosts/vllm": SHARED_BY_HOSTS,
     "servers": {"config", "hosts/vllm"},  # the name to start vLLM with

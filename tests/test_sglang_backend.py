@@ -664,3 +664,40 @@ def test_warm_up_launches_every_set_of_tiles(
     }
     assert {call[:4] for call in calls} == {(70, torch.int32, torch.int64, torch.int64)}
     assert max(call[4] for call in calls) <= max_batch
+
+
+@pytest.mark.parametrize("scales", [(None, None), (0.02, 0.5)])
+def test_scales_of_a_cache_of_eight_bits(host: Any, scales: tuple[Any, Any]) -> None:
+    """The pool divides by a layer's scales, and tree attention multiplies with them."""
+    from deft_backend.hosts.sglang.backend import DeftAttentionBackend
+
+    k_scale, v_scale = (None if s is None else torch.tensor(s) for s in scales)
+    written: list[Any] = []
+    ran: dict[str, Any] = {}
+    unit = torch.ones(1)
+
+    def run(q: Any, *args: Any, **named: Any) -> torch.Tensor:
+        ran.update(named)
+        return torch.zeros_like(q)
+
+    backend = SimpleNamespace(
+        _attention=SimpleNamespace(
+            kv_dtype=torch.float8_e4m3fn, dtype=torch.bfloat16, unit_scale=unit, run=run
+        ),
+        _pool=SimpleNamespace(
+            set_kv_buffer=lambda layer, location, k, v, *given: written.extend(given),
+            get_key_buffer=lambda layer_id: None, get_value_buffer=lambda layer_id: None,
+        ),
+        _req_to_token=None, _static_launch=False,
+    )  # fmt: skip
+    layer = SimpleNamespace(
+        tp_q_head_num=4, qk_head_dim=64, layer_id=0, scaling=0.125, logit_cap=0.0,
+        k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
+    batch = SimpleNamespace(out_cache_loc=None, seq_lens=None, req_pool_indices=None)
+    DeftAttentionBackend._tree_decode(
+        backend, torch.zeros(2, 256), None, None, layer, batch, True, None
+    )
+    assert written == [k_scale, v_scale]
+    assert ran["k_scale"] is (unit if k_scale is None else k_scale)
+    assert ran["v_scale"] is (unit if v_scale is None else v_scale)

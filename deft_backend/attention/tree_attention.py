@@ -48,7 +48,8 @@ class TreeAttention:
     dtype : torch.dtype
         Of queries and output: float16 or bfloat16; on the CPU float32, too.
     kv_dtype : torch.dtype, optional
-        Of the KV cache: `dtype`, which is the default, or float8_e4m3fn or float8_e5m2.
+        Of the KV cache: `dtype`, which is the default, or float8_e4m3fn or float8_e5m2. The kernels
+        for 8 bits compile for GPUs, but no recorded run has shown them right on one yet.
     device : torch.device or str
         An NVIDIA GPU, or the CPU, where the same kernels run in Triton's interpreter.
     page_size : int
