@@ -74,6 +74,16 @@ class TestedVersions:
         )
 
 
+def refuse_speculation(host: TestedVersions) -> str | None:
+    """Why a server that speculates gets no tree attention where none was tested, or None."""
+    if tries_others():
+        return None
+    return (
+        f"speculative decoding was not tested in such a server of {host.name} "
+        "(DEFT_UNTESTED_HOST=1 tries it)"
+    )
+
+
 def tries_others() -> bool:
     """Whether ``DEFT_UNTESTED_HOST`` is set to yes; a value that is not allowed means no.
 

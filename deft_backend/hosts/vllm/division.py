@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from deft_backend.hosts.vllm.layers import Layer, LayerShape
+from deft_backend.hosts.vllm.speculation import drafts
 
 LINEAR = "linear or recurrent attention"
 
@@ -42,7 +43,7 @@ class Division(NamedTuple):
 
 
 def divide_layers(vllm_config: Any) -> Division:
-    """Decide on every layer of a server's model.
+    """Decide on every layer of a server's model; the draft model's are the host's.
 
     The arguments of a layer's implementation do not show everything: chunked attention, for
     example, is a kind of layer. So the layer's own cache specification is read, too. Layers whose
@@ -52,6 +53,8 @@ def divide_layers(vllm_config: Any) -> Division:
     tree: dict[str, Layer] = {}
     host: dict[str, str] = {}
     for name, module in vllm_config.compilation_config.static_forward_context.items():
+        if drafts(name, vllm_config):
+            continue
         reason = unsupported_kind(module, vllm_config)
         impl: Any = getattr(module, "impl", None)
         layer: Layer | None = getattr(impl, "deft_layer", None)
