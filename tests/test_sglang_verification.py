@@ -215,6 +215,18 @@ def test_links_that_come_after_the_preparation_of_a_replay(server: Any) -> None:
     check(server, static, PARENTS, forward(server, static))
 
 
+def test_links_of_batches_that_the_host_verifies_are_not_loaded(server: Any) -> None:
+    """Such a batch may be larger than the memory for links, and an idle rank has no links."""
+    backend = server.backend
+    static = server.batch(NO_LINKS)
+    backend.init_forward_metadata_out_graph(static, in_capture=True)
+    held = backend._verification._links.clone()
+    for spec, size in ((trees([*PARENTS, *PARENTS]), 4), (trees(PARENTS), None), (None, 2)):
+        backend.update_verify_buffers_to_fill_after_draft(spec, size)
+        assert server.calls[-1] == "after draft"
+    assert torch.equal(backend._verification._links, held)
+
+
 def test_a_replay_without_links_stops(server: Any) -> None:
     backend = server.backend
     static = server.batch(NO_LINKS)

@@ -111,7 +111,7 @@ def test_speculation_on_a_gpu_must_be_asked_for(
     monkeypatch.setenv("DEFT_UNTESTED_HOST", tries)
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     found = unsupported_server(make_config(speculative_config=speculating(4)))
-    assert found is None if tries == "1" else "not tested in such a server" in str(found)
+    assert found is None if tries == "1" else "was not tested on a GPU" in str(found)
 
 
 def test_a_window_over_generated_tokens_is_the_hosts() -> None:

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("vllm", reason="the adapter's tests run where vLLM is installed")
 
 from vllm.v1.attention.backends import utils
-from vllm_fakes import Batch, Cache, Layers, make_config, make_spec, reference, run, speculating
+from vllm_fakes import (
+    DIM,
+    Batch,
+    Cache,
+    Layers,
+    make_config,
+    make_spec,
+    reference,
+    run,
+    speculating,
+)
 
+from deft_backend.hosts.common.limits import EIGHT_BIT_CACHES
 from deft_backend.hosts.vllm import say, server
 from deft_backend.hosts.vllm.compose import tree_backend
 from deft_backend.hosts.vllm.cpu import PlainCpuBackend
@@ -67,6 +80,59 @@ def test_rows_of_one_length_and_of_several(
         close(run(impl, batch, cache, metadata), reference(batch, cache))
     assert state().verified_tokens == sum(query_lens)
     assert state().steps_tree == 1
+
+
+@pytest.mark.parametrize("policy", ["auto", "deft-node"])
+def test_sinks_are_part_of_every_query_tokens_softmax(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEFT_POLICY", policy)
+    sinks = torch.tensor([2.0, -1.0, 5.0, 0.5])
+    layers = make_layers(arguments={"sinks": sinks})
+    batch = Batch(LENS, shared=2, query_lens=[5, 1, 1, 4, 2])
+    cache = Cache(batch.pages, 16)
+    metadata = layers.builder(make_spec()).build(0, batch.common())
+    assert step_of(metadata) is not None
+    found = run(layers.impls[0], batch, cache, metadata)
+    close(found, reference(batch, cache, sinks=sinks))
+    assert not torch.allclose(found.double(), reference(batch, cache), atol=1e-2)
+    assert state().steps_tree == 1
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("policy", ["auto", "deft-node"])
+def test_drafts_over_a_cache_of_eight_bits(
+    policy: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEFT_POLICY", policy)
+    layers = make_layers(arguments={"kv_cache_dtype": kind})
+    batch = Batch(LENS, shared=2, query_lens=[5, 1, 1, 4, 2])
+    cache = Cache(batch.pages, 16)
+    module = SimpleNamespace(
+        _q_scale=torch.tensor(1.0), _k_scale=torch.tensor(0.02), _v_scale=torch.tensor(0.5)
+    )
+    scales = torch.tensor([0.02, 0.5]).repeat_interleave(DIM)
+    stored = (cache.tensor / scales).to(getattr(torch, EIGHT_BIT_CACHES[kind]))
+    cache.tensor = stored.float() * scales  # what the bytes stand for
+    metadata = layers.builder(make_spec(dtype=torch.uint8)).build(0, batch.common())
+    assert step_of(metadata) is not None
+    output = torch.full_like(batch.query, 7.0)
+    layers.impls[0].forward(
+        module, batch.query, None, None, stored.view(torch.uint8), metadata, output
+    )
+    close(output, reference(batch, cache))
+    assert (state().steps_tree, state().steps_host) == (1, {})
+
+
+def test_cascade_is_not_for_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's cascade reads the prefix that all requests share; tree attention reads it, too."""
+    host = PlainCpuBackend.get_builder_cls()
+    monkeypatch.setattr(
+        host, "use_cascade_attention", lambda self, *args, **kwargs: True, raising=False
+    )
+    builder = make_layers().builder(make_spec())
+    for query_lens, expected in (([5, 5], False), ([1, 3, 1], False), ([5, 6], True), ([5], True)):
+        assert builder.use_cascade_attention(64, np.array(query_lens), 4, 2) is expected
 
 
 def test_the_same_metadata_serves_another_batch_of_a_graph() -> None:

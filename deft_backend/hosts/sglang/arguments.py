@@ -131,7 +131,7 @@ def _unsupported_speculation(args: Any, backends: tuple[str | None, str | None])
         return None
     if str(algorithm).upper() not in _ALGORITHMS:
         return f"speculation by {algorithm} is not supported ({', '.join(_ALGORITHMS)} are)"
-    reason = refuse_speculation(SGLANG)
+    reason = refuse_speculation(str(args.device))
     if reason is not None:
         return reason
     if getattr(args, "speculative_adaptive", False):

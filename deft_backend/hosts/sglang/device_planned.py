@@ -136,8 +136,13 @@ class DevicePlannedBackend(DeftAttentionBackend):
     def update_verify_buffers_to_fill_after_draft(
         self, spec_info: Any, cuda_graph_bs: int | None
     ) -> None:
-        """Load the links once more: the host may prepare a replay before it has drafted."""
-        if self._verification is not None and spec_info is not None:
+        """Load the links once more: the host may prepare a replay before it has drafted.
+
+        It prepares eager steps after it has drafted.
+        """
+        tree = self._verification is not None and cuda_graph_bs in self._tree_graphs
+        if tree and spec_info is not None:  # an idle rank has none
+            assert self._verification is not None
             self._verification.load(spec_info)
         self._host.update_verify_buffers_to_fill_after_draft(spec_info, cuda_graph_bs)
 

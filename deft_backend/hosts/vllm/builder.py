@@ -96,10 +96,18 @@ class TreeBuilder:
 
     def use_cascade_attention(self, common_prefix_len: int, query_lens: Any, *args: Any,
                               **kwargs: Any) -> bool:  # fmt: skip
-        """Whether the host uses its cascade: not if tree attention decodes the batch."""
+        """Whether the host uses its cascade: not if tree attention may compute the batch.
+
+        The lengths do not tell verifications from short ends of prompts, which are the host's. The
+        host then computes these without its cascade.
+        """
         group = self.deft_group
-        is_decode = len(query_lens) > 0 and int(query_lens.max()) == 1
-        if group is not None and is_decode and group.refuses(len(query_lens)) is None:
+        longest = int(query_lens.max()) if len(query_lens) else 0
+        if group is not None and 1 <= longest <= group.query_tokens:
+            reason = group.refuses(len(query_lens))
+        else:
+            reason = "another kind of batch"
+        if reason is None:
             return False
         return host_cascades(self._host(), common_prefix_len, query_lens, *args, **kwargs)
 

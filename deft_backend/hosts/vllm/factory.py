@@ -28,7 +28,6 @@ from deft_backend.hosts.vllm.say import say_once
 from deft_backend.hosts.vllm.server import server_of
 from deft_backend.hosts.vllm.sleep import can_sleep, outside_memory_pools
 from deft_backend.hosts.vllm.speculation import drafts, query_tokens_of
-from deft_backend.hosts.vllm.versions import VLLM as TESTED
 from deft_backend.hosts.vllm.versions import blank_cache, unknown_cache
 from deft_backend.policy_names import AUTO
 
@@ -105,8 +104,6 @@ def _create(
         return cast(GroupAttention, server.groups[key])
     largest = min(settings.max_batch, vllm_config.scheduler_config.max_num_seqs)
     query_tokens = query_tokens_of(vllm_config)
-    if kv_dtype is not None and query_tokens > 1:
-        return f"speculative decoding over a KV cache in {kv_dtype} is not supported"
     plans_on_device = selects_device_planner(settings, VLLM, capability_of(device))
     if plans_on_device:
         largest = planned_on_device(largest, query_tokens, shape.gqa_group)
@@ -162,8 +159,8 @@ def unsupported_server(vllm_config: Any) -> str | None:
     parallel = vllm_config.parallel_config
     if envs.VLLM_BATCH_INVARIANT:
         return "a plan depends on the batch: batch-invariant mode is not supported"
-    if vllm_config.speculative_config is not None and not current_platform.is_cpu():
-        reason = refuse_speculation(TESTED)
+    if vllm_config.speculative_config is not None:
+        reason = refuse_speculation("cpu" if current_platform.is_cpu() else "cuda")
         if reason is not None:
             return reason
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):

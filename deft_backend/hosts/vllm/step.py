@@ -95,9 +95,6 @@ class TreeStep:
             A logit for each query head.
         """
         group = self.group
-        if sinks is not None and self.query_tokens > 1:
-            self.leave("attention sinks in a verification")
-            return False
         try:
             if not self._seen or id(owner) in self._seen:
                 self._seen.clear()
