@@ -91,6 +91,10 @@ def test_caches_of_other_kinds_are_refused() -> None:
     [
         ({}, None),
         ({"speculative_config": speculating(4)}, None),
+        (
+            {"speculative_config": speculating(4, enable_adaptive_verification=True)},
+            "adaptive verification",
+        ),
         ({"decode_context_parallel_size": 2}, "decode context parallel"),
         ({"prefill_context_parallel_size": 2}, "prefill context parallel"),
         ({"use_ubatching": True}, "micro-batches"),

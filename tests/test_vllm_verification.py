@@ -203,8 +203,14 @@ def test_the_draft_models_layers_are_the_hosts(caplog: pytest.LogCaptureFixture)
     batch = Batch(LENS, shared=2)
     assert step_of(builder.build(0, batch.common())) is None
     target = layers.builder(make_spec())
-    target.build(0, batch.common())
+    metadata = target.build(0, batch.common())
     assert state().num_layers == layers.count
+    # A draft's first pass may get the metadata of the target's step.
+    cache = Cache(batch.pages, 16)
+    close(run(draft.impls[0], batch, cache, metadata), reference(batch, cache))
+    assert state().steps_tree == 0
+    close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
+    assert state().steps_tree == 1
 
 
 @pytest.mark.parametrize(
@@ -212,6 +218,7 @@ def test_the_draft_models_layers_are_the_hosts(caplog: pytest.LogCaptureFixture)
     [
         ("model.layers.1.self_attn.attn", False), ("model.layers.2.self_attn.attn", True),
         ("draft_model.model.layers.0.self_attn.attn", True), ("mtp.layers.0.self_attn.attn", True),
+        ("model.mtp_layers.0.self_attn.attn", True), ("eagle.layers.0.attn", True),
         ("encoder.attn", False),
     ],
 )  # fmt: skip

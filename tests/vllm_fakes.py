@@ -39,9 +39,9 @@ def make_config(**changes: Any) -> Any:
     return config
 
 
-def speculating(tokens: int) -> Any:
+def speculating(tokens: int, **changes: Any) -> Any:
     """A ``SpeculativeConfig`` that drafts `tokens` tokens, as far as the adapter reads it."""
-    return SimpleNamespace(num_speculative_tokens=tokens)
+    return SimpleNamespace(num_speculative_tokens=tokens, **changes)
 
 
 def _layout(name: str) -> Any:

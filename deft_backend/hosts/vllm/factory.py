@@ -27,7 +27,11 @@ from deft_backend.hosts.vllm.layers import Layer, LayerShape
 from deft_backend.hosts.vllm.say import say_once
 from deft_backend.hosts.vllm.server import server_of
 from deft_backend.hosts.vllm.sleep import can_sleep, outside_memory_pools
-from deft_backend.hosts.vllm.speculation import drafts, query_tokens_of
+from deft_backend.hosts.vllm.speculation import (
+    drafts,
+    query_tokens_of,
+    unsupported_speculation,
+)
 from deft_backend.hosts.vllm.versions import blank_cache, unknown_cache
 from deft_backend.policy_names import AUTO
 
@@ -161,6 +165,7 @@ def unsupported_server(vllm_config: Any) -> str | None:
         return "a plan depends on the batch: batch-invariant mode is not supported"
     if vllm_config.speculative_config is not None:
         reason = refuse_speculation("cpu" if current_platform.is_cpu() else "cuda")
+        reason = reason or unsupported_speculation(vllm_config)
         if reason is not None:
             return reason
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):

@@ -10,13 +10,21 @@ import re
 from typing import Any
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_DRAFT = re.compile(r"^draft_model\.|(?:^|\.)mtp\.")
+_DRAFT = re.compile(r"^draft_model\.|(?:^|\.)(?:mtp|eagle)\w*\.")
 
 
 def query_tokens_of(vllm_config: Any) -> int:
     """Most query tokens of a request: the draft tokens and the token before them; 1 in decode."""
     speculative = vllm_config.speculative_config
     return 1 if speculative is None else 1 + int(speculative.num_speculative_tokens)
+
+
+def unsupported_speculation(vllm_config: Any) -> str | None:
+    """Why this server's kind of speculation rules out tree attention, in one line; or None."""
+    speculative = vllm_config.speculative_config
+    if getattr(speculative, "enable_adaptive_verification", False):
+        return "adaptive verification is not supported: only the device knows a request's tokens"
+    return None
 
 
 def drafts(layer_name: str, vllm_config: Any) -> bool:
