@@ -621,7 +621,7 @@ def test_warm_up_launches_every_set_of_tiles(
     """Launch combinations are compiled in, so the warm-up must run all of them."""
     from deft_backend.attention import TreeAttention
     from deft_backend.config import Settings
-    from deft_backend.hosts.sglang.factory import _warm_up
+    from deft_backend.hosts.sglang.warm_up import warm_up
 
     attention = TreeAttention(
         num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
@@ -648,7 +648,7 @@ def test_warm_up_launches_every_set_of_tiles(
     monkeypatch.setattr(attention, "run", run)
     pool = MHATokenToKVPool()
     table = torch.zeros((9, 70), dtype=torch.int32)
-    _warm_up(
+    warm_up(
         attention,
         SimpleNamespace(
             token_to_kv_pool=pool,

@@ -5,12 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any, NamedTuple
-
-import torch
 
 from deft_backend.attention import TreeAttention
 from deft_backend.config import LOG_LEVELS, Settings, warn_unknown
@@ -23,7 +19,6 @@ from deft_backend.hosts.common.planner_choice import (
     planned_on_device,
     selects_device_planner,
 )
-from deft_backend.hosts.common.warm_up import Drafts, StepTensors, warm_up_attention
 from deft_backend.hosts.sglang.arguments import NAME
 from deft_backend.hosts.sglang.batch_observer import BatchObserver
 from deft_backend.hosts.sglang.caches import full_cache
@@ -38,10 +33,10 @@ from deft_backend.hosts.sglang.versions import (
     decode_graphs,
     decodes_per_rank,
     draft_tokens,
-    drafts_trees,
     read_end,
     resolved,
 )
+from deft_backend.hosts.sglang.warm_up import compiler_of, warm_up
 from deft_backend.policy_names import AUTO
 from deft_backend.telemetry.state import ServerState
 from deft_patches import (
@@ -202,7 +197,7 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
     )
     if attention.device.type == "cuda":
         take_compiled_kernels(settings, attention.device)
-        _warm_up(attention, runner, settings, on_device)
+        warm_up(attention, runner, settings, on_device)
     state = state_of(runner, division, NAME, settings.policy)
     make = _device_planned if on_device else _host_planned
     backend = make(runner, host, attention, state, settings, undo)
@@ -244,7 +239,7 @@ def _device_planned(
     shows = not getattr(resolved(runner.server_args), "enable_memory_saver", False)
     backend = DevicePlannedBackend(
         host, attention, state, settings, shows=shows, model_asks=model_asks(runner),
-        compile_for=_compiler(attention, runner, settings), verification=_verification(attention),
+        compile_for=compiler_of(attention, runner, settings), verification=_verification(attention),
     )  # fmt: skip
     _install_fence(runner, backend, undo)
     return backend
@@ -300,41 +295,3 @@ def _install_fence(runner: Any, backend: Any, undo: ExitStack) -> None:
 
 def _has_graphs(runner: Any) -> bool:
     return decode_graphs(runner.server_args) != "disabled"
-
-
-def _warm_up(attention: TreeAttention, runner: Any, settings: Settings, on_device: bool) -> None:
-    """Compile planner and kernels for the tensors that the host's decode steps pass."""
-    tensors = _step_tensors(runner)
-    warm_up_attention(attention, tensors, on_device=on_device, smallest=settings.min_batch)
-
-
-def _step_tensors(runner: Any) -> StepTensors:
-    """What a decode step is given; versions differ in nothing, graphs and eager steps neither."""
-    cache, table = full_cache(runner.token_to_kv_pool), runner.req_to_token_pool.req_to_token
-    assert not isinstance(cache, str)
-    tokens = draft_tokens(runner.server_args)
-    return StepTensors(
-        cache.keys, cache.values, [table.shape[1]], table_dtype=table.dtype,
-        drafts=Drafts(tokens, trees=drafts_trees(runner.server_args)) if tokens > 1 else None,
-    )  # fmt: skip
-
-
-def _compiler(
-    attention: TreeAttention, runner: Any, settings: Settings
-) -> Callable[[torch.dtype, torch.dtype], None] | None:
-    """Compiles for table rows and lengths of other dtypes; None where nothing is compiled."""
-    if attention.device.type != "cuda":
-        return None
-    known = _step_tensors(runner)
-    done = {(known.rows_dtype, known.lens_dtype)}
-
-    def compile_for(rows: torch.dtype, lens: torch.dtype) -> None:
-        if (rows, lens) in done:
-            return
-        done.add((rows, lens))
-        warm_up_attention(
-            attention, replace(known, rows_dtype=rows, lens_dtype=lens), on_device=True,
-            smallest=settings.min_batch,
-        )  # fmt: skip
-
-    return compile_for
