@@ -11,6 +11,8 @@ from integration_tests.common.answers import PREFIX, TOPICS, check, check_joins_
 from integration_tests.common.server import Server
 from integration_tests.sglang_server import GROUPS, Ask, running
 
+pytestmark = pytest.mark.rare
+
 KINDS = ("chain", "tree", "lookup")
 
 
