@@ -28,8 +28,8 @@ def read_private(path: Path) -> bytes:
     Raises
     ------
     OSError
-        If the file cannot be read. Its `strerror` says so, too, if the file is a symbolic link or
-        no regular file, belongs to another user, is writable for others, or is too large.
+        If the file cannot be read, is a symbolic link or no regular file, belongs to another user,
+        is writable for others, or is too large. Its `strerror` names the reason.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -96,11 +96,30 @@ def replace_private(path: Path, write: Callable[[int], None]) -> None:
 
 
 def open_private(path: Path) -> Any:
-    """Open a file for writing from its beginning, with mode 0600; a symbolic link is refused."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    """Open a file for writing from its beginning, with mode 0600.
+
+    Raises
+    ------
+    OSError
+        If it cannot be opened, or a symbolic link or no regular file is in its place.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     handle = os.open(path, flags, 0o600)
-    os.fchmod(handle, 0o600)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise _refused(path, "it is no regular file")
+        os.fchmod(handle, 0o600)
+        os.truncate(handle, 0)
+    except BaseException:
+        os.close(handle)
+        raise
     return os.fdopen(handle, "wb")
+
+
+def create_empty(path: Path) -> None:
+    """Create an empty file with mode 0600, unless there is one; a symbolic link is refused."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    os.close(os.open(path, flags, 0o600))
 
 
 def is_private(path: Path) -> bool:
@@ -109,6 +128,24 @@ def is_private(path: Path) -> bool:
         return _unsafe(os.lstat(path)) is None
     except OSError:
         return False
+
+
+def unsafe_folder(folder: Path) -> str | None:
+    """Why somebody else could exchange files below a folder, in words; or None.
+
+    Only this user and root may own the folder and the folders above it. No other user may write to
+    them, unless they let each user change only the user's own files (as ``/tmp`` does).
+    """
+    real = folder.resolve()
+    for path in dict.fromkeys((folder, *folder.parents, real, *real.parents)):
+        found = path.lstat()
+        if found.st_uid not in (os.getuid(), 0):
+            return f"{path} belongs to user {found.st_uid}"
+        group = 0o020 if found.st_gid != os.getgid() else 0
+        mode = 0 if stat.S_ISLNK(found.st_mode) else found.st_mode  # a link's mode means nothing
+        if mode & (0o002 | group) and not mode & stat.S_ISVTX:
+            return f"others may write to {path} (mode {stat.S_IMODE(mode):04o})"
+    return None
 
 
 def _write_all(handle: int, data: bytes) -> None:

@@ -10,9 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from integration_tests.common.answers import PREFIX, TOPICS, assert_same, check, on
-from integration_tests.common.control import ask_to, changed_weights, disturbed, while_decoding
-from integration_tests.common.host_client import answers_of
+from integration_tests.common.answers import PREFIX, TOPICS, check, on
+from integration_tests.common.control import (
+    ask_to,
+    changed_weights,
+    check_host_client,
+    check_while_decoding,
+    while_decoding,
+)
 from integration_tests.common.plain_model import PlainModel
 from integration_tests.common.server import MODEL, Server
 from integration_tests.sglang_server import Ask, in_shared_memory
@@ -40,9 +45,7 @@ def test_paused_requests_go_on(server: Server, model: PlainModel, mode: str) -> 
         assert ask_to(server, "pause_generation", {"mode": mode}) == 200
         assert ask_to(server, "continue_generation") == 200
 
-    found = while_decoding(server, asks, pause)
-    assert_same(asks, found, model.answers(asks))
-    assert not server.trouble()
+    check_while_decoding(server, model, asks, pause)
 
 
 @on("small-cache")
@@ -50,8 +53,9 @@ def test_the_cache_is_flushed(server: Server, model: PlainModel) -> None:
     """The host refuses to flush while requests decode, and flushes when they have ended."""
     asks = [Ask(PREFIX + f"They flushed {t}:", tokens=12) for t in TOPICS[:3]]
     statuses: list[int] = []
-    found = while_decoding(server, asks, lambda: statuses.append(ask_to(server, "flush_cache")))
-    assert_same(asks, found, model.answers(asks))
+    check_while_decoding(
+        server, model, asks, lambda: statuses.append(ask_to(server, "flush_cache"))
+    )
     assert ask_to(server, "flush_cache") == 200
     check(server, model, [*asks, Ask(PREFIX + "After it.")])
     assert statuses in ([400], [200])
@@ -138,10 +142,5 @@ def test_the_hosts_own_client_while_others_are_aborted(
         ask_to(server, "flush_cache")  # the host refuses where requests wait
         assert ask_to(server, "continue_generation") == 200
 
-    expected = answers_of("sglang", baseline, tmp_path / "baseline")
-    found = disturbed(
-        server, Ask(PREFIX, tokens=200), pause_and_flush,
-        lambda: answers_of("sglang", server, tmp_path / "ours"),
-    )  # fmt: skip
-    assert found == expected
-    assert not server.trouble()
+    ask = Ask(PREFIX, tokens=200)
+    check_host_client("sglang", (server, baseline), tmp_path, ask, pause_and_flush)

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 
 from deft_backend.kernels import (
+    eight_bits,
+    gluon_eight_bits,
     gluon_parts,
     gluon_query_tokens,
     gluon_versions,
@@ -34,9 +36,9 @@ from deft_backend.kernels import (
 )
 
 PARTS = (
-    gluon_versions, gluon_parts, gluon_query_tokens, small_tile_memory, small_tile_copies,
-    small_tile_softmax, small_tile_results, large_tile_memory, large_tile_copies,
-    large_tile_softmax, large_tile_results,
+    gluon_versions, gluon_eight_bits, gluon_parts, gluon_query_tokens, small_tile_memory,
+    small_tile_copies, small_tile_softmax, small_tile_results, large_tile_memory,
+    large_tile_copies, large_tile_softmax, large_tile_results,
 )  # fmt: skip
 """Modules that kernels import functions in Gluon from; each uses none but those before it."""
 
@@ -213,8 +215,22 @@ def _load(pointer: Pointer, mask: Any = None, other: Any = 0, volatile: bool = F
     return pointer.read(mask, other)
 
 
-def _inlined(asm: str, constraints: str, args: Sequence[Any], **_: Any) -> Tensor:
-    """The two inline instructions."""
+def _numbers(values: np.ndarray, kind: torch.dtype) -> Tensor:
+    """float16 of bytes; NaN where memory was never written."""
+    return _tensor(torch.from_numpy(values.astype(np.uint8)).view(kind).half().numpy())
+
+
+def _inlined(asm: str, constraints: str, args: Sequence[Any], **_: Any) -> Any:
+    """The inline instructions."""
+    for kind, bytes_, pairs in (
+        (torch.float8_e4m3fn, eight_bits.E4M3_TO_FLOAT16, eight_bits.E4M3_PAIRS_TO_FLOAT16),
+        (torch.float8_e5m2, eight_bits.E5M2_TO_FLOAT16, eight_bits.E5M2_PAIRS_TO_FLOAT16),
+    ):
+        if asm == bytes_.value:
+            return _numbers(np.asarray(args[0]), kind)
+        if asm == pairs.value:
+            bits = np.asarray(args[0]).view(np.uint16)
+            return _numbers(bits & 0xFF, kind), _numbers(bits >> 8, kind)
     if "prefetch" in asm:  # as strict about addresses as a load
         pointer, wanted = args
         return pointer.read(np.asarray(wanted) != 0) * 0
@@ -268,6 +284,7 @@ def _language() -> ModuleType:
     for name in ("int16", "int32", "uint32", "int64", "uint64", "float16", "float32"):
         setattr(gl, name, DType(name))
     gl.int1 = DType("bool")
+    gl.join = lambda left, right: _tensor(np.stack([left, right], axis=-1))
     gl.constexpr = lambda value: value
     gl.shared_memory_descriptor = Shared
     gl.pointer_type = lambda dtype: dtype
@@ -292,7 +309,7 @@ def _language() -> ModuleType:
     gl.maximum, gl.minimum = _elementwise(np.maximum), _elementwise(np.minimum)
     gl.exp2, gl.log2, gl.abs = map(_elementwise, (np.exp2, np.log2, np.abs))
     gl.allocate_shared_memory = lambda dtype, shape, layout: Shared(
-        np.full(shape, np.nan, dtype=dtype.np)
+        np.full(shape, 0xFF if dtype.np == np.uint8 else np.nan, dtype=dtype.np)
     )
     gl.barrier = lambda: None
     return gl

@@ -20,14 +20,9 @@ from typer.testing import CliRunner
 pytest.importorskip("matplotlib")
 
 from deft_backend.ab import live_report, live_sides
-from deft_backend.ab.live import (
-    Agreement,
-    Difference,
-    LiveResult,
-    LiveWorkload,
-    SideRun,
-    agreement,
-)
+from deft_backend.ab.live_agreement import Difference, LiveAgreement, agreement
+from deft_backend.ab.live_result import LiveResult, LiveWorkload
+from deft_backend.ab.live_run import SideRun
 from deft_backend.ab.verdict import paired_change, verdict
 from deft_backend.cli import app
 from deft_backend.harness.answers import Answer
@@ -315,7 +310,7 @@ def test_the_interval_contains_the_change_and_grows_with_noise() -> None:
     def change(noise: float) -> tuple[float, float, float]:
         noisy = [side(0.01 * (1 + noise * ((i * 7) % 5 - 2))).outcomes[i] for i in range(20)]
         pair = (side(0.01), Replayed(tuple(noisy), 5.0))
-        found = paired_change(LiveWorkload("w", "", "", pair, (None, None), Agreement(0, 0)))
+        found = paired_change(LiveWorkload("w", "", "", pair, (None, None), LiveAgreement(0, 0)))
         assert found is not None
         return found
 
@@ -331,8 +326,8 @@ def test_answers_without_ids_are_compared_by_text() -> None:
         Replayed((Outcome("r", 0, 0, 0, "answered", "", 4, Answer(text=t, arrivals=[0.0] * 4)),), 1)
         for t in ("abcd", "abXd")
     )
-    assert agreement(first, first) == Agreement(1, 1)
-    assert agreement(first, other) == Agreement(1, 0, (Difference("r", 2, None),))
+    assert agreement(first, first) == LiveAgreement(1, 1)
+    assert agreement(first, other) == LiveAgreement(1, 0, (Difference("r", 2, None),))
 
 
 def test_servers_of_its_own_run_one_after_the_other(

@@ -75,7 +75,7 @@ def device_prices(
     chunk = torch.zeros((2, len(pieces)), dtype=torch.int32)
     weights = Weights(
         chunk_choice.ALONE, chunk_choice.HIDDEN, chunk_choice.EXPOSED, chunk_choice.UNEVEN,
-        MAX_MERGED,
+        chunk_choice.ROUNDING, MAX_MERGED,
     )  # fmt: skip
     constants = {
         "BATCH": batch, "CANDIDATES": len(pieces), "WEIGHTS": weights, "OVERLAPPED": False,
@@ -109,6 +109,17 @@ def test_both_planners_price_every_candidate_alike(found: list, costs: dict) -> 
             assert chunk[shape, at] == length
             # Terms as large as the transfer cancel if small tiles hide a large tile.
             assert price[shape, at] == pytest.approx(expected, rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize(("gpu_sms", "kv_heads"), [(114, 10), (78, 15), (148, 34), (132, 8)])
+def test_a_full_round_of_sms_is_even_in_both_precisions(gpu_sms: int, kv_heads: int) -> None:
+    """Whole items per SM: without care, float32 or float64 rounds the quotient up to one more."""
+    for items in range(1, 4 * gpu_sms + 1):
+        fullest = -(-items * kv_heads // gpu_sms)
+        sms = gpu_sms / kv_heads
+        assert np.ceil(items / sms - chunk_choice.ROUNDING) == fullest
+        in_float32 = np.float32(items) / np.float32(sms) - np.float32(chunk_choice.ROUNDING)
+        assert np.ceil(in_float32) == fullest
 
 
 @settings(max_examples=50, deadline=None)

@@ -245,6 +245,28 @@ def test_caches_of_eight_bits(dtype: torch.dtype, kv_dtype: torch.dtype, major: 
         assert found.stack == 0, (launch.kernel._name, found)
 
 
+@needs_gluon
+@pytest.mark.parametrize("group", [1, 4, 8, 16])
+def test_tiles_of_eight_bits_on_hopper(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No spills, and the launched number of programs fits on an SM."""
+    monkeypatch.setattr(configurations, "GLUON_EIGHT_BITS", True)
+    launches_of.cache_clear()
+    dtype, kv_dtype = torch.bfloat16, torch.float8_e4m3fn
+    config = config_of(9, 128, dtype, group, kv_dtype=kv_dtype)
+    bits = configurations.EXPONENT_BITS[kv_dtype]
+    kind = kind_of(128, dtype, 16)._replace(
+        num_heads=8 * group, exponent_bits=bits, device_scales=True
+    )
+    (_, small), (_, large) = launches_of(config, kind).stage1[:2]
+    launches_of.cache_clear()
+    assert small.kernel is configurations.HOPPER_SMALL_TILE
+    assert large.kernel is configurations.HOPPER_LARGE_TILE
+    for tile, launch in zip(config.tiles[:2], (small, large), strict=True):
+        found = resources(launch, dtype, 9)
+        assert found.stack == 0, found
+        assert found.fit(9) >= tile.programs // SMS, found
+
+
 @pytest.fixture
 def unknown_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A version of Triton that no test has run with."""

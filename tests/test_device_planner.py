@@ -20,7 +20,7 @@ from deft_backend.forest import PrefixForest, build_forest
 from deft_backend.kernel_limits import MAX_MERGED
 from deft_backend.planner import DevicePlan, Plan, PlanCapacity, plan_forest
 from deft_backend.planner.on_device import DevicePlanner, largest_batch
-from deft_backend.planner.on_device.planner import Blocks
+from deft_backend.planner.on_device.program_work import ProgramWork
 from deft_backend.policies import Auto, PolicyError, Target
 
 CPU = torch.device("cpu")
@@ -172,10 +172,10 @@ def test_with_a_gpus_candidates_chunks_are_the_hosts_too(
 ) -> None:
     """All chunk lengths that a GPU prices, like the host planner; the interpreter prices four."""
 
-    def as_on_a_gpu(cls: type[Blocks], size: int) -> Blocks:
-        return Blocks(size, size, size, Blocks.on_gpu(size).candidates)
+    def as_on_a_gpu(cls: type[ProgramWork], size: int) -> ProgramWork:
+        return ProgramWork(size, size, size, ProgramWork.on_gpu(size).candidates)
 
-    monkeypatch.setattr(Blocks, "interpreted", classmethod(as_on_a_gpu))
+    monkeypatch.setattr(ProgramWork, "interpreted", classmethod(as_on_a_gpu))
     random = np.random.default_rng(seed)
     requests = int(random.integers(2, 40))
     shared = random.choice([0, 16, 96, 400, 3000, 9000], size=requests - 1)
@@ -217,12 +217,12 @@ def test_the_host_planner_decides_the_same_for_the_largest_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The largest batch with some padding requests, and all chunk lengths that a GPU prices."""
-    interpreted = Blocks.interpreted
+    interpreted = ProgramWork.interpreted
 
-    def as_on_a_gpu(cls: type[Blocks], size: int) -> Blocks:
-        return replace(interpreted(size), candidates=Blocks.on_gpu(size).candidates)
+    def as_on_a_gpu(cls: type[ProgramWork], size: int) -> ProgramWork:
+        return replace(interpreted(size), candidates=ProgramWork.on_gpu(size).candidates)
 
-    monkeypatch.setattr(Blocks, "interpreted", classmethod(as_on_a_gpu))
+    monkeypatch.setattr(ProgramWork, "interpreted", classmethod(as_on_a_gpu))
     check_same(many(largest_batch() - 100), PlanCapacity.for_batch(largest_batch()))
 
 

@@ -15,6 +15,7 @@ from benchmarks.faults.record import drawn_into, merged, page_table, read_record
 from benchmarks.faults.reference import draw_prompts
 from benchmarks.faults.run import is_ok
 from benchmarks.faults.table import BOTH, FAULTS
+from benchmarks.faults.tested_server import Judged
 from benchmarks.row_files import RowsError, write_object
 
 ROOT = Path(__file__).parent.parent
@@ -24,7 +25,7 @@ PAGE = ROOT / "docs" / "reliability.md"
 
 GOOD: dict[str, Any] = {
     "fault": "poison", "host": "vllm", "injected": 3, "right": 6, "wrong": 0, "lost": 0,
-    "after": {"right": 3, "wrong": 0, "lost": 0},
+    "cut": 0, "after": {"right": 3, "wrong": 0, "lost": 0, "cut": 0},
 }  # fmt: skip
 
 
@@ -32,11 +33,19 @@ def test_only_right_answers_to_a_fault_that_happened_are_as_promised() -> None:
     assert is_ok(GOOD)
     for change in (
         {"injected": 0}, {"wrong": 1}, {"lost": 1}, {"processes_left": 1}, {"link_followed": True},
-        {"after": {"wrong": 1, "lost": 0}}, {"injected": {"poison": 1, "flush": 0}},
+        {"after": {"wrong": 1, "lost": 0, "cut": 0}},
+        {"cut": 1}, {"injected": {"poison": 1, "flush": 0}},
     ):  # fmt: skip
         assert not is_ok({**GOOD, **change}), change
     assert is_ok({**GOOD, "fault": "sigkill", "lost": 6})
     assert not is_ok({**GOOD, "fault": "sigkill", "wrong": 1})
+
+
+def test_tokens_that_came_before_a_cut_are_judged() -> None:
+    found = Judged()
+    for ids in ([1, 2, 3], [1, 2], [1, 9], [], [1, 2, 3, 4]):
+        found.add(ids, [1, 2, 3])
+    assert (found.right, found.cut, found.wrong, found.lost) == (1, 1, 2, 1)
 
 
 def test_the_page_shows_the_record() -> None:
@@ -48,9 +57,11 @@ def test_the_page_shows_the_record() -> None:
 
 
 def test_the_record_names_its_runs_and_known_faults() -> None:
-    rows, headers = read_record(RECORD)
-    assert {row["host"] for row in rows} <= set(headers) <= set(BOTH)
-    assert all(header["commit"] and header["date"] for header in headers.values())
+    rows, header = read_record(RECORD)
+    runs = {run["date"]: run for run in header["runs"]}
+    assert all(run["commit"] and run["host"] in BOTH for run in runs.values())
+    assert {row["run"] for row in rows} == set(runs)
+    assert all(runs[row["run"]]["host"] == row["host"] for row in rows)
     hosts = {fault.name: fault.hosts for fault in FAULTS}
     assert all(row["host"] in hosts[row["fault"]] for row in rows)
     assert all(row["ok"] == is_ok(row) for row in rows)
@@ -63,16 +74,20 @@ def test_a_failed_fault_shows_on_the_page() -> None:
         drawn_into("no marks", [])
 
 
-def test_a_run_of_one_host_keeps_the_others_rows(tmp_path: Path) -> None:
+def test_a_run_keeps_the_rows_that_it_does_not_repeat(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
-    rows, headers = merged(path, "vllm", [GOOD], {"date": 1})
-    write_object(path, rows, headers)
+    first, clock = {**GOOD, "run": 1}, {**GOOD, "fault": "clock", "run": 1}
+    write_object(path, *merged(path, "vllm", [GOOD, {**GOOD, "fault": "clock"}], {"date": 1}))
     other = {**GOOD, "host": "sglang"}
-    rows, headers = merged(path, "sglang", [other], {"date": 2})
-    assert (rows, set(headers)) == ([GOOD, other], set(BOTH))
-    write_object(path, rows, headers)
-    rows, _ = merged(path, "vllm", [], {"date": 3})
-    assert rows == [other]
+    rows, header = merged(path, "sglang", [other], {"date": 2})
+    assert rows == [first, clock, {**other, "run": 2}]
+    assert [(run["host"], run["date"]) for run in header["runs"]] == [("vllm", 1), ("sglang", 2)]
+    write_object(path, rows, header)
+    rows, header = merged(path, "vllm", [GOOD], {"date": 3})
+    assert rows == [clock, {**other, "run": 2}, {**GOOD, "run": 3}]
+    write_object(path, rows, header)
+    rows, header = merged(path, "vllm", [{**GOOD, "fault": "clock"}], {"date": 4})
+    assert [run["date"] for run in header["runs"]] == [2, 3, 4]
 
 
 def test_prompts_share_a_prefix_and_follow_their_seed() -> None:

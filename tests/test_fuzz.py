@@ -14,14 +14,14 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.fuzz import run as fuzz_run
+from benchmarks.fuzz import fuzz_run, ties
 from benchmarks.fuzz.attention_cases import AttentionFuzzer
 from benchmarks.fuzz.case_files import CaseFileError, keep, replay
 from benchmarks.fuzz.forests import KINDS, Limits, draw_batch
-from benchmarks.fuzz.plan_cases import PlanFuzzer
+from benchmarks.fuzz.fuzz_process import Job
+from benchmarks.fuzz.plan_cases import PlanCounts, PlanFuzzer
 from benchmarks.fuzz.settings import AttentionSetting, PlanSetting, plan_settings
 from benchmarks.fuzz.walk_plan import fault_of
-from benchmarks.fuzz.worker import Job
 from deft_backend import TreeAttention
 from deft_backend.forest import forest_from_page_tables
 from deft_backend.planner import Plan, PlanCapacity, plan_forest
@@ -156,9 +156,33 @@ def test_settings_name_every_choice() -> None:
     assert {setting.block_tokens for setting in plan_settings()[:3]} == {64, 16, 1 << 15}
 
 
-def test_batches_that_differ_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.fuzz.plan_cases.np.array_equal", lambda *_: False)
-    counts = PlanFuzzer(SETTING, CPU, large=False).run(range(4))
-    assert counts.same == 0
-    assert len(counts.differing) == counts.compared > 0
-    assert counts.failures == []  # no worse, because they are the same
+def test_a_plan_with_other_items_is_a_tie_or_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    fuzzer = PlanFuzzer(SETTING, CPU, large=False)
+    batch = planned()[0]
+    tables = np.ascontiguousarray(batch.page_table[batch.rows])
+    forest = forest_from_page_tables(tables, batch.seq_lens, 16)
+    host, _ = plan_forest(forest, get_policy("auto"), fuzzer.target, fuzzer.capacity)
+    other, _ = plan_forest(forest, get_policy("flash-decoding"), fuzzer.target, fuzzer.capacity)
+
+    def compared(found: Plan) -> PlanCounts:
+        counts = PlanCounts()
+        fuzzer._compare(0, batch, found, counts)
+        return counts
+
+    assert (compared(host).same, compared(host).failures) == (1, [])
+    assert [failure.why[:6] for failure in compared(other).failures] == ["no tie"]
+    # At one of the nearby costs, the host takes the other plan.
+    nearby = iter([replace(fuzzer.target, num_sms=1), fuzzer.target])
+    monkeypatch.setattr(ties, "nearby_targets", lambda _: nearby)
+    monkeypatch.setattr(
+        ties, "get_policy", lambda _: get_policy("flash-decoding"),
+    )  # fmt: skip
+    found = compared(other)
+    assert (found.ties, found.same, found.failures) == ([0], 0, [])
+
+
+def test_nearby_costs_differ_by_a_rounding() -> None:
+    target = SETTING.target()
+    for near in ties.nearby_targets(target):
+        for one, other in zip(near.tile_costs(), target.tile_costs(), strict=True):
+            assert 0 < abs(one / other - 1) <= ties.ROUNDING * 1.01

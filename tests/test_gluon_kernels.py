@@ -49,6 +49,7 @@ def emulated(kernel: Kernel, module: ModuleType) -> Callable[..., None]:
 def emulation() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(configurations, "GLUON_QUERY_TOKENS", True)
+        patch.setattr(configurations, "GLUON_EIGHT_BITS", True)
         for kernel, module in (
             (HOPPER_LARGE_TILE, hopper_large_tile), (HOPPER_SMALL_TILE, hopper_small_tile),
         ):  # fmt: skip
@@ -62,7 +63,8 @@ def use_gluon(
     """Let the kernels in Gluon run an attention on the CPU."""
     shape = attention._shapes[query_tokens]
     small, large, masked = shape.config.tiles
-    small = replace(small, block_tokens=16, lookahead=lookahead, programs=programs)
+    block = 32 if attention.kv_dtype in configurations.EXPONENT_BITS else 16
+    small = replace(small, block_tokens=block, lookahead=lookahead, programs=programs)
     large = replace(large, block_tokens=64, lookahead=lookahead, num_warps=4, programs=3)
     config = replace(shape.config, tiles=(small, large, masked))
     attention._shapes[query_tokens] = shape._replace(config=config)
@@ -181,6 +183,62 @@ def test_several_query_tokens(
     expected = reference_attention(
         q, k_cache, v_cache, table, lens + grow, query_start=start, ancestors=bits
     )
+    assert out.isfinite().all()
+    assert relative_error(out, expected) <= 1e-3
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**31 - 1),
+    requests=st.integers(1, 12),
+    query_tokens=st.sampled_from([1, 1, 2, 4]),
+    kv_dtype=st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2]),
+    page_size=st.sampled_from([1, 3, 16]),
+    lookahead=st.sampled_from([1, 2, 3]),
+    heads=st.sampled_from([(4, 1), (4, 2), (2, 2), (6, 2), (16, 1)]),
+    head_dim=st.sampled_from([64, 128]),
+    logit_cap=st.sampled_from([0.0, 5.0]),
+    policy=st.sampled_from(["auto", "deft-node", "flash-decoding"]),
+    scales=st.sampled_from(["none", "numbers", "tensors"]),
+    sinks=st.booleans(),
+    wide_v=st.booleans(),
+)
+def test_caches_of_eight_bits(
+    seed: int, requests: int, query_tokens: int, kv_dtype: torch.dtype, page_size: int,
+    lookahead: int, heads: tuple[int, int], head_dim: int, logit_cap: float, policy: str,
+    scales: str, sinks: bool, wide_v: bool,
+) -> None:  # fmt: skip
+    batch = drafts(seed, requests, page_size, query_tokens, longest=200)
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(requests * query_tokens, heads[0], head_dim, generator=generator).half()
+    shape = (2, batch.num_pages, page_size, heads[1], head_dim)
+    k_cache, v_cache = torch.randn(shape, generator=generator).to(kv_dtype)
+    if wide_v:  # other strides than K's
+        v_cache = torch.cat([v_cache, v_cache], dim=2)[:, :, : heads[1]]
+    attention = TreeAttention(
+        num_query_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, dtype=torch.float16,
+        device="cpu", page_size=page_size, max_batch=requests, policy=policy, kv_dtype=kv_dtype,
+        query_tokens=query_tokens,
+    )  # fmt: skip
+    use_gluon(attention, lookahead, 3, query_tokens)
+    table, lens = batch.page_table, batch.seq_lens
+    attention.plan(forest_from_page_tables(table, lens, page_size), query_tokens=query_tokens)
+    attention.poison_workspace()
+    given: dict[str, Any] = {"logit_cap": logit_cap}
+    if sinks:
+        given["sinks"] = torch.randn(heads[0], generator=generator)
+    factors = {"none": (1.0, 1.0), "numbers": (0.5, 3.0), "tensors": (0.5, 3.0)}[scales]
+    k, v = ((x.float() * s).double() for x, s in zip((k_cache, v_cache), factors, strict=True))
+    expected = reference_attention(q.double(), k, v, table, lens, **given)
+    if scales == "numbers":
+        given |= dict(zip(("k_scale", "v_scale"), factors, strict=True))
+    elif scales == "tensors":
+        given["k_scale"], given["v_scale"] = torch.tensor(factors).split(1)
+    launched.clear()
+    out = torch.full_like(q, float("nan"))
+    attention.run(q, k_cache, v_cache, table, lens, out=out, **given)
+    if policy == "flash-decoding" and query_tokens * heads[0] // heads[1] <= 16:
+        assert launched == {"hopper_small_tile_attention": 1}
     assert out.isfinite().all()
     assert relative_error(out, expected) <= 1e-3
 

@@ -14,7 +14,9 @@ PACKAGE = ROOT / "deft_backend"
 PATCHES = ROOT / "deft_patches"
 
 # Tools, not stages of the data flow: every folder may import them.
-TOOLS = {"compile", "policy_names", "installed", "folders", "private_files", "version"}
+TOOLS = {
+    "compile", "policy_names", "installed", "folders", "private_files", "json_fields", "version",
+}  # fmt: skip
 SHARED_BY_HOSTS = {
     "forest", "costs", "policies", "planner", "attention", "config", "telemetry",
     "hosts/common", "hosts/contract",

@@ -14,7 +14,7 @@ import torch
 from benchmarks.random_batches import random_batch
 from deft_backend import TreeAttention, forest_from_page_tables
 from deft_backend.compile.triton_kernel import Kernel
-from deft_backend.kernels import configurations, launches, run_plan
+from deft_backend.kernels import both_stages, configurations, launches, run_plan
 from deft_backend.kernels.configurations import KernelConfiguration, ReduceConfig, TileConfig
 from deft_backend.planner import DevicePlan, PlanCapacity
 from deft_backend.reference_attention import reference_attention, relative_error
@@ -272,9 +272,9 @@ def test_tensors_beyond_32_bits_are_read_by_the_plain_kernel(
 ) -> None:
     """The Hopper kernel counts in units of 16 bytes; a host may lay all layers' pages together."""
     compiler = Compiler(monkeypatch)
-    assert launches.WIDE_REACH == 2**32 * 16
+    assert both_stages.WIDE_REACH == 2**32 * 16
     pages, page_bytes = 12, 4 * 4 * 256 * 2
-    monkeypatch.setattr(launches, "WIDE_REACH", pages * page_bytes)
+    monkeypatch.setattr(both_stages, "WIDE_REACH", pages * page_bytes)
     assert compiler.launches_of(launch_all)[0][0] == "hopper_large_tile_attention"
     for name, width in (("k_width", 264), ("v_width", 264), ("q_width", 512), ("out_width", 512)):
         launched = compiler.launches_of(partial(launch_all, **{name: width}))

@@ -541,6 +541,35 @@ def test_a_failing_kernel_costs_a_line(
     assert step_of(builder.build(0, batch.common())) is None
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_plan_that_fails_leaves_its_step_to_the_host(
+    policy: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The host planner plans the next step again; a launch of the device planner is not tried."""
+    monkeypatch.setenv("DEFT_POLICY", policy)
+    layers = make_layers()
+    builder = layers.builder(make_spec())
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("no room")
+
+    with monkeypatch.context() as planted, caplog.at_level(logging.ERROR, "deft_backend"):
+        planted.setattr(TreeAttention, "plan", fail)
+        planted.setattr(TreeAttention, "plan_on_device", fail)
+        for _ in range(2):
+            metadata = builder.build(0, batch.common())
+            for impl in layers.impls:
+                close(run(impl, batch, cache, metadata), reference(batch, cache))
+    assert caplog.text.count("no room") == 1
+    metadata = builder.build(0, batch.common())
+    for impl in layers.impls:
+        close(run(impl, batch, cache, metadata), reference(batch, cache))
+    assert (step_of(metadata) is None) == (policy == "auto")
+    assert state().counters().steps_host == {"planning failed": 2}
+
+
 def test_verification_finds_a_wrong_kernel(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -42,8 +42,8 @@ def fuzz(
     import torch
 
     from benchmarks.fuzz.case_files import keep
-    from benchmarks.fuzz.run import Fuzz, run
-    from benchmarks.fuzz.worker import WHATS
+    from benchmarks.fuzz.fuzz_process import WHATS
+    from benchmarks.fuzz.fuzz_run import Fuzz, run
     from benchmarks.row_files import RowsError, make_folder, write_object
     from deft_backend.cli.errors import reported
     from deft_backend.harness.provenance import provenance
@@ -67,7 +67,9 @@ def fuzz(
         write_object(out, rows, {**provenance(), "command": command})
     failures = [failure for row in rows for failure in row["failures"]]
     for row in rows:
-        same = f", {row['same']} of {row['compared']} the same on host and device"
+        same = (
+            f", {row['same']} of {row['compared']} the same on host and device, {row['ties']} ties"
+        )
         typer.echo(
             f"{row['what']}: {row['plans']} plans in {row['seconds']} s"
             f"{same if row['compared'] else ''}; {len(row['failures'])} failures; "

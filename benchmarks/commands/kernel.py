@@ -41,7 +41,7 @@ def kernel(
             metavar="SET[,SET…]",
             help="Sets of trees: fasttree, deft, flashforge, unshared, mixed, traces, tiny. "
             "Default: all except tiny; traces needs --traces. verify: several query tokens a "
-            "request; with --traces, token trees, too.",
+            "request; with --traces also token trees.",
         ),
     ] = None,
     tree: Annotated[

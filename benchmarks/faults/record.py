@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 
 def read_record(path: Path) -> tuple[list[Row], dict[str, Any]]:
-    """Rows, and the header of each host's run."""
+    """Rows, and a header with all runs."""
     content = read_json(path, RowsError, "the record ")
     try:
         return list(content["rows"]), dict(content["header"])
@@ -24,11 +24,17 @@ def read_record(path: Path) -> tuple[list[Row], dict[str, Any]]:
 def merged(
     path: Path, host: str, rows: list[Row], header: dict[str, Any]
 ) -> tuple[list[Row], dict[str, Any]]:
-    """The rows of this run, with the other host's rows of an earlier run."""
-    if not path.exists():
-        return rows, {host: header}
-    before, headers = read_record(path)
-    return [row for row in before if row["host"] != host] + rows, {**headers, host: header}
+    """The rows of this run, and those of earlier runs that it does not repeat.
+
+    Each row names its run by the run's date; the header holds all runs that rows name.
+    """
+    before, header_before = read_record(path) if path.exists() else ([], {"runs": []})
+    repeated = {row["fault"] for row in rows}
+    kept = [row for row in before if row["host"] != host or row["fault"] not in repeated]
+    all_rows = kept + [{**row, "run": header["date"]} for row in rows]
+    named = {row["run"] for row in all_rows}
+    runs = [*header_before["runs"], {"host": host, **header}]
+    return all_rows, {"runs": [run for run in runs if run["date"] in named]}
 
 
 BEGIN = "<!-- faults: drawn from results/faults-cpu.json -->\n"
@@ -81,6 +87,6 @@ def _cell(rows: list[Row], fault: Fault, host: str) -> str:
     counts = [count for row in rows for count in (row, row.get("after", {}))]
     right = sum(count.get("right", 0) for count in counts)
     ended = [f"ended in {row['ended_after']:.0f} s" for row in rows if "ended_after" in row]
-    lost = sum(count.get("lost", 0) for count in counts)
+    lost = sum(count.get("lost", 0) + count.get("cut", 0) for count in counts)
     said = [f"{right} right", *([f"{lost} cut off"] if lost else []), *ended]
     return ", ".join(said)

@@ -20,6 +20,9 @@ from benchmarks.faults.reference import Ids, Reference, draw_prompts
 from benchmarks.faults.tested_server import Judged, TestedServer, start
 
 TOKENS = 12
+LONG_TOKENS = 300
+"""Tokens of an answer that a signal must cut off."""
+
 END_SECONDS = 90.0
 INSIDE_FAULTS = ("poison", "planner", "clock")
 LOAD_FAULTS = ("aborts", "flush", "pause", "weights")
@@ -124,11 +127,11 @@ class Harness:
         began = time.monotonic()
         row = {"fault": name, "host": self.host, **more, **asyncio.run(work)}
         row["seconds"] = round(time.monotonic() - began, 1)
-        found = server.log_lines("deft: .*(fail|cannot|planted|could not)")
+        found = server.new_log_lines("deft: .*(fail|cannot|planted|could not)")
         lines = [line[line.index("deft: ") :][:200] for line in found]
         # A record names no path of the machine.
         lines = [line.replace(f"{self._folder}/", "") for line in lines]
-        row["log"] = list(dict.fromkeys(lines))[:6]
+        row["log"] = lines[:6]
         row["ok"] = is_ok(row)
         self.rows.append(row)
         self._say(f"{self.host}: {name}: {json.dumps(row)}")
@@ -150,6 +153,7 @@ class Harness:
             total.right += judged.right
             total.wrong += judged.wrong
             total.lost += judged.lost
+            total.cut += judged.cut
             total.errors += judged.errors
         return {"injected": 2, **total.to_dict()}
 
@@ -205,13 +209,14 @@ class Harness:
         ended: list[float] = []
 
         async def strike() -> None:
+            await server.all_arrive()
             began = time.monotonic()
             victim.send_signal(signal.SIGTERM if name == "sigterm" else signal.SIGKILL)
             await asyncio.to_thread(psutil.wait_procs, family, END_SECONDS)
             ended.append(round(time.monotonic() - began, 1))
 
         async def work() -> Row:
-            judged = await server.judged(self._prompts(), 48, strike)
+            judged = await server.judged(self._prompts(), LONG_TOKENS, strike)
             left = [process for process in family if _lives(process)]
             return {
                 "injected": 1, **judged.to_dict(), "ended_after": ended[0],
@@ -236,7 +241,7 @@ def is_ok(row: Row) -> bool:
     return bool(
         happened
         and all(count["wrong"] == 0 for count in counts)
-        and (ends or all(count["lost"] == 0 for count in counts))
+        and (ends or all(count["lost"] == count["cut"] == 0 for count in counts))
         and row.get("processes_left", 0) == 0
         and not row.get("link_followed", False)
     )

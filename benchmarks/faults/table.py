@@ -44,8 +44,9 @@ FAULTS = (
     Fault(
         "planner",
         "The planner raises an error in every step.",
-        "The host's kernel decodes these batches; one log line. SGLang: the next good plan counts "
-        "again. vLLM: the host's kernel decodes from then on.",
+        "The host's kernel decodes these batches; one log line. After an error of the host "
+        "planner, the next good plan counts again. After one of the device planner, the host's "
+        "kernel decodes from then on.",
     ),
     Fault(
         "full-disk",

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import re
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Coroutine, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import psutil
 
 from benchmarks.faults.reference import Ids, Reference
+from deft_backend.harness.answers import Answer
 from deft_backend.harness.client import Client
 from deft_backend.servers.command import free_port, server_command
 from deft_backend.servers.process import ServerProcess
@@ -40,9 +42,9 @@ class Judged:
     Attributes
     ----------
     right, wrong, lost : int
-        Whole right answers; answers with a wrong token; requests without an answer.
+        Whole right answers; answers with a wrong token; requests without any token.
     cut : int
-        Answers that ended early and are right so far.
+        Answers that were cut off after some tokens, all of them right.
     """
 
     right: int = 0
@@ -50,6 +52,17 @@ class Judged:
     lost: int = 0
     cut: int = 0
     errors: list[str] = field(default_factory=list)
+
+    def add(self, found: Sequence[int], right: Sequence[int]) -> None:
+        """Judge the tokens that came for one request."""
+        if list(found) != list(right[: len(found)]):
+            self.wrong += 1
+        elif len(found) == len(right):
+            self.right += 1
+        elif found:
+            self.cut += 1
+        else:
+            self.lost += 1
 
     def to_dict(self) -> dict[str, Any]:
         """The counts as the record holds them."""
@@ -69,8 +82,10 @@ class TestedServer:
     ) -> None:
         self.process = process
         self.host = host
+        self.arriving: list[Answer] = []
         self._faults = faults
         self._reference = reference
+        self._told: set[str] = set()
 
     def arm(self, name: str) -> None:
         """Let a fault happen from now on."""
@@ -84,10 +99,13 @@ class TestedServer:
         record.unlink(missing_ok=True)
         return count
 
-    def log_lines(self, pattern: str) -> list[str]:
-        """Lines of the server's log that match."""
+    def new_log_lines(self, pattern: str) -> list[str]:
+        """Lines of the server's log that match, without those of an earlier call."""
         text = self.process.log.read_text(errors="replace")
-        return [line for line in text.splitlines() if re.search(pattern, line)]
+        found = [line for line in text.splitlines() if re.search(pattern, line)]
+        new = [line for line in dict.fromkeys(found) if line not in self._told]
+        self._told.update(new)
+        return new
 
     async def judged(
         self,
@@ -100,17 +118,15 @@ class TestedServer:
         found = Judged()
 
         async def one(client: Client, prompt: Ids, right: list[int]) -> None:
+            answer = Answer()
+            self.arriving.append(answer)
             try:
-                answer = await client.stream(prompt, tokens)
+                await client.stream(prompt, tokens, into=answer)
             except Exception as error:
-                found.lost += 1
                 found.errors.append(f"{type(error).__name__}: {error}"[:160])
-                return
-            if answer.ids == right:
-                found.right += 1
-            else:
-                found.wrong += 1
+            found.add(answer.ids, right)
 
+        self.arriving = []
         async with Client(self.process.url, self.host, seconds=SECONDS) as client:
             sent = [
                 asyncio.create_task(one(client, prompt, right))
@@ -121,6 +137,14 @@ class TestedServer:
                 await during()
             await asyncio.gather(*sent)
         return found
+
+    async def all_arrive(self) -> None:
+        """Wait until every answer has begun."""
+        begin = time.monotonic()
+        while not all(answer.ids for answer in self.arriving):
+            if time.monotonic() - begin > SECONDS:
+                raise TimeoutError(f"an answer did not begin within {SECONDS:.0f} s")
+            await asyncio.sleep(0.02)
 
     async def hang_up(self, prompts: Sequence[Ids]) -> None:
         """Ask, and leave each answer after a token or two."""

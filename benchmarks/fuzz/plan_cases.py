@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,16 +14,13 @@ import torch
 from benchmarks.fuzz.forests import Limits, RandomBatch, draw_batch
 from benchmarks.fuzz.outcome import Failure
 from benchmarks.fuzz.settings import AUTO, PlanSetting
+from benchmarks.fuzz.ties import is_tie
 from benchmarks.fuzz.walk_plan import fault_of
 from deft_backend.forest import PrefixForest, forest_from_page_tables
 from deft_backend.planner import DevicePlan, Plan, PlanCapacity, plan_forest
 from deft_backend.planner.on_device import DevicePlanner
 from deft_backend.policies import get_policy
 from deft_backend.policy_names import POLICY_NAMES
-
-CLOSE = 0.02
-"""Two plans are equally good if the tokens that they load, and their results to merge, differ by
-less than this share. The device decides in float32, so it may decide a tie in another way."""
 
 
 @dataclass
@@ -37,14 +35,15 @@ class PlanCounts:
         Batches that both planners planned.
     same : int
         Of these, those with the same items.
-    differing : list of int
-        The seeds of the others.
+    ties : list of int
+        The seeds of those with other items that cost the same (:mod:`benchmarks.fuzz.ties`). All
+        others are failures.
     """
 
     plans: int = 0
     compared: int = 0
     same: int = 0
-    differing: list[int] = field(default_factory=list)
+    ties: list[int] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
 
 
@@ -104,12 +103,12 @@ class PlanFuzzer:
             counts.failures.append(Failure(seed, AUTO, why))
         if self._decides_alike:
             counts.compared += 1
-            if np.array_equal(_items(found), _items(host)):
+            if _same(found, host):
                 counts.same += 1
+            elif is_tie(forest, self.target, self.capacity, partial(_same, found)):
+                counts.ties.append(seed)
             else:
-                counts.differing.append(seed)
-                if why := _worse(found, host, batch.seq_lens):
-                    counts.failures.append(Failure(seed, "device", why))
+                counts.failures.append(Failure(seed, "device", _difference(found, host)))
         # The other policies take turns; no device planner follows them.
         name = POLICY_NAMES[seed % len(POLICY_NAMES)]
         if name != AUTO:
@@ -167,10 +166,12 @@ def _items(plan: Plan) -> npt.NDArray[np.int64]:
     return items[:, np.lexsort(items)]
 
 
-def _worse(found: Plan, host: Plan, lens: npt.NDArray[np.int32]) -> str:
-    """Why the device's plan is worse than the host's, if it is."""
-    loaded, best = found.loaded_tokens(lens), host.loaded_tokens(lens)
-    partials, fewest = found.num_partials, host.num_partials
-    if loaded <= best * (1 + CLOSE) + 64 or partials <= fewest * (1 - CLOSE):
-        return ""
-    return f"the plan loads {loaded} tokens and leaves {partials} results; host {best}, {fewest}"
+def _same(one: Plan, other: Plan) -> bool:
+    return np.array_equal(_items(one), _items(other))
+
+
+def _difference(found: Plan, host: Plan) -> str:
+    return (
+        f"no tie: the device's plan has {found.num_items} items and {found.num_partials} results "
+        f"to merge, the host's {host.num_items} and {host.num_partials}"
+    )

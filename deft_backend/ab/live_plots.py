@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from deft_backend.ab.live import LiveWorkload
+from deft_backend.ab.live_result import LiveWorkload
 from deft_backend.ab.report_plots import DEFT_COLOUR, HOST_COLOUR, svg_address
 from deft_backend.harness.answers import Answer
 from deft_backend.harness.replay import Replayed

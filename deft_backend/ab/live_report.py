@@ -7,15 +7,17 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from deft_backend.ab.live import CLOSE, MARGINS, LiveResult, LiveWorkload
+from deft_backend.ab.live_agreement import CLOSE
 from deft_backend.ab.live_plots import live_plot
+from deft_backend.ab.live_result import LiveResult, LiveWorkload
+from deft_backend.ab.live_run import MARGINS
 from deft_backend.ab.report import CPU_TIMES, fill_page, table_rows
 from deft_backend.ab.units import MISSING, megabytes, milliseconds, percent
 from deft_backend.ab.verdict import paired_change, verdict
-from deft_backend.harness.live_client import ANSWERED, STATUSES
+from deft_backend.harness.live_request import ANSWERED, STATUSES
 
 _LATE = 0.05
-"""Seconds; if requests leave the client later than this, its times are not the servers' alone."""
+"""Seconds. If requests leave the client later than this, the times include the client's delay."""
 
 _DETAILS = 5
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from deft_backend.ab.live import Live, Side
+from deft_backend.ab.live_run import Live, Side
 from deft_backend.harness.counted_server import CountedServer
 from deft_backend.harness.live_counters import LiveCounters
 from deft_backend.servers.command import BACKEND, ServerCommand, free_port, server_command

@@ -6,16 +6,16 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from deft_backend.ab.live import LiveResult, LiveWorkload
+from deft_backend.ab.live_result import LiveResult, LiveWorkload
 from deft_backend.ab.units import milliseconds
 from deft_backend.harness.answers import Answer
-from deft_backend.harness.live_client import CUT, SKIPPED, TOO_LONG
+from deft_backend.harness.live_request import CUT, SKIPPED, TOO_LONG
 
 LEAST = 0.05
 """A smaller change of the time per token is no reason to switch."""
 
 FEW = 8
-"""Fewer pairs of answers than this say nothing."""
+"""With fewer pairs of answers, the sentence says nothing about times."""
 
 _FIRST_TOKEN_WORSE = 0.15
 

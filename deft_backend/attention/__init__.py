@@ -1,6 +1,6 @@
 """The library: plan a batch once, then run its decode attention for every layer and step."""
 
-from deft_backend.attention.step_inputs import AttentionError
+from deft_backend.attention.step_checks import AttentionError
 from deft_backend.attention.tree_attention import TreeAttention
 from deft_backend.kernels import HEAD_DIMS, Gpu
 from deft_backend.planner import PlanError

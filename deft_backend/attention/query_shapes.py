@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
+from deft_backend.attention.attention_shape import AttentionShape
 from deft_backend.attention.device_target import target_of
 from deft_backend.kernels import Gpu, KernelConfiguration, kernel_configuration
 from deft_backend.policies import Target
@@ -23,35 +22,17 @@ class QueryShape(NamedTuple):
 class QueryShapes(dict[int, QueryShape]):
     """The :class:`QueryShape` of each number of query tokens, made when it is first used."""
 
-    def __init__(
-        self,
-        num_query_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        kv_dtype: torch.dtype,
-        device: torch.device,
-        page_size: int,
-        gpu: Gpu | None,
-    ) -> None:
+    def __init__(self, shape: AttentionShape, gpu: Gpu | None) -> None:
         super().__init__()
-        self._heads = (num_query_heads, num_kv_heads, head_dim)
-        self._dtype, self._kv_dtype = dtype, kv_dtype
-        self._device = device
-        self._page_size = page_size
+        self._shape = shape
         self._gpu = gpu
 
     def __missing__(self, query_tokens: int) -> QueryShape:
-        query_heads, kv_heads, head_dim = self._heads
-        group = query_heads // kv_heads
-        blocks = QueryBlocks.of(query_tokens, group)
+        shape = self._shape
+        blocks = QueryBlocks.of(query_tokens, shape.gqa_group)
         config = kernel_configuration(
-            head_dim, self._dtype, self._device, group, self._gpu, query_tokens=blocks.tokens,
-            kv_dtype=self._kv_dtype,
+            shape.head_dim, shape.dtype, shape.device, shape.gqa_group, self._gpu,
+            query_tokens=blocks.tokens, kv_dtype=shape.kv_dtype,
         )  # fmt: skip
-        target = target_of(
-            config, num_query_heads=query_heads, num_kv_heads=kv_heads, head_dim=head_dim,
-            dtype=self._kv_dtype, device=self._device, page_size=self._page_size, blocks=blocks,
-        )  # fmt: skip
-        self[query_tokens] = QueryShape(blocks, config, target)
+        self[query_tokens] = QueryShape(blocks, config, target_of(config, shape, blocks))
         return self[query_tokens]

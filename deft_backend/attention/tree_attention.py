@@ -6,22 +6,20 @@ import math
 
 import torch
 
+from deft_backend.attention.attention_shape import AttentionShape
 from deft_backend.attention.current_device import device_as_current, is_current
-from deft_backend.attention.current_plan import CurrentPlan, PlannedBatch
+from deft_backend.attention.current_plan import CurrentPlan
 from deft_backend.attention.query_shapes import QueryShape, QueryShapes
-from deft_backend.attention.step_inputs import (
+from deft_backend.attention.step_checks import (
     AttentionError,
-    check_ancestors,
     check_attention,
     check_batch,
-    check_query_start,
-    check_scales,
-    check_sinks,
     check_step,
 )
+from deft_backend.attention.step_inputs import StepInputs
 from deft_backend.attention.workspace import Workspace, entry_bytes
 from deft_backend.forest import PrefixForest
-from deft_backend.kernels import EXPONENT_BITS, Gpu, run_plan, unsupported
+from deft_backend.kernels import Gpu, run_plan, unsupported
 from deft_backend.planner import Plan, PlanCapacity
 from deft_backend.planner.on_device import DevicePlanner
 from deft_backend.policies import Grouping, Target, get_policy
@@ -46,7 +44,7 @@ class TreeAttention:
     num_query_heads, num_kv_heads, head_dim : int
         Shape of the attention; query heads are a multiple of KV heads (MHA, GQA, MQA).
     dtype : torch.dtype
-        Of queries and output: float16 or bfloat16; on the CPU float32, too.
+        Of queries and output: float16 or bfloat16; on the CPU also float32.
     kv_dtype : torch.dtype, optional
         Of the KV cache: `dtype`, which is the default, or float8_e4m3fn or float8_e5m2. The kernels
         for 8 bits compile for GPUs, but no recorded run has shown them right on one yet.
@@ -57,7 +55,7 @@ class TreeAttention:
     max_batch : int
         Most requests a plan will hold; sizes the plan's arrays and the workspace.
     query_tokens : int
-        Most query tokens of a request; sizes the plan's arrays and the workspace, too.
+        Most query tokens of a request. It also sizes the plan's arrays and the workspace.
     policy : str
         How KV and queries are grouped, by name; see :data:`deft_backend.policies.POLICY_NAMES`.
     capacity : PlanCapacity, optional
@@ -135,29 +133,25 @@ class TreeAttention:
         self.device = torch.device(device)
         if self.device == torch.device("cuda"):
             self.device = torch.device("cuda", torch.cuda.current_device())
-        check_attention(
-            num_query_heads, num_kv_heads, head_dim, dtype, self.device,
-            page_size=page_size, max_batch=max_batch, query_tokens=query_tokens,
-            kv_dtype=kv_dtype, gpu=compiled_for,
+        shape = AttentionShape(
+            num_query_heads, num_kv_heads, head_dim, dtype, kv_dtype or dtype, self.device,
+            page_size,
         )  # fmt: skip
+        check_attention(shape, max_batch=max_batch, query_tokens=query_tokens, gpu=compiled_for)
         self.policy = get_policy(policy)
         self.num_query_heads = num_query_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.dtype = dtype
-        self.kv_dtype = kv_dtype or dtype
-        self._exponent_bits = EXPONENT_BITS.get(self.kv_dtype, 0)
+        self.kv_dtype = shape.kv_dtype
         self.page_size = page_size
         self.query_tokens = query_tokens
 
-        self._shapes = QueryShapes(
-            num_query_heads, num_kv_heads, head_dim, dtype, self.kv_dtype, self.device, page_size,
-            compiled_for,
-        )  # fmt: skip
+        self._shapes = QueryShapes(shape, compiled_for)
         _, config, target = self._shapes[1]
         blocks = self._shapes[query_tokens].blocks.blocks
-        # Requests of fewer query tokens may have longer blocks than those of the most.
-        tokens = QueryBlocks.most_tokens(query_tokens, num_query_heads // num_kv_heads)
+        # Requests with fewer than `query_tokens` query tokens may have longer blocks.
+        tokens = QueryBlocks.most_tokens(query_tokens, shape.gqa_group)
         self.capacity = capacity or PlanCapacity.for_batch(
             max_batch * blocks,
             max(target.tile_programs),
@@ -171,11 +165,7 @@ class TreeAttention:
         self._workspace = Workspace.allocate(
             self.capacity.max_entries * tokens, num_query_heads, head_dim, dtype, self.device
         )
-        self._own_rows = torch.arange(
-            self.capacity.max_batch, dtype=torch.int32, device=self.device
-        )
-        #: The scale 1 on the device, for a layer whose cache of 8 bits has no scale.
-        self.unit_scale = torch.ones(1, dtype=torch.float32, device=self.device)
+        self._inputs = StepInputs(shape, self.capacity.max_batch)
 
     @property
     def _shape(self) -> QueryShape:
@@ -185,7 +175,7 @@ class TreeAttention:
     def target(self) -> Target:
         """The attention, the GPU and the costs that the last plan was made for.
 
-        Before the first plan, those of one query token a request.
+        Before the first plan, they are those of requests with one query token.
         """
         return self._shape.target
 
@@ -204,6 +194,11 @@ class TreeAttention:
     def grouping(self) -> Grouping | None:
         """The groups behind `last_plan`, for :func:`deft_backend.explain.explain`."""
         return self._current.batch.grouping
+
+    @property
+    def unit_scale(self) -> torch.Tensor:
+        """The scale 1 on the device, for a layer whose cache of 8 bits has no scale."""
+        return self._inputs.unit_scale
 
     @property
     def workspace_bytes(self) -> int:
@@ -288,7 +283,7 @@ class TreeAttention:
                 f"{self.capacity.max_batch // shape.blocks.blocks}: raise max_batch"
             )
         if table_rows is None:
-            table_rows = self._first_rows(page_table, batch)
+            table_rows = self._inputs.first_rows(page_table, batch)
         check_batch(page_table, seq_lens, table_rows, self.device)
         self._current.plan_on_device(page_table, table_rows, seq_lens, shape.blocks, shape.target)
 
@@ -346,8 +341,8 @@ class TreeAttention:
         Parameters
         ----------
         q : [T, Hq, D]
-            The query tokens, those of one request behind those of another. Without `query_start`
-            each request has Q: token ``j`` of request ``r`` is ``q[r * Q + j]``.
+            The query tokens, one request after another. Without `query_start` each request has
+            Q: token ``j`` of request ``r`` is ``q[r * Q + j]``.
         k_cache, v_cache : [pages, page_size, Hkv, D], or [pages, Hkv, D] if `page_size` is 1
             The KV cache of one layer; any strides with a contiguous last dimension.
         page_table : [rows, P] int32 or int64
@@ -360,7 +355,8 @@ class TreeAttention:
         query_start : [B + 1] int32, optional
             Where in `q` each request's query tokens begin, if their numbers differ: request ``r``
             has ``query_start[r + 1] - query_start[r]``, 0 to Q of them. Only the device knows these
-            numbers: you must keep to Q. Tokens of no request keep what `out` holds.
+            numbers, so `run` cannot check that none exceeds Q. Where `q` holds a token of no
+            request, `out` stays as it is.
         ancestors : [B, Q, ceil(Q / 64)] int64, optional
             Who sees whom in a token tree. Bit ``k`` of word ``w`` is set if query token ``j`` sees
             query token ``64 * w + k`` of its request. A token sees itself only if its bit is set.
@@ -402,36 +398,22 @@ class TreeAttention:
             raise AttentionError(f"sm_scale is {sm_scale}; expected a number above 0")
         planned = self._current.batch
         static_launch = static_launch or planned.on_device
-        _, config, _ = self._shapes[planned.blocks.query_tokens]
-        query_tokens = planned.blocks.query_tokens
-        batch = len(seq_lens) if query_start is not None else len(q) // query_tokens
-        batch = _requests_to_run(planned, batch, static_launch)
-        rows = len(q) if query_start is not None else batch * query_tokens
-        k_cache, v_cache = self._paged(k_cache), self._paged(v_cache)
+        config = self._shapes[planned.blocks.query_tokens].config
+        inputs = self._inputs
+        requests, rows = inputs.count(q, seq_lens, query_start, planned, static_launch)
         if out is None:
-            # A CUDA graph may be replayed for fewer requests than it was captured for. Only the
-            # device planner covers padding requests; others' outputs must not be stale memory.
-            covered = query_start is None and (
-                not static_launch or (planned.on_device and batch <= planned.requests)
-            )
-            out = torch.empty_like(q) if covered else torch.zeros_like(q)
+            out = inputs.new_output(q, requests, query_start, planned, static_launch)
         own_rows = table_rows is None
         if table_rows is None:
-            table_rows = self._first_rows(page_table, batch)
+            table_rows = inputs.first_rows(page_table, requests)
+        k_cache, v_cache = inputs.paged(k_cache), inputs.paged(v_cache)
         check_step(
-            q, k_cache, v_cache, page_table, seq_lens, table_rows, out,
-            batch=batch, queries=(rows, self.num_query_heads, self.head_dim),
-            page=(self.page_size, self.num_kv_heads, self.head_dim),
-            dtype=self.dtype, kv_dtype=self.kv_dtype, device=self.device,
+            inputs.shape, q, k_cache, v_cache, page_table, seq_lens, table_rows, out,
+            requests=requests, rows=rows, query_tokens=planned.blocks.query_tokens,
+            query_start=query_start, ancestors=ancestors, k_scale=k_scale, v_scale=v_scale,
+            sinks=sinks,
         )  # fmt: skip
-        check_scales(k_scale, v_scale, eight_bits=bool(self._exponent_bits), device=self.device)
-        if sinks is not None:
-            check_sinks(sinks, self.num_query_heads, self.device)
-        if query_start is not None:
-            check_query_start(query_start, batch, self.device)
-        if ancestors is not None:
-            check_ancestors(ancestors, batch, query_tokens, self.device)
-        if batch == 0 or rows == 0:
+        if requests == 0 or rows == 0:
             return out
         # The device planner records each segment's row of the page table. The host planner records
         # the segment's request, which is the same number where row b belongs to request b.
@@ -440,9 +422,9 @@ class TreeAttention:
             table_rows = self._current.arrays[
                 "segment_table" if planned.on_device else "segment_request"
             ]
-        if self._exponent_bits:  # the kernels read bytes
+        if inputs.exponent_bits:  # the kernels read bytes
             k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-            k_scale, v_scale = self._both_or_none(k_scale, v_scale)
+            k_scale, v_scale = inputs.both_or_none(k_scale, v_scale)
         # GPUs round to bfloat16, Triton's interpreter truncates: let PyTorch convert. Outputs of
         # requests that the plan does not cover stay as they are.
         truncates = config.interpreted and self.dtype == torch.bfloat16
@@ -460,7 +442,7 @@ class TreeAttention:
             *self._workspace,
             sm_scale=1.0 / math.sqrt(self.head_dim) if sm_scale is None else sm_scale,
             logit_cap=logit_cap,
-            exponent_bits=self._exponent_bits,
+            exponent_bits=inputs.exponent_bits,
             k_scale=k_scale,
             v_scale=v_scale,
             sinks=sinks,
@@ -483,51 +465,3 @@ class TreeAttention:
                 f"{self.query_tokens}: raise query_tokens of TreeAttention"
             )
         return self._shapes[query_tokens]
-
-    def _paged(self, cache: torch.Tensor) -> torch.Tensor:
-        """[pages, page_size, Hkv, D] view of a cache."""
-        return cache.unsqueeze(1) if cache.dim() == 3 and self.page_size == 1 else cache
-
-    def _both_or_none(
-        self, k_scale: float | torch.Tensor, v_scale: float | torch.Tensor
-    ) -> tuple[float | torch.Tensor, float | torch.Tensor]:
-        """Scales that lie both on the device, or both on the host, as the kernels need them."""
-        if isinstance(k_scale, torch.Tensor) == isinstance(v_scale, torch.Tensor):
-            return k_scale, v_scale
-        k_scale, v_scale = (
-            scale if isinstance(scale, torch.Tensor)
-            else self.unit_scale if scale == 1.0 else self.unit_scale * scale
-            for scale in (k_scale, v_scale)
-        )  # fmt: skip
-        return k_scale, v_scale
-
-    def _first_rows(self, page_table: torch.Tensor, batch: int) -> torch.Tensor:
-        """[batch] int32: row ``b`` of the page table for request ``b``."""
-        if batch > min(len(page_table), len(self._own_rows)):
-            raise AttentionError(
-                f"{batch} requests, a page table of {len(page_table)} rows and max_batch "
-                f"{len(self._own_rows)}; expected a row each, or table_rows, and a larger max_batch"
-            )
-        return self._own_rows[:batch]
-
-
-def _requests_to_run(planned: PlannedBatch, requests: int, static_launch: bool) -> int:
-    """The number of requests for a run: that of the planned batch, or a larger `requests`.
-
-    Raises
-    ------
-    AttentionError
-        If there is no plan for the launches, or the plan covers more requests than `requests`.
-    """
-    if static_launch:
-        expected = requests
-    elif planned.forest is not None:
-        expected = planned.forest.batch_size // planned.blocks.blocks
-    else:
-        raise AttentionError("nothing is planned; call plan(forest) first")
-    if expected < planned.requests:
-        raise AttentionError(
-            f"q is for {expected} requests; the plan is for {planned.requests} requests: plan the "
-            "batch that is run"
-        )
-    return expected

@@ -31,7 +31,8 @@ from deft_backend.cli.serve import chosen_host
 from deft_backend.cli.shown import say
 
 if TYPE_CHECKING:
-    from deft_backend.ab.live import LiveResult, Side
+    from deft_backend.ab.live_result import LiveResult
+    from deft_backend.ab.live_run import Side
     from deft_backend.harness.live_client import Offers
     from deft_backend.harness.traffic import Traffic
 
@@ -116,7 +117,7 @@ def run_live(asked: Asked) -> None:
 
 
 def _refuse_options(asked: Asked) -> None:
-    """Options that are for servers of the command's own."""
+    """Refuse options that only servers started by this command can take."""
     given = {
         "--revision": asked.revision, "--host": asked.host, "--policy": asked.policy,
         "--baseline": asked.baseline, "--speculative": asked.drafting.draft,
@@ -196,7 +197,8 @@ def compare_live(
     progress: ProgressWatcher,
 ) -> LiveResult:
     """Run both sides, one after the other; an interrupted run gives what it has."""
-    from deft_backend.ab.live import SideRun, compare_sides, run_side, silent_side
+    from deft_backend.ab.live_result import compare_sides
+    from deft_backend.ab.live_run import SideRun, run_side, silent_side
     from deft_backend.harness.live_client import LiveError
     from deft_backend.harness.provenance import provenance
 
@@ -235,7 +237,7 @@ def compare_live(
 
 
 def both_answer(urls: Sequence[str]) -> None:
-    """Before a long run on the first server, make sure that the second answers, too."""
+    """Before a long run on the first server, check that both servers answer."""
     from deft_backend.harness.live_client import LiveClient, LiveError
 
     async def ask() -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import typer
 
 from deft_backend.cli.errors import fail, reported
 from deft_backend.cli.models import ChosenModel
 from deft_backend.costs.table_key import SHORT_DTYPES
+from deft_backend.private_files import parsed
 from deft_backend.servers.model_files import ModelFilesError
+
+ShapeModelOption = Annotated[
+    str | None,
+    typer.Option(help="Checkpoint folder or hub name: its heads, dimension and dtype."),
+]
+HeadDimOption = Annotated[int | None, typer.Option(min=1, help="Head dimension; default: 128.")]
 
 
 class HeadShape(NamedTuple):
@@ -46,7 +54,7 @@ def model_shape(model: ChosenModel) -> HeadShape:
         kv_heads = int(config.get("num_key_value_heads") or query_heads)
         head_dim = int(config.get("head_dim") or config["hidden_size"] // query_heads)
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float16")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise fail(f"cannot read the attention's shape from {path}: {error!r}") from None
     dtype = dtype.removeprefix("torch.")
     if dtype not in SHORT_DTYPES.values():
@@ -61,7 +69,7 @@ def _text_config(path: Path) -> Mapping[str, Any]:
 
     Some models omit their class's default values from the file: `transformers` knows them.
     """
-    content = json.loads(path.read_text())
+    content = parsed(path.read_text())
     config: Mapping[str, Any] = {**content, **content.get("text_config", {})}
     if "num_attention_heads" in config:
         return config

@@ -13,7 +13,13 @@ from rich.table import Table
 
 from deft_backend.cli.errors import fail, reported, stderr
 from deft_backend.cli.models import RevisionOption, chosen_model
-from deft_backend.cli.shapes import HeadShape, model_shape, parse_heads
+from deft_backend.cli.shapes import (
+    HeadDimOption,
+    HeadShape,
+    ShapeModelOption,
+    model_shape,
+    parse_heads,
+)
 from deft_backend.config import SettingsError
 from deft_backend.costs.table_key import SHORT_DTYPES, TableKey
 from deft_backend.costs.table_lookup import save_table, table_in_use
@@ -31,17 +37,12 @@ _DTYPES = ("fp16", "bf16")
 
 
 def tune(
-    model: Annotated[
-        str | None,
-        typer.Option(help="Checkpoint folder or hub name: its heads, dimension and dtype."),
-    ] = None,
+    model: ShapeModelOption = None,
     revision: RevisionOption = None,
     heads: Annotated[
         str | None, typer.Option(help="Query heads/KV heads on one GPU; default: 32/8.")
     ] = None,
-    head_dim: Annotated[
-        int | None, typer.Option(min=1, help="Head dimension; default: 128.")
-    ] = None,
+    head_dim: HeadDimOption = None,
     dtype: Annotated[str | None, typer.Option(help="fp16 or bf16; default: fp16.")] = None,
     page_size: Annotated[
         int, typer.Option(min=1, help="Tokens a page; 1 is what SGLang's adapter works with.")

@@ -12,7 +12,13 @@ from rich.console import Console
 from deft_backend.cli.errors import fail, reported
 from deft_backend.cli.models import RevisionOption, chosen_model
 from deft_backend.cli.serve import HostOption, chosen_host
-from deft_backend.cli.shapes import HeadShape, model_shape, parse_heads
+from deft_backend.cli.shapes import (
+    HeadDimOption,
+    HeadShape,
+    ShapeModelOption,
+    model_shape,
+    parse_heads,
+)
 from deft_backend.config import Settings, SettingsError
 from deft_backend.costs.table_key import SHORT_DTYPES
 from deft_backend.folders import create_private, kernels_directory
@@ -25,17 +31,12 @@ _PAGE_SIZES = {"sglang": 1, "vllm": 16}
 
 
 def warm(
-    model: Annotated[
-        str | None,
-        typer.Option(help="Checkpoint folder or hub name: its heads, dimension and dtype."),
-    ] = None,
+    model: ShapeModelOption = None,
     revision: RevisionOption = None,
     heads: Annotated[
         str | None, typer.Option(help="Query heads/KV heads of the model; default: 32/8.")
     ] = None,
-    head_dim: Annotated[
-        int | None, typer.Option(min=1, help="Head dimension; default: 128.")
-    ] = None,
+    head_dim: HeadDimOption = None,
     dtype: Annotated[
         str | None, typer.Option(help="fp16 or bf16; default: the model's, or bf16.")
     ] = None,

@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from triton.runtime.cache import get_cache_manager
 from deft_backend.compile.source_digest import digest_of
 from deft_backend.folders import create_private
 from deft_backend.installed import installed_version
+from deft_backend.json_fields import FieldError, mapping, shown, text, within
 from deft_backend.private_files import parsed, read_private, write_private
 from deft_backend.version import VERSION
 
@@ -199,28 +200,38 @@ def _content(path: Path, digest: str) -> bytes | None:
 def _read(folder: Path) -> tuple[Origin, dict[str, dict[str, str]]]:
     """Origin and files of a folder's kernels."""
     try:
-        text = read_private(folder / MANIFEST)
+        manifest = read_private(folder / MANIFEST)
     except FileNotFoundError:
         raise KernelFolderError(f"it has no {MANIFEST}: `deft warm` did not fill it") from None
     except OSError as error:
         raise KernelFolderError(f"its {MANIFEST} cannot be used: {error.strerror}") from None
     try:
-        content = parsed(text)
-        if content["format"] != FORMAT:
-            raise KernelFolderError(
-                f"its {MANIFEST} has the format {content['format']!r}; expected {FORMAT}"
-            )
-        origin = Origin(**{field.name: str(content[field.name]) for field in fields(Origin)})
-        entries: dict[str, dict[str, str]] = content["kernels"]
-        for key, files in entries.items():
-            named = [name for name in files if name.endswith(".json")]
-            if not _KEY.fullmatch(key) or len(named) != 1:
-                raise ValueError(f"kernel {key!r}")
-            for name, digest in files.items():
-                if not _FILE.fullmatch(name) or not _KEY.fullmatch(digest):
-                    raise ValueError(f"file {name!r}")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        content = parsed(manifest)
+        if isinstance(content, dict) and content.get("format") != FORMAT:
+            found = shown(content.get("format"))
+            raise KernelFolderError(f"its {MANIFEST} has the format {found}; expected {FORMAT}")
+        kernels = mapping(content, "kernels")
+        named = {field.name: text(content, field.name, 100) for field in fields(Origin)}
+        return Origin(**named), {key: _files_of(kernels, key) for key in kernels}
+    except ValueError as error:
         if isinstance(error, KernelFolderError):
             raise
-        raise KernelFolderError(f"its {MANIFEST} is damaged ({error!r})") from None
-    return origin, entries
+        raise KernelFolderError(f"its {MANIFEST} is damaged: {error}") from None
+
+
+def _files_of(kernels: Mapping[str, Any], key: str) -> dict[str, str]:
+    """The files of a kernel and their digests."""
+    if not _KEY.fullmatch(key):
+        raise FieldError(f"kernels holds {shown(key)}; expected keys of 64 hexadecimal digits")
+    named = mapping(kernels, key)
+    with within(key):
+        files = {name: text(named, name) for name in named}
+    for name, digest in files.items():
+        if not _FILE.fullmatch(name) or not _KEY.fullmatch(digest):
+            raise FieldError(
+                f"{key} holds the file {shown(name)} with "
+                f"{shown(digest)}; expected a plain name and a SHA-256"
+            )
+    if sum(name.endswith(".json") for name in files) != 1:
+        raise FieldError(f"{key} holds {shown(list(files))}; expected one file of JSON")
+    return files

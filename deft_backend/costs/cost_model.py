@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deft_backend.costs.tile_costs import TileCosts
+from deft_backend.json_fields import FieldError, number, numbers, shown, text, whole, within
 from deft_backend.private_files import parsed, read_private_json
 
 FloatArray = npt.NDArray[np.float64]
@@ -155,7 +156,7 @@ class CostModel:
         data = read_table(Path(path), private=private)
         try:
             return cls._from_dict(data)
-        except (CostModelError, OverflowError) as error:
+        except (CostModelError, FieldError) as error:
             raise CostModelError(f"cost table {path}: {error}") from error
 
     @classmethod
@@ -163,21 +164,19 @@ class CostModel:
         if not isinstance(data, Mapping):
             raise CostModelError(f"it holds a {type(data).__name__}; expected an object")
         if data.get("format") != TABLE_FORMAT:
-            raise CostModelError(f"format is {data.get('format')!r}; expected {TABLE_FORMAT}")
+            raise CostModelError(f"format is {shown(data.get('format'))}; expected {TABLE_FORMAT}")
         fasttree = data.get("fasttree")
         if not isinstance(fasttree, Mapping):
             raise CostModelError("fasttree is missing; expected an object with alpha, beta, gamma")
         return cls(
-            source=str(data.get("source", "unknown")),
-            head_dim=int(_number(data, "head_dim")),
-            query_rows=_floats(data, "query_rows"),
-            tokens=_floats(data, "tokens"),
-            time_ms=_floats(data, "time_ms"),
-            launch_ms=_number(data, "launch_ms"),
-            bandwidth_gb_s=_number(data, "bandwidth_gb_s"),
-            fasttree=FastTreeCoefficients(
-                *(_number(fasttree, name) for name in ("alpha", "beta", "gamma"))
-            ),
+            source=text(data, "source") if "source" in data else "unknown",
+            head_dim=whole(data, "head_dim", least=1),
+            query_rows=numbers(data, "query_rows"),
+            tokens=numbers(data, "tokens"),
+            time_ms=numbers(data, "time_ms"),
+            launch_ms=number(data, "launch_ms"),
+            bandwidth_gb_s=number(data, "bandwidth_gb_s"),
+            fasttree=_coefficients(fasttree),
             tiles=_tiles(data.get("tiles")),
         )
 
@@ -236,41 +235,25 @@ def _locate(axis: FloatArray, at: FloatArray) -> tuple[npt.NDArray[np.int64], Fl
     return cell, (at - axis[cell]) / (axis[cell + 1] - axis[cell])
 
 
+def _coefficients(data: Mapping[str, Any]) -> FastTreeCoefficients:
+    with within("fasttree"):
+        return FastTreeCoefficients(*(number(data, name) for name in ("alpha", "beta", "gamma")))
+
+
 def _tiles(data: Any) -> TileCosts:
     if not isinstance(data, Mapping):
         raise CostModelError("tiles is missing; expected an object with the costs of each tile")
-    try:
+    with within("tiles"):
         return TileCosts(
             item_ns=_list(data, "item_ns"),
             token_ns=_list(data, "token_ns"),
-            partial_ns=_number(data, "partial_ns"),
-            reduce_ns=_number(data, "reduce_ns"),
+            partial_ns=number(data, "partial_ns"),
+            reduce_ns=number(data, "reduce_ns"),
         )
-    except ValueError as error:
-        raise CostModelError(f"tiles: {error}") from error
-
-
-def _number(data: Mapping[str, Any], name: str) -> float:
-    value = data.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise CostModelError(f"{name} is {value!r}; expected a finite number")
-    return float(value)
 
 
 def _list(data: Mapping[str, Any], name: str) -> tuple[float, ...]:
-    found = _floats(data, name)
+    found = numbers(data, name)
     if found.ndim != 1:
-        raise CostModelError(f"{name} is {data[name]!r}; expected a list of numbers")
+        raise FieldError(f"{name} is {shown(data[name])}; expected a list of numbers")
     return tuple(found.tolist())
-
-
-def _floats(data: Mapping[str, Any], name: str) -> FloatArray:
-    try:
-        found = np.asarray(data[name], dtype=np.float64)
-        if found.ndim == 0:
-            raise TypeError
-        return found
-    except KeyError:
-        raise CostModelError(f"{name} is missing; expected a list of numbers") from None
-    except (TypeError, ValueError, OverflowError):
-        raise CostModelError(f"{name} is {data[name]!r}; expected a list of numbers") from None

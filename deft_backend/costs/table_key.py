@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from deft_backend.costs.cost_model import CostModelError, read_table
+from deft_backend.json_fields import shown
 
 DTYPE_BYTES = {
     "float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -87,5 +88,8 @@ def read_key(path: Path, *, private: bool = False) -> TableKey:
     key = data.get("key") if isinstance(data, Mapping) else None
     names = {field.name for field in fields(TableKey)}
     if not isinstance(key, Mapping) or set(key) != names:
-        raise CostModelError(f"cost table {path}: key is {key!r}; expected {', '.join(names)}")
+        raise CostModelError(
+            f"cost table {path}: key is {shown(key)}; expected an object with "
+            f"{', '.join(sorted(names))}"
+        )
     return TableKey(**key)

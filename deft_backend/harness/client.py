@@ -129,20 +129,29 @@ class Client:
         async with self._post(self._encoded(self._batches.gap_body(prompt, token))) as response:
             return self._batches.gap(json.loads(await response.read()), token)
 
-    async def stream(self, prompt: Ids, tokens: int, *, leave_after: int | None = None) -> Answer:
+    async def stream(
+        self,
+        prompt: Ids,
+        tokens: int,
+        *,
+        leave_after: int | None = None,
+        into: Answer | None = None,
+    ) -> Answer:
         """One answer to token ids, with the arrival time of each token.
 
         Parameters
         ----------
         leave_after : int, optional
             Close the connection after this many tokens; the host then aborts the request.
+        into : Answer, optional
+            Gets the tokens as they arrive. So it holds what came before a request was cut off.
 
         Raises
         ------
         ClientError
             As :meth:`batch`.
         """
-        (answer,) = await self._stream(prompt, tokens, 1, leave_after)
+        (answer,) = await self._stream(prompt, tokens, 1, leave_after, into=into)
         return answer
 
     async def stream_answers(
@@ -183,10 +192,13 @@ class Client:
         n: int,
         leave_after: int | None,
         on_tokens: Callable[[int], None] = lambda count: None,
+        into: Answer | None = None,
     ) -> list[Answer]:
         data = self._encoded(self._dialect.stream_body(prompt, tokens, n))
         sent = time.perf_counter()
-        answers = [Answer(sent=sent) for _ in range(n)]
+        answers = [Answer() if into is None else into for _ in range(n)]
+        for answer in answers:
+            answer.sent = sent
         async with self._post(data) as response:
             async for line in response.content:
                 if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):

@@ -1,5 +1,6 @@
 """Kernels: stage 1 (partial attention) and stage 2 (reduction) in Triton."""
 
+from deft_backend.kernels.both_stages import run_plan
 from deft_backend.kernels.configurations import (
     DTYPES,
     EXPONENT_BITS,
@@ -9,7 +10,6 @@ from deft_backend.kernels.configurations import (
     unsupported,
 )
 from deft_backend.kernels.gpu import Gpu
-from deft_backend.kernels.launches import run_plan
 
 __all__ = [
     "DTYPES",

@@ -24,8 +24,15 @@ GLUON_QUERY_TOKENS = False
 they compile for sm_90 without spills. But no GPU has run them yet, so the plain kernels, which ran
 on an H100, compute several query tokens."""
 
+GLUON_EIGHT_BITS = False
+"""Whether the kernels in Gluon read caches of 8 bits. As above, no GPU has run them yet."""
+
 LARGE_TILE_HEAD_DIMS = (64, 128)
 """Head dimensions of the large tile in Gluon."""
+
+EIGHT_BITS_LIMITS = {8: (10, 168), 16: (6, None)}
+"""Programs on an SM, and most registers of a thread, by the height of a small tile in Gluon that
+reads a cache of 8 bits."""
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Element types. The kernels run float32 on the CPU only, for small models."""
@@ -181,7 +188,8 @@ def kernel_configuration(
     if hopper:
         gluon_versions.log_unavailable()
     hopper = hopper and gluon_versions.available()
-    hopper = hopper and kv_dtype not in EXPONENT_BITS
+    eight_bits = kv_dtype in EXPONENT_BITS
+    hopper = hopper and (GLUON_EIGHT_BITS or not eight_bits)
     by_gluon = hopper and query_tokens > 1 and GLUON_QUERY_TOKENS
     if by_gluon and small_height > 16 and head_dim in LARGE_TILE_HEAD_DIMS:
         # The large tile in Gluon reads private KV faster than the plain small tile of 32 vectors.
@@ -201,7 +209,7 @@ def kernel_configuration(
             block //= 2
         per_sm = min(most, per_sm_shared // _shared_bytes(height, block, padded, dtype, stages))
         plain = TileConfig(height, block, segments, warps, stages, sms * max(1, per_sm))
-        gluon = _gluon_tile(plain, head_dim, vectors, sms) if hopper else None
+        gluon = _gluon_tile(plain, head_dim, vectors, sms, eight_bits) if hopper else None
         found.append(gluon or plain)
     return KernelConfiguration(
         tuple(found),
@@ -213,10 +221,14 @@ def kernel_configuration(
     )
 
 
-def _gluon_tile(plain: TileConfig, head_dim: int, vectors: int, sms: int) -> TileConfig | None:
+def _gluon_tile(
+    plain: TileConfig, head_dim: int, vectors: int, sms: int, eight_bits: bool
+) -> TileConfig | None:
     """How the kernels in Gluon run a tile shape on Hopper; None: the plain kernel runs it."""
     if plain.block_segments > 1:
         return None
+    if eight_bits:
+        return _gluon_tile_of_bytes(plain, head_dim, sms)
     if plain.height == 64 and head_dim in LARGE_TILE_HEAD_DIMS:
         block, lookahead = {64: (64, 3), 128: (64, 2)}[head_dim]
         # A program reads its first item before it knows whether there is one.
@@ -231,6 +243,19 @@ def _gluon_tile(plain: TileConfig, head_dim: int, vectors: int, sms: int) -> Til
             plain, block_tokens=16, lookahead=1, programs=per_sm * sms, max_registers=registers
         )
     return None
+
+
+def _gluon_tile_of_bytes(plain: TileConfig, head_dim: int, sms: int) -> TileConfig | None:
+    """The same for a cache of 8 bits: as many bytes are on their way, twice as many tokens."""
+    if plain.height == 64 and head_dim in LARGE_TILE_HEAD_DIMS:
+        programs = min(2 * sms, READ_AHEAD)
+        return replace(plain, block_tokens=64, lookahead=3, programs=programs)
+    if plain.height not in EIGHT_BITS_LIMITS or head_dim != 128:
+        return None
+    per_sm, registers = EIGHT_BITS_LIMITS[plain.height]
+    return replace(
+        plain, block_tokens=32, lookahead=1, programs=per_sm * sms, max_registers=registers
+    )
 
 
 def _shared_bytes(height: int, block: int, head_dim: int, dtype: torch.dtype, stages: int) -> int:

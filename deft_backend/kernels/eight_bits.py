@@ -28,10 +28,18 @@ _HALF = {"multiply": "mul.rn.f16x2", "plus": ""}
 _BRAIN = {"multiply": "fma.rn.bf16x2", "plus": ", minus_zero"}
 
 
-def _moved(kind: dict[str, str], shift: int, mask: int, factor: int) -> str:
+_NEIGHBOURS = ("0x1404", "0x3424")
+"""Bytes 0 and 1 to the first register, 2 and 3 to the second, each to the upper half of 16 bits."""
+_ALTERNATE = ("0x2404", "0x3414")
+"""Bytes 0 and 2 to the first register, 1 and 3 to the second."""
+
+
+def _moved(
+    kind: dict[str, str], shift: int, mask: int, factor: int, order: tuple[str, str] = _NEIGHBOURS
+) -> str:
     """PTX that makes two registers of two operands each of one register of four bytes."""
     parts = []
-    for to, first in (("$0", "0x1404"), ("$1", "0x3424")):
+    for to, first in zip(("$0", "$1"), order, strict=True):
         parts.append(
             _MOVE.format(
                 bytes=first, shift=shift, mask=f"0x{mask:04x}{mask:04x}", to=to, factor="factor",
@@ -45,10 +53,25 @@ def _moved(kind: dict[str, str], shift: int, mask: int, factor: int) -> str:
     return declared + "\n".join(parts) + "}"
 
 
-E4M3_TO_FLOAT16 = tl.constexpr(_moved(_HALF, 1, 0x3F80, 0x5C00))  # times 2^8
-E4M3_TO_BFLOAT16 = tl.constexpr(_moved(_BRAIN, 4, 0x07F0, 0x7B80))  # times 2^120
-E5M2_TO_BFLOAT16 = tl.constexpr(_moved(_BRAIN, 3, 0x0FE0, 0x7780))  # times 2^112
-E5M2_TO_FLOAT16 = tl.constexpr("prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;")
+def _four(order: tuple[str, str]) -> tuple[str, str, str, str]:
+    """For e4m3 to float16 and to bfloat16, then for e5m2."""
+    halves = "; ".join(
+        f"prmt.b32 {to}, $2, 0, {first}" for to, first in zip(("$0", "$1"), order, strict=True)
+    )
+    return (
+        _moved(_HALF, 1, 0x3F80, 0x5C00, order),  # times 2^8
+        _moved(_BRAIN, 4, 0x07F0, 0x7B80, order),  # times 2^120
+        halves + ";",
+        _moved(_BRAIN, 3, 0x0FE0, 0x7780, order),  # times 2^112
+    )
+
+
+E4M3_TO_FLOAT16, E4M3_TO_BFLOAT16, E5M2_TO_FLOAT16, E5M2_TO_BFLOAT16 = map(
+    tl.constexpr, _four(_NEIGHBOURS)
+)
+(
+    E4M3_PAIRS_TO_FLOAT16, E4M3_PAIRS_TO_BFLOAT16, E5M2_PAIRS_TO_FLOAT16, E5M2_PAIRS_TO_BFLOAT16,
+) = map(tl.constexpr, _four(_ALTERNATE))  # fmt: skip
 
 
 @jit

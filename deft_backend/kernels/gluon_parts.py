@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from deft_backend.kernels.arguments import Scaling
 from deft_backend.kernels.gluon_versions import jit
 
 with suppress(ImportError):  # `gluon_versions.available` says so before anything is launched
@@ -50,6 +51,16 @@ def larger(a, b):
 def plus(a, b):
     """Combine two numbers of a reduction to their sum."""
     return a + b
+
+
+@jit
+def with_device_scales(scaling, tensors, MODE: gl.constexpr):
+    """The scaling, times the scales of an 8-bit cache that the device holds."""
+    scale, value = scaling.scale, scaling.value
+    if MODE.device_scales:
+        scale *= gl.load(tensors.k_scale)
+        value *= gl.load(tensors.v_scale)
+    return Scaling(scale, scaling.cap, value)
 
 
 @jit
@@ -127,16 +138,16 @@ def range_end(item, tensors):
 
 @jit
 def offsets_of(
-    page, position, STRIDE_PAGE: gl.constexpr, STRIDE_TOKEN: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-):  # fmt: skip
+    page, position, STRIDE_PAGE: gl.constexpr, STRIDE_TOKEN: gl.constexpr, CACHE: gl.constexpr
+):
     """Offsets of tokens in a cache, in units of 16 bytes: 32 bits of these units reach 64 GiB."""
-    gl.static_assert(STRIDE_PAGE % 8 == 0)
-    gl.static_assert(STRIDE_TOKEN % 8 == 0)
-    offset = page * (STRIDE_PAGE // 8)
-    if PAGE_SIZE > 1:
-        in_page = (position.to(gl.uint32) % PAGE_SIZE).to(gl.int32)
-        offset += in_page * (STRIDE_TOKEN // 8)
+    UNIT: gl.constexpr = 16 if CACHE.exponent_bits > 0 else 8
+    gl.static_assert(STRIDE_PAGE % UNIT == 0)
+    gl.static_assert(STRIDE_TOKEN % UNIT == 0)
+    offset = page * (STRIDE_PAGE // UNIT)
+    if CACHE.page_size > 1:
+        in_page = (position.to(gl.uint32) % CACHE.page_size).to(gl.int32)
+        offset += in_page * (STRIDE_TOKEN // UNIT)
     return offset
 
 

@@ -25,6 +25,9 @@ loads what the next item needs first: page ids, queries and slots.
 Each block meets two barriers. The first one and its proxy fence make all copies visible to the
 tensor cores. After the second one, no warp reads the oldest buffers, so copies may overwrite them.
 
+Of a cache of 8 bits, the rings hold bytes. All threads make operands of the two blocks that are
+multiplied next, in two more buffers. A third barrier and its fence make these visible.
+
 Addresses and strides of Q, K and V must be multiples of 16 bytes.
 """
 
@@ -33,6 +36,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from deft_backend.kernels.arguments import Scaling, Strides, Tensors
+from deft_backend.kernels.gluon_eight_bits import as_operand
 from deft_backend.kernels.gluon_parts import (
     ask,
     capped,
@@ -41,6 +45,7 @@ from deft_backend.kernels.gluon_parts import (
     range_end,
     read_item,
     table_row,
+    with_device_scales,
 )
 from deft_backend.kernels.gluon_query_tokens import sees, tail_of
 from deft_backend.kernels.gluon_versions import barrier, jit
@@ -63,6 +68,7 @@ try:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.ampere.async_copy import wait_group
     from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
         warpgroup_mma,
         warpgroup_mma_wait,
     )
@@ -111,6 +117,13 @@ def _find_segment(item, tensors, strides, CACHE: gl.constexpr):
 
 
 @jit
+def show_operands():
+    """Show what all threads stored to shared memory to the tensor cores."""
+    fence_async_shared()
+    barrier()
+
+
+@jit
 def _hide(
     scores, left, tail, tensors, strides, HEADS: gl.constexpr, TILE: gl.constexpr,
     LAYOUT: gl.constexpr,
@@ -137,6 +150,7 @@ def _add_block(
     With HIDES, some of the block's tokens are query tokens.
     """
     DTYPE: gl.constexpr = tensors.q.dtype.element_ty
+    EXPONENT_BITS: gl.constexpr = CACHE.exponent_bits
     BLOCK_M: gl.constexpr = TILE.height
     BLOCK_N: gl.constexpr = TILE.block_tokens
     ROW: gl.constexpr = LAYOUT.row
@@ -149,10 +163,13 @@ def _add_block(
     no_scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT.scores)
     now, following = state.now, state.following
     arrived(OUTSTANDING)
-    started = warpgroup_mma(
-        q, buffers.k.index(following).permute((1, 0)), no_scores, use_acc=False, is_async=True
-    )
-    summing = warpgroup_mma(state.weights, buffers.v.index(now), state.acc, is_async=True)
+    keys, values = buffers.k.index(following), buffers.v.index(now)
+    if EXPONENT_BITS > 0:
+        keys = as_operand(keys, buffers.key_operand, EXPONENT_BITS, LAYOUT)
+        values = as_operand(values, buffers.value_operand, EXPONENT_BITS, LAYOUT)
+        show_operands()
+    started = warpgroup_mma(q, keys.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    summing = warpgroup_mma(state.weights, values, state.acc, is_async=True)
     position = copy_next_blocks(step, now, state.position, stream, buffers, CACHE, TILE, LAYOUT)
     now = following
     following = next_slot(following, LAYOUT.slots)
@@ -184,12 +201,16 @@ def hopper_large_tile_attention(
     BLOCK_M: gl.constexpr = TILE.height
     BLOCK_N: gl.constexpr = TILE.block_tokens
     HEAD_DIM: gl.constexpr = HEADS.dim
-    LAYOUT: gl.constexpr = layout_of(HEAD_DIM, BLOCK_N, TILE.lookahead, gl.num_warps())
+    EXPONENT_BITS: gl.constexpr = CACHE.exponent_bits
+    LAYOUT: gl.constexpr = layout_of(
+        HEAD_DIM, BLOCK_N, TILE.lookahead, gl.num_warps(), EXPONENT_BITS
+    )
     ROW: gl.constexpr = LAYOUT.row
     gl.static_assert(LAYOUT.known >= TILE.lookahead + 2)
 
     _ask_plan(plan, LAYOUT)
     buffers = allocate(tensors, HEADS, CACHE, TILE, LAYOUT)
+    scaling = with_device_scales(scaling, tensors, MODE)
     factor = scaling.scale
     if MODE.soft_cap:
         factor = 1.0
@@ -197,6 +218,7 @@ def hopper_large_tile_attention(
     gl.static_assert(TILE.place == 0)  # these items come first in the plan
     work_end = gl.load(plan.tile_ptr + 1) * HEADS.num_kv
     offs_d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT.copy))
+    offs_kv = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT.kv_copy))
     first_work = gl.program_id(0)
     step_work = gl.num_programs(0)
     item = read_item(first_work, work_end, tensors, plan, HEADS, CACHE, AHEAD=True)
@@ -213,8 +235,8 @@ def hopper_large_tile_attention(
         # KV heads of one item are neighbours: they read the same page-table entries.
         kv_head = work % HEADS.num_kv
         zero = hidden_zero(item.queries)
-        k_base = tensors.k + kv_head.to(gl.int64) * CACHE.k_head + offs_d
-        v_base = tensors.v + kv_head.to(gl.int64) * CACHE.v_head + offs_d
+        k_base = tensors.k + kv_head.to(gl.int64) * CACHE.k_head + offs_kv
+        v_base = tensors.v + kv_head.to(gl.int64) * CACHE.v_head + offs_kv
         tokens = gl.maximum(segment.stop - segment.start, 0)
         filled = (tokens + BLOCK_N - 1) // BLOCK_N
         blocks = gl.maximum(filled, 1)  # an empty range runs one block, all of it masked
@@ -234,7 +256,11 @@ def hopper_large_tile_attention(
         arrived(2 * TILE.lookahead)
         q = buffers.rows.load(LAYOUT.queries)  # a V block comes where Q is
         no_scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT.scores)
-        scores = warpgroup_mma(q, buffers.k.index(0).permute((1, 0)), no_scores, use_acc=False)
+        keys = buffers.k.index(0)
+        if EXPONENT_BITS > 0:
+            keys = as_operand(keys, buffers.key_operand, EXPONENT_BITS, LAYOUT)
+            show_operands()
+        scores = warpgroup_mma(q, keys.permute((1, 0)), no_scores, use_acc=False)
         scores = capped(scores, scaling, MODE.soft_cap)
         left = tokens - (blocks - 1) * BLOCK_N  # of the block: the range's last tokens
         scores = masked(scores, left, BLOCK_M, BLOCK_N, LAYOUT)
@@ -269,7 +295,13 @@ def hopper_large_tile_attention(
         there = work + step_work < work_end
         ask_item(there, next_item, segment, buffers, plan, HEADS, CACHE, TILE, LAYOUT)
         now = state.now
-        acc = warpgroup_mma(state.weights, buffers.v.index(now), state.acc)
+        values = buffers.v.index(now)
+        if EXPONENT_BITS > 0:
+            values = as_operand(values, buffers.value_operand, EXPONENT_BITS, LAYOUT)
+            show_operands()
+        acc = warpgroup_mma(state.weights, values, state.acc)
+        if EXPONENT_BITS > 0:
+            acc = acc * scaling.value
         sums = gl.convert_layout(gl.reduce(state.total, 1, plus), ROW)
         write_results(
             acc, state.maximum, sums, item, kv_head, hidden_zero(now), buffers, tensors, HEADS,

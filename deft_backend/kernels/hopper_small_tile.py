@@ -27,7 +27,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from deft_backend.kernels.arguments import Scaling, Strides, Tensors
-from deft_backend.kernels.gluon_parts import next_slot, plus, read_item
+from deft_backend.kernels.gluon_eight_bits import in_order
+from deft_backend.kernels.gluon_parts import next_slot, plus, read_item, with_device_scales
 from deft_backend.kernels.gluon_query_tokens import tail_of
 from deft_backend.kernels.gluon_versions import barrier, jit
 from deft_backend.kernels.small_tile_copies import begin_stream, copy_next_block, tokens_of
@@ -83,12 +84,16 @@ def _coming(item, tensors):
 
 @jit
 def _finish(
-    online, own, kv_head, place, buffers, tensors, plan, strides, HEADS: gl.constexpr,
-    TILE: gl.constexpr, MODE: gl.constexpr, LAYOUT: gl.constexpr,
+    online, own, kv_head, place, buffers, tensors, plan, scaling, strides, HEADS: gl.constexpr,
+    CACHE: gl.constexpr, TILE: gl.constexpr, MODE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Write an item's results, merged with others if the plan says so."""
+    EXPONENT_BITS: gl.constexpr = CACHE.exponent_bits
+    acc = in_order(online.acc, EXPONENT_BITS)
+    if EXPONENT_BITS > 0:
+        acc = acc * scaling.value
     barrier()  # K has been read
-    place.permute((1, 0)).store(online.acc)
+    place.permute((1, 0)).store(acc)
     buffers.maximum.store(online.maximum)
     buffers.total.store(gl.reduce(online.total, 0, plus))
     barrier()
@@ -114,12 +119,14 @@ def hopper_small_tile_attention(
     MODE: gl.constexpr,
 ):
     LAYOUT: gl.constexpr = layout_of(
-        HEADS.dim, HEADS.vectors, TILE.height, TILE.block_tokens, TILE.lookahead
-    )
+        HEADS.dim, HEADS.vectors, TILE.height, TILE.block_tokens, TILE.lookahead,
+        CACHE.exponent_bits,
+    )  # fmt: skip
     gl.static_assert(gl.num_warps() == 1)
     if MODE.overlapped:
         gdc_launch_dependents()
     buffers = allocate(tensors, HEADS, TILE, LAYOUT)
+    scaling = with_device_scales(scaling, tensors, MODE)
 
     work_end = gl.load(plan.tile_ptr + TILE.place + 1) * HEADS.num_kv
     work = gl.load(plan.tile_ptr + TILE.place) * HEADS.num_kv + gl.program_id(0)
@@ -155,16 +162,17 @@ def hopper_small_tile_attention(
             barrier()
             q, k, v = buffers.q.index(q_now), buffers.k.index(now), buffers.v.index(now)
             online = add_block(
-                online, q, k, v, left, tail, tensors, scaling, strides, HEADS, TILE, MODE, LAYOUT
-            )
+                online, q, k, v, left, tail, tensors, scaling, strides, HEADS, CACHE, TILE, MODE,
+                LAYOUT,
+            )  # fmt: skip
             place = place_of_results(buffers, now, HEADS, TILE, LAYOUT)
             now = next_slot(now, LAYOUT.slots)
             left -= TILE.block_tokens
             if left <= 0:
                 kv_head = work % HEADS.num_kv
                 _finish(
-                    online, own, kv_head, place, buffers, tensors, plan, strides, HEADS, TILE, MODE,
-                    LAYOUT,
+                    online, own, kv_head, place, buffers, tensors, plan, scaling, strides, HEADS,
+                    CACHE, TILE, MODE, LAYOUT,
                 )  # fmt: skip
                 work += step
                 q_now = next_slot(q_now, LAYOUT.slots)

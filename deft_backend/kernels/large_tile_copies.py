@@ -60,20 +60,19 @@ def _within(position, least, most):
 
 
 @jit
-def row_of_place(place, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+def row_of_place(place, ROWS: gl.constexpr, AT_ONCE: gl.constexpr):
     """Row of a block whose number is at a place in shared memory.
 
     The numbers of rows that one thread copies lie side by side: the thread reads them at once.
     """
-    PASSES: gl.constexpr = ROWS // LAYOUT.at_once
-    return place % PASSES * LAYOUT.at_once + place // PASSES
+    PASSES: gl.constexpr = ROWS // AT_ONCE
+    return place % PASSES * AT_ONCE + place // PASSES
 
 
 @jit
-def read_rows(numbers, ROW: gl.constexpr, LAYOUT: gl.constexpr):
+def read_rows(numbers, ROW: gl.constexpr, AT_ONCE: gl.constexpr):
     """[rows]: one number for each row of a block, from the order of `row_of_place`."""
     ROWS: gl.constexpr = numbers.shape[0]
-    AT_ONCE: gl.constexpr = LAYOUT.at_once
     PASSES: gl.constexpr = ROWS // AT_ONCE
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     rows = gl.reshape(gl.arange(0, ROWS, layout=ROW), [PASSES, AT_ONCE])
@@ -94,7 +93,7 @@ def first_positions(segment, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
     most = gl.maximum(segment.stop - 1, 0)
     known = gl.arange(0, LAYOUT.known * BLOCK_N, layout=LAYOUT.each)
     position = last - known // BLOCK_N * BLOCK_N
-    position += row_of_place(known % BLOCK_N, BLOCK_N, LAYOUT)
+    position += row_of_place(known % BLOCK_N, BLOCK_N, LAYOUT.kv_at_once)
     return last, most, _within(position, segment.start, most)
 
 
@@ -111,7 +110,7 @@ def ask_item(
     LIST: gl.constexpr = LAYOUT.each
     _, _, position = first_positions(segment, TILE.block_tokens, LAYOUT)
     # `queries` >> 16 is 0, which the compiler does not know: see the kernel.
-    row = row_of_place(gl.arange(0, TILE.height, layout=LIST), TILE.height, LAYOUT)
+    row = row_of_place(gl.arange(0, TILE.height, layout=LIST), TILE.height, LAYOUT.at_once)
     row += item.queries >> 16
     entry = item.entry + gl.minimum(row // HEADS.vectors, item.queries - 1)
     async_load(
@@ -140,15 +139,15 @@ def result_place(places, slot, strides, HEADS: gl.constexpr):
 
 
 @jit
-def _copy_rows(exists, buffer, base, offset, LAYOUT: gl.constexpr):
+def _copy_rows(exists, buffer, base, offset, UNIT: gl.constexpr, COPY: gl.constexpr):
     """Start copying a block of K or V of one KV head, or of Q; zeros where nothing exists.
 
-    `base` points to the head's first token, `offset` tells where the block's rows lie. `exists`
-    is one boolean for the block, or [rows, 1]. It is a mask, because the compiler puts a barrier
-    into every branch that copies.
+    `base` points to the head's first token, `offset` tells where the block's rows lie, in UNIT
+    elements. `exists` is one boolean for the block, or [rows, 1]. It is a mask, because the
+    compiler puts a barrier into every branch that copies.
     """
-    pointers = gl.expand_dims(base, 0) + (offset.to(gl.uint32).to(gl.int64) * 8)[:, None]
-    some = gl.full([buffer.shape[0], buffer.shape[1]], True, gl.int1, LAYOUT.copy)
+    pointers = gl.expand_dims(base, 0) + (offset.to(gl.uint32).to(gl.int64) * UNIT)[:, None]
+    some = gl.full([buffer.shape[0], buffer.shape[1]], True, gl.int1, COPY)
     async_load(buffer, pointers, mask=some & exists)
     commit_group()
 
@@ -162,9 +161,9 @@ def _copy_pages(buffer, stream, position, PAGE_SIZE: gl.constexpr):
 @jit
 def _know(k_known, v_known, page, position, CACHE: gl.constexpr):
     """Store where tokens lie in the caches of K and V."""
-    k_known.store(offsets_of(page, position, CACHE.k_page, CACHE.k_token, CACHE.page_size))
+    k_known.store(offsets_of(page, position, CACHE.k_page, CACHE.k_token, CACHE))
     if not CACHE.same_strides:
-        v_known.store(offsets_of(page, position, CACHE.v_page, CACHE.v_token, CACHE.page_size))
+        v_known.store(offsets_of(page, position, CACHE.v_page, CACHE.v_token, CACHE))
 
 
 @jit
@@ -181,7 +180,7 @@ def take_item(
     page = buffers.first_pages.load(LIST).to(gl.int32)
     query = buffers.entries.index(0).load(LIST)
     slot = buffers.entries.index(1).load(LIST)
-    row = row_of_place(gl.arange(0, TILE.height, layout=LIST), TILE.height, LAYOUT) + zero
+    row = row_of_place(gl.arange(0, TILE.height, layout=LIST), TILE.height, LAYOUT.at_once) + zero
     some = gl.full([TILE.height], True, gl.int1, LIST)
     places = places_of(query, row % HEADS.vectors, some, kv_head, tensors, HEADS)
     barrier()  # the same memory holds the offsets
@@ -201,9 +200,10 @@ def copy_queries(
 ):
     """Start copying Q; zeros below the item's queries."""
     ROW: gl.constexpr = LAYOUT.copy_row
-    offset = read_rows(buffers.places.index(0), ROW, LAYOUT)
+    offset = read_rows(buffers.places.index(0), ROW, LAYOUT.at_once)
     in_tile = gl.arange(0, TILE.height, layout=ROW) + zero < item.queries * HEADS.vectors
-    _copy_rows(in_tile[:, None], buffers.rows, q_base, offset, LAYOUT)
+    COPY: gl.constexpr = LAYOUT.copy
+    _copy_rows(in_tile[:, None], buffers.rows, q_base, offset, 8, COPY)
 
 
 @jit
@@ -215,27 +215,30 @@ def copy_first_blocks(
     `last` is where the segment's last block begins. Returns [tokens] the positions of the first
     block of unknown offsets.
     """
-    ROW: gl.constexpr = LAYOUT.copy_row
+    ROW: gl.constexpr = LAYOUT.kv_copy_row
+    COPY: gl.constexpr = LAYOUT.kv_copy
+    UNIT: gl.constexpr = LAYOUT.kv_unit
+    AT_ONCE: gl.constexpr = LAYOUT.kv_at_once
     BLOCK_N: gl.constexpr = TILE.block_tokens
     KNOWN: gl.constexpr = LAYOUT.known
     PAGES: gl.constexpr = LAYOUT.pages
     for ahead in gl.static_range(TILE.lookahead + 1):
         if ahead > 0:
-            offset = read_rows(buffers.v_known.index(ahead - 1), ROW, LAYOUT)
+            offset = read_rows(buffers.v_known.index(ahead - 1), ROW, AT_ONCE)
             v = buffers.v.index(ahead - 1)
-            _copy_rows(stream.filled > ahead - 1, v, stream.v_base, offset, LAYOUT)
-        offset = read_rows(buffers.k_known.index(ahead), ROW, LAYOUT)
+            _copy_rows(stream.filled > ahead - 1, v, stream.v_base, offset, UNIT, COPY)
+        offset = read_rows(buffers.k_known.index(ahead), ROW, AT_ONCE)
         k = buffers.k.index(ahead)
-        _copy_rows(stream.filled > ahead, k, stream.k_base, offset, LAYOUT)
+        _copy_rows(stream.filled > ahead, k, stream.k_base, offset, UNIT, COPY)
         if ahead == 0:  # nobody needs these page ids before V of the first block
             behind = gl.arange(0, PAGES // 2 * BLOCK_N, layout=LAYOUT.each)
             position = last - KNOWN * BLOCK_N - behind // BLOCK_N * BLOCK_N
-            position += row_of_place(behind % BLOCK_N, BLOCK_N, LAYOUT)
+            position += row_of_place(behind % BLOCK_N, BLOCK_N, AT_ONCE)
             pages = in_one_row(buffers.pages, LAYOUT)
             pages = pages.slice(KNOWN % PAGES * BLOCK_N, PAGES // 2 * BLOCK_N)
             _copy_pages(pages, stream, position, CACHE.page_size)
     position = last - KNOWN * BLOCK_N
-    return position + row_of_place(gl.arange(0, BLOCK_N, layout=LAYOUT.each), BLOCK_N, LAYOUT)
+    return position + row_of_place(gl.arange(0, BLOCK_N, layout=LAYOUT.each), BLOCK_N, AT_ONCE)
 
 
 @jit
@@ -249,13 +252,16 @@ def copy_next_blocks(
     V replaces the V block before it, the new K its K. `position` [tokens] is where the block of
     unknown offsets lies; returned is the position of the block behind it.
     """
-    ROW: gl.constexpr = LAYOUT.copy_row
+    ROW: gl.constexpr = LAYOUT.kv_copy_row
+    COPY: gl.constexpr = LAYOUT.kv_copy
+    UNIT: gl.constexpr = LAYOUT.kv_unit
+    AT_ONCE: gl.constexpr = LAYOUT.kv_at_once
     KNOWN: gl.constexpr = LAYOUT.known
     PAGES: gl.constexpr = LAYOUT.pages
     before = gl.where(now == 0, LAYOUT.slots - 1, now - 1)
     v_block, k_block = step + TILE.lookahead, step + TILE.lookahead + 1
-    v_offset = read_rows(buffers.v_known.index(v_block % KNOWN), ROW, LAYOUT)
-    k_offset = read_rows(buffers.k_known.index(k_block % KNOWN), ROW, LAYOUT)
+    v_offset = read_rows(buffers.v_known.index(v_block % KNOWN), ROW, AT_ONCE)
+    k_offset = read_rows(buffers.k_known.index(k_block % KNOWN), ROW, AT_ONCE)
     page = buffers.pages.index((step + KNOWN) % PAGES).load(LAYOUT.each).to(gl.int32)
     at = step % KNOWN
     _know(buffers.k_known.index(at), buffers.v_known.index(at), page, position, CACHE)
@@ -263,6 +269,6 @@ def copy_next_blocks(
     pages = buffers.pages.index((step + KNOWN + PAGES // 2) % PAGES)
     _copy_pages(pages, stream, position - behind, CACHE.page_size)
     v, k = buffers.v.index(before), buffers.k.index(now)
-    _copy_rows(stream.filled > v_block, v, stream.v_base, v_offset, LAYOUT)
-    _copy_rows(stream.filled > k_block, k, stream.k_base, k_offset, LAYOUT)
+    _copy_rows(stream.filled > v_block, v, stream.v_base, v_offset, UNIT, COPY)
+    _copy_rows(stream.filled > k_block, k, stream.k_base, k_offset, UNIT, COPY)
     return position - TILE.block_tokens

@@ -43,7 +43,7 @@ def write_results(
         largest = gl.maximum(gl.reduce(gl.abs(acc), 1, larger) * inverse, 1.0e-30)
 
     # The memory of Q turns the results into whole rows: threads side by side write side by side.
-    row_at = read_rows(buffers.places.index(1), OUTPUT_ROW, LAYOUT)
+    row_at = read_rows(buffers.places.index(1), OUTPUT_ROW, LAYOUT.at_once)
     whole = inverse
     if MODE.sinks:
         row = gl.arange(0, BLOCK_M, layout=ROW) + zero
@@ -65,7 +65,7 @@ def write_results(
     gl.store(tensors.partial.lse + slot_at, gl.convert_layout(lse, OUTPUT_ROW), mask=partial)
     barrier()
     bits = rows.load(LAYOUT.copy)
-    at = read_rows(buffers.places.index(1), COPY_ROW, LAYOUT)
+    at = read_rows(buffers.places.index(1), COPY_ROW, LAYOUT.at_once)
     offs_m = gl.arange(0, BLOCK_M, layout=COPY_ROW) + zero
     offs_d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT.copy))
     in_tile = offs_m < item.queries * HEADS.vectors

@@ -142,9 +142,10 @@ def begin_stream(
 @jit
 def _copy_rows(buffer, base, offset, exist, LAYOUT: gl.constexpr):
     """Start copying rows, `offset` times 16 bytes from `base`; zeros unless they exist."""
-    wide = gl.convert_layout(offset, LAYOUT.copy_row).to(gl.uint32).to(gl.int64) * 8
+    ROW: gl.constexpr = LAYOUT.kv_row
+    wide = gl.convert_layout(offset, ROW).to(gl.uint32).to(gl.int64) * LAYOUT.kv_unit
     pointers = gl.expand_dims(base, 0) + wide[:, None]
-    some = gl.full([buffer.shape[0]], True, gl.int1, LAYOUT.copy_row)
+    some = gl.full([buffer.shape[0]], True, gl.int1, ROW)
     async_load(buffer, pointers, mask=some[:, None] & exist)
 
 
@@ -160,11 +161,11 @@ def _copy_kv(
     head = (stream.work % HEADS.num_kv).to(gl.int64)
     segment, page = stream.item.segment, stream.item.page
     position = _positions(segment, stream.block, TILE, LAYOUT)
-    k_offset = offsets_of(page, position, CACHE.k_page, CACHE.k_token, CACHE.page_size)
+    k_offset = offsets_of(page, position, CACHE.k_page, CACHE.k_token, CACHE)
     v_offset = k_offset
     if not CACHE.same_strides:
-        v_offset = offsets_of(page, position, CACHE.v_page, CACHE.v_token, CACHE.page_size)
-    offs_d = gl.arange(0, HEADS.dim, layout=LAYOUT.copy_dim)
+        v_offset = offsets_of(page, position, CACHE.v_page, CACHE.v_token, CACHE)
+    offs_d = gl.arange(0, HEADS.dim, layout=LAYOUT.kv_dim)
     k_base = tensors.k + head * CACHE.k_head + offs_d
     v_base = tensors.v + head * CACHE.v_head + offs_d
     _copy_rows(buffers.k.index(stream.slot), k_base, k_offset, segment.length > 0, LAYOUT)

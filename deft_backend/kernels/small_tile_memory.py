@@ -19,6 +19,9 @@ class Layout(NamedTuple):
     left: Any
     right: Any
     """Operands of the products."""
+    keys: Any
+    queries: Any
+    """Operands of the first product. A register of keys holds four bytes or two of 16 bits."""
     token: Any
     column: Any
     """One number for each token, or for each row, as `product` holds it."""
@@ -26,10 +29,17 @@ class Layout(NamedTuple):
     """Whole rows side by side, 16 bytes a thread."""
     copy_row: Any
     copy_dim: Any
+    kv_row: Any
+    kv_dim: Any
+    """The same for keys and values, which may have elements of another size."""
+    kv_unit: int
+    """Elements of keys and values in 16 bytes."""
     each: Any
     """One number a thread."""
     matrix: Any
-    """Shared memory of queries, keys and values."""
+    """Shared memory of queries, keys and values, in elements of 16 bits."""
+    kv_matrix: Any
+    """Shared memory of keys and values, in their own elements."""
     result: Any
     """Shared memory of the results."""
     plain: Any
@@ -43,26 +53,34 @@ class Layout(NamedTuple):
 
 
 @constexpr_function
-def layout_of(head_dim, query_vectors, height, block_tokens, lookahead):
+def layout_of(head_dim, query_vectors, height, block_tokens, lookahead, exponent_bits):
     """The layout for a head dimension, the query vectors of a query that share a KV head, a tile's
-    height, tokens of a block, and blocks copied ahead."""
+    height, tokens of a block, blocks copied ahead, and the exponent's bits in a cache of 8 bits."""
     product = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     copy = gl.BlockedLayout([1, 8], [256 // head_dim, head_dim // 8], [1, 1], [1, 0])
+    unit = 16 if exponent_bits else 8
+    kv_copy = gl.BlockedLayout([1, unit], [32 * unit // head_dim, head_dim // unit], [1, 1], [1, 0])
     layout = Layout(
         product=product,
         left=gl.DotOperandLayout(0, product, 2),
         right=gl.DotOperandLayout(1, product, 2),
+        keys=gl.DotOperandLayout(0, product, unit // 4),
+        queries=gl.DotOperandLayout(1, product, unit // 4),
         token=gl.SliceLayout(1, product),
         column=gl.SliceLayout(0, product),
         copy=copy,
         copy_row=gl.SliceLayout(1, copy),
         copy_dim=gl.SliceLayout(0, copy),
+        kv_row=gl.SliceLayout(1, kv_copy),
+        kv_dim=gl.SliceLayout(0, kv_copy),
+        kv_unit=unit,
         each=gl.BlockedLayout([1], [32], [1], [0]),
         matrix=gl.SwizzledSharedLayout(8, 1, 8, [1, 0]),
+        kv_matrix=gl.SwizzledSharedLayout(unit, 1, 8, [1, 0]),
         result=gl.SwizzledSharedLayout(4, 1, 8, [1, 0]),
         plain=gl.SwizzledSharedLayout(1, 1, 1, [0]),
         slots=lookahead + 1,
-        in_place=block_tokens >= 2 * height,
+        in_place=4 * block_tokens >= height * unit,
         query_rows=1 << (query_vectors - 1).bit_length(),
     )
     # Each as a constant of its own: Triton 3.6 passes nothing else on to functions.
@@ -88,13 +106,14 @@ class Buffers(NamedTuple):
 def allocate(tensors, HEADS: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr):
     """Allocate a program's shared memory."""
     DTYPE: gl.constexpr = tensors.q.dtype.element_ty
+    STORED: gl.constexpr = tensors.k.dtype.element_ty
     BLOCK_M: gl.constexpr = TILE.height
     BLOCK_N: gl.constexpr = TILE.block_tokens
     HEAD_DIM: gl.constexpr = HEADS.dim
     SLOTS: gl.constexpr = LAYOUT.slots
     q = gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_M, HEAD_DIM], LAYOUT.matrix)
-    k = gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_N, HEAD_DIM], LAYOUT.matrix)
-    v = gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_N, HEAD_DIM], LAYOUT.matrix)
+    k = gl.allocate_shared_memory(STORED, [SLOTS, BLOCK_N, HEAD_DIM], LAYOUT.kv_matrix)
+    v = gl.allocate_shared_memory(STORED, [SLOTS, BLOCK_N, HEAD_DIM], LAYOUT.kv_matrix)
     if LAYOUT.in_place:
         acc = _place_in_k(k, 0, HEADS, TILE, LAYOUT)
     else:
@@ -106,10 +125,10 @@ def allocate(tensors, HEADS: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.conste
 
 @jit
 def _place_in_k(k, slot, HEADS: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr):
-    HALF: gl.constexpr = TILE.block_tokens // 2
+    ROWS: gl.constexpr = TILE.block_tokens * 4 // LAYOUT.kv_unit
     HEAD_DIM: gl.constexpr = HEADS.dim
     RESULT: gl.constexpr = LAYOUT.result
-    block = reinterpret(k.index(slot), gl.float32, [HALF, HEAD_DIM], RESULT)
+    block = reinterpret(k.index(slot), gl.float32, [ROWS, HEAD_DIM], RESULT)
     return block.slice(0, TILE.height)
 
 

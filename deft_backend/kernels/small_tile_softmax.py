@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from deft_backend.kernels.gluon_eight_bits import keys_of, values_of
 from deft_backend.kernels.gluon_parts import capped, larger, plus
 from deft_backend.kernels.gluon_query_tokens import sees
 from deft_backend.kernels.gluon_versions import jit
@@ -45,12 +46,14 @@ def no_tokens(HEADS: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr):
 @jit
 def add_block(
     online, q, k, v, left, tail, tensors, scaling, strides, HEADS: gl.constexpr,
-    TILE: gl.constexpr, MODE: gl.constexpr, LAYOUT: gl.constexpr,
+    CACHE: gl.constexpr, TILE: gl.constexpr, MODE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The softmax with one more block of tokens, of which the first `left` are the item's.
 
     `q` [M, D], `k` and `v` [tokens, D] are in shared memory.
     """
+    DTYPE: gl.constexpr = tensors.q.dtype.element_ty
+    EXPONENT_BITS: gl.constexpr = CACHE.exponent_bits
     BLOCK_M: gl.constexpr = TILE.height
     BLOCK_N: gl.constexpr = TILE.block_tokens
     factor = scaling.scale
@@ -58,7 +61,8 @@ def add_block(
         factor = 1.0
     token = gl.arange(0, BLOCK_N, layout=LAYOUT.token)
     no_scores = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, LAYOUT.product)
-    scores = mma_v2(k.load(LAYOUT.left), q.permute((1, 0)).load(LAYOUT.right), no_scores)
+    keys = keys_of(k, DTYPE, EXPONENT_BITS, LAYOUT)
+    scores = mma_v2(keys, q.permute((1, 0)).load(LAYOUT.queries), no_scores)
     scores = capped(scores, scaling, MODE.soft_cap)
     scores = gl.where((token < left)[:, None], scores, float("-inf"))
     if not HEADS.single:
@@ -76,7 +80,7 @@ def add_block(
     added = gl.reduce(gl.reshape(weights, [BLOCK_N // 8, 8, BLOCK_M]), 0, plus)
     by_thread = gl.convert_layout(rescale, gl.SliceLayout(0, online.total.type.layout))
     total = online.total * by_thread[None, :] + added
-    values = v.permute((1, 0)).load(LAYOUT.left)
-    weights = gl.convert_layout(weights.to(v.dtype), LAYOUT.right)
+    values = values_of(v, DTYPE, EXPONENT_BITS, LAYOUT)
+    weights = gl.convert_layout(weights.to(DTYPE), LAYOUT.right)
     acc = mma_v2(values, weights, online.acc * rescale[None, :])
     return Online(maximum, total, acc)

@@ -61,6 +61,10 @@ UNEVEN = 0.05
 """Weight of an uneven round of small tiles: time lost for the share by which the fullest SM holds
 more items than the average SM."""
 
+ROUNDING = 1e-3
+"""Subtracted before items per SM are rounded up, so that a whole number stays one in float32. Items
+per SM are a multiple of 1 / SMs of the GPU, which is larger."""
+
 _PIECES = np.array(PIECES, dtype=np.int64)
 
 
@@ -150,7 +154,7 @@ def cut_cost(cut: Cut, costs: ShapeCosts) -> float:
     if costs.small:
         expected += EXPOSED * cut.items * costs.item_ns / costs.programs
         if costs.sms < cut.items <= costs.programs:
-            fullest = np.ceil(cut.items / costs.sms) * costs.sms
+            fullest = np.ceil(cut.items / costs.sms - ROUNDING) * costs.sms
             expected += UNEVEN * transfer * (fullest / cut.items - 1.0)
     if costs.small or cut.most > MAX_MERGED:
         if cut.most > 1:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from deft_backend.config import SettingsError
 from deft_backend.folders import create_private, driver_stub_directory
-from deft_backend.private_files import is_private
+from deft_backend.private_files import is_private, unsafe_folder
 
 SONAME = "libcuda.so.1"
 
@@ -82,13 +82,24 @@ def ensure_driver_stub() -> Path:
     Raises
     ------
     DriverStubError
-        If there is no C compiler, the compiler fails, or the cache folder cannot be written.
+        If there is no C compiler, the compiler fails, or the cache folder cannot be written. Also
+        if another user could exchange the library: servers load it by its path.
     """
     try:
         folder = driver_stub_directory()
     except SettingsError as error:
         raise DriverStubError(str(error)) from error
     library = folder / SONAME
+    try:
+        create_private(folder)
+        reason = unsafe_folder(folder)
+    except OSError as error:
+        raise _not_written(library, error) from error
+    if reason is not None:
+        raise DriverStubError(
+            f"{reason}, so another user could exchange {library}; set DEFT_CACHE_DIR to a folder "
+            "that is yours alone"
+        )
     if is_private(library):
         return folder
     compiler = find_compiler()
@@ -101,16 +112,19 @@ def ensure_driver_stub() -> Path:
             "Fedora: 'dnf install gcc'), or set CC to its path"
         )
     try:
-        create_private(folder)
         with tempfile.TemporaryDirectory(dir=folder) as work:
             built = _compile(compiler, Path(work))
             built.chmod(0o700)
             os.replace(built, library)  # atomic: another process sees all of it or nothing
     except OSError as error:
-        raise DriverStubError(
-            f"cannot write {library}: {error}; set DEFT_CACHE_DIR to a folder that you may write"
-        ) from error
+        raise _not_written(library, error) from error
     return folder
+
+
+def _not_written(library: Path, error: OSError) -> DriverStubError:
+    return DriverStubError(
+        f"cannot write {library}: {error}; set DEFT_CACHE_DIR to a folder that you may write"
+    )
 
 
 def _compile(compiler: list[str], work: Path) -> Path:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from deft_backend.json_fields import mapping, number, whole, within
+
 SCHEMA = 1
 """Version of the state file's content."""
 
@@ -79,14 +81,18 @@ class Counters:
 
         Raises
         ------
-        KeyError, TypeError, ValueError
+        FieldError
             If a counter is missing or is not a number.
         """
+        steps = mapping(content, "steps_host")
+        with within("steps_host"):
+            steps_host = {reason: whole(steps, reason) for reason in steps}
         return cls(
-            **{name: int(content[name]) for name in _FIGURES},
-            steps_host={str(reason): int(n) for reason, n in dict(content["steps_host"]).items()},
-            plan_seconds=float(content["plan_seconds"]),
-            verified_tokens=int(content.get("verified_tokens", 0)),  # files of older versions
+            **{name: whole(content, name) for name in _FIGURES},
+            steps_host=steps_host,
+            plan_seconds=number(content, "plan_seconds"),
+            # Files of older versions have none.
+            verified_tokens=whole({"verified_tokens": 0, **content}, "verified_tokens"),
         )
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from deft_backend.forest import PrefixForest
+from deft_backend.forest import PrefixForest, build_forest
+from deft_backend.json_fields import FieldError, whole, whole_numbers
 
-_ARRAYS = (
-    "order", "parent", "request", "start", "length", "query_begin", "query_end", "leaf", "seq_lens",
-)  # fmt: skip
+_NODES = ("parent", "request", "start", "length", "query_begin", "query_end", "leaf")
+_ARRAYS = ("order", "seq_lens", *_NODES)
 
 
 def forest_as_json(forest: PrefixForest) -> dict[str, Any]:
@@ -19,7 +20,30 @@ def forest_as_json(forest: PrefixForest) -> dict[str, Any]:
     return {**arrays, "page_size": forest.page_size}
 
 
-def forest_from_json(content: dict[str, Any]) -> PrefixForest:
-    """The forest; raises KeyError, TypeError or ValueError if it is none."""
-    arrays = {name: np.asarray(content[name], dtype=np.int32) for name in _ARRAYS}
-    return PrefixForest(page_size=int(content["page_size"]), **arrays)
+def forest_from_json(content: Mapping[str, Any]) -> PrefixForest:
+    """The forest; compiled code follows its indices, so all of them must fit each other.
+
+    Raises
+    ------
+    ValueError
+        If the content holds no forest; the message names a field.
+    """
+    arrays = {name: whole_numbers(content, name) for name in _ARRAYS}
+    order, seq_lens = arrays["order"], arrays["seq_lens"]
+    nodes = len(arrays["parent"])
+    for name in _NODES[:-1]:
+        if len(arrays[name]) != nodes or nodes > 2 * len(order):
+            raise FieldError(f"{name} has {len(arrays[name])} nodes; it does not fit the others")
+    # Neighbours share what the smallest node that holds both of them ends with.
+    shared = np.zeros(max(0, len(order) - 1), dtype=np.int64)
+    ends = arrays["start"].astype(np.int64) + arrays["length"]
+    for first, stop, end in zip(arrays["query_begin"], arrays["query_end"], ends, strict=True):
+        both = shared[max(first, 0) : max(int(stop) - 1, 0)]
+        np.maximum(both, end, out=both)
+    page_size = whole(content, "page_size", least=1, most=(1 << 31) - 1)
+    shared = np.clip(shared, 0, (1 << 31) - 1)
+    forest = build_forest(order, shared.astype(np.int32), seq_lens, page_size)
+    for name in _NODES:
+        if not np.array_equal(arrays[name], getattr(forest, name)):
+            raise FieldError(f"{name} does not fit order and seq_lens")
+    return forest

@@ -277,7 +277,7 @@ class StateWriter:
     def _touched(self) -> bool:
         """Move the file's time, so that readers see a writer that lives; False without a file."""
         try:
-            os.utime(self.path)
+            os.utime(self.path, follow_symlinks=False)
         except FileNotFoundError:
             return False
         return True

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from deft_backend.forest import PrefixForest
-from deft_backend.private_files import read_private_json
+from deft_backend.json_fields import FieldError, mapping, number, shown, text, whole, within
+from deft_backend.private_files import create_empty, read_private_json
 from deft_backend.telemetry.counters import SCHEMA
 from deft_backend.telemetry.counters import Counters as Counters
 from deft_backend.telemetry.forest_json import forest_from_json
@@ -22,6 +23,9 @@ ANSWER_SECONDS = 20.0
 
 SETTLE_SECONDS = 0.7
 """The plugin writes every quarter second, so after this time the file has all counters."""
+
+MOST = (1 << 31) - 1
+"""Largest process id, rank and size of an attention."""
 
 _SHAPE = ("num_layers", "num_query_heads", "num_kv_heads", "head_dim", "dtype_bytes")
 
@@ -149,19 +153,19 @@ def read_state(path: Path) -> StateReading:
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         found = content.get("schema") if isinstance(content, dict) else None
         raise StateError(
-            f"{path} has schema {found!r}; this version reads {SCHEMA}. Run the same version of "
-            "deft-backend in the server and here"
+            f"{path} has schema {shown(found)}; this version reads {SCHEMA}. Run the same version "
+            "of deft-backend in the server and here"
         )
     try:
         return _state(path, content, written)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise StateError(f"{path}: bad or missing field: {error!r}") from error
+    except ValueError as error:
+        raise StateError(f"{path}: {error}") from error
 
 
 class BatchQuestion:
     """One question to a server with the device planner: which batch does it decode?
 
-    The server answers all who ask at that time with one file, so nobody removes it.
+    The server answers all open questions with one file, so no asker removes it.
 
     Raises
     ------
@@ -174,7 +178,7 @@ class BatchQuestion:
         self._answered = answer_file(state)
         self._before = self._version()
         try:
-            request_file(state).touch()
+            create_empty(request_file(state))
         except OSError as error:
             raise self._failed(error) from error
 
@@ -191,10 +195,11 @@ class BatchQuestion:
         try:
             content = read_private_json(self._answered)
             if "forest" in content:
-                return forest_from_json(content["forest"])
-        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+                return forest_from_json(mapping(content, "forest"))
+            why = text(content, "error")
+        except (OSError, ValueError, AttributeError, TypeError) as error:
             raise self._failed(error) from error
-        raise StateError(f"{self._state}: the server has no batch to show: {content.get('error')}")
+        raise StateError(f"{self._state}: the server has no batch to show: {why}")
 
     def withdraw(self) -> None:
         """Take the question back, so that the server copies nothing for it."""
@@ -240,23 +245,16 @@ def shown_forest(state: Path, timeout: float | None = None) -> PrefixForest:
 
 
 def written_state(folder: Path, port: int, timeout: float = 5.0) -> Path | None:
-    """Wait for the server's state file; None if there is none in time."""
+    """Wait for the server's state file; None if there is none in time.
+
+    A server can answer before it writes the file.
+    """
     begin = time.monotonic()
     while not (path := state_file(folder, port)).is_file():
         if time.monotonic() - begin > timeout:
             return None
         time.sleep(0.1)
     return path
-
-
-def appears(path: Path, timeout: float = 5.0) -> bool:
-    """Wait for a file; False if there is none in time. A server can answer before it writes."""
-    begin = time.monotonic()
-    while not path.is_file():
-        if time.monotonic() - begin > timeout:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def settled_counters(path: Path, timeout: float = 10.0) -> Counters:
@@ -286,22 +284,28 @@ def settled_counters(path: Path, timeout: float = 10.0) -> Counters:
 
 
 def _state(path: Path, content: dict[str, Any], written: float) -> StateReading:
-    forest = content["forest"]
+    shows = content.get("forest", "") is not None
+    forest = mapping(content, "forest") if shows else {}
+    rids = forest.get("rids", [])
+    if not isinstance(rids, list) or not all(isinstance(rid, str) for rid in rids):
+        raise FieldError(f"rids is {shown(rids)}; expected a list of texts")
+    with within("forest"):
+        read = forest_from_json(forest) if shows else None
     return StateReading(
         path=path,
-        pid=int(content["pid"]),
-        port=int(content["port"]),
-        rank=int(content["rank"]),
-        host=str(content["host"]),
-        host_version=str(content["host_version"]),
-        backend=str(content["backend"]),
-        policy=str(content["policy"]),
-        device=str(content["device"]),
-        dtype=str(content["dtype"]),
-        **{name: int(content[name]) for name in _SHAPE},
+        pid=whole(content, "pid", most=MOST),
+        port=whole(content, "port", most=65_535),
+        rank=whole(content, "rank", most=MOST),
+        host=text(content, "host"),
+        host_version=text(content, "host_version"),
+        backend=text(content, "backend"),
+        policy=text(content, "policy"),
+        device=text(content, "device"),
+        dtype=text(content, "dtype"),
+        **{name: whole(content, name, least=1, most=MOST) for name in _SHAPE},
         counters=Counters.from_json(content),
-        forest=None if forest is None else forest_from_json(forest),
-        rids=() if forest is None else tuple(map(str, forest.get("rids", ()))),
-        updated=float(content["updated"]),
+        forest=read,
+        rids=tuple(rids),
+        updated=number(content, "updated"),
         sign_of_life=written,
     )

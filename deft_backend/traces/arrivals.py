@@ -16,12 +16,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from deft_backend.json_fields import LARGEST, shown
+from deft_backend.private_files import parsed
 from deft_backend.traces.recorded_trees import TraceError
 
 BLOCK_TOKENS = 512
 """Tokens that one hash id stands for."""
 
 FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
+
+LATEST_MS = 1e15
+"""Largest timestamp: some thirty thousand years."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ def dump_arrivals(arrivals: Iterable[Arrival]) -> Iterator[str]:
 
 
 def shared_tokens(arrivals: Sequence[Arrival]) -> int:
-    """Prompt tokens that an earlier request of the trace had, too."""
+    """Prompt tokens that an earlier request of the trace already had."""
     seen: set[int] = set()
     total = 0
     for arrival in arrivals:
@@ -122,8 +127,8 @@ def _arrivals(lines: Iterable[str], where: str) -> Iterator[Arrival]:
 
 def _arrival(line: str, where: str) -> Arrival:
     try:
-        content = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+        content = parsed(line)
+    except ValueError as error:
         raise TraceError(f"{where}: expected a JSON object; {error}") from error
     if not isinstance(content, dict):
         raise TraceError(f"{where} is {type(content).__name__}; expected a JSON object")
@@ -133,9 +138,11 @@ def _arrival(line: str, where: str) -> Arrival:
             raise TraceError(f"{where}: {name} is missing; there is {there}")
     timestamp = content["timestamp"]
     if isinstance(timestamp, bool) or not isinstance(timestamp, int | float) or not (
-        0 <= timestamp < math.inf
+        0 <= timestamp <= LATEST_MS
     ):  # fmt: skip
-        raise TraceError(f"{where}: timestamp is {timestamp!r}; expected milliseconds, at least 0")
+        raise TraceError(
+            f"{where}: timestamp is {shown(timestamp)}; expected milliseconds, at least 0"
+        )
     tokens = _integer(content["input_length"], f"{where}: input_length", 1)
     # Recorded answers can be empty; a server decodes at least one token.
     answer = max(1, _integer(content["output_length"], f"{where}: output_length", 0))
@@ -155,7 +162,7 @@ def _arrival(line: str, where: str) -> Arrival:
 
 def _integer(value: Any, where: str, least: int | None = None) -> int:
     number = value if isinstance(value, int) and not isinstance(value, bool) else None
-    if number is None or (least is not None and number < least):
+    if number is None or number > LARGEST or (least is not None and number < least):
         at_least = "" if least is None else f" of at least {least}"
-        raise TraceError(f"{where} is {value!r}; expected an integer{at_least}")
+        raise TraceError(f"{where} is {shown(value)}; expected an integer{at_least}")
     return number

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from deft_backend.json_fields import shown
 from deft_backend.json_file import read_json
 from deft_backend.traces.recorded_trees import (
     ROOT,
@@ -72,10 +73,12 @@ def load_token_tree(path: Path) -> TokenTree:
     for index, choices in enumerate(_get(content, "Tree_Structure", list, where)):
         at = f"{where}: Tree_Structure[{index}]"
         if not isinstance(choices, list) or not choices:
-            raise TraceError(f"{at} is {choices!r}; expected a list of choices, at least one")
+            raise TraceError(f"{at} is {shown(choices)}; expected a list of choices, at least one")
         found = tuple(_integer(choice, at, least=0) for choice in choices)
         if found in paths or (len(found) > 1 and found[:-1] not in paths):
-            raise TraceError(f"{at} is {choices!r}; expected a new path whose parent came before")
+            raise TraceError(
+                f"{at} is {shown(choices)}; expected a new path whose parent came before"
+            )
         paths.append(found)
     prompts: list[str] = []
     accepted: list[tuple[int, ...]] = []
@@ -202,9 +205,9 @@ def _get(record: dict[str, Any], name: str, kind: type, where: str) -> Any:
 def _integer(value: Any, where: str, least: int | None = None) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or (least or value) > value:
         at_least = "" if least is None else f" of at least {least}"
-        raise TraceError(f"{where} holds {value!r}; expected an integer{at_least}")
+        raise TraceError(f"{where} holds {shown(value)}; expected an integer{at_least}")
     return value
 
 
 def _kind(value: Any) -> str:
-    return f"{type(value).__name__} {str(value)[:40]!r}"
+    return f"{type(value).__name__} {shown(value)}"

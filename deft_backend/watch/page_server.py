@@ -133,7 +133,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, *, body: bool) -> None:
         if not self._is_ours():
             return
-        parts = urlsplit(self.path)
+        try:
+            parts = urlsplit(self.path)
+        except ValueError:  # such as "//["
+            self._send(400, b"no path\n", body=body)
+            return
         if parts.path == "/":
             self._send(200, page(), "text/html; charset=utf-8", body=body)
         elif parts.path == "/state.json":

@@ -13,6 +13,7 @@ def server_target(state: StateReading, page_size: int) -> Target:
     """The target that the server itself plans for, if this machine has its device."""
     import torch
 
+    from deft_backend.attention.attention_shape import AttentionShape
     from deft_backend.attention.device_target import target_of
     from deft_backend.kernels import kernel_configuration
 
@@ -22,10 +23,8 @@ def server_target(state: StateReading, page_size: int) -> Target:
         return reference_target(heads, kv_heads, head_dim, state.dtype_bytes)
     dtype = getattr(torch, state.dtype.removeprefix("torch."))
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
-    return target_of(
-        kernel_configuration(head_dim, dtype, device, heads // kv_heads), num_query_heads=heads,
-        num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, device=device, page_size=page_size,
-    )  # fmt: skip
+    shape = AttentionShape(heads, kv_heads, head_dim, dtype, dtype, device, page_size)
+    return target_of(kernel_configuration(head_dim, dtype, device, shape.gqa_group), shape)
 
 
 def reference_target(query_heads: int, kv_heads: int, head_dim: int, dtype_bytes: int) -> Target:

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import load_file, save_file
 
+from integration_tests.common.answers import Reference, assert_same
+from integration_tests.common.host_client import answers_of
 from integration_tests.common.server import Answer, Ask, Server, complete
 
 T = TypeVar("T")
@@ -43,7 +45,29 @@ def while_decoding(
     return asyncio.run(traffic())
 
 
-def disturbed(server: Server, ask: Ask, act: Callable[[], None], work: Callable[[], T]) -> T:
+def check_while_decoding(
+    server: Server, reference: Reference, asks: Sequence[Ask], act: Callable[[], None]
+) -> None:
+    """Check the answers of requests during which `act` is called."""
+    assert_same(asks, while_decoding(server, asks, act), reference.answers(asks))
+    assert not server.trouble()
+
+
+def check_host_client(
+    host: str, servers: tuple[Server, Server], folder: Path, ask: Ask, act: Callable[[], None]
+) -> None:
+    """Check that a server answers the host's own client as the baseline does, though disturbed.
+
+    Until the client ends, other clients send `ask` and hang up, and `act` is called, in turns.
+    """
+    server, baseline = servers
+    expected = answers_of(host, baseline, folder / "baseline")
+    found = _disturbed(server, ask, act, lambda: answers_of(host, server, folder / "ours"))
+    assert found == expected
+    assert not server.trouble()
+
+
+def _disturbed(server: Server, ask: Ask, act: Callable[[], None], work: Callable[[], T]) -> T:
     """The result of `work`; until it ends, clients hang up and `act` is called, in turns."""
     done = threading.Event()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.zoo.architectures import ARCHITECTURES
-from benchmarks.zoo.run import Place, run
+from benchmarks.zoo.zoo_run import Place, run
 
 SECONDS = 800.0
 

@@ -9,9 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from integration_tests.common.answers import PREFIX, TOPICS, assert_same, check, on
-from integration_tests.common.control import ask_to, changed_weights, disturbed, while_decoding
-from integration_tests.common.host_client import answers_of
+from integration_tests.common.answers import PREFIX, TOPICS, check, on
+from integration_tests.common.control import (
+    ask_to,
+    changed_weights,
+    check_host_client,
+    check_while_decoding,
+    while_decoding,
+)
 from integration_tests.common.plain_model import PlainModel
 from integration_tests.common.server import MODEL, Server
 from integration_tests.vllm.vllm_server import Ask, together
@@ -49,8 +54,7 @@ def test_paused_requests_go_on(server: Server, model: PlainModel) -> None:
         assert ask_to(server, "pause?mode=keep") == 200
         assert ask_to(server, "resume") == 200
 
-    assert_same(asks, while_decoding(server, asks, pause), model.answers(asks))
-    assert not server.trouble()
+    check_while_decoding(server, model, asks, pause)
 
 
 @on("rollouts")
@@ -61,7 +65,7 @@ def test_the_cache_is_flushed_while_requests_decode(server: Server, model: Plain
     def flush() -> None:
         assert ask_to(server, "reset_prefix_cache?reset_running_requests=true") == 200
 
-    assert_same(asks, while_decoding(server, asks, flush), model.answers(asks))
+    check_while_decoding(server, model, asks, flush)
     check(server, model, asks)
 
 
@@ -107,7 +111,6 @@ def load_weights(server: Server, folder: Path) -> None:
     assert ask_to(server, "resume") == 200
 
 
-@pytest.mark.rare
 @on("default", "pressed")
 def test_the_hosts_own_client_while_others_hang_up(
     server: Server, baseline: Server, tmp_path: Path
@@ -119,10 +122,5 @@ def test_the_hosts_own_client_while_others_hang_up(
         assert ask_to(server, "reset_prefix_cache?reset_running_requests=true") == 200
         assert ask_to(server, "resume") == 200
 
-    expected = answers_of("vllm", baseline, tmp_path / "baseline")
-    found = disturbed(
-        server, Ask(PREFIX, tokens=200), pause_and_flush,
-        lambda: answers_of("vllm", server, tmp_path / "ours"),
-    )  # fmt: skip
-    assert found == expected
-    assert not server.trouble()
+    ask = Ask(PREFIX, tokens=200)
+    check_host_client("vllm", (server, baseline), tmp_path, ask, pause_and_flush)

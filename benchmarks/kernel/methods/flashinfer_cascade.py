@@ -15,6 +15,7 @@ from benchmarks.kernel.methods.flashinfer_package import (
     flashinfer_origin,
     flashinfer_unavailable,
     float_workspace,
+    plan,
 )
 from deft_backend.forest import PrefixForest
 
@@ -93,19 +94,11 @@ class FlashInferCascade(Method):
             wrapper = self._wrappers[len(levels)] = flashinfer().MultiLevelCascadeAttentionWrapper(
                 len(levels), float_workspace(inputs.device), "NHD"
             )
-        on_device = [
+        on_device = (
             [torch.from_numpy(values).to(inputs.device) for values in kind]
             for kind in zip(*levels, strict=True)
-        ]
-        wrapper.plan(
-            *on_device,
-            inputs.case.query_heads,
-            inputs.case.kv_heads,
-            inputs.head_dim,
-            inputs.case.page_size,
-            q_data_type=inputs.q.dtype,
-            kv_data_type=inputs.q.dtype,
         )
+        plan(wrapper, *on_device, inputs=inputs)
         rows = torch.from_numpy(inputs.forest.order.astype(np.int64)).to(inputs.device)
         q = inputs.q[rows].contiguous()
         cache = (inputs.k_cache, inputs.v_cache)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.kernel.case_inputs import Inputs
@@ -14,6 +13,9 @@ from benchmarks.kernel.methods.flashinfer_package import (
     flashinfer_origin,
     flashinfer_unavailable,
     float_workspace,
+    pages_of_requests,
+    plan,
+    prepared_run,
 )
 
 
@@ -29,39 +31,16 @@ class FlashInferDecode(Method):
         return flashinfer_unavailable(device)
 
     def prepare(self, inputs: Inputs) -> Prepared:
-        tables = inputs.tables
         if inputs.query_tokens > 1:
             raise Refused("it takes one query token of each request")
-        if (tables.seq_lens == 0).any():
+        if (inputs.tables.seq_lens == 0).any():
             raise Refused("FlashInfer's decode takes no request without tokens")
         if self._wrapper is None:
             self._wrapper = flashinfer().BatchDecodeWithPagedKVCacheWrapper(
                 float_workspace(inputs.device), "NHD", use_tensor_cores=True
             )
-        used = tables.pages_used
-        indptr = np.concatenate([[0], np.cumsum(used)]).astype(np.int32)
-        own = np.arange(tables.page_table.shape[1]) < used[:, None]
-        last = tables.seq_lens - (used - 1) * tables.page_size
-        wrapper = self._wrapper
-        wrapper.plan(
-            torch.from_numpy(indptr),
-            torch.from_numpy(tables.page_table[own]),
-            torch.from_numpy(last.astype(np.int32)),
-            inputs.case.query_heads,
-            inputs.case.kv_heads,
-            inputs.head_dim,
-            inputs.case.page_size,
-            q_data_type=inputs.q.dtype,
-            kv_data_type=inputs.q.dtype,
-        )
-        out = torch.empty_like(inputs.q)
-        cache = (inputs.k_cache, inputs.v_cache)
-
-        def launch() -> torch.Tensor:
-            wrapper.run(inputs.q, cache, out=out)
-            return out
-
-        return Prepared(launch)
+        plan(self._wrapper, *pages_of_requests(inputs), inputs=inputs)
+        return prepared_run(self._wrapper, inputs)
 
     def origin(self) -> str:
         return f"{flashinfer_origin()}, BatchDecodeWithPagedKVCacheWrapper(use_tensor_cores=True)"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.kernel.case_inputs import Inputs
@@ -14,6 +13,9 @@ from benchmarks.kernel.methods.flashinfer_package import (
     flashinfer_origin,
     flashinfer_unavailable,
     float_workspace,
+    pages_of_requests,
+    plan,
+    prepared_run,
 )
 
 MOST_MASK = 1 << 30
@@ -36,42 +38,23 @@ class FlashInferPrefill(Method):
         return flashinfer_unavailable(device)
 
     def prepare(self, inputs: Inputs) -> Prepared:
-        tables, tokens = inputs.tables, inputs.query_tokens
+        tokens = inputs.query_tokens
         tree = inputs.ancestors is not None
-        if tree and tokens * int(tables.seq_lens.sum()) > MOST_MASK:
+        if tree and tokens * int(inputs.tables.seq_lens.sum()) > MOST_MASK:
             raise Refused(f"the custom mask has more than {MOST_MASK} elements")
         if self._wrapper is None:
             self._wrapper = flashinfer().BatchPrefillWithPagedKVCacheWrapper(
                 float_workspace(inputs.device), "NHD", backend="fa2"
             )
-        used = tables.pages_used
-        indptr = np.concatenate([[0], np.cumsum(used)]).astype(np.int32)
-        own = np.arange(tables.page_table.shape[1]) < used[:, None]
-        last = tables.seq_lens - (used - 1) * tables.page_size
-        starts = np.arange(inputs.batch + 1, dtype=np.int32) * tokens
-        wrapper = self._wrapper
-        wrapper.plan(
-            torch.from_numpy(starts).to(inputs.device),
-            torch.from_numpy(indptr).to(inputs.device),
-            torch.from_numpy(tables.page_table[own]).to(inputs.device),
-            torch.from_numpy(last.astype(np.int32)).to(inputs.device),
-            inputs.case.query_heads,
-            inputs.case.kv_heads,
-            inputs.head_dim,
-            inputs.case.page_size,
+        starts = torch.arange(inputs.batch + 1, dtype=torch.int32) * tokens
+        plan(
+            self._wrapper,
+            *(part.to(inputs.device) for part in (starts, *pages_of_requests(inputs))),
+            inputs=inputs,
             custom_mask=self._mask(inputs) if tree else None,
             causal=not tree,
-            q_data_type=inputs.q.dtype,
-            kv_data_type=inputs.q.dtype,
         )
-        out = torch.empty_like(inputs.q)
-        cache = (inputs.k_cache, inputs.v_cache)
-
-        def launch() -> torch.Tensor:
-            wrapper.run(inputs.q, cache, out=out)
-            return out
-
-        return Prepared(launch)
+        return prepared_run(self._wrapper, inputs)
 
     def _mask(self, inputs: Inputs) -> torch.Tensor:
         """[sum of query tokens times tokens] bool: who sees whom, request after request."""

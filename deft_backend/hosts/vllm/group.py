@@ -76,12 +76,12 @@ class GroupAttention:
         self._tree_layers = tree_layers
         self.counts = counts
         self._counting = False
-        self._broken = False
+        self._broken: str | None = None
         self._left: set[str] = set()
 
     def takes(self, layer: Layer) -> bool:
         """Whether a layer goes through tree attention."""
-        if self._broken or layer.reason is not None or layer.shape != self.shape:
+        if self._broken is not None or layer.reason is not None or layer.shape != self.shape:
             return False
         return (layer.kv_dtype or self._attention.dtype) == self._attention.kv_dtype
 
@@ -91,8 +91,8 @@ class GroupAttention:
         It must follow from the padded size alone: the host captures one graph for a size, and
         replays it for every batch padded to that size.
         """
-        if self._broken:
-            return "kernel failed"
+        if self._broken is not None:
+            return self._broken
         return refused(requests, self._settings, self._attention.max_batch)
 
     def holds(self, step: TreeStep) -> bool:
@@ -214,7 +214,7 @@ class GroupAttention:
             "deft: tree attention does not agree with the host's own: they differ by %g; the "
             "host's decodes from here", difference,
         )  # fmt: skip
-        self._broken = True
+        self._broken = "kernel failed"
 
     def leave(self, reason: str) -> None:
         """Log once for each reason that layers of planned steps run in the host's kernel."""
@@ -224,9 +224,26 @@ class GroupAttention:
 
     def give_up(self, error: Exception) -> None:
         """Leave every decode step from now on to the host's implementation."""
-        self._broken = True
+        self._broken = "kernel failed"
         logger.error("deft: a kernel failed, the host's own decode from here: %r", error)
         logger.debug("deft: a kernel failed", exc_info=True)
+
+    def leave_unplanned(self, error: Exception, seq_lens: torch.Tensor) -> None:
+        """Leave a step to the host's implementation, because its planning failed.
+
+        The host planner plans the next batch again. The device planner fails at a launch, whatever
+        the batch is, so it is not tried again.
+        """
+        then = "the host's kernel decodes such batches"
+        if self._on_device:
+            self._broken = "planning failed"
+            then = "the host's own decode from here"
+        elif self.counts:
+            self._state.count_host("planning failed", int(seq_lens.sum()))
+        if (reason := f"planning failed {type(error).__name__}") not in self._left:
+            self._left.add(reason)
+            logger.error("deft: planning failed, %s: %r", then, error)
+            logger.debug("deft: planning failed", exc_info=True)
 
 
 def tokens_of(common: Any) -> int:

@@ -61,7 +61,10 @@ class TreeStep:
 
     def takes(self, layer: Layer) -> bool:
         """Whether a layer of the step goes through tree attention."""
-        return self.group.takes(layer)
+        return not self._unplanned and self.group.takes(layer)
+
+    _unplanned = False
+    """Whether the planning has failed, so that the host's implementation runs all layers."""
 
     def leave(self, reason: str) -> None:
         """Log why layers of the step run in the host's implementation."""
@@ -109,7 +112,11 @@ class TreeStep:
                 group.verify(rows, host)
             return True
         except Exception as error:
-            group.give_up(error)
+            if self._seen:
+                group.give_up(error)
+            else:
+                self._unplanned = True
+                group.leave_unplanned(error, self.seq_lens)
             return False
 
 

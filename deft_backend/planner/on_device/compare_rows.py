@@ -17,7 +17,7 @@ from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, globaltimer
 
 from deft_backend.planner.on_device.arrays import Ranks, Tables
-from deft_backend.planner.on_device.rows import full_pages, table_of
+from deft_backend.planner.on_device.page_table_rows import full_pages, table_of
 
 
 @jit(do_not_specialize=["batch", "columns", "stride_table", "private"])

@@ -1,8 +1,7 @@
-"""The device planner's launches and scratch memory."""
+"""The device planner: its launches, in the order of its kernels, and its scratch memory."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +20,10 @@ from deft_backend.planner.on_device import (
     write_plan,
 )
 from deft_backend.planner.on_device.arrays import Scratch
+from deft_backend.planner.on_device.program_work import SIZES, ProgramWork, largest_batch
+from deft_backend.planner.on_device.target_numbers import Numbers
 from deft_backend.policies import PolicyError, Target
-from deft_backend.policies.chunk_choice import ALONE, EXPOSED, HIDDEN, PIECES, UNEVEN
-from deft_backend.policies.makespan import kv_bytes
+from deft_backend.policies.chunk_choice import ALONE, EXPOSED, HIDDEN, ROUNDING, UNEVEN
 
 COMPARE_ROWS = Kernel(compare_rows, "compare_rows")
 SORT_ROWS = Kernel(sort_rows, "sort_rows")
@@ -32,108 +32,6 @@ CHOOSE_RANGES = Kernel(choose_ranges, "choose_ranges")
 PRICE_CHUNKS = Kernel(price_chunks, "price_chunks")
 MEASURE_RANGES = Kernel(measure_ranges, "measure_ranges")
 WRITE_PLAN = Kernel(write_plan, "write_plan")
-
-SIZES = (64, 256, 1024, 2048)
-"""Batches that the kernels are compiled for; a smaller batch leaves lanes idle."""
-
-MOST_ELEMENTS = 1 << 20
-"""Most elements of a Triton tensor."""
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """How much work one program of each kernel has.
-
-    Attributes
-    ----------
-    rows : int
-        Requests that one program of ``compare_rows`` compares with all others.
-    places : int
-        Requests or ranges that one program of the other kernels compares with all others.
-    leaves : int
-        Requests whose leaves one program writes.
-    candidates : int
-        Chunk lengths that are priced for each tile shape; a power of two.
-    """
-
-    rows: int
-    places: int
-    leaves: int
-    candidates: int
-
-    @classmethod
-    def on_gpu(cls, size: int) -> Blocks:
-        """As much work for each program as its registers hold."""
-        many = size > 1024
-        return cls(rows=2 if many else 4, places=4 if many else 8, leaves=32, candidates=64)
-
-    @classmethod
-    def interpreted(cls, size: int) -> Blocks:
-        """Few programs: the interpreter's time is Python's, for each program and operation."""
-        many = min(size, MOST_ELEMENTS // (2 * size))  # each is compared with all ranges
-        return cls(rows=many, places=many, leaves=size, candidates=4)
-
-    def pieces(self) -> list[int]:
-        """[candidates] of PIECES, the last repeated."""
-        every = max(1, len(PIECES) // self.candidates)
-        found = PIECES[::every][: self.candidates]
-        return [*found, *[found[-1]] * (self.candidates - len(found))]
-
-
-def largest_batch() -> int:
-    """Requests that a plan made on the device may hold."""
-    return SIZES[-1]
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """What the kernels take from a target."""
-
-    tiles: tuple[int, int]
-    """Queries that the small tile and the large tile serve."""
-    programs: tuple[int, int]
-    item_ns: tuple[float, ...]
-    token_ns: tuple[float, ...]
-    partial_ns: float
-    reduce_ns: float
-    """Expected times; see :class:`~deft_backend.costs.tile_costs.TileCosts`."""
-    sms: float
-    """SMs for each KV head."""
-    transfer_ns: float
-    """Time in which the memory delivers one token of all KV heads."""
-    block: int
-    """Tokens of a KV block."""
-    query_blocks: int
-
-    @classmethod
-    def of(cls, target: Target) -> Numbers:
-        """The numbers of a target.
-
-        Raises
-        ------
-        PolicyError
-            If the cost table was measured for other tile shapes.
-        """
-        model = target.costs
-        tiles = target.single_range_tiles
-        if len(tiles) != 2 or len(model.tiles.item_ns) != 2:
-            raise PolicyError(
-                f"{len(tiles)} tile shapes for one KV range and costs of "
-                f"{len(model.tiles.item_ns)}; expected 2 of both: measure this version's kernels "
-                "with `deft tune`"
-            )
-        return cls(
-            tiles=(tiles[0], tiles[1]),
-            programs=(target.tile_programs[0], target.tile_programs[1]),
-            item_ns=model.tiles.item_ns,
-            token_ns=model.tiles.token_ns,
-            partial_ns=target.partial_ns,
-            reduce_ns=model.tiles.reduce_ns,
-            sms=target.num_sms / target.num_kv_heads,
-            transfer_ns=model.transfer_ms(kv_bytes(1, target)) * 1e6,
-            block=target.block_tokens,
-            query_blocks=target.query_blocks,
-        )
 
 
 class DevicePlanner:
@@ -205,7 +103,7 @@ class DevicePlanner:
         self._interpreted = device.type == "cpu" if interpreted is None else interpreted
         size = self._size_for(capacity.max_batch)
         self.counters = torch.zeros(4, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._scratch = Scratch.allocate(size, self._blocks(size).pieces(), self.counters, device)
+        self._scratch = Scratch.allocate(size, self._work(size).pieces(), self.counters, device)
 
     @property
     def num_bytes(self) -> int:
@@ -257,26 +155,26 @@ class DevicePlanner:
         common["BLOCKS"] = numbers.query_blocks
         paged = {"PAGE_SIZE": self._page_size}
         shape = (batch, columns, page_table.stride(0), private_tokens)
-        blocks = self._blocks(size)
-        rows, places = -(-batch // blocks.rows), -(-batch // blocks.places)
+        work = self._work(size)
+        rows, places = -(-batch // work.rows), -(-batch // work.places)
 
         self._launch(
             COMPARE_ROWS, (rows,),
             (table, scratch.ranks, scratch.guess, began, *shape),
-            {**common, **paged, "BLOCK": blocks.rows},
+            {**common, **paged, "BLOCK": work.rows},
             follows=False,
         )  # fmt: skip
         self._launch(
             SORT_ROWS, (places,),
             (table, scratch.ranks, scratch.order, cut, below, *shape),
-            {**common, **paged, "BLOCK": blocks.places},
+            {**common, **paged, "BLOCK": work.places},
         )  # fmt: skip
         self._launch(
             FIND_NODES, (places,),
             (scratch.first, scratch.nodes, batch, small, large),
-            {**common, "BLOCK": blocks.places},
+            {**common, "BLOCK": work.places},
         )  # fmt: skip
-        self._plan_ranges(numbers, batch, table_rows, seq_lens, blocks, common)
+        self._plan_ranges(numbers, batch, table_rows, seq_lens, work, common)
 
     def _plan_ranges(
         self,
@@ -284,7 +182,7 @@ class DevicePlanner:
         batch: int,
         table_rows: torch.Tensor,
         seq_lens: torch.Tensor,
-        blocks: Blocks,
+        work: ProgramWork,
         common: dict[str, Any],
     ) -> None:
         """Launch the kernels that do not read the page table."""
@@ -307,8 +205,10 @@ class DevicePlanner:
             for cost in (numbers.item_ns[shape], numbers.token_ns[shape])
         ]
         priced = {
-            "CANDIDATES": blocks.candidates, "MAX_MERGED": MAX_MERGED,
-            "WEIGHTS": price_chunks.Weights(ALONE, HIDDEN, EXPOSED, UNEVEN, MAX_MERGED),
+            "CANDIDATES": work.candidates, "MAX_MERGED": MAX_MERGED,
+            "WEIGHTS": price_chunks.Weights(
+                ALONE, HIDDEN, EXPOSED, UNEVEN, ROUNDING, MAX_MERGED
+            ),
         }  # fmt: skip
         self._launch(
             CHOOSE_RANGES, (1,),
@@ -319,7 +219,7 @@ class DevicePlanner:
             common,
         )  # fmt: skip
         self._launch(
-            PRICE_CHUNKS, (blocks.candidates, 2),
+            PRICE_CHUNKS, (work.candidates, 2),
             (
                 scratch.ranges, scratch.candidates, small, large, *limits, *programs,
                 numbers.sms, (*per_item, partial_ns), float(numbers.reduce_ns),
@@ -328,21 +228,21 @@ class DevicePlanner:
             {**common, **priced},
         )  # fmt: skip
         self._launch(
-            MEASURE_RANGES, (2 * common["BATCH"] // blocks.places,),
+            MEASURE_RANGES, (2 * common["BATCH"] // work.places,),
             (
                 scratch.first, scratch.ranges, scratch.candidates, scratch.places,
                 scratch.results, small, large,
             ),
-            {**common, **priced, "BLOCK": blocks.places},
+            {**common, **priced, "BLOCK": work.places},
         )  # fmt: skip
         self._launch(
-            WRITE_PLAN, (-(-batch // blocks.leaves) + batch,),
+            WRITE_PLAN, (-(-batch // work.leaves) + batch,),
             (
                 table_rows, self._plan["segment_table"], scratch.order, scratch.first,
                 scratch.ranges, scratch.places, scratch.results, self._plan.stage1,
                 self._plan.stage2, scratch.counters, batch, small, large, numbers.block,
             ),
-            {**common, "LEAVES": blocks.leaves, "WIDTH": 256},
+            {**common, "LEAVES": work.leaves, "WIDTH": 256},
         )  # fmt: skip
 
     def _launch(
@@ -372,8 +272,8 @@ class DevicePlanner:
             found = self._numbers[id(target)] = (target, Numbers.of(target))
         return found[1]
 
-    def _blocks(self, size: int) -> Blocks:
-        return (Blocks.interpreted if self._interpreted else Blocks.on_gpu)(size)
+    def _work(self, size: int) -> ProgramWork:
+        return (ProgramWork.interpreted if self._interpreted else ProgramWork.on_gpu)(size)
 
     def _size_for(self, batch: int) -> int:
         """Size of batch that the kernels are compiled for."""

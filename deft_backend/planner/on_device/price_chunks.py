@@ -23,6 +23,7 @@ class Weights(NamedTuple):
     hidden: float
     exposed: float
     uneven: float
+    rounding: float
     max_merged: int
 
 
@@ -75,7 +76,7 @@ def _cut_cost(cut, costs, WEIGHTS: tl.constexpr):
     cost = _slower(tl.maximum(busy, alone), transfer)
     cost -= tl.where(leaves_room, tl.minimum(cost, WEIGHTS.hidden * costs.beside), 0.0)
     cost += cut.results.to(tl.float32) * costs.partial_ns
-    fullest = tl.ceil(items / costs.sms) * costs.sms
+    fullest = tl.ceil(items / costs.sms - WEIGHTS.rounding) * costs.sms
     uneven = (items > costs.sms) & (cut.items <= costs.programs)
     small_cost = WEIGHTS.exposed * items * costs.item_ns / costs.programs.to(tl.float32)
     small_cost += tl.where(uneven, WEIGHTS.uneven * transfer * (fullest / items - 1.0), 0.0)

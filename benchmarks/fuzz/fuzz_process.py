@@ -88,8 +88,10 @@ class Report:
     plans : int
     compared, same : int
         Batches that both planners planned, and those with the same items.
-    differing : list
-        The first batches with other items, which are no worse: setting and seed.
+    ties : int
+        Batches with other items that cost the same.
+    first_ties : list
+        Setting and seed of the first of them.
     skipped : int
         Plans without a result, because other processes had taken the GPU's memory.
     attention : int
@@ -103,10 +105,11 @@ class Report:
     plans: int = 0
     compared: int = 0
     same: int = 0
+    ties: int = 0
     skipped: int = 0
     attention: int = 0
     by_planner: dict[str, int] = field(default_factory=dict)
-    differing: list[dict[str, Any]] = field(default_factory=list)
+    first_ties: list[dict[str, Any]] = field(default_factory=list)
     largest_error: dict[str, float] = field(default_factory=dict)
     failures: list[dict[str, Any]] = field(default_factory=list)
 
@@ -174,9 +177,10 @@ def _plan_chunks(job: Job, report: Report) -> Iterator[None]:
         report.plans += counts.plans
         report.compared += counts.compared
         report.same += counts.same
-        if len(report.differing) < 20:
-            report.differing += [
-                {"setting": asdict(setting), "seed": seed} for seed in counts.differing
+        report.ties += len(counts.ties)
+        if len(report.first_ties) < 20:
+            report.first_ties += [
+                {"setting": asdict(setting), "seed": seed} for seed in counts.ties
             ]
         report.add_failures(job, setting, counts.failures)
         yield

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.zoo.architectures import ARCHITECTURES, VOCABULARY, Architecture
-from benchmarks.zoo.worker import Job
+from benchmarks.zoo.engine_process import Job
 from deft_backend.installed import installed_version
 from deft_backend.servers.command import BACKEND_NAMES, free_port
 from deft_backend.servers.driver_stub import ensure_driver_stub, has_nvidia_driver, num_gpus
@@ -261,7 +261,7 @@ def _start(
     environment = {**place.environment(gpu_index), "DEFT_STATE_DIR": str(folder / "state")}
     with (folder / "worker.log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.zoo.worker", *map(str, jobs)], cwd=_ROOT,
+            [sys.executable, "-m", "benchmarks.zoo.engine_process", *map(str, jobs)], cwd=_ROOT,
             env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     _started.append(process)

@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fuzz.worker import Job, work
+from benchmarks.fuzz.fuzz_process import Job, work
 
 STUCK_SECONDS = 240.0
 """A process that reports nothing for so long hangs; a first chunk compiles kernels."""
@@ -128,20 +128,20 @@ def _blamed(job: Job, why: str) -> dict[str, Any]:
 def merged(jobs: list[Job]) -> dict[str, Any]:
     """The sum of the processes' reports."""
     total: dict[str, Any] = {
-        "plans": 0, "compared": 0, "same": 0, "skipped": 0, "attention": 0, "by_planner": {},
-        "largest_error": {}, "differing": [], "failures": [],
+        "plans": 0, "compared": 0, "same": 0, "ties": 0, "skipped": 0, "attention": 0,
+        "by_planner": {}, "largest_error": {}, "first_ties": [], "failures": [],
     }  # fmt: skip
     for job in jobs:
         try:
             report = json.loads(job.report.read_text())
         except OSError:
             continue
-        for name in ("plans", "compared", "same", "skipped", "attention"):
+        for name in ("plans", "compared", "same", "ties", "skipped", "attention"):
             total[name] += report[name]
         for planner, count in report["by_planner"].items():
             total["by_planner"][planner] = total["by_planner"].get(planner, 0) + count
         for dtype, error in report["largest_error"].items():
             total["largest_error"][dtype] = max(error, total["largest_error"].get(dtype, 0.0))
-        total["differing"] += report["differing"]
+        total["first_ties"] += report["first_ties"]
         total["failures"] += report["failures"]
     return total

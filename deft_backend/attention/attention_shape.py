@@ -1,0 +1,37 @@
+"""The shape of an attention: its heads, element types and pages, and the device it runs on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What stays the same for all batches of one attention.
+
+    Attributes
+    ----------
+    num_query_heads, num_kv_heads, head_dim : int
+    dtype : torch.dtype
+        Of queries and output.
+    kv_dtype : torch.dtype
+        Of the KV cache.
+    device : torch.device
+    page_size : int
+        Tokens of a page of the KV cache.
+    """
+
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    device: torch.device
+    page_size: int
+
+    @property
+    def gqa_group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_query_heads // self.num_kv_heads

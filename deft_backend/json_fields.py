@@ -1,0 +1,119 @@
+"""Fields of a JSON object, each with the type and the limits that its reader expects."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+LARGEST = (1 << 63) - 1
+"""Largest whole number of a field, unless its reader expects a smaller one."""
+
+_MOST_SHOWN = 80
+_short = reprlib.Repr()
+_short.maxlevel = 3
+_short.maxstring = _short.maxother = _MOST_SHOWN
+
+
+class FieldError(ValueError):
+    """A field is missing or impossible; the message names it and what the reader expected."""
+
+
+def shown(value: Any) -> str:
+    """A value for a message: short, however large it is and however deep it is nested.
+
+    >>> shown([[1, 2], [3]]), len(shown(["long"] * 10_000)) < 90
+    ('[[1, 2], [3]]', True)
+    """
+    text = _short.repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+
+
+@contextmanager
+def within(name: str) -> Iterator[None]:
+    """Name the field that holds the object whose fields are read."""
+    try:
+        yield
+    except ValueError as error:
+        raise FieldError(f"{name}: {error}") from error
+
+
+def number(content: Mapping[str, Any], name: str) -> float:
+    """A finite number."""
+    value = content.get(name)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            found = float(value)
+        except OverflowError:
+            found = math.inf
+        if math.isfinite(found):
+            return found
+    raise FieldError(f"{name} is {shown(value)}; expected a finite number")
+
+
+def whole(content: Mapping[str, Any], name: str, least: int = 0, most: int = LARGEST) -> int:
+    """A whole number from `least` to `most`."""
+    value = content.get(name)
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
+        return value
+    limits = f"of at least {least}" if most == LARGEST else f"from {least} to {most}"
+    raise FieldError(f"{name} is {shown(value)}; expected a whole number {limits}")
+
+
+def text(content: Mapping[str, Any], name: str, most: int = 4096) -> str:
+    """A text of at most `most` characters."""
+    value = content.get(name)
+    if isinstance(value, str) and len(value) <= most:
+        return value
+    raise FieldError(f"{name} is {shown(value)}; expected a text of at most {most} characters")
+
+
+def mapping(content: Any, name: str) -> Mapping[str, Any]:
+    """An object."""
+    value = content.get(name) if isinstance(content, Mapping) else None
+    if isinstance(value, Mapping):
+        return value
+    raise FieldError(f"{name} is {shown(value)}; expected an object")
+
+
+def numbers(content: Mapping[str, Any], name: str) -> npt.NDArray[np.float64]:
+    """A list of numbers, or of lists of them."""
+    if name not in content:
+        raise FieldError(f"{name} is missing; expected a list of numbers")
+    found = _array(content[name])
+    if found is None or found.dtype.kind not in "iuf":
+        raise FieldError(f"{name} is {shown(content[name])}; expected a list of numbers")
+    return found.astype(np.float64)
+
+
+def whole_numbers(content: Mapping[str, Any], name: str) -> npt.NDArray[np.int32]:
+    """A list of whole numbers that fit 32 bits."""
+    value = content.get(name)
+    found = _array(value)
+    limits = np.iinfo(np.int32)
+    if found is not None and found.shape == (0,):
+        return found.astype(np.int32)
+    if (
+        found is None
+        or found.ndim != 1
+        or found.dtype.kind not in "iu"
+        or found.min() < limits.min
+        or found.max() > limits.max
+    ):
+        raise FieldError(f"{name} is {shown(value)}; expected a list of whole numbers of 32 bits")
+    return found.astype(np.int32)
+
+
+def _array(value: Any) -> npt.NDArray[Any] | None:
+    """A list as an array of its own dtype; None if it is no list, or its rows are uneven."""
+    if not isinstance(value, list):
+        return None
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError, OverflowError):
+        return None

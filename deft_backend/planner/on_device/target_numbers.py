@@ -1,0 +1,59 @@
+"""What the device planner's kernels take from a target: capacities, programs and costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deft_backend.policies import PolicyError, Target
+from deft_backend.policies.makespan import kv_bytes
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What the kernels take from a target."""
+
+    tiles: tuple[int, int]
+    """Queries that the small tile and the large tile serve."""
+    programs: tuple[int, int]
+    item_ns: tuple[float, ...]
+    token_ns: tuple[float, ...]
+    partial_ns: float
+    reduce_ns: float
+    """Expected times; see :class:`~deft_backend.costs.tile_costs.TileCosts`."""
+    sms: float
+    """SMs for each KV head."""
+    transfer_ns: float
+    """Time in which the memory delivers one token of all KV heads."""
+    block: int
+    """Tokens of a KV block."""
+    query_blocks: int
+
+    @classmethod
+    def of(cls, target: Target) -> Numbers:
+        """The numbers of a target.
+
+        Raises
+        ------
+        PolicyError
+            If the cost table was measured for other tile shapes.
+        """
+        model = target.costs
+        tiles = target.single_range_tiles
+        if len(tiles) != 2 or len(model.tiles.item_ns) != 2:
+            raise PolicyError(
+                f"{len(tiles)} tile shapes for one KV range and costs of "
+                f"{len(model.tiles.item_ns)}; expected 2 of both: measure this version's kernels "
+                "with `deft tune`"
+            )
+        return cls(
+            tiles=(tiles[0], tiles[1]),
+            programs=(target.tile_programs[0], target.tile_programs[1]),
+            item_ns=model.tiles.item_ns,
+            token_ns=model.tiles.token_ns,
+            partial_ns=target.partial_ns,
+            reduce_ns=model.tiles.reduce_ns,
+            sms=target.num_sms / target.num_kv_heads,
+            transfer_ns=model.transfer_ms(kv_bytes(1, target)) * 1e6,
+            block=target.block_tokens,
+            query_blocks=target.query_blocks,
+        )
