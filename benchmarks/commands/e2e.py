@@ -102,7 +102,7 @@ def e2e(
     layers: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Layers of --shape to write, where all of them do not fit the GPUs."
+            min=1, help="Write only so many layers of --shape, if all of them do not fit the GPUs."
         ),
     ] = None,
     tp: Annotated[

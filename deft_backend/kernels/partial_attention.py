@@ -97,7 +97,7 @@ def _attend(
     highest = tl.reduce(chains, 1, tl.standard._elementwise_max) * factor
     maximum = tl.maximum(online.maximum, highest)
     if MASKED:
-        # A row that has seen no token yet keeps its maximum at -inf: avoid -inf - -inf.
+        # A query vector that has seen no token keeps its maximum at -inf: avoid -inf - -inf.
         reference = tl.where(maximum == float("-inf"), 0.0, maximum)
     else:
         reference = maximum
@@ -207,7 +207,7 @@ def _attend_rest(
         present = (begin + offs_n < rest.tokens)[:, None] & in_head
         k = tl.load(k_head + k_offset[:, None] + offs_d, mask=present, other=0)
         v = tl.load(v_head + v_offset[:, None] + offs_d, mask=present, other=0)
-        # Tokens outside the item have span 0: no row attends to them.
+        # Tokens outside the item have span 0: no query attends to them.
         allowed = (query_of_row[:, None] >= (span & SPAN_MASK)[None, :]) & (
             query_of_row[:, None] < (span >> SPAN_SHIFT)[None, :]
         )

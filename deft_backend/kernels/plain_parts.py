@@ -30,7 +30,7 @@ class Vectors(NamedTuple):
     """The query vectors of a tile: [M] numbers."""
 
     row: Any
-    """Its row in `q` and in the output."""
+    """Index of its query token in `q` and in the output."""
     head: Any
     """Its query head."""
     result: Any
@@ -58,7 +58,7 @@ def block_of(query, HEADS: tl.constexpr):
 
 @jit
 def rows_of(request, there, query_start, HEADS: tl.constexpr):
-    """A request's first row in `q`, and the number of its query tokens."""
+    """Index in `q` of a request's first query token, and the number of its query tokens."""
     if HEADS.ragged:
         first = tl.load(query_start + request, mask=there, other=0)
         tokens = tl.load(query_start + request + 1, mask=there, other=0) - first
