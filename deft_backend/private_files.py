@@ -28,8 +28,8 @@ def read_private(path: Path) -> bytes:
     Raises
     ------
     OSError
-        If the file cannot be read. Its `strerror` says so, too, if the file is a symbolic link or
-        no regular file, belongs to another user, is writable for others, or is too large.
+        If the file cannot be read, is a symbolic link or no regular file, belongs to another user,
+        is writable for others, or is too large. Its `strerror` names the reason.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -12,6 +12,7 @@ from typing import Any
 from deft_backend.servers.command import free_port, server_command
 from deft_backend.servers.process import ServerProcess
 from integration_tests.common.server import (
+    DRAFT,
     EAGER,
     MODEL,
     START_SECONDS,
@@ -20,6 +21,7 @@ from integration_tests.common.server import (
     state_settings,
 )
 from integration_tests.common.steps import counted
+from integration_tests.cpu_speculation.plugin import environment as cpu_speculation
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Group:
 
     flags: tuple[str, ...] = ()
     settings: dict[str, str] = field(default_factory=dict)
+    cpu_speculation: bool = False
+    """Let it speculate on the CPU, with stand-ins for what the host's wheel lacks."""
     cli: bool = False
     """Start it with ``sglang serve``, not ``python -m sglang.launch_server``."""
 
@@ -42,6 +46,19 @@ _SMALL_CACHE = (
     "--max-total-tokens", "1280", "--page-size", "16", "--chunked-prefill-size", "128",
     "--enable-cache-report",
 )  # fmt: skip
+
+
+def _speculating(*flags: str, draft: bool = True) -> Group:
+    """A server that drafts 3 tokens a step from each of `topk` branches, or n-grams."""
+    model = ("--speculative-draft-model-path", str(DRAFT), "--speculative-num-steps", "3")
+    return Group((*flags, *(model if draft else ())), EAGER, cpu_speculation=True)
+
+
+_CHAIN = ("--speculative-algorithm", "STANDALONE", "--speculative-eagle-topk", "1",
+          "--speculative-num-draft-tokens", "4")  # fmt: skip
+_TREE = ("--speculative-algorithm", "STANDALONE", "--speculative-eagle-topk", "2",
+         "--speculative-num-draft-tokens", "6")  # fmt: skip
+_LOOKUP = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6")
 
 GROUPS = {
     "default": Group(),
@@ -70,6 +87,10 @@ GROUPS = {
     "two-ranks": Group(("--tensor-parallel-size", "2"), {**EAGER, **_TWO_PROCESSES}),
     "stages": Group(("--pipeline-parallel-size", "2"), {**EAGER, **_TWO_PROCESSES}),
     "engines": Group(("--data-parallel-size", "2"), {**EAGER, **_TWO_PROCESSES}),
+    "chain": _speculating(*_CHAIN),
+    "tree": _speculating(*_TREE),
+    "lookup": _speculating(*_LOOKUP, draft=False),
+    "chain-pages": _speculating(*_CHAIN, "--page-size", "16", "--chunked-prefill-size", "128"),
 }
 
 
@@ -98,6 +119,8 @@ def running(backend: str | None, group: Group, folder: Path) -> Iterator[Server]
     """A server for a `with` block. It checks every plan against the page tables."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {**state_settings(backend, folder), **group.settings}
+    if group.cpu_speculation:
+        settings |= cpu_speculation(folder / "plugin")
     # Without `--sleep-on-idle` the host's scheduler polls: the baseline would take a core.
     flags = ["--max-running-requests", "32", "--dtype", "float32", "--sleep-on-idle", *group.flags]
     command = server_command(

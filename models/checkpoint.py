@@ -1,4 +1,4 @@
-"""The architecture of the tiny model and its folder in the Hugging Face format."""
+"""The architectures of the tiny models and their folders in the Hugging Face format."""
 
 from __future__ import annotations
 
@@ -48,6 +48,17 @@ ARCHITECTURE: dict[str, Any] = {
     "use_cache": True,
 }
 
+DRAFT_ARCHITECTURE: dict[str, Any] = {
+    **ARCHITECTURE,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    # Two layers are the fewest that can copy from earlier text.
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+"""The draft model for speculative decoding: same vocabulary, a sixth of the parameters."""
+
 TOKENIZER_CONFIG: dict[str, Any] = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "bos_token": "<|bos|>",
@@ -67,21 +78,21 @@ GENERATION_CONFIG: dict[str, Any] = {
 }
 
 
-def new_model() -> nn.Module:
+def new_model(architecture: dict[str, Any]) -> nn.Module:
     """Return a model with random weights, in float32."""
-    config = LlamaConfig(**{**ARCHITECTURE, "torch_dtype": "float32", "dtype": "float32"})
+    config = LlamaConfig(**{**architecture, "torch_dtype": "float32", "dtype": "float32"})
     model: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     return model.to(torch.float32)
 
 
-def save(model: nn.Module, folder: Path) -> None:
+def save(model: nn.Module, folder: Path, architecture: dict[str, Any]) -> None:
     """Write the checkpoint without its README, with the weights rounded to float16."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: weight.half().contiguous() for name, weight in model.state_dict().items()}
     save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     (folder / WEIGHTS_FILE).chmod(0o644)
     build_tokenizer().save(str(folder / "tokenizer.json"))
-    _write_json(folder / "config.json", ARCHITECTURE)
+    _write_json(folder / "config.json", architecture)
     _write_json(folder / "tokenizer_config.json", TOKENIZER_CONFIG)
     _write_json(folder / "generation_config.json", GENERATION_CONFIG)
 

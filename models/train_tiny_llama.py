@@ -1,4 +1,5 @@
-"""Make or measure the tiny Llama checkpoint that the demo and the integration tests serve.
+"""Make or measure the tiny Llama checkpoint that the demo and the integration tests serve, or its
+draft model.
 
 Training starts from random weights and invented text (see ``corpus.py``). So it needs no download,
 and the seed decides the result. Training needs torch 2.9 or newer, for Muon.
@@ -9,15 +10,23 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
+from acceptance import measure_acceptance
 from byte_tokens import VOCABULARY_SIZE, build_tokenizer
-from checkpoint import WEIGHTS_FILE, load, new_model, save
+from checkpoint import (
+    ARCHITECTURE,
+    DRAFT_ARCHITECTURE,
+    WEIGHTS_FILE,
+    load,
+    new_model,
+    save,
+)
 from confidence import (
     continue_greedily,
     evaluate,
@@ -26,13 +35,15 @@ from confidence import (
     share_continued_alike,
     show,
 )
+from draft_card import write_draft_card
 from model_card import write_model_card
 from rich.console import Console
 from rich.progress import Progress
 from sequences import HELD_OUT_SEED, write_sequence
 from torch import nn
 
-DEFAULT_FOLDER = Path(__file__).parent / "tiny-llama"
+TARGET_FOLDER = Path(__file__).parent / "tiny-llama"
+DRAFT_FOLDER = Path(__file__).parent / "tiny-draft"
 
 
 @dataclass(frozen=True)
@@ -51,16 +62,30 @@ STAGES = (
     Stage(steps=340, batch_tokens=8192, lengths=(512, 1024, 2048)),
     Stage(steps=70, batch_tokens=12288, lengths=(2048, 6144)),
 )
-STEPS = sum(stage.steps for stage in STAGES)
+# The target accepts enough drafts after two thirds of a run, so its training stops there.
+DRAFT_STAGES = (Stage(steps=603, batch_tokens=4096, lengths=(512,)),)
+DRAFT_SCHEDULE = 900
+"""Steps over which the draft's learning rate would fall to nearly nothing."""
+
+
+def steps_of(stages: Sequence[Stage]) -> int:
+    """Return the steps of all stages."""
+    return sum(stage.steps for stage in stages)
+
+
+def tokens_of(stages: Sequence[Stage]) -> int:
+    """Return the tokens of all stages."""
+    return sum(stage.steps * stage.batch_tokens for stage in stages)
+
 
 app = typer.Typer(add_completion=False)
 console = Console()
 
 
-def write_batches(seed: int) -> Iterator[torch.Tensor]:
+def write_batches(seed: int, stages: Sequence[Stage]) -> Iterator[torch.Tensor]:
     """Yield the training batches of all stages, in order."""
     chance = random.Random(seed)
-    for stage in STAGES:
+    for stage in stages:
         for _ in range(stage.steps):
             length = chance.choice(stage.lengths)
             rows = stage.batch_tokens // length
@@ -73,10 +98,13 @@ def learning_rate_share(progress: float) -> float:
     return min(1.0, 0.1 + progress / 0.03, 0.02 + 1.6 * (1.0 - progress))
 
 
-def train(seed: int) -> nn.Module:
-    """Train a model from random weights."""
+def train(
+    seed: int, architecture: dict[str, Any], stages: Sequence[Stage], schedule: int
+) -> nn.Module:
+    """Train a model from random weights; the learning rate falls over `schedule` steps."""
     torch.manual_seed(seed)
-    model = new_model().train()
+    model = new_model(architecture).train()
+    steps = steps_of(stages)
     # Muon learns the matrices in far fewer steps than Adam does; embeddings and norms are not
     # matrices in its sense.
     matrices: list[nn.Parameter] = []
@@ -88,13 +116,15 @@ def train(seed: int) -> nn.Module:
         torch.optim.AdamW(others, lr=4e-3, betas=(0.9, 0.98), weight_decay=0.0),
     )
     schedules = [
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_share(step / STEPS))
+        torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: learning_rate_share(step / schedule)
+        )
         for optimizer in optimizers
     ]
     recent_loss, started = math.log(VOCABULARY_SIZE), time.monotonic()
     with Progress(console=console) as progress:
-        bar = progress.add_task("training", total=STEPS)
-        for step, batch in enumerate(write_batches(seed), start=1):
+        bar = progress.add_task("training", total=steps)
+        for step, batch in enumerate(write_batches(seed, stages), start=1):
             loss = next_token_loss(model, batch)
             torch.autograd.backward(loss)
             nn.utils.clip_grad_norm_(others, 1.0)
@@ -104,9 +134,9 @@ def train(seed: int) -> nn.Module:
                 schedule.step()
             recent_loss += 0.05 * (loss.item() - recent_loss)
             progress.update(bar, advance=1)
-            if step % 50 == 0 or step == STEPS:
+            if step % 50 == 0 or step == steps:
                 progress.console.print(
-                    f"step {step}/{STEPS}: {recent_loss / math.log(2):.3f} bits per byte, "
+                    f"step {step}/{steps}: {recent_loss / math.log(2):.3f} bits per byte, "
                     f"{(time.monotonic() - started) / 60:.1f} minutes"
                 )
     return model.eval()
@@ -146,13 +176,15 @@ def at_least(minimum: int) -> Callable[[int], int]:
 @app.command()
 def main(
     folder: Annotated[
-        Path,
+        Path | None,
         typer.Option(
-            help="Folder of the checkpoint.",
+            help="Folder of the checkpoint; default: tiny-llama or tiny-draft, beside this script",
             file_okay=False,
-            show_default="tiny-llama beside this script",
         ),
-    ] = DEFAULT_FOLDER,
+    ] = None,
+    draft: Annotated[
+        bool, typer.Option("--draft", help="The draft model for the tiny Llama, not itself.")
+    ] = False,
     evaluate_only: Annotated[
         bool, typer.Option("--evaluate", help="Measure the stored checkpoint; do not train.")
     ] = False,
@@ -164,29 +196,36 @@ def main(
         int, typer.Option(callback=at_least(1), help="CPU threads to compute with.")
     ] = 2,
 ) -> None:
-    """Train the tiny Llama from scratch and measure it, or only measure the stored one.
+    """Train the tiny Llama or its draft model from scratch and measure it, or only measure it.
 
-    Both rewrite the README of the checkpoint with what was measured.
+    Every run rewrites the README of the checkpoint with what was measured.
     """
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
+    folder = folder or (DRAFT_FOLDER if draft else TARGET_FOLDER)
+    architecture = DRAFT_ARCHITECTURE if draft else ARCHITECTURE
+    stages = DRAFT_STAGES if draft else STAGES
     if not evaluate_only:
-        model = train(seed)
-        save(model, folder)
+        model = train(seed, architecture, stages, DRAFT_SCHEDULE if draft else steps_of(stages))
+        save(model, folder, architecture)
         report_rounding(model, folder)
     elif not (folder / WEIGHTS_FILE).is_file():
         raise typer.BadParameter(
             f"'{folder}' holds no {WEIGHTS_FILE}; name the folder of a checkpoint.",
             param_hint="--folder",
         )
+    if draft:
+        accepted = measure_acceptance(TARGET_FOLDER, folder, console)
+        write_draft_card(folder, accepted, steps=steps_of(stages), tokens=tokens_of(stages))
+        return
     figures = evaluate(folder, console)
     show(figures, console)
     write_model_card(
         folder,
         figures,
-        steps=STEPS,
-        tokens=sum(stage.steps * stage.batch_tokens for stage in STAGES),
-        lengths=tuple(length for stage in STAGES for length in stage.lengths),
+        steps=steps_of(stages),
+        tokens=tokens_of(stages),
+        lengths=tuple(length for stage in stages for length in stage.lengths),
     )
     if samples:
         print_samples(folder)

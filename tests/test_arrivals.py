@@ -104,7 +104,7 @@ def test_made_traces_are_traces_of_that_shape(
         assert len(arrival.hash_ids) == -(-arrival.input_length // BLOCK_TOKENS)
         full = min(system // BLOCK_TOKENS, len(arrival.hash_ids))
         assert arrival.hash_ids[:full] == arrivals[0].hash_ids[:full]
-    # An id stands for the text before it, too: it always has the same place and predecessor.
+    # An id also stands for the text before it: it always has the same place and predecessor.
     before: dict[int, int] = {}
     for arrival in arrivals:
         for last, id in zip((-1, *arrival.hash_ids), arrival.hash_ids, strict=False):

@@ -12,8 +12,8 @@ from benchmarks.e2e.serving_bars import bars
 from benchmarks.e2e.serving_plots import draw
 from benchmarks.e2e.serving_rows import Row, by_case, make_row, merged, read_rows, replaced
 from benchmarks.e2e.serving_tables import bars_table, rows_table
-from benchmarks.e2e.sharing import RESULTS, recorded_cases, table
-from benchmarks.e2e.sharing import draw as draw_sharing
+from benchmarks.e2e.where_sharing_pays import RESULTS, recorded_cases, table
+from benchmarks.e2e.where_sharing_pays import draw as draw_sharing
 from benchmarks.row_files import RowsError, header_file, write_rows
 
 HEADER: dict[str, Any] = {

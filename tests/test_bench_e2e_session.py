@@ -27,6 +27,7 @@ from benchmarks.e2e.choice import (
     TreeChoice,
 )
 from benchmarks.e2e.host_clients import HostClient, HostClientError, fill, requests_of
+from benchmarks.e2e.mixed_traffic import Traffic
 from benchmarks.e2e.prepare_run import prepared
 from benchmarks.e2e.prompt_cases import GRID as GRID_SIZES
 from benchmarks.e2e.prompt_cases import grid_case
@@ -34,7 +35,6 @@ from benchmarks.e2e.random_weights import write_weights
 from benchmarks.e2e.served_model import ModelError, read_model, write_model
 from benchmarks.e2e.served_workloads import Mixed, Together
 from benchmarks.e2e.serving_rows import Row, make_row, read_rows
-from benchmarks.e2e.traffic import Traffic
 from benchmarks.row_files import RowsError, write_rows
 from deft_backend import installed as distributions
 from deft_backend.servers import command as launch

@@ -15,6 +15,7 @@ from benchmarks.e2e.batch_timing import measure
 from benchmarks.e2e.checked_answers import check, load_samples, save_samples
 from benchmarks.e2e.kept_answers import ask, compare
 from benchmarks.e2e.memory import growth
+from benchmarks.e2e.mixed_traffic import Traffic, drive
 from benchmarks.e2e.prompt_cases import (
     CaseError,
     Documents,
@@ -24,7 +25,6 @@ from benchmarks.e2e.prompt_cases import (
     percentile,
 )
 from benchmarks.e2e.serving_rows import make_row
-from benchmarks.e2e.traffic import Traffic, drive
 from deft_backend.traces.recorded_trees import ThoughtTree, lay_out
 from deft_backend.traces.trace_files import TraceError, dump_thought_trees
 

@@ -26,7 +26,12 @@ from deft_backend.forest import build_forest
 from deft_backend.policies import POLICY_NAMES
 from deft_backend.servers import command as launch
 from deft_backend.telemetry import state_reader
-from deft_backend.telemetry.state_reader import StateError, appears, read_state, settled_counters
+from deft_backend.telemetry.state_reader import (
+    StateError,
+    read_state,
+    settled_counters,
+    written_state,
+)
 from deft_backend.traces.trace_files import dump_thought_trees
 
 runner = CliRunner(env={"COLUMNS": "400", "NO_COLOR": "1", "TERM": "dumb"})
@@ -290,7 +295,7 @@ def test_no_running_server_is_said(tmp_path: Path) -> None:
 
 def test_counters_are_read_at_rest_and_subtracted(tmp_path: Path) -> None:
     path = tmp_path / "1-tp0.json"
-    assert not appears(path, timeout=0.0)
+    assert written_state(tmp_path, 1, timeout=0.0) is None
     with pytest.raises(StateError):
         settled_counters(path, timeout=0.0)
     path.write_text(json.dumps(state()))

@@ -14,15 +14,14 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.fuzz import run as fuzz_run
-from benchmarks.fuzz import ties
+from benchmarks.fuzz import fuzz_run, ties
 from benchmarks.fuzz.attention_cases import AttentionFuzzer
 from benchmarks.fuzz.case_files import CaseFileError, keep, replay
 from benchmarks.fuzz.forests import KINDS, Limits, draw_batch
+from benchmarks.fuzz.fuzz_process import Job
 from benchmarks.fuzz.plan_cases import PlanCounts, PlanFuzzer, _same
 from benchmarks.fuzz.settings import AttentionSetting, PlanSetting, plan_settings
 from benchmarks.fuzz.walk_plan import fault_of
-from benchmarks.fuzz.worker import Job
 from deft_backend import TreeAttention
 from deft_backend.forest import forest_from_page_tables
 from deft_backend.planner import Plan, PlanCapacity, plan_forest

@@ -41,7 +41,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "explain": {"forest", "policies", "planner", "query_blocks"},
     "telemetry": {"forest", "config"},
     "hosts/contract": set(),
-    "hosts/common": {"forest", "policies", "planner", "attention", "config", "hosts/contract"},
+    "hosts/common": {
+        "forest",
+        "policies",
+        "planner",
+        "attention",
+        "config",
+        "query_blocks",
+        "hosts/contract",
+    },
     "hosts/sglang": SHARED_BY_HOSTS,
     "hosts/vllm": SHARED_BY_HOSTS,
     "servers": {"config", "hosts/vllm"},  # the name to start vLLM with

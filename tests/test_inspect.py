@@ -15,7 +15,7 @@ from sglang_fakes import make_state
 from typer.testing import CliRunner
 
 from deft_backend.cli import app
-from deft_backend.explain.items import describe_items
+from deft_backend.explain.item_facts import describe_items
 from deft_backend.forest import PrefixForest, build_forest
 from deft_backend.planner import plan_grouping
 from deft_backend.policies import POLICY_NAMES, Target, get_policy

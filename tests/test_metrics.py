@@ -25,7 +25,7 @@ client = pytest.importorskip("prometheus_client")
 READINGS = (
     Counters(3, 2, 1, {"small": 1}, 100, 400, 0.5),
     Counters(3, 2, 1, {"small": 1}, 100, 400, 0.5),
-    Counters(9, 5, 2, {"small": 3, "padded batch": 1}, 250, 1000, 0.75),
+    Counters(9, 5, 2, {"small": 3, "padded batch": 1}, 250, 1000, 0.75, 21),
 )
 PUBLISH = """
 import json, os, sys
@@ -97,6 +97,7 @@ def test_processes_of_one_server_publish_into_its_page(tmp_path) -> None:
         of("kv_query_guided_bytes", tp_rank="0"): 1000,
         of("plans", tp_rank="0"): 2,
         of("plan_seconds", tp_rank="0"): 0.75,
+        of("verified_tokens", tp_rank="0"): 21,
         of("decode_steps", kernel="tree", tp_rank="1"): 2 + 1,
         of("decode_steps", kernel="host", tp_rank="1"): 1,
         of("host_decode_steps", reason="small", tp_rank="1"): 1,
@@ -104,6 +105,7 @@ def test_processes_of_one_server_publish_into_its_page(tmp_path) -> None:
         of("kv_query_guided_bytes", tp_rank="1"): 400,
         of("plans", tp_rank="1"): 1,
         of("plan_seconds", tp_rank="1"): 0.5,
+        of("verified_tokens", tp_rank="1"): 0,
         ("theirs_total", frozenset()): 3,
         ("later_total", frozenset()): 4,
     }
@@ -179,6 +181,7 @@ def test_an_api_server_shows_the_counters_of_its_engines(tmp_path) -> None:
             of("kv_query_guided_bytes", tp_rank=f"{rank}"): (10 * (rank + 1) + 5) * token,
             of("plans", tp_rank=f"{rank}"): 0,
             of("plan_seconds", tp_rank=f"{rank}"): 0,
+            of("verified_tokens", tp_rank=f"{rank}"): 0,
         }.items()
     }
     writer.state.count_tree(tokens=10, loaded=4, tree_layers=2)
@@ -243,6 +246,8 @@ def test_what_the_line_says() -> None:
         "1 decode step on the host's kernel (observed); KV read 999 B of 999 B query by "
         "query (100 %)"
     )
+    verified = Counters(3, 3, 3, {}, 10, 100, 0.0, 1240)
+    assert "through tree attention; 1,240 tokens verified; KV read" in describe(verified)
     slow = Counters(1, 1, 1, {}, 2_500_000, 5_000_000_000_000, 1.2345)
     assert describe(slow).endswith("KV read 2.5 MB of 5.0 TB query by query (0 %); planning "
                                    "1,234 ms a plan")  # fmt: skip

@@ -15,6 +15,7 @@ from deft_backend.ab.agreement import Agreement, Divergence
 from deft_backend.ab.comparison import AbResult, Compared, Measured
 from deft_backend.ab.report import CPU_TIMES, write_report
 from deft_backend.ab.units import megabytes, milliseconds, percent
+from deft_backend.cli.ab_table import acceptance_line
 from deft_backend.telemetry.state_reader import Counters
 
 pytest.importorskip("matplotlib")
@@ -132,6 +133,19 @@ def test_cpu_times_are_disowned_and_gpu_times_are_not(tmp_path: Path) -> None:
     assert CPU_TIMES in page.read_text()
     page, _ = write_report(replace(outcome, on_gpu=True), tmp_path, "deft ab")
     assert CPU_TIMES not in page.read_text()
+
+
+def test_acceptance_lengths_are_those_of_servers_that_speculate(tmp_path: Path) -> None:
+    outcome = result(compared("few-shot", 1.0))
+    assert acceptance_line(outcome) is None
+    outcome = replace(outcome, acceptance_length={"host": 2.504, "deft": None})
+    assert (
+        acceptance_line(outcome) == "acceptance length (tokens a verification): host 2.50, deft –"
+    )
+    page, data = write_report(outcome, tmp_path, "deft ab")
+    cells = Page(page.read_text()).cells
+    assert cells[cells.index("host acceptance length") + 1] == "2.50"
+    assert json.loads(data.read_text())["acceptance_length"] == {"host": 2.504, "deft": None}
 
 
 def test_what_was_not_measured_is_a_dash(tmp_path: Path) -> None:

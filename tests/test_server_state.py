@@ -227,14 +227,14 @@ def test_readings_while_another_thread_counts(tmp_path) -> None:
 def test_counters_come_back_from_json_and_subtract() -> None:
     state = make_state()
     state.count_host("small", tokens=10)
-    state.plans, state.plan_seconds = 1, 0.25
+    state.plans, state.plan_seconds, state.verified_tokens = 1, 0.25, 5
     before = Counters.from_json(json.loads(json.dumps(state.counters().as_json())))
     assert before == state.counters()
     state.count_tree(tokens=6, loaded=4, tree_layers=LAYERS)
     state.count_host("other", tokens=2)
-    state.plans, state.plan_seconds = 3, 0.75
+    state.plans, state.plan_seconds, state.verified_tokens = 3, 0.75, 12
     assert state.counters() - before == Counters(
         decode_steps=2, steps_tree=1, plans=2, steps_host={"other": 1},
         kv_bytes_read=(4 + 2) * LAYERS * TOKEN, kv_bytes_query_guided=(6 + 2) * LAYERS * TOKEN,
-        plan_seconds=0.5,
+        plan_seconds=0.5, verified_tokens=7,
     )  # fmt: skip

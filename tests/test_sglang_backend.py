@@ -621,7 +621,7 @@ def test_warm_up_launches_every_set_of_tiles(
     """Launch combinations are compiled in, so the warm-up must run all of them."""
     from deft_backend.attention import TreeAttention
     from deft_backend.config import Settings
-    from deft_backend.hosts.sglang.factory import _warm_up
+    from deft_backend.hosts.sglang.warm_up import warm_up
 
     attention = TreeAttention(
         num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
@@ -648,10 +648,12 @@ def test_warm_up_launches_every_set_of_tiles(
     monkeypatch.setattr(attention, "run", run)
     pool = MHATokenToKVPool()
     table = torch.zeros((9, 70), dtype=torch.int32)
-    _warm_up(
+    warm_up(
         attention,
         SimpleNamespace(
-            token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token=table)
+            token_to_kv_pool=pool,
+            req_to_token_pool=SimpleNamespace(req_to_token=table),
+            server_args=SimpleNamespace(speculative_algorithm=None),
         ),
         Settings(min_batch=1),
         on_device=False,
@@ -690,14 +692,14 @@ def test_scales_of_a_cache_of_eight_bits(host: Any, scales: tuple[Any, Any]) -> 
             set_kv_buffer=lambda layer, location, k, v, *given: written.extend(given),
             get_key_buffer=lambda layer_id: None, get_value_buffer=lambda layer_id: None,
         ),
-        _req_to_token=None, _static_launch=False,
+        _req_to_token=None, _static_launch=False, _verification=None,
     )  # fmt: skip
     layer = SimpleNamespace(
         tp_q_head_num=4, qk_head_dim=64, layer_id=0, scaling=0.125, logit_cap=0.0,
         k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
     batch = SimpleNamespace(out_cache_loc=None, seq_lens=None, req_pool_indices=None)
-    DeftAttentionBackend._tree_decode(
+    DeftAttentionBackend._tree_attention(
         backend, torch.zeros(2, 256), None, None, layer, batch, True, None
     )
     assert written == [k_scale, v_scale]

@@ -156,7 +156,7 @@ def test_the_fallback_backend(arguments: Any, monkeypatch) -> None:
     ("changes", "reason"),
     [
         ({"device": "xpu"}, "device xpu"),
-        ({"speculative_algorithm": "EAGLE"}, "speculative decoding"),
+        ({"speculative_algorithm": "DFLASH"}, "speculation by DFLASH"),
         ({"disaggregation_mode": "decode"}, "disaggregation"),
         *(({name: True}, words) for name, words in SWITCHES.items()),
         ({"dllm_algorithm": "LowConfidence"}, "diffusion decoding"),
@@ -182,6 +182,95 @@ def test_servers_that_are_not_supported_run_on_the_hosts_own(
     (record,) = caplog.records
     assert reason in record.message
     assert "torch_native" in record.message
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM"])
+def test_servers_that_speculate_are_served(arguments: Any, algorithm: str) -> None:
+    made = make_arguments(speculative_algorithm=algorithm, speculative_attention_mode="prefill")
+    arguments.resolve(resolve_as_host, made)
+    assert getattr(made, arguments.HOST_DECODE) == "torch_native"
+
+
+def test_drafts_of_changing_length_are_the_hosts(arguments: Any, caplog: Any) -> None:
+    made = make_arguments(speculative_algorithm="EAGLE", speculative_adaptive=True)
+    arguments.resolve(resolve_as_host, made)
+    assert not hasattr(made, arguments.HOST_DECODE)
+    assert "changing length" in caplog.text
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("tries", ["0", "1"])
+def test_speculation_on_a_gpu_must_be_asked_for(
+    arguments: Any, tries: str, device: str, caplog: Any, monkeypatch
+) -> None:
+    """No test has started such a server."""
+    monkeypatch.setenv("DEFT_UNTESTED_HOST", tries)
+    made = make_arguments(speculative_algorithm="EAGLE", device=device)
+    arguments.resolve(resolve_as_host, made)
+    refused = (device, tries) == ("cuda", "0")
+    assert hasattr(made, arguments.HOST_DECODE) is not refused
+    assert ("speculative decoding was not tested on a GPU" in caplog.text) is refused
+
+
+@pytest.mark.parametrize(("mode", "served"), [("prefill", False), ("decode", True)])
+def test_verification_by_another_backend_is_the_hosts(
+    arguments: Any, mode: str, served: bool, caplog: Any
+) -> None:
+    """The host can verify with its backend for prefill."""
+    made = make_arguments(
+        attention_backend=None, decode_attention_backend="deft",
+        prefill_attention_backend="triton", speculative_algorithm="EAGLE",
+        speculative_attention_mode=mode,
+    )  # fmt: skip
+    arguments.resolve(resolve_as_host, made)
+    assert hasattr(made, arguments.HOST_DECODE) is served
+    assert ("--speculative-attention-mode decode" in caplog.text) is not served
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens", "trees"),
+    [
+        ({}, 1, None),
+        ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}, 5, False),
+        ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4}, 5, True),
+        ({"speculative_algorithm": "NGRAM", "speculative_eagle_topk": None}, 5, True),
+    ],
+)
+def test_what_a_server_verifies(
+    arguments: Any, changes: dict[str, Any], tokens: int, trees: bool | None
+) -> None:
+    from deft_backend.hosts.sglang.versions import draft_tokens, drafts_trees
+
+    made = make_arguments(**changes, speculative_num_draft_tokens=5)
+    assert draft_tokens(made) == tokens
+    if trees is not None:
+        assert drafts_trees(made) is trees
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens", "on_device"),
+    [({}, 1, False), ({}, 4, True), ({"planner": "host"}, 4, True), ({"verify": True}, 4, True)],
+)
+def test_verification_is_planned_on_the_device(
+    host: Any, changes: dict[str, Any], tokens: int, on_device: bool, caplog: Any
+) -> None:
+    from deft_backend.config import Settings
+    from deft_backend.hosts.sglang import factory
+
+    runner = SimpleNamespace(device="cpu")
+    assert factory._plans_on_device(runner, Settings(**changes), tokens) is on_device
+    assert ("have no effect" in caplog.text) is bool(changes)
+    with pytest.raises(factory.Unsupported, match="DEFT_POLICY=deft-node"):
+        factory._plans_on_device(runner, Settings(policy="deft-node"), 4)
+
+
+def test_the_draft_models_runner_keeps_the_hosts_backend(host: Any, caplog: Any) -> None:
+    from deft_backend.hosts.sglang import factory
+
+    own = object()
+    with caplog.at_level("INFO", "deft_backend"):
+        assert factory.wrap_backend(SimpleNamespace(is_draft_worker=True), "fa3", own) is own
+    assert "the draft model's attention runs through fa3" in caplog.text
 
 
 @pytest.mark.parametrize("version", ["0.5.16", "0.5.24rc1", "0.6.0"])
@@ -372,7 +461,6 @@ HND_POOL.use_hnd, HND_POOL.kv_cache_layout = True, "hnd"  # type: ignore[attr-de
     ("changes", "reason"),
     [
         ({}, None),
-        ({"is_draft_worker": True}, "draft models"),
         ({"token_to_kv_pool": OtherPool(64)}, "a KV cache of kind OtherPool"),
         ({"kv_cache_dtype": torch.bfloat16}, "KV in torch.bfloat16 under a model in torch.float16"),
         ({"dtype": torch.bfloat16, "kv_cache_dtype": torch.bfloat16}, "KV in torch.bfloat16"),
@@ -530,6 +618,7 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
     graphs = SimpleNamespace(decode=SimpleNamespace(backend="full"))
     group = SimpleNamespace(world_size=2, cpu_group="in host memory")
     runner = SimpleNamespace(
+        is_draft_worker=False,
         server_args=SimpleNamespace(
             cuda_graph_config=graphs, decode_log_interval=40, enable_metrics=False
         ),

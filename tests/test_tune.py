@@ -546,7 +546,7 @@ def test_tune_without_a_gpu_says_so_in_a_line() -> None:
     [
         (["--heads", "many"], "--heads is 'many'; expected QUERY/KV"),
         (["--heads", "0/0"], "--heads is '0/0'"),
-        (["--dtype", "int8"], "--dtype is 'int8'; expected one of fp16, bf16"),
+        (["--dtype", "int8"], "--dtype is 'int8'; expected fp16 or bf16"),
         (["--model", "/no/such/model"], "the model /no/such/model is no folder"),
         (["--model", "/m", "--heads", "4/2"], "--model says it already"),
         (["--show", "--out", "x.json"], "--show measures nothing"),

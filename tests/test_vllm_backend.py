@@ -63,9 +63,11 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
     plan = GroupAttention.plan
 
-    def recorded(self: Any, page_table: torch.Tensor, seq_lens: torch.Tensor) -> None:
+    def recorded(
+        self: Any, page_table: torch.Tensor, seq_lens: torch.Tensor, query_tokens: int = 1
+    ) -> None:
         tables.append(page_table)
-        plan(self, page_table, seq_lens)
+        plan(self, page_table, seq_lens, query_tokens)
 
     monkeypatch.setattr(GroupAttention, "plan", recorded)
     return tables
@@ -317,7 +319,7 @@ def test_graphs_of_uniform_batches_only(
     monkeypatch.setattr(host, "_cudagraph_support", AttentionCGSupport[level])
     builder = tree_backend(PlainCpuBackend).get_builder_cls()
     assert builder.get_cudagraph_support(make_config(), None) is AttentionCGSupport[expected]
-    refused = make_config(speculative_config=object())  # the host decodes all batches itself
+    refused = make_config(use_ubatching=True)  # the host decodes all batches itself
     assert builder.get_cudagraph_support(refused, None) is AttentionCGSupport[level]
 
 
@@ -330,7 +332,7 @@ def test_verified_attention_is_in_no_graph(monkeypatch: pytest.MonkeyPatch) -> N
     config = make_config(compilation_config=CompilationConfig())
     assert builder.get_cudagraph_support(config, None) is AttentionCGSupport.NEVER
     alone = make_config(
-        speculative_config=object()
+        use_ubatching=True
     )  # nothing to compare, so the same as without the setting
     assert builder.get_cudagraph_support(alone, None) is AttentionCGSupport.ALWAYS
 

@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="the adapter's tests run where vLLM is instal
 
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec, SlidingWindowSpec
-from vllm_fakes import DIM, KV_HEADS, Cache, make_config, make_spec
+from vllm_fakes import DIM, KV_HEADS, Cache, make_config, make_spec, speculating
 
 from deft_backend.hosts.vllm.factory import unsupported_server, unsupported_spec
 from deft_backend.hosts.vllm.layers import Layer, LayerShape, layer_of
@@ -90,7 +90,11 @@ def test_caches_of_other_kinds_are_refused() -> None:
     ("changes", "reason"),
     [
         ({}, None),
-        ({"speculative_config": object()}, "speculative decoding"),
+        ({"speculative_config": speculating(4)}, None),
+        (
+            {"speculative_config": speculating(4, enable_adaptive_verification=True)},
+            "adaptive verification",
+        ),
         ({"decode_context_parallel_size": 2}, "decode context parallel"),
         ({"prefill_context_parallel_size": 2}, "prefill context parallel"),
         ({"use_ubatching": True}, "micro-batches"),
@@ -99,6 +103,19 @@ def test_caches_of_other_kinds_are_refused() -> None:
 def test_servers_of_other_kinds_are_refused(changes: dict[str, Any], reason: str | None) -> None:
     found = unsupported_server(make_config(**changes))
     assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize("tries", ["0", "1"])
+def test_speculation_on_a_gpu_must_be_asked_for(
+    tries: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No server on a GPU has verified drafts through tree attention."""
+    from vllm.platforms import current_platform
+
+    monkeypatch.setenv("DEFT_UNTESTED_HOST", tries)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    found = unsupported_server(make_config(speculative_config=speculating(4)))
+    assert found is None if tries == "1" else "was not tested on a GPU" in str(found)
 
 
 def test_a_window_over_generated_tokens_is_the_hosts() -> None:

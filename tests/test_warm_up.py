@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deft_backend import TreeAttention
-from deft_backend.hosts.common.warm_up import StepTensors, plans_of_many, warm_up_attention
+from deft_backend.hosts.common.warm_up import Drafts, StepTensors, plans_of_many, warm_up_attention
 from deft_backend.kernels.configurations import ReduceConfig
 
 
@@ -20,25 +20,42 @@ class Recorder:
     num_query_heads, head_dim = 4, 64
     dtype = kv_dtype = torch.float32
 
-    def __init__(self, device: str, max_batch: int) -> None:
+    def __init__(self, device: str, capacity: int, blocks: int = 1) -> None:
         self.device = torch.device(device)
         self.interpreted = device == "cpu"
-        self.capacity = SimpleNamespace(max_batch=max_batch)
+        self.capacity = SimpleNamespace(max_batch=capacity)
+        self.max_batch = capacity // blocks
+        self.query_tokens = 1
+        self.verified: list[tuple[int, int, bool, bool]] = []
         self.planned: list[int] = []
         self.ran: list[int] = []
         self.integers: set[tuple[torch.dtype, ...]] = set()
 
-    def plan_on_device(self, table: Any, lens: Any, *, table_rows: Any) -> None:
+    def plan_on_device(
+        self, table: Any, lens: Any, *, table_rows: Any, query_tokens: int = 1
+    ) -> None:
         assert len(table_rows) == len(lens)
+        self.query_tokens = query_tokens
+        if query_tokens > 1:
+            return
         self.planned.append(len(lens))
         self.integers.add((table.dtype, lens.dtype, table_rows.dtype))
 
     def run(
         self, q: Any, k: Any, v: Any, table: Any, lens: Any, *, table_rows: Any,
-        k_scale: float, v_scale: float, static_launch: bool,
+        k_scale: float = 1.0, v_scale: float = 1.0, static_launch: bool = False,
+        query_start: Any = None, ancestors: Any = None,
     ) -> None:  # fmt: skip
-        assert static_launch
         assert k_scale == v_scale == 1.0
+        tokens = self.query_tokens
+        if tokens > 1:
+            assert q.shape == (len(lens) * tokens, 4, 64)
+            assert query_start is None or query_start.shape == (len(lens) + 1,)
+            assert ancestors is None or ancestors.shape == (len(lens), tokens, 1)
+            trees = ancestors is not None
+            self.verified.append((len(lens), tokens, query_start is not None, trees))
+            return
+        assert static_launch
         assert q.shape == (len(lens), 4, 64)
         self.ran.append(len(lens))
         self.integers.add((table.dtype, lens.dtype, table_rows.dtype))
@@ -70,6 +87,22 @@ def test_the_device_planner_runs_every_size_it_is_compiled_for(
     assert set(attention.planned) == expected
     assert attention.ran == attention.planned
     assert attention.integers == {(torch.int32, index_dtype, index_dtype)}
+
+
+@pytest.mark.parametrize(
+    ("drafts", "blocks", "expected"),
+    [(Drafts(5), 1, {2, 64, 256, 300}), (Drafts(40, ragged=True, trees=True), 3, {2, 21, 85, 100})],
+)
+def test_verification_runs_every_size_that_the_planner_is_compiled_for(
+    drafts: Drafts, blocks: int, expected: set[int]
+) -> None:
+    attention = Recorder("meta", 300, blocks)
+    cache = torch.zeros((2, 16, 2, 64), device="meta")
+    tensors = StepTensors(cache, cache, [9], drafts=drafts)
+    warm_up_attention(attention, tensors, on_device=True, smallest=2)  # type: ignore[arg-type]
+    assert set(attention.verified) == {
+        (batch, drafts.query_tokens, drafts.ragged, drafts.trees) for batch in expected
+    }
 
 
 @pytest.mark.parametrize(("max_batch", "expected"), [(5, []), (6, [6]), (2048, [6])])

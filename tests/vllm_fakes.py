@@ -23,7 +23,10 @@ def make_config(**changes: Any) -> Any:
         parallel_config=parallel,
         speculative_config=None,
         model_config=SimpleNamespace(
-            dtype=torch.float32, max_model_len=2048, enable_sleep_mode=False
+            dtype=torch.float32,
+            max_model_len=2048,
+            enable_sleep_mode=False,
+            hf_text_config=SimpleNamespace(num_hidden_layers=2),
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=16),
         compilation_config=SimpleNamespace(static_forward_context={}),
@@ -34,6 +37,11 @@ def make_config(**changes: Any) -> Any:
         owner = config if hasattr(config, name) else parallel
         setattr(owner, name, value)
     return config
+
+
+def speculating(tokens: int, **changes: Any) -> Any:
+    """A ``SpeculativeConfig`` that drafts `tokens` tokens, as far as the adapter reads it."""
+    return SimpleNamespace(num_speculative_tokens=tokens, **changes)
 
 
 def _layout(name: str) -> Any:
@@ -153,7 +161,7 @@ class Batch:
             "max_query_len": int(queries.max()), "max_seq_len": int(self.lens.max()),
             "block_table_tensor": self.table,
             "slot_mapping": torch.full((len(self.query),), -1, dtype=torch.int64),
-            "causal": True, **changes,
+            "causal": True, "is_prefilling": torch.zeros(rows, dtype=torch.bool), **changes,
         }  # fmt: skip
         return CommonAttentionMetadata(**values)
 

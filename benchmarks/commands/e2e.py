@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.commands.kernel_choice import FAILED, words
+from benchmarks.commands.server_options import CheckpointOption, HostArguments, ReferenceOption
 from benchmarks.commands.summary import show
 from deft_backend.cli.errors import fail, host_arguments, reported, stderr
 from deft_backend.cli.interrupted import unwound
@@ -26,10 +27,7 @@ _WIDTH = 170
 
 
 def e2e(
-    host_args: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[-- HOST OPTIONS]", help="Passed on to every server."),
-    ] = None,
+    host_args: HostArguments = None,
     host: HostOption = None,
     backends: Annotated[
         str | None,
@@ -92,12 +90,8 @@ def e2e(
             min=0.0, help="Traffic: two tokens with log-probabilities closer than this are a tie."
         ),
     ] = None,
-    reference: Annotated[
-        str | None, typer.Option(help="Backend whose answers are the reference.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Checkpoint folder. Default: write a checkpoint of --shape.")
-    ] = None,
+    reference: ReferenceOption = None,
+    model: CheckpointOption = None,
     shape: Annotated[
         str | None,
         typer.Option(
@@ -108,7 +102,7 @@ def e2e(
     layers: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Layers of --shape to write, where all of them do not fit the GPUs."
+            min=1, help="Write only so many layers of --shape, if all of them do not fit the GPUs."
         ),
     ] = None,
     tp: Annotated[

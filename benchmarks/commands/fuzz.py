@@ -42,8 +42,8 @@ def fuzz(
     import torch
 
     from benchmarks.fuzz.case_files import keep
-    from benchmarks.fuzz.run import Fuzz, run
-    from benchmarks.fuzz.worker import WHATS
+    from benchmarks.fuzz.fuzz_process import WHATS
+    from benchmarks.fuzz.fuzz_run import Fuzz, run
     from benchmarks.row_files import RowsError, make_folder, write_object
     from deft_backend.cli.errors import reported
     from deft_backend.harness.provenance import provenance

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.e2e.sharing import RESULTS, draw, recorded_cases, table
+from benchmarks.e2e.where_sharing_pays import RESULTS, draw, recorded_cases, table
 
 
 def sharing(

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from benchmarks.commands.server_options import CheckpointOption, HostArguments, ReferenceOption
 from deft_backend.cli.errors import host_arguments, reported
 from deft_backend.cli.interrupted import unwound
 from deft_backend.cli.serve import HostOption, chosen_host
@@ -17,10 +18,7 @@ from deft_backend.cli.serve import HostOption, chosen_host
 
 def soak(
     out: Annotated[Path, typer.Option(help="JSON file; a later run goes on where it ends.")],
-    host_args: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[-- HOST OPTIONS]", help="Passed on to every server."),
-    ] = None,
+    host_args: HostArguments = None,
     host: HostOption = None,
     seconds: Annotated[
         float, typer.Option(min=1.0, help="Seconds of traffic in all, those of earlier runs too.")
@@ -29,15 +27,11 @@ def soak(
         float | None,
         typer.Option(min=1.0, help="Seconds of traffic of one server; default: all at once."),
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Checkpoint folder. Default: write a checkpoint of --shape.")
-    ] = None,
+    model: CheckpointOption = None,
     shape: Annotated[
         str | None, typer.Option(help="Default: llama-3.1-8b; tiny without a GPU.")
     ] = None,
-    reference: Annotated[
-        str | None, typer.Option(help="Backend whose answers are the reference.")
-    ] = None,
+    reference: ReferenceOption = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Requests in flight at the same time.")
     ] = None,

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.commands.kernel_choice import FAILED, words
+from benchmarks.commands.server_options import HostArguments
 from deft_backend.ab.units import MISSING
 from deft_backend.cli.errors import fail, host_arguments, reported
 from deft_backend.cli.interrupted import unwound
@@ -27,10 +28,7 @@ if TYPE_CHECKING:
 
 
 def start(
-    host_args: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[-- HOST OPTIONS]", help="Passed on to every server."),
-    ] = None,
+    host_args: HostArguments = None,
     host: HostOption = None,
     backends: Annotated[
         str | None,

@@ -8,6 +8,7 @@ from benchmarks.e2e.checked_answers import TOLERANCE
 from benchmarks.e2e.choice import Choice, ChoiceError, one_of
 from benchmarks.e2e.first_tokens import TOKENS, FirstTokens
 from benchmarks.e2e.host_clients import GENERATED_SHARED_PREFIX, PREFIX_REPETITION, HostClient
+from benchmarks.e2e.mixed_traffic import Traffic
 from benchmarks.e2e.prompt_cases import (
     GRID,
     SCHEDULER_GRID,
@@ -20,7 +21,6 @@ from benchmarks.e2e.prompt_cases import (
 )
 from benchmarks.e2e.served_model import Model
 from benchmarks.e2e.served_workloads import HostsOwn, Mixed, Together, Tree, Workload
-from benchmarks.e2e.traffic import Traffic
 from benchmarks.e2e.tree_replay import longest_path, recorded_trees
 
 MANY_IDS = 250_000

@@ -84,7 +84,7 @@ class HostClient:
     seed : int
         Seed of its prompts.
     answers : bool
-        Whether its figures hold the answers, too (``generated_texts``); they are greedy then.
+        Whether its figures also hold the answers (``generated_texts``), which are then greedy.
     """
 
     host: str

@@ -40,7 +40,8 @@ LLAMA_70B: dict[str, Any] = {
     **LLAMA_8B, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
     "num_attention_heads": 64,
 }  # fmt: skip
-"""The published shape of Llama-3.1-70B; a part of its layers fits where all of them do not."""
+"""The published shape of Llama-3.1-70B; a machine that is too small for all of its layers runs a
+part of them."""
 
 ONE_LAYER: dict[str, Any] = {
     **LLAMA_8B, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1,

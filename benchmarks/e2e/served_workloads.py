@@ -16,9 +16,9 @@ from benchmarks.e2e.backends import Launch
 from benchmarks.e2e.batch_timing import measure
 from benchmarks.e2e.checked_answers import check, load_samples, save_samples
 from benchmarks.e2e.memory import growth, memory_of
+from benchmarks.e2e.mixed_traffic import Seen, Traffic, drive
 from benchmarks.e2e.prompt_cases import Case
 from benchmarks.e2e.serving_rows import Row, case_of, make_row
-from benchmarks.e2e.traffic import Seen, Traffic, drive
 from benchmarks.e2e.tree_replay import replay_tree
 from deft_backend.harness.client import Client
 from deft_backend.servers.process import ServerProcess

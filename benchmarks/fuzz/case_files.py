@@ -15,7 +15,7 @@ from benchmarks.fuzz.settings import AttentionSetting, PlanSetting
 from deft_backend.json_file import read_json
 
 MOST_FILES = 20
-"""Files that one run writes; hundreds of seeds that fail have a cause in common."""
+"""Most files that one run writes. Hundreds of failing seeds have a common cause."""
 
 
 class CaseFileError(ValueError):

@@ -72,7 +72,7 @@ class RandomBatch:
 
     @property
     def monotone(self) -> bool:
-        """Whether rows that agree at a position agree before it, too."""
+        """Whether rows that agree at a position also agree before it."""
         return bool(self.twins.shape[1] == 0)
 
     @property

@@ -1,4 +1,4 @@
-"""Whether two plans differ by a tie: the host planner makes the other plan, too, at other costs.
+"""Whether two plans differ by a tie: at slightly other costs, the host planner makes both.
 
 The host planner decides in float64, the device planner in float32. If two choices cost the same up
 to float32's rounding, each planner may take another one. Both plans are right then, and equally

@@ -23,6 +23,7 @@ from deft_backend.servers.command import (
     free_port,
     server_command,
 )
+from deft_backend.servers.speculation import acceptance_length
 from deft_backend.telemetry.state_reader import (
     Counters,
     StateError,
@@ -150,6 +151,8 @@ class AbResult:
     commands: Mapping[str, str]
     backends: Mapping[str, str]
     provenance: Mapping[str, object]
+    acceptance_length: Mapping[str, float | None] | None = None
+    """Tokens that each server's verifications gave on average; None if it does not speculate."""
 
     @property
     def same(self) -> bool:
@@ -174,6 +177,7 @@ class _Side:
     command: ServerCommand
     backend: str
     policy: str
+    acceptance_length: float | None
 
 
 def run_ab(setup: AbSetup, logs: Path, watcher: Watcher) -> AbResult:
@@ -215,6 +219,7 @@ def run_ab(setup: AbSetup, logs: Path, watcher: Watcher) -> AbResult:
         commands={side: run.command.shell() for side, run in sides.items()},
         backends={side: run.backend for side, run in sides.items()},
         provenance=provenance(),
+        acceptance_length=_acceptance(sides),
     )
 
 
@@ -249,12 +254,18 @@ def _run_side(side: str, setup: AbSetup, logs: Path, watcher: Watcher) -> _Side:
             raise AbError(f"{side} server: {error}. Its log is {log}") from error
         backend, policy = _names(side, setup, server if counts else None)
         started = server.command
+        accepted = acceptance_length(setup.host, server.url)
     if side == "deft" and not any(counted and counted.decode_steps for counted in counters):
         raise AbError(
             f"the server was started with --attention-backend {BACKEND_NAMES[setup.host]}, but "
             f"the plugin wrote no counts; run 'deft doctor'. The log is {log}"
         )
-    return _Side(tuple(answered), tuple(counters), started, backend, policy)
+    return _Side(tuple(answered), tuple(counters), started, backend, policy, accepted)
+
+
+def _acceptance(sides: Mapping[str, _Side]) -> Mapping[str, float | None] | None:
+    found = {side: run.acceptance_length for side, run in sides.items()}
+    return found if any(length is not None for length in found.values()) else None
 
 
 def _names(side: str, setup: AbSetup, server: CountedServer | None) -> tuple[str, str]:

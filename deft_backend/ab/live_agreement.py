@@ -22,7 +22,7 @@ class Difference:
         Tokens before it.
     margin : float, optional
         Log-probability of the likeliest token there, minus that of the next one: the larger margin
-        of the servers that still run. None if none was asked or tells.
+        of the servers that still run. None if no server was asked, or none can tell.
     """
 
     name: str

@@ -17,7 +17,7 @@ from deft_backend.ab.verdict import paired_change, verdict
 from deft_backend.harness.live_request import ANSWERED, STATUSES
 
 _LATE = 0.05
-"""Seconds; if requests leave the client later than this, its times are not the servers' alone."""
+"""Seconds. If requests leave the client later than this, the times include the client's delay."""
 
 _DETAILS = 5
 

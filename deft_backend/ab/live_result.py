@@ -83,7 +83,7 @@ def compare_sides(
     names: tuple[str, str], sides: Sequence[SideRun], traffics: Sequence[Traffic],
     interrupted: bool, provenance: Mapping[str, object],
 ) -> LiveResult:  # fmt: skip
-    """The result of two runs, or of what there is of them."""
+    """The result of both runs; of an interrupted comparison, the part that ran."""
     empty = Replayed((), 0.0, interrupted=interrupted)
     workloads = []
     for at, traffic in enumerate(traffics):

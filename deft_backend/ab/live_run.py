@@ -17,7 +17,7 @@ from deft_backend.harness.traffic import Traffic
 from deft_backend.telemetry.counters import Counters
 
 MARGINS = 12
-"""Different answers about which the servers are asked how close their likeliest tokens were."""
+"""For so many different answers, both servers tell how close their likeliest tokens were."""
 
 _SAMPLE = passage(4000, "sample")
 

@@ -165,6 +165,8 @@ def _steps(w: Compared) -> list[str]:
 def _environment(result: AbResult) -> list[list[str]]:
     rows = [["device", str(result.provenance["device"])]]
     rows += [[f"{side} backend", name] for side, name in result.backends.items()]
+    for side, length in (result.acceptance_length or {}).items():
+        rows.append([f"{side} acceptance length", MISSING if length is None else f"{length:.2f}"])
     rows += [["policy", result.policy], ["python", str(result.provenance["python"])]]
     versions = result.provenance["versions"]
     if isinstance(versions, dict):

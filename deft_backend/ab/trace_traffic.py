@@ -28,7 +28,7 @@ def trace_traffic(
     arrivals : sequence of Arrival
         Sorted by time.
     name : str
-        The file, for people.
+        The file's name, for the report.
     characters_a_token : float
         Converts tokens to characters of the invented text.
     speed : float
@@ -69,7 +69,7 @@ def trace_traffic(
 
 
 class _Texts:
-    """Makes prompts when they are needed: all of them together would not fit the memory."""
+    """Makes prompts when they are needed: all prompts together would not fit into memory."""
 
     def __init__(self, characters_a_token: float, seed: int) -> None:
         self._ratio = characters_a_token

@@ -15,7 +15,7 @@ LEAST = 0.05
 """A smaller change of the time per token is no reason to switch."""
 
 FEW = 8
-"""Fewer pairs of answers than this say nothing."""
+"""With fewer pairs of answers, the sentence says nothing about times."""
 
 _FIRST_TOKEN_WORSE = 0.15
 

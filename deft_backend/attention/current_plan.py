@@ -131,7 +131,7 @@ class CurrentPlan:
     def plan_on_host(self, forest: PrefixForest, blocks: QueryBlocks, target: Target) -> Plan:
         """Replace the plan by the host planner's; see :func:`~deft_backend.planner.plan_forest`.
 
-        `forest` is that of the requests, `target` what the plan of their `blocks` is for.
+        `forest` has a query for each request. `target` is that of requests with these `blocks`.
         """
         forest = forest_of_blocks(forest, blocks.blocks, blocks.private_tokens)
         plan, grouping = plan_forest(forest, self.policy, target, self.capacity)

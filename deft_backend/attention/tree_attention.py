@@ -44,7 +44,7 @@ class TreeAttention:
     num_query_heads, num_kv_heads, head_dim : int
         Shape of the attention; query heads are a multiple of KV heads (MHA, GQA, MQA).
     dtype : torch.dtype
-        Of queries and output: float16 or bfloat16; on the CPU float32, too.
+        Of queries and output: float16 or bfloat16; on the CPU also float32.
     kv_dtype : torch.dtype, optional
         Of the KV cache: `dtype`, which is the default, or float8_e4m3fn or float8_e5m2. The kernels
         for 8 bits compile for GPUs, but no recorded run has shown them right on one yet.
@@ -55,7 +55,7 @@ class TreeAttention:
     max_batch : int
         Most requests a plan will hold; sizes the plan's arrays and the workspace.
     query_tokens : int
-        Most query tokens of a request; sizes the plan's arrays and the workspace, too.
+        Most query tokens of a request. It also sizes the plan's arrays and the workspace.
     policy : str
         How KV and queries are grouped, by name; see :data:`deft_backend.policies.POLICY_NAMES`.
     capacity : PlanCapacity, optional
@@ -150,7 +150,7 @@ class TreeAttention:
         self._shapes = QueryShapes(shape, compiled_for)
         _, config, target = self._shapes[1]
         blocks = self._shapes[query_tokens].blocks.blocks
-        # Requests of fewer query tokens may have longer blocks than those of the most.
+        # Requests with fewer than `query_tokens` query tokens may have longer blocks.
         tokens = QueryBlocks.most_tokens(query_tokens, shape.gqa_group)
         self.capacity = capacity or PlanCapacity.for_batch(
             max_batch * blocks,
@@ -175,7 +175,7 @@ class TreeAttention:
     def target(self) -> Target:
         """The attention, the GPU and the costs that the last plan was made for.
 
-        Before the first plan, those of one query token a request.
+        Before the first plan, they are those of requests with one query token.
         """
         return self._shape.target
 
@@ -341,8 +341,8 @@ class TreeAttention:
         Parameters
         ----------
         q : [T, Hq, D]
-            The query tokens, those of one request behind those of another. Without `query_start`
-            each request has Q: token ``j`` of request ``r`` is ``q[r * Q + j]``.
+            The query tokens, one request after another. Without `query_start` each request has
+            Q: token ``j`` of request ``r`` is ``q[r * Q + j]``.
         k_cache, v_cache : [pages, page_size, Hkv, D], or [pages, Hkv, D] if `page_size` is 1
             The KV cache of one layer; any strides with a contiguous last dimension.
         page_table : [rows, P] int32 or int64
@@ -355,7 +355,8 @@ class TreeAttention:
         query_start : [B + 1] int32, optional
             Where in `q` each request's query tokens begin, if their numbers differ: request ``r``
             has ``query_start[r + 1] - query_start[r]``, 0 to Q of them. Only the device knows these
-            numbers: you must keep to Q. Tokens of no request keep what `out` holds.
+            numbers, so `run` cannot check that none exceeds Q. Where `q` holds a token of no
+            request, `out` stays as it is.
         ancestors : [B, Q, ceil(Q / 64)] int64, optional
             Who sees whom in a token tree. Bit ``k`` of word ``w`` is set if query token ``j`` sees
             query token ``64 * w + k`` of its request. A token sees itself only if its bit is set.

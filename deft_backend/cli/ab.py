@@ -13,6 +13,7 @@ from rich.console import Console
 
 from deft_backend.ab.workloads import CHOICES
 from deft_backend.cli.ab_choices import (
+    Drafting,
     check_backends,
     chosen_tree,
     chosen_workloads,
@@ -87,6 +88,16 @@ def ab(
         str | None,
         typer.Option(help="The host's backend to compare with; default: its choice."),
     ] = None,
+    speculative: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DRAFT",
+            help="Both servers speculate: 'ngram', or a draft model's folder or name.",
+        ),
+    ] = None,
+    draft_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Draft tokens of a verification; default: 4.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the report; default: reports/ab-<time>.")
     ] = None,
@@ -98,6 +109,8 @@ def ab(
     exit code is 1 if any token differs; of requests that arrive over time, if a server lost one.
     """
     extra = host_arguments(host_args)
+    drafting = Drafting(speculative, draft_tokens)
+    drafting.check()
     arrivals = trace is not None and is_arrival_trace(trace)
     if not arrivals and (speed is not None or limit is not None):
         raise fail("--speed and --limit belong to --trace with a trace of arrivals (.jsonl)")
@@ -108,13 +121,14 @@ def ab(
                 urls=urls, model=model, revision=revision, host=host, workloads=workload,
                 rate=rate, sizes=(branches, prefix_tokens, max_tokens), quick=quick, trace=trace,
                 arrivals=arrivals, index=index, scale=scale, speed=speed, limit=limit, seed=seed,
-                policy=policy, baseline=baseline, extra=tuple(extra), out=out,
+                policy=policy, baseline=baseline, extra=tuple(extra),
+                drafting=drafting, out=out,
             )
         )  # fmt: skip
         return
     setup, on_gpu = _setup(
         model, revision, workload, (branches, prefix_tokens, max_tokens), trace, index, scale,
-        policy, baseline, extra, quick, host,
+        policy, baseline, extra, drafting, quick, host,
     )  # fmt: skip
     _packages("aiohttp", "matplotlib")
     chosen_host(setup.host, compared=True)
@@ -152,6 +166,7 @@ def _setup(
     policy: str | None,
     baseline: str | None,
     extra: list[str],
+    drafting: Drafting,
     quick: bool,
     host: str | None,
 ) -> tuple[AbSetup, bool]:
@@ -170,6 +185,7 @@ def _setup(
         served, extra = served_model(model, revision, extra)
         served.check()
         on_gpu = use_gpu() and not (host == "vllm" and vllm_is_cpu_build())
+        extra = drafting.arguments(host, extra, on_gpu=on_gpu)
         plans = sizes.make_plans(
             names,
             sizes.chosen_sizes(asked, on_gpu=on_gpu, quick=quick),
@@ -205,10 +221,13 @@ def _say_cpu(console: Console) -> None:
 
 
 def _print_result(result: AbResult, console: Console) -> None:
-    from deft_backend.cli.ab_table import divergence_lines, result_tables
+    from deft_backend.cli.ab_table import acceptance_line, divergence_lines, result_tables
 
     for table in result_tables(result):
         console.print(table)
+    accepted = acceptance_line(result)
+    if accepted is not None:
+        console.print(accepted, highlight=False)
     if not result.on_gpu:
         _say_cpu(console)
     answers = sum(w.agreement.answers for w in result.workloads)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from deft_backend.ab.workloads import CHOICES, WORKLOADS, WorkloadError
 from deft_backend.cli.errors import fail
 from deft_backend.policies import get_policy
 from deft_backend.traces.trace_files import ThoughtTree, TraceError, load_thought_trees
+
+DRAFT_TOKENS = 4
+"""Draft tokens of a verification, unless the user gives a number."""
 
 
 def chosen_workloads(asked: Sequence[str] | None) -> list[str]:
@@ -58,6 +62,30 @@ def check_backends(policy: str | None, baseline: str | None, host: str) -> None:
         raise fail(f"--baseline is {baseline!r}, the plugin itself; expected a host's backend")
     if policy is not None:
         get_policy(policy)
+
+
+class Drafting(NamedTuple):
+    """`--speculative` and `--draft-tokens`."""
+
+    draft: str | None
+    tokens: int | None
+
+    def check(self) -> None:
+        if self.draft is None and self.tokens is not None:
+            raise fail("--draft-tokens belongs to --speculative, which is missing")
+
+    def arguments(self, host: str, extra: Sequence[str], *, on_gpu: bool) -> list[str]:
+        """The host's options, with those for drafts before them: the user's own override these."""
+        from deft_backend.hosts.common.tested_versions import refuse_speculation
+        from deft_backend.servers.speculation import speculative_arguments
+
+        if self.draft is None:
+            return list(extra)
+        reason = refuse_speculation("cuda" if on_gpu else "cpu")
+        if reason is not None:
+            raise fail(f"both servers would run the host's kernel: {reason}")
+        tokens = DRAFT_TOKENS if self.tokens is None else self.tokens
+        return [*speculative_arguments(host, self.draft, tokens), *extra]
 
 
 def report_folder(out: Path | None) -> Path:

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from deft_backend.ab.units import MISSING, megabytes, percent
 from deft_backend.cli.ab_choices import (
+    Drafting,
     check_backends,
     chosen_tree,
     chosen_workloads,
@@ -61,6 +62,7 @@ class Asked:
     policy: str | None
     baseline: str | None
     extra: tuple[str, ...]
+    drafting: Drafting
     out: Path | None
 
 
@@ -115,10 +117,11 @@ def run_live(asked: Asked) -> None:
 
 
 def _refuse_options(asked: Asked) -> None:
-    """Options that are for servers of the command's own."""
+    """Refuse options that only servers started by this command can take."""
     given = {
         "--revision": asked.revision, "--host": asked.host, "--policy": asked.policy,
-        "--baseline": asked.baseline, "host options behind '--'": asked.extra,
+        "--baseline": asked.baseline, "--speculative": asked.drafting.draft,
+        "host options behind '--'": asked.extra,
     }  # fmt: skip
     for name, value in given.items():
         if value:
@@ -133,7 +136,8 @@ def _server(asked: Asked) -> tuple[str, str, list[str], bool]:
     check_backends(asked.policy, asked.baseline, host)
     served, extra = served_model(asked.model, asked.revision, list(asked.extra))
     served.check()
-    return served.name, host, extra, use_gpu() and not (host == "vllm" and vllm_is_cpu_build())
+    on_gpu = use_gpu() and not (host == "vllm" and vllm_is_cpu_build())
+    return served.name, host, asked.drafting.arguments(host, extra, on_gpu=on_gpu), on_gpu
 
 
 def _traffic(asked: Asked, *, on_gpu: bool) -> Callable[[Offers], list[Traffic]]:
@@ -233,7 +237,7 @@ def compare_live(
 
 
 def both_answer(urls: Sequence[str]) -> None:
-    """Before a long run on the first server, make sure that the second answers, too."""
+    """Before a long run on the first server, check that both servers answer."""
     from deft_backend.harness.live_client import LiveClient, LiveError
 
     async def ask() -> None:

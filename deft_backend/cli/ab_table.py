@@ -67,6 +67,17 @@ def _times(result: AbResult) -> Table:
     return table
 
 
+def acceptance_line(result: AbResult) -> str | None:
+    """How many tokens the verifications gave; None if no server speculated."""
+    if result.acceptance_length is None:
+        return None
+    lengths = ", ".join(
+        f"{side} {MISSING if length is None else f'{length:.2f}'}"
+        for side, length in result.acceptance_length.items()
+    )
+    return f"acceptance length (tokens a verification): {lengths}"
+
+
 def divergence_lines(result: AbResult) -> Iterator[Text]:
     """One line for each answer that differs."""
     for w in result.workloads:

@@ -67,9 +67,9 @@ def contracts(
 ) -> None:
     """Check a host's versions for every module, class, method and field that the plugin uses.
 
-    Downloads each version's wheel without its dependencies and reads its source. It installs and
-    imports nothing. Exits with 1 if a version in the window of supported versions lacks a member;
-    docs/host-versions.md explains what to do.
+    The command downloads each version's wheel without its dependencies and reads its source. It
+    installs and imports nothing. It exits with 1 if a version in the window of supported versions
+    lacks a member; docs/host-versions.md explains what to do.
     """
     if wheel is not None and version:
         raise fail("--wheel and --version exclude each other: the wheel's name has its version")

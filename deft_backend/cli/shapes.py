@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import typer
 
 from deft_backend.cli.errors import fail, reported
-from deft_backend.cli.models import ChosenModel
+from deft_backend.cli.models import ChosenModel, chosen_model
 from deft_backend.costs.table_key import SHORT_DTYPES
 from deft_backend.private_files import parsed
 from deft_backend.servers.model_files import ModelFilesError
+
+ShapeModelOption = Annotated[
+    str | None,
+    typer.Option(help="Checkpoint folder or hub name: its heads, dimension and dtype."),
+]
+HeadDimOption = Annotated[int | None, typer.Option(min=1, help="Head dimension; default: 128.")]
 
 
 class HeadShape(NamedTuple):
@@ -32,6 +40,29 @@ def parse_heads(heads: str) -> tuple[int, int]:
     except ValueError:
         raise fail(f"--heads is {heads!r}; expected QUERY/KV such as 32/8") from None
     return query_heads, kv_heads
+
+
+def chosen_shape(
+    model: str | None,
+    revision: str | None,
+    heads: str | None,
+    head_dim: int | None,
+    dtype: str | None,
+    *,
+    default_dtype: str,
+) -> HeadShape:
+    """The attention that a command's options name: a model's, or one of these heads."""
+    if dtype not in (None, "fp16", "bf16"):
+        raise fail(f"--dtype is {dtype!r}; expected fp16 or bf16")
+    if model is None and revision is None:
+        name = SHORT_DTYPES[dtype or default_dtype]
+        return HeadShape(*parse_heads(heads or "32/8"), head_dim or 128, name)
+    for option, value in (("--heads", heads), ("--head-dim", head_dim)):
+        if value is not None:
+            raise fail(f"{option} is given, but --model says it already; leave one of them out")
+    shape = model_shape(chosen_model(model, revision))
+    # A server may use another dtype than the checkpoint's.
+    return shape if dtype is None else shape._replace(dtype=SHORT_DTYPES[dtype])
 
 
 def model_shape(model: ChosenModel) -> HeadShape:
@@ -69,12 +100,7 @@ def _text_config(path: Path) -> Mapping[str, Any]:
         known: Any = import_module("transformers").AutoConfig.from_pretrained(
             path.parent, trust_remote_code=False
         )
-    except (
-        ImportError,
-        OSError,
-        ValueError,
-        KeyError,
-    ):  # transformers is not installed, or does not know the model
-        return config
+    except (ImportError, OSError, ValueError, KeyError):
+        return config  # transformers is not installed, or does not know the model
     full = known.get_text_config().to_dict()
     return {**full, "dtype": full.get("dtype") or known.dtype}

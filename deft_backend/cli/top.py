@@ -69,7 +69,7 @@ def top(
 
 
 class _Watched:
-    """The engines under a folder, with what is remembered of each between two looks."""
+    """The engines under a folder, and what this view remembers of each between two looks."""
 
     def __init__(self, folder: Path, port: int | None) -> None:
         self._folder = folder

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from deft_backend.cli.errors import fail, reported, stderr
-from deft_backend.cli.models import RevisionOption, chosen_model
-from deft_backend.cli.shapes import HeadShape, model_shape, parse_heads
+from deft_backend.cli.models import RevisionOption
+from deft_backend.cli.shapes import HeadDimOption, HeadShape, ShapeModelOption, chosen_shape
 from deft_backend.config import SettingsError
-from deft_backend.costs.table_key import SHORT_DTYPES, TableKey
+from deft_backend.costs.table_key import TableKey
 from deft_backend.costs.table_lookup import save_table, table_in_use
 from deft_backend.folders import create_private, tables_directory
 
@@ -27,21 +27,14 @@ if TYPE_CHECKING:
 FAILED = 1
 """Exit code if there is no GPU to measure on, or too little free memory on it."""
 
-_DTYPES = ("fp16", "bf16")
-
 
 def tune(
-    model: Annotated[
-        str | None,
-        typer.Option(help="Checkpoint folder or hub name: its heads, dimension and dtype."),
-    ] = None,
+    model: ShapeModelOption = None,
     revision: RevisionOption = None,
     heads: Annotated[
         str | None, typer.Option(help="Query heads/KV heads on one GPU; default: 32/8.")
     ] = None,
-    head_dim: Annotated[
-        int | None, typer.Option(min=1, help="Head dimension; default: 128.")
-    ] = None,
+    head_dim: HeadDimOption = None,
     dtype: Annotated[str | None, typer.Option(help="fp16 or bf16; default: fp16.")] = None,
     page_size: Annotated[
         int, typer.Option(min=1, help="Tokens a page; 1 is what SGLang's adapter works with.")
@@ -59,7 +52,7 @@ def tune(
     """
     if show and out is not None:
         raise fail("--show measures nothing, so there is nothing for --out to write")
-    shape = _shape(model, revision, heads, head_dim, dtype)
+    shape = chosen_shape(model, revision, heads, head_dim, dtype, default_dtype="fp16")
     with reported(SettingsError):
         folder = tables_directory()
     key = _key(shape, page_size)
@@ -67,30 +60,6 @@ def tune(
         _show(key, folder)
         return
     _measure(key, out or folder / key.file_name)
-
-
-def _shape(
-    model: str | None,
-    revision: str | None,
-    heads: str | None,
-    head_dim: int | None,
-    dtype: str | None,
-) -> HeadShape:
-    given = {"--heads": heads, "--head-dim": head_dim, "--dtype": dtype}
-    if model is not None:
-        for name in ("--heads", "--head-dim"):
-            if given[name] is not None:
-                raise fail(f"{name} is given, but --model says it already; leave one of them out")
-    if dtype is not None and dtype not in _DTYPES:
-        raise fail(f"--dtype is {dtype!r}; expected one of {', '.join(_DTYPES)}")
-    if model is None and revision is None:
-        return HeadShape(
-            *parse_heads(heads or "32/8"), head_dim or 128, SHORT_DTYPES[dtype or "fp16"]
-        )
-    shape = model_shape(chosen_model(model, revision))
-    if dtype is not None:  # a server may use another dtype than the checkpoint's
-        shape = shape._replace(dtype=SHORT_DTYPES[dtype])
-    return shape
 
 
 def _key(shape: HeadShape, page_size: int) -> TableKey:

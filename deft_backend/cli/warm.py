@@ -10,11 +10,10 @@ import typer
 from rich.console import Console
 
 from deft_backend.cli.errors import fail, reported
-from deft_backend.cli.models import RevisionOption, chosen_model
+from deft_backend.cli.models import RevisionOption
 from deft_backend.cli.serve import HostOption, chosen_host
-from deft_backend.cli.shapes import HeadShape, model_shape, parse_heads
+from deft_backend.cli.shapes import HeadDimOption, HeadShape, ShapeModelOption, chosen_shape
 from deft_backend.config import Settings, SettingsError
-from deft_backend.costs.table_key import SHORT_DTYPES
 from deft_backend.folders import create_private, kernels_directory
 
 if TYPE_CHECKING:
@@ -25,17 +24,12 @@ _PAGE_SIZES = {"sglang": 1, "vllm": 16}
 
 
 def warm(
-    model: Annotated[
-        str | None,
-        typer.Option(help="Checkpoint folder or hub name: its heads, dimension and dtype."),
-    ] = None,
+    model: ShapeModelOption = None,
     revision: RevisionOption = None,
     heads: Annotated[
         str | None, typer.Option(help="Query heads/KV heads of the model; default: 32/8.")
     ] = None,
-    head_dim: Annotated[
-        int | None, typer.Option(min=1, help="Head dimension; default: 128.")
-    ] = None,
+    head_dim: HeadDimOption = None,
     dtype: Annotated[
         str | None, typer.Option(help="fp16 or bf16; default: the model's, or bf16.")
     ] = None,
@@ -67,7 +61,10 @@ def warm(
     with reported(SettingsError):
         settings = Settings.from_env()
         folder = out or kernels_directory(settings)
-    shape = _shape(model, revision, heads, head_dim, dtype, tensor_parallel)
+    shape = chosen_shape(model, revision, heads, head_dim, dtype, default_dtype="bf16")
+    if dtype is None and shape.dtype == "float32":  # hosts serve such checkpoints in 16 bits
+        raise fail("the model's dtype is float32; pass --dtype with the server's, fp16 or bf16")
+    shape = _on_one_gpu(shape, tensor_parallel)
     host = chosen_host(host, needed=False)
     if host == "sglang" and page_size not in (None, 1):
         raise fail(f"--page-size is {page_size}; SGLang's adapter works with pages of 1 token")
@@ -75,29 +72,8 @@ def warm(
     _fill(folder, out, shape, server, target, threads, settings)
 
 
-def _shape(
-    model: str | None,
-    revision: str | None,
-    heads: str | None,
-    head_dim: int | None,
-    dtype: str | None,
-    tensor_parallel: int,
-) -> HeadShape:
-    """The attention on one GPU."""
-    if dtype not in (None, "fp16", "bf16"):
-        raise fail(f"--dtype is {dtype!r}; expected fp16 or bf16")
-    if model is None and revision is None:
-        name = SHORT_DTYPES[dtype or "bf16"]
-        shape = HeadShape(*parse_heads(heads or "32/8"), head_dim or 128, name)
-    else:
-        for option, value in (("--heads", heads), ("--head-dim", head_dim)):
-            if value is not None:
-                raise fail(f"{option} is given, but --model says it already; leave one of them out")
-        shape = model_shape(chosen_model(model, revision))
-        if dtype is not None:
-            shape = shape._replace(dtype=SHORT_DTYPES[dtype])
-        elif shape.dtype == "float32":  # hosts serve such checkpoints in 16 bits on a GPU
-            raise fail("the model's dtype is float32; pass --dtype with the server's, fp16 or bf16")
+def _on_one_gpu(shape: HeadShape, tensor_parallel: int) -> HeadShape:
+    """The heads of one GPU, if the server splits the model's heads over several."""
     if shape.query_heads % tensor_parallel:
         raise fail(
             f"--tensor-parallel is {tensor_parallel}; expected a divisor of the "

@@ -88,7 +88,8 @@ class NodesOfRanges:
         self._start, self._end = forest.start.tolist(), forest.end.tolist()
 
     def touched(self, request: int, first: int, stop: int, is_open: bool) -> Iterator[int]:
-        """Nodes of `request` with a position from `first` to `stop`; also an empty leaf to grow."""
+        """Nodes of `request` with a position from `first` to `stop`, and its leaf if still
+        empty."""
         leaf = node = self._leaf[request]
         while node != VIRTUAL_ROOT and self._end[node] > first:
             if self._start[node] < stop:

@@ -41,7 +41,7 @@ def seen_from_bits(bits: npt.NDArray[np.int64]) -> BoolArray:
 def draw_token_tree(seen: BoolArray, gqa_group: int = 1, max_tokens: int = MAX_TOKENS) -> Tree:
     """A drawing of the query tokens of one request, for a terminal.
 
-    A query token hangs below the nearest of its ancestors: the one that sees most. Each line says
+    Each query token stands below its parent: the ancestor that sees most tokens. Each line says
     how many query tokens see the token.
 
     Parameters

@@ -1,5 +1,6 @@
 """Forest: who shares what. Sources (page tables, radix tree) in, :class:`PrefixForest` out."""
 
+from deft_backend.forest.block_forest import forest_of_blocks
 from deft_backend.forest.compilation import warm_up
 from deft_backend.forest.page_tables import forest_from_page_tables
 from deft_backend.forest.prefix_forest import (
@@ -9,7 +10,6 @@ from deft_backend.forest.prefix_forest import (
     PrefixForest,
     build_forest,
 )
-from deft_backend.forest.query_blocks import forest_of_blocks
 from deft_backend.forest.radix_tree import forest_from_paths, forest_from_tree
 
 __all__ = [

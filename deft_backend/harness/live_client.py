@@ -24,7 +24,7 @@ _FIELDS: tuple[Mapping[str, Any], ...] = (
     {"stream_options": _USAGE},
     {},
 )  # fmt: skip
-"""Fields of a request beyond OpenAI's first ones, the most useful set first."""
+"""Sets of optional fields of a request, in the order in which the client tries them."""
 
 
 class LiveError(RuntimeError):
@@ -152,7 +152,7 @@ class LiveClient:
             "model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0,
             "stream": True, **_FIELDS[self.level],
         }  # fmt: skip
-        if n > 1:  # some servers refuse several answers at temperature 0; this is the same
+        if n > 1:  # some servers refuse n > 1 at temperature 0; top_k 1 is as greedy
             body |= {"n": n, "temperature": 1.0, "top_k": 1}
         reader = StreamReader(n, on_tokens)
         async with Sent(self._open(), f"{self.url}/v1/completions", body) as response:

@@ -63,13 +63,13 @@ class LiveCounters:
             return None
 
     def read(self) -> Counters | None:
-        """The counters; of a server without other traffic, after it has come to rest."""
+        """The counters. A server without other traffic has come to rest before."""
         path = self._file()
         if path is None:
             return self._from_metrics()
         try:
             return settled_counters(path, timeout=5.0)
-        except StateError:  # others use the server, too
+        except StateError:  # other clients use the server
             found = self.state()
             return None if found is None else found.counters
 

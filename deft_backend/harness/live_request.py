@@ -114,8 +114,8 @@ class StreamReader:
             if not answer.arrivals:
                 raise NotAnswered(FAILED, f"the stream ended without one of {tokens} tokens")
         if len(self._answers) == 1 and self._completion:
-            # Servers without counts in each piece: the last piece's count is right, and the times
-            # are those of pieces.
+            # If pieces carry no counts, the last piece's count is right. Tokens of one piece share
+            # its time.
             arrivals = self._answers[0].arrivals
             missing = int(self._completion) - len(arrivals)
             arrivals.extend([arrivals[-1]] * max(0, missing))

@@ -21,7 +21,7 @@ from deft_backend.harness.live_request import (
 from deft_backend.harness.traffic import TimedRequest, Traffic
 
 _CHECKS = 3
-"""Questions to a server that lost a request, before the run believes that it has died."""
+"""So often the run asks a server that lost a request, before it takes the server for dead."""
 
 _CHECK_SECONDS = 1.0
 
@@ -203,7 +203,7 @@ class _Run:
         ]  # fmt: skip
 
     async def _check(self, error: NotAnswered) -> None:
-        """Find out, once for all who ask at the same time, whether the server has died."""
+        """Whether the server has died; requests that ask at the same time share one question."""
         if self._died:
             return
         if self._checking is None or self._checking.done():

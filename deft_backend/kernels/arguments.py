@@ -46,14 +46,15 @@ class Tensors(NamedTuple):
     table_rows: Pointer
     seq_lens: Pointer
     query_start: Pointer
-    """[B + 1] int32: each request's first row in `q`; only where `Heads.ragged`."""
+    """[B + 1] int32: index in `q` of each request's first query token; only where
+    `Heads.ragged`."""
     ancestors: Pointer
     """[B, query tokens, words] int64: bits of a token tree; only where `Heads.tree`."""
     sinks: Pointer
     """[Hq]: the sink of each query head; only where `Mode.sinks`."""
     k_scale: Pointer
     v_scale: Pointer
-    """[1] float32: what stored keys and values stand for; only where `Mode.device_scales`."""
+    """[1] float32: the scales of the cache; only where `Mode.device_scales`."""
 
 
 class Scaling(NamedTuple):
@@ -64,7 +65,7 @@ class Scaling(NamedTuple):
     cap: float
     """The soft cap, unused without one."""
     value: float
-    """What a stored value stands for; only for a cache of 8 bits."""
+    """The scale of stored values; only for a cache of 8 bits."""
 
 
 class Strides(NamedTuple):

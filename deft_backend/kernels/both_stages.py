@@ -69,18 +69,19 @@ def run_plan(
     sinks : [Hq] float, optional
         The sink of each query head.
     host_plan : Plan, optional
-        The plan in `plan`, if the host knows it. Then tile shapes without items, and stage 2
-        without partial results, are not launched. With None, `run_plan` launches every kernel that
+        The plan in `plan`, if the host knows it. Then `run_plan` skips tile shapes without items,
+        and stage 2 without partial results. With None, `run_plan` launches every kernel that
         a batch of this size may need, as a CUDA graph must.
     masked_tiles : bool
-        Whether to launch masked tiles, too, if the host does not know the plan.
+        Whether to launch masked tiles if the host does not know the plan.
     table_by_segment : bool
         Whether `table_rows` is by KV range. This spares every item a load that other loads wait
         for.
     blocks : QueryBlocks
         The query blocks of a request that the plan counts as its queries.
     query_start : [B + 1] int32, optional
-        Each request's first row in `q`; default: every request has `blocks.query_tokens` rows.
+        Index in `q` of each request's first query token; default: every request has
+        `blocks.query_tokens` of them.
     ancestors : [B, query tokens, words] int64, optional
         Bits of a token tree; default: the query tokens are a chain.
     """
@@ -178,8 +179,9 @@ def _tiles_to_launch(
 
     `group_rows` is the number of query vectors of the batch that share a KV head. If they fit the
     small tile, the plan has no items of other tile shapes. If they fit one large tile, a node is
-    one tile, and few items are enough to fill the memory: an SM gets one program. Of two an SM,
-    the GPU would place the first ones, which have the items, in pairs (docs/kernel-log.md).
+    one tile, and few items are enough to fill the memory: an SM gets one program. With two programs
+    for each SM, the GPU would place the first ones, which have the items, in pairs
+    (docs/kernel-log.md).
     """
     found = []
     for shape in range(len(config.tiles) - 1, -1, -1):

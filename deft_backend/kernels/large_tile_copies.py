@@ -125,10 +125,10 @@ def ask_item(
 
 @jit
 def result_place(places, slot, strides, HEADS: gl.constexpr):
-    """Where rows' results go, in units of 16 bytes: into the output if negative, without the sign.
+    """Where query vectors' results go, in units of 16 bytes.
 
-    Otherwise among partial results. 31 bits of these units reach 32 GiB. A row without a query
-    token has -1.
+    A negative number, without its sign, is a place in the output. Other numbers are places among
+    the partial results. 31 bits of these units reach 32 GiB. Without a query token the place is -1.
     """
     direct = places.row * (strides.out_batch // 8) + places.head * (strides.out_head // 8)
     partial = (slot * (HEADS.num_kv * HEADS.vectors) + places.result) * (HEADS.dim // 8)

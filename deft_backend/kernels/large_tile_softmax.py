@@ -47,7 +47,7 @@ def softmax(
     """
     highest = _row_max(scores, ROWS, COLUMNS)
     new_maximum = gl.maximum(maximum, gl.convert_layout(highest, ROW) * factor)
-    # A row that has seen no token yet keeps its maximum at -inf: avoid -inf - -inf.
+    # A query vector that has seen no token keeps its maximum at -inf: avoid -inf - -inf.
     reference = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     weights = gl.exp2(scores * factor - reference[:, None])
     rescale = gl.exp2(maximum - reference)

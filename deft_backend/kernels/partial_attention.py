@@ -37,6 +37,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deft_backend.kernels.arguments import Scaling, Strides, Tensors
 from deft_backend.kernels.eight_bits import operand
+from deft_backend.kernels.masked_segments import locate, rest_of
 from deft_backend.kernels.plain_parts import (
     Online,
     capped,
@@ -72,26 +73,6 @@ class Segment(NamedTuple):
     length: Any
 
 
-class Rest(NamedTuple):
-    """The tokens that are left to the loop with masks, by segment: [S] numbers.
-
-    Positions count through these tokens, from 0.
-    """
-
-    first_segment: Any
-    offset: Any
-    """Position of each segment's first token."""
-    code: Any
-    """The segment's number above SHIFT_BITS bits, which hold its shift: what to add to a position
-    for the token's position in its request. Codes grow with the segment's number."""
-    tokens: Any
-    """How many they are in all segments: a scalar."""
-
-
-SHIFT_BITS = tl.constexpr(26)
-"""Bits of a code that hold a segment's shift."""
-
-
 @jit
 def _attend(
     online, q, k, v, allowed, scaling, MASKED: tl.constexpr, CACHE: tl.constexpr,
@@ -116,7 +97,7 @@ def _attend(
     highest = tl.reduce(chains, 1, tl.standard._elementwise_max) * factor
     maximum = tl.maximum(online.maximum, highest)
     if MASKED:
-        # A row that has seen no token yet keeps its maximum at -inf: avoid -inf - -inf.
+        # A query vector that has seen no token keeps its maximum at -inf: avoid -inf - -inf.
         reference = tl.where(maximum == float("-inf"), 0.0, maximum)
     else:
         reference = maximum
@@ -210,50 +191,6 @@ def _attend_whole(
 
 
 @jit
-def _rest_of(item, done, tensors, plan, TILE: tl.constexpr):
-    """The tokens of an item behind the first `done` tokens of its first segment."""
-    SHIFT: tl.constexpr = SHIFT_BITS.value
-    offs_s = tl.arange(0, TILE.block_segments)
-    present = offs_s < item.segments
-    segment = item.first_segment + offs_s
-    request = tl.load(plan.segment_request + segment, mask=present, other=0)
-    start = tl.load(plan.segment_start + segment, mask=present, other=0)
-    stop = tl.load(plan.segment_end + segment, mask=present, other=0)
-    length = tl.load(tensors.seq_lens + request, mask=present & (stop < 0), other=0)
-    stop = tl.where(stop < 0, length.to(tl.int32), stop)
-    start += tl.where(offs_s == 0, done, 0)
-    tokens = tl.maximum(stop - start, 0)
-    offset = tl.associative_scan(tokens, 0, tl.standard._sum_combine)
-    remaining = tl.reduce(tokens, 0, tl.standard._sum_combine)
-    offset -= tokens
-    code = (offs_s << SHIFT) + (start - offset + (1 << (SHIFT - 1)))
-    offset = tl.where(present, offset, remaining)
-    return Rest(item.first_segment, offset, code, remaining)
-
-
-@jit
-def _locate(position, rest, tensors, plan, strides, CACHE: tl.constexpr):
-    """Page, position in the request, and span of [N] positions among an item's remaining tokens.
-
-    The segment of a position is the last one that has started: the maximum of their codes.
-    """
-    SHIFT: tl.constexpr = SHIFT_BITS.value
-    inside = position < rest.tokens
-    started = position[:, None] >= rest.offset[None, :]
-    code = tl.reduce(tl.where(started, rest.code[None, :], 0), 1, tl.standard._elementwise_max)
-    token = position + (code & ((1 << SHIFT) - 1)) - (1 << (SHIFT - 1))
-    segment = rest.first_segment + (code >> SHIFT)
-    span = tl.load(plan.segment_span + segment, mask=inside, other=0)
-    listed = segment
-    if not CACHE.table_by_segment:
-        listed = tl.load(plan.segment_request + segment, mask=inside, other=0)
-    table_row = tl.load(tensors.table_rows + listed, mask=inside, other=0)
-    entry = tensors.page_table + table_row.to(tl.int64) * strides.table + token // CACHE.page_size
-    page = tl.load(entry, mask=inside, other=0)
-    return page, token, span
-
-
-@jit
 def _attend_rest(
     online, q, rest, k_head, v_head, query_of_row, tail, tensors, plan, scaling, strides,
     HEADS: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr, MODE: tl.constexpr,
@@ -264,20 +201,20 @@ def _attend_rest(
     offs_n = tl.arange(0, TILE.block_tokens)
     offs_d = tl.arange(0, HEADS.padded_dim)[None, :]
     in_head = offs_d < HEADS.dim
-    page, token, span = _locate(offs_n, rest, tensors, plan, strides, CACHE)
+    page, token, span = locate(offs_n, rest, tensors, plan, strides, CACHE)
     for begin in range(0, rest.tokens, TILE.block_tokens):
         k_offset, v_offset = kv_offsets(page, token, CACHE)
         present = (begin + offs_n < rest.tokens)[:, None] & in_head
         k = tl.load(k_head + k_offset[:, None] + offs_d, mask=present, other=0)
         v = tl.load(v_head + v_offset[:, None] + offs_d, mask=present, other=0)
-        # Tokens outside the item have span 0: no row attends to them.
+        # Tokens outside the item have span 0: no query attends to them.
         allowed = (query_of_row[:, None] >= (span & SPAN_MASK)[None, :]) & (
             query_of_row[:, None] < (span >> SPAN_SHIFT)[None, :]
         )
         if not HEADS.single:
             allowed &= sees(token, tail, tensors, HEADS)
         ahead = begin + TILE.block_tokens + offs_n
-        page, token, span = _locate(ahead, rest, tensors, plan, strides, CACHE)
+        page, token, span = locate(ahead, rest, tensors, plan, strides, CACHE)
         online = _attend(online, q, k, v, allowed, scaling, True, CACHE, MODE)
     return online
 
@@ -326,7 +263,7 @@ def partial_attention(
             MODE,
         )  # fmt: skip
         if TILE.block_segments > 1:
-            rest = _rest_of(item, segment.length, tensors, plan, TILE)
+            rest = rest_of(item, segment.length, tensors, plan, TILE)
             online = _attend_rest(
                 online, q, rest, k_head, v_head, query_of_row, tail, tensors, plan, scaling,
                 strides, HEADS, CACHE, TILE, MODE,

@@ -30,7 +30,7 @@ class Vectors(NamedTuple):
     """The query vectors of a tile: [M] numbers."""
 
     row: Any
-    """Its row in `q` and in the output."""
+    """Index of its query token in `q` and in the output."""
     head: Any
     """Its query head."""
     result: Any
@@ -58,7 +58,7 @@ def block_of(query, HEADS: tl.constexpr):
 
 @jit
 def rows_of(request, there, query_start, HEADS: tl.constexpr):
-    """A request's first row in `q`, and the number of its query tokens."""
+    """Index in `q` of a request's first query token, and the number of its query tokens."""
     if HEADS.ragged:
         first = tl.load(query_start + request, mask=there, other=0)
         tokens = tl.load(query_start + request + 1, mask=there, other=0) - first
@@ -107,7 +107,7 @@ def tail_of(entry, queries, tensors, plan, strides, HEADS: tl.constexpr, TILE: t
 
 @jit
 def seen_by_all(tail, there, start, length, HEADS: tl.constexpr):
-    """How many of a range's first tokens every query vector that is there sees."""
+    """How many of a range's first tokens all query vectors of the tile see."""
     first = tl.reduce(tl.where(there, tail.before, 1 << 30), 0, tl.standard._elementwise_min)
     return tl.minimum(tl.maximum(first - start, 0), length)
 

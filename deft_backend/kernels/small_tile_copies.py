@@ -50,7 +50,7 @@ class Known(NamedTuple):
     page: Any
     """[tokens]: page ids of the block that is copied next, of these items the first."""
     query: Any
-    """[M]: where each row of the tile lies in `q`; without one, a negative number."""
+    """[M]: where each query vector lies in `q`; a negative number without one."""
 
 
 class Stream(NamedTuple):
@@ -103,7 +103,7 @@ def _read_pages(segment, block, CACHE: gl.constexpr, TILE: gl.constexpr, LAYOUT:
 def _read_queries(
     segment, tensors, plan, HEADS: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """Third link: where each row of the tile lies in `q`."""
+    """Third link: where each query vector of the tile lies in `q`."""
     offs_m = gl.arange(0, TILE.height, layout=LAYOUT.copy_row)
     query_of_row = offs_m // HEADS.vectors
     mask = query_of_row < segment.queries

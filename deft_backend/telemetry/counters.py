@@ -37,6 +37,9 @@ class Counters:
     plan_seconds : float
         Seconds spent on those plans, including the forest. On the CPU, the time of Triton's
         interpreter does not count.
+    verified_tokens : int
+        Query tokens of the verifications among the steps through tree attention: draft tokens, and
+        one token before them for each request.
     """
 
     decode_steps: int = 0
@@ -46,6 +49,7 @@ class Counters:
     kv_bytes_read: int = 0
     kv_bytes_query_guided: int = 0
     plan_seconds: float = 0.0
+    verified_tokens: int = 0
 
     def __sub__(self, before: Counters) -> Counters:
         host = {
@@ -60,12 +64,16 @@ class Counters:
             self.kv_bytes_read - before.kv_bytes_read,
             self.kv_bytes_query_guided - before.kv_bytes_query_guided,
             self.plan_seconds - before.plan_seconds,
+            self.verified_tokens - before.verified_tokens,
         )
 
     def as_json(self) -> dict[str, Any]:
         """The fields of a state file."""
         figures = {name: getattr(self, name) for name in _FIGURES}
-        return {**figures, "steps_host": dict(self.steps_host), "plan_seconds": self.plan_seconds}
+        return {
+            **figures, "steps_host": dict(self.steps_host), "plan_seconds": self.plan_seconds,
+            "verified_tokens": self.verified_tokens,
+        }  # fmt: skip
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Counters:
@@ -83,6 +91,8 @@ class Counters:
             **{name: whole(content, name) for name in _FIGURES},
             steps_host=steps_host,
             plan_seconds=number(content, "plan_seconds"),
+            # Files of older versions have none.
+            verified_tokens=whole({"verified_tokens": 0, **content}, "verified_tokens"),
         )
 
 

@@ -79,6 +79,8 @@ def describe(stretch: Counters) -> str:
         count = f"{host:,}" if steps else _steps(host)
         steps.append(f"{count} on the host's kernel ({_reasons(stretch.steps_host)})")
     parts = [", ".join(steps)]
+    if stretch.verified_tokens:
+        parts.append(f"{stretch.verified_tokens:,} tokens verified")
     read, guided = stretch.kv_bytes_read, stretch.kv_bytes_query_guided
     if guided:
         share = f"{100 * read / guided:.0f} %"

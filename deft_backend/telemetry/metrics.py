@@ -54,7 +54,10 @@ GUIDED = Metric(
 )
 PLANS = Metric("deft_plans", "Plans of tree attention, of the host planner or the device planner.")
 PLAN_SECONDS = Metric("deft_plan_seconds", "Seconds spent on those plans.")
-METRICS = (STEPS, HOST_STEPS, READ, GUIDED, PLANS, PLAN_SECONDS)
+VERIFIED = Metric(
+    "deft_verified_tokens", "Query tokens of verifications through tree attention, all requests."
+)
+METRICS = (STEPS, HOST_STEPS, READ, GUIDED, PLANS, PLAN_SECONDS, VERIFIED)
 
 
 class Sample(NamedTuple):
@@ -75,6 +78,7 @@ def samples(counters: Counters) -> Iterator[Sample]:
     yield Sample(GUIDED, (), counters.kv_bytes_query_guided)
     yield Sample(PLANS, (), counters.plans)
     yield Sample(PLAN_SECONDS, (), counters.plan_seconds)
+    yield Sample(VERIFIED, (), counters.verified_tokens)
 
 
 def rank_labels(path: Path) -> dict[str, str]:

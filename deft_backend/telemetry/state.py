@@ -58,6 +58,8 @@ class ServerState:
         Plans of the host planner.
     plan_seconds : float
         Seconds spent on them.
+    verified_tokens : int
+        Query tokens of verifications through tree attention.
     device_tree_layers : int, optional
         Layers that follow the device planner's plans; None: all. The others read query by query.
     forest : PrefixForest, optional
@@ -83,6 +85,7 @@ class ServerState:
     steps_host: Counter[str] = field(default_factory=Counter)
     plans: int = 0
     plan_seconds: float = 0.0
+    verified_tokens: int = 0
     device_tree_layers: int | None = None
     forest: PrefixForest | None = None
     rids: Sequence[str] = ()
@@ -180,6 +183,7 @@ class ServerState:
             kv_bytes_query_guided=self._kv_bytes_query_guided
             + attended * self.num_layers * self.token_bytes,
             plan_seconds=self.plan_seconds + spent * 1e-9,
+            verified_tokens=self.verified_tokens,
         )
 
     def _read_bytes(self, tokens: int, loaded: int, tree_layers: int) -> int:

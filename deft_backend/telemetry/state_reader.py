@@ -165,7 +165,7 @@ def read_state(path: Path) -> StateReading:
 class BatchQuestion:
     """One question to a server with the device planner: which batch does it decode?
 
-    The server answers all who ask at that time with one file, so nobody removes it.
+    The server answers all open questions with one file, so no asker removes it.
 
     Raises
     ------
@@ -245,23 +245,16 @@ def shown_forest(state: Path, timeout: float | None = None) -> PrefixForest:
 
 
 def written_state(folder: Path, port: int, timeout: float = 5.0) -> Path | None:
-    """Wait for the server's state file; None if there is none in time."""
+    """Wait for the server's state file; None if there is none in time.
+
+    A server can answer before it writes the file.
+    """
     begin = time.monotonic()
     while not (path := state_file(folder, port)).is_file():
         if time.monotonic() - begin > timeout:
             return None
         time.sleep(0.1)
     return path
-
-
-def appears(path: Path, timeout: float = 5.0) -> bool:
-    """Wait for a file; False if there is none in time. A server can answer before it writes."""
-    begin = time.monotonic()
-    while not path.is_file():
-        if time.monotonic() - begin > timeout:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def settled_counters(path: Path, timeout: float = 10.0) -> Counters:

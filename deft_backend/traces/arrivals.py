@@ -106,7 +106,7 @@ def dump_arrivals(arrivals: Iterable[Arrival]) -> Iterator[str]:
 
 
 def shared_tokens(arrivals: Sequence[Arrival]) -> int:
-    """Prompt tokens that an earlier request of the trace had, too."""
+    """Prompt tokens that an earlier request of the trace already had."""
     seen: set[int] = set()
     total = 0
     for arrival in arrivals:

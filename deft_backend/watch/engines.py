@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -71,7 +70,7 @@ class Engine:
 
 
 def find_engines(folder: Path, port: int | None = None, now: float | None = None) -> list[Engine]:
-    """Every engine with a state file, by port; those of ended servers, too.
+    """Every engine with a state file, by port, ended servers included.
 
     Parameters
     ----------
@@ -95,11 +94,6 @@ def find_engines(folder: Path, port: int | None = None, now: float | None = None
         paths = [path for _, path in sorted(files)]
         engines.append(_engine(number, None if dp < 0 else dp, paths, now))
     return engines
-
-
-def newest_of(engines: Iterable[Engine]) -> Engine | None:
-    """The engine with the most recent decode step."""
-    return min(engines, key=lambda engine: engine.since, default=None)
 
 
 def _engine(port: int, dp: int | None, paths: list[Path], now: float) -> Engine:

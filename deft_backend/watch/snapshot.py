@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from deft_backend.explain.items import describe_items
+from deft_backend.explain.item_facts import describe_items
 from deft_backend.forest import PrefixForest
 from deft_backend.planner import plan_grouping
 from deft_backend.policies import POLICY_NAMES, get_policy

@@ -12,7 +12,8 @@ from integration_tests.common.server import Series, Server
 
 LINE = re.compile(
     r"deft: (?:([\d,]+) decode steps? through tree attention)?(?:, )?"
-    r"(?:([\d,]+)(?: decode steps?)? on the host's kernel \(.+?\))?; KV read "
+    r"(?:([\d,]+)(?: decode steps?)? on the host's kernel \(.+?\))?"
+    r"(?:; [\d,]+ tokens verified)?; KV read "
 )
 
 
@@ -27,6 +28,7 @@ def expected_series(state: dict[str, Any]) -> Series:
         ("deft_kv_query_guided_bytes_total", {}, state["kv_bytes_query_guided"]),
         ("deft_plans_total", {}, state["plans"]),
         ("deft_plan_seconds_total", {}, state["plan_seconds"]),
+        ("deft_verified_tokens_total", {}, state["verified_tokens"]),
     ]
     return {(name, frozenset((labels | {"tp_rank": "0"}).items())): n for name, labels, n in values}
 

@@ -29,5 +29,5 @@ def model() -> PlainModel:
 
 @pytest.fixture(scope="session", autouse=True)
 def servers_end_with_the_tests() -> None:
-    """`timeout` and CI end pytest by SIGTERM. Like Ctrl-C, it must end the servers, too."""
+    """`timeout` and CI end pytest by SIGTERM. Like Ctrl-C, it must also end the servers."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)

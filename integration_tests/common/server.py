@@ -23,6 +23,9 @@ ROOT = Path(__file__).parents[2]
 MODEL = Path(os.environ.get("INTEGRATION_MODEL", ROOT / "models" / "tiny-llama"))
 """The served model; the environment may name another one."""
 
+DRAFT = ROOT / "models" / "tiny-draft"
+"""The draft model of models/tiny-llama."""
+
 START_SECONDS = 400
 REQUEST_SECONDS = 400
 

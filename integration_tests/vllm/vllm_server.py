@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from typing import Any
 from deft_backend.servers.command import free_port, server_command
 from deft_backend.servers.process import ServerProcess
 from integration_tests.common.server import (
+    DRAFT,
     MODEL,
     START_SECONDS,
     Server,
@@ -29,6 +31,13 @@ class Group:
     lora: bool = False
 
 
+_SPECULATING = (
+    "--block-size", "32", "--max-model-len", "2048", "--max-num-batched-tokens", "512",
+    "--speculative-config",
+)  # fmt: skip
+_LOOKUP = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'
+_DRAFT = json.dumps({"model": str(DRAFT), "num_speculative_tokens": 4})
+
 GROUPS = {
     # Prefix caching is on, which is vLLM's default.
     "default": Group(
@@ -45,6 +54,8 @@ GROUPS = {
         ),
         {"VLLM_KV_CACHE_LAYOUT": "HND", "DEFT_MIN_BATCH": "1"},
     ),
+    "lookup": Group((*_SPECULATING, _LOOKUP), {"DEFT_MIN_BATCH": "1"}),
+    "draft": Group((*_SPECULATING, _DRAFT), {"DEFT_MIN_BATCH": "1"}),
     # Fewer blocks than the documents of a test need, in the precision of the plain model.
     "rollouts": Group(
         (

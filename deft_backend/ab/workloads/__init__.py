@@ -15,7 +15,7 @@ WORKLOADS = (
     "tree-of-thoughts",
     "unshared",
 )
-"""Those that run without a choice."""
+"""The workloads that run if the user names none."""
 
 ROLLOUTS = {f"rollout-{samples}": samples for samples in (8, 16, 64)}
 """Names of the rollout workloads, with the samples of one prompt."""

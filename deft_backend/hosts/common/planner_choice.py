@@ -10,6 +10,7 @@ import torch
 from deft_backend.config import Settings
 from deft_backend.planner.on_device import largest_batch
 from deft_backend.policy_names import AUTO
+from deft_backend.query_blocks import QueryBlocks
 
 logger = logging.getLogger("deft_backend")
 
@@ -81,14 +82,23 @@ def _unable(settings: Settings, adapter: Adapter) -> str | None:
     return None
 
 
-def planned_on_device(requests: int) -> int:
+def planned_on_device(requests: int, query_tokens: int = 1, gqa_group: int = 1) -> int:
     """The largest batch that the device planner is set up to plan.
 
     The log says if that is smaller than `requests`, the largest batch that the server decodes.
+
+    Parameters
+    ----------
+    requests : int
+    query_tokens : int
+        Most query tokens of a request.
+    gqa_group : int
+        Query heads that share a KV head.
     """
-    if requests > largest_batch():
+    held = largest_batch() // QueryBlocks.of(query_tokens, gqa_group).blocks
+    if requests > held:
         logger.warning(
             "deft: DEFT_MAX_BATCH asks for batches of up to %d requests, but the device planner "
-            "holds %d; the host's kernel decodes larger batches", requests, largest_batch(),
+            "holds %d; the host's kernel decodes larger batches", requests, held,
         )  # fmt: skip
-    return min(requests, largest_batch())
+    return min(requests, held)

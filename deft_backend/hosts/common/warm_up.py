@@ -6,17 +6,37 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import NamedTuple
 
 import torch
 
 from deft_backend.attention import TreeAttention
 from deft_backend.compile.variants import Compiled, Variant, compile_all, recorded
 from deft_backend.forest import build_forest, warm_up
+from deft_backend.forest.token_tree import words_of
 from deft_backend.planner import Plan, plan_grouping
 from deft_backend.planner.on_device import SIZES
 from deft_backend.policies import GroupingBuilder, Segment
 
 logger = logging.getLogger("deft_backend")
+
+
+class Drafts(NamedTuple):
+    """What a server verifies, as far as kernels are compiled for it.
+
+    Attributes
+    ----------
+    query_tokens : int
+        Query tokens of a request.
+    ragged : bool
+        Whether requests have different numbers of them, up to this one.
+    trees : bool
+        Whether they form trees, not chains.
+    """
+
+    query_tokens: int
+    ragged: bool = False
+    trees: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,6 +51,8 @@ class StepTensors:
         Columns that the host's page table may have.
     table_dtype, rows_dtype, lens_dtype : torch.dtype
         Of the host's page table, its table rows and its sequence lengths.
+    drafts : Drafts, optional
+        What the server verifies, besides decode; None if it does not speculate.
     """
 
     k_cache: torch.Tensor
@@ -39,6 +61,7 @@ class StepTensors:
     table_dtype: torch.dtype = torch.int32
     rows_dtype: torch.dtype = torch.int64
     lens_dtype: torch.dtype = torch.int64
+    drafts: Drafts | None = None
 
 
 def warm_up_attention(
@@ -120,6 +143,22 @@ def _steps(
             k_scale=scale, v_scale=scale, static_launch=static_launch,
         )  # fmt: skip
 
+    def verify(drafts: Drafts, batch: int, columns: int) -> None:
+        tokens = drafts.query_tokens
+        table = torch.zeros((1, max(tokens + 1, columns)), dtype=tensors.table_dtype, device=device)
+        rows = torch.zeros(batch, dtype=tensors.rows_dtype, device=device)
+        lens = torch.full((batch,), tokens + 1, dtype=tensors.lens_dtype, device=device)
+        attention.plan_on_device(table, lens, table_rows=rows, query_tokens=tokens)
+        shape = (batch * tokens, attention.num_query_heads, attention.head_dim)
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * tokens
+        bits = torch.zeros((batch, tokens, words_of(tokens)), dtype=torch.int64, device=device)
+        attention.run(
+            torch.zeros(shape, dtype=attention.dtype, device=device), tensors.k_cache,
+            tensors.v_cache, table, lens, table_rows=rows,
+            query_start=starts if drafts.ragged else None,
+            ancestors=bits if drafts.trees else None,
+        )  # fmt: skip
+
     def run_plan(plan: Plan, batch: int, columns: int) -> None:
         attention.use(plan, build_forest(range(batch), [0] * (batch - 1), [2] * batch))
         run(batch, columns, static_launch=False)
@@ -129,9 +168,19 @@ def _steps(
         batch = min(largest, 4)
         attention.plan(build_forest(range(batch), [1] * (batch - 1), [2] * batch))
 
+    drafts = tensors.drafts if on_device else None
     if on_device and attention.interpreted:
         yield lambda: run(min(largest, 4), tensors.table_columns[0], True)
+        if drafts is not None:
+            yield lambda: verify(drafts, min(attention.max_batch, 4), tensors.table_columns[0])
         return
+    if drafts is not None:
+        blocks = attention.capacity.max_batch // attention.max_batch
+        held = {min(smallest, attention.max_batch), attention.max_batch}
+        held |= {s // blocks for s in SIZES if blocks <= s < attention.max_batch * blocks}
+        for columns in tensors.table_columns:
+            for batch in sorted(held, reverse=True):
+                yield lambda batch=batch, columns=columns: verify(drafts, batch, columns)  # type: ignore[misc]
     if on_device:
         sizes = {min(smallest, largest), *(s for s in SIZES if s < largest), largest}
         for columns in tensors.table_columns:

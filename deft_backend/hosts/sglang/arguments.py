@@ -13,6 +13,7 @@ from typing import Any
 
 from deft_backend.config import LOG_LEVELS, Settings, SettingsError
 from deft_backend.hosts.common.limits import refused_cache
+from deft_backend.hosts.common.tested_versions import refuse_speculation
 from deft_backend.hosts.sglang import versions
 from deft_backend.hosts.sglang.versions import SGLANG
 
@@ -103,6 +104,9 @@ def unsupported(server_args: Any) -> str | None:
     for name in ("dcp_size", "attn_cp_size"):
         if getattr(args, name, 1) not in (None, 1):
             return f"context parallelism is not supported ({name}={getattr(args, name)})"
+    reason = _unsupported_speculation(args, versions.backend_names(server_args))
+    if reason is not None:
+        return reason
     if versions.uses_mla(server_args):
         return "MLA models are not supported"
     kv_dtype = str(args.kv_cache_dtype)
@@ -116,8 +120,32 @@ def unsupported(server_args: Any) -> str | None:
     return None
 
 
+_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
+"""Speculative algorithms whose verification has one shape and links between draft tokens."""
+
+
+def _unsupported_speculation(args: Any, backends: tuple[str | None, str | None]) -> str | None:
+    """Why this server's kind of speculation rules out tree attention, in one line, or None."""
+    algorithm = getattr(args, "speculative_algorithm", None)
+    if algorithm is None:
+        return None
+    if str(algorithm).upper() not in _ALGORITHMS:
+        return f"speculation by {algorithm} is not supported ({', '.join(_ALGORITHMS)} are)"
+    reason = refuse_speculation(str(args.device))
+    if reason is not None:
+        return reason
+    if getattr(args, "speculative_adaptive", False):
+        return "drafts of changing length are not supported (speculative_adaptive)"
+    mode = getattr(args, "speculative_attention_mode", None)
+    if mode == "prefill" and backends[0] != backends[1]:
+        return (
+            f"verification goes to the backend for prefill ({backends[0]}); for tree attention, "
+            "give --speculative-attention-mode decode"
+        )
+    return None
+
+
 _FEATURES = (
-    ("speculative_algorithm", None, "speculative decoding"),
     ("disaggregation_mode", "null", "prefill-decode disaggregation"),
     ("enable_two_batch_overlap", False, "two-batch overlap"),
     ("enable_pdmux", False, "prefill-decode multiplexing"),

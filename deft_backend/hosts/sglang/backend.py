@@ -1,4 +1,4 @@
-"""The attention backend: it decodes with tree attention and leaves the rest to the host's backend.
+"""The attention backend: tree attention decodes and verifies; the host's backend does the rest.
 
 Two subclasses decide which batches tree attention decodes, and which planner plans them:
 ``host_planned.py`` and ``device_planned.py``.
@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.limits import SINKS_ON_GPU
 from deft_backend.hosts.sglang.layers import unsupported_layer
+from deft_backend.hosts.sglang.verification import Verification
 from deft_backend.hosts.sglang.versions import read_end
 from deft_backend.telemetry.state import ServerState
 
@@ -40,12 +41,15 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
     model_asks : bool
         Whether the model itself calls methods of its attention backend, which may read the host's
         metadata. Then the host makes the metadata in every step.
+    verification : Verification, optional
+        For servers that speculate.
     """
 
     _own = frozenset({
         "_host", "_attention", "_state", "_pool", "_req_to_token", "_layers", "_left", "_said",
         "_broken",
         "_tree_batch", "_capturing", "_host_in_graphs", "_host_ready", "_model_asks",
+        "_verification",
     })  # fmt: skip
     """Attributes of this class; all others are the host's backend's."""
 
@@ -61,8 +65,10 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         state: ServerState,
         *,
         model_asks: bool = False,
+        verification: Verification | None = None,
     ) -> None:
         self._host = host
+        self._verification = verification
         self._attention = attention
         self._state = state
         self._pool = host.token_to_kv_pool
@@ -89,7 +95,7 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         **kwargs: Any,
     ) -> Any:
         if forward_batch is not None and forward_batch is self._tree_batch:
-            return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+            return self._tree_layer(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         return self._host.forward(
             q=q, k=k, v=v, layer=layer, forward_batch=forward_batch, save_kv_cache=save_kv_cache,
             **kwargs,
@@ -105,12 +111,32 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Any:
-        host = self._host.forward_decode
-        if forward_batch is not self._tree_batch:
-            return host(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        if forward_batch is self._tree_batch:
+            return self._tree_layer(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        return self._host.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+    def forward_extend(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        if forward_batch is self._tree_batch:  # a verification
+            return self._tree_layer(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        return self._host.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+    def _tree_layer(
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """A layer of a step of tree attention, or in the host's kernel if it must run there."""
         if self._delegated(k, v, layer, kwargs) is None:
             try:
-                return self._tree_decode(
+                return self._tree_attention(
                     q, k, v, layer, forward_batch, save_kv_cache, kwargs.get("sinks")
                 )
             except Exception as error:
@@ -122,6 +148,8 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
             self._host_ready = True
         if self._broken is not None:
             self._tree_batch = None  # also for the later layers of this step
+        decodes = forward_batch.forward_mode.is_decode()
+        host = self._host.forward_decode if decodes else self._host.forward_extend
         return host(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
     def reads_during_forward(self) -> bool:
@@ -134,17 +162,20 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         Tree attention reads a shared prefix through one request's row, in every layer. So the host
         must not write page tables before the forward ends.
         """
-        if mode.is_decode() and self.reads_during_forward():
+        if self._is_step(mode) and self.reads_during_forward():
             return read_end()
         return self._host.shared_read_ends(mode)
 
-    def forward_extend(self, *args: Any, **kwargs: Any) -> Any:
-        return self._host.forward_extend(*args, **kwargs)
+    def _is_step(self, mode: Any) -> bool:
+        """Whether a batch of this mode may go through tree attention."""
+        return bool(
+            mode.is_decode() or (self._verification is not None and mode.is_target_verify())
+        )
 
     def forward_mixed(self, *args: Any, **kwargs: Any) -> Any:
         return self._host.forward_mixed(*args, **kwargs)
 
-    def _tree_decode(
+    def _tree_attention(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool,
         sinks: Any,
     ) -> Any:  # fmt: skip
@@ -160,13 +191,17 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
             else (1.0, 1.0)
         )
         heads, dim = layer.tp_q_head_num, layer.qk_head_dim
+        seq_lens, ancestors = forward_batch.seq_lens, None
+        if self._verification is not None and not forward_batch.forward_mode.is_decode():
+            seq_lens, ancestors = self._verification.seq_lens, self._verification.ancestors
         out = self._attention.run(
             q.reshape(-1, heads, dim),
             self._pool.get_key_buffer(layer.layer_id),
             self._pool.get_value_buffer(layer.layer_id),
             self._req_to_token,
-            forward_batch.seq_lens,
+            seq_lens,
             table_rows=forward_batch.req_pool_indices,
+            ancestors=ancestors,
             sm_scale=layer.scaling,
             logit_cap=layer.logit_cap or 0.0,
             k_scale=k_scale,

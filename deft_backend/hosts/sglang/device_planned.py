@@ -1,4 +1,4 @@
-"""Decode batches that the device planner plans from the page table, in every step."""
+"""Batches that the device planner plans from the page table in every step."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from deft_backend.attention import TreeAttention
 from deft_backend.config import Settings
 from deft_backend.hosts.common.limits import refused
 from deft_backend.hosts.sglang.backend import DeftAttentionBackend
+from deft_backend.hosts.sglang.verification import Verification
 from deft_backend.telemetry.shown_batch import Batch
 from deft_backend.telemetry.state import ServerState
 
@@ -19,7 +20,7 @@ logger = logging.getLogger("deft_backend")
 
 
 class DevicePlannedBackend(DeftAttentionBackend):
-    """Every decode batch of DEFT_MIN_BATCH requests or more goes through tree attention.
+    """Every batch of DEFT_MIN_BATCH requests or more decodes or verifies with tree attention.
 
     Planning consists of launches only, which run in the step and are recorded into its graph. So
     each step plans from the current page table, and the CPU does no work for it. Changes of
@@ -43,6 +44,8 @@ class DevicePlannedBackend(DeftAttentionBackend):
     compile_for : callable, optional
         Compiles kernels for table rows and sequence lengths of two dtypes, unless they are
         compiled. Called before a capture: nothing may be compiled within one.
+    verification : Verification, optional
+        See :class:`~deft_backend.hosts.sglang.backend.DeftAttentionBackend`.
     """
 
     _own = DeftAttentionBackend._own | {
@@ -54,8 +57,9 @@ class DevicePlannedBackend(DeftAttentionBackend):
         self, host: Any, attention: TreeAttention, state: ServerState, settings: Settings,
         *, shows: bool = True, model_asks: bool = False,
         compile_for: Callable[[torch.dtype, torch.dtype], None] | None = None,
+        verification: Verification | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(host, attention, state, model_asks=model_asks)
+        super().__init__(host, attention, state, model_asks=model_asks, verification=verification)
         self._settings = settings
         self._shows = shows
         self._compile_for = compile_for
@@ -76,13 +80,16 @@ class DevicePlannedBackend(DeftAttentionBackend):
         """An eager step begins."""
         self._tree_batch = None
         self._capturing = False
-        if not forward_batch.forward_mode.is_decode():
+        if not self._is_step(forward_batch.forward_mode):
             self._host.init_forward_metadata(forward_batch)
             return
         self._attach_counters()
-        reason = self._reason(forward_batch.batch_size)
+        reason = self._reason(forward_batch.batch_size) or self._unsuitable(forward_batch)
+        if reason is None:
+            self._load_links(forward_batch)
         if reason is None and self._planned(forward_batch):
             self._show(forward_batch)
+            self._count_verified(forward_batch)
             self._begin_tree_step(forward_batch)
             return
         self._count_host(reason or "planning failed", forward_batch)
@@ -94,24 +101,27 @@ class DevicePlannedBackend(DeftAttentionBackend):
         self._capturing = False
         self._replayed_tree = False
         size = forward_batch.batch_size
-        decodes = forward_batch.forward_mode.is_decode()
-        if in_capture and decodes:
+        is_step = self._is_step(forward_batch.forward_mode)
+        if in_capture and is_step:
             self._count_replays(False)
             # The host captures a size again for LoRA adapters, and when its weights have changed.
             if size in self._tree_graphs:
                 self._table_readers.add(size)
                 self._tree_graphs.remove(size)
-            if self._reason(size) is None and self._compiled_for(forward_batch):
+            reason = self._reason(size) or self._unsuitable(forward_batch, captured=True)
+            if reason is None and self._compiled_for(forward_batch):
                 self._tree_batch = forward_batch
                 self._capturing = True
                 self._tree_graphs.add(size)
-        if not in_capture and decodes:
+        if not in_capture and is_step:
             self._attach_counters()
             self._replayed_tree = size in self._tree_graphs or size in self._table_readers
             if size not in self._tree_graphs:
                 self._count_host(self._reason(size) or "no graph", forward_batch)
             else:
+                self._load_links(forward_batch)
                 self._show(forward_batch)
+                self._count_verified(forward_batch)
                 if not self._host_in_graphs:
                     return
         self._host.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
@@ -122,6 +132,19 @@ class DevicePlannedBackend(DeftAttentionBackend):
         if forward_batch is self._tree_batch:
             self._planned(forward_batch)
         self._host.init_forward_metadata_in_graph(forward_batch)
+
+    def update_verify_buffers_to_fill_after_draft(
+        self, spec_info: Any, cuda_graph_bs: int | None
+    ) -> None:
+        """Load the links once more: the host may prepare a replay before it has drafted.
+
+        It prepares eager steps after it has drafted.
+        """
+        tree = self._verification is not None and cuda_graph_bs in self._tree_graphs
+        if tree and spec_info is not None:  # an idle rank has none
+            assert self._verification is not None
+            self._verification.load(spec_info)
+        self._host.update_verify_buffers_to_fill_after_draft(spec_info, cuda_graph_bs)
 
     def reads_during_forward(self) -> bool:
         """Whether a decode step reads page tables until it ends.
@@ -139,7 +162,31 @@ class DevicePlannedBackend(DeftAttentionBackend):
         """Why the host's kernel decodes a batch of this size, or None."""
         if self._broken is not None:
             return self._broken
-        return refused(batch, self._settings, self._attention.capacity.max_batch)
+        return refused(batch, self._settings, self._attention.max_batch)
+
+    def _verifies(self, forward_batch: Any) -> bool:
+        """Whether a step verifies drafts."""
+        return self._verification is not None and not forward_batch.forward_mode.is_decode()
+
+    def _unsuitable(self, forward_batch: Any, *, captured: bool = False) -> str | None:
+        """Why the host's kernel computes this step, whatever its size, or None."""
+        if not self._verifies(forward_batch):
+            return None
+        assert self._verification is not None
+        return self._verification.unsuitable(forward_batch, captured=captured)
+
+    def _load_links(self, forward_batch: Any) -> None:
+        """Load the links between a step's draft tokens; an idle rank has none."""
+        if self._verifies(forward_batch) and forward_batch.spec_info is not None:
+            assert self._verification is not None
+            self._verification.load(forward_batch.spec_info)
+
+    def _count_verified(self, forward_batch: Any) -> None:
+        """Count the tokens that a step verifies."""
+        if self._verifies(forward_batch):
+            assert self._verification is not None
+            requests = forward_batch.batch_size - getattr(forward_batch, "num_padding", 0)
+            self._state.verified_tokens += requests * self._verification.query_tokens
 
     def _compiled_for(self, forward_batch: Any) -> bool:
         """Compile what this batch's tensors need; if that fails, the host's kernel decodes."""
@@ -155,11 +202,18 @@ class DevicePlannedBackend(DeftAttentionBackend):
 
     def _planned(self, forward_batch: Any) -> bool:
         """Launch the planning; if that fails, the host's kernel decodes from then on."""
+        seq_lens, query_tokens = forward_batch.seq_lens, 1
         try:
+            if self._verifies(forward_batch):
+                assert self._verification is not None
+                self._verification.prepare(forward_batch)
+                seq_lens = self._verification.seq_lens
+                query_tokens = self._verification.query_tokens
             self._attention.plan_on_device(
                 self._req_to_token,
-                forward_batch.seq_lens,
+                seq_lens,
                 table_rows=forward_batch.req_pool_indices,
+                query_tokens=query_tokens,
             )
         except Exception as error:
             self._broken = "planning failed"

@@ -5,12 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any, NamedTuple
-
-import torch
 
 from deft_backend.attention import TreeAttention
 from deft_backend.config import LOG_LEVELS, Settings, warn_unknown
@@ -23,7 +19,6 @@ from deft_backend.hosts.common.planner_choice import (
     planned_on_device,
     selects_device_planner,
 )
-from deft_backend.hosts.common.warm_up import StepTensors, warm_up_attention
 from deft_backend.hosts.sglang.arguments import NAME
 from deft_backend.hosts.sglang.batch_observer import BatchObserver
 from deft_backend.hosts.sglang.caches import full_cache
@@ -32,13 +27,17 @@ from deft_backend.hosts.sglang.layers import Division, Shape
 from deft_backend.hosts.sglang.prefix_source import PrefixSource
 from deft_backend.hosts.sglang.ranks import same_on_all_ranks
 from deft_backend.hosts.sglang.server import device_of, division_of, start_reporting, state_of
+from deft_backend.hosts.sglang.verification import Verification
 from deft_backend.hosts.sglang.verify import disagreement
 from deft_backend.hosts.sglang.versions import (
     decode_graphs,
     decodes_per_rank,
+    draft_tokens,
     read_end,
     resolved,
 )
+from deft_backend.hosts.sglang.warm_up import compiler_of, warm_up
+from deft_backend.policy_names import AUTO
 from deft_backend.telemetry.state import ServerState
 from deft_patches import (
     sglang_observe_batch,
@@ -66,6 +65,9 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
     name : str
         The host's name for its backend. host That backend.
     """
+    if runner.is_draft_worker:
+        logger.info("deft: the draft model's attention runs through %s", name)
+        return host
     with ExitStack() as undo:
         made = None
         try:
@@ -98,9 +100,9 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
         undo.pop_all()  # the backend stays
     start_reporting(made.state, runner, settings)
     logger.info(
-        "deft: decode goes through tree attention (policy %s, planned on the %s, workspace %.1f "
+        "deft: %s goes through tree attention (policy %s, planned on the %s, workspace %.1f "
         "MiB); everything else%s through %s",
-        settings.policy, "device" if made.on_device else "host",
+        _what(made.attention), settings.policy, "device" if made.on_device else "host",
         made.attention.workspace_bytes / 2**20,
         "" if made.on_device else ", and batches that share too little,", name,
     )  # fmt: skip
@@ -112,8 +114,6 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
 
 def unsupported_model(runner: Any) -> str | None:
     """Why a model runner's KV cache or device rules out tree attention, in one line, or None."""
-    if runner.is_draft_worker:
-        return "draft models are not supported"
     cache = full_cache(runner.token_to_kv_pool)
     if isinstance(cache, str):
         return cache
@@ -171,7 +171,8 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
     if reason is not None:
         raise Unsupported(reason)
     division, (heads, kv_heads, dim) = _divided(runner)
-    on_device = selects_device_planner(settings, SGLANG, capability_of(device_of(runner)))
+    query_tokens = draft_tokens(runner.server_args)
+    on_device = _plans_on_device(runner, settings, query_tokens)
     if not on_device and decodes_per_rank(runner.server_args):
         # Each rank would choose between its two sets of graphs by its own requests. But graphs hold
         # collectives, so all ranks must replay the same set.
@@ -181,6 +182,8 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
     largest = min(
         settings.max_batch, runner.req_to_token_pool.size
     )  # the host makes no larger batch
+    if on_device:
+        largest = planned_on_device(largest, query_tokens, heads // kv_heads)
     attention = TreeAttention(
         num_query_heads=heads,
         num_kv_heads=kv_heads,
@@ -188,17 +191,41 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
         dtype=runner.dtype,
         kv_dtype=runner.kv_cache_dtype,
         device=device_of(runner),
-        max_batch=planned_on_device(largest) if on_device else largest,
+        max_batch=largest,
+        query_tokens=query_tokens,
         policy=settings.policy,
     )
     if attention.device.type == "cuda":
         take_compiled_kernels(settings, attention.device)
-        _warm_up(attention, runner, settings, on_device)
+        warm_up(attention, runner, settings, on_device)
     state = state_of(runner, division, NAME, settings.policy)
     make = _device_planned if on_device else _host_planned
     backend = make(runner, host, attention, state, settings, undo)
     backend.leave_layers(division.host)
     return _Made(backend, attention, state, on_device, division)
+
+
+def _plans_on_device(runner: Any, settings: Settings, query_tokens: int) -> bool:
+    """Whether the device planner makes the plans: always, if the server speculates."""
+    if query_tokens == 1:
+        return selects_device_planner(settings, SGLANG, capability_of(device_of(runner)))
+    if settings.policy != AUTO:
+        raise Unsupported(
+            f"verification is planned on the device, with the policy {AUTO}; "
+            f"DEFT_POLICY={settings.policy} is not supported there"
+        )
+    if settings.planner == "host" or settings.verify:
+        logger.warning(
+            "deft: verification is planned on the device; DEFT_PLANNER=host and DEFT_VERIFY have "
+            "no effect in a server that speculates"
+        )
+    return True
+
+
+def _what(attention: TreeAttention) -> str:
+    """What goes through tree attention, for the log."""
+    tokens = attention.query_tokens
+    return "decode" if tokens == 1 else f"verification of {tokens} tokens a request"
 
 
 def _device_planned(
@@ -212,10 +239,16 @@ def _device_planned(
     shows = not getattr(resolved(runner.server_args), "enable_memory_saver", False)
     backend = DevicePlannedBackend(
         host, attention, state, settings, shows=shows, model_asks=model_asks(runner),
-        compile_for=_compiler(attention, runner, settings),
+        compile_for=compiler_of(attention, runner, settings), verification=_verification(attention),
     )  # fmt: skip
     _install_fence(runner, backend, undo)
     return backend
+
+
+def _verification(attention: TreeAttention) -> Verification | None:
+    if attention.query_tokens == 1:
+        return None
+    return Verification(attention.query_tokens, attention.max_batch, attention.device)
 
 
 def _host_planned(
@@ -262,37 +295,3 @@ def _install_fence(runner: Any, backend: Any, undo: ExitStack) -> None:
 
 def _has_graphs(runner: Any) -> bool:
     return decode_graphs(runner.server_args) != "disabled"
-
-
-def _warm_up(attention: TreeAttention, runner: Any, settings: Settings, on_device: bool) -> None:
-    """Compile planner and kernels for the tensors that the host's decode steps pass."""
-    tensors = _step_tensors(runner)
-    warm_up_attention(attention, tensors, on_device=on_device, smallest=settings.min_batch)
-
-
-def _step_tensors(runner: Any) -> StepTensors:
-    """What a decode step is given; versions differ in nothing, graphs and eager steps neither."""
-    cache, table = full_cache(runner.token_to_kv_pool), runner.req_to_token_pool.req_to_token
-    assert not isinstance(cache, str)
-    return StepTensors(cache.keys, cache.values, [table.shape[1]], table_dtype=table.dtype)
-
-
-def _compiler(
-    attention: TreeAttention, runner: Any, settings: Settings
-) -> Callable[[torch.dtype, torch.dtype], None] | None:
-    """Compiles for table rows and lengths of other dtypes; None where nothing is compiled."""
-    if attention.device.type != "cuda":
-        return None
-    known = _step_tensors(runner)
-    done = {(known.rows_dtype, known.lens_dtype)}
-
-    def compile_for(rows: torch.dtype, lens: torch.dtype) -> None:
-        if (rows, lens) in done:
-            return
-        done.add((rows, lens))
-        warm_up_attention(
-            attention, replace(known, rows_dtype=rows, lens_dtype=lens), on_device=True,
-            smallest=settings.min_batch,
-        )  # fmt: skip
-
-    return compile_for

@@ -225,6 +225,30 @@ def metadata_graphs() -> bool:
     return setting is not None and bool(setting.get())
 
 
+# Speculation ---------------------------------------------------------------------------------
+
+
+def draft_tokens(server_args: Any) -> int:
+    """Query tokens of a request in a verification; 1 if the server does not speculate."""
+    args = resolved(server_args)
+    if getattr(args, "speculative_algorithm", None) is None:
+        return 1
+    return int(args.speculative_num_draft_tokens)
+
+
+def drafts_trees(server_args: Any) -> bool:
+    """Whether a server drafts trees, not chains: n-grams, or a ``topk`` above 1."""
+    args = resolved(server_args)
+    ngrams = str(args.speculative_algorithm).upper() == "NGRAM"
+    return ngrams or (getattr(args, "speculative_eagle_topk", None) or 1) > 1
+
+
+def draft_links(spec_info: Any) -> tuple[Any, Any] | None:
+    """Each draft token's first child and next sibling, ``[B, n]``; None during a capture."""
+    child, sibling = spec_info.retrieve_next_token, spec_info.retrieve_next_sibling
+    return None if child is None or sibling is None else (child, sibling)
+
+
 # Requests and prefix caches ------------------------------------------------------------------
 
 
@@ -335,8 +359,18 @@ CONTRACT: tuple[Member, ...] = (
     Member(_BATCH, "ForwardBatch.init_new", ("batch", "model_runner"), use="wrapped: see requests"),
     *_read(_BATCH, "ForwardBatch",
            "forward_mode batch_size rids req_pool_indices seq_lens seq_lens_cpu seq_lens_sum "
-           "out_cache_loc", "read: the batch"),
+           "out_cache_loc spec_info", "read: the batch"),
     Member(_BATCH, "ForwardMode.is_decode", use="called"),
+    Member(_BATCH, "ForwardMode.is_target_verify", use="called"),
+    # Speculation.
+    Member(_BACKEND, "AttentionBackend.update_verify_buffers_to_fill_after_draft",
+           ("spec_info", "cuda_graph_bs"), use="overridden: the links are complete"),
+    *_read("sglang.srt.speculative.eagle_info", "EagleVerifyInput",
+           "topk draft_token_num retrieve_next_token retrieve_next_sibling",
+           "read: what a step verifies"),
+    *_read("sglang.srt.speculative.ngram_info", "NgramVerifyInput",
+           "draft_token_num retrieve_next_token retrieve_next_sibling",
+           "read: what a step verifies"),
     *_read(_REQUEST, "ScheduleBatch", "reqs tree_cache", "read: the requests of a batch"),
     *_read(_REQUEST, "Req", "rid last_node", "read: a request and its node"),
     *_read(_REQUEST, "Req", "req_pool_idx cache_protected_len", "read: row and tokens", "<0.5.19"),

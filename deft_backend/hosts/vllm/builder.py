@@ -9,6 +9,7 @@ import torch
 from deft_backend.config import Settings
 from deft_backend.hosts.vllm.factory import create_group, unsupported_server
 from deft_backend.hosts.vllm.group import GroupAttention
+from deft_backend.hosts.vllm.speculation import prefills
 from deft_backend.hosts.vllm.step import TreeStep, attach, step_of
 from deft_backend.hosts.vllm.versions import host_cascades
 
@@ -62,6 +63,8 @@ class TreeBuilder:
         group = self.deft_group
         if group is not None and not self._capturing and (step is not None or reason is not None):
             group.count(reason, common_attn_metadata)
+            if step is not None and step.query_tokens > 1:
+                group.count_verified(common_attn_metadata)
         return metadata
 
     _capturing = False
@@ -86,27 +89,37 @@ class TreeBuilder:
         other = step_of(metadata)
         group = self.deft_group
         step = None
-        if other is not None and group is not None:
-            batch = len(other.seq_lens)
-            if group.refuses(batch) is None:
-                step = TreeStep(group, blk_table[:batch], other.seq_lens)
+        if other is not None and group is not None and group.holds(other):
+            step = other.with_page_table(group, blk_table)
         attach(updated, step)
         return updated
 
     def use_cascade_attention(self, common_prefix_len: int, query_lens: Any, *args: Any,
                               **kwargs: Any) -> bool:  # fmt: skip
-        """Whether the host uses its cascade: not if tree attention decodes the batch."""
+        """Whether the host uses its cascade: not if tree attention may compute the batch.
+
+        The lengths do not tell verifications from short ends of prompts, which are the host's. The
+        host then computes these without its cascade.
+        """
         group = self.deft_group
-        is_decode = len(query_lens) > 0 and int(query_lens.max()) == 1
-        if group is not None and is_decode and group.refuses(len(query_lens)) is None:
+        longest = int(query_lens.max()) if len(query_lens) else 0
+        if group is not None and 1 <= longest <= group.query_tokens:
+            reason = group.refuses(len(query_lens))
+        else:
+            reason = "another kind of batch"
+        if reason is None:
             return False
         return host_cascades(self._host(), common_prefix_len, query_lens, *args, **kwargs)
 
     def _step(self, common_prefix_len: int, common: Any) -> tuple[TreeStep | None, str | None]:
-        """The step of a decode batch, or why the host decodes it; two None for other batches."""
+        """The step of a batch, or why the host computes it; two None for batches with prefills."""
         group = self.deft_group
-        batch = int(common.num_reqs)
-        if group is None or common.max_query_len != 1 or common.num_actual_tokens != batch:
+        batch, query_tokens = int(common.num_reqs), int(common.max_query_len)
+        if group is None or not 1 <= query_tokens <= group.query_tokens:
+            return None, None
+        if query_tokens == 1 and common.num_actual_tokens != batch:
+            return None, None
+        if query_tokens > 1 and not self._capturing and prefills(common):
             return None, None
         reason = group.refuses(batch)
         if reason is None and common_prefix_len:
@@ -114,12 +127,19 @@ class TreeBuilder:
         if reason is None and common.causal is not True:
             reason = "attention that is not causal"
         # Within documents of a multimodal prompt (`mm_req_doc_ranges`), tokens attend to later
-        # tokens. The decoded token is the last one, so decode needs no check for them.
+        # tokens. Decode and verification come after the prompt, so they need no check for them.
         if reason is None and getattr(common, "dcp_local_seq_lens", None) is not None:
             reason = "attention over another range of tokens"
         if reason is not None:
             return None, reason
-        return TreeStep(group, common.block_table_tensor[:batch], common.seq_lens[:batch]), None
+        several = query_tokens > 1
+        if several:  # one number for all batches: kernels are compiled for it
+            query_tokens = group.query_tokens
+        return TreeStep(
+            group, common.block_table_tensor[:batch], common.seq_lens[:batch],
+            tokens=int(common.num_actual_tokens) if several else batch, query_tokens=query_tokens,
+            query_start=common.query_start_loc[: batch + 1] if several else None,
+        ), None  # fmt: skip
 
 
 def leave_graphs_of_any_batch(config: Any) -> None:

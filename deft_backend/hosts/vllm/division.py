@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from deft_backend.hosts.vllm.layers import Layer, LayerShape
+from deft_backend.hosts.vllm.speculation import drafts
 
 LINEAR = "linear or recurrent attention"
+DRAFT = "a draft model"
 
 
 class Division(NamedTuple):
@@ -42,7 +44,7 @@ class Division(NamedTuple):
 
 
 def divide_layers(vllm_config: Any) -> Division:
-    """Decide on every layer of a server's model.
+    """Decide on every layer of a server's model; the draft model's are the host's.
 
     The arguments of a layer's implementation do not show everything: chunked attention, for
     example, is a kind of layer. So the layer's own cache specification is read, too. Layers whose
@@ -52,9 +54,14 @@ def divide_layers(vllm_config: Any) -> Division:
     tree: dict[str, Layer] = {}
     host: dict[str, str] = {}
     for name, module in vllm_config.compilation_config.static_forward_context.items():
-        reason = unsupported_kind(module, vllm_config)
         impl: Any = getattr(module, "impl", None)
         layer: Layer | None = getattr(impl, "deft_layer", None)
+        if drafts(name, vllm_config):
+            # A draft may run with the metadata of the target's step.
+            if layer is not None:
+                impl.deft_layer = layer._replace(reason=DRAFT)
+            continue
+        reason = unsupported_kind(module, vllm_config)
         if layer is None:
             if reason is not None:
                 host[name] = reason

@@ -19,13 +19,19 @@ from deft_backend.hosts.common.planner_choice import (
     planned_on_device,
     selects_device_planner,
 )
-from deft_backend.hosts.common.warm_up import StepTensors, warm_up_attention
+from deft_backend.hosts.common.tested_versions import refuse_speculation
+from deft_backend.hosts.common.warm_up import Drafts, StepTensors, warm_up_attention
 from deft_backend.hosts.vllm.division import divide_layers
 from deft_backend.hosts.vllm.group import GroupAttention
 from deft_backend.hosts.vllm.layers import Layer, LayerShape
 from deft_backend.hosts.vllm.say import say_once
 from deft_backend.hosts.vllm.server import server_of
 from deft_backend.hosts.vllm.sleep import can_sleep, outside_memory_pools
+from deft_backend.hosts.vllm.speculation import (
+    drafts,
+    query_tokens_of,
+    unsupported_speculation,
+)
 from deft_backend.hosts.vllm.versions import blank_cache, unknown_cache
 from deft_backend.policy_names import AUTO
 
@@ -77,6 +83,8 @@ def _create(
     reason = unsupported_server(vllm_config)
     if reason is not None:
         return reason
+    if all(drafts(name, vllm_config) for name in layer_names):
+        return "the draft model gets no tree attention"
     division = divide_layers(vllm_config)
     server = server_of(vllm_config)
     server.say(division)
@@ -99,7 +107,10 @@ def _create(
     if key in server.groups:
         return cast(GroupAttention, server.groups[key])
     largest = min(settings.max_batch, vllm_config.scheduler_config.max_num_seqs)
+    query_tokens = query_tokens_of(vllm_config)
     plans_on_device = selects_device_planner(settings, VLLM, capability_of(device))
+    if plans_on_device:
+        largest = planned_on_device(largest, query_tokens, shape.gqa_group)
 
     def set_up() -> TreeAttention:
         attention = TreeAttention(
@@ -110,7 +121,8 @@ def _create(
             kv_dtype=kv_dtype,
             device=device,
             page_size=spec.block_size,
-            max_batch=planned_on_device(largest) if plans_on_device else largest,
+            max_batch=largest,
+            query_tokens=query_tokens,
             policy=settings.policy,
         )
         if plans_on_device:
@@ -134,8 +146,9 @@ def _create(
     )
     server.groups[key] = group
     logger.info(
-        "deft: decode of %d layers goes through tree attention (policy %s, block size %d, "
+        "deft: %s of %d layers goes through tree attention (policy %s, block size %d, "
         "workspace %.1f MiB); everything else through %s",
+        "decode" if query_tokens == 1 else f"verification of up to {query_tokens} tokens",
         len(taken), settings.policy, spec.block_size, attention.workspace_bytes / 2**20,
         host.get_name(),
     )  # fmt: skip
@@ -145,12 +158,16 @@ def _create(
 def unsupported_server(vllm_config: Any) -> str | None:
     """The feature of a server that rules out tree attention, in one line; or None."""
     from vllm import envs
+    from vllm.platforms import current_platform
 
     parallel = vllm_config.parallel_config
     if envs.VLLM_BATCH_INVARIANT:
         return "a plan depends on the batch: batch-invariant mode is not supported"
     if vllm_config.speculative_config is not None:
-        return "speculative decoding is not supported"
+        reason = refuse_speculation("cpu" if current_platform.is_cpu() else "cuda")
+        reason = reason or unsupported_speculation(vllm_config)
+        if reason is not None:
+            return reason
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             return f"{name.replace('_', ' ').removesuffix(' size')} is not supported"
@@ -205,5 +222,6 @@ def _warm_up(
     tensors = StepTensors(
         *kv_views(cache, attention.head_dim), sorted({columns, -(-columns // 16) * 16}),
         rows_dtype=torch.int32, lens_dtype=torch.int32,
+        drafts=Drafts(attention.query_tokens, ragged=True) if attention.query_tokens > 1 else None,
     )  # fmt: skip
     warm_up_attention(attention, tensors, on_device=True, smallest=settings.min_batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from deft_backend.hosts.vllm.layout import kv_views
 from deft_backend.hosts.vllm.sleep import HIDDEN_BATCH
 from deft_backend.telemetry.shown_batch import Batch
 from deft_backend.telemetry.state import ServerState
+
+if TYPE_CHECKING:
+    from deft_backend.hosts.vllm.step import TreeStep
 
 logger = logging.getLogger("deft_backend")
 
@@ -64,6 +67,7 @@ class GroupAttention:
             attention.num_query_heads, attention.num_kv_heads, attention.head_dim
         )
         self.verifies = settings.verify
+        self.query_tokens = attention.query_tokens
         self._attention = attention
         self._on_device = plans_on_device
         self._shows_batch = shows_batch
@@ -89,12 +93,17 @@ class GroupAttention:
         """
         if self._broken is not None:
             return self._broken
-        return refused(requests, self._settings, self._attention.capacity.max_batch)
+        return refused(requests, self._settings, self._attention.max_batch)
 
-    def plan(self, page_table: torch.Tensor, seq_lens: torch.Tensor) -> None:
+    def holds(self, step: TreeStep) -> bool:
+        """Whether this group's plans hold a step of another group."""
+        fits = step.query_tokens <= self.query_tokens
+        return fits and self.refuses(len(step.seq_lens)) is None
+
+    def plan(self, page_table: torch.Tensor, seq_lens: torch.Tensor, query_tokens: int = 1) -> None:
         """Plan a step from the host's own tensors `page_table` [B, P] and `seq_lens` [B]."""
         if self._on_device:
-            self._attention.plan_on_device(page_table, seq_lens)
+            self._attention.plan_on_device(page_table, seq_lens, query_tokens=query_tokens)
             return
         began = time.perf_counter()
         lens = seq_lens.numpy()
@@ -104,7 +113,7 @@ class GroupAttention:
         forest = forest_from_page_tables(
             page_table.numpy(), lens, self._attention.page_size, check=False
         )
-        plan = self._attention.plan(forest)
+        plan = self._attention.plan(forest, query_tokens=query_tokens)
         state = self._state
         state.plans += 1
         state.plan_seconds += time.perf_counter() - began
@@ -120,10 +129,13 @@ class GroupAttention:
         page_table: torch.Tensor,
         seq_lens: torch.Tensor,
         output: torch.Tensor,
+        query_start: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Decode one layer of the planned step into the first B rows of `output` [T, Hq, D]."""
-        batch = len(seq_lens)
+        """Compute one layer of the planned step into `output` [T, Hq, D], from `query` [T, Hq, D].
+
+        Without `query_start` [B + 1], T is B.
+        """
         k_scale: float | torch.Tensor = 1.0
         v_scale: float | torch.Tensor = 1.0
         if layer.scales is not None:
@@ -132,20 +144,20 @@ class GroupAttention:
                 query, k_scale = query.to(self._attention.dtype), k_scale * q_scale
             kv_cache = kv_cache.view(self._attention.kv_dtype)
         k_cache, v_cache = kv_views(kv_cache, layer.shape.head_dim)
-        # Padding requests have length 0: the plan covers them, and the kernels write zeros for
-        # them.
+        # Padding requests have length 0 or no rows. For length 0 the kernels write zeros.
         self._attention.run(
-            query[:batch],
+            query,
             k_cache,
             v_cache,
             page_table,
             seq_lens,
+            query_start=query_start,
             sm_scale=layer.sm_scale,
             logit_cap=layer.logit_cap,
             k_scale=k_scale,
             v_scale=v_scale,
             sinks=sinks,
-            out=output[:batch],
+            out=output,
             static_launch=self._on_device,
         )
 
@@ -178,6 +190,11 @@ class GroupAttention:
                 common.block_table_tensor[:requests], common.seq_lens[:requests],
                 self._attention.page_size,
             )  # fmt: skip
+
+    def count_verified(self, common: Any) -> None:
+        """Count the query tokens of a verification, without padding."""
+        if self.counts:
+            self._state.verified_tokens += int(common.query_start_loc_cpu[common.num_reqs])
 
     def verify(self, out: torch.Tensor, host: Callable[[], torch.Tensor]) -> None:
         """Compare `out` with the host's result; keep the host's result if they differ.

@@ -20,6 +20,11 @@ class LayerShape(NamedTuple):
     num_kv_heads: int
     head_dim: int
 
+    @property
+    def gqa_group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_query_heads // self.num_kv_heads
+
 
 class Layer(NamedTuple):
     """One attention layer, as its implementation's constructor arguments describe it.

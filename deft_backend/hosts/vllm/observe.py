@@ -14,6 +14,7 @@ from deft_backend.config import Settings
 from deft_backend.hosts.vllm.group import tokens_of
 from deft_backend.hosts.vllm.layers import LayerShape
 from deft_backend.hosts.vllm.server import full_layers, server_of
+from deft_backend.hosts.vllm.speculation import is_step, query_tokens_of
 
 
 def original_backend(name: str) -> Any:
@@ -61,6 +62,7 @@ class ObservedBuilder:
             layer_names, shape, kv_cache_spec.dtype, torch.device(device), Settings.from_env(),
             self.host.get_name(),
         )  # fmt: skip
+        self._query_tokens = query_tokens_of(vllm_config)
         self._counts = server.counting == tuple(layer_names)
 
     def _host(self) -> Any:
@@ -68,9 +70,9 @@ class ObservedBuilder:
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any,
               **kwargs: Any) -> Any:  # fmt: skip
-        """The host's metadata; this counts a decode step."""
+        """The host's metadata; this counts a decode or a verification."""
         common = common_attn_metadata
-        if self._counts and not self._capturing and common.max_query_len == 1:
+        if self._counts and not self._capturing and is_step(common, self._query_tokens):
             self._state.count_host("observed", tokens_of(common))
         return self._host().build(common_prefix_len, common, *args, **kwargs)
 

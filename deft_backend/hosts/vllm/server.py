@@ -14,6 +14,7 @@ from deft_backend.config import Settings
 from deft_backend.hosts.vllm.division import Division, divide_layers, unsupported_kind
 from deft_backend.hosts.vllm.layers import LayerShape
 from deft_backend.hosts.vllm.port import port_of
+from deft_backend.hosts.vllm.speculation import drafts
 from deft_backend.hosts.vllm.versions import VLLM, asked_name
 from deft_backend.telemetry import reporting
 from deft_backend.telemetry.decode_log import DecodeLog
@@ -159,11 +160,12 @@ def _tensor_rank() -> int:
 
 
 def full_layers(vllm_config: Any) -> list[str]:
-    """Names of the layers with full attention, whichever backend runs them."""
+    """Names of the target's layers with full attention, whichever backend runs them."""
     return [
         name
         for name, module in vllm_config.compilation_config.static_forward_context.items()
         if getattr(module, "impl", None) is not None
+        and not drafts(name, vllm_config)
         and unsupported_kind(module, vllm_config) is None
     ]
 
@@ -171,5 +173,8 @@ def full_layers(vllm_config: Any) -> list[str]:
 def _num_layers(vllm_config: Any) -> int:
     """Layers that a server of the host's backend counts: those with full attention, else all."""
     context = vllm_config.compilation_config.static_forward_context
-    attending = sum(getattr(module, "impl", None) is not None for module in context.values())
+    attending = sum(
+        getattr(module, "impl", None) is not None and not drafts(name, vllm_config)
+        for name, module in context.items()
+    )
     return len(full_layers(vllm_config)) or attending

@@ -1,4 +1,4 @@
-"""One decode step of one KV-cache group: planned by its first layer, read by the others."""
+"""One step of one KV-cache group, a decode or a verification: planned by its first layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _ATTRIBUTE = "deft_step"
 
 
 class TreeStep:
-    """The data of a decode step that the host's metadata lacks; attached to that metadata.
+    """The data of a step that the host's metadata lacks; attached to that metadata.
+
+    In decode each request has one query token. In verification it has up to `query_tokens`: one
+    that follows the verified ones, and a chain of draft tokens.
 
     The first layer that runs makes the plan, not the builder. So a captured graph holds the
     planning and repeats it at every replay. The host may run the same metadata again: it warms up
@@ -28,16 +31,33 @@ class TreeStep:
     page_table : [B, P] int32
         The host's own tensor on the device, which it fills again in each step.
     seq_lens : [B] int32
-        The host's own tensor on the device; 0 for padding requests.
+        The host's own tensor on the device, with the query tokens; 0 for padding requests.
+    tokens : int
+        Rows of the batch's queries.
+    query_tokens : int
+        Most query tokens of a request.
+    query_start : [B + 1] int32, optional
+        In verification, the host's own tensor on the device: the first row of each request.
     """
 
     def __init__(
-        self, group: GroupAttention, page_table: torch.Tensor, seq_lens: torch.Tensor
-    ) -> None:
+        self, group: GroupAttention, page_table: torch.Tensor, seq_lens: torch.Tensor, *,
+        tokens: int, query_tokens: int = 1, query_start: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.group = group
         self.page_table = page_table
         self.seq_lens = seq_lens
+        self.tokens = tokens
+        self.query_tokens = query_tokens
+        self.query_start = query_start
         self._seen: set[int] = set()
+
+    def with_page_table(self, group: GroupAttention, page_table: torch.Tensor) -> TreeStep:
+        """The same requests in another group's page table [rows, P]."""
+        return TreeStep(
+            group, page_table[: len(self.seq_lens)], self.seq_lens, tokens=self.tokens,
+            query_tokens=self.query_tokens, query_start=self.query_start,
+        )  # fmt: skip
 
     def takes(self, layer: Layer) -> bool:
         """Whether a layer of the step goes through tree attention."""
@@ -60,7 +80,7 @@ class TreeStep:
         host: Callable[[], torch.Tensor],
         sinks: torch.Tensor | None = None,
     ) -> bool:
-        """Decode a layer into `output`; False if the host's implementation must.
+        """Compute a layer into `output`; False if the host's implementation must.
 
         Parameters
         ----------
@@ -68,7 +88,7 @@ class TreeStep:
             The layer's implementation; it identifies the layer within a pass.
         layer : Layer
         query : [T, Hq, D]
-            One token for each request at the first B indices; padding follows.
+            The batch's query tokens at the first `tokens` indices; padding follows.
         kv_cache : [pages, Hkv, page_size, 2 * D]
         output : [T, Hq, D]
         host : callable
@@ -81,11 +101,15 @@ class TreeStep:
         try:
             if not self._seen or id(owner) in self._seen:
                 self._seen.clear()
-                group.plan(self.page_table, self.seq_lens)
+                group.plan(self.page_table, self.seq_lens, self.query_tokens)
             self._seen.add(id(owner))
-            group.run(layer, query, kv_cache, self.page_table, self.seq_lens, output, sinks)
+            rows = output[: self.tokens]
+            group.run(
+                layer, query[: self.tokens], kv_cache, self.page_table, self.seq_lens, rows,
+                self.query_start, sinks,
+            )  # fmt: skip
             if group.verifies:
-                group.verify(output[: len(self.seq_lens)], host)
+                group.verify(rows, host)
             return True
         except Exception as error:
             if self._seen:

@@ -97,7 +97,11 @@ CONTRACT: tuple[Member, ...] = (
         Member(_BACKEND, f"CommonAttentionMetadata.{name}", use=f"read: {use}")
         for name, use in (
             ("num_reqs", "the batch"), ("num_actual_tokens", "the batch"),
-            ("max_query_len", "whether it is a decode"), ("query_start_loc", "on the CPU"),
+            ("max_query_len", "whether it is a decode"),
+            ("query_start_loc", "the rows of a verification, on the device"),
+            ("query_start_loc_cpu", "verified tokens"),
+            ("is_prefilling", "whether it holds prompts"),
+            ("mm_req_doc_ranges", "whether prompts need more than causal attention"),
             ("seq_lens", "planned from, on the device"),
             ("block_table_tensor", "planned from, on the device"),
             ("seq_lens_cpu_upper_bound", "bytes that the host's kernel reads"),
@@ -149,6 +153,10 @@ CONTRACT: tuple[Member, ...] = (
     ),
     Member("vllm.config.attention", "AttentionConfig.backend", use="read: who asks for us"),
     Member("vllm.config.attention", "AttentionConfig.use_non_causal", use="read"),
+    Member("vllm.config.speculative", "SpeculativeConfig.num_speculative_tokens",
+           use="read: query tokens of a verification"),
+    Member("vllm.config.model", "ModelConfig.hf_text_config",
+           use="read: layers of the target, to tell the draft's"),
     Member("vllm.config.compilation", "CompilationConfig.static_forward_context",
            use="read: the model's layers"),
     Member("vllm.config.compilation", "CompilationConfig.cudagraph_mode",

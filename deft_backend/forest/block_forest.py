@@ -11,8 +11,8 @@ def forest_of_blocks(forest: PrefixForest, blocks: int, private_tokens: int) -> 
     """The forest of the query blocks of a batch's requests.
 
     Block ``b`` of request ``r`` is query ``r * blocks + b``; it attends to the tokens of ``r``. No
-    shared node holds any of a request's last `private_tokens` tokens: which of those a query token
-    sees is its own affair. So they lie in leaves, with the part of a page before them.
+    shared node holds any of a request's last `private_tokens` tokens: not every query token sees
+    all of them. So they lie in leaves, with the part of a page before them.
 
     Parameters
     ----------

@@ -36,7 +36,7 @@ class Traffic:
         so that the host evicts documents without recent questions.
     turnover : float
         Share of requests after which a new document replaces an old one.
-    loners : float
+    unshared : float
         Share of requests that share nothing.
     aborted : float
         Share of requests whose client hangs up early.
@@ -45,7 +45,7 @@ class Traffic:
     samples : int
         Answers to keep for the check.
     part : int
-        Another part has other requests.
+        Number of this part of a longer run; each part sends other requests.
     """
 
     minutes: float
@@ -53,7 +53,7 @@ class Traffic:
     documents: int = 48
     document_tokens: int = 16384
     turnover: float = 0.01
-    loners: float = 0.2
+    unshared: float = 0.2
     aborted: float = 0.1
     most_question_tokens: int = 256
     most_answer_tokens: int = 256
@@ -165,7 +165,7 @@ async def _one(
     question = draw(choose, model, choose.randint(1, traffic.most_question_tokens))
     tokens = choose.randint(2, traffic.most_answer_tokens)
     leave_after = choose.randint(1, tokens - 1) if choose.random() < traffic.aborted else None
-    document = None if choose.random() < traffic.loners else _popular(choose, documents)
+    document = None if choose.random() < traffic.unshared else _popular(choose, documents)
     if choose.random() < traffic.turnover:
         place = choose.randrange(len(documents))
         documents[place] = _Document(draw(choose, model, traffic.document_tokens))

@@ -1,6 +1,7 @@
 """Engines of the zoo, one after the other: each answers, or checks another engine's answers.
 
-``python -m benchmarks.zoo.worker JOB...`` reads files with a :class:`Job` and writes the results.
+``python -m benchmarks.zoo.engine_process JOB...`` reads files with a :class:`Job` and writes the
+results.
 Importing this module fills the models of SGLang: its processes import the main module again.
 """
 
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.zoo.answering import check
-from benchmarks.zoo.engines import (
+from benchmarks.zoo.host_engines import (
     VLLM,
     SGLang,
     fill_models_of_sglang,

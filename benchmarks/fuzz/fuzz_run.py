@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fuzz.worker import Job, work
+from benchmarks.fuzz.fuzz_process import Job, work
 
 STUCK_SECONDS = 240.0
 """A process that reports nothing for so long hangs; a first chunk compiles kernels."""

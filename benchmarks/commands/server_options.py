@@ -1,0 +1,18 @@
+"""Options of the commands that start servers of both backends."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+HostArguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[-- HOST OPTIONS]", help="Every server gets them unchanged."),
+]
+CheckpointOption = Annotated[
+    str | None, typer.Option(help="Checkpoint folder. Default: write a checkpoint of --shape.")
+]
+ReferenceOption = Annotated[
+    str | None, typer.Option(help="Backend whose answers are the reference.")
+]

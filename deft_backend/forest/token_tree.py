@@ -1,0 +1,67 @@
+"""Token trees of speculative decoding: from links between draft tokens to ancestor bits."""
+
+from __future__ import annotations
+
+import torch
+
+WORD = 64
+"""Ancestors are bits in words of this many."""
+
+
+def words_of(tokens: int) -> int:
+    """Words that hold a bit for each of `tokens` tokens."""
+    return -(-tokens // WORD)
+
+
+def ancestors_of_links(first_child: torch.Tensor, next_sibling: torch.Tensor) -> torch.Tensor:
+    """Which tokens of a tree each token attends to: its ancestors and itself.
+
+    Follow a token's links backwards, to the sibling before it or, from a first child, to its
+    parent. The parents on this path to the root are the token's ancestors. Each round doubles the
+    length of the path that every token knows, so the device needs no loop over depths.
+
+    Parameters
+    ----------
+    first_child, next_sibling : [B, n] int64
+        Indices of tokens within their request, -1 for none. Token 0 is the root.
+
+    Returns
+    -------
+    [B, n, ceil(n / 64)] int64
+        Bit ``k`` of word ``w`` is set if the token attends to token ``64 * w + k``.
+
+    Examples
+    --------
+    Token 0 has the children 1 and 2, and token 3 follows token 2:
+
+    >>> child = torch.tensor([[1, -1, 3, -1]])
+    >>> sibling = torch.tensor([[-1, 2, -1, -1]])
+    >>> [f"{bits:04b}" for bits in ancestors_of_links(child, sibling)[0, :, 0].tolist()]
+    ['0001', '0011', '0101', '1101']
+    """
+    batch, tokens = first_child.shape
+    device = first_child.device
+    ids = torch.arange(tokens, device=device)
+    one = _bits(ids, tokens)  # [n, W]
+    # A spare column takes what links of -1 write.
+    before = torch.zeros((batch, tokens + 1), dtype=torch.int64, device=device)
+    bits = torch.zeros((batch, tokens + 1, one.shape[1]), dtype=torch.int64, device=device)
+    children = torch.where(first_child < 0, tokens, first_child)
+    siblings = torch.where(next_sibling < 0, tokens, next_sibling)
+    before.scatter_(1, children, ids.expand(batch, tokens))
+    before.scatter_(1, siblings, ids.expand(batch, tokens))
+    bits.scatter_(1, children.unsqueeze(-1).expand(-1, -1, one.shape[1]), one.expand(batch, -1, -1))
+    before, bits = before[:, :tokens], bits[:, :tokens]
+    length = 1
+    while length < tokens:
+        bits = bits | bits.gather(1, before.unsqueeze(-1).expand_as(bits))
+        before = before.gather(1, before)
+        length *= 2
+    return bits | one
+
+
+def _bits(ids: torch.Tensor, tokens: int) -> torch.Tensor:
+    """[n, W] int64: each token's own bit."""
+    words = torch.arange(words_of(tokens), device=ids.device)
+    own = torch.ones_like(ids) << (ids % WORD)
+    return torch.where(ids[:, None] // WORD == words, own[:, None], 0)

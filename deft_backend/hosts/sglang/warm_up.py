@@ -1,0 +1,53 @@
+"""What the kernels are compiled for before the first step, or before a capture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from deft_backend.attention import TreeAttention
+from deft_backend.config import Settings
+from deft_backend.hosts.common.warm_up import Drafts, StepTensors, warm_up_attention
+from deft_backend.hosts.sglang.caches import full_cache
+from deft_backend.hosts.sglang.versions import draft_tokens, drafts_trees
+
+
+def warm_up(attention: TreeAttention, runner: Any, settings: Settings, on_device: bool) -> None:
+    """Compile planner and kernels for the tensors that the host's decode steps pass."""
+    tensors = _step_tensors(runner)
+    warm_up_attention(attention, tensors, on_device=on_device, smallest=settings.min_batch)
+
+
+def _step_tensors(runner: Any) -> StepTensors:
+    """What a decode step is given; versions differ in nothing, graphs and eager steps neither."""
+    cache, table = full_cache(runner.token_to_kv_pool), runner.req_to_token_pool.req_to_token
+    assert not isinstance(cache, str)
+    tokens = draft_tokens(runner.server_args)
+    return StepTensors(
+        cache.keys, cache.values, [table.shape[1]], table_dtype=table.dtype,
+        drafts=Drafts(tokens, trees=drafts_trees(runner.server_args)) if tokens > 1 else None,
+    )  # fmt: skip
+
+
+def compiler_of(
+    attention: TreeAttention, runner: Any, settings: Settings
+) -> Callable[[torch.dtype, torch.dtype], None] | None:
+    """Compiles for table rows and lengths of other dtypes; None where nothing is compiled."""
+    if attention.device.type != "cuda":
+        return None
+    known = _step_tensors(runner)
+    done = {(known.rows_dtype, known.lens_dtype)}
+
+    def compile_for(rows: torch.dtype, lens: torch.dtype) -> None:
+        if (rows, lens) in done:
+            return
+        done.add((rows, lens))
+        warm_up_attention(
+            attention, replace(known, rows_dtype=rows, lens_dtype=lens), on_device=True,
+            smallest=settings.min_batch,
+        )  # fmt: skip
+
+    return compile_for

@@ -1,0 +1,76 @@
+"""Speculative decoding in the hosts' own words: their options, and how many tokens they accept."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.error
+import urllib.request
+from contextlib import suppress
+
+NGRAM = "ngram"
+"""Drafts from n-grams of the context; any other name is a draft model."""
+
+_SERIES = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens)_total(?:\{.*\})? (\S+)", re.M)
+
+
+def speculative_arguments(host: str, draft: str, tokens: int) -> list[str]:
+    """Options with which a server drafts chains.
+
+    Parameters
+    ----------
+    host : str
+        "sglang" or "vllm".
+    draft : str
+        :data:`NGRAM`, or a draft model: its folder, or its name on the hub.
+    tokens : int
+        Draft tokens of a verification, besides the token before them.
+
+    Examples
+    --------
+    >>> speculative_arguments("vllm", "ngram", 4)[1]
+    '{"num_speculative_tokens": 4, "method": "ngram", "prompt_lookup_max": 4}'
+    """
+    if host == "vllm":
+        kind = {"method": NGRAM, "prompt_lookup_max": 4} if draft == NGRAM else {"model": draft}
+        return ["--speculative-config", json.dumps({"num_speculative_tokens": tokens, **kind})]
+    verified = ["--speculative-num-draft-tokens", str(tokens + 1)]
+    if draft == NGRAM:
+        return ["--speculative-algorithm", "NGRAM", *verified]
+    return [
+        "--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", draft,
+        "--speculative-num-steps", str(tokens), "--speculative-eagle-topk", "1", *verified,
+    ]  # fmt: skip
+
+
+def acceptance_length(host: str, url: str) -> float | None:
+    """Tokens that a server's verifications gave on average since it started; None if none ran.
+
+    A verification gives the accepted draft tokens and one token of the target. The server counts
+    them itself: in vLLM's ``/metrics``, in SGLang's ``/server_info``.
+    """
+    if host == "vllm":
+        return _of_metrics(_get(f"{url}/metrics") or "")
+    content = _get(f"{url}/server_info")
+    with suppress(ValueError, KeyError, TypeError):
+        states = json.loads(content or "")["internal_states"]
+        found = [s["avg_spec_accept_length"] for s in states if "avg_spec_accept_length" in s]
+        return sum(map(float, found)) / len(found) if found else None
+    return None
+
+
+def _of_metrics(page: str) -> float | None:
+    """From vLLM's counters, over all its engines."""
+    totals = {"drafts": 0.0, "accepted_tokens": 0.0}
+    for name, value in _SERIES.findall(page):
+        totals[name] += float(value)
+    return 1.0 + totals["accepted_tokens"] / totals["drafts"] if totals["drafts"] else None
+
+
+def _get(url: str) -> str | None:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=30) as response:
+            return str(response.read().decode())
+    except (urllib.error.URLError, TimeoutError, ConnectionError):
+        return None

@@ -1,0 +1,56 @@
+"""Load the stand-ins into every process of a server, as a plugin of SGLang."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from integration_tests.cpu_speculation import attention, places, trees
+
+ROOT = Path(__file__).parents[2]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Write the plugin's entry point below `folder`; returns settings of servers that use it."""
+    described = folder / "cpu_speculation-0.0.dist-info"
+    described.mkdir(parents=True, exist_ok=True)
+    (described / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: cpu-speculation\nVersion: 0\n"
+    )
+    (described / "entry_points.txt").write_text(
+        f"[sglang.srt.plugins]\ncpu_speculation = {__name__}:register\n"
+    )
+    paths = [str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+
+
+def register() -> None:
+    """Add the operations; let the host choose its backend for CPUs with AMX, which uses them."""
+    import sgl_kernel  # noqa: F401
+    import sglang.srt.arg_groups.overrides as overrides
+
+    for module in (attention, places, trees):
+        for name, operation in _operations(module).items():
+            setattr(torch.ops.sgl_kernel, name, operation)
+    real = overrides.get_platform
+    overrides.get_platform = lambda: _WithAmx(real())
+
+
+def _operations(module: ModuleType) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name.endswith("_cpu")}
+
+
+class _WithAmx:
+    """The host's platform, with AMX."""
+
+    has_amx = True
+
+    def __init__(self, platform: Any) -> None:
+        self._platform = platform
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._platform, name)

@@ -1,0 +1,66 @@
+"""Speculation: greedy answers equal the host's without it, and as many drafts are accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from integration_tests.common.answers import PREFIX, TOPICS, check, check_joins_and_aborts, on
+from integration_tests.common.server import Server
+from integration_tests.sglang_server import GROUPS, Ask, running
+
+pytestmark = pytest.mark.rare
+
+KINDS = ("chain", "tree", "lookup")
+
+
+@on(*KINDS)
+def test_answers(server: Server, reference) -> None:
+    """Requests that share a prefix, one that ends early, and one alone."""
+    asks = [Ask(PREFIX + f"Tonight it spoke of {t}.", tokens=14) for t in TOPICS[:3]]
+    check(server, reference, [*asks, Ask(PREFIX, tokens=5), Ask("Alone, and alone.", tokens=9)])
+    state = server.state()
+    assert state["steps_tree"] > 0
+    assert state["verified_tokens"] > 0
+    assert not state["steps_host"]
+    assert 0 < state["kv_bytes_read"] < state["kv_bytes_query_guided"]
+    assert "deft: verification of" in server.log
+    assert "tokens verified; KV read" in server.log
+
+
+@on(*KINDS)
+def test_requests_join_and_others_are_aborted(server: Server, reference) -> None:
+    first = [Ask(PREFIX + f"Then came {topic},", tokens=12) for topic in TOPICS[:3]]
+    later = [Ask(PREFIX + f"Then came {topic}, and", tokens=6) for topic in TOPICS[:2]]
+    check_joins_and_aborts(server, reference, kept=first[:2], cut=first[2:], later=later)
+
+
+@pytest.fixture
+def host(server: Server, request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Server]:
+    """The host's own backend, with the flags of the test's group."""
+    group = request.node.callspec.params["server"]
+    folder = tmp_path_factory.mktemp(f"host-{group}")
+    with running(None, GROUPS[group], folder) as running_host:
+        yield running_host
+
+
+@on(*KINDS)
+@pytest.mark.rare
+def test_as_many_drafts_are_accepted(server: Server, host: Server) -> None:
+    """One request after another: the drafts of each verification then depend on nothing else."""
+    found = []
+    for each in (server, host):
+        found.append([drafts(each, PREFIX + f"Of {topic} it is told") for topic in TOPICS[:3]])
+    assert found[0] == found[1]
+    if "speculative-draft-model-path" in server.log:
+        verified, accepted = (sum(counts) for counts in zip(*found[0], strict=True))
+        assert verified < accepted  # the draft model is made for this
+
+
+def drafts(server: Server, prompt: str) -> tuple[int, int]:
+    """Verifications and accepted drafts of a request, by the host's own count."""
+    sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+    found = server.post("generate", {"text": prompt, "sampling_params": sampling})["meta_info"]
+    return found["spec_verify_ct"], found["spec_num_correct_drafts"]

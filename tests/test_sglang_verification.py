@@ -1,0 +1,279 @@
+"""SGLang's verification of chains and token trees: eager steps, captures and replays."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang_fakes import FakePool, Tree, load_host, make_layer, make_state, requests_of
+
+from deft_backend.attention import TreeAttention
+from deft_backend.config import Settings
+
+PREFIX = list(range(10, 310))
+PROMPTS = [[*PREFIX, 4, 5], [*PREFIX, 9]]
+N = 4
+"""Tokens of a verification: the last accepted one and three draft tokens."""
+
+PARENTS = [[-1, 0, 0, 1], [-1, 0, 1, 1]]
+
+
+def mode(name: str) -> Any:
+    return SimpleNamespace(
+        name=name, is_decode=lambda: name == "decode", is_mixed=lambda: False,
+        is_target_verify=lambda: name == "verify", is_idle=lambda: False,
+    )  # fmt: skip
+
+
+def links(parents: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    child = torch.full((len(parents), N), -1)
+    sibling = torch.full((len(parents), N), -1)
+    for request, tree in enumerate(parents):
+        for token in range(N - 1, 0, -1):
+            sibling[request, token] = child[request, tree[token]]
+            child[request, tree[token]] = token
+    return child, sibling
+
+
+def chain(requests: int) -> list[list[int]]:
+    return [[-1, 0, 1, 2]] * requests
+
+
+def trees(parents: list[list[int]]) -> Any:
+    """What the host verifies: trees with links, as EAGLE's with ``topk`` of 2."""
+    child, sibling = links(parents)
+    return SimpleNamespace(
+        topk=2, draft_token_num=N, retrieve_next_token=child, retrieve_next_sibling=sibling
+    )
+
+
+CHAIN = SimpleNamespace(topk=1, draft_token_num=N)
+NO_LINKS = SimpleNamespace(
+    topk=2, draft_token_num=N, retrieve_next_token=None, retrieve_next_sibling=None
+)
+
+
+@pytest.fixture
+def server() -> Any:
+    """A backend over a host that records its calls."""
+    host = load_host()
+    from deft_backend.hosts.sglang.device_planned import DevicePlannedBackend
+    from deft_backend.hosts.sglang.verification import Verification
+
+    _, table, lens = requests_of(PROMPTS, Tree(), private=1 + N)
+    calls: list[str] = []
+
+    class HostBackend(host.AttentionBackend):
+        token_to_kv_pool = FakePool(400)
+        req_to_token_pool = SimpleNamespace(req_to_token=torch.from_numpy(table))
+
+        def init_forward_metadata(self, forward_batch: Any) -> None:
+            calls.append("metadata")
+
+        def init_forward_metadata_out_graph(
+            self, forward_batch: Any, in_capture: bool = False
+        ) -> None:
+            calls.append("capture" if in_capture else "replay")
+
+        def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+            calls.append("in graph")
+
+        def forward_decode(self, q: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append("decode")
+            return q
+
+        def forward_extend(self, q: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append("extend")
+            return q
+
+        def update_verify_buffers_to_fill_after_draft(self, spec: Any, bucket: Any) -> None:
+            calls.append("after draft")
+
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+        max_batch=3, query_tokens=N,
+    )  # fmt: skip
+    state = make_state()
+    backend = DevicePlannedBackend(
+        HostBackend(), attention, state, Settings(min_batch=2),
+        verification=Verification(N, attention.max_batch, attention.device),
+    )  # fmt: skip
+
+    def batch(spec: Any, kind: str = "verify", size: int = 2) -> Any:
+        rows = torch.tensor([1, 2, 0][:size])
+        lengths = torch.tensor([*(lens - N).tolist(), 1][:size])
+        return SimpleNamespace(
+            forward_mode=mode(kind), batch_size=size, seq_lens=lengths, req_pool_indices=rows,
+            out_cache_loc=torch.arange(390, 390 + size * N), spec_info=spec,
+            seq_lens_sum=int(lengths.sum()), seq_lens_cpu=None,
+        )  # fmt: skip
+
+    return SimpleNamespace(
+        backend=backend, calls=calls, batch=batch, state=state, table=table, attention=attention,
+        pool=HostBackend.token_to_kv_pool,
+    )  # fmt: skip
+
+
+def query(size: int = 2) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(1)
+    return tuple(torch.randn(size * N, heads * 64, generator=generator) for heads in (4, 2, 2))
+
+
+def forward(server: Any, batch: Any, layer: Any = None) -> Any:
+    q, k, v = query(batch.batch_size)
+    return server.backend.forward(
+        q=q, k=k, v=v, layer=layer or make_layer(), forward_batch=batch, save_kv_cache=False
+    )
+
+
+def check(server: Any, batch: Any, parents: list[list[int]], out: torch.Tensor) -> None:
+    """Attention in float64, token by token: the prefix and the token's ancestors."""
+    q = query(batch.batch_size)[0].view(-1, N, 4, 64).double()
+    expected = torch.empty_like(q)
+    for request, tree in enumerate(parents):
+        prefix = int(batch.seq_lens[request])
+        row = server.table[int(batch.req_pool_indices[request])]
+        for token in range(N):
+            seen, place = [], token
+            while place >= 0:
+                seen.append(prefix + place)
+                place = tree[place]
+            slots = torch.from_numpy(row[[*range(prefix), *seen]]).long()
+            for head in range(4):
+                scores = server.pool.k[slots, head // 2].double() @ q[request, token, head]
+                weights = (scores * 0.125).softmax(0)
+                expected[request, token, head] = weights @ server.pool.v[slots, head // 2].double()
+    rows = len(parents)
+    found = out.view(-1, N, 4, 64)[:rows].double()
+    torch.testing.assert_close(found, expected[:rows], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("spec", "parents"),
+    [(CHAIN, chain(2)), (trees(PARENTS), PARENTS), (trees(chain(2)), chain(2))],
+)
+def test_an_eager_step(server: Any, spec: Any, parents: list[list[int]]) -> None:
+    batch = server.batch(spec)
+    server.backend.init_forward_metadata(batch)
+    out = forward(server, batch)
+    assert server.calls == []
+    check(server, batch, parents, out)
+    assert server.state.verified_tokens == 2 * N
+    assert server.state.steps_tree == 1
+
+
+def test_trees_of_n_grams_have_no_topk(server: Any) -> None:
+    child, sibling = links(PARENTS)
+    spec = SimpleNamespace(
+        draft_token_num=N, retrieve_next_token=child, retrieve_next_sibling=sibling
+    )
+    batch = server.batch(spec)
+    server.backend.init_forward_metadata(batch)
+    check(server, batch, PARENTS, forward(server, batch))
+
+
+def test_what_is_captured_verifies_whatever_it_is_replayed_for(server: Any) -> None:
+    """The graph reads lengths, rows and links where the host and the adapter keep them."""
+    backend = server.backend
+    static = server.batch(NO_LINKS, size=3)
+    static.seq_lens.fill_(1)
+    static.req_pool_indices.fill_(0)
+    backend.init_forward_metadata_out_graph(static, in_capture=True)
+    backend.init_forward_metadata_in_graph(static)
+    forward(server, static)
+    assert server.calls == ["capture", "in graph"]
+    assert backend.shared_read_ends(mode("verify")) is backend.shared_read_ends(mode("decode"))
+    for parents in (PARENTS, chain(2), PARENTS[::-1]):
+        real = server.batch(trees(parents), size=3)
+        static.seq_lens.copy_(real.seq_lens)
+        static.req_pool_indices.copy_(real.req_pool_indices)
+        view = SimpleNamespace(**{**vars(real), "seq_lens": static.seq_lens, "num_padding": 1})
+        backend.init_forward_metadata_out_graph(view)
+        assert backend.replayed_tree(real)
+        # The graph repeats the launches that the capture made on the capture's batch.
+        backend._tree_batch = static
+        backend.init_forward_metadata_in_graph(static)
+        check(server, real, parents, forward(server, static))
+    assert server.calls == ["capture", *["in graph"] * 4]
+    assert server.state.verified_tokens == 3 * 2 * N
+
+
+def test_links_that_come_after_the_preparation_of_a_replay(server: Any) -> None:
+    """With a stream for plans, the host drafts while it prepares the replay."""
+    backend = server.backend
+    static = server.batch(NO_LINKS)
+    backend.init_forward_metadata_out_graph(static, in_capture=True)
+    backend.init_forward_metadata_in_graph(static)
+    forward(server, static)
+    backend.init_forward_metadata_out_graph(server.batch(trees(chain(2))))
+    backend.update_verify_buffers_to_fill_after_draft(trees(PARENTS), 2)
+    assert server.calls[-1] == "after draft"
+    backend._tree_batch = static
+    backend.init_forward_metadata_in_graph(static)
+    check(server, static, PARENTS, forward(server, static))
+
+
+def test_links_of_batches_that_the_host_verifies_are_not_loaded(server: Any) -> None:
+    """Such a batch may be larger than the memory for links, and an idle rank has no links."""
+    backend = server.backend
+    static = server.batch(NO_LINKS)
+    backend.init_forward_metadata_out_graph(static, in_capture=True)
+    held = backend._verification._links.clone()
+    for spec, size in ((trees([*PARENTS, *PARENTS]), 4), (trees(PARENTS), None), (None, 2)):
+        backend.update_verify_buffers_to_fill_after_draft(spec, size)
+        assert server.calls[-1] == "after draft"
+    assert torch.equal(backend._verification._links, held)
+
+
+def test_a_replay_without_links_stops(server: Any) -> None:
+    backend = server.backend
+    static = server.batch(NO_LINKS)
+    backend.init_forward_metadata_out_graph(static, in_capture=True)
+    with pytest.raises(RuntimeError, match="no links"):
+        backend.init_forward_metadata_out_graph(server.batch(NO_LINKS))
+
+
+def test_verifications_of_another_form_are_the_hosts(server: Any) -> None:
+    longer = SimpleNamespace(topk=1, draft_token_num=N + 1)
+    fewer = trees(PARENTS[:1])
+    for spec in (longer, fewer, NO_LINKS, None):
+        batch = server.batch(spec)
+        server.backend.init_forward_metadata(batch)
+        forward(server, batch)
+    assert server.calls == ["metadata", "extend"] * 4
+    assert server.state.steps_host == {
+        f"verification of {N + 1} tokens, not {N}": 1,
+        "no links between the draft tokens of each request": 2,
+        f"verification of None tokens, not {N}": 1,
+    }  # fmt: skip
+    assert server.state.verified_tokens == 0
+
+
+def test_prefill_and_a_layer_of_another_kind_are_the_hosts(server: Any) -> None:
+    batch = server.batch(None, kind="extend")
+    server.backend.init_forward_metadata(batch)
+    forward(server, batch)
+    batch = server.batch(CHAIN)
+    server.backend.init_forward_metadata(batch)
+    forward(server, batch, make_layer(sliding_window_size=8, layer_id=1))
+    check(server, batch, chain(2), forward(server, batch))
+    assert server.calls == ["metadata", "extend", "metadata", "extend"]
+
+
+def test_a_wrapper_that_calls_forward_extend(server: Any) -> None:
+    """The host's pair of backends for prefill and decode does."""
+    batch = server.batch(CHAIN)
+    server.backend.init_forward_metadata(batch)
+    q, k, v = query()
+    out = server.backend.forward_extend(q, k, v, make_layer(), batch, False)
+    check(server, batch, chain(2), out)
+
+
+def test_without_speculation_there_is_no_verification(server: Any) -> None:
+    server.backend._verification = None
+    batch = server.batch(CHAIN)
+    server.backend.init_forward_metadata(batch)
+    forward(server, batch)
+    assert server.calls == ["metadata", "extend"]

@@ -1,0 +1,59 @@
+"""Ancestor bits from a host's links, against a walk up the tree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deft_backend.forest.token_tree import ancestors_of_links, words_of
+
+
+def links_of(parents: list[int]) -> tuple[list[int], list[int]]:
+    """First children and next siblings; token 0 is the root, and parents come before children."""
+    child, sibling = [-1] * len(parents), [-1] * len(parents)
+    for token in range(len(parents) - 1, 0, -1):
+        sibling[token] = child[parents[token]]
+        child[parents[token]] = token
+    return child, sibling
+
+
+def attended(bits: torch.Tensor) -> list[set[int]]:
+    """The tokens that each token of a request [n, W] attends to."""
+    return [
+        {64 * word + bit for word, value in enumerate(row) for bit in range(64) if value >> bit & 1}
+        for row in bits.tolist()
+    ]
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> list[list[int]]:
+    tokens = draw(st.sampled_from([1, 2, 5, 12, 64, 65, 130]))
+    deep = draw(st.booleans())
+    return [
+        [-1, *(draw(st.integers(max(0, t - 2) if deep else 0, t - 1)) for t in range(1, tokens))]
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+
+
+@given(trees())
+@settings(max_examples=40, deadline=None)
+def test_every_token_attends_to_its_ancestors_and_itself(forest: list[list[int]]) -> None:
+    links = [links_of(parents) for parents in forest]
+    found = ancestors_of_links(
+        torch.tensor([child for child, _ in links]), torch.tensor([sibling for _, sibling in links])
+    )
+    assert found.shape == (len(forest), len(forest[0]), words_of(len(forest[0])))
+    for parents, bits in zip(forest, found, strict=True):
+        expected: list[set[int]] = []
+        for token, parent in enumerate(parents):
+            expected.append({token} | (expected[parent] if parent >= 0 else set()))
+        assert attended(bits) == expected
+
+
+@pytest.mark.parametrize("tokens", [4, 70])
+def test_tokens_without_links_attend_to_themselves(tokens: int) -> None:
+    """A graph's padding requests have no links."""
+    none = torch.full((2, tokens), -1)
+    assert attended(ancestors_of_links(none, none)[1]) == [{token} for token in range(tokens)]
