@@ -94,7 +94,8 @@ FAULTS = (
     Fault(
         "sigterm",
         "SIGTERM under load.",
-        "The server ends in a minute and leaves no process. An answer is right as far as it came.",
+        "The host answers the requests in flight or cuts them off, as with its own backend, and "
+        "ends. An answer is right as far as it came. No process stays.",
     ),
     Fault(
         "sigkill",
