@@ -202,10 +202,10 @@ def _run(setup: AbSetup, folder: Path, console: Console) -> AbResult:
     from deft_backend.ab.comparison import AbError, run_ab
     from deft_backend.cli.progress import ProgressWatcher
     from deft_backend.harness.send_plan import PlanError
-    from deft_backend.servers.command import LaunchError
+    from deft_backend.servers.command import StartError
     from deft_backend.servers.driver_stub import DriverStubError
 
-    errors = (AbError, PlanError, LaunchError, DriverStubError)
+    errors = (AbError, PlanError, StartError, DriverStubError)
     with (
         ProgressWatcher(setup.plans, console) as watcher,
         unwound(console, "no server is left"),

@@ -41,7 +41,7 @@ def run_live(asked: Asked) -> None:
     from deft_backend.folders import state_directory
     from deft_backend.harness.live_client import LiveError, base_url
     from deft_backend.policies import PolicyError
-    from deft_backend.servers.command import LaunchError
+    from deft_backend.servers.command import StartError
     from deft_backend.servers.driver_stub import DriverStubError
     from deft_backend.traces.trace_files import TraceError
 
@@ -67,7 +67,7 @@ def run_live(asked: Asked) -> None:
                 host_arguments=extra,
             )  # fmt: skip
         with (
-            reported(LaunchError, DriverStubError),
+            reported(StartError, DriverStubError),
             unwound(console, "no server of this command is left") as stopped,
         ):
             result = compare_live(sides, build, model, progress)
