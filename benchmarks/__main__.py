@@ -15,6 +15,7 @@ from benchmarks.commands.soak import soak
 from benchmarks.commands.start import start
 from benchmarks.commands.step_hooks import step_hooks
 from benchmarks.commands.zoo import zoo
+from deft_backend.cli.shown import help_of
 
 app = typer.Typer(
     help="Measure deft-backend: its kernels, its planners, and servers that decode with it.",
@@ -24,21 +25,11 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 
-app.command("kernel")(kernel)
-app.command("kernel-merge")(kernel_merge)
-app.command("kernel-plot")(kernel_plot)
-app.command("kernel-check")(kernel_check)
-app.command("fuzz")(fuzz)
-app.command("faults")(faults)
-app.command("soak")(soak)
-app.command("e2e")(e2e)
-app.command("e2e-merge")(e2e_merge)
-app.command("start")(start)
-app.command("sharing")(sharing)
-app.command("planning-host")(planning_host)
-app.command("planning-device")(planning_device)
-app.command("step-hooks")(step_hooks)
-app.command("zoo")(zoo)
+for command in (
+    kernel, kernel_merge, kernel_plot, kernel_check, fuzz, faults, soak, e2e, e2e_merge, start,
+    sharing, planning_host, planning_device, step_hooks, zoo,
+):  # fmt: skip
+    app.command(help=help_of(command))(command)
 
 if __name__ == "__main__":
     app(prog_name="python -m benchmarks")

@@ -66,11 +66,13 @@ def whole(content: Mapping[str, Any], name: str, least: int = 0, most: int = LAR
 
 
 def text(content: Mapping[str, Any], name: str, most: int = 4096) -> str:
-    """A text of at most `most` characters."""
+    """A text of at most `most` characters, none of which controls a terminal."""
     value = content.get(name)
-    if isinstance(value, str) and len(value) <= most:
+    if isinstance(value, str) and len(value) <= most and value.isprintable():
         return value
-    raise FieldError(f"{name} is {shown(value)}; expected a text of at most {most} characters")
+    raise FieldError(
+        f"{name} is {shown(value)}; expected a text of at most {most} printable characters"
+    )
 
 
 def mapping(content: Any, name: str) -> Mapping[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deft_backend.servers.command import LaunchError
+from deft_backend.servers.command import StartError
 from integration_tests.common.server import Server
 from integration_tests.sglang_server import Ask, Group, running
 
@@ -12,7 +12,7 @@ from integration_tests.sglang_server import Ask, Group, running
 def test_a_wrong_setting_stops_the_server(tmp_path) -> None:
     """The message names the variable, its value and the allowed values."""
     group = Group(settings={"DEFT_POLICY": "fastest"})
-    with pytest.raises(LaunchError) as refused, running("deft", group, tmp_path):
+    with pytest.raises(StartError) as refused, running("deft", group, tmp_path):
         pass
     message = str(refused.value)
     assert "DEFT_POLICY is 'fastest'; expected one of " in message

@@ -27,6 +27,14 @@ def gathered(cache: Tensor, pages: Tensor, tokens: int) -> Tensor:
     return cache[pages.long()].flatten(0, 1)[:tokens]
 
 
+def check_scales(q: Tensor, k: Tensor, v: Tensor, scales: dict[str, Tensor]) -> None:
+    """FlashAttention-3 takes one dtype, and scales with 8 bits."""
+    assert q.dtype == k.dtype == v.dtype
+    names = {"q_descale", "k_descale", "v_descale"} if k.itemsize == 1 else set()
+    assert set(scales) == names
+    assert all(scale.shape == (len(q), k.shape[2]) for scale in scales.values())
+
+
 class Groups:
     """Queries in contiguous groups, each over its own pages, in FlashInfer's format."""
 
@@ -64,13 +72,15 @@ class DecodeWrapper:
         self, indptr: Tensor, indices: Tensor, last: Tensor, query_heads: int, kv_heads: int,
         head_dim: int, page_size: int, *, q_data_type: torch.dtype, kv_data_type: torch.dtype,
     ) -> None:  # fmt: skip
-        assert q_data_type == kv_data_type
+        assert kv_data_type in (q_data_type, torch.float8_e4m3fn)
+        self.kv_dtype = kv_data_type
         self.shape = (query_heads, kv_heads, head_dim)
         one_each = torch.arange(len(last) + 1, dtype=torch.int32)
         self.planned = Groups(one_each, indptr, indices, last, page_size)
 
     def run(self, q: Tensor, cache: tuple[Tensor, Tensor], *, out: Tensor) -> Tensor:
         assert (q.shape[1], cache[0].shape[2], q.shape[2]) == self.shape
+        assert cache[0].dtype == cache[1].dtype == self.kv_dtype
         return out.copy_(self.planned.run(q, cache)[0])
 
 
@@ -116,8 +126,9 @@ class VllmFlashAttention(ModuleType):
     def flash_attn_varlen_func(
         self, q: Tensor, k: Tensor, v: Tensor, *, max_seqlen_q: int, cu_seqlens_q: Tensor,
         max_seqlen_k: int, seqused_k: Tensor, block_table: Tensor, causal: bool, out: Tensor,
-        scheduler_metadata: tuple[int, ...], num_splits: int, fa_version: int,
+        scheduler_metadata: tuple[int, ...], num_splits: int, fa_version: int, **scales: Tensor,
     ) -> Tensor:  # fmt: skip
+        check_scales(q, k, v, scales)
         assert (max_seqlen_q, num_splits, fa_version, causal) == (1, 0, 3, True)
         assert scheduler_metadata == (q.shape[1], k.shape[2], q.shape[2])
         assert cu_seqlens_q.tolist() == list(range(len(q) + 1))
@@ -134,8 +145,9 @@ class SglangFlashAttention(ModuleType):
 
     def flash_attn_with_kvcache(
         self, q: Tensor, k: Tensor, v: Tensor, *, cache_seqlens: Tensor, page_table: Tensor,
-        causal: bool, out: Tensor,
+        causal: bool, out: Tensor, **scales: Tensor,
     ) -> Tensor:  # fmt: skip
+        check_scales(q, k, v, scales)
         assert causal
         assert q.shape[1] == out.shape[1] == 1
         for row, tokens in enumerate(cache_seqlens.tolist()):

@@ -10,17 +10,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from sglang_fakes import make_state
 
+from benchmarks.fuzz.forests import Limits, draw_batch
 from deft_backend import private_files
 from deft_backend.compile.kernel_folder import KernelFolderError, Origin, fill, take
 from deft_backend.costs.cost_model import CostModel, CostModelError, default_cost_model
-from deft_backend.forest import build_forest
+from deft_backend.forest import build_forest, forest_from_page_tables
 from deft_backend.json_fields import shown
 from deft_backend.private_files import create_empty, open_private, unsafe_folder, write_private
 from deft_backend.servers.driver_stub import DriverStubError, ensure_driver_stub
 from deft_backend.telemetry.forest_json import forest_as_json, forest_from_json
+from deft_backend.telemetry.state import StateWriter
 from deft_backend.telemetry.state_reader import BatchQuestion, StateError, read_state
 from deft_backend.traces.arrivals import load_arrivals
 from deft_backend.traces.recorded_trees import TraceError
@@ -146,9 +149,33 @@ def test_a_forest_whose_indices_do_not_fit_is_refused() -> None:
         forest_from_json({**content, "page_size": 0})
 
 
+def test_every_forest_that_a_server_writes_is_read() -> None:
+    """Also those of pages in two copies, where rows that agree may differ before."""
+    limits = Limits(24, 400, 1 << 14)
+    for seed in range(120):
+        batch = draw_batch(np.random.default_rng(seed), 16, limits, twins=True)
+        tables = np.ascontiguousarray(batch.page_table[batch.rows])
+        forest = forest_from_page_tables(tables, batch.seq_lens, 16, check=False)
+        content = json.loads(json.dumps(forest_as_json(forest)))
+        assert forest_as_json(forest_from_json(content)) == content
+
+
 def test_an_empty_forest_is_read() -> None:
     empty = build_forest([], [], [], 1)
     assert forest_from_json(forest_as_json(empty)).batch_size == 0
+
+
+def test_names_that_clients_choose_do_no_harm(tmp_path: Path) -> None:
+    """SGLang's clients may name their requests: with control characters, and at any length."""
+    state = make_state()
+    state.forest, state.rids = FOREST, ["\x1b]0;owned\x07", "\ud800", "x" * 1_000_000, "plain"]
+    writer = StateWriter(state, tmp_path)
+    writer.look()
+    assert read_state(writer.path).rids == ("?]0;owned?", "?", "x" * 64, "plain")
+    content = {**state_file(), "host": "\x1b[2J"}
+    write_private(writer.path, json.dumps(content))
+    with pytest.raises(StateError, match=r"host is .*printable"):
+        read_state(writer.path)
 
 
 def test_a_question_follows_no_link(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 from bench_e2e_fakes import GAP, FakeHost, decode, first_choice, gap_to, second_choice, third_choice
 
+from deft_backend.harness.answers import Answer
 from deft_backend.harness.client import Client, ClientError
 from deft_backend.harness.request_plan import Request, RequestPlan
 from deft_backend.harness.send_plan import Answered, PlanError, answer_plan, continued
@@ -120,6 +121,15 @@ def test_an_answer_that_is_too_short_is_no_answer(host: str) -> None:
         with_server(fake, lambda client: client.batch(PROMPTS, 5))
     with pytest.raises(ClientError, match="ended after 4 of 5 tokens"):
         with_server(fake, lambda client: client.stream([1], 5))
+
+
+@HOSTS
+def test_the_tokens_before_a_cut_are_kept(host: str) -> None:
+    kept = Answer()
+    with pytest.raises(ClientError, match="ended after 4 of 5 tokens"):
+        with_server(FakeHost(host, "short"), lambda client: client.stream([1], 5, into=kept))
+    assert kept.ids == decode([1], 5).ids[:4]
+    assert len(kept.arrivals) == 4
 
 
 def test_nobody_there_is_a_client_error() -> None:

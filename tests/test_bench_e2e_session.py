@@ -84,7 +84,7 @@ def test_a_server_that_does_not_start_is_a_row_with_an_error(tmp_path: Path) -> 
     assert len(rows) == 6
     for workload in ("few-shot", "unshared"):
         error = rows[workload, "crashes"]["error"]
-        assert "LaunchError" in error
+        assert "StartError" in error
         assert "the server does not start" in error
         assert rows[workload, "tie"]["error"] is None
 

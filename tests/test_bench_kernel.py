@@ -16,6 +16,7 @@ from benchmarks.kernel import batched_reference as reference_module
 from benchmarks.kernel import measure_case as run_module
 from benchmarks.kernel.batched_reference import batched_reference
 from benchmarks.kernel.case_inputs import Inputs, lay_out, make_inputs
+from benchmarks.kernel.kernel_rows import key_of
 from benchmarks.kernel.measure_case import Setup, measure_case
 from benchmarks.kernel.methods import (
     OURS,
@@ -384,6 +385,45 @@ def test_ours_is_right_repeatable_and_its_plans_are_timed(
     assert row["page_size"] == page_size
     assert set(row["plan_us"]) == {"plan", "page_tables", "paths"}
     assert all(us > 0 for us in row["plan_us"].values())
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "fa3"])
+def test_caches_of_eight_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention-3 rounds the queries to 8 bits, too, and is allowed a larger error."""
+    with_fakes(monkeypatch)
+    fake: Any = VllmFlashAttention("fake")
+    monkeypatch.setattr(flash_attention3, "_package", lambda: (fake, flash_attention3._VLLM))
+    peer = make_method(name)
+    eight = replace(setup(peer, dtype="bf16"), kv_dtype="fp8_e4m3")
+    row = measure_case(case(mixed_small(), 16), eight)
+    assert row["kv_dtype"] == "fp8_e4m3"
+    assert row["skipped"] == {"absent": "is not here"}
+    assert row["error"]["deft"] < 6e-3  # type: ignore[operator]
+    assert row["error"][name] < (6e-3 if name == "flashinfer" else 6e-2)  # type: ignore[operator]
+    whole = measure_case(case(mixed_small(), 16), setup(dtype="bf16"))
+    assert whole["kv_dtype"] == "bf16"
+    assert key_of(whole) != key_of(row)
+    if name == "fa3":
+        inputs = make_inputs(
+            case(RAGGED, 1), 64, torch.bfloat16, CPU, "shuffled", 0, torch.float8_e5m2
+        )
+        with pytest.raises(Refused, match="e4m3 alone"):
+            peer.prepare(inputs)
+
+
+def test_a_cache_of_eight_bits_has_half_the_bytes() -> None:
+    inputs = [
+        make_inputs(case(RAGGED, 1), 64, torch.bfloat16, CPU, "shuffled", 0, kv_dtype)
+        for kv_dtype in (None, torch.float8_e5m2)
+    ]
+    assert inputs[0].kv_bytes == 2 * inputs[1].kv_bytes
+    tables = (inputs[1].page_table, inputs[1].seq_lens)
+    caches = (inputs[1].k_cache, inputs[1].v_cache)
+    expected = reference_attention(
+        inputs[1].q.double(), *(cache.double() for cache in caches), *tables
+    )
+    found = batched_reference(inputs[1].q, *caches, *tables)
+    assert relative_error(found, expected) < 1e-12
 
 
 @pytest.mark.parametrize("page_size", [1, 5])

@@ -19,7 +19,7 @@ from benchmarks.fuzz.attention_cases import AttentionFuzzer
 from benchmarks.fuzz.case_files import CaseFileError, keep, replay
 from benchmarks.fuzz.forests import KINDS, Limits, draw_batch
 from benchmarks.fuzz.fuzz_process import Job
-from benchmarks.fuzz.plan_cases import PlanCounts, PlanFuzzer
+from benchmarks.fuzz.plan_cases import PlanCounts, PlanFuzzer, _same
 from benchmarks.fuzz.settings import AttentionSetting, PlanSetting, plan_settings
 from benchmarks.fuzz.walk_plan import fault_of
 from deft_backend import TreeAttention
@@ -179,6 +179,29 @@ def test_a_plan_with_other_items_is_a_tie_or_a_failure(monkeypatch: pytest.Monke
     )  # fmt: skip
     found = compared(other)
     assert (found.ties, found.same, found.failures) == ([0], 0, [])
+
+
+@pytest.mark.parametrize(
+    ("seed", "setting", "decides_by_tie"),
+    [
+        # A node of 128 tokens for seven queries: its own items cost what they save.
+        (1000200, PlanSetting(32, 32, 128, 64, 132, (8, 64, 64), 1 << 15), True),
+        # Chunks of 256 tokens cost what chunks of 576 cost, up to 4e-7.
+        (1012277, PlanSetting(28, 4, 128, 1, 33, (8, 64, 64), 64), True),
+        (1000201, PlanSetting(32, 32, 128, 64, 132, (8, 64, 64), 1 << 15), False),
+    ],
+)
+def test_batches_of_the_recorded_run_that_decide_by_a_tie(
+    seed: int, setting: PlanSetting, decides_by_tie: bool
+) -> None:
+    fuzzer = PlanFuzzer(setting, CPU, large=True)
+    forest = fuzzer._forest(fuzzer.batch(seed))
+    host, _ = plan_forest(forest, get_policy("auto"), fuzzer.target, fuzzer.capacity)
+
+    def other(plan: Plan) -> bool:
+        return not _same(plan, host)
+
+    assert ties.is_tie(forest, fuzzer.target, fuzzer.capacity, other) == decides_by_tie
 
 
 def test_nearby_costs_differ_by_a_rounding() -> None:

@@ -14,12 +14,13 @@ import torch
 
 from benchmarks.row_files import write_object
 from benchmarks.zoo.answering import check
+from benchmarks.zoo.architecture_run import KEYS, layers_of_tree
 from benchmarks.zoo.architectures import ARCHITECTURES, WINDOW
 from benchmarks.zoo.host_engines import _AfterImport
+from benchmarks.zoo.place import Place
 from benchmarks.zoo.prompts import requests
 from benchmarks.zoo.random_values import fill
 from benchmarks.zoo.readme_line import readme_line
-from benchmarks.zoo.zoo_run import KEYS, Place, layers_of_tree
 from deft_backend.harness.answers import Answer
 
 ROOT = Path(__file__).parents[1]

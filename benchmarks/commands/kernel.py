@@ -62,6 +62,9 @@ def kernel(
     ] = None,
     head_dim: Annotated[int, typer.Option(min=16, help="Head dimension.")] = 128,
     dtype: Annotated[str, typer.Option(help="fp16 or bf16.")] = "fp16",
+    kv_dtype: Annotated[
+        str, typer.Option(help="KV cache: fp8_e4m3, fp8_e5m2, or the same as the queries.")
+    ] = "same",
     page_size: Annotated[
         str,
         typer.Option(
@@ -124,6 +127,7 @@ def kernel(
     Exits with 1 if a result of deft is wrong or missing, or if two runs differ.
     """
     from benchmarks.kernel.case_inputs import LAYOUTS
+    from benchmarks.kernel.measure_case import KV_DTYPES
     from benchmarks.kernel.record_cases import DeviceLost, failures, record, rows_file
     from benchmarks.kernel.tree_workloads import WorkloadChoiceError, cases_of, parse_heads
     from benchmarks.row_files import RowsError
@@ -131,6 +135,7 @@ def kernel(
     from deft_backend.traces.trace_files import TraceError
 
     one_of("--dtype", dtype, ("fp16", "bf16"))
+    one_of("--kv-dtype", kv_dtype, tuple(KV_DTYPES))
     one_of("--layout", layout, LAYOUTS)
     one_of("--device", device, ("cuda", "cpu"))
     size = parse_page_size(page_size)
@@ -143,7 +148,9 @@ def kernel(
         raise fail("--phases needs plans of the host planner; leave out --planner device")
     require_device(device, quick)
     console = Console()
-    setup = make_setup(ours, others, head_dim, dtype, device, layout, seed, eager, quick, phases)
+    setup = make_setup(
+        ours, others, head_dim, dtype, device, layout, seed, eager, quick, phases, kv_dtype
+    )
     for name, reason in setup.unavailable.items():
         say(console, f"without {name}: {reason}")
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")

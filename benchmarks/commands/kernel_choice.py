@@ -124,6 +124,7 @@ def make_setup(
     eager: bool,
     quick: bool,
     phases: bool = False,
+    kv_dtype: str = "same",
 ) -> Setup:
     """The settings of all cases; measures the device's ceilings."""
     import torch
@@ -151,6 +152,7 @@ def make_setup(
         ceilings=measure_ceilings(DTYPES[dtype]) if on_gpu else None,
         unavailable={name: reason for name, reason in reasons.items() if reason is not None},
         phases=phases and on_gpu,
+        kv_dtype=kv_dtype,
     )
 
 

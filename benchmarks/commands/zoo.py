@@ -12,8 +12,10 @@ import typer
 
 from benchmarks.row_files import write_object
 from benchmarks.zoo.architectures import ARCHITECTURES
+from benchmarks.zoo.place import Place
+from benchmarks.zoo.processes import end_all
 from benchmarks.zoo.readme_line import readme_line
-from benchmarks.zoo.zoo_run import Place, end_all, run
+from benchmarks.zoo.zoo_run import run
 from deft_backend.harness.provenance import provenance
 from deft_backend.servers.command import installed_hosts, use_gpu, vllm_is_cpu_build
 

@@ -19,7 +19,7 @@ from benchmarks.row_files import make_folder, write_rows
 from deft_backend.harness.client import Client, ClientError
 from deft_backend.harness.counted_server import CountedServer
 from deft_backend.harness.provenance import driver, provenance
-from deft_backend.servers.command import LaunchError
+from deft_backend.servers.command import StartError
 from deft_backend.servers.driver_stub import DriverStubError
 from deft_backend.servers.process import ServerProcess
 from deft_backend.telemetry.state_reader import Counters, StateError
@@ -145,7 +145,7 @@ def _serve(setup: Setup, backend: str, recorder: Recorder, said: Callable[[str],
         ) as server:
             said(f"{backend}: {server.command.shell()}")
             asyncio.run(_measure(setup, backend, server, pending, recorder, said))
-    except (LaunchError, DriverStubError, ClientError, ServerHung) as error:
+    except (StartError, DriverStubError, ClientError, ServerHung) as error:
         for workload in pending:
             row = _failed(workload.row(setup.launch, backend), error)
             recorder.put(row)
@@ -197,7 +197,7 @@ async def _confirm_alive(server: ServerProcess, client: Client) -> None:
 
     Raises
     ------
-    LaunchError
+    StartError
         If the server has ended.
     ServerHung
         If the server runs and does not answer.

@@ -23,7 +23,7 @@ from benchmarks.e2e.backends import Launch
 from benchmarks.e2e.prompt_cases import draw
 from deft_backend.harness.client import Client, ClientError
 from deft_backend.harness.counted_server import CountedServer
-from deft_backend.servers.command import LaunchError
+from deft_backend.servers.command import StartError
 from deft_backend.servers.driver_stub import DriverStubError
 
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")
@@ -106,7 +106,7 @@ def _measure(row: StartRow, launch: Launch, log: Path, timeout: float) -> None:
         command = partial(launch.command, row["backend"])
         with CountedServer(command, log, timeout=timeout) as server:
             asyncio.run(_ask(row, launch, server.url, began))
-    except (LaunchError, DriverStubError, ClientError) as error:
+    except (StartError, DriverStubError, ClientError) as error:
         row["error"] = str(error)
     if log.is_file():
         lines = log.read_text(errors="replace").splitlines()

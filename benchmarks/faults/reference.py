@@ -26,6 +26,7 @@ class Reference:
         import torch
         from transformers import AutoModelForCausalLM
 
+        torch.set_num_threads(1)  # a tiny model: threads wait for each other, and for the servers
         self._torch = torch
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self._known: dict[tuple[Ids, int], list[int]] = {}

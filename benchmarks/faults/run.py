@@ -20,10 +20,12 @@ from benchmarks.faults.reference import Ids, Reference, draw_prompts
 from benchmarks.faults.tested_server import Judged, TestedServer, start
 
 TOKENS = 12
-LONG_TOKENS = 300
+LONG_TOKENS = 100
 """Tokens of an answer that a signal must cut off."""
 
 END_SECONDS = 90.0
+"""Longest time in which a server ends after its last answer."""
+
 INSIDE_FAULTS = ("poison", "planner", "clock")
 LOAD_FAULTS = ("aborts", "flush", "pause", "weights")
 
@@ -206,21 +208,21 @@ class Harness:
         """SIGTERM to the server, or SIGKILL to the process that decodes, under load."""
         family = server.family()
         victim = family[0] if name == "sigterm" else server.decoding_process()
-        ended: list[float] = []
+        struck: list[float] = []
 
         async def strike() -> None:
             await server.all_arrive()
-            began = time.monotonic()
+            struck.append(time.monotonic())
             victim.send_signal(signal.SIGTERM if name == "sigterm" else signal.SIGKILL)
-            await asyncio.to_thread(psutil.wait_procs, family, END_SECONDS)
-            ended.append(round(time.monotonic() - began, 1))
 
         async def work() -> Row:
             judged = await server.judged(self._prompts(), LONG_TOKENS, strike)
+            # A host may answer all requests before it ends.
+            await asyncio.to_thread(psutil.wait_procs, family, END_SECONDS)
             left = [process for process in family if _lives(process)]
             return {
-                "injected": 1, **judged.to_dict(), "ended_after": ended[0],
-                "processes_left": len(left),
+                "injected": 1, **judged.to_dict(), "processes_left": len(left),
+                "ended_after": round(time.monotonic() - struck[0], 1),
             }  # fmt: skip
 
         self._record(name, server, work())

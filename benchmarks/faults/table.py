@@ -94,7 +94,9 @@ FAULTS = (
     Fault(
         "sigterm",
         "SIGTERM under load.",
-        "The server ends in a minute and leaves no process. An answer is right as far as it came.",
+        "An answer is right as far as it came. No process stays. The host decides the rest, as "
+        "with its own backend: SGLang answers the requests in flight. vLLM 0.32 ends its engine at "
+        "once and then waits until clients hang up; `--shutdown-timeout` lets it answer first.",
     ),
     Fault(
         "sigkill",

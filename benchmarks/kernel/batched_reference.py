@@ -103,18 +103,26 @@ def _attend(
             visible = visible.repeat_interleave(grouped.shape[2] // len(seen), 1)
         page = page_table[:, position // page_size].long().where(attended, 0)
         place = (position % page_size).expand_as(page)
-        scores = torch.einsum("bhgd,bthd->bhgt", grouped, k_cache[page, place].double())
+        keys = _tokens_at(k_cache, page, place)
+        scores = torch.einsum("bhgd,bthd->bhgt", grouped, keys)
         scores.masked_fill_(~visible[:, None], -math.inf)
         new_top = torch.maximum(top, scores.amax(-1))
         weights = torch.exp(scores - new_top[..., None])
         keep = torch.exp(top - new_top)
         total = total * keep + weights.sum(-1)
         weighted = weighted * keep[..., None] + torch.einsum(
-            "bhgt,bthd->bhgd", weights, v_cache[page, place].double()
+            "bhgt,bthd->bhgd", weights, _tokens_at(v_cache, page, place)
         )
         top = new_top
     total = total.clamp(min=torch.finfo(torch.float64).tiny)
     return (weighted / total[..., None]).view(batch, heads, dim)
+
+
+def _tokens_at(cache: torch.Tensor, page: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """[B, t, Hkv, D] float64: tokens of a cache; of 8 bits, indexed as bytes."""
+    if cache.itemsize == 1:
+        return cache.view(torch.uint8)[page, place].view(cache.dtype).double()
+    return cache[page, place].double()
 
 
 def _as_heads(q: torch.Tensor, batch: int, kv_heads: int) -> torch.Tensor:

@@ -66,8 +66,10 @@ class Inputs:
         The batch's page tables, on the CPU.
     forest : PrefixForest
         Built from the page tables.
-    q : [T, Hq, D], k_cache, v_cache : [pages, page_size, Hkv, D]
+    q : [T, Hq, D]
         In the measured dtype, on the device. Each request has T / B query tokens.
+    k_cache, v_cache : [pages, page_size, Hkv, D]
+        In the cache's dtype, on the device. A number stands for itself: there are no scales.
     ancestors : [B, query tokens, words] int64, optional
         The bits of a token tree, on the device; None: the query tokens are a chain.
     page_table : [B, P] int32, seq_lens : [B] int32
@@ -109,7 +111,7 @@ class Inputs:
     @property
     def kv_bytes(self) -> int:
         """Bytes of the keys and values of the batch; shared ones count once."""
-        width = self.case.kv_heads * self.head_dim * self.q.itemsize
+        width = self.case.kv_heads * self.head_dim * self.k_cache.itemsize
         return 2 * self.tables.tokens_stored * width
 
     @property
@@ -164,9 +166,18 @@ def lay_out(forest: PrefixForest, page_size: int, layout: str, seed: int) -> Pag
 
 
 def make_inputs(
-    case: Case, head_dim: int, dtype: torch.dtype, device: torch.device, layout: str, seed: int
+    case: Case,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: str,
+    seed: int,
+    kv_dtype: torch.dtype | None = None,
 ) -> Inputs:
-    """New random data for a case. Pages, queries and cache depend on the seed and the case."""
+    """New random data for a case. Pages, queries and cache depend on the seed and the case.
+
+    `kv_dtype` is the cache's dtype, if it is another one.
+    """
     seed = zlib.crc32(f"{case.workload.set} {case.workload.name} {case.heads}".encode()) + seed
     tables = lay_out(case.workload.forest, case.page_size, layout, seed)
     generator = torch.Generator(device).manual_seed(seed)
@@ -186,8 +197,8 @@ def make_inputs(
             tables.page_table, tables.seq_lens, case.page_size, num_pages=tables.num_pages
         ),
         q=normal(len(tables.seq_lens) * workload.query_tokens, case.query_heads, head_dim),
-        k_cache=normal(*cache),
-        v_cache=normal(*cache),
+        k_cache=normal(*cache).to(kv_dtype or dtype),
+        v_cache=normal(*cache).to(kv_dtype or dtype),
         page_table=torch.from_numpy(tables.page_table).to(device),
         seq_lens=torch.from_numpy(tables.seq_lens).to(device),
         ancestors=ancestors,

@@ -41,17 +41,22 @@ class _EveryRow(TypedDict):
 
 
 class Row(_EveryRow, total=False):
-    """One case; ``query_tokens`` (1) and ``mask`` ("chain" or "tree") are missing in old files."""
+    """One case; in old files, its last fields are missing.
+
+    ``query_tokens`` is then 1, ``mask`` "chain" (or "tree"), and ``kv_dtype`` the row's dtype.
+    """
 
     query_tokens: int
     mask: str
+    kv_dtype: str
 
 
-def key_of(row: Row) -> tuple[str, str, str, str, int, int, str, str]:
+def key_of(row: Row) -> tuple[str, str, str, str, str, int, int, str, str]:
     """The fields that identify a row."""
     return (
-        row["set"], row["workload"], row["heads"], row["dtype"], row["head_dim"],
-        row["page_size"], row["layout"], row["policy"],
+        row["set"], row["workload"], row["heads"], row["dtype"],
+        row.get("kv_dtype", row["dtype"]), row["head_dim"], row["page_size"],
+        row["layout"], row["policy"],
     )  # fmt: skip
 
 

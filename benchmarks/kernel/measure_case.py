@@ -25,6 +25,10 @@ TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
+SAME = "same"
+KV_DTYPES = {SAME: None, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""Dtypes of the cache by the hosts' names; SAME is the dtype of the queries."""
+
 
 class DeviceLost(RuntimeError):
     """The device no longer works; earlier rows are valid."""
@@ -55,6 +59,8 @@ class Setup:
         Why a peer cannot run on this machine, by name; every row repeats it.
     phases : bool
         Also time each kernel launch of our method alone.
+    kv_dtype : str
+        One of :data:`KV_DTYPES`.
     """
 
     ours: Ours
@@ -69,6 +75,7 @@ class Setup:
     ceilings: Ceilings | None
     unavailable: dict[str, str]
     phases: bool = False
+    kv_dtype: str = SAME
 
 
 def measure(cases: Sequence[Case], setup: Setup) -> Iterator[Row]:
@@ -88,8 +95,9 @@ def measure(cases: Sequence[Case], setup: Setup) -> Iterator[Row]:
 def measure_case(case: Case, setup: Setup) -> Row:
     """Check and time every method on one case."""
     inputs = make_inputs(
-        case, setup.head_dim, DTYPES[setup.dtype], setup.device, setup.layout, setup.seed
-    )
+        case, setup.head_dim, DTYPES[setup.dtype], setup.device, setup.layout, setup.seed,
+        KV_DTYPES[setup.kv_dtype],
+    )  # fmt: skip
     several = inputs.query_tokens > 1
     reference = batched_reference(
         inputs.q, inputs.k_cache, inputs.v_cache, inputs.page_table, inputs.seq_lens,
@@ -117,6 +125,7 @@ def measure_case(case: Case, setup: Setup) -> Row:
         repeatable=None,
         query_tokens=inputs.query_tokens,
         mask="chain" if inputs.ancestors is None else "tree",
+        kv_dtype=setup.dtype if setup.kv_dtype == SAME else setup.kv_dtype,
     )
     for method in (setup.ours, *setup.peers):
         _measure_method(method, inputs, reference, setup, row)
@@ -149,7 +158,7 @@ def _measure_method(
         row["error"][name] = float(f"{error:.3g}") if math.isfinite(error) else None
         if prepared.facts:
             row["facts"][name] = dict(prepared.facts)
-        if not error <= TOLERANCE[inputs.q.dtype]:
+        if not error <= (prepared.tolerance or TOLERANCE[inputs.q.dtype]):
             row["skipped"][name] = f"wrong result: relative error {error:.3g}"
             return
         if name == OURS:

@@ -194,7 +194,7 @@ def run_ab(setup: AbSetup, logs: Path, watcher: Watcher) -> AbResult:
 
     Raises
     ------
-    LaunchError, DriverStubError, PlanError, AbError
+    StartError, DriverStubError, PlanError, AbError
         If a server does not start, a request fails, or the plugin did nothing.
     """
     sides = {side: _run_side(side, setup, logs, watcher) for side in SIDES}

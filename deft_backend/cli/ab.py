@@ -19,7 +19,8 @@ from deft_backend.cli.ab_choices import (
     chosen_workloads,
     report_folder,
 )
-from deft_backend.cli.ab_live import Asked, run_live
+from deft_backend.cli.ab_live import run_live
+from deft_backend.cli.ab_traffic import Asked
 from deft_backend.cli.errors import fail, host_arguments, reported
 from deft_backend.cli.interrupted import unwound
 from deft_backend.cli.models import ModelOption, RevisionOption, served_model
@@ -54,7 +55,7 @@ def ab(
     ] = None,
     rate: Annotated[
         float | None,
-        typer.Option(help="Requests arrive at random, so many a second; default: all at once."),
+        typer.Option(help="Average requests a second, at random times; default: all at once."),
     ] = None,
     branches: Annotated[
         int | None, typer.Option(min=1, help="Requests that run at the same time in each workload.")
@@ -71,13 +72,13 @@ def ab(
         typer.Option(help="A tree of thoughts, or arrivals in Mooncake's format (.jsonl)."),
     ] = None,
     speed: Annotated[
-        float | None, typer.Option(help="Replay a trace of arrivals so many times as fast.")
+        float | None, typer.Option(help="Replay a trace of arrivals this many times as fast.")
     ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only the first requests of a trace of arrivals.")
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, help="Of random arrivals, and of the text of a trace.")
+        int, typer.Option(min=0, help="Seed of random arrivals and of the text of a trace.")
     ] = 0,
     index: Annotated[int, typer.Option(min=0, help="Which tree of the trace.")] = 0,
     scale: Annotated[float, typer.Option(help="Multiplies the lengths of the trace.")] = 1.0,
@@ -105,8 +106,9 @@ def ab(
 ) -> None:
     """Compare two servers on the same requests: tokens, KV reads and times.
 
-    Starts a model's server without and then with the plugin, or takes two that run (--urls). The
-    exit code is 1 if any token differs; of requests that arrive over time, if a server lost one.
+    The command starts a model's server without and then with the plugin, or takes two servers that
+    run (--urls). The exit code is 1 if any token differs. With --urls, --rate or a trace of
+    arrivals, it is 1 if a server lost a request or gave a wrong token.
     """
     extra = host_arguments(host_args)
     drafting = Drafting(speculative, draft_tokens)
@@ -200,10 +202,10 @@ def _run(setup: AbSetup, folder: Path, console: Console) -> AbResult:
     from deft_backend.ab.comparison import AbError, run_ab
     from deft_backend.cli.progress import ProgressWatcher
     from deft_backend.harness.send_plan import PlanError
-    from deft_backend.servers.command import LaunchError
+    from deft_backend.servers.command import StartError
     from deft_backend.servers.driver_stub import DriverStubError
 
-    errors = (AbError, PlanError, LaunchError, DriverStubError)
+    errors = (AbError, PlanError, StartError, DriverStubError)
     with (
         ProgressWatcher(setup.plans, console) as watcher,
         unwound(console, "no server is left"),

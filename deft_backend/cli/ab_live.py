@@ -6,23 +6,15 @@ import asyncio
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
-from deft_backend.ab.units import MISSING, megabytes, percent
-from deft_backend.cli.ab_choices import (
-    Drafting,
-    check_backends,
-    chosen_tree,
-    chosen_workloads,
-    report_folder,
-)
+from deft_backend.cli.ab_choices import check_backends, report_folder
+from deft_backend.cli.ab_live_table import print_live
+from deft_backend.cli.ab_traffic import Asked, asked_traffic
 from deft_backend.cli.errors import fail, reported
 from deft_backend.cli.interrupted import unwound
 from deft_backend.cli.models import served_model
@@ -40,32 +32,6 @@ FAULTS = 1
 """Exit code if a server lost a request, or an answer differs and rounding does not explain it."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The command's options, as the user gave them."""
-
-    urls: tuple[str, str] | None
-    model: str | None
-    revision: str | None
-    host: str | None
-    workloads: Sequence[str] | None
-    rate: float | None
-    sizes: tuple[int | None, int | None, int | None]
-    quick: bool
-    trace: Path | None
-    arrivals: bool
-    index: int
-    scale: float
-    speed: float | None
-    limit: int | None
-    seed: int
-    policy: str | None
-    baseline: str | None
-    extra: tuple[str, ...]
-    drafting: Drafting
-    out: Path | None
-
-
 def run_live(asked: Asked) -> None:
     """Compare, print, write the report and exit."""
     from deft_backend.ab.live_report import write_live_report
@@ -75,7 +41,7 @@ def run_live(asked: Asked) -> None:
     from deft_backend.folders import state_directory
     from deft_backend.harness.live_client import LiveError, base_url
     from deft_backend.policies import PolicyError
-    from deft_backend.servers.command import LaunchError
+    from deft_backend.servers.command import StartError
     from deft_backend.servers.driver_stub import DriverStubError
     from deft_backend.traces.trace_files import TraceError
 
@@ -89,19 +55,19 @@ def run_live(asked: Asked) -> None:
             _refuse_options(asked)
             state_folder = state_directory(Settings.from_env())
             urls = base_url(asked.urls[0]), base_url(asked.urls[1])
-            build = _traffic(asked, on_gpu=not any(_on_cpu(url, state_folder) for url in urls))
+            build = asked_traffic(asked, on_gpu=not any(_on_cpu(url, state_folder) for url in urls))
             both_answer(urls)
             model, sides = asked.model, running_sides(urls, state_folder)
         else:
             model = None
             name, host, extra, on_gpu = _server(asked)
-            build = _traffic(asked, on_gpu=on_gpu)
+            build = asked_traffic(asked, on_gpu=on_gpu)
             sides = started_sides(
                 name, host, folder, progress, policy=asked.policy, baseline=asked.baseline,
                 host_arguments=extra,
             )  # fmt: skip
         with (
-            reported(LaunchError, DriverStubError),
+            reported(StartError, DriverStubError),
             unwound(console, "no server of this command is left") as stopped,
         ):
             result = compare_live(sides, build, model, progress)
@@ -138,49 +104,6 @@ def _server(asked: Asked) -> tuple[str, str, list[str], bool]:
     served.check()
     on_gpu = use_gpu() and not (host == "vllm" and vllm_is_cpu_build())
     return served.name, host, asked.drafting.arguments(host, extra, on_gpu=on_gpu), on_gpu
-
-
-def _traffic(asked: Asked, *, on_gpu: bool) -> Callable[[Offers], list[Traffic]]:
-    """Read and check what the user named; the traffic itself waits for the servers' tokenizer."""
-    from deft_backend.ab import sizes
-    from deft_backend.ab.trace_traffic import trace_traffic
-    from deft_backend.harness.traffic import poisson, timed
-    from deft_backend.traces.arrivals import load_arrivals
-
-    names: list[str] = []
-    if asked.workloads or not asked.arrivals:
-        names = chosen_workloads(asked.workloads)
-    tree, arrivals = None, []
-    if asked.arrivals:
-        assert asked.trace is not None
-        if not 0 < asked.scale < float("inf"):
-            raise fail(f"--scale is {asked.scale}; expected a number above 0")
-        loaded = load_arrivals(asked.trace, asked.limit)
-        arrivals = [arrival.scaled(asked.scale) for arrival in loaded]
-    else:
-        tree = chosen_tree(asked.trace, asked.index, asked.scale, names)
-    if asked.rate is not None:
-        poisson(1, asked.rate, asked.seed)  # refuses an impossible rate now
-    if asked.speed is not None and not 0 < asked.speed < float("inf"):
-        raise fail(f"--speed is {asked.speed}; expected a number above 0")
-    chosen = sizes.chosen_sizes(asked.sizes, on_gpu=on_gpu, quick=asked.quick)
-
-    def build(offers: Offers) -> list[Traffic]:
-        ratio = offers.characters_a_token
-        plans = sizes.make_plans(
-            names, chosen, characters_a_token=ratio, tree=tree, scale=asked.scale
-        )
-        found = [timed(plan, asked.rate, asked.seed) for plan in plans]
-        if arrivals and asked.trace is not None:
-            found.append(
-                trace_traffic(
-                    arrivals, name=asked.trace.name, characters_a_token=ratio,
-                    speed=asked.speed or 1.0, rate=asked.rate, seed=asked.seed,
-                )
-            )  # fmt: skip
-        return found
-
-    return build
 
 
 def _on_cpu(url: str, folder: Path) -> bool:
@@ -248,28 +171,3 @@ def both_answer(urls: Sequence[str]) -> None:
 
     with reported(LiveError):
         asyncio.run(ask())
-
-
-def print_live(result: LiveResult, console: Console) -> None:
-    """The table, what to know about it, and the sentence."""
-    from deft_backend.ab.live_report import notes
-    from deft_backend.ab.verdict import verdict
-
-    table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
-    table.add_column("workload", no_wrap=True)
-    table.add_column("server", no_wrap=True)
-    for name in ("answered", "TTFT ms", "TPOT ms", "95 %", "tok/s", "KV a step", "saved"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for w in result.workloads:
-        for side, f in enumerate(w.figures):
-            read, times = w.kv_read(side), (f.ttft, f.tpot, f.tpot_p95)
-            table.add_row(
-                "" if side else w.workload, result.names[side], f"{f.answered}/{f.requests}",
-                *(MISSING if t is None else f"{1e3 * t:,.1f}" for t in times),
-                MISSING if f.tokens_a_second is None else f"{f.tokens_a_second:,.0f}",
-                megabytes(read.deft if read else None), percent(read.saved if read else None),
-            )  # fmt: skip
-    console.print(table)
-    for note in notes(result):
-        console.print(f"• {note}", markup=False, highlight=False, style="yellow")
-    console.print(verdict(result), markup=False, highlight=False, style="bold")

@@ -12,6 +12,7 @@ from deft_backend.cli.doctor import doctor
 from deft_backend.cli.explain import explain
 from deft_backend.cli.inspect import inspect
 from deft_backend.cli.serve import serve
+from deft_backend.cli.shown import help_of
 from deft_backend.cli.top import top
 from deft_backend.cli.trace import trace
 from deft_backend.cli.tune import tune
@@ -42,13 +43,5 @@ def main(
     """Tree attention for LLM servers: a decode step reads shared KV cache once."""
 
 
-app.command()(serve)
-app.command()(ab)
-app.command()(trace)
-app.command()(doctor)
-app.command()(explain)
-app.command()(top)
-app.command()(inspect)
-app.command()(contracts)
-app.command()(tune)
-app.command()(warm)
+for command in (serve, ab, trace, doctor, explain, top, inspect, contracts, tune, warm):
+    app.command(help=help_of(command))(command)

@@ -3,7 +3,11 @@
 from deft_backend.explain.drawing import render
 from deft_backend.explain.explanation import ChunkFacts, Explanation, NodeFacts, explain
 from deft_backend.explain.loads import PlanLoads, count_plan_loads
-from deft_backend.explain.token_tree import draw_token_tree, seen_from_bits, seen_from_parents
+from deft_backend.explain.token_tree_drawing import (
+    draw_token_tree,
+    seen_from_bits,
+    seen_from_parents,
+)
 
 __all__ = [
     "ChunkFacts",

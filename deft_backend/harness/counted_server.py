@@ -37,7 +37,7 @@ class CountedServer:
 
     Raises
     ------
-    LaunchError, DriverStubError
+    StartError, DriverStubError
         On entry, if the server cannot be started or does not answer in time.
     """
 

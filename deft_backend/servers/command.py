@@ -31,7 +31,7 @@ CPU_GIB = 1
 """Size of vLLM's KV cache on the CPU."""
 
 
-class LaunchError(RuntimeError):
+class StartError(RuntimeError):
     """A host server did not start, or it ended."""
 
 
@@ -124,13 +124,13 @@ def server_command(
 
     Raises
     ------
-    LaunchError
+    StartError
         If there is no such host.
     DriverStubError
         If SGLang's CPU engine needs the driver stand-in, and it cannot be compiled.
     """
     if host not in HOSTS:
-        raise LaunchError(f"there is no host {host!r}; expected one of {', '.join(HOSTS)}")
+        raise StartError(f"there is no host {host!r}; expected one of {', '.join(HOSTS)}")
     on_gpu = use_gpu() if gpu is None else gpu
     if host == "vllm" and gpu is None:
         on_gpu = on_gpu and not vllm_is_cpu_build()

@@ -16,7 +16,7 @@ from types import TracebackType
 
 from deft_backend.folders import create_private
 from deft_backend.private_files import open_private
-from deft_backend.servers.command import LaunchError, ServerCommand
+from deft_backend.servers.command import ServerCommand, StartError
 
 _LAST_LINES = 15
 _POLL_SECONDS = 0.25
@@ -38,7 +38,7 @@ class ServerProcess:
 
     Raises
     ------
-    LaunchError
+    StartError
         On entry, if the server ends or does not answer in time. The message shows where the log
         is, and its end.
     """
@@ -92,12 +92,12 @@ class ServerProcess:
         self.stop()
 
     def check_alive(self) -> None:
-        """Raise :class:`LaunchError` with the end of the log if the server has ended."""
+        """Raise :class:`StartError` with the end of the log if the server has ended."""
         if self._process is None:
-            raise LaunchError("the server was not started; use it as a context manager")
+            raise StartError("the server was not started; use it as a context manager")
         code = self._process.poll()
         if code is not None:
-            raise LaunchError(f"the server ended with exit code {code}. {self._end_of_log()}")
+            raise StartError(f"the server ended with exit code {code}. {self._end_of_log()}")
 
     def stop(self) -> None:
         """End the server and every process it started: ask, wait 15 s, then kill."""
@@ -125,7 +125,7 @@ class ServerProcess:
             if self._progress:
                 self._progress(waited)
             time.sleep(_POLL_SECONDS)
-        raise LaunchError(
+        raise StartError(
             f"the server did not answer on port {self.command.port} within {self._timeout:.0f} s. "
             f"{self._end_of_log()}"
         )

@@ -31,6 +31,9 @@ INTERVAL = 0.25
 RETRY_SECONDS = 60.0
 """Seconds after which the writer tries again, if it could not write: a full disk may be mended."""
 
+MOST_NAME = 64
+"""Characters of a request's name that the file holds."""
+
 _IDENTITY = (
     "pid", "port", "rank", "host", "host_version", "backend", "policy", "device", "dtype",
     "num_layers", "num_query_heads", "num_kv_heads", "head_dim", "dtype_bytes",
@@ -196,8 +199,14 @@ class ServerState:
             **counters.as_json(),
             "forest": None
             if forest is None
-            else {**forest_as_json(forest), "rids": list(self.rids)},
+            else {**forest_as_json(forest), "rids": [_short_name(rid) for rid in self.rids]},
         }
+
+
+def _short_name(rid: object) -> str:
+    """A request's name, short and printable: some hosts let clients choose it."""
+    name = str(rid)[:MOST_NAME]
+    return "".join(letter if letter.isprintable() else "?" for letter in name)
 
 
 class StateWriter:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.zoo.architectures import ARCHITECTURES
-from benchmarks.zoo.zoo_run import Place, run
+from benchmarks.zoo.place import Place
+from benchmarks.zoo.zoo_run import run
 
 SECONDS = 800.0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.e2e.served_model import Model, write_model
-from deft_backend.servers.command import LaunchError
+from deft_backend.servers.command import StartError
 from deft_backend.servers.driver_stub import num_gpus
 from integration_tests.common.adapter import write_adapter
 from integration_tests.common.server import Server
@@ -37,7 +37,7 @@ def _asked(session: pytest.Session) -> list[str]:
 @pytest.fixture(scope="session")
 def servers(
     request: pytest.FixtureRequest, model: Model, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mapping[str, Server | LaunchError]]:
+) -> Iterator[Mapping[str, Server | StartError]]:
     """Servers by name, or the reason why one did not start. Variants that need too many GPUs are
     missing."""
     gpus = num_gpus()
@@ -59,11 +59,11 @@ def variant(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def pair(variant: str, servers: Mapping[str, Server | LaunchError]) -> tuple[Server, Server]:
+def pair(variant: str, servers: Mapping[str, Server | StartError]) -> tuple[Server, Server]:
     """The variant's server, and the server that checks its answers."""
     ours, theirs = servers[variant], servers[VARIANTS[variant].against]
     for server in (ours, theirs):
-        if isinstance(server, LaunchError):
+        if isinstance(server, StartError):
             raise server
     assert isinstance(ours, Server)
     assert isinstance(theirs, Server)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.e2e.served_model import Model
-from deft_backend.servers.command import LaunchError, free_port, server_command
+from deft_backend.servers.command import StartError, free_port, server_command
 from deft_backend.servers.process import ServerProcess
 from integration_tests.common.server import START_SECONDS, Server
 
@@ -105,17 +105,17 @@ VARIANTS: Mapping[str, Variant] = {
 
 @contextmanager
 def running(names: list[str], gpus: int, model: Model, adapter: Path,
-            folder: Path) -> Iterator[dict[str, Server | LaunchError]]:  # fmt: skip
+            folder: Path) -> Iterator[dict[str, Server | StartError]]:  # fmt: skip
     """Servers of these names, or the reason why one did not start, for a `with` block."""
     everything = {**REFERENCES, **VARIANTS}
     with ExitStack() as stack, ThreadPoolExecutor(len(names)) as threads:
 
-        def start(at: int, name: str) -> Server | LaunchError:
+        def start(at: int, name: str) -> Server | StartError:
             variant = everything[name]
             shown = ",".join(map(str, range(gpus))) if variant.ranks > 1 else str(at % gpus)
             try:
                 return _start(name, variant, shown, model, adapter, folder, stack)
-            except LaunchError as error:
+            except StartError as error:
                 return error
 
         yield dict(zip(names, threads.map(start, range(len(names)), names), strict=True))

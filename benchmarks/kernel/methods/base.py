@@ -30,12 +30,16 @@ class Prepared:
         Fills the method's own workspace with NaN.
     facts : mapping
         Facts about the plan for the row.
+    tolerance : float, optional
+        Relative error above which the result is wrong, if the method rounds more than the dtype of
+        the queries does.
     """
 
     launch: Callable[[], torch.Tensor]
     rows: torch.Tensor | None = None
     poison: Callable[[], None] | None = None
     facts: Mapping[str, int] = field(default_factory=dict)
+    tolerance: float | None = None
 
 
 class Method(ABC):

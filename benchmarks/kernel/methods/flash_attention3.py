@@ -38,10 +38,16 @@ def _package() -> tuple[ModuleType | None, str]:
     return None, "; ".join(reasons)
 
 
+TOLERANCE_IN_8_BITS = 0.1
+"""Relative error above which a product of operands of 8 bits is wrong."""
+
+
 class FlashAttention3(Method):
     """Each request alone with its whole KV, split by FlashAttention's own heuristic.
 
-    Several query tokens of a request are its causal mask.
+    Several query tokens of a request are its causal mask. Over a cache of 8 bits it multiplies in 8
+    bits: queries and weights are rounded to the cache's dtype, and the time to round the queries is
+    not counted. Its result then has a larger error than that of the other methods.
     """
 
     name = "fa3"
@@ -60,9 +66,14 @@ class FlashAttention3(Method):
             raise Refused("FlashAttention-3 has no mask for token trees")
         module, name = _package()
         assert module is not None, name
+        if inputs.k_cache.dtype == torch.float8_e5m2:
+            raise Refused("FlashAttention-3 takes e4m3 alone among caches of 8 bits")
         out = torch.empty_like(inputs.q)
         make = _vllm_launch if name == _VLLM else _sglang_launch
-        return Prepared(make(module, inputs, out))
+        in_8_bits = inputs.k_cache.itemsize == 1
+        return Prepared(
+            make(module, inputs, out), tolerance=TOLERANCE_IN_8_BITS if in_8_bits else None
+        )
 
     def origin(self) -> str:
         name = _package()[1]
@@ -88,18 +99,20 @@ def _vllm_launch(
         num_heads_kv=inputs.case.kv_heads,
         headdim=inputs.head_dim,
         cache_seqlens=inputs.seq_lens,
-        qkv_dtype=inputs.q.dtype,
+        qkv_dtype=inputs.k_cache.dtype,
         cu_seqlens_q=starts,
         page_size=inputs.case.page_size,
         causal=True,
         num_splits=0,
     )
 
+    q, scales = inputs.q.to(inputs.k_cache.dtype), _scales(inputs)
+
     def launch() -> torch.Tensor:
         module.flash_attn_varlen_func(
-            inputs.q, inputs.k_cache, inputs.v_cache, max_seqlen_q=tokens, cu_seqlens_q=starts,
+            q, inputs.k_cache, inputs.v_cache, max_seqlen_q=tokens, cu_seqlens_q=starts,
             max_seqlen_k=longest, seqused_k=inputs.seq_lens, block_table=inputs.page_table,
-            causal=True, out=out, scheduler_metadata=metadata, num_splits=0, fa_version=3,
+            causal=True, out=out, scheduler_metadata=metadata, num_splits=0, fa_version=3, **scales,
         )  # fmt: skip
         return out
 
@@ -111,13 +124,22 @@ def _sglang_launch(
 ) -> Callable[[], torch.Tensor]:
     """The call of SGLang's backend."""
     shape = (inputs.batch, inputs.query_tokens, *out.shape[1:])
-    q, result = inputs.q.view(shape), out.view(shape)
+    q, result = inputs.q.to(inputs.k_cache.dtype).view(shape), out.view(shape)
+    scales = _scales(inputs)
 
     def launch() -> torch.Tensor:
         module.flash_attn_with_kvcache(
             q, inputs.k_cache, inputs.v_cache, cache_seqlens=inputs.seq_lens,
-            page_table=inputs.page_table, causal=True, out=result,
+            page_table=inputs.page_table, causal=True, out=result, **scales,
         )  # fmt: skip
         return out
 
     return launch
+
+
+def _scales(inputs: Inputs) -> dict[str, torch.Tensor]:
+    """Scales of 1 for each request and KV head, which FlashAttention-3 wants in 8 bits."""
+    if inputs.k_cache.itemsize > 1:
+        return {}
+    one = torch.ones(inputs.batch, inputs.case.kv_heads, device=inputs.device)
+    return {f"{name}_descale": one for name in "qkv"}

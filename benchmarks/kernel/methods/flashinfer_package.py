@@ -67,7 +67,7 @@ def plan(
         inputs.head_dim,
         inputs.case.page_size,
         q_data_type=inputs.q.dtype,
-        kv_data_type=inputs.q.dtype,
+        kv_data_type=inputs.k_cache.dtype,
         **options,
     )
 

@@ -60,6 +60,7 @@ class Ours(Method):
             max_batch=self._most(inputs),
             query_tokens=inputs.query_tokens,
             policy=self.policy,
+            kv_dtype=inputs.k_cache.dtype,
         )
 
     def _most(self, inputs: Inputs) -> int:

@@ -89,7 +89,11 @@ class TreeBuilder:
         other = step_of(metadata)
         group = self.deft_group
         step = None
-        if other is not None and group is not None and group.holds(other):
+        if (
+            other is not None
+            and group is not None
+            and group.holds(len(other.seq_lens), other.query_tokens)
+        ):
             step = other.with_page_table(group, blk_table)
         attach(updated, step)
         return updated

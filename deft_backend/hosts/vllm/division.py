@@ -47,9 +47,9 @@ def divide_layers(vllm_config: Any) -> Division:
     """Decide on every layer of a server's model; the draft model's are the host's.
 
     The arguments of a layer's implementation do not show everything: chunked attention, for
-    example, is a kind of layer. So the layer's own cache specification is read, too. Layers whose
-    caches vLLM manages together may differ: with one kind of cache for all, the specification of
-    such a group has the window of any layer.
+    example, is a kind of layer. So the function also reads the layer's own cache specification.
+    Layers whose caches vLLM manages together may differ: with one kind of cache for all, the
+    specification of such a group has the window of any layer.
     """
     tree: dict[str, Layer] = {}
     host: dict[str, str] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,9 +18,6 @@ from deft_backend.hosts.vllm.layout import kv_views
 from deft_backend.hosts.vllm.sleep import HIDDEN_BATCH
 from deft_backend.telemetry.shown_batch import Batch
 from deft_backend.telemetry.state import ServerState
-
-if TYPE_CHECKING:
-    from deft_backend.hosts.vllm.step import TreeStep
 
 logger = logging.getLogger("deft_backend")
 
@@ -95,10 +92,9 @@ class GroupAttention:
             return self._broken
         return refused(requests, self._settings, self._attention.max_batch)
 
-    def holds(self, step: TreeStep) -> bool:
-        """Whether this group's plans hold a step of another group."""
-        fits = step.query_tokens <= self.query_tokens
-        return fits and self.refuses(len(step.seq_lens)) is None
+    def holds(self, requests: int, query_tokens: int) -> bool:
+        """Whether this group's plans hold another group's step of so many requests and tokens."""
+        return query_tokens <= self.query_tokens and self.refuses(requests) is None
 
     def plan(self, page_table: torch.Tensor, seq_lens: torch.Tensor, query_tokens: int = 1) -> None:
         """Plan a step from the host's own tensors `page_table` [B, P] and `seq_lens` [B]."""

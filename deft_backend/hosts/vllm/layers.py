@@ -37,7 +37,7 @@ class Layer(NamedTuple):
     reason : str, optional
         Why the host's own implementation decodes the layer; None if tree attention does.
     sinks : bool
-        Whether each query head has a logit in the softmax's denominator without a value.
+        Whether each query head has a sink.
     cache : str
         vLLM's name for the kind of its KV cache.
     scales : tuple of three tensors, optional

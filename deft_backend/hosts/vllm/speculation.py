@@ -45,7 +45,7 @@ def drafts(layer_name: str, vllm_config: Any) -> bool:
 def prefills(common: Any) -> bool:
     """Whether some request of a batch still computes its prompt, as the CPU knows.
 
-    A runner may not say. Causal attention is then right for prompts, too, unless they have
+    If the runner does not say, causal attention is also right for prompts, unless they have
     documents within which tokens attend to later tokens.
     """
     prefilling = common.is_prefilling

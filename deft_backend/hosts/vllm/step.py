@@ -95,7 +95,7 @@ class TreeStep:
             Runs the host's own implementation into the same `output`; ``DEFT_VERIFY`` compares the
             two.
         sinks : [Hq], optional
-            A logit for each query head.
+            The sink of each query head.
         """
         group = self.group
         try:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from deft_backend.servers import command as launch
-from deft_backend.servers.command import LaunchError, ServerCommand, free_port, server_command
+from deft_backend.servers import command as command_module
+from deft_backend.servers.command import ServerCommand, StartError, free_port, server_command
 from deft_backend.servers.process import ServerProcess
 
 SERVER = """
@@ -76,7 +76,7 @@ def test_an_exception_ends_it_too(tmp_path: Path) -> None:
 def test_early_death_shows_the_end_of_the_log(tmp_path: Path) -> None:
     script = "print('first'); [print('line', n) for n in range(40)]; raise SystemExit(3)"
     log = tmp_path / "folder" / "log"
-    with pytest.raises(LaunchError) as error:
+    with pytest.raises(StartError) as error:
         ServerProcess(command(script), log).__enter__()
     said = str(error.value)
     assert "exit code 3" in said
@@ -88,7 +88,7 @@ def test_early_death_shows_the_end_of_the_log(tmp_path: Path) -> None:
 def test_silence_is_given_up_on(tmp_path: Path) -> None:
     script = "import time; time.sleep(600)"
     process = ServerProcess(command(script), tmp_path / "log", timeout=1.0)
-    with pytest.raises(LaunchError, match=r"did not answer on port \d+ within 1 s"):
+    with pytest.raises(StartError, match=r"did not answer on port \d+ within 1 s"):
         process.__enter__()
     assert process.pid is None
 
@@ -99,7 +99,7 @@ def test_death_while_in_use_is_told(tmp_path: Path) -> None:
         assert server.pid is not None
         os.kill(server.pid, signal.SIGKILL)
         os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
-        with pytest.raises(LaunchError, match="exit code -9"):
+        with pytest.raises(StartError, match="exit code -9"):
             server.check_alive()
     assert gone(child)
 
@@ -107,8 +107,8 @@ def test_death_while_in_use_is_told(tmp_path: Path) -> None:
 def test_the_cpu_engine_gets_its_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "has_nvidia_driver", lambda: False)
-    monkeypatch.setattr(launch, "ensure_driver_stub", lambda: tmp_path)
+    monkeypatch.setattr(command_module, "has_nvidia_driver", lambda: False)
+    monkeypatch.setattr(command_module, "ensure_driver_stub", lambda: tmp_path)
     monkeypatch.setenv("LD_LIBRARY_PATH", "/elsewhere")
     found = server_command(
         "M", 1234, policy="fasttree", host_arguments=["--max-total-tokens", "99"], gpu=False
@@ -141,7 +141,7 @@ def test_a_gpu_needs_nothing_special() -> None:
 
 
 def test_a_driver_needs_no_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "has_nvidia_driver", lambda: True)
+    monkeypatch.setattr(command_module, "has_nvidia_driver", lambda: True)
     assert "LD_LIBRARY_PATH" not in server_command("M", 1, gpu=False).environment
 
 
@@ -168,9 +168,9 @@ def test_vllm_on_a_gpu_needs_nothing_special(backend: str | None, named: str | N
 
 
 def test_a_cpu_build_of_vllm_uses_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "use_gpu", lambda: True)
+    monkeypatch.setattr(command_module, "use_gpu", lambda: True)
     for is_cpu, expected in ((True, False), (False, True)):
-        monkeypatch.setattr(launch, "vllm_is_cpu_build", lambda is_cpu=is_cpu: is_cpu)
+        monkeypatch.setattr(command_module, "vllm_is_cpu_build", lambda is_cpu=is_cpu: is_cpu)
         assert server_command("M", 1, host="vllm").on_gpu is expected
 
 
@@ -184,5 +184,5 @@ def test_servers_listen_on_the_loopback_interface_unless_asked(host: str) -> Non
 
 
 def test_an_unknown_host_is_refused() -> None:
-    with pytest.raises(LaunchError, match="no host 'tgi'; expected one of sglang, vllm"):
+    with pytest.raises(StartError, match="no host 'tgi'; expected one of sglang, vllm"):
         server_command("M", 1, host="tgi")
