@@ -15,6 +15,7 @@ from integration_tests.common.fixtures import (  # noqa: F401
     servers_end_with_the_tests,
 )
 from integration_tests.common.server import Server
+from integration_tests.cpu_speculation.plugin import unusable
 from integration_tests.sglang_server import GROUPS, Group, running
 
 
@@ -31,5 +32,8 @@ def server(
 ) -> Iterator[Server]:
     """A server with the plugin, under the flags of the test's group."""
     group = GROUPS[request.param]
+    reason = unusable() if group.cpu_speculation else None
+    if reason is not None:
+        pytest.skip(reason)
     with running("deft", group, tmp_path_factory.mktemp(request.param)) as server:
         yield server

@@ -277,3 +277,23 @@ def test_without_speculation_there_is_no_verification(server: Any) -> None:
     server.backend.init_forward_metadata(batch)
     forward(server, batch)
     assert server.calls == ["metadata", "extend"]
+
+
+def test_an_observed_server_counts_verifications(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_host()
+    from deft_backend.hosts.sglang import observe
+
+    state = make_state()
+    for name, value in (
+        ("state_of", state), ("division_of", None), ("decode_backend_name", "theirs"),
+        ("start_reporting", None),
+    ):  # fmt: skip
+        monkeypatch.setattr(observe, name, lambda *given, value=value: value)
+    observer = observe.Observer()
+    target, draft = (SimpleNamespace(is_draft_worker=drafts) for drafts in (False, True))
+    for kind, runner in (
+        ("verify", target), ("decode", target), ("extend", target), ("decode", draft),
+    ):  # fmt: skip
+        batch = SimpleNamespace(forward_mode=mode(kind), seq_lens_sum=10, seq_lens_cpu=None)
+        observer.observe(batch, None, runner)
+    assert state.steps_host == {"observed": 2}

@@ -9,9 +9,13 @@ from typing import Any
 
 import torch
 
+from deft_backend.hosts.contract.version_numbers import version_key
+from deft_backend.installed import installed_version
 from integration_tests.cpu_speculation import attention, places, trees
 
 ROOT = Path(__file__).parents[2]
+
+SINCE = "0.5.23"
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -26,6 +30,14 @@ def environment(folder: Path) -> dict[str, str]:
     )
     paths = [str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+
+
+def unusable() -> str | None:
+    """Why the installed SGLang cannot use the stand-ins, or None."""
+    found = installed_version("sglang")
+    if found is None or version_key(found) >= version_key(SINCE):
+        return None
+    return f"the stand-ins have the signatures of SGLang {SINCE}; this is {found}"
 
 
 def register() -> None:

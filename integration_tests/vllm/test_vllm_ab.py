@@ -8,6 +8,7 @@ import pytest
 
 from deft_backend.hosts.vllm.versions import backend_name
 from integration_tests.common.ab import deft_ab
+from integration_tests.common.server import DRAFT
 
 
 @pytest.mark.timeout(900)
@@ -19,3 +20,19 @@ def test_ab_compares_two_servers_and_writes_the_report(tmp_path: Path) -> None:
     )  # fmt: skip
     assert len(data["workloads"]) == 2
     assert data["backends"] == {"host": "CPU_ATTN", "deft": backend_name()}
+
+
+@pytest.mark.rare
+@pytest.mark.timeout(900)
+def test_ab_compares_two_servers_that_speculate(tmp_path: Path) -> None:
+    data, output = deft_ab(
+        tmp_path, "--host", "vllm", "--workload", "few-shot", "--branches", "3",
+        "--prefix-tokens", "150", "--max-tokens", "12", "--speculative", str(DRAFT),
+        "--draft-tokens", "3", "--", "--block-size", "32", "--max-num-batched-tokens", "512",
+    )  # fmt: skip
+    host, deft = (data["acceptance_length"][side] for side in ("host", "deft"))
+    assert 1.5 < deft <= 4.0
+    assert deft == pytest.approx(host, rel=0.05)
+    assert "acceptance length (tokens a verification): host " in output
+    (workload,) = data["workloads"]
+    assert workload["deft"]["counters"]["verified_tokens"] > 0

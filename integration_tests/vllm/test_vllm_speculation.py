@@ -42,6 +42,7 @@ def host_with_draft(tmp_path_factory: pytest.TempPathFactory, adapter: Path) -> 
 
 
 @on("draft")
+@pytest.mark.rare
 def test_as_many_drafts_are_accepted(server: Server, host_with_draft: Server) -> None:
     """One request after another: the drafts of each verification then depend on nothing else."""
     found = []

@@ -29,7 +29,7 @@ def install() -> None:
 
 
 class Observer:
-    """Counts decode steps, from the first one on."""
+    """Counts decode steps and verifications, from the first one on."""
 
     def __init__(self) -> None:
         self._state: ServerState | None = None
@@ -37,7 +37,8 @@ class Observer:
 
     def observe(self, forward_batch: Any, batch: Any, runner: Any) -> None:
         """Observer of ``ForwardBatch.init_new``."""
-        if runner.is_draft_worker or not forward_batch.forward_mode.is_decode():
+        mode = forward_batch.forward_mode
+        if runner.is_draft_worker or not (mode.is_decode() or mode.is_target_verify()):
             return
         if self._state is None:
             settings = Settings.from_env()
