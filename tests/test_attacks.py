@@ -244,7 +244,7 @@ def test_no_library_is_used_that_others_could_exchange(
 
 
 def test_a_link_to_another_folder_gives_no_kernels_of_others(tmp_path: Path) -> None:
-    """Behind a link, too, the files themselves must be this user's."""
+    """The files themselves must be this user's, even behind a link."""
     folder = tmp_path / "kernels"
     fill(folder, HERE, [])
     (tmp_path / "link").symlink_to(folder)

@@ -389,7 +389,7 @@ def test_ours_is_right_repeatable_and_its_plans_are_timed(
 
 @pytest.mark.parametrize("name", ["flashinfer", "fa3"])
 def test_caches_of_eight_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlashAttention-3 rounds the queries to 8 bits, too, and is allowed a larger error."""
+    """FlashAttention-3 also rounds the queries to 8 bits, so it may have a larger error."""
     with_fakes(monkeypatch)
     fake: Any = VllmFlashAttention("fake")
     monkeypatch.setattr(flash_attention3, "_package", lambda: (fake, flash_attention3._VLLM))

@@ -125,7 +125,7 @@ def test_drafts_over_a_cache_of_eight_bits(
 
 
 def test_cascade_is_not_for_verification(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host's cascade reads the prefix that all requests share; tree attention reads it, too."""
+    """Tree attention reads the prefix that all requests share, so the host needs no cascade."""
     host = PlainCpuBackend.get_builder_cls()
     monkeypatch.setattr(
         host, "use_cascade_attention", lambda self, *args, **kwargs: True, raising=False

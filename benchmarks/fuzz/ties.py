@@ -19,8 +19,8 @@ from deft_backend.policies import Target, get_policy
 from deft_backend.policy_names import AUTO
 
 ROUNDING = 4e-6
-"""Largest change of a cost, as a share of it: some dozens of float32's roundings, of which a sum
-over a batch has many. A measured cost is never that exact."""
+"""Largest change of a cost, as a share of it. It equals some dozens of float32's roundings; a sum
+over a batch has many of them. No measured cost is that exact."""
 
 TRIALS = 64
 

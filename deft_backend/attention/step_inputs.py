@@ -1,4 +1,4 @@
-"""The inputs of one run: how many they are, and what stands for those that are not given."""
+"""The inputs of one run: count the requests, and fill in what the caller left out."""
 
 from __future__ import annotations
 

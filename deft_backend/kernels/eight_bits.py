@@ -1,10 +1,10 @@
 """Numbers of 8 bits as operands of the tensor cores, in the plain kernels.
 
 A byte holds a sign, exponent bits and mantissa bits: four and three in e4m3, five and two in e5m2.
-Every such number is a float16 and a bfloat16, too. The kernels load bytes, and move exponent and
+float16 and bfloat16 hold every such number. The kernels load bytes, and move exponent and
 mantissa to where the operand's dtype has them. That is the number times a power of two, because the
-dtypes count exponents from different numbers. A multiplication corrects it, for the smallest
-numbers, too. No bits are lost, so the only rounding is that of the bytes in the cache.
+dtypes count exponents from different numbers. A multiplication corrects it, even for the smallest
+numbers. No bits are lost, so the only rounding is that of the bytes in the cache.
 
 The kernels treat every byte as a finite number.
 """

@@ -32,7 +32,7 @@ with suppress(ImportError):  # `available` says so before anything is launched
 
 @jit
 def _converted(x, DTYPE: gl.constexpr, EXPONENT_BITS: gl.constexpr):
-    """Numbers of bytes, of which a thread holds four side by side."""
+    """Convert bytes to numbers; each thread holds groups of four neighbouring bytes."""
     if DTYPE == gl.float16:  # noqa: SIM300
         HALF: gl.constexpr = E4M3_TO_FLOAT16 if EXPONENT_BITS == 4 else E5M2_TO_FLOAT16
         return gl.inline_asm_elementwise(

@@ -28,7 +28,8 @@ def released_versions(distribution: str, specifier: str) -> list[str]:
 
     Raises
     ------
-    WheelError If the index cannot be reached or does not know the distribution.
+    WheelError
+        If the index cannot be reached or does not know the distribution.
     """
     done = _pip("index", "versions", distribution)
     listed = re.search(r"^Available versions: (.+)$", done.stdout, re.MULTILINE)
@@ -120,7 +121,8 @@ def wheel_version(path: Path) -> tuple[str, str]:
 
     Raises
     ------
-    WheelError If the file name is not a wheel's name.
+    WheelError
+        If the file name is not a wheel's name.
     """
     parts: Sequence[str] = path.name.removesuffix(".whl").split("-")
     if path.suffix != ".whl" or len(parts) < 5:

@@ -63,7 +63,9 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
     runner
         The host's model runner.
     name : str
-        The host's name for its backend. host That backend.
+        The host's name for its backend.
+    host : AttentionBackend
+        That backend.
     """
     if runner.is_draft_worker:
         logger.info("deft: the draft model's attention runs through %s", name)

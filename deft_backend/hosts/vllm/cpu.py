@@ -92,7 +92,8 @@ class PlainCpuImplementation(AttentionImpl):  # type: ignore[misc]
 
     Raises
     ------
-    NotImplementedError On construction, if this backend cannot compute the layer.
+    NotImplementedError
+        On construction, if this backend cannot compute the layer.
     """
 
     def __init__(

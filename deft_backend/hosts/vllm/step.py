@@ -51,6 +51,7 @@ class TreeStep:
         self.query_tokens = query_tokens
         self.query_start = query_start
         self._seen: set[int] = set()
+        self._unplanned = False  # planning has failed: the host's implementation runs all layers
 
     def with_page_table(self, group: GroupAttention, page_table: torch.Tensor) -> TreeStep:
         """The same requests in another group's page table [rows, P]."""
@@ -62,9 +63,6 @@ class TreeStep:
     def takes(self, layer: Layer) -> bool:
         """Whether a layer of the step goes through tree attention."""
         return not self._unplanned and self.group.takes(layer)
-
-    _unplanned = False
-    """Whether the planning has failed, so that the host's implementation runs all layers."""
 
     def leave(self, reason: str) -> None:
         """Log why layers of the step run in the host's implementation."""
