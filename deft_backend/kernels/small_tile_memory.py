@@ -81,7 +81,7 @@ def layout_of(head_dim, query_vectors, height, block_tokens, lookahead, exponent
         plain=gl.SwizzledSharedLayout(1, 1, 1, [0]),
         slots=lookahead + 1,
         in_place=4 * block_tokens >= height * unit,
-        query_rows=1 << (query_vectors - 1).bit_length(),
+        query_rows=min(1 << (query_vectors - 1).bit_length(), height),
     )
     # Each as a constant of its own: Triton 3.6 passes nothing else on to functions.
     return Layout(*map(gl.constexpr, layout))
