@@ -1,6 +1,6 @@
 """Check that a host's source has every member that we use, without importing the host.
 
-Each host's folder holds its table: ``CONTRACT``, a tuple of :class:`Member` in ``versions.py``.
+Each host's folder holds its table: ``CONTRACT``, a tuple of :class:`Member` in ``contract.py``.
 :func:`check_contract` reads only the files that define those members, so servers can run it at
 start.
 """
