@@ -573,7 +573,7 @@ def test_a_kernel_that_fails_is_not_tried_again(server: Any, caplog, monkeypatch
 
 
 def test_models_that_call_their_backend_find_its_metadata(server: Any, host: Any) -> None:
-    """Their calls may read the host's metadata, so tree steps make it, too, exactly once."""
+    """Their calls may read the host's metadata, so tree steps also make it, exactly once."""
     from deft_backend.hosts.sglang.host_planned import HostPlannedBackend
 
     own = server.backend

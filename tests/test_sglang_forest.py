@@ -116,7 +116,7 @@ def test_the_current_token_is_always_private() -> None:
 def test_only_what_the_tree_owns_is_shared() -> None:
     """A node that one request holds in part differs from the whole node of another request."""
     node, _ = Tree().insert([1, 2, 3, 4])
-    assert path_of(make_request(node, 2), 9) == [((node.id, 2), 2)]  # the reference, too
+    assert path_of(make_request(node, 2), 9) == [((node.id, 2), 2)]  # the reference agrees
     forest = forest_of([make_request(node, 2), make_request(node, 4)], np.array([9, 9]))
     assert forest.tokens_stored == forest.tokens_attended == 18
 

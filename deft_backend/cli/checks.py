@@ -213,7 +213,7 @@ def check_settings() -> Iterator[Check]:
 
 def _own_package() -> Check:
     found = installed_version("deft-backend")
-    if found is None:  # this is a problem only if the entry point is missing, too
+    if found is None:  # without the entry point, this is a problem
         remedy = "pip install deft-backend (in a checkout: pip install -e .)"
         return Check(
             "deft-backend", "note", f"{VERSION}, not installed: it runs from its folder", remedy
