@@ -1,7 +1,7 @@
 """Files of this user alone: written with mode 0600, and read only if nobody else could write them.
 
-What a server reads from a cache decides what it computes. So a file in a cache counts only if it
-belongs to this user or to root, is no symbolic link, and no other user may write to it.
+A server's results depend on the files that it reads from a cache. So it reads such a file only if
+this user or root owns it, no other user may write to it, and it is no symbolic link.
 """
 
 from __future__ import annotations

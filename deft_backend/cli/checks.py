@@ -91,7 +91,7 @@ def check_packages() -> Iterator[Check]:
         if (
             installed and host not in installed
         ):  # hosts exclude each other, so an environment holds one of them
-            text = f"not installed, not needed beside the other host; {_window(host.versions)}"
+            text = f"not installed, and not needed: the other host is; {_window(host.versions)}"
             yield Check(name, "ok", text)
         elif installed or host is HOSTS[0]:
             yield _host(host.versions)

@@ -103,7 +103,7 @@ NO_MISTAKE, BAD_LENGTH, BAD_ORDER, BAD_SHARED_COUNT, BAD_SHARED = range(5)
 def first_mistake(
     order: Int32Array, shared: Int32Array, seq_lens: Int32Array, page_size: int
 ) -> tuple[int, int]:
-    """What is wrong with the arguments of :func:`nodes_of`, and at which entry, or 0 and 0."""
+    """The first mistake in the arguments of :func:`nodes_of`, and its index; 0 and 0 if none."""
     batch = len(seq_lens)
     for request in range(batch):
         if seq_lens[request] < 0:

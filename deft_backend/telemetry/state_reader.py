@@ -152,7 +152,7 @@ class BatchQuestion:
     Raises
     ------
     StateError
-        If the question cannot be left beside the state file.
+        If the file with the question cannot be written next to the state file.
     """
 
     def __init__(self, state: Path) -> None:

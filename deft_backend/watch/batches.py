@@ -36,7 +36,7 @@ class ShownBatch:
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """A node that several requests attend to; `saved` tokens are those that nobody reads again."""
+    """A node that several requests attend to; `saved` counts the tokens that are not read again."""
 
     request: int
     start: int

@@ -151,7 +151,7 @@ def _absent(names: HostNames, owner: list[Definition], reached: str, part: str) 
 def _absent_parameter(
     names: HostNames, found: list[Definition], parameter: str
 ) -> tuple[str, bool] | None:
-    """What the source has instead of a parameter, and whether it shows that; None if all is well.
+    """A :class:`Problem`'s `found` and `readable` for a parameter; None if a definition has it.
 
     A host may define a name more than once, by version or device. One definition with the parameter
     is enough.
