@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from sglang_fakes import (
+    ARRAYS,
     EAGER,
     FakeAttention,
     Tree,
+    assert_same_forest,
     make_planner,
     make_request,
     make_state,
@@ -33,7 +35,6 @@ from deft_backend.planner.encoding import OPEN_END
 from deft_backend.policies import POLICY_NAMES
 
 forest_of = RadixTreeSource().forest
-ARRAYS = ("order", "parent", "request", "start", "length", "query_begin", "query_end", "leaf")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -80,8 +81,7 @@ def test_cut_paths_give_the_forest_of_the_paths(seed: int) -> None:
     ours = forest_of(requests, lens)
     paths = [path_of(r, n) for r, n in zip(requests, lens.tolist(), strict=True)]
     theirs = forest_from_paths(paths, lens)
-    for name in (*ARRAYS, "seq_lens"):
-        assert getattr(ours, name).tolist() == getattr(theirs, name).tolist(), name
+    assert_same_forest(ours, theirs)
 
 
 def test_a_node_without_tokens_is_refused() -> None:
