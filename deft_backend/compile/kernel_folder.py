@@ -146,8 +146,7 @@ def take(folder: Path, here: Origin) -> Taken:
     Raises
     ------
     KernelFolderError
-        If they were made from something else than what is `here`, or the folder is not one that
-        `deft warm` filled.
+        If the kernels' origin differs from `here`, or `deft warm` did not fill the folder.
     OSError
         If Triton's cache cannot be written.
     """

@@ -109,7 +109,7 @@ class BatchView:
 
 
 def shared_prefixes(forest: PrefixForest) -> list[SharedPrefix]:
-    """The nodes with several readers, the one that saves most first."""
+    """The nodes with several readers, sorted by what they save, most first."""
     columns = (forest.request, forest.start, forest.length, forest.num_queries)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     found = [SharedPrefix(*row) for row in rows]
