@@ -45,8 +45,8 @@ def shipped_tables() -> tuple[ShippedTable, ...]:
 def nearest_table(gpu: str, facts: GpuFacts | None) -> ShippedTable:
     """The shipped table of `gpu`, else of the GPU most like `facts`; the first if none is known.
 
-    Two GPUs are alike if an SM has the same share of the memory's bandwidth in each clock: that
-    decides whether an item waits for the memory or for the SM.
+    Two GPUs are alike if an SM has the same share of the memory's bandwidth in each clock. This
+    share decides whether an item waits for the memory or for the SM.
     """
     tables = shipped_tables()
     for table in tables:

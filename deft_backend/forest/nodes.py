@@ -19,8 +19,8 @@ def nodes_of(
 ) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array, Int32Array, Int32Array, Int32Array]:
     """Parent, request, start, length, query begin, query end [N] and leaf [B] of a forest.
 
-    Node boundaries are where the longest common prefix of neighbours changes, found with one stack
-    (nearest smaller values). Arguments are checked by the caller.
+    A node boundary lies where the longest common prefix of neighbours changes. One stack finds all
+    boundaries (nearest smaller values). The caller checks the arguments.
     """
     batch = len(order)
     # Shared nodes in the order in which they close: an inner one before those around it.

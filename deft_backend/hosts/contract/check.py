@@ -83,7 +83,8 @@ def check_contract(
     source : Path or HostFiles
         A folder that holds the host's top-level package, or a wheel.
     version : str, optional
-        The host's. Members whose `versions` exclude it are left out; without it, none are.
+        The host's version. The check skips members whose `versions` exclude it. Without a version,
+        it checks all members.
 
     Returns
     -------

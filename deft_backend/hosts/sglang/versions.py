@@ -25,8 +25,8 @@ SGLANG = TestedVersions("SGLang", ("sglang",), "0.5.17", "0.5.24")
 def resolving_method() -> str | None:
     """Name of the method in which ``ServerArgs`` resolves itself, or None.
 
-    ``__post_init__`` in 0.5.17 and 0.5.18. From 0.5.19, ``resolve_once``: launchers call it, and so
-    does every process that publishes the arguments.
+    In 0.5.17 and 0.5.18, the method is ``__post_init__``. From 0.5.19 on it is ``resolve_once``,
+    which launchers and every process that publishes the arguments call.
     """
     from sglang.srt.server_args import ServerArgs
 
