@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from deft_backend.hosts.contract import Member
 
+OWN_NAME_SINCE = "0.32"
+"""The first version in which plugins may add backend names."""
+
 _BACKEND = "vllm.v1.attention.backend"
 _SPEC = "vllm.v1.kv_cache_interface"
 _REGISTRY = "vllm.v1.attention.backends.registry"
@@ -15,7 +18,7 @@ CONTRACT: tuple[Member, ...] = (
     # Registration: hosts/vllm/plugin.py
     Member(_REGISTRY, "register_backend", ("backend", "class_path"), use="called, for each name"),
     Member(_REGISTRY, "AttentionBackendEnum.CUSTOM", use="registered: our name in every version"),
-    Member(_REGISTRY, "AttentionBackendEnum.register", versions=">=0.32",
+    Member(_REGISTRY, "AttentionBackendEnum.register", versions=f">={OWN_NAME_SINCE}",
            use="looked for: new names are accepted"),
     Member(_REGISTRY, "AttentionBackendEnum.CPU_ATTN", use="replaced on the CPU"),
     Member(_REGISTRY, "AttentionBackendEnum.FLASH_ATTN", use="surrounded, or observed"),

@@ -25,6 +25,7 @@ from deft_backend.hosts.common.tested_versions import TestedVersions
 from deft_backend.hosts.contract import check_contract, installed_source
 from deft_backend.hosts.contract.version_numbers import version_key
 from deft_backend.hosts.vllm.contract import CONTRACT as CONTRACT
+from deft_backend.hosts.vllm.contract import OWN_NAME_SINCE
 
 if TYPE_CHECKING:
     import torch
@@ -39,8 +40,6 @@ PLACEHOLDER = "CUSTOM"
 
 OWN_NAME = "DEFT"
 """Our name, in versions that accept new ones."""
-
-OWN_NAME_SINCE = "0.32"
 
 
 def refuse() -> str | None:
