@@ -47,7 +47,7 @@ def tables_directory(env: Mapping[str, str] | None = None) -> Path:
 def kernels_directory(settings: Settings, env: Mapping[str, str] | None = None) -> Path:
     """Where `deft warm` keeps compiled kernels: ``DEFT_KERNEL_CACHE``, else `kernels` in the cache.
 
-    `settings` decide about both folders; `env` is asked for the user's cache alone.
+    Both settings come from `settings`. The function reads `env` only to find the user's cache.
     """
     if settings.kernel_cache is not None:
         return settings.kernel_cache

@@ -1,7 +1,7 @@
 """Files of this user alone: written with mode 0600, and read only if nobody else could write them.
 
-What a server reads from a cache decides what it computes. So a file in a cache counts only if it
-belongs to this user or to root, is no symbolic link, and no other user may write to it.
+A server's results depend on the files that it reads from a cache. So it reads such a file only if
+this user or root owns it, no other user may write to it, and it is no symbolic link.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def parsed(text: str | bytes) -> Any:
 def write_private(path: Path, content: str | bytes) -> None:
     """Replace a file at once, with mode 0600; missing folders get mode 0700.
 
-    A symbolic link in its place is replaced, not followed.
+    If the path is a symbolic link, the new file replaces the link, not the link's target.
 
     Raises
     ------
@@ -131,7 +131,7 @@ def is_private(path: Path) -> bool:
 
 
 def unsafe_folder(folder: Path) -> str | None:
-    """Why somebody else could exchange files below a folder, in words; or None.
+    """The reason why another user could exchange files below a folder, or None.
 
     Only this user and root may own the folder and the folders above it. No other user may write to
     them, unless they let each user change only the user's own files (as ``/tmp`` does).

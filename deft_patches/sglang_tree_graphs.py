@@ -2,11 +2,11 @@
 
 Changes, on ``DecodeCudaGraphRunner`` (SGLang 0.5.17 to 0.5.23) or the class that a model runner
     has instead, for runners that have a controller:
-    ``capture_one_shape``: after the host's graph of a batch size, the same forward is captured once
-    more under a label of its own, while the controller says that it is being captured;
+    ``capture_one_shape``: captures the host's graph of a batch size, then the same forward once
+    more, under a label of its own. The controller learns when the second capture begins and ends;
     ``_resolve_lora_variant``: gives that label to batches that the controller takes, so that the
-    host replays the second graph; all others replay the host's;
-Why: which batches share enough is known on the host before every step; a graph cannot choose.
+    host replays the second graph. All other batches replay the host's graph.
+Why: the CPU knows before every step whether the batch shares enough; a graph cannot choose.
     The host's own graph variants (0.5.20 on) do not serve: it makes them from the model's
     configuration alone, and asks which one a batch takes after it has asked ``shared_read_ends``.
 Looks for: the two methods with the parameters used here, when it is installed. Serves the graph

@@ -28,7 +28,8 @@ A token is a byte. `<|bos|>`, `<|eos|>`, `<|user|>`, `<|assistant|>` and `<|pad|
 `python models/train_tiny_llama.py` repeats it on the CPU from random weights: {steps:,} steps over
 {tokens:,} tokens in sequences of {shortest} and later up to {longest} tokens, with Muon for the
 matrices and AdamW for the rest, in float32; the result is rounded to float16. The seed fixes the
-text, and the weights too for the same machine, versions and number of threads.
+text. On the same machine, with the same versions and number of threads, it also fixes the
+weights.
 
 ## Limits
 

@@ -1,4 +1,4 @@
-"""Small stand-ins for SGLang: a radix tree, requests, layers, a KV cache."""
+"""Small stand-ins for SGLang: a radix tree, requests, layers, a KV cache, a backend."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from deft_backend.attention import TreeAttention
 from deft_backend.config import Settings
 from deft_backend.forest import PrefixForest
 from deft_backend.hosts.sglang.batch_observer import Observed
@@ -21,6 +22,22 @@ from deft_backend.telemetry.state import ServerState
 RADIX_CACHE: Any = type("RadixCache", (), {"__module__": "sglang.srt.mem_cache.radix_cache"})()
 
 EAGER = Settings(min_batch=1, min_share=1.0, min_shared_tokens=0)
+
+ARRAYS = ("order", "parent", "request", "start", "length", "query_begin", "query_end", "leaf")
+"""The arrays of a forest that follow from who shares what."""
+
+
+def assert_same_forest(ours: PrefixForest, theirs: PrefixForest) -> None:
+    for name in (*ARRAYS, "seq_lens"):
+        assert getattr(ours, name).tolist() == getattr(theirs, name).tolist(), name
+
+
+def mode(name: str) -> Any:
+    """What a batch does: "decode", "verify" or "extend"."""
+    return SimpleNamespace(
+        name=name, is_decode=lambda: name == "decode", is_mixed=lambda: False,
+        is_target_verify=lambda: name == "verify", is_idle=lambda: False,
+    )  # fmt: skip
 
 
 class Node:
@@ -196,6 +213,61 @@ class HybridLinearKVPool:
     def __init__(self, full: list[int], slots: int = 64) -> None:
         self.full_kv_pool: Any = MHATokenToKVPool(slots)
         self.full_attention_layer_id_mapping = {layer: at for at, layer in enumerate(full)}
+
+
+def small_attention(**arguments: Any) -> TreeAttention:
+    """Tree attention of the shape of :func:`make_layer`, on the CPU."""
+    return TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+        **arguments,
+    )  # fmt: skip
+
+
+def decode_attention(
+    pool: FakePool, table: Any, rows: Any, lens: Any, q: torch.Tensor, scale: float = 0.125,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """[B, 256]: decode attention in float64, request by request, over the page table."""
+    out = torch.empty(len(q), 4, 64, dtype=torch.float64)
+    for request, (row, length) in enumerate(zip(rows, lens, strict=True)):
+        slots = torch.from_numpy(table[row, :length]).long()
+        for head in range(4):
+            keys = pool.k[slots, head // 2].double()
+            scores = keys @ q.view(-1, 4, 64)[request, head].double() * scale
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head : head + 1].double()))
+            weights = scores.softmax(0)[:length]
+            out[request, head] = weights @ pool.v[slots, head // 2].double()
+    return out.view(len(q), -1)
+
+
+def recording_backend(host: Any, pool: Any, table: Any, calls: list[str]) -> type[Any]:
+    """A class of the host's backends that notes each call in `calls` and computes nothing."""
+
+    class HostBackend(host.AttentionBackend):
+        token_to_kv_pool = pool
+        req_to_token_pool = SimpleNamespace(req_to_token=torch.from_numpy(table))
+
+        def init_forward_metadata(self, forward_batch: Any) -> None:
+            calls.append("metadata")
+
+        def init_forward_metadata_out_graph(
+            self, forward_batch: Any, in_capture: bool = False
+        ) -> None:
+            calls.append("capture" if in_capture else "replay")
+
+        def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+            calls.append("in graph")
+
+        def forward_decode(self, q: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append("decode")
+            return torch.zeros_like(q)
+
+        def forward_extend(self, q: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append("extend")
+            return q
+
+    return HostBackend
 
 
 def load_host() -> Any:

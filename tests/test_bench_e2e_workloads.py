@@ -331,7 +331,7 @@ def test_every_tie_is_found_and_what_follows_it_is_looked_at() -> None:
 
 def test_beyond_the_tolerance_a_tie_is_wrong() -> None:
     found = checked("right", GAP / 2, "tie")
-    assert len(found.wrong) == 4  # the tokens after a wrong token are checked, too
+    assert len(found.wrong) == 4  # the tokens after a wrong token are also checked
     assert "0.125 less likely" in found.wrong[0]
     assert not found.ties
     assert found.tokens == 19

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
+from benchmarks.commands.kernel_tables import means_table, row_line, rows_table
 from benchmarks.kernel import kernel_plots as plots
 from benchmarks.kernel.kernel_bars import is_met, mean_is_met
 from benchmarks.kernel.kernel_rows import (
@@ -181,6 +183,37 @@ def test_the_same_rows_draw_the_same_bytes(tmp_path: Path) -> None:
 def test_rows_without_times_draw_nothing(tmp_path: Path) -> None:
     rows = [row(us={"deft": None}), row(roof_us=None)]
     assert plots.draw(rows, HEADER, tmp_path / "x.json") == []
+
+
+# Tables
+
+
+def shown(table: Any) -> str:
+    console = Console(width=200, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def test_tables_name_the_cache_where_it_differs_from_the_queries() -> None:
+    plain = [row(), row("other", kv_dtype="fp16")]
+    for table in (rows_table, means_table):
+        assert "KV cache" not in shown(table(plain, bars=True))
+    assert "KV cache" not in row_line(plain[1])
+
+    slow = row(kv_dtype="fp8_e4m3", us={"deft": 80.0, "fa3": 40.0})
+    lines = shown(rows_table([*plain, slow], bars=True)).splitlines()
+    assert "KV cache" in lines[2]
+    assert [line.split("│")[4].strip() for line in lines[4:7]] == ["fp16", "fp16", "fp8_e4m3"]
+    assert "KV cache fp8_e4m3" in row_line(slow)
+    # A mean is that of one kind of cache.
+    means = [
+        line.split("│")[3:6]
+        for line in shown(means_table([*plain, slow], bars=True)).splitlines()[4:6]
+    ]
+    assert [[cell.strip() for cell in line] for line in means] == [
+        ["fp16", "2", "2.00×"], ["fp8_e4m3", "1", "0.50×"],
+    ]  # fmt: skip
 
 
 # Commands

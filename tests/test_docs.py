@@ -73,7 +73,7 @@ def test_every_path_exists(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.name not in HISTORY], ids=name_of)
 def test_every_module_exists(page: Path) -> None:
-    """Dotted names of our packages, in code blocks too."""
+    """Dotted names of our packages, in text and in code blocks."""
     text = page.read_text(encoding="utf-8")
     named = re.findall(r"\b(?:deft_backend|deft_patches|benchmarks|examples)(?:\.\w+)+", text)
     missing = set()

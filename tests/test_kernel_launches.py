@@ -1,4 +1,4 @@
-"""What is kept from one launch to the next is never used for tensors of another kind."""
+"""A launch never reuses what an earlier launch kept for tensors of another kind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MANY, FEW = ReduceConfig(8, 1, 1, 100), ReduceConfig(32, 1, 4, 40)
 CONFIG = KernelConfiguration(TILES, MANY, FEW, sms=132, overlapped=True, interpreted=False)
 PLAN = DevicePlan(PlanCapacity(4, 8, 8, 8), torch.device("cpu"))
 LEAVES = SimpleNamespace(items_of={0: (0, 4), 1: (0, 0), 2: (4, 4)}.get, reduce_query=[0])
-"""What is asked of a host's plan, for one without items of larger tile shapes."""
+"""The parts of a host plan that a launch reads, without items of larger tile shapes."""
 STEMS = SimpleNamespace(items_of={0: (30, 34), 1: (0, 30), 2: (34, 34)}.get, reduce_query=[0])
 """The same with 30 items of the large tile."""
 
@@ -71,7 +71,7 @@ class Compiler:
 
 
 class OnGrid:
-    """What is launched as ``kernel[grid](...)``."""
+    """A kernel that callers launch as ``kernel[grid](...)``."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call

@@ -1,4 +1,4 @@
-"""The version: from tags, in a checkout that was never built too, and cheap to import."""
+"""The version: from tags, even in a checkout that was never built, and cheap to import."""
 
 from __future__ import annotations
 

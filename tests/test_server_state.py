@@ -16,9 +16,11 @@ from sglang_fakes import (
 
 from deft_backend.config import Settings
 from deft_backend.hosts.sglang.plain_tree import RadixTreeSource
+from deft_backend.private_files import write_private
 from deft_backend.telemetry import reporting
 from deft_backend.telemetry.counters import Counters
 from deft_backend.telemetry.state import RETRY_SECONDS, StateWriter
+from deft_backend.telemetry.state_reader import StateError, read_state
 
 TOKEN = 2 * 2 * 64 * 4  # of make_state: keys and values, KV heads, elements, bytes
 LAYERS = 2
@@ -52,6 +54,43 @@ def test_state_file(tmp_path) -> None:
     assert content["forest"]["rids"] == ["a", "b"]
     assert content["forest"]["page_size"] == 1
     assert [p.name for p in writer.path.parent.iterdir()] == [writer.path.name]
+
+
+SIZES = ("num_layers", "num_query_heads", "num_kv_heads", "head_dim", "dtype_bytes")
+TEXTS = ("host", "host_version", "backend", "policy", "device", "dtype")
+
+
+def test_a_reader_finds_the_server_that_the_writer_described(tmp_path: Path) -> None:
+    state = make_state()
+    writer = StateWriter(state, tmp_path)
+    writer.look()
+    reading = read_state(writer.path)
+    names = {"pid", "port", "rank", *TEXTS, *SIZES}
+    assert reading.description() == {name: getattr(state, name) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("names", "lowest", "highest"),
+    [
+        (("pid", "rank"), 0, (1 << 31) - 1),
+        (("port",), 0, 65_535),
+        (SIZES, 1, (1 << 31) - 1),
+    ],
+)
+def test_numbers_of_a_server_have_limits(
+    tmp_path: Path, names: tuple[str, ...], lowest: int, highest: int
+) -> None:
+    path = tmp_path / "state.json"
+    state = make_state()
+    content = {**state.as_json(state.counters()), "updated": 1.0}
+    for name in names:
+        for value in (lowest, highest):
+            write_private(path, json.dumps({**content, name: value}))
+            assert getattr(read_state(path), name) == value
+        for wrong in (lowest - 1, highest + 1, None, True, 1.0, "1"):
+            write_private(path, json.dumps({**content, name: wrong}))
+            with pytest.raises(StateError, match=f"{name} is .*from {lowest} to {highest}"):
+                read_state(path)
 
 
 def test_a_state_file_that_cannot_be_written_is_said_once(tmp_path, caplog) -> None:

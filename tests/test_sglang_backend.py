@@ -13,10 +13,14 @@ from sglang_fakes import (
     FakePool,
     MHATokenToKVPool,
     Tree,
+    decode_attention,
     load_host,
     make_layer,
     make_state,
+    mode,
+    recording_backend,
     requests_of,
+    small_attention,
 )
 
 from deft_backend.hosts.sglang.batch_observer import BatchObserver
@@ -77,56 +81,34 @@ def test_layers(changes: dict[str, Any], reason: str | None) -> None:
 @pytest.fixture
 def server(host: Any) -> Any:
     """A backend over a fake host backend that records its calls, with two requests that share."""
-    from deft_backend.attention import TreeAttention
     from deft_backend.hosts.sglang.host_planned import HostPlannedBackend
 
     requests, table, lens = requests_of([[1, 2, 3, 4, 5], [1, 2, 3, 9]], Tree())
     calls: list[str] = []
+    pool = FakePool()
 
-    class HostBackend(host.AttentionBackend):
+    class HostBackend(recording_backend(host, pool, table, calls)):  # type: ignore[misc]
         needs_cpu_seq_lens = False
         extra = "of the host"
-        token_to_kv_pool = FakePool()
-        req_to_token_pool = SimpleNamespace(req_to_token=torch.from_numpy(table))
-
-        def init_forward_metadata(self, forward_batch: Any) -> None:
-            calls.append("metadata")
 
         def init_forward_metadata_out_graph(
             self, forward_batch: Any, in_capture: bool = False
         ) -> None:
             calls.append("new buffers" if in_capture else "metadata out of graph")
 
-        def forward_decode(self, q: Any, *args: Any, **kwargs: Any) -> Any:
-            calls.append("decode")
-            return torch.zeros_like(q)
-
-        def forward_extend(self, q: Any, *args: Any, **kwargs: Any) -> Any:
-            calls.append("extend")
-            return q
-
         def support_triton(self) -> bool:
             return False
 
     runner = object()
-    attention = TreeAttention(
-        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
-        max_batch=4, policy="deft-node",
-    )  # fmt: skip
+    attention = small_attention(max_batch=4, policy="deft-node")
     state = make_state()
     observer = BatchObserver(runner)
     planner = DecodePlanner(attention, PrefixSource(torch.from_numpy(table)), EAGER, state)
     backend = HostPlannedBackend(HostBackend(), attention, planner, observer, state)
 
-    class Mode:
-        def __init__(self, decode: bool) -> None:
-            self.is_decode = lambda: decode
-            self.is_idle = lambda: False
-            self.is_mixed = lambda: False
-
     def batch(decode: bool = True, captured: bool = True) -> Any:
         made = SimpleNamespace(
-            forward_mode=Mode(decode), rids=["a", "b"], batch_size=2,
+            forward_mode=mode("decode" if decode else "extend"), rids=["a", "b"], batch_size=2,
             seq_lens=torch.from_numpy(lens), seq_lens_cpu=torch.from_numpy(lens),
             seq_lens_sum=int(lens.sum()), req_pool_indices=torch.tensor([1, 2]),
             out_cache_loc=torch.tensor([table[i + 1, n - 1] for i, n in enumerate(lens)]),
@@ -138,7 +120,7 @@ def server(host: Any) -> Any:
 
     return SimpleNamespace(
         backend=backend, calls=calls, batch=batch, state=state, table=table, lens=lens,
-        pool=HostBackend.token_to_kv_pool, attention=attention, observer=observer,
+        pool=pool, attention=attention, observer=observer,
     )  # fmt: skip
 
 
@@ -150,18 +132,8 @@ def query(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def expected_attention(
     server: Any, q: torch.Tensor, scale: float, sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Decode attention in float64, request by request, over the page table."""
-    out = torch.empty(2, 4, 64, dtype=torch.float64)
-    for row, length in enumerate(server.lens):
-        slots = torch.from_numpy(server.table[row + 1, :length]).long()
-        for head in range(4):
-            keys = server.pool.k[slots, head // 2].double()
-            scores = keys @ q.view(2, 4, 64)[row, head].double() * scale
-            if sinks is not None:
-                scores = torch.cat((scores, sinks[head : head + 1].double()))
-            weights = scores.softmax(0)[:length]
-            out[row, head] = weights @ server.pool.v[slots, head // 2].double()
-    return out.view(2, -1)
+    rows = range(1, len(server.lens) + 1)
+    return decode_attention(server.pool, server.table, rows, server.lens, q, scale, sinks)
 
 
 def test_a_shared_decode_batch_goes_through_the_tree(server: Any) -> None:
@@ -573,7 +545,7 @@ def test_a_kernel_that_fails_is_not_tried_again(server: Any, caplog, monkeypatch
 
 
 def test_models_that_call_their_backend_find_its_metadata(server: Any, host: Any) -> None:
-    """Their calls may read the host's metadata, so tree steps make it, too, exactly once."""
+    """Their calls may read the host's metadata, so tree steps also make it, exactly once."""
     from deft_backend.hosts.sglang.host_planned import HostPlannedBackend
 
     own = server.backend

@@ -11,20 +11,22 @@ from sglang_fakes import (
     FakePool,
     SWAKVPool,
     Tree,
+    decode_attention,
     load_host,
     make_layer,
     make_state,
+    mode,
+    recording_backend,
     requests_of,
+    small_attention,
 )
 
-from deft_backend.attention import TreeAttention
 from deft_backend.config import Settings
 from deft_backend.telemetry.shown_batch import forest_of
 
 PREFIX = list(range(10, 510))
 SHARED = [[*PREFIX, 4, 5], [*PREFIX, 9]]
-DECODE = SimpleNamespace(is_decode=lambda: True, is_mixed=lambda: False, is_idle=lambda: False)
-EXTEND = SimpleNamespace(is_decode=lambda: False, is_mixed=lambda: False, is_idle=lambda: False)
+DECODE, EXTEND = mode("decode"), mode("extend")
 
 
 @pytest.fixture
@@ -35,49 +37,24 @@ def server() -> Any:
 
     _, table, lens = requests_of(SHARED, Tree())
     calls: list[str] = []
-
-    class HostBackend(host.AttentionBackend):
-        token_to_kv_pool = FakePool(520)
-        req_to_token_pool = SimpleNamespace(req_to_token=torch.from_numpy(table))
-
-        def init_forward_metadata(self, forward_batch: Any) -> None:
-            calls.append("metadata")
-
-        def init_forward_metadata_out_graph(
-            self, forward_batch: Any, in_capture: bool = False
-        ) -> None:
-            calls.append("capture" if in_capture else "replay")
-
-        def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-            calls.append("in graph")
-
-        def forward_decode(self, q: Any, *args: Any, **kwargs: Any) -> Any:
-            calls.append("decode")
-            return torch.zeros_like(q)
-
-        def forward_extend(self, q: Any, *args: Any, **kwargs: Any) -> Any:
-            calls.append("extend")
-            return q
-
-    attention = TreeAttention(
-        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
-        max_batch=4,
-    )  # fmt: skip
+    pool = FakePool(520)
+    host_backend = recording_backend(host, pool, table, calls)()
+    attention = small_attention(max_batch=4)
     state = make_state()
-    backend = DevicePlannedBackend(HostBackend(), attention, state, Settings(min_batch=2))
+    backend = DevicePlannedBackend(host_backend, attention, state, Settings(min_batch=2))
 
-    def batch(mode: Any = DECODE, size: int = 2) -> Any:
+    def batch(forward_mode: Any = DECODE, size: int = 2) -> Any:
         rows = torch.tensor([1, 2, 0, 0, 0, 0][:size])
         lengths = torch.tensor([*lens.tolist(), 1, 1, 1, 1][:size])
         slots = torch.tensor([int(table[row, n - 1]) for row, n in zip(rows, lengths, strict=True)])
         return SimpleNamespace(
-            forward_mode=mode, batch_size=size, seq_lens=lengths, req_pool_indices=rows,
+            forward_mode=forward_mode, batch_size=size, seq_lens=lengths, req_pool_indices=rows,
             out_cache_loc=slots, seq_lens_sum=int(lengths.sum()), seq_lens_cpu=None,
         )  # fmt: skip
 
     return SimpleNamespace(
         backend=backend, calls=calls, batch=batch, state=state, table=table, attention=attention,
-        pool=HostBackend.token_to_kv_pool,
+        pool=pool,
     )  # fmt: skip
 
 
@@ -87,17 +64,8 @@ def query(size: int = 2) -> tuple[torch.Tensor, ...]:
 
 
 def expected_attention(server: Any, q: torch.Tensor, batch: Any) -> torch.Tensor:
-    """Decode attention in float64, request by request, over the page table."""
-    out = torch.empty(len(q), 4, 64, dtype=torch.float64)
-    for request, (row, length) in enumerate(
-        zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True)
-    ):
-        slots = torch.from_numpy(server.table[row, :length]).long()
-        for head in range(4):
-            keys = server.pool.k[slots, head // 2].double()
-            scores = keys @ q.view(-1, 4, 64)[request, head].double() * 0.125
-            out[request, head] = scores.softmax(0) @ server.pool.v[slots, head // 2].double()
-    return out.view(len(q), -1)
+    rows, lens = batch.req_pool_indices.tolist(), batch.seq_lens.tolist()
+    return decode_attention(server.pool, server.table, rows, lens, q)
 
 
 def check(server: Any, batch: Any, out: torch.Tensor, q: torch.Tensor) -> None:

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from sglang_fakes import (
+    ARRAYS,
     EAGER,
     FakeAttention,
     Tree,
+    assert_same_forest,
     make_planner,
     make_request,
     make_state,
@@ -33,7 +35,6 @@ from deft_backend.planner.encoding import OPEN_END
 from deft_backend.policies import POLICY_NAMES
 
 forest_of = RadixTreeSource().forest
-ARRAYS = ("order", "parent", "request", "start", "length", "query_begin", "query_end", "leaf")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -80,8 +81,7 @@ def test_cut_paths_give_the_forest_of_the_paths(seed: int) -> None:
     ours = forest_of(requests, lens)
     paths = [path_of(r, n) for r, n in zip(requests, lens.tolist(), strict=True)]
     theirs = forest_from_paths(paths, lens)
-    for name in (*ARRAYS, "seq_lens"):
-        assert getattr(ours, name).tolist() == getattr(theirs, name).tolist(), name
+    assert_same_forest(ours, theirs)
 
 
 def test_a_node_without_tokens_is_refused() -> None:
@@ -116,7 +116,7 @@ def test_the_current_token_is_always_private() -> None:
 def test_only_what_the_tree_owns_is_shared() -> None:
     """A node that one request holds in part differs from the whole node of another request."""
     node, _ = Tree().insert([1, 2, 3, 4])
-    assert path_of(make_request(node, 2), 9) == [((node.id, 2), 2)]  # the reference, too
+    assert path_of(make_request(node, 2), 9) == [((node.id, 2), 2)]  # the reference agrees
     forest = forest_of([make_request(node, 2), make_request(node, 4)], np.array([9, 9]))
     assert forest.tokens_stored == forest.tokens_attended == 18
 

@@ -10,10 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sglang_fakes import FakeAttention, Tree, load_host, make_state, observed, requests_of
+from sglang_fakes import (
+    EAGER,
+    FakeAttention,
+    Tree,
+    assert_same_forest,
+    load_host,
+    make_state,
+    observed,
+    requests_of,
+)
 
-from deft_backend.config import Settings
-from deft_backend.forest import PrefixForest, forest_from_page_tables
+from deft_backend.forest import forest_from_page_tables
 from deft_backend.hosts.sglang import page_table
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner
 from deft_backend.hosts.sglang.page_table import PageTableSource
@@ -21,14 +29,7 @@ from deft_backend.hosts.sglang.plain_tree import TreeError
 from deft_backend.hosts.sglang.prefix_source import PrefixSource, tree_reader
 from deft_backend.hosts.sglang.unified_tree import UnifiedTreeSource
 
-ARRAYS = ("order", "parent", "request", "start", "length", "query_begin", "query_end", "leaf")
-EAGER = Settings(min_batch=1, min_share=1.0, min_shared_tokens=0)
 UNKNOWN = type("SomeCache", (), {"__module__": "their.caches"})()
-
-
-def assert_equal(ours: PrefixForest, theirs: PrefixForest) -> None:
-    for name in (*ARRAYS, "seq_lens"):
-        assert getattr(ours, name).tolist() == getattr(theirs, name).tolist(), name
 
 
 def random_batch(seed: int) -> tuple[list[Any], np.ndarray, np.ndarray]:
@@ -42,7 +43,7 @@ def random_batch(seed: int) -> tuple[list[Any], np.ndarray, np.ndarray]:
 def test_the_page_table_gives_the_forest_of_an_unknown_cache(seed: int) -> None:
     requests, table, lens = random_batch(seed)
     ours = PrefixSource(torch.from_numpy(table)).forest(UNKNOWN, requests, lens)
-    assert_equal(ours, forest_from_page_tables(table[1:], lens))
+    assert_same_forest(ours, forest_from_page_tables(table[1:], lens))
     assert ours.tokens_stored < ours.tokens_attended
 
 
@@ -54,7 +55,7 @@ def test_a_larger_batch_follows_a_smaller_one() -> None:
         source._page_table = torch.from_numpy(table)
         for count in (2, 12, 3):
             ours = source.forest(requests[:count], lens[:count])
-            assert_equal(ours, forest_from_page_tables(table[1 : count + 1], lens[:count]))
+            assert_same_forest(ours, forest_from_page_tables(table[1 : count + 1], lens[:count]))
 
 
 def test_a_request_that_the_host_released_shares_nothing() -> None:
@@ -94,7 +95,7 @@ def test_a_tree_that_fails_is_given_up_for_the_page_table(caplog: Any) -> None:
     requests[0].last_node.key = []
     given = cache()
     for _ in range(2):
-        assert_equal(source.forest(given, requests, lens), expected)
+        assert_same_forest(source.forest(given, requests, lens), expected)
     assert caplog.text.count("cannot be read") == 1
     requests[0].last_node.key = [4]
     assert source.forest(cache(), requests, lens).tokens_stored == expected.tokens_stored
@@ -209,8 +210,8 @@ def test_the_unified_tree_and_the_page_table_agree(unified: Made, core: str, see
     assert isinstance(tree, UnifiedTreeSource)
     ours, theirs = tree.forest(requests, lens), forest_from_page_tables(table[1:], lens)
     assert ours.tokens_stored < ours.tokens_attended
-    assert_equal(ours, theirs)
-    assert_equal(PageTableSource(torch.from_numpy(table)).forest(requests, lens), theirs)
+    assert_same_forest(ours, theirs)
+    assert_same_forest(PageTableSource(torch.from_numpy(table)).forest(requests, lens), theirs)
 
 
 @pytest.mark.parametrize("core", ["rust", "python"])

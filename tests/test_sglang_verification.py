@@ -7,9 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_fakes import FakePool, Tree, load_host, make_layer, make_state, requests_of
+from sglang_fakes import (
+    FakePool,
+    Tree,
+    load_host,
+    make_layer,
+    make_state,
+    mode,
+    recording_backend,
+    requests_of,
+    small_attention,
+)
 
-from deft_backend.attention import TreeAttention
 from deft_backend.config import Settings
 
 PREFIX = list(range(10, 310))
@@ -18,13 +27,6 @@ N = 4
 """Tokens of a verification: the last accepted one and three draft tokens."""
 
 PARENTS = [[-1, 0, 0, 1], [-1, 0, 1, 1]]
-
-
-def mode(name: str) -> Any:
-    return SimpleNamespace(
-        name=name, is_decode=lambda: name == "decode", is_mixed=lambda: False,
-        is_target_verify=lambda: name == "verify", is_idle=lambda: False,
-    )  # fmt: skip
 
 
 def links(parents: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,37 +66,13 @@ def server() -> Any:
 
     _, table, lens = requests_of(PROMPTS, Tree(), private=1 + N)
     calls: list[str] = []
+    pool = FakePool(400)
 
-    class HostBackend(host.AttentionBackend):
-        token_to_kv_pool = FakePool(400)
-        req_to_token_pool = SimpleNamespace(req_to_token=torch.from_numpy(table))
-
-        def init_forward_metadata(self, forward_batch: Any) -> None:
-            calls.append("metadata")
-
-        def init_forward_metadata_out_graph(
-            self, forward_batch: Any, in_capture: bool = False
-        ) -> None:
-            calls.append("capture" if in_capture else "replay")
-
-        def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-            calls.append("in graph")
-
-        def forward_decode(self, q: Any, *args: Any, **kwargs: Any) -> Any:
-            calls.append("decode")
-            return q
-
-        def forward_extend(self, q: Any, *args: Any, **kwargs: Any) -> Any:
-            calls.append("extend")
-            return q
-
+    class HostBackend(recording_backend(host, pool, table, calls)):  # type: ignore[misc]
         def update_verify_buffers_to_fill_after_draft(self, spec: Any, bucket: Any) -> None:
             calls.append("after draft")
 
-    attention = TreeAttention(
-        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
-        max_batch=3, query_tokens=N,
-    )  # fmt: skip
+    attention = small_attention(max_batch=3, query_tokens=N)
     state = make_state()
     backend = DevicePlannedBackend(
         HostBackend(), attention, state, Settings(min_batch=2),
@@ -112,7 +90,7 @@ def server() -> Any:
 
     return SimpleNamespace(
         backend=backend, calls=calls, batch=batch, state=state, table=table, attention=attention,
-        pool=HostBackend.token_to_kv_pool,
+        pool=pool,
     )  # fmt: skip
 
 

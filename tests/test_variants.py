@@ -1,4 +1,4 @@
-"""What is compiled at the start is what steps launch, under the keys that launches look up."""
+"""The start compiles the variants that steps launch, under the keys that launches look up."""
 
 from __future__ import annotations
 

@@ -8,15 +8,26 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.kernel.kernel_bars import is_met, mean_is_met
-from benchmarks.kernel.kernel_rows import Row, best_peer, geometric_mean, of_roof, speed_up
+from benchmarks.kernel.kernel_rows import (
+    Row,
+    best_peer,
+    geometric_mean,
+    kv_dtype,
+    of_roof,
+    speed_up,
+)
 from benchmarks.kernel.methods import OURS
 from deft_backend.ab.units import MISSING
 
 
 def rows_table(rows: Sequence[Row], *, bars: bool) -> Table:
-    """One line for each case: the roof, deft, the fastest peer, and their ratios."""
+    """One line for each case: the roof, deft, the fastest peer, and their ratios.
+
+    The table names the KV cache's dtype if a case has another one than its queries'.
+    """
     table = Table(title="Microseconds, median", title_justify="left")
-    for name in ("set", "workload", "heads"):
+    caches = _other_caches(rows)
+    for name in ("set", "workload", "heads", *(["KV cache"] if caches else [])):
         table.add_column(name, no_wrap=name != "workload")
     for name in ("batch", "share", "roof", OURS):
         table.add_column(name, justify="right")
@@ -32,6 +43,7 @@ def rows_table(rows: Sequence[Row], *, bars: bool) -> Table:
             row["set"],
             row["workload"],
             row["heads"],
+            *([kv_dtype(row)] if caches else []),
             str(row["batch"]),
             f"{row['share']:.1f}",
             _number(row["roof_us"]),
@@ -48,23 +60,26 @@ def rows_table(rows: Sequence[Row], *, bars: bool) -> Table:
 
 
 def means_table(rows: Sequence[Row], *, bars: bool) -> Table:
-    """Geometric means for each set and head shape."""
+    """Geometric means for each set, head shape and dtype of the KV cache."""
     table = Table(title="Geometric means", title_justify="left")
-    for name in ("set", "heads"):
+    caches = _other_caches(rows)
+    for name in ("set", "heads", *(["KV cache"] if caches else [])):
         table.add_column(name)
     for name in ("cases", "faster", "slowest case", "of roof", "best peer of roof"):
         table.add_column(name, justify="right")
     if bars:
         table.add_column("bar")
-    groups: dict[tuple[str, str], list[Row]] = {}
+    groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row["set"], row["heads"]), []).append(row)
-    for (name, heads), found in groups.items():
+        cache = kv_dtype(row) if caches else ""
+        groups.setdefault((row["set"], row["heads"], cache), []).append(row)
+    for (name, heads, cache), found in groups.items():
         ratios = [ratio for row in found if (ratio := speed_up(row))]
         peers = [of_roof(row, peer[0]) for row in found if (peer := best_peer(row))]
         table.add_row(
             name,
             heads,
+            *([cache] if caches else []),
             str(len(found)),
             _ratio(geometric_mean(ratios)),
             _ratio(min(ratios, default=None)),
@@ -78,10 +93,16 @@ def means_table(rows: Sequence[Row], *, bars: bool) -> Table:
 def row_line(row: Row) -> str:
     """One case as a line of a log."""
     times = "  ".join(f"{name} {_number(us)}" for name, us in row["us"].items())
+    cache = f" KV cache {kv_dtype(row)}" if _other_caches([row]) else ""
     return (
-        f"{row['set']}  {row['workload']}  {row['heads']} page {row['page_size']}: "
+        f"{row['set']}  {row['workload']}  {row['heads']} page {row['page_size']}{cache}: "
         f"roof {_number(row['roof_us'])}  {times}  error {_error(row['error'].get(OURS))}"
     )
+
+
+def _other_caches(rows: Sequence[Row]) -> bool:
+    """Whether a case has another dtype for its KV cache than for its queries."""
+    return any(kv_dtype(row) != row["dtype"] for row in rows)
 
 
 def _number(value: float | None, digits: int = 1) -> str:

@@ -21,7 +21,7 @@ def soak(
     host_args: HostArguments = None,
     host: HostOption = None,
     seconds: Annotated[
-        float, typer.Option(min=1.0, help="Seconds of traffic in all, those of earlier runs too.")
+        float, typer.Option(min=1.0, help="Seconds of traffic in all, including earlier runs.")
     ] = 1200.0,
     slice_seconds: Annotated[
         float | None,

@@ -140,7 +140,7 @@ def checked_backends(host: Host, names: Sequence[str]) -> tuple[str, ...]:
     """
     if find_spec(host.name) is None:
         raise ServerChoiceError(
-            f"{host.name} is not installed beside {sys.executable}; run this command with the "
+            f"{host.name} is not installed for {sys.executable}; run this command with the "
             "Python of the server's environment"
         )
     reason = TESTED[host.name].refuse() if host.ours in names else None

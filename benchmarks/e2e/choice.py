@@ -26,7 +26,7 @@ class Output:
     command : str
         The command as the user typed it, for the header.
     logs : Path, optional
-        Folder for the servers' logs; None takes one beside `rows`.
+        Folder for the servers' logs; None takes one next to `rows`.
     """
 
     rows: Path

@@ -35,9 +35,9 @@ BATCHES = 3
 class StartRow(TypedDict):
     """One start of a server.
 
-    ``seconds`` lead from the start of the process to the first answer. ``batches_ms`` are times to
-    the first tokens of a batch of ``branches`` requests behind a cached prefix, right after the
-    start. ``log`` holds the plugin's lines. ``error`` says why there are no figures.
+    ``seconds`` is the time from the start of the process to the first answer. ``batches_ms`` holds
+    the times to first token of the first batches, each of ``branches`` requests behind a cached
+    prefix. ``log`` holds the plugin's lines. ``error`` says why there are no figures.
     """
 
     host: str

@@ -77,7 +77,7 @@ def table(cases: list[Case]) -> str:
 
 
 def draw(cases: list[Case], path: Path) -> Path:
-    """One point for each case: the ratio of the times against the tokens read once."""
+    """Plot a point for each case: our time divided by the host's, over the tokens read once."""
     from matplotlib.figure import Figure
 
     with figures.style():

@@ -53,7 +53,7 @@ def fault_of(
     page_size: int,
     target: Target,
 ) -> str:
-    """What is wrong with a plan, in words; empty if it gives every query its own attention.
+    """The first mistake of a plan, in words; empty if every query gets its own attention.
 
     Parameters
     ----------

@@ -54,10 +54,14 @@ class Row(_EveryRow, total=False):
 def key_of(row: Row) -> tuple[str, str, str, str, str, int, int, str, str]:
     """The fields that identify a row."""
     return (
-        row["set"], row["workload"], row["heads"], row["dtype"],
-        row.get("kv_dtype", row["dtype"]), row["head_dim"], row["page_size"],
-        row["layout"], row["policy"],
+        row["set"], row["workload"], row["heads"], row["dtype"], kv_dtype(row), row["head_dim"],
+        row["page_size"], row["layout"], row["policy"],
     )  # fmt: skip
+
+
+def kv_dtype(row: Row) -> str:
+    """The dtype of the KV cache."""
+    return row.get("kv_dtype", row["dtype"])
 
 
 def best_peer(row: Row) -> tuple[str, float] | None:

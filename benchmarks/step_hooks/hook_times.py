@@ -1,7 +1,7 @@
 """``python -m benchmarks step-hooks``: CPU time that the plugin adds to a replayed decode step.
 
 SGLang must be installed; no GPU is needed. The plugin's real device-planned backend and its real
-fence for page tables run around a host that does nothing, on one core, so only the plugin's time
+fence for page tables run on one core, around a host that does nothing. So only the plugin's time
 remains. A replayed step calls nothing else of the plugin. Two effects are not measured. The plugin
 saves time because the host prepares no metadata, and the fence waits on a GPU. ``look_us`` is the
 CPU time in which the writer thread writes the server's state once. The thread does so

@@ -14,7 +14,7 @@ DEFT_COLOUR = "#1f6feb"
 
 
 def kv_plot(result: AbResult) -> str:
-    """KV bytes of a decode step, query by query and as read by deft; a ``data:`` address."""
+    """A plot as a ``data:`` address: KV bytes of a decode step, query by query and by deft."""
     names = [w.workload for w in result.workloads]
     reads = [w.kv_read for w in result.workloads]
     whole = [read.query_by_query / 1e6 if read else 0.0 for read in reads]

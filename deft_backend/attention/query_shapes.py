@@ -1,4 +1,4 @@
-"""What follows from the number of query tokens of a request: kernel configuration and target."""
+"""Query blocks, kernel configuration and target for each number of query tokens of a request."""
 
 from __future__ import annotations
 

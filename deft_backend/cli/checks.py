@@ -91,7 +91,7 @@ def check_packages() -> Iterator[Check]:
         if (
             installed and host not in installed
         ):  # hosts exclude each other, so an environment holds one of them
-            text = f"not installed, not needed beside the other host; {_window(host.versions)}"
+            text = f"not installed, and not needed: the other host is; {_window(host.versions)}"
             yield Check(name, "ok", text)
         elif installed or host is HOSTS[0]:
             yield _host(host.versions)
@@ -213,7 +213,7 @@ def check_settings() -> Iterator[Check]:
 
 def _own_package() -> Check:
     found = installed_version("deft-backend")
-    if found is None:  # this is a problem only if the entry point is missing, too
+    if found is None:  # without the entry point, this is a problem
         remedy = "pip install deft-backend (in a checkout: pip install -e .)"
         return Check(
             "deft-backend", "note", f"{VERSION}, not installed: it runs from its folder", remedy

@@ -88,7 +88,7 @@ def contracts(
 
 def contract_of(host: str) -> tuple[Member, ...]:
     """The members that we use of a host; importing the table does not import the host."""
-    table: tuple[Member, ...] = import_module(f"deft_backend.hosts.{host}.versions").CONTRACT
+    table: tuple[Member, ...] = import_module(f"deft_backend.hosts.{host}.contract").CONTRACT
     return table
 
 

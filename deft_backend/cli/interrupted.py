@@ -42,7 +42,7 @@ def unwound(console: Console, line: str) -> Iterator[FirstSignal]:
 
 
 class FirstSignal:
-    """A handler that acts once: it cancels the running loop's tasks, or interrupts."""
+    """Acts on the first signal only: cancels the loop's tasks, or raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.number: int | None = None

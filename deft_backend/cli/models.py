@@ -123,7 +123,7 @@ def served_model(
 
 
 def _value_of(option: str, arguments: Sequence[str]) -> str | None:
-    """The last value of an option in a command line, in either of its two forms."""
+    """The last value of an option, from ``--option value`` or ``--option=value``; None: none."""
     found = None
     for at, word in enumerate(arguments):
         if word.startswith(f"{option}="):

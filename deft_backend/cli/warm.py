@@ -1,4 +1,4 @@
-"""`deft warm`: compile a server's kernels before it starts, on a machine without a GPU too."""
+"""`deft warm`: compile a server's kernels before it starts, on any machine: it needs no GPU."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ class _Driver:
         return self._target
 
     def get_current_device(self) -> object:
-        """A key among the devices for which a kernel keeps compiled code: each driver has its own.
+        """The key under which a kernel keeps compiled code in memory: each driver has its own.
 
-        So code that was compiled into another folder is not taken from memory.
+        So a driver never takes code from memory that another driver compiled into another folder.
         """
         return self
 

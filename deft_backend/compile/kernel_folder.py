@@ -73,7 +73,7 @@ class Origin:
         )
 
     def differences(self, here: Origin) -> str:
-        """What is different here, in words; empty if nothing is."""
+        """The differences from `here`, in words; empty if there are none."""
         found = []
         for field in fields(self):
             theirs, ours = getattr(self, field.name), getattr(here, field.name)
@@ -96,9 +96,9 @@ class Taken:
 
 
 def fill(folder: Path, origin: Origin, kernels: Iterable[Any]) -> int:
-    """Write compiled kernels into a folder, beside those of the same origin that it holds.
+    """Add compiled kernels to a folder that holds kernels of the same origin, or none.
 
-    Kernels of another origin are removed.
+    The function removes kernels of another origin.
 
     Parameters
     ----------
@@ -146,8 +146,7 @@ def take(folder: Path, here: Origin) -> Taken:
     Raises
     ------
     KernelFolderError
-        If they were made from something else than what is `here`, or the folder is not one that
-        `deft warm` filled.
+        If the kernels' origin differs from `here`, or `deft warm` did not fill the folder.
     OSError
         If Triton's cache cannot be written.
     """
@@ -189,7 +188,7 @@ def is_filled(folder: Path) -> bool:
 
 
 def _content(path: Path, digest: str) -> bytes | None:
-    """A file's bytes; None if they are not those that were written."""
+    """A file's bytes; None if the file has changed or cannot be read."""
     try:
         content = read_private(path)
     except OSError:

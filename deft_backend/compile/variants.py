@@ -155,12 +155,12 @@ def compile_all(
     prepare: Callable[[], None] | None = None,
     load: bool = False,
 ) -> Compiled:
-    """Compile kernels side by side, as far as Triton's cache does not hold them.
+    """Compile the kernels that Triton's cache lacks, several at the same time.
 
     Parameters
     ----------
     variants : iterable of Variant
-        Those that take longest first, if their order is known.
+        Sorted by compile time, longest first, if that order is known.
     threads : int, optional
         Default: the CPUs that this process may use, at most :data:`MOST_THREADS`.
     prepare : callable, optional

@@ -45,8 +45,8 @@ def shipped_tables() -> tuple[ShippedTable, ...]:
 def nearest_table(gpu: str, facts: GpuFacts | None) -> ShippedTable:
     """The shipped table of `gpu`, else of the GPU most like `facts`; the first if none is known.
 
-    Two GPUs are alike if an SM has the same share of the memory's bandwidth in each clock: that
-    decides whether an item waits for the memory or for the SM.
+    Two GPUs are alike if an SM has the same share of the memory's bandwidth in each clock. This
+    share decides whether an item waits for the memory or for the SM.
     """
     tables = shipped_tables()
     for table in tables:
@@ -94,11 +94,11 @@ def shipped_for(
 ) -> CostModel:
     """The nearest shipped table, carried to the GPU of `facts` and scaled to the head shape.
 
-    Times that grow with the context (``C_est`` beyond its launch, ``token_ns``) grow with the
-    bytes of a token and KV head, ``head_dim`` × bytes of the dtype; ``partial_ns`` with the
-    elements of a partial result, query heads × ``head_dim``. What an item or a launch takes beside
-    that (``item_ns``, ``reduce_ns``, ``launch_ms``) stays, and so do the bandwidth and FastTree's
-    coefficients, of which only the ratios matter.
+    - ``token_ns``, and ``C_est`` beyond its launch, scale with the bytes of a token and KV head:
+      ``head_dim`` × bytes of the dtype.
+    - ``partial_ns`` scales with the elements of a partial result: query heads × ``head_dim``.
+    - The constant times (``item_ns``, ``reduce_ns``, ``launch_ms``) and the bandwidth stay. So do
+      FastTree's coefficients, of which only the ratios matter.
     """
     table = nearest_table(gpu, facts)
     model, measured = derived_table(table, facts), table.key

@@ -23,7 +23,7 @@ SHORT_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 @dataclass(frozen=True)
 class TableKey:
-    """What a cost table was measured with, and so what it is right for.
+    """The GPU, software and attention with which a cost table was measured. It is right for these.
 
     Attributes
     ----------

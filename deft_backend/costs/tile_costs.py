@@ -13,8 +13,8 @@ import numpy.typing as npt
 class TileCosts:
     """Times of items and partial results, in nanoseconds, as `deft tune` measures them.
 
-    An item of shape ``t`` with ``n`` KV tokens takes ``item_ns[t] + n * token_ns[t]`` on its
-    program, while every program of that shape is busy.
+    An item of tile shape ``t`` with ``n`` KV tokens takes ``item_ns[t] + n * token_ns[t]``, while
+    every program of that shape is busy.
 
     Attributes
     ----------

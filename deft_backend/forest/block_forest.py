@@ -12,7 +12,7 @@ def forest_of_blocks(forest: PrefixForest, blocks: int, private_tokens: int) -> 
 
     Block ``b`` of request ``r`` is query ``r * blocks + b``; it attends to the tokens of ``r``. No
     shared node holds any of a request's last `private_tokens` tokens: not every query token sees
-    all of them. So they lie in leaves, with the part of a page before them.
+    all of them. So these tokens lie in leaves, and so do the earlier tokens of their first page.
 
     Parameters
     ----------
@@ -21,12 +21,12 @@ def forest_of_blocks(forest: PrefixForest, blocks: int, private_tokens: int) -> 
     blocks : int
         Query blocks of each request.
     private_tokens : int
-        Last tokens of each request that its query blocks read apart.
+        Last tokens of each request that no shared node may hold.
 
     Returns
     -------
     PrefixForest
-        `forest` itself if it is the same.
+        `forest` itself if `blocks` is 1 and `private_tokens` is 0.
     """
     if blocks == 1 and private_tokens == 0:
         return forest

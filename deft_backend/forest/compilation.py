@@ -9,7 +9,7 @@ from deft_backend.forest.radix_tree import forest_from_paths
 
 
 def warm_up() -> None:
-    """Compile (seconds) or load from the cache (milliseconds) all that builds forests.
+    """Compile the code that builds forests (seconds), or load it from the cache (milliseconds).
 
     Page tables may be int32 or int64, contiguous or rows of a larger table.
     """

@@ -19,8 +19,8 @@ def nodes_of(
 ) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array, Int32Array, Int32Array, Int32Array]:
     """Parent, request, start, length, query begin, query end [N] and leaf [B] of a forest.
 
-    Node boundaries are where the longest common prefix of neighbours changes, found with one stack
-    (nearest smaller values). Arguments are checked by the caller.
+    A node boundary lies where the longest common prefix of neighbours changes. One stack finds all
+    boundaries (nearest smaller values). The caller checks the arguments.
     """
     batch = len(order)
     # Shared nodes in the order in which they close: an inner one before those around it.
@@ -103,7 +103,7 @@ NO_MISTAKE, BAD_LENGTH, BAD_ORDER, BAD_SHARED_COUNT, BAD_SHARED = range(5)
 def first_mistake(
     order: Int32Array, shared: Int32Array, seq_lens: Int32Array, page_size: int
 ) -> tuple[int, int]:
-    """What is wrong with the arguments of :func:`nodes_of`, and at which entry, or 0 and 0."""
+    """The first mistake in the arguments of :func:`nodes_of`, and its index; 0 and 0 if none."""
     batch = len(seq_lens)
     for request in range(batch):
         if seq_lens[request] < 0:

@@ -52,8 +52,8 @@ def forest_from_page_tables(
     ------
     ForestError
         If shapes do not match, a length is negative, or a row is shorter than its full pages need.
-        With `check`, also if a row is shorter than its last page needs, if a used page id is
-        negative or not below `num_pages`, or if two rows agree at a position but not before it.
+        With `check`, also in these cases: a row is shorter than its last page needs; a used page id
+        is negative or not below `num_pages`; two rows agree at a position but not before it.
     """
     tables = np.asarray(page_tables)
     lens = np.asarray(seq_lens, dtype=np.int32)

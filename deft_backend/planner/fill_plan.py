@@ -163,9 +163,9 @@ def _choose_merging_items(
 ) -> Int64Array:
     """[B] int64: the item that merges each query's partial results, or NO_ITEM.
 
-    Items `begin` to `end` are those of the small tile, which the last launch of stage 1 runs. Such
-    an item merges the partial results of its only query, if the launches before it have written all
-    others and these are at most MAX_MERGED.
+    Items `begin` to `end` are those of the small tile, which the last launch of stage 1 runs. An
+    item of one query merges the query's partial results under two conditions: earlier launches
+    have written all others, and there are at most MAX_MERGED of these.
     """
     batch = len(parts)
     merging = np.full(batch, NO_ITEM, dtype=np.int64)

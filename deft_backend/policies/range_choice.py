@@ -38,10 +38,9 @@ def choose_ranges(
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Choose which nodes get KV ranges of their own (FastTree, edge assignment).
 
-    From the root down, there are two ways for a node's tokens. Either they get their own items,
-    whose partial results must be merged. Or every item below the node reads them as part of a
-    longer range. The function takes the way that costs the GPU less time. Leaves always get a
-    range.
+    The function goes from the root down and compares two ways to read a node's tokens. Either they
+    get their own items, whose partial results must be merged. Or every item below the node reads
+    them as part of a longer range. The cheaper way for the GPU wins. Leaves always get a range.
 
     Parameters
     ----------

@@ -232,7 +232,7 @@ def _chunks(
 
 
 def reordered(grouping: Grouping, order: Int64Array) -> Grouping:
-    """The same groups, of one range each that every query attends to, in another order."""
+    """The same groups in another order; each has one range, which all its queries attend to."""
     count = np.diff(grouping.query_ptr)[order]
     return Grouping(
         query_ptr=offsets(count),

@@ -19,7 +19,7 @@ class ModelFilesError(ValueError):
 def is_hub_name(model: str) -> bool:
     """Whether a name that is no folder names a repository of the Hugging Face hub.
 
-    Hosts accept other names, too: URLs and ``repository:quantization``. If a variable such as
+    Hosts also accept other names: URLs and ``repository:quantization``. If a variable such as
     ``VLLM_USE_MODELSCOPE`` is set, they also accept names of another hub.
 
     >>> is_hub_name("Qwen/Qwen3-8B"), is_hub_name("s3://bucket/model"), is_hub_name("a/b:Q4_K_M")

@@ -97,9 +97,10 @@ def page_of_files() -> bool:
 
 @cache
 def _value_class() -> Any:
-    """The class that writes a value into the files: the client's own class, if it is in that mode.
+    """The class that writes a value into the files.
 
-    A process inherits another mode if its parent imported the client before the fork.
+    It is the client's own class, if that class writes files. A process inherits another class if
+    its parent imported the client before the fork.
     """
     from prometheus_client import values
 
@@ -186,7 +187,7 @@ class StateCollector:
         return list(_families().values())
 
     def collect(self) -> list[CounterMetricFamily]:
-        """One family for each metric, with the series of every process; no empty family."""
+        """A family for each metric that has series, with the series of every process."""
         families = _families()
         for path in sorted(self._directory.glob(f"{self._port}-tp*.json")):
             counters = _living(path)

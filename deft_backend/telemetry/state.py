@@ -21,6 +21,7 @@ from deft_backend.forest import PrefixForest
 from deft_backend.private_files import write_private
 from deft_backend.telemetry.counters import SCHEMA, Counters, DeviceCounters
 from deft_backend.telemetry.forest_json import forest_as_json
+from deft_backend.telemetry.server_description import ServerDescription
 from deft_backend.telemetry.shown_batch import Batch, answer, answer_file, request_file
 
 logger = logging.getLogger(__name__)
@@ -34,14 +35,9 @@ RETRY_SECONDS = 60.0
 MOST_NAME = 64
 """Characters of a request's name that the file holds."""
 
-_IDENTITY = (
-    "pid", "port", "rank", "host", "host_version", "backend", "policy", "device", "dtype",
-    "num_layers", "num_query_heads", "num_kv_heads", "head_dim", "dtype_bytes",
-)  # fmt: skip
-
 
 @dataclass
-class ServerState:
+class ServerState(ServerDescription):
     """Counters of one server process. The forward thread adds, the writer thread reads.
 
     Every decode step counts once. With the host planner, :meth:`count_tree` or :meth:`count_host`
@@ -50,8 +46,6 @@ class ServerState:
 
     Attributes
     ----------
-    dtype_bytes : int
-        Bytes of one element of the KV cache.
     steps_host : Counter
         Decode steps on the host's kernel, by reason.
     plans : int
@@ -68,20 +62,6 @@ class ServerState:
         The last batch that the device planned, for ``deft explain``; or why there is none to show.
     """
 
-    port: int
-    rank: int
-    host: str
-    host_version: str
-    backend: str
-    policy: str
-    device: str
-    dtype: str
-    num_layers: int
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype_bytes: int
-    pid: int = field(default_factory=os.getpid)
     steps_host: Counter[str] = field(default_factory=Counter)
     plans: int = 0
     plan_seconds: float = 0.0
@@ -195,7 +175,7 @@ class ServerState:
         forest = self.forest
         return {
             "schema": SCHEMA,
-            **{name: getattr(self, name) for name in _IDENTITY},
+            **self.description(),
             **counters.as_json(),
             "forest": None
             if forest is None

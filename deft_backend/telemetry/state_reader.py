@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from deft_backend.forest import PrefixForest
-from deft_backend.json_fields import FieldError, mapping, number, shown, text, whole, within
+from deft_backend.json_fields import FieldError, mapping, number, shown, text, within
 from deft_backend.private_files import create_empty, read_private_json
 from deft_backend.telemetry.counters import SCHEMA
 from deft_backend.telemetry.counters import Counters as Counters
 from deft_backend.telemetry.forest_json import forest_from_json
+from deft_backend.telemetry.server_description import ServerDescription, read_description
 from deft_backend.telemetry.shown_batch import answer_file, request_file
 
 ANSWER_SECONDS = 20.0
@@ -24,18 +25,13 @@ ANSWER_SECONDS = 20.0
 SETTLE_SECONDS = 0.7
 """The plugin writes every quarter second, so after this time the file has all counters."""
 
-MOST = (1 << 31) - 1
-"""Largest process id, rank and size of an attention."""
-
-_SHAPE = ("num_layers", "num_query_heads", "num_kv_heads", "head_dim", "dtype_bytes")
-
 
 class StateError(ValueError):
     """There is no state file, or this version cannot read it."""
 
 
-@dataclass(frozen=True)
-class StateReading:
+@dataclass
+class StateReading(ServerDescription):
     """One reading of the file.
 
     Attributes
@@ -49,20 +45,6 @@ class StateReading:
     """
 
     path: Path
-    pid: int
-    port: int
-    rank: int
-    host: str
-    host_version: str
-    backend: str
-    policy: str
-    device: str
-    dtype: str
-    num_layers: int
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype_bytes: int
     counters: Counters
     forest: PrefixForest | None
     rids: tuple[str, ...]
@@ -170,7 +152,7 @@ class BatchQuestion:
     Raises
     ------
     StateError
-        If the question cannot be left beside the state file.
+        If the file with the question cannot be written next to the state file.
     """
 
     def __init__(self, state: Path) -> None:
@@ -293,16 +275,7 @@ def _state(path: Path, content: dict[str, Any], written: float) -> StateReading:
         read = forest_from_json(forest) if shows else None
     return StateReading(
         path=path,
-        pid=whole(content, "pid", most=MOST),
-        port=whole(content, "port", most=65_535),
-        rank=whole(content, "rank", most=MOST),
-        host=text(content, "host"),
-        host_version=text(content, "host_version"),
-        backend=text(content, "backend"),
-        policy=text(content, "policy"),
-        device=text(content, "device"),
-        dtype=text(content, "dtype"),
-        **{name: whole(content, name, least=1, most=MOST) for name in _SHAPE},
+        **read_description(content),
         counters=Counters.from_json(content),
         forest=read,
         rids=tuple(rids),

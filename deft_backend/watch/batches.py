@@ -36,7 +36,7 @@ class ShownBatch:
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """A node that several requests attend to; `saved` tokens are those that nobody reads again."""
+    """A node that several requests attend to; `saved` counts the tokens that are not read again."""
 
     request: int
     start: int
@@ -109,7 +109,7 @@ class BatchView:
 
 
 def shared_prefixes(forest: PrefixForest) -> list[SharedPrefix]:
-    """The nodes with several readers, the one that saves most first."""
+    """The nodes with several readers, sorted by what they save, most first."""
     columns = (forest.request, forest.start, forest.length, forest.num_queries)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     found = [SharedPrefix(*row) for row in rows]

@@ -35,7 +35,7 @@ TROUBLE = re.compile(
     r"|deft: .*(fail|not agree|dropped|could not|not supported|not registered|does not show)"
 )
 
-# Send small batches and short prefixes through the kernels, too, because the tests are small.
+# The tests are small, so small batches and short prefixes must also go through the kernels.
 EAGER = {"DEFT_MIN_BATCH": "1", "DEFT_MIN_SHARE": "1", "DEFT_MIN_SHARED_TOKENS": "0"}
 
 

@@ -85,7 +85,7 @@ def test_an_adapter_beside_its_base(server: Server, reference) -> None:
     """The same prompts without and then with LoRA: their cached KV differs.
 
     The test sends them one after the other. If they are sent at once, vLLM's CPU build answers some
-    requests without LoRA as if they had named the adapter. It does so with its own attention, too.
+    requests without LoRA as if they had named the adapter. vLLM's own attention has the same fault.
     """
     plain = [Ask(PREFIX + f"Under {t}", tokens=8) for t in TOPICS[:3]]
     adapted = [Ask(ask.prompt, tokens=8, model="adapted") for ask in plain]

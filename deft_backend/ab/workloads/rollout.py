@@ -1,4 +1,4 @@
-"""Rollouts: many samples of one prompt with long answers of unequal length, as RL trainers ask."""
+"""Rollouts: many samples of one prompt with long answers of unequal length, as in RL."""
 
 from __future__ import annotations
 

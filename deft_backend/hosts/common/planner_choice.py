@@ -20,7 +20,7 @@ kernels, which also decode the batches that share nothing, run there."""
 
 
 class Adapter(NamedTuple):
-    """What an adapter can do, as far as it decides between the planners.
+    """The abilities of an adapter that decide which planner makes its plans.
 
     Attributes
     ----------

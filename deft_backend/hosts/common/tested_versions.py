@@ -1,7 +1,7 @@
 """The host versions that the tests ran with.
 
 Tree attention runs in another version only with ``DEFT_UNTESTED_HOST=1``. The contract
-(``CONTRACT`` in each host's ``versions.py``) shows whether a version has every member that we use.
+(``CONTRACT`` in each host's ``contract.py``) shows whether a version has every member that we use.
 It cannot show that a member still means the same, and a changed meaning gives wrong output.
 """
 

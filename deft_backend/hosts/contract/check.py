@@ -1,6 +1,6 @@
 """Check that a host's source has every member that we use, without importing the host.
 
-Each host's folder holds its table: ``CONTRACT``, a tuple of :class:`Member` in ``versions.py``.
+Each host's folder holds its table: ``CONTRACT``, a tuple of :class:`Member` in ``contract.py``.
 :func:`check_contract` reads only the files that define those members, so servers can run it at
 start.
 """
@@ -83,7 +83,8 @@ def check_contract(
     source : Path or HostFiles
         A folder that holds the host's top-level package, or a wheel.
     version : str, optional
-        The host's. Members whose `versions` exclude it are left out; without it, none are.
+        The host's version. The check skips members whose `versions` exclude it. Without a version,
+        it checks all members.
 
     Returns
     -------
@@ -151,7 +152,7 @@ def _absent(names: HostNames, owner: list[Definition], reached: str, part: str) 
 def _absent_parameter(
     names: HostNames, found: list[Definition], parameter: str
 ) -> tuple[str, bool] | None:
-    """What the source has instead of a parameter, and whether it shows that; None if all is well.
+    """A :class:`Problem`'s `found` and `readable` for a parameter; None if a definition has it.
 
     A host may define a name more than once, by version or device. One definition with the parameter
     is enough.

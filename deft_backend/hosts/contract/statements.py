@@ -18,7 +18,7 @@ class Signature:
 
 
 def bound_names(body: Statements) -> tuple[dict[str, list[ast.AST]], list[ast.ImportFrom]]:
-    """Names that statements bind, each with what it is bound to, and the imports of ``*``."""
+    """The values of each name that statements bind, and the imports of ``*``."""
     names: dict[str, list[ast.AST]] = {}
     stars: list[ast.ImportFrom] = []
 
@@ -54,9 +54,9 @@ def bound_names(body: Statements) -> tuple[dict[str, list[ast.AST]], list[ast.Im
 
 
 def statements(body: Statements) -> Iterator[ast.stmt]:
-    """Statements that run when the body runs, those in ``if``, ``try`` and so on included.
+    """Statements that run when the body runs, including those in ``if`` and ``try``.
 
-    Statements for type checkers only are left out.
+    The function leaves out statements for type checkers.
     """
     for node in body:
         yield node

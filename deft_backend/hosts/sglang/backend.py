@@ -133,7 +133,7 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """A layer of a step of tree attention, or in the host's kernel if it must run there."""
+        """Run a layer of a tree-attention step; the host's kernel runs it if it must."""
         if self._delegated(k, v, layer, kwargs) is None:
             try:
                 return self._tree_attention(

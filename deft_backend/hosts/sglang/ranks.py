@@ -20,8 +20,8 @@ def same_on_all_ranks(runner: Any, mine: Sequence[object] | None) -> bool | None
     runner
         The host's model runner; its group communicates through CPU memory.
     mine : sequence, optional
-        What this rank decided, with the same text on all ranks that decided the same; None if it
-        has no tree attention.
+        This rank's decisions; equal decisions must have equal ``repr``. None if this rank has no
+        tree attention.
 
     Returns
     -------

@@ -1,8 +1,8 @@
-"""Everything that depends on SGLang's version: the window, its differences, the members we use.
+"""The versions of SGLang that get tree attention, and all that differs between them.
 
 The other modules of this folder read as if there were one version. A function here hides each
-difference; its docstring names the versions. `CONTRACT`, at the end, lists every member of the host
-that we use.
+difference; its docstring names the versions. The table `CONTRACT` in ``contract.py`` lists every
+member of the host that we use, with the versions that have it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from deft_backend.hosts.common.tested_versions import TestedVersions
-from deft_backend.hosts.contract import Member, check_contract, installed_source
+from deft_backend.hosts.contract import check_contract, installed_source
+from deft_backend.hosts.sglang.contract import CONTRACT as CONTRACT
 
 SGLANG = TestedVersions("SGLang", ("sglang",), "0.5.17", "0.5.24")
 """Versions that get tree attention without ``DEFT_UNTESTED_HOST``."""
@@ -24,8 +25,8 @@ SGLANG = TestedVersions("SGLang", ("sglang",), "0.5.17", "0.5.24")
 def resolving_method() -> str | None:
     """Name of the method in which ``ServerArgs`` resolves itself, or None.
 
-    ``__post_init__`` in 0.5.17 and 0.5.18. From 0.5.19, ``resolve_once``: launchers call it, and so
-    does every process that publishes the arguments.
+    In 0.5.17 and 0.5.18, the method is ``__post_init__``. From 0.5.19 on it is ``resolve_once``,
+    which launchers and every process that publishes the arguments call.
     """
     from sglang.srt.server_args import ServerArgs
 
@@ -280,151 +281,7 @@ def tree_paths(tree_cache: Any) -> TreePaths | None:
     return paths
 
 
-# What we use of the host ----------------------------------------------------------------------
-
-_ARGS = "sglang.srt.server_args"
-_OVERRIDES = "sglang.srt.arg_groups.overrides"
-_VIEWS = "sglang.srt.arg_groups.model_override_base"
-_BACKEND = "sglang.srt.layers.attention.base_attn_backend"
-_REGISTRY = "sglang.srt.layers.attention.attention_registry"
-_LAYER = "sglang.srt.layers.radix_attention"
-_RUNNER = "sglang.srt.model_executor.model_runner"
-_BATCH = "sglang.srt.model_executor.forward_batch_info"
-_GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
-_POOL = "sglang.srt.mem_cache.memory_pool"
-_REQUEST = "sglang.srt.managers.schedule_batch"
-_CONTEXT = "sglang.srt.runtime_context"
-_HOOKS = "sglang.srt.plugins.hook_registry"
-
-
-def _read(module: str, owner: str, names: str, use: str, versions: str = "") -> tuple[Member, ...]:
-    """Members for the attributes of one class that we read."""
-    return tuple(
-        Member(module, f"{owner}.{name}", versions=versions, use=use) for name in names.split()
-    )
-
-
-CONTRACT: tuple[Member, ...] = (
-    # The plugin and the arguments.
-    Member(_HOOKS, "HookRegistry.register", ("target", "hook", "hook_type"), use="put hooks in"),
-    Member(_HOOKS, "HookType.AROUND", use="the kind of our hooks"),
-    Member(_ARGS, "ServerArgs.__post_init__", versions="<0.5.19", use="hooked: arguments resolve"),
-    Member(_ARGS, "ServerArgs.resolve_once", versions=">=0.5.19", use="hooked: arguments resolve"),
-    Member(_ARGS, "add_attention_backend_choices", use="called: add the choice deft"),
-    Member(_ARGS, "ATTENTION_BACKEND_CHOICES", use="read: is the choice there"),
-    Member(_ARGS, "ServerArgs.get_attention_backends", versions="<0.5.19", use="called"),
-    Member(_ARGS, "ServerArgs.use_mla_backend", versions="<0.5.19", use="called"),
-    Member(_ARGS, "ServerArgs.get_model_config", versions="<0.5.19", use="called"),
-    Member(_VIEWS, "resolved_view", ("server_args",), ">=0.5.19", "called: read decisions"),
-    Member(_VIEWS, "attention_backends_of", ("cfg",), ">=0.5.19", "called"),
-    Member(_VIEWS, "use_mla_backend", ("server_args",), ">=0.5.19", "called"),
-    Member(_VIEWS, "model_config_of", ("server_args",), ">=0.5.19", "called"),
-    Member(_OVERRIDES, "attention_backends_of", versions=">=0.5.19", use="imported from there"),
-    Member(_OVERRIDES, "use_mla_backend", versions=">=0.5.19", use="imported from there"),
-    Member(_OVERRIDES, "model_config_of", versions=">=0.5.19", use="imported from there"),
-    Member(_OVERRIDES, "declare_resolution", ("server_args", "source"), ">=0.5.19",
-           "called: turn decode graphs off"),
-    Member("sglang.srt.model_executor.cuda_graph_config", "CudaGraphConfig.decode",
-           use="read and written: the kind of decode graphs"),
-    Member("sglang.srt.model_executor.cuda_graph_config", "PhaseConfig.backend",
-           use="read and written: the kind of decode graphs"),
-    Member("sglang.srt.environ", "envs", use="read: settings that change graphs and memory"),
-    *_read("sglang.srt.configs.model_config", "ModelConfig",
-           "is_encoder_decoder num_attention_heads", "read: what the model is"),
-    # Backends.
-    Member(_REGISTRY, "ATTENTION_BACKENDS", use="read: the backends to surround"),
-    Member(_REGISTRY, "register_attention_backend", ("name",), use="called: surround backends"),
-    Member(_CONTEXT, "attention_backends", versions=">=0.5.18", use="hooked: backends are built"),
-    Member(_BACKEND, "AttentionBackend.init_forward_metadata", ("forward_batch",),
-           use="overridden: an eager step begins"),
-    Member(_BACKEND, "AttentionBackend.init_forward_metadata_out_graph",
-           ("forward_batch", "in_capture"), use="overridden: a capture or a replay begins"),
-    Member(_BACKEND, "AttentionBackend.init_forward_metadata_in_graph", ("forward_batch",),
-           use="overridden: launches of the graph"),
-    Member(_BACKEND, "AttentionBackend.forward",
-           ("q", "k", "v", "layer", "forward_batch", "save_kv_cache"), use="overridden"),
-    Member(_BACKEND, "AttentionBackend.forward_decode",
-           ("q", "k", "v", "layer", "forward_batch", "save_kv_cache"), use="overridden"),
-    Member(_BACKEND, "AttentionBackend.forward_extend", use="overridden"),
-    Member(_BACKEND, "AttentionBackend.forward_mixed", use="overridden"),
-    Member(_BACKEND, "AttentionBackend.needs_cpu_seq_lens", use="overridden"),
-    Member(_BACKEND, "AttentionBackend.shared_read_ends", ("fm",), ">=0.5.18",
-           "overridden: page tables are read until the forward ends"),
-    Member(_BACKEND, "SharedReadEnds.UNKNOWN", versions=">=0.5.18", use="our answer there"),
-    *_read(_LAYER, "RadixAttention",
-           "layer_id tp_q_head_num tp_k_head_num tp_v_head_num qk_head_dim v_head_dim scaling "
-           "logit_cap logit_capping_method sliding_window_size is_cross_attention attn_type "
-           "use_irope pos_encoding_mode xai_temperature_len", "read: what a layer computes"),
-    # Batches, requests and prefix caches.
-    Member(_BATCH, "ForwardBatch.init_new", ("batch", "model_runner"), use="wrapped: see requests"),
-    *_read(_BATCH, "ForwardBatch",
-           "forward_mode batch_size rids req_pool_indices seq_lens seq_lens_cpu seq_lens_sum "
-           "out_cache_loc spec_info", "read: the batch"),
-    Member(_BATCH, "ForwardMode.is_decode", use="called"),
-    Member(_BATCH, "ForwardMode.is_target_verify", use="called"),
-    # Speculation.
-    Member(_BACKEND, "AttentionBackend.update_verify_buffers_to_fill_after_draft",
-           ("spec_info", "cuda_graph_bs"), use="overridden: the links are complete"),
-    *_read("sglang.srt.speculative.eagle_info", "EagleVerifyInput",
-           "topk draft_token_num retrieve_next_token retrieve_next_sibling",
-           "read: what a step verifies"),
-    *_read("sglang.srt.speculative.ngram_info", "NgramVerifyInput",
-           "draft_token_num retrieve_next_token retrieve_next_sibling",
-           "read: what a step verifies"),
-    *_read(_REQUEST, "ScheduleBatch", "reqs tree_cache", "read: the requests of a batch"),
-    *_read(_REQUEST, "Req", "rid last_node", "read: a request and its node"),
-    *_read(_REQUEST, "Req", "req_pool_idx cache_protected_len", "read: row and tokens", "<0.5.19"),
-    Member(_REQUEST, "Req.kv", versions=">=0.5.19", use="read: row and tokens"),
-    *_read(_REQUEST, "ReqKvInfo", "req_pool_idx cache_protected_len", "read: row and tokens",
-           ">=0.5.19"),
-    Member("sglang.srt.mem_cache.radix_cache", "RadixCache", use="known by its name: a tree"),
-    *_read("sglang.srt.mem_cache.radix_cache", "TreeNode", "id parent key", "read: a node"),
-    Member("sglang.srt.mem_cache.chunk_cache", "ChunkCache", versions="<0.5.22",
-           use="known by its name: no tree"),
-    *_read("sglang.srt.mem_cache.unified_radix_cache", "UnifiedRadixCache",
-           "tree_core tree_components", "read: the unified tree", ">=0.5.22"),
-    Member("sglang.srt.mem_cache.unified_cache.unified_tree_core_interface",
-           "UnifiedTreeCoreInterface.collect_path_info", ("end_node_ids",), ">=0.5.22",
-           "called: the nodes above each request"),
-    *_read("sglang.srt.mem_cache.unified_cache.unified_tree_core_interface", "TreePathNodeInfo",
-           "node_id path_start path_end full_value_len", "read: a node", ">=0.5.22"),
-    # The model runner, its pools and its ranks.
-    *_read(_RUNNER, "ModelRunner",
-           "server_args device dtype kv_cache_dtype model model_config is_draft_worker gpu_id "
-           "req_to_token_pool token_to_kv_pool decode_attention_backend_str",
-           "read: the model and where it runs"),
-    Member(_RUNNER, "ModelRunner._decode_cuda_graph_runner_cls", versions=">=0.5.19",
-           use="called: the class of its graph runner, where it has this method"),
-    *_read(_RUNNER, "ModelRunner", "ps", "read: ranks", "<0.5.21"),
-    *_read(_RUNNER, "ModelRunner", "tp_group", "read: ranks that must agree", "<0.5.22"),
-    Member(_CONTEXT, "get_parallel", use="called: ranks"),
-    Member(_POOL, "MHATokenToKVPool", use="known by its name: the one pool that we read"),
-    *_read("sglang.srt.mem_cache.swa_memory_pool", "SWAKVPool", "full_kv_pool layers_mapping",
-           "read: the layers without sliding windows"),
-    *_read(_POOL, "HybridLinearKVPool", "full_kv_pool full_attention_layer_id_mapping",
-           "read: the layers that are not linear"),
-    *_read(_POOL, "HybridReqToTokenPool", "mamba_map", "read: the layers that are linear"),
-    Member(_POOL, "MHATokenToKVPool.get_key_buffer", ("layer_id",), use="called"),
-    Member(_POOL, "MHATokenToKVPool.get_value_buffer", ("layer_id",), use="called"),
-    Member(_POOL, "MHATokenToKVPool.set_kv_buffer", ("layer", "loc_info", "cache_k", "cache_v"),
-           use="called: write a token's keys and values"),
-    *_read(_POOL, "MHATokenToKVPool",
-           "start_layer layer_num store_dtype kv_cache_layout use_hnd", "read: the KV cache"),
-    Member(_POOL, "KVWriteLoc", ("loc", "swa_loc"), use="made: where a token is written"),
-    *_read(_POOL, "ReqToTokenPool", "req_to_token size", "read: the page table"),
-    # Decode CUDA graphs and the fence.
-    Member(_GRAPHS, "DecodeCudaGraphRunner.capture_one_shape",
-           ("size", "forward", "stream_idx", "variant_label"), use="wrapped: the second set"),
-    Member(_GRAPHS, "DecodeCudaGraphRunner._resolve_lora_variant", ("forward_batch",),
-           use="wrapped: choose between the sets"),
-    Member(_GRAPHS, "DecodeCudaGraphRunner.execute", ("forward_batch", "pp_proxy_tensors"),
-           "<0.5.18", "wrapped: the fence"),
-    Member(_GRAPHS, "DecodeCudaGraphRunner.model_runner", use="read: whose graphs they are"),
-    *_read(_RUNNER, "ModelRunner", "war_fastpath_read_done_event", "written: the fence", "<0.5.18"),
-    Member("sglang.srt.managers.scheduler", "Scheduler._apply_war_barrier",
-           use="looked for: page-table writes wait for the forward"),
-)  # fmt: skip
-"""Every member of SGLang that we use."""
+# The contract --------------------------------------------------------------------------------
 
 
 @functools.cache

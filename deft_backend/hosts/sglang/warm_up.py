@@ -22,7 +22,7 @@ def warm_up(attention: TreeAttention, runner: Any, settings: Settings, on_device
 
 
 def _step_tensors(runner: Any) -> StepTensors:
-    """What a decode step gets: the same in all versions, in graphs and in eager steps."""
+    """The tensors of a decode step: their kinds are the same in graphs and in eager steps."""
     cache, table = full_cache(runner.token_to_kv_pool), runner.req_to_token_pool.req_to_token
     assert not isinstance(cache, str)
     tokens = draft_tokens(runner.server_args)

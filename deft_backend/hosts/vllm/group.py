@@ -213,7 +213,7 @@ class GroupAttention:
         self._broken = "kernel failed"
 
     def leave(self, reason: str) -> None:
-        """Log once for each reason that layers of planned steps run in the host's kernel."""
+        """Note that a layer of planned steps runs in the host's kernel; log each reason once."""
         if reason not in self._left:
             self._left.add(reason)
             logger.warning("deft: layers with %s decode through the host's own kernel", reason)
