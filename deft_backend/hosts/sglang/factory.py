@@ -22,6 +22,7 @@ from deft_backend.hosts.common.planner_choice import (
     planned_on_device,
     selects_device_planner,
 )
+from deft_backend.hosts.sglang.accepted import AcceptedDrafts
 from deft_backend.hosts.sglang.arguments import NAME
 from deft_backend.hosts.sglang.batch_observer import BatchObserver
 from deft_backend.hosts.sglang.caches import full_cache
@@ -242,6 +243,11 @@ def _device_planned(
         host, attention, state, settings, shows=shows, model_asks=model_asks(runner),
         compile_for=compile_for, verification=_verification(attention),
     )  # fmt: skip
+    if attention.query_tokens > 1:
+        drafts = AcceptedDrafts(runner)
+        undo.callback(sglang_observe_batch.remove, drafts.observe)
+        sglang_observe_batch.install(drafts.observe)
+        state.read_drafts = drafts.read
     _install_fence(runner, backend, undo)
     return backend
 
