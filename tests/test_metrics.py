@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ client = pytest.importorskip("prometheus_client")
 READINGS = (
     Counters(3, 2, 1, {"small": 1}, 100, 400, 0.5),
     Counters(3, 2, 1, {"small": 1}, 100, 400, 0.5),
-    Counters(9, 5, 2, {"small": 3, "padded batch": 1}, 250, 1000, 0.75, 21),
+    Counters(9, 5, 2, {"small": 3, "padded batch": 1}, 250, 1000, 0.75, 21, 10, 13),
 )
 PUBLISH = """
 import json, os, sys
@@ -98,6 +99,8 @@ def test_processes_of_one_server_publish_into_its_page(tmp_path) -> None:
         of("plans", tp_rank="0"): 2,
         of("plan_seconds", tp_rank="0"): 0.75,
         of("verified_tokens", tp_rank="0"): 21,
+        of("verified_drafts", tp_rank="0"): 10,
+        of("accepted_tokens", tp_rank="0"): 13,
         of("decode_steps", kernel="tree", tp_rank="1"): 2 + 1,
         of("decode_steps", kernel="host", tp_rank="1"): 1,
         of("host_decode_steps", reason="small", tp_rank="1"): 1,
@@ -106,6 +109,8 @@ def test_processes_of_one_server_publish_into_its_page(tmp_path) -> None:
         of("plans", tp_rank="1"): 1,
         of("plan_seconds", tp_rank="1"): 0.5,
         of("verified_tokens", tp_rank="1"): 0,
+        of("verified_drafts", tp_rank="1"): 0,
+        of("accepted_tokens", tp_rank="1"): 0,
         ("theirs_total", frozenset()): 3,
         ("later_total", frozenset()): 4,
     }
@@ -182,6 +187,8 @@ def test_an_api_server_shows_the_counters_of_its_engines(tmp_path) -> None:
             of("plans", tp_rank=f"{rank}"): 0,
             of("plan_seconds", tp_rank=f"{rank}"): 0,
             of("verified_tokens", tp_rank=f"{rank}"): 0,
+            of("verified_drafts", tp_rank=f"{rank}"): 0,
+            of("accepted_tokens", tp_rank=f"{rank}"): 0,
         }.items()
     }
     writer.state.count_tree(tokens=10, loaded=4, tree_layers=2)
@@ -248,6 +255,8 @@ def test_what_the_line_says() -> None:
     )
     verified = Counters(3, 3, 3, {}, 10, 100, 0.0, 1240)
     assert "through tree attention; 1,240 tokens verified; KV read" in describe(verified)
+    told = replace(verified, verified_drafts=310, accepted_tokens=403)
+    assert "1,240 tokens verified; acceptance length 2.30; KV read" in describe(told)
     slow = Counters(1, 1, 1, {}, 2_500_000, 5_000_000_000_000, 1.2345)
     assert describe(slow).endswith("KV read 2.5 MB of 5.0 TB query by query (0 %); planning "
                                    "1,234 ms a plan")  # fmt: skip

@@ -18,7 +18,7 @@ from deft_backend.config import Settings
 from deft_backend.hosts.sglang.plain_tree import RadixTreeSource
 from deft_backend.private_files import write_private
 from deft_backend.telemetry import reporting
-from deft_backend.telemetry.counters import Counters
+from deft_backend.telemetry.counters import Counters, DraftCounts
 from deft_backend.telemetry.state import RETRY_SECONDS, StateWriter
 from deft_backend.telemetry.state_reader import StateError, read_state
 
@@ -267,13 +267,15 @@ def test_counters_come_back_from_json_and_subtract() -> None:
     state = make_state()
     state.count_host("small", tokens=10)
     state.plans, state.plan_seconds, state.verified_tokens = 1, 0.25, 5
+    state.read_drafts = lambda: DraftCounts(2, 1)
     before = Counters.from_json(json.loads(json.dumps(state.counters().as_json())))
     assert before == state.counters()
     state.count_tree(tokens=6, loaded=4, tree_layers=LAYERS)
     state.count_host("other", tokens=2)
     state.plans, state.plan_seconds, state.verified_tokens = 3, 0.75, 12
+    state.read_drafts = lambda: DraftCounts(5, 6)
     assert state.counters() - before == Counters(
         decode_steps=2, steps_tree=1, plans=2, steps_host={"other": 1},
         kv_bytes_read=(4 + 2) * LAYERS * TOKEN, kv_bytes_query_guided=(6 + 2) * LAYERS * TOKEN,
-        plan_seconds=0.5, verified_tokens=7,
+        plan_seconds=0.5, verified_tokens=7, verified_drafts=3, accepted_tokens=5,
     )  # fmt: skip

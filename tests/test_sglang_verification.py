@@ -275,3 +275,59 @@ def test_an_observed_server_counts_verifications(monkeypatch: pytest.MonkeyPatch
         batch = SimpleNamespace(forward_mode=mode(kind), seq_lens_sum=10, seq_lens_cpu=None)
         observer.observe(batch, None, runner)
     assert state.steps_host == {"observed": 2}
+
+
+def request(drafts: int = 0, accepted: int = 0) -> Any:
+    return SimpleNamespace(spec_verify_ct=drafts, spec_num_correct_drafts=accepted)
+
+
+def accept(requests: list[Any], *accepted: int) -> None:
+    """What the host counts when the results of a verification arrive."""
+    for one, tokens in zip(requests, accepted, strict=True):
+        one.spec_verify_ct += 1
+        one.spec_num_correct_drafts += tokens
+
+
+def test_accepted_drafts_are_the_growth_of_the_hosts_counts() -> None:
+    """Requests join, leave and come back; results arrive before or after the next batch."""
+    load_host()
+    from deft_backend.hosts.sglang.accepted import AcceptedDrafts
+
+    runner, verify = object(), SimpleNamespace(forward_mode=mode("verify"))
+    drafts = AcceptedDrafts(runner)
+
+    def step(requests: list[Any]) -> None:
+        drafts.observe(verify, SimpleNamespace(reqs=requests), runner)
+
+    first, second, third = request(7, 9), request(), request(1, 1)
+    running = [first, second]
+    step(running)
+    assert drafts.read() == (0, 0)  # counts of earlier batches are not ours
+    accept(running, 3, 0)
+    assert drafts.read() == (2, 3)  # an idle server's last results count, too
+    step(running)
+    running.append(third)  # the host changes its list
+    step(running)  # before the results of the step ahead of it
+    accept(running[:2], 1, 2)
+    assert drafts.read() == (4, 6)
+    accept(running, 0, 0, 3)
+    step([third])
+    assert drafts.read() == (7, 9)
+    accept([first], 5)  # in a batch that is not ours
+    accept([third], 2)
+    step([third, first])
+    accept([third, first], 0, 1)
+    assert drafts.read() == (10, 12)
+
+
+def test_drafts_of_other_batches_are_not_counted() -> None:
+    load_host()
+    from deft_backend.hosts.sglang.accepted import AcceptedDrafts
+
+    runner, requests = object(), [request()]
+    drafts = AcceptedDrafts(runner)
+    for kind, whose in (("verify", object()), ("decode", runner)):
+        batch = SimpleNamespace(forward_mode=mode(kind))
+        drafts.observe(batch, SimpleNamespace(reqs=requests), whose)
+        accept(requests, 2)
+        assert drafts.read() == (0, 0)

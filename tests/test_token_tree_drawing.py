@@ -50,3 +50,18 @@ def test_explain_draws_a_recorded_token_tree(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "4 query tokens in 1 query block" in result.output
     assert "token 3 · seen by 1" in result.output
+
+
+def test_the_documented_token_tree_is_drawn_as_documented(tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "cli.md").read_text()
+    trace, _, drawing = page.partition('```json\n{"Tree_Structure"')[2].partition("\n```")
+    path = tmp_path / "tokens.json"
+    path.write_text('{"Tree_Structure"' + trace)
+    runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
+    result = runner.invoke(app, ["explain", "--trace", str(path)])
+    assert result.exit_code == 0, result.output
+    expected = drawing.split("```\n")[1].splitlines()
+    found = [line.rstrip() for line in result.output.splitlines()]
+    cut = expected.index("…")
+    assert found[:cut] == expected[:cut]
+    assert found[cut + 1 - len(expected) :] == expected[cut + 1 :]

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from deft_backend.cli import app
 from deft_backend.forest import build_forest
-from deft_backend.telemetry.counters import Counters
+from deft_backend.telemetry.counters import Counters, DraftCounts
 from deft_backend.telemetry.shown_batch import Batch
 from deft_backend.telemetry.state import ServerState, StateWriter
 from deft_backend.watch.batches import BatchView, SharedPrefix, ShownBatch, shared_prefixes
@@ -212,3 +212,19 @@ def test_names_with_markup_are_shown_as_they_are(tmp_path: Path) -> None:
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(view([Row(engine, ShownBatch(), None)], "x", live=True))
     assert "[red]odd[/red] reason" in console.export_text()
+
+
+def test_the_acceptance_length_of_a_server_that_speculates(tmp_path: Path) -> None:
+    state, writer = decoding(tmp_path)
+    assert "verified" not in shown(tmp_path, "--once")[1]
+    state.verified_tokens = 1240
+    writer.look()
+    _, text = shown(tmp_path, "--once")
+    assert "1,240 query tokens" in text
+    assert "acceptance length" not in text  # the host does not tell
+    state.read_drafts = lambda: DraftCounts(310, 403)
+    writer.look()
+    assert "1,240 query tokens · acceptance length 2.30" in shown(tmp_path, "--once")[1]
+    (engine,) = json.loads(shown(tmp_path, "--json")[1])
+    assert engine["acceptance_length"] == pytest.approx(2.3)
+    assert (engine["verified_drafts"], engine["accepted_tokens"]) == (310, 403)

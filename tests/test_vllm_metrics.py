@@ -94,6 +94,8 @@ def test_one_api_server_reads_the_state_files_of_its_port(
         of("plans"): 3,
         of("plan_seconds"): state["plan_seconds"],
         of("verified_tokens"): 0,
+        of("verified_drafts"): 0,
+        of("accepted_tokens"): 0,
     }
     assert state["kv_bytes_query_guided"] == 3 * 110 * 2 * 2 * 64 * 4
 

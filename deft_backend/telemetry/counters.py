@@ -18,6 +18,9 @@ _FIGURES = (
     "decode_steps", "steps_tree", "plans", "kv_bytes_read", "kv_bytes_query_guided",
 )  # fmt: skip
 
+_NEWER = ("verified_tokens", "verified_drafts", "accepted_tokens")
+"""Files of older versions lack these."""
+
 
 @dataclass(frozen=True)
 class Counters:
@@ -40,6 +43,11 @@ class Counters:
     verified_tokens : int
         Query tokens of the verifications among the steps through tree attention: draft tokens, and
         one token before them for each request.
+    verified_drafts : int
+        Drafts that the host has verified, with any kernel: one for each request of a verification.
+        0 if the host does not tell.
+    accepted_tokens : int
+        Draft tokens of these drafts that the host has accepted.
     """
 
     decode_steps: int = 0
@@ -50,6 +58,18 @@ class Counters:
     kv_bytes_query_guided: int = 0
     plan_seconds: float = 0.0
     verified_tokens: int = 0
+    verified_drafts: int = 0
+    accepted_tokens: int = 0
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens that a verification gives a request on average; None if the host tells of none.
+
+        >>> Counters(verified_drafts=10, accepted_tokens=13).acceptance_length
+        2.3
+        """
+        drafts = self.verified_drafts
+        return 1.0 + self.accepted_tokens / drafts if drafts else None
 
     def __sub__(self, before: Counters) -> Counters:
         host = {
@@ -65,6 +85,8 @@ class Counters:
             self.kv_bytes_query_guided - before.kv_bytes_query_guided,
             self.plan_seconds - before.plan_seconds,
             self.verified_tokens - before.verified_tokens,
+            self.verified_drafts - before.verified_drafts,
+            self.accepted_tokens - before.accepted_tokens,
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -72,7 +94,7 @@ class Counters:
         figures = {name: getattr(self, name) for name in _FIGURES}
         return {
             **figures, "steps_host": dict(self.steps_host), "plan_seconds": self.plan_seconds,
-            "verified_tokens": self.verified_tokens,
+            **{name: getattr(self, name) for name in _NEWER},
         }  # fmt: skip
 
     @classmethod
@@ -91,9 +113,15 @@ class Counters:
             **{name: whole(content, name) for name in _FIGURES},
             steps_host=steps_host,
             plan_seconds=number(content, "plan_seconds"),
-            # Files of older versions have none.
-            verified_tokens=whole({"verified_tokens": 0, **content}, "verified_tokens"),
+            **{name: whole({name: 0, **content}, name) for name in _NEWER},
         )
+
+
+class DraftCounts(NamedTuple):
+    """Drafts that the host has verified, and their accepted draft tokens."""
+
+    drafts: int
+    accepted: int
 
 
 class DeviceCounts(NamedTuple):

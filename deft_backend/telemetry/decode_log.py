@@ -81,6 +81,8 @@ def describe(stretch: Counters) -> str:
     parts = [", ".join(steps)]
     if stretch.verified_tokens:
         parts.append(f"{stretch.verified_tokens:,} tokens verified")
+    if stretch.acceptance_length is not None:
+        parts.append(f"acceptance length {stretch.acceptance_length:.2f}")
     read, guided = stretch.kv_bytes_read, stretch.kv_bytes_query_guided
     if guided:
         share = f"{100 * read / guided:.0f} %"

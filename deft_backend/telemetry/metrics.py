@@ -57,7 +57,12 @@ PLAN_SECONDS = Metric("deft_plan_seconds", "Seconds spent on those plans.")
 VERIFIED = Metric(
     "deft_verified_tokens", "Query tokens of verifications through tree attention, all requests."
 )
-METRICS = (STEPS, HOST_STEPS, READ, GUIDED, PLANS, PLAN_SECONDS, VERIFIED)
+DRAFTS = Metric(
+    "deft_verified_drafts",
+    "Drafts that the host verified with any kernel, one for each request of a verification.",
+)
+ACCEPTED = Metric("deft_accepted_tokens", "Draft tokens of those drafts that the host accepted.")
+METRICS = (STEPS, HOST_STEPS, READ, GUIDED, PLANS, PLAN_SECONDS, VERIFIED, DRAFTS, ACCEPTED)
 
 
 class Sample(NamedTuple):
@@ -79,6 +84,8 @@ def samples(counters: Counters) -> Iterator[Sample]:
     yield Sample(PLANS, (), counters.plans)
     yield Sample(PLAN_SECONDS, (), counters.plan_seconds)
     yield Sample(VERIFIED, (), counters.verified_tokens)
+    yield Sample(DRAFTS, (), counters.verified_drafts)
+    yield Sample(ACCEPTED, (), counters.accepted_tokens)
 
 
 def rank_labels(path: Path) -> dict[str, str]:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from deft_backend.forest import PrefixForest
 from deft_backend.private_files import write_private
-from deft_backend.telemetry.counters import SCHEMA, Counters, DeviceCounters
+from deft_backend.telemetry.counters import SCHEMA, Counters, DeviceCounters, DraftCounts
 from deft_backend.telemetry.forest_json import forest_as_json
 from deft_backend.telemetry.server_description import ServerDescription
 from deft_backend.telemetry.shown_batch import Batch, answer, answer_file, request_file
@@ -54,6 +54,9 @@ class ServerState(ServerDescription):
         Seconds spent on them.
     verified_tokens : int
         Query tokens of verifications through tree attention.
+    read_drafts : callable, optional
+        The host's counts of verified drafts; None if the host does not tell. The writer thread
+        calls it, too.
     device_tree_layers : int, optional
         Layers that follow the device planner's plans; None: all. The others read query by query.
     forest : PrefixForest, optional
@@ -66,6 +69,7 @@ class ServerState(ServerDescription):
     plans: int = 0
     plan_seconds: float = 0.0
     verified_tokens: int = 0
+    read_drafts: Callable[[], DraftCounts] | None = None
     device_tree_layers: int | None = None
     forest: PrefixForest | None = None
     rids: Sequence[str] = ()
@@ -154,6 +158,7 @@ class ServerState(ServerDescription):
         steps, attended, loaded, spent = self._on_device.read() if self._on_device else (0,) * 4
         layers = self.num_layers if self.device_tree_layers is None else self.device_tree_layers
         steps_tree = self._steps_tree + steps
+        drafts = DraftCounts(0, 0) if self.read_drafts is None else self.read_drafts()
         return Counters(
             decode_steps=steps_tree + sum(steps_host.values()),
             steps_tree=steps_tree,
@@ -164,6 +169,8 @@ class ServerState(ServerDescription):
             + attended * self.num_layers * self.token_bytes,
             plan_seconds=self.plan_seconds + spent * 1e-9,
             verified_tokens=self.verified_tokens,
+            verified_drafts=drafts.drafts,
+            accepted_tokens=drafts.accepted,
         )
 
     def _read_bytes(self, tokens: int, loaded: int, tree_layers: int) -> int:

@@ -64,7 +64,8 @@ def row_json(row: Row) -> dict[str, Any]:
         "port": engine.port, "dp_rank": engine.dp, "status": engine.status,
         "seconds_since_last_step": round(engine.since, 2), "processes": engine.processes,
         "problem": engine.problem or None, **engine.counters.as_json(),
-        "kv_saved": saved(engine.counters), "batch": None,
+        "kv_saved": saved(engine.counters),
+        "acceptance_length": engine.counters.acceptance_length, "batch": None,
     }  # fmt: skip
     if engine.reading is not None:
         names = ("pid", "host", "host_version", "backend", "policy", "device")
@@ -136,9 +137,8 @@ def _lines(row: Row, engine: Engine, counters: Counters) -> Iterable[tuple[str, 
         each = 1e3 * counters.plan_seconds / counters.plans
         time_of_one = f"{each:.2g}" if each < 10 else f"{each:,.0f}"
         yield "planning", Text(f"{_count(counters.plans, 'plan')}, {time_of_one} ms each")
-    verified = getattr(counters, "verified_tokens", 0)  # only of servers that verify drafts
-    if verified:
-        yield "verified", Text(f"{verified:,} query tokens")
+    if counters.verified_tokens or counters.verified_drafts:  # only servers that speculate
+        yield "verified", _verified(counters, row.now)
 
 
 def _steps(counters: Counters, now: Stretch | None) -> Text:
@@ -163,6 +163,16 @@ def _reads(counters: Counters, now: Stretch | None) -> Text:
     recent = None if now is None else now.saved
     if recent is not None:
         text.append(f" · now {percent(recent)}", style="green")
+    return text
+
+
+def _verified(counters: Counters, now: Stretch | None) -> Text:
+    text = Text(_count(counters.verified_tokens, "query token"))
+    if counters.acceptance_length is not None:
+        text.append(f" · acceptance length {counters.acceptance_length:.2f}")
+    recent = None if now is None else now.counters.acceptance_length
+    if recent is not None:
+        text.append(f" · now {recent:.2f}", style="green")
     return text
 
 

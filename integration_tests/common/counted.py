@@ -13,7 +13,7 @@ from integration_tests.common.server import Series, Server
 LINE = re.compile(
     r"deft: (?:([\d,]+) decode steps? through tree attention)?(?:, )?"
     r"(?:([\d,]+)(?: decode steps?)? on the host's kernel \(.+?\))?"
-    r"(?:; [\d,]+ tokens verified)?; KV read "
+    r"(?:; [\d,]+ tokens verified)?(?:; acceptance length [\d.]+)?; KV read "
 )
 
 
@@ -29,6 +29,8 @@ def expected_series(state: dict[str, Any]) -> Series:
         ("deft_plans_total", {}, state["plans"]),
         ("deft_plan_seconds_total", {}, state["plan_seconds"]),
         ("deft_verified_tokens_total", {}, state["verified_tokens"]),
+        ("deft_verified_drafts_total", {}, state["verified_drafts"]),
+        ("deft_accepted_tokens_total", {}, state["accepted_tokens"]),
     ]
     return {(name, frozenset((labels | {"tp_rank": "0"}).items())): n for name, labels, n in values}
 
