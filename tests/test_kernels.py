@@ -505,6 +505,8 @@ def test_more_results_than_stage_2_reads_at_once(device: str, dtype: torch.dtype
 
     With scores so far apart, each block must rescale the running sums.
     """
+    if device == "cuda" and dtype == torch.float32:
+        pytest.skip("kernels run float32 on the CPU only")
     requests, step = 20, 5
     table = torch.zeros((requests, requests * step + 3), dtype=torch.int32)
     table[:, : requests * step] = torch.arange(requests * step, dtype=torch.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -108,11 +109,13 @@ def running(names: list[str], gpus: int, model: Model, adapter: Path,
             folder: Path) -> Iterator[dict[str, Server | StartError]]:  # fmt: skip
     """Servers of these names, or the reason why one did not start, for a `with` block."""
     everything = {**REFERENCES, **VARIANTS}
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    visible = given.split(",")[:gpus] if given else [str(index) for index in range(gpus)]
     with ExitStack() as stack, ThreadPoolExecutor(len(names)) as threads:
 
         def start(at: int, name: str) -> Server | StartError:
             variant = everything[name]
-            shown = ",".join(map(str, range(gpus))) if variant.ranks > 1 else str(at % gpus)
+            shown = ",".join(visible if variant.ranks > 1 else [visible[at % gpus]])
             try:
                 return _start(name, variant, shown, model, adapter, folder, stack)
             except StartError as error:
