@@ -95,15 +95,15 @@ def test_what_the_hosts_kernels_decode_is_refused(tmp_path: Path) -> None:
     said = "such a server decodes with the host's own kernels, and needs no folder"
     out = ("--target", "sm_90", "--out", str(tmp_path / "kernels"))
     with_sinks = with_config(tmp_path / "model", model_type="gpt_oss")
-    for arguments, reason in (
-        (("--kv-cache-dtype", "fp8_e5m2"), "fp8_e5m2 is not supported on GPUs"),
-        (("--draft-tokens", "5"), "(DEFT_UNTESTED_HOST=1 tries it)"),
-        (("--model", with_sinks), "the model's layers have attention sinks on a GPU"),
+    for host, arguments, reason in (
+        ("vllm", ("--kv-cache-dtype", "fp8_e5m2"), "fp8_e5m2 is not supported on GPUs"),
+        ("vllm", ("--draft-tokens", "5"), "(DEFT_UNTESTED_HOST=1 tries it)"),
+        ("sglang", ("--draft-tokens", "5", "--draft-trees"), "(DEFT_UNTESTED_HOST=1 tries it)"),
+        ("vllm", ("--model", with_sinks), "the model's layers have attention sinks on a GPU"),
     ):
-        for host in ("sglang", "vllm"):
-            code, _, err = warm("--host", host, *arguments, *out)
-            assert code == 2
-            assert f"{reason}: {said}" in err
+        code, _, err = warm("--host", host, *arguments, *out)
+        assert code == 2
+        assert f"{reason}: {said}" in err
     assert not (tmp_path / "kernels").exists()
 
 
@@ -125,7 +125,7 @@ def test_a_servers_arguments_are_options(
     host: str, arguments: list[str], expected: tuple[object, object], seen: list[DescribedServer],
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(limits, "EIGHT_BITS_ON_GPUS", True)
+    monkeypatch.setattr(limits, "EIGHT_BITS_ON_GPUS", {"sglang", "vllm"})
     monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
     out = ("--target", "sm_90", "--out", str(tmp_path / "kernels"))
     code, said, err = warm("--host", host, *arguments, *out)
@@ -156,7 +156,7 @@ def test_a_model_gives_the_kind_of_its_layers(
     fields: dict[str, object], host: str, expected: LayerKind, seen: list[DescribedServer],
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(limits, "SINKS_ON_GPUS", True)
+    monkeypatch.setattr(limits, "SINKS_ON_GPUS", {"sglang", "vllm"})
     out = ("--target", "sm_90", "--out", str(tmp_path / "kernels"))
     code, said, err = warm(
         "--host", host, "--model", with_config(tmp_path / "model", **fields), *out

@@ -23,6 +23,7 @@ from sglang_fakes import (
     small_attention,
 )
 
+from deft_backend.hosts.common import limits
 from deft_backend.hosts.sglang.batch_observer import BatchObserver
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner
 from deft_backend.hosts.sglang.layers import unsupported_layer
@@ -165,7 +166,9 @@ def test_a_layers_sinks_are_part_of_its_softmax(server: Any) -> None:
     )
 
 
-def test_sinks_on_a_gpu_are_the_hosts(server: Any, caplog: Any, monkeypatch: Any) -> None:
+def test_sinks_that_are_refused_are_the_hosts(server: Any, caplog: Any, monkeypatch: Any) -> None:
+    """On a GPU, in a host whose servers no recorded run has compared."""
+    monkeypatch.setattr(limits, "SINKS_ON_GPUS", frozenset())
     monkeypatch.setattr(server.attention, "device", torch.device("cuda"))
     batch, (q, k, v) = server.batch(), query()
     server.backend.init_forward_metadata(batch)

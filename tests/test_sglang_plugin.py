@@ -161,10 +161,6 @@ def test_the_fallback_backend(arguments: Any, monkeypatch) -> None:
         *(({name: True}, words) for name, words in SWITCHES.items()),
         ({"dllm_algorithm": "LowConfidence"}, "diffusion decoding"),
         ({"dcp_size": 2}, "context parallelism"),
-        (
-            {"kv_cache_dtype": "fp8_e5m2", "device": "cuda"},
-            "of kind fp8_e5m2 is not supported on GPUs",
-        ),
         ({"kv_cache_dtype": "nvfp4"}, "a KV cache of kind nvfp4 is not supported"),
         ({"mla": True}, "MLA"),
         ({"model": SimpleNamespace(is_encoder_decoder=True)}, "encoder-decoder"),
@@ -200,16 +196,20 @@ def test_drafts_of_changing_length_are_the_hosts(arguments: Any, caplog: Any) ->
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("tries", ["0", "1"])
-def test_speculation_on_a_gpu_must_be_asked_for(
-    arguments: Any, tries: str, device: str, caplog: Any, monkeypatch
-) -> None:
-    """No test has started such a server."""
+@pytest.mark.parametrize(("algorithm", "topk"), [("EAGLE", 1), ("EAGLE", 4), ("NGRAM", None)])
+def test_token_trees_on_a_gpu_must_be_asked_for(
+    arguments: Any, algorithm: str, topk: int | None, tries: str, device: str, caplog: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """No recorded run has compared such a server; chains were compared."""
     monkeypatch.setenv("DEFT_UNTESTED_HOST", tries)
-    made = make_arguments(speculative_algorithm="EAGLE", device=device)
+    made = make_arguments(
+        speculative_algorithm=algorithm, speculative_eagle_topk=topk, device=device
+    )
     arguments.resolve(resolve_as_host, made)
-    refused = (device, tries) == ("cuda", "0")
+    refused = (device, tries) == ("cuda", "0") and topk != 1
     assert hasattr(made, arguments.HOST_DECODE) is not refused
-    assert ("speculative decoding was not tested on a GPU" in caplog.text) is refused
+    assert ("with token trees was not tested on a GPU" in caplog.text) is refused
 
 
 @pytest.mark.parametrize(("mode", "served"), [("prefill", False), ("decode", True)])
@@ -520,7 +520,11 @@ def test_graphs_wait_where_there_are_graphs(host: Any, planner: str, graphs: str
         max_batch=4,
     )  # fmt: skip
     own = SimpleNamespace(token_to_kv_pool=FakePool(64), req_to_token_pool=table)
-    make = factory._host_planned if planner == "host" else factory._device_planned
+    make = (
+        factory._host_planned
+        if planner == "host"
+        else partial(factory._device_planned, compile_for=None)
+    )
     observers = list(sglang_observe_batch._observers)
     try:
         backend = make(runner, own, attention, make_state(), Settings(), ExitStack())
@@ -653,7 +657,8 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
 
 def test_decode_graphs_of_resolved_arguments_are_turned_off(host: Any, monkeypatch) -> None:
     """The host's own arguments of any version: resolved arguments refuse assignment."""
-    from pathlib import Path
+    from functools import partial
+from pathlib import Path
 
     from sglang.srt.server_args import ServerArgs
 

@@ -105,5 +105,9 @@ def test_what_cannot_be_compared_is_refused(
     assert "not tested on a GPU (DEFT_UNTESTED_HOST=1 tries it)" in " ".join(
         capsys.readouterr().err.split()
     )
+    with pytest.raises(typer.Exit):
+        Drafting("ngram", None).arguments("sglang", [], on_gpu=True)
+    assert "with token trees was not tested" in " ".join(capsys.readouterr().err.split())
+    assert Drafting("a/draft", None).arguments("sglang", [], on_gpu=True)
     monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
     assert Drafting("ngram", None).arguments("vllm", [], on_gpu=True)

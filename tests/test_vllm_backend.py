@@ -733,8 +733,9 @@ def test_a_cache_of_eight_bits_on_a_gpu_is_the_hosts(monkeypatch: pytest.MonkeyP
     """Until a recorded run has shown the kernels right on a GPU."""
     from deft_backend.hosts.common import limits
 
-    assert limits.refused_cache("fp8", "cuda") == "a KV cache of kind fp8 is not supported on GPUs"
-    assert limits.refused_cache("fp8", "cpu") is None
-    assert limits.refused_cache("nvfp4", "cuda") == "a KV cache of kind nvfp4 is not supported"
-    monkeypatch.setattr(limits, "EIGHT_BITS_ON_GPUS", True)
-    assert limits.refused_cache("fp8_e5m2", "cuda") is None
+    refused = limits.refused_cache
+    assert refused("fp8", "cuda", "vllm") == "a KV cache of kind fp8 is not supported on GPUs"
+    assert refused("fp8", "cpu", "vllm") is refused("fp8_e4m3", "cuda", "sglang") is None
+    assert refused("nvfp4", "cuda", "sglang") == "a KV cache of kind nvfp4 is not supported"
+    monkeypatch.setattr(limits, "EIGHT_BITS_ON_GPUS", {"vllm"})
+    assert refused("fp8_e5m2", "cuda", "vllm") is None

@@ -130,10 +130,10 @@ def _refuse_what_no_server_launches(server: _Server, layers: ModelLayers) -> Non
         raise fail(
             f"--kv-cache-dtype is {name!r}; expected one of {', '.join(known)}, as the server's"
         )
-    reason = None if name == "auto" else refused_cache(name, "cuda")
+    reason = None if name == "auto" else refused_cache(name, "cuda", server.host)
     if reason is not None:
         raise fail(f"--kv-cache-dtype is {name}, but {reason}: {_HOSTS_KERNELS}")
-    reason = refused_sinks("cuda") if layers.sinks else None
+    reason = refused_sinks("cuda", server.host) if layers.sinks else None
     if reason is not None:
         raise fail(f"the model's layers have {reason}: {_HOSTS_KERNELS}")
     if server.draft_tokens is not None or server.draft_trees:
@@ -141,7 +141,7 @@ def _refuse_what_no_server_launches(server: _Server, layers: ModelLayers) -> Non
 
 
 def _refuse_drafts(server: _Server) -> None:
-    from deft_backend.hosts.common.tested_versions import refuse_speculation
+    from deft_backend.hosts.common.limits import refused_speculation
     from deft_backend.kernel_limits import MAX_QUERY_TOKENS
 
     tokens = server.draft_tokens
@@ -156,7 +156,7 @@ def _refuse_drafts(server: _Server) -> None:
     most = MAX_QUERY_TOKENS - (server.host == "vllm")
     if tokens > most:
         raise fail(f"--draft-tokens is {tokens}; expected at most {most}")
-    reason = refuse_speculation("cuda")
+    reason = refused_speculation("cuda", server.host, trees=server.draft_trees)
     if reason is not None:
         raise fail(f"--draft-tokens is {tokens}, but {reason}: {_HOSTS_KERNELS}")
 

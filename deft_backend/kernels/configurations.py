@@ -19,13 +19,11 @@ from deft_backend.planner.encoding import READ_AHEAD
 HEAD_DIMS = (64, 96, 128, 256)
 """Head dimensions that the kernels are tested for."""
 
-GLUON_QUERY_TOKENS = False
-"""Whether the kernels in Gluon compute several query tokens. They do so in the tests' emulator, and
-they compile for sm_90 without spills. But no GPU has run them yet, so the plain kernels, which ran
-on an H100, compute several query tokens."""
+GLUON_QUERY_TOKENS = True
+"""Whether the kernels in Gluon compute several query tokens; if not, the plain kernels do."""
 
-GLUON_EIGHT_BITS = False
-"""Whether the kernels in Gluon read caches of 8 bits. As above, no GPU has run them yet."""
+GLUON_EIGHT_BITS = True
+"""Whether the kernels in Gluon read caches of 8 bits; if not, the plain kernels do."""
 
 LARGE_TILE_HEAD_DIMS = (64, 128)
 """Head dimensions of the large tile in Gluon."""

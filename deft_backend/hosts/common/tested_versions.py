@@ -74,16 +74,6 @@ class TestedVersions:
         )
 
 
-def refuse_speculation(device: str) -> str | None:
-    """Why a server on `device` ("cuda" or "cpu") that speculates gets no tree attention, or None.
-
-    No recorded run has shown such a server right on a GPU.
-    """
-    if device == "cpu" or tries_others():
-        return None
-    return "speculative decoding was not tested on a GPU (DEFT_UNTESTED_HOST=1 tries it)"
-
-
 def tries_others() -> bool:
     """Whether ``DEFT_UNTESTED_HOST`` is set to yes; a value that is not allowed means no.
 

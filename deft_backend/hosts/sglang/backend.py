@@ -236,7 +236,7 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
 
     def _unknown(self, name: str, value: Any) -> bool:
         """Whether an argument of a layer's call asks for what tree attention does not compute."""
-        known = name == "sinks" and refused_sinks(self._attention.device.type) is None
+        known = name == "sinks" and refused_sinks(self._attention.device.type, "sglang") is None
         return value is not None and not known
 
     def leave_layers(self, reasons: Mapping[int, str]) -> None:

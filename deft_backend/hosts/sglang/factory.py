@@ -125,7 +125,7 @@ def unsupported_model(runner: Any) -> str | None:
         return cache
     name = str(runner.kv_cache_dtype).removeprefix("torch.")
     if name in EIGHT_BIT_CACHES.values():
-        if device_of(runner).type == "cuda" and not EIGHT_BITS_ON_GPUS:
+        if device_of(runner).type == "cuda" and "sglang" not in EIGHT_BITS_ON_GPUS:
             return f"KV in {name} is not supported on GPUs"
     elif runner.kv_cache_dtype != runner.dtype or cache.pool.store_dtype != runner.dtype:
         return f"KV in {runner.kv_cache_dtype} under a model in {runner.dtype} is not supported"

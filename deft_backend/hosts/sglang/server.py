@@ -38,7 +38,7 @@ def division_of(runner: Any) -> Division:
     layers = attention_layers(runner.model)
     if not isinstance(cache, str) and layers:
         others = getattr(runner.req_to_token_pool, "mamba_map", ())
-        with_sinks = sinks_of_layers(runner.model) if refused_sinks(device.type) else {}
+        with_sinks = sinks_of_layers(runner.model) if refused_sinks(device.type, "sglang") else {}
         return divide_layers(layers, cache, others, refused, with_sinks)
     keys = pool.get_key_buffer(pool.start_layer)
     heads = runner.model_config.num_attention_heads // attention_ranks()

@@ -13,14 +13,13 @@ from deft_backend.attention import TreeAttention
 from deft_backend.config import LOG_LEVELS, Settings, warn_unknown
 from deft_backend.forest import warm_up
 from deft_backend.hosts.common.kernel_cache import take_compiled_kernels
-from deft_backend.hosts.common.limits import refused_cache
+from deft_backend.hosts.common.limits import refused_cache, refused_speculation
 from deft_backend.hosts.common.planner_choice import (
     VLLM,
     capability_of,
     planned_on_device,
     selects_device_planner,
 )
-from deft_backend.hosts.common.tested_versions import refuse_speculation
 from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors, warm_up_attention
 from deft_backend.hosts.vllm.division import divide_layers
 from deft_backend.hosts.vllm.group import GroupAttention
@@ -167,7 +166,8 @@ def unsupported_server(vllm_config: Any) -> str | None:
     if envs.VLLM_BATCH_INVARIANT:
         return "a plan depends on the batch: batch-invariant mode is not supported"
     if vllm_config.speculative_config is not None:
-        reason = refuse_speculation("cpu" if current_platform.is_cpu() else "cuda")
+        device = "cpu" if current_platform.is_cpu() else "cuda"
+        reason = refused_speculation(device, "vllm", trees=False)
         reason = reason or unsupported_speculation(vllm_config)
         if reason is not None:
             return reason
@@ -199,7 +199,7 @@ def _unsupported_shape(
     settings: Settings,
 ) -> str | None:  # fmt: skip
     if layer.kv_dtype is not None:
-        reason = refused_cache(layer.cache, device.type)
+        reason = refused_cache(layer.cache, device.type, "vllm")
         if reason is not None:
             return reason
     elif spec.dtype != dtype:

@@ -30,7 +30,7 @@ class TreeImplementation:
             layer = layer._replace(reason="attention sinks that the host's implementation hides")
         elif layer.sinks and layer.reason is None:
             device = "cpu" if current_platform.is_cpu() else "cuda"
-            layer = layer._replace(reason=refused_sinks(device))
+            layer = layer._replace(reason=refused_sinks(device, "vllm"))
         self.deft_layer = layer
 
     def forward(
