@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import ExitStack
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -657,8 +658,7 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
 
 def test_decode_graphs_of_resolved_arguments_are_turned_off(host: Any, monkeypatch) -> None:
     """The host's own arguments of any version: resolved arguments refuse assignment."""
-    from functools import partial
-from pathlib import Path
+    from pathlib import Path
 
     from sglang.srt.server_args import ServerArgs
 
