@@ -605,10 +605,13 @@ def test_warm_up_launches_every_set_of_tiles(
 
     def run(
         q: Any, k: Any, v: Any, table: Any, lens: Any, *, table_rows: Any,
-        k_scale: float, v_scale: float, static_launch: bool,
+        out: Any, k_scale: float, v_scale: float, logit_cap: float, sinks: Any,
+        static_launch: bool,
     ) -> None:  # fmt: skip
         assert not static_launch
         assert k_scale == v_scale == 1.0
+        assert not logit_cap
+        assert sinks is None
         plan = attention.last_plan
         assert plan is not None
         shapes = tuple(s for s in sorted(ITEM_ORDER) if len(range(*plan.items_of(s))))
@@ -626,8 +629,10 @@ def test_warm_up_launches_every_set_of_tiles(
             token_to_kv_pool=pool,
             req_to_token_pool=SimpleNamespace(req_to_token=table),
             server_args=SimpleNamespace(speculative_algorithm=None),
+            model=torch.nn.Module(),
         ),
         Settings(min_batch=1),
+        (),
         on_device=False,
     )
     fewest = {0: 1, 1: 5, 2: 1}

@@ -131,13 +131,33 @@ def test_every_rank_has_its_own_heads(heads: int, kv_heads: int) -> None:
     assert divide_layers(layers, found(pool)).shape == (heads, kv_heads, 64)
 
 
+def warm_up_sees(runner: Any, blocks: torch.nn.ModuleList) -> None:
+    """A server compiles kernels for the kinds of its own layers, and for what it verifies."""
+    from deft_backend.hosts.common.warm_up import Drafts, LayerKind
+    from deft_backend.hosts.sglang.warm_up import step_tensors
+
+    blocks[0].attn.logit_cap = 30.0
+    seen = SimpleNamespace(**{**vars(runner), "model": blocks})
+    seen.req_to_token_pool = SimpleNamespace(req_to_token=torch.zeros((3, 70), dtype=torch.int32))
+    seen.server_args = SimpleNamespace(speculative_algorithm=None)
+    capped, with_sinks = LayerKind(soft_cap=True), LayerKind(sinks=torch.float32)
+    for ids, kinds in [((0, 1), {capped, with_sinks}), ((1,), {with_sinks}), ((), {LayerKind()})]:
+        tensors = step_tensors(seen, ids)
+        assert set(tensors.layers) == kinds
+        assert (tensors.drafts, tensors.table_columns) == (None, [70])
+    seen.server_args = SimpleNamespace(
+        speculative_algorithm="EAGLE", speculative_num_draft_tokens=6, speculative_eagle_topk=2
+    )
+    assert step_tensors(seen, ()).drafts == Drafts(6, trees=True, always=True)
+
+
 def test_a_model_runner_is_divided_and_counted(host: Any) -> None:
     """The host's own layers are found in the model; counters count the layers with a plan."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
     from deft_backend.hosts.sglang import factory
     from deft_backend.hosts.sglang.server import division_of, state_of
-    from deft_backend.hosts.sglang.versions import layers_with_sinks
+    from deft_backend.hosts.sglang.versions import sinks_of_layers
 
     def layer(layer_id: int, window: int = -1) -> Any:
         return RadixAttention(4, 64, 0.125, 2, layer_id, sliding_window_size=window)
@@ -162,7 +182,9 @@ def test_a_model_runner_is_divided_and_counted(host: Any) -> None:
             self.sinks = torch.nn.Parameter(torch.zeros(4)) if sinks else None
 
     blocks = torch.nn.ModuleList([Block(0, False), Block(1, True)])
-    assert layers_with_sinks(blocks) == {1}
+    assert sinks_of_layers(blocks) == {1: blocks[1].sinks}
+
+    warm_up_sees(runner, blocks)
 
     windows = SimpleNamespace(**{**vars(runner), "model": torch.nn.ModuleList([layer(0, 32)])})
     with pytest.raises(factory.Unsupported, match="not supported in any layer: a sliding window"):

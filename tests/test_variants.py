@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,9 +16,13 @@ from deft_backend.compile import variants
 from deft_backend.compile.described_gpu import compiling_for
 from deft_backend.compile.variants import Variant, compile_all, recorded
 from deft_backend.config import Settings
-from deft_backend.hosts.common.described_server import DescribedServer
-from deft_backend.kernels import Gpu, gluon_versions
+from deft_backend.forest.token_tree import ancestors_of_links
+from deft_backend.hosts.common.described_server import DescribedServer, drafts_of
+from deft_backend.hosts.common.planner_choice import planned_on_device
+from deft_backend.hosts.common.warm_up import Drafts, LayerKind
+from deft_backend.kernels import Gpu, configurations, gluon_versions
 from deft_backend.kernels.configurations import REDUCE_PARTIALS
+from deft_backend.kernels.launches import launches_of
 
 HOPPER = Gpu.named("sm_90")
 SIZES = (2, 3, 4, 7, 8, 16, 33, 34, 64, 65, 100, 160, 256, 257, 512, 1000, 1024, 1025, 2048)
@@ -42,28 +47,30 @@ def attention_of(described: DescribedServer, policy: str = "auto") -> TreeAttent
         device="cpu",
         page_size=described.page_size,
         max_batch=described.max_batch,
+        kv_dtype=described.kv_dtype,
+        query_tokens=described.query_tokens,
         policy=policy,
         compiled_for=HOPPER,
     )
 
 
 def step_of(
-    attention: TreeAttention, described: DescribedServer, batch: int, width: int
+    attention: TreeAttention, described: DescribedServer, batch: int, width: int, tokens: int = 1
 ) -> dict[str, Any]:
     """Tensors as a model hands them over: a view of the queries, keys and values together."""
     heads, kv_heads, dim = attention.num_query_heads, attention.num_kv_heads, attention.head_dim
-    qkv = torch.zeros((batch, (heads + 2 * kv_heads) * dim), dtype=attention.dtype)
+    qkv = torch.empty((batch * tokens, (heads + 2 * kv_heads) * dim), dtype=attention.dtype)
     index = torch.int64 if described.host == "sglang" else torch.int32
     if described.host == "sglang":
-        k_cache, v_cache = torch.zeros((2, 9, kv_heads, dim), dtype=attention.dtype)
+        k_cache, v_cache = torch.zeros((2, 9, kv_heads, dim), dtype=attention.kv_dtype)
     else:
-        cache = torch.zeros((9, 16, kv_heads, 2 * dim), dtype=attention.dtype)
+        cache = torch.zeros((9, 16, kv_heads, 2 * dim), dtype=attention.kv_dtype)
         k_cache, v_cache = cache[..., :dim], cache[..., dim:]
     return {
-        "q": qkv[:, : heads * dim].view(batch, heads, dim),
+        "q": qkv[:, : heads * dim].view(batch * tokens, heads, dim),
         "k_cache": k_cache,
         "v_cache": v_cache,
-        "page_table": torch.zeros((batch + 1, width), dtype=torch.int32),
+        "page_table": torch.empty((batch + 1, width), dtype=torch.int32),
         "seq_lens": torch.full((batch,), 5, dtype=index),
         "table_rows": torch.arange(batch, dtype=index),
     }
@@ -93,6 +100,118 @@ def test_no_step_needs_a_kernel_that_was_not_compiled(
     # And hardly more: what the other class of table widths needs.
     unused = {variant.name for variant in compiled - launched}
     assert unused <= {"hopper_small_tile_attention", "hopper_large_tile_attention"}
+
+
+class Served(NamedTuple):
+    """A server besides its heads: what it verifies, its KV cache and its layers."""
+
+    host: str
+    drafts: Drafts | None = None
+    kv_dtype: torch.dtype | None = None
+    layers: tuple[LayerKind, ...] = (LayerKind(),)
+
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SINKS = (LayerKind(), LayerKind(soft_cap=True), LayerKind(sinks=torch.bfloat16))
+SERVED = {
+    "sglang-chain": Served("sglang", drafts_of("sglang", 5)),
+    "sglang-long-chain": Served("sglang", drafts_of("sglang", 40)),
+    "sglang-tree": Served("sglang", drafts_of("sglang", 8, trees=True)),
+    "sglang-large-tree": Served("sglang", drafts_of("sglang", 64, trees=True)),
+    "vllm-chain": Served("vllm", drafts_of("vllm", 4)),
+    "vllm-long-chain": Served("vllm", drafts_of("vllm", 39)),
+    "sglang-e4m3": Served("sglang", kv_dtype=E4M3),
+    "sglang-e5m2-chain": Served("sglang", drafts_of("sglang", 5), E5M2),
+    "vllm-e4m3": Served("vllm", kv_dtype=E4M3),
+    "vllm-e5m2-chain": Served("vllm", drafts_of("vllm", 4), E5M2),
+    "sglang-sinks": Served("sglang", layers=SINKS),
+    "vllm-sinks": Served("vllm", layers=SINKS[2:]),
+    "vllm-all": Served("vllm", drafts_of("vllm", 4), E4M3, SINKS),
+    "sglang-all": Served("sglang", drafts_of("sglang", 5, trees=True), E4M3, SINKS),
+}
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "gluon"])
+def gluon(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """Both values of the gates that decide which kernels a server launches."""
+    caches = (configurations.kernel_configuration, launches_of)
+    for name in ("GLUON_QUERY_TOKENS", "GLUON_EIGHT_BITS"):
+        monkeypatch.setattr(configurations, name, request.param)
+    for cached in caches:
+        cached.cache_clear()
+    yield request.param
+    for cached in caches:
+        cached.cache_clear()
+
+
+@needs_gluon
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("heads", [(32, 8), (8, 1)])
+def test_exactly_what_steps_launch_is_compiled(
+    heads: tuple[int, int], name: str, gluon: bool
+) -> None:
+    """Verifications, decode, caches of 8 bits, and layers with sinks or a soft cap."""
+    host, drafts, kv_dtype, layers = SERVED[name]
+    described = replace(server(host, heads), drafts=drafts, kv_dtype=kv_dtype, layers=layers)
+    compiled = set(described.variants(HOPPER, Settings()))
+    held = planned_on_device(2048, described.query_tokens, heads[0] // heads[1])
+    attention = attention_of(replace(described, max_batch=held))
+    assert attention.max_batch == held
+    launched: set[Variant] = set()
+    for width in (131072, 131076):
+        for batch in sorted({size for size in SIZES if size < held} | {held}):
+            with recorded() as found:
+                if drafts is not None:
+                    verify(attention, described, drafts, batch, width)
+                if drafts is None or not drafts.always:
+                    decode(attention, described, batch, width)
+            launched |= set(found)
+    assert {variant.name for variant in launched - compiled} == set()
+    assert {variant.name for variant in compiled - launched} == set()
+    names = {variant.name for variant in compiled}
+    several = drafts is not None and drafts.always
+    gated = several or kv_dtype is not None
+    assert ("hopper_large_tile_attention" in names) is (gluon or not gated)
+
+
+def decode(attention: TreeAttention, described: DescribedServer, batch: int, width: int) -> None:
+    """A step without drafts."""
+    step = step_of(attention, described, batch, width)
+    attention.plan_on_device(step["page_table"], step["seq_lens"], table_rows=step["table_rows"])
+    run_layers(attention, described, step, static_launch=True)
+
+
+def verify(
+    attention: TreeAttention, described: DescribedServer, drafts: Drafts, batch: int, width: int
+) -> None:
+    """A verification, with what the adapters pass for it."""
+    tokens = drafts.query_tokens
+    step = step_of(attention, described, batch, width, tokens)
+    step["seq_lens"] = step["seq_lens"] + tokens
+    if drafts.trees:
+        links = torch.full((2, batch + 2, tokens), -1)[:, :batch]
+        step["ancestors"] = ancestors_of_links(*links)
+    if drafts.ragged:
+        step["query_start"] = torch.zeros(batch + 3, dtype=torch.int32)[: batch + 1]
+    attention.plan_on_device(
+        step["page_table"], step["seq_lens"], table_rows=step["table_rows"], query_tokens=tokens
+    )
+    run_layers(attention, described, step)
+
+
+def run_layers(
+    attention: TreeAttention, described: DescribedServer, step: dict[str, Any], **options: Any
+) -> None:
+    """A layer of each kind; hosts pass scales of a cache of 8 bits as tensors."""
+    step["out"] = torch.empty(step["q"].shape, dtype=attention.dtype)
+    if described.kv_dtype is not None:
+        options |= {name: torch.ones(()) for name in ("k_scale", "v_scale")}
+    for layer in described.layers:
+        sinks = None if layer.sinks is None else torch.zeros(attention.num_query_heads)
+        attention.run(
+            **step, **options, logit_cap=30.0 * layer.soft_cap,
+            sinks=None if sinks is None else sinks.to(layer.sinks),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("policy", ["auto", "fasttree", "deft-flatten"])

@@ -16,7 +16,8 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec, SlidingWindowSpec
 from vllm_fakes import DIM, KV_HEADS, Cache, make_config, make_spec, speculating
 
-from deft_backend.hosts.vllm.factory import unsupported_server, unsupported_spec
+from deft_backend.hosts.common.warm_up import LayerKind
+from deft_backend.hosts.vllm.factory import _kinds, unsupported_server, unsupported_spec
 from deft_backend.hosts.vllm.layers import Layer, LayerShape, layer_of
 from deft_backend.hosts.vllm.layout import kv_views
 from deft_backend.hosts.vllm.observe import original_backend
@@ -251,3 +252,25 @@ def test_the_port_may_be_in_the_servers_file(
     if content is not None:
         path.write_text(content)
     assert port_of(["vllm", "serve", "m", "--config", str(path), *words.split()]) == port
+
+
+def test_a_server_compiles_for_each_kind_of_its_layers() -> None:
+    """Layers of another shape or with another cache run through the host's implementation."""
+    shape, other = LayerShape(4, 2, 64), LayerShape(8, 2, 64)
+    layers = {
+        "plain": Layer(shape, 0.125, 0.0, None),
+        "capped": Layer(shape, 0.125, 30.0, None),
+        "sinks": Layer(shape, 0.125, 0.0, None, sinks=True),
+        "again": Layer(shape, 0.125, 50.0, None),
+        "other": Layer(other, 0.125, 0.0, None, sinks=True),
+        "eight-bits": Layer(shape, 0.125, 30.0, None, sinks=True, cache="fp8"),
+    }
+    held = SimpleNamespace(impl=SimpleNamespace(sinks=torch.zeros(4, dtype=torch.bfloat16)))
+    config = make_config()
+    config.compilation_config.static_forward_context = dict.fromkeys(layers, held)
+    attention: Any = SimpleNamespace(dtype=torch.float16, kv_dtype=torch.float16)
+    assert set(_kinds(attention, shape, layers, config)) == {
+        LayerKind(), LayerKind(soft_cap=True), LayerKind(sinks=torch.bfloat16)
+    }  # fmt: skip
+    attention.kv_dtype = torch.float8_e4m3fn
+    assert _kinds(attention, shape, layers, config) == [LayerKind(True, torch.bfloat16)]

@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from deft_backend import TreeAttention
-from deft_backend.hosts.common.warm_up import Drafts, StepTensors, plans_of_many, warm_up_attention
+from deft_backend.hosts.common.warm_up import (
+    Drafts,
+    LayerKind,
+    StepTensors,
+    plans_of_many,
+    warm_up_attention,
+)
 from deft_backend.kernels.configurations import ReduceConfig
 
 
@@ -30,6 +36,7 @@ class Recorder:
         self.planned: list[int] = []
         self.ran: list[int] = []
         self.integers: set[tuple[torch.dtype, ...]] = set()
+        self.layers: set[LayerKind] = set()
 
     def plan_on_device(
         self, table: Any, lens: Any, *, table_rows: Any, query_tokens: int = 1
@@ -44,8 +51,12 @@ class Recorder:
     def run(
         self, q: Any, k: Any, v: Any, table: Any, lens: Any, *, table_rows: Any,
         k_scale: float = 1.0, v_scale: float = 1.0, static_launch: bool = False,
-        query_start: Any = None, ancestors: Any = None,
+        query_start: Any = None, ancestors: Any = None, logit_cap: float = 0.0, sinks: Any = None,
+        out: Any = None,
     ) -> None:  # fmt: skip
+        assert out.shape == q.shape
+        assert sinks is None or sinks.shape == (4,)
+        self.layers.add(LayerKind(logit_cap > 0, None if sinks is None else sinks.dtype))
         assert k_scale == v_scale == 1.0
         tokens = self.query_tokens
         if tokens > 1:
@@ -69,6 +80,7 @@ class Recorder:
         ("meta", 1024, 1, {1, 64, 256, 1024}),
         ("meta", 2048, 2, {2, 64, 256, 1024, 2048}),
         ("meta", 8, 16, {8}),
+        ("meta", 2048, 80, {80, 256, 1024, 2048}),
         ("cpu", 300, 1, {4}),
         ("cpu", 2, 1, {2}),
     ],
@@ -90,11 +102,15 @@ def test_the_device_planner_runs_every_size_it_is_compiled_for(
 
 
 @pytest.mark.parametrize(
-    ("drafts", "blocks", "expected"),
-    [(Drafts(5), 1, {2, 64, 256, 300}), (Drafts(40, ragged=True, trees=True), 3, {2, 21, 85, 100})],
+    ("drafts", "blocks", "expected", "decoded"),
+    [
+        (Drafts(5), 1, {2, 64, 256, 300}, {2, 64, 256, 300}),
+        (Drafts(5, always=True), 1, {2, 64, 256, 300}, set()),
+        (Drafts(40, ragged=True, trees=True), 3, {2, 21, 85, 100}, {2, 64, 100}),
+    ],
 )
 def test_verification_runs_every_size_that_the_planner_is_compiled_for(
-    drafts: Drafts, blocks: int, expected: set[int]
+    drafts: Drafts, blocks: int, expected: set[int], decoded: set[int]
 ) -> None:
     attention = Recorder("meta", 300, blocks)
     cache = torch.zeros((2, 16, 2, 64), device="meta")
@@ -103,6 +119,17 @@ def test_verification_runs_every_size_that_the_planner_is_compiled_for(
     assert set(attention.verified) == {
         (batch, drafts.query_tokens, drafts.ragged, drafts.trees) for batch in expected
     }
+    assert set(attention.planned) == decoded  # at most as many requests as a plan holds
+
+
+def test_every_step_runs_a_layer_of_each_kind() -> None:
+    attention = Recorder("meta", 64)
+    cache = torch.zeros((2, 16, 2, 64), device="meta")
+    kinds = (LayerKind(), LayerKind(soft_cap=True), LayerKind(sinks=torch.bfloat16))
+    tensors = StepTensors(cache, cache, [9], drafts=Drafts(5), layers=kinds)
+    warm_up_attention(attention, tensors, on_device=True)  # type: ignore[arg-type]
+    assert attention.layers == set(kinds)
+    assert len(attention.verified) == 2 * len(kinds)  # batches of 1 and of 64
 
 
 @pytest.mark.parametrize(("max_batch", "expected"), [(5, []), (6, [6]), (2048, [6])])

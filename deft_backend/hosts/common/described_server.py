@@ -1,4 +1,4 @@
-"""The kernels of a server that does not run yet: from its head shape and its host alone."""
+"""The kernels of a server that does not run yet: from its arguments and its model's shape."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ from deft_backend.hosts.common.planner_choice import (
     planned_on_device,
     selects_device_planner,
 )
-from deft_backend.hosts.common.warm_up import StepTensors, decode_variants
+from deft_backend.hosts.common.warm_up import (
+    Drafts,
+    LayerKind,
+    StepTensors,
+    step_variants,
+)
 
-_COLUMNS = (16, 18)
+_COLUMNS = (4096, 4098)
 """Widths of a page table: kernels differ only by whether the width is a multiple of 16."""
 
 
@@ -38,6 +43,12 @@ class DescribedServer:
         Tokens of a page; 1 with SGLang.
     max_batch : int
         Most requests that decode at once.
+    kv_dtype : torch.dtype, optional
+        Of the KV cache; None: `dtype`.
+    drafts : Drafts, optional
+        What the server verifies; None if it does not speculate. See :func:`drafts_of`.
+    layers : tuple of LayerKind
+        Each kind of the layers that run through tree attention.
     """
 
     host: str
@@ -47,6 +58,14 @@ class DescribedServer:
     dtype: torch.dtype
     page_size: int
     max_batch: int
+    kv_dtype: torch.dtype | None = None
+    drafts: Drafts | None = None
+    layers: tuple[LayerKind, ...] = (LayerKind(),)
+
+    @property
+    def query_tokens(self) -> int:
+        """Most query tokens of a request."""
+        return 1 if self.drafts is None else self.drafts.query_tokens
 
     def variants(self, gpu: Gpu, settings: Settings) -> list[Variant]:
         """The kernels that the server launches on a GPU, which need not be at hand.
@@ -59,38 +78,61 @@ class DescribedServer:
             If ``DEFT_POLICY`` does not fit the device planner.
         """
         adapter, tensors = _HOSTS[self.host]
-        on_device = selects_device_planner(settings, adapter, gpu.capability)
+        query_tokens = self.query_tokens
+        on_device = selects_device_planner(
+            settings, adapter, gpu.capability, verifies=self.drafts is not None
+        )
         largest = min(settings.max_batch, self.max_batch)
+        if on_device:
+            group = max(1, self.num_query_heads // self.num_kv_heads)
+            largest = planned_on_device(largest, query_tokens, group)
         attention = TreeAttention(
             num_query_heads=self.num_query_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
             device="cpu",
             page_size=self.page_size,
-            max_batch=planned_on_device(largest) if on_device else largest,
+            max_batch=largest,
+            query_tokens=query_tokens,
             policy=settings.policy,
             compiled_for=gpu,
         )
-        return decode_variants(
+        return step_variants(
             attention, tensors(self), on_device=on_device, smallest=settings.min_batch
         )
 
 
+def drafts_of(host: str, draft_tokens: int, *, trees: bool = False) -> Drafts:
+    """What a server verifies whose arguments name `draft_tokens`.
+
+    SGLang's ``--speculative-num-draft-tokens`` counts the token before the drafts, vLLM's
+    ``num_speculative_tokens`` does not. SGLang verifies in every step. In vLLM a request may have
+    fewer drafts, or none.
+
+    >>> drafts_of("sglang", 5).query_tokens, drafts_of("vllm", 5).query_tokens
+    (5, 6)
+    """
+    if host == "sglang":
+        return Drafts(draft_tokens, trees=trees, always=True)
+    return Drafts(draft_tokens + 1, ragged=True)
+
+
 def _sglang_tensors(server: DescribedServer) -> StepTensors:
     shape = (2, server.num_kv_heads, server.head_dim)
-    k_cache, v_cache = torch.zeros((2, *shape), dtype=server.dtype)
-    return StepTensors(k_cache, v_cache, _COLUMNS)
+    k_cache, v_cache = torch.zeros((2, *shape), dtype=server.kv_dtype or server.dtype)
+    return StepTensors(k_cache, v_cache, _COLUMNS, drafts=server.drafts, layers=server.layers)
 
 
 def _vllm_tensors(server: DescribedServer) -> StepTensors:
     """Tokens before heads in memory (NHD), layer by layer: the default with FLASH_ATTN."""
     dim = server.head_dim
     shape = (2, server.page_size, server.num_kv_heads, 2 * dim)
-    cache = torch.zeros(shape, dtype=server.dtype)
+    cache = torch.zeros(shape, dtype=server.kv_dtype or server.dtype)
     return StepTensors(
         cache[..., :dim], cache[..., dim:], _COLUMNS, rows_dtype=torch.int32,
-        lens_dtype=torch.int32,
+        lens_dtype=torch.int32, drafts=server.drafts, layers=server.layers,
     )  # fmt: skip
 
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 from deft_backend.config import Settings, warn_unknown
 
 SINKS_ON_GPU = "attention sinks on a GPU"
-"""Why the host's kernel runs a layer. On an H100, a small model of gpt-oss differed from the host's
-own backend in 2 of 1,248 tokens by more than the tolerance; on the CPU every token is right."""
+"""Why the host's kernel runs a layer with sinks."""
+
+SINKS_ON_GPUS = False
+"""Whether servers on a GPU decode layers with sinks through tree attention. On an H100, a small
+model of gpt-oss differed from the host's own backend in 2 of 1,248 tokens by more than the
+tolerance; on the CPU every token is right."""
 
 EIGHT_BITS_ON_GPUS = False
 """Whether servers on a GPU decode a KV cache of 8 bits through tree attention. No recorded run has
@@ -29,6 +33,11 @@ def refused_cache(name: str, device: str) -> str | None:
     if device == "cuda" and not EIGHT_BITS_ON_GPUS:
         return f"a KV cache of kind {name} is not supported on GPUs"
     return None
+
+
+def refused_sinks(device: str) -> str | None:
+    """Why the host's kernel runs a layer with sinks, or None; `device` is "cuda" or "cpu"."""
+    return None if device == "cpu" or SINKS_ON_GPUS else SINKS_ON_GPU
 
 
 def refused(requests: int, settings: Settings, planned: int) -> str | None:

@@ -9,6 +9,7 @@ import torch
 
 from deft_backend.config import Settings
 from deft_backend.planner.on_device import largest_batch
+from deft_backend.policies import PolicyError
 from deft_backend.policy_names import AUTO
 from deft_backend.query_blocks import QueryBlocks
 
@@ -28,14 +29,17 @@ class Adapter(NamedTuple):
         Whether it may wait for the GPU before a step. Only then can the host planner plan for it.
     verifies_device_plans : bool
         Whether ``DEFT_VERIFY`` checks steps that the device planner planned.
+    plans_drafts_on_device : bool
+        Whether only the device planner plans verifications of drafts.
     """
 
     waits: bool
     verifies_device_plans: bool
+    plans_drafts_on_device: bool
 
 
-SGLANG = Adapter(waits=True, verifies_device_plans=False)
-VLLM = Adapter(waits=False, verifies_device_plans=True)
+SGLANG = Adapter(waits=True, verifies_device_plans=False, plans_drafts_on_device=True)
+VLLM = Adapter(waits=False, verifies_device_plans=True, plans_drafts_on_device=False)
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:
@@ -44,8 +48,9 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
 
 
 def selects_device_planner(
-    settings: Settings, adapter: Adapter, capability: tuple[int, int] | None
-) -> bool:
+    settings: Settings, adapter: Adapter, capability: tuple[int, int] | None,
+    *, verifies: bool = False,
+) -> bool:  # fmt: skip
     """Whether the device planner makes the plans. Both adapters and `deft warm` ask here.
 
     If ``DEFT_PLANNER`` asks for a planner that cannot be used, the log gives the reason.
@@ -56,7 +61,16 @@ def selects_device_planner(
     adapter : Adapter
     capability : tuple of int, optional
         Compute capability of the GPU that decodes; None for the CPU.
+    verifies : bool
+        Whether the server verifies drafts.
+
+    Raises
+    ------
+    PolicyError
+        If only the device planner plans verifications, and it does not know the policy.
     """
+    if verifies and adapter.plans_drafts_on_device:
+        return _verifies_on_device(settings)
     unable = _unable(settings, adapter)
     host_plans = adapter.waits or capability is None
     if unable is not None:
@@ -71,6 +85,21 @@ def selects_device_planner(
     if settings.planner == "host":
         return not host_plans
     return settings.planner == "device" or not adapter.waits or capability == HOPPER
+
+
+def _verifies_on_device(settings: Settings) -> bool:
+    """True: no other planner can make the plans. The log names settings without effect."""
+    if settings.policy != AUTO:
+        raise PolicyError(
+            f"verification is planned on the device, with the policy {AUTO}; "
+            f"DEFT_POLICY={settings.policy} is not supported there"
+        )
+    if settings.planner == "host" or settings.verify:
+        logger.warning(
+            "deft: verification is planned on the device; DEFT_PLANNER=host and DEFT_VERIFY have "
+            "no effect in a server that speculates"
+        )
+    return True
 
 
 def _unable(settings: Settings, adapter: Adapter) -> str | None:

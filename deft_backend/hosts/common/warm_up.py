@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,11 +32,29 @@ class Drafts(NamedTuple):
         Whether requests have different numbers of them, up to this one.
     trees : bool
         Whether they form trees, not chains.
+    always : bool
+        Whether every step verifies drafts. If not, steps without drafts are plain decode.
     """
 
     query_tokens: int
     ragged: bool = False
     trees: bool = False
+    always: bool = False
+
+
+class LayerKind(NamedTuple):
+    """What differs between a server's layers, as far as kernels are compiled for it.
+
+    Attributes
+    ----------
+    soft_cap : bool
+        Whether the scores have a soft cap.
+    sinks : torch.dtype, optional
+        Of the layer's sinks; None for a layer without sinks.
+    """
+
+    soft_cap: bool = False
+    sinks: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +70,9 @@ class StepTensors:
     table_dtype, rows_dtype, lens_dtype : torch.dtype
         Of the host's page table, its table rows and its sequence lengths.
     drafts : Drafts, optional
-        What the server verifies, besides decode; None if it does not speculate.
+        What the server verifies; None if it does not speculate.
+    layers : sequence of LayerKind
+        Each kind of the layers that run through tree attention.
     """
 
     k_cache: torch.Tensor
@@ -62,6 +82,7 @@ class StepTensors:
     rows_dtype: torch.dtype = torch.int64
     lens_dtype: torch.dtype = torch.int64
     drafts: Drafts | None = None
+    layers: Sequence[LayerKind] = (LayerKind(),)
 
 
 def warm_up_attention(
@@ -90,7 +111,7 @@ def warm_up_attention(
     done = None
     if device.type == "cuda":
         done = compile_all(
-            decode_variants(attention, tensors, on_device=on_device, smallest=smallest),
+            step_variants(attention, tensors, on_device=on_device, smallest=smallest),
             prepare=lambda: torch.cuda.set_device(device),
             load=True,
         )
@@ -102,7 +123,7 @@ def warm_up_attention(
     return done
 
 
-def decode_variants(
+def step_variants(
     attention: TreeAttention, tensors: StepTensors, *, on_device: bool, smallest: int = 1
 ) -> list[Variant]:
     """The kernels of every launch that a step may need; nothing is compiled or run.
@@ -123,9 +144,27 @@ def _steps(
     With the device planner: a batch of each size that its kernels are compiled for, and the
     smallest one, which may have no use for large tiles. With the host planner: every set of tile
     shapes, with and without a reduction, because whether a launch follows another is compiled
-    into it.
+    into it. Each step runs a layer of each kind.
     """
-    device, largest = attention.device, attention.capacity.max_batch
+    device, largest = attention.device, attention.max_batch
+    least = min(smallest, largest)
+    # Hosts hold the scales of a cache of 8 bits on the device.
+    eight_bits = attention.kv_dtype != attention.dtype
+    scale: float | torch.Tensor = attention.unit_scale if eight_bits else 1.0
+
+    def attend(query_tokens: int, table: torch.Tensor, lens: torch.Tensor, **step: Any) -> None:
+        shape = (query_tokens, attention.num_query_heads, attention.head_dim)
+        # Compiled kernels read and write one query token for all: a batch of drafts is large.
+        held = (2, query_tokens if attention.interpreted else 1, *shape[1:])
+        q, out = torch.zeros(held, dtype=attention.dtype, device=device).expand(2, *shape)
+        for kind in tensors.layers:
+            sinks = None
+            if kind.sinks is not None:
+                sinks = torch.zeros(attention.num_query_heads, dtype=kind.sinks, device=device)
+            attention.run(
+                q, tensors.k_cache, tensors.v_cache, table, lens, k_scale=scale, v_scale=scale,
+                logit_cap=float(kind.soft_cap), sinks=sinks, out=out, **step,
+            )  # fmt: skip
 
     def run(batch: int, columns: int, static_launch: bool) -> None:
         table = torch.zeros((1, max(2, columns)), dtype=tensors.table_dtype, device=device)
@@ -133,15 +172,7 @@ def _steps(
         lens = torch.full((batch,), 2, dtype=tensors.lens_dtype, device=device)
         if static_launch:
             attention.plan_on_device(table, lens, table_rows=rows)
-        shape = (batch, attention.num_query_heads, attention.head_dim)
-        q = torch.zeros(shape, dtype=attention.dtype, device=device)
-        # Hosts hold the scales of a cache of 8 bits on the device.
-        eight_bits = attention.kv_dtype != attention.dtype
-        scale: float | torch.Tensor = attention.unit_scale if eight_bits else 1.0
-        attention.run(
-            q, tensors.k_cache, tensors.v_cache, table, lens, table_rows=rows,
-            k_scale=scale, v_scale=scale, static_launch=static_launch,
-        )  # fmt: skip
+        attend(batch, table, lens, table_rows=rows, static_launch=static_launch)
 
     def verify(drafts: Drafts, batch: int, columns: int) -> None:
         tokens = drafts.query_tokens
@@ -149,12 +180,10 @@ def _steps(
         rows = torch.zeros(batch, dtype=tensors.rows_dtype, device=device)
         lens = torch.full((batch,), tokens + 1, dtype=tensors.lens_dtype, device=device)
         attention.plan_on_device(table, lens, table_rows=rows, query_tokens=tokens)
-        shape = (batch * tokens, attention.num_query_heads, attention.head_dim)
         starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * tokens
         bits = torch.zeros((batch, tokens, words_of(tokens)), dtype=torch.int64, device=device)
-        attention.run(
-            torch.zeros(shape, dtype=attention.dtype, device=device), tensors.k_cache,
-            tensors.v_cache, table, lens, table_rows=rows,
+        attend(
+            batch * tokens, table, lens, table_rows=rows,
             query_start=starts if drafts.ragged else None,
             ancestors=bits if drafts.trees else None,
         )  # fmt: skip
@@ -169,22 +198,26 @@ def _steps(
         attention.plan(build_forest(range(batch), [1] * (batch - 1), [2] * batch))
 
     drafts = tensors.drafts if on_device else None
+    decodes = drafts is None or not drafts.always
     if on_device and attention.interpreted:
-        yield lambda: run(min(largest, 4), tensors.table_columns[0], True)
+        if decodes:
+            yield lambda: run(min(largest, 4), tensors.table_columns[0], True)
         if drafts is not None:
-            yield lambda: verify(drafts, min(attention.max_batch, 4), tensors.table_columns[0])
+            yield lambda: verify(drafts, min(largest, 4), tensors.table_columns[0])
         return
+
+    def batches(blocks: int) -> list[int]:
+        """A batch of each size of the planner's kernels, those that take longest first."""
+        inner = {size // blocks for size in SIZES if least * blocks <= size < largest * blocks}
+        return sorted({least, *inner, largest}, reverse=True)
+
     if drafts is not None:
-        blocks = attention.capacity.max_batch // attention.max_batch
-        held = {min(smallest, attention.max_batch), attention.max_batch}
-        held |= {s // blocks for s in SIZES if blocks <= s < attention.max_batch * blocks}
         for columns in tensors.table_columns:
-            for batch in sorted(held, reverse=True):
+            for batch in batches(attention.capacity.max_batch // largest):
                 yield lambda batch=batch, columns=columns: verify(drafts, batch, columns)  # type: ignore[misc]
     if on_device:
-        sizes = {min(smallest, largest), *(s for s in SIZES if s < largest), largest}
-        for columns in tensors.table_columns:
-            for batch in sorted(sizes, reverse=True):  # those that take longest to compile first
+        for columns in tensors.table_columns if decodes else ():
+            for batch in batches(1):
                 yield lambda batch=batch, columns=columns: run(batch, columns, True)  # type: ignore[misc]
         return
     yield plan_some

@@ -14,7 +14,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from deft_backend.attention import TreeAttention
-from deft_backend.hosts.common.limits import SINKS_ON_GPU
+from deft_backend.hosts.common.limits import SINKS_ON_GPU, refused_sinks
 from deft_backend.hosts.sglang.layers import unsupported_layer
 from deft_backend.hosts.sglang.verification import Verification
 from deft_backend.hosts.sglang.versions import read_end
@@ -236,7 +236,7 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
 
     def _unknown(self, name: str, value: Any) -> bool:
         """Whether an argument of a layer's call asks for what tree attention does not compute."""
-        known = name == "sinks" and self._attention.device.type == "cpu"
+        known = name == "sinks" and refused_sinks(self._attention.device.type) is None
         return value is not None and not known
 
     def leave_layers(self, reasons: Mapping[int, str]) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
+
+import torch
 
 from deft_backend.attention import TreeAttention
 from deft_backend.config import LOG_LEVELS, Settings, warn_unknown
@@ -37,7 +40,7 @@ from deft_backend.hosts.sglang.versions import (
     resolved,
 )
 from deft_backend.hosts.sglang.warm_up import compiler_of, warm_up
-from deft_backend.policy_names import AUTO
+from deft_backend.policies import PolicyError
 from deft_backend.telemetry.state import ServerState
 from deft_patches import (
     sglang_observe_batch,
@@ -199,29 +202,25 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
     )
     if attention.device.type == "cuda":
         take_compiled_kernels(settings, attention.device)
-        warm_up(attention, runner, settings, on_device)
+        warm_up(attention, runner, settings, division.tree, on_device)
     state = state_of(runner, division, NAME, settings.policy)
-    make = _device_planned if on_device else _host_planned
-    backend = make(runner, host, attention, state, settings, undo)
+    if on_device:
+        compile_for = compiler_of(attention, runner, settings, division.tree)
+        backend = _device_planned(runner, host, attention, state, settings, undo, compile_for)
+    else:
+        backend = _host_planned(runner, host, attention, state, settings, undo)
     backend.leave_layers(division.host)
     return _Made(backend, attention, state, on_device, division)
 
 
 def _plans_on_device(runner: Any, settings: Settings, query_tokens: int) -> bool:
-    """Whether the device planner makes the plans: always, if the server speculates."""
-    if query_tokens == 1:
-        return selects_device_planner(settings, SGLANG, capability_of(device_of(runner)))
-    if settings.policy != AUTO:
-        raise Unsupported(
-            f"verification is planned on the device, with the policy {AUTO}; "
-            f"DEFT_POLICY={settings.policy} is not supported there"
+    """Whether the device planner makes the plans."""
+    try:
+        return selects_device_planner(
+            settings, SGLANG, capability_of(device_of(runner)), verifies=query_tokens > 1
         )
-    if settings.planner == "host" or settings.verify:
-        logger.warning(
-            "deft: verification is planned on the device; DEFT_PLANNER=host and DEFT_VERIFY have "
-            "no effect in a server that speculates"
-        )
-    return True
+    except PolicyError as error:
+        raise Unsupported(str(error)) from None
 
 
 def _what(attention: TreeAttention) -> str:
@@ -232,7 +231,7 @@ def _what(attention: TreeAttention) -> str:
 
 def _device_planned(
     runner: Any, host: Any, attention: TreeAttention, state: ServerState, settings: Settings,
-    undo: ExitStack,
+    undo: ExitStack, compile_for: Callable[[torch.dtype, torch.dtype], None] | None,
 ) -> Any:  # fmt: skip
     from deft_backend.hosts.sglang.device_planned import DevicePlannedBackend
 
@@ -241,7 +240,7 @@ def _device_planned(
     shows = not getattr(resolved(runner.server_args), "enable_memory_saver", False)
     backend = DevicePlannedBackend(
         host, attention, state, settings, shows=shows, model_asks=model_asks(runner),
-        compile_for=compiler_of(attention, runner, settings), verification=_verification(attention),
+        compile_for=compile_for, verification=_verification(attention),
     )  # fmt: skip
     _install_fence(runner, backend, undo)
     return backend

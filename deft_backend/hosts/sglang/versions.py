@@ -10,11 +10,14 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deft_backend.hosts.common.tested_versions import TestedVersions
 from deft_backend.hosts.contract import check_contract, installed_source
 from deft_backend.hosts.sglang.contract import CONTRACT as CONTRACT
+
+if TYPE_CHECKING:
+    import torch
 
 SGLANG = TestedVersions("SGLang", ("sglang",), "0.5.17", "0.5.24")
 """Versions that get tree attention without ``DEFT_UNTESTED_HOST``."""
@@ -183,20 +186,21 @@ def attention_layers(model: Any) -> list[Any]:
     return [part for part in model.modules() if isinstance(part, RadixAttention)]
 
 
-def layers_with_sinks(model: Any) -> frozenset[int]:
-    """Ids of the layers that get sinks from the module around them, which holds these.
+def sinks_of_layers(model: Any) -> dict[int, torch.Tensor]:
+    """The sinks of layers, by the layers' ids: the module around a layer holds them.
 
     The names differ between models: ``sinks``, ``attention_sink_bias``.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    return frozenset(
-        layer.layer_id
+    return {
+        layer.layer_id: sinks
         for part in model.modules()
         for layer in part.children()
         if isinstance(layer, RadixAttention)
-        and any("sink" in name for name, _ in part.named_parameters(recurse=False))
-    )
+        for name, sinks in part.named_parameters(recurse=False)
+        if "sink" in name
+    }
 
 
 # CUDA graphs and the page-table fence --------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -20,7 +21,7 @@ from deft_backend.hosts.common.planner_choice import (
     selects_device_planner,
 )
 from deft_backend.hosts.common.tested_versions import refuse_speculation
-from deft_backend.hosts.common.warm_up import Drafts, StepTensors, warm_up_attention
+from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors, warm_up_attention
 from deft_backend.hosts.vllm.division import divide_layers
 from deft_backend.hosts.vllm.group import GroupAttention
 from deft_backend.hosts.vllm.layers import Layer, LayerShape
@@ -88,7 +89,8 @@ def _create(
     division = divide_layers(vllm_config)
     server = server_of(vllm_config)
     server.say(division)
-    taken = [division.tree[name] for name in layer_names if name in division.tree]
+    mine = {name: division.tree[name] for name in layer_names if name in division.tree}
+    taken = list(mine.values())
     if not taken:
         return None  # the line above gives the reasons
     reason = unsupported_spec(spec)
@@ -127,7 +129,8 @@ def _create(
         )
         if plans_on_device:
             take_compiled_kernels(settings, device)
-            _warm_up(attention, host, vllm_config, len(layer_names), settings)
+            kinds = _kinds(attention, shape, mine, vllm_config)
+            _warm_up(attention, host, vllm_config, len(layer_names), kinds, settings)
         else:
             warm_up()
         return attention
@@ -209,10 +212,24 @@ def _unsupported_shape(
     return None if reason is None else f"not supported: {reason}"
 
 
+def _kinds(
+    attention: TreeAttention, shape: LayerShape, layers: Mapping[str, Layer], vllm_config: Any
+) -> list[LayerKind]:
+    """Each kind of the layers of these that run through an attention, as their kernels see it."""
+    modules = vllm_config.compilation_config.static_forward_context
+    kinds = set()
+    for name, layer in layers.items():
+        if layer.shape == shape and (layer.kv_dtype or attention.dtype) == attention.kv_dtype:
+            sinks = modules[name].impl.sinks.dtype if layer.sinks else None
+            kinds.add(LayerKind(layer.logit_cap > 0.0, sinks))
+    return sorted(kinds, key=str)
+
+
 def _warm_up(
-    attention: TreeAttention, host: Any, vllm_config: Any, num_layers: int, settings: Settings
-) -> None:
-    """Compile planner and kernels for the tensors that the host's decode steps pass."""
+    attention: TreeAttention, host: Any, vllm_config: Any, num_layers: int,
+    kinds: list[LayerKind], settings: Settings,
+) -> None:  # fmt: skip
+    """Compile planner and kernels for the tensors that the host's steps pass."""
     from deft_backend.hosts.vllm.layout import kv_views
 
     shape = (2, attention.num_kv_heads, attention.page_size, 2 * attention.head_dim)
@@ -223,5 +240,6 @@ def _warm_up(
         *kv_views(cache, attention.head_dim), sorted({columns, -(-columns // 16) * 16}),
         rows_dtype=torch.int32, lens_dtype=torch.int32,
         drafts=Drafts(attention.query_tokens, ragged=True) if attention.query_tokens > 1 else None,
+        layers=kinds,
     )  # fmt: skip
     warm_up_attention(attention, tensors, on_device=True, smallest=settings.min_batch)

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 
-from deft_backend.hosts.common.limits import SINKS_ON_GPU
+from deft_backend.hosts.common.limits import refused_sinks
 from deft_backend.hosts.vllm.layers import Layer, layer_of
 from deft_backend.hosts.vllm.step import step_of
 
@@ -28,8 +28,9 @@ class TreeImplementation:
         layer = layer_of(host.__init__, args, kwargs)
         if layer.sinks and getattr(self, "sinks", None) is None:
             layer = layer._replace(reason="attention sinks that the host's implementation hides")
-        elif layer.sinks and layer.reason is None and not current_platform.is_cpu():
-            layer = layer._replace(reason=SINKS_ON_GPU)
+        elif layer.sinks and layer.reason is None:
+            device = "cpu" if current_platform.is_cpu() else "cuda"
+            layer = layer._replace(reason=refused_sinks(device))
         self.deft_layer = layer
 
     def forward(
