@@ -15,7 +15,9 @@ from deft_backend.compile.described_gpu import compiling_for
 from deft_backend.compile.kernel_folder import Origin, Taken, take
 from deft_backend.compile.variants import compile_all
 from deft_backend.config import Settings
+from deft_backend.hosts.common import limits
 from deft_backend.hosts.common.described_server import DescribedServer
+from deft_backend.hosts.common.warm_up import Drafts, LayerKind
 from deft_backend.kernels import Gpu
 
 runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
@@ -63,13 +65,125 @@ def test_a_server_finds_every_kernel_in_the_folder(tmp_path: Path) -> None:
         (["--target", "sm_90", "--host", "tgi"], "there is no host 'tgi'"),
         (["--target", "sm_90", "--model", str(MODEL), "--heads", "8/8"], "leave one of them out"),
         (["--target", "sm_90", "--model", "/no/such/folder"], "is no folder"),
+        (
+            ["--kv-cache-dtype", "int4"],
+            "'int4'; expected one of auto, fp8_e4m3, fp8_e5m2: pass",
+        ),
+        (
+            ["--kv-cache-dtype", "fp8"],
+            "'fp8'; expected one of auto, fp8_e4m3, fp8_e5m2: pass",
+        ),
+        (["--draft-trees"], "--draft-trees is given without --draft-tokens; pass"),
+        (["--draft-tokens", "1"], "--draft-tokens is 1; SGLang counts the token before"),
+        (["--draft-tokens", "4097"], "--draft-tokens is 4097; expected at most 4096"),
+        (["--host", "vllm", "--draft-tokens", "4096"], "is 4096; expected at most 4095"),
+        (["--host", "vllm", "--draft-trees", "--draft-tokens", "3"], "vLLM verifies chains only"),
     ],
 )
 def test_bad_input_is_named(arguments: list[str], said: str, tmp_path: Path) -> None:
-    code, _, err = warm(*arguments, "--out", str(tmp_path / "kernels"))
+    host = () if "--host" in arguments else ("--host", "sglang")
+    code, _, err = warm(*arguments, *host, "--out", str(tmp_path / "kernels"))
     assert code == 2
     assert said in err
     assert not (tmp_path / "kernels").exists()
+
+
+def with_config(folder: Path, **fields: object) -> str:
+    """A model's folder: the tiny model's configuration in 16 bits, with other fields."""
+    content = json.loads((MODEL / "config.json").read_text())
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(content | {"dtype": "float16"} | fields))
+    return str(folder)
+
+
+def test_what_the_hosts_kernels_decode_is_refused(tmp_path: Path) -> None:
+    """A server on a GPU would launch none of the kernels."""
+    said = "such a server decodes with the host's own kernels, and needs no folder"
+    out = ("--target", "sm_90", "--out", str(tmp_path / "kernels"))
+    with_sinks = with_config(tmp_path / "model", model_type="gpt_oss")
+    for arguments, reason in (
+        (("--kv-cache-dtype", "fp8_e5m2"), "fp8_e5m2 is not supported on GPUs"),
+        (("--draft-tokens", "5"), "(DEFT_UNTESTED_HOST=1 tries it)"),
+        (("--model", with_sinks), "the model's layers have attention sinks on a GPU"),
+    ):
+        for host in ("sglang", "vllm"):
+            code, _, err = warm("--host", host, *arguments, *out)
+            assert code == 2
+            assert f"{reason}: {said}" in err
+    assert not (tmp_path / "kernels").exists()
+
+
+@pytest.mark.parametrize(
+    ("host", "arguments", "expected"),
+    [
+        ("sglang", ["--draft-tokens", "5"], (None, Drafts(5, always=True))),
+        (
+            "sglang",
+            ["--draft-tokens", "8", "--draft-trees"],
+            (None, Drafts(8, trees=True, always=True)),
+        ),
+        ("vllm", ["--draft-tokens", "4"], (None, Drafts(5, ragged=True))),
+        ("vllm", ["--kv-cache-dtype", "fp8"], (torch.float8_e4m3fn, None)),
+        ("sglang", ["--kv-cache-dtype", "fp8_e5m2"], (torch.float8_e5m2, None)),
+    ],
+)
+def test_a_servers_arguments_are_options(
+    host: str, arguments: list[str], expected: tuple[object, object], seen: list[DescribedServer],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(limits, "EIGHT_BITS_ON_GPUS", True)
+    monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
+    out = ("--target", "sm_90", "--out", str(tmp_path / "kernels"))
+    code, said, err = warm("--host", host, *arguments, *out)
+    assert (code, err) == (0, "")
+    (server,) = seen
+    assert (server.kv_dtype, server.drafts) == expected
+    assert server.layers == (LayerKind(),)
+    if server.drafts is not None:
+        form = "trees" if server.drafts.trees else "chains"
+        assert f"on {host}, {form} of {server.drafts.query_tokens} query tokens" in said
+    else:
+        assert f"on {host}, KV cache in {arguments[1]}" in said
+
+
+@pytest.mark.parametrize(
+    ("fields", "host", "expected"),
+    [
+        ({}, "vllm", LayerKind()),
+        ({"attn_logit_softcapping": 50.0}, "sglang", LayerKind(soft_cap=True)),
+        ({"attn_logit_softcapping": None}, "sglang", LayerKind()),
+        ({"model_type": "gpt_oss"}, "sglang", LayerKind(sinks=torch.bfloat16)),
+        ({"model_type": "gpt_oss"}, "vllm", LayerKind(sinks=torch.float16)),
+        ({"add_full_attention_sink_bias": True}, "vllm", LayerKind(sinks=torch.float16)),
+        ({"add_full_attention_sink_bias": False}, "vllm", LayerKind()),
+    ],
+)
+def test_a_model_gives_the_kind_of_its_layers(
+    fields: dict[str, object], host: str, expected: LayerKind, seen: list[DescribedServer],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(limits, "SINKS_ON_GPUS", True)
+    out = ("--target", "sm_90", "--out", str(tmp_path / "kernels"))
+    code, said, err = warm(
+        "--host", host, "--model", with_config(tmp_path / "model", **fields), *out
+    )
+    assert (code, err) == (0, "")
+    (server,) = seen
+    assert server.layers == (expected,)
+    assert (", sinks" in said, ", soft cap" in said) == (bool(expected.sinks), expected.soft_cap)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[DescribedServer]:
+    """The servers whose kernels are asked for; they have none."""
+    found: list[DescribedServer] = []
+
+    def variants(self: DescribedServer, *rest: object) -> list[object]:
+        found.append(self)
+        return []
+
+    monkeypatch.setattr(DescribedServer, "variants", variants)
+    return found
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -79,14 +193,7 @@ def test_without_a_gpu_a_target_must_be_named() -> None:
     assert "pass --target" in err
 
 
-def test_a_model_gives_its_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[DescribedServer] = []
-
-    def variants(self: DescribedServer, *rest: object) -> list[object]:
-        seen.append(self)
-        return []
-
-    monkeypatch.setattr(DescribedServer, "variants", variants)
+def test_a_model_gives_its_shape(seen: list[DescribedServer], tmp_path: Path) -> None:
     out = str(tmp_path / "kernels")
     arguments = ("--target", "sm_90", "--model", str(MODEL), "--dtype", "fp16", "--out", out)
     code, _, _ = warm(*arguments, "--host", "vllm")

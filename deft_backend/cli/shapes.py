@@ -22,6 +22,10 @@ ShapeModelOption = Annotated[
 HeadDimOption = Annotated[int | None, typer.Option(min=1, help="Head dimension; default: 128.")]
 
 
+_MODELS_WITH_SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa")
+"""Model types whose layers all have sinks: no field of their ``config.json`` says so."""
+
+
 class HeadShape(NamedTuple):
     """The shape of an attention: heads, elements of a head, and torch's name of the dtype."""
 
@@ -29,6 +33,13 @@ class HeadShape(NamedTuple):
     kv_heads: int
     head_dim: int
     dtype: str
+
+
+class ModelLayers(NamedTuple):
+    """What a model's layers with full attention have besides their shape."""
+
+    soft_cap: bool = False
+    sinks: bool = False
 
 
 def parse_heads(heads: str) -> tuple[int, int]:
@@ -65,12 +76,31 @@ def chosen_shape(
     return shape if dtype is None else shape._replace(dtype=SHORT_DTYPES[dtype])
 
 
-def model_shape(model: ChosenModel) -> HeadShape:
-    """The attention of a model, from its ``config.json``, here or on the hub."""
+def model_layers(model: ChosenModel) -> ModelLayers:
+    """Whether a model's layers have a soft cap or sinks, from its ``config.json``."""
+    path = _config_file(model)
+    try:
+        config = _text_config(path)
+        return ModelLayers(
+            soft_cap=bool(config.get("attn_logit_softcapping")),
+            sinks=config.get("model_type") in _MODELS_WITH_SINKS
+            or bool(config.get("add_full_attention_sink_bias")),
+        )
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise fail(f"cannot read the model's layers from {path}: {error!r}") from None
+
+
+def _config_file(model: ChosenModel) -> Path:
     with reported(ModelFilesError):
         path = model.file("config.json")
     if path is None:
         raise fail(f"the model {model.name} has no config.json; its attention's shape is unknown")
+    return path
+
+
+def model_shape(model: ChosenModel) -> HeadShape:
+    """The attention of a model, from its ``config.json``, here or on the hub."""
+    path = _config_file(model)
     try:
         config = _text_config(path)
         query_heads = int(config["num_attention_heads"])

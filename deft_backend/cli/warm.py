@@ -4,23 +4,49 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.console import Console
 
 from deft_backend.cli.errors import fail, reported
-from deft_backend.cli.models import RevisionOption
+from deft_backend.cli.models import RevisionOption, chosen_model
 from deft_backend.cli.serve import HostOption, chosen_host
-from deft_backend.cli.shapes import HeadDimOption, HeadShape, ShapeModelOption, chosen_shape
+from deft_backend.cli.shapes import (
+    HeadDimOption,
+    HeadShape,
+    ModelLayers,
+    ShapeModelOption,
+    chosen_shape,
+    model_layers,
+)
 from deft_backend.config import Settings, SettingsError
 from deft_backend.folders import create_private, kernels_directory
 
 if TYPE_CHECKING:
+    from deft_backend.hosts.common.described_server import DescribedServer
     from deft_backend.kernels import Gpu
 
 _PAGE_SIZES = {"sglang": 1, "vllm": 16}
 """Each host's page size on a GPU, unless its arguments say otherwise."""
+
+_KV_CACHES = {
+    "sglang": ("auto", "fp8_e4m3", "fp8_e5m2"), "vllm": ("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
+}  # fmt: skip
+"""KV caches that the kernels read, in each host's own words."""
+
+_HOSTS_KERNELS = "such a server decodes with the host's own kernels, and needs no folder"
+
+
+class _Server(NamedTuple):
+    """A server's arguments, in its host's own words."""
+
+    host: str
+    page_size: int
+    max_batch: int
+    kv_cache_dtype: str
+    draft_tokens: int | None
+    draft_trees: bool
 
 
 def warm(
@@ -43,6 +69,24 @@ def warm(
     max_batch: Annotated[
         int, typer.Option(min=1, help="Most requests that decode at once.")
     ] = 2048,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="The server's --kv-cache-dtype: auto, fp8_e4m3 or fp8_e5m2.")
+    ] = "auto",
+    draft_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Draft tokens of a server that speculates: SGLang's "
+            "--speculative-num-draft-tokens, vLLM's num_speculative_tokens.",
+        ),
+    ] = None,
+    draft_trees: Annotated[
+        bool,
+        typer.Option(
+            "--draft-trees",
+            help="They form trees: SGLang with NGRAM, or with --speculative-eagle-topk above 1.",
+        ),
+    ] = False,
     target: Annotated[
         str | None, typer.Option(help="GPU to compile for, such as sm_90; default: this machine's.")
     ] = None,
@@ -68,8 +112,60 @@ def warm(
     host = chosen_host(host, needed=False)
     if host == "sglang" and page_size not in (None, 1):
         raise fail(f"--page-size is {page_size}; SGLang's adapter works with pages of 1 token")
-    server = (host, page_size or _PAGE_SIZES[host], max_batch)
-    _fill(folder, out, shape, server, target, threads, settings)
+    server = _Server(
+        host, page_size or _PAGE_SIZES[host], max_batch, kv_cache_dtype, draft_tokens, draft_trees
+    )
+    layers = ModelLayers() if model is None else model_layers(chosen_model(model, revision))
+    _refuse_what_no_server_launches(server, layers)
+    _fill(folder, out, shape, layers, server, target, threads, settings)
+
+
+def _refuse_what_no_server_launches(server: _Server, layers: ModelLayers) -> None:
+    """Refuse what the host does not accept, and what its own kernels decode on a GPU."""
+    from deft_backend.hosts.common.limits import refused_cache, refused_sinks
+
+    known = _KV_CACHES[server.host]
+    name = server.kv_cache_dtype
+    if name not in known:
+        raise fail(
+            f"--kv-cache-dtype is {name!r}; expected one of {', '.join(known)}: pass the server's, "
+            "or auto for a KV cache in the model's dtype"
+        )
+    reason = None if name == "auto" else refused_cache(name, "cuda")
+    if reason is not None:
+        raise fail(f"--kv-cache-dtype is {name}, but {reason}: {_HOSTS_KERNELS}")
+    reason = refused_sinks("cuda") if layers.sinks else None
+    if reason is not None:
+        raise fail(f"the model's layers have {reason}: {_HOSTS_KERNELS}")
+    if server.draft_tokens is not None or server.draft_trees:
+        _refuse_drafts(server)
+
+
+def _refuse_drafts(server: _Server) -> None:
+    from deft_backend.hosts.common.tested_versions import refuse_speculation
+    from deft_backend.kernel_limits import MAX_QUERY_TOKENS
+
+    tokens = server.draft_tokens
+    if tokens is None:
+        raise fail(
+            "--draft-trees is given without --draft-tokens; pass --draft-tokens with the server's "
+            "--speculative-num-draft-tokens"
+        )
+    if server.draft_trees and server.host == "vllm":
+        raise fail("--draft-trees is given, but vLLM verifies chains only; leave it out")
+    if server.host == "sglang" and tokens == 1:
+        raise fail(
+            "--draft-tokens is 1; SGLang counts the token before the drafts, so pass 2 or more"
+        )
+    most = MAX_QUERY_TOKENS - (server.host == "vllm")
+    if tokens > most:
+        raise fail(
+            f"--draft-tokens is {tokens}; expected at most {most}, the most that the kernels "
+            "verify for a request: start the server with fewer, and pass their number"
+        )
+    reason = refuse_speculation("cuda")
+    if reason is not None:
+        raise fail(f"--draft-tokens is {tokens}, but {reason}: {_HOSTS_KERNELS}")
 
 
 def _on_one_gpu(shape: HeadShape, tensor_parallel: int) -> HeadShape:
@@ -103,25 +199,20 @@ def _gpu(target: str | None) -> Gpu:
 
 
 def _fill(
-    folder: Path, out: Path | None, shape: HeadShape, server: tuple[str, int, int],
+    folder: Path, out: Path | None, shape: HeadShape, layers: ModelLayers, server: _Server,
     target: str | None, threads: int | None, settings: Settings,
 ) -> None:  # fmt: skip
-    """Compile for a server (host, page size, largest batch) and write the folder."""
-    import torch
+    """Compile for a server and write the folder."""
     from triton import knobs
 
     from deft_backend.attention import AttentionError
     from deft_backend.compile.described_gpu import compiling_for
     from deft_backend.compile.kernel_folder import KernelFolderError, Origin, check_fillable, fill
     from deft_backend.compile.variants import compile_all
-    from deft_backend.hosts.common.described_server import DescribedServer
     from deft_backend.policies import PolicyError
 
     gpu = _gpu(target)
-    host, page_size, max_batch = server
-    described = DescribedServer(
-        host, *shape[:3], getattr(torch, shape.dtype), page_size, max_batch
-    )  # fmt: skip
+    described = _described(shape, layers, server)
     try:
         check_fillable(folder)
     except KernelFolderError as error:
@@ -131,7 +222,8 @@ def _fill(
     console = Console()
     console.print(
         f"{len(variants)} kernels for {gpu.name}: heads {shape.query_heads}/{shape.kv_heads} of "
-        f"{shape.head_dim}, {shape.dtype}, pages of {page_size} on {host}",
+        f"{shape.head_dim}, {shape.dtype}, pages of {server.page_size} on {server.host}"
+        f"{_more(described, server)}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     # A cache of its own: what the folder gets does not depend on what this machine has compiled.
@@ -148,3 +240,39 @@ def _fill(
             ) from None
     console.print(f"{done}", highlight=False, soft_wrap=True)
     console.print(f"{folder} holds {held} kernels", highlight=False, soft_wrap=True)
+
+
+def _described(shape: HeadShape, layers: ModelLayers, server: _Server) -> DescribedServer:
+    import torch
+
+    from deft_backend.hosts.common.described_server import DescribedServer, drafts_of
+    from deft_backend.hosts.common.limits import EIGHT_BIT_CACHES
+    from deft_backend.hosts.common.warm_up import LayerKind
+
+    dtype = getattr(torch, shape.dtype)
+    eight_bits = EIGHT_BIT_CACHES.get(server.kv_cache_dtype)
+    drafts = None
+    if server.draft_tokens is not None:
+        drafts = drafts_of(server.host, server.draft_tokens, trees=server.draft_trees)
+    # SGLang's models hold sinks in bfloat16, vLLM's in the server's dtype.
+    sinks = torch.bfloat16 if server.host == "sglang" else dtype
+    return DescribedServer(
+        server.host, *shape[:3], dtype, server.page_size, server.max_batch,
+        kv_dtype=None if eight_bits is None else getattr(torch, eight_bits),
+        drafts=drafts,
+        layers=(LayerKind(layers.soft_cap, sinks if layers.sinks else None),),
+    )  # fmt: skip
+
+
+def _more(described: DescribedServer, server: _Server) -> str:
+    """What the server has besides its shape, for the line about its kernels."""
+    parts = []
+    if described.kv_dtype is not None:
+        parts.append(f"KV cache in {server.kv_cache_dtype}")
+    if described.drafts is not None:
+        form = "trees" if described.drafts.trees else "chains"
+        parts.append(f"{form} of {described.query_tokens} query tokens")
+    (layer,) = described.layers
+    parts += ["sinks"] if layer.sinks is not None else []
+    parts += ["soft cap"] if layer.soft_cap else []
+    return "".join(f", {part}" for part in parts)
