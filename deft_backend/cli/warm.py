@@ -128,7 +128,8 @@ def _refuse_what_no_server_launches(server: _Server, layers: ModelLayers) -> Non
     name = server.kv_cache_dtype
     if name not in known:
         raise fail(
-            f"--kv-cache-dtype is {name!r}; expected one of {', '.join(known)}, as the server's"
+            f"--kv-cache-dtype is {name!r}; expected one of {', '.join(known)}: pass the server's, "
+            "or auto for a KV cache in the model's dtype"
         )
     reason = None if name == "auto" else refused_cache(name, "cuda", server.host)
     if reason is not None:
@@ -146,7 +147,10 @@ def _refuse_drafts(server: _Server) -> None:
 
     tokens = server.draft_tokens
     if tokens is None:
-        raise fail("--draft-trees is given without --draft-tokens; expected the tokens of a tree")
+        raise fail(
+            "--draft-trees is given without --draft-tokens; pass --draft-tokens with the server's "
+            "--speculative-num-draft-tokens"
+        )
     if server.draft_trees and server.host == "vllm":
         raise fail("--draft-trees is given, but vLLM verifies chains only; leave it out")
     if server.host == "sglang" and tokens == 1:
@@ -155,7 +159,10 @@ def _refuse_drafts(server: _Server) -> None:
         )
     most = MAX_QUERY_TOKENS - (server.host == "vllm")
     if tokens > most:
-        raise fail(f"--draft-tokens is {tokens}; expected at most {most}")
+        raise fail(
+            f"--draft-tokens is {tokens}; expected at most {most}, the most that the kernels "
+            "verify for a request: start the server with fewer, and pass their number"
+        )
     reason = refused_speculation("cuda", server.host, trees=server.draft_trees)
     if reason is not None:
         raise fail(f"--draft-tokens is {tokens}, but {reason}: {_HOSTS_KERNELS}")
