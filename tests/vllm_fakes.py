@@ -28,7 +28,7 @@ def make_config(**changes: Any) -> Any:
             enable_sleep_mode=False,
             hf_text_config=SimpleNamespace(num_hidden_layers=2),
         ),
-        scheduler_config=SimpleNamespace(max_num_seqs=16),
+        scheduler_config=SimpleNamespace(max_num_seqs=16, async_scheduling=False),
         compilation_config=SimpleNamespace(static_forward_context={}),
         attention_config=SimpleNamespace(backend=None),
         cache_config=SimpleNamespace(get_resolved_kv_cache_layout=lambda: _layout("LBNHC")),

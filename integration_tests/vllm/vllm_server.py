@@ -36,6 +36,7 @@ _SPECULATING = (
     "--speculative-config",
 )  # fmt: skip
 _LOOKUP = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'
+_SHORT_LINES = {"DEFT_MIN_BATCH": "1", "VLLM_LOG_STATS_INTERVAL": "1"}
 _DRAFT = json.dumps({"model": str(DRAFT), "num_speculative_tokens": 4})
 
 GROUPS = {
@@ -54,8 +55,8 @@ GROUPS = {
         ),
         {"VLLM_KV_CACHE_LAYOUT": "HND", "DEFT_MIN_BATCH": "1"},
     ),
-    "lookup": Group((*_SPECULATING, _LOOKUP), {"DEFT_MIN_BATCH": "1"}),
-    "draft": Group((*_SPECULATING, _DRAFT), {"DEFT_MIN_BATCH": "1"}),
+    "lookup": Group((*_SPECULATING, _LOOKUP), _SHORT_LINES),
+    "draft": Group((*_SPECULATING, _DRAFT), _SHORT_LINES),
     # Fewer blocks than the documents of a test need, in the precision of the plain model.
     "rollouts": Group(
         (

@@ -126,6 +126,19 @@ CONTRACT: tuple[Member, ...] = (
     Member("vllm.config.attention", "AttentionConfig.use_non_causal", use="read"),
     Member("vllm.config.speculative", "SpeculativeConfig.num_speculative_tokens",
            use="read: query tokens of a verification"),
+    Member("vllm.v1.worker.worker_base", "WorkerWrapperBase.execute_model",
+           ("scheduler_output",), use="wrapped: accepted draft tokens"),
+    *(
+        Member("vllm.v1.core.sched.output", f"SchedulerOutput.{name}", use="read: the same")
+        for name in ("scheduled_cached_reqs", "num_scheduled_tokens",
+                     "scheduled_spec_decode_tokens", "finished_req_ids")
+    ),
+    *(
+        Member("vllm.v1.core.sched.output", f"CachedRequestData.{name}", use="read: the same")
+        for name in ("req_ids", "resumed_req_ids", "num_computed_tokens")
+    ),
+    Member("vllm.config.scheduler", "SchedulerConfig.async_scheduling",
+           use="read: when results are known"),
     Member("vllm.config.model", "ModelConfig.hf_text_config",
            use="read: layers of the target, to tell the draft's"),
     Member("vllm.config.compilation", "CompilationConfig.static_forward_context",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from deft_backend.config import Settings
+from deft_backend.hosts.vllm.accepted import AcceptedDrafts
 from deft_backend.hosts.vllm.division import Division, divide_layers, unsupported_kind
 from deft_backend.hosts.vllm.layers import LayerShape
 from deft_backend.hosts.vllm.port import port_of
@@ -20,6 +21,7 @@ from deft_backend.telemetry import reporting
 from deft_backend.telemetry.decode_log import DecodeLog
 from deft_backend.telemetry.metrics import page_of_files
 from deft_backend.telemetry.state import ServerState
+from deft_patches import vllm_observe_steps
 
 logger = logging.getLogger("deft_backend")
 
@@ -39,6 +41,8 @@ class Server:
         Tree attention of each attention group, by the properties it was made for.
     state : ServerState, optional
         Counters, once there is a group.
+    drafts : AcceptedDrafts, optional
+        Counts accepted draft tokens, if the server speculates.
     counting : tuple of str
         Layers of the group that counts the server's steps.
     divided : str, optional
@@ -48,6 +52,7 @@ class Server:
     config: Any
     groups: dict[Hashable, Any] = field(default_factory=dict)
     state: ServerState | None = None
+    drafts: AcceptedDrafts | None = None
     counting: tuple[str, ...] = ()
     divided: str | None = None
 
@@ -77,6 +82,7 @@ class Server:
             policy = "" if observed else settings.policy
             layers = divide_layers(self.config).count(shape) or _num_layers(self.config)
             state = _state_of(self.config, shape, layers, dtype, device, backend, policy)
+            self.drafts = _count_drafts(state, self.config)
             _start_reporting(state, self.config.parallel_config, settings)
             self.state = state
         return self.state
@@ -89,6 +95,8 @@ def server_of(vllm_config: Any) -> Server:
     """The server of a configuration; this process forgets an earlier server."""
     global _current
     if _current is None or _current.config is not vllm_config:
+        if _current is not None and _current.drafts is not None:
+            vllm_observe_steps.remove(_current.drafts.observe)
         _current = Server(vllm_config)
     return _current
 
@@ -118,6 +126,24 @@ def _state_of(
         head_dim=shape.head_dim,
         dtype_bytes=dtype.itemsize,
     )
+
+
+def _count_drafts(state: ServerState, vllm_config: Any) -> AcceptedDrafts | None:
+    """Count the drafts of a server that speculates, from now on; None in other servers."""
+    if vllm_config.speculative_config is None:
+        return None
+    late = int(bool(vllm_config.scheduler_config.async_scheduling))
+    reason = vllm_observe_steps.missing()
+    if late and vllm_config.parallel_config.pipeline_parallel_size > 1:
+        # Several steps of a request are then under way, and their number varies.
+        reason = "pipeline stages with asynchronous scheduling"
+    if reason is not None:
+        logger.warning("deft: accepted draft tokens are not counted (%s)", reason)
+        return None
+    accepted = AcceptedDrafts(late)
+    vllm_observe_steps.install(accepted.observe)
+    state.read_drafts = accepted.read
+    return accepted
 
 
 def _start_reporting(state: ServerState, place: Any, settings: Settings) -> None:

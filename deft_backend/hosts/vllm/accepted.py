@@ -1,0 +1,54 @@
+"""How many draft tokens the host has accepted, from the scheduler's messages to its workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deft_backend.telemetry.counters import DraftCounts
+
+
+class AcceptedDrafts:
+    """Counts verified drafts and their accepted tokens, whichever kernel verified them.
+
+    The scheduler's message for a step says how many tokens of each request are computed. After a
+    verification this number lacks the rejected draft tokens. The messages lie in CPU memory, so no
+    step waits for the device. The last draft of a request has no later message and stays uncounted.
+
+    Parameters
+    ----------
+    late : int
+        Steps whose result is unknown when the scheduler sends the next message: 1 with asynchronous
+        scheduling, else 0.
+    """
+
+    def __init__(self, late: int) -> None:
+        self._late = late
+        # By request: tokens computed if the target accepts all drafts, and the draft tokens of each
+        # step whose result is unknown, oldest first.
+        self._open: dict[str, tuple[int, list[int]]] = {}
+        self._accepted = 0
+        self._counts = DraftCounts(0, 0)  # one object, because another thread reads it
+
+    def observe(self, message: Any) -> None:
+        """Observer of the scheduler's messages (``SchedulerOutput``)."""
+        for request in message.finished_req_ids:
+            self._open.pop(request, None)
+        cached = message.scheduled_cached_reqs
+        scheduled, drafted = message.num_scheduled_tokens, message.scheduled_spec_decode_tokens
+        drafts = self._counts.drafts
+        for request, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            waiting: list[int] = []
+            held = None if request in cached.resumed_req_ids else self._open.get(request)
+            if held is not None:
+                expected, waiting = held
+                known = waiting.pop(0) if len(waiting) > self._late else 0
+                drafts += known > 0
+                self._accepted += known - (expected - computed)
+            waiting.append(len(drafted.get(request, ())))
+            self._open[request] = (computed + scheduled[request], waiting)
+        # The scheduler may tell a rejection early: counts must not fall.
+        self._counts = DraftCounts(drafts, max(self._counts.accepted, self._accepted))
+
+    def read(self) -> DraftCounts:
+        """Counts since construction, for any thread."""
+        return self._counts

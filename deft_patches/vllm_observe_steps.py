@@ -1,0 +1,71 @@
+"""Show an observer what the scheduler tells a worker about each step.
+
+Changes: wraps the method ``WorkerWrapperBase.execute_model(scheduler_output)`` (vLLM 0.26 to 0.33);
+    its result is unchanged.
+Why: attention backends learn neither the requests of a batch nor which draft tokens the target
+    accepts. The scheduler's message has both, in CPU memory: how far each request has come. So
+    nobody waits for the GPU.
+Looks for: the method with this parameter.
+Harmless to other servers: the observer only reads, and the patch drops an observer that fails.
+    Workers under Ray do not use the method, so there the observer sees nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from deft_patches.wrapping import wrap
+
+logger = logging.getLogger(__name__)
+
+METHOD = "execute_model"
+
+Observer = Callable[[Any], None]
+"""Called with the ``SchedulerOutput`` of a step."""
+
+_observers: list[Observer] = []
+
+
+def missing() -> str | None:
+    """What the host lacks for this patch, in one line; or None."""
+    try:
+        method = getattr(_worker(), METHOD)
+    except (ImportError, AttributeError) as error:
+        return str(error)
+    parameters = list(inspect.signature(inspect.unwrap(method)).parameters)
+    if parameters[:2] != ["self", "scheduler_output"]:
+        return f"{METHOD} takes {parameters}, not (self, scheduler_output, ...)"
+    return None
+
+
+def install(observer: Observer) -> None:
+    """Call `observer` before every step of this process's worker."""
+    wrap(_worker(), METHOD, _observe)
+    _observers.append(observer)
+
+
+def remove(observer: Observer) -> None:
+    """Stop calling `observer`."""
+    if observer in _observers:
+        _observers.remove(observer)
+
+
+def _worker() -> Any:
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    return WorkerWrapperBase
+
+
+def _observe(
+    original: Callable[..., Any], worker: Any, scheduler_output: Any, *args: Any, **kwargs: Any
+) -> Any:
+    for observer in tuple(_observers):
+        try:
+            observer(scheduler_output)
+        except Exception as error:
+            _observers.remove(observer)
+            logger.warning("deft: an observer of steps failed and was dropped: %r", error)
+    return original(worker, scheduler_output, *args, **kwargs)
