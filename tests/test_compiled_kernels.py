@@ -223,16 +223,25 @@ def test_several_query_tokens_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None
         assert found.fit(9) >= tile.programs // SMS, (launch.kernel._name, found)
         assert found.stack == 0, (launch.kernel._name, found)
     launches_of.cache_clear()
-    # Blocks of 17 to 64 vectors run in the large tile only.
-    assert config_of(9, 128, dtype, 4, query_tokens=8).tiles[0].height == 16
+    # Blocks of 17 to 64 vectors run in the large tile only. A device plan launches both.
+    config = config_of(9, 128, dtype, 4, query_tokens=8)
+    assert config.tiles[0].height == 16
+    kind = kind._replace(blocks=QueryBlocks.of(8, 4))
+    for _, launch in launches_of(config, kind).stage1[:2]:
+        assert resources(launch, dtype, 9).stack == 0
+    launches_of.cache_clear()
 
 
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype", "major"),
     [(torch.bfloat16, torch.float8_e4m3fn, 9), (torch.float16, torch.float8_e5m2, 8)],
 )
-def test_caches_of_eight_bits(dtype: torch.dtype, kv_dtype: torch.dtype, major: int) -> None:
+def test_caches_of_eight_bits(
+    dtype: torch.dtype, kv_dtype: torch.dtype, major: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The plain kernels convert bytes on every GPU; the launched ones fit it, without spills."""
+    monkeypatch.setattr(configurations, "GLUON_EIGHT_BITS", False)
+    launches_of.cache_clear()
     config = config_of(major, 64, dtype, 4, kv_dtype=kv_dtype)
     bits = configurations.EXPONENT_BITS[kv_dtype]
     kind = kind_of(64, dtype, 16)._replace(exponent_bits=bits, sinks=True, device_scales=True)
@@ -243,6 +252,21 @@ def test_caches_of_eight_bits(dtype: torch.dtype, kv_dtype: torch.dtype, major: 
         found = resources(launch, dtype, major)
         assert found.fit(major) >= tile.programs // SMS, (launch.kernel._name, found)
         assert found.stack == 0, (launch.kernel._name, found)
+    launches_of.cache_clear()
+
+
+@needs_gluon
+def test_the_large_tile_of_eight_bits_with_small_heads() -> None:
+    """Heads of 64, as gpt-oss has them, with sinks."""
+    dtype, kv_dtype = torch.bfloat16, torch.float8_e4m3fn
+    config = config_of(9, 64, dtype, 8, kv_dtype=kv_dtype)
+    bits = configurations.EXPONENT_BITS[kv_dtype]
+    kind = kind_of(64, dtype, 16)._replace(exponent_bits=bits, sinks=True, device_scales=True)
+    large = launches_of(config, kind).stage1[1][1]
+    assert large.kernel is configurations.HOPPER_LARGE_TILE
+    found = resources(large, dtype, 9)
+    assert found.stack == 0, found
+    assert found.fit(9) >= config.tiles[1].programs // SMS, found
 
 
 @needs_gluon
