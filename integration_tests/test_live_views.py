@@ -96,7 +96,8 @@ def test_top_and_inspect_show_the_batch_that_decodes(server: Server) -> None:
     assert found is not None
     batch = found["batch"]
     shared = [node for node in batch["nodes"] if node[4] - node[3] == len(TOPICS)]
-    assert shared[0][2] > len(PREFIX) // 2
+    # Other requests may have split the prefix: all six read each part.
+    assert sum(node[2] for node in shared) > len(PREFIX) // 2
     assert batch["loaded"] < batch["attended"]
     assert row["status"] in ("decoding", "idle")  # on a slow machine
     assert row["host"] == "sglang"
