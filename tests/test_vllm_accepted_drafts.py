@@ -92,7 +92,7 @@ def test_many_requests_with_results_in_time_and_late(late: int, seed: int) -> No
 
 
 def test_counts_never_fall() -> None:
-    """Of three drafts of 4 tokens, 1, 0 and 4 are accepted. The second result is told early."""
+    """The host accepts 1, 0 and 4 tokens of three drafts of 4. It tells the second result early."""
     accepted = AcceptedDrafts(late=1)
     found = []
     for computed in (10, 15, 13, 18, 23):

@@ -55,8 +55,8 @@ class ServerState(ServerDescription):
     verified_tokens : int
         Query tokens of verifications through tree attention.
     read_drafts : callable, optional
-        The host's counts of verified drafts; None if the host does not tell. The writer thread
-        calls it, too.
+        Gives the host's counts of verified drafts; None if the host does not tell. The log and the
+        writer thread call it.
     device_tree_layers : int, optional
         Layers that follow the device planner's plans; None: all. The others read query by query.
     forest : PrefixForest, optional
