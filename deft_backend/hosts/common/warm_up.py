@@ -207,7 +207,7 @@ def _steps(
         return
 
     def batches(blocks: int) -> list[int]:
-        """Batches, one for each size of the planner's kernels; the slowest to compile comes first."""
+        """One batch for each size of the planner's kernels; the slowest to compile comes first."""
         inner = {size // blocks for size in SIZES if least * blocks <= size < largest * blocks}
         return sorted({least, *inner, largest}, reverse=True)
 
