@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.e2e.checked_answers import TOLERANCE
 from benchmarks.row_files import write_object
 from benchmarks.zoo.answering import check
 from benchmarks.zoo.architecture_run import KEYS, layers_of_tree
 from benchmarks.zoo.architectures import ARCHITECTURES, WINDOW
+from benchmarks.zoo.engine_options import engine_arguments
 from benchmarks.zoo.host_engines import _AfterImport
 from benchmarks.zoo.place import Place
 from benchmarks.zoo.prompts import requests
@@ -161,3 +163,21 @@ def test_the_readme_names_the_architectures_that_were_checked() -> None:
         if row["tokens_checked"]:
             assert row["layers_tree"] == ARCHITECTURES[row["architecture"]].tree, row
     assert readme_line(rows) in (ROOT / "README.md").read_text()
+
+
+def test_a_cache_of_8_bits_has_wider_ties() -> None:
+    gap = 1.5 * TOLERANCE["bfloat16"]
+    for kv_dtype, expected in ((None, (1, 0)), ("fp8_e4m3", (0, 1))):
+        found = check(Counting({40: gap}), [(1, 2)], [[3, 40, 41]], "bfloat16", kv_dtype)
+        assert (found.wrong, found.ties) == expected
+
+
+def test_options_of_a_server_are_arguments_of_its_engine() -> None:
+    words = ["--kv-cache-dtype", "fp8_e4m3", "--page-size=64", "--enable-hierarchical-cache"]
+    words += ["--cuda-graph-bs-decode", "1", "8", "--speculative-config", '{"method":"ngram"}']
+    assert engine_arguments(words) == {
+        "kv_cache_dtype": "fp8_e4m3", "page_size": 64, "enable_hierarchical_cache": True,
+        "cuda_graph_bs_decode": [1, 8], "speculative_config": {"method": "ngram"},
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="expected an option such as --page-size 64, got '64'"):
+        engine_arguments(["64"])

@@ -10,17 +10,21 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.commands.server_options import HostArguments
 from benchmarks.row_files import write_object
 from benchmarks.zoo.architectures import ARCHITECTURES
+from benchmarks.zoo.engine_options import engine_arguments
 from benchmarks.zoo.place import Place
 from benchmarks.zoo.processes import end_all
 from benchmarks.zoo.readme_line import readme_line
 from benchmarks.zoo.zoo_run import run
+from deft_backend.cli.errors import host_arguments
 from deft_backend.harness.provenance import provenance
 from deft_backend.servers.command import installed_hosts, use_gpu, vllm_is_cpu_build
 
 
 def zoo(
+    host_args: HostArguments = None,
     only: Annotated[
         list[str] | None, typer.Option(help="An architecture; may be repeated. Default: all.")
     ] = None,
@@ -59,11 +63,13 @@ def zoo(
     names = only or [
         name for name, architecture in ARCHITECTURES.items() if gpu or named in architecture.cpu
     ]
+    asked = engine_arguments(host_arguments(host_args))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
     rows, runs = _known(out)
     runs.append(provenance())
-    for row in run(names, Place(named, gpu, answers), logs, at_once, seconds):
+    place = Place(named, gpu, answers, asked=asked)
+    for row in run(names, place, logs, at_once, seconds):
         rows[_key(row)] = {**row, "run": len(runs) - 1}
         out.parent.mkdir(parents=True, exist_ok=True)
         write_object(out, list(rows.values()), {"runs": runs})
@@ -79,7 +85,8 @@ def _stop(number: int, frame: object) -> None:
 
 def _key(row: dict[str, object]) -> tuple[object, ...]:
     names = ("host", "version", "architecture", "kv_dtype", "device", "backend")
-    return tuple(row.get(name) for name in names)
+    options = json.dumps(row.get("options", {}), sort_keys=True)
+    return (*(row.get(name) for name in names), options)
 
 
 Rows = dict[tuple[object, ...], dict[str, object]]

@@ -21,6 +21,17 @@ TOLERANCE = {"float32": 0.0, "float16": 0.05, "bfloat16": 0.26}
 to 32 has steps of 0.125 in bfloat16 and 0.016 in float16; the tolerance is a little more than two
 steps. In float32 there is no such noise, so every different token is wrong."""
 
+EIGHT_BITS = 2.0
+"""How many times larger the tolerance is for a KV cache of 8 bits. Where the noise of the layers
+below moves a key or a value over the middle of two numbers, the cache holds the other number: in
+e4m3, 6 to 12 % away."""
+
+
+def tolerance_of(dtype: str, kv_dtype: str | None = None) -> float:
+    """The tolerance for a model's dtype and, if it has one of its own, that of its KV cache."""
+    eight_bits = kv_dtype is not None and kv_dtype.startswith("fp8")
+    return TOLERANCE[dtype] * (EIGHT_BITS if eight_bits else 1.0)
+
 
 MOST_WRONG = 8
 """After this many wrong tokens, the rest of an answer is not checked."""

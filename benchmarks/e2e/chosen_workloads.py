@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.e2e.checked_answers import TOLERANCE
+from benchmarks.e2e.checked_answers import tolerance_of
 from benchmarks.e2e.choice import Choice, ChoiceError, one_of
 from benchmarks.e2e.first_tokens import TOKENS, FirstTokens
 from benchmarks.e2e.host_clients import GENERATED_SHARED_PREFIX, PREFIX_REPETITION, HostClient
@@ -22,6 +22,7 @@ from benchmarks.e2e.prompt_cases import (
 from benchmarks.e2e.served_model import Model
 from benchmarks.e2e.served_workloads import HostsOwn, Mixed, Together, Tree, Workload
 from benchmarks.e2e.tree_replay import longest_path, recorded_trees
+from deft_backend.servers.host_options import value_of
 
 MANY_IDS = 250_000
 """A batch with more token ids than this has fewer repeats."""
@@ -142,5 +143,6 @@ def _traffic(choice: Choice, model: Model, on_gpu: bool) -> Mixed:
         )
     tolerance = asked.tolerance
     if tolerance is None:
-        tolerance = TOLERANCE["bfloat16" if on_gpu else "float32"]
+        kv_dtype = value_of("--kv-cache-dtype", choice.servers.options)
+        tolerance = tolerance_of("bfloat16" if on_gpu else "float32", kv_dtype)
     return Mixed(traffic, tolerance)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from benchmarks.e2e.checked_answers import MOST_WRONG, TOLERANCE
+from benchmarks.e2e.checked_answers import MOST_WRONG, tolerance_of
 from benchmarks.zoo.prompts import Prompt
 from deft_backend.harness.answers import Answer, first_difference
 
@@ -31,7 +31,11 @@ class Verdict:
 
 
 def check(
-    engine: Engine, prompts: Sequence[Prompt], answers: Sequence[Sequence[int]], dtype: str
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    answers: Sequence[Sequence[int]],
+    dtype: str,
+    kv_dtype: str | None = None,
 ) -> Verdict:
     """Compare with what `engine` answers.
 
@@ -39,7 +43,7 @@ def check(
     token. A different token that the engine finds as likely, up to rounding in `dtype`, is a tie.
     """
     found = Verdict()
-    tolerance = TOLERANCE[dtype]
+    tolerance = tolerance_of(dtype, kv_dtype)
     at = dict.fromkeys(range(len(prompts)), 0)
     wrong = dict.fromkeys(at, 0)
     while at:

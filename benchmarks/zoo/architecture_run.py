@@ -74,11 +74,14 @@ class Run:
         row: dict[str, Any] = {
             "host": self.place.host, "version": _version(self.place.host),
             "architecture": self.name, "query_heads": query, "kv_heads": kv, "head_dim": dim,
-            "kv_dtype": self.dtype, "layers_tree": 0, "layers_host": layers, "tokens_checked": 0,
-            "tokens_wrong": 0, "ties": 0, "device": "gpu" if self.place.gpu else "cpu",
+            "kv_dtype": self.place.kv_dtype or self.dtype, "layers_tree": 0, "layers_host": layers,
+            "tokens_checked": 0, "tokens_wrong": 0, "ties": 0,
+            "device": "gpu" if self.place.gpu else "cpu",
         }  # fmt: skip
         if self.place.answers is not None:
             row["backend"] = self.place.answers
+        if self.place.asked:
+            row["options"] = dict(self.place.asked)
         if not self.done:
             return {**row, "note": (note or self._last_error())[:300]}
         verdict = json.loads((self.folder / "verdict.json").read_text())

@@ -82,7 +82,9 @@ def run(job: Job) -> None:
             found = engine.answer(asked.batch, [asked.tokens] * len(asked.batch))
             _write(Path(job.answers), [answer.ids for answer in found])
             return
-        verdict = check(engine, asked.batch, _read(Path(job.answers), job.wait), job.dtype)
+        answers = _read(Path(job.answers), job.wait)
+        kv_dtype = job.options.get("kv_cache_dtype")
+        verdict = check(engine, asked.batch, answers, job.dtype, kv_dtype)
         _write(Path(job.checked), asdict(verdict))
     finally:
         engine.close()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,15 @@ class Place:
         what rounding alone changes.
     share : float
         Part of the GPU's memory for one engine of vLLM.
+    asked : mapping
+        Arguments of the engine that the caller asks for; they replace this class's own.
     """
 
     host: str
     gpu: bool
     answers: str | None = None
     share: float = 0.06
+    asked: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def backend(self) -> str:
@@ -52,8 +56,16 @@ class Place:
             return {"ids": VOCABULARY, "prefix": 1500, "branch": 300, "leaves": 12, "tokens": 48}
         return {"ids": VOCABULARY, "prefix": 90, "branch": 30, "leaves": 2, "tokens": 8}
 
+    @property
+    def kv_dtype(self) -> str | None:
+        """The KV cache's dtype if the caller asks for one."""
+        return self.asked.get("kv_cache_dtype")
+
     def options(self) -> dict[str, Any]:
         """Arguments of the engine, which has a port of its own."""
+        return {**self._own_options(), **self.asked}
+
+    def _own_options(self) -> dict[str, Any]:
         if self.host == "sglang":
             port = {"port": free_port()}
             if not self.gpu:
@@ -69,7 +81,9 @@ class Place:
         common: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": 32}
         if not self.gpu:
             return {**common, "enforce_eager": True}
-        return {**common, "gpu_memory_utilization": self.share}
+        # The share is what vLLM wants to find free. The cache's size does not depend on what other
+        # engines take meanwhile.
+        return {**common, "gpu_memory_utilization": self.share, "kv_cache_memory_bytes": 2 << 30}
 
     def environment(self, gpu_index: int = 0) -> dict[str, str]:
         """The engine's environment, on one of the GPUs."""

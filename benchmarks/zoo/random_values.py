@@ -19,8 +19,13 @@ ROUTING = 8.0
 """Scale of the routers to experts, so that two experts are seldom nearly equally good. Rounding
 would choose between such experts, and another expert gives another answer."""
 
+EXPERTS = 0.1
+"""Scale of what experts add to the residual: another expert, which rounding chose after all, then
+changes an answer little. Attention adds as much as in models without experts."""
+
 _ONES = ("norm", "layernorm")
 _ZEROS = ("bias", "correction")
+_LAST_OF_EXPERTS = ("w2", "down_proj")
 
 
 def fill(model: Any) -> None:
@@ -51,4 +56,6 @@ def _values(name: str, parameter: torch.Tensor) -> torch.Tensor:
     scale = 3.0 if "lm_head" in name else SHARPNESS if "qkv" in name else 1.0
     if "router" in name or name.endswith(".gate.weight"):
         scale = ROUTING
+    if "experts" in name and any(word in name for word in _LAST_OF_EXPERTS):
+        scale = EXPERTS
     return normal.mul_(scale * width**-0.5)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from deft_backend.cli.errors import fail, reported
+from deft_backend.servers.host_options import value_of
 from deft_backend.servers.model_files import ModelFilesError, is_hub_name, model_file
 
 _TINY = Path("models") / "tiny-llama"
@@ -113,21 +114,10 @@ def served_model(
     Our option or the host's arguments may give the revision; both hosts call it ``--revision``.
     """
     arguments = list(host_arguments)
-    passed = _value_of(_REVISION, arguments)
+    passed = value_of(_REVISION, arguments)
     if revision is not None and passed is not None:
         raise fail(f"{_REVISION} is given twice: {revision!r}, and {passed!r} behind '--'")
     chosen = chosen_model(model, revision)
     if revision is not None:
         arguments = [_REVISION, revision, *arguments]
     return ChosenModel(chosen.name, revision or passed), arguments
-
-
-def _value_of(option: str, arguments: Sequence[str]) -> str | None:
-    """The last value of an option, from ``--option value`` or ``--option=value``; None: none."""
-    found = None
-    for at, word in enumerate(arguments):
-        if word.startswith(f"{option}="):
-            found = word.partition("=")[2]
-        elif word == option and at + 1 < len(arguments):
-            found = arguments[at + 1]
-    return found

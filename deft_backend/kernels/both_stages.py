@@ -142,9 +142,9 @@ def run_plan(
     arguments = (tensors, plan.stage1, scaling, strides)
     follows = False
     queries = requests * blocks.blocks
-    group_rows = queries * blocks.tokens * num_heads // num_kv_heads
+    query_vectors = blocks.tokens * num_heads // num_kv_heads
     for shape, programs in _tiles_to_launch(
-        config, host_plan, num_kv_heads, group_rows, masked_tiles
+        config, host_plan, num_kv_heads, queries, query_vectors, masked_tiles
     ):
         launches.stage1[shape][follows].run(programs, arguments, types, aligned)
         follows = config.overlapped
@@ -172,17 +172,20 @@ def _tiles_to_launch(
     config: KernelConfiguration,
     host_plan: Plan | None,
     num_kv_heads: int,
-    group_rows: int,
+    queries: int,
+    query_vectors: int,
     masked_tiles: bool,
 ) -> list[tuple[int, int]]:
     """Tile shapes to launch, with their programs. Small tiles come last and fill the free SMs.
 
-    `group_rows` is the number of query vectors of the batch that share a KV head. If they fit the
-    small tile, the plan has no items of other tile shapes. If they fit one large tile, a node is
+    `query_vectors` is the number of vectors of a query that share a KV head. If they do not fit the
+    small tile, the plan has no items of it. If the vectors of all queries fit the small tile, the
+    plan has no items of other tile shapes. If they fit one large tile, a node is
     one tile, and few items are enough to fill the memory: an SM gets one program. With two programs
     for each SM, the GPU would place the first ones, which have the items, in pairs
     (docs/kernel-log.md).
     """
+    group_rows = queries * query_vectors
     found = []
     for shape in range(len(config.tiles) - 1, -1, -1):
         programs = config.tiles[shape].programs
@@ -194,9 +197,12 @@ def _tiles_to_launch(
         elif config.tiles[shape].block_segments > 1:
             if not masked_tiles:
                 continue
-        elif shape > 0 and group_rows <= config.tiles[0].height:
+        elif shape == 0:
+            if query_vectors > config.tiles[0].height:
+                continue
+        elif group_rows <= config.tiles[0].height:
             continue
-        elif shape > 0 and group_rows <= config.tiles[shape].height:
+        elif group_rows <= config.tiles[shape].height:
             programs = min(programs, config.sms)
         found.append((shape, programs))
     return found

@@ -1,0 +1,16 @@
+"""Options of a host's server, read as a user types them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def value_of(option: str, arguments: Sequence[str]) -> str | None:
+    """The last value of an option, from ``--option value`` or ``--option=value``; None: none."""
+    found = None
+    for at, word in enumerate(arguments):
+        if word.startswith(f"{option}="):
+            found = word.partition("=")[2]
+        elif word == option and at + 1 < len(arguments):
+            found = arguments[at + 1]
+    return found
