@@ -140,7 +140,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "qwen2.5": Architecture(
         "Qwen2.5",
-        _config("Qwen2ForCausalLM", "qwen2", (14, 2, 64), use_sliding_window=False),
+        _config("Qwen2ForCausalLM", "qwen2", (14, 2, 64), hidden_size=14 * 64,
+                use_sliding_window=False),
         tree=2, cpu=("vllm", "sglang"),
     ),
     "glm-4": Architecture(
@@ -169,8 +170,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "hunyuan": Architecture(
         "Hunyuan",
-        _config("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", (8, 2, 128), use_qk_norm=True,
-                attention_bias=False, mlp_bias=False,
+        _config("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", (8, 2, 128),
+                hidden_size=8 * 128, use_qk_norm=True, attention_bias=False, mlp_bias=False,
                 rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32,
                               "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.0}),
         tree=2,
