@@ -195,7 +195,7 @@ def client_row() -> Row:
 
 def test_a_clients_figures_become_a_row() -> None:
     row = client_row()
-    fill(row, [FIGURES], asked=12)
+    fill(row, [FIGURES])
     assert (row["tpot_ms"], row["ttft_ms"], row["ttft_p99_ms"]) == (4.5, 51.7, 60.0)
     assert (row["itl_p50_ms"], row["itl_p99_ms"], row["tokens_per_s"]) == (4.4, 9.0, 1023.9)
     assert row["detail"]["requests"] == 12
@@ -204,21 +204,11 @@ def test_a_clients_figures_become_a_row() -> None:
 def test_the_median_of_a_clients_runs_counts() -> None:
     row = client_row()
     runs = [{**FIGURES, "median_ttft_ms": t, "output_throughput": 1e3 * t} for t in (5.0, 1.0, 2.0)]
-    fill(row, runs, asked=12)
+    fill(row, runs)
     assert (row["ttft_ms"], row["tokens_per_s"]) == (2.0, 2000.0)
     assert row["detail"]["ttft_runs_ms"] == [5.0, 1.0, 2.0]
-    with pytest.raises(HostClientError, match="2 failed"):
-        fill(client_row(), [*runs, {**FIGURES, "failed": 2}], asked=12)
-
-
-@pytest.mark.parametrize(
-    ("figures", "message"),
-    [({"failed": 2}, "2 failed"), ({"completed": 11}, "11 requests were answered"),
-     ({"median_tpot_ms": None}, "figures without"), ({"completed": 0}, "0 requests")],
-)  # fmt: skip
-def test_figures_that_are_not_whole_are_refused(figures: dict[str, Any], message: str) -> None:
-    with pytest.raises(HostClientError, match=message):
-        fill(client_row(), [FIGURES | figures], asked=12)
+    with pytest.raises(HostClientError, match="figures without"):
+        fill(client_row(), [*runs, {**FIGURES, "median_tpot_ms": None}])
 
 
 @pytest.mark.parametrize(
@@ -243,6 +233,10 @@ def test_a_client_is_run_and_its_figures_are_read(
     client = HostClient(host, "tiny")
     command = client.command("http://x", MODEL, tmp_path / "o.json")
     assert "http://x" in command
+    named = replace(client, served_name="tiny").command("http://x", MODEL, tmp_path / "o.json")
+    at = named.index("--served-model-name")
+    assert named[at + 1] == "tiny"
+    assert named[:at] + named[at + 2 :] == command
     other = replace(client, seed=7).command("http://x", MODEL, tmp_path / "o.json")
     assert {b for a, b in zip(command, other, strict=True) if a != b} == {"7"}
     assert command[command.index("--dataset-name") + 1].startswith(("generated", "prefix_rep"))
@@ -265,6 +259,26 @@ def test_a_client_that_fails_says_how(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     with pytest.raises(HostClientError, match="did not end within"):
         asyncio.run(HostClient("sglang", "tiny", timeout=0.2).run("http://x", MODEL, {}, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("figures", "message"),
+    [({"failed": 2}, "2 failed"), ({"completed": 11}, "11 requests were answered"),
+     ({"completed": None}, "figures without"), ({"completed": 0}, "0 requests")],
+)  # fmt: skip
+def test_a_client_with_failed_requests_shows_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figures: dict[str, Any], message: str
+) -> None:
+    output = "Error 0: Not Found\n" + 40 * f"{'figure':60}\n" + "nanobind: leaked\n" + 5000 * "-"
+    script = f"import sys; open(sys.argv[1], 'w').write({json.dumps(FIGURES | figures)!r})"
+    monkeypatch.setattr(
+        HostClient, "command",
+        lambda self, url, model, out: [sys.executable, "-c", f"{script}; print({output!r})", out],
+    )  # fmt: skip
+    with pytest.raises(HostClientError, match=message) as raised:
+        asyncio.run(HostClient("vllm", "tiny").run("http://x", MODEL, {}, tmp_path))
+    assert "Error 0: Not Found" in str(raised.value)
+    assert "nanobind" not in str(raised.value)
 
 
 # -- the model -------------------------------------------------------------------------------

@@ -56,6 +56,9 @@ PREFIX_REPETITION: Mapping[str, tuple[str, ...]] = {
 """Shapes of vLLM's ``prefix_repetition``. Its default has 1,000 prompts on 10 prefixes of 256
 tokens."""
 
+_END = 4000
+"""Characters of a client's log in an error: vLLM's client prints a long table after its errors."""
+
 DATASETS = {"sglang": "generated-shared-prefix", "vllm": "prefix_repetition"}
 
 # vLLM's CPU build lacks the `vllm` command, but has the modules behind it.
@@ -85,6 +88,8 @@ class HostClient:
         Seed of its prompts.
     answers : bool
         Whether its figures also hold the answers (``generated_texts``), which are then greedy.
+    served_name : str, optional
+        The model's name in requests; None means its path. A vLLM server refuses all other names.
     """
 
     host: str
@@ -92,6 +97,7 @@ class HostClient:
     timeout: float = 540.0
     seed: int = 42
     answers: bool = False
+    served_name: str | None = None
 
     @property
     def workload(self) -> str:
@@ -102,6 +108,8 @@ class HostClient:
         """The command line, which writes its figures to `out`."""
         common = ["--base-url", url, "--model", model.path, "--tokenizer", model.path]
         common += ["--seed", str(self.seed)]
+        if self.served_name is not None:
+            common += ["--served-model-name", self.served_name]
         if self.host == "sglang":
             return [
                 sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", *common,
@@ -148,17 +156,39 @@ class HostClient:
                 await asyncio.wait_for(_ended(process), self.timeout)
             except asyncio.TimeoutError:
                 raise HostClientError(
-                    f"{self.workload} did not end within {self.timeout:.0f} s; its log is {log}"
+                    f"{self.workload} did not end within {self.timeout:.0f} s; {_end_of(log)}"
                 ) from None
             finally:  # do not await here: the task may be cancelled again
                 process.kill()
                 process.wait()
         if process.returncode or not out.is_file():
             raise HostClientError(
-                f"{self.workload} ended with {process.returncode}; its log is {log}, which ends "
-                f"with: {log.read_text(errors='replace')[-400:]}"
+                f"{self.workload} ended with {process.returncode}; {_end_of(log)}"
             )
-        return json.loads(out.read_text().splitlines()[-1])
+        figures = json.loads(out.read_text().splitlines()[-1])
+        self._check(figures, log)
+        return figures
+
+    def _check(self, figures: Mapping[str, Any], log: Path) -> None:
+        """Raise if a request failed or got no answer."""
+        try:
+            completed, failed = int(figures["completed"]), int(figures.get("failed") or 0)
+        except (KeyError, TypeError, ValueError) as error:
+            raise HostClientError(
+                f"{self.workload}: figures without {error}; {_end_of(log)}"
+            ) from error
+        asked = requests_of(self)
+        if failed or completed != asked:
+            raise HostClientError(
+                f"{self.workload}: {completed} requests were answered and {failed} failed; {asked} "
+                f"were sent; {_end_of(log)}"
+            )
+
+
+def _end_of(log: Path) -> str:
+    """The last words of a client, without the leaks that Triton's bindings report after them."""
+    said = log.read_text(errors="replace").partition("nanobind: leaked")[0]
+    return f"its log is {log}, which ends with: {said[-_END:]}"
 
 
 async def _ended(process: subprocess.Popen[bytes]) -> None:
@@ -166,7 +196,7 @@ async def _ended(process: subprocess.Popen[bytes]) -> None:
         await asyncio.sleep(0.1)
 
 
-def fill(row: Row, runs: Sequence[Mapping[str, Any]], asked: int | None = None) -> None:
+def fill(row: Row, runs: Sequence[Mapping[str, Any]]) -> None:
     """Put the medians of a client's runs into a row.
 
     Parameters
@@ -174,16 +204,12 @@ def fill(row: Row, runs: Sequence[Mapping[str, Any]], asked: int | None = None) 
     row : Row
     runs : sequence of mapping
         One mapping for each run, at least one. Both hosts use the keys that are read here.
-    asked : int, optional
-        Requests of each run.
 
     Raises
     ------
     HostClientError
-        If a figure is missing, or a request failed.
+        If a figure is missing.
     """
-    for figures in runs:
-        _check(row["workload"], figures, asked)
 
     def median(key: str, digits: int | None = None) -> float:
         try:
@@ -206,18 +232,6 @@ def fill(row: Row, runs: Sequence[Mapping[str, Any]], asked: int | None = None) 
         "ttft_runs_ms": [round(float(figures["median_ttft_ms"]), 3) for figures in runs],
         "tokens_per_s_runs": [round(float(figures["output_throughput"]), 2) for figures in runs],
     }  # fmt: skip
-
-
-def _check(workload: str, figures: Mapping[str, Any], asked: int | None) -> None:
-    try:
-        completed, failed = int(figures["completed"]), int(figures.get("failed") or 0)
-    except (KeyError, TypeError, ValueError) as error:
-        raise HostClientError(f"{workload}: figures without {error}") from error
-    if failed or not completed or (asked is not None and completed != asked):
-        raise HostClientError(
-            f"{workload}: {completed} requests were answered and {failed} failed"
-            + (f"; {asked} were sent" if asked is not None else "")
-        )
 
 
 def requests_of(client: HostClient) -> int:

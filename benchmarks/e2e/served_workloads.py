@@ -166,7 +166,7 @@ class HostsOwn:
                 served.folder / f"client-{served.backend}",
             )  # fmt: skip
             found.append(figures)
-        host_clients.fill(row, found, host_clients.requests_of(self.client))
+        host_clients.fill(row, found)
         return row
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 from benchmarks.e2e.host_clients import HostClient, requests_of
@@ -15,7 +16,9 @@ def answers_of(host: str, server: Server, folder: Path) -> list[str]:
 
     The prompts come from 8 prefixes of 256 tokens, more than the caches of these tests hold.
     """
-    client = HostClient(host, "evicting", timeout=300, answers=True)
+    with server.open("v1/models") as response:
+        name = json.loads(response.read())["data"][0]["id"]
+    client = HostClient(host, "evicting", timeout=300, answers=True, served_name=name)
     model = Model(str(MODEL), "tiny", ids=256, context=2048)
     run = client.run(server.process.url, model, server.process.command.environment, folder)
     texts: list[str] = asyncio.run(run)["generated_texts"]
