@@ -121,16 +121,21 @@ def summary(row: Any, part: int) -> Row:
 
 
 def level(samples: Sequence[dict[str, Any]], name: str) -> dict[str, float] | None:
-    """Memory after the first fifth of the time and at the end, in MiB; None if unknown."""
+    """Memory in the second fifth of the time and in the last, in MiB; None if unknown.
+
+    The server's own memory is the largest of a fifth. The GPUs' memory is the smallest, because its
+    samples count other processes too, and these only add to it.
+    """
     known = [sample for sample in samples if sample.get(name) is not None]
     if len(known) < 2:
         return None
     fifth = known[-1]["s"] / 5
-    after = next(sample for sample in known if sample["s"] >= fifth)
-    return {
-        "after_first_fifth": after[name], "end": known[-1][name],
-        "growth": round(known[-1][name] - after[name], 1),
-    }  # fmt: skip
+    choose = min if name == "gpu_mib" else max
+    rest = [sample for sample in known if sample["s"] >= fifth]
+    second = [sample[name] for sample in rest if sample["s"] < 2 * fifth] or [rest[0][name]]
+    last = [sample[name] for sample in rest if sample["s"] >= 4 * fifth]
+    begin, end = choose(second), choose(last)
+    return {"after_first_fifth": begin, "end": end, "growth": round(end - begin, 1)}
 
 
 def is_level(memory: dict[str, float] | None) -> bool:

@@ -23,7 +23,6 @@ from sglang_fakes import (
     small_attention,
 )
 
-from deft_backend.hosts.common import limits
 from deft_backend.hosts.sglang.batch_observer import BatchObserver
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner
 from deft_backend.hosts.sglang.layers import unsupported_layer
@@ -164,18 +163,6 @@ def test_a_layers_sinks_are_part_of_its_softmax(server: Any) -> None:
     torch.testing.assert_close(
         out.double(), expected_attention(server, q, 0.125), rtol=1e-5, atol=1e-6
     )
-
-
-def test_sinks_that_are_refused_are_the_hosts(server: Any, caplog: Any, monkeypatch: Any) -> None:
-    """On a GPU, in a host whose servers no recorded run has compared."""
-    monkeypatch.setattr(limits, "SINKS_ON_GPUS", frozenset())
-    monkeypatch.setattr(server.attention, "device", torch.device("cuda"))
-    batch, (q, k, v) = server.batch(), query()
-    server.backend.init_forward_metadata(batch)
-    for _ in range(2):
-        server.backend.forward(q, k, v, make_layer(), batch, sinks=torch.zeros(4))
-    assert server.calls == ["metadata", "decode", "decode"]
-    assert caplog.text.count("layers with attention sinks on a GPU decode through the host") == 1
 
 
 def test_layers_that_are_left_to_the_host_get_its_metadata_once(server: Any, caplog) -> None:

@@ -91,13 +91,6 @@ def test_a_model_of_full_layers_needs_no_line() -> None:
     assert (division.tree, division.text()) == ((0, 1), None)
 
 
-def test_sinks_that_are_the_hosts() -> None:
-    layers = [make_layer(layer_id=i) for i in range(3)]
-    division = divide_layers(layers, found(MHATokenToKVPool()), with_sinks={0, 2})
-    assert division.tree == (1,)
-    assert division.host == dict.fromkeys((0, 2), "attention sinks on a GPU")
-
-
 def test_most_layers_decide_on_the_shape() -> None:
     """One plan serves one shape. Layers whose pages are of another shape are not read."""
     wide = {"qk_head_dim": 128, "v_head_dim": 128}

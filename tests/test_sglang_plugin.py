@@ -196,21 +196,15 @@ def test_drafts_of_changing_length_are_the_hosts(arguments: Any, caplog: Any) ->
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("tries", ["0", "1"])
 @pytest.mark.parametrize(("algorithm", "topk"), [("EAGLE", 1), ("EAGLE", 4), ("NGRAM", None)])
-def test_token_trees_on_a_gpu_must_be_asked_for(
-    arguments: Any, algorithm: str, topk: int | None, tries: str, device: str, caplog: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """No recorded run has compared such a server; chains were compared."""
-    monkeypatch.setenv("DEFT_UNTESTED_HOST", tries)
+def test_chains_and_token_trees_are_served(
+    arguments: Any, algorithm: str, topk: int | None, device: str
+) -> None:
     made = make_arguments(
         speculative_algorithm=algorithm, speculative_eagle_topk=topk, device=device
     )
     arguments.resolve(resolve_as_host, made)
-    refused = (device, tries) == ("cuda", "0") and topk != 1
-    assert hasattr(made, arguments.HOST_DECODE) is not refused
-    assert ("with token trees was not tested on a GPU" in caplog.text) is refused
+    assert hasattr(made, arguments.HOST_DECODE)
 
 
 @pytest.mark.parametrize(("mode", "served"), [("prefill", False), ("decode", True)])

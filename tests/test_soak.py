@@ -45,6 +45,16 @@ def test_what_memory_did_in_the_first_fifth_does_not_count() -> None:
     assert level(samples, "gpu_mib") is None
 
 
+def test_other_processes_on_the_gpu_are_no_growth() -> None:
+    """Samples of the GPU's memory count them; samples of the server's own memory do not."""
+    used = [10.0, 30.0, 90.0, 31.0, 70.0, 70.0, 90.0, 80.0, 31.0, 99.0]
+    samples = [{"s": float(at), "rss_mib": mib, "gpu_mib": mib} for at, mib in enumerate(used)]
+    assert level(samples, "gpu_mib") == {"after_first_fifth": 31.0, "end": 31.0, "growth": 0.0}
+    assert level(samples, "rss_mib") == {"after_first_fifth": 90.0, "end": 99.0, "growth": 9.0}
+    samples[8]["gpu_mib"] = 99.0
+    assert level(samples, "gpu_mib") == {"after_first_fifth": 31.0, "end": 99.0, "growth": 68.0}
+
+
 def test_a_later_run_goes_on_where_the_first_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,25 +89,12 @@ def test_each_host_gets_its_own_options() -> None:
 
 def test_the_users_own_options_come_last() -> None:
     extra = ["--speculative-num-steps", "2"]
-    found = Drafting("a/draft", None).arguments("sglang", extra, on_gpu=False)
+    found = Drafting("a/draft", None).arguments("sglang", extra)
     assert found == [*speculative_arguments("sglang", "a/draft", 4), *extra]
-    assert Drafting(None, None).arguments("vllm", extra, on_gpu=True) == extra
+    assert Drafting(None, None).arguments("vllm", extra) == extra
 
 
-def test_what_cannot_be_compared_is_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_number_of_drafts_needs_speculation(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit):
         Drafting(None, 3).check()
     assert "--draft-tokens belongs to --speculative" in capsys.readouterr().err
-    with pytest.raises(typer.Exit):
-        Drafting("ngram", None).arguments("vllm", [], on_gpu=True)
-    assert "not tested on a GPU (DEFT_UNTESTED_HOST=1 tries it)" in " ".join(
-        capsys.readouterr().err.split()
-    )
-    with pytest.raises(typer.Exit):
-        Drafting("ngram", None).arguments("sglang", [], on_gpu=True)
-    assert "with token trees was not tested" in " ".join(capsys.readouterr().err.split())
-    assert Drafting("a/draft", None).arguments("sglang", [], on_gpu=True)
-    monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
-    assert Drafting("ngram", None).arguments("vllm", [], on_gpu=True)

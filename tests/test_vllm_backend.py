@@ -729,13 +729,8 @@ def test_new_keys_and_values_are_stored_as_the_host_stores_them() -> None:
     assert not cache[0].any()
 
 
-def test_a_cache_of_eight_bits_on_a_gpu_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until a recorded run has shown the kernels right on a GPU."""
-    from deft_backend.hosts.common import limits
+def test_a_cache_of_four_bits_is_the_hosts() -> None:
+    from deft_backend.hosts.common.limits import refused_cache
 
-    refused = limits.refused_cache
-    assert refused("fp8", "cuda", "vllm") == "a KV cache of kind fp8 is not supported on GPUs"
-    assert refused("fp8", "cpu", "vllm") is refused("fp8_e4m3", "cuda", "sglang") is None
-    assert refused("nvfp4", "cuda", "sglang") == "a KV cache of kind nvfp4 is not supported"
-    monkeypatch.setattr(limits, "EIGHT_BITS_ON_GPUS", {"vllm"})
-    assert refused("fp8_e5m2", "cuda", "vllm") is None
+    assert refused_cache("fp8") is refused_cache("fp8_e4m3") is refused_cache("fp8_e5m2") is None
+    assert refused_cache("nvfp4") == "a KV cache of kind nvfp4 is not supported"

@@ -145,16 +145,6 @@ def test_sinks_are_part_of_every_softmax(lens: list[int] | None) -> None:
         assert not torch.allclose(found.double(), expected(batch, cache, window=window), atol=1e-2)
 
 
-def test_sinks_on_a_gpu_are_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.platforms import current_platform
-
-    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    config = make_config()
-    full = layers_of(config, "full", make_spec(), sinks=torch.zeros(HEADS))
-    assert divide_layers(config).host == {"full.0": "attention sinks on a GPU"}
-    assert full.builder(make_spec()).deft_group is None
-
-
 def test_sinks_that_the_hosts_implementation_hides_are_its_own() -> None:
     class Hiding(PlainCpuBackend.get_impl_cls()):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -130,6 +130,18 @@ def test_the_log_says_how_many_layers_it_decodes(log: str, tree: int) -> None:
     assert layers_of_tree(log, 4) == tree
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "deft: verification of 4 tokens a request goes through tree attention",
+        "deft: verification of up to 5 tokens of 4 layers goes through tree attention",
+        "deft: decode of 4 layers goes through tree attention",
+    ],
+)
+def test_servers_that_speculate_decode_through_tree_attention(line: str) -> None:
+    assert layers_of_tree(line, 4) == 4
+
+
 def test_every_architecture_says_what_it_is() -> None:
     for name, architecture in ARCHITECTURES.items():
         query, kv, _ = architecture.heads

@@ -26,7 +26,10 @@ _LEFT = re.compile(r"deft: .*(?:host's own|not supported|failed|alone|decode thr
 
 _ERROR = re.compile(r"(?:^|[ (])[A-Za-z.]*(?:Error|Exception)\b.*:")
 
-_WORKS = re.compile(r"deft: decode (?:of \d+ layers )?goes through tree attention")
+_WORKS = re.compile(
+    r"deft: (?:decode|verification of (?:up to )?\d+ tokens(?: a request)?) "
+    r"(?:of \d+ layers )?goes through tree attention"
+)
 
 
 @dataclass(frozen=True)

@@ -187,7 +187,7 @@ def _setup(
         served, extra = served_model(model, revision, extra)
         served.check()
         on_gpu = use_gpu() and not (host == "vllm" and vllm_is_cpu_build())
-        extra = drafting.arguments(host, extra, on_gpu=on_gpu)
+        extra = drafting.arguments(host, extra)
         plans = sizes.make_plans(
             names,
             sizes.chosen_sizes(asked, on_gpu=on_gpu, quick=quick),

@@ -74,17 +74,12 @@ class Drafting(NamedTuple):
         if self.draft is None and self.tokens is not None:
             raise fail("--draft-tokens belongs to --speculative, which is missing")
 
-    def arguments(self, host: str, extra: Sequence[str], *, on_gpu: bool) -> list[str]:
+    def arguments(self, host: str, extra: Sequence[str]) -> list[str]:
         """The host's options, with those for drafts before them: the user's own override these."""
-        from deft_backend.hosts.common.limits import refused_speculation
-        from deft_backend.servers.speculation import NGRAM, speculative_arguments
+        from deft_backend.servers.speculation import speculative_arguments
 
         if self.draft is None:
             return list(extra)
-        trees = host == "sglang" and self.draft == NGRAM
-        reason = refused_speculation("cuda" if on_gpu else "cpu", host, trees=trees)
-        if reason is not None:
-            raise fail(f"both servers would run the host's kernel: {reason}")
         tokens = DRAFT_TOKENS if self.tokens is None else self.tokens
         return [*speculative_arguments(host, self.draft, tokens), *extra]
 

@@ -103,7 +103,7 @@ def _server(asked: Asked) -> tuple[str, str, list[str], bool]:
     served, extra = served_model(asked.model, asked.revision, list(asked.extra))
     served.check()
     on_gpu = use_gpu() and not (host == "vllm" and vllm_is_cpu_build())
-    return served.name, host, asked.drafting.arguments(host, extra, on_gpu=on_gpu), on_gpu
+    return served.name, host, asked.drafting.arguments(host, extra), on_gpu
 
 
 def _on_cpu(url: str, folder: Path) -> bool:

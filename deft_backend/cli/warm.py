@@ -35,8 +35,6 @@ _KV_CACHES = {
 }  # fmt: skip
 """KV caches that the kernels read, in each host's own words."""
 
-_HOSTS_KERNELS = "such a server decodes with the host's own kernels, and needs no folder"
-
 
 class _Server(NamedTuple):
     """A server's arguments, in its host's own words."""
@@ -116,14 +114,12 @@ def warm(
         host, page_size or _PAGE_SIZES[host], max_batch, kv_cache_dtype, draft_tokens, draft_trees
     )
     layers = ModelLayers() if model is None else model_layers(chosen_model(model, revision))
-    _refuse_what_no_server_launches(server, layers)
+    _refuse_what_no_server_launches(server)
     _fill(folder, out, shape, layers, server, target, threads, settings)
 
 
-def _refuse_what_no_server_launches(server: _Server, layers: ModelLayers) -> None:
-    """Refuse what the host does not accept, and what its own kernels decode on a GPU."""
-    from deft_backend.hosts.common.limits import refused_cache, refused_sinks
-
+def _refuse_what_no_server_launches(server: _Server) -> None:
+    """Refuse what the host does not accept."""
     known = _KV_CACHES[server.host]
     name = server.kv_cache_dtype
     if name not in known:
@@ -131,18 +127,11 @@ def _refuse_what_no_server_launches(server: _Server, layers: ModelLayers) -> Non
             f"--kv-cache-dtype is {name!r}; expected one of {', '.join(known)}: pass the server's, "
             "or auto for a KV cache in the model's dtype"
         )
-    reason = None if name == "auto" else refused_cache(name, "cuda", server.host)
-    if reason is not None:
-        raise fail(f"--kv-cache-dtype is {name}, but {reason}: {_HOSTS_KERNELS}")
-    reason = refused_sinks("cuda", server.host) if layers.sinks else None
-    if reason is not None:
-        raise fail(f"the model's layers have {reason}: {_HOSTS_KERNELS}")
     if server.draft_tokens is not None or server.draft_trees:
         _refuse_drafts(server)
 
 
 def _refuse_drafts(server: _Server) -> None:
-    from deft_backend.hosts.common.limits import refused_speculation
     from deft_backend.kernel_limits import MAX_QUERY_TOKENS
 
     tokens = server.draft_tokens
@@ -163,9 +152,6 @@ def _refuse_drafts(server: _Server) -> None:
             f"--draft-tokens is {tokens}; expected at most {most}, the most that the kernels "
             "verify for a request: start the server with fewer, and pass their number"
         )
-    reason = refused_speculation("cuda", server.host, trees=server.draft_trees)
-    if reason is not None:
-        raise fail(f"--draft-tokens is {tokens}, but {reason}: {_HOSTS_KERNELS}")
 
 
 def _on_one_gpu(shape: HeadShape, tensor_parallel: int) -> HeadShape:

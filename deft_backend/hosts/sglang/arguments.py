@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from deft_backend.config import LOG_LEVELS, Settings, SettingsError
-from deft_backend.hosts.common.limits import refused_cache, refused_speculation
+from deft_backend.hosts.common.limits import refused_cache
 from deft_backend.hosts.sglang import versions
 from deft_backend.hosts.sglang.versions import SGLANG
 
@@ -110,7 +110,7 @@ def unsupported(server_args: Any) -> str | None:
         return "MLA models are not supported"
     kv_dtype = str(args.kv_cache_dtype)
     if kv_dtype not in ("auto", "bf16", "bfloat16", "float16", "float32"):
-        reason = refused_cache(kv_dtype, str(args.device), "sglang")
+        reason = refused_cache(kv_dtype)
         if reason is not None:
             return f"{reason} (kv_cache_dtype={kv_dtype})"
     model = versions.model_config(server_args)
@@ -130,9 +130,6 @@ def _unsupported_speculation(args: Any, backends: tuple[str | None, str | None])
         return None
     if str(algorithm).upper() not in _ALGORITHMS:
         return f"speculation by {algorithm} is not supported ({', '.join(_ALGORITHMS)} are)"
-    reason = refused_speculation(str(args.device), "sglang", trees=versions.drafts_trees(args))
-    if reason is not None:
-        return reason
     if getattr(args, "speculative_adaptive", False):
         return "drafts of changing length are not supported (speculative_adaptive)"
     mode = getattr(args, "speculative_attention_mode", None)

@@ -14,7 +14,6 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from deft_backend.attention import TreeAttention
-from deft_backend.hosts.common.limits import SINKS_ON_GPU, refused_sinks
 from deft_backend.hosts.sglang.layers import unsupported_layer
 from deft_backend.hosts.sglang.verification import Verification
 from deft_backend.hosts.sglang.versions import read_end
@@ -218,9 +217,9 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
             reason = unsupported_layer(
                 layer, (state.num_query_heads, state.num_kv_heads, state.head_dim)
             )
-            extra = sorted(name for name in kwargs if self._unknown(name, kwargs[name]))
+            extra = sorted(name for name in kwargs if _unknown(name, kwargs[name]))
             if reason is None and extra:
-                reason = SINKS_ON_GPU if extra == ["sinks"] else f"the argument {extra[0]}"
+                reason = f"the argument {extra[0]}"
             if reason is None and (k is None or v is None):
                 reason = "keys and values of another layer"
             self._layers[layer.layer_id] = reason
@@ -229,15 +228,10 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
                 self._state.device_tree_layers = self._state.num_layers - len(self._left)
                 self._say(f"layers with {reason} decode through the host's kernel")
         reason = self._layers[layer.layer_id]
-        unknown = any(self._unknown(name, value) for name, value in kwargs.items())
+        unknown = any(_unknown(name, value) for name, value in kwargs.items())
         if reason is None and (k is None or v is None or unknown):
             return "unexpected arguments"
         return reason
-
-    def _unknown(self, name: str, value: Any) -> bool:
-        """Whether an argument of a layer's call asks for what tree attention does not compute."""
-        known = name == "sinks" and refused_sinks(self._attention.device.type, "sglang") is None
-        return value is not None and not known
 
     def leave_layers(self, reasons: Mapping[int, str]) -> None:
         """Run these layers in the host's kernel, for reasons that the log has given already."""
@@ -285,3 +279,8 @@ def _hand_on(name: str) -> property:
 for _name in dir(AttentionBackend):
     if not _name.startswith(("__", "_abc")) and _name not in vars(DeftAttentionBackend):
         setattr(DeftAttentionBackend, _name, _hand_on(_name))
+
+
+def _unknown(name: str, value: Any) -> bool:
+    """Whether an argument of a layer's call asks for what tree attention does not compute."""
+    return value is not None and name != "sinks"

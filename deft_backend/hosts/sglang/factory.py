@@ -15,7 +15,7 @@ from deft_backend.attention import TreeAttention
 from deft_backend.config import LOG_LEVELS, Settings, warn_unknown
 from deft_backend.forest import PrefixForest
 from deft_backend.hosts.common.kernel_cache import take_compiled_kernels
-from deft_backend.hosts.common.limits import EIGHT_BIT_CACHES, EIGHT_BITS_ON_GPUS
+from deft_backend.hosts.common.limits import EIGHT_BIT_CACHES
 from deft_backend.hosts.common.planner_choice import (
     SGLANG,
     capability_of,
@@ -119,15 +119,13 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
 
 
 def unsupported_model(runner: Any) -> str | None:
-    """Why a model runner's KV cache or device rules out tree attention, in one line, or None."""
+    """Why a model runner's KV cache rules out tree attention, in one line, or None."""
     cache = full_cache(runner.token_to_kv_pool)
     if isinstance(cache, str):
         return cache
-    name = str(runner.kv_cache_dtype).removeprefix("torch.")
-    if name in EIGHT_BIT_CACHES.values():
-        if device_of(runner).type == "cuda" and "sglang" not in EIGHT_BITS_ON_GPUS:
-            return f"KV in {name} is not supported on GPUs"
-    elif runner.kv_cache_dtype != runner.dtype or cache.pool.store_dtype != runner.dtype:
+    if str(runner.kv_cache_dtype).removeprefix("torch.") in EIGHT_BIT_CACHES.values():
+        return None
+    if runner.kv_cache_dtype != runner.dtype or cache.pool.store_dtype != runner.dtype:
         return f"KV in {runner.kv_cache_dtype} under a model in {runner.dtype} is not supported"
     return None
 

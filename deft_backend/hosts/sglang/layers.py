@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from deft_backend.hosts.common.limits import SINKS_ON_GPU
 from deft_backend.hosts.sglang.caches import FullCache
 
 Shape = tuple[int, int, int]
@@ -50,7 +49,6 @@ def divide_layers(
     cache: FullCache,
     others: Iterable[int] = (),
     refused: Callable[[Shape], str | None] = lambda shape: None,
-    with_sinks: Collection[int] = (),
 ) -> Division:
     """Decide on every layer of a model.
 
@@ -65,16 +63,12 @@ def divide_layers(
         Ids of the model's linear and recurrent layers.
     refused : callable
         Why no kernel runs a shape, or None.
-    with_sinks : collection of int
-        Ids of layers whose sinks tree attention must leave to the host.
     """
     shapes: dict[int, Shape] = {}
     host: dict[int, str] = {}
     for layer in layers:
         shape = shape_of_layer(layer)
         reason = unsupported_layer(layer) or refused(shape)
-        if reason is None and layer.layer_id in with_sinks:
-            reason = SINKS_ON_GPU
         if reason is None and not cache.holds(layer.layer_id, shape):
             reason = "a KV cache of another kind"
         if reason is not None:

@@ -8,7 +8,6 @@ import torch
 
 from deft_backend.attention import TreeAttention
 from deft_backend.config import Settings
-from deft_backend.hosts.common.limits import refused_sinks
 from deft_backend.hosts.sglang.caches import full_cache
 from deft_backend.hosts.sglang.layers import Division, Shape, divide_layers
 from deft_backend.hosts.sglang.versions import (
@@ -17,7 +16,6 @@ from deft_backend.hosts.sglang.versions import (
     attention_ranks,
     ranks,
     resolved,
-    sinks_of_layers,
 )
 from deft_backend.telemetry import reporting
 from deft_backend.telemetry.decode_log import DecodeLog
@@ -38,8 +36,7 @@ def division_of(runner: Any) -> Division:
     layers = attention_layers(runner.model)
     if not isinstance(cache, str) and layers:
         others = getattr(runner.req_to_token_pool, "mamba_map", ())
-        with_sinks = sinks_of_layers(runner.model) if refused_sinks(device.type, "sglang") else {}
-        return divide_layers(layers, cache, others, refused, with_sinks)
+        return divide_layers(layers, cache, others, refused)
     keys = pool.get_key_buffer(pool.start_layer)
     heads = runner.model_config.num_attention_heads // attention_ranks()
     shape = (heads, int(keys.shape[-2]), int(keys.shape[-1]))

@@ -13,7 +13,7 @@ from deft_backend.attention import TreeAttention
 from deft_backend.config import LOG_LEVELS, Settings, warn_unknown
 from deft_backend.forest import warm_up
 from deft_backend.hosts.common.kernel_cache import take_compiled_kernels
-from deft_backend.hosts.common.limits import refused_cache, refused_speculation
+from deft_backend.hosts.common.limits import refused_cache
 from deft_backend.hosts.common.planner_choice import (
     VLLM,
     capability_of,
@@ -160,15 +160,12 @@ def _create(
 def unsupported_server(vllm_config: Any) -> str | None:
     """The feature of a server that rules out tree attention, in one line; or None."""
     from vllm import envs
-    from vllm.platforms import current_platform
 
     parallel = vllm_config.parallel_config
     if envs.VLLM_BATCH_INVARIANT:
         return "a plan depends on the batch: batch-invariant mode is not supported"
     if vllm_config.speculative_config is not None:
-        device = "cpu" if current_platform.is_cpu() else "cuda"
-        reason = refused_speculation(device, "vllm", trees=False)
-        reason = reason or unsupported_speculation(vllm_config)
+        reason = unsupported_speculation(vllm_config)
         if reason is not None:
             return reason
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -199,7 +196,7 @@ def _unsupported_shape(
     settings: Settings,
 ) -> str | None:  # fmt: skip
     if layer.kv_dtype is not None:
-        reason = refused_cache(layer.cache, device.type, "vllm")
+        reason = refused_cache(layer.cache)
         if reason is not None:
             return reason
     elif spec.dtype != dtype:

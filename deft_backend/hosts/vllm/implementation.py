@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import torch
 
-from deft_backend.hosts.common.limits import refused_sinks
 from deft_backend.hosts.vllm.layers import Layer, layer_of
 from deft_backend.hosts.vllm.step import step_of
 
@@ -23,14 +22,9 @@ class TreeImplementation:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         host = cast(Any, super())
         host.__init__(*args, **kwargs)
-        from vllm.platforms import current_platform
-
         layer = layer_of(host.__init__, args, kwargs)
         if layer.sinks and getattr(self, "sinks", None) is None:
             layer = layer._replace(reason="attention sinks that the host's implementation hides")
-        elif layer.sinks and layer.reason is None:
-            device = "cpu" if current_platform.is_cpu() else "cuda"
-            layer = layer._replace(reason=refused_sinks(device, "vllm"))
         self.deft_layer = layer
 
     def forward(
