@@ -239,8 +239,7 @@ VARIABLES: tuple[Variable, ...] = (
         _switch,
         _SWITCH,
         "Try tree attention on a version of SGLang or vLLM outside the window, if it has every "
-        "member that the plugin uses. Otherwise such a host decodes without tree attention. Also "
-        "try it in servers on a GPU that speculate: none was tested.",
+        "member that the plugin uses. Otherwise such a host decodes without tree attention.",
     ),
     Variable(
         "DEFT_STATE_DIR",
