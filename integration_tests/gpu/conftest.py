@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,16 @@ from deft_backend.servers.command import StartError
 from deft_backend.servers.driver_stub import num_gpus
 from integration_tests.common.adapter import write_adapter
 from integration_tests.common.server import Server
-from integration_tests.gpu.sglang_variants import REFERENCES, VARIANTS, running
+from integration_tests.gpu.variants import running
+
+if find_spec("sglang") is not None:
+    from integration_tests.gpu.sglang_variants import FLEET
+
+    collect_ignore_glob = ["test_vllm_*.py"]
+else:
+    from integration_tests.gpu.vllm_variants import FLEET
+
+    collect_ignore_glob = ["test_sglang_*.py"]
 
 
 @pytest.fixture(scope="session")
@@ -26,10 +36,10 @@ def _asked(session: pytest.Session) -> list[str]:
     found: dict[str, None] = {}
     for item in session.items:
         name = getattr(item, "callspec", None) and item.callspec.params.get("variant")  # type: ignore[attr-defined]
-        while name in VARIANTS:
+        while name in FLEET.variants:
             found[name] = None
-            name = VARIANTS[name].against
-        if name in REFERENCES:
+            name = FLEET.variants[name].against
+        if name in FLEET.references:
             found[name] = None
     return list(found)
 
@@ -43,9 +53,8 @@ def servers(
     gpus = num_gpus()
     adapter = tmp_path_factory.mktemp("adapter")
     write_adapter(adapter, Path(model.path))
-    known = {**REFERENCES, **VARIANTS}
-    names = [name for name in _asked(request.session) if known[name].ranks <= gpus]
-    with running(names, gpus, model, adapter, tmp_path_factory.mktemp("servers")) as found:
+    names = [name for name in _asked(request.session) if FLEET.servers[name].ranks <= gpus]
+    with running(FLEET, names, gpus, model, adapter, tmp_path_factory.mktemp("servers")) as found:
         yield found
 
 
@@ -53,15 +62,15 @@ def servers(
 def variant(request: pytest.FixtureRequest) -> str:
     """The name of a variant; skips if this machine has too few GPUs."""
     name: str = request.param
-    if VARIANTS[name].ranks > num_gpus():
-        pytest.skip(f"{name} needs {VARIANTS[name].ranks} GPUs")
+    if FLEET.variants[name].ranks > num_gpus():
+        pytest.skip(f"{name} needs {FLEET.variants[name].ranks} GPUs")
     return name
 
 
 @pytest.fixture
 def pair(variant: str, servers: Mapping[str, Server | StartError]) -> tuple[Server, Server]:
     """The variant's server, and the server that checks its answers."""
-    ours, theirs = servers[variant], servers[VARIANTS[variant].against]
+    ours, theirs = servers[variant], servers[FLEET.variants[variant].against]
     for server in (ours, theirs):
         if isinstance(server, StartError):
             raise server

@@ -1,0 +1,104 @@
+"""What the tests of both hosts' servers on GPUs check, and where their comparisons are written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.e2e.checked_answers import TOLERANCE, Sample, check
+from benchmarks.e2e.served_model import Model
+from deft_backend.harness.client import Client
+from deft_backend.harness.provenance import provenance
+from integration_tests.common.server import Server
+from integration_tests.gpu.forest_traffic import answered, requests
+from integration_tests.gpu.variants import Fleet
+
+TOO_FEW = "batch smaller than DEFT_MIN_BATCH=2"
+LITTLE_SHARED = "shares less than DEFT_MIN_SHARE=1.1"
+
+MOSTLY = 0.9
+"""Least share of equal tokens, not just ties, in a correct run."""
+
+
+def check_every_token(
+    fleet: Fleet, variant: str, pair: tuple[Server, Server], model: Model, *adapters: str | None
+) -> None:
+    """Two rounds of a forest whose requests join, end and hang up."""
+    found = {
+        adapter or "base": asyncio.run(checked(fleet, pair, model, adapter, tolerance(variant)))
+        for adapter in adapters or (None,)
+    }
+    report(variant, "forest", found)
+    for result in found.values():
+        assert not result["wrong"], result["first_wrong"]
+        assert result["tokens"] > 2000
+        assert result["ties"] < (1 - MOSTLY) * result["tokens"]
+    assert not pair[0].trouble()
+
+
+def check_steps(fleet: Fleet, variant: str, ours: Server) -> None:
+    """Every step that shares KV went through tree attention, on every rank, and read less KV.
+
+    A server that checks others' answers decodes many requests alone.
+    """
+    this = fleet.variants[variant]
+    states = [ours.state(name) for name in this.states]
+    report(variant, "steps", {
+        name: states[0][name]
+        for name in ("steps_tree", "steps_host", "plans", "kv_bytes_read", "kv_bytes_query_guided")
+    })  # fmt: skip
+    for state in states:
+        assert state["steps_tree"] > 100
+        assert state["kv_bytes_read"] < 0.6 * state["kv_bytes_query_guided"]
+        assert set(state["steps_host"]) <= {TOO_FEW, LITTLE_SHARED}
+        if variant not in {other.against for other in fleet.variants.values()}:
+            assert state["steps_host"].get(TOO_FEW, 0) < 0.2 * state["steps_tree"]
+        if this.in_step:
+            assert state["steps_tree"] == states[0]["steps_tree"]
+
+
+def tolerance(variant: str) -> float:
+    """Largest difference of log-probability at which another token is a tie."""
+    return TOLERANCE["float16" if variant == "float16" else "bfloat16"]
+
+
+def client_of(fleet: Fleet, server: Server, adapter: str | None = None) -> Client:
+    fields = {"lora_path": adapter} if adapter else {}
+    return Client(server.process.url, fleet.host, fields)
+
+
+async def checked(
+    fleet: Fleet, pair: tuple[Server, Server], model: Model, adapter: str | None, tolerance: float
+) -> dict[str, Any]:
+    """One server's answers to the forest, checked by the other."""
+    ours, theirs = pair
+    samples = await answers(fleet, ours, model, adapter)
+    return await compared(fleet, samples, theirs, adapter, tolerance)
+
+
+async def answers(fleet: Fleet, ours: Server, model: Model, adapter: str | None) -> list[Sample]:
+    samples = []
+    async with client_of(fleet, ours, adapter) as client:
+        for seed in range(2):
+            samples += await answered(client, requests(model.ids, seed))
+    return samples
+
+
+async def compared(
+    fleet: Fleet, samples: list[Sample], theirs: Server, adapter: str | None, tolerance: float
+) -> dict[str, Any]:
+    async with client_of(fleet, theirs, adapter) as client:
+        return (await check(samples, client, tolerance, at_once=64)).to_dict(tolerance)
+
+
+def report(variant: str, what: str, found: Mapping[str, Any]) -> None:
+    """Add to the variant's file in the folder that the environment names, if any."""
+    if folder := os.environ.get("GPU_REPORT"):
+        file = Path(folder) / f"{variant}.json"
+        known = json.loads(file.read_text()) if file.is_file() else {"header": provenance()}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({**known, what: found}, indent=1))

@@ -1,0 +1,117 @@
+"""Servers on GPUs with different dtypes, pages, ranks and modes, all started at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.e2e.served_model import Model
+from deft_backend.servers.command import StartError, free_port, server_command
+from deft_backend.servers.process import ServerProcess
+from integration_tests.common.server import START_SECONDS, Server
+
+ADAPTER = "adapted"
+"""Name of the adapter on servers with LoRA."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A server.
+
+    Attributes
+    ----------
+    backend : str
+        ``deft``, or the host's own backend for the reference answers.
+    flags : tuple of str
+    settings : mapping
+        Environment variables.
+    against : str
+        The variant that checks its answers.
+    ranks : int
+        Number of GPUs.
+    lora : bool
+        Whether it also serves the adapter.
+    states : tuple of str
+        Names of its ranks' state files, behind the port.
+    in_step : bool
+        Whether its ranks decode the same batches.
+    """
+
+    backend: str
+    flags: tuple[str, ...] = ()
+    settings: Mapping[str, str] = field(default_factory=dict)
+    against: str = "host"
+    ranks: int = 1
+    lora: bool = False
+    states: tuple[str, ...] = ("tp0",)
+    in_step: bool = True
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """A host's servers.
+
+    Attributes
+    ----------
+    host : str
+        ``sglang`` or ``vllm``.
+    common : tuple of str
+        Flags of every server.
+    references : mapping
+        Servers with the host's own backend, by name.
+    variants : mapping
+        Servers with tree attention, by name.
+    """
+
+    host: str
+    common: tuple[str, ...]
+    references: Mapping[str, Variant]
+    variants: Mapping[str, Variant]
+
+    @property
+    def servers(self) -> dict[str, Variant]:
+        return {**self.references, **self.variants}
+
+
+@contextmanager
+def running(fleet: Fleet, names: list[str], gpus: int, model: Model, adapter: Path,
+            folder: Path) -> Iterator[dict[str, Server | StartError]]:  # fmt: skip
+    """Servers of these names, or the reason why one did not start, for a `with` block."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    visible = given.split(",")[:gpus] if given else [str(index) for index in range(gpus)]
+    with ExitStack() as stack, ThreadPoolExecutor(len(names)) as threads:
+
+        def start(at: int, name: str) -> Server | StartError:
+            variant = fleet.servers[name]
+            shown = ",".join(visible if variant.ranks > 1 else [visible[at % gpus]])
+            try:
+                return _start(fleet, name, shown, model, adapter, folder, stack)
+            except StartError as error:
+                return error
+
+        yield dict(zip(names, threads.map(start, range(len(names)), names), strict=True))
+
+
+def _start(
+    fleet: Fleet, name: str, gpus: str, model: Model, adapter: Path, folder: Path,
+    stack: ExitStack,
+) -> Server:  # fmt: skip
+    variant = fleet.servers[name]
+    flags = [*fleet.common, *variant.flags]
+    if variant.lora:
+        flags += ["--lora-paths", f"{ADAPTER}={adapter}", "--max-loras-per-batch", "2"]
+    state = folder / name / "state"
+    command = server_command(
+        model.path, free_port(), host=fleet.host, backend=variant.backend, host_arguments=flags,
+        gpu=True,
+        environment={
+            "CUDA_VISIBLE_DEVICES": gpus, "DEFT_STATE_DIR": str(state), **variant.settings,
+        },
+    )  # fmt: skip
+    process = ServerProcess(command, folder / name / "server.log", timeout=START_SECONDS)
+    stack.enter_context(process)
+    return Server(process, state)

@@ -1,0 +1,38 @@
+"""vLLM's servers on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from integration_tests.gpu.variants import Fleet, Variant
+
+COMMON = (
+    # Each server gets a share of the GPU, although it measures free memory while others start.
+    "--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", "2000000000",
+)  # fmt: skip
+
+DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}
+"""Without it, vLLM has no endpoints that let a server sleep or change its weights."""
+
+REFERENCES: Mapping[str, Variant] = {
+    "host": Variant("FLASH_ATTN"),
+    "host-sleeping": Variant("FLASH_ATTN", ("--enable-sleep-mode",), DEVELOPMENT),
+}
+
+VARIANTS: Mapping[str, Variant] = {
+    "default": Variant("deft"),
+    "sleeping": Variant("deft", ("--enable-sleep-mode",), DEVELOPMENT, "host-sleeping"),
+    "two-ranks": Variant(
+        "deft", ("--tensor-parallel-size", "2"), {}, "default", 2, states=("tp0", "tp1")
+    ),
+    "two-stages": Variant(
+        "deft", ("--pipeline-parallel-size", "2"), {}, "default", 2,
+        states=("tp0-pp0", "tp0-pp1"), in_step=False,
+    ),
+    "two-engines": Variant(
+        "deft", ("--data-parallel-size", "2"), {}, "default", 2,
+        states=("tp0", "tp0-dp1"), in_step=False,
+    ),
+}  # fmt: skip
+
+FLEET = Fleet("vllm", COMMON, REFERENCES, VARIANTS)
