@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +31,8 @@ from deft_backend.telemetry.state_reader import (
 )
 
 SIDES = ("host", "deft")
+
+_REFUSED = re.compile("deft: .*(all attention|these layers) runs? through ")
 
 _FIRST = RequestPlan("first contact", "not measured", (), (Request("hello", "Hello!", 4),))
 
@@ -256,11 +259,19 @@ def _run_side(side: str, setup: AbSetup, logs: Path, watcher: Watcher) -> _Side:
         started = server.command
         accepted = acceptance_length(setup.host, server.url)
     if side == "deft" and not any(counted and counted.decode_steps for counted in counters):
+        said = refusal(log.read_text(errors="replace"))
         raise AbError(
             f"the server was started with --attention-backend {BACKEND_NAMES[setup.host]}, but "
-            f"the plugin wrote no counts; run 'deft doctor'. The log is {log}"
+            + (f"says {said!r}. " if said else "the plugin wrote no counts; run 'deft doctor'. ")
+            + f"The log is {log}"
         )
     return _Side(tuple(answered), tuple(counters), started, backend, policy, accepted)
+
+
+def refusal(log: str) -> str | None:
+    """The line in which the plugin leaves a server to its host's own backend; None: no line."""
+    found = [line[line.index("deft: ") :] for line in log.splitlines() if _REFUSED.search(line)]
+    return found[-1] if found else None
 
 
 def _acceptance(sides: Mapping[str, _Side]) -> Mapping[str, float | None] | None:
