@@ -88,11 +88,11 @@ def _before(path: Path) -> tuple[list[Row], list[dict[str, Any]]]:
 
 def _slice(soak: Soak, part: int, seconds: float, say: Callable[[str], None]) -> Row:
     """Traffic on a server with the plugin, then its check on the host's own backend."""
-    folder = soak.logs or soak.out.with_suffix("")
-    rows = folder / "slices.json"
+    # A file of its own: a later slice may be of another commit.
+    folder = (soak.logs or soak.out.with_suffix("")) / f"part-{part}"
     reference = soak.servers.reference
     choice = Choice(
-        Output(rows, soak.command, folder / f"part-{part}"), ["traffic"],
+        Output(folder / "rows.json", soak.command, folder), ["traffic"],
         soak.servers, soak.model,
         traffic=TrafficChoice(seconds / 60, part, soak.workers),
     )  # fmt: skip

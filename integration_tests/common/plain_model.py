@@ -12,14 +12,24 @@ from integration_tests.common.server import Answer, Ask
 
 
 class PlainModel:
-    """Answers like `Reference`, from a checkpoint's folder. Servers must run in float32."""
+    """Answers like `Reference`, from a checkpoint's folder. Servers must run in float32.
 
-    def __init__(self, folder: Path) -> None:
+    Parameters
+    ----------
+    folder : Path
+        The checkpoint.
+    kv_dtype : torch.dtype, optional
+        Of the server's KV cache, if not float32: attention then reads keys and values as this dtype
+        holds them.
+    """
+
+    def __init__(self, folder: Path, kv_dtype: torch.dtype | None = None) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         torch.set_num_threads(1)  # servers need the other cores
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder).float().eval()
+        chosen = {} if kv_dtype is None else {"attn_implementation": _stored_in(kv_dtype)}
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, **chosen).float().eval()
         self._known: dict[tuple[str, int], Answer] = {}
 
     def answers(self, asks: Sequence[Ask]) -> list[list[Answer]]:
@@ -52,3 +62,30 @@ class PlainModel:
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
         likeliest = tuple({t: p} for t, p in zip(texts, logprobs, strict=True))
         return Answer(text, "length", texts, tuple(logprobs), likeliest)
+
+
+def _stored_in(kv_dtype: torch.dtype) -> str:
+    """The name of an attention over keys and values of this dtype, which transformers knows now."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    most = torch.finfo(kv_dtype).max
+
+    def stored(new: torch.Tensor) -> torch.Tensor:
+        return new.clamp(-most, most).to(kv_dtype).to(new.dtype)
+
+    def attention(
+        module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scaling: float,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        """Causal attention of the last tokens, [B, H, T, D] each; returns [B, T, H, D]."""
+        group = q.shape[1] // k.shape[1]
+        keys, values = (stored(x).repeat_interleave(group, 1) for x in (k, v))
+        scores = (q @ keys.transpose(-1, -2)) * scaling
+        queries, tokens = scores.shape[-2:]
+        seen = torch.ones(queries, tokens, dtype=torch.bool).tril(tokens - queries)
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        return (weights @ values).transpose(1, 2).contiguous(), None
+
+    name = f"kv-in-{str(kv_dtype).removeprefix('torch.')}"
+    ALL_ATTENTION_FUNCTIONS.register(name, attention)
+    return name
