@@ -17,7 +17,7 @@ FP8 = Group(
     {"DEFT_MIN_BATCH": "1"},
 )
 CLOSE = 0.1
-"""Nats. On the CPU, the host's own kernel computes with fewer bits over such a cache; tree attention
+"""Nats. On the CPU, the host's kernel computes with fewer bits over such a cache. Tree attention
 differs from the model by less than 0.001."""
 
 needs_avx512 = pytest.mark.skipif(
