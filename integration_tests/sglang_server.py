@@ -44,7 +44,7 @@ _TWO_PROCESSES = {
 
 _SMALL_CACHE = (
     "--max-total-tokens", "1280", "--page-size", "16", "--chunked-prefill-size", "128",
-    "--enable-cache-report",
+    "--enable-cache-report", "--enable-metrics",
 )  # fmt: skip
 
 

@@ -1,0 +1,203 @@
+"""Traffic of the `openai` package against a disturbed server and against the host's own backend."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+
+from integration_tests.common.answers import assert_same
+from integration_tests.common.openai_calls import Call, answer
+from integration_tests.common.server import REQUEST_SECONDS, Answer, Server
+
+_NOTE = (
+    "The town of {town} stands on the river {river}. Its ruler is King {king}. "
+    "The people of {town} sell salt and eat rye bread. The code of BADGER is 3692. "
+    "The code of EMBER is 5814. Once there was an owl who lived on the hill. The owl was kind. "
+    "One day the owl found a ring. Soon a wolf came by and said, 'Give me the ring.' "
+    "The kind owl gave it away and gained a friend."
+)
+_PREFIXES = tuple(
+    _NOTE.format(town=town, river=river, king=king)
+    for town, river, king in (
+        ("Belmora", "Isk", "Odo"), ("Elstow", "Brill", "Pell"), ("Ivarra", "Marl", "Bram")
+    )
+)  # fmt: skip
+"""About 370 tokens each: together with the requests' own, more than the servers' caches hold."""
+
+_QUESTIONS = (
+    "Tell me a story about a fox.", "How do I make tea?", "Tell me a story about a goat.",
+    "Count from 10 to 18.", "Tell me a story about a lion.", "What is the code of EMBER?",
+    "Tell me a story about a hare.", "How do I bake bread?", "Tell me a story about a stork.",
+    "Which river runs by Belmora?", "Tell me a story about a wolf.",
+)  # fmt: skip
+"""What the tiny model knows: its answers are long, and clear of ties."""
+
+_LENGTHS = (6, 24, 10, 18, 13)
+_FORMS = tuple(itertools.product((False, True), (False, True), (1, 4)))
+"""Chat, stream and choices."""
+
+_LEFT_LENGTH, _LEFT_AFTER = 60, 6
+"""Tokens of a stream that its client closes, and chunks after which it does so."""
+
+_TIMES = 3
+"""How often a round disturbs the server at most; each time costs the host work."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """What happens to a server while requests are in flight."""
+
+    act: Callable[[], None]
+    """Called while answers come, :data:`_TIMES` times unless they end before."""
+    aborts: bool = False
+    """Whether `act` aborts what is in flight. It is called once then, when a quarter of the
+    requests have their answers, and other answers may be cut off."""
+
+
+@dataclass
+class Compared:
+    """How much of the answers equalled the host's own."""
+
+    answers: int = 0
+    tokens: int = 0
+    parts: int = 0
+    """Answers cut off by either side; what had come was the beginning of the host's own."""
+
+
+def check_openai_client(
+    server: Server, own: Server, rounds: Sequence[Round], flush: Callable[[], bool]
+) -> Compared:
+    """Compare every answer of the `openai` package with that of the host's own backend.
+
+    Each round sends requests of every form at once, behind a few long prefixes. Some clients leave
+    in the middle of a stream. After each round the cache is flushed.
+
+    Parameters
+    ----------
+    server : Server
+        The server with tree attention; its cache must be too small for a round.
+    own : Server
+        The server with the host's own backend. It answers the same requests undisturbed.
+    rounds : sequence of Round
+    flush : callable
+        Flushes the server's cache; returns whether the host did so, which needs an idle server.
+    """
+    compared = Compared()
+    for number, each in enumerate(rounds):
+        kept, left = _kept(number), _left(number)
+        expected = asyncio.run(_undisturbed(own, [*kept, *left]))
+        before = server.state()
+        found = asyncio.run(_disturbed(server, kept, left, each))
+        for call, ours, theirs in zip([*kept, *left], found, expected, strict=True):
+            _compare(call, ours, theirs, each.aborts or call in left, compared)
+        _check_steps(before, server.state())
+        assert not server.trouble()
+        _until(flush)
+    assert compared.parts > 0, "no answer was cut off"
+    return compared
+
+
+def _kept(number: int) -> list[Call]:
+    """Two requests of every form, of different lengths, dealt out to the prefixes."""
+    prefixes, lengths = itertools.cycle(_PREFIXES), itertools.cycle(_LENGTHS)
+    questions = itertools.islice(itertools.cycle(_QUESTIONS), number, None)
+    return [
+        Call(next(prefixes), next(questions), next(lengths), n, chat, stream)
+        for chat, stream, n in 2 * _FORMS
+    ]
+
+
+def _left(number: int) -> list[Call]:
+    """Streams that the client closes: completions and chats, of one choice and of several."""
+    forms = [(chat, n) for chat, stream, n in _FORMS if stream]
+    return [
+        Call(_PREFIXES[i % len(_PREFIXES)], _QUESTIONS[2 * number], _LEFT_LENGTH, n, chat, stream=True)
+        for i, (chat, n) in enumerate(forms)
+    ]
+
+
+async def _undisturbed(server: Server, calls: Sequence[Call]) -> list[list[Answer]]:
+    async with server.client() as client:
+        model = await _served(client)
+        return list(await asyncio.gather(*(answer(client, model, call) for call in calls)))
+
+
+async def _disturbed(
+    server: Server, kept: Sequence[Call], left: Sequence[Call], each: Round
+) -> list[list[Answer]]:
+    """Answers of the requests that stay, and the parts that came for clients that left."""
+    begun = asyncio.Event()
+    async with server.client() as client:
+        model = await _served(client)
+
+        async def sent(call: Call, leave_after: int | None = None) -> list[Answer]:
+            try:
+                return await answer(client, model, call, begun=begun, leave_after=leave_after)
+            except openai.APIError:
+                # When the host aborts all requests, it refuses those that wait.
+                if not each.aborts:
+                    raise
+                return [Answer("", "abort", (), (), ())] * call.n
+
+        staying = [asyncio.create_task(sent(call)) for call in kept]
+        leaving = [asyncio.create_task(sent(call, _LEFT_AFTER)) for call in left]
+        await asyncio.wait_for(begun.wait(), REQUEST_SECONDS)
+        if each.aborts:
+            await _first(len(staying) // 4, staying)
+        assert not all(task.done() for task in staying), "nothing is in flight"
+        for _ in range(1 if each.aborts else _TIMES):
+            await asyncio.to_thread(each.act)
+            done, _ = await asyncio.wait(staying, timeout=1)
+            if len(done) == len(staying):
+                break
+        return list(await asyncio.gather(*staying, *leaving))
+
+
+async def _first(number: int, tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Wait until so many tasks have ended."""
+    pending = set(tasks)
+    while len(tasks) - len(pending) < number:
+        _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _served(client: openai.AsyncOpenAI) -> str:
+    """The name of the served model."""
+    return (await client.models.list()).data[0].id
+
+
+def _compare(
+    call: Call, ours: list[Answer], theirs: list[Answer], may_be_cut: bool, compared: Compared
+) -> None:
+    """Check that an answer equals the host's own, or is its beginning if it was cut off."""
+    if may_be_cut and any(a.finish not in ("length", "stop") for a in ours):
+        for a, b in zip(ours, theirs, strict=True):
+            assert b.text.startswith(a.text), call
+            compared.parts += 1
+        return
+    assert_same([call], [ours], [theirs])
+    compared.answers += len(ours)
+    compared.tokens += sum(len(a.token_texts) for a in ours)
+
+
+def _check_steps(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Check that tree attention decoded in a round, and read shared KV once."""
+    steps, read, guided = (
+        after[name] - before[name]
+        for name in ("steps_tree", "kv_bytes_read", "kv_bytes_query_guided")
+    )
+    assert steps > 0
+    assert 0 < read < guided
+
+
+def _until(done: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Wait until it is done: a host notices only after a while that a client has left."""
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, f"not done within {seconds} s"
+        time.sleep(0.2)

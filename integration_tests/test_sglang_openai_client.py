@@ -1,0 +1,43 @@
+"""The `openai` package gets the host's own answers while SGLang evicts, pauses and flushes."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from integration_tests.common.answers import on
+from integration_tests.common.control import ask_to
+from integration_tests.common.openai_traffic import Round, check_openai_client
+from integration_tests.common.server import Server
+
+
+@pytest.mark.rare
+@on("small-cache")
+def test_the_openai_package_with_evictions_pauses_and_flushes(
+    server: Server, baseline: Server
+) -> None:
+    """Each mode of ``pause_generation``; the last one aborts every request in flight."""
+
+    def pause(mode: str) -> None:
+        assert ask_to(server, "pause_generation", {"mode": mode}) == 200
+        ask_to(server, "flush_cache")  # the host refuses where requests wait
+        time.sleep(0.2)
+        assert ask_to(server, "continue_generation") == 200
+
+    rounds = [
+        Round(lambda: pause("in_place")),
+        Round(lambda: pause("retract")),
+        Round(lambda: pause("abort"), aborts=True),
+    ]
+    before = evicted(server)
+    compared = check_openai_client(
+        server, baseline, rounds, lambda: ask_to(server, "flush_cache") == 200
+    )
+    print(compared)
+    assert evicted(server) > before
+
+
+def evicted(server: Server) -> float:
+    """Tokens that the host evicted from its prefix cache, by its own count."""
+    return sum(server.metrics("sglang:evicted_tokens_total").values())
