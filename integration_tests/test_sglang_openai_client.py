@@ -31,10 +31,7 @@ def test_the_openai_package_with_evictions_pauses_and_flushes(
         Round(lambda: pause("abort"), aborts=True),
     ]
     before = evicted(server)
-    compared = check_openai_client(
-        server, baseline, rounds, lambda: ask_to(server, "flush_cache") == 200
-    )
-    print(compared)
+    check_openai_client(server, baseline, rounds, lambda: ask_to(server, "flush_cache") == 200)
     assert evicted(server) > before
 
 

@@ -117,7 +117,14 @@ def _left(number: int) -> list[Call]:
     """Streams that the client closes: completions and chats, of one choice and of several."""
     forms = [(chat, n) for chat, stream, n in _FORMS if stream]
     return [
-        Call(_PREFIXES[i % len(_PREFIXES)], _QUESTIONS[2 * number], _LEFT_LENGTH, n, chat, stream=True)
+        Call(
+            _PREFIXES[i % len(_PREFIXES)],
+            _QUESTIONS[2 * number],
+            _LEFT_LENGTH,
+            n,
+            chat,
+            stream=True,
+        )
         for i, (chat, n) in enumerate(forms)
     ]
 

@@ -40,10 +40,9 @@ def test_the_openai_package_with_evictions_pauses_and_flushes(server: Server, ow
         Round(lambda: pause("abort", ""), aborts=True),
     ]
     before = evicted(server)
-    compared = check_openai_client(
+    check_openai_client(
         server, own, rounds, lambda: bool(server.post("reset_prefix_cache", {})["success"])
     )
-    print(compared)
     assert evicted(server) > before
 
 
