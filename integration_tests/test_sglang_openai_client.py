@@ -31,7 +31,10 @@ def test_the_openai_package_with_evictions_pauses_and_flushes(
         Round(lambda: pause("abort"), aborts=True),
     ]
     before = evicted(server)
-    check_openai_client(server, baseline, rounds, lambda: ask_to(server, "flush_cache") == 200)
+    compared = check_openai_client(
+        server, baseline, rounds, lambda: ask_to(server, "flush_cache") == 200
+    )
+    assert compared.answers >= 80  # all choices of the two rounds that abort nothing
     assert evicted(server) > before
 
 
