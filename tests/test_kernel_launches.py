@@ -303,3 +303,14 @@ def test_one_attention_runs_over_caches_of_several_kinds() -> None:
         out = attention.run(*tensors, logit_cap=logit_cap)
         expected = reference_attention(*tensors, logit_cap=logit_cap)
         assert relative_error(out, expected) <= 2e-6
+
+
+@pytest.mark.parametrize(("query_vectors", "launched"), [(4, [1, 0]), (16, [1, 0]), (32, [1])])
+def test_a_tile_that_holds_no_query_is_not_launched(
+    query_vectors: int, launched: list[int]
+) -> None:
+    """The host does not know the plan, so every tile that may have items is launched."""
+    small, large = (replace(TILES[0], height=16), replace(TILES[0], height=64))
+    config = replace(CONFIG, tiles=(small, large))
+    found = both_stages._tiles_to_launch(config, None, 2, 40, query_vectors, masked_tiles=False)
+    assert [shape for shape, _ in found] == launched

@@ -18,7 +18,7 @@ from benchmarks.zoo.place import Place
 from benchmarks.zoo.processes import end_all
 from benchmarks.zoo.readme_line import readme_line
 from benchmarks.zoo.zoo_run import run
-from deft_backend.cli.errors import host_arguments
+from deft_backend.cli.errors import host_arguments, reported
 from deft_backend.harness.provenance import provenance
 from deft_backend.servers.command import installed_hosts, use_gpu, vllm_is_cpu_build
 
@@ -63,7 +63,8 @@ def zoo(
     names = only or [
         name for name, architecture in ARCHITECTURES.items() if gpu or named in architecture.cpu
     ]
-    asked = engine_arguments(host_arguments(host_args))
+    with reported(ValueError):
+        asked = engine_arguments(host_arguments(host_args))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
     rows, runs = _known(out)

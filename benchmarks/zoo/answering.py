@@ -40,7 +40,8 @@ def check(
     """Compare with what `engine` answers.
 
     After a different token the engine continues from the checked answer, so the check covers every
-    token. A different token that the engine finds as likely, up to rounding in `dtype`, is a tie.
+    token. A different token that the engine finds as likely, up to rounding in `dtype` and
+    in the KV cache's `kv_dtype`, is a tie.
     """
     found = Verdict()
     tolerance = tolerance_of(dtype, kv_dtype)

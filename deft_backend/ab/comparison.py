@@ -262,7 +262,7 @@ def _run_side(side: str, setup: AbSetup, logs: Path, watcher: Watcher) -> _Side:
         said = refusal(log.read_text(errors="replace"))
         raise AbError(
             f"the server was started with --attention-backend {BACKEND_NAMES[setup.host]}, but "
-            + (f"says {said!r}. " if said else "the plugin wrote no counts; run 'deft doctor'. ")
+            + (f"it says {said!r}. " if said else "the plugin wrote no counts; run 'deft doctor'. ")
             + f"The log is {log}"
         )
     return _Side(tuple(answered), tuple(counters), started, backend, policy, accepted)

@@ -114,12 +114,12 @@ def warm(
         host, page_size or _PAGE_SIZES[host], max_batch, kv_cache_dtype, draft_tokens, draft_trees
     )
     layers = ModelLayers() if model is None else model_layers(chosen_model(model, revision))
-    _refuse_what_no_server_launches(server)
+    _check(server)
     _fill(folder, out, shape, layers, server, target, threads, settings)
 
 
-def _refuse_what_no_server_launches(server: _Server) -> None:
-    """Refuse what the host does not accept."""
+def _check(server: _Server) -> None:
+    """Refuse arguments that the host does not accept."""
     known = _KV_CACHES[server.host]
     name = server.kv_cache_dtype
     if name not in known:
@@ -128,10 +128,10 @@ def _refuse_what_no_server_launches(server: _Server) -> None:
             "or auto for a KV cache in the model's dtype"
         )
     if server.draft_tokens is not None or server.draft_trees:
-        _refuse_drafts(server)
+        _check_drafts(server)
 
 
-def _refuse_drafts(server: _Server) -> None:
+def _check_drafts(server: _Server) -> None:
     from deft_backend.kernel_limits import MAX_QUERY_TOKENS
 
     tokens = server.draft_tokens

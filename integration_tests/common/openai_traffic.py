@@ -147,7 +147,7 @@ async def _disturbed(
             try:
                 return await answer(client, model, call, begun=begun, leave_after=leave_after)
             except openai.APIError:
-                # When the host aborts all requests, it refuses those that wait.
+                # The host aborts running requests, and refuses waiting ones.
                 if not each.aborts:
                     raise
                 return [Answer("", "abort", (), (), ())] * call.n

@@ -267,6 +267,11 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
             setattr(self._host, name, value)
 
 
+def _unknown(name: str, value: Any) -> bool:
+    """Whether an argument of a layer's call asks for what tree attention does not compute."""
+    return value is not None and name != "sinks"
+
+
 def _hand_on(name: str) -> property:
     def get(self: DeftAttentionBackend) -> Any:
         return getattr(self._host, name)
@@ -279,8 +284,3 @@ def _hand_on(name: str) -> property:
 for _name in dir(AttentionBackend):
     if not _name.startswith(("__", "_abc")) and _name not in vars(DeftAttentionBackend):
         setattr(DeftAttentionBackend, _name, _hand_on(_name))
-
-
-def _unknown(name: str, value: Any) -> bool:
-    """Whether an argument of a layer's call asks for what tree attention does not compute."""
-    return value is not None and name != "sinks"
