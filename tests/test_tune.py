@@ -26,9 +26,10 @@ from deft_backend.costs.shipped_tables import (
     shipped_for,
     shipped_tables,
 )
-from deft_backend.costs.table_key import DTYPE_BYTES, TableKey, read_key
+from deft_backend.costs.table_key import DTYPE_BYTES, EIGHT_BIT_CACHES, TableKey, read_key
 from deft_backend.costs.table_lookup import cost_model_for, save_table, table_in_use
 from deft_backend.folders import tables_directory
+from deft_backend.hosts.common.limits import EIGHT_BIT_CACHES as hosts_caches
 from deft_backend.kernel_limits import TILE_SEGMENTS
 from deft_backend.policies import Target
 from deft_backend.reference_attention import reference_attention, relative_error
@@ -185,15 +186,17 @@ TINY = Grid(
 )  # fmt: skip
 
 
-def _machine(page_size: int, clock: machine_module.Clock) -> Machine:
+def _machine(
+    page_size: int, clock: machine_module.Clock, kv_dtype: torch.dtype = torch.float16
+) -> Machine:
     return Machine(
-        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16, page_size=page_size,
-        device=torch.device("cpu"), clock=clock,
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16, kv_dtype=kv_dtype,
+        page_size=page_size, device=torch.device("cpu"), clock=clock,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_a_rehearsal_of_the_whole_measurement(page_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("page_size", "dtype"), [(1, "float16"), (16, "float8_e4m3fn")])
+def test_a_rehearsal_of_the_whole_measurement(page_size: int, dtype: str, tmp_path: Path) -> None:
     """Every launch runs in the interpreter; only the times are invented."""
     launches = 0
 
@@ -204,9 +207,10 @@ def test_a_rehearsal_of_the_whole_measurement(page_size: int, tmp_path: Path) ->
         return 10.0 + launches % 7
 
     said: list[str] = []
-    key = replace(KEY, query_heads=4, kv_heads=2, head_dim=64, page_size=page_size)
+    key = replace(KEY, query_heads=4, kv_heads=2, head_dim=64, page_size=page_size, dtype=dtype)
     before = replace(default_cost_model(), bandwidth_gb_s=999.0)
-    machine = _machine(page_size, clock)
+    machine = _machine(page_size, clock, getattr(torch, dtype))
+    assert {cache.dtype for cache in machine.kv} == {getattr(torch, dtype)}
     tuned = measure(machine, key, before, TINY, lambda: 1234.4, said.append)
     assert launches > 20
     assert list(tuned.seconds) == said
@@ -247,6 +251,30 @@ def test_launches_are_the_attention_that_they_stand_for(
 
 
 # --- keys and files ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [name for name in DTYPE_BYTES if name != "float32"])
+def test_the_command_in_a_message_asks_for_the_table_of_its_key(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU without a table, also with a cache of 8 bits: the log's command names the same key."""
+    gpu = "NVIDIA L40S"
+    _on(gpu, monkeypatch)
+    key = replace(KEY, gpu=gpu, dtype=dtype, query_heads=12, kv_heads=2, page_size=64)
+    notice = table_in_use(key, tmp_path, GpuFacts(142, 2520.0, 864.0)).notice
+    assert notice is not None
+    assert notice.endswith(key.command)
+    command = key.command.split()[1:]
+    code, out, _ = run(*command, "--show", DEFT_CACHE_DIR=str(tmp_path))
+    assert code == 0
+    assert out.startswith(f"{gpu}: {key.shape}")
+
+
+def test_tune_knows_the_hosts_caches_of_8_bits() -> None:
+    assert EIGHT_BIT_CACHES.items() <= hosts_caches.items()
+    code, _, err = run("tune", "--kv-cache-dtype", "fp4")
+    assert code == 2
+    assert "--kv-cache-dtype is 'fp4'; expected auto or one of fp8_e4m3, fp8_e5m2" in err
 
 
 def test_every_part_of_the_key_names_another_file() -> None:

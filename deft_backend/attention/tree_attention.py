@@ -46,8 +46,7 @@ class TreeAttention:
     dtype : torch.dtype
         Of queries and output: float16 or bfloat16; on the CPU also float32.
     kv_dtype : torch.dtype, optional
-        Of the KV cache: `dtype`, which is the default, or float8_e4m3fn or float8_e5m2. The kernels
-        for 8 bits compile for GPUs, but no recorded run has shown them right on one yet.
+        Of the KV cache: `dtype`, which is the default, or float8_e4m3fn or float8_e5m2.
     device : torch.device or str
         An NVIDIA GPU, or the CPU, where the same kernels run in Triton's interpreter.
     page_size : int

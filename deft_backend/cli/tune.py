@@ -15,7 +15,7 @@ from deft_backend.cli.errors import fail, reported, stderr
 from deft_backend.cli.models import RevisionOption
 from deft_backend.cli.shapes import HeadDimOption, HeadShape, ShapeModelOption, chosen_shape
 from deft_backend.config import SettingsError
-from deft_backend.costs.table_key import TableKey
+from deft_backend.costs.table_key import EIGHT_BIT_CACHES, TableKey
 from deft_backend.costs.table_lookup import save_table, table_in_use
 from deft_backend.folders import create_private, tables_directory
 
@@ -36,6 +36,9 @@ def tune(
     ] = None,
     head_dim: HeadDimOption = None,
     dtype: Annotated[str | None, typer.Option(help="fp16 or bf16; default: fp16.")] = None,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="auto (the dtype of the queries), fp8_e4m3 or fp8_e5m2.")
+    ] = "auto",
     page_size: Annotated[
         int, typer.Option(min=1, help="Tokens a page; 1 is what SGLang's adapter works with.")
     ] = 1,
@@ -53,6 +56,11 @@ def tune(
     if show and out is not None:
         raise fail("--show measures nothing, so there is nothing for --out to write")
     shape = chosen_shape(model, revision, heads, head_dim, dtype, default_dtype="fp16")
+    if kv_cache_dtype in EIGHT_BIT_CACHES:
+        shape = shape._replace(dtype=EIGHT_BIT_CACHES[kv_cache_dtype])
+    elif kv_cache_dtype != "auto":
+        names = ", ".join(EIGHT_BIT_CACHES)
+        raise fail(f"--kv-cache-dtype is {kv_cache_dtype!r}; expected auto or one of {names}")
     with reported(SettingsError):
         folder = tables_directory()
     key = _key(shape, page_size)

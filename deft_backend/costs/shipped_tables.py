@@ -42,13 +42,18 @@ def shipped_tables() -> tuple[ShippedTable, ...]:
     return tuple(_read(path) for path in SHIPPED_TABLES)
 
 
-def nearest_table(gpu: str, facts: GpuFacts | None) -> ShippedTable:
+def nearest_table(gpu: str, facts: GpuFacts | None, dtype: str = "float16") -> ShippedTable:
     """The shipped table of `gpu`, else of the GPU most like `facts`; the first if none is known.
+
+    Tables of caches whose elements have as many bytes as `dtype` come first. Tiles of 8 bits are
+    converted on their way to the tensor cores, so their times do not follow from those of 16 bits.
 
     Two GPUs are alike if an SM has the same share of the memory's bandwidth in each clock. This
     share decides whether an item waits for the memory or for the SM.
     """
+    size = DTYPE_BYTES[dtype]
     tables = shipped_tables()
+    tables = tuple(t for t in tables if DTYPE_BYTES[t.key.dtype] == size) or tables
     for table in tables:
         if table.key.gpu == gpu:
             return table
@@ -100,7 +105,7 @@ def shipped_for(
     - The constant times (``item_ns``, ``reduce_ns``, ``launch_ms``) and the bandwidth stay. So do
       FastTree's coefficients, of which only the ratios matter.
     """
-    table = nearest_table(gpu, facts)
+    table = nearest_table(gpu, facts, dtype)
     model, measured = derived_table(table, facts), table.key
     per_token = head_dim * DTYPE_BYTES[dtype] / (measured.head_dim * DTYPE_BYTES[measured.dtype])
     per_result = query_heads * head_dim / (measured.query_heads * measured.head_dim)

@@ -20,6 +20,9 @@ DTYPE_BYTES = {
 SHORT_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 """Names of dtypes on the command line."""
 
+EIGHT_BIT_CACHES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+"""Names of KV caches of 8 bits on the command line: those of both hosts."""
+
 
 @dataclass(frozen=True)
 class TableKey:
@@ -34,7 +37,7 @@ class TableKey:
     query_heads, kv_heads, head_dim : int
         Shape of the attention.
     dtype : str
-        Of queries and KV cache: one of :data:`DTYPE_BYTES`.
+        Of the KV cache: one of :data:`DTYPE_BYTES`. Queries have it too, unless it has 8 bits.
     page_size : int
         Tokens a page of the KV cache.
     """
@@ -61,10 +64,11 @@ class TableKey:
     @property
     def command(self) -> str:
         """The command that measures the table."""
-        short = {long: name for name, long in SHORT_DTYPES.items()}
+        option = "--kv-cache-dtype" if self.dtype in EIGHT_BIT_CACHES.values() else "--dtype"
+        short = {long: name for name, long in (SHORT_DTYPES | EIGHT_BIT_CACHES).items()}
         return (
             f"deft tune --heads {self.query_heads}/{self.kv_heads} --head-dim {self.head_dim} "
-            f"--dtype {short[self.dtype]} --page-size {self.page_size}"
+            f"{option} {short[self.dtype]} --page-size {self.page_size}"
         )
 
     @property

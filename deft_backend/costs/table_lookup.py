@@ -76,7 +76,7 @@ def table_in_use(key: TableKey, folder: Path, facts: GpuFacts | None = None) -> 
             damage = str(error)
         if damage is not None:
             damage = f"deft: {damage}; the file is ignored. {key.command} measures it again"
-    shipped = nearest_table(key.gpu, facts)
+    shipped = nearest_table(key.gpu, facts, key.dtype)
     notice = None
     if key.gpu and damage is None and key.gpu != shipped.key.gpu:
         notice = _notice(key, shipped.key.gpu, facts)

@@ -58,7 +58,7 @@ class Machine:
 
     Parameters
     ----------
-    num_query_heads, num_kv_heads, head_dim, dtype, page_size
+    num_query_heads, num_kv_heads, head_dim, dtype, kv_dtype, page_size
         Shape of the attention.
     device : torch.device
     clock : Clock
@@ -72,12 +72,14 @@ class Machine:
         num_kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
+        kv_dtype: torch.dtype,
         page_size: int,
         device: torch.device,
         clock: Clock,
     ) -> None:
         self.heads = (num_query_heads, num_kv_heads, head_dim)
-        self.dtype, self.page_size, self.device = dtype, page_size, device
+        self.dtype, self.kv_dtype = dtype, kv_dtype
+        self.page_size, self.device = page_size, device
         self.clock = clock
         self.target: Target = self.attention(1, PlanCapacity(1, 1, 1, 1)).target
         self.num_sms = 1
@@ -87,11 +89,11 @@ class Machine:
             self.num_sms = properties.multi_processor_count
             cache_l2 = properties.L2_cache_size
             free = torch.cuda.mem_get_info(device)[0]
-        page_bytes = 2 * page_size * num_kv_heads * head_dim * dtype.itemsize
+        page_bytes = 2 * page_size * num_kv_heads * head_dim * kv_dtype.itemsize
         pages = max(2, min(_MOST_CACHE_BYTES, free // _CACHE_SHARE_OF_FREE) // page_bytes)
         self._resident_pages = max(1, cache_l2 // _RESIDENT_SHARE_OF_L2 // page_bytes)
         cache = (pages, page_size, num_kv_heads, head_dim)
-        self.kv = [torch.randn(cache, device=device, dtype=dtype) for _ in range(2)]
+        self.kv = [torch.randn(cache, device=device, dtype=dtype).to(kv_dtype) for _ in range(2)]
         # Random order, as in a server's pool after some time.
         self.pages = torch.randperm(pages, device=device, dtype=torch.int32)
 
@@ -143,6 +145,7 @@ class Machine:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
             device=self.device,
             page_size=self.page_size,
             max_batch=max_batch,

@@ -67,12 +67,15 @@ def tune(key: TableKey, before: CostModel, say: Callable[[str], None]) -> Tuned:
     AttentionError
         If the kernels cannot run such an attention.
     """
-    dtype: torch.dtype = getattr(torch, key.dtype)
+    kv_dtype: torch.dtype = getattr(torch, key.dtype)
+    # The time does not depend on which 16 bits the queries have.
+    dtype = torch.bfloat16 if kv_dtype.itemsize == 1 else kv_dtype
     machine = Machine(
         num_query_heads=key.query_heads,
         num_kv_heads=key.kv_heads,
         head_dim=key.head_dim,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         page_size=key.page_size,
         device=torch.device("cuda", torch.cuda.current_device()),
         clock=gpu_clock,
