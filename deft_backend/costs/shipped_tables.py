@@ -12,8 +12,9 @@ from deft_backend.costs.cost_model import DEFAULT_TABLE, TABLES, CostModel, defa
 from deft_backend.costs.gpu_facts import GpuFacts
 from deft_backend.costs.table_key import DTYPE_BYTES, TableKey, read_key
 
-SHIPPED_TABLES = (DEFAULT_TABLE, TABLES / "h200.json")
-"""The files of the tables, one for each GPU that was measured. On the CPU the first one plans."""
+SHIPPED_TABLES = (DEFAULT_TABLE, TABLES / "h200.json", TABLES / "h100-fp8.json")
+"""The files of the tables: for each GPU that was measured, and for caches of 16 and of 8 bits. On
+the CPU the first one plans."""
 
 
 @dataclass(frozen=True, eq=False)

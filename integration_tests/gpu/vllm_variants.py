@@ -9,10 +9,14 @@ from integration_tests.gpu.variants import Fleet, Variant
 COMMON = (
     # Each server gets a share of the GPU, although it measures free memory while others start.
     "--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", "2000000000",
+    "--max-model-len", "16384",
 )  # fmt: skip
 
 DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 """Without it, vLLM has no endpoints that let a server sleep or change its weights."""
+
+NO_MULTICAST = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
+"""For machines whose GPUs may not use NVLink multicast."""
 
 REFERENCES: Mapping[str, Variant] = {
     "host": Variant("FLASH_ATTN"),
@@ -23,7 +27,8 @@ VARIANTS: Mapping[str, Variant] = {
     "default": Variant("deft"),
     "sleeping": Variant("deft", ("--enable-sleep-mode",), DEVELOPMENT, "host-sleeping"),
     "two-ranks": Variant(
-        "deft", ("--tensor-parallel-size", "2"), {}, "default", 2, states=("tp0", "tp1")
+        "deft", ("--tensor-parallel-size", "2", "--disable-custom-all-reduce"), NO_MULTICAST,
+        "default", 2, states=("tp0", "tp1"),
     ),
     "two-stages": Variant(
         "deft", ("--pipeline-parallel-size", "2"), {}, "default", 2,
