@@ -416,7 +416,7 @@ def test_a_measured_gpu_plans_with_its_own_table(
     table, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:  # type: ignore[no-untyped-def]
     assert table.path in SHIPPED_TABLES
-    key = replace(KEY, gpu=table.key.gpu)
+    key = replace(KEY, gpu=table.key.gpu, dtype=table.key.dtype)
     with caplog.at_level(logging.INFO):
         assert cost_model_for(key, tmp_path, table.facts) is table.model
         assert cost_model_for(key, tmp_path) is table.model  # the driver tells nothing
@@ -445,7 +445,7 @@ def test_a_derived_table_follows_the_facts(table) -> None:  # type: ignore[no-un
 def test_another_gpu_takes_the_table_of_the_gpu_most_like_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    h100, h200 = shipped_tables()
+    h100, h200, _ = shipped_tables()
     lean = GpuFacts(sms=108, sm_clock_mhz=1410.0, memory_gb_s=1555.0)
     rich = GpuFacts(sms=66, sm_clock_mhz=1980.0, memory_gb_s=2400.0)
     assert nearest_table(KEY.gpu, lean) is h100
@@ -456,6 +456,23 @@ def test_another_gpu_takes_the_table_of_the_gpu_most_like_it(
     assert model.bandwidth_gb_s == pytest.approx(h200.model.bandwidth_gb_s * 2400.0 / 4814.304)
     (record,) = caplog.records
     assert "66 SMs at 1980 MHz and a memory of 2400 GB/s" in record.message
+
+
+def test_a_cache_of_8_bits_takes_a_table_of_8_bits(tmp_path: Path) -> None:
+    """Also on a GPU that only has a table of 16 bits: it is carried to the GPU's facts."""
+    _, h200, eight_bits = shipped_tables()
+    assert eight_bits.key.dtype == "float8_e4m3fn"
+    for gpu in (eight_bits.key.gpu, h200.key.gpu, KEY.gpu):
+        for dtype, size in DTYPE_BYTES.items():
+            found = nearest_table(gpu, h200.facts, dtype)
+            assert (found is eight_bits) == (size == 1)
+    key = replace(KEY, gpu=h200.key.gpu, dtype="float8_e5m2")
+    used = table_in_use(key, tmp_path, h200.facts)
+    assert used.path == eight_bits.path
+    assert used.model.tiles.item_ns == eight_bits.model.tiles.item_ns  # the clocks are equal
+    assert used.model.bandwidth_gb_s > 1.3 * eight_bits.model.bandwidth_gb_s
+    assert used.notice is not None
+    assert "--kv-cache-dtype fp8_e5m2" in used.notice
 
 
 # --- the search ----------------------------------------------------------------------------------

@@ -15,8 +15,11 @@ COMMON = (
 DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 """Without it, vLLM has no endpoints that let a server sleep or change its weights."""
 
-NO_MULTICAST = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
-"""For machines whose GPUs may not use NVLink multicast."""
+NO_MULTICAST = (
+    "--disable-custom-all-reduce",
+    "--compilation-config", '{"pass_config": {"fuse_allreduce_rms": false}}',
+)  # fmt: skip
+"""For machines whose GPUs may not use NVLink multicast: vLLM's own ways to add use it."""
 
 REFERENCES: Mapping[str, Variant] = {
     "host": Variant("FLASH_ATTN"),
@@ -27,8 +30,8 @@ VARIANTS: Mapping[str, Variant] = {
     "default": Variant("deft"),
     "sleeping": Variant("deft", ("--enable-sleep-mode",), DEVELOPMENT, "host-sleeping"),
     "two-ranks": Variant(
-        "deft", ("--tensor-parallel-size", "2", "--disable-custom-all-reduce"), NO_MULTICAST,
-        "default", 2, states=("tp0", "tp1"),
+        "deft", ("--tensor-parallel-size", "2", *NO_MULTICAST),
+        {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}, "default", 2, states=("tp0", "tp1"),
     ),
     "two-stages": Variant(
         "deft", ("--pipeline-parallel-size", "2"), {}, "default", 2,
