@@ -89,6 +89,21 @@ def test_time_per_token_leaves_out_what_requests_cost_besides() -> None:
     assert {tokens for _, tokens in client.asked} == {11}
 
 
+def test_a_kernel_that_the_host_compiles_for_streams_does_not_count() -> None:
+    class Compiles(FakeClient):
+        """The first stream of each prompt waits for a second."""
+
+        async def stream(self, prompt: Any, tokens: int, **options: Any) -> Any:
+            first = tuple(prompt) not in {asked for asked, _ in self.asked}
+            answer = await super().stream(prompt, tokens, **options)
+            answer.arrivals = [arrival + first for arrival in answer.arrivals]
+            return answer
+
+    row = row_of()
+    asyncio.run(measure(grid_case(MODEL, 8, 4, 4), 10, 1, Compiles(0.02, 3.0), row))  # type: ignore[arg-type]
+    assert (row["ttft_ms"], row["ttft_p99_ms"]) == (3000.0, 3000.0)
+
+
 def test_a_short_batch_that_waited_does_not_count() -> None:
     class Waits(FakeClient):
         """For some batches the server is busy for a second."""
