@@ -26,10 +26,9 @@ from deft_backend.costs.shipped_tables import (
     shipped_for,
     shipped_tables,
 )
-from deft_backend.costs.table_key import DTYPE_BYTES, EIGHT_BIT_CACHES, TableKey, read_key
+from deft_backend.costs.table_key import DTYPE_BYTES, TableKey, read_key
 from deft_backend.costs.table_lookup import cost_model_for, save_table, table_in_use
 from deft_backend.folders import tables_directory
-from deft_backend.hosts.common.limits import EIGHT_BIT_CACHES as hosts_caches
 from deft_backend.kernel_limits import TILE_SEGMENTS
 from deft_backend.policies import Target
 from deft_backend.reference_attention import reference_attention, relative_error
@@ -270,11 +269,10 @@ def test_the_command_in_a_message_asks_for_the_table_of_its_key(
     assert out.startswith(f"{gpu}: {key.shape}")
 
 
-def test_tune_knows_the_hosts_caches_of_8_bits() -> None:
-    assert EIGHT_BIT_CACHES.items() <= hosts_caches.items()
+def test_a_cache_that_tune_does_not_know_is_refused() -> None:
     code, _, err = run("tune", "--kv-cache-dtype", "fp4")
     assert code == 2
-    assert "--kv-cache-dtype is 'fp4'; expected auto or one of fp8_e4m3, fp8_e5m2" in err
+    assert "--kv-cache-dtype is 'fp4'; expected auto or one of fp8, fp8_e4m3, fp8_e5m2" in err
 
 
 def test_every_part_of_the_key_names_another_file() -> None:

@@ -37,7 +37,7 @@ def tune(
     head_dim: HeadDimOption = None,
     dtype: Annotated[str | None, typer.Option(help="fp16 or bf16; default: fp16.")] = None,
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="auto (the dtype of the queries), fp8_e4m3 or fp8_e5m2.")
+        str, typer.Option(help="KV cache: auto (as the queries), fp8_e4m3 or fp8_e5m2.")
     ] = "auto",
     page_size: Annotated[
         int, typer.Option(min=1, help="Tokens a page; 1 is what SGLang's adapter works with.")

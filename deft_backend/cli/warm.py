@@ -68,7 +68,8 @@ def warm(
         int, typer.Option(min=1, help="Most requests that decode at once.")
     ] = 2048,
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="The server's --kv-cache-dtype: auto, fp8_e4m3 or fp8_e5m2.")
+        str,
+        typer.Option(help="The server's: auto, fp8_e4m3, fp8_e5m2; vLLM: also fp8."),
     ] = "auto",
     draft_tokens: Annotated[
         int | None,
@@ -231,8 +232,8 @@ def _fill(
 def _described(shape: HeadShape, layers: ModelLayers, server: _Server) -> DescribedServer:
     import torch
 
+    from deft_backend.costs.table_key import EIGHT_BIT_CACHES
     from deft_backend.hosts.common.described_server import DescribedServer, drafts_of
-    from deft_backend.hosts.common.limits import EIGHT_BIT_CACHES
     from deft_backend.hosts.common.warm_up import LayerKind
 
     dtype = getattr(torch, shape.dtype)

@@ -20,8 +20,11 @@ DTYPE_BYTES = {
 SHORT_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 """Names of dtypes on the command line."""
 
-EIGHT_BIT_CACHES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-"""Names of KV caches of 8 bits on the command line: those of both hosts."""
+EIGHT_BIT_CACHES = {
+    "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2",
+}  # fmt: skip
+"""Hosts' names for KV caches of 8 bits with one scale for all keys and one for all values, and
+torch's names for their dtypes."""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,9 @@
-"""What every adapter decides from the settings alone: batch sizes, and whether to observe."""
+"""What every adapter decides without its host: caches, batch sizes, and whether to observe."""
 
 from __future__ import annotations
 
 from deft_backend.config import Settings, warn_unknown
-
-EIGHT_BIT_CACHES = {
-    "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2",
-}  # fmt: skip
-"""Hosts' names for KV caches of 8 bits with one scale for all keys and one for all values, and
-torch's names for their dtypes."""
+from deft_backend.costs.table_key import EIGHT_BIT_CACHES
 
 
 def refused_cache(name: str) -> str | None:

@@ -95,8 +95,9 @@ def key_of(request: Any) -> Key:
 def tree_reader(tree_cache: Any) -> TreeReader | None:
     """The reader for a prefix cache; None if only the page table shows the sharing.
 
-    There are readers for the two plain trees. Nodes of other caches may hold tokens outside the
-    page table's pages (hierarchical caches to 0.5.18, sliding windows, Mamba, bigrams).
+    There are readers for the plain tree (also with caching off) and for the unified tree. Nodes of
+    other caches may hold tokens outside the page table's pages (hierarchical caches to 0.5.18,
+    sliding windows, Mamba, bigrams).
     """
     kind = type(tree_cache)
     name = f"{kind.__module__}.{kind.__qualname__}"

@@ -1,1 +1,4 @@
-"""vLLM: its own backend, with tree attention for decode batches. See docs/hosts-vllm.md."""
+"""vLLM: its own backend, with tree attention for decode and verification.
+
+See docs/hosts-vllm.md.
+"""
