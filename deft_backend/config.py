@@ -246,8 +246,8 @@ VARIABLES: tuple[Variable, ...] = (
         "state_dir",
         _directory,
         "a directory, existing or to be made",
-        "Where servers write their state files for `deft explain`, `ab`, `top` and `inspect`. Unset: "
-        "`servers` in the cache folder.",
+        "Where servers write their state files for `deft explain`, `ab`, `top` and `inspect`. "
+        "Unset: `servers` in the cache folder.",
     ),
     Variable(
         "DEFT_CACHE_DIR",

@@ -15,7 +15,8 @@ PATCHES = ROOT / "deft_patches"
 
 # Tools, not stages of the data flow: every folder may import them.
 TOOLS = {
-    "compile", "policy_names", "installed", "folders", "private_files", "json_fields", "version",
+    "compile", "policy_names", "dtype_names", "installed", "folders", "private_files",
+    "json_fields", "version",
 }  # fmt: skip
 SHARED_BY_HOSTS = {
     "forest", "costs", "policies", "planner", "attention", "config", "telemetry",

@@ -26,8 +26,9 @@ from deft_backend.costs.shipped_tables import (
     shipped_for,
     shipped_tables,
 )
-from deft_backend.costs.table_key import DTYPE_BYTES, TableKey, read_key
+from deft_backend.costs.table_key import TableKey, read_key
 from deft_backend.costs.table_lookup import cost_model_for, save_table, table_in_use
+from deft_backend.dtype_names import DTYPE_BYTES
 from deft_backend.folders import tables_directory
 from deft_backend.kernel_limits import TILE_SEGMENTS
 from deft_backend.policies import Target

@@ -26,7 +26,7 @@ from vllm_fakes import (
     speculating,
 )
 
-from deft_backend.costs.table_key import EIGHT_BIT_CACHES
+from deft_backend.dtype_names import EIGHT_BIT_CACHES
 from deft_backend.hosts.vllm import say, server
 from deft_backend.hosts.vllm.compose import tree_backend
 from deft_backend.hosts.vllm.cpu import PlainCpuBackend

@@ -23,8 +23,8 @@ from deft_backend.cli.models import RevisionOption, chosen_model
 from deft_backend.cli.shapes import HeadShape, model_shape, parse_heads
 from deft_backend.config import SettingsError
 from deft_backend.costs.cost_model import CostModel
-from deft_backend.costs.table_key import SHORT_DTYPES
 from deft_backend.costs.table_lookup import TableInUse, table_in_use
+from deft_backend.dtype_names import SHORT_DTYPES
 
 CANNOT_WORK = 1
 

@@ -15,8 +15,9 @@ from deft_backend.cli.errors import fail, reported, stderr
 from deft_backend.cli.models import RevisionOption
 from deft_backend.cli.shapes import HeadDimOption, HeadShape, ShapeModelOption, chosen_shape
 from deft_backend.config import SettingsError
-from deft_backend.costs.table_key import EIGHT_BIT_CACHES, TableKey
+from deft_backend.costs.table_key import TableKey
 from deft_backend.costs.table_lookup import save_table, table_in_use
+from deft_backend.dtype_names import EIGHT_BIT_CACHES
 from deft_backend.folders import create_private, tables_directory
 
 if TYPE_CHECKING:

@@ -232,7 +232,7 @@ def _fill(
 def _described(shape: HeadShape, layers: ModelLayers, server: _Server) -> DescribedServer:
     import torch
 
-    from deft_backend.costs.table_key import EIGHT_BIT_CACHES
+    from deft_backend.dtype_names import EIGHT_BIT_CACHES
     from deft_backend.hosts.common.described_server import DescribedServer, drafts_of
     from deft_backend.hosts.common.warm_up import LayerKind
 

@@ -10,21 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from deft_backend.costs.cost_model import CostModelError, read_table
+from deft_backend.dtype_names import EIGHT_BIT_CACHES, SHORT_DTYPES
 from deft_backend.json_fields import shown
-
-DTYPE_BYTES = {
-    "float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1,
-}  # fmt: skip
-"""Bytes of an element of the KV cache, by its dtype."""
-
-SHORT_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-"""Names of dtypes on the command line."""
-
-EIGHT_BIT_CACHES = {
-    "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2",
-}  # fmt: skip
-"""Hosts' names for KV caches of 8 bits with one scale for all keys and one for all values, and
-torch's names for their dtypes."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +27,8 @@ class TableKey:
     query_heads, kv_heads, head_dim : int
         Shape of the attention.
     dtype : str
-        Of the KV cache: one of :data:`DTYPE_BYTES`. Queries have it too, unless it has 8 bits.
+        Of the KV cache: one of :data:`~deft_backend.dtype_names.DTYPE_BYTES`. Queries have it too,
+        unless it has 8 bits.
     page_size : int
         Tokens a page of the KV cache.
     """

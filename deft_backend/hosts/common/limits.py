@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deft_backend.config import Settings, warn_unknown
-from deft_backend.costs.table_key import EIGHT_BIT_CACHES
+from deft_backend.dtype_names import EIGHT_BIT_CACHES
 
 
 def refused_cache(name: str) -> str | None:

@@ -13,7 +13,7 @@ import torch
 
 from deft_backend.attention import TreeAttention
 from deft_backend.config import LOG_LEVELS, Settings, warn_unknown
-from deft_backend.costs.table_key import EIGHT_BIT_CACHES
+from deft_backend.dtype_names import EIGHT_BIT_CACHES
 from deft_backend.forest import PrefixForest
 from deft_backend.hosts.common.kernel_cache import take_compiled_kernels
 from deft_backend.hosts.common.planner_choice import (

@@ -15,7 +15,7 @@ import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from vllm.v1.attention.backend import MultipleOf as _MultipleOf
 
-from deft_backend.costs.table_key import EIGHT_BIT_CACHES
+from deft_backend.dtype_names import EIGHT_BIT_CACHES
 from deft_backend.hosts.vllm.layout import kv_views
 from deft_backend.hosts.vllm.versions import with_standard_cache
 

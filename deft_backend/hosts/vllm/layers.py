@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deft_backend.costs.table_key import EIGHT_BIT_CACHES
+from deft_backend.dtype_names import EIGHT_BIT_CACHES
 
 UNQUANTISED = ("auto", "float16", "bfloat16", "float32")
 
