@@ -96,6 +96,19 @@ def test_without_a_folder_or_a_gpu_there_is_nothing_to_say(
     assert lines(caplog, Settings(kernel_cache=folder), torch.device("cpu")) == []
 
 
+def test_a_cache_folder_of_another_user_is_one_line_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image built as root may have one that the server's user cannot enter."""
+
+    def denied(folder: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr("deft_backend.hosts.common.kernel_cache.is_filled", denied)
+    (line,) = lines(caplog, Settings(cache_dir=tmp_path))
+    assert "cannot be copied ([Errno 13] Permission denied" in line
+
+
 def test_a_damaged_kernel_is_told_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = filled(tmp_path / "image" / "kernels")
     (folder / ("a" * 64) / "k.cubin").write_text("other")

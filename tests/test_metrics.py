@@ -258,6 +258,9 @@ def test_what_the_line_says() -> None:
     told = replace(verified, verified_drafts=310, accepted_tokens=403)
     assert "1,240 tokens verified; acceptance length 2.30; KV read" in describe(told)
     slow = Counters(1, 1, 1, {}, 2_500_000, 5_000_000_000_000, 1.2345)
+    # The forward thread counts a plan and then its time; a reading may fall in between.
+    between = Counters(1, 1, 0, {}, 50, 100, 0.002)
+    assert "planning" not in describe(between)
     assert describe(slow).endswith("KV read 2.5 MB of 5.0 TB query by query (0 %); planning "
                                    "1,234 ms a plan")  # fmt: skip
 

@@ -666,9 +666,9 @@ def test_scales_of_a_cache_of_eight_bits(host: Any, scales: tuple[Any, Any]) -> 
         k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
     batch = SimpleNamespace(out_cache_loc=None, seq_lens=None, req_pool_indices=None)
-    DeftAttentionBackend._tree_attention(
-        backend, torch.zeros(2, 256), None, None, layer, batch, True, None
-    )
+    backend._scales = lambda layer: DeftAttentionBackend._scales(backend, layer)
+    DeftAttentionBackend._write_kv(backend, None, None, layer, batch)
+    DeftAttentionBackend._tree_attention(backend, torch.zeros(2, 256), layer, batch, None)
     assert written == [k_scale, v_scale]
     assert ran["k_scale"] is (unit if k_scale is None else k_scale)
     assert ran["v_scale"] is (unit if v_scale is None else v_scale)

@@ -21,6 +21,7 @@ from sglang_fakes import (
     small_attention,
 )
 
+from deft_backend.attention import TreeAttention
 from deft_backend.config import Settings
 from deft_backend.telemetry.shown_batch import forest_of
 
@@ -181,6 +182,59 @@ def test_a_kernel_that_fails_leaves_the_capture_to_the_host(
         backend.forward(q, k, v, make_layer(layer_id=layer_id), batch)
     backend.init_forward_metadata_out_graph(server.batch())
     assert server.calls == ["capture", "in graph", "decode", "decode", "replay"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_keys_and_values_of_8_bits_are_divided_once(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host's pool divides its arguments in place; after a failed kernel the host gets them."""
+    host = load_host()
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    from deft_backend.hosts.sglang.backend import KVWriteLoc
+    from deft_backend.hosts.sglang.device_planned import DevicePlannedBackend
+
+    pool = MHATokenToKVPool(
+        size=64, page_size=1, dtype=torch.float8_e4m3fn, head_num=2, head_dim=64, layer_num=1,
+        device="cpu", enable_memory_saver=False,
+    )  # fmt: skip
+    table = torch.arange(64, dtype=torch.int32).view(2, 32).numpy().copy()
+
+    class Host(recording_backend(host, pool, table, [])):  # type: ignore[misc]
+        def forward_decode(
+            self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True
+        ) -> Any:
+            if save_kv_cache:
+                location = KVWriteLoc(batch.out_cache_loc, None)
+                pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
+            return torch.zeros_like(q)
+
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16,
+        kv_dtype=torch.float8_e4m3fn, device="cpu", max_batch=4,
+    )  # fmt: skip
+    backend = DevicePlannedBackend(Host(), attention, make_state(), Settings(min_batch=1))
+    lens = torch.tensor([5, 6])
+    batch = SimpleNamespace(
+        forward_mode=DECODE, batch_size=2, seq_lens=lens, seq_lens_cpu=lens, seq_lens_sum=11,
+        req_pool_indices=torch.tensor([0, 1]), out_cache_loc=torch.tensor([4, 37]),
+    )  # fmt: skip
+    backend.init_forward_metadata(batch)
+    if fails:
+
+        def fail(*args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("a launch failed")
+
+        monkeypatch.setattr(attention, "run", fail)
+    k, v = (torch.full((2, 2, 64), value, dtype=torch.bfloat16) for value in (1.0, 2.0))
+    layer = make_layer(k_scale=torch.tensor(0.5), v_scale=torch.tensor(0.25))
+    q = torch.randn(2, 256).bfloat16()
+    out = backend.forward_decode(q, k, v, layer, batch)
+    assert out.any() != fails
+    stored = (pool.get_key_buffer(0)[[4, 37]].float(), pool.get_value_buffer(0)[[4, 37]].float())
+    assert (stored[0] * 0.5 == 1.0).all()
+    assert (stored[1] * 0.25 == 2.0).all()
 
 
 def test_graphs_captured_anew_hold_what_is_captured_then(

@@ -367,6 +367,33 @@ def test_ranks_that_decode_for_themselves_need_the_devices_planner(
             factory._create(runner, object(), Settings(planner="host"), ExitStack())
 
 
+@pytest.mark.parametrize(
+    ("name", "cache", "scale", "refused"),
+    [
+        ("torch_native", torch.float8_e4m3fn, 0.02, True),
+        ("flex_attention", torch.float8_e5m2, 0.02, True),
+        ("torch_native", torch.float8_e4m3fn, None, False),
+        ("torch_native", torch.bfloat16, 0.02, False),
+        ("triton", torch.float8_e4m3fn, 0.02, False),
+    ],
+)
+def test_a_backend_that_ignores_the_scales_of_8_bits_decodes_itself(
+    host: Any, name: str, cache: torch.dtype, scale: float | None, refused: bool, monkeypatch
+) -> None:
+    """SGLang's torch backends write and read such a cache without its scales."""
+    from deft_backend.hosts.sglang import factory
+
+    layers = [
+        SimpleNamespace(k_scale=None, v_scale=None),
+        SimpleNamespace(k_scale=None, v_scale=scale),
+    ]
+    monkeypatch.setattr(factory, "attention_layers", lambda model: layers)
+    reason = factory.ignored_scales(SimpleNamespace(kv_cache_dtype=cache, model=None), name)
+    assert (reason is not None) == refused
+    if refused:
+        assert reason == f"{name} ignores the scales of a KV cache in {cache}"
+
+
 def test_arguments_made_before_the_plugin_was_there_are_told_so(host: Any) -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 

@@ -20,6 +20,7 @@ from sglang_fakes import (
 )
 
 from deft_backend.config import Settings
+from deft_backend.hosts.sglang.layers import Division
 
 PREFIX = list(range(10, 310))
 PROMPTS = [[*PREFIX, 4, 5], [*PREFIX, 9]]
@@ -263,8 +264,8 @@ def test_an_observed_server_counts_verifications(monkeypatch: pytest.MonkeyPatch
 
     state = make_state()
     for name, value in (
-        ("state_of", state), ("division_of", None), ("decode_backend_name", "theirs"),
-        ("start_reporting", None),
+        ("state_of", state), ("division_of", Division((4, 2, 64), (0,), {})),
+        ("decode_backend_name", "theirs"), ("start_reporting", None),
     ):  # fmt: skip
         monkeypatch.setattr(observe, name, lambda *given, value=value: value)
     observer = observe.Observer()
@@ -275,6 +276,39 @@ def test_an_observed_server_counts_verifications(monkeypatch: pytest.MonkeyPatch
         batch = SimpleNamespace(forward_mode=mode(kind), seq_lens_sum=10, seq_lens_cpu=None)
         observer.observe(batch, None, runner)
     assert state.steps_host == {"observed": 2}
+
+
+@pytest.mark.parametrize("readable", [True, False], ids=["heads of 80", "another cache"])
+def test_an_observed_server_counts_layers_that_no_kernel_of_ours_runs(
+    readable: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If even their bytes are unknown, one line says so: no reader could use the state file."""
+    load_host()
+    from deft_backend.hosts.sglang import observe
+
+    reported = []
+    theirs = Division(None, (), {0: "head dimension 80 is not supported"})
+
+    def divided(runner: Any, refused: Any = None) -> Division:
+        return theirs if refused is None else Division((4, 2, 80), (0, 1), {})
+
+    def state_of(runner: Any, division: Division, *names: str) -> Any:
+        assert division.tree
+        return make_state()
+
+    monkeypatch.setattr(observe, "division_of", divided)
+    monkeypatch.setattr(observe, "full_cache", lambda pool: object() if readable else "MLA")
+    monkeypatch.setattr(observe, "state_of", state_of)
+    monkeypatch.setattr(observe, "decode_backend_name", lambda runner: "theirs")
+    monkeypatch.setattr(observe, "start_reporting", lambda state, *given: reported.append(state))
+    observer = observe.Observer()
+    runner = SimpleNamespace(is_draft_worker=False, token_to_kv_pool=None)
+    for _ in range(2):
+        batch = SimpleNamespace(forward_mode=mode("decode"), seq_lens_sum=10, seq_lens_cpu=None)
+        observer.observe(batch, None, runner)
+    assert [state.steps_host for state in reported] == ([{"observed": 2}] if readable else [])
+    said = "DEFT_OBSERVE counts nothing in this server (head dimension 80 is not supported)"
+    assert caplog.text.count(said) == (0 if readable else 1)
 
 
 def request(drafts: int = 0, accepted: int = 0) -> Any:

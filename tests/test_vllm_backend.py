@@ -595,6 +595,30 @@ def test_verification_finds_a_wrong_kernel(
     assert step_of(builder.build(0, batch.common())) is None
 
 
+def test_verification_also_sees_small_results(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tolerance is relative to the largest value, whatever it is."""
+    monkeypatch.setenv("DEFT_VERIFY", "1")
+    layers = make_layers()
+    builder = layers.builder(make_spec())
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+    cache.tensor *= 1e-5
+    run(layers.impls[0], batch, cache, builder.build(0, batch.common()))
+    assert "agree" not in caplog.text
+    attention_run = TreeAttention.run
+
+    def nothing(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return attention_run(self, *args, **kwargs).zero_()
+
+    monkeypatch.setattr(TreeAttention, "run", nothing)
+    with caplog.at_level(logging.ERROR, "deft_backend"):
+        found = run(layers.impls[0], batch, cache, builder.build(0, batch.common()))
+    assert found.any()
+    assert caplog.text.count("does not agree") == 1
+
+
 def test_a_fused_output_quantisation_is_the_hosts(caplog: pytest.LogCaptureFixture) -> None:
     layers = make_layers()
     batch = Batch(DECODE, shared=2)

@@ -15,11 +15,14 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, Sli
 from vllm_fakes import DIM, HEADS, KV_HEADS, Batch, Cache, Layers, make_config, make_spec, run
 from vllm_fakes import reference as expected
 
+from deft_backend.config import Settings
 from deft_backend.hosts.vllm import server
 from deft_backend.hosts.vllm.compose import tree_backend
 from deft_backend.hosts.vllm.cpu import PlainCpuBackend
 from deft_backend.hosts.vllm.division import LINEAR, divide_layers, unsupported_kind
+from deft_backend.hosts.vllm.layers import Layer, LayerShape
 from deft_backend.hosts.vllm.observe import observed_backend
+from deft_backend.hosts.vllm.server import server_of
 from deft_backend.hosts.vllm.step import step_of
 
 DECODE = [40, 45, 37, 50]
@@ -125,7 +128,23 @@ def test_layers_of_two_shapes_have_plans_of_their_own() -> None:
     )
     groups = [layers.builder(make_spec()).deft_group for layers in (first, second)]
     assert [group.shape.num_query_heads for group in groups] == [HEADS, 2 * HEADS]
-    assert divide_layers(config).count(groups[1].shape) == 1
+    assert divide_layers(config).layers_with(groups[1].shape, None) == 1
+
+
+def test_layers_with_a_cache_of_another_dtype_are_not_counted() -> None:
+    """As with ``--kv-cache-dtype-skip-layers``: bytes are counted for one dtype of cache."""
+    shape, config = LayerShape(4, 2, 64), make_config()
+    for at, cache in enumerate(("auto", "fp8", "fp8", "auto", "auto")):
+        layer = Layer(shape, 0.125, 0.0, None, False, cache)
+        context = config.compilation_config.static_forward_context
+        context[f"model.layers.{at}.attn"] = SimpleNamespace(impl=SimpleNamespace(deft_layer=layer))
+    division = divide_layers(config)
+    assert division.layers_with(shape, None) == 3
+    assert division.layers_with(shape, torch.float8_e4m3fn) == 2
+    state = server_of(config).count_in(
+        ["model.layers.1.attn"], shape, torch.float8_e4m3fn, torch.device("cpu"), Settings()
+    )
+    assert (state.num_layers, state.dtype_bytes) == (2, 1)
 
 
 @pytest.mark.parametrize("lens", [None, [3, 1, 1, 1]], ids=["decode", "mixed"])

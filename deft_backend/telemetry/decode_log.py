@@ -87,7 +87,7 @@ def describe(stretch: Counters) -> str:
     if guided:
         share = f"{100 * read / guided:.0f} %"
         parts.append(f"KV read {_bytes(read)} of {_bytes(guided)} query by query ({share})")
-    if stretch.plan_seconds:
+    if stretch.plans and stretch.plan_seconds:  # another thread counts both, one after the other
         ms = 1e3 * stretch.plan_seconds / stretch.plans
         parts.append(f"planning {f'{ms:.2g}' if ms < 10 else f'{ms:,.0f}'} ms a plan")
     return "; ".join(parts)

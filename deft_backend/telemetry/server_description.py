@@ -29,6 +29,8 @@ class ServerDescription:
     ----------
     rank : int
         Tensor-parallel rank.
+    dtype : str
+        Of the KV cache. Queries have it too, unless it has 8 bits.
     dtype_bytes : int
         Bytes of one element of the KV cache.
     """

@@ -22,9 +22,11 @@ def take_compiled_kernels(settings: Settings, device: torch.device) -> None:
     Nothing is logged if nobody filled the folder and no setting names it.
     """
     folder = kernels_directory(settings)
-    if device.type != "cuda" or (settings.kernel_cache is None and not is_filled(folder)):
+    if device.type != "cuda":
         return
     try:
+        if settings.kernel_cache is None and not is_filled(folder):
+            return
         found = take(folder, Origin.of(Gpu.at(device).name))
     except KernelFolderError as error:
         logger.warning("deft: the kernels in %s are not used: %s; %s", folder, error, _REST)

@@ -135,9 +135,12 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         """Run a layer of a tree-attention step; the host's kernel runs it if it must."""
         if self._delegated(k, v, layer, kwargs) is None:
             try:
-                return self._tree_attention(
-                    q, k, v, layer, forward_batch, save_kv_cache, kwargs.get("sinks")
-                )
+                if save_kv_cache:
+                    self._write_kv(k, v, layer, forward_batch)
+                    # The pool divides keys and values for 8 bits in place: nobody may write them
+                    # a second time.
+                    save_kv_cache = False
+                return self._tree_attention(q, layer, forward_batch, kwargs.get("sinks"))
             except Exception as error:
                 self._broken = "kernel failed"
                 logger.error("deft: a kernel failed, the host's own decode from here: %r", error)
@@ -174,19 +177,21 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
     def forward_mixed(self, *args: Any, **kwargs: Any) -> Any:
         return self._host.forward_mixed(*args, **kwargs)
 
-    def _tree_attention(
-        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool,
-        sinks: Any,
-    ) -> Any:  # fmt: skip
+    def _scales(self, layer: Any) -> tuple[Any, ...]:
+        """The scales of a layer's keys and values, if the cache has 8 bits."""
         eight_bits = self._attention.kv_dtype != self._attention.dtype
-        # As the host does it: the pool divides by the scales before it rounds to 8 bits.
-        scales = (layer.k_scale, layer.v_scale) if eight_bits else ()
-        if save_kv_cache:
-            location = KVWriteLoc(forward_batch.out_cache_loc, None)
-            self._pool.set_kv_buffer(layer, location, k, v, *scales)
+        return (layer.k_scale, layer.v_scale) if eight_bits else ()
+
+    def _write_kv(self, k: Any, v: Any, layer: Any, forward_batch: Any) -> None:
+        """Write the step's keys and values as the host does: it divides by the scales first."""
+        location = KVWriteLoc(forward_batch.out_cache_loc, None)
+        self._pool.set_kv_buffer(layer, location, k, v, *self._scales(layer))
+
+    def _tree_attention(self, q: Any, layer: Any, forward_batch: Any, sinks: Any) -> Any:
+        scales = self._scales(layer)
         k_scale, v_scale = (
             (self._attention.unit_scale if scale is None else scale for scale in scales)
-            if eight_bits
+            if scales
             else (1.0, 1.0)
         )
         heads, dim = layer.tp_q_head_num, layer.qk_head_dim

@@ -34,6 +34,7 @@ from deft_backend.hosts.sglang.server import device_of, division_of, start_repor
 from deft_backend.hosts.sglang.verification import Verification
 from deft_backend.hosts.sglang.verify import disagreement
 from deft_backend.hosts.sglang.versions import (
+    attention_layers,
     decode_graphs,
     decodes_per_rank,
     draft_tokens,
@@ -50,6 +51,8 @@ from deft_patches import (
 )
 
 logger = logging.getLogger("deft_backend")
+
+_IGNORE_SCALES = ("torch_native", "flex_attention")
 
 
 class Unsupported(RuntimeError):
@@ -80,6 +83,9 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
             settings = Settings.from_env()
             logger.setLevel(LOG_LEVELS[settings.log])
             warn_unknown()
+            reason = ignored_scales(runner, name)
+            if reason is not None:
+                raise Unsupported(reason)
             made = _create(runner, host, settings, undo)
         except Unsupported as error:
             reason = str(error)
@@ -128,6 +134,21 @@ def unsupported_model(runner: Any) -> str | None:
     if runner.kv_cache_dtype != runner.dtype or cache.pool.store_dtype != runner.dtype:
         return f"KV in {runner.kv_cache_dtype} under a model in {runner.dtype} is not supported"
     return None
+
+
+def ignored_scales(runner: Any, name: str) -> str | None:
+    """Why the scales of a cache of 8 bits rule out tree attention around a backend, or None.
+
+    These backends write and read such a cache without its scales. Tree attention follows the
+    scales, so it would read other values than prefill has written.
+    """
+    if name not in _IGNORE_SCALES or runner.kv_cache_dtype.itemsize > 1:
+        return None
+    if all(
+        layer.k_scale is None and layer.v_scale is None for layer in attention_layers(runner.model)
+    ):
+        return None
+    return f"{name} ignores the scales of a KV cache in {runner.kv_cache_dtype}"
 
 
 def _divided(runner: Any) -> tuple[Division, Shape]:

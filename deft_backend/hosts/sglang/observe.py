@@ -10,6 +10,7 @@ import logging
 from typing import Any
 
 from deft_backend.config import Settings
+from deft_backend.hosts.sglang.caches import full_cache
 from deft_backend.hosts.sglang.server import division_of, start_reporting, state_of
 from deft_backend.hosts.sglang.versions import decode_backend_name
 from deft_backend.telemetry.state import ServerState
@@ -40,14 +41,25 @@ class Observer:
         mode = forward_batch.forward_mode
         if runner.is_draft_worker or not (mode.is_decode() or mode.is_target_verify()):
             return
-        if self._state is None:
-            settings = Settings.from_env()
-            backend = decode_backend_name(runner)
-            self._state = state_of(runner, division_of(runner), backend, "")
-            self._runner = runner
-            start_reporting(self._state, runner, settings)
-        if runner is self._runner:
+        if self._runner is None:
+            self._state, self._runner = _counting(runner), runner
+        if self._state is not None and runner is self._runner:
             tokens = forward_batch.seq_lens_sum
             if tokens is None:
                 tokens = int(forward_batch.seq_lens_cpu.sum())
             self._state.count_host("observed", int(tokens))
+
+
+def _counting(runner: Any) -> ServerState | None:
+    """Counters of a server, which are reported from now on; None if no layer's reads are known."""
+    division = division_of(runner)
+    if division.shape is None and not isinstance(full_cache(runner.token_to_kv_pool), str):
+        # No kernel of ours runs these heads, but the host's do, and their bytes are known.
+        division = division_of(runner, lambda shape: None)
+    if division.shape is None:
+        reasons = "; ".join(dict.fromkeys(division.host.values()))
+        logger.warning("deft: DEFT_OBSERVE counts nothing in this server (%s)", reasons)
+        return None
+    state = state_of(runner, division, decode_backend_name(runner), "")
+    start_reporting(state, runner, Settings.from_env())
+    return state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,16 +23,14 @@ from deft_backend.telemetry.decode_log import DecodeLog
 from deft_backend.telemetry.state import ServerState
 
 
-def division_of(runner: Any) -> Division:
+def division_of(runner: Any, refused: Callable[[Shape], str | None] | None = None) -> Division:
     """Which layers of a model runner tree attention can decode.
 
-    If the model shows no attention layers, the cache decides for all layers alike.
+    If the model shows no attention layers, the cache decides for all layers alike. `refused` says
+    why no kernel runs a shape; default: what the kernels say.
     """
     pool, device = runner.token_to_kv_pool, device_of(runner)
-
-    def refused(shape: Shape) -> str | None:
-        return TreeAttention.unsupported(*shape, runner.dtype, device)
-
+    refused = refused or (lambda shape: TreeAttention.unsupported(*shape, runner.dtype, device))
     cache = full_cache(pool)
     layers = attention_layers(runner.model)
     if not isinstance(cache, str) and layers:
@@ -68,7 +67,7 @@ def state_of(runner: Any, division: Division, backend: str, policy: str) -> Serv
         backend=backend,
         policy=policy,
         device=str(runner.device),
-        dtype=str(runner.dtype).removeprefix("torch."),
+        dtype=str(runner.kv_cache_dtype).removeprefix("torch."),
         num_layers=len(division.tree),
         num_query_heads=heads,
         num_kv_heads=kv_heads,

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
+
 from deft_backend.hosts.vllm.layers import Layer, LayerShape
 from deft_backend.hosts.vllm.speculation import drafts
 
@@ -27,9 +29,14 @@ class Division(NamedTuple):
     tree: Mapping[str, Layer]
     host: Mapping[str, str]
 
-    def count(self, shape: LayerShape) -> int:
-        """Layers of tree attention with this shape."""
-        return sum(layer.shape == shape for layer in self.tree.values())
+    def layers_with(self, shape: LayerShape, kv_dtype: torch.dtype | None) -> int:
+        """Layers of tree attention with this shape and a KV cache of this dtype.
+
+        None is the model's dtype.
+        """
+        return sum(
+            layer.shape == shape and layer.kv_dtype == kv_dtype for layer in self.tree.values()
+        )
 
     def text(self) -> str | None:
         """The division in one line, or None if tree attention decodes every layer."""

@@ -141,7 +141,7 @@ def _create(
         attention,
         settings,
         state,
-        tree_layers=division.count(shape),
+        tree_layers=division.layers_with(shape, kv_dtype),
         counts=not server.groups,  # the first one
         plans_on_device=plans_on_device,
         shows_batch=not sleeps,

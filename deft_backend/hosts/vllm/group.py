@@ -24,6 +24,12 @@ logger = logging.getLogger("deft_backend")
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """For ``DEFT_VERIFY``: the largest difference allowed, relative to the largest value."""
 
+EIGHT_BITS = 3
+"""With a cache of 8 bits, that many times as much: the host may multiply in 8 bits."""
+
+SMALLEST = 1e-6
+"""Results whose largest value is smaller are equal if they differ by less than this one allows."""
+
 
 class GroupAttention:
     """The :class:`TreeAttention` of one attention group, and the rules for its use.
@@ -201,9 +207,11 @@ class GroupAttention:
             return
         ours = out.clone()
         host()
-        scale = max(1.0, float(out.abs().max()))
+        largest = max(SMALLEST, float(out.abs().max()))
+        eight_bits = self._attention.kv_dtype.itemsize == 1
+        tolerance = TOLERANCE[out.dtype] * (EIGHT_BITS if eight_bits else 1)
         difference = float((ours.float() - out.float()).abs().max())
-        if difference <= TOLERANCE[out.dtype] * scale:
+        if difference <= tolerance * largest:
             out.copy_(ours)
             return
         logger.error(

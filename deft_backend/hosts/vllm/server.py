@@ -80,7 +80,9 @@ class Server:
             self.counting = tuple(layer_names)
             backend = observed or asked_name(self.config)
             policy = "" if observed else settings.policy
-            layers = divide_layers(self.config).count(shape) or _num_layers(self.config)
+            kv_dtype = None if dtype == self.config.model_config.dtype else dtype
+            found = divide_layers(self.config).layers_with(shape, kv_dtype)
+            layers = found or _num_layers(self.config)
             state = _state_of(self.config, shape, layers, dtype, device, backend, policy)
             self.drafts = _count_drafts(state, self.config)
             _start_reporting(state, self.config.parallel_config, settings)
