@@ -82,8 +82,10 @@ def make_folder(path: Path) -> None:
     Raises
     ------
     RowsError
-        If the folder cannot be made.
+        If the folder cannot be made, or `path` itself is a folder.
     """
+    if path.is_dir():
+        raise RowsError(f"cannot write {path}: it is a folder; expected a file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

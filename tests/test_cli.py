@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -302,6 +302,64 @@ def test_explain_knows_caches_of_8_bits(dtype: str, tmp_path: Path) -> None:
     assert target == attention.target
     assert target.dtype_bytes == 1
     assert target.costs.source == attention.target.costs.source
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["explain", "--tree", "1,4 1024,9999999999"], "expected at most 2,147,483,647 tokens"),
+        (["explain", "--tree", "1,9999999 9,9"], "1,048,576 nodes on a level"),
+        (["explain", "--tree", "1,4 9,9", "--index", "2"], "--index belongs to --trace"),
+        (["explain", "--server", "--heads", "8/8"], "--heads describes a tree or a trace"),
+        (["trace", "--turns", "nan"], "turns is nan; expected 1 to 10,000"),
+        (["trace", "--rate", "1e-320"], "rate is 1e-320; expected"),
+        (["trace", "--own-tokens", "9" * 30], "expected 1 to 10,000,000"),
+        (["trace", "--documents", "999999999999"], "expected 0 to 10,000"),
+        (["contracts", "--wheel", "/"], "/ is no file; expected a wheel"),
+        (["top", "70000"], "Invalid value for '[PORT]'"),
+    ],
+)
+def test_impossible_input_is_named(arguments: list[str], said: str) -> None:
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert said in " ".join(err.split())
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("kind", ["quick", "urls"])
+def test_a_report_that_cannot_be_written_is_said_before_the_run(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deft_backend.cli.ab_choices import make_report_folder
+
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setattr("deft_backend.cli.ab_live.both_answer", lambda urls: None)
+    options = ["--quick"] if kind == "quick" else ["--urls", "127.0.0.1:9", "127.0.0.1:9"]
+    code, _, err = run("ab", *options, "--out", str(file))
+    assert code == 2
+    assert f"cannot write the report into {file}: File exists" in err
+    make_report_folder(tmp_path / "new" / "folder")
+    assert (tmp_path / "new" / "folder").is_dir()
+
+
+def test_an_interrupted_trace_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deft_backend.cli.trace import _write
+
+    def interrupted() -> Iterator[str]:
+        yield "new\n"
+        raise KeyboardInterrupt
+
+    out = tmp_path / "trace.jsonl"
+    out.write_text("old\n")
+    with pytest.raises(KeyboardInterrupt):
+        _write(out, interrupted())
+    assert out.read_text() == "old\n"
+    _write(out, ["new\n"])
+    assert out.read_text() == "new\n"
+    assert list(tmp_path.iterdir()) == [out]
 
 
 def test_no_running_server_is_said(tmp_path: Path) -> None:

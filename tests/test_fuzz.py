@@ -22,6 +22,7 @@ from benchmarks.fuzz.fuzz_process import Job
 from benchmarks.fuzz.plan_cases import PlanCounts, PlanFuzzer, _same
 from benchmarks.fuzz.settings import AttentionSetting, PlanSetting, plan_settings
 from benchmarks.fuzz.walk_plan import fault_of
+from benchmarks.row_files import RowsError, make_folder
 from deft_backend import TreeAttention
 from deft_backend.forest import forest_from_page_tables
 from deft_backend.planner import Plan, PlanCapacity, plan_forest
@@ -228,3 +229,10 @@ def test_nearby_costs_differ_by_a_rounding() -> None:
     for near in ties.nearby_targets(target):
         for one, other in zip(near.tile_costs(), target.tile_costs(), strict=True):
             assert 0 < abs(one / other - 1) <= ties.ROUNDING * 1.01
+
+
+def test_a_folder_cannot_be_the_file_of_rows(tmp_path: Path) -> None:
+    with pytest.raises(RowsError, match="it is a folder; expected a file"):
+        make_folder(tmp_path)
+    make_folder(tmp_path / "new" / "rows.json")
+    assert (tmp_path / "new").is_dir()

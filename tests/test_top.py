@@ -167,7 +167,9 @@ def test_without_a_server_it_says_so(tmp_path: Path) -> None:
     assert code == 1
     assert "No server with the plugin is running" in text
     assert "7: ended" in text
-    assert shown(tmp_path, "9", "--once")[0] == 1
+    code, text = shown(tmp_path, "9", "--once")
+    assert code == 1
+    assert "No server with the plugin is running on port 9" in text
 
 
 def test_a_server_that_decoded_nothing_and_one_that_hangs_are_told_apart(tmp_path: Path) -> None:

@@ -63,9 +63,10 @@ def fuzz(
             ),
             typer.echo,
         )  # fmt: skip
+        failures = [failure for row in rows for failure in row["failures"]]
+        kept = keep(failures, cases)  # before the rows, whose disk may be full
         command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
         write_object(out, rows, {**provenance(), "command": command})
-    failures = [failure for row in rows for failure in row["failures"]]
     for row in rows:
         same = (
             f", {row['same']} of {row['compared']} the same on host and device, {row['ties']} ties"
@@ -75,6 +76,6 @@ def fuzz(
             f"{same if row['compared'] else ''}; {len(row['failures'])} failures; "
             f"largest errors {row['largest_error']}"
         )
-    for path in keep(failures, cases):
+    for path in kept:
         typer.echo(f"FAILED {path}")
     raise typer.Exit(bool(failures))

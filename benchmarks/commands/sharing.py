@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from benchmarks.e2e.where_sharing_pays import RESULTS, draw, recorded_cases, table
+from benchmarks.row_files import RowsError, make_folder
+from deft_backend.cli.errors import reported
 
 
 def sharing(
@@ -15,6 +17,8 @@ def sharing(
     / "where-sharing-pays.svg",
 ) -> None:
     """Print the table of recorded times against shared tokens, and draw its plot."""
+    with reported(RowsError):
+        make_folder(out)
     cases = recorded_cases()
     typer.echo(table(cases))
     draw(cases, out)

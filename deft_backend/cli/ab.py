@@ -17,6 +17,7 @@ from deft_backend.cli.ab_choices import (
     check_backends,
     chosen_tree,
     chosen_workloads,
+    make_report_folder,
     report_folder,
 )
 from deft_backend.cli.ab_live import run_live
@@ -139,6 +140,7 @@ def ab(
 
     console = Console()
     folder = report_folder(out)
+    make_report_folder(folder)
     console.print(f"[bold]deft ab[/bold] · {setup.model}", highlight=False)
     if not on_gpu:
         console.print("[bold yellow]no GPU: times mean nothing, KV reads are exact[/bold yellow]")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -88,3 +89,14 @@ def report_folder(out: Path | None) -> Path:
     """The folder of the report: the user's, or one with the time in its name."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     return out or Path("reports") / f"ab-{stamp}"
+
+
+def make_report_folder(folder: Path) -> None:
+    """Make the report's folder before anything runs: a run may take hours."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        reason = None if os.access(folder, os.W_OK) else "no permission to write in it"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    if reason is not None:
+        raise fail(f"cannot write the report into {folder}: {reason}; name a folder with --out")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 
-from deft_backend.cli.ab_choices import check_backends, report_folder
+from deft_backend.cli.ab_choices import check_backends, make_report_folder, report_folder
 from deft_backend.cli.ab_live_table import print_live
 from deft_backend.cli.ab_traffic import Asked, asked_traffic
 from deft_backend.cli.errors import fail, reported
@@ -66,6 +66,7 @@ def run_live(asked: Asked) -> None:
                 name, host, folder, progress, policy=asked.policy, baseline=asked.baseline,
                 host_arguments=extra,
             )  # fmt: skip
+        make_report_folder(folder)
         with (
             reported(StartError, DriverStubError),
             unwound(console, "no server of this command is left") as stopped,
@@ -166,8 +167,12 @@ def both_answer(urls: Sequence[str]) -> None:
     async def ask() -> None:
         for url in urls:
             async with LiveClient(url) as client:
-                if not await client.lives():
-                    raise LiveError(f"{url} does not answer under /v1/models; is it running?")
+                try:
+                    await client.models()
+                except LiveError as error:
+                    raise LiveError(
+                        f"{url} does not answer under /v1/models; is it running? ({error})"
+                    ) from None
 
     with reported(LiveError):
         asyncio.run(ask())

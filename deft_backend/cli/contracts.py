@@ -94,7 +94,8 @@ def contract_of(host: str) -> tuple[Member, ...]:
 
 def _check_file(path: Path, host: Host | None, console: Console) -> Checked:
     if not path.is_file():
-        raise WheelError(f"{path} does not exist; expected a wheel")
+        what = "is no file" if path.exists() or path.is_symlink() else "does not exist"
+        raise WheelError(f"{path} {what}; expected a wheel (.whl)")
     distribution, version = wheel_version(path)
     known = {name for name, tested in TESTED.items() if distribution in tested.distributions}
     if host is None and not known:

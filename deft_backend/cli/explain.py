@@ -26,7 +26,9 @@ def explain(
     trace: Annotated[
         Path | None, typer.Option(help="A trace in DeFT's format: trees of thoughts or of tokens.")
     ] = None,
-    index: Annotated[int, typer.Option(min=0, help="Which tree of the trace.")] = 0,
+    index: Annotated[
+        int | None, typer.Option(min=0, help="Which tree of the trace; default: the first.")
+    ] = None,
     iteration: Annotated[
         int | None,
         typer.Option(min=0, help="Decoding iteration of the trace; default: half-way."),
@@ -42,10 +44,14 @@ def explain(
         str | None,
         typer.Option(help=f"One of {', '.join(POLICY_NAMES)}; default: auto, or the server's."),
     ] = None,
-    heads: Annotated[str, typer.Option(help="Query heads/KV heads.")] = "32/8",
-    head_dim: Annotated[int, typer.Option(min=1, help="Head dimension.")] = 128,
-    layers: Annotated[int, typer.Option(min=1, help="Layers that the bytes are summed over.")] = 1,
-    dtype: Annotated[str, typer.Option(help="fp16, bf16 or fp32.")] = "fp16",
+    heads: Annotated[str | None, typer.Option(help="Query heads/KV heads; default: 32/8.")] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(min=1, help="Head dimension; default: 128.")
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Layers that the bytes are summed over; default: 1.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="fp16, bf16 or fp32; default: fp16.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Draw what requests share and the policy's groups; count the bytes that a step reads."""
@@ -60,13 +66,20 @@ def explain(
         )
     if port is not None and not server:
         raise fail(f"unexpected argument {port}; a port goes with --server")
+    for option, number in (("--index", index), ("--iteration", iteration)):
+        if number is not None and trace is None:
+            raise fail(f"{option} belongs to --trace, which is missing")
+    shape = {"--heads": heads, "--head-dim": head_dim, "--layers": layers, "--dtype": dtype}
+    for option, value in shape.items():
+        if value is not None and server:
+            raise fail(f"{option} describes a tree or a trace; leave it out with --server")
     with reported(TraceError, ForestError, PolicyError, StateError, SettingsError):
         if server:
             forest, target, layers, title, used = _from_server(port)
         else:
-            target = _target(heads, head_dim, dtype)
-            used = "auto"
-            forest, title = _described(tree, trace, index, iteration)
+            target = _target(heads or "32/8", head_dim or 128, dtype or "fp16")
+            used, layers = "auto", layers or 1
+            forest, title = _described(tree, trace, index or 0, iteration)
         name = policy or used
         grouping = get_policy(name).group(forest, target)
         explanation = explain_grouping(forest, grouping, target, layers)

@@ -30,7 +30,8 @@ _FIRST_ANSWER = 3.0
 
 def top(
     port: Annotated[
-        int | None, typer.Argument(metavar="[PORT]", help="Only the server on this port.")
+        int | None,
+        typer.Argument(metavar="[PORT]", min=1, max=65535, help="Only the server on this port."),
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print once and end, for scripts.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON once and end.")] = False,
@@ -51,7 +52,7 @@ def top(
         if as_json:
             typer.echo(json.dumps([row_json(row) for row in rows], indent=2))
         else:
-            console.print(view(rows, str(folder), live=False))
+            console.print(view(rows, str(folder), live=False, port=port))
         watched.close()
         raise typer.Exit(0 if any(row.engine.runs for row in rows) else 1)
 
@@ -60,7 +61,7 @@ def top(
     try:
         with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
             while True:
-                live.update(view(watched.rows(), str(folder), live=True), refresh=True)
+                live.update(view(watched.rows(), str(folder), live=True, port=port), refresh=True)
                 time.sleep(interval)
     except KeyboardInterrupt:
         pass

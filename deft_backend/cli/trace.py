@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -37,14 +38,17 @@ def trace(
         )  # fmt: skip
     arrivals = make_arrivals(shape)
     lines = (line + "\n" for line in dump_arrivals(arrivals))
-    if out is None:
-        sys.stdout.writelines(lines)
-    else:
-        try:
-            with out.open("w", encoding="utf-8") as file:
-                file.writelines(lines)
-        except OSError as error:
-            raise fail(f"cannot write {out}: {error.strerror or error}") from None
+    try:
+        if out is None:
+            sys.stdout.writelines(lines)
+            sys.stdout.flush()
+        else:
+            _write(out, lines)
+    except BrokenPipeError:  # whoever read it has enough
+        raise
+    except OSError as error:
+        where = out or "the standard output"
+        raise fail(f"cannot write {where}: {error.strerror or error}") from None
     prompts = sum(arrival.input_length for arrival in arrivals)
     stderr.print(
         f"{len(arrivals):,} requests in {arrivals[-1].timestamp / 1e3:,.0f} s; "
@@ -52,3 +56,17 @@ def trace(
         f"an earlier request; {sum(a.output_length for a in arrivals):,} answer tokens",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
+
+
+def _write(out: Path, lines: Iterable[str]) -> None:
+    """Write a file in one go: an interrupted command leaves the old one as it was."""
+    whole = out.exists() and not out.is_file()  # a device or a pipe cannot be replaced
+    part = out if whole else out.with_name(f"{out.name}.part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            file.writelines(lines)
+        if not whole:
+            part.replace(out)
+    finally:
+        if not whole:
+            part.unlink(missing_ok=True)

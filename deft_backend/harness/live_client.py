@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from deft_backend.harness.answers import Answer
 from deft_backend.harness.live_request import REFUSED, TOO_LONG, NotAnswered, Sent, StreamReader
@@ -67,6 +68,10 @@ def base_url(address: str) -> str:
     url = url.rstrip("/").removesuffix("/v1")
     if not re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", url):
         raise LiveError(f"{address!r} is no address; expected http://HOST:PORT")
+    try:
+        _ = urlsplit(url).port
+    except ValueError:
+        raise LiveError(f"{address!r} has no port between 0 and 65535") from None
     return url
 
 
@@ -119,7 +124,7 @@ class LiveClient:
         LiveError
             If it does not answer, or has no such model.
         """
-        listed = await self._models()
+        listed = await self.models()
         names = [str(entry.get("id")) for entry in listed]
         if model is not None and model not in names:
             raise LiveError(f"{self.url} has no model {model!r}; it lists {', '.join(names)}")
@@ -133,7 +138,7 @@ class LiveClient:
     async def lives(self) -> bool:
         """Whether the server still answers."""
         try:
-            await self._models()
+            await self.models()
         except LiveError:
             return False
         return True
@@ -196,7 +201,14 @@ class LiveClient:
         except (NotAnswered, KeyError, TypeError, ValueError):
             return None
 
-    async def _models(self) -> list[Any]:
+    async def models(self) -> list[Any]:
+        """What the server lists under ``/v1/models``.
+
+        Raises
+        ------
+        LiveError
+            If it lists none, answers something else, or does not answer.
+        """
         import aiohttp
 
         try:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from deft_backend.traces.arrivals import BLOCK_TOKENS, Arrival
 from deft_backend.traces.recorded_trees import TraceError
 
+MOST_TOKENS = 10**7
+"""Of any text in a made trace."""
+
 
 @dataclass(frozen=True)
 class TraceShape:
@@ -41,14 +44,14 @@ class TraceShape:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("requests", 1), ("system_tokens", 0), ("documents", 0), ("document_tokens", 1),
-            ("own_tokens", 1), ("answer_tokens", 1), ("turns", 1),
+        for name, least, most in (
+            ("requests", 1, 10**7), ("system_tokens", 0, MOST_TOKENS), ("documents", 0, 10**4),
+            ("document_tokens", 1, MOST_TOKENS), ("own_tokens", 1, MOST_TOKENS),
+            ("answer_tokens", 1, MOST_TOKENS), ("turns", 1, 10**4), ("rate", 1e-6, 1e6),
         ):  # fmt: skip
-            if getattr(self, name) < least:
-                raise TraceError(f"{name} is {getattr(self, name)}; expected at least {least}")
-        if not 0 < self.rate < float("inf"):
-            raise TraceError(f"rate is {self.rate}; expected requests a second, above 0")
+            value = getattr(self, name)
+            if not least <= value <= most:  # also refuses what is no number
+                raise TraceError(f"{name} is {value}; expected {least:,} to {most:,}")
 
 
 @dataclass

@@ -11,6 +11,10 @@ from deft_backend.traces.trace_files import ROOT, ThoughtTree, TokenTree, TraceE
 CHARACTERS_A_TOKEN = 4
 """Estimate for prompts that a token-tree recording holds as text only."""
 
+MOST_TOKENS = (1 << 31) - 1
+MOST_NODES = 1 << 20
+"""Limits of a described tree: tokens from root to leaf, and nodes on a level."""
+
 
 def forest_at(tree: ThoughtTree, iteration: int) -> PrefixForest:
     """The forest of the step in which the tree decodes token number `iteration`.
@@ -91,6 +95,11 @@ def forest_from_levels(description: str) -> PrefixForest:
         )
     if min(nodes) < 1 or min(tokens) < 1:
         raise TraceError(f"the tree {description!r} holds a number below 1; {expected}")
+    if sum(tokens) > MOST_TOKENS or max(nodes) > MOST_NODES:
+        raise TraceError(
+            f"the tree {description!r} is too large; expected at most {MOST_TOKENS:,} tokens from "
+            f"root to leaf and {MOST_NODES:,} nodes on a level"
+        )
     for above, here in pairwise(nodes):
         if here < above:
             raise TraceError(

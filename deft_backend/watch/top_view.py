@@ -37,7 +37,9 @@ class Row:
     now: Stretch | None
 
 
-def view(rows: Sequence[Row], folder: str, *, live: bool) -> RenderableType:
+def view(
+    rows: Sequence[Row], folder: str, *, live: bool, port: int | None = None
+) -> RenderableType:
     """All engines that run, and one line for each that has ended."""
     head = Text()
     running = [row for row in rows if row.engine.status != ENDED]
@@ -47,8 +49,10 @@ def view(rows: Sequence[Row], folder: str, *, live: bool) -> RenderableType:
         head.append(" · Ctrl-C ends", style="dim")
     parts: list[RenderableType] = [head]
     if not running:
-        parts.append(Text(f"No server with the plugin is running, according to {folder}."))
-        parts.append(Text("Start one with: deft serve --model M", style="dim"))
+        where = "" if port is None else f" on port {port}"
+        parts.append(Text(f"No server with the plugin is running{where}, according to {folder}."))
+        start = "Start one with: deft serve --model M"
+        parts.append(Text(start if port is None else "See all with: deft top", style="dim"))
     parts += [_panel(row) for row in running]
     for row in rows:
         if row.engine.status == ENDED:
