@@ -251,7 +251,7 @@ def test_counters_come_from_the_state_file_or_the_page(tmp_path: Path) -> None:
 
 
 def test_addresses() -> None:
-    for wrong in ("", "http://", "ftp://x", "http://a?b"):
+    for wrong in ("", "http://", "ftp://x", "http://a?b", "a:999999", "a:-1"):
         with pytest.raises(LiveError):
             base_url(wrong)
 

@@ -570,21 +570,24 @@ def test_a_plan_that_fails_leaves_its_step_to_the_host(
     assert state().counters().steps_host == {"planning failed": 2}
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-5])
 def test_verification_finds_a_wrong_kernel(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    size: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The tolerance is relative to the largest value, whatever it is."""
     monkeypatch.setenv("DEFT_VERIFY", "1")
     layers = make_layers()
     builder = layers.builder(make_spec())
     batch = Batch(DECODE, shared=2)
     cache = Cache(batch.pages, 16)
+    cache.tensor *= size
     run(layers.impls[0], batch, cache, builder.build(0, batch.common()))
     assert "agree" not in caplog.text
     attention_run = TreeAttention.run
 
     def wrong(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         out = attention_run(self, *args, **kwargs)
-        out[2, 1, 3] += 0.01
+        out[2, 1, 3] += 0.01 * size
         return out
 
     monkeypatch.setattr(TreeAttention, "run", wrong)
@@ -595,28 +598,20 @@ def test_verification_finds_a_wrong_kernel(
     assert step_of(builder.build(0, batch.common())) is None
 
 
-def test_verification_also_sees_small_results(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_verification_allows_more_where_the_host_multiplies_in_8_bits(
+    kv_dtype: torch.dtype,
 ) -> None:
-    """The tolerance is relative to the largest value, whatever it is."""
-    monkeypatch.setenv("DEFT_VERIFY", "1")
-    layers = make_layers()
-    builder = layers.builder(make_spec())
-    batch = Batch(DECODE, shared=2)
-    cache = Cache(batch.pages, 16)
-    cache.tensor *= 1e-5
-    run(layers.impls[0], batch, cache, builder.build(0, batch.common()))
-    assert "agree" not in caplog.text
-    attention_run = TreeAttention.run
+    from deft_backend.hosts.vllm.group import GroupAttention
 
-    def nothing(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return attention_run(self, *args, **kwargs).zero_()
-
-    monkeypatch.setattr(TreeAttention, "run", nothing)
-    with caplog.at_level(logging.ERROR, "deft_backend"):
-        found = run(layers.impls[0], batch, cache, builder.build(0, batch.common()))
-    assert found.any()
-    assert caplog.text.count("does not agree") == 1
+    group = SimpleNamespace(_attention=SimpleNamespace(kv_dtype=kv_dtype), _broken=None)
+    for difference, agrees in ((0.02, True), (0.06, kv_dtype.itemsize == 1), (0.2, False)):
+        ours = torch.ones(4, dtype=torch.bfloat16)
+        theirs, out = ours - difference, ours.clone()
+        group._broken = None
+        GroupAttention.verify(group, out, lambda out=out, theirs=theirs: out.copy_(theirs))  # type: ignore[arg-type]
+        assert (group._broken is None) == agrees
+        assert torch.equal(out, ours if agrees else theirs)
 
 
 def test_a_fused_output_quantisation_is_the_hosts(caplog: pytest.LogCaptureFixture) -> None:

@@ -19,6 +19,7 @@ from deft_backend.cli.ab_choices import (
     chosen_workloads,
     make_report_folder,
     report_folder,
+    written_into,
 )
 from deft_backend.cli.ab_live import run_live
 from deft_backend.cli.ab_traffic import Asked
@@ -146,7 +147,8 @@ def ab(
         console.print("[bold yellow]no GPU: times mean nothing, KV reads are exact[/bold yellow]")
     result = _run(setup, folder, console)
     _print_result(result, console)
-    page, data = write_report(result, folder, shlex.join(["deft", *sys.argv[1:]]))
+    with written_into(folder):
+        page, data = write_report(result, folder, shlex.join(["deft", *sys.argv[1:]]))
     console.print(f"report  {page}", highlight=False, soft_wrap=True)
     console.print(f"data    {data}", highlight=False, soft_wrap=True)
     if not result.same:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -93,10 +95,19 @@ def report_folder(out: Path | None) -> Path:
 
 def make_report_folder(folder: Path) -> None:
     """Make the report's folder before anything runs: a run may take hours."""
-    try:
+    with written_into(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        reason = None if os.access(folder, os.W_OK) else "no permission to write in it"
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+@contextmanager
+def written_into(folder: Path) -> Iterator[None]:
+    """Turn errors of writing the report into a message."""
+    try:
+        yield
     except OSError as error:
-        reason = error.strerror or str(error)
-    if reason is not None:
-        raise fail(f"cannot write the report into {folder}: {reason}; name a folder with --out")
+        raise fail(
+            f"cannot write the report into {folder}: {error.strerror or error}; name a folder "
+            "with --out"
+        ) from None

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 
-from deft_backend.cli.ab_choices import check_backends, make_report_folder, report_folder
+from deft_backend.cli.ab_choices import (
+    check_backends,
+    make_report_folder,
+    report_folder,
+    written_into,
+)
 from deft_backend.cli.ab_live_table import print_live
 from deft_backend.cli.ab_traffic import Asked, asked_traffic
 from deft_backend.cli.errors import fail, reported
@@ -74,7 +79,8 @@ def run_live(asked: Asked) -> None:
             result = compare_live(sides, build, model, progress)
             progress.stop()
             print_live(result, console)
-            page, data = write_live_report(result, folder, shlex.join(["deft", *sys.argv[1:]]))
+            with written_into(folder):
+                page, data = write_live_report(result, folder, shlex.join(["deft", *sys.argv[1:]]))
     say(console, f"report  {page}")
     say(console, f"data    {data}")
     if stopped.number is not None:
@@ -167,12 +173,7 @@ def both_answer(urls: Sequence[str]) -> None:
     async def ask() -> None:
         for url in urls:
             async with LiveClient(url) as client:
-                try:
-                    await client.models()
-                except LiveError as error:
-                    raise LiveError(
-                        f"{url} does not answer under /v1/models; is it running? ({error})"
-                    ) from None
+                await client.models()
 
     with reported(LiveError):
         asyncio.run(ask())

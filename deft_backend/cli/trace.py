@@ -60,13 +60,13 @@ def trace(
 
 def _write(out: Path, lines: Iterable[str]) -> None:
     """Write a file in one go: an interrupted command leaves the old one as it was."""
-    whole = out.exists() and not out.is_file()  # a device or a pipe cannot be replaced
-    part = out if whole else out.with_name(f"{out.name}.part")
+    in_place = out.exists() and not out.is_file()  # a device or a pipe cannot be replaced
+    part = out if in_place else out.with_name(f"{out.name}.part")
     try:
         with part.open("w", encoding="utf-8") as file:
             file.writelines(lines)
-        if not whole:
+        if not in_place:
             part.replace(out)
     finally:
-        if not whole:
+        if not in_place:
             part.unlink(missing_ok=True)

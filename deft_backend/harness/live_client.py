@@ -221,7 +221,10 @@ class LiveClient:
                     raise LiveError(f"{self.url} lists no model under /v1/models")
                 return list(listed)
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-            raise LiveError(f"{self.url} does not answer: {error!r}") from error
+            raise LiveError(
+                f"{self.url} does not answer under /v1/models; is it running? "
+                f"({str(error) or type(error).__name__})"
+            ) from error
         except (ValueError, KeyError, TypeError) as error:
             raise LiveError(f"{self.url}/v1/models is no list of models: {error!r}") from error
 

@@ -15,15 +15,13 @@ def server_target(state: StateReading, page_size: int) -> Target:
 
     from deft_backend.attention.attention_shape import AttentionShape
     from deft_backend.attention.device_target import target_of
-    from deft_backend.kernels import EXPONENT_BITS, kernel_configuration
+    from deft_backend.kernels import kernel_configuration
 
     heads, kv_heads, head_dim = state.num_query_heads, state.num_kv_heads, state.head_dim
     on_cpu = state.device.startswith("cpu")
     if not on_cpu and not torch.cuda.is_available():
         return reference_target(heads, kv_heads, head_dim, state.dtype_bytes)
     kv_dtype = getattr(torch, state.dtype.removeprefix("torch."))
-    if kv_dtype.itemsize == 1 and kv_dtype not in EXPONENT_BITS:  # bytes, as a host may hold them
-        kv_dtype = torch.float8_e4m3fn
     # A plan does not depend on which 16 bits the queries have.
     dtype = torch.bfloat16 if kv_dtype.itemsize == 1 else kv_dtype
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())

@@ -19,7 +19,7 @@ NO_MULTICAST = (
     "--disable-custom-all-reduce",
     "--compilation-config", '{"pass_config": {"fuse_allreduce_rms": false}}',
 )  # fmt: skip
-"""For machines whose GPUs may not use NVLink multicast: vLLM's own ways to add use it."""
+"""For machines whose GPUs may not use NVLink multicast: vLLM's own all-reduces may use it."""
 
 REFERENCES: Mapping[str, Variant] = {
     "host": Variant("FLASH_ATTN"),

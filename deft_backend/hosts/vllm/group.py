@@ -28,7 +28,7 @@ EIGHT_BITS = 3
 """With a cache of 8 bits, that many times as much: the host may multiply in 8 bits."""
 
 SMALLEST = 1e-6
-"""Results whose largest value is smaller are equal if they differ by less than this one allows."""
+"""The tolerance is relative to no smaller value than this one, so that results of zero agree."""
 
 
 class GroupAttention:
