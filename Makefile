@@ -26,13 +26,14 @@ MATRIX := $(PYTHON) -m host_matrix
 # Hosts bring different versions of Triton: kernels must compile without spills under each.
 OTHER_TRITON := tests/test_compiled_kernels.py -k test_kernels_on_hopper
 
-.PHONY: demo test lint unit integration integration-vllm smoke docs package contracts matrix audit \
-	vllm-cpu 	clean
+.PHONY: demo test lint unit integration integration-vllm smoke smoke-sglang smoke-vllm docs package \
+	contracts matrix audit vllm-cpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/deft ab --quick --out $(REPORTS)
 
-test: lint unit integration integration-vllm smoke docs package
+# In this order, two environments with SGLang (11 GB of disk each) are the most there is at a time.
+test: lint unit integration smoke integration-vllm docs package
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -51,13 +52,20 @@ integration-vllm: $(VENV_VLLM)/.test
 	$(VENV_VLLM)/bin/python -m pytest -q $(OTHER_TRITON)
 	$(MATRIX) suite --host vllm --environment $(VENV_VLLM) --processes 1
 
-# The oldest supported version of each host.
-smoke: $(VENV_SGLANG_OLDEST)/.test $(VENV_VLLM_OLDEST)/.test
+# The oldest supported version of each host. Environments are deleted after their run; KEEP=1 keeps
+# them.
+smoke: smoke-sglang smoke-vllm
+
+smoke-sglang: $(VENV_SGLANG_OLDEST)/.test
 	$(VENV_SGLANG_OLDEST)/bin/python -m pytest -q $(OTHER_TRITON)
 	$(MATRIX) suite --host sglang --suite smoke --environment $(VENV_SGLANG_OLDEST) \
 		--processes 1
+	$(if $(KEEP),,rm -rf $(VENV_SGLANG_OLDEST))
+
+smoke-vllm: $(VENV_VLLM_OLDEST)/.test
 	$(MATRIX) suite --host vllm --suite smoke --environment $(VENV_VLLM_OLDEST) \
 		--processes 1
+	$(if $(KEEP),,rm -rf $(VENV_VLLM_OLDEST))
 
 package: $(VENV)/.test
 	.ci/package $(VENV)
