@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_completions import Fake, serving
+from rich.console import Console
 from sglang_fakes import make_state
 from typer.testing import CliRunner
 
@@ -21,10 +24,12 @@ pytest.importorskip("matplotlib")
 
 from deft_backend.ab import live_report, live_sides
 from deft_backend.ab.live_agreement import Difference, LiveAgreement, agreement
+from deft_backend.ab.live_report import write_live_report
 from deft_backend.ab.live_result import LiveResult, LiveWorkload
 from deft_backend.ab.live_run import SideRun
 from deft_backend.ab.verdict import paired_change, verdict
 from deft_backend.cli import app
+from deft_backend.cli.ab_live_table import print_live
 from deft_backend.harness.answers import Answer
 from deft_backend.harness.live_client import LiveClient, LiveError, Offers, base_url
 from deft_backend.harness.live_counters import LiveCounters, counters_of_page
@@ -319,6 +324,22 @@ def test_the_interval_contains_the_change_and_grows_with_noise() -> None:
     assert middle == pytest.approx(0.0, abs=1e-9)
     assert high - low > 0.05
     assert change(0.0) == pytest.approx((0.0, 0.0, 0.0), abs=1e-9)
+
+
+def test_the_table_fits_a_terminal_and_the_page_compares_the_same_steps(tmp_path: Path) -> None:
+    counters = Counters(10, 10, 3, {}, 33_440_000_000, 133_760_000_000, 0.0)
+    found = result((side(1.0646), side(1.2345, ttft=1.5, count=200)))
+    workload = replace(found.workloads[0], workload="document-questions", counters=(None, counters))
+    found = replace(found, workloads=(workload,))
+    console = Console(file=StringIO(), width=80, color_system=None)
+    print_live(found, console)
+    printed = console.file.getvalue()
+    assert "…" not in printed
+    (row,) = (line for line in printed.splitlines() if "200/200" in line)
+    assert row.split()[-2:] == ["75.0", "%"]
+    page, _ = write_live_report(found, tmp_path, "")
+    read = "<td>13.38 GB</td><td>3.34 GB</td><td>75.0 %</td>"
+    assert read in page.read_text(encoding="utf-8").replace("\n", "")
 
 
 def test_answers_without_ids_are_compared_by_text() -> None:

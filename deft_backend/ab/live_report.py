@@ -113,6 +113,7 @@ def _figures(result: LiveResult, w: LiveWorkload) -> Iterator[list[str]]:
             milliseconds(figures.tpot),
             milliseconds(figures.tpot_p95),
             MISSING if figures.tokens_a_second is None else f"{figures.tokens_a_second:,.1f}",
+            megabytes(read.query_by_query if read else None),
             megabytes(read.deft if read else None),
             percent(read.saved if read else None),
         ]

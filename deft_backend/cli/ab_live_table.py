@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from deft_backend.ab.units import MISSING, megabytes, percent
+from deft_backend.ab.units import MISSING, percent
 
 if TYPE_CHECKING:
     from deft_backend.ab.live_result import LiveResult
@@ -22,16 +22,17 @@ def print_live(result: LiveResult, console: Console) -> None:
     table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
     table.add_column("workload", no_wrap=True)
     table.add_column("server", no_wrap=True)
-    for name in ("answered", "TTFT ms", "TPOT ms", "95 %", "tok/s", "KV a step", "saved"):
-        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("answered", "TTFT ms", "TPOT ms", "95 %", "tok/s", "saved"):
+        table.add_column(name, justify="right", overflow="fold")  # no figure is cut
     for w in result.workloads:
         for side, f in enumerate(w.figures):
+            # Bytes of the two servers are not comparable, because their steps hold other requests.
             read, times = w.kv_read(side), (f.ttft, f.tpot, f.tpot_p95)
             table.add_row(
                 "" if side else w.workload, result.names[side], f"{f.answered}/{f.requests}",
                 *(MISSING if t is None else f"{1e3 * t:,.1f}" for t in times),
                 MISSING if f.tokens_a_second is None else f"{f.tokens_a_second:,.0f}",
-                megabytes(read.deft if read else None), percent(read.saved if read else None),
+                percent(read.saved if read else None),
             )  # fmt: skip
     console.print(table)
     for note in notes(result):
