@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import signal
 import subprocess
@@ -24,6 +25,7 @@ pytest.importorskip("matplotlib")
 
 from deft_backend.ab import live_report, live_sides
 from deft_backend.ab.live_agreement import Difference, LiveAgreement, agreement
+from deft_backend.ab.live_plots import live_plot
 from deft_backend.ab.live_report import write_live_report
 from deft_backend.ab.live_result import LiveResult, LiveWorkload
 from deft_backend.ab.live_run import SideRun
@@ -340,6 +342,12 @@ def test_the_table_fits_a_terminal_and_the_page_compares_the_same_steps(tmp_path
     page, _ = write_live_report(found, tmp_path, "")
     read = "<td>13.38 GB</td><td>3.34 GB</td><td>75.0 %</td>"
     assert read in page.read_text(encoding="utf-8").replace("\n", "")
+
+
+def test_axes_have_plain_numbers() -> None:
+    (workload,) = result((side(0.05, ttft=0.13), side(1.2, ttft=6.5))).workloads
+    drawn = base64.b64decode(live_plot(workload, ("A", "B")).split(",", 1)[1]).decode()
+    assert [n for n in ("200", "500", "1,000", "2,000", "5,000") if f">{n}<" not in drawn] == []
 
 
 def test_answers_without_ids_are_compared_by_text() -> None:

@@ -54,11 +54,21 @@ def _distributions(
             linewidth=1.8,
         )
     if every and min(every) > 0 and max(every) > 20 * min(every):
-        axes.set_xscale("log")
+        _logarithmic(axes, decades=math.log10(max(every) / min(every)))
     axes.set_ylim(0, 101)
     axes.set_xlabel("ms")
     axes.set_ylabel("% of answers")
     axes.set_title(title, loc="left", fontweight="bold")
+
+
+def _logarithmic(axes: Any, decades: float) -> None:
+    """A logarithmic axis with few labels, in plain numbers."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 2.5 else (1,)))
+    axes.xaxis.set_major_formatter("{x:,g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _flow(axes: Any, runs: Sequence[Replayed], names: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ def print_live(result: LiveResult, console: Console) -> None:
     from deft_backend.ab.live_report import notes
     from deft_backend.ab.verdict import verdict
 
-    table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
     table.add_column("workload", no_wrap=True)
     table.add_column("server", no_wrap=True)
     for name in ("answered", "TTFT ms", "TPOT ms", "95 %", "tok/s", "saved"):
