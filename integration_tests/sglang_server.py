@@ -48,10 +48,10 @@ _SMALL_CACHE = (
 )  # fmt: skip
 
 
-def _speculating(*flags: str, draft: bool = True) -> Group:
+def _speculating(*flags: str, draft: bool = True, **settings: str) -> Group:
     """A server that drafts 3 tokens a step from each of `topk` branches, or n-grams."""
     model = ("--speculative-draft-model-path", str(DRAFT), "--speculative-num-steps", "3")
-    return Group((*flags, *(model if draft else ())), EAGER, cpu_speculation=True)
+    return Group((*flags, *(model if draft else ())), {**EAGER, **settings}, cpu_speculation=True)
 
 
 _CHAIN = ("--speculative-algorithm", "STANDALONE", "--speculative-eagle-topk", "1",
@@ -87,10 +87,14 @@ GROUPS = {
     "two-ranks": Group(("--tensor-parallel-size", "2"), {**EAGER, **_TWO_PROCESSES}),
     "stages": Group(("--pipeline-parallel-size", "2"), {**EAGER, **_TWO_PROCESSES}),
     "engines": Group(("--data-parallel-size", "2"), {**EAGER, **_TWO_PROCESSES}),
-    "chain": _speculating(*_CHAIN),
+    # In chains, tree attention also runs the draft model.
+    "chain": _speculating(*_CHAIN, DEFT_DRAFT="tree"),
     "tree": _speculating(*_TREE),
+    "tree-draft": _speculating(*_TREE, DEFT_DRAFT="tree"),
     "lookup": _speculating(*_LOOKUP, draft=False),
-    "chain-pages": _speculating(*_CHAIN, "--page-size", "16", "--chunked-prefill-size", "128"),
+    "chain-pages": _speculating(
+        *_CHAIN, "--page-size", "16", "--chunked-prefill-size", "128", DEFT_DRAFT="tree"
+    ),
 }
 
 

@@ -57,6 +57,19 @@ def host(
         yield running_host
 
 
+@on("chain", "chain-pages", "tree-draft")
+@pytest.mark.rare
+def test_the_draft_model_runs_through_tree_attention(server: Server, reference) -> None:
+    check_answers(server, reference, most=3)
+    assert "deft: an extension of the draft model runs through tree attention" in server.log
+    steps = "deft: a decode step of the draft model runs through tree attention" in server.log
+    trees = (
+        "deft: the draft model's steps run through intel_amx: a draft has 2 branches" in server.log
+    )
+    assert steps is not trees
+    assert "a kernel failed" not in server.log
+
+
 @on("chain", "tree")
 @pytest.mark.rare
 def test_as_many_drafts_are_accepted(server: Server, host: Server) -> None:

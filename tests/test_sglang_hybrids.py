@@ -181,4 +181,4 @@ def test_a_model_runner_is_divided_and_counted(host: Any) -> None:
 
     windows = SimpleNamespace(**{**vars(runner), "model": torch.nn.ModuleList([layer(0, 32)])})
     with pytest.raises(factory.Unsupported, match="not supported in any layer: a sliding window"):
-        factory._divided(windows)
+        factory.divided(windows)

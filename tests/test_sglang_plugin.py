@@ -260,11 +260,14 @@ def test_verification_is_planned_on_the_device(
 
 
 def test_the_draft_models_runner_keeps_the_hosts_backend(host: Any, caplog: Any) -> None:
+    from deft_backend.config import Settings
     from deft_backend.hosts.sglang import factory
+    from deft_backend.hosts.sglang.draft_model import surround_draft_model
 
     own = object()
+    assert factory.wrap_backend(SimpleNamespace(is_draft_worker=True), "fa3", own) is own
     with caplog.at_level("INFO", "deft_backend"):
-        assert factory.wrap_backend(SimpleNamespace(is_draft_worker=True), "fa3", own) is own
+        surround_draft_model(Settings(), "fa3")
     assert "the draft model's attention runs through fa3" in caplog.text
 
 
@@ -340,7 +343,7 @@ def test_ranks_that_decode_for_themselves_need_the_devices_planner(
 ) -> None:
     """Each rank would choose between two sets of graphs, and graphs hold collectives."""
     from deft_backend.config import Settings
-    from deft_backend.hosts.sglang import factory
+    from deft_backend.hosts.sglang import factory, model_checks
 
     class Made(Exception):
         pass
@@ -348,7 +351,7 @@ def test_ranks_that_decode_for_themselves_need_the_devices_planner(
     def make(**_: Any) -> None:
         raise Made
 
-    monkeypatch.setattr(factory, "division_of", lambda runner: FOUR_HEADS)
+    monkeypatch.setattr(model_checks, "division_of", lambda runner: FOUR_HEADS)
     monkeypatch.setattr(factory, "TreeAttention", make)
     monkeypatch.setattr(factory, "unsupported_model", lambda runner: None)
     runner = SimpleNamespace(
@@ -381,14 +384,14 @@ def test_a_backend_that_ignores_the_scales_of_8_bits_decodes_itself(
     host: Any, name: str, cache: torch.dtype, scale: float | None, refused: bool, monkeypatch
 ) -> None:
     """SGLang's torch backends write and read such a cache without its scales."""
-    from deft_backend.hosts.sglang import factory
+    from deft_backend.hosts.sglang import model_checks
 
     layers = [
         SimpleNamespace(k_scale=None, v_scale=None),
         SimpleNamespace(k_scale=None, v_scale=scale),
     ]
-    monkeypatch.setattr(factory, "attention_layers", lambda model: layers)
-    reason = factory.ignored_scales(SimpleNamespace(kv_cache_dtype=cache, model=None), name)
+    monkeypatch.setattr(model_checks, "attention_layers", lambda model: layers)
+    reason = model_checks.ignored_scales(SimpleNamespace(kv_cache_dtype=cache, model=None), name)
     assert (reason is not None) == refused
     if refused:
         assert reason == f"{name} ignores the scales of a KV cache in {cache}"
@@ -507,16 +510,16 @@ def test_model_runners_that_are_not_supported(
 
 def test_models_that_call_their_backend_are_found(host: Any, monkeypatch) -> None:
     """By the source of their modules, because the call may import its function locally."""
-    from deft_backend.hosts.sglang import factory
+    from deft_backend.hosts.sglang import model_checks
 
     part = type("Attention", (torch.nn.Module,), {"__module__": "made_up.models.asking"})
     runner = SimpleNamespace(model=part())
     texts = {"made_up.models.asking": "x = get_attn_backend()"}
-    monkeypatch.setattr(factory, "_source", texts.__getitem__)
-    assert factory.model_asks(runner)
+    monkeypatch.setattr(model_checks, "_source", texts.__getitem__)
+    assert model_checks.model_asks(runner)
     texts["made_up.models.asking"] = "x = attention(q, k, v)"
-    assert not factory.model_asks(runner)
-    assert not factory.model_asks(SimpleNamespace(model=torch.nn.Linear(1, 1)))
+    assert not model_checks.model_asks(runner)
+    assert not model_checks.model_asks(SimpleNamespace(model=torch.nn.Linear(1, 1)))
 
 
 @pytest.mark.parametrize("planner", ["host", "device"])
@@ -611,7 +614,7 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
     host: Any, at: str, planner: str, monkeypatch, caplog, tmp_path
 ) -> None:
     """The host's backend then runs alone on all ranks, with one set of graphs."""
-    from deft_backend.hosts.sglang import factory
+    from deft_backend.hosts.sglang import factory, model_checks
     from deft_patches import (
         sglang_observe_batch,
         sglang_page_table_fence,
@@ -635,7 +638,7 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
     monkeypatch.setenv("DEFT_STATE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.distributed, "all_reduce", reduced)
     monkeypatch.setattr(factory, "unsupported_model", lambda runner: None)
-    monkeypatch.setattr(factory, "division_of", lambda runner: FOUR_HEADS)
+    monkeypatch.setattr(model_checks, "division_of", lambda runner: FOUR_HEADS)
     monkeypatch.setattr(factory, "state_of", lambda *given: make_state())
     if at in ("fence", "graphs"):
         patch = {"fence": sglang_page_table_fence, "graphs": sglang_tree_graphs}[at]

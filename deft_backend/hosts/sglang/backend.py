@@ -93,7 +93,7 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Any:
-        if forward_batch is not None and forward_batch is self._tree_batch:
+        if forward_batch is not None and self._planned_for(forward_batch):
             return self._tree_layer(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         return self._host.forward(
             q=q, k=k, v=v, layer=layer, forward_batch=forward_batch, save_kv_cache=save_kv_cache,
@@ -110,7 +110,7 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Any:
-        if forward_batch is self._tree_batch:
+        if self._planned_for(forward_batch):
             return self._tree_layer(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         return self._host.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
@@ -124,9 +124,13 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Any:
-        if forward_batch is self._tree_batch:  # a verification
+        if self._planned_for(forward_batch):  # a verification
             return self._tree_layer(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         return self._host.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+    def _planned_for(self, forward_batch: Any) -> bool:
+        """Whether the plan on the device covers this batch."""
+        return forward_batch is self._tree_batch
 
     def _tree_layer(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool,
@@ -195,9 +199,7 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
             else (1.0, 1.0)
         )
         heads, dim = layer.tp_q_head_num, layer.qk_head_dim
-        seq_lens, ancestors = forward_batch.seq_lens, None
-        if self._verification is not None and not forward_batch.forward_mode.is_decode():
-            seq_lens, ancestors = self._verification.seq_lens, self._verification.ancestors
+        seq_lens, ancestors = self._context(forward_batch)
         out = self._attention.run(
             q.reshape(-1, heads, dim),
             self._pool.get_key_buffer(layer.layer_id),
@@ -214,6 +216,12 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
             static_launch=self._static_launch,
         )
         return out.view(-1, heads * dim)
+
+    def _context(self, forward_batch: Any) -> tuple[Any, Any]:
+        """Tokens of each request, the step's included; and the ancestors of query tokens."""
+        if self._verification is not None and not forward_batch.forward_mode.is_decode():
+            return self._verification.seq_lens, self._verification.ancestors
+        return forward_batch.seq_lens, None
 
     def _delegated(self, k: Any, v: Any, layer: Any, kwargs: dict[str, Any]) -> str | None:
         """Why this layer of a tree step runs in the host's kernel, or None."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -13,7 +11,6 @@ import torch
 
 from deft_backend.attention import TreeAttention
 from deft_backend.config import LOG_LEVELS, Settings, warn_unknown
-from deft_backend.dtype_names import EIGHT_BIT_CACHES
 from deft_backend.forest import PrefixForest
 from deft_backend.hosts.common.kernel_cache import take_compiled_kernels
 from deft_backend.hosts.common.planner_choice import (
@@ -25,19 +22,25 @@ from deft_backend.hosts.common.planner_choice import (
 from deft_backend.hosts.sglang.accepted import AcceptedDrafts
 from deft_backend.hosts.sglang.arguments import NAME
 from deft_backend.hosts.sglang.batch_observer import BatchObserver
-from deft_backend.hosts.sglang.caches import full_cache
 from deft_backend.hosts.sglang.decode_plan import DecodePlanner
-from deft_backend.hosts.sglang.layers import Division, Shape
+from deft_backend.hosts.sglang.layers import Division
+from deft_backend.hosts.sglang.model_checks import (
+    Unsupported,
+    divided,
+    ignored_scales,
+    model_asks,
+    unsupported_model,
+)
 from deft_backend.hosts.sglang.prefix_source import PrefixSource
 from deft_backend.hosts.sglang.ranks import same_on_all_ranks
-from deft_backend.hosts.sglang.server import device_of, division_of, start_reporting, state_of
+from deft_backend.hosts.sglang.server import device_of, start_reporting, state_of
 from deft_backend.hosts.sglang.verification import Verification
 from deft_backend.hosts.sglang.verify import disagreement
 from deft_backend.hosts.sglang.versions import (
-    attention_layers,
     decode_graphs,
     decodes_per_rank,
     draft_tokens,
+    has_draft_model,
     read_end,
     resolved,
 )
@@ -51,12 +54,6 @@ from deft_patches import (
 )
 
 logger = logging.getLogger("deft_backend")
-
-_IGNORE_SCALES = ("torch_native", "flex_attention")
-
-
-class Unsupported(RuntimeError):
-    """The reason, in one line, why the host's own backend runs this model runner's attention."""
 
 
 def wrap_backend(runner: Any, name: str, host: Any) -> Any:
@@ -75,8 +72,7 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
         That backend.
     """
     if runner.is_draft_worker:
-        logger.info("deft: the draft model's attention runs through %s", name)
-        return host
+        return host  # see draft_model.py
     with ExitStack() as undo:
         made = None
         try:
@@ -118,60 +114,14 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
         made.attention.workspace_bytes / 2**20,
         "" if made.on_device else ", and batches that share too little,", name,
     )  # fmt: skip
-    divided = made.division.text()
-    if divided is not None:
-        logger.info("deft: %s", divided)
+    layers = made.division.text()
+    if layers is not None:
+        logger.info("deft: %s", layers)
+    if has_draft_model(runner.server_args):
+        from deft_backend.hosts.sglang.draft_model import surround_draft_model
+
+        surround_draft_model(settings, name)
     return made.backend
-
-
-def unsupported_model(runner: Any) -> str | None:
-    """Why a model runner's KV cache rules out tree attention, in one line, or None."""
-    cache = full_cache(runner.token_to_kv_pool)
-    if isinstance(cache, str):
-        return cache
-    if str(runner.kv_cache_dtype).removeprefix("torch.") in EIGHT_BIT_CACHES.values():
-        return None
-    if runner.kv_cache_dtype != runner.dtype or cache.pool.store_dtype != runner.dtype:
-        return f"KV in {runner.kv_cache_dtype} under a model in {runner.dtype} is not supported"
-    return None
-
-
-def ignored_scales(runner: Any, name: str) -> str | None:
-    """Why the scales of a cache of 8 bits rule out tree attention around a backend, or None.
-
-    These backends write and read such a cache without its scales. Tree attention follows the
-    scales, so it would read other values than prefill has written.
-    """
-    if name not in _IGNORE_SCALES or runner.kv_cache_dtype.itemsize > 1:
-        return None
-    if all(
-        layer.k_scale is None and layer.v_scale is None for layer in attention_layers(runner.model)
-    ):
-        return None
-    return f"{name} ignores the scales of a KV cache in {runner.kv_cache_dtype}"
-
-
-def _divided(runner: Any) -> tuple[Division, Shape]:
-    """The layers that tree attention decodes, at least one, and their shape."""
-    division = division_of(runner)
-    if division.shape is None:
-        reasons = "; ".join(dict.fromkeys(division.host.values()))
-        raise Unsupported(f"not supported in any layer: {reasons}")
-    return division, division.shape
-
-
-def model_asks(runner: Any) -> bool:
-    """Whether the model calls its attention backend directly, besides through attention layers."""
-    modules = {type(part).__module__ for part in runner.model.modules()}
-    return any("get_attn_backend" in _source(name) for name in modules if ".models." in name)
-
-
-def _source(module: str) -> str:
-    """The source of a loaded module, because such calls may import their backend locally."""
-    try:
-        return inspect.getsource(sys.modules[module])
-    except (OSError, TypeError):
-        return "get_attn_backend"  # unreadable source: assume that it does
 
 
 class _Made(NamedTuple):
@@ -195,7 +145,7 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
     reason = unsupported_model(runner)
     if reason is not None:
         raise Unsupported(reason)
-    division, (heads, kv_heads, dim) = _divided(runner)
+    division, (heads, kv_heads, dim) = divided(runner)
     query_tokens = draft_tokens(runner.server_args)
     on_device = _plans_on_device(runner, settings, query_tokens)
     if not on_device and decodes_per_rank(runner.server_args):

@@ -248,6 +248,13 @@ def drafts_trees(server_args: Any) -> bool:
     return ngrams or (getattr(args, "speculative_eagle_topk", None) or 1) > 1
 
 
+def has_draft_model(server_args: Any) -> bool:
+    """Whether a model drafts, and not a lookup of n-grams."""
+    args = resolved(server_args)
+    algorithm = getattr(args, "speculative_algorithm", None)
+    return algorithm is not None and str(algorithm).upper() != "NGRAM"
+
+
 def draft_links(spec_info: Any) -> tuple[Any, Any] | None:
     """Each draft token's first child and next sibling, ``[B, n]``; None during a capture."""
     child, sibling = spec_info.retrieve_next_token, spec_info.retrieve_next_sibling

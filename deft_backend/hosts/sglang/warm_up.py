@@ -36,14 +36,23 @@ def step_tensors(runner: Any, layers: Collection[int]) -> StepTensors:
     """The tensors of a step: their kinds are the same in graphs and in eager steps."""
     cache, table = full_cache(runner.token_to_kv_pool), runner.req_to_token_pool.req_to_token
     assert not isinstance(cache, str)
-    tokens = draft_tokens(runner.server_args)
     return StepTensors(
-        cache.keys, cache.values, [table.shape[1]], table_dtype=table.dtype,
-        drafts=Drafts(tokens, trees=drafts_trees(runner.server_args), always=True)
-        if tokens > 1
-        else None,
+        cache.keys, cache.values, [table.shape[1]], table_dtype=table.dtype, drafts=_drafts(runner),
         layers=_kinds(runner.model, layers),
     )  # fmt: skip
+
+
+def _drafts(runner: Any) -> Drafts | None:
+    """What a model runner verifies: the target model in every step.
+
+    The draft model decodes, and passes over the tokens of a verification as over a chain.
+    """
+    tokens = draft_tokens(runner.server_args)
+    if tokens == 1:
+        return None
+    if runner.is_draft_worker:
+        return Drafts(tokens)
+    return Drafts(tokens, trees=drafts_trees(runner.server_args), always=True)
 
 
 def _kinds(model: Any, layers: Collection[int]) -> list[LayerKind]:
