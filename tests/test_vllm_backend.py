@@ -35,7 +35,7 @@ from vllm_fakes import (
 from deft_backend.attention import TreeAttention
 from deft_backend.config import Settings, SettingsError
 from deft_backend.hosts.vllm import factory, say, server
-from deft_backend.hosts.vllm.compose import tree_backend
+from deft_backend.hosts.vllm.compose import cannot_surround, tree_backend
 from deft_backend.hosts.vllm.cpu import PlainCpuBackend
 from deft_backend.hosts.vllm.layers import Layer, LayerShape
 from deft_backend.hosts.vllm.step import attach, step_of
@@ -394,6 +394,36 @@ def test_captures_and_drafts_are_no_steps() -> None:
     run(layers.impls[0], batch, cache, builder.build(0, batch.common()))
     assert state().decode_steps == state().steps_tree == 1
     assert step_of(builder.build_for_drafting(batch.common(), 0)) is None
+
+
+class Causal(PlainCpuBackend):
+    """Another backend than the one beside it."""
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_backend_made_of_two_is_surrounded(captured: bool, planned: list[torch.Tensor]) -> None:
+    """vLLM's own choice for Gemma 3 with images: a backend for images and one for the rest."""
+    composite = pytest.importorskip("vllm.v1.attention.backends.composite")
+    host = composite.create_composite_attention_backend(
+        PlainCpuBackend, Causal, name="Two", backend_name="CPU_ATTN", module=__name__,
+        routing_policy=composite.MMPrefixAttentionRouting,
+    )  # fmt: skip
+    assert cannot_surround(host) is None
+    layers = Layers(tree_backend(host), make_config(), count=1)
+    positional = (HEADS, DIM, DIM**-0.5, KV_HEADS, None, None, "auto", None, "decoder", None)
+    assert layers.backend.get_impl_cls()(*positional).deft_layer == layers.impls[0].deft_layer
+    builder = layers.builder(make_spec())
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+    common = batch.common()
+    metadata = builder.build_for_cudagraph_capture(common) if captured else builder.build(0, common)
+    close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
+    assert len(planned) == 1
+    assert state().decode_steps == (0 if captured else 1)
+    prompts = Batch([40, 33], shared=1, query_lens=[6, 1])
+    metadata = builder.build(0, prompts.common())
+    close(run(layers.impls[0], prompts, cache, metadata), reference(prompts, cache))
+    assert len(planned) == 1
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,20 @@ def test_the_arguments_are_read_however_they_are_given() -> None:
     assert (layer.reason, layer.sinks) == (None, True)
 
 
+def passing_on(*args: Any, **kwargs: Any) -> None:
+    """An implementation made of two others."""
+
+
+def test_the_base_class_names_arguments_that_are_passed_on() -> None:
+    plain = (8, 64, 0.1, 2, None, None, "fp8", 30.0, "decoder", None)
+    layer = layer_of(passing_on, plain, {})
+    assert layer == Layer(LayerShape(8, 2, 64), 0.1, 30.0, None, cache="fp8")
+    assert layer_of(passing_on, plain, {"sinks": torch.zeros(8)}).sinks
+    window = (*plain[:5], 4, *plain[6:])
+    assert layer_of(passing_on, window, {}).reason == "a sliding window"
+    assert layer_of(passing_on, (*plain, 1), {}).reason == "the argument 10"
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

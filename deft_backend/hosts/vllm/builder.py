@@ -10,7 +10,7 @@ from deft_backend.config import Settings
 from deft_backend.hosts.vllm.factory import create_group, unsupported_server
 from deft_backend.hosts.vllm.group import GroupAttention
 from deft_backend.hosts.vllm.speculation import prefills
-from deft_backend.hosts.vllm.step import TreeStep, attach, step_of
+from deft_backend.hosts.vllm.step import TreeStep, attach, is_attached, step_of
 from deft_backend.hosts.vllm.versions import host_cascades
 
 
@@ -70,10 +70,16 @@ class TreeBuilder:
     _capturing = False
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
-        """Metadata of a batch made for capture: the same, but not counted as a step."""
+        """Metadata of a batch made for capture: the same, but not counted as a step.
+
+        Most hosts call `build` for it. A builder made of two others calls one of these.
+        """
         self._capturing = True
         try:
-            return self._host().build_for_cudagraph_capture(common_attn_metadata)
+            metadata = self._host().build_for_cudagraph_capture(common_attn_metadata)
+            if not is_attached(metadata):
+                attach(metadata, self._step(0, common_attn_metadata)[0])
+            return metadata
         finally:
             self._capturing = False
 

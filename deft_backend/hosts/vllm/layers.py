@@ -86,18 +86,13 @@ def layer_of(init: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str,
     Parameters
     ----------
     init : callable
-        The bound constructor of the host's implementation, whose signature names the arguments.
+        The bound constructor of the host's implementation. Its signature names the arguments. If
+        it passes all of them on, as an implementation made of two others does, the signature of
+        the host's base class names them.
     args, kwargs
         The constructor's arguments.
     """
-    bound = inspect.signature(init).bind(*args, **kwargs)
-    bound.apply_defaults()
-    given: dict[str, Any] = {}
-    for name, value in bound.arguments.items():
-        if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            given.update(value)
-        else:
-            given[name] = value
+    given = _named(inspect.signature(init), args, kwargs)
     heads = int(given.pop("num_heads"))
     kv_heads = given.pop("num_kv_heads", None)
     shape = LayerShape(heads, heads if kv_heads is None else int(kv_heads), given.pop("head_size"))
@@ -106,6 +101,25 @@ def layer_of(init: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str,
     sinks = given.pop("sinks", None) is not None
     cache = str(given.pop("kv_cache_dtype", "auto"))
     return Layer(shape, scale, cap, _reason(given, scale, cap, cache), sinks, cache)
+
+
+def _named(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments by name, with defaults where the signature has them."""
+    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+    if inspect.Parameter.VAR_POSITIONAL in kinds.values():
+        from vllm.v1.attention.backend import AttentionImpl
+
+        names = list(inspect.signature(AttentionImpl.__init__).parameters)[1:]
+        names += map(str, range(len(names), len(args)))  # further ones are unknown
+        return {**dict(zip(names, args, strict=False)), **kwargs}
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        given.update(value if kinds[name] is inspect.Parameter.VAR_KEYWORD else {name: value})
+    return given
 
 
 def _reason(given: Mapping[str, Any], scale: float, cap: float, cache: str) -> str | None:

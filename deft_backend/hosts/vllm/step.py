@@ -123,6 +123,11 @@ def attach(metadata: Any, step: TreeStep | None) -> None:
     setattr(metadata, _ATTRIBUTE, step)
 
 
+def is_attached(metadata: Any) -> bool:
+    """Whether our builder has made the metadata, with a step or without."""
+    return hasattr(metadata, _ATTRIBUTE)
+
+
 def step_of(metadata: Any) -> TreeStep | None:
     """The step attached to a metadata; None if the host's implementation runs."""
     step: TreeStep | None = getattr(metadata, _ATTRIBUTE, None)
