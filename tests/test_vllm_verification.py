@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,6 +212,21 @@ def test_the_draft_models_layers_are_the_hosts(caplog: pytest.LogCaptureFixture)
     assert state().steps_tree == 0
     close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
     assert state().steps_tree == 1
+
+
+def test_a_layer_that_the_host_marks_is_the_draft_models() -> None:
+    """Beside a target with images, a draft's layers may count from 0, with no prefix.
+
+    Their builder may get a copy of the server's configuration; it must not replace the server.
+    """
+    layers = make_layers()
+    group = layers.builder(make_spec()).deft_group
+    draft = Layers(layers.backend, layers.config, count=1, prefix="draft.layers")
+    layers.config.compilation_config.static_forward_context["draft.layers.0"].is_draft_layer = True
+    draft.config = copy.copy(layers.config)
+    assert draft.builder(make_spec()).deft_group is None
+    assert layers.builder(make_spec()).deft_group is group
+    assert state().num_layers == layers.count
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,8 @@ CONTRACT: tuple[Member, ...] = (
     Member("vllm.model_executor.layers.attention_layer_base",
            "AttentionLayerBase.get_kv_cache_spec", ("vllm_config",),
            use="called: what a layer attends to"),
+    Member("vllm.model_executor.layers.attention_layer_base",
+           "AttentionLayerBase.is_draft_layer", versions=">=0.31", use="read: the draft's layers"),
     Member(_SPEC, "SlidingWindowSpec", use="known by its class"),
     Member(_SPEC, "MambaSpec", use="known by its class"),
     Member(_BACKEND, "AttentionBackend.get_kv_cache_shape",

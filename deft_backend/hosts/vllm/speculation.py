@@ -28,14 +28,15 @@ def unsupported_speculation(vllm_config: Any) -> str | None:
 
 
 def drafts(layer_name: str, vllm_config: Any) -> bool:
-    """Whether a layer belongs to the draft model, by its name.
+    """Whether a layer belongs to the draft model.
 
-    A draft model's layers have a prefix. Layers of EAGLE and MTP count on from the target's last
-    layer.
+    Newer versions mark such a layer. In others its name decides: a draft model's layers have a
+    prefix, and layers of EAGLE and MTP count on from the target's last layer.
     """
     if vllm_config.speculative_config is None:
         return False
-    if _DRAFT.search(layer_name):
+    layer = vllm_config.compilation_config.static_forward_context.get(layer_name)
+    if getattr(layer, "is_draft_layer", False) or _DRAFT.search(layer_name):
         return True
     found = _LAYER.search(layer_name)
     layers = getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", None)
