@@ -336,6 +336,18 @@ def test_observing_counts_and_changes_nothing(
     assert state.kv_bytes_read == 12 * state.token_bytes * state.num_layers
 
 
+@pytest.mark.parametrize("name", ["FLASH_ATTN", "TRITON_ATTN", "TRITON_FLASH_ATTN"])
+def test_a_gpus_backends_are_observed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name not in AttentionBackendEnum.__members__:
+        pytest.skip("this vLLM has no such backend")
+    monkeypatch.setenv("DEFT_OBSERVE", "1")
+    monkeypatch.setattr(plugin, "_on_cpu", lambda: False)
+    plugin.register()
+    found = AttentionBackendEnum[name].get_class()
+    assert found is observed_backend(original_backend(name))
+    assert found.get_name() == name
+
+
 def test_this_vllm_is_one_that_the_adapter_knows() -> None:
     assert versions.missing() is None
 

@@ -25,6 +25,11 @@ CONTRACT: tuple[Member, ...] = (
     Member(_REGISTRY, "AttentionBackendEnum.FLASHINFER", use="surrounded, or observed"),
     Member(_REGISTRY, "AttentionBackendEnum.TRITON_ATTN", use="surrounded, or observed"),
     Member(_REGISTRY, "AttentionBackendEnum.FLEX_ATTENTION", use="surrounded, or observed"),
+    *(
+        Member(_REGISTRY, f"AttentionBackendEnum.{name}", versions=">=0.30",
+               use="made of two others: surrounded, or observed")
+        for name in ("TRITON_FLASH_ATTN", "TRITON_FLASHINFER")
+    ),
     Member("vllm.platforms.interface", "Platform.is_cpu", use="called"),
     Member("vllm.platforms.interface", "Platform.get_attn_backend_cls",
            ("selected_backend", "attn_selector_config"), use="called, for the host's own choice"),

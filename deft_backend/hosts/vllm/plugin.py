@@ -17,8 +17,10 @@ MODULE = "deft_backend.hosts.vllm.registered"
 """The module in which vLLM finds the classes registered here; it resolves each when a layer needs
 it."""
 
-OBSERVED = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION")
-"""Backends of the CUDA platform that ``DEFT_OBSERVE`` counts; the CPU platform has only one."""
+OBSERVED = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "TRITON_FLASH_ATTN",
+            "TRITON_FLASHINFER")  # fmt: skip
+"""Backends of the CUDA platform that ``DEFT_OBSERVE`` counts, where a version has them. The CPU
+platform has only one."""
 
 
 def register() -> None:
@@ -58,7 +60,7 @@ def _register() -> None:
         # configuration, once that is known.
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{MODULE}.CPU_ATTN")
     elif observing():
-        for name in OBSERVED:
+        for name in AttentionBackendEnum.__members__.keys() & OBSERVED:
             register_backend(AttentionBackendEnum[name], f"{MODULE}.{name}")
     _show_counters()
 
