@@ -122,8 +122,10 @@ class HeadsOfTwoSizes:
 
 @pytest.mark.parametrize("new_version", [True, False])
 @pytest.mark.parametrize(
-    "architecture", ["Gemma4ForCausalLM", "DiffusionGemmaForBlockDiffusion", "LlamaForCausalLM"]
-)
+    "architecture",
+    ["Gemma4ForCausalLM", "DiffusionGemmaForBlockDiffusion", "EmbeddingGemma2Model",
+     "LlamaForCausalLM"],
+)  # fmt: skip
 def test_a_model_keeps_the_hosts_defaults_for_it(
     architecture: str, new_version: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +142,7 @@ def test_a_model_keeps_the_hosts_defaults_for_it(
             architecture=architecture, hf_text_config=SimpleNamespace(
                 head_dim=256, global_head_dim=512, layer_types=["sliding", "full"]
             ), model_arch_config=HeadsOfTwoSizes(), override_generation_config={},
-            is_mm_prefix_lm=False,
+            is_mm_prefix_lm=False, max_model_len=2048,
         )  # fmt: skip
         config = SimpleNamespace(
             model_config=model, attention_config=attention, diffusion_config=object(),

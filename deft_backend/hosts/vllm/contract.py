@@ -180,6 +180,9 @@ CONTRACT: tuple[Member, ...] = (
                ("vllm_config",), use="called, as without --attention-backend")
         for name in ("Gemma4Config", "DiffusionGemmaModelForBlockDiffusionConfig")
     ),
+    Member("vllm.model_executor.models.config",
+           "EmbeddingGemma2ModelConfig.verify_and_update_config", ("vllm_config",), ">=0.32",
+           use="called, as without --attention-backend"),
     Member("vllm.distributed.parallel_state", "get_tensor_model_parallel_rank", use="called"),
     Member("vllm.envs", "VLLM_BATCH_INVARIANT", use="read: refused"),
     Member("vllm.envs", "VLLM_LOG_STATS_INTERVAL", use="read, for the log"),

@@ -8,7 +8,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from deft_backend.hosts.vllm.versions import is_ours
 
-SETTINGS = ("Gemma4Config", "DiffusionGemmaModelForBlockDiffusionConfig")
+SETTINGS = ("Gemma4Config", "DiffusionGemmaModelForBlockDiffusionConfig",
+            "EmbeddingGemma2ModelConfig")  # fmt: skip
 """Classes of ``model_executor/models/config.py`` that check whether the user named a backend."""
 
 _last: tuple[Any, AttentionBackendEnum | None] | None = None
