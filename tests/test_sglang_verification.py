@@ -143,6 +143,21 @@ def test_an_eager_step(server: Any, spec: Any, parents: list[list[int]]) -> None
     assert server.state.steps_tree == 1
 
 
+def test_rows_beyond_the_requests_query_tokens(server: Any, caplog: Any) -> None:
+    """With DP attention, the host pads an eager step's tokens to a multiple of its ranks."""
+    for spec, parents in ((CHAIN, chain(2)), (trees(PARENTS), PARENTS)):
+        batch = server.batch(spec)
+        server.backend.init_forward_metadata(batch)
+        padding = torch.full((1, 64), float("nan"))
+        q, k, v = (torch.cat([part, padding.repeat(1, part.shape[1] // 64)]) for part in query())
+        out = server.backend.forward(q, k, v, make_layer(), batch, False)
+        assert server.calls == []
+        assert out.shape == (2 * N + 1, 4 * 64)
+        check(server, batch, parents, out[: 2 * N])
+        assert not out[2 * N :].any()
+    assert not caplog.records
+
+
 def test_trees_of_n_grams_have_no_topk(server: Any) -> None:
     child, sibling = links(PARENTS)
     spec = SimpleNamespace(

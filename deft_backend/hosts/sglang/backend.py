@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
@@ -200,8 +201,13 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         )
         heads, dim = layer.tp_q_head_num, layer.qk_head_dim
         seq_lens, ancestors = self._context(forward_batch)
+        q = q.reshape(-1, heads, dim)
+        rows = len(q)
+        if self._verification is not None and not forward_batch.forward_mode.is_decode():
+            # With DP attention, the host pads tokens to a multiple of the attention's ranks.
+            rows = forward_batch.batch_size * self._verification.query_tokens
         out = self._attention.run(
-            q.reshape(-1, heads, dim),
+            q[:rows],
             self._pool.get_key_buffer(layer.layer_id),
             self._pool.get_value_buffer(layer.layer_id),
             self._req_to_token,
@@ -215,6 +221,8 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
             sinks=sinks,
             static_launch=self._static_launch,
         )
+        if rows < len(q):
+            out = torch.cat([out, torch.zeros_like(q[rows:])])
         return out.view(-1, heads * dim)
 
     def _context(self, forward_batch: Any) -> tuple[Any, Any]:
