@@ -512,14 +512,17 @@ def test_models_that_call_their_backend_are_found(host: Any, monkeypatch) -> Non
     """By the source of their modules, because the call may import its function locally."""
     from deft_backend.hosts.sglang import model_checks
 
-    part = type("Attention", (torch.nn.Module,), {"__module__": "made_up.models.asking"})
-    runner = SimpleNamespace(model=part())
-    texts = {"made_up.models.asking": "x = get_attn_backend()"}
+    part = type("Attention", (torch.nn.Module,), {"__module__": "made_up.asking"})
+    heir = type("Attention", (part,), {"__module__": "made_up.inheriting"})
+    texts = {"made_up.asking": "x = get_attn_backend()", "made_up.inheriting": ""}
     monkeypatch.setattr(model_checks, "_source", texts.__getitem__)
-    assert model_checks.model_asks(runner)
-    texts["made_up.models.asking"] = "x = attention(q, k, v)"
-    assert not model_checks.model_asks(runner)
-    assert not model_checks.model_asks(SimpleNamespace(model=torch.nn.Linear(1, 1)))
+    for model in (part(), heir()):
+        assert model_checks.model_asks(SimpleNamespace(model=model))
+    texts["made_up.asking"] = "x = attention(q, k, v)"
+    for model in (part(), heir(), torch.nn.Linear(1, 1)):
+        assert not model_checks.model_asks(SimpleNamespace(model=model))
+    layer = type("RadixAttention", (torch.nn.Module,), {"__module__": "sglang.srt.layers.x"})
+    assert not model_checks.model_asks(SimpleNamespace(model=layer()))
 
 
 @pytest.mark.parametrize("planner", ["host", "device"])

@@ -6,6 +6,8 @@ import inspect
 import sys
 from typing import Any
 
+import torch
+
 from deft_backend.dtype_names import EIGHT_BIT_CACHES
 from deft_backend.hosts.sglang.caches import full_cache
 from deft_backend.hosts.sglang.layers import Division, Shape
@@ -13,6 +15,10 @@ from deft_backend.hosts.sglang.server import division_of
 from deft_backend.hosts.sglang.versions import attention_layers
 
 _IGNORE_SCALES = ("torch_native", "flex_attention")
+
+_LAYERS = ("torch.", "sglang.srt.layers.")
+"""Modules of layers, which models of any package use. Attention layers call the backend by its
+``forward``."""
 
 
 class Unsupported(RuntimeError):
@@ -57,8 +63,11 @@ def divided(runner: Any) -> tuple[Division, Shape]:
 
 def model_asks(runner: Any) -> bool:
     """Whether the model calls its attention backend directly, besides through attention layers."""
-    modules = {type(part).__module__ for part in runner.model.modules()}
-    return any("get_attn_backend" in _source(name) for name in modules if ".models." in name)
+    kinds = {kind for part in runner.model.modules() for kind in type(part).__mro__}
+    modules = {kind.__module__ for kind in kinds if issubclass(kind, torch.nn.Module)}
+    return any(
+        "get_attn_backend" in _source(name) for name in modules if not name.startswith(_LAYERS)
+    )
 
 
 def _source(module: str) -> str:
