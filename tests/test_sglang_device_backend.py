@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sglang_fakes import (
@@ -83,6 +84,39 @@ def test_an_eager_step_is_planned_from_the_page_table(server: Any) -> None:
     shown = forest_of(server.state.batch)
     assert (shown.batch_size, shown.tokens_stored) == (2, len(PREFIX) + 5)
     assert server.pool.k[batch.out_cache_loc].flatten().tolist() == k.flatten().tolist()
+
+
+def test_beams_read_their_new_parents_tokens() -> None:
+    """Between steps, the host copies the rows of surviving beams to other beams' rows."""
+    host = load_host()
+    fork = pytest.importorskip("sglang.srt.beam_search.fork")
+    from deft_backend.hosts.sglang.device_planned import DevicePlannedBackend
+
+    prompt, grown, rows = 8, 200, torch.tensor([1, 2, 3])
+    calls: list[str] = []
+    pool, table = FakePool(2500), np.zeros((4, prompt + 4 * grown), dtype=np.int32)
+    table[1, :prompt] = range(1, 1 + prompt)
+    theirs = recording_backend(host, pool, table, calls)()
+    pages = theirs.req_to_token_pool.req_to_token
+    backend = DevicePlannedBackend(
+        theirs, small_attention(max_batch=4), make_state(), Settings(min_batch=2)
+    )
+    fork.alias_members_prompt_kv(pages, rows[1:], 1, prompt)
+    for step, parents in enumerate(([0, 0, 1], [2, 2, 0], [0, 2, 2], [0, 1, 2])):
+        begin, length = prompt + step * grown, prompt + (step + 1) * grown
+        first = 20 + 3 * begin
+        pages[rows, begin:length] = torch.arange(first, first + 3 * grown).view(3, -1).int()
+        batch = SimpleNamespace(
+            forward_mode=DECODE, batch_size=3, seq_lens=torch.full((3,), length), seq_lens_cpu=None,
+            req_pool_indices=rows, out_cache_loc=pages[rows, length - 1].long(), seq_lens_sum=None,
+            rids=["leader"],
+        )  # fmt: skip
+        q, k, v = query(3)
+        backend.init_forward_metadata(batch)
+        out = backend.forward(q, k, v, make_layer(), batch)
+        check(SimpleNamespace(pool=pool, table=table), batch, out, q)
+        fork.remap_kv_mapping(pages, rows, torch.tensor(parents), prompt, length)
+    assert calls == []
 
 
 def test_what_is_captured_plans_whatever_it_is_replayed_for(server: Any) -> None:
