@@ -19,6 +19,7 @@ from sglang_fakes import (
     small_attention,
 )
 
+from deft_backend.attention import TreeAttention
 from deft_backend.config import Settings
 from deft_backend.hosts.sglang.layers import Division
 
@@ -243,6 +244,45 @@ def test_verifications_of_another_form_are_the_hosts(server: Any) -> None:
         f"verification of None tokens, not {N}": 1,
     }  # fmt: skip
     assert server.state.verified_tokens == 0
+
+
+def test_after_a_failed_kernel_the_host_gets_the_drafts_own_keys(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host's pool divides its arguments in place, but `triton` also reads the arguments."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    pool = MHATokenToKVPool(
+        size=400, page_size=1, dtype=torch.float8_e4m3fn, head_num=2, head_dim=64, layer_num=1,
+        device="cpu", enable_memory_saver=False,
+    )  # fmt: skip
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16,
+        kv_dtype=torch.float8_e4m3fn, device="cpu", max_batch=2, query_tokens=N,
+    )  # fmt: skip
+    seen: list[torch.Tensor] = []
+
+    def extend(q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True) -> Any:
+        assert not save_kv_cache
+        seen.extend((k, v))
+        return q
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("a launch failed")
+
+    backend = server.backend
+    backend._pool, backend._attention = pool, attention
+    monkeypatch.setattr(backend._host, "forward_extend", extend, raising=False)
+    batch = server.batch(CHAIN)
+    backend.init_forward_metadata(batch)
+    monkeypatch.setattr(attention, "run", fail)
+    k, v = (torch.full((2 * N, 2, 64), value, dtype=torch.bfloat16) for value in (1.0, 2.0))
+    layer = make_layer(k_scale=torch.tensor(0.5), v_scale=torch.tensor(0.25))
+    backend.forward(torch.zeros(2 * N, 256).bfloat16(), k, v, layer, batch)
+    assert (seen[0] == 1.0).all()
+    assert (seen[1] == 2.0).all()
+    stored = (part[batch.out_cache_loc].float() for part in pool.get_kv_buffer(0))
+    assert [part.unique().tolist() for part in stored] == [[2.0], [8.0]]
 
 
 def test_prefill_and_a_layer_of_another_kind_are_the_hosts(server: Any) -> None:

@@ -189,8 +189,12 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
 
     def _write_kv(self, k: Any, v: Any, layer: Any, forward_batch: Any) -> None:
         """Write the step's keys and values as the host does: it divides by the scales first."""
-        location = KVWriteLoc(forward_batch.out_cache_loc, None)
-        self._pool.set_kv_buffer(layer, location, k, v, *self._scales(layer))
+        location, scales = KVWriteLoc(forward_batch.out_cache_loc, None), self._scales(layer)
+        divides = any(scale is not None for scale in scales)
+        if divides and self._verification is not None:
+            # In place; and if tree attention fails, the host's kernel for drafts reads these.
+            k, v = k.clone(), v.clone()
+        self._pool.set_kv_buffer(layer, location, k, v, *scales)
 
     def _tree_attention(self, q: Any, layer: Any, forward_batch: Any, sinks: Any) -> Any:
         scales = self._scales(layer)
