@@ -61,10 +61,11 @@ def host(
 @pytest.mark.rare
 def test_the_draft_model_runs_through_tree_attention(server: Server, reference) -> None:
     check_answers(server, reference, most=3)
-    assert "deft: an extension of the draft model runs through tree attention" in server.log
-    steps = "deft: a decode step of the draft model runs through tree attention" in server.log
+    assert "deft: a draft extension runs through tree attention" in server.log
+    steps = "deft: a draft's decode step runs through tree attention" in server.log
     trees = (
-        "deft: the draft model's steps run through intel_amx: a draft has 2 branches" in server.log
+        "deft: the draft model's decode steps run through intel_amx: a draft has 2 branches"
+        in server.log
     )
     assert steps is not trees
     assert "a kernel failed" not in server.log

@@ -1,4 +1,4 @@
-"""The draft model's pass over the tokens of a verification, which writes their keys and values."""
+"""The draft extension: the draft model's pass over the tokens of a verification."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("deft_backend")
 
 
 class ExtensionTokens(Verification):
-    """The query tokens of a pass: a chain, as long as a verification.
+    """The query tokens of a draft extension: a chain, as long as a verification.
 
     The host's lengths include the query tokens. Padding requests are shorter than their query
     tokens.
@@ -29,7 +29,7 @@ class ExtensionTokens(Verification):
     def unsuitable(self, forward_batch: Any, *, captured: bool) -> str | None:
         tokens = getattr(forward_batch.spec_info, "num_tokens_per_req", None)
         if tokens != self.query_tokens:
-            return f"a draft model's pass over {tokens} tokens, not {self.query_tokens}"
+            return f"a draft extension of {tokens} tokens, not {self.query_tokens}"
         return None
 
     def load(self, spec_info: Any) -> None:
@@ -48,7 +48,7 @@ class DraftExtension(DevicePlannedBackend):
     def _context(self, forward_batch: Any) -> tuple[Any, Any]:
         if not self._told:
             self._told = True
-            logger.debug("deft: an extension of the draft model runs through tree attention")
+            logger.debug("deft: a draft extension runs through tree attention")
         return super()._context(forward_batch)
 
     def _is_step(self, mode: Any) -> bool:

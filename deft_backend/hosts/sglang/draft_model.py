@@ -68,7 +68,7 @@ def surround_draft_model(settings: Settings, name: str) -> None:
     def around_steps(runner: Any, topk: int, container: Any) -> Any:
         if topk != 1:
             reason = f"a draft has {topk} branches, and 1 is supported"
-            logger.warning("deft: the draft model's steps run through %s: %s", name, reason)
+            logger.warning("deft: the draft model's decode steps run through %s: %s", name, reason)
             return container
         made = parts(runner)
         if made is None:
@@ -110,8 +110,8 @@ def _create(runner: Any, *, settings: Settings, name: str) -> _Parts | None:
         logger.debug("deft: set-up for the draft model failed", exc_info=True)
     else:
         logger.info(
-            "deft: the draft model's decode steps and extensions go through tree attention "
-            "(workspace %.1f MiB); its prefill through %s",
+            "deft: the draft model's passes over drafts go through tree attention (workspace %.1f "
+            "MiB), its prefill through %s",
             made.attention.workspace_bytes / 2**20, name,
         )  # fmt: skip
         return made

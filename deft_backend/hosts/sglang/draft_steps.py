@@ -70,7 +70,7 @@ class DraftStep(DeftAttentionBackend):
     def _context(self, forward_batch: Any) -> tuple[Any, Any]:
         if not self._told:
             self._told = True
-            logger.debug("deft: a decode step of the draft model runs through tree attention")
+            logger.debug("deft: a draft's decode step runs through tree attention")
         return self.seq_lens, None
 
 
