@@ -63,11 +63,8 @@ def test_the_draft_model_runs_through_tree_attention(server: Server, reference) 
     check_answers(server, reference, most=3)
     assert "deft: a draft extension runs through tree attention" in server.log
     steps = "deft: a draft's decode step runs through tree attention" in server.log
-    trees = (
-        "deft: the draft model's decode steps run through intel_amx: a draft has 2 branches"
-        in server.log
-    )
-    assert steps is not trees
+    left = "decode steps run through intel_amx: a draft has 2 branches" in server.log
+    assert steps is not left
     assert "a kernel failed" not in server.log
 
 
