@@ -6,6 +6,7 @@ state answers with another file. Until somebody asks, the server copies nothing.
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -82,9 +83,21 @@ def forest_of(batch: Batch | str | None) -> PrefixForest:
         return _forest(batch)
     import torch  # not at the top: the command that asks needs no torch
 
+    _allow_copies_during_captures()
     # On a stream of its own: neither the server's forward nor this copy waits for the other.
     with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
         return _forest(batch)
+
+
+def _allow_copies_during_captures() -> None:
+    """Let this thread call CUDA while another thread captures a graph.
+
+    PyTorch captures in the mode "global". A call from another thread may then end the capture with
+    an error, unless that thread has chosen the mode "relaxed" for itself (CUDA driver API,
+    ``cuThreadExchangeStreamCaptureMode``).
+    """
+    relaxed = ctypes.c_int(2)
+    ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
 
 
 def _forest(batch: Batch) -> PrefixForest:
