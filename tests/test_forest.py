@@ -366,6 +366,19 @@ def test_impossible_tables_that_are_trusted_stay_in_bounds(seed: int, requests: 
     check_invariants(forest_from_page_tables(tables, lens, check=False))
 
 
+@pytest.mark.parametrize("pages", [40, 4000])
+def test_pages_in_two_copies_stay_in_bounds(pages: int) -> None:
+    """Rows that agree at a position may differ before it. Plain Python checks each index."""
+    insert = getattr(insert_rows, "py_func", insert_rows)
+    full = np.full(4, pages, dtype=np.int32)
+    for seed in range(300):
+        second = np.random.default_rng(seed).random((4, pages)) > 0.85
+        tables = (2 * np.arange(pages) + second).astype(np.int32)
+        parent, depth, holder, nodes = insert(tables, full)
+        assert (depth[holder] == full).all()
+        assert (depth[1:nodes] > depth[parent[1:nodes]]).all()
+
+
 def test_trusted_tables_may_lack_the_open_page_but_no_full_one() -> None:
     assert forest_from_page_tables([[4], [4]], [5, 6], 4, check=False).length[0] == 4
     with pytest.raises(ForestError, match="request 1 holds 8 tokens, 2 pages of 4, but its page"):

@@ -93,6 +93,27 @@ def test_coverage_of_large_and_special_batches(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
+def test_coverage_of_pages_in_two_copies(name: str) -> None:
+    """vLLM's rows may hold either copy of a page. Copies hold the same tokens."""
+    for seed in range(40):
+        random = np.random.default_rng(seed)
+        rows, pages = int(random.integers(2, 9)), int(random.choice([12, 150]))
+        prefix = np.zeros((rows, pages), dtype=np.int32)
+        fresh = 0
+        for row in range(rows):
+            shared = int(random.integers(0, pages + 1)) if row else 0
+            prefix[row, :shared] = prefix[random.integers(row) if row else 0, :shared]
+            prefix[row, shared:] = np.arange(fresh, fresh + pages - shared)
+            fresh += pages - shared
+        lens = random.integers(0, 16 * pages - 7, rows).astype(np.int32)
+        held = 2 * prefix + (random.random((rows, pages)) > random.choice([0.5, 0.9]))
+        forest = forest_from_page_tables(held, lens, 16, check=False)
+        grouping = get_policy(name).group(forest, GQA)
+        growth = np.full(rows, 7, dtype=np.int32)
+        check_coverage(Batch(2 * prefix, lens, 16), grouping, growth)
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
 def test_an_empty_batch_is_an_empty_grouping(name: str) -> None:
     forest = forest_from_page_tables(np.zeros((0, 0), dtype=np.int32), [])
     grouping = get_policy(name).group(forest, GQA)

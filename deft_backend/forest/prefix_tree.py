@@ -147,6 +147,7 @@ def _agreement(tables: npt.NDArray[np.integer], row: int, other: int, low: int, 
     if low < high and tables[row, high - 1] == tables[other, high - 1]:
         return high
     high -= 1
+    differ = high
     while high - low >= 2 * LOOKS:  # the rows agree on the first `low` pages and differ at `high`
         step = (high - low) // (LOOKS + 1)
         agreeing = 0
@@ -156,6 +157,8 @@ def _agreement(tables: npt.NDArray[np.integer], row: int, other: int, low: int, 
         if agreeing < LOOKS:
             high = low + (agreeing + 1) * step - 1
         low += agreeing * step
-    while low < high and tables[row, low] == tables[other, low]:
+    # Up to `differ`, not `high`: the rows must differ where they part, or one row could split an
+    # edge twice. They may agree at `high` if a host holds one prefix in two copies.
+    while low < differ and tables[row, low] == tables[other, low]:
         low += 1
     return low
