@@ -465,6 +465,26 @@ def test_impossible_page_tables_are_refused(
 
 
 @pytest.mark.parametrize(
+    ("lens", "message"),
+    [
+        (np.array([3, 2**32 + 1]), "seq_lens holds 4294967297; expected 32-bit integers"),
+        ([3, 2**32 + 1], "seq_lens holds 4294967297; expected 32-bit integers"),
+        (np.array([3, 2**63 + 1], dtype=np.uint64), "seq_lens holds 9223372036854775809"),
+        ([3, 1.5], "seq_lens has dtype float64; expected an integer dtype"),
+        ([True, False], "seq_lens has dtype bool"),
+    ],
+)
+def test_lengths_that_are_no_integers_of_32_bits_are_refused(lens: Any, message: str) -> None:
+    """NumPy would cut them off."""
+    with pytest.raises(ForestError, match=message):
+        forest_from_page_tables(np.arange(8).reshape(2, 4), lens)
+    with pytest.raises(ForestError, match=message):
+        build_forest([0, 1], [0], lens)
+    with pytest.raises(ForestError, match=message):
+        forest_from_tree([0], [0], [0, 0], lens)
+
+
+@pytest.mark.parametrize(
     ("order", "shared", "lens", "page_size", "message"),
     [
         ([0, 0], [1], [2, 2], 1, "permutation"),

@@ -7,7 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from deft_backend.forest.prefix_forest import ForestError, Int32Array, PrefixForest, build_forest
+from deft_backend.forest.prefix_forest import (
+    ForestError,
+    Int32Array,
+    PrefixForest,
+    build_forest,
+    int32,
+)
 from deft_backend.forest.prefix_tree import insert_rows
 from deft_backend.forest.tree_order import order_of_tree
 
@@ -51,12 +57,13 @@ def forest_from_page_tables(
     Raises
     ------
     ForestError
-        If shapes do not match, a length is negative, or a row is shorter than its full pages need.
+        If shapes do not match, a length is no integer of 32 bits or negative, or a row is shorter
+        than its full pages need.
         With `check`, also in these cases: a row is shorter than its last page needs; a used page id
         is negative or not below `num_pages`; two rows agree at a position but not before it.
     """
     tables = np.asarray(page_tables)
-    lens = np.asarray(seq_lens, dtype=np.int32)
+    lens = int32(seq_lens, "seq_lens")
     if lens.ndim != 1:
         raise ForestError(f"seq_lens has shape {lens.shape}; expected [batch]")
     if tables.size == 0 and not lens.size:

@@ -174,9 +174,9 @@ def build_forest(
         neighbours share a part of a page, or more tokens than either of them holds.
     """
     # Copy the lengths that the forest keeps: hosts write to their sequence lengths in place.
-    order_ = np.asarray(order, dtype=np.int32).copy()
-    lens = np.asarray(seq_lens, dtype=np.int32).copy()
-    shared_ = int32(shared)
+    order_ = int32(order, "order").copy()
+    lens = int32(seq_lens, "seq_lens").copy()
+    shared_ = int32(shared, "shared")
     _check(order_, shared_, lens, page_size)
     parent, request, start, length, query_begin, query_end, leaf = nodes_of(order_, shared_, lens)
     return PrefixForest(
@@ -193,9 +193,20 @@ def build_forest(
     )
 
 
-def int32(values: npt.ArrayLike) -> Int32Array:
-    """A contiguous, writable int32 array of the values; `values` itself if it is one already."""
-    array = np.ascontiguousarray(values, dtype=np.int32)
+def int32(values: npt.ArrayLike, name: str) -> Int32Array:
+    """A contiguous, writable int32 array of the values; `values` itself if it is one already.
+
+    Raises
+    ------
+    ForestError
+        If a value is no integer, or does not fit 32 bits; `name` says which array holds it.
+    """
+    given = np.asarray(values)
+    if given.size and given.dtype.kind not in "iu":
+        raise ForestError(f"{name} has dtype {given.dtype}; expected an integer dtype")
+    array = np.asarray(given, dtype=np.int32, order="C")
+    if array is not given and (array != given).any():
+        raise ForestError(f"{name} holds {given[array != given][0]}; expected 32-bit integers")
     return array if array.flags.writeable else array.copy()
 
 

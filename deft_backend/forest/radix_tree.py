@@ -108,8 +108,8 @@ def forest_from_tree(
         If lengths do not match, or a node does not come after its parent or is not deeper. Also if
         a request holds no node of the tree, or a node deeper than the request is long.
     """
-    parent_, depth_, holder_ = _array(parent), _array(depth), _array(holder)
-    lens = int32(seq_lens)
+    parent_, depth_ = _array(parent, "parent"), _array(depth, "depth")
+    holder_, lens = _array(holder, "holder"), int32(seq_lens, "seq_lens")
     if len(parent_) != len(depth_) or len(holder_) != len(lens) or not len(parent_):
         raise ForestError(
             f"{len(parent_)} parents, {len(depth_)} depths, {len(holder_)} holders and {len(lens)} "
@@ -137,8 +137,8 @@ def forest_from_tree(
     return build_forest(order, shared, lens, page_size)
 
 
-def _array(values: Sequence[int] | Int32Array) -> Int32Array:
+def _array(values: Sequence[int] | Int32Array, name: str) -> Int32Array:
     """Like :func:`int32`, but several times faster for lists."""
     if isinstance(values, list) and values:
         return np.frombuffer(array("i", values), dtype=np.int32)
-    return int32(values)
+    return int32(values, name)
