@@ -5,6 +5,7 @@ On the CPU the interpreter runs the kernels; with a GPU, the compiled kernels ru
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from benchmarks.random_batches import random_batch as paged_batch
 from deft_backend import POLICY_NAMES, AttentionError, TreeAttention, forest_from_page_tables
 from deft_backend.forest import PrefixForest
-from deft_backend.planner import Plan, PlanCapacity, plan_grouping
+from deft_backend.planner import Plan, PlanCapacity, PlanError, plan_grouping
 from deft_backend.planner.encoding import ITEM_ORDER, MERGES
 from deft_backend.policies import DeftFlatten, Grouping, GroupingBuilder, Segment, Target
 from deft_backend.reference_attention import reference_attention, relative_error
@@ -406,6 +407,8 @@ def test_a_plan_too_large_for_its_arrays_becomes_one_that_fits() -> None:
     [
         ({"head_dim": 80}, "head dimension 80; supported are 64, 96, 128, 256"),
         ({"num_kv_heads": 3}, "4 query heads over 3 KV heads"),
+        ({"num_query_heads": 0}, "0 query heads over 2 KV heads"),
+        ({"num_query_heads": -4}, "-4 query heads over 2 KV heads"),
         ({"dtype": torch.int8}, "dtype int8; supported are"),
         ({"device": "meta"}, "device meta"),
         ({"page_size": 0}, "page_size is 0"),
@@ -455,6 +458,34 @@ def test_tensors_that_do_not_fit_are_refused(change: dict[str, torch.Tensor], me
     attention.plan(forest_from_page_tables([[0, 1], [2, 3]], [1, 2]))
     with pytest.raises(AttentionError, match=message):
         attention.run(**(tensors | change))
+
+
+@pytest.mark.parametrize("sm_scale", [0.0, -1.0, math.nan, math.inf])
+def test_a_scale_that_gives_no_attention_is_refused(sm_scale: float) -> None:
+    with pytest.raises(AttentionError, match=f"sm_scale is {sm_scale}; expected a number above 0"):
+        check(random_batch(1, 1, 2), sm_scale=sm_scale)
+
+
+def test_a_plan_of_more_queries_than_the_arrays_hold_is_refused() -> None:
+    """Its items fit. The plan before stays in use."""
+    table = torch.arange(1500, dtype=torch.int32).reshape(5, 300)
+    lens = torch.full((5,), 290, dtype=torch.int32)
+    attention, large = (
+        TreeAttention(
+            num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+            policy="deft-node-chunk", max_batch=most,
+        )
+        for most in (2, 5)
+    )  # fmt: skip
+    torch.manual_seed(0)
+    q, caches = torch.randn(2, 4, 64), torch.randn(2, 1500, 2, 64)
+    forest = forest_from_page_tables(table, lens)
+    plan = large.plan(forest)
+    attention.plan(forest_from_page_tables(table[:2], lens[:2]))
+    expected = attention.run(q, *caches, table[:2], lens[:2])
+    with pytest.raises(PlanError, match="the plan is for 5 queries; its arrays hold 2: raise max_"):
+        attention.use(plan, forest)
+    assert torch.equal(attention.run(q, *caches, table[:2], lens[:2]), expected)
 
 
 @pytest.mark.parametrize("on_device", [False, True])

@@ -175,6 +175,11 @@ class CurrentPlan:
             If the plan needs the masked tile, for which captured CUDA graphs of this policy have no
             launch, or if the arrays cannot hold it.
         """
+        if forest.batch_size > self.capacity.max_batch:
+            raise PlanError(
+                f"the plan is for {forest.batch_size} queries; its arrays hold "
+                f"{self.capacity.max_batch}: raise max_batch"
+            )
         masked = int(plan.tile_ptr[-1] - plan.tile_ptr[-2])
         if masked and not self.policy.several_segments:
             raise PlanError(

@@ -393,7 +393,7 @@ class TreeAttention:
                     logit_cap=logit_cap, k_scale=k_scale, v_scale=v_scale, sinks=sinks, out=out,
                     static_launch=static_launch,
                 )  # fmt: skip
-        if sm_scale is not None and not sm_scale > 0.0:
+        if sm_scale is not None and not 0.0 < sm_scale < math.inf:
             raise AttentionError(f"sm_scale is {sm_scale}; expected a number above 0")
         planned = self._current.batch
         static_launch = static_launch or planned.on_device

@@ -112,7 +112,7 @@ def unsupported(
 
     `gpu` describes a GPU that is not at hand, in place of `device`.
     """
-    if num_kv_heads < 1 or num_query_heads % num_kv_heads:
+    if num_kv_heads < 1 or num_query_heads < 1 or num_query_heads % num_kv_heads:
         return (
             f"{num_query_heads} query heads over {num_kv_heads} KV heads; the query heads must be "
             "a multiple of the KV heads"
