@@ -156,6 +156,8 @@ def test_the_command_records_what_it_ran(tmp_path: Path) -> None:
 
 def test_settings_name_every_choice() -> None:
     assert {setting.block_tokens for setting in plan_settings()[:3]} == {64, 16, 1 << 15}
+    # Any policy may get any setting, so its group must fit the large and the masked tile.
+    assert all(min(setting.target().tile_queries[1:]) >= 1 for setting in plan_settings())
 
 
 def test_a_plan_with_other_items_is_a_tie_or_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,10 +56,8 @@ class AttentionFuzzer:
     def batch(self, seed: int, planner: str) -> RandomBatch:
         """The batch of a seed."""
         random = np.random.default_rng([seed, 2])
-        by_device = planner == DEVICE
-        return draw_batch(
-            random, self.setting.page_size, self.limits, grown=not by_device, twins=by_device
-        )
+        grown = planner != DEVICE
+        return draw_batch(random, self.setting.page_size, self.limits, grown=grown, twins=True)
 
     def run(self, seeds: Sequence[int], planner: str) -> tuple[list[Failure], float]:
         """Failing seeds, and the largest error of the others."""
@@ -95,7 +93,10 @@ class AttentionFuzzer:
             attention.plan_on_device(table, lens, table_rows=rows)
         else:
             own = np.ascontiguousarray(batch.page_table[batch.rows])
-            attention.plan(forest_from_page_tables(own, batch.planned_lens, batch.page_size))
+            forest = forest_from_page_tables(
+                own, batch.planned_lens, batch.page_size, check=batch.monotone
+            )
+            attention.plan(forest)
             static = seed % 3 == 0
         attention.poison_workspace()
         attention.run(

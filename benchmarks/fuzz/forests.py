@@ -53,8 +53,7 @@ class RandomBatch:
     page_size : int
     twins : [2, N] int32
         Pages in two copies: both of a column hold the same tokens. If there are any, rows that
-        agree at a position may differ before it. vLLM makes such batches, and only the device
-        planner plans them.
+        agree at a position may differ before it. vLLM makes such batches.
     """
 
     kind: str

@@ -90,8 +90,7 @@ class PlanFuzzer:
             why = self._fault(batch, found)
             if why:
                 counts.failures.append(Failure(seed, "device", why))
-            if batch.monotone:
-                self._compare(seed, batch, found, counts)
+            self._compare(seed, batch, found, counts)
         return counts
 
     def _compare(self, seed: int, batch: RandomBatch, found: Plan, counts: PlanCounts) -> None:
@@ -101,7 +100,7 @@ class PlanFuzzer:
         why = self._fault(batch, host)
         if why:
             counts.failures.append(Failure(seed, AUTO, why))
-        if self._decides_alike:
+        if self._decides_alike and batch.monotone:
             counts.compared += 1
             if _same(found, host):
                 counts.same += 1
@@ -119,7 +118,9 @@ class PlanFuzzer:
 
     def _forest(self, batch: RandomBatch) -> PrefixForest:
         tables = np.ascontiguousarray(batch.page_table[batch.rows])
-        return forest_from_page_tables(tables, batch.seq_lens, batch.page_size)
+        return forest_from_page_tables(
+            tables, batch.seq_lens, batch.page_size, check=batch.monotone
+        )
 
     def _fault(self, batch: RandomBatch, plan: Plan) -> str:
         table, size = batch.contents, batch.page_size

@@ -89,8 +89,8 @@ def plan_settings() -> list[PlanSetting]:
         for tiles, programs, page_size, heads, block in itertools.product(
             TILES, (132, 33, 5), PAGE_SIZES, HEADS, (64, 1 << 15, 16)
         )
-        # A tile must hold at least the query vectors of one query.
-        if max(tiles) >= heads[0] // heads[1]
+        # A large and a masked tile must hold at least the query vectors of one query.
+        if min(tiles[1:]) >= heads[0] // heads[1]
     ]
 
 
