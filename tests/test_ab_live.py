@@ -197,7 +197,10 @@ def test_answers_that_differ(tmp_path: Path) -> None:
 
 
 def test_bad_input(tmp_path: Path) -> None:
+    arrivals = tmp_path / "arrivals.jsonl"
+    arrivals.write_text("\n".join(dump_arrivals(make_arrivals(TraceShape(requests=2)))))
     with serving(Fake()) as a:
+        trace = ["--urls", a.url, a.url, "--trace", str(arrivals)]
         for arguments, message in (
             (["--urls", a.url, "http://127.0.0.1:9"], "does not answer under /v1/models"),
             (["--urls", a.url, "no address"], "'no address' is no address"),
@@ -206,6 +209,11 @@ def test_bad_input(tmp_path: Path) -> None:
             (["--urls", a.url, a.url, "--workload", "x"], "there is no workload 'x'"),
             (["--urls", a.url, a.url, "--model", "x"], "has no model 'x'; it lists made-up"),
             (["--speed", "2"], "--speed and --limit belong to --trace"),
+            ([*trace, "--speed", "2", "--rate", "3"], "--rate replaces them; omit one"),
+            ([*trace, "--index", "1"], "--index is 1; it selects a tree"),
+            ([*trace, "--max-tokens", "8"], "--max-tokens is for workloads"),
+            ([*trace, "--quick"], "--quick is for workloads"),
+            (["--urls", a.url, a.url, "--speculative", ""], "--speculative cannot change"),
             (["--trace", str(tmp_path / "no.jsonl")], "cannot read the trace"),
         ):
             assert message in ab(tmp_path, *arguments, code=2)[1]

@@ -105,6 +105,8 @@ def test_version() -> None:
         (["--workload", "chat"], r"no workload 'chat'; expected one of few-shot"),
         (["--model", "/no/such/model"], r"/no/such/model is no folder"),
         (["--baseline", "deft"], r"--baseline is 'deft'"),
+        (["--baseline", ""], r"--baseline is ''; expected a backend of the host"),
+        (["--model", ""], r"the model is ''; expected a checkpoint's folder, or a hub name"),
         (["--trace", "/no/trace.json"], r"cannot read the trace /no/trace\.json"),
         (["--scale", "0.5"], r"--scale and --index belong to --trace"),
         (["--trace", "x", "--workload", "few-shot"], r"tree-of-thoughts, which is not selected"),

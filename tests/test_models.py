@@ -175,6 +175,9 @@ def test_the_revision_reaches_the_host(
         (None, "v2", [], "--revision is given without --model"),
         ("/no/such/folder", None, [], "/no/such/folder is no folder; expected a checkpoint's"),
         ("a/b/c", None, [], "a/b/c is no folder"),
+        ("~no-such-user/model", None, [], "~no-such-user/model is no folder"),
+        ("", None, [], "the model is ''; expected a checkpoint's folder, or a hub name"),
+        ("a/b", " ", [], "the revision is ' '; expected"),
     ],
 )
 def test_what_cannot_be_served(
@@ -184,6 +187,20 @@ def test_what_cannot_be_served(
     with pytest.raises(typer.Exit):
         served_model(model, revision, behind)
     assert said in capsys.readouterr().err.replace("\n", "")
+
+
+def test_an_empty_name_is_not_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(typer.Exit):
+        chosen_model("")
+    assert chosen_model(".") == ChosenModel(".")
+
+
+def test_a_name_too_long_for_a_path_is_a_name() -> None:
+    assert chosen_model("a" * 5000).name == "a" * 5000
 
 
 def test_files_in_other_formats_are_the_host_s_affair(tmp_path: Path) -> None:

@@ -6,11 +6,14 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 import typer
 
+from deft_backend.cli import models
 from deft_backend.cli.ab_choices import Drafting
+from deft_backend.servers.model_files import ModelFilesError
 from deft_backend.servers.speculation import acceptance_length, speculative_arguments
 
 PAGES: dict[str, str] = {}
@@ -89,9 +92,31 @@ def test_each_host_gets_its_own_options() -> None:
 
 def test_the_users_own_options_come_last() -> None:
     extra = ["--speculative-num-steps", "2"]
-    found = Drafting("a/draft", None).arguments("sglang", extra)
-    assert found == [*speculative_arguments("sglang", "a/draft", 4), *extra]
+    found = Drafting("ngram", None).arguments("sglang", extra)
+    assert found == [*speculative_arguments("sglang", "ngram", 4), *extra]
     assert Drafting(None, None).arguments("vllm", extra) == extra
+
+
+@pytest.mark.parametrize("host", ["sglang", "vllm"])
+@pytest.mark.parametrize("draft", ["", " ", "NGRAM", "eagle", "/no/such/folder"])
+def test_what_drafts_nothing_is_refused_before_a_server_starts(
+    host: str, draft: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def look_up(model: str, name: str, revision: str | None) -> None:
+        raise ModelFilesError(f"the hub has no model {model}")
+
+    monkeypatch.setattr(models, "model_file", look_up)
+    with pytest.raises(typer.Exit) as stopped:
+        Drafting(draft, None).arguments(host, [])
+    assert stopped.value.exit_code == 2
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert f"--speculative is {draft!r}; expected 'ngram', or a draft model's folder" in said
+
+
+def test_a_draft_model_that_exists_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert str(tmp_path) in Drafting(str(tmp_path), None).arguments("sglang", [])
+    assert "s3://a/b" in Drafting("s3://a/b", None).arguments("sglang", [])  # the host can tell
 
 
 def test_a_number_of_drafts_needs_speculation(capsys: pytest.CaptureFixture[str]) -> None:

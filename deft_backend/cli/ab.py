@@ -118,6 +118,8 @@ def ab(
     arrivals = trace is not None and is_arrival_trace(trace)
     if not arrivals and (speed is not None or limit is not None):
         raise fail("--speed and --limit belong to --trace with a trace of arrivals (.jsonl)")
+    if speed is not None and rate is not None:
+        raise fail("--speed is for the trace's own times, and --rate replaces them; omit one")
     if urls is not None or rate is not None or arrivals:
         _packages("aiohttp")
         run_live(

@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 from deft_backend.ab.workloads import CHOICES, WORKLOADS, WorkloadError
 from deft_backend.cli.errors import fail
+from deft_backend.cli.models import named_model
 from deft_backend.policies import get_policy
+from deft_backend.servers.model_files import ModelFilesError
 from deft_backend.traces.trace_files import ThoughtTree, TraceError, load_thought_trees
 
 DRAFT_TOKENS = 4
@@ -58,9 +60,11 @@ def chosen_tree(
 
 
 def check_backends(policy: str | None, baseline: str | None, host: str) -> None:
-    """Refuse a baseline that is the plugin; raises PolicyError for an unknown policy."""
+    """Refuse a baseline that is no backend or the plugin; raises PolicyError for an unknown policy."""
     from deft_backend.servers.command import BACKEND, BACKEND_NAMES
 
+    if baseline is not None and not baseline.strip():
+        raise fail(f"--baseline is {baseline!r}; expected a backend of the host")
     if baseline in (BACKEND, BACKEND_NAMES[host]):
         raise fail(f"--baseline is {baseline!r}, the plugin itself; expected a host's backend")
     if policy is not None:
@@ -84,7 +88,23 @@ class Drafting(NamedTuple):
         if self.draft is None:
             return list(extra)
         tokens = DRAFT_TOKENS if self.tokens is None else self.tokens
-        return [*speculative_arguments(host, self.draft, tokens), *extra]
+        return [*speculative_arguments(host, self._drafter(self.draft), tokens), *extra]
+
+    def _drafter(self, draft: str) -> str:
+        """The method, or the draft model as the host names it; fails before a server starts."""
+        from deft_backend.servers.speculation import NGRAM
+
+        if draft == NGRAM:
+            return draft
+        try:
+            found = named_model(draft)
+            found.look_up()
+        except ModelFilesError as error:
+            raise fail(
+                f"--speculative is {draft!r}; expected {NGRAM!r}, or a draft model's folder or hub "
+                f"name ({error}). Other methods are options of the host, behind '--'"
+            ) from None
+        return found.name
 
 
 def report_folder(out: Path | None) -> Path:

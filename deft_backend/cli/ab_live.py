@@ -94,10 +94,10 @@ def _refuse_options(asked: Asked) -> None:
     given = {
         "--revision": asked.revision, "--host": asked.host, "--policy": asked.policy,
         "--baseline": asked.baseline, "--speculative": asked.drafting.draft,
-        "host options behind '--'": asked.extra,
+        "host options behind '--'": asked.extra or None,
     }  # fmt: skip
     for name, value in given.items():
-        if value:
+        if value is not None:
             raise fail(f"{name} cannot change servers that already run; leave it out with --urls")
 
 

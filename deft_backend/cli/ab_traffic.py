@@ -54,6 +54,7 @@ def asked_traffic(asked: Asked, *, on_gpu: bool) -> Callable[[Offers], list[Traf
     tree, arrivals = None, []
     if asked.arrivals:
         assert asked.trace is not None
+        _refuse_idle_options(asked, names)
         if not 0 < asked.scale < float("inf"):
             raise fail(f"--scale is {asked.scale}; expected a number above 0")
         loaded = load_arrivals(asked.trace, asked.limit)
@@ -82,3 +83,13 @@ def asked_traffic(asked: Asked, *, on_gpu: bool) -> Callable[[Offers], list[Traf
         return found
 
     return build
+
+
+def _refuse_idle_options(asked: Asked, names: Sequence[str]) -> None:
+    """Refuse options that a trace of arrivals leaves without effect."""
+    if asked.index:
+        raise fail(f"--index is {asked.index}; it selects a tree, and {asked.trace} has arrivals")
+    sizes = dict(zip(("--branches", "--prefix-tokens", "--max-tokens"), asked.sizes, strict=True))
+    for name, value in {**sizes, "--quick": asked.quick or None}.items():
+        if value is not None and not names:
+            raise fail(f"{name} is for workloads, and a trace has its own sizes; omit {name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,9 +60,13 @@ class ChosenModel:
 
     def check(self) -> None:
         """Look up a hub name, so that a wrong name fails before a server starts."""
-        if not Path(self.name).is_dir() and is_hub_name(self.name):
-            with reported(ModelFilesError):
-                self.file("config.json")
+        with reported(ModelFilesError):
+            self.look_up()
+
+    def look_up(self) -> None:
+        """As :meth:`check`, but raises ModelFilesError."""
+        if not os.path.isdir(self.name) and is_hub_name(self.name):
+            self.file("config.json")
 
 
 def tiny_model() -> Path | None:
@@ -86,20 +91,35 @@ def chosen_model(model: str | None, revision: str | None = None) -> ChosenModel:
                 "folder or a hub name such as Qwen/Qwen3-8B"
             )
         return ChosenModel(str(found))
-    path = Path(model).expanduser()
-    if path.is_dir():
-        if not any((path / name).is_file() for name in _CONFIGURATIONS):
-            raise fail(f"the model {model} holds no config.json; expected a checkpoint's folder")
+    with reported(ModelFilesError):
+        return named_model(model, revision)
+
+
+def named_model(model: str, revision: str | None = None) -> ChosenModel:
+    """As :func:`chosen_model`, for a name that the user gave; raises ModelFilesError."""
+    for option, value in (("model", model), ("revision", revision)):
+        if value is not None and not value.strip():
+            raise ModelFilesError(
+                f"the {option} is {value!r}; expected a checkpoint's folder, or a hub name such as "
+                "Qwen/Qwen3-8B and its branch, tag or commit"
+            )
+    # These functions of `os.path` take any text; those of `Path` raise for impossible names.
+    path = os.path.expanduser(model)
+    if os.path.isdir(path):
+        if not any(os.path.isfile(os.path.join(path, name)) for name in _CONFIGURATIONS):
+            raise ModelFilesError(
+                f"the model {model} holds no config.json; expected a checkpoint's folder"
+            )
         if revision is not None:
-            raise fail(
+            raise ModelFilesError(
                 f"--revision is {revision!r}, but the model {model} is a folder; leave it out"
             )
-        return ChosenModel(str(path))
-    if path.is_file() and path.suffix == ".gguf":
-        return ChosenModel(str(path))
+        return ChosenModel(str(Path(path)))
+    if os.path.isfile(path) and path.endswith(".gguf"):
+        return ChosenModel(str(Path(path)))
     looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1
-    if path.exists() or (looks_like_path and "://" not in model):
-        raise fail(
+    if os.path.exists(path) or (looks_like_path and "://" not in model):
+        raise ModelFilesError(
             f"the model {model} is no folder; expected a checkpoint's folder, or a hub name such "
             "as Qwen/Qwen3-8B"
         )
