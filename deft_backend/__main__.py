@@ -1,6 +1,15 @@
-"""``python -m deft_backend``: the `deft` command, also without an installation."""
+"""The `deft` command; ``python -m deft_backend`` runs it without an installation."""
 
-from deft_backend.cli import app
+from deft_backend.ctrl_c import leave_at_once
+
+
+def main() -> None:
+    """Run the command."""
+    leave_at_once()  # imports take seconds
+    from deft_backend.cli import app
+
+    app(prog_name="deft")
+
 
 if __name__ == "__main__":
-    app(prog_name="deft")
+    main()

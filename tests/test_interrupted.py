@@ -99,3 +99,55 @@ def test_a_benchmark_that_is_ended_ends_its_server_and_its_client(
     assert said.splitlines()[-1] == "no server is left"
     assert said.splitlines()[-3:-1] == ["", "interrupted; ending what this command started"]
     assert not [child for child in started if running(child)]
+
+
+SLOW = """
+import sys, time
+
+class Slow:
+    def find_spec(self, name, path, target=None):
+        if name == module:
+            print("importing", flush=True)
+            try:
+                time.sleep(60)
+            except KeyboardInterrupt:
+                if breaks:  # as extensions do
+                    raise ImportError("broken off")
+                raise
+
+module, breaks = sys.argv[1], sys.argv[2] == "True"
+sys.meta_path.insert(0, Slow())
+sys.argv = ["deft", "explain", "--tree", "1,4 64,8"]
+from deft_backend.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "breaks"),
+    [("rich", True), ("deft_backend.cli.app", False), ("deft_backend.explain.explanation", False)],
+)
+def test_ctrl_c_while_a_command_imports(module: str, breaks: bool) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, module, str(breaks)], stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "\ninterrupted\n")
+
+
+def test_a_command_in_the_background_ignores_ctrl_c() -> None:
+    """A shell starts such a job with the signal ignored."""
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "from deft_backend.ctrl_c import leave_at_once, unwinding\n"
+        "leave_at_once()\n"
+        "with unwinding():\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "print('done')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import signal
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from deft_backend.cli.ab import ab
 from deft_backend.cli.contracts import contracts
 from deft_backend.cli.doctor import doctor
+from deft_backend.cli.errors import stderr
 from deft_backend.cli.explain import explain
 from deft_backend.cli.inspect import inspect
 from deft_backend.cli.serve import serve
@@ -17,9 +20,23 @@ from deft_backend.cli.top import top
 from deft_backend.cli.trace import trace
 from deft_backend.cli.tune import tune
 from deft_backend.cli.warm import warm
+from deft_backend.ctrl_c import unwinding
 from deft_backend.version import VERSION
 
+
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        with unwinding():
+            try:
+                return super().invoke(ctx)
+            except KeyboardInterrupt:
+                stderr.print("\ninterrupted")
+                raise typer.Exit(128 + signal.SIGINT) from None
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Tree attention for LLM servers: a decode step reads shared KV cache once.",
     no_args_is_help=True,
     add_completion=False,

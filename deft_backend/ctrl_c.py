@@ -1,0 +1,37 @@
+"""What Ctrl-C does: it ends the process at once, or it unwinds a command."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+def leave_at_once() -> None:
+    """Ctrl-C prints one line and ends the process, as long as nothing needs an end of its own.
+
+    An exception would not do: extensions that it reaches turn it into other errors.
+    """
+    # Keep any other handler, such as that of a job in the background, which ignores Ctrl-C.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+
+
+@contextmanager
+def unwinding() -> Iterator[None]:
+    """In this block, Ctrl-C raises KeyboardInterrupt, as Python does by itself."""
+    if signal.getsignal(signal.SIGINT) is not _leave:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        leave_at_once()
+
+
+def _leave(number: int, frame: Any) -> None:
+    os.write(2, b"\ninterrupted\n")
+    os._exit(128 + number)
