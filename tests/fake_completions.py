@@ -28,7 +28,9 @@ class Fake:
     salt : str
         Changes the answers.
     margin : float
-        Between the two likeliest tokens of any answer.
+        Between the two likeliest tokens at the end of any answer; before, they are far apart.
+    piece_tokens : int
+        Tokens of a piece of the stream.
     faults : dict
         Status, or ``drop``, ``error`` or ``empty``, by a part of the prompt.
     dies_after : int, optional
@@ -41,6 +43,7 @@ class Fake:
     plain: bool = False
     salt: str = ""
     margin: float = 5.0
+    piece_tokens: int = 1
     faults: dict[str, Any] = field(default_factory=dict)
     dies_after: int | None = None
     metrics: str = ""
@@ -88,7 +91,8 @@ class Fake:
         answers = [self._answer(prompt, tokens)] * body.get("n", 1)
         usage = {"prompt_tokens": len(prompt), "completion_tokens": tokens}
         if not body.get("stream"):
-            top = {"top_logprobs": [{"a": -0.1, "b": -0.1 - self.margin}]}
+            margins = [9.0] * (tokens - 1) + [self.margin]
+            top = {"top_logprobs": [{"a": -0.1, "b": -0.1 - margin} for margin in margins]}
             return web.json_response({"choices": [{"text": "a", "logprobs": top}], "usage": usage})
         return await self._stream(request, answers, usage, fault, bool(extra))
 
@@ -98,7 +102,7 @@ class Fake:
     ) -> web.StreamResponse:  # fmt: skip
         response = web.StreamResponse()
         await response.prepare(request)
-        for at in range(len(answers[0])):
+        for at in range(0, len(answers[0]), self.piece_tokens):
             if fault == "empty":
                 break
             if at == 1 and fault == "drop":
@@ -108,9 +112,10 @@ class Fake:
                 break
             await asyncio.sleep(self.token_seconds)
             for index, answer in enumerate(answers):
-                choice: dict[str, Any] = {"index": index, "text": answer[at]}
+                text = answer[at : at + self.piece_tokens]
+                choice: dict[str, Any] = {"index": index, "text": text}
                 if extra:
-                    choice["token_ids"] = [ord(answer[at])]
+                    choice["token_ids"] = list(map(ord, text))
                 await self._piece(response, {"choices": [choice]})
         if extra:
             await self._piece(response, {"choices": [], "usage": usage})

@@ -196,6 +196,36 @@ def test_answers_that_differ(tmp_path: Path) -> None:
     assert "9 of 9 answers differ where a server was sure of its token" in printed
 
 
+def test_a_difference_inside_a_piece_of_several_tokens(tmp_path: Path) -> None:
+    """Servers that speculate send several tokens at a time; only the whole piece has a text."""
+    with (
+        serving(Fake(margin=0.01)) as a,
+        serving(Fake(salt="z", margin=0.02, piece_tokens=5)) as b,
+    ):
+        data, _ = ab(tmp_path, "--urls", a.url, b.url, "--workload", "few-shot", *SMALL)
+    difference = data["workloads"][0]["agreement"]["differences"][0]
+    assert (difference["position"], difference["margin"]) == (3, pytest.approx(0.02))
+    asked = [body for body in b.bodies if body.get("logprobs")]
+    sent = {body["prompt"] for body in b.bodies if body.get("stream")}
+    assert {body["max_tokens"] for body in asked} == {4}
+    assert {body["prompt"] for body in asked} <= sent  # nothing of the piece stands behind it
+
+
+def test_several_answers_from_a_server_with_openais_fields_alone(tmp_path: Path) -> None:
+    with serving(Fake(plain=True)) as a, serving(Fake()) as b:
+        words = ["--urls", a.url, b.url, "--workload", "parallel-samples", *SMALL]
+        data, _ = ab(tmp_path, *words)
+    assert data["workloads"][0]["agreement"]["equal"] == 9
+    assert {body["temperature"] for body in a.bodies} == {0.0}
+
+
+def test_a_server_that_ignores_top_k_hardly_samples(tmp_path: Path) -> None:
+    with serving(Fake()) as a:
+        ab(tmp_path, "--urls", a.url, a.url, "--workload", "parallel-samples", *SMALL)
+    (fields,) = {(b["temperature"], b["top_k"]) for b in a.bodies if b.get("n")}
+    assert fields == (0.01, 1)
+
+
 def test_bad_input(tmp_path: Path) -> None:
     arrivals = tmp_path / "arrivals.jsonl"
     arrivals.write_text("\n".join(dump_arrivals(make_arrivals(TraceShape(requests=2)))))
@@ -359,12 +389,55 @@ def test_axes_have_plain_numbers() -> None:
 
 
 def test_answers_without_ids_are_compared_by_text() -> None:
-    first, other = (
-        Replayed((Outcome("r", 0, 0, 0, "answered", "", 4, Answer(text=t, arrivals=[0.0] * 4)),), 1)
-        for t in ("abcd", "abXd")
-    )
+    """The place of a difference is a piece: the margin is asked behind the pieces before it."""
+
+    def answered(*pieces: str) -> Replayed:
+        times = [float(at) for at in range(len(pieces))]
+        answer = Answer(text="".join(pieces), tokens=list(pieces), arrivals=times)
+        return Replayed((Outcome("r", 0, 0, 0, "answered", "", 4, answer),), 1)
+
+    first = answered("long word", " b", "c", "d")
     assert agreement(first, first) == LiveAgreement(1, 1)
+    other = answered("long word", " b", "X", "d")
     assert agreement(first, other) == LiveAgreement(1, 0, (Difference("r", 2, None),))
+    cut = answered("long word", " b")
+    assert agreement(first, cut) == LiveAgreement(1, 0, (Difference("r", 2, None),))
+
+
+def sampled(*texts: str, ids: bool = True) -> Replayed:
+    outcomes = [
+        Outcome(
+            "r", index, 0.0, 0.0, "answered", "", len(text),
+            Answer(
+                index=index, ids=list(map(ord, text)) if ids else [], tokens=list(text), text=text,
+                arrivals=[float(at) for at in range(len(text))],
+            ),
+        )
+        for index, text in enumerate(texts)
+    ]  # fmt: skip
+    return Replayed(tuple(outcomes), 1.0)
+
+
+@pytest.mark.parametrize("ids", [True, False])
+@pytest.mark.parametrize(
+    ("first", "second", "differences"),
+    [
+        (("axyz", "abcd", "abcd"), ("abcd", "axyz", "abcd"), []),
+        # A wrong token behind another sample's branch of a tie, on either server.
+        (("abcd", "axyz"), ("axyz", "abce"), [("r #1", 3)]),
+        (("axyz", "abce"), ("abcd", "axyz"), [("r", 3)]),
+        # A branch that one server alone took.
+        (("axyz", "axyz"), ("axyz", "abcd"), [("r #1", 1)]),
+        (("axyz", "abcd"), ("axyz", "axyz"), [("r #1", 1)]),
+        (("abcd", "abcd"), ("abce", "abce"), [("r", 3), ("r #1", 3)]),
+    ],
+)
+def test_samples_of_one_prompt_are_compared_in_any_order(
+    first: tuple[str, ...], second: tuple[str, ...], differences: list[tuple[str, int]], ids: bool
+) -> None:
+    found = agreement(sampled(*first, ids=ids), sampled(*second, ids=ids))
+    assert [(d.name, d.position) for d in found.differences] == differences
+    assert found.compared - found.equal == len(differences)
 
 
 def test_servers_of_its_own_run_one_after_the_other(

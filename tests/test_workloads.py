@@ -201,6 +201,35 @@ def test_a_shorter_answer_is_a_difference() -> None:
     assert (divergence.position, divergence.deft_token) == (2, "(end)")
 
 
+def samples(*texts: str) -> Answered:
+    """Answers to one request; the likeliest two tokens are far apart at a capital letter."""
+    plan = ParallelSamples(samples=len(texts), max_tokens=len(texts[0])).plan()
+    answers = [
+        Answer(
+            "samples", index, list(map(ord, text)), list(text), text,
+            [float(at) for at in range(len(text))], 0.0, [-0.1] * len(text),
+            [{"?": -0.1, "!": -5.0 if letter.isupper() else -0.1} for letter in text],
+        )
+        for index, text in enumerate(texts)
+    ]  # fmt: skip
+    return Answered(plan, tuple(answers), 1.0)
+
+
+@pytest.mark.parametrize("deft", [("abcD", "axyz", "axyz"), ("axyz", "axyz", "axyz")])
+def test_samples_of_one_prompt_take_a_tie_in_any_order(deft: tuple[str, ...]) -> None:
+    result = compare(samples("axyz", "abcD", "abcD"), samples(*deft))
+    assert (result.same, result.equal, result.tokens) == (True, 3, 12)
+
+
+def test_a_wrong_token_is_not_taken_for_the_tie_of_another_sample() -> None:
+    """By index, the second answers part at the tie, and the wrong token behind it is not seen."""
+    result = compare(samples("abcD", "axyz"), samples("axyz", "abcE"))
+    (divergence,) = result.divergences
+    assert (divergence.answer, divergence.position) == ("samples #1", 3)
+    assert divergence.margin == pytest.approx(4.9)
+    assert (result.equal, result.tokens) == (1, 7)
+
+
 def test_different_plans_cannot_be_compared() -> None:
     with pytest.raises(ValueError, match="different plans"):
         compare(answered(FewShot().plan()), answered(Unshared().plan()))

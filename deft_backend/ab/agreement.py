@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from dataclasses import dataclass
 
-from deft_backend.harness.answers import Answer, compare_answers
+from deft_backend.harness.answers import Answer, compare_answers, nearest
 from deft_backend.harness.send_plan import Answered
 
 
@@ -74,6 +76,8 @@ class Agreement:
 def compare(host: Answered, deft: Answered) -> Agreement:
     """Compare the answers to the same plan.
 
+    An answer of a request with several is compared with the nearest of the host's answers to it.
+
     Raises
     ------
     ValueError
@@ -88,11 +92,15 @@ def compare(host: Answered, deft: Answered) -> Agreement:
     divergences: list[Divergence] = []
     equal = not_compared = tokens = 0
     largest = 0.0
-    for ours, theirs in zip(deft.answers, host.answers, strict=True):
+    answers_of: dict[str, list[Answer]] = defaultdict(list)
+    for theirs in host.answers:
+        answers_of[theirs.request].append(theirs)
+    for ours in deft.answers:
         if after[ours.request] in differ:
             differ.add(ours.request)
             not_compared += 1
             continue
+        theirs = nearest(ours, answers_of[ours.request], _agreed)
         found = compare_answers(theirs, ours)
         largest = max([largest, *found.differences])
         tokens += found.agreed
@@ -104,6 +112,11 @@ def compare(host: Answered, deft: Answered) -> Agreement:
     return Agreement(len(host.answers), equal, not_compared, tuple(divergences), tokens, largest)
 
 
+def _agreed(host: Answer, deft: Answer) -> float:
+    found = compare_answers(host, deft)
+    return math.inf if found.same else found.agreed
+
+
 def _divergence(host: Answer, deft: Answer, at: int) -> Divergence:
     def pick(answer: Answer) -> tuple[str, float]:
         if at < len(answer.tokens):
@@ -112,5 +125,5 @@ def _divergence(host: Answer, deft: Answer, at: int) -> Divergence:
 
     host_token, host_logprob = pick(host)
     deft_token, deft_logprob = pick(deft)
-    name = f"{host.request} #{host.index}" if host.index else host.request
+    name = f"{deft.request} #{deft.index}" if deft.index else deft.request
     return Divergence(name, at, host_token, deft_token, host_logprob, deft_logprob, host.margin(at))

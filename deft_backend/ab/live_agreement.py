@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-from deft_backend.harness.answers import Answer, first_difference
+from deft_backend.harness.answers import Answer, first_difference, nearest
 from deft_backend.harness.replay import Replayed
 
 CLOSE = 0.15
@@ -45,26 +48,55 @@ class LiveAgreement:
 
 
 def agreement(first: Replayed, second: Replayed) -> LiveAgreement:
-    """Compare the answers that both servers gave, by token ids, else by text."""
-    theirs = {(o.name, o.index): o.answer for o in second.outcomes if o.answer is not None}
-    compared = equal = 0
+    """Compare the answers that both servers gave, by token ids, else by text.
+
+    An answer of a request with several is compared with the nearest of the other server's answers.
+    A difference has the name of the second server's answer.
+    """
+    given = [_by_request(run) for run in (first, second)]
+    equal = 0
     found = []
-    for outcome in first.outcomes:
-        other = theirs.get((outcome.name, outcome.index))
-        if outcome.answer is None or other is None:
+    for name in given[0]:
+        if name not in given[1]:
             continue
-        compared += 1
-        at = _differs(outcome.answer, other)
-        if at is None:
-            equal += 1
-        else:
-            name = f"{outcome.name} #{outcome.index}" if outcome.index else outcome.name
-            found.append(Difference(name, at, None))
-    return LiveAgreement(compared, equal, tuple(found))
+        for ours, theirs in _pairs(given[0][name], given[1][name]):
+            at = _differs(ours, theirs)
+            if at is None:
+                equal += 1
+            else:
+                named = f"{name} #{theirs.index}" if theirs.index else name
+                found.append(Difference(named, at, None))
+    return LiveAgreement(equal + len(found), equal, tuple(found))
+
+
+def _by_request(run: Replayed) -> dict[str, list[Answer]]:
+    given: dict[str, list[Answer]] = {}
+    for outcome in run.outcomes:
+        if outcome.answer is not None:
+            given.setdefault(outcome.name, []).append(outcome.answer)
+    return given
+
+
+def _pairs(first: Sequence[Answer], second: Sequence[Answer]) -> list[tuple[Answer, Answer]]:
+    """Each answer of the second server, and each of the first that the second never gave."""
+    pairs = [(nearest(answer, first, _agreed), answer) for answer in second]
+    if len(first) == 1:
+        return pairs
+    for answer in first:
+        other = nearest(answer, second, _agreed)
+        known = any(a is answer and b is other for a, b in pairs)
+        if not known and _differs(answer, other) is not None:
+            pairs.append((answer, other))
+    return pairs
+
+
+def _agreed(one: Answer, other: Answer) -> float:
+    at = _differs(one, other)
+    return math.inf if at is None else at
 
 
 def _differs(first: Answer, second: Answer) -> int | None:
-    """Tokens before the first difference; None if the answers are equal."""
+    """Tokens of the second before the first difference; None if the answers are equal."""
     counts = len(first.arrivals), len(second.arrivals)
     if (len(first.ids), len(second.ids)) == counts:
         if first.ids == second.ids:
@@ -74,6 +106,7 @@ def _differs(first: Answer, second: Answer) -> int | None:
     if first.text == second.text:
         return None
     characters = first_difference(first.text, second.text)
-    shorter = min(len(first.text), len(second.text))
-    at = shorter if characters is None else characters
-    return round(at * counts[0] / max(1, len(first.text)))
+    if characters is None:
+        characters = min(len(first.text), len(second.text))
+    ends = accumulate(len(text) for text in second.tokens)
+    return next((at for at, end in enumerate(ends) if end > characters), len(second.tokens))

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from deft_backend.ab.invented_text import passage
 from deft_backend.ab.live_agreement import LiveAgreement, agreement
+from deft_backend.harness.answers import Answer
 from deft_backend.harness.live_client import LiveClient, Offers
 from deft_backend.harness.live_counters import LiveCounters
 from deft_backend.harness.replay import Replayed, replay
@@ -149,8 +150,25 @@ async def _with_margins(
             request, answer = requests[name], answers[name, int(index or 0)]
             margin = None
             if at < MARGINS and request.after is None and answer is not None:
-                prompt = request.prompt() + "".join(answer.tokens[: difference.position])
-                margins = [await server.margin(prompt) for server in (client, other)]
+                known = _complete(answer, difference.position)
+                prompt = request.prompt() + "".join(answer.tokens[:known])
+                ahead = difference.position - known
+                margins = [await server.margin(prompt, ahead) for server in (client, other)]
                 margin = max((m for m in margins if m is not None), default=None)
             asked.append(replace(difference, margin=margin))
     return replace(found, differences=tuple(asked))
+
+
+def _complete(answer: Answer, position: int) -> int:
+    """The last token up to `position` before which the streamed text is complete.
+
+    A piece of the stream may hold several tokens, and a token may hold a part of a character.
+    """
+    start = len(answer.tokens)
+    for at in range(len(answer.tokens) - 1, -1, -1):
+        if at and answer.arrivals[at] == answer.arrivals[at - 1]:
+            continue  # the same piece
+        if start <= position and answer.tokens[at]:
+            return start
+        start = at
+    return 0

@@ -60,7 +60,7 @@ def chosen_tree(
 
 
 def check_backends(policy: str | None, baseline: str | None, host: str) -> None:
-    """Refuse a baseline that is no backend or the plugin; raises PolicyError for an unknown policy."""
+    """Refuse a baseline that is not the host's; raises PolicyError for an unknown policy."""
     from deft_backend.servers.command import BACKEND, BACKEND_NAMES
 
     if baseline is not None and not baseline.strip():

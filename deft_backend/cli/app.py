@@ -24,7 +24,6 @@ from deft_backend.ctrl_c import unwinding
 from deft_backend.version import VERSION
 
 
-
 class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         with unwinding():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -115,3 +116,26 @@ def compare_answers(reference: Answer, other: Answer) -> Comparison:
     return Comparison(
         agreed, agreed == len(left) == len(right), tuple(abs(a - b) for a, b in pairs)
     )
+
+
+def nearest(
+    answer: Answer, others: Sequence[Answer], agreed: Callable[[Answer, Answer], float]
+) -> Answer:
+    """The one of several answers to the same prompt that agrees longest with `answer`.
+
+    Answers of one request with ``n`` above 1 are greedy, so all of them would be equal if there
+    were no ties. Which of them takes which branch of a tie depends on when each started. So an
+    answer's index names no branch; of equally near answers, the one with the same index is taken.
+
+    Parameters
+    ----------
+    answer : Answer
+    others : sequence of Answer
+        At least one.
+    agreed : callable
+        How far two answers agree; infinitely if they are equal.
+    """
+    same = next((other for other in others if other.index == answer.index), others[0])
+    if len(others) == 1 or agreed(same, answer) == math.inf:
+        return same
+    return max(others, key=lambda other: (agreed(other, answer), other is same))

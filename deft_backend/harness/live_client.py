@@ -157,8 +157,12 @@ class LiveClient:
             "model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0,
             "stream": True, **_FIELDS[self.level],
         }  # fmt: skip
-        if n > 1:  # some servers refuse n > 1 at temperature 0; top_k 1 is as greedy
-            body |= {"n": n, "temperature": 1.0, "top_k": 1}
+        if n > 1:
+            body["n"] = n
+        if n > 1 and "ignore_eos" in _FIELDS[self.level]:
+            # vLLM refuses several answers at temperature 0; top_k 1 is as greedy. A server that
+            # ignores it hardly samples at this temperature.
+            body |= {"temperature": 0.01, "top_k": 1}
         reader = StreamReader(n, on_tokens)
         async with Sent(self._open(), f"{self.url}/v1/completions", body) as response:
             async for line in response.content:
@@ -166,16 +170,23 @@ class LiveClient:
                     reader.take(json.loads(line[6:]))
         return reader.end(tokens)
 
-    async def margin(self, prompt: str) -> float | None:
-        """Log-probability of the likeliest next token minus the second one's; None if unknown."""
+    async def margin(self, prompt: str, ahead: int = 0) -> float | None:
+        """Log-probability of the likeliest token minus the second one's; None if unknown.
+
+        Parameters
+        ----------
+        prompt : str
+        ahead : int
+            Tokens that the server decodes before that token.
+        """
         body = {
-            "model": self.model, "prompt": prompt, "max_tokens": 1, "temperature": 0.0,
+            "model": self.model, "prompt": prompt, "max_tokens": ahead + 1, "temperature": 0.0,
             "logprobs": 2,
         }  # fmt: skip
         try:
             async with Sent(self._open(), f"{self.url}/v1/completions", body) as response:
                 content = json.loads(await response.read())
-            likely = sorted(content["choices"][0]["logprobs"]["top_logprobs"][0].values())
+            likely = sorted(content["choices"][0]["logprobs"]["top_logprobs"][ahead].values())
             return float(likely[-1] - likely[-2])
         except (NotAnswered, KeyError, IndexError, TypeError, ValueError):
             return None
