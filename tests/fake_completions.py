@@ -12,6 +12,8 @@ from typing import Any
 
 from aiohttp import web
 
+NO_FAULT = "none"
+
 
 @dataclass
 class Fake:
@@ -32,7 +34,10 @@ class Fake:
     piece_tokens : int
         Tokens of a piece of the stream.
     faults : dict
-        Status, or ``drop``, ``error`` or ``empty``, by a part of the prompt.
+        By a part of the prompt: a status, a piece of the stream, ``drop``, ``error``, ``empty``,
+        ``cut`` (no end mark) or ``end`` (an early end).
+    listed : list, optional
+        In place of its model.
     dies_after : int, optional
         Requests until the server stops answering.
     """
@@ -46,6 +51,7 @@ class Fake:
     piece_tokens: int = 1
     faults: dict[str, Any] = field(default_factory=dict)
     dies_after: int | None = None
+    listed: list[Any] | None = None
     metrics: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
@@ -60,7 +66,7 @@ class Fake:
         entry: dict[str, Any] = {"id": "made-up"}
         if self.context is not None and self.shows_context:
             entry["max_model_len"] = self.context
-        return web.json_response({"data": [entry]})
+        return web.json_response({"data": self.listed or [entry]})
 
     async def page(self, request: web.Request) -> web.StreamResponse:
         return web.Response(text=self.metrics)
@@ -85,7 +91,8 @@ class Fake:
         if self.context is not None and len(prompt) + tokens > self.context:
             said = f"maximum context length is {self.context} tokens"
             return web.json_response({"error": said}, status=400)
-        fault = next((what for part, what in self.faults.items() if part in prompt), None)
+        found = (what for part, what in self.faults.items() if part in prompt)
+        fault = next(found, NO_FAULT)
         if isinstance(fault, int):
             return web.json_response({"error": "made-up fault"}, status=fault)
         answers = [self._answer(prompt, tokens)] * body.get("n", 1)
@@ -105,6 +112,12 @@ class Fake:
         for at in range(0, len(answers[0]), self.piece_tokens):
             if fault == "empty":
                 break
+            if at == 1 and fault == "cut":
+                return response
+            if at == 1 and fault == "end":
+                break
+            if at == 1 and fault not in ("drop", "error", NO_FAULT):
+                await self._piece(response, fault)
             if at == 1 and fault == "drop":
                 return self._drop(request)
             if at == 1 and fault == "error":

@@ -211,6 +211,35 @@ def test_a_difference_inside_a_piece_of_several_tokens(tmp_path: Path) -> None:
     assert {body["prompt"] for body in asked} <= sent  # nothing of the piece stands behind it
 
 
+def test_a_stream_without_its_end_is_a_lost_request(tmp_path: Path) -> None:
+    """A proxy in between may close the stream of a server that died as if it were complete."""
+    faults = {"prompt a": "cut", "prompt b": "end"}
+    with serving(Fake(faults=faults)) as fake:
+        found = run(fake, traffic_of(request("a"), request("b"), request("c")))
+    assert [o.status for o in found.outcomes] == ["lost", "answered", "answered"]
+    assert found.outcomes[0].detail == "the stream ended after 1 of 4 tokens, without an end mark"
+    assert not found.died
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        {"choices": ["text"]}, {"choices": [], "usage": [1]}, {"choices": [{"index": 9}]}, None,
+        {"choices": [], "usage": {"prompt_tokens": "many"}},
+    ],
+)  # fmt: skip
+def test_pieces_of_another_form_are_a_failed_request(piece: Any) -> None:
+    with serving(Fake(faults={"prompt a": piece})) as fake:
+        (outcome,) = run(fake, traffic_of(request("a"))).outcomes
+    assert outcome.status == "failed"
+    assert "the stream cannot be read" in outcome.detail
+
+
+def test_models_of_another_form(tmp_path: Path) -> None:
+    with serving(Fake(listed=["made-up"])) as a:
+        assert "is no list of models" in ab(tmp_path, "--urls", a.url, a.url, code=2)[1]
+
+
 def test_several_answers_from_a_server_with_openais_fields_alone(tmp_path: Path) -> None:
     with serving(Fake(plain=True)) as a, serving(Fake()) as b:
         words = ["--urls", a.url, b.url, "--workload", "parallel-samples", *SMALL]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError
@@ -201,6 +203,9 @@ def test_explain_reads_a_trace(tmp_path: Path) -> None:
         (["--tree", "1 1", "--policy", "best"], "no policy 'best'"),
         (["--tree", "1 1", "--heads", "7/2"], "--heads is '7/2'"),
         (["--tree", "1 1", "--dtype", "int8"], "--dtype is 'int8'"),
+        (["--tree", "1 1", "--policy", ""], "no policy ''"),
+        (["--tree", "1 1", "--heads", ""], "--heads is ''"),
+        (["--tree", "1 1", "--dtype", ""], "--dtype is ''"),
         (["30000", "--tree", "1 1"], "a port goes with --server"),
         (["--trace", "nowhere.json"], "cannot read the trace nowhere.json"),
     ],
@@ -319,6 +324,7 @@ def test_explain_knows_caches_of_8_bits(dtype: str, tmp_path: Path) -> None:
         (["trace", "--documents", "999999999999"], "expected 0 to 10,000"),
         (["contracts", "--wheel", "/"], "/ is no file; expected a wheel"),
         (["top", "70000"], "Invalid value for '[PORT]'"),
+        (["top", "--interval", "inf"], "Invalid value for '--interval'"),
     ],
 )
 def test_impossible_input_is_named(arguments: list[str], said: str) -> None:
@@ -362,6 +368,58 @@ def test_an_interrupted_trace_leaves_the_old_file(
     _write(out, ["new\n"])
     assert out.read_text() == "new\n"
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_trace_is_written_where_a_link_points(tmp_path: Path) -> None:
+    target, link = tmp_path / "target.jsonl", tmp_path / "link.jsonl"
+    link.symlink_to(target)
+    assert run("trace", "--requests", "2", "--out", str(link))[0] == 0
+    assert link.is_symlink()
+    assert len(target.read_text().splitlines()) == 2
+
+
+def test_two_commands_that_write_one_trace(tmp_path: Path) -> None:
+    """The one that ends last wins; neither writes into the other's unfinished file."""
+    from deft_backend.cli.trace import _write
+
+    out = tmp_path / "trace.jsonl"
+
+    def lines() -> Iterator[str]:
+        yield "first\n"
+        other = (
+            "from pathlib import Path\n"
+            "from deft_backend.cli.trace import _write\n"
+            f"_write(Path({str(out)!r}), ['other'])"
+        )
+        subprocess.run([sys.executable, "-c", other], check=True)
+        yield "second\n"
+
+    _write(out, lines())
+    assert out.read_text() == "first\nsecond\n"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("words", [["--tree", "1,4 64,8"], ["--tree", "1,4 64,8", "--json"]])
+def test_a_full_disk_is_said_in_one_line(words: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "deft_backend", "explain", *words], stdout=full,
+            stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == (
+        "Error: cannot write the output: no space is left on the device"
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_a_locale_without_our_signs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "deft_backend", "explain", "--tree", "1,4 64,8"],
+        capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "tree 1,4 64,8 ? policy auto" in done.stdout
 
 
 def test_no_running_server_is_said(tmp_path: Path) -> None:

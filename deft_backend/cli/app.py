@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ from typer.core import TyperGroup
 from deft_backend.cli.ab import ab
 from deft_backend.cli.contracts import contracts
 from deft_backend.cli.doctor import doctor
-from deft_backend.cli.errors import stderr
+from deft_backend.cli.errors import fail, stderr
 from deft_backend.cli.explain import explain
 from deft_backend.cli.inspect import inspect
 from deft_backend.cli.serve import serve
@@ -32,6 +33,10 @@ class _Commands(TyperGroup):
             except KeyboardInterrupt:
                 stderr.print("\ninterrupted")
                 raise typer.Exit(128 + signal.SIGINT) from None
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                raise fail("cannot write the output: no space is left on the device") from None
 
 
 app = typer.Typer(

@@ -77,10 +77,13 @@ def explain(
         if server:
             forest, target, layers, title, used = _from_server(port)
         else:
-            target = _target(heads or "32/8", head_dim or 128, dtype or "fp16")
+            target = _target(
+                "32/8" if heads is None else heads, head_dim or 128,
+                "fp16" if dtype is None else dtype,
+            )  # fmt: skip
             used, layers = "auto", layers or 1
             forest, title = _described(tree, trace, index or 0, iteration)
-        name = policy or used
+        name = used if policy is None else policy
         grouping = get_policy(name).group(forest, target)
         explanation = explain_grouping(forest, grouping, target, layers)
     if as_json:

@@ -35,7 +35,9 @@ def top(
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print once and end, for scripts.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON once and end.")] = False,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    interval: Annotated[
+        float, typer.Option(min=0.1, max=86400, help="Seconds between two looks.")
+    ] = 1.0,
 ) -> None:
     """Show what every server on this machine decodes, reads and saves.
 

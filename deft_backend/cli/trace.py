@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -61,7 +62,8 @@ def trace(
 def _write(out: Path, lines: Iterable[str]) -> None:
     """Write a file in one go: an interrupted command leaves the old one as it was."""
     in_place = out.exists() and not out.is_file()  # a device or a pipe cannot be replaced
-    part = out if in_place else out.with_name(f"{out.name}.part")
+    out = Path(os.path.realpath(out))  # a link stays a link
+    part = out if in_place else out.with_name(f"{out.name}.{os.getpid()}.part")
     try:
         with part.open("w", encoding="utf-8") as file:
             file.writelines(lines)

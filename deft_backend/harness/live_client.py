@@ -166,7 +166,9 @@ class LiveClient:
         reader = StreamReader(n, on_tokens)
         async with Sent(self._open(), f"{self.url}/v1/completions", body) as response:
             async for line in response.content:
-                if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+                if line.startswith(b"data: [DONE]"):
+                    reader.ended = True
+                elif line.startswith(b"data: "):
                     reader.take(json.loads(line[6:]))
         return reader.end(tokens)
 
@@ -212,7 +214,7 @@ class LiveClient:
         except (NotAnswered, KeyError, TypeError, ValueError):
             return None
 
-    async def models(self) -> list[Any]:
+    async def models(self) -> list[dict[str, Any]]:
         """What the server lists under ``/v1/models``.
 
         Raises
@@ -230,7 +232,7 @@ class LiveClient:
                 listed = (await response.json(content_type=None))["data"]
                 if not listed:
                     raise LiveError(f"{self.url} lists no model under /v1/models")
-                return list(listed)
+                return [dict(entry) for entry in listed]
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             raise LiveError(
                 f"{self.url} does not answer under /v1/models; is it running? "

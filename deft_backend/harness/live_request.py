@@ -71,13 +71,13 @@ def _broken(error: Exception) -> Exception:
         return NotAnswered(LATE, "no answer in time")
     if isinstance(error, aiohttp.ClientError | OSError):
         return NotAnswered(LOST, repr(error))
-    if isinstance(error, ValueError | KeyError | TypeError | IndexError):
+    if isinstance(error, ValueError | KeyError | TypeError | IndexError | AttributeError):
         return NotAnswered(FAILED, f"the stream cannot be read: {error!r}")
     return error
 
 
 class StreamReader:
-    """Collects the pieces of a stream."""
+    """Collects the pieces of a stream; `ended`: the server said that it is complete."""
 
     def __init__(self, n: int, on_tokens: Callable[[int], None]) -> None:
         self._sent = time.perf_counter()
@@ -85,16 +85,18 @@ class StreamReader:
         self._on_tokens = on_tokens
         self._prompt: int | None = None
         self._completion: int | None = None
+        self.ended = False
 
     def take(self, content: Any) -> None:
         if "error" in content:
             raise NotAnswered(FAILED, str(content["error"])[:300])
         now = time.perf_counter() - self._sent
         usage = content.get("usage") or {}
-        self._prompt = usage.get("prompt_tokens", self._prompt)
-        self._completion = usage.get("completion_tokens", self._completion)
+        self._prompt = _whole(usage.get("prompt_tokens"), self._prompt)
+        self._completion = _whole(usage.get("completion_tokens"), self._completion)
         for choice in content.get("choices") or []:
             answer = self._answers[choice.get("index") or 0]
+            self.ended |= choice.get("finish_reason") is not None
             ids, text = choice.get("token_ids") or [], choice.get("text") or ""
             answer.ids.extend(ids)
             answer.text += text
@@ -109,8 +111,11 @@ class StreamReader:
                 self._on_tokens(fresh)
 
     def end(self, tokens: int) -> tuple[list[Answer], int | None]:
-        """The answers; raises if the stream ended without a token."""
+        """The answers; raises if the stream ended without a token, or in the middle."""
         for answer in self._answers:
+            if not self.ended and len(answer.arrivals) < tokens:
+                said = f"the stream ended after {len(answer.arrivals)} of {tokens} tokens"
+                raise NotAnswered(LOST, f"{said}, without an end mark")
             if not answer.arrivals:
                 raise NotAnswered(FAILED, f"the stream ended without one of {tokens} tokens")
         if len(self._answers) == 1 and self._completion:
@@ -120,3 +125,7 @@ class StreamReader:
             missing = int(self._completion) - len(arrivals)
             arrivals.extend([arrivals[-1]] * max(0, missing))
         return self._answers, self._prompt
+
+
+def _whole(value: Any, before: int | None) -> int | None:
+    return before if value is None else int(value)
