@@ -39,7 +39,7 @@ from deft_backend.harness.replay import Outcome, Replayed, replay
 from deft_backend.harness.traffic import TimedRequest, Traffic
 from deft_backend.telemetry.counters import Counters
 from deft_backend.telemetry.state import StateWriter
-from deft_backend.traces.arrivals import dump_arrivals
+from deft_backend.traces.arrivals import Arrival, dump_arrivals
 from deft_backend.traces.made_arrivals import TraceShape, make_arrivals
 
 SMALL = ("--branches", "9", "--prefix-tokens", "120", "--max-tokens", "6")
@@ -258,8 +258,11 @@ def test_a_server_that_ignores_top_k_hardly_samples(tmp_path: Path) -> None:
 def test_bad_input(tmp_path: Path) -> None:
     arrivals = tmp_path / "arrivals.jsonl"
     arrivals.write_text("\n".join(dump_arrivals(make_arrivals(TraceShape(requests=2)))))
+    blocks = tmp_path / "blocks.jsonl"
+    blocks.write_text(next(iter(dump_arrivals([Arrival(0, 20 * 512, 1, tuple(range(20)))]))))
     with serving(Fake()) as a:
         trace = ["--urls", a.url, a.url, "--trace", str(arrivals)]
+        long = ["--urls", a.url, a.url, "--trace", str(blocks)]
         for arguments, message in (
             (["--urls", a.url, "http://127.0.0.1:9"], "does not answer under /v1/models"),
             (["--urls", a.url, "no address"], "'no address' is no address"),
@@ -269,6 +272,10 @@ def test_bad_input(tmp_path: Path) -> None:
             (["--urls", a.url, a.url, "--model", "x"], "has no model 'x'; it lists made-up"),
             (["--speed", "2"], "--speed and --limit belong to --trace"),
             ([*trace, "--speed", "2", "--rate", "3"], "--rate replaces them; omit one"),
+            ([*trace, "--scale", "1e300"], "Invalid value for '--scale'"),
+            ([*long, "--scale", "999"], "has 10,229,760 tokens; expected at most 10,000,000"),
+            (["--prefix-tokens", "9" * 30], "Invalid value for '--prefix-tokens'"),
+            (["--branches", "9" * 30], "Invalid value for '--branches'"),
             ([*trace, "--index", "1"], "--index is 1; it selects a tree"),
             ([*trace, "--max-tokens", "8"], "--max-tokens is for workloads"),
             ([*trace, "--quick"], "--quick is for workloads"),

@@ -29,6 +29,7 @@ from deft_backend.cli.models import ModelOption, RevisionOption, served_model
 from deft_backend.cli.serve import HostOption, chosen_host
 from deft_backend.policies import POLICY_NAMES, PolicyError
 from deft_backend.traces.arrivals import is_arrival_trace
+from deft_backend.traces.made_arrivals import MOST_TOKENS
 
 if TYPE_CHECKING:
     from deft_backend.ab.comparison import AbResult, AbSetup
@@ -60,11 +61,16 @@ def ab(
         typer.Option(help="Average requests a second, at random times; default: all at once."),
     ] = None,
     branches: Annotated[
-        int | None, typer.Option(min=1, help="Requests that run at the same time in each workload.")
+        int | None,
+        typer.Option(
+            min=1, max=100_000, help="Requests that run at the same time in each workload."
+        ),
     ] = None,
     prefix_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="About how many tokens a workload's requests share."),
+        typer.Option(
+            min=1, max=MOST_TOKENS, help="About how many tokens a workload's requests share."
+        ),
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens that each request decodes.")
@@ -83,7 +89,9 @@ def ab(
         int, typer.Option(min=0, help="Seed of random arrivals and of the text of a trace.")
     ] = 0,
     index: Annotated[int, typer.Option(min=0, help="Which tree of the trace.")] = 0,
-    scale: Annotated[float, typer.Option(help="Multiplies the lengths of the trace.")] = 1.0,
+    scale: Annotated[
+        float, typer.Option(max=1000, help="Multiplies the lengths of the trace.")
+    ] = 1.0,
     policy: Annotated[
         str | None, typer.Option(help=f"The plugin's policy: {', '.join(POLICY_NAMES)}.")
     ] = None,

@@ -47,6 +47,7 @@ def asked_traffic(asked: Asked, *, on_gpu: bool) -> Callable[[Offers], list[Traf
     from deft_backend.ab.trace_traffic import trace_traffic
     from deft_backend.harness.traffic import poisson, timed
     from deft_backend.traces.arrivals import load_arrivals
+    from deft_backend.traces.made_arrivals import MOST_TOKENS
 
     names: list[str] = []
     if asked.workloads or not asked.arrivals:
@@ -59,6 +60,12 @@ def asked_traffic(asked: Asked, *, on_gpu: bool) -> Callable[[Offers], list[Traf
             raise fail(f"--scale is {asked.scale}; expected a number above 0")
         loaded = load_arrivals(asked.trace, asked.limit)
         arrivals = [arrival.scaled(asked.scale) for arrival in loaded]
+        longest = max(arrival.input_length for arrival in arrivals)
+        if longest > MOST_TOKENS:  # making its text would take the client's memory
+            raise fail(
+                f"with --scale {asked.scale:g}, a prompt of {asked.trace} has {longest:,} tokens; "
+                f"expected at most {MOST_TOKENS:,}"
+            )
     else:
         tree = chosen_tree(asked.trace, asked.index, asked.scale, names)
     if asked.rate is not None:
