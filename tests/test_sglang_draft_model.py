@@ -116,6 +116,16 @@ def test_an_eager_draft(server: Server) -> None:
     assert server.calls == ["metadata"]  # for layers that the host may have to run
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_lengths_of_each_step_are_aligned(server: Server, size: int) -> None:
+    """Kernels for other pointers would be compiled in a step, and are slower."""
+    batch = server.batch(size)
+    server.steps.init_forward_metadata(batch)
+    for number, step in enumerate(server.steps.attn_backends):
+        assert step.seq_lens.data_ptr() % 16 == 0
+        assert step.seq_lens.tolist() == [length + number + 1 for length in batch.seq_lens.tolist()]
+
+
 def test_a_captured_draft_serves_later_batches(server: Server) -> None:
     static = server.batch(size=3)
     server.steps.init_forward_metadata_out_graph(static, in_capture=True)

@@ -162,7 +162,7 @@ class DraftSteps:
     def _plan(self, forward_batch: Any) -> None:
         """Launch the planning; if that fails, the host's kernels draft from then on."""
         try:
-            lens = forward_batch.seq_lens + self._grown  # [steps, B]: each step adds a token
+            lens = self._lens(forward_batch.seq_lens)
             self._attention.plan_on_device(
                 self._req_to_token, lens[0], table_rows=forward_batch.req_pool_indices
             )
@@ -173,6 +173,15 @@ class DraftSteps:
             return
         for step, held in zip(self.attn_backends, lens, strict=True):
             step.seq_lens = held
+
+    def _lens(self, seq_lens: torch.Tensor) -> torch.Tensor:
+        """[steps, B] int64: the tokens of each request in each step. Each step adds a token.
+
+        Rows begin at multiples of 16 bytes: the kernels are compiled for such pointers.
+        """
+        size = len(seq_lens)
+        held = self._grown.new_empty((len(self._grown), size + size % 2))[:, :size]
+        return torch.add(seq_lens, self._grown, out=held)
 
     def _compiled(self, forward_batch: Any) -> bool:
         """Compile what this batch's tensors need: nothing may be compiled within a capture."""
