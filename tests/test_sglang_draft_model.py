@@ -266,6 +266,8 @@ def factory(server: Server, monkeypatch: Any) -> Any:
     monkeypatch.setattr(draft_model, "ignored_scales", lambda *given: None)
     monkeypatch.setattr(draft_model, "unsupported_model", lambda runner: None)
     monkeypatch.setattr(draft_model, "read_end", lambda: "the end")
+    monkeypatch.setattr(draft_model, "decode_graphs", lambda arguments: "full")
+    monkeypatch.setattr(draft_model, "extension_graphs_ask", lambda: True)
     real = draft_utils.DraftBackendFactory
 
     class Factory:
@@ -318,6 +320,35 @@ def test_the_hosts_backends_are_surrounded(factory: Any, server: Server, caplog:
     assert factory(runner, 2).create_draft_extend_backend() is not host_extension
     surround_draft_model(Settings(), "fa3")
     assert factory(runner_of(), 1).create_draft_extend_backend() is host_extension
+
+
+@pytest.mark.parametrize("graphs", ["full", "disabled"])
+def test_graphs_that_do_not_ask_hold_no_extension(
+    factory: Any, server: Server, graphs: str, monkeypatch: Any, caplog: Any
+) -> None:
+    """The scheduler would write page tables while such a graph reads them."""
+    from deft_backend.hosts.sglang import draft_model
+    from deft_backend.hosts.sglang.draft_steps import DraftSteps
+
+    monkeypatch.setattr(draft_model, "decode_graphs", lambda arguments: graphs)
+    monkeypatch.setattr(draft_model, "extension_graphs_ask", lambda: False)
+    draft_model.surround_draft_model(Settings(draft="tree"), "fa3")
+    runner = runner_of()
+    # The steps are read before: the host takes page tables for read when an extension begins.
+    assert isinstance(factory(runner, 1).create_decode_backend(), DraftSteps)
+    extension = factory(runner, 1).create_draft_extend_backend()
+    assert (extension is server.extension._host) is (graphs == "full")
+    assert ("SGLang 0.5.22 or newer" in caplog.text) is (graphs == "full")
+
+
+def test_which_hosts_ask_is_read_from_their_graphs() -> None:
+    load_host()
+    from deft_backend.hosts.sglang.versions import SGLANG, extension_graphs_ask
+
+    version = SGLANG.installed()
+    assert version is not None
+    release = tuple(int(part) for part in version.split(".")[:3])
+    assert extension_graphs_ask() is (release >= (0, 5, 22))
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,10 @@ from deft_backend.hosts.sglang.model_checks import (
 )
 from deft_backend.hosts.sglang.server import device_of, state_of
 from deft_backend.hosts.sglang.versions import (
+    decode_graphs,
     decodes_per_rank,
     draft_tokens,
+    extension_graphs_ask,
     read_end,
     resolved,
 )
@@ -82,6 +84,13 @@ def surround_draft_model(settings: Settings, name: str) -> None:
         )  # fmt: skip
 
     def around_extension(runner: Any, topk: int, backend: Any) -> Any:
+        if decode_graphs(runner.server_args) != "disabled" and not extension_graphs_ask():
+            # The scheduler would write page tables while such a graph reads them.
+            logger.warning(
+                "deft: draft extensions run through %s: their graphs need SGLang 0.5.22 or newer",
+                name,
+            )  # fmt: skip
+            return backend
         made = parts(runner)
         if made is None:
             return backend

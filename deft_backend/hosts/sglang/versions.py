@@ -218,6 +218,17 @@ def read_end() -> Any:
     return None if ends is None else ends.UNKNOWN
 
 
+@functools.cache
+def extension_graphs_ask() -> bool:
+    """Whether graphs of a draft extension ask the backend when it has read page tables.
+
+    To 0.5.21, the host takes them for read before such a graph runs, whatever is in it.
+    """
+    from sglang.srt.speculative import eagle_draft_extend_cuda_graph_runner as graphs
+
+    return hasattr(graphs, "SharedReadEnds")
+
+
 def metadata_graphs() -> bool:
     """Whether the host also replays the preparation of metadata from a graph (0.5.19 on).
 
