@@ -143,6 +143,21 @@ def test_a_captured_draft_serves_later_batches(server: Server) -> None:
     server.check(static, server.draft(static, seed=7))
 
 
+def test_a_replay_prepares_the_hosts_metadata_for_a_model_that_reads_it(server: Server) -> None:
+    from deft_backend.hosts.sglang.draft_steps import DraftStep
+
+    server.steps.attn_backends = [
+        DraftStep(step._host, server.attention, make_state(), model_asks=True)
+        for step in server.steps.attn_backends
+    ]
+    static = server.batch(size=3)
+    server.steps.init_forward_metadata_out_graph(static, in_capture=True)
+    server.steps.init_forward_metadata_in_graph(static)
+    server.check(static, server.draft(static))
+    server.steps.init_forward_metadata_out_graph(static)
+    assert server.calls == ["capture", "in graph", "replay"]
+
+
 def test_the_host_drafts_what_is_too_small_or_unplanned(server: Server, monkeypatch: Any) -> None:
     batch = server.batch(size=1)
     server.steps.init_forward_metadata(batch)
@@ -322,6 +337,37 @@ def test_the_hosts_backends_are_surrounded(factory: Any, server: Server, caplog:
     assert factory(runner_of(), 1).create_draft_extend_backend() is host_extension
 
 
+def test_what_the_model_reads_of_its_backend_stays_current(factory: Any, monkeypatch: Any) -> None:
+    from deft_backend.hosts.sglang import draft_model
+
+    draft_model.surround_draft_model(Settings(draft="tree"), "fa3")
+    for asks in (False, True):
+        monkeypatch.setattr(draft_model, "model_asks", lambda runner, asks=asks: asks)
+        runner = runner_of()
+        steps = factory(runner, 1).create_decode_backend().attn_backends
+        extension = factory(runner, 1).create_draft_extend_backend()
+        assert all(each.host_in_graphs is asks for each in steps)
+        assert extension._host_in_graphs is asks
+
+
+def test_a_failing_set_up_leaves_the_hosts_backends(
+    factory: Any, server: Server, monkeypatch: Any, caplog: Any
+) -> None:
+    """For example a backend of the host without a pool, or a model whose source is not found."""
+    from deft_backend.hosts.sglang import draft_model
+
+    def fail(runner: Any) -> bool:
+        raise KeyError("no such module")
+
+    monkeypatch.setattr(draft_model, "model_asks", fail)
+    draft_model.surround_draft_model(Settings(draft="tree"), "fa3")
+    made = factory(runner_of(), 1)
+    assert made.create_decode_backend() is server.steps._host
+    assert made.create_draft_extend_backend() is server.extension._host
+    for what in ("decode steps", "draft extensions"):
+        assert f"the draft model's {what} run through fa3" in caplog.text
+
+
 @pytest.mark.parametrize("graphs", ["full", "disabled"])
 def test_graphs_that_do_not_ask_hold_no_extension(
     factory: Any, server: Server, graphs: str, monkeypatch: Any, caplog: Any
@@ -356,6 +402,7 @@ def test_which_hosts_ask_is_read_from_their_graphs() -> None:
     [
         ({"enable_dp_attention": True}, {}, "DP attention is not supported"),
         ({"enable_multi_layer_eagle": True}, {}, "several draft layers"),
+        ({"speculative_draft_window_size": 512}, {}, "a window for drafts"),
         ({}, {"read_end": None}, "SGLang 0.5.18 or newer is needed"),
         ({}, {"unsupported_model": "a pool of another kind"}, "a pool of another kind"),
     ],

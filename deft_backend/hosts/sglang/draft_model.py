@@ -36,6 +36,7 @@ from deft_backend.hosts.sglang.versions import (
 from deft_backend.hosts.sglang.warm_up import compiler_of, warm_up
 from deft_backend.telemetry.state import ServerState
 from deft_patches import sglang_draft_backends
+from deft_patches.sglang_draft_backends import Around
 
 logger = logging.getLogger("deft_backend")
 
@@ -67,6 +68,7 @@ def surround_draft_model(settings: Settings, name: str) -> None:
         return
     parts = functools.cache(functools.partial(_create, settings=settings, name=name))
 
+    @_or_host("decode steps", name)
     def around_steps(runner: Any, topk: int, container: Any) -> Any:
         if topk != 1:
             reason = f"a draft has {topk} branches, and 1 is supported"
@@ -75,7 +77,11 @@ def surround_draft_model(settings: Settings, name: str) -> None:
         made = parts(runner)
         if made is None:
             return container
-        steps = [DraftStep(each, made.attention, made.state) for each in container.attn_backends]
+        asks = model_asks(runner)
+        steps = [
+            DraftStep(each, made.attention, made.state, model_asks=asks)
+            for each in container.attn_backends
+        ]
         for step in steps:
             step.leave_layers(made.division.host)
         return DraftSteps(
@@ -83,6 +89,7 @@ def surround_draft_model(settings: Settings, name: str) -> None:
             made.compile_for,
         )  # fmt: skip
 
+    @_or_host("draft extensions", name)
     def around_extension(runner: Any, topk: int, backend: Any) -> Any:
         if decode_graphs(runner.server_args) != "disabled" and not extension_graphs_ask():
             # The scheduler would write page tables while such a graph reads them.
@@ -103,6 +110,25 @@ def surround_draft_model(settings: Settings, name: str) -> None:
         return extension
 
     sglang_draft_backends.install(around_steps, around_extension)
+
+
+def _or_host(what: str, name: str) -> Callable[[Around], Around]:
+    """Leave the host's backend as it is, with a line in the log, where surrounding it fails."""
+
+    def guarded(around: Around) -> Around:
+        def call(runner: Any, topk: int, backend: Any) -> Any:
+            try:
+                return around(runner, topk, backend)
+            except Exception as error:
+                logger.warning(
+                    "deft: the draft model's %s run through %s: tree attention could not be set "
+                    "up (%r)", what, name, error,
+                )  # fmt: skip
+                return backend
+
+        return call
+
+    return guarded
 
 
 def _create(runner: Any, *, settings: Settings, name: str) -> _Parts | None:
@@ -133,8 +159,11 @@ def _unsupported(runner: Any, name: str) -> str | None:
         return "SGLang 0.5.18 or newer is needed"
     if decodes_per_rank(runner.server_args):
         return "DP attention is not supported"
-    if getattr(resolved(runner.server_args), "enable_multi_layer_eagle", False):
+    arguments = resolved(runner.server_args)
+    if getattr(arguments, "enable_multi_layer_eagle", False):
         return "several draft layers (enable_multi_layer_eagle) are not supported"
+    if getattr(arguments, "speculative_draft_window_size", None):
+        return "a window for drafts (speculative_draft_window_size) is not supported"
     return ignored_scales(runner, name) or unsupported_model(runner)
 
 

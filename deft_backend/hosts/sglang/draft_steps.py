@@ -35,8 +35,10 @@ class DraftStep(DeftAttentionBackend):
 
     _own = DeftAttentionBackend._own | {"seq_lens", "_told"}
 
-    def __init__(self, host: Any, attention: TreeAttention, state: ServerState) -> None:
-        super().__init__(host, attention, state)
+    def __init__(
+        self, host: Any, attention: TreeAttention, state: ServerState, *, model_asks: bool = False
+    ) -> None:
+        super().__init__(host, attention, state, model_asks=model_asks)
         self._told = False
         self.seq_lens: torch.Tensor | None = None
         """[B]: tokens of each request in this step, once planned."""
