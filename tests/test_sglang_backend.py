@@ -665,7 +665,10 @@ def test_scales_of_a_cache_of_eight_bits(host: Any, scales: tuple[Any, Any]) -> 
         tp_q_head_num=4, qk_head_dim=64, layer_id=0, scaling=0.125, logit_cap=0.0,
         k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
-    batch = SimpleNamespace(out_cache_loc=None, seq_lens=None, req_pool_indices=None)
+    batch = SimpleNamespace(
+        out_cache_loc=None, seq_lens=torch.ones(2), req_pool_indices=torch.arange(2)
+    )
+    backend._context = lambda batch: DeftAttentionBackend._context(backend, batch)
     backend._scales = lambda layer: DeftAttentionBackend._scales(backend, layer)
     DeftAttentionBackend._write_kv(backend, None, None, layer, batch)
     DeftAttentionBackend._tree_attention(backend, torch.zeros(2, 256), layer, batch, None)

@@ -246,6 +246,35 @@ def test_the_host_runs_other_passes_of_a_draft_model(server: Server) -> None:
         assert server.calls == ["metadata", "extend"]
 
 
+def padded(batch: Any, tokens: int) -> Any:
+    """A copy of a planned batch with one more request, for ranks that share its tokens."""
+    return SimpleNamespace(**{
+        **vars(batch), "batch_size": batch.batch_size + 1,
+        "seq_lens": torch.cat([batch.seq_lens, torch.tensor([1])]),
+        "req_pool_indices": torch.cat([batch.req_pool_indices, torch.tensor([0])]),
+        "out_cache_loc": torch.zeros(tokens, dtype=torch.int64),
+    })  # fmt: skip
+
+
+def test_an_eager_pass_that_is_padded_after_its_planning(server: Server) -> None:
+    draft, extension = server.batch(), server.batch(kind="extension")
+    server.steps.init_forward_metadata(draft)
+    found = []
+    for number, step in enumerate(server.steps.attn_backends):
+        q, k, v = vectors(3, seed=number)
+        found.append((q, step.forward(q, k, v, make_layer(), padded(draft, 3), False)))
+    server.check(draft, found)
+    server.extension.init_forward_metadata(extension)
+    for tokens in (2 * N + 1, 3 * N):
+        q, k, v = vectors(tokens, seed=tokens)
+        copy = padded(extension, tokens)
+        copy.batch_size = tokens // N
+        out = server.extension.forward(q, k, v, make_layer(), copy, False)
+        check_extension(server, extension, q[: 2 * N], out[: 2 * N])
+        assert not out[2 * N :].any()
+    assert server.calls == ["metadata", "metadata"]
+
+
 def test_a_draft_and_its_extension_alternate(server: Server) -> None:
     """They share one plan's arrays."""
     for turn in range(3):

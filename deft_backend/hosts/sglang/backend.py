@@ -206,17 +206,19 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         heads, dim = layer.tp_q_head_num, layer.qk_head_dim
         seq_lens, ancestors = self._context(forward_batch)
         q = q.reshape(-1, heads, dim)
-        rows = len(q)
+        # The host may pad tokens to a multiple of the attention's ranks, and a draft model's
+        # requests too, once they are planned.
+        requests = len(seq_lens)
+        rows = requests
         if self._verification is not None and not forward_batch.forward_mode.is_decode():
-            # With DP attention, the host pads tokens to a multiple of the attention's ranks.
-            rows = forward_batch.batch_size * self._verification.query_tokens
+            rows *= self._verification.query_tokens
         out = self._attention.run(
             q[:rows],
             self._pool.get_key_buffer(layer.layer_id),
             self._pool.get_value_buffer(layer.layer_id),
             self._req_to_token,
             seq_lens,
-            table_rows=forward_batch.req_pool_indices,
+            table_rows=forward_batch.req_pool_indices[:requests],
             ancestors=ancestors,
             sm_scale=layer.scaling,
             logit_cap=layer.logit_cap or 0.0,
