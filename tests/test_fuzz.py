@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ from benchmarks.fuzz import fuzz_run, ties
 from benchmarks.fuzz.attention_cases import AttentionFuzzer
 from benchmarks.fuzz.case_files import CaseFileError, keep, replay
 from benchmarks.fuzz.forests import KINDS, Limits, draw_batch
-from benchmarks.fuzz.fuzz_process import Job
+from benchmarks.fuzz.fuzz_process import Job, work
 from benchmarks.fuzz.plan_cases import PlanCounts, PlanFuzzer, _same
 from benchmarks.fuzz.settings import AttentionSetting, PlanSetting, plan_settings
 from benchmarks.fuzz.walk_plan import fault_of
@@ -141,6 +144,14 @@ def test_a_process_that_dies_is_a_failure_of_its_seeds(monkeypatch: pytest.Monke
     (failure,) = row["failures"]
     assert failure["seed"] == 7
     assert "ended with 3" in failure["why"]
+
+
+def test_a_process_that_has_done_its_work_does_not_hang(tmp_path: Path) -> None:
+    """It takes a moment to end, however long ago the first process began."""
+    job = Job("plans", 0, 1, time.time(), 1, 0, 1, tmp_path, "cpu", ("float32",))
+    work(job)
+    nothing = SimpleNamespace(is_alive=lambda: True, kill=lambda: None, join=lambda: None)
+    assert fuzz_run._ended(job, cast(BaseProcess, nothing), begin=0.0) is None
 
 
 def test_the_command_records_what_it_ran(tmp_path: Path) -> None:

@@ -139,7 +139,6 @@ def work(job: Job) -> None:
         write_json(job.report, report.to_dict())
         if time.time() > job.until or (job.most and report.plans >= job.most):
             break
-    job.now.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
