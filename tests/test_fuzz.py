@@ -19,15 +19,16 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import app
 from benchmarks.fuzz import fuzz_run, ties
 from benchmarks.fuzz.attention_cases import AttentionFuzzer
+from benchmarks.fuzz.attention_settings import AttentionSetting
 from benchmarks.fuzz.case_files import CaseFileError, keep, replay
 from benchmarks.fuzz.forests import KINDS, Limits, draw_batch
 from benchmarks.fuzz.fuzz_process import Job, work
 from benchmarks.fuzz.plan_cases import PlanCounts, PlanFuzzer, _same
-from benchmarks.fuzz.settings import AttentionSetting, PlanSetting, plan_settings
+from benchmarks.fuzz.plan_settings import PlanSetting, plan_settings
 from benchmarks.fuzz.walk_plan import fault_of
 from benchmarks.row_files import RowsError, make_folder
 from deft_backend import TreeAttention
-from deft_backend.forest import forest_from_page_tables
+from deft_backend.forest import forest_from_page_tables, forest_of_blocks
 from deft_backend.planner import Plan, PlanCapacity, plan_forest
 from deft_backend.planner.on_device.program_work import ProgramWork
 from deft_backend.policies import get_policy
@@ -99,16 +100,31 @@ def test_the_walk_finds_planted_faults() -> None:
         assert fault(with_change(plan, *change)), name
 
 
+def test_the_walk_finds_shared_query_tokens() -> None:
+    fuzzer = PlanFuzzer(replace(SETTING, query_tokens=4), CPU, large=False)
+    batch = fuzzer.batch(0)
+    tables = np.ascontiguousarray(batch.page_table[batch.rows])
+    forest = forest_from_page_tables(tables, batch.seq_lens, 16)
+
+    def fault(private_tokens: int) -> str:
+        kept = forest_of_blocks(forest, 1, private_tokens)
+        plan, _ = plan_forest(kept, get_policy("deft-node"), fuzzer.target, fuzzer.capacity)
+        return fuzzer._fault(batch, plan)
+
+    assert fault(4) == ""
+    assert fault(0).startswith("several queries share query tokens")
+
+
 def test_attention_that_reads_wrong_values_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     fuzzer = AttentionFuzzer(ATTENTION, CPU, large=False)
-    assert fuzzer.run([3, 4], "auto")[0] == []
+    assert fuzzer.run([3, 4], "auto").failures == []
     honest = TreeAttention.run
 
     def other_values(self: Any, q: Any, k: Any, v: Any, *args: Any, **kw: Any) -> Any:
         return honest(self, q, k, v.nan_to_num().roll(1, 0), *args, **kw)
 
     monkeypatch.setattr(TreeAttention, "run", other_values)
-    failures, _ = fuzzer.run([3, 4], "auto")
+    failures = fuzzer.run([3, 4], "auto").failures
     assert {failure.seed for failure in failures} == {3, 4}
 
 
@@ -154,13 +170,18 @@ def test_a_process_that_has_done_its_work_does_not_hang(tmp_path: Path) -> None:
     assert fuzz_run._ended(job, cast(BaseProcess, nothing), begin=0.0) is None
 
 
-def test_the_command_records_what_it_ran(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["plans", "attention"])
+def test_the_command_records_what_it_ran(what: str, tmp_path: Path) -> None:
     out = tmp_path / "fuzz.json"
-    options = ["--seconds", "0.1", "--processes", "1", "--what", "plans", "--out", str(out)]
+    options = ["--seconds", "0.1", "--processes", "1", "--what", what, "--out", str(out)]
+    options += ["--seed", "2"]  # its first setting has several query tokens
     result = CliRunner().invoke(app, ["fuzz", *options, "--cases", str(tmp_path / "cases")])
     assert result.exit_code == 0, result.output
     content = json.loads(out.read_text())
     assert content["rows"][0]["plans"] > 0
+    kind = {"plans": "several query tokens", "attention": "tree"}[what]
+    assert content["rows"][0]["kinds"][kind] > 0
+    assert sum(content["rows"][0]["by_planner"].values()) == content["rows"][0]["attention"]
     assert content["rows"][0]["failures"] == []
     assert not (tmp_path / "cases").exists()
 

@@ -37,6 +37,9 @@ def fuzz(
 ) -> None:
     """Compare plans of host and device with each other, and attention with a plain reference.
 
+    Requests have one query token or several, as chains and as token trees. KV caches have 16 or 8
+    bits and the layouts of hosts. Some attention has sinks or a soft cap.
+
     Each failing seed becomes a file in --cases. Exits with 1 if a seed fails.
     """
     import torch

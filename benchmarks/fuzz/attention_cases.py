@@ -1,33 +1,56 @@
-"""Fuzz attention: every planner and policy against attention in float32 (on the CPU, float64)."""
+"""Fuzz attention: every planner and policy against attention in float64."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from benchmarks.fuzz.attention_settings import DEVICE, LAYOUT_AXES, TOLERANCE, AttentionSetting
 from benchmarks.fuzz.forests import Limits, RandomBatch, draw_batch
 from benchmarks.fuzz.outcome import Failure
-from benchmarks.fuzz.settings import DEVICE, TOLERANCE, AttentionSetting
+from benchmarks.fuzz.poisoned_cache import PoisonedCache
+from benchmarks.fuzz.random_steps import RandomStep, draw_step
 from deft_backend import TreeAttention, forest_from_page_tables
 from deft_backend.policy_names import AUTO
+from deft_backend.reference_attention import reference_attention
 
-MOST_REQUESTS = 64
-"""The device planner's kernels are compiled for 64 requests, and for more only if need be."""
+MOST_QUERIES = 64
+"""The device planner's kernels are compiled for 64 queries, and for more only if need be."""
+
+LEAST_SUM = 1e-32
+"""The smallest normal number of float32, by the tolerance. A large sink makes smaller outputs."""
 
 _POOL_TOKENS = 32768
 _POOL_ELEMENTS = 1 << 26
-_GATHERED = 1 << 24
-"""Most elements of keys that the reference holds at a time."""
+
+
+class AttentionCounts(NamedTuple):
+    """What a chunk of attention cases came to.
+
+    Attributes
+    ----------
+    failures : list of Failure
+    largest_error : float
+        Of the seeds that pass.
+    kinds : Counter of str
+        Cases of each kind; a case is of several.
+    """
+
+    failures: list[Failure]
+    largest_error: float
+    kinds: Counter[str]
 
 
 class AttentionFuzzer:
     """Runs batches of one attention; only :meth:`run` waits for the device, once for all seeds.
 
-    Before each batch all KV that no request of it may read is NaN or infinite: unused pages, and
-    the rest of each last page. Outputs and workspace are NaN.
+    Before each batch all KV that no request of it may read is poison: unused pages, and the rest
+    of each last page. Outputs and workspace are NaN.
 
     Parameters
     ----------
@@ -42,27 +65,32 @@ class AttentionFuzzer:
         self._device = device
         self._dtype: torch.dtype = getattr(torch, setting.dtype)
         self._integers: torch.dtype = getattr(torch, setting.integers)
-        self._exact = torch.float32 if device.type == "cuda" else torch.float64
         heads, dim, size = setting.kv_heads, setting.head_dim, setting.page_size
         tokens = min(_POOL_TOKENS if large else 4096, _POOL_ELEMENTS // (heads * dim))
         pages = 1 << (tokens // size).bit_length() - 1
-        self.limits = Limits(MOST_REQUESTS if large else 9, 1500 if large else 120, pages)
-        random = torch.Generator(device).manual_seed(heads * dim + size)
-        shape = (2, pages * size, heads, dim)
-        self._clean = torch.randn(shape, generator=random, device=device).to(self._dtype)
-        self._cache = torch.empty_like(self._clean)
+        blocks = setting.blocks
+        self._drafted = blocks.private_tokens
+        # In the interpreter, each item of each query takes its time.
+        requests = MOST_QUERIES // blocks.blocks if large else min(9, max(3, 9 // blocks.blocks))
+        self.limits = Limits(requests, (1500 if large else 120) + self._drafted, pages)
+        self._cache = PoisonedCache(setting, pages, device)
         self._attention: dict[str, TreeAttention] = {}
 
-    def batch(self, seed: int, planner: str) -> RandomBatch:
-        """The batch of a seed."""
+    def draw(self, seed: int, planner: str) -> tuple[RandomBatch, RandomStep]:
+        """The batch of a seed, and its step."""
         random = np.random.default_rng([seed, 2])
-        grown = planner != DEVICE
-        return draw_batch(random, self.setting.page_size, self.limits, grown=grown, twins=True)
+        batch = draw_batch(
+            random, self.setting.page_size, self.limits, grown=planner != DEVICE, twins=True,
+            drafted=self._drafted if seed % 2 else 0,
+        )  # fmt: skip
+        return batch, draw_step(np.random.default_rng([seed, 3]), self.setting, batch)
 
-    def run(self, seeds: Sequence[int], planner: str) -> tuple[list[Failure], float]:
-        """Failing seeds, and the largest error of the others."""
+    def run(self, seeds: Sequence[int], planner: str) -> AttentionCounts:
+        """Run a case for each seed."""
+        drawn = [self.draw(seed, planner) for seed in seeds]
+        kinds = Counter(kind for one in drawn for kind in kinds_of(self.setting, *one))
         errors = torch.stack(
-            [self.error(self.batch(seed, planner), seed, planner) for seed in seeds]
+            [self.error(*one, seed, planner) for seed, one in zip(seeds, drawn, strict=True)]
         ).tolist()
         limit = TOLERANCE[self.setting.dtype]
         failures = [
@@ -70,43 +98,95 @@ class AttentionFuzzer:
             for seed, error in zip(seeds, errors, strict=True)
             if not error <= limit
         ]
-        return failures, max((error for error in errors if error <= limit), default=0.0)
+        passed = [error for error in errors if error <= limit]
+        return AttentionCounts(failures, max(passed, default=0.0), kinds)
 
-    def error(self, batch: RandomBatch, seed: int, planner: str) -> torch.Tensor:
-        """[] float: the largest error of a query head's output; infinite for NaN."""
-        setting, device = self.setting, self._device
-        attention = self._attention_of(planner)
+    def error(
+        self, batch: RandomBatch, step: RandomStep, seed: int, planner: str
+    ) -> torch.Tensor:  # fmt: skip
+        """[] float: the largest error of a query head's output; infinite for NaN, and for a written
+        row that belongs to no request."""
+        setting = self.setting
         table, contents, rows, lens = (
-            torch.from_numpy(array).to(device, self._integers)
-            for array in (batch.page_table, batch.contents, batch.rows, batch.seq_lens)
+            torch.from_numpy(array).to(self._device, self._integers)
+            for array in (batch.page_table, batch.contents, batch.rows, step.seq_lens)
         )
-        self._fill(batch, table, contents, rows, lens, seed)
-        random = torch.Generator(device).manual_seed(seed)
-        shape = (batch.requests, setting.query_heads, setting.head_dim)
-        q = torch.randn(shape, generator=random, device=device).to(self._dtype)
-        k_cache, v_cache = self._cache.view(
-            2, -1, setting.page_size, setting.kv_heads, setting.head_dim
-        )
-        out = torch.full_like(q, float("nan"))
+        own, contents = table[rows.long()], contents[rows.long()]
+        self._cache.fill(own, contents, lens, seed)
+        if setting.own_rows:
+            table = own
+        q = self._queries(step, seed)
+        out = torch.full(q.shape, math.nan, dtype=q.dtype, device=self._device)
+        listed = None if setting.own_rows else rows
+        attention = self._attention_of(planner)
         static = planner == DEVICE
         if planner == DEVICE:
-            attention.plan_on_device(table, lens, table_rows=rows)
+            attention.plan_on_device(
+                table, lens, table_rows=listed, query_tokens=step.query_tokens
+            )  # fmt: skip
         else:
-            own = np.ascontiguousarray(batch.page_table[batch.rows])
             forest = forest_from_page_tables(
-                own, batch.planned_lens, batch.page_size, check=batch.monotone
-            )
-            attention.plan(forest)
+                np.ascontiguousarray(batch.page_table[batch.rows]), batch.planned_lens,
+                batch.page_size, check=batch.monotone,
+            )  # fmt: skip
+            attention.plan(forest, query_tokens=step.query_tokens)
             static = seed % 3 == 0
         attention.poison_workspace()
+        k_cache, v_cache = self._cache.filled
         attention.run(
-            q, k_cache, v_cache, table, lens, table_rows=rows, out=out, static_launch=static,
-            logit_cap=setting.soft_cap,
+            q, k_cache, v_cache, table, lens, table_rows=listed, out=out, static_launch=static,
+            **self._options(step, seed),
         )  # fmt: skip
-        expected = self._reference(batch, q, contents, rows, lens)
-        difference = (out.to(self._exact) - expected).norm(dim=-1)
-        error = difference / expected.norm(dim=-1).clamp(min=1e-20)
-        return torch.nan_to_num(error, nan=math.inf).amax()
+        return _largest_error(out, self._expected(step, q, contents))
+
+    def _queries(self, step: RandomStep, seed: int) -> torch.Tensor:
+        """[rows, Hq, D]: as a tensor of their own, or as a part of queries, keys and values."""
+        setting = self.setting
+        random = torch.Generator(self._device).manual_seed(seed)
+        shape = (step.rows, setting.query_heads, setting.head_dim)
+        q = torch.randn(shape, generator=random, device=self._device).to(self._dtype)
+        if setting.layout == LAYOUT_AXES:
+            return q
+        others = q.new_full((step.rows, 2 * setting.kv_heads, setting.head_dim), math.nan)
+        return torch.cat([q, others], dim=1)[:, : setting.query_heads]
+
+    def _options(self, step: RandomStep, seed: int) -> dict[str, Any]:
+        """What a run gets besides tensors that every run has."""
+        setting, device = self.setting, self._device
+        options: dict[str, Any] = {
+            "logit_cap": setting.soft_cap, "k_scale": step.k_scale, "v_scale": step.v_scale,
+        }  # fmt: skip
+        if setting.tensor_scales:  # one of both is enough for the kernels to read tensors
+            for name in (("k_scale", "v_scale"), ("k_scale",), ("v_scale",))[seed % 3]:
+                options[name] = torch.full((), options[name], dtype=torch.float32, device=device)
+        options["sinks"] = self._sinks(step)
+        for name in ("query_start", "ancestors"):
+            array = getattr(step, name)
+            options[name] = None if array is None else torch.from_numpy(array).to(device)
+        return options
+
+    def _sinks(self, step: RandomStep) -> torch.Tensor | None:
+        if step.sinks is None:
+            return None
+        dtype: torch.dtype = getattr(torch, self.setting.sinks)
+        return torch.from_numpy(step.sinks).to(self._device, dtype)
+
+    def _expected(self, step: RandomStep, q: torch.Tensor, contents: torch.Tensor) -> torch.Tensor:
+        """[tokens of requests, Hq, D] float64.
+
+        What decides shapes stays on the CPU, which then waits for nothing.
+        """
+        k_cache, v_cache = self._cache.clean
+        starts, bits = (
+            None if array is None else torch.from_numpy(array)
+            for array in (step.query_start, step.ancestors)
+        )
+        used = len(q) if starts is None else int(starts[-1])
+        return reference_attention(
+            q[:used], k_cache, v_cache, contents, torch.from_numpy(step.seq_lens),
+            logit_cap=self.setting.soft_cap, k_scale=step.k_scale, v_scale=step.v_scale,
+            sinks=self._sinks(step), query_start=starts, ancestors=bits,
+        )  # fmt: skip
 
     def _attention_of(self, planner: str) -> TreeAttention:
         if planner not in self._attention:
@@ -114,58 +194,39 @@ class AttentionFuzzer:
             self._attention[planner] = TreeAttention(
                 num_query_heads=setting.query_heads, num_kv_heads=setting.kv_heads,
                 head_dim=setting.head_dim, dtype=self._dtype, device=self._device,
-                page_size=setting.page_size, max_batch=MOST_REQUESTS,
-                policy=AUTO if planner == DEVICE else planner,
+                kv_dtype=getattr(torch, setting.kv_dtype) if setting.eight_bits else None,
+                page_size=setting.page_size, max_batch=self.limits.requests,
+                query_tokens=setting.query_tokens, policy=AUTO if planner == DEVICE else planner,
             )  # fmt: skip
         return self._attention[planner]
 
-    def _fill(
-        self,
-        batch: RandomBatch,
-        table: torch.Tensor,
-        contents: torch.Tensor,
-        rows: torch.Tensor,
-        lens: torch.Tensor,
-        seed: int,
-    ) -> None:
-        """Put each token that a request may read in its place, and poison everything else."""
-        self._cache.fill_((math.nan, math.inf, -math.inf)[seed % 3])
-        longest = int(batch.seq_lens.max(initial=0))
-        size = self.setting.page_size
-        position = torch.arange(longest, device=self._device)
-        used = position < lens[:, None]
-        place = (position % size).expand_as(used)
-        page = position // size
-        to = (table[rows.long()][:, page].long() * size + place)[used]
-        source = (contents[rows.long()][:, page].long() * size + place)[used]
-        self._cache[:, to] = self._clean[:, source]
 
-    def _reference(
-        self,
-        batch: RandomBatch,
-        q: torch.Tensor,
-        table: torch.Tensor,
-        rows: torch.Tensor,
-        lens: torch.Tensor,
-    ) -> torch.Tensor:
-        """Attention of each request over its own tokens: [B, Hq, D], zeros without tokens."""
-        setting = self.setting
-        heads, dim, size = setting.kv_heads, setting.head_dim, setting.page_size
-        longest = int(batch.seq_lens.max(initial=0))
-        position = torch.arange(longest, device=self._device)
-        at_once = max(1, _GATHERED // max(1, longest * heads * dim))
-        found = []
-        for begin in range(0, batch.requests, at_once):
-            some = slice(begin, begin + at_once)
-            used = position < lens[some, None]
-            page = table[rows[some].long()][:, position // size].long()
-            slot = torch.where(used, page * size + position % size, 0)
-            k, v = self._clean[:, slot].to(self._exact)
-            grouped = q[some].to(self._exact).view(-1, heads, setting.query_heads // heads, dim)
-            scores = torch.einsum("bhgd,bthd->bhgt", grouped, k) / math.sqrt(dim)
-            if setting.soft_cap:
-                scores = setting.soft_cap * torch.tanh(scores / setting.soft_cap)
-            scores = scores.masked_fill(~used[:, None, None, :], -math.inf)
-            weights = torch.nan_to_num(scores.softmax(-1))  # without tokens: 0 / 0
-            found.append(torch.einsum("bhgt,bthd->bhgd", weights, v).flatten(1, 2))
-        return torch.cat(found)
+def _largest_error(out: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """[] float64: of the rows of `expected`; `out` has NaN in the rows behind them."""
+    difference = (out[: len(expected)].double() - expected).norm(dim=-1)
+    # Smaller numbers have fewer bits in the output's dtype, or in the float32 of the kernels' sums.
+    least = max(torch.finfo(out.dtype).smallest_normal, LEAST_SUM) * math.sqrt(out.shape[-1])
+    error = (difference / expected.norm(dim=-1).clamp(min=least)).flatten()
+    written = torch.where(out[len(expected) :].isnan().all(), 0.0, math.inf)
+    return torch.nan_to_num(torch.cat([error, written.double()[None]]), nan=math.inf).amax()
+
+
+def kinds_of(setting: AttentionSetting, batch: RandomBatch, step: RandomStep) -> Iterator[str]:
+    """What a run counts a case as."""
+    if setting.tree:
+        yield "tree"
+    else:
+        yield "chain" if step.query_tokens > 1 else "one query token"
+    found = {
+        "ragged": setting.ragged,
+        "several query blocks": setting.blocks.blocks > 1,
+        "grown": (step.seq_lens > batch.planned_lens).any(),
+        "pages in two copies": not batch.monotone,
+        "sinks": setting.sinks,
+        "soft cap": setting.soft_cap,
+        "scales as tensors": setting.tensor_scales,
+        "own rows": setting.own_rows,
+        setting.kv_dtype: setting.eight_bits,
+    }
+    yield from (name for name, holds in found.items() if holds)
+    yield f"layout {setting.layout}"

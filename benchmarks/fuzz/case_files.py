@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from benchmarks.fuzz.attention_cases import AttentionFuzzer
+from benchmarks.fuzz.attention_settings import AttentionSetting
 from benchmarks.fuzz.outcome import Failure
 from benchmarks.fuzz.plan_cases import PlanFuzzer
-from benchmarks.fuzz.settings import AttentionSetting, PlanSetting
+from benchmarks.fuzz.plan_settings import PlanSetting
 from deft_backend.json_file import read_json
 
 MOST_FILES = 20
@@ -57,4 +58,4 @@ def replay(path: Path, device: torch.device) -> list[Failure]:
         raise CaseFileError(f"{path}: bad or missing field: {error!r}") from error
     if what == "plans":
         return PlanFuzzer(setting, device, large=large).run(seeds).failures
-    return AttentionFuzzer(attention, device, large=large).run(seeds, planner)[0]
+    return AttentionFuzzer(attention, device, large=large).run(seeds, planner).failures

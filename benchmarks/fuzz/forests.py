@@ -51,6 +51,8 @@ class RandomBatch:
     growth : int
         Tokens by which every request has grown since the batch was planned.
     page_size : int
+    drafted : int
+        Last tokens of every request that are on pages of its own: drafted tokens are nobody else's.
     twins : [2, N] int32
         Pages in two copies: both of a column hold the same tokens. If there are any, rows that
         agree at a position may differ before it. vLLM makes such batches.
@@ -62,6 +64,7 @@ class RandomBatch:
     seq_lens: Int32Array
     growth: int
     page_size: int
+    drafted: int
     twins: Int32Array
 
     @property
@@ -97,6 +100,7 @@ def draw_batch(
     *,
     grown: bool = False,
     twins: bool = False,
+    drafted: int = 0,
 ) -> RandomBatch:
     """A batch of random kind, size and lengths.
 
@@ -110,10 +114,12 @@ def draw_batch(
         its batches have not.
     twins : bool
         Whether pages may come in two copies.
+    drafted : int
+        Tokens that every request has at its end, on pages of its own.
     """
     while True:
         pages = _Pages(random, limits.pages)
-        found = _draw(random, page_size, limits, pages, grown, twins)
+        found = _draw(random, page_size, limits, pages, grown, twins, drafted)
         if pages.unique:
             return found
 
@@ -125,6 +131,7 @@ def _draw(
     pages: _Pages,
     grown: bool,
     twins: bool,
+    drafted: int,
 ) -> RandomBatch:
     kind = str(random.choice(KINDS if twins else [name for name in KINDS if name != "copies"]))
     most = int(2 ** random.uniform(0, np.log2(limits.requests)))
@@ -138,12 +145,12 @@ def _draw(
     lens: list[int] = []
     for name, count in parts:
         for row, tail in _requests(random, name, count, page_size, limits, pages, copied):
-            used = min(len(row) * page_size + tail, limits.tokens - growth)
+            used = min(len(row) * page_size + tail, limits.tokens - growth - drafted)
             lens.append(used)
             held.append(row[: used // page_size])
-    table, rows, now = _laid_out(random, held, lens, growth, page_size, pages)
+    table, rows, now = _laid_out(random, held, lens, drafted + growth, page_size, pages)
     twin_pages = np.concatenate(copied, axis=1)
-    return RandomBatch(kind, table, rows, now, growth, page_size, twin_pages)
+    return RandomBatch(kind, table, rows, now, growth, page_size, drafted, twin_pages)
 
 
 def _requests(
@@ -226,14 +233,14 @@ def _laid_out(
     random: np.random.Generator,
     held: list[Int32Array],
     lens: list[int],
-    growth: int,
+    added: int,
     page_size: int,
     pages: _Pages,
 ) -> tuple[Int32Array, Int32Array, Int32Array]:
     """Rows in random places of a page table whose other entries are no page ids."""
     batch = len(held)
     now = np.array(lens, dtype=np.int32)
-    now = np.where(now > 0, now + growth, 0).astype(np.int32)
+    now = np.where(now > 0, now + added, 0).astype(np.int32)
     needed = -(-now.astype(np.int64) // page_size)
     width = int(needed.max(initial=0)) + int(random.integers(1, 4))
     rows = random.permutation(batch + int(random.integers(0, 4)))[:batch].astype(np.int32)

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,15 +15,10 @@ from typing import Any
 import torch
 
 from benchmarks.fuzz.attention_cases import AttentionFuzzer
+from benchmarks.fuzz.attention_settings import PLANNERS, AttentionSetting, attention_settings
 from benchmarks.fuzz.outcome import Failure
 from benchmarks.fuzz.plan_cases import PlanFuzzer
-from benchmarks.fuzz.settings import (
-    PLANNERS,
-    AttentionSetting,
-    PlanSetting,
-    attention_settings,
-    plan_settings,
-)
+from benchmarks.fuzz.plan_settings import PlanSetting, plan_settings
 
 WHATS = ("plans", "attention")
 SEEDS_OF_A_WORKER = 1 << 40
@@ -98,6 +94,8 @@ class Report:
         Plans with attention.
     by_planner : dict
         Plans with attention by planner or policy.
+    kinds : dict
+        Plans of each kind; a plan may be of several.
     largest_error : dict
         By dtype.
     """
@@ -108,14 +106,15 @@ class Report:
     ties: int = 0
     skipped: int = 0
     attention: int = 0
-    by_planner: dict[str, int] = field(default_factory=dict)
+    by_planner: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
     first_ties: list[dict[str, Any]] = field(default_factory=list)
     largest_error: dict[str, float] = field(default_factory=dict)
     failures: list[dict[str, Any]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON."""
-        return asdict(self)
+        return dict(vars(self))
 
     def add_failures(self, job: Job, setting: Any, found: Sequence[Failure]) -> None:
         """Keep failing seeds with their setting."""
@@ -150,7 +149,9 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def my_settings(job: Job) -> list[PlanSetting] | list[AttentionSetting]:
     """The settings of a process; together the processes take as many different ones as they can."""
-    every: Any = plan_settings() if job.what == "plans" else attention_settings(job.dtypes)
+    every: Any = plan_settings()
+    if job.what == "attention":
+        every = attention_settings(job.dtypes, large=job.large)
     first = job.number + job.seed
     return [every[(first + n * job.of) % len(every)] for n in range(job.settings)]
 
@@ -174,6 +175,7 @@ def _plan_chunks(job: Job, report: Report) -> Iterator[None]:
         _begin(job, setting, "device", chunk)
         counts = fuzzers[setting].run(chunk)
         report.plans += counts.plans
+        report.kinds += counts.kinds
         report.compared += counts.compared
         report.same += counts.same
         report.ties += len(counts.ties)
@@ -197,7 +199,7 @@ def _attention_chunks(job: Job, report: Report) -> Iterator[None]:
         chunk = next(seeds)
         _begin(job, setting, planner, chunk)
         try:
-            failures, error = fuzzers[setting].run(chunk, planner)
+            found = fuzzers[setting].run(chunk, planner)
         except torch.OutOfMemoryError:
             del fuzzers[setting]
             torch.cuda.empty_cache()
@@ -206,11 +208,12 @@ def _attention_chunks(job: Job, report: Report) -> Iterator[None]:
             continue
         report.plans += len(chunk)
         report.attention += len(chunk)
-        report.by_planner[planner] = report.by_planner.get(planner, 0) + len(chunk)
+        report.by_planner[planner] += len(chunk)
+        report.kinds += found.kinds
         report.largest_error[setting.dtype] = max(
-            error, report.largest_error.get(setting.dtype, 0.0)
+            found.largest_error, report.largest_error.get(setting.dtype, 0.0)
         )
-        report.add_failures(job, setting, failures)
+        report.add_failures(job, setting, found.failures)
         yield
 
 

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -129,7 +130,8 @@ def merged(jobs: list[Job]) -> dict[str, Any]:
     """The sum of the processes' reports."""
     total: dict[str, Any] = {
         "plans": 0, "compared": 0, "same": 0, "ties": 0, "skipped": 0, "attention": 0,
-        "by_planner": {}, "largest_error": {}, "first_ties": [], "failures": [],
+        "by_planner": Counter(), "kinds": Counter(), "largest_error": {}, "first_ties": [],
+        "failures": [],
     }  # fmt: skip
     for job in jobs:
         try:
@@ -138,8 +140,8 @@ def merged(jobs: list[Job]) -> dict[str, Any]:
             continue
         for name in ("plans", "compared", "same", "ties", "skipped", "attention"):
             total[name] += report[name]
-        for planner, count in report["by_planner"].items():
-            total["by_planner"][planner] = total["by_planner"].get(planner, 0) + count
+        for name in ("by_planner", "kinds"):
+            total[name].update(report[name])
         for dtype, error in report["largest_error"].items():
             total["largest_error"][dtype] = max(error, total["largest_error"].get(dtype, 0.0))
         total["first_ties"] += report["first_ties"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,14 +14,14 @@ import torch
 
 from benchmarks.fuzz.forests import Limits, RandomBatch, draw_batch
 from benchmarks.fuzz.outcome import Failure
-from benchmarks.fuzz.settings import AUTO, PlanSetting
+from benchmarks.fuzz.plan_settings import PlanSetting
 from benchmarks.fuzz.ties import is_tie
 from benchmarks.fuzz.walk_plan import fault_of
-from deft_backend.forest import PrefixForest, forest_from_page_tables
+from deft_backend.forest import PrefixForest, forest_from_page_tables, forest_of_blocks
 from deft_backend.planner import DevicePlan, Plan, PlanCapacity, plan_forest
 from deft_backend.planner.on_device import DevicePlanner
 from deft_backend.policies import get_policy
-from deft_backend.policy_names import POLICY_NAMES
+from deft_backend.policy_names import AUTO, POLICY_NAMES
 
 
 @dataclass
@@ -31,6 +32,8 @@ class PlanCounts:
     ----------
     plans : int
         Plans that were walked.
+    kinds : Counter of str
+        Plans whose requests have several query tokens, and several query blocks.
     compared : int
         Batches that both planners planned.
     same : int
@@ -41,6 +44,7 @@ class PlanCounts:
     """
 
     plans: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
     compared: int = 0
     same: int = 0
     ties: list[int] = field(default_factory=list)
@@ -61,9 +65,13 @@ class PlanFuzzer:
     def __init__(self, setting: PlanSetting, device: torch.device, *, large: bool) -> None:
         self.setting = setting
         self.target = setting.target()
-        self.limits = Limits(192, 60_000, 1 << 22) if large else Limits(12, 1500, 1 << 18)
+        self._blocks = setting.blocks
+        queries = 256
+        requests = min(192 if large else 12, queries // self._blocks.blocks)
+        tokens = (60_000 if large else 1500) + self._blocks.private_tokens
+        self.limits = Limits(requests, tokens, 1 << 22 if large else 1 << 18)
         self._device = device
-        capacity = PlanCapacity.for_batch(256, max(self.target.tile_programs))
+        capacity = PlanCapacity.for_batch(queries, max(self.target.tile_programs))
         self.capacity = capacity
         on_gpu = device.type == "cuda"
         overlapped = on_gpu and torch.cuda.get_device_capability(device) >= (9, 0)
@@ -78,7 +86,9 @@ class PlanFuzzer:
     def batch(self, seed: int) -> RandomBatch:
         """The batch of a seed."""
         random = np.random.default_rng([seed, 1])
-        return draw_batch(random, self.setting.page_size, self.limits, twins=True)
+        drafted = self._blocks.private_tokens if seed % 2 else 0
+        size = self.setting.page_size
+        return draw_batch(random, size, self.limits, twins=True, drafted=drafted)
 
     def run(self, seeds: Sequence[int]) -> PlanCounts:
         """Plan the batches of some seeds with both planners, walk the plans and compare them."""
@@ -91,6 +101,10 @@ class PlanFuzzer:
             if why:
                 counts.failures.append(Failure(seed, "device", why))
             self._compare(seed, batch, found, counts)
+        if self._blocks.query_tokens > 1:
+            counts.kinds["several query tokens"] = counts.plans
+        if self._blocks.blocks > 1:
+            counts.kinds["several query blocks"] = counts.plans
         return counts
 
     def _compare(self, seed: int, batch: RandomBatch, found: Plan, counts: PlanCounts) -> None:
@@ -100,7 +114,10 @@ class PlanFuzzer:
         why = self._fault(batch, host)
         if why:
             counts.failures.append(Failure(seed, AUTO, why))
-        if self._decides_alike and batch.monotone:
+        # If requests share pages of query tokens, each planner keeps another order of them. No host
+        # makes such batches.
+        drafted = batch.drafted == self._blocks.private_tokens
+        if self._decides_alike and batch.monotone and drafted:
             counts.compared += 1
             if _same(found, host):
                 counts.same += 1
@@ -118,13 +135,14 @@ class PlanFuzzer:
 
     def _forest(self, batch: RandomBatch) -> PrefixForest:
         tables = np.ascontiguousarray(batch.page_table[batch.rows])
-        return forest_from_page_tables(
+        forest = forest_from_page_tables(
             tables, batch.seq_lens, batch.page_size, check=batch.monotone
         )
+        return forest_of_blocks(forest, self._blocks.blocks, self._blocks.private_tokens)
 
     def _fault(self, batch: RandomBatch, plan: Plan) -> str:
-        table, size = batch.contents, batch.page_size
-        return fault_of(plan, table, batch.rows, batch.seq_lens, size, self.target)
+        tables = (batch.contents, batch.rows, batch.seq_lens, batch.page_size)
+        return fault_of(plan, *tables, self.target, self._blocks.private_tokens)
 
     def _on_device(self, batches: Sequence[RandomBatch]) -> Iterator[Plan]:
         buffer = self._plan._buffer
@@ -135,7 +153,7 @@ class PlanFuzzer:
                 torch.from_numpy(array).to(self._device)
                 for array in (batch.page_table, batch.rows, batch.seq_lens)
             )
-            self._planner.plan(table, rows, lens)
+            self._planner.plan(table, rows, lens, private_tokens=self._blocks.private_tokens)
             kept[at] = buffer
         on_cpu = kept.cpu()
         return (_read(self._plan._views_of(row)) for row in on_cpu)

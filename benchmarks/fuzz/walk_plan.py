@@ -39,6 +39,7 @@ FAULTS = (
     "an output is not written just once",
     "a partial result is never merged",
     "a range or a query has an impossible number",
+    "several queries share query tokens",
 )
 """What :func:`fault_of` may find; the first: nothing."""
 
@@ -52,6 +53,7 @@ def fault_of(
     seq_lens: npt.NDArray[np.int32],
     page_size: int,
     target: Target,
+    private_tokens: int = 0,
 ) -> str:
     """The first mistake of a plan, in words; empty if every query gets its own attention.
 
@@ -62,13 +64,15 @@ def fault_of(
         The batch as it runs; requests may have grown since the plan.
     page_size : int
     target : Target
-        Its tile shapes bound the items.
+        Its tile shapes bound the items. It says how many queries a request has.
+    private_tokens : int
+        Last tokens of each request that no two queries may read together.
     """
     heights = np.array(target.tile_heights, dtype=np.int64)
     segments = np.array(target.tile_segments, dtype=np.int64)
     arrays = [np.ascontiguousarray(array) for array in plan.arrays().values()]
-    batch = (table, rows, seq_lens, page_size)
-    arguments: Any = (*arrays, *batch, heights // target.gqa_group, segments, _ORDER)
+    batch = (table, rows, seq_lens, page_size, target.query_blocks, private_tokens)
+    arguments: Any = (*arrays, *batch, heights // target.query_vectors, segments, _ORDER)
     code, at = _walk(*arguments)
     return f"{FAULTS[code]} ({at})" if code else ""
 
@@ -77,11 +81,13 @@ def fault_of(
 def _walk(
     tile_ptr: Any, item_segment_ptr: Any, item_query_ptr: Any, segment_request: Any,
     segment_start: Any, segment_end: Any, segment_span: Any, entry_query: Any, entry_slot: Any,
-    reduce_query: Any, reduce_ptr: Any, table: Any, rows: Any, lens: Any, page_size: int,
-    tile_queries: Any, tile_segments: Any, order: Any,
+    reduce_query: Any, reduce_ptr: Any, table: Any, rows: Any, seq_lens: Any, page_size: int,
+    blocks: int, private: int, tile_queries: Any, tile_segments: Any, order: Any,
 ) -> tuple[int, int]:  # fmt: skip
     """The number of a fault in :data:`FAULTS`, and the item or query that shows it."""
-    batch = len(lens)
+    requests = len(seq_lens)
+    batch = requests * blocks
+    lens = np.repeat(seq_lens, blocks)  # of each query
     items = len(item_query_ptr) - 1
     longest = 0
     for query in range(batch):
@@ -113,11 +119,11 @@ def _walk(
             merged = 0
             for segment in range(begin, end):
                 request = segment_request[segment]
-                if request < 0 or request >= batch:
+                if request < 0 or request >= requests:
                     return 13, item
                 start, last = segment_start[segment], segment_end[segment]
                 if last == OPEN_END:
-                    last = lens[request]
+                    last = seq_lens[request]
                 low, high = 0, held
                 if shape == 0:
                     if begin != item:
@@ -130,15 +136,17 @@ def _walk(
                         return 4, item
                     if tile_segments[shape] == 1 and (low != 0 or high != held):
                         return 4, item
-                if start < 0 or last < start or last > lens[request]:
+                if start < 0 or last < start or last > seq_lens[request]:
                     return 13, item
                 for entry in range(first + low, first + high):
                     query = entry_query[entry]
                     if last > lens[query]:
                         return 5, query
+                    if high - low > 1 and last > start and last > lens[query] - private:
+                        return 14, query
                     if last > start:
                         for page in range(start // page_size, (last - 1) // page_size + 1):
-                            if table[rows[query], page] != table[rows[request], page]:
+                            if table[rows[query // blocks], page] != table[rows[request], page]:
                                 return 6, query
                     change[query, start] += 1
                     change[query, last] -= 1
