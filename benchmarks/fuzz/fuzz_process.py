@@ -193,7 +193,7 @@ def _attention_chunks(job: Job, report: Report) -> Iterator[None]:
     settings: Any = my_settings(job)
     seeds = _seeds(job, 64 if on_gpu else 2)
     fuzzers: dict[Any, AttentionFuzzer] = {}
-    for setting, planner in itertools.cycle(itertools.product(settings, PLANNERS)):
+    for setting, planner in _turns(settings):
         if setting not in fuzzers:
             fuzzers[setting] = AttentionFuzzer(setting, device, large=on_gpu)
         chunk = next(seeds)
@@ -215,6 +215,13 @@ def _attention_chunks(job: Job, report: Report) -> Iterator[None]:
         )
         report.add_failures(job, setting, found.failures)
         yield
+
+
+def _turns(settings: list[AttentionSetting]) -> Iterator[tuple[AttentionSetting, str]]:
+    """Each round takes every setting, and each time another planner."""
+    for turn in itertools.count():
+        for number, setting in enumerate(settings):
+            yield setting, PLANNERS[(turn + number) % len(PLANNERS)]
 
 
 def _begin(job: Job, setting: Any, planner: str, chunk: range) -> None:
