@@ -102,7 +102,10 @@ def test_a_benchmark_that_is_ended_ends_its_server_and_its_client(
 
 
 SLOW = """
-import sys, time
+import signal, sys, time
+
+# A job in the background ignores Ctrl-C, and so would this process.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 class Slow:
     def find_spec(self, name, path, target=None):
