@@ -87,9 +87,10 @@ GROUPS = {
     "two-ranks": Group(("--tensor-parallel-size", "2"), {**EAGER, **_TWO_PROCESSES}),
     "stages": Group(("--pipeline-parallel-size", "2"), {**EAGER, **_TWO_PROCESSES}),
     "engines": Group(("--data-parallel-size", "2"), {**EAGER, **_TWO_PROCESSES}),
-    # In chains, tree attention also runs the draft model.
-    "chain": _speculating(*_CHAIN, DEFT_DRAFT="tree"),
+    "chain": _speculating(*_CHAIN),
     "tree": _speculating(*_TREE),
+    # Tree attention also runs the draft model.
+    "chain-draft": _speculating(*_CHAIN, DEFT_DRAFT="tree"),
     "tree-draft": _speculating(*_TREE, DEFT_DRAFT="tree"),
     "lookup": _speculating(*_LOOKUP, draft=False),
     "chain-pages": _speculating(
