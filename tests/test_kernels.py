@@ -462,7 +462,8 @@ def test_tensors_that_do_not_fit_are_refused(change: dict[str, torch.Tensor], me
 
 @pytest.mark.parametrize("sm_scale", [0.0, -1.0, math.nan, math.inf])
 def test_a_scale_that_gives_no_attention_is_refused(sm_scale: float) -> None:
-    with pytest.raises(AttentionError, match=f"sm_scale is {sm_scale}; expected a number above 0"):
+    said = f"sm_scale is {sm_scale}; expected a finite number above 0"
+    with pytest.raises(AttentionError, match=said):
         check(random_batch(1, 1, 2), sm_scale=sm_scale)
 
 

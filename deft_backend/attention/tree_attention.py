@@ -383,7 +383,7 @@ class TreeAttention:
         ------
         AttentionError
             If nothing was planned, shapes, dtypes or devices do not match, or `sm_scale` is not
-            above 0.
+            finite and above 0.
         """
         if not is_current(self.device):
             with device_as_current(self.device):
@@ -394,7 +394,7 @@ class TreeAttention:
                     static_launch=static_launch,
                 )  # fmt: skip
         if sm_scale is not None and not 0.0 < sm_scale < math.inf:
-            raise AttentionError(f"sm_scale is {sm_scale}; expected a number above 0")
+            raise AttentionError(f"sm_scale is {sm_scale}; expected a finite number above 0")
         planned = self._current.batch
         static_launch = static_launch or planned.on_device
         config = self._shapes[planned.blocks.query_tokens].config
