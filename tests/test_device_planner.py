@@ -171,9 +171,10 @@ def test_with_a_gpus_candidates_chunks_are_the_hosts_too(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All chunk lengths that a GPU prices, like the host planner; the interpreter prices four."""
+    interpreted = ProgramWork.interpreted
 
     def as_on_a_gpu(cls: type[ProgramWork], size: int) -> ProgramWork:
-        return ProgramWork(size, size, size, ProgramWork.on_gpu(size).candidates)
+        return replace(interpreted(size), candidates=ProgramWork.on_gpu(size).candidates)
 
     monkeypatch.setattr(ProgramWork, "interpreted", classmethod(as_on_a_gpu))
     random = np.random.default_rng(seed)
@@ -189,6 +190,43 @@ def test_with_a_gpus_candidates_chunks_are_the_hosts_too(
     assert items_of(device) == items_of(host)
     assert device.tile_ptr.tolist() == host.tile_ptr.tolist()
     assert device.num_partials == host.num_partials
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_how_programs_divide_the_work_decides_nothing(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many small programs and loops, as on a GPU; the interpreter runs few programs."""
+    random = np.random.default_rng(seed)
+    requests = int(random.integers(33, 60))
+    shared = random.choice([0, 400, 900, 900, 3000, 5000], size=requests - 1)
+    longest = np.maximum(np.append(shared, 0), np.append(0, shared))
+    lens = longest + random.integers(1, 1500, size=requests)
+    batch = batch_of(build_forest(np.arange(requests), shared, lens), seed)
+    expected = plan_of(batch)
+    assert len(set(expected.segment_span.tolist())) > 1  # some nodes have items
+    whole = ProgramWork.interpreted(64)
+    small = replace(
+        whole, rows=8, places=8, ranges=4, leaf_columns=16, node_columns=4, leaves=16, nodes=2,
+        width=8,
+    )  # fmt: skip
+    monkeypatch.setattr(ProgramWork, "interpreted", lambda size: small)
+    found = plan_of(batch)
+    for name, array in vars(expected).items():
+        np.testing.assert_array_equal(getattr(found, name), array, err_msg=name)
+
+
+def test_what_an_interrupted_plan_left_behind_gives_no_wrong_plan() -> None:
+    """Ranks that are not zero: the next plan is right, and the one after it as always."""
+    batch = batch_of(regular_forest([1, 4, 3], [900, 300, 50]))
+    planner, plan = planner_for(TARGET, 12, 1)
+    for ranks in planner._scratch.ranks:
+        ranks.copy_(torch.randint(0, 900, ranks.shape))
+    tables, lens = torch.from_numpy(batch.page_tables), torch.from_numpy(batch.seq_lens)
+    for _ in range(2):
+        planner.plan(tables, torch.arange(12, dtype=torch.int32), lens)
+        check_plan(batch, read(plan), TARGET, np.zeros(12, dtype=np.int32))
+    assert items_of(read(plan)) == items_of(plan_of(batch))
 
 
 def many(requests: int, seed: int = 0) -> Batch:

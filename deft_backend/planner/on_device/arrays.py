@@ -28,7 +28,10 @@ class Tables(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """Each request [B] among the others, by request index."""
+    """Each request [B] among the others, by request index.
+
+    Zero before each plan: ``compare_rows`` adds to them. Any numbers give a valid plan.
+    """
 
     rank: Pointer
     """How many requests come before it in depth-first order."""
@@ -60,6 +63,19 @@ class Ranges(NamedTuple):
     begin: Pointer
     end: Pointer
     """The range's first token, and the one after its last."""
+
+
+class Chosen(NamedTuple):
+    """The nodes with ranges of their own [B], in order of position."""
+
+    count: Pointer
+    """[1]: how many they are."""
+    position: Pointer
+    first: Pointer
+    """Position of the node's first query."""
+    queries: Pointer
+    begin: Pointer
+    end: Pointer
 
 
 class Places(NamedTuple):
@@ -124,13 +140,14 @@ class Scratch:
 
     ranks: tuple[torch.Tensor, ...]
     guess: torch.Tensor
-    """[B, B]: pages that each two requests had in common in the plan before."""
+    """[B, B]: pages that each two requests had in common in the plan before; above the diagonal."""
     order: torch.Tensor
     """[B]: request index at each position."""
     first: torch.Tensor
     """[B]: position of each node's first query."""
     nodes: tuple[torch.Tensor, ...]
     ranges: tuple[torch.Tensor, ...]
+    chosen: tuple[torch.Tensor, ...]
     places: tuple[torch.Tensor, ...]
     results: tuple[torch.Tensor, ...]
     candidates: tuple[torch.Tensor, ...]
@@ -162,7 +179,7 @@ class Scratch:
         rank, common, order, cut, first, queries, parent, leaf_parent, leaves, parts, merged = (
             by_request := zeros(11, size + 4)
         )
-        by_range = zeros(7, 2 * size)
+        by_range, count, by_node = zeros(7, 2 * size), zeros(4), zeros(5, size)
         below, guess = zeros(2 * size), zeros(size, size)
         candidates = (
             torch.tensor(pieces, dtype=torch.int32, device=device),
@@ -170,7 +187,7 @@ class Scratch:
             zeros(2 * len(pieces)),
         )
         counted, began = zeros(4, dtype=torch.int64), zeros(2, dtype=torch.int64)
-        memory = (by_request, by_range, below, guess, *candidates, counted, began)
+        memory = (by_request, by_range, count, by_node, below, guess, *candidates, counted, began)
         return cls(
             ranks=(rank, common),
             guess=guess,
@@ -178,6 +195,7 @@ class Scratch:
             first=first,
             nodes=(cut, queries, parent, leaf_parent, leaves, below),
             ranges=tuple(by_range[:3]),
+            chosen=(count, *by_node),
             places=tuple(by_range[3:]),
             results=(parts, merged),
             candidates=candidates,

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deft_backend.planner.on_device.arrays import Costs, Nodes, Ranges
+from deft_backend.planner.on_device.arrays import Chosen, Costs, Nodes, Ranges
 from deft_backend.planner.on_device.tiles import tiles_of, total
 
 
@@ -21,8 +21,10 @@ from deft_backend.planner.on_device.tiles import tiles_of, total
 def choose_ranges(
     order_ptr,
     seq_lens_ptr,
+    first_ptr,
     nodes: Nodes,
     ranges: Ranges,
+    chosen_nodes: Chosen,
     batch,
     small_tile,
     large_tile,
@@ -33,7 +35,7 @@ def choose_ranges(
     BLOCKS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Write all ranges.
+    """Write all ranges, and `Chosen`.
 
     `costs` are times of the whole GPU. If the ranges would need more than `max_items` items or
     `max_entries` entries, every request reads its whole context by itself.
@@ -90,6 +92,15 @@ def choose_ranges(
     tl.store(ranges.queries + place, chosen * queries)
     tl.store(ranges.begin + place, begin)
     tl.store(ranges.end + place, end)
+
+    number = tl.associative_scan(chosen, 0, tl.standard._sum_combine) - chosen
+    first = tl.load(first_ptr + place, mask=inside, other=0)
+    tl.store(chosen_nodes.count, total(chosen))
+    tl.store(chosen_nodes.position + number, place, mask=chosen == 1)
+    tl.store(chosen_nodes.first + number, first, mask=chosen == 1)
+    tl.store(chosen_nodes.queries + number, queries, mask=chosen == 1)
+    tl.store(chosen_nodes.begin + number, begin, mask=chosen == 1)
+    tl.store(chosen_nodes.end + number, end, mask=chosen == 1)
 
     leaf_parent = tl.load(nodes.leaf_parent + place, mask=inside, other=0)
     request = tl.load(order_ptr + place, mask=inside, other=0)

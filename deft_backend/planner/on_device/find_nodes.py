@@ -4,7 +4,8 @@ A cut is the number of tokens that two neighbours share. A node ends at a cut. I
 from the nearest smaller cut on the left to the nearest smaller cut on the right. Its tokens begin
 at the larger of these two. If several cuts belong to one node, the leftmost cut leads. A leaf, the
 request's own tokens, begins at the larger of the cuts on both sides of its request. Every cut looks
-at every other cut, because a batch has few.
+at every other cut, because a batch has few. Programs without a cut, or without a leading cut, skip
+what they need not find.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton.language as tl
 from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deft_backend.planner.on_device.arrays import Nodes
+from deft_backend.planner.on_device.arrays import Nodes, Ranks
 from deft_backend.planner.on_device.tiles import tiles_of
 
 
@@ -21,6 +22,7 @@ from deft_backend.planner.on_device.tiles import tiles_of
 def find_nodes(
     first_ptr,
     nodes: Nodes,
+    ranks: Ranks,
     batch,
     small_tile,
     large_tile,
@@ -30,7 +32,8 @@ def find_nodes(
 ):
     """Write `Nodes`, BLOCK positions in each program.
 
-    Tiles hold `small_tile` and `large_tile` queries.
+    Tiles hold `small_tile` and `large_tile` queries. The kernel also sets `Ranks` to zero for the
+    next plan.
     """
     if OVERLAPPED:
         gdc_launch_dependents()
@@ -39,35 +42,44 @@ def find_nodes(
     position = positions[:, None]
     other = tl.arange(0, BATCH)[None, :]
     is_position = positions < batch
+    none = tl.full([BLOCK], 0, tl.int32)
+    tl.store(ranks.rank + positions, none, mask=is_position)
+    tl.store(ranks.common + positions, none, mask=is_position)
     cut = tl.load(nodes.cut + positions, mask=is_position, other=0)
     behind = tl.load(nodes.cut + positions + 1, mask=is_position, other=0)
     other_cut = tl.load(nodes.cut + other, mask=other < batch, other=0)
     other_behind = tl.load(nodes.cut + other + 1, mask=other < batch, other=0)
 
     # Nearest smaller cuts. The edges of the batch, before 0 and at `batch`, share nothing.
-    smaller = other_cut < cut[:, None]
-    left = smaller & (other < position)
-    right = smaller & (other > position) & (other < batch)
-    first = tl.reduce(tl.where(left, other, 0), 1, tl.standard._elementwise_max)
-    stop = tl.reduce(tl.where(right, other, batch), 1, tl.standard._elementwise_min)
-    of_node = (other_cut == cut[:, None]) & (other > first[:, None]) & (other <= position)
-    leader = tl.reduce(tl.where(of_node, other, BATCH), 1, tl.standard._elementwise_min)
+    first = none
+    leader = none
+    stop = none
+    parent = none
+    leaves = none
+    if tl.reduce(cut, 0, tl.standard._elementwise_max) > 0:
+        smaller = other_cut < cut[:, None]
+        left = smaller & (other < position)
+        first = tl.reduce(tl.where(left, other, 0), 1, tl.standard._elementwise_max)
+        of_node = (other_cut == cut[:, None]) & (other > first[:, None]) & (other <= position)
+        leader = tl.reduce(tl.where(of_node, other, BATCH), 1, tl.standard._elementwise_min)
     leads = is_position & (cut > 0) & (leader == positions)
+    if tl.reduce(leads.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
+        right = (other_cut < cut[:, None]) & (other > position) & (other < batch)
+        stop = tl.reduce(tl.where(right, other, batch), 1, tl.standard._elementwise_min)
+        # The node above ends at the larger of these two cuts. The right one leads, because every
+        # cut back to `first` is larger. The left one has its leader to its left.
+        start = tl.load(nodes.cut + first, mask=leads, other=0)
+        start_right = tl.load(nodes.cut + stop, mask=leads, other=0)
+        lower = (other_cut < start[:, None]) & (other < first[:, None])
+        edge = tl.reduce(tl.where(lower, other, 0), 1, tl.standard._elementwise_max)
+        of_above = (other_cut == start[:, None]) & (other > edge[:, None])
+        of_above = of_above & (other <= first[:, None])
+        above = tl.reduce(tl.where(of_above, other, BATCH), 1, tl.standard._elementwise_min)
+        parent = tl.where(start_right > start, stop, tl.where(start > 0, above, 0))
+        own_leaf = (tl.maximum(other_cut, other_behind) == cut[:, None]) & (other < batch)
+        own_leaf = own_leaf & (other >= first[:, None]) & (other < stop[:, None])
+        leaves = tl.reduce(own_leaf.to(tl.int32), 1, tl.standard._sum_combine)
     queries = tl.where(leads, stop - first, 0)
-
-    # The node above ends at the larger of these two cuts. The right one leads, because every cut
-    # back to `first` is larger. The left one has its leader to its left.
-    start = tl.load(nodes.cut + first, mask=leads, other=0)
-    start_right = tl.load(nodes.cut + stop, mask=leads, other=0)
-    lower = (other_cut < start[:, None]) & (other < first[:, None])
-    edge = tl.reduce(tl.where(lower, other, 0), 1, tl.standard._elementwise_max)
-    of_above = (other_cut == start[:, None]) & (other > edge[:, None]) & (other <= first[:, None])
-    above = tl.reduce(tl.where(of_above, other, BATCH), 1, tl.standard._elementwise_min)
-    parent = tl.where(start_right > start, stop, tl.where(start > 0, above, 0))
-
-    own_leaf = (tl.maximum(other_cut, other_behind) == cut[:, None]) & (other < batch)
-    own_leaf = own_leaf & (other >= first[:, None]) & (other < stop[:, None])
-    leaves = tl.reduce(own_leaf.to(tl.int32), 1, tl.standard._sum_combine)
     leaf_parent = tl.where(behind > cut, positions + 1, tl.where(cut > 0, leader, 0))
 
     tl.store(first_ptr + positions, first, mask=is_position)

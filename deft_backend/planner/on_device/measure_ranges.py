@@ -3,7 +3,7 @@
 Items of the large tile come first (ITEM_ORDER), and the longest come first within a tile shape. The
 place of a range's items is the sum over all ranges before it. The place of its results among those
 of a query is the sum over the ranges above it. Each range looks at every other range, so the kernel
-neither sorts nor scans.
+neither sorts nor scans. Only nodes lie above a range, and few nodes have ranges.
 """
 
 from __future__ import annotations
@@ -14,24 +14,30 @@ import triton.language as tl
 from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deft_backend.planner.on_device.arrays import Candidates, Places, Ranges, Results
+from deft_backend.planner.on_device.arrays import Candidates, Chosen, Places, Ranges, Results
 from deft_backend.planner.on_device.tiles import tiles_of
 
 
-class Cut(NamedTuple):
-    """Ranges, cut into pieces."""
+class Range(NamedTuple):
+    """Ranges before they are cut."""
 
     queries: Any
     begin: Any
     end: Any
     first: Any
     """Position of the first query."""
+    number: Any
+    """Nodes count before leaves, and each in order of position."""
+
+
+class Cut(NamedTuple):
+    """Ranges, cut into pieces."""
+
     is_large: Any
-    """1 for large tiles, 0 for small ones."""
     tiles: Any
     pieces: Any
-    length: Any
-    """Tokens of the longest piece."""
+    rank: Any
+    """Tokens of the longest piece, and more than any range has if the tile is large."""
 
 
 @jit
@@ -46,75 +52,146 @@ def _cheapest(candidates, shape, CANDIDATES: tl.constexpr):
 
 
 @jit
-def _cut(
-    at, first_ptr, ranges, small_chunk, large_chunk, small_tile, large_tile, BATCH: tl.constexpr
-):
+def _read_leaves(position, batch, ranges, BATCH: tl.constexpr):
+    """The leaves at positions."""
+    there = position < batch
+    begin = tl.load(ranges.begin + BATCH + position, mask=there, other=0)
+    end = tl.load(ranges.end + BATCH + position, mask=there, other=0)
+    return Range(there.to(tl.int32), begin, end, position, BATCH + position)
+
+
+@jit
+def _read_nodes(number, count, chosen):
+    """The nodes with these numbers."""
+    there = (number >= 0) & (number < count)
+    queries = tl.load(chosen.queries + number, mask=there, other=0)
+    begin = tl.load(chosen.begin + number, mask=there, other=0)
+    end = tl.load(chosen.end + number, mask=there, other=0)
+    first = tl.load(chosen.first + number, mask=there, other=0)
+    return Range(queries, begin, end, first, number)
+
+
+@jit
+def _cut(range_, is_large, tiles, chunk):
     """Ranges, cut into pieces."""
-    queries = tl.load(ranges.queries + at)
-    begin = tl.load(ranges.begin + at)
-    end = tl.load(ranges.end + at)
-    first = tl.where(at < BATCH, tl.load(first_ptr + at % BATCH), at - BATCH)
-    is_large, tiles = tiles_of(queries, small_tile, large_tile)
-    is_large = is_large.to(tl.int32)
-    chunk = tl.where(is_large == 1, large_chunk, small_chunk)
-    pieces = tl.maximum((end - begin + chunk - 1) // chunk, 1)
-    pieces = tl.where(queries > 0, pieces, 0)
-    length = (end - begin + pieces - 1) // tl.maximum(pieces, 1)
-    return Cut(queries, begin, end, first, is_large, tiles, pieces, length)
+    tokens = range_.end - range_.begin
+    pieces = tl.where(range_.queries > 0, tl.maximum((tokens + chunk - 1) // chunk, 1), 0)
+    length = (tokens + pieces - 1) // tl.maximum(pieces, 1)
+    return Cut(is_large, tiles, pieces, length + (is_large.to(tl.int32) << 30))
 
 
-@jit(do_not_specialize=["small_tile", "large_tile"])
+@jit
+def _cut_leaves(leaves, small_chunk, large_chunk, small_tile):
+    """Leaves, cut into pieces; a leaf has one query."""
+    is_large = small_tile < 1
+    chunk = tl.where(is_large, large_chunk, small_chunk)
+    return _cut(leaves, tl.where(leaves.queries > 0, is_large, False), leaves.queries, chunk)
+
+
+@jit
+def _cut_nodes(nodes, small_chunk, large_chunk, small_tile, large_tile):
+    """Nodes, cut into pieces."""
+    is_large, tiles = tiles_of(nodes.queries, small_tile, large_tile)
+    return _cut(nodes, is_large, tiles, tl.where(is_large, large_chunk, small_chunk))
+
+
+@jit
+def _is_before(other, other_cut, range_, cut):
+    """[ranges, others]: whether the other range's items come before the range's."""
+    rank = cut.rank[:, None]
+    other_rank = other_cut.rank[None, :]
+    earlier = other.number[None, :] < range_.number[:, None]
+    return (other_rank > rank) | ((other_rank == rank) & earlier)
+
+
+@jit
+def _sum(values):
+    return tl.reduce(values, 1, tl.standard._sum_combine)
+
+
+@jit(do_not_specialize=["batch", "small_tile", "large_tile"])
 def measure_ranges(
-    first_ptr,
     ranges: Ranges,
+    chosen: Chosen,
     candidates: Candidates,
     places: Places,
     results: Results,
+    batch,
     small_tile,
     large_tile,
     BATCH: tl.constexpr,
     BLOCK: tl.constexpr,
+    LEAVES: tl.constexpr,
+    NODES: tl.constexpr,
     CANDIDATES: tl.constexpr,
     MAX_MERGED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Write `Places` and `Results`, BLOCK ranges in each program."""
+    """Write `Places` of all ranges and `Results`, BLOCK ranges in each program.
+
+    The first ``ceil(batch / BLOCK)`` programs measure leaves, the others nodes. A program compares
+    its ranges with LEAVES leaves at a time, and with NODES nodes.
+    """
     if OVERLAPPED:
         gdc_launch_dependents()
         gdc_wait()
+    leaf_programs = (batch + BLOCK - 1) // BLOCK
+    program = tl.program_id(0)
+    node = (program - leaf_programs) * BLOCK  # negative: the program measures leaves
+    if node >= tl.load(chosen.count, mask=node >= 0, other=node + 1):
+        return
+    count = tl.load(chosen.count)
     small_chunk = _cheapest(candidates, 0, CANDIDATES)
     large_chunk = _cheapest(candidates, 1, CANDIDATES)
-    other_at = tl.arange(0, 2 * BATCH)
-    other = _cut(
-        other_at, first_ptr, ranges, small_chunk, large_chunk, small_tile, large_tile, BATCH
+    lane = tl.arange(0, BLOCK)
+    leaves = _read_leaves(program * BLOCK + lane, batch, ranges, BATCH)
+    nodes = _read_nodes(node + lane, count, chosen)
+    is_leaf = leaves.queries > 0
+    mine = Range(
+        tl.where(is_leaf, 1, nodes.queries),
+        tl.where(is_leaf, leaves.begin, nodes.begin),
+        tl.where(is_leaf, leaves.end, nodes.end),
+        tl.where(is_leaf, leaves.first, nodes.first),
+        tl.where(is_leaf, leaves.number, nodes.number),
     )
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    cut = _cut(at, first_ptr, ranges, small_chunk, large_chunk, small_tile, large_tile, BATCH)
+    cut = _cut_nodes(mine, small_chunk, large_chunk, small_tile, large_tile)
 
-    longer = other.length[None, :] > cut.length[:, None]
-    as_long = (other.length[None, :] == cut.length[:, None]) & (other_at[None, :] < at[:, None])
-    same_shape = other.is_large[None, :] == cut.is_large[:, None]
-    before = other.is_large[None, :] > cut.is_large[:, None]
-    before = before | (same_shape & (longer | as_long))
-    items = tl.where(before, (other.tiles * other.pieces)[None, :], 0)
-    entries = tl.where(before, (other.queries * other.pieces)[None, :], 0)
-    tl.store(places.pieces + at, cut.pieces)
-    tl.store(places.item + at, tl.reduce(items, 1, tl.standard._sum_combine))
-    tl.store(places.entry + at, tl.reduce(entries, 1, tl.standard._sum_combine))
-
-    above = (other_at < BATCH)[None, :] & (other.end[None, :] <= cut.begin[:, None])
-    above = above & (other.first[None, :] <= cut.first[:, None])
-    above = above & ((other.first + other.queries)[None, :] >= (cut.first + cut.queries)[:, None])
-    part = tl.reduce(tl.where(above, other.pieces[None, :], 0), 1, tl.standard._sum_combine)
-    tl.store(places.part + at, part)
-    small_pieces = tl.where(other.is_large == 0, other.pieces, 0)
-    small_part = tl.reduce(tl.where(above, small_pieces[None, :], 0), 1, tl.standard._sum_combine)
+    before_leaves = tl.full([BLOCK, LEAVES], 0, tl.int32)
+    for begin in range(0, batch, LEAVES):
+        other = _read_leaves(begin + tl.arange(0, LEAVES), batch, ranges, BATCH)
+        other_cut = _cut_leaves(other, small_chunk, large_chunk, small_tile)
+        before = _is_before(other, other_cut, mine, cut)
+        before_leaves += tl.where(before, other_cut.pieces[None, :], 0)
+    item = _sum(before_leaves)
+    entry = item
+    part = tl.full([BLOCK], 0, tl.int32)
+    small_part = tl.full([BLOCK], 0, tl.int32)
+    for begin in range(0, count, NODES):
+        other = _read_nodes(begin + tl.arange(0, NODES), count, chosen)
+        other_cut = _cut_nodes(other, small_chunk, large_chunk, small_tile, large_tile)
+        before = _is_before(other, other_cut, mine, cut)
+        pieces = other_cut.pieces
+        item += _sum(tl.where(before, (other_cut.tiles * pieces)[None, :], 0))
+        entry += _sum(tl.where(before, (other.queries * pieces)[None, :], 0))
+        above = other.end[None, :] <= mine.begin[:, None]
+        above = above & (other.first[None, :] <= mine.first[:, None])
+        stop = mine.first + mine.queries
+        above = above & ((other.first + other.queries)[None, :] >= stop[:, None])
+        part += _sum(tl.where(above, pieces[None, :], 0))
+        small_pieces = tl.where(other_cut.is_large, 0, pieces)
+        small_part += _sum(tl.where(above, small_pieces[None, :], 0))
+    position = tl.load(chosen.position + nodes.number, mask=nodes.queries > 0, other=0)
+    at = tl.where(is_leaf, leaves.number, position)
+    there = mine.queries > 0
+    tl.store(places.pieces + at, cut.pieces, mask=there)
+    tl.store(places.item + at, item, mask=there)
+    tl.store(places.entry + at, entry, mask=there)
+    tl.store(places.part + at, part, mask=there)
 
     # A leaf's item of the small tile runs in the last launch. So it merges its query's other
     # results, unless there are many, or one of them comes from the same launch.
     parts = part + cut.pieces
     alone = (small_part == 0) & (cut.pieces == 1) & (cut.is_large == 0)
     merges = alone & (parts > 1) & (parts - 1 <= MAX_MERGED)
-    is_request = (at >= BATCH) & (cut.queries > 0)
-    tl.store(results.parts + cut.first, parts, mask=is_request)
-    tl.store(results.merged + cut.first, tl.where(merges, parts - 1, 0), mask=is_request)
+    tl.store(results.parts + mine.first, parts, mask=is_leaf)
+    tl.store(results.merged + mine.first, tl.where(merges, parts - 1, 0), mask=is_leaf)

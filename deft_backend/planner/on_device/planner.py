@@ -156,13 +156,13 @@ class DevicePlanner:
         paged = {"PAGE_SIZE": self._page_size}
         shape = (batch, columns, page_table.stride(0), private_tokens)
         work = self._work(size)
-        rows, places = -(-batch // work.rows), -(-batch // work.places)
+        row_tiles, places = -(-batch // (2 * work.rows)), -(-batch // work.places)
 
         self._launch(
-            COMPARE_ROWS, (rows,),
+            COMPARE_ROWS, (2 * row_tiles + 1, row_tiles),
             (table, scratch.ranks, scratch.guess, began, *shape),
-            {**common, **paged, "BLOCK": work.rows},
-            follows=False,
+            {**common, **paged, "TILE": work.rows},
+            follows=False, num_warps=work.row_warps,
         )  # fmt: skip
         self._launch(
             SORT_ROWS, (places,),
@@ -171,7 +171,7 @@ class DevicePlanner:
         )  # fmt: skip
         self._launch(
             FIND_NODES, (places,),
-            (scratch.first, scratch.nodes, batch, small, large),
+            (scratch.first, scratch.nodes, scratch.ranks, batch, small, large),
             {**common, "BLOCK": work.places},
         )  # fmt: skip
         self._plan_ranges(numbers, batch, table_rows, seq_lens, work, common)
@@ -213,8 +213,8 @@ class DevicePlanner:
         self._launch(
             CHOOSE_RANGES, (1,),
             (
-                scratch.order, seq_lens, scratch.nodes, scratch.ranges, batch, small, large,
-                *limits, (*per_gpu, partial_ns),
+                scratch.order, seq_lens, scratch.first, scratch.nodes, scratch.ranges,
+                scratch.chosen, batch, small, large, *limits, (*per_gpu, partial_ns),
             ),
             common,
         )  # fmt: skip
@@ -228,21 +228,25 @@ class DevicePlanner:
             {**common, **priced},
         )  # fmt: skip
         self._launch(
-            MEASURE_RANGES, (2 * common["BATCH"] // work.places,),
+            MEASURE_RANGES, (2 * -(-batch // work.ranges),),
             (
-                scratch.first, scratch.ranges, scratch.candidates, scratch.places,
-                scratch.results, small, large,
+                scratch.ranges, scratch.chosen, scratch.candidates, scratch.places,
+                scratch.results, batch, small, large,
             ),
-            {**common, **priced, "BLOCK": work.places},
+            {
+                **common, **priced, "BLOCK": work.ranges, "LEAVES": work.leaf_columns,
+                "NODES": work.node_columns,
+            },
+            num_warps=4,
         )  # fmt: skip
         self._launch(
-            WRITE_PLAN, (-(-batch // work.leaves) + batch,),
+            WRITE_PLAN, (1 + -(-batch // work.leaves) + min(batch, work.nodes),),
             (
-                table_rows, self._plan["segment_table"], scratch.order, scratch.first,
+                table_rows, self._plan["segment_table"], scratch.order, scratch.chosen,
                 scratch.ranges, scratch.places, scratch.results, self._plan.stage1,
                 self._plan.stage2, scratch.counters, batch, small, large, numbers.block,
             ),
-            {**common, "LEAVES": work.leaves, "WIDTH": 256},
+            {**common, "LEAVES": work.leaves, "WIDTH": work.width},
         )  # fmt: skip
 
     def _launch(
@@ -253,8 +257,10 @@ class DevicePlanner:
         constants: dict[str, Any],
         *,
         follows: bool = True,
+        num_warps: int | None = None,
     ) -> None:
-        num_warps = 8 if constants["BATCH"] > 256 else 4
+        if num_warps is None:
+            num_warps = 8 if constants["BATCH"] > 256 else 4
         limits = {}
         if kernel is WRITE_PLAN and constants["BATCH"] == 1024:
             # Without a limit, the assembler of Triton 3.8 takes 48 registers and spills a pointer.

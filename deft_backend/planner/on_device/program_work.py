@@ -20,31 +20,53 @@ class ProgramWork:
     Attributes
     ----------
     rows : int
-        Requests that one program of ``compare_rows`` compares with all others.
+        Requests that one program of ``compare_rows`` compares with as many others; at least 8.
+    row_warps : int
+        Warps of such a program.
     places : int
-        Requests or ranges that one program of the other kernels compares with all others.
+        Requests that one program of ``sort_rows`` and ``find_nodes`` compares with all others.
+    ranges : int
+        Ranges that one program of ``measure_ranges`` compares with all others.
+    leaf_columns, node_columns : int
+        Ranges with which it compares them at a time.
     leaves : int
-        Requests whose leaves one program writes.
+        Requests whose leaves one program of ``write_plan`` writes.
+    nodes : int
+        Programs of ``write_plan`` that write nodes, at most.
+    width : int
+        Entries of a node that one program writes at a time.
     candidates : int
         Chunk lengths that are priced for each tile shape; a power of two.
     """
 
     rows: int
+    row_warps: int
     places: int
+    ranges: int
+    leaf_columns: int
+    node_columns: int
     leaves: int
+    nodes: int
+    width: int
     candidates: int
 
     @classmethod
     def on_gpu(cls, size: int) -> ProgramWork:
         """As much work for each program as its registers hold."""
-        many = size > 1024
-        return cls(rows=2 if many else 4, places=4 if many else 8, leaves=32, candidates=64)
+        return cls(
+            rows=32 if size > 256 else 16, row_warps=4, places=4 if size > 1024 else 8, ranges=8,
+            leaf_columns=min(size, 512), node_columns=min(size, 256), leaves=32, nodes=256,
+            width=256 if size <= 256 else 1024, candidates=64,
+        )  # fmt: skip
 
     @classmethod
     def interpreted(cls, size: int) -> ProgramWork:
         """Few programs: the interpreter's time is Python's, for each program and operation."""
-        many = min(size, MOST_ELEMENTS // (2 * size))  # each is compared with all ranges
-        return cls(rows=many, places=many, leaves=size, candidates=4)
+        many = min(size, MOST_ELEMENTS // size)
+        return cls(
+            rows=min(size, 1024), row_warps=4, places=many, ranges=many, leaf_columns=size,
+            node_columns=size, leaves=size, nodes=8, width=256, candidates=4,
+        )  # fmt: skip
 
     def pieces(self) -> list[int]:
         """[candidates] of PIECES, the last repeated."""

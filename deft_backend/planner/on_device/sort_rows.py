@@ -47,10 +47,10 @@ def sort_rows(
         gdc_wait()
 
     rank = tl.load(ranks.rank + requests, mask=is_request, other=0)
-    other_rank = tl.load(ranks.rank + other, mask=other < batch, other=BATCH)
+    other_rank = tl.load(ranks.rank + other, mask=other < batch, other=0)
     key = rank * BATCH + requests
     other_key = other_rank * BATCH + other
-    before = other_key < key[:, None]
+    before = (other < batch) & (other_key < key[:, None])
     position = tl.reduce(before.to(tl.int32), 1, tl.standard._sum_combine)
     last = tl.reduce(tl.where(before, other_key, -1), 1, tl.standard._elementwise_max)
     neighbour = tl.maximum(last, 0) % BATCH

@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_wait, globaltimer
 
 from deft_backend.planner import encoding_constants
 from deft_backend.planner.device_plan import ItemArrays, ReduceArrays
-from deft_backend.planner.on_device.arrays import Counters, Places, Ranges, Results
+from deft_backend.planner.on_device.arrays import Chosen, Counters, Places, Ranges, Results
 from deft_backend.planner.on_device.tiles import tiles_of, total
 
 
@@ -94,12 +94,14 @@ def _write_items(
 
 @jit
 def _write_node(
-    node, queries, slots, table_rows_ptr, segment_table_ptr, order_ptr, first_ptr, ranges, places,
-    items, small_tile, large_tile, block, BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
+    number, slots, table_rows_ptr, segment_table_ptr, order_ptr, chosen, ranges, places, items,
+    small_tile, large_tile, block, BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write the items and entries of a node's range: for each piece, a tile after the other."""
     SPAN_SHIFT: tl.constexpr = encoding_constants.SPAN_SHIFT.value
-    first = tl.load(first_ptr + node)
+    node = tl.load(chosen.position + number)
+    first = tl.load(chosen.first + number)
+    queries = tl.load(chosen.queries + number)
     range_ = _read_range(ranges, places, node, queries > 0)
     request = tl.load(order_ptr + first) // BLOCKS
     table_row = tl.load(table_rows_ptr + request).to(tl.int32)
@@ -227,7 +229,7 @@ def write_plan(
     table_rows_ptr,
     segment_table_ptr,
     order_ptr,
-    first_ptr,
+    chosen: Chosen,
     ranges: Ranges,
     places: Places,
     results: Results,
@@ -247,31 +249,34 @@ def write_plan(
 ):
     """Write the arrays of :class:`~deft_backend.planner.plan.Plan`, and the counters.
 
-    The first ``ceil(batch / LEAVES)`` programs write leaves, the others nodes. `segment_table` gets
-    the page-table row of each segment. Pieces are whole blocks of `block` tokens.
+    The first program writes how much there is. The next ``ceil(batch / LEAVES)`` programs write
+    leaves, the others nodes in turn. `segment_table` gets the page-table row of each segment.
+    Pieces are whole blocks of `block` tokens.
     """
     if OVERLAPPED:
         gdc_wait()
     leaf_programs = (batch + LEAVES - 1) // LEAVES
-    program = tl.program_id(0)
+    program = tl.program_id(0) - 1
     if program >= leaf_programs:
-        node = program - leaf_programs
-        queries = tl.load(ranges.queries + node)
-        if queries > 0:
+        node_programs = tl.num_programs(0) - 1 - leaf_programs
+        count = tl.load(chosen.count)
+        if program - leaf_programs < count:
             slots = _slots_of(results, batch, BATCH)
-            _write_node(
-                node, queries, slots, table_rows_ptr, segment_table_ptr, order_ptr, first_ptr,
-                ranges, places, items, small_tile, large_tile, block, BLOCKS, WIDTH,
-            )  # fmt: skip
-    else:
+            for number in range(program - leaf_programs, count, node_programs):
+                _write_node(
+                    number, slots, table_rows_ptr, segment_table_ptr, order_ptr, chosen, ranges,
+                    places, items, small_tile, large_tile, block, BLOCKS, WIDTH,
+                )  # fmt: skip
+    elif program >= 0:
         slots = _slots_of(results, batch, BATCH)
         position = program * LEAVES + tl.arange(0, LEAVES)
         _write_leaves(
             position, slots, table_rows_ptr, segment_table_ptr, order_ptr, ranges, places, results,
             items, batch, small_tile, block, BATCH, BLOCKS,
         )  # fmt: skip
-        if program == 0:
-            _write_totals(
-                order_ptr, ranges, places, items, reduction, counters, slots, batch, small_tile,
-                large_tile, BATCH, BLOCKS, TIMED,
-            )  # fmt: skip
+    else:
+        slots = _slots_of(results, batch, BATCH)
+        _write_totals(
+            order_ptr, ranges, places, items, reduction, counters, slots, batch, small_tile,
+            large_tile, BATCH, BLOCKS, TIMED,
+        )  # fmt: skip
