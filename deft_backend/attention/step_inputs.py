@@ -88,7 +88,7 @@ class StepInputs:
     def both_or_none(
         self, k_scale: float | torch.Tensor, v_scale: float | torch.Tensor
     ) -> tuple[float | torch.Tensor, float | torch.Tensor]:
-        """Scales that lie both on the device, or both on the host, as the kernels need them."""
+        """Two tensors on the device, or two plain numbers, as the kernels need them."""
         if isinstance(k_scale, torch.Tensor) == isinstance(v_scale, torch.Tensor):
             return k_scale, v_scale
         k_scale, v_scale = (

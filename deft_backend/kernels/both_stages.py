@@ -69,11 +69,11 @@ def run_plan(
     sinks : [Hq] float, optional
         The sink of each query head.
     host_plan : Plan, optional
-        The plan in `plan`, if the host knows it. Then `run_plan` skips tile shapes without items,
+        The plan in `plan`, if the CPU knows it. Then `run_plan` skips tile shapes without items,
         and stage 2 without partial results. With None, `run_plan` launches every kernel that
         a batch of this size may need, as a CUDA graph must.
     masked_tiles : bool
-        Whether to launch masked tiles if the host does not know the plan.
+        Whether to launch masked tiles if the CPU does not know the plan.
     table_by_segment : bool
         Whether `table_rows` is by KV range. This spares every item a load that other loads wait
         for.

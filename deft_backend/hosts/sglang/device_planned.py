@@ -250,7 +250,7 @@ class DevicePlannedBackend(DeftAttentionBackend):
             self._count_replays(True)
 
     def _count_replays(self, counted: bool) -> None:
-        """Whether to count steps: not while a server that has already decoded captures again."""
+        """Count steps, or stop: a server that has decoded counts none while it captures again."""
         if not self._counting or self._recaptures is not counted:
             return
         self._recaptures = not counted

@@ -20,7 +20,7 @@ from deft_backend.planner.on_device.tiles import tiles_of, total
 
 
 class Slots(NamedTuple):
-    """Where partial results go, of the requests at all positions [B]."""
+    """Where the partial results of the request at each place [B] go."""
 
     first: Any
     """First slot of the request."""
@@ -133,7 +133,7 @@ def _write_leaves(
     position, slots, table_rows_ptr, segment_table_ptr, order_ptr, ranges, places, results, items,
     batch, small_tile, block, BATCH: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Write the items of the leaves at positions: one entry for each item."""
+    """Write the items of the leaves at places: one entry for each item."""
     DIRECT: tl.constexpr = encoding_constants.DIRECT.value
     MERGES: tl.constexpr = encoding_constants.MERGES.value
     OPEN_END: tl.constexpr = encoding_constants.OPEN_END.value
