@@ -61,7 +61,7 @@ class Settings:
         Raises
         ------
         SettingsError
-            If a value is not allowed; the message names the variable, its value and what is.
+            If a value is not allowed. The message names the variable, its value and allowed ones.
         """
         env = os.environ if env is None else env
         values: dict[str, Any] = {}

@@ -87,7 +87,7 @@ class Candidates(NamedTuple):
     """Candidates for the length of chunks."""
 
     pieces: Pointer
-    """[candidates]: pieces of the longest range."""
+    """[candidates]: chunks of the longest range."""
     cost: Pointer
     """[2, candidates] float32: expected nanoseconds, by tile shape."""
     chunk: Pointer
@@ -149,7 +149,7 @@ class Scratch:
         size : int
             The batch B, a multiple of 4.
         pieces : list of int
-            Pieces of the longest range, for each candidate.
+            Chunks of the longest range, for each candidate.
         seen : [4] int64
             The copy of the counters in CPU memory.
         device : torch.device

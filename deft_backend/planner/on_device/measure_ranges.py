@@ -19,7 +19,7 @@ from deft_backend.planner.on_device.tiles import tiles_of
 
 
 class Cut(NamedTuple):
-    """Ranges, cut into pieces."""
+    """Ranges, cut into chunks."""
 
     queries: Any
     begin: Any
@@ -31,7 +31,7 @@ class Cut(NamedTuple):
     tiles: Any
     pieces: Any
     length: Any
-    """Tokens of the longest piece."""
+    """Tokens of the longest chunk."""
 
 
 @jit
@@ -49,7 +49,7 @@ def _cheapest(candidates, shape, CANDIDATES: tl.constexpr):
 def _cut(
     at, first_ptr, ranges, small_chunk, large_chunk, small_tile, large_tile, BATCH: tl.constexpr
 ):
-    """Ranges, cut into pieces."""
+    """Ranges, cut into chunks."""
     queries = tl.load(ranges.queries + at)
     begin = tl.load(ranges.begin + at)
     end = tl.load(ranges.end + at)

@@ -125,7 +125,7 @@ def price_chunks(
 
     `costs` are times of a program while all programs of its tile shape are busy. Each tile shape
     may take half of the items and entries that are left. A candidate that needs more costs
-    infinity; the first candidate, one piece, always fits.
+    infinity; the first candidate, one chunk, always fits.
     """
     if OVERLAPPED:
         gdc_launch_dependents()

@@ -67,9 +67,9 @@ def _read_range(ranges, places, at, there):
 
 @jit
 def _piece_of(range_, piece, block):
-    """First token of a piece of a range, and the one after its last.
+    """First token of a range's chunk number `piece`, and the one after its last.
 
-    The range's blocks are spread evenly over its pieces.
+    The range's blocks are spread evenly over its chunks.
     """
     blocks = (range_.end - range_.begin + block - 1) // block
     pieces = tl.maximum(range_.pieces, 1)
@@ -97,7 +97,7 @@ def _write_node(
     node, queries, slots, table_rows_ptr, segment_table_ptr, order_ptr, first_ptr, ranges, places,
     items, small_tile, large_tile, block, BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write the items and entries of a node's range: for each piece, a tile after the other."""
+    """Write the items and entries of a node's range: for each chunk, a tile after the other."""
     SPAN_SHIFT: tl.constexpr = encoding_constants.SPAN_SHIFT.value
     first = tl.load(first_ptr + node)
     range_ = _read_range(ranges, places, node, queries > 0)
@@ -248,7 +248,7 @@ def write_plan(
     """Write the arrays of :class:`~deft_backend.planner.plan.Plan`, and the counters.
 
     The first ``ceil(batch / LEAVES)`` programs write leaves, the others nodes. `segment_table` gets
-    the page-table row of each segment. Pieces are whole blocks of `block` tokens.
+    the page-table row of each segment. Chunks are whole KV blocks of `block` tokens.
     """
     if OVERLAPPED:
         gdc_wait()
