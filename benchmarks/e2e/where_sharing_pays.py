@@ -1,4 +1,4 @@
-"""Where sharing pays: recorded times per token against the tokens that a step does not read again."""
+"""Where sharing pays: recorded times per token against the tokens that are not read again."""
 
 from __future__ import annotations
 
@@ -69,15 +69,15 @@ def table(cases: list[Case]) -> str:
     ]
     for case in cases:
         lines.append(
-            f"| {case.saved:,} | {case.requests:,} × {case.shared:,} | {case.host}, {case.device} | "
-            f"{case.theirs:.2f} | {case.ours:.2f} | {case.ratio:.2f} | "
-            f"[{case.file}](results/{case.file}.json) |"
+            f"| {case.saved:,} | {case.requests:,} × {case.shared:,} "
+            f"| {case.host}, {case.device} | {case.theirs:.2f} | {case.ours:.2f} "
+            f"| {case.ratio:.2f} | [{case.file}](results/{case.file}.json) |"
         )
     return "\n".join(lines)
 
 
 def draw(cases: list[Case], path: Path) -> Path:
-    """Plot a point for each case: our time divided by the host's, over the tokens not read again."""
+    """Plot our time divided by the host's over the tokens not read again, a point for each case."""
     from matplotlib.figure import Figure
 
     with figures.style():

@@ -65,8 +65,8 @@ class StepInputs:
         static_launch: bool,
     ) -> torch.Tensor:
         """A tensor for the output: zeros where the kernels may leave a row as it is."""
-        # A CUDA graph may be replayed for fewer requests than it was captured for. Only the device
-        # planner covers padding requests; others' outputs must not be stale memory.
+        # A CUDA graph may be replayed for fewer requests than it was captured for. Only device
+        # plans cover padding requests. With other plans, their outputs must not be stale memory.
         covered = query_start is None and (
             not static_launch or (planned.on_device and requests <= planned.requests)
         )
