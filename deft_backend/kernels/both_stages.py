@@ -180,10 +180,9 @@ def _tiles_to_launch(
 
     `query_vectors` is the number of vectors of a query that share a KV head. If they do not fit the
     small tile, the plan has no items of it. If the vectors of all queries fit the small tile, the
-    plan has no items of other tile shapes. If they fit one large tile, a node is
-    one tile, and few items are enough to fill the memory: an SM gets one program. With two programs
-    for each SM, the GPU would place the first ones, which have the items, in pairs
-    (docs/kernel-log.md).
+    plan has no items of other tile shapes. If they fit one large tile, a node is one tile, and one
+    program for each SM uses the memory's whole bandwidth. With two programs for each SM, the GPU
+    would place the first ones, which have the items, in pairs (docs/kernel-log.md).
     """
     group_rows = queries * query_vectors
     found = []

@@ -1,9 +1,9 @@
 """Device planner, 6: where each range's items, entries and partial results go.
 
-Items of the large tile come first (ITEM_ORDER), and the longest come first within a tile shape. The
-place of a range's items is the sum over all ranges before it. The place of its results among those
-of a query is the sum over the ranges above it. Each range looks at every other range, so the kernel
-neither sorts nor scans.
+Items of the large tile come first (ITEM_ORDER), and the longest come first within a tile shape. A
+range's items follow those of all ranges before it, so a sum over these ranges gives the first item.
+Among a query's partial results, a range's own follow those of the ranges above it. Each range looks
+at every other range, so the kernel neither sorts nor scans.
 """
 
 from __future__ import annotations
