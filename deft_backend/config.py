@@ -61,7 +61,7 @@ class Settings:
         Raises
         ------
         SettingsError
-            If a value is not allowed; the message names the variable, its value and what is.
+            If a value is not allowed. The message names the variable, its value and allowed ones.
         """
         env = os.environ if env is None else env
         values: dict[str, Any] = {}
@@ -234,8 +234,10 @@ VARIABLES: tuple[Variable, ...] = (
         "verify",
         _switch,
         _SWITCH,
-        "Compare every plan with the page tables, which synchronises with the device. If a plan "
-        "is wrong, the log shows an error and the host's kernel decodes the batch.",
+        "Check tree attention while the server runs, which synchronises with the device. SGLang: "
+        "compare every plan with the page tables, and decode the batch of a wrong plan with the "
+        "host's kernel. vLLM: compare every step with the host's result, and decode with the "
+        "host's kernel after a difference. The log shows an error.",
     ),
     Variable(
         "DEFT_OBSERVE",

@@ -39,9 +39,8 @@ class QueryBlocks(NamedTuple):
     def private_tokens(self) -> int:
         """Last tokens of a request that no other request's queries may read with it.
 
-        These are its query tokens, because not every query token sees all of
-        them. A single query token
-        sees its whole request, so in decode there are none.
+        These are its query tokens, because not every query token sees all of them. A single query
+        token sees its whole request, so in decode there are none.
         """
         return self.query_tokens if self.query_tokens > 1 else 0
 

@@ -333,6 +333,26 @@ def test_an_observed_server_counts_verifications(monkeypatch: pytest.MonkeyPatch
     assert state.steps_host == {"observed": 2}
 
 
+def test_an_observed_batch_whose_lengths_only_the_device_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A verification that is prepared before the CPU knows the one before it."""
+    load_host()
+    from deft_backend.hosts.sglang import observe
+
+    state = make_state()
+    monkeypatch.setattr(observe, "_counting", lambda runner: state)
+    counted: list[int] = []
+    monkeypatch.setattr(state, "count_host", lambda reason, tokens: counted.append(tokens))
+    runner = SimpleNamespace(is_draft_worker=False)
+    requests = SimpleNamespace(reqs=[SimpleNamespace(seqlen=n) for n in (7, 5)])
+    observer = observe.Observer()
+    for total, lens in ((30, None), (None, torch.tensor([4, 4])), (None, None)):
+        batch = SimpleNamespace(forward_mode=mode("verify"), seq_lens_sum=total, seq_lens_cpu=lens)
+        observer.observe(batch, requests, runner)
+    assert counted == [30, 8, 12]
+
+
 @pytest.mark.parametrize("readable", [True, False], ids=["heads of 80", "another cache"])
 def test_an_observed_server_counts_layers_that_no_kernel_of_ours_runs(
     readable: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -1,4 +1,4 @@
-"""Where sharing pays: recorded times per token against the tokens that a step reads once."""
+"""Where sharing pays: recorded times per token against the tokens that are not read again."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Case:
     ours: float
 
     @property
-    def once(self) -> int:
+    def saved(self) -> int:
         """Tokens that a step of tree attention does not read again."""
         return self.shared * (self.requests - 1)
 
@@ -55,29 +55,29 @@ class Case:
 
 
 def recorded_cases(folder: Path = RESULTS) -> list[Case]:
-    """Every case of one prefix, or none, in the files, by the tokens that are read once."""
+    """Every case of one prefix, or none, in the files, by the tokens that are not read again."""
     found = [case for name in FILES for case in _cases(folder / f"{name}.json")]
-    return sorted(found, key=lambda case: (case.once, case.requests, case.file))
+    return sorted(found, key=lambda case: (case.saved, case.requests, case.file))
 
 
 def table(cases: list[Case]) -> str:
     """The cases as a table in Markdown."""
     lines = [
-        "| tokens read once, not again | requests × shared tokens | host, device | ms per token, "
+        "| tokens not read again | requests × shared tokens | host, device | ms per token, "
         "host's own | ours | ours ÷ host's | data |",
         "| ---: | ---: | --- | ---: | ---: | ---: | --- |",
     ]
     for case in cases:
         lines.append(
-            f"| {case.once:,} | {case.requests:,} × {case.shared:,} | {case.host}, {case.device} | "
-            f"{case.theirs:.2f} | {case.ours:.2f} | {case.ratio:.2f} | "
-            f"[{case.file}](results/{case.file}.json) |"
+            f"| {case.saved:,} | {case.requests:,} × {case.shared:,} "
+            f"| {case.host}, {case.device} | {case.theirs:.2f} | {case.ours:.2f} "
+            f"| {case.ratio:.2f} | [{case.file}](results/{case.file}.json) |"
         )
     return "\n".join(lines)
 
 
 def draw(cases: list[Case], path: Path) -> Path:
-    """Plot a point for each case: our time divided by the host's, over the tokens read once."""
+    """Plot our time divided by the host's over the tokens not read again, a point for each case."""
     from matplotlib.figure import Figure
 
     with figures.style():
@@ -86,7 +86,7 @@ def draw(cases: list[Case], path: Path) -> Path:
         looks = zip(dict.fromkeys((case.host, case.device) for case in cases), "os^D", strict=False)
         for (host, device), marker in looks:
             own = [case for case in cases if (case.host, case.device) == (host, device)]
-            axes.scatter([case.once for case in own], [case.ratio for case in own], s=34,
+            axes.scatter([case.saved for case in own], [case.ratio for case in own], s=34,
                          marker=marker, label=f"{host}, {device}", alpha=0.85)  # fmt: skip
         axes.axhline(1.0, color="#64748b", linewidth=0.8)
         axes.set_xscale("symlog", linthresh=1e5)

@@ -18,7 +18,7 @@ from deft_backend.harness.traffic import Traffic
 from deft_backend.telemetry.counters import Counters
 
 MARGINS = 12
-"""For so many different answers, both servers tell how close their likeliest tokens were."""
+"""Most different answers of a workload for which both servers tell their margins."""
 
 _SAMPLE = passage(4000, "sample")
 

@@ -59,7 +59,7 @@ def paired_change(w: LiveWorkload) -> tuple[float, float, float] | None:
     if len(ratios) < FEW:
         return None
     ordered = sorted(ratios)
-    # Order statistics: how many of n ratios lie below the true median is binomial.
+    # The number of ratios below the true median is binomial. So order statistics bound the median.
     reach = 0.98 * math.sqrt(len(ordered))
     low = ordered[max(0, math.floor(len(ordered) / 2 - reach))]
     high = ordered[min(len(ordered) - 1, math.ceil(len(ordered) / 2 + reach) - 1)]

@@ -65,8 +65,8 @@ class StepInputs:
         static_launch: bool,
     ) -> torch.Tensor:
         """A tensor for the output: zeros where the kernels may leave a row as it is."""
-        # A CUDA graph may be replayed for fewer requests than it was captured for. Only the device
-        # planner covers padding requests; others' outputs must not be stale memory.
+        # A CUDA graph may be replayed for fewer requests than it was captured for. Only device
+        # plans cover padding requests. With other plans, their outputs must not be stale memory.
         covered = query_start is None and (
             not static_launch or (planned.on_device and requests <= planned.requests)
         )
@@ -88,7 +88,7 @@ class StepInputs:
     def both_or_none(
         self, k_scale: float | torch.Tensor, v_scale: float | torch.Tensor
     ) -> tuple[float | torch.Tensor, float | torch.Tensor]:
-        """Scales that lie both on the device, or both on the host, as the kernels need them."""
+        """Two tensors on the device, or two plain numbers, as the kernels need them."""
         if isinstance(k_scale, torch.Tensor) == isinstance(v_scale, torch.Tensor):
             return k_scale, v_scale
         k_scale, v_scale = (

@@ -222,7 +222,7 @@ class TreeAttention:
         return self._current.device_planner
 
     def plan(self, forest: PrefixForest, *, query_tokens: int = 1) -> Plan:
-        """Plan a batch on the host and copy the plan to the device, on the current stream.
+        """Plan a batch with the host planner; copy the plan to the device, on the current stream.
 
         Parameters
         ----------
@@ -305,7 +305,10 @@ class TreeAttention:
         self._current.clear()
 
     def restore_plan(self) -> None:
-        """Put the host's last plan back after :meth:`clear_plan`, for kernels on any stream."""
+        """Put the host planner's last plan back after :meth:`clear_plan`.
+
+        Afterwards kernels of any stream see it.
+        """
         self._current.restore()
 
     def poison_workspace(self) -> None:

@@ -56,7 +56,7 @@ class FirstSignal:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             raise KeyboardInterrupt from None
-        # Do not raise an exception: it could leave the loop's work half done. This also wakes it.
+        # An exception could leave the loop's work half done. This call also wakes the loop.
         loop.call_soon_threadsafe(_cancel_all)
 
 

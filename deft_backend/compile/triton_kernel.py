@@ -49,10 +49,10 @@ class Kernel:
     directly.
 
     A parameter annotated with a NamedTuple is a structure: the kernel reads its fields by name.
-    Launches pass the fields as a plain tuple. Triton needs their names only to compile, and takes
-    0.6 to 1.7 µs longer to launch with names than with plain tuples. Triton compiles for the
-    integers in a structure, whatever `do_not_specialize` says. So a structure holds only integers
-    that belong to the `variant`.
+    Launches pass the fields as a plain tuple. Triton needs their names only to compile, and a
+    launch with names takes longer than one with plain tuples. Triton compiles for the integers in a
+    structure, whatever `do_not_specialize` says. So a structure holds only integers that belong to
+    the `variant`.
 
     While :func:`~deft_backend.compile.variants.recorded` records, launches run nothing.
     """

@@ -146,7 +146,8 @@ class CostModel:
         ----------
         path : str or Path
         private : bool
-            Whether the file must belong to this user; the package's own tables need not.
+            Whether only this user or root may be able to write the file; the package's own tables
+            may belong to others.
 
         Raises
         ------

@@ -27,19 +27,19 @@ def nodes_of(
     begin = np.empty(batch, dtype=np.int32)
     stop = np.empty(batch, dtype=np.int32)
     end = np.empty(batch, dtype=np.int32)
-    opening = np.zeros(batch + 1, dtype=np.int32)  # [p]: nodes that begin at position p - 1
+    opening = np.zeros(batch + 1, dtype=np.int32)  # [p]: nodes that begin at place p - 1
     open_begin = np.empty(batch, dtype=np.int32)
     open_end = np.empty(batch, dtype=np.int32)
     num_open = 0
     num_shared = 0
-    for position in range(1, batch + 1):
-        common = shared[position - 1] if position < batch else 0
-        first = position - 1
+    for place in range(1, batch + 1):
+        common = shared[place - 1] if place < batch else 0
+        first = place - 1
         while num_open > 0 and open_end[num_open - 1] > common:
             num_open -= 1
             first = open_begin[num_open]
             begin[num_shared] = first
-            stop[num_shared] = position
+            stop[num_shared] = place
             end[num_shared] = open_end[num_open]
             num_shared += 1
             opening[first + 1] += 1
@@ -48,9 +48,9 @@ def nodes_of(
             open_end[num_open] = common
             num_open += 1
 
-    # Depth-first order: by first position, outer before inner, and a position's leaf last.
-    for position in range(batch):
-        opening[position + 1] += opening[position]
+    # Depth-first order: by first place, outer before inner, and a place's leaf last.
+    for place in range(batch):
+        opening[place + 1] += opening[place]
     by_begin = np.empty(num_shared, dtype=np.int32)
     filled = opening.copy()
     for closed in range(num_shared - 1, -1, -1):  # backwards: outer before inner
@@ -68,30 +68,30 @@ def nodes_of(
     leaf = np.empty(batch, dtype=np.int32)
     node = 0
     above = VIRTUAL_ROOT
-    reached = 0  # first position after the node above
-    for position in range(batch):
-        while above != VIRTUAL_ROOT and query_end[above] <= position:
+    reached = 0  # first token after the node above
+    for place in range(batch):
+        while above != VIRTUAL_ROOT and query_end[above] <= place:
             reached = start[above]
             above = parent[above]
-        request = order[position]
-        for index in range(opening[position], opening[position + 1]):
+        request = order[place]
+        for index in range(opening[place], opening[place + 1]):
             closed = by_begin[index]
             parent[node] = above
             of_request[node] = request
             start[node] = reached
             length[node] = end[closed] - reached
-            query_begin[node] = position
+            query_begin[node] = place
             query_end[node] = stop[closed]
             reached = end[closed]
             above = node
             node += 1
-        leaf[position] = node
+        leaf[place] = node
         parent[node] = above
         of_request[node] = request
         start[node] = reached
         length[node] = seq_lens[request] - reached
-        query_begin[node] = position
-        query_end[node] = position + 1
+        query_begin[node] = place
+        query_end[node] = place + 1
         node += 1
     return parent, of_request, start, length, query_begin, query_end, leaf
 
@@ -117,11 +117,11 @@ def first_mistake(
         seen[request] = True
     if len(shared) != max(0, batch - 1):
         return BAD_SHARED_COUNT, 0
-    for position in range(batch - 1):
-        common = shared[position]
-        limit = min(seq_lens[order[position]], seq_lens[order[position + 1]])
+    for place in range(batch - 1):
+        common = shared[place]
+        limit = min(seq_lens[order[place]], seq_lens[order[place + 1]])
         if common < 0 or common > limit or common % page_size != 0:
-            return BAD_SHARED, position
+            return BAD_SHARED, place
     return NO_MISTAKE, 0
 
 

@@ -86,7 +86,7 @@ class PrefixForest:
 
     @cached_property
     def end(self) -> Int32Array:
-        """[N] first position after the node."""
+        """[N] the position after the node's last token."""
         return self.start + self.length
 
     @cached_property
@@ -134,10 +134,10 @@ class PrefixForest:
         """Request indices of the queries that attend to `node`."""
         return self.order[self.query_begin[node] : self.query_end[node]]
 
-    def path(self, position: int) -> list[int]:
-        """Nodes from the root to the leaf of the query at `position` in forest order."""
+    def path(self, place: int) -> list[int]:
+        """Nodes from the root to the leaf of the query at `place` in forest order."""
         path = []
-        node = int(self.leaf[position])
+        node = int(self.leaf[place])
         while node != VIRTUAL_ROOT:
             path.append(node)
             node = int(self.parent[node])

@@ -61,18 +61,18 @@ def order_of_tree(
             child = above
             above = parent[above]
 
-    position = 0
+    place = 0
     seam = 0
     item = 0
     while True:
         while item < nodes:
             item = first_child[item]
         request = item - nodes
-        order[position] = request
-        if position > 0:
-            shared[position - 1] = seam
-        position += 1
-        if position == batch:
+        order[place] = request
+        if place > 0:
+            shared[place - 1] = seam
+        place += 1
+        if place == batch:
             return order, shared
         above = holder[request]
         while sibling[item] == NONE:

@@ -193,7 +193,7 @@ class TextDialect(_Completions):
 
     def stream_body(self, prompt: str, tokens: int, n: int) -> dict[str, Any]:
         body = {**self._body(prompt, tokens), "stream": True, "n": n, "logprobs": 2}
-        if n > 1:  # vLLM refuses several answers at temperature 0; this is the same
+        if n > 1:  # vLLM refuses several answers at temperature 0; top_k 1 is as greedy
             body |= {"temperature": 1.0, "top_k": 1}
         return body
 

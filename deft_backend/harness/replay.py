@@ -21,7 +21,7 @@ from deft_backend.harness.live_request import (
 from deft_backend.harness.traffic import TimedRequest, Traffic
 
 _CHECKS = 3
-"""So often the run asks a server that lost a request, before it takes the server for dead."""
+"""How often the run asks a server that lost a request, before it takes the server for dead."""
 
 _CHECK_SECONDS = 1.0
 

@@ -69,7 +69,7 @@ class Scaling(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Elements from one row of a tensor to the next, of those that differ between batches."""
+    """Strides in elements, of the tensors whose strides can differ between batches."""
 
     q_batch: int
     q_head: int
@@ -111,7 +111,8 @@ class Heads(NamedTuple):
 class CacheLayout(NamedTuple):
     """Constants: where the token of a page lies in the KV cache, in elements.
 
-    Layouts of the cache are few and last. Compiled in, address arithmetic takes half as long.
+    A server has few layouts of the cache, and none of them changes. Compiled in, they halve the
+    time of address arithmetic.
     """
 
     page_size: int

@@ -69,11 +69,11 @@ def run_plan(
     sinks : [Hq] float, optional
         The sink of each query head.
     host_plan : Plan, optional
-        The plan in `plan`, if the host knows it. Then `run_plan` skips tile shapes without items,
+        The plan in `plan`, if the CPU knows it. Then `run_plan` skips tile shapes without items,
         and stage 2 without partial results. With None, `run_plan` launches every kernel that
         a batch of this size may need, as a CUDA graph must.
     masked_tiles : bool
-        Whether to launch masked tiles if the host does not know the plan.
+        Whether to launch masked tiles if the CPU does not know the plan.
     table_by_segment : bool
         Whether `table_rows` is by KV range. This spares every item a load that other loads wait
         for.
@@ -180,10 +180,9 @@ def _tiles_to_launch(
 
     `query_vectors` is the number of vectors of a query that share a KV head. If they do not fit the
     small tile, the plan has no items of it. If the vectors of all queries fit the small tile, the
-    plan has no items of other tile shapes. If they fit one large tile, a node is
-    one tile, and few items are enough to fill the memory: an SM gets one program. With two programs
-    for each SM, the GPU would place the first ones, which have the items, in pairs
-    (docs/kernel-log.md).
+    plan has no items of other tile shapes. If they fit one large tile, a node is one tile, and one
+    program for each SM uses the memory's whole bandwidth. With two programs for each SM, the GPU
+    would place the first ones, which have the items, in pairs (docs/kernel-log.md).
     """
     group_rows = queries * query_vectors
     found = []

@@ -1,10 +1,10 @@
 """Numbers of 8 bits as operands of the tensor cores, in the plain kernels.
 
 A byte holds a sign, exponent bits and mantissa bits: four and three in e4m3, five and two in e5m2.
-float16 and bfloat16 hold every such number. The kernels load bytes, and move exponent and
-mantissa to where the operand's dtype has them. That is the number times a power of two, because the
-dtypes count exponents from different numbers. A multiplication corrects it, even for the smallest
-numbers. No bits are lost, so the only rounding is that of the bytes in the cache.
+float16 and bfloat16 hold every such number. The kernels load bytes, and move exponent and mantissa
+to where the operand's dtype has them. The result is the number times a power of two, because the
+dtypes have different exponent biases. A multiplication corrects it, even for the smallest numbers.
+No bits are lost, so the only rounding is that of the bytes in the cache.
 
 The kernels treat every byte as a finite number.
 """
@@ -54,7 +54,7 @@ def _moved(
 
 
 def _four(order: tuple[str, str]) -> tuple[str, str, str, str]:
-    """For e4m3 to float16 and to bfloat16, then for e5m2."""
+    """PTX of four conversions: e4m3 to float16 and to bfloat16, then e5m2 to both."""
     halves = "; ".join(
         f"prmt.b32 {to}, $2, 0, {first}" for to, first in zip(("$0", "$1"), order, strict=True)
     )

@@ -145,7 +145,7 @@ def _add_block(
     HEADS: gl.constexpr, CACHE: gl.constexpr, TILE: gl.constexpr, MODE: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The softmax with the block before those of `state`; P V of the block behind it runs beside.
+    """The softmax with one more block, while P V of the block taken before it runs.
 
     With HIDES, some of the block's tokens are query tokens.
     """
@@ -223,8 +223,8 @@ def hopper_large_tile_attention(
     step_work = gl.num_programs(0)
     item = read_item(first_work, work_end, tensors, plan, HEADS, CACHE, AHEAD=True)
     segment = Segment(tensors.page_table, item.start, item.stop)
-    # A program without an item ends here, and only then lets the next kernel start: programs that
-    # start while some SMs still hold idle ones crowd onto the others and stay there.
+    # A program without an item ends here, and only its end lets the next kernel start. Programs
+    # that start while idle programs hold some SMs crowd onto the other SMs and stay there.
     if first_work < work_end:
         if MODE.overlapped:
             gdc_launch_dependents()
@@ -241,7 +241,7 @@ def hopper_large_tile_attention(
         filled = (tokens + BLOCK_N - 1) // BLOCK_N
         blocks = gl.maximum(filled, 1)  # an empty range runs one block, all of it masked
 
-        # What `ask_item` asked for has landed, of every thread.
+        # Wait until what `ask_item` asked for has arrived, for every thread.
         wait_group(0)
         barrier()
         last, most = take_item(
@@ -251,7 +251,7 @@ def hopper_large_tile_attention(
         copy_queries(item, zero, tensors.q + offs_d, buffers, HEADS, TILE, LAYOUT)
         position = copy_first_blocks(stream, last, buffers, CACHE, TILE, LAYOUT)
 
-        # What the next item needs first is on its way while this one is worked on.
+        # Load what the next item needs first while the program works on this item.
         next_item = read_item(work + step_work, work_end, tensors, plan, HEADS, CACHE, AHEAD=False)
         arrived(2 * TILE.lookahead)
         q = buffers.rows.load(LAYOUT.queries)  # a V block comes where Q is

@@ -54,7 +54,7 @@ def arrived(OUTSTANDING: gl.constexpr):
 def _within(position, least, most):
     """Positions, those outside a segment moved to its ends.
 
-    Of an empty segment, the token before it: its row may end there.
+    For an empty segment, the token before it, because the row may end there.
     """
     return gl.maximum(gl.minimum(position, most), gl.minimum(least, most))
 
@@ -109,7 +109,7 @@ def ask_item(
     """
     LIST: gl.constexpr = LAYOUT.each
     _, _, position = first_positions(segment, TILE.block_tokens, LAYOUT)
-    # `queries` >> 16 is 0, which the compiler does not know: see the kernel.
+    # `queries` >> 16 is 0, which the compiler does not know: see `hidden_zero`.
     row = row_of_place(gl.arange(0, TILE.height, layout=LIST), TILE.height, LAYOUT.at_once)
     row += item.queries >> 16
     entry = item.entry + gl.minimum(row // HEADS.vectors, item.queries - 1)

@@ -122,8 +122,8 @@ def allocate(
     """Allocate a program's shared memory.
 
     Q and the results share the memory of the V block that is copied last, or of the operand that
-    V becomes. What an item needs first
-    comes to memory that later holds the pages and offsets of its blocks.
+    V becomes. What an item needs first comes to memory that later holds the pages and offsets of
+    its blocks.
     """
     DTYPE: gl.constexpr = tensors.q.dtype.element_ty
     STORED: gl.constexpr = tensors.k.dtype.element_ty

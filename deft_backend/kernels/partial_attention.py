@@ -13,17 +13,17 @@ tiles.
 
 An item's KV is a list of segments. Every query of the tile attends to the only segment of a large
 tile. All may attend to the first segment of a masked tile. A loop without masks takes the whole KV
-blocks of such a segment: most of the time of a shared prefix. A second loop takes all other
-segments (DeFT's flattened nodes). It finds each token's segment and masks the queries outside the
-segment's span. In forest order the queries of a span are one run, as DeFT's bit mask is a run of
-ones. So two small integers hold the span.
+blocks of such a segment. A shared prefix spends most of its time there. A second loop takes all
+other segments (DeFT's flattened nodes). It finds each token's segment and masks the queries outside
+the segment's span. In forest order the queries of a span are one run, as DeFT's bit mask is a run
+of ones. So two small integers hold the span.
 
 Both loops hold the page ids of the block that they load next in registers. So the loads of K and V,
 which the compiler pipelines, depend on no other load.
 
 Programs are persistent. They read on the device how many items there are, and take every
-``num_programs``-th. So one kernel configuration serves every plan. Launches of different tile
-shapes do not depend on one another. Each lets the next one start at once (programmatic dependent
+``num_programs``-th. So one kernel configuration serves every plan. Launches of large and masked
+tiles do not depend on one another. Each lets the next launch start at once (programmatic dependent
 launch) and ends only after the one before it.
 """
 

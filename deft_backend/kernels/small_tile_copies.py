@@ -48,7 +48,7 @@ class Known(NamedTuple):
 
     segment: Segment
     page: Any
-    """[tokens]: page ids of the block that is copied next, of these items the first."""
+    """[tokens]: page ids of the item's block that is copied next."""
     query: Any
     """[M]: where each query vector lies in `q`; a negative number without one."""
 

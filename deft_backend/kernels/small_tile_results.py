@@ -26,7 +26,7 @@ def _in_elements(units):
 
 @jit
 def _result_of(vector, kv_head, HEADS: gl.constexpr):
-    """Places among a partial result's query vectors, of those of one query and KV head."""
+    """The place of each vector of one query and KV head among a partial result's query vectors."""
     result = kv_head * HEADS.group + vector
     if not HEADS.single:
         token = vector // HEADS.group

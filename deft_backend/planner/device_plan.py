@@ -88,7 +88,8 @@ class DevicePlan:
         self.stage1 = tuple(self._views[name] for name in ItemArrays._fields)
         self.stage2 = tuple(self._views[name] for name in ReduceArrays._fields)
         # A copy to the GPU may still read its staging buffer when the next plan is made. So several
-        # buffers take turns, each guarded by an event. On the CPU the arrays are written in place.
+        # buffers take turns, and an event guards each of them. On the CPU the arrays are written in
+        # place.
         self._staging: list[tuple[torch.Tensor, torch.cuda.Event]] = []
         if device.type == "cuda":
             for _ in range(_STAGING_BUFFERS):

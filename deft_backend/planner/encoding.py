@@ -7,8 +7,9 @@ from __future__ import annotations
 
 ITEM_ORDER = (1, 0, 2)
 """Tile shapes in the order in which their items lie in a plan: large tile, small tile, masked tile.
-All other launches wait for the large tiles. So the large tile comes first, and its kernel finds its
-first item without `tile_ptr`."""
+On Hopper, the launch after the large tiles starts only when each of their programs has looked for
+its first item. So items of the large tile come first, and its kernel finds them without `tile_ptr`.
+"""
 
 READ_AHEAD = 1024
 """A plan's arrays on the device have room for at least this many items. The reason: a kernel reads

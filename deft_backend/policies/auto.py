@@ -30,8 +30,9 @@ class Auto:
     `auto` makes one pass over the forest, from the root down. For each node it takes the cheaper
     way by the cost table (:class:`~deft_backend.costs.tile_costs.TileCosts`). It then chooses one
     chunk length for each tile shape (:mod:`~deft_backend.policies.chunk_choice`); FlashForge,
-    section 5.1, chooses one for each task. A batch that shares nothing gets the groups of
-    `flash-decoding`. So does a tree whose sharing saves less than the merges cost.
+    section 5.1, chooses one for each task. In a batch that shares nothing, each query reads its
+    whole context alone, as with `flash-decoding`. So it does in a tree whose sharing saves less
+    than the merges cost.
     """
 
     name: ClassVar[str] = AUTO

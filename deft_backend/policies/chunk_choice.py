@@ -53,13 +53,13 @@ HIDDEN = 0.6
 memory is busy, the loads of a long item take about twice as long."""
 
 EXPOSED = 0.35
-"""Share of an item's own time, without its tokens, that other items of the small tile do not hide.
+"""Share of a small tile's ``item_ns`` that other items of the small tile do not hide.
 Like :data:`UNEVEN`, it comes from 48 trees and five head shapes on an H100 (docs/kernel-log.md),
 with leaves cut into different numbers of chunks."""
 
 UNEVEN = 0.05
-"""Weight of an uneven round of small tiles: time lost for the share by which the fullest SM holds
-more items than the average SM."""
+"""Weight of an uneven round of small tiles. Such a round loses this share of the transfer's time,
+multiplied by the share by which the fullest SM holds more items than the average SM."""
 
 ROUNDING = 1e-3
 """Subtracted before items per SM are rounded up, so that a whole number stays one in float32. Items

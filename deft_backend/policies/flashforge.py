@@ -51,8 +51,10 @@ class Division:
 class _Tasks:
     """Tasks ``T[i] = (n_q[i], n[i])``, one for each node (FlashForge, section 5.1)."""
 
-    rows: Int64Array
+    query_vectors: Int64Array
+    """``n_q`` of a query tile."""
     tokens: Int64Array
+    """``n``"""
     tiles: Int64Array
     """``b_q``: 1, or the number of largest query tiles that the queries fill."""
     blocks: Int64Array
@@ -67,7 +69,7 @@ class _Tasks:
 
     def slice_cost(self, model: CostModel, pieces: Int64Array) -> FloatArray:
         """``C[j] = C_est(n_q / b_q, n / b_k)`` (equation 7)."""
-        return model.time(self.rows, self.tokens / pieces)
+        return model.time(self.query_vectors, self.tokens / pieces)
 
 
 @dataclass(frozen=True)
@@ -158,9 +160,9 @@ class FlashForge:
 def makespan_lower_bound(tasks: _Tasks, model: CostModel, num_programs: int) -> float:
     """``cost_l`` (equation 4) by binary search.
 
-    A schedule of makespan ``c`` cuts task ``i`` into at least ``ceil(C_est / c)`` slices, and their
-    mean over the thread blocks is at most ``c``. The mean falls as ``c`` grows, so the smallest
-    ``c`` for which this holds is a lower bound.
+    A schedule of makespan ``c`` cuts task ``i`` into at least ``ceil(C_est / c)`` slices. The mean
+    time of its thread blocks is at most ``c``. This mean falls as ``c`` grows. So the smallest
+    ``c`` that is no less than the mean is a lower bound.
     """
     low = 0.0
     high = max(
@@ -182,6 +184,7 @@ def makespan_lower_bound(tasks: _Tasks, model: CostModel, num_programs: int) -> 
 def _tasks(ranges: KVRanges, target: Target, model: CostModel) -> _Tasks:
     queries, tokens = ranges.num_queries, ranges.tokens
     tiles = query_tiles(queries, target)
-    rows = -(-queries // tiles) * target.query_vectors
+    query_vectors = -(-queries // tiles) * target.query_vectors
     blocks = np.maximum(1, -(-tokens // target.block_tokens))
-    return _Tasks(rows, tokens, tiles, blocks, model.time(rows, tokens))
+    cost = model.time(query_vectors, tokens)
+    return _Tasks(query_vectors, tokens, tiles, blocks, cost)

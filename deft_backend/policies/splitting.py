@@ -185,7 +185,7 @@ def check_limits(policy: str, groups: int, pairs: int, target: Target) -> None:
 def cut_evenly(ranges: KVRanges, pieces: Int64Array, block_tokens: int) -> Grouping:
     """Cut range ``r`` into ``pieces[r]`` chunks of equal length, in whole KV blocks.
 
-    A range with fewer blocks than pieces becomes one chunk for each block.
+    A range with fewer KV blocks than that becomes one chunk for each block.
     """
     tokens = ranges.tokens
     blocks = np.maximum(1, -(-tokens // block_tokens))

@@ -100,7 +100,7 @@ class Target:
     @cached_property
     def tile_queries(self) -> tuple[int, ...]:
         """Queries that each tile shape serves, ascending."""
-        return tuple(rows // self.query_vectors for rows in self.tile_heights)
+        return tuple(height // self.query_vectors for height in self.tile_heights)
 
     def within(self, max_groups: int, max_group_queries: int) -> Target:
         """The same target with no more groups and (group, query) pairs than given."""

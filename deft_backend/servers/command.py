@@ -28,7 +28,7 @@ CPU_TOKENS = 16384
 """Tokens in the KV cache of SGLang's CPU engine, which otherwise takes most of the memory."""
 
 CPU_GIB = 1
-"""Size of vLLM's KV cache on the CPU."""
+"""Size of vLLM's KV cache on the CPU, in GiB."""
 
 
 class StartError(RuntimeError):

@@ -20,8 +20,8 @@ def forest_at(tree: ThoughtTree, iteration: int) -> PrefixForest:
     """The forest of the step in which the tree decodes token number `iteration`.
 
     Every thought that decodes in this step is a query. It attends to its ancestors and to its own
-    tokens, including the token of this iteration. That token's key and value are written before.
-    Iteration 0 is the prompt's last token: a single query.
+    tokens, including the token of this iteration. The server writes that token's key and value
+    before. Iteration 0 is the prompt's last token: a single query.
 
     Raises
     ------

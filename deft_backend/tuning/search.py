@@ -42,8 +42,8 @@ class Found:
 def search(trials: Trials, starts: Sequence[CostModel]) -> Found:
     """The costs with the shortest times, from the best of `starts` on, one cost at a time.
 
-    The first start is the table in use: no other is found unless its plans are faster by
-    :data:`LEAST_GAIN` in the geometric mean.
+    The first start is the table in use. The search leaves it only for costs whose plans are faster
+    by :data:`LEAST_GAIN` in the geometric mean.
     """
     before = trials.times_us(starts[0])
 

@@ -45,9 +45,10 @@ TOLERANCE_IN_8_BITS = 0.1
 class FlashAttention3(Method):
     """Each request alone with its whole KV, split by FlashAttention's own heuristic.
 
-    Several query tokens of a request are its causal mask. Over a cache of 8 bits it multiplies in 8
-    bits: queries and weights are rounded to the cache's dtype, and the time to round the queries is
-    not counted. Its result then has a larger error than that of the other methods.
+    It computes several query tokens of a request with its causal mask. Over a cache of 8 bits it
+    multiplies in 8 bits: queries and weights are rounded to the cache's dtype, and the time to
+    round the queries is not counted. Its result then has a larger error than that of the other
+    methods.
     """
 
     name = "fa3"

@@ -192,7 +192,8 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         location, scales = KVWriteLoc(forward_batch.out_cache_loc, None), self._scales(layer)
         divides = any(scale is not None for scale in scales)
         if divides and self._verification is not None:
-            # In place; and if tree attention fails, the host's kernel for drafts reads these.
+            # The pool divides in place. If tree attention fails, the host's kernel for drafts still
+            # reads these keys and values.
             k, v = k.clone(), v.clone()
         self._pool.set_kv_buffer(layer, location, k, v, *scales)
 
@@ -206,8 +207,8 @@ class DeftAttentionBackend(AttentionBackend):  # type: ignore[misc]
         heads, dim = layer.tp_q_head_num, layer.qk_head_dim
         seq_lens, ancestors = self._context(forward_batch)
         q = q.reshape(-1, heads, dim)
-        # The host may pad tokens to a multiple of the attention's ranks, and a draft model's
-        # requests too, once they are planned.
+        # The host may pad tokens to a multiple of the attention's ranks. It may also pad a draft
+        # model's requests after they are planned.
         requests = len(seq_lens)
         rows = requests
         if self._verification is not None and not forward_batch.forward_mode.is_decode():

@@ -111,6 +111,7 @@ CONTRACT: tuple[Member, ...] = (
     *_read(_REQUEST, "ScheduleBatch", "reqs tree_cache", "read: the requests of a batch"),
     *_read(_REQUEST, "Req", "rid last_node", "read: a request and its node"),
     *_read(_REQUEST, "Req", "spec_verify_ct spec_num_correct_drafts", "read: accepted drafts"),
+    Member(_REQUEST, "Req.seqlen", use="read: tokens of an observed batch"),
     *_read(_REQUEST, "Req", "req_pool_idx cache_protected_len", "read: row and tokens", "<0.5.19"),
     Member(_REQUEST, "Req.kv", versions=">=0.5.19", use="read: row and tokens"),
     *_read(_REQUEST, "ReqKvInfo", "req_pool_idx cache_protected_len", "read: row and tokens",

@@ -24,8 +24,8 @@ logger = logging.getLogger("deft_backend")
 
 GROWTH_TOKENS = 256
 GROWTH_SHARE = 0.25
-"""A plan is replaced once its requests have grown by more than this on average. The plan balanced
-the leaves for their earlier lengths."""
+"""A plan is replaced once its requests have grown by more than both of these on average. The plan
+balanced the leaves for their earlier lengths."""
 
 Verify = Callable[[PrefixForest, Any], str | None]
 """Check a forest against the page tables of its batch; returns what disagrees, or None."""
@@ -130,7 +130,7 @@ class DecodePlanner:
         ----------
         observed : Observed
             Requests, in batch order, and prefix cache of the batch.
-        seq_lens : [B] int, on the host
+        seq_lens : [B] int, in CPU memory
             Tokens of each request, the one being decoded included.
         tokens : int
             Sum of `seq_lens`.

@@ -42,8 +42,8 @@ class DevicePlannedBackend(DeftAttentionBackend):
     model_asks : bool
         See :class:`~deft_backend.hosts.sglang.backend.DeftAttentionBackend`.
     compile_for : callable, optional
-        Compiles kernels for table rows and sequence lengths of two dtypes, unless they are
-        compiled. Called before a capture: nothing may be compiled within one.
+        Takes the dtypes of table rows and of sequence lengths, and compiles the kernels for them,
+        unless they are compiled. Called before a capture: nothing may be compiled within one.
     verification : Verification, optional
         See :class:`~deft_backend.hosts.sglang.backend.DeftAttentionBackend`.
     """
@@ -250,7 +250,7 @@ class DevicePlannedBackend(DeftAttentionBackend):
             self._count_replays(True)
 
     def _count_replays(self, counted: bool) -> None:
-        """Whether to count steps: not while a server that has already decoded captures again."""
+        """Count steps, or stop: a server that has decoded counts none while it captures again."""
         if not self._counting or self._recaptures is not counted:
             return
         self._recaptures = not counted

@@ -147,7 +147,7 @@ class HostPlannedBackend(DeftAttentionBackend):
         """Whether the batch goes through tree attention; plans and counts it."""
         lens = forward_batch.seq_lens_cpu
         if lens is None:
-            self._say("the host keeps no sequence lengths in host memory")
+            self._say("the host keeps no sequence lengths in CPU memory")
             return False
         seq_lens = lens.numpy()
         tokens = forward_batch.seq_lens_sum

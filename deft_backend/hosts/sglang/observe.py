@@ -44,10 +44,18 @@ class Observer:
         if self._runner is None:
             self._state, self._runner = _counting(runner), runner
         if self._state is not None and runner is self._runner:
-            tokens = forward_batch.seq_lens_sum
-            if tokens is None:
-                tokens = int(forward_batch.seq_lens_cpu.sum())
-            self._state.count_host("observed", int(tokens))
+            self._state.count_host("observed", _tokens_of(forward_batch, batch))
+
+
+def _tokens_of(forward_batch: Any, batch: Any) -> int:
+    """Tokens of a batch's requests together."""
+    if forward_batch.seq_lens_sum is not None:
+        return int(forward_batch.seq_lens_sum)
+    if forward_batch.seq_lens_cpu is not None:
+        return int(forward_batch.seq_lens_cpu.sum())
+    # A speculating server prepares a batch before the CPU knows what the batch before accepted.
+    # Only the device has these lengths. The requests have those of one verification ago.
+    return sum(request.seqlen for request in batch.reqs)
 
 
 def _counting(runner: Any) -> ServerState | None:

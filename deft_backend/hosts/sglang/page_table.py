@@ -17,7 +17,7 @@ LIMIT = 1 << 26
 
 
 class PageTableSource:
-    """Copies the rows of a batch to host memory and compares them.
+    """Copies the rows of a batch to CPU memory and compares them.
 
     On a GPU the copy waits until the previous forward has ended. The reader copies only when the
     batch's composition changes.

@@ -64,7 +64,7 @@ class PrefixSource:
             The host's prefix cache.
         requests : [B] of the host's requests
             In batch order.
-        seq_lens : [B] int, on the host
+        seq_lens : [B] int, in CPU memory
             Tokens of each request, the one being decoded included.
         """
         if tree_cache is not self._tree_cache:

@@ -69,7 +69,7 @@ def _leave_alone(reason: str) -> None:
     """Log why the host's backends stay as they are, if the user asked for something else."""
     if observing():
         logger.warning("deft: DEFT_OBSERVE does not work in this server: %s", reason)
-    # On a GPU, the plugin's class says so itself. The CPU platform does not ask it.
+    # On a GPU, the plugin's class logs this itself. The CPU platform never asks that class.
     if _on_cpu() and any(name in word for word in sys.argv for name in (PLACEHOLDER, OWN_NAME)):
         logger.warning("deft: %s; all attention runs through the host's own backend", reason)
 

@@ -1,7 +1,7 @@
 """The device planner: page tables to Plan on the GPU, in the order in which its kernels run.
 
 ``compare_rows`` → ``sort_rows`` → ``find_nodes`` → ``choose_ranges`` → ``price_chunks`` →
-``measure_ranges`` → ``write_plan``. The host reads nothing back, so a CUDA graph can hold the
+``measure_ranges`` → ``write_plan``. The CPU reads nothing back, so a CUDA graph can hold the
 kernels. Each step plans anew, so no plan can be stale.
 """
 

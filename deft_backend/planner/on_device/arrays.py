@@ -2,8 +2,8 @@
 
 Every array is int32 unless its entry says otherwise. A request here is a query of the plan: one of
 the request's query blocks. B is the number of them that the kernels are compiled for. Nodes stand
-at the position of their leading cut; position 0 stands for the virtual root. Ranges [2 B] are those
-of nodes, then those of the leaf of the request at each position.
+at the place of their leading cut (``find_nodes.py``); place 0 stands for the virtual root. Ranges
+[2 B] are those of nodes, then those of the leaf of the request at each place.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class Ranks(NamedTuple):
 
 
 class Nodes(NamedTuple):
-    """The forest [B], besides each node's first position."""
+    """The forest [B], besides the place of each node's first query."""
 
     cut: Pointer
-    """[B + 1]: tokens that the requests before and behind a position share."""
+    """[B + 1]: tokens that the request at a place shares with the one before it."""
     queries: Pointer
-    """0 where no cut of a node leads."""
+    """Queries of the node that stands at this place; 0 if none does."""
     parent: Pointer
     leaf_parent: Pointer
-    """Node above the leaf of the request at each position."""
+    """Node above the leaf of the request at each place."""
     leaves: Pointer
     """How many requests have their leaf right below the node."""
     below: Pointer
@@ -79,7 +79,7 @@ class Chosen(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the items, entries and partial results of each range go [2 B]."""
+    """Where the items, entries and partial results of each range [2 B] go in the plan."""
 
     pieces: Pointer
     """Chunks of the range."""
@@ -91,7 +91,7 @@ class Places(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Partial results of the request at each position [B]."""
+    """Partial results of the request at each place [B]."""
 
     parts: Pointer
     """How many they are; 1: the leaf's only item writes the output."""
@@ -103,7 +103,7 @@ class Candidates(NamedTuple):
     """Candidates for the length of chunks."""
 
     pieces: Pointer
-    """[candidates]: pieces of the longest range."""
+    """[candidates]: chunks of the longest range."""
     cost: Pointer
     """[2, candidates] float32: expected nanoseconds, by tile shape."""
     chunk: Pointer
@@ -116,7 +116,7 @@ class Counters(NamedTuple):
     total: Pointer
     """[4] int64"""
     seen: Pointer
-    """[4] int64, a copy in the host's memory."""
+    """[4] int64, a copy in CPU memory."""
     began: Pointer
     """[1] int64: the GPU's clock when planning began."""
 
@@ -142,9 +142,9 @@ class Scratch:
     guess: torch.Tensor
     """[B, B]: pages that each two requests had in common in the plan before; above the diagonal."""
     order: torch.Tensor
-    """[B]: request index at each position."""
+    """[B]: request index at each place."""
     first: torch.Tensor
-    """[B]: position of each node's first query."""
+    """[B]: place of each node's first query."""
     nodes: tuple[torch.Tensor, ...]
     ranges: tuple[torch.Tensor, ...]
     chosen: tuple[torch.Tensor, ...]
@@ -166,9 +166,9 @@ class Scratch:
         size : int
             The batch B, a multiple of 4.
         pieces : list of int
-            Pieces of the longest range, for each candidate.
+            Chunks of the longest range, for each candidate.
         seen : [4] int64
-            The host's copy of the counters.
+            The copy of the counters in CPU memory.
         device : torch.device
         """
 

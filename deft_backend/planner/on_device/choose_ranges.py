@@ -1,10 +1,10 @@
 """Device planner, 4: which nodes get KV ranges of their own, by measured costs.
 
-The kernel decides as the host does (``policies/range_choice.py``), from the root down. Either items
-of the node read its tokens once for all of its queries, at the price of partial results. Or the
-ranges below the node include its tokens. All nodes whose parent has decided decide at once: the
-rounds are as many as the forest is deep. The kernel is one program, whose threads hand decisions
-down.
+The kernel decides as the host planner does (``policies/range_choice.py``), from the root down.
+Either items of the node read its tokens once for all of its queries, at the price of partial
+results. Or the ranges below the node include its tokens. All nodes whose parent has decided decide
+at once: the rounds are as many as the forest is deep. The kernel is one program, whose threads hand
+decisions down.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def find_nodes(
     BLOCK: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Write `Nodes`, BLOCK positions in each program.
+    """Write `Nodes`, BLOCK places in each program.
 
     Tiles hold `small_tile` and `large_tile` queries. The kernel also sets `Ranks` to zero for the
     next plan.

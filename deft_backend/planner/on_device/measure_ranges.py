@@ -1,9 +1,10 @@
 """Device planner, 6: where each range's items, entries and partial results go.
 
-Items of the large tile come first (ITEM_ORDER), and the longest come first within a tile shape. The
-place of a range's items is the sum over all ranges before it. The place of its results among those
-of a query is the sum over the ranges above it. Each range looks at every other range, so the kernel
-neither sorts nor scans. Only nodes lie above a range, and few nodes have ranges.
+Items of the large tile come first (ITEM_ORDER), and the longest come first within a tile shape. A
+range's items follow those of all ranges before it, so a sum over these ranges gives the first item.
+Among a query's partial results, a range's own follow those of the ranges above it. Each range looks
+at every other range, so the kernel neither sorts nor scans. Only nodes lie above a range, and few
+nodes have ranges.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ class Range(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Ranges, cut into pieces."""
+    """Ranges, cut into chunks."""
 
     is_large: Any
     tiles: Any
     pieces: Any
     rank: Any
-    """Tokens of the longest piece, and more than any range has if the tile is large."""
+    """Tokens of the longest chunk, and more than any range has if the tile is large."""
 
 
 @jit
@@ -73,7 +74,7 @@ def _read_nodes(number, count, chosen):
 
 @jit
 def _cut(range_, is_large, tiles, chunk):
-    """Ranges, cut into pieces."""
+    """Ranges, cut into chunks."""
     tokens = range_.end - range_.begin
     pieces = tl.where(range_.queries > 0, tl.maximum((tokens + chunk - 1) // chunk, 1), 0)
     length = (tokens + pieces - 1) // tl.maximum(pieces, 1)
@@ -82,7 +83,7 @@ def _cut(range_, is_large, tiles, chunk):
 
 @jit
 def _cut_leaves(leaves, small_chunk, large_chunk, small_tile):
-    """Leaves, cut into pieces; a leaf has one query."""
+    """Leaves, cut into chunks; a leaf has one query."""
     is_large = small_tile < 1
     chunk = tl.where(is_large, large_chunk, small_chunk)
     return _cut(leaves, tl.where(leaves.queries > 0, is_large, False), leaves.queries, chunk)
@@ -90,7 +91,7 @@ def _cut_leaves(leaves, small_chunk, large_chunk, small_tile):
 
 @jit
 def _cut_nodes(nodes, small_chunk, large_chunk, small_tile, large_tile):
-    """Nodes, cut into pieces."""
+    """Nodes, cut into chunks."""
     is_large, tiles = tiles_of(nodes.queries, small_tile, large_tile)
     return _cut(nodes, is_large, tiles, tl.where(is_large, large_chunk, small_chunk))
 

@@ -37,7 +37,7 @@ WRITE_PLAN = Kernel(write_plan, "write_plan")
 class DevicePlanner:
     """Plans batches on the device, by the policy `auto`.
 
-    A plan takes seven launches. None waits for the host, and none depends on the contents of the
+    A plan takes seven launches. None waits for the CPU, and none depends on the contents of the
     page table. So a CUDA graph that holds them plans every batch that it is replayed for.
 
     Parameters
@@ -58,7 +58,7 @@ class DevicePlanner:
 
     Attributes
     ----------
-    counters : [4] int64, in host memory
+    counters : [4] int64, in CPU memory
         Plans; tokens of context in them, which decoding query by query reads; tokens that their
         items load; nanoseconds of planning, by the GPU's clock (0 on the CPU). The device writes
         them, some time after each plan.

@@ -1,7 +1,8 @@
 """Device planner, 5: what every candidate for the length of chunks is expected to cost.
 
-The estimate is the host's (``policies/chunk_choice.py``). Each program prices one candidate for one
-tile shape. The items of a tile shape run in rounds, with one item for each program in a round.
+The estimate is the host planner's (``policies/chunk_choice.py``). Each program prices one candidate
+for one tile shape. The items of a tile shape run in rounds, with one item for each program in a
+round.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Weights(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Ranges of one tile shape, cut into chunks of one length, as on the host."""
+    """Ranges of one tile shape, cut into chunks of one length, as in ``chunk_choice.py``."""
 
     chunk: Any
     longest: Any
@@ -40,7 +41,7 @@ class Cut(NamedTuple):
 
 
 class ShapeCosts(NamedTuple):
-    """The costs of one tile shape, as on the host."""
+    """The costs of one tile shape, as in ``chunk_choice.py``."""
 
     is_large: Any
     programs: Any
@@ -124,7 +125,7 @@ def price_chunks(
 
     `costs` are times of a program while all programs of its tile shape are busy. Each tile shape
     may take half of the items and entries that are left. A candidate that needs more costs
-    infinity; the first candidate, one piece, always fits.
+    infinity; the first candidate, one chunk, always fits.
     """
     if OVERLAPPED:
         gdc_launch_dependents()

@@ -54,7 +54,7 @@ class ProgramWork:
     def on_gpu(cls, size: int) -> ProgramWork:
         """As much work for each program as its registers hold."""
         return cls(
-            rows=32 if size > 256 else 16, row_warps=4, places=4 if size > 1024 else 8, ranges=8,
+            rows=16 if size > 256 else 8, row_warps=4, places=4 if size > 1024 else 8, ranges=4,
             leaf_columns=min(size, 512), node_columns=min(size, 256), leaves=32, nodes=256,
             width=256 if size <= 256 else 1024, candidates=64,
         )  # fmt: skip

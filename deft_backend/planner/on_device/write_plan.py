@@ -20,7 +20,7 @@ from deft_backend.planner.on_device.tiles import tiles_of, total
 
 
 class Slots(NamedTuple):
-    """Where partial results go, of the requests at all positions [B]."""
+    """Where the partial results of the request at each place [B] go."""
 
     first: Any
     """First slot of the request."""
@@ -67,9 +67,9 @@ def _read_range(ranges, places, at, there):
 
 @jit
 def _piece_of(range_, piece, block):
-    """First token of a piece of a range, and the one after its last.
+    """First token of a range's chunk number `piece`, and the one after its last.
 
-    The range's blocks are spread evenly over its pieces.
+    The range's blocks are spread evenly over its chunks.
     """
     blocks = (range_.end - range_.begin + block - 1) // block
     pieces = tl.maximum(range_.pieces, 1)
@@ -97,7 +97,7 @@ def _write_node(
     number, slots, table_rows_ptr, segment_table_ptr, order_ptr, chosen, ranges, places, items,
     small_tile, large_tile, block, BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write the items and entries of a node's range: for each piece, a tile after the other."""
+    """Write the items and entries of a node's range: for each chunk, a tile after the other."""
     SPAN_SHIFT: tl.constexpr = encoding_constants.SPAN_SHIFT.value
     node = tl.load(chosen.position + number)
     first = tl.load(chosen.first + number)
@@ -135,7 +135,7 @@ def _write_leaves(
     position, slots, table_rows_ptr, segment_table_ptr, order_ptr, ranges, places, results, items,
     batch, small_tile, block, BATCH: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Write the items of the leaves at positions: one entry for each item."""
+    """Write the items of the leaves at places: one entry for each item."""
     DIRECT: tl.constexpr = encoding_constants.DIRECT.value
     MERGES: tl.constexpr = encoding_constants.MERGES.value
     OPEN_END: tl.constexpr = encoding_constants.OPEN_END.value
@@ -251,7 +251,7 @@ def write_plan(
 
     The first program writes how much there is. The next ``ceil(batch / LEAVES)`` programs write
     leaves, the others nodes in turn. `segment_table` gets the page-table row of each segment.
-    Pieces are whole blocks of `block` tokens.
+    Chunks are whole KV blocks of `block` tokens.
     """
     if OVERLAPPED:
         gdc_wait()
