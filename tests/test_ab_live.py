@@ -413,7 +413,9 @@ def test_the_table_fits_a_terminal_and_the_page_compares_the_same_steps(tmp_path
     assert "…" not in printed
     (row,) = (line for line in printed.splitlines() if "200/200" in line)
     assert row.split()[-2:] == ["75.0", "%"]
-    page, _ = write_live_report(found, tmp_path, "")
+    page, data = write_live_report(found, tmp_path / "new", "")
+    modes = [path.stat().st_mode & 0o777 for path in (page.parent, page, data)]
+    assert modes == [0o700, 0o600, 0o600]
     read = "<td>13.38 GB</td><td>3.34 GB</td><td>75.0 %</td>"
     assert read in page.read_text(encoding="utf-8").replace("\n", "")
 

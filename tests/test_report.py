@@ -99,6 +99,8 @@ def test_every_figure_comes_from_the_json(tmp_path: Path) -> None:
         compared("few-shot", 2_345_000.0), compared("unshared", 9_870_000.0, DIFFERENCE)
     )
     page, data = write_report(outcome, tmp_path / "new", "deft ab --quick")
+    modes = [path.stat().st_mode & 0o777 for path in (page.parent, page, data)]
+    assert modes == [0o700, 0o600, 0o600]  # prompts and answers are in it
     content = json.loads(data.read_text())
     cells = Page(page.read_text()).cells
     assert content["same"] is False

@@ -15,6 +15,7 @@ from deft_backend.ab.report import CPU_TIMES, fill_page, table_rows
 from deft_backend.ab.units import MISSING, megabytes, milliseconds, percent
 from deft_backend.ab.verdict import paired_change, verdict
 from deft_backend.harness.live_request import ANSWERED, STATUSES
+from deft_backend.private_files import write_private
 
 _LATE = 0.05
 """Seconds. If requests leave the client later than this, the times include the client's delay."""
@@ -24,11 +25,10 @@ _DETAILS = 5
 
 def write_live_report(result: LiveResult, folder: Path, command: str) -> tuple[Path, Path]:
     """Write ``report.html`` and ``results.json`` into `folder`; returns both paths."""
-    folder.mkdir(parents=True, exist_ok=True)
     page, data = folder / "report.html", folder / "results.json"
     content = {**result.to_json(), "verdict": verdict(result), "command": command}
-    data.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    page.write_text(_page(result, command), encoding="utf-8")
+    write_private(data, json.dumps(content) + "\n")
+    write_private(page, _page(result, command))
     return page, data
 
 

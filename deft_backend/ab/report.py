@@ -12,7 +12,7 @@ from string import Template
 from deft_backend.ab.comparison import AbResult, Compared
 from deft_backend.ab.report_plots import kv_plot, tpot_plot, ttft_plot
 from deft_backend.ab.units import MISSING, megabytes, milliseconds, percent
-from deft_backend.folders import create_private
+from deft_backend.private_files import write_private
 
 CPU_TIMES = (
     "Times on this machine mean nothing: there is no GPU, and the kernels run in Triton's "
@@ -43,11 +43,10 @@ def write_report(result: AbResult, folder: Path, own_command: str) -> tuple[Path
     (Path, Path)
         The page and the JSON.
     """
-    create_private(folder)
     page, data = folder / "report.html", folder / "results.json"
     content = {**result.to_json(), "command": own_command}
-    data.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    page.write_text(_page(result, own_command), encoding="utf-8")
+    write_private(data, json.dumps(content, indent=2) + "\n")
+    write_private(page, _page(result, own_command))
     return page, data
 
 

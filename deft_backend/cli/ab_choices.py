@@ -13,6 +13,7 @@ from typing import NamedTuple
 from deft_backend.ab.workloads import CHOICES, WORKLOADS, WorkloadError
 from deft_backend.cli.errors import fail
 from deft_backend.cli.models import named_model
+from deft_backend.folders import create_private
 from deft_backend.policies import get_policy
 from deft_backend.servers.model_files import ModelFilesError
 from deft_backend.traces.trace_files import ThoughtTree, TraceError, load_thought_trees
@@ -116,7 +117,7 @@ def report_folder(out: Path | None) -> Path:
 def make_report_folder(folder: Path) -> None:
     """Make the report's folder before anything runs: a run may take hours."""
     with written_into(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        create_private(folder)
         if not os.access(folder, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
