@@ -66,13 +66,13 @@ class Ranges(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """The nodes with ranges of their own [B], in order of position."""
+    """The nodes with ranges of their own [B], in order of place."""
 
     count: Pointer
     """[1]: how many they are."""
     position: Pointer
     first: Pointer
-    """Position of the node's first query."""
+    """Place of the node's first query."""
     queries: Pointer
     begin: Pointer
     end: Pointer

@@ -26,9 +26,9 @@ class Range(NamedTuple):
     begin: Any
     end: Any
     first: Any
-    """Position of the first query."""
+    """Place of the first query."""
     number: Any
-    """Nodes count before leaves, and each in order of position."""
+    """Nodes count before leaves, and each in order of place."""
 
 
 class Cut(NamedTuple):
@@ -54,7 +54,7 @@ def _cheapest(candidates, shape, CANDIDATES: tl.constexpr):
 
 @jit
 def _read_leaves(position, batch, ranges, BATCH: tl.constexpr):
-    """The leaves at positions."""
+    """The leaves at these places."""
     there = position < batch
     begin = tl.load(ranges.begin + BATCH + position, mask=there, other=0)
     end = tl.load(ranges.end + BATCH + position, mask=there, other=0)
