@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.e2e.backend_runs import record
 from benchmarks.e2e.choice import Choice, ModelChoice, Output, ServerChoice, TrafficChoice
 from benchmarks.e2e.prepare_run import prepared
+from benchmarks.e2e.serving_rows import read_rows
 from benchmarks.row_files import RowsError, make_folder, write_object
 from deft_backend.harness.provenance import provenance
 from deft_backend.json_file import read_json
@@ -17,6 +18,9 @@ from deft_backend.json_file import read_json
 LEVEL_MIB = 64.0
 LEVEL_SHARE = 0.03
 """Memory is level if it grows by less than this after the first fifth: MiB, or share of it."""
+
+ROWS = "rows.json"
+"""File of a slice's rows, in the slice's folder."""
 
 Row = dict[str, Any]
 
@@ -50,9 +54,16 @@ class Soak:
     logs: Path | None
     command: str
 
+    @property
+    def folder(self) -> Path:
+        """The folder of the slices' rows and logs."""
+        return self.logs or self.out.with_suffix("")
+
 
 def run(soak: Soak, say: Callable[[str], None]) -> dict[str, Any]:
     """Run slices until the file holds all seconds; returns the totals.
+
+    A slice whose check was interrupted keeps its traffic, and the next run checks it.
 
     Raises
     ------
@@ -61,6 +72,10 @@ def run(soak: Soak, say: Callable[[str], None]) -> dict[str, Any]:
     """
     make_folder(soak.out)
     slices, runs = _before(soak.out)
+    if not soak.out.exists():
+        for rows in soak.folder.glob(f"part-*/{ROWS}"):  # of another soak
+            rows.unlink()
+        write_object(soak.out, slices, {"runs": runs, "total": totals(slices)})
     while (left := soak.seconds - sum(row["seconds"] for row in slices)) > 1.0:
         part = max((row["part"] for row in slices), default=0) + 1
         seconds = min(left, soak.slice_seconds)
@@ -89,18 +104,29 @@ def _before(path: Path) -> tuple[list[Row], list[dict[str, Any]]]:
 def _slice(soak: Soak, part: int, seconds: float, say: Callable[[str], None]) -> Row:
     """Traffic on a server with the plugin, then its check on the host's own backend."""
     # A file of its own: a later slice may be of another commit.
-    folder = (soak.logs or soak.out.with_suffix("")) / f"part-{part}"
+    folder = soak.folder / f"part-{part}"
     reference = soak.servers.reference
     choice = Choice(
-        Output(folder / "rows.json", soak.command, folder), ["traffic"],
+        Output(folder / ROWS, soak.command, folder), ["traffic"],
         soak.servers, soak.model,
         traffic=TrafficChoice(seconds / 60, part, soak.workers),
     )  # fmt: skip
     with prepared(choice) as setup:
-        both = (setup.launch.host.ours, reference or setup.reference)
-        found = record(replace(setup, backends=both), say)
-    ours = [row for row in found if row["workload"] == f"mixed-traffic part {part}"]
-    return summary(ours[0], part)
+        checks, ours = reference or setup.reference, setup.launch.host.ours
+        backends = (ours, checks)
+        if _traffic(folder / ROWS, part, ours) is not None:
+            say(f"slice {part}: its traffic is done; only the check is left")
+            backends = (checks,)
+        record(replace(setup, backends=backends), say)
+    return summary(_traffic(folder / ROWS, part, ours, failed=True), part)
+
+
+def _traffic(path: Path, part: int, backend: str, *, failed: bool = False) -> Any:
+    """The row of a slice's traffic, or None; with `failed`, also a row with an error."""
+    rows = read_rows(path)[0] if path.is_file() else []
+    mine = (row for row in rows if row["workload"] == f"mixed-traffic part {part}")
+    mine = (row for row in mine if row["backend"] == backend and (failed or not row["error"]))
+    return next(mine, None)
 
 
 def summary(row: Any, part: int) -> Row:

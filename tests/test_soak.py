@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks import soak as soaks
-from benchmarks.e2e.choice import ModelChoice, ServerChoice
-from benchmarks.row_files import RowsError
+from benchmarks.e2e.choice import Choice, ModelChoice, ServerChoice
+from benchmarks.e2e.serving_rows import make_row
+from benchmarks.row_files import RowsError, write_rows
 from benchmarks.soak import Soak, is_level, level, run, summary, totals
+
+
+@dataclass(frozen=True)
+class FakeSetup:
+    """A run whose plugin is "deft"."""
+
+    out: Path
+    backends: tuple[str, ...] = ()
+    reference: str = "fa3"
+    launch: Any = field(default_factory=lambda: SimpleNamespace(host=SimpleNamespace(ours="deft")))
 
 
 def row(part: int = 1, wrong: int = 0, grows: float = 0.0, error: str | None = None) -> Any:
@@ -77,6 +92,41 @@ def test_a_later_run_goes_on_where_the_first_ended(
     content = json.loads(out.read_text())
     assert [found["part"] for found in content["rows"]] == [1, 2, 3]
     assert len(content["header"]["runs"]) == 3
+
+
+def test_traffic_whose_check_was_interrupted_is_only_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[str, ...]] = []
+
+    @contextmanager
+    def prepared(choice: Choice) -> Iterator[FakeSetup]:
+        yield FakeSetup(choice.output.rows)
+
+    def record(setup: FakeSetup, say: Any) -> None:
+        ran.append(setup.backends)
+        made = {**make_row("mixed-traffic part 1", "sglang", "deft", "tiny", ""), **row()}
+        if setup.backends[0] == "deft":
+            del made["detail"]["checked"]
+            setup.out.parent.mkdir(parents=True, exist_ok=True)
+            write_rows(setup.out, [made], {})
+            raise KeyboardInterrupt
+        write_rows(setup.out, [made], {})
+
+    monkeypatch.setattr(soaks, "prepared", prepared)
+    monkeypatch.setattr(soaks, "record", record)
+    out = tmp_path / "soak.json"
+    asked = Soak(out, 50.0, 50.0, ServerChoice(), ModelChoice(), None, None, "soak")
+    for _ in range(2):  # without the soak's own file, the rows are another soak's
+        with pytest.raises(KeyboardInterrupt):
+            run(asked, lambda line: None)
+        out.unlink()
+    with pytest.raises(KeyboardInterrupt):
+        run(asked, lambda line: None)
+    said: list[str] = []
+    assert run(asked, said.append)["checked_tokens"] == 60
+    assert ran == [("deft", "fa3")] * 3 + [("fa3",)]
+    assert "slice 1: its traffic is done; only the check is left" in said
 
 
 def test_another_file_is_not_overwritten(tmp_path: Path) -> None:
