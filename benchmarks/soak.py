@@ -113,7 +113,7 @@ def _slice(soak: Soak, part: int, seconds: float, say: Callable[[str], None]) ->
     )  # fmt: skip
     with prepared(choice) as setup:
         checks, ours = reference or setup.reference, setup.launch.host.ours
-        backends = (ours, checks)
+        backends: tuple[str, ...] = (ours, checks)
         if _traffic(folder / ROWS, part, ours) is not None:
             say(f"slice {part}: its traffic is done; only the check is left")
             backends = (checks,)
