@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+TILE_NAMES = ("small tile", "large tile", "masked tile")
+"""The glossary's names of the tile shapes, by number."""
+
 TILE_HEIGHTS = (8, 64, 64)
-"""Heights of stage 1's tiles (FastTree, multi-phase tiling): small tile, large tile, masked tile. A
-tile of height ``h`` holds ``h`` query vectors, which are ``h // gqa_group`` queries. GQA groups of
-more than eight query heads need a higher small tile."""
+"""Heights of stage 1's tiles (FastTree, multi-phase tiling), by tile shape. A tile of height ``h``
+holds ``h`` query vectors, which are ``h // gqa_group`` queries. GQA groups of more than eight query
+heads need a higher small tile."""
 
 TILE_SEGMENTS = (1, 1, 32)
 """Most segments of one item, for each tile shape. Items of small and large tiles have one segment,

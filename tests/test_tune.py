@@ -214,7 +214,7 @@ def test_a_rehearsal_of_the_whole_measurement(page_size: int, dtype: str, tmp_pa
     tuned = measure(machine, key, before, TINY, lambda: 1234.4, said.append)
     assert launches > 20
     assert list(tuned.seconds) == said
-    assert {"tile 0", "partial results", "FastTree"} <= set(tuned.errors)
+    assert {"small tile", "partial results", "FastTree"} <= set(tuned.errors)
     assert tuned.model.bandwidth_gb_s == (1234.0 if tuned.found.start else 999.0)
     assert tuned.found.batches == 2
     assert tuned.found.ratio <= 1.0
@@ -635,7 +635,7 @@ def test_tune_writes_and_shows_the_table(tmp_path: Path, monkeypatch: pytest.Mon
         assert before.bandwidth_gb_s < 1000.0  # derived from this GPU's facts
         measured = replace(default_cost_model(), source="made up", bandwidth_gb_s=321.0)
         found = Found(measured, 0.9, 1, 30, 19)
-        return measure_module.Tuned(measured, {"tile 0": 0.01}, {"part": 1.0}, 7, found)
+        return measure_module.Tuned(measured, {"small tile": 0.01}, {"part": 1.0}, 7, found)
 
     monkeypatch.setattr(measure_module, "tune", tune)
     where = {"DEFT_CACHE_DIR": str(tmp_path / "cache")}

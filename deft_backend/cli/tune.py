@@ -19,6 +19,7 @@ from deft_backend.costs.table_key import TableKey
 from deft_backend.costs.table_lookup import save_table, table_in_use
 from deft_backend.dtype_names import EIGHT_BIT_CACHES
 from deft_backend.folders import create_private, tables_directory
+from deft_backend.kernel_limits import TILE_NAMES
 
 if TYPE_CHECKING:
     from deft_backend.costs import CostModel
@@ -171,7 +172,7 @@ def _print(model: CostModel, console: Console) -> None:
     tiles, weights = model.tiles, model.fasttree
     for shape, (item, token) in enumerate(zip(tiles.item_ns, tiles.token_ns, strict=True)):
         console.print(
-            f"tile {shape}: {item:.4g} ns an item, {token:.4g} ns a token", highlight=False
+            f"{TILE_NAMES[shape]}: {item:.4g} ns an item, {token:.4g} ns a token", highlight=False
         )
     console.print(
         f"partial result: {tiles.partial_ns:.4g} ns; reduction: {tiles.reduce_ns:.4g} ns; "
@@ -182,10 +183,10 @@ def _print(model: CostModel, console: Console) -> None:
         f"FastTree: alpha {weights.alpha:.3g}, beta {weights.beta:.3g}, gamma {weights.gamma:.3g}",
         highlight=False,
     )
-    table = Table(title="C_est(n_q, n), microseconds", title_justify="left")
+    table = Table(title="C_est, microseconds: tokens by query vectors", title_justify="left")
     table.add_column("tokens", justify="right")
-    for rows in model.query_rows:
-        table.add_column(f"{rows:g} rows", justify="right")
+    for vectors in model.query_rows:
+        table.add_column(f"{vectors:g}", justify="right")
     for tokens, times in zip(model.tokens, model.time_ms, strict=True):
         table.add_row(f"{tokens:g}", *(f"{time * 1e3:.1f}" for time in times))
     console.print(table)

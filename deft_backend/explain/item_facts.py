@@ -8,11 +8,9 @@ import numpy as np
 
 from deft_backend.explain.structure import NodesOfRanges
 from deft_backend.forest import PrefixForest
+from deft_backend.kernel_limits import TILE_NAMES
 from deft_backend.planner.encoding import DIRECT, ITEM_ORDER, OPEN_END
 from deft_backend.planner.plan import Plan
-
-TILE_NAMES = ("small tile", "large tile", "masked tile")
-"""The glossary's names of the tile shapes, by number."""
 
 
 @dataclass(frozen=True)

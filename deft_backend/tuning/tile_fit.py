@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from deft_backend.costs.tile_costs import TileCosts
+from deft_backend.kernel_limits import TILE_NAMES
 from deft_backend.policies import Target
 from deft_backend.tuning.grids import Grid
 from deft_backend.tuning.least_squares import fit_differences, fit_times
@@ -43,7 +44,7 @@ def measure_tile_costs(
                 work = Work(rounds * programs, queries, tokens, resident=True)
                 features.append((1.0, rounds, rounds * tokens))
                 times.append(time_us(work) * 1e3)
-        (_, item, token), errors[f"tile {shape}"] = fit_times(features, times)
+        (_, item, token), errors[TILE_NAMES[shape]] = fit_times(features, times)
         found[shape] = (_positive(item), _positive(token))
     # An unused shape needs values, but nothing reads them.
     shapes = [found.get(shape, found[min(found)]) for shape in range(max(found) + 1)]
