@@ -218,8 +218,8 @@ VARIABLES: tuple[Variable, ...] = (
         _one_of(DRAFTS),
         "one of " + ", ".join(DRAFTS),
         "What computes the attention of a draft model in SGLang. `host`: the host's kernels. "
-        "`tree`: tree attention computes the decode steps of chains, and draft extensions. Tested "
-        "on the CPU, and not yet run on a GPU.",
+        "`tree`: tree attention computes the decode steps of chains, and draft extensions. No "
+        "gain was measured yet.",
     ),
     Variable(
         "DEFT_LOG",
