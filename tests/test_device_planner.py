@@ -229,6 +229,24 @@ def test_what_an_interrupted_plan_left_behind_gives_no_wrong_plan() -> None:
     assert items_of(read(plan)) == items_of(plan_of(batch))
 
 
+@pytest.mark.parametrize("length", [1 << 29, (1 << 30) + (1 << 28), (1 << 31) - (1 << 20)])
+def test_the_longest_contexts_are_ordered_and_cut(length: int) -> None:
+    """One context of many tokens next to a shared prefix; only its first columns are looked at."""
+    table = np.arange(8 * 40, dtype=np.int32).reshape(8, 40)
+    table[:6, :30] = table[0, :30]
+    lens = np.full(8, 31 * 1024, dtype=np.int32)
+    lens[7] = length
+    made = plan_of(Batch(table, lens, 1024))
+    held, large = np.diff(made.item_query_ptr), int(made.tile_ptr[1])
+    assert (held[:large] == 6).all()
+    assert (held[large:] == 1).all()
+    own = np.flatnonzero(made.segment_request == 7)
+    own = own[np.argsort(made.segment_start[own])]
+    assert made.segment_start[own[0]] == 0
+    assert made.segment_end[own[-1]] < 0  # open
+    assert made.segment_start[own[1:]].tolist() == made.segment_end[own[:-1]].tolist()
+
+
 def many(requests: int, seed: int = 0) -> Batch:
     """Short contexts, one long shared document, and a few long unshared contexts."""
     random = np.random.default_rng(seed)

@@ -38,7 +38,7 @@ class Cut(NamedTuple):
     tiles: Any
     pieces: Any
     rank: Any
-    """Tokens of the longest chunk, and more than any range has if the tile is large."""
+    """Tokens of the longest chunk; at most 0, and in the same order, if the tile is small."""
 
 
 @jit
@@ -78,7 +78,7 @@ def _cut(range_, is_large, tiles, chunk):
     tokens = range_.end - range_.begin
     pieces = tl.where(range_.queries > 0, tl.maximum((tokens + chunk - 1) // chunk, 1), 0)
     length = (tokens + pieces - 1) // tl.maximum(pieces, 1)
-    return Cut(is_large, tiles, pieces, length + (is_large.to(tl.int32) << 30))
+    return Cut(is_large, tiles, pieces, tl.where(is_large, length, length - 2147483647))
 
 
 @jit

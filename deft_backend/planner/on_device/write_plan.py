@@ -73,8 +73,10 @@ def _piece_of(range_, piece, block):
     """
     blocks = (range_.end - range_.begin + block - 1) // block
     pieces = tl.maximum(range_.pieces, 1)
-    start = range_.begin + piece * blocks // pieces * block
-    stop = range_.begin + (piece + 1) * blocks // pieces * block
+    # piece * blocks // pieces, whose product would overflow
+    each, more = blocks // pieces, blocks % pieces
+    start = range_.begin + (piece * each + piece * more // pieces) * block
+    stop = range_.begin + ((piece + 1) * each + (piece + 1) * more // pieces) * block
     return start, tl.minimum(range_.end, stop)
 
 
