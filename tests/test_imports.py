@@ -38,8 +38,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "kernel_limits",
         "query_blocks",
     },
-    "tuning": {"forest", "costs", "policies", "planner", "attention", "harness", "traces"},
-    "explain": {"forest", "policies", "planner", "query_blocks"},
+    "tuning": {
+        "forest", "costs", "policies", "planner", "attention", "harness", "traces", "kernel_limits",
+    },  # fmt: skip
+    "explain": {"forest", "policies", "planner", "query_blocks", "kernel_limits"},
     "telemetry": {"forest", "config"},
     "hosts/contract": set(),
     "hosts/common": {
