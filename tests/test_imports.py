@@ -39,8 +39,15 @@ MAY_IMPORT: dict[str, set[str]] = {
         "query_blocks",
     },
     "tuning": {
-        "forest", "costs", "policies", "planner", "attention", "harness", "traces", "kernel_limits",
-    },  # fmt: skip
+        "forest",
+        "costs",
+        "policies",
+        "planner",
+        "attention",
+        "harness",
+        "traces",
+        "kernel_limits",
+    },
     "explain": {"forest", "policies", "planner", "query_blocks", "kernel_limits"},
     "telemetry": {"forest", "config"},
     "hosts/contract": set(),
