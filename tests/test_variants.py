@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from triton import knobs
+from triton.compiler.errors import CompilationError
 
 from deft_backend import TreeAttention, forest_from_page_tables
 from deft_backend.compile import variants
@@ -343,6 +345,37 @@ def reductions(count: int) -> list[Variant]:
     ]  # fmt: skip
     assert described.max_batch == 2048
     return list(dict.fromkeys(found))[:count]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_compilation_is_repeated_if_python_stumbles(wrapped: bool) -> None:
+    """Triton wraps what its parser raises in a called function."""
+    calls = []
+
+    def variant_of(compile_it: Callable[[], Any]) -> Any:
+        return SimpleNamespace(compile=compile_it)
+
+    def stumble() -> str:
+        calls.append(1)
+        if len(calls) == 3:
+            return "kernel"
+        try:
+            raise SystemError("AST constructor recursion depth mismatch")
+        except SystemError as error:
+            if not wrapped:
+                raise
+            raise CompilationError(None, None, None) from error
+
+    assert variants._compiled(variant_of(stumble)) == "kernel"
+    assert len(calls) == 3
+
+    def fail() -> None:
+        calls.append(1)
+        raise CompilationError(None, None, None)
+
+    with pytest.raises(CompilationError):
+        variants._compiled(variant_of(fail))
+    assert len(calls) == 4
 
 
 def test_kernels_are_compiled_on_several_threads_and_found_again(tmp_path: Path) -> None:

@@ -208,9 +208,18 @@ def _compiled(variant: Variant) -> Any:
     for _ in range(4):
         try:
             return variant.compile()
-        except SystemError as error:
+        except Exception as error:
+            if not _caused_by_python(error):
+                raise
             logger.debug("deft: compiling again after %r", error)
     return variant.compile()
+
+
+def _caused_by_python(error: BaseException | None) -> bool:
+    """Whether an error is a SystemError or follows from one: Triton wraps it in its own error."""
+    while error is not None and not isinstance(error, SystemError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def usable_cpus() -> int:
