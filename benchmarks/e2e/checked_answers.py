@@ -24,8 +24,8 @@ steps. In float32 there is no such noise, so every different token is wrong."""
 EIGHT_BITS = 3.0
 """How many times larger the tolerance is for a KV cache of 8 bits. Where the noise of the layers
 below moves a key or a value over the middle of two numbers, the cache holds the other number: in
-e4m3, 6 to 12 % away. The hosts' own backends also round queries and probabilities to 8 bits. None
-of 26,281 tokens of a soak differed by more (docs/results/soak-vllm-h100-fp8-ngram.json)."""
+e4m3, 6 to 12 % away. The hosts' own backends also round queries and probabilities to 8 bits. With
+this tolerance, none of a soak's 26,281 tokens was wrong (soak-vllm-h100-fp8-ngram.json)."""
 
 
 def tolerance_of(dtype: str, kv_dtype: str | None = None) -> float:
