@@ -73,13 +73,14 @@ def batches(draw: st.DrawFn, max_requests: int = 12, page_size: int | None = Non
 
 
 targets = st.builds(
-    lambda heads, programs, block, tiles, ranges: Target(
+    lambda heads, programs, block, tiles, ranges, fewer: Target(
         num_query_heads=heads[0],
         num_kv_heads=heads[1],
         head_dim=64,
         num_programs=programs,
         tile_heights=tiles,
         tile_programs=(4 * programs, programs, programs),
+        fewer_programs=tuple((most, count * programs) for most, count in fewer),
         tile_segments=(1, 1, ranges),
         block_tokens=block,
     ),
@@ -89,6 +90,7 @@ targets = st.builds(
     # With 12 query heads for a KV head, a tile of height 8 serves no query.
     tiles=st.sampled_from([(8, 64, 64), (16, 48, 32), (8, 24, 12)]),
     ranges=st.sampled_from([2, 32]),
+    fewer=st.sampled_from([(), ((3, 1), (9, 2))]),
 )
 
 

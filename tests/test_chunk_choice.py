@@ -16,7 +16,7 @@ from deft_backend.planner.on_device.price_chunks import Weights
 from deft_backend.policies import chunk_choice
 from deft_backend.policies.chunk_choice import (
     MOST_ROUNDS,
-    PIECES,
+    NUM_CHUNKS,
     Cut,
     ShapeCosts,
     choose_chunks,
@@ -43,7 +43,7 @@ costs_of_tiles = st.fixed_dictionaries(
 ranges = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 20_000)), min_size=1, max_size=16)
 
 
-def host_price(found: list[tuple[int, int]], shape: int, pieces: int, costs: dict) -> tuple:
+def host_price(found: list[tuple[int, int]], shape: int, num_chunks: int, costs: dict) -> tuple:
     """Price and chunk length of one candidate, by the host planner's functions."""
     mine = [(q, n) for q, n in found if (q > TILES[0]) == (shape == 1)]
     queries = np.array([q for q, _ in mine], dtype=np.int64)
@@ -51,9 +51,9 @@ def host_price(found: list[tuple[int, int]], shape: int, pieces: int, costs: dic
     tiles = -(-queries // TILES[shape])
     small = [n for q, n in found if q <= TILES[0]]
     beside = costs["item_ns"][0] + sum(small) * costs["transfer_ns"] if small else 0.0
-    chunk = chunk_of(int(tokens.max(initial=0)), pieces, costs["block"])
+    chunk = chunk_of(int(tokens.max(initial=0)), num_chunks, costs["block"])
     cut = cut_into(queries, tokens, tiles, chunk)
-    if pieces > 1 and cut.items > MOST_ROUNDS * costs["programs"][shape] and cut.most > 1:
+    if num_chunks > 1 and cut.items > MOST_ROUNDS * costs["programs"][shape] and cut.most > 1:
         return math.inf, chunk
     shape_costs = ShapeCosts(
         shape == 0, costs["programs"][shape], costs["sms"], costs["item_ns"][shape],
@@ -64,27 +64,27 @@ def host_price(found: list[tuple[int, int]], shape: int, pieces: int, costs: dic
 
 
 def device_prices(
-    found: list[tuple[int, int]], pieces: list[int], costs: dict
+    found: list[tuple[int, int]], num_chunks: list[int], costs: dict
 ) -> tuple[np.ndarray, np.ndarray]:
     """Price and chunk length of each candidate and tile shape, from the device planner's kernel."""
     batch = 8
     lanes = torch.zeros((3, 2 * batch), dtype=torch.int32)  # queries, begin and end of each range
     for at, (queries, tokens) in enumerate(found):
         lanes[0, at], lanes[1, at], lanes[2, at] = queries, 7, 7 + tokens
-    price = torch.zeros((2, len(pieces)), dtype=torch.float32)
-    chunk = torch.zeros((2, len(pieces)), dtype=torch.int32)
+    price = torch.zeros((2, len(num_chunks)), dtype=torch.float32)
+    chunk = torch.zeros((2, len(num_chunks)), dtype=torch.int32)
     weights = Weights(
         chunk_choice.ALONE, chunk_choice.HIDDEN, chunk_choice.EXPOSED, chunk_choice.UNEVEN,
         chunk_choice.ROUNDING, MAX_MERGED,
     )  # fmt: skip
     constants = {
-        "BATCH": batch, "CANDIDATES": len(pieces), "WEIGHTS": weights, "OVERLAPPED": False,
+        "BATCH": batch, "CANDIDATES": len(num_chunks), "WEIGHTS": weights, "OVERLAPPED": False,
     }  # fmt: skip
     room = 1 << 28  # every candidate fits the plan's arrays
     PRICE_CHUNKS.launch(
-        (len(pieces), 2),
+        (len(num_chunks), 2),
         (
-            tuple(lanes), (torch.tensor(pieces, dtype=torch.int32), price, chunk), *TILES, room,
+            tuple(lanes), (torch.tensor(num_chunks, dtype=torch.int32), price, chunk), *TILES, room,
             room, *costs["programs"], costs["sms"],
             (
                 costs["item_ns"][0], costs["token_ns"][0], costs["item_ns"][1],
@@ -101,10 +101,10 @@ def device_prices(
 @settings(max_examples=25, deadline=None)
 @given(found=ranges, costs=costs_of_tiles)
 def test_both_planners_price_every_candidate_alike(found: list, costs: dict) -> None:
-    pieces = [PIECES[0], PIECES[1], PIECES[5], PIECES[-1]]
-    price, chunk = device_prices(found, pieces, costs)
+    num_chunks = [NUM_CHUNKS[0], NUM_CHUNKS[1], NUM_CHUNKS[5], NUM_CHUNKS[-1]]
+    price, chunk = device_prices(found, num_chunks, costs)
     for shape in {int(q > TILES[0]) for q, _ in found}:
-        for at, count in enumerate(pieces):
+        for at, count in enumerate(num_chunks):
             expected, length = host_price(found, shape, count, costs)
             assert chunk[shape, at] == length
             # Terms as large as the transfer cancel if small tiles hide a large tile.
@@ -135,7 +135,7 @@ def test_the_cheapest_candidate_is_chosen(found: list, costs: dict) -> None:
         costs["transfer_ns"], costs["block"],
     )  # fmt: skip
     for shape in {int(q > TILES[0]) for q, _ in found}:
-        priced = [host_price(found, shape, pieces, costs) for pieces in PIECES]
+        priced = [host_price(found, shape, num_chunks, costs) for num_chunks in NUM_CHUNKS]
         least = min(price for price, _ in priced)
         of_chosen = [price for price, chunk in priced if chunk == chosen[shape]]
         assert of_chosen

@@ -386,5 +386,21 @@ def test_programs_follow_from_the_gpu(sms: int, stems: int) -> None:
     config = config_of(9, 128, torch.float16, 4, sms)
     small, large, masked = config.tiles
     assert (small.programs, large.programs) == (10 * sms, stems)
+    assert large.programs_for_one_tile == sms
     assert (small.lookahead, large.lookahead, masked.lookahead) == (1, 2, 0)
     assert config.overlapped
+
+
+@needs_gluon
+@pytest.mark.parametrize(("kv_dtype", "fewest"), [(None, 5), (torch.float8_e4m3fn, 6)])
+def test_small_batches_launch_fewer_small_programs(
+    kv_dtype: torch.dtype | None, fewest: int
+) -> None:
+    """By the number of queries times KV heads; more than the rule names takes all programs."""
+    small, large, _ = config_of(9, 128, torch.bfloat16, 4, 132, kv_dtype=kv_dtype).tiles
+    found = [small.programs_for(queries, 8) for queries in (1, 33, 34, 132, 133, 2048)]
+    assert found == [132 * per_sm for per_sm in (fewest, fewest, 8, 8, 10, 10)]
+    assert small.programs_for(132, 32) == 10 * 132
+    assert large.programs_for(1, 8) == large.programs
+    if kv_dtype is not None:
+        assert large.programs_for_one_tile is None

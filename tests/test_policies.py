@@ -447,7 +447,7 @@ def test_flashforge_divides_within_equation_5(batch: Batch, target: Target) -> N
         queries = int(forest.num_queries[node])
         rows = -(-queries // -(-queries // largest)) * target.gqa_group
         cost = float(model.time(rows, int(forest.length[node])))
-        assert 1 <= division.pieces[node] <= np.ceil(cost / division.lower_bound_ms)
+        assert 1 <= division.num_chunks[node] <= np.ceil(cost / division.lower_bound_ms)
     cost = item_costs(division.grouping, target)[1]
     assert (np.diff(cost) <= 1e-12).all(), "groups come longest first"
     schedule = longest_first(cost, target.num_programs)
@@ -464,8 +464,8 @@ def test_flashforge_lower_bound_is_below_every_schedule(lens: list[int], program
     division = FlashForge().divide(forest, target)
     model = default_cost_model()
     best = np.inf
-    for pieces in itertools.product(range(1, 4), repeat=len(lens)):
-        costs = [float(model.time(1, n / b)) for n, b in zip(lens, pieces, strict=True)
+    for num_chunks in itertools.product(range(1, 4), repeat=len(lens)):
+        costs = [float(model.time(1, n / b)) for n, b in zip(lens, num_chunks, strict=True)
                  for _ in range(b)]  # fmt: skip
         for placing in itertools.product(range(programs), repeat=len(costs)):
             load = np.zeros(programs)
@@ -489,8 +489,8 @@ def test_longest_first_is_grahams_rule() -> None:
 def test_flashforge_divides_the_long_shared_node_only() -> None:
     forest = regular_forest([1, 20], [10_000, 50])  # the paper's document question answering
     division = FlashForge().divide(forest, replace(MHA, num_programs=33))
-    assert division.pieces[0] > 4
-    assert set(division.pieces[1:].tolist()) == {1}
+    assert division.num_chunks[0] > 4
+    assert set(division.num_chunks[1:].tolist()) == {1}
 
 
 @pytest.mark.parametrize(
@@ -514,9 +514,9 @@ def test_flashforge_keeps_the_best_of_the_grid(
     cost = model.time(forest.num_queries, forest.length)
     makespans = []
     for step in range(60):
-        pieces = np.ceil(cost / (division.lower_bound_ms * 1.25**step)).astype(np.int64)
-        pieces = np.clip(pieces, 1, -(-forest.length // target.block_tokens))
-        grouping = cut_evenly(node_ranges(forest), pieces, target.block_tokens)
+        num_chunks = np.ceil(cost / (division.lower_bound_ms * 1.25**step)).astype(np.int64)
+        num_chunks = np.clip(num_chunks, 1, -(-forest.length // target.block_tokens))
+        grouping = cut_evenly(node_ranges(forest), num_chunks, target.block_tokens)
         items = item_costs(grouping, target)[1]
         makespans.append(longest_first(items, programs).makespan_ms)
     assert division.makespan_ms == pytest.approx(min(makespans))
@@ -554,3 +554,17 @@ def test_flattened_blocks_stay_within_what_the_kernels_address(
     monkeypatch.setattr("deft_backend.policies.deft_flatten.MAX_ITEM_TOKENS", 512)
     with pytest.raises(PolicyError, match="blocks of 1024 tokens; the kernels address 512"):
         DeftFlatten().group(forest, target)
+
+
+def test_a_small_batch_is_planned_for_fewer_programs() -> None:
+    target = replace(GQA, tile_programs=(200, 33, 33), fewer_programs=((4, 8), (9, 80)))
+    assert [target.programs_for(queries)[0] for queries in (1, 4, 5, 9, 10)] == [8, 8, 80, 80, 200]
+    assert target.programs_for(4)[1:] == (33, 33)
+    forest = regular_forest([4], [40000])
+    few, many = (
+        get_policy("auto").group(forest, replace(GQA, tile_programs=(programs, 33, 33)))
+        for programs in (8, 200)
+    )
+    found = get_policy("auto").group(forest, target)
+    assert found.num_groups == few.num_groups != many.num_groups
+    np.testing.assert_array_equal(found.end, few.end)

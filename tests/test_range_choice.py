@@ -165,13 +165,13 @@ def test_few_items_of_a_shared_node_leave_room_for_leaves() -> None:
     costs = TileCosts((1000.0, 1000.0), (10.0, 10.0), 0.001, 1.0)
     target = replace(GQA, tile_programs=(128, 32, 32))
 
-    def pieces(leaves: int) -> int:
+    def num_chunks(leaves: int) -> int:
         queries, tokens = [16] + [1] * leaves, [4096] + [500] * leaves
         return -(-4096 // chunks_of(queries, tokens, target, costs, 0.5)[1])
 
-    assert 2 * pieces(0) > 32
-    assert 2 * pieces(10) <= 32
-    assert pieces(1) > pieces(40)  # hiding behind a short time needs more programs
+    assert 2 * num_chunks(0) > 32
+    assert 2 * num_chunks(10) <= 32
+    assert num_chunks(1) > num_chunks(40)  # hiding behind a short time needs more programs
 
 
 @settings(max_examples=60)
@@ -191,13 +191,13 @@ def test_groups_are_even_chunks_within_the_chosen_length(
     for count, first, stop in zip(queries, begin.tolist(), end.tolist(), strict=True):
         fitting = [n for n, held in enumerate(target.single_range_tiles) if held >= count]
         limit = chunks[fitting[0] if fitting else -1]
-        pieces = max(1, -(-(stop - first) // limit))
-        lengths = grouping.num_tokens()[at : at + pieces]
+        num_chunks = max(1, -(-(stop - first) // limit))
+        lengths = grouping.num_tokens()[at : at + num_chunks]
         assert grouping.start[at] == first
-        assert grouping.end[at + pieces - 1] == stop
+        assert grouping.end[at + num_chunks - 1] == stop
         assert lengths.max() <= limit
         assert lengths.max() - lengths.min() <= 2 * target.block_tokens
-        at += pieces
+        at += num_chunks
     assert at == grouping.num_groups
 
 

@@ -57,6 +57,7 @@ class PlanSetting:
             num_query_heads=self.query_heads, num_kv_heads=self.kv_heads, head_dim=self.head_dim,
             num_programs=self.programs, tile_heights=self.tiles,
             tile_programs=(4 * self.programs, self.programs, self.programs),
+            fewer_programs=((16, self.programs), (64, 2 * self.programs)),
             block_tokens=self.block_tokens, query_tokens=self.blocks.tokens,
             query_blocks=self.blocks.blocks,
         )  # fmt: skip

@@ -18,13 +18,18 @@ def target_of(
     `blocks` are the query blocks of a request.
     """
     heads = (shape.num_query_heads, shape.num_kv_heads, shape.head_dim)
-    tile_programs = tuple(max(1, tile.programs // shape.num_kv_heads) for tile in config.tiles)
+    kv_heads = shape.num_kv_heads
+    tile_programs = tuple(max(1, tile.programs // kv_heads) for tile in config.tiles)
+    fewer = config.tiles[0].fewer_programs
     return Target(
         *heads,
         dtype_bytes=shape.kv_dtype.itemsize,
         num_programs=tile_programs[-1],
         tile_heights=tuple(tile.height for tile in config.tiles),
         tile_programs=tile_programs,
+        fewer_programs=tuple(
+            (most // kv_heads, max(1, count // kv_heads)) for most, count in fewer
+        ),
         num_sms=config.sms,
         tile_segments=TILE_SEGMENTS,
         # The interpreter takes larger KV blocks, for speed; plans are the same on every device.

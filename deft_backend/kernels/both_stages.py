@@ -180,9 +180,7 @@ def _tiles_to_launch(
 
     `query_vectors` is the number of vectors of a query that share a KV head. If they do not fit the
     small tile, the plan has no items of it. If the vectors of all queries fit the small tile, the
-    plan has no items of other tile shapes. If they fit one large tile, a node is one tile, and one
-    program for each SM uses the memory's whole bandwidth. With two programs for each SM, the GPU
-    would place the first ones, which have the items, in pairs (docs/kernel-log.md).
+    plan has no items of other tile shapes.
     """
     group_rows = queries * query_vectors
     found = []
@@ -199,9 +197,10 @@ def _tiles_to_launch(
         elif shape == 0:
             if query_vectors > config.tiles[0].height:
                 continue
+            programs = config.tiles[0].programs_for(queries, num_kv_heads)
         elif group_rows <= config.tiles[0].height:
             continue
         elif group_rows <= config.tiles[shape].height:
-            programs = min(programs, config.sms)
+            programs = config.tiles[shape].programs_for_one_tile or programs
         found.append((shape, programs))
     return found

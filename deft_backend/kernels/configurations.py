@@ -32,6 +32,15 @@ EIGHT_BITS_LIMITS = {8: (10, 168), 16: (6, None)}
 """Programs on an SM, and most registers of a thread, by the height of a small tile in Gluon that
 reads a cache of 8 bits."""
 
+FEWER_PROGRAMS = {16: ((2, 5), (8, 8)), 8: ((2, 6), (8, 8))}
+"""Small tiles of 8 vectors in Gluon, by the bits of an element of the cache: up to so many queries
+times KV heads for each SM, so many programs on each SM.
+
+A launch that does not know its number of items has programs without one. The GPU places all
+programs of a launch evenly, but not the first ones of them. On an H100, up to six of the first 512
+of 1,320 programs share an SM, and other SMs have three. With fewer programs, the first ones are
+more even (docs/kernel-log.md)."""
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Element types. The kernels run float32 on the CPU only, for small models."""
 
@@ -60,6 +69,15 @@ class TileConfig:
     """Blocks that the kernel in Gluon copies ahead; 0: the plain kernel."""
     max_registers: int | None = None
     """Most registers that the assembler may give a thread; None: as many as it chooses."""
+    programs_for_one_tile: int | None = None
+    """Programs if the query vectors of the whole batch fit one tile; None: `programs`."""
+    fewer_programs: tuple[tuple[int, int], ...] = ()
+    """Programs of a small batch: the most queries times KV heads, and the programs, ascending."""
+
+    def programs_for(self, queries: int, num_kv_heads: int) -> int:
+        """Programs of a launch that does not know how many items it has."""
+        pairs = queries * num_kv_heads
+        return next((count for most, count in self.fewer_programs if pairs <= most), self.programs)
 
 
 @dataclass(frozen=True)
@@ -206,7 +224,13 @@ def kernel_configuration(
         while block > 16 and _shared_bytes(height, block, padded, dtype, stages) > shared:
             block //= 2
         per_sm = min(most, per_sm_shared // _shared_bytes(height, block, padded, dtype, stages))
-        plain = TileConfig(height, block, segments, warps, stages, sms * max(1, per_sm))
+        # If the batch fits one tile, each node is one item. One program on each SM then uses the
+        # memory's whole bandwidth. With two programs, the GPU would place the first ones, which
+        # have the items, in pairs (docs/kernel-log.md).
+        plain = TileConfig(
+            height, block, segments, warps, stages, sms * max(1, per_sm),
+            programs_for_one_tile=sms if height >= 64 else None,
+        )  # fmt: skip
         gluon = _gluon_tile(plain, head_dim, vectors, sms, eight_bits) if hopper else None
         found.append(gluon or plain)
     return KernelConfiguration(
@@ -238,22 +262,33 @@ def _gluon_tile(
     if (plain.height, head_dim) == (8, 128):
         per_sm, registers = gluon_versions.small_tile_limits(vectors)
         return replace(
-            plain, block_tokens=16, lookahead=1, programs=per_sm * sms, max_registers=registers
-        )
+            plain, block_tokens=16, lookahead=1, programs=per_sm * sms, max_registers=registers,
+            fewer_programs=_fewer_programs(16, per_sm, sms),
+        )  # fmt: skip
     return None
 
 
 def _gluon_tile_of_bytes(plain: TileConfig, head_dim: int, sms: int) -> TileConfig | None:
     """The same for a cache of 8 bits: as many bytes are on their way, twice as many tokens."""
     if plain.height == 64 and head_dim in LARGE_TILE_HEAD_DIMS:
-        programs = min(2 * sms, READ_AHEAD)
-        return replace(plain, block_tokens=64, lookahead=3, programs=programs)
+        # The conversion of bytes needs two programs on each SM, also if the batch fits one tile.
+        return replace(
+            plain, block_tokens=64, lookahead=3, programs=min(2 * sms, READ_AHEAD),
+            programs_for_one_tile=None,
+        )  # fmt: skip
     if plain.height not in EIGHT_BITS_LIMITS or head_dim != 128:
         return None
     per_sm, registers = EIGHT_BITS_LIMITS[plain.height]
     return replace(
-        plain, block_tokens=32, lookahead=1, programs=per_sm * sms, max_registers=registers
-    )
+        plain, block_tokens=32, lookahead=1, programs=per_sm * sms, max_registers=registers,
+        fewer_programs=_fewer_programs(8, per_sm, sms) if plain.height == 8 else (),
+    )  # fmt: skip
+
+
+def _fewer_programs(bits: int, per_sm: int, sms: int) -> tuple[tuple[int, int], ...]:
+    """`TileConfig.fewer_programs` of a small tile with `per_sm` programs on an SM."""
+    rule = FEWER_PROGRAMS[bits]
+    return tuple((pairs * sms, fewer * sms) for pairs, fewer in rule if fewer < per_sm)
 
 
 def _shared_bytes(height: int, block: int, head_dim: int, dtype: torch.dtype, stages: int) -> int:

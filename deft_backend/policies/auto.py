@@ -48,7 +48,8 @@ class Auto:
                 f"the cost table holds {len(model.tiles.item_ns)} tile shapes; expected "
                 f"{len(tile_queries)}: measure this version's kernels with `deft tune`"
             )
-        programs = np.array(target.tile_programs[: len(tile_queries)], dtype=np.int64)
+        programs_for_batch = target.programs_for(forest.batch_size)
+        programs = np.array(programs_for_batch[: len(tile_queries)], dtype=np.int64)
         is_leaf = forest.is_leaf
         block = target.block_tokens
         node, begin, end = choose_ranges(

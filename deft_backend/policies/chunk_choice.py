@@ -1,9 +1,9 @@
 """Choose the length of the chunks of each tile shape: the rule of `auto`.
 
 The rule takes the ranges of one tile shape and prices candidates for the length of their chunks.
-A candidate cuts the longest range into :data:`PIECES` equal chunks, rounded up to whole KV blocks.
-It cuts every other range of the shape into chunks of at most that length. The cheapest candidate
-wins. Its cost in nanoseconds is the sum of these terms:
+A candidate cuts the longest range into :data:`NUM_CHUNKS` equal chunks, rounded up to whole KV
+blocks. It cuts every other range of the shape into chunks of at most that length. The cheapest
+candidate wins. Its cost in nanoseconds is the sum of these terms:
 
 - ``slower(max(busy, alone), stored * transfer_ns)``. The items take ``busy``: they run in rounds,
   one item on each program. One item takes at least ``alone``. The GPU's memory takes
@@ -37,7 +37,7 @@ from deft_backend.policies.range_choice import shape_of
 Int64Array = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
-PIECES = (*range(1, 9), *range(10, 33, 2), *range(40, 257, 8))
+NUM_CHUNKS = (*range(1, 9), *range(10, 33, 2), *range(40, 257, 8))
 """Candidates for the number of chunks of a tile shape's longest range."""
 
 MOST_ROUNDS = 8
@@ -65,7 +65,7 @@ ROUNDING = 1e-3
 """Subtracted before items per SM are rounded up, so that a whole number stays one in float32. Items
 per SM are a multiple of 1 / SMs of the GPU, which is larger."""
 
-_PIECES = np.array(PIECES, dtype=np.int64)
+_NUM_CHUNKS = np.array(NUM_CHUNKS, dtype=np.int64)
 
 
 class Cut(NamedTuple):
@@ -194,9 +194,9 @@ def cut_into(queries: Int64Array, tokens: Int64Array, tiles: Int64Array, chunk: 
 
 
 @host_jit
-def chunk_of(longest: int, pieces: int, block: int) -> int:
-    """Tokens of a chunk if the longest range is cut into `pieces` chunks of whole KV blocks."""
-    found: int = max(block, (longest + pieces * block - 1) // (pieces * block) * block)
+def chunk_of(longest: int, num_chunks: int, block: int) -> int:
+    """Tokens of a chunk if the longest range is cut into `num_chunks` chunks of whole KV blocks."""
+    found: int = max(block, (longest + num_chunks * block - 1) // (num_chunks * block) * block)
     return found
 
 
@@ -261,8 +261,8 @@ def choose_chunks(
         )  # fmt: skip
         best = np.inf
         last = np.int64(0)
-        for pieces in _PIECES:
-            chunk = chunk_of(longest, pieces, block)
+        for num_chunks in _NUM_CHUNKS:
+            chunk = chunk_of(longest, num_chunks, block)
             if chunk == last:
                 continue
             last = chunk

@@ -8,7 +8,7 @@ from typing import ClassVar
 from deft_backend.forest import PrefixForest
 from deft_backend.policies.grouping import Grouping
 from deft_backend.policies.policy import PolicyError
-from deft_backend.policies.splitting import cut_by, fit_chunk_tokens, node_ranges, pieces_by
+from deft_backend.policies.splitting import chunks_by, cut_by, fit_chunk_tokens, node_ranges
 from deft_backend.policies.target import Target
 from deft_backend.policy_names import DEFT_NODE_CHUNK
 
@@ -39,11 +39,11 @@ class DeftNodeChunk:
 
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
         ranges = node_ranges(forest)
-        pieces = pieces_by(ranges.tokens, self.chunk_tokens)
+        num_chunks = chunks_by(ranges.tokens, self.chunk_tokens)
         chunk = self.chunk_tokens
         if (
-            pieces.sum() > target.max_groups
-            or (pieces * ranges.num_queries).sum() > target.max_group_queries
+            num_chunks.sum() > target.max_groups
+            or (num_chunks * ranges.num_queries).sum() > target.max_group_queries
         ):
             chunk = fit_chunk_tokens(
                 self.name, ranges, target, fill_programs=False, minimum=self.chunk_tokens

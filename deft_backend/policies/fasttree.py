@@ -15,11 +15,11 @@ from deft_backend.forest import VIRTUAL_ROOT, PrefixForest
 from deft_backend.policies.grouping import Grouping
 from deft_backend.policies.splitting import (
     KVRanges,
+    chunks_by,
     concatenated_ranges,
     cut_evenly,
     fit_chunk_tokens,
     offsets,
-    pieces_by,
 )
 from deft_backend.policies.target import Target
 from deft_backend.policy_names import FASTTREE
@@ -56,7 +56,7 @@ class FastTree:
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
         ranges = assigned_ranges(forest, self.assign_edges(forest, target))
         chunk = fit_chunk_tokens(self.name, ranges, target, fill_programs=True)
-        return cut_evenly(ranges, pieces_by(ranges.tokens, chunk), target.block_tokens)
+        return cut_evenly(ranges, chunks_by(ranges.tokens, chunk), target.block_tokens)
 
     def assign_edges(self, forest: PrefixForest, target: Target) -> npt.NDArray[np.bool_]:
         """The greedy search (FastTree, cost-based greedy heuristic).

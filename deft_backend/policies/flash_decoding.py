@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from deft_backend.forest import PrefixForest
 from deft_backend.policies.grouping import Grouping
-from deft_backend.policies.splitting import cut_evenly, fit_chunk_tokens, pieces_by, query_ranges
+from deft_backend.policies.splitting import chunks_by, cut_evenly, fit_chunk_tokens, query_ranges
 from deft_backend.policies.target import Target
 from deft_backend.policy_names import FLASH_DECODING
 
@@ -28,4 +28,4 @@ class FlashDecoding:
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
         ranges = query_ranges(forest)
         chunk = fit_chunk_tokens(self.name, ranges, target, fill_programs=True)
-        return cut_evenly(ranges, pieces_by(ranges.tokens, chunk), target.block_tokens)
+        return cut_evenly(ranges, chunks_by(ranges.tokens, chunk), target.block_tokens)

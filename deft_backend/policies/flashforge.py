@@ -31,7 +31,7 @@ class Division:
 
     Attributes
     ----------
-    pieces : [N] int64
+    num_chunks : [N] int64
         ``b_k`` of each node: the slices of its KV.
     lower_bound_ms : float
         ``cost_l``: no division and schedule has a smaller makespan.
@@ -41,7 +41,7 @@ class Division:
         The slices, longest first.
     """
 
-    pieces: Int64Array
+    num_chunks: Int64Array
     lower_bound_ms: float
     makespan_ms: float
     grouping: Grouping
@@ -62,14 +62,14 @@ class _Tasks:
     cost: FloatArray
     """``C_est(n_q, n)`` of the undivided task."""
 
-    def pieces(self, cost_ms: float | FloatArray) -> Int64Array:
+    def num_chunks(self, cost_ms: float | FloatArray) -> Int64Array:
         """``b_k <= ceil(C_est / cost_l)`` (equation 5)."""
         wanted = np.ceil(self.cost / cost_ms).astype(np.int64)
         return np.clip(wanted, 1, self.blocks)
 
-    def slice_cost(self, model: CostModel, pieces: Int64Array) -> FloatArray:
+    def slice_cost(self, model: CostModel, num_chunks: Int64Array) -> FloatArray:
         """``C[j] = C_est(n_q / b_q, n / b_k)`` (equation 7)."""
-        return model.time(self.query_vectors, self.tokens / pieces)
+        return model.time(self.query_vectors, self.tokens / num_chunks)
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class FlashForge:
         highest = max(bound, float(tasks.cost.max(initial=bound)))
         steps = int(np.ceil(np.log(highest / bound) / np.log(self.grid_ratio))) + 1
         costs: FloatArray = bound * self.grid_ratio ** np.arange(steps, dtype=np.float64)
-        grid = np.vstack([tasks.pieces(costs[:, None]), np.ones_like(tasks.blocks)])
+        grid = np.vstack([tasks.num_chunks(costs[:, None]), np.ones_like(tasks.blocks)])
         changes = np.append((np.diff(grid, axis=0) != 0).any(axis=1), True)
         distinct: Int64Array = grid[changes]
         return distinct
@@ -172,8 +172,8 @@ def makespan_lower_bound(tasks: _Tasks, model: CostModel, num_programs: int) -> 
         return 1.0  # an empty batch: any positive cost divides nothing
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
-        pieces = tasks.pieces(middle)
-        total = float((tasks.tiles * pieces * tasks.slice_cost(model, pieces)).sum())
+        num_chunks = tasks.num_chunks(middle)
+        total = float((tasks.tiles * num_chunks * tasks.slice_cost(model, num_chunks)).sum())
         if total / num_programs <= middle:
             high = middle
         else:

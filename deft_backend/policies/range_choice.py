@@ -152,13 +152,13 @@ def cut_ranges(
     """
     groups = 0
     pairs = 0
-    pieces = np.empty(len(node), dtype=np.int64)
+    num_chunks = np.empty(len(node), dtype=np.int64)
     for r in range(len(node)):
         queries = query_end[node[r]] - query_begin[node[r]]
         chunk = chunk_tokens[shape_of(queries, tile_queries)]
-        pieces[r] = max(np.int64(1), (end[r] - begin[r] + chunk - 1) // chunk)
-        groups += pieces[r]
-        pairs += pieces[r] * queries
+        num_chunks[r] = max(np.int64(1), (end[r] - begin[r] + chunk - 1) // chunk)
+        groups += num_chunks[r]
+        pairs += num_chunks[r] * queries
     query_ptr = np.zeros(groups + 1, dtype=np.int32)
     queries_of = np.empty(pairs, dtype=np.int32)
     group_request = np.empty(groups, dtype=np.int32)
@@ -171,11 +171,11 @@ def cut_ranges(
     for r in range(len(node)):
         v = node[r]
         blocks = (end[r] - begin[r] + block - 1) // block
-        for p in range(pieces[r]):
+        for p in range(num_chunks[r]):
             group_request[g] = request[v]
-            group_start[g] = begin[r] + p * blocks // pieces[r] * block
-            group_end[g] = min(end[r], begin[r] + (p + 1) * blocks // pieces[r] * block)
-            group_open[g] = is_leaf[v] and p + 1 == pieces[r]
+            group_start[g] = begin[r] + p * blocks // num_chunks[r] * block
+            group_end[g] = min(end[r], begin[r] + (p + 1) * blocks // num_chunks[r] * block)
+            group_open[g] = is_leaf[v] and p + 1 == num_chunks[r]
             count[g] = query_end[v] - query_begin[v]
             for q in range(query_begin[v], query_end[v]):
                 queries_of[e] = order[q]

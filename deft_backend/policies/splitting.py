@@ -110,7 +110,7 @@ def group_tiles(grouping: Grouping, target: Target) -> Int64Array:
     return np.where(grouping.several_ranges, masked, query_tiles(queries, target))
 
 
-def pieces_by(tokens: Int64Array, chunk_tokens: int) -> Int64Array:
+def chunks_by(tokens: Int64Array, chunk_tokens: int) -> Int64Array:
     """Chunks of at most `chunk_tokens` that hold `tokens`; an empty range is one chunk."""
     return np.maximum(1, -(-tokens // chunk_tokens))
 
@@ -150,12 +150,12 @@ def fit_chunk_tokens(
     tiles = query_tiles(queries, target)
 
     def fits(chunk: int) -> bool:
-        pieces = pieces_by(tokens, chunk)
-        if pieces.sum() > target.max_groups or pieces @ queries > target.max_group_queries:
+        num_chunks = chunks_by(tokens, chunk)
+        if num_chunks.sum() > target.max_groups or num_chunks @ queries > target.max_group_queries:
             return False
         # Each chunk of a cut range takes a thread block; ranges shorter than a chunk share blocks.
         # Cut a context much longer than the rest (long tail) even if the rest fills the GPU.
-        blocks = tiles * np.where(tokens > chunk, pieces, tokens / chunk)
+        blocks = tiles * np.where(tokens > chunk, num_chunks, tokens / chunk)
         return not fill_programs or bool(blocks.sum() <= target.num_programs)
 
     low = -(-(minimum or block) // block)
@@ -182,28 +182,28 @@ def check_limits(policy: str, groups: int, pairs: int, target: Target) -> None:
             )
 
 
-def cut_evenly(ranges: KVRanges, pieces: Int64Array, block_tokens: int) -> Grouping:
-    """Cut range ``r`` into ``pieces[r]`` chunks of equal length, in whole KV blocks.
+def cut_evenly(ranges: KVRanges, num_chunks: Int64Array, block_tokens: int) -> Grouping:
+    """Cut range ``r`` into ``num_chunks[r]`` chunks of equal length, in whole KV blocks.
 
     A range with fewer KV blocks than that becomes one chunk for each block.
     """
     tokens = ranges.tokens
     blocks = np.maximum(1, -(-tokens // block_tokens))
-    pieces = np.clip(pieces, 1, blocks)
-    owner = np.repeat(np.arange(len(pieces)), pieces)
-    nth = concatenated_ranges(np.zeros(len(pieces), dtype=np.int64), pieces)
-    begin = nth * blocks[owner] // pieces[owner] * block_tokens
-    stop = (nth + 1) * blocks[owner] // pieces[owner] * block_tokens
-    return _chunks(ranges, owner, nth + 1 == pieces[owner], begin, stop)
+    num_chunks = np.clip(num_chunks, 1, blocks)
+    owner = np.repeat(np.arange(len(num_chunks)), num_chunks)
+    nth = concatenated_ranges(np.zeros(len(num_chunks), dtype=np.int64), num_chunks)
+    begin = nth * blocks[owner] // num_chunks[owner] * block_tokens
+    stop = (nth + 1) * blocks[owner] // num_chunks[owner] * block_tokens
+    return _chunks(ranges, owner, nth + 1 == num_chunks[owner], begin, stop)
 
 
 def cut_by(ranges: KVRanges, chunk_tokens: int) -> Grouping:
     """Cut every range into chunks of `chunk_tokens`; the last chunk holds the rest."""
-    pieces = pieces_by(ranges.tokens, chunk_tokens)
-    owner = np.repeat(np.arange(len(pieces)), pieces)
-    nth = concatenated_ranges(np.zeros(len(pieces), dtype=np.int64), pieces)
+    num_chunks = chunks_by(ranges.tokens, chunk_tokens)
+    owner = np.repeat(np.arange(len(num_chunks)), num_chunks)
+    nth = concatenated_ranges(np.zeros(len(num_chunks), dtype=np.int64), num_chunks)
     return _chunks(
-        ranges, owner, nth + 1 == pieces[owner], nth * chunk_tokens, (nth + 1) * chunk_tokens
+        ranges, owner, nth + 1 == num_chunks[owner], nth * chunk_tokens, (nth + 1) * chunk_tokens
     )
 
 

@@ -28,6 +28,9 @@ class Target:
         masked tile. A tile of height ``h`` serves ``h // query_vectors`` queries.
     tile_programs : tuple of int
         Programs that run at once for each KV head, by tile shape.
+    fewer_programs : tuple of (int, int)
+        The same for the first tile shape in a small batch: the most queries of the batch, and the
+        programs, ascending.
     num_sms : int
         SMs of the GPU.
     tile_segments : tuple of int
@@ -50,6 +53,7 @@ class Target:
     num_programs: int = 132
     tile_heights: tuple[int, ...] = TILE_HEIGHTS
     tile_programs: tuple[int, ...] = (132, 33, 33)
+    fewer_programs: tuple[tuple[int, int], ...] = ()
     num_sms: int = 132
     tile_segments: tuple[int, ...] = TILE_SEGMENTS
     block_tokens: int = 64
@@ -63,6 +67,13 @@ class Target:
     def costs(self) -> CostModel:
         """The cost model to plan with: `cost_model`, or the table shipped with the package."""
         return default_cost_model() if self.cost_model is None else self.cost_model
+
+    def programs_for(self, queries: int) -> tuple[int, ...]:
+        """`tile_programs` in a batch of so many queries."""
+        for most, programs in self.fewer_programs:
+            if queries <= most:
+                return (programs, *self.tile_programs[1:])
+        return self.tile_programs
 
     @property
     def gqa_group(self) -> int:

@@ -70,7 +70,7 @@ class Chosen(NamedTuple):
 
     count: Pointer
     """[1]: how many they are."""
-    position: Pointer
+    place: Pointer
     first: Pointer
     """Place of the node's first query."""
     queries: Pointer
@@ -81,7 +81,7 @@ class Chosen(NamedTuple):
 class Places(NamedTuple):
     """Where the items, entries and partial results of each range [2 B] go in the plan."""
 
-    pieces: Pointer
+    num_chunks: Pointer
     """Chunks of the range."""
     item: Pointer
     entry: Pointer
@@ -102,7 +102,7 @@ class Results(NamedTuple):
 class Candidates(NamedTuple):
     """Candidates for the length of chunks."""
 
-    pieces: Pointer
+    num_chunks: Pointer
     """[candidates]: chunks of the longest range."""
     cost: Pointer
     """[2, candidates] float32: expected nanoseconds, by tile shape."""
@@ -157,7 +157,7 @@ class Scratch:
 
     @classmethod
     def allocate(
-        cls, size: int, pieces: list[int], seen: torch.Tensor, device: torch.device
+        cls, size: int, num_chunks: list[int], seen: torch.Tensor, device: torch.device
     ) -> Scratch:
         """Allocate the arrays.
 
@@ -165,7 +165,7 @@ class Scratch:
         ----------
         size : int
             The batch B, a multiple of 4.
-        pieces : list of int
+        num_chunks : list of int
             Chunks of the longest range, for each candidate.
         seen : [4] int64
             The copy of the counters in CPU memory.
@@ -182,9 +182,9 @@ class Scratch:
         by_range, count, by_node = zeros(7, 2 * size), zeros(4), zeros(5, size)
         below, guess = zeros(2 * size), zeros(size, size)
         candidates = (
-            torch.tensor(pieces, dtype=torch.int32, device=device),
-            zeros(2 * len(pieces), dtype=torch.float32),
-            zeros(2 * len(pieces)),
+            torch.tensor(num_chunks, dtype=torch.int32, device=device),
+            zeros(2 * len(num_chunks), dtype=torch.float32),
+            zeros(2 * len(num_chunks)),
         )
         counted, began = zeros(4, dtype=torch.int64), zeros(2, dtype=torch.int64)
         memory = (by_request, by_range, count, by_node, below, guess, *candidates, counted, began)

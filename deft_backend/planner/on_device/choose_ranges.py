@@ -96,7 +96,7 @@ def choose_ranges(
     number = tl.associative_scan(chosen, 0, tl.standard._sum_combine) - chosen
     first = tl.load(first_ptr + place, mask=inside, other=0)
     tl.store(chosen_nodes.count, total(chosen))
-    tl.store(chosen_nodes.position + number, place, mask=chosen == 1)
+    tl.store(chosen_nodes.place + number, place, mask=chosen == 1)
     tl.store(chosen_nodes.first + number, first, mask=chosen == 1)
     tl.store(chosen_nodes.queries + number, queries, mask=chosen == 1)
     tl.store(chosen_nodes.begin + number, begin, mask=chosen == 1)

@@ -38,15 +38,15 @@ def find_nodes(
     if OVERLAPPED:
         gdc_launch_dependents()
         gdc_wait()
-    positions = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    position = positions[:, None]
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place = places[:, None]
     other = tl.arange(0, BATCH)[None, :]
-    is_position = positions < batch
+    is_place = places < batch
     none = tl.full([BLOCK], 0, tl.int32)
-    tl.store(ranks.rank + positions, none, mask=is_position)
-    tl.store(ranks.common + positions, none, mask=is_position)
-    cut = tl.load(nodes.cut + positions, mask=is_position, other=0)
-    behind = tl.load(nodes.cut + positions + 1, mask=is_position, other=0)
+    tl.store(ranks.rank + places, none, mask=is_place)
+    tl.store(ranks.common + places, none, mask=is_place)
+    cut = tl.load(nodes.cut + places, mask=is_place, other=0)
+    behind = tl.load(nodes.cut + places + 1, mask=is_place, other=0)
     other_cut = tl.load(nodes.cut + other, mask=other < batch, other=0)
     other_behind = tl.load(nodes.cut + other + 1, mask=other < batch, other=0)
 
@@ -58,13 +58,13 @@ def find_nodes(
     leaves = none
     if tl.reduce(cut, 0, tl.standard._elementwise_max) > 0:
         smaller = other_cut < cut[:, None]
-        left = smaller & (other < position)
+        left = smaller & (other < place)
         first = tl.reduce(tl.where(left, other, 0), 1, tl.standard._elementwise_max)
-        of_node = (other_cut == cut[:, None]) & (other > first[:, None]) & (other <= position)
+        of_node = (other_cut == cut[:, None]) & (other > first[:, None]) & (other <= place)
         leader = tl.reduce(tl.where(of_node, other, BATCH), 1, tl.standard._elementwise_min)
-    leads = is_position & (cut > 0) & (leader == positions)
+    leads = is_place & (cut > 0) & (leader == places)
     if tl.reduce(leads.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
-        right = (other_cut < cut[:, None]) & (other > position) & (other < batch)
+        right = (other_cut < cut[:, None]) & (other > place) & (other < batch)
         stop = tl.reduce(tl.where(right, other, batch), 1, tl.standard._elementwise_min)
         # The node above ends at the larger of these two cuts. The right one leads, because every
         # cut back to `first` is larger. The left one has its leader to its left.
@@ -80,13 +80,13 @@ def find_nodes(
         own_leaf = own_leaf & (other >= first[:, None]) & (other < stop[:, None])
         leaves = tl.reduce(own_leaf.to(tl.int32), 1, tl.standard._sum_combine)
     queries = tl.where(leads, stop - first, 0)
-    leaf_parent = tl.where(behind > cut, positions + 1, tl.where(cut > 0, leader, 0))
+    leaf_parent = tl.where(behind > cut, places + 1, tl.where(cut > 0, leader, 0))
 
-    tl.store(first_ptr + positions, first, mask=is_position)
-    tl.store(nodes.queries + positions, queries, mask=is_position)
-    tl.store(nodes.parent + positions, tl.where(leads, parent, 0), mask=is_position)
-    tl.store(nodes.leaves + positions, tl.where(leads, leaves, 0), mask=is_position)
-    tl.store(nodes.leaf_parent + positions, leaf_parent, mask=is_position)
+    tl.store(first_ptr + places, first, mask=is_place)
+    tl.store(nodes.queries + places, queries, mask=is_place)
+    tl.store(nodes.parent + places, tl.where(leads, parent, 0), mask=is_place)
+    tl.store(nodes.leaves + places, tl.where(leads, leaves, 0), mask=is_place)
+    tl.store(nodes.leaf_parent + places, leaf_parent, mask=is_place)
     is_large, tiles = tiles_of(queries, small_tile, large_tile)
     counter = nodes.below + is_large.to(tl.int32) * BATCH + parent
     tl.atomic_add(counter, tiles, mask=leads & (parent > 0))

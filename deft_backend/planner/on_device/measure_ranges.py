@@ -36,7 +36,7 @@ class Cut(NamedTuple):
 
     is_large: Any
     tiles: Any
-    pieces: Any
+    num_chunks: Any
     rank: Any
     """Tokens of the longest chunk; at most 0, and in the same order, if the tile is small."""
 
@@ -53,12 +53,12 @@ def _cheapest(candidates, shape, CANDIDATES: tl.constexpr):
 
 
 @jit
-def _read_leaves(position, batch, ranges, BATCH: tl.constexpr):
+def _read_leaves(place, batch, ranges, BATCH: tl.constexpr):
     """The leaves at these places."""
-    there = position < batch
-    begin = tl.load(ranges.begin + BATCH + position, mask=there, other=0)
-    end = tl.load(ranges.end + BATCH + position, mask=there, other=0)
-    return Range(there.to(tl.int32), begin, end, position, BATCH + position)
+    there = place < batch
+    begin = tl.load(ranges.begin + BATCH + place, mask=there, other=0)
+    end = tl.load(ranges.end + BATCH + place, mask=there, other=0)
+    return Range(there.to(tl.int32), begin, end, place, BATCH + place)
 
 
 @jit
@@ -76,9 +76,9 @@ def _read_nodes(number, count, chosen):
 def _cut(range_, is_large, tiles, chunk):
     """Ranges, cut into chunks."""
     tokens = range_.end - range_.begin
-    pieces = tl.where(range_.queries > 0, tl.maximum((tokens + chunk - 1) // chunk, 1), 0)
-    length = (tokens + pieces - 1) // tl.maximum(pieces, 1)
-    return Cut(is_large, tiles, pieces, tl.where(is_large, length, length - 2147483647))
+    num_chunks = tl.where(range_.queries > 0, tl.maximum((tokens + chunk - 1) // chunk, 1), 0)
+    length = (tokens + num_chunks - 1) // tl.maximum(num_chunks, 1)
+    return Cut(is_large, tiles, num_chunks, tl.where(is_large, length, length - 2147483647))
 
 
 @jit
@@ -162,7 +162,7 @@ def measure_ranges(
         other = _read_leaves(begin + tl.arange(0, LEAVES), batch, ranges, BATCH)
         other_cut = _cut_leaves(other, small_chunk, large_chunk, small_tile)
         before = _is_before(other, other_cut, mine, cut)
-        before_leaves += tl.where(before, other_cut.pieces[None, :], 0)
+        before_leaves += tl.where(before, other_cut.num_chunks[None, :], 0)
     item = _sum(before_leaves)
     entry = item
     part = tl.full([BLOCK], 0, tl.int32)
@@ -171,28 +171,28 @@ def measure_ranges(
         other = _read_nodes(begin + tl.arange(0, NODES), count, chosen)
         other_cut = _cut_nodes(other, small_chunk, large_chunk, small_tile, large_tile)
         before = _is_before(other, other_cut, mine, cut)
-        pieces = other_cut.pieces
-        item += _sum(tl.where(before, (other_cut.tiles * pieces)[None, :], 0))
-        entry += _sum(tl.where(before, (other.queries * pieces)[None, :], 0))
+        num_chunks = other_cut.num_chunks
+        item += _sum(tl.where(before, (other_cut.tiles * num_chunks)[None, :], 0))
+        entry += _sum(tl.where(before, (other.queries * num_chunks)[None, :], 0))
         above = other.end[None, :] <= mine.begin[:, None]
         above = above & (other.first[None, :] <= mine.first[:, None])
         stop = mine.first + mine.queries
         above = above & ((other.first + other.queries)[None, :] >= stop[:, None])
-        part += _sum(tl.where(above, pieces[None, :], 0))
-        small_pieces = tl.where(other_cut.is_large, 0, pieces)
-        small_part += _sum(tl.where(above, small_pieces[None, :], 0))
-    position = tl.load(chosen.position + nodes.number, mask=nodes.queries > 0, other=0)
-    at = tl.where(is_leaf, leaves.number, position)
+        part += _sum(tl.where(above, num_chunks[None, :], 0))
+        num_small_chunks = tl.where(other_cut.is_large, 0, num_chunks)
+        small_part += _sum(tl.where(above, num_small_chunks[None, :], 0))
+    place = tl.load(chosen.place + nodes.number, mask=nodes.queries > 0, other=0)
+    at = tl.where(is_leaf, leaves.number, place)
     there = mine.queries > 0
-    tl.store(places.pieces + at, cut.pieces, mask=there)
+    tl.store(places.num_chunks + at, cut.num_chunks, mask=there)
     tl.store(places.item + at, item, mask=there)
     tl.store(places.entry + at, entry, mask=there)
     tl.store(places.part + at, part, mask=there)
 
     # A leaf's item of the small tile runs in the last launch. So it merges its query's other
     # results, unless there are many, or one of them comes from the same launch.
-    parts = part + cut.pieces
-    alone = (small_part == 0) & (cut.pieces == 1) & (cut.is_large == 0)
+    parts = part + cut.num_chunks
+    alone = (small_part == 0) & (cut.num_chunks == 1) & (cut.is_large == 0)
     merges = alone & (parts > 1) & (parts - 1 <= MAX_MERGED)
     tl.store(results.parts + mine.first, parts, mask=is_leaf)
     tl.store(results.merged + mine.first, tl.where(merges, parts - 1, 0), mask=is_leaf)

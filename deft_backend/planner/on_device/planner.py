@@ -103,7 +103,7 @@ class DevicePlanner:
         self._interpreted = device.type == "cpu" if interpreted is None else interpreted
         size = self._size_for(capacity.max_batch)
         self.counters = torch.zeros(4, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._scratch = Scratch.allocate(size, self._work(size).pieces(), self.counters, device)
+        self._scratch = Scratch.allocate(size, self._work(size).num_chunks(), self.counters, device)
 
     @property
     def num_bytes(self) -> int:
@@ -187,7 +187,7 @@ class DevicePlanner:
     ) -> None:
         """Launch the kernels that do not read the page table."""
         small, large = numbers.tiles
-        programs = numbers.programs
+        programs = numbers.programs(batch)
         scratch = self._scratch
         capacity = self._plan.capacity
         partial_ns = float(numbers.partial_ns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deft_backend.policies.chunk_choice import PIECES
+from deft_backend.policies.chunk_choice import NUM_CHUNKS
 
 SIZES = (64, 256, 1024, 2048)
 """Batches that the kernels are compiled for; a smaller batch leaves lanes idle."""
@@ -68,10 +68,10 @@ class ProgramWork:
             node_columns=size, leaves=size, nodes=8, width=256, candidates=4,
         )  # fmt: skip
 
-    def pieces(self) -> list[int]:
-        """[candidates] of PIECES, the last repeated."""
-        every = max(1, len(PIECES) // self.candidates)
-        found = PIECES[::every][: self.candidates]
+    def num_chunks(self) -> list[int]:
+        """[candidates] of NUM_CHUNKS, the last repeated."""
+        every = max(1, len(NUM_CHUNKS) // self.candidates)
+        found = NUM_CHUNKS[::every][: self.candidates]
         return [*found, *[found[-1]] * (self.candidates - len(found))]
 
 

@@ -51,7 +51,7 @@ def sort_rows(
     key = rank * BATCH + requests
     other_key = other_rank * BATCH + other
     before = (other < batch) & (other_key < key[:, None])
-    position = tl.reduce(before.to(tl.int32), 1, tl.standard._sum_combine)
+    place = tl.reduce(before.to(tl.int32), 1, tl.standard._sum_combine)
     last = tl.reduce(tl.where(before, other_key, -1), 1, tl.standard._elementwise_max)
     neighbour = tl.maximum(last, 0) % BATCH
 
@@ -64,8 +64,8 @@ def sort_rows(
     cut = tl.where(there & (page == other_page), shared * PAGE_SIZE, 0)
 
     none = tl.full([BLOCK], 0, tl.int32)
-    tl.store(order_ptr + position, requests, mask=is_request)
-    tl.store(cut_ptr + position, cut, mask=is_request)
+    tl.store(order_ptr + place, requests, mask=is_request)
+    tl.store(cut_ptr + place, cut, mask=is_request)
     tl.store(cut_ptr + batch + requests, none, mask=requests == 0)
     tl.store(below_ptr + requests, none, mask=is_request)
     tl.store(below_ptr + BATCH + requests, none, mask=is_request)

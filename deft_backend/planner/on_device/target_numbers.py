@@ -14,7 +14,7 @@ class Numbers:
 
     tiles: tuple[int, int]
     """Queries that the small tile and the large tile serve."""
-    programs: tuple[int, int]
+    target: Target
     item_ns: tuple[float, ...]
     token_ns: tuple[float, ...]
     partial_ns: float
@@ -27,6 +27,11 @@ class Numbers:
     block: int
     """Tokens of a KV block."""
     query_blocks: int
+
+    def programs(self, queries: int) -> tuple[int, int]:
+        """Programs of the small tile and of the large tile in a batch of so many queries."""
+        small, large, *_ = self.target.programs_for(queries)
+        return small, large
 
     @classmethod
     def of(cls, target: Target) -> Numbers:
@@ -47,7 +52,7 @@ class Numbers:
             )
         return cls(
             tiles=(tiles[0], tiles[1]),
-            programs=(target.tile_programs[0], target.tile_programs[1]),
+            target=target,
             item_ns=model.tiles.item_ns,
             token_ns=model.tiles.token_ns,
             partial_ns=target.partial_ns,

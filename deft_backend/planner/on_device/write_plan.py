@@ -35,7 +35,7 @@ class Range(NamedTuple):
 
     begin: Any
     end: Any
-    pieces: Any
+    num_chunks: Any
     item: Any
     entry: Any
     part: Any
@@ -58,25 +58,25 @@ def _slots_of(results, batch, BATCH: tl.constexpr):
 def _read_range(ranges, places, at, there):
     begin = tl.load(ranges.begin + at, mask=there, other=0)
     end = tl.load(ranges.end + at, mask=there, other=0)
-    pieces = tl.load(places.pieces + at, mask=there, other=0)
+    num_chunks = tl.load(places.num_chunks + at, mask=there, other=0)
     item = tl.load(places.item + at, mask=there, other=0)
     entry = tl.load(places.entry + at, mask=there, other=0)
     part = tl.load(places.part + at, mask=there, other=0)
-    return Range(begin, end, pieces, item, entry, part)
+    return Range(begin, end, num_chunks, item, entry, part)
 
 
 @jit
-def _piece_of(range_, piece, block):
-    """First token of a range's chunk number `piece`, and the one after its last.
+def _chunk_of(range_, chunk, block):
+    """First token of a range's chunk number `chunk`, and the one after its last.
 
     The range's blocks are spread evenly over its chunks.
     """
     blocks = (range_.end - range_.begin + block - 1) // block
-    pieces = tl.maximum(range_.pieces, 1)
-    # piece * blocks // pieces, whose product would overflow
-    each, more = blocks // pieces, blocks % pieces
-    start = range_.begin + (piece * each + piece * more // pieces) * block
-    stop = range_.begin + ((piece + 1) * each + (piece + 1) * more // pieces) * block
+    num_chunks = tl.maximum(range_.num_chunks, 1)
+    # chunk * blocks // num_chunks, whose product would overflow
+    each, more = blocks // num_chunks, blocks % num_chunks
+    start = range_.begin + (chunk * each + chunk * more // num_chunks) * block
+    stop = range_.begin + ((chunk + 1) * each + (chunk + 1) * more // num_chunks) * block
     return start, tl.minimum(range_.end, stop)
 
 
@@ -101,7 +101,7 @@ def _write_node(
 ):  # fmt: skip
     """Write the items and entries of a node's range: for each chunk, a tile after the other."""
     SPAN_SHIFT: tl.constexpr = encoding_constants.SPAN_SHIFT.value
-    node = tl.load(chosen.position + number)
+    node = tl.load(chosen.place + number)
     first = tl.load(chosen.first + number)
     queries = tl.load(chosen.queries + number)
     range_ = _read_range(ranges, places, node, queries > 0)
@@ -109,32 +109,32 @@ def _write_node(
     table_row = tl.load(table_rows_ptr + request).to(tl.int32)
     is_large, tiles = tiles_of(queries, small_tile, large_tile)
     lane = tl.arange(0, WIDTH)
-    for at in range(0, range_.pieces * tiles, WIDTH):
+    for at in range(0, range_.num_chunks * tiles, WIDTH):
         index = at + lane
-        piece = index // tiles
+        chunk = index // tiles
         tile = index % tiles
         from_query = tile * queries // tiles
         to_query = (tile + 1) * queries // tiles
         span = tl.where(is_large, (to_query - from_query) << SPAN_SHIFT, 0)
-        start, stop = _piece_of(range_, piece, block)
-        entry = range_.entry + piece * queries + from_query
+        start, stop = _chunk_of(range_, chunk, block)
+        entry = range_.entry + chunk * queries + from_query
         _write_items(
             items, segment_table_ptr, range_.item + index, entry, request, table_row, start, stop,
-            span, index < range_.pieces * tiles,
+            span, index < range_.num_chunks * tiles,
         )  # fmt: skip
-    for at in range(0, range_.pieces * queries, WIDTH):
+    for at in range(0, range_.num_chunks * queries, WIDTH):
         index = at + lane
-        there = index < range_.pieces * queries
-        position = tl.where(there, first + index % queries, 0)
-        slot = tl.gather(slots.first, position, 0) + range_.part + index // queries
-        query = tl.load(order_ptr + position, mask=there, other=0)
+        there = index < range_.num_chunks * queries
+        place = tl.where(there, first + index % queries, 0)
+        slot = tl.gather(slots.first, place, 0) + range_.part + index // queries
+        query = tl.load(order_ptr + place, mask=there, other=0)
         tl.store(items.entry_query + range_.entry + index, query, mask=there)
         tl.store(items.entry_slot + range_.entry + index, slot, mask=there)
 
 
 @jit
 def _write_leaves(
-    position, slots, table_rows_ptr, segment_table_ptr, order_ptr, ranges, places, results, items,
+    place, slots, table_rows_ptr, segment_table_ptr, order_ptr, ranges, places, results, items,
     batch, small_tile, block, BATCH: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Write the items of the leaves at places: one entry for each item."""
@@ -142,25 +142,25 @@ def _write_leaves(
     MERGES: tl.constexpr = encoding_constants.MERGES.value
     OPEN_END: tl.constexpr = encoding_constants.OPEN_END.value
     SPAN_SHIFT: tl.constexpr = encoding_constants.SPAN_SHIFT.value
-    is_leaf = position < batch
-    query = tl.load(order_ptr + position, mask=is_leaf, other=0)
+    is_leaf = place < batch
+    query = tl.load(order_ptr + place, mask=is_leaf, other=0)
     request = query // BLOCKS
     table_row = tl.load(table_rows_ptr + request, mask=is_leaf, other=0).to(tl.int32)
-    range_ = _read_range(ranges, places, BATCH + position, is_leaf)
-    parts = tl.load(results.parts + position, mask=is_leaf, other=0)
-    merged = tl.load(results.merged + position, mask=is_leaf, other=0)
-    first_slot = tl.gather(slots.first, tl.where(is_leaf, position, 0), 0)
+    range_ = _read_range(ranges, places, BATCH + place, is_leaf)
+    parts = tl.load(results.parts + place, mask=is_leaf, other=0)
+    merged = tl.load(results.merged + place, mask=is_leaf, other=0)
+    first_slot = tl.gather(slots.first, tl.where(is_leaf, place, 0), 0)
     whole = tl.where(parts == 1, DIRECT, MERGES - first_slot)
     partial = (parts > 1) & (merged == 0)
     span = tl.where(small_tile > 0, merged, 1 << SPAN_SHIFT)
-    for piece in range(0, tl.reduce(range_.pieces, 0, tl.standard._elementwise_max)):
-        there = piece < range_.pieces
-        entry = range_.entry + piece
-        start, stop = _piece_of(range_, piece, block)
-        stop = tl.where(piece == range_.pieces - 1, OPEN_END, stop)
-        slot = tl.where(partial, first_slot + range_.part + piece, whole)
+    for chunk in range(0, tl.reduce(range_.num_chunks, 0, tl.standard._elementwise_max)):
+        there = chunk < range_.num_chunks
+        entry = range_.entry + chunk
+        start, stop = _chunk_of(range_, chunk, block)
+        stop = tl.where(chunk == range_.num_chunks - 1, OPEN_END, stop)
+        slot = tl.where(partial, first_slot + range_.part + chunk, whole)
         _write_items(
-            items, segment_table_ptr, range_.item + piece, entry, request, table_row, start, stop,
+            items, segment_table_ptr, range_.item + chunk, entry, request, table_row, start, stop,
             span, there,
         )  # fmt: skip
         tl.store(items.entry_query + entry, query, mask=there)
@@ -182,15 +182,15 @@ def _write_reduction(reduction, slots, order_ptr, batch, BATCH: tl.constexpr):
 
 
 @jit
-def _write_counts(items, queries, pieces, is_large, tiles):
+def _write_counts(items, queries, num_chunks, is_large, tiles):
     """Write how many items each tile shape has, and the ends of the last item."""
-    num_items = total(tiles * pieces)
+    num_items = total(tiles * num_chunks)
     tl.store(items.tile_ptr, 0)
-    tl.store(items.tile_ptr + 1, total(tl.where(is_large, tiles * pieces, 0)))
+    tl.store(items.tile_ptr + 1, total(tl.where(is_large, tiles * num_chunks, 0)))
     tl.store(items.tile_ptr + 2, num_items)
     tl.store(items.tile_ptr + 3, num_items)
     tl.store(items.item_segment_ptr + num_items, num_items)
-    tl.store(items.item_query_ptr + num_items, total(queries * pieces))
+    tl.store(items.item_query_ptr + num_items, total(queries * num_chunks))
 
 
 @jit
@@ -209,9 +209,9 @@ def _write_totals(
     _write_reduction(reduction, slots, order_ptr, batch, BATCH)
     which = tl.arange(0, 2 * BATCH)
     queries = tl.load(ranges.queries + which)
-    pieces = tl.load(places.pieces + which)
+    num_chunks = tl.load(places.num_chunks + which)
     is_large, tiles = tiles_of(queries, small_tile, large_tile)
-    _write_counts(items, queries, pieces, is_large, tiles)
+    _write_counts(items, queries, num_chunks, is_large, tiles)
 
     # What the step reads, and what it would read query by query, in tokens.
     begin = tl.load(ranges.begin + which)
@@ -271,9 +271,9 @@ def write_plan(
                 )  # fmt: skip
     elif program >= 0:
         slots = _slots_of(results, batch, BATCH)
-        position = program * LEAVES + tl.arange(0, LEAVES)
+        place = program * LEAVES + tl.arange(0, LEAVES)
         _write_leaves(
-            position, slots, table_rows_ptr, segment_table_ptr, order_ptr, ranges, places, results,
+            place, slots, table_rows_ptr, segment_table_ptr, order_ptr, ranges, places, results,
             items, batch, small_tile, block, BATCH, BLOCKS,
         )  # fmt: skip
     else:
