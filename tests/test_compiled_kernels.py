@@ -392,14 +392,17 @@ def test_programs_follow_from_the_gpu(sms: int, stems: int) -> None:
 
 
 @needs_gluon
-@pytest.mark.parametrize(("kv_dtype", "fewest"), [(None, 5), (torch.float8_e4m3fn, 6)])
+@pytest.mark.parametrize(
+    ("kv_dtype", "per_sm"),
+    [(None, (5, 5, 5, 5, 8, 8, 10, 10)), (torch.float8_e4m3fn, (4, 4, 6, 6, 8, 8, 10, 10))],
+)
 def test_small_batches_launch_fewer_small_programs(
-    kv_dtype: torch.dtype | None, fewest: int
+    kv_dtype: torch.dtype | None, per_sm: tuple[int, ...]
 ) -> None:
     """By the number of queries times KV heads; more than the rule names takes all programs."""
     small, large, _ = config_of(9, 128, torch.bfloat16, 4, 132, kv_dtype=kv_dtype).tiles
-    found = [small.programs_for(queries, 8) for queries in (1, 33, 34, 132, 133, 2048)]
-    assert found == [132 * per_sm for per_sm in (fewest, fewest, 8, 8, 10, 10)]
+    queries = (1, 16, 17, 33, 34, 132, 133, 2048)
+    assert [small.programs_for(count, 8) for count in queries] == [132 * each for each in per_sm]
     assert small.programs_for(132, 32) == 10 * 132
     assert large.programs_for(1, 8) == large.programs
     if kv_dtype is not None:

@@ -32,7 +32,7 @@ EIGHT_BITS_LIMITS = {8: (10, 168), 16: (6, None)}
 """Programs on an SM, and most registers of a thread, by the height of a small tile in Gluon that
 reads a cache of 8 bits."""
 
-FEWER_PROGRAMS = {16: ((2, 5), (8, 8)), 8: ((2, 6), (8, 8))}
+FEWER_PROGRAMS = {16: ((2, 5), (8, 8)), 8: ((1, 4), (2, 6), (8, 8))}
 """Small tiles of 8 vectors in Gluon, by the bits of an element of the cache: up to so many queries
 times KV heads for each SM, so many programs on each SM.
 
