@@ -250,7 +250,8 @@ def test_a_batch_of_one_large_tile_gets_a_large_program_an_sm(
 ) -> None:
     """16 requests are 64 rows a KV head. A plan of the host says how many programs have items."""
     compiler = Compiler(monkeypatch)
-    config = replace(CONFIG, sms=12)
+    large = replace(TILES[1], programs_for_one_tile=12)
+    config = replace(CONFIG, tiles=(TILES[0], large, *TILES[2:]))
     call = partial(launch_all, queries=queries, host_plan=host_plan, config=config)
     assert compiler.launches_of(call)[0][:2] == ("hopper_large_tile_attention", (programs, 1, 1))
 
