@@ -181,6 +181,7 @@ def test_groups_are_even_chunks_within_the_chosen_length(
 ) -> None:
     forest = batch.forest()
     own = with_costs(target, costs)
+    target = replace(target, tile_programs=target.programs_for(forest.batch_size))
     node, begin, end = ranges_of(forest, target, costs)
     queries = forest.num_queries[node].tolist()
     token_bytes = 2 * target.head_dim * target.dtype_bytes * target.num_kv_heads

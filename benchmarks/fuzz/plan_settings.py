@@ -29,6 +29,8 @@ class PlanSetting:
         Tokens of a KV block.
     query_tokens : int
         Of each request.
+    fewer : bool
+        Whether small batches run fewer programs of the small tile.
     """
 
     query_heads: int
@@ -39,6 +41,7 @@ class PlanSetting:
     tiles: tuple[int, ...]
     block_tokens: int
     query_tokens: int = 1
+    fewer: bool = False
 
     @property
     def blocks(self) -> QueryBlocks:
@@ -57,7 +60,7 @@ class PlanSetting:
             num_query_heads=self.query_heads, num_kv_heads=self.kv_heads, head_dim=self.head_dim,
             num_programs=self.programs, tile_heights=self.tiles,
             tile_programs=(4 * self.programs, self.programs, self.programs),
-            fewer_programs=((16, self.programs), (64, 2 * self.programs)),
+            fewer_programs=((16, self.programs), (64, 2 * self.programs)) if self.fewer else (),
             block_tokens=self.block_tokens, query_tokens=self.blocks.tokens,
             query_blocks=self.blocks.blocks,
         )  # fmt: skip
@@ -67,9 +70,9 @@ def plan_settings() -> list[PlanSetting]:
     """Every setting of plans, the common ones first."""
     choices = itertools.product(TILES, (132, 33, 5), PAGE_SIZES, HEADS, (64, 1 << 15, 16))
     every = (
-        PlanSetting(*heads, 128, page_size, programs, tiles, block, query_tokens)
-        for (tiles, programs, page_size, heads, block), query_tokens in zip(
-            choices, itertools.cycle(QUERY_TOKENS), strict=False
+        PlanSetting(*heads, 128, page_size, programs, tiles, block, query_tokens, fewer)
+        for (tiles, programs, page_size, heads, block), query_tokens, fewer in zip(
+            choices, itertools.cycle(QUERY_TOKENS), itertools.cycle((False, True)), strict=False
         )
     )
     return [setting for setting in every if setting.fits]
