@@ -413,6 +413,32 @@ def test_a_checkpoint_that_was_not_finished_is_written_again(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("host", "reference", "set_by_user", "expected"),
+    [
+        ("sglang", "triton", None, "triton"),
+        ("sglang", None, None, None),
+        ("sglang", "triton", "flashinfer", None),  # the user's setting reaches the server anyway
+        ("vllm", "FLASHINFER", None, None),
+    ],
+)
+def test_the_server_with_the_plugin_prefills_as_the_named_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, reference: str | None,
+    set_by_user: str | None, expected: str | None,
+) -> None:  # fmt: skip
+    monkeypatch.delenv("DEFT_FALLBACK_BACKEND", raising=False)
+    if set_by_user is not None:
+        monkeypatch.setenv("DEFT_FALLBACK_BACKEND", set_by_user)
+    choice = Choice(
+        Output(tmp_path / "e.json"), ("grid",), ServerChoice(host, None, reference),
+        ModelChoice(shape="tiny", weights="dummy"),
+    )  # fmt: skip
+    with prepared(choice) as setup:
+        command = setup.launch.command(setup.launch.host.ours, tmp_path)
+    assert command.environment.get("DEFT_FALLBACK_BACKEND") == expected
+
+
+@pytest.mark.usefixtures("installed")
 def test_servers_of_clients_have_a_tokenizer(tmp_path: Path) -> None:
     choice = Choice(
         Output(tmp_path / "e.json"), ("clients", "grid"),

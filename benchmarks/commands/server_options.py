@@ -14,5 +14,9 @@ CheckpointOption = Annotated[
     str | None, typer.Option(help="Checkpoint folder. Default: write a checkpoint of --shape.")
 ]
 ReferenceOption = Annotated[
-    str | None, typer.Option(help="Backend whose answers are the reference.")
+    str | None,
+    typer.Option(
+        help="Backend whose answers are the reference. In SGLang, the server with the plugin also "
+        "prefills with it."
+    ),
 ]

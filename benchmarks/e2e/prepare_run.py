@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.e2e.backend_runs import Setup
-from benchmarks.e2e.backends import HOSTS, Launch, ServerChoiceError, checked_backends
+from benchmarks.e2e.backends import HOSTS, Host, Launch, ServerChoiceError, checked_backends
 from benchmarks.e2e.choice import (
     WORKLOADS,
     Choice,
@@ -61,6 +62,7 @@ def prepared(choice: Choice) -> Iterator[Setup]:
         options = tuple(choice.servers.options)
         launch = Launch(
             host, model, tokenizer="clients" in names, options=options,
+            environment=_same_prefill(host, choice.servers.reference),
             tensor_parallel=choice.servers.tensor_parallel,
         )  # fmt: skip
         workloads = [w for name in names for w in chosen_workloads(name, choice, model, on_gpu)]
@@ -69,6 +71,18 @@ def prepared(choice: Choice) -> Iterator[Setup]:
             choice.output.rows, choice.output.log_folder, choice.output.command,
             choice.servers.start_seconds,
         )  # fmt: skip
+
+
+def _same_prefill(host: Host, reference: str | None) -> dict[str, str]:
+    """Environment in which the server with the plugin prefills as the named reference does.
+
+    Backends differ in their arithmetic over a cache of 8 bits. fa3 also rounds queries and weights
+    to 8 bits, and triton reads the keys and values of a prompt before they are rounded. If the
+    prompts are computed in two ways, answers differ by more than rounding.
+    """
+    if reference is None or host.name != "sglang" or "DEFT_FALLBACK_BACKEND" in os.environ:
+        return {}
+    return {"DEFT_FALLBACK_BACKEND": reference}
 
 
 def _default_shape(names: Sequence[str], on_gpu: bool) -> str:
