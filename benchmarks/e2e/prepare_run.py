@@ -76,9 +76,10 @@ def prepared(choice: Choice) -> Iterator[Setup]:
 def _same_prefill(host: Host, reference: str | None) -> dict[str, str]:
     """Environment in which the server with the plugin prefills as the named reference does.
 
-    Backends differ in their arithmetic over a cache of 8 bits. fa3 also rounds queries and weights
-    to 8 bits, and triton reads the keys and values of a prompt before they are rounded. If the
-    prompts are computed in two ways, answers differ by more than rounding.
+    Backends differ in their arithmetic over a cache of 8 bits. fa3 also rounds queries and softmax
+    weights to 8 bits, and triton reads a prompt's keys and values before they are rounded. If the
+    prompts are computed in two ways, answers differ by more than the tolerance
+    (docs/reliability.md).
     """
     if reference is None or host.name != "sglang" or "DEFT_FALLBACK_BACKEND" in os.environ:
         return {}
