@@ -17,6 +17,6 @@ ReferenceOption = Annotated[
     str | None,
     typer.Option(
         help="Backend whose answers are the reference. In SGLang, the server with the plugin also "
-        "prefills with it."
+        "prefills with it. pytorch: a model in plain PyTorch checks the answers of traffic."
     ),
 ]

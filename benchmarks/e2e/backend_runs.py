@@ -13,7 +13,8 @@ from typing import Any
 from benchmarks.e2e.backends import Launch
 from benchmarks.e2e.checked_answers import still_to_run
 from benchmarks.e2e.kept_answers import compare, kept
-from benchmarks.e2e.served_workloads import Served, Workload, answers_file
+from benchmarks.e2e.plain_check import PLAIN
+from benchmarks.e2e.served_workloads import Mixed, Served, Workload, answers_file
 from benchmarks.e2e.serving_rows import Row, case_name, case_of, joined, read_rows, replaced
 from benchmarks.row_files import make_folder, write_rows
 from deft_backend.harness.client import Client, ClientError
@@ -127,7 +128,7 @@ def record(setup: Setup, said: Callable[[str], None]) -> list[Row]:
     recorder = Recorder(setup)
     ours = setup.launch.host.ours
     for backend in sorted(setup.backends, key=lambda name: name != ours):
-        _serve(setup, backend, recorder, said)
+        (_check_plainly if backend == PLAIN else _serve)(setup, backend, recorder, said)
     run = {case_of(workload.row(setup.launch, ours)) for workload in setup.workloads}
     for row in recorder.rows:
         if row["backend"] == ours and case_of(row) in run and (left := still_to_run(row)):
@@ -150,6 +151,21 @@ def _serve(setup: Setup, backend: str, recorder: Recorder, said: Callable[[str],
             row = _failed(workload.row(setup.launch, backend), error)
             recorder.put(row)
             said(_line(row))
+
+
+def _check_plainly(
+    setup: Setup, backend: str, recorder: Recorder, said: Callable[[str], None]
+) -> None:
+    """Check answers without a server."""
+    said(f"{backend}: checking answers with a model in plain PyTorch")
+    for workload in setup.workloads:
+        try:
+            assert isinstance(workload, Mixed), workload
+            row = workload.check_plainly(setup.launch, recorder.answers, recorder.rows)
+        except Exception as error:
+            row = _failed(workload.row(setup.launch, backend), error)
+        recorder.put(row)
+        said(_line(row))
 
 
 async def _measure(

@@ -19,6 +19,7 @@ from benchmarks.e2e.choice import (
     one_of,
 )
 from benchmarks.e2e.chosen_workloads import chosen_workloads
+from benchmarks.e2e.plain_check import PLAIN, arithmetic_of
 from benchmarks.e2e.prompt_cases import CaseError
 from benchmarks.e2e.served_model import (
     SHAPES,
@@ -65,6 +66,8 @@ def prepared(choice: Choice) -> Iterator[Setup]:
             environment=_same_prefill(host, choice.servers.reference),
             tensor_parallel=choice.servers.tensor_parallel,
         )  # fmt: skip
+        if PLAIN in (choice.servers.reference, *backends):
+            _check_plain(names, launch)
         workloads = [w for name in names for w in chosen_workloads(name, choice, model, on_gpu)]
         yield Setup(
             launch, backends, choice.servers.reference or host.reference(), workloads,
@@ -83,7 +86,19 @@ def _same_prefill(host: Host, reference: str | None) -> dict[str, str]:
     """
     if reference is None or host.name != "sglang" or "DEFT_FALLBACK_BACKEND" in os.environ:
         return {}
+    if reference == PLAIN:
+        return {"DEFT_FALLBACK_BACKEND": "fa3"} if host.on_gpu() else {}
     return {"DEFT_FALLBACK_BACKEND": reference}
+
+
+def _check_plain(names: Sequence[str], launch: Launch) -> None:
+    """Refuse what a model in plain PyTorch cannot check."""
+    if list(names) != ["traffic"]:
+        raise ChoiceError(
+            f"the reference {PLAIN} checks the workload traffic alone, and not "
+            f"{', '.join(names)}; name a backend of {launch.host.name}"
+        )
+    arithmetic_of(launch)
 
 
 def _default_shape(names: Sequence[str], on_gpu: bool) -> str:

@@ -17,6 +17,7 @@ from benchmarks.e2e.batch_timing import measure
 from benchmarks.e2e.checked_answers import check, load_samples, save_samples
 from benchmarks.e2e.memory import growth, memory_of
 from benchmarks.e2e.mixed_traffic import Seen, Traffic, drive
+from benchmarks.e2e.plain_check import check_in_process
 from benchmarks.e2e.prompt_cases import Case
 from benchmarks.e2e.serving_rows import Row, case_of, make_row
 from benchmarks.e2e.tree_replay import replay_tree
@@ -198,12 +199,18 @@ class Mixed:
 
     async def run(self, served: Served, rows: Sequence[Row]) -> Row | None:
         ours = self.row(served.launch, served.launch.host.ours)
-        samples = answers_file(served.folder, ours, ours["backend"]).with_suffix(".samples")
         if served.backend == ours["backend"]:
-            return await self._drive(served, ours, samples)
+            return await self._drive(served, ours, _samples_file(served.folder, ours))
         if served.backend == served.reference:
-            return await self._check(served, ours, samples, rows)
+            row, samples = _sampled(served.folder, ours, rows)
+            found = await check(load_samples(samples), served.client, self.tolerance)
+            return _checked(row, found.to_dict(self.tolerance) | {"against": served.backend})
         return None
+
+    def check_plainly(self, launch: Launch, folder: Path, rows: Sequence[Row]) -> Row:
+        """Check the answers against a model in plain PyTorch; no server runs meanwhile."""
+        row, samples = _sampled(folder, self.row(launch, launch.host.ours), rows)
+        return _checked(row, check_in_process(launch, samples, self.tolerance))
 
     async def _drive(self, served: Served, row: Row, samples: Path) -> Row:
         memory: list[dict[str, Any]] = []
@@ -239,26 +246,32 @@ class Mixed:
             f"--minutes {self.traffic.minutes:g} --part {self.traffic.part}"
         )
 
-    async def _check(
-        self, served: Served, ours: Row, samples: Path, rows: Sequence[Row]
-    ) -> Row | None:
-        known = [r for r in rows if case_of(r) == case_of(ours) and r["backend"] == ours["backend"]]
-        if not known or not samples.is_file():
-            raise WorkloadError(
-                f"no answers of {ours['backend']} to check; run {ours['workload']} with "
-                f"--backends {ours['backend']} into the same --out first"
-            )
-        found = await check(load_samples(samples), served.client, self.tolerance)
-        checked = found.to_dict(self.tolerance) | {"against": served.backend}
-        row = known[-1]
-        row["detail"]["checked"] = checked
-        row["detail"].pop("check_with", None)
-        return row
-
     async def _watch(self, pid: int | None, began: float, memory: list[dict[str, Any]]) -> None:
         while True:
             memory.append(await _sample(pid, began))
             await asyncio.sleep(max(1.0, self.traffic.minutes * 60 / 30))
+
+
+def _samples_file(folder: Path, ours: Row) -> Path:
+    return answers_file(folder, ours, ours["backend"]).with_suffix(".samples")
+
+
+def _sampled(folder: Path, ours: Row, rows: Sequence[Row]) -> tuple[Row, Path]:
+    """The row of the traffic, and its samples."""
+    known = [r for r in rows if case_of(r) == case_of(ours) and r["backend"] == ours["backend"]]
+    samples = _samples_file(folder, ours)
+    if not known or not samples.is_file():
+        raise WorkloadError(
+            f"no answers of {ours['backend']} to check; run {ours['workload']} with "
+            f"--backends {ours['backend']} into the same --out first"
+        )
+    return known[-1], samples
+
+
+def _checked(row: Row, result: dict[str, Any]) -> Row:
+    row["detail"]["checked"] = result
+    row["detail"].pop("check_with", None)
+    return row
 
 
 async def _sample(pid: int | None, began: float) -> dict[str, Any]:

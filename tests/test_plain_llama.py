@@ -1,0 +1,164 @@
+"""The model in plain PyTorch against transformers' Llama, and the check of sampled answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.e2e import plain_check
+from benchmarks.e2e.checked_answers import save_samples
+from benchmarks.e2e.choice import ChoiceError
+from benchmarks.e2e.plain_check import Names, arithmetic_of, check_in_process
+from benchmarks.e2e.served_model import write_model
+from benchmarks.plain_answers import check
+from benchmarks.plain_llama import Arithmetic, PlainLlama
+
+transformers = pytest.importorskip("transformers")
+
+CPU = torch.device("cpu")
+EXACT = Arithmetic(torch.float32, torch.float32, coarse_prompts=False)
+PROMPT, ANSWER = [3, 999, 17, 4, 256, 81, 7], [12, 700, 5]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    write_model(path, "tiny", "random", "float32")
+    return path
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: Path) -> Any:
+    return transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@torch.no_grad()
+def log_probs(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    logits: torch.Tensor = model(torch.tensor([[*prompt, *answer]])).logits[0]
+    return logits[len(prompt) - 1 : -1].log_softmax(-1)
+
+
+def test_it_is_the_llama_of_transformers(folder: Path, theirs: Any) -> None:
+    ours = PlainLlama(folder, EXACT, CPU)
+    expected = log_probs(theirs, PROMPT, ANSWER)
+    torch.testing.assert_close(ours.log_probs(PROMPT, ANSWER), expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_keys_and_values_are_rounded_as_the_cache_rounds_them(
+    cache: torch.dtype, folder: Path, theirs: Any
+) -> None:
+    def rounded(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        k, v = k.to(cache).to(k.dtype), v.to(cache).to(v.dtype)
+        return sdpa_attention_forward(module, q, k, v, mask, **options)
+
+    transformers.AttentionInterface.register("rounded", rounded)
+    transformers.AttentionMaskInterface.register(
+        "rounded", transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    )
+    exact = log_probs(theirs, PROMPT, ANSWER)
+    theirs.set_attn_implementation("rounded")
+    try:
+        expected = log_probs(theirs, PROMPT, ANSWER)
+    finally:
+        theirs.set_attn_implementation("sdpa")
+    assert (expected - exact).abs().max() > 0.01
+    ours = PlainLlama(folder, Arithmetic(torch.float32, cache, coarse_prompts=False), CPU)
+    # A key that float32 moves over the middle of two stored numbers becomes the other one.
+    torch.testing.assert_close(ours.log_probs(PROMPT, ANSWER), expected, atol=0.02, rtol=0)
+
+
+def test_prompts_are_computed_once_and_in_parts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it keeps, and how it cuts prompts, changes nothing."""
+    fresh = PlainLlama(folder, EXACT, CPU)
+    expected = fresh.log_probs([*PROMPT, 44, 45], ANSWER)
+    monkeypatch.setattr("benchmarks.plain_llama.QUERIES_AT_ONCE", 2)
+    monkeypatch.setattr("benchmarks.plain_llama.TOKENS_AT_ONCE", 3)
+    ours = PlainLlama(folder, EXACT, CPU)
+    for before in ([*PROMPT, 1, 2, 3], PROMPT[:2], [*PROMPT, 44, 45], [*PROMPT, 44, 45, 6]):
+        ours.log_probs(before, ANSWER)
+        found = ours.log_probs([*PROMPT, 44, 45], ANSWER)
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
+
+
+def test_coarse_prompts_round_queries_and_weights_of_prompts_alone(folder: Path) -> None:
+    cache = torch.float8_e4m3fn
+    fine = PlainLlama(folder, Arithmetic(torch.float32, cache, coarse_prompts=False), CPU)
+    coarse = PlainLlama(folder, Arithmetic(torch.float32, cache, coarse_prompts=True), CPU)
+    assert (fine.log_probs(PROMPT, ANSWER) - coarse.log_probs(PROMPT, ANSWER)).abs().max() > 0.01
+    # The first token attends to itself alone, so queries and weights do not matter there.
+    torch.testing.assert_close(
+        fine.log_probs([5], ANSWER), coarse.log_probs([5], ANSWER), atol=1e-5, rtol=0
+    )
+
+
+def test_a_wrong_token_of_an_answer_is_found(folder: Path, tmp_path: Path) -> None:
+    model = PlainLlama(folder, EXACT, CPU)
+    samples = []
+    for prompt in (tuple(PROMPT), (*PROMPT[:4], 9), (77,)):
+        answer: list[int] = []
+        for _ in range(6):
+            answer.append(int(model.log_probs(prompt, [*answer, 0])[-1].argmax()))
+        samples.append((prompt, answer))
+    names = Names("float32", "float32", coarse_prompts=False)
+    found = check(samples, str(folder), names, 1e-3)
+    assert (found.answers, found.tokens, found.ties, found.wrong) == (3, 18, [], [])
+    samples[1][1][3] = (samples[1][1][3] + 1) % 1000
+    found = check(samples, str(folder), names, 1e-3)
+    assert found.wrong[0].startswith(f"answer 1 (5 tokens before), token 3: {samples[1][1][3]} ")
+
+    save_samples(tmp_path / "samples", samples)
+    launch: Any = SimpleNamespace(
+        host=SimpleNamespace(on_gpu=lambda: False, name="sglang"), options=(), environment={},
+        model=SimpleNamespace(path=str(folder)),
+    )  # fmt: skip
+    result = check_in_process(launch, tmp_path / "samples", 0.0)
+    assert (result["answers"], result["tokens"], result["against"]) == (3, 18, "pytorch")
+    assert result["wrong"] == len(found.wrong)
+    (tmp_path / "samples").write_text("[]]")
+    with pytest.raises(RuntimeError, match=r"(?s)ended with 1: .*JSONDecodeError"):
+        check_in_process(launch, tmp_path / "samples", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("host", "options", "fallback", "expected"),
+    [
+        ("sglang", (), "", ("bfloat16", "bfloat16", False)),
+        ("vllm", ("--kv-cache-dtype=auto",), "", ("bfloat16", "bfloat16", False)),
+        ("sglang", ("--kv-cache-dtype", "fp8_e4m3"), "fa3", ("bfloat16", "float8_e4m3fn", True)),
+        ("sglang", ("--kv-cache-dtype=fp8_e5m2",), "", ("bfloat16", "float8_e5m2", True)),
+        ("sglang", ("--kv-cache-dtype=fp8_e5m2",), "triton", None),
+        ("vllm", ("--kv-cache-dtype", "fp8"), "", None),
+    ],
+)
+def test_it_computes_as_the_server_does_or_refuses(
+    host: str, options: tuple[str, ...], fallback: str, expected: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.delenv("DEFT_FALLBACK_BACKEND", raising=False)
+    launch: Any = SimpleNamespace(
+        host=SimpleNamespace(on_gpu=lambda: True, name=host), options=options,
+        environment={"DEFT_FALLBACK_BACKEND": fallback} if fallback else {},
+    )  # fmt: skip
+    if expected is None:
+        with pytest.raises(ChoiceError, match="expected sglang with fa3, or a cache of bfloat16"):
+            arithmetic_of(launch)
+    else:
+        assert arithmetic_of(launch) == expected
+
+
+def test_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "qwen3"}))
+    with pytest.raises(ValueError, match="of type qwen3; expected llama"):
+        PlainLlama(tmp_path, EXACT, CPU)
+    assert plain_check.PLAIN == "pytorch"
