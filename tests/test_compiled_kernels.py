@@ -393,17 +393,22 @@ def test_programs_follow_from_the_gpu(sms: int, stems: int) -> None:
 
 @needs_gluon
 @pytest.mark.parametrize(
-    ("kv_dtype", "per_sm"),
-    [(None, (5, 5, 5, 5, 8, 8, 10, 10)), (torch.float8_e4m3fn, (4, 4, 6, 6, 8, 8, 10, 10))],
+    ("group", "kv_dtype", "per_sm"),
+    [
+        (4, None, (5, 5, 5, 5, 8, 8, 10, 10)),
+        (4, torch.float8_e4m3fn, (4, 4, 6, 6, 8, 8, 10, 10)),
+        (16, None, (4, 4, 4, 4, 4, 4, 6, 6)),
+        (16, torch.float8_e4m3fn, (4, 4, 4, 4, 4, 4, 6, 6)),
+    ],
 )
 def test_small_batches_launch_fewer_small_programs(
-    kv_dtype: torch.dtype | None, per_sm: tuple[int, ...]
+    group: int, kv_dtype: torch.dtype | None, per_sm: tuple[int, ...]
 ) -> None:
     """By the number of queries times KV heads; more than the rule names takes all programs."""
-    small, large, _ = config_of(9, 128, torch.bfloat16, 4, 132, kv_dtype=kv_dtype).tiles
+    small, large, _ = config_of(9, 128, torch.bfloat16, group, 132, kv_dtype=kv_dtype).tiles
     queries = (1, 16, 17, 33, 34, 132, 133, 2048)
     assert [small.programs_for(count, 8) for count in queries] == [132 * each for each in per_sm]
-    assert small.programs_for(132, 32) == 10 * 132
+    assert small.programs_for(132, 32) == 132 * per_sm[-1]
     assert large.programs_for(1, 8) == large.programs
     if kv_dtype is not None:
         assert large.programs_for_one_tile is None

@@ -207,8 +207,8 @@ def test_how_programs_divide_the_work_decides_nothing(
     assert len(set(expected.segment_span.tolist())) > 1  # some nodes have items
     whole = ProgramWork.interpreted(64)
     small = replace(
-        whole, rows=8, places=8, ranges=4, leaf_columns=16, node_columns=4, leaves=16, nodes=2,
-        width=8,
+        whole, rows=8, sorted=8, nodes=4, ranges=4, leaf_columns=16, node_columns=4, leaves=16,
+        node_programs=2, width=8,
     )  # fmt: skip
     monkeypatch.setattr(ProgramWork, "interpreted", lambda size: small)
     found = plan_of(batch)

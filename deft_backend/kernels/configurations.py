@@ -32,9 +32,12 @@ EIGHT_BITS_LIMITS = {8: (10, 168), 16: (6, None)}
 """Programs on an SM, and most registers of a thread, by the height of a small tile in Gluon that
 reads a cache of 8 bits."""
 
-FEWER_PROGRAMS = {16: ((2, 5), (8, 8)), 8: ((1, 4), (2, 6), (8, 8))}
-"""Small tiles of 8 vectors in Gluon, by the bits of an element of the cache: up to so many queries
-times KV heads for each SM, so many programs on each SM.
+FEWER_PROGRAMS = {
+    (8, 16): ((2, 5), (8, 8)), (8, 8): ((1, 4), (2, 6), (8, 8)),
+    (16, 16): ((8, 4),), (16, 8): ((8, 4),),
+}  # fmt: skip
+"""Small tiles in Gluon, by their height and the bits of an element of the cache: up to so many
+queries times KV heads for each SM, so many programs on each SM.
 
 A launch that does not know its number of items has programs without one. The GPU places all
 programs of a launch evenly, but not the first ones of them. On an H100, up to six of the first 512
@@ -258,12 +261,15 @@ def _gluon_tile(
         return replace(plain, block_tokens=block, lookahead=lookahead, programs=programs)
     # One warp a program, as in the plain kernel.
     if (plain.height, head_dim) == (16, 128):
-        return replace(plain, block_tokens=16, lookahead=1, programs=6 * sms)
+        return replace(
+            plain, block_tokens=16, lookahead=1, programs=6 * sms,
+            fewer_programs=_fewer_programs(16, 16, 6, sms),
+        )  # fmt: skip
     if (plain.height, head_dim) == (8, 128):
         per_sm, registers = gluon_versions.small_tile_limits(vectors)
         return replace(
             plain, block_tokens=16, lookahead=1, programs=per_sm * sms, max_registers=registers,
-            fewer_programs=_fewer_programs(16, per_sm, sms),
+            fewer_programs=_fewer_programs(8, 16, per_sm, sms),
         )  # fmt: skip
     return None
 
@@ -281,13 +287,13 @@ def _gluon_tile_of_bytes(plain: TileConfig, head_dim: int, sms: int) -> TileConf
     per_sm, registers = EIGHT_BITS_LIMITS[plain.height]
     return replace(
         plain, block_tokens=32, lookahead=1, programs=per_sm * sms, max_registers=registers,
-        fewer_programs=_fewer_programs(8, per_sm, sms) if plain.height == 8 else (),
+        fewer_programs=_fewer_programs(plain.height, 8, per_sm, sms),
     )  # fmt: skip
 
 
-def _fewer_programs(bits: int, per_sm: int, sms: int) -> tuple[tuple[int, int], ...]:
+def _fewer_programs(height: int, bits: int, per_sm: int, sms: int) -> tuple[tuple[int, int], ...]:
     """`TileConfig.fewer_programs` of a small tile with `per_sm` programs on an SM."""
-    rule = FEWER_PROGRAMS[bits]
+    rule = FEWER_PROGRAMS[height, bits]
     return tuple((pairs * sms, fewer * sms) for pairs, fewer in rule if fewer < per_sm)
 
 

@@ -156,23 +156,22 @@ class DevicePlanner:
         paged = {"PAGE_SIZE": self._page_size}
         shape = (batch, columns, page_table.stride(0), private_tokens)
         work = self._work(size)
-        row_tiles, places = -(-batch // (2 * work.rows)), -(-batch // work.places)
+        row_tiles = -(-batch // (2 * work.rows))
 
         self._launch(
             COMPARE_ROWS, (2 * row_tiles + 1, row_tiles),
             (table, scratch.ranks, scratch.guess, began, *shape),
-            {**common, **paged, "TILE": work.rows},
-            follows=False, num_warps=work.row_warps,
+            {**common, **paged, "TILE": work.rows}, work.warps.compare_rows, follows=False,
         )  # fmt: skip
         self._launch(
-            SORT_ROWS, (places,),
+            SORT_ROWS, (-(-batch // work.sorted),),
             (table, scratch.ranks, scratch.order, cut, below, *shape),
-            {**common, **paged, "BLOCK": work.places},
+            {**common, **paged, "BLOCK": work.sorted}, work.warps.sort_rows,
         )  # fmt: skip
         self._launch(
-            FIND_NODES, (places,),
+            FIND_NODES, (-(-batch // work.nodes),),
             (scratch.first, scratch.nodes, scratch.ranks, batch, small, large),
-            {**common, "BLOCK": work.places},
+            {**common, "BLOCK": work.nodes}, work.warps.find_nodes,
         )  # fmt: skip
         self._plan_ranges(numbers, batch, table_rows, seq_lens, work, common)
 
@@ -216,7 +215,7 @@ class DevicePlanner:
                 scratch.order, seq_lens, scratch.first, scratch.nodes, scratch.ranges,
                 scratch.chosen, batch, small, large, *limits, (*per_gpu, partial_ns),
             ),
-            common,
+            common, work.warps.choose_ranges,
         )  # fmt: skip
         self._launch(
             PRICE_CHUNKS, (work.candidates, 2),
@@ -225,7 +224,7 @@ class DevicePlanner:
                 numbers.sms, (*per_item, partial_ns), float(numbers.reduce_ns),
                 float(numbers.transfer_ns), numbers.block,
             ),
-            {**common, **priced},
+            {**common, **priced}, work.warps.price_chunks,
         )  # fmt: skip
         self._launch(
             MEASURE_RANGES, (2 * -(-batch // work.ranges),),
@@ -237,16 +236,16 @@ class DevicePlanner:
                 **common, **priced, "BLOCK": work.ranges, "LEAVES": work.leaf_columns,
                 "NODES": work.node_columns,
             },
-            num_warps=4,
+            work.warps.measure_ranges,
         )  # fmt: skip
         self._launch(
-            WRITE_PLAN, (1 + -(-batch // work.leaves) + min(batch, work.nodes),),
+            WRITE_PLAN, (1 + -(-batch // work.leaves) + min(batch, work.node_programs),),
             (
                 table_rows, self._plan["segment_table"], scratch.order, scratch.chosen,
                 scratch.ranges, scratch.places, scratch.results, self._plan.stage1,
                 self._plan.stage2, scratch.counters, batch, small, large, numbers.block,
             ),
-            {**common, "LEAVES": work.leaves, "WIDTH": work.width},
+            {**common, "LEAVES": work.leaves, "WIDTH": work.width}, work.warps.write_plan,
         )  # fmt: skip
 
     def _launch(
@@ -255,12 +254,10 @@ class DevicePlanner:
         grid: tuple[int, ...],
         arguments: tuple[Any, ...],
         constants: dict[str, Any],
+        num_warps: int,
         *,
         follows: bool = True,
-        num_warps: int | None = None,
     ) -> None:
-        if num_warps is None:
-            num_warps = 8 if constants["BATCH"] > 256 else 4
         limits = {}
         if kernel is WRITE_PLAN and constants["BATCH"] == 1024:
             # Without a limit, the assembler of Triton 3.8 takes 48 registers and spills a pointer.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from deft_backend.policies.chunk_choice import NUM_CHUNKS
 
@@ -13,6 +14,18 @@ MOST_ELEMENTS = 1 << 20
 """Most elements of a Triton tensor."""
 
 
+class Warps(NamedTuple):
+    """Warps of a program, by kernel."""
+
+    compare_rows: int
+    sort_rows: int
+    find_nodes: int
+    choose_ranges: int
+    price_chunks: int
+    measure_ranges: int
+    write_plan: int
+
+
 @dataclass(frozen=True)
 class ProgramWork:
     """How much work one program of each kernel has.
@@ -21,42 +34,52 @@ class ProgramWork:
     ----------
     rows : int
         Requests that one program of ``compare_rows`` compares with as many others; at least 8.
-    row_warps : int
-        Warps of such a program.
-    places : int
-        Requests that one program of ``sort_rows`` and ``find_nodes`` compares with all others.
+    sorted, nodes : int
+        Requests that one program of ``sort_rows``, and of ``find_nodes``, compares with all others.
     ranges : int
         Ranges that one program of ``measure_ranges`` compares with all others.
     leaf_columns, node_columns : int
         Ranges with which it compares them at a time.
     leaves : int
         Requests whose leaves one program of ``write_plan`` writes.
-    nodes : int
+    node_programs : int
         Programs of ``write_plan`` that write nodes, at most.
     width : int
         Entries of a node that one program writes at a time.
     candidates : int
         Chunk lengths that are priced for each tile shape; a power of two.
+    warps : Warps
+        Warps of a program.
     """
 
     rows: int
-    row_warps: int
-    places: int
+    sorted: int
+    nodes: int
     ranges: int
     leaf_columns: int
     node_columns: int
     leaves: int
-    nodes: int
+    node_programs: int
     width: int
     candidates: int
+    warps: Warps
 
     @classmethod
     def on_gpu(cls, size: int) -> ProgramWork:
         """As much work for each program as its registers hold."""
+        width = 256 if size <= 256 else 1024
+        shared = {"ranges": 4, "node_columns": min(size, 256), "leaves": 32, "width": width}
+        if size > 1024:
+            warps = Warps(2, 2, 4, 32, 8, 4, 16)
+            return cls(
+                rows=16, sorted=4, nodes=2, leaf_columns=1024, node_programs=256, candidates=64,
+                warps=warps, **shared,
+            )  # fmt: skip
+        most = 8 if size > 256 else 4
         return cls(
-            rows=16 if size > 256 else 8, row_warps=4, places=4 if size > 1024 else 8, ranges=4,
-            leaf_columns=min(size, 512), node_columns=min(size, 256), leaves=32, nodes=256,
-            width=256 if size <= 256 else 1024, candidates=64,
+            rows=16 if size > 256 else 8, sorted=8, nodes=8, leaf_columns=min(size, 512),
+            node_programs=256, candidates=64, warps=Warps(4, most, most, most, most, 4, most),
+            **shared,
         )  # fmt: skip
 
     @classmethod
@@ -64,8 +87,9 @@ class ProgramWork:
         """Few programs: the interpreter's time is Python's, for each program and operation."""
         many = min(size, MOST_ELEMENTS // size)
         return cls(
-            rows=min(size, 1024), row_warps=4, places=many, ranges=many, leaf_columns=size,
-            node_columns=size, leaves=size, nodes=8, width=256, candidates=4,
+            rows=min(size, 1024), sorted=many, nodes=many, ranges=many, leaf_columns=size,
+            node_columns=size, leaves=size, node_programs=8, width=256, candidates=4,
+            warps=Warps(*[4] * 7),
         )  # fmt: skip
 
     def num_chunks(self) -> list[int]:
