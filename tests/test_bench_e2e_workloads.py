@@ -11,7 +11,7 @@ import pytest
 from bench_e2e_fakes import GAP, MODEL, FakeClient, decode, third_choice
 
 from benchmarks.e2e import checked_answers, tree_replay
-from benchmarks.e2e.batch_timing import measure
+from benchmarks.e2e.batch_timing import measure, steady
 from benchmarks.e2e.checked_answers import check, load_samples, save_samples
 from benchmarks.e2e.kept_answers import ask, compare
 from benchmarks.e2e.memory import growth
@@ -25,6 +25,7 @@ from benchmarks.e2e.prompt_cases import (
     percentile,
 )
 from benchmarks.e2e.serving_rows import make_row
+from deft_backend.harness.answers import Answer
 from deft_backend.traces.recorded_trees import ThoughtTree, lay_out
 from deft_backend.traces.trace_files import TraceError, dump_thought_trees
 
@@ -86,7 +87,18 @@ def test_time_per_token_leaves_out_what_requests_cost_besides() -> None:
     assert (row["ttft_ms"], row["ttft_p99_ms"]) == (3000.0, 3000.0)
     assert row["itl_p50_ms"] == pytest.approx(20.0)
     assert row["itl_p99_ms"] == pytest.approx(20.0)
+    assert row["detail"]["steady_ms"] == pytest.approx(20.0)
     assert {tokens for _, tokens in client.asked} == {11}
+
+
+def test_steady_time_counts_only_while_all_requests_decode() -> None:
+    """Steps of 30 ms, three tokens in each; 10 ms while only one request decodes."""
+    early = [0.0] * 3 + [0.01] * 3 + [0.02] * 3 + [0.05] * 3 + [0.08] * 3 + [0.11] * 3
+    late = [1.02] * 3 + [1.05] * 3 + [1.08] * 3 + [1.11] * 3 + [1.12] * 3 + [1.13] * 3
+    answers = [Answer(arrivals=early, sent=5.0), Answer(arrivals=late, sent=4.0)]
+    assert steady(answers) == pytest.approx(0.010)
+    assert steady([*answers, Answer(arrivals=[0.2], sent=5.0)]) is None  # never all together
+    assert steady([*answers, Answer()]) is None
 
 
 def test_a_kernel_that_the_host_compiles_for_streams_does_not_count() -> None:

@@ -7,8 +7,9 @@ If the host takes in all prompts of a batch at once, it is one token, and the me
 short batches counts. If the host takes in one prompt after the other, the shorter answers must last
 until the last prompt has arrived. Otherwise the whole batch would never decode together. Neither
 batch is streamed, so work for each streamed token does not count. A separate streamed pass measures
-the latencies that a client sees. An equal pass before it does not count: requests that arrive one
-by one make batches of sizes for which the host compiles kernels of its own.
+the latencies that a client sees, and the time per token while all requests decode. An equal pass
+before it does not count: requests that arrive one by one make batches of sizes for which the host
+compiles kernels of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import math
 import statistics
+from collections.abc import Sequence
 
 from benchmarks.e2e.prompt_cases import Case, percentile
 from benchmarks.e2e.serving_rows import Row
@@ -92,6 +94,7 @@ async def measure(
     for _ in range(2):  # the second pass counts
         answers = await asyncio.gather(*(client.stream(prompt, gen + 1) for prompt in case.prompts))
     latencies(answers, row)
+    row["detail"]["steady_ms"] = milliseconds(steady(answers))
 
 
 def _until_all_decode(one: float, all_of_them: float, gen: int) -> int:
@@ -111,7 +114,7 @@ def _until_all_decode(one: float, all_of_them: float, gen: int) -> int:
     return min(math.ceil(one / step), LONGEST_WAIT) + 1
 
 
-def latencies(answers: list[Answer], row: Row) -> None:
+def latencies(answers: Sequence[Answer], row: Row) -> None:
     """Put times to first token and gaps between tokens into the row, over all answers."""
     firsts = [answer.arrivals[0] for answer in answers if answer.arrivals]
     gaps = [gap for answer in answers for gap in answer.gaps]
@@ -119,6 +122,25 @@ def latencies(answers: list[Answer], row: Row) -> None:
     row["ttft_p99_ms"] = milliseconds(percentile(firsts, 0.99))
     row["itl_p50_ms"] = milliseconds(percentile(gaps, 0.5))
     row["itl_p99_ms"] = milliseconds(percentile(gaps, 0.99))
+
+
+def steady(answers: Sequence[Answer]) -> float | None:
+    """Seconds per token of one request while all requests decode.
+
+    This is the time from the last first token to the first last one. A token that arrives together
+    with the one before it counts, as accepted drafts do. None if no such time is left.
+    """
+    streamed = [[answer.sent + at for at in answer.arrivals] for answer in answers]
+    if not all(streamed):
+        return None
+    begin, end = max(times[0] for times in streamed), min(times[-1] for times in streamed)
+    seconds, tokens = 0.0, 0
+    for times in streamed:
+        within = [at for at in times if begin <= at <= end]
+        if within:
+            seconds += within[-1] - within[0]
+            tokens += sum(at > within[0] for at in within)
+    return seconds / tokens if tokens else None
 
 
 def milliseconds(seconds: float | None) -> float | None:
