@@ -14,6 +14,7 @@ from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from fake_completions import Fake, serving
@@ -193,6 +194,23 @@ def test_answers_that_differ(tmp_path: Path) -> None:
         data, printed = ab(
             tmp_path, "--urls", a.url, b.url, "--workload", "few-shot", *SMALL, code=1
         )
+    assert "9 of 9 answers differ where a server was sure of its token" in printed
+
+
+@pytest.mark.parametrize("of_second", [False, True])
+def test_a_cache_of_8_bits_makes_larger_margins_near_ties(tmp_path: Path, of_second: bool) -> None:
+    """The state file of either server says so; the report names the limit."""
+    with serving(Fake(margin=0.4)) as a, serving(Fake(salt="z", margin=0.4)) as b:
+        state = make_state()
+        state.port, state.dtype_bytes = urlsplit((b if of_second else a).url).port or 0, 1
+        StateWriter(state, tmp_path / "state").look()
+        given = ("--urls", a.url, b.url, "--workload", "few-shot", *SMALL)
+        data, printed = ab(tmp_path, *given)
+        assert data["workloads"][0]["agreement"]["close"] == pytest.approx(0.45)
+        assert "where a server was sure" not in printed
+        assert "less than 0.45 apart" in (tmp_path / "out" / "report.html").read_text()
+        b.margin = 0.5
+        _, printed = ab(tmp_path, *given, code=1)
     assert "9 of 9 answers differ where a server was sure of its token" in printed
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.e2e.serving_rows import Row
-from deft_backend.harness.answers import first_difference
+from deft_backend.harness.answers import EIGHT_BITS, first_difference
 from deft_backend.harness.client import Client
 
 Sample = tuple[tuple[int, ...], list[int]]
@@ -20,12 +20,6 @@ TOLERANCE = {"float32": 0.0, "float16": 0.05, "bfloat16": 0.26}
 """Two tokens with log-probabilities closer than this are a tie that rounding decides. A logit of 16
 to 32 has steps of 0.125 in bfloat16 and 0.016 in float16; the tolerance is a little more than two
 steps. In float32 there is no such noise, so every different token is wrong."""
-
-EIGHT_BITS = 3.0
-"""How many times larger the tolerance is for a KV cache of 8 bits. Where the noise of the layers
-below moves a key or a value over the middle of two numbers, the cache holds the other number: in
-e4m3, 6 to 12 % away. The hosts' own backends also round queries and probabilities to 8 bits. With
-this tolerance, none of a soak's 26,281 tokens was wrong (soak-vllm-h100-fp8-ngram.json)."""
 
 
 def tolerance_of(dtype: str, kv_dtype: str | None = None) -> float:

@@ -35,16 +35,26 @@ class Difference:
 
 @dataclass(frozen=True)
 class LiveAgreement:
-    """Tokens of the requests that both servers answered."""
+    """Tokens of the requests that both servers answered.
+
+    Attributes
+    ----------
+    compared, equal : int
+        Answers.
+    differences : tuple of Difference
+    close : float
+        A smaller margin is a near tie.
+    """
 
     compared: int
     equal: int
     differences: tuple[Difference, ...] = ()
+    close: float = CLOSE
 
     @property
     def unexplained(self) -> int:
         """Answers that differ where a server was sure of its token."""
-        return sum(d.margin is not None and d.margin >= CLOSE for d in self.differences)
+        return sum(d.margin is not None and d.margin >= self.close for d in self.differences)
 
 
 def agreement(first: Replayed, second: Replayed) -> LiveAgreement:

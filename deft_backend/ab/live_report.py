@@ -75,7 +75,7 @@ def _page(result: LiveResult, command: str) -> str:
         changes=table_rows(_change(w) for w in result.workloads),
         plots="".join(_plot(result, w) for w in result.workloads),
         agreement=table_rows(_agreement(w) for w in result.workloads),
-        close=str(CLOSE),
+        close=f"{max((w.agreement.close for w in result.workloads), default=CLOSE):g}",
         margins=str(MARGINS),
         statuses="".join(f"<th>{status}</th>" for status in STATUSES),
         outcomes=table_rows(row for w in result.workloads for row in _outcomes(result, w)),

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from deft_backend.ab.invented_text import passage
-from deft_backend.ab.live_agreement import LiveAgreement, agreement
-from deft_backend.harness.answers import Answer
+from deft_backend.ab.live_agreement import CLOSE, LiveAgreement, agreement
+from deft_backend.harness.answers import EIGHT_BITS, Answer
 from deft_backend.harness.live_client import LiveClient, Offers
 from deft_backend.harness.live_counters import LiveCounters
 from deft_backend.harness.replay import Replayed, replay
@@ -62,7 +62,10 @@ class Side:
 
 @dataclass(frozen=True)
 class SideRun:
-    """All traffic on one server."""
+    """All traffic on one server.
+
+    ``eight_bits`` says that its KV cache has 8 bits, by its state file.
+    """
 
     name: str
     url: str
@@ -72,6 +75,7 @@ class SideRun:
     agreements: tuple[LiveAgreement, ...]
     device: str
     backend: str
+    eight_bits: bool = False
 
 
 async def run_side(
@@ -123,9 +127,13 @@ async def run_side(
                 break
     state = source.state()
     device, backend = (state.device, state.backend) if state else ("", "")
+    eight_bits = state is not None and state.dtype_bytes == 1
+    if eight_bits or (first is not None and first.eight_bits):
+        agreed = [replace(found, close=CLOSE * EIGHT_BITS) for found in agreed]
     side = SideRun(
-        name, live.url, offers, tuple(runs), tuple(counted), tuple(agreed), device, backend
-    )
+        name, live.url, offers, tuple(runs), tuple(counted), tuple(agreed), device, backend,
+        eight_bits,
+    )  # fmt: skip
     return side, any(run.interrupted for run in runs)
 
 
