@@ -48,22 +48,15 @@ class PlainLlama:
     Parameters
     ----------
     folder : Path
-        With ``config.json`` and safetensors files.
+        With ``config.json`` and safetensors files, of a Llama without scaled position embeddings.
     arithmetic : Arithmetic
     device : torch.device
-
-    Raises
-    ------
-    ValueError
-        If the model is no plain Llama.
     """
 
     def __init__(self, folder: Path, arithmetic: Arithmetic, device: torch.device) -> None:
         from safetensors.torch import load_file
 
         self._config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        if (kind := self._config["model_type"]) != "llama" or self._config.get("rope_scaling"):
-            raise ValueError(f"{folder} holds a model of type {kind}; expected llama, unscaled")
         self._arithmetic, self._device = arithmetic, device
         self._weights = {
             name: tensor.to(device, torch.float32)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.e2e import plain_check
 from benchmarks.e2e.checked_answers import save_samples
 from benchmarks.e2e.choice import ChoiceError
 from benchmarks.e2e.plain_check import Names, arithmetic_of, check_in_process
@@ -129,11 +128,20 @@ def test_a_wrong_token_of_an_answer_is_found(folder: Path, tmp_path: Path) -> No
         check_in_process(launch, tmp_path / "samples", 0.0)
 
 
+def launch_of(folder: Path, host: str, options: tuple[str, ...], fallback: str = "") -> Any:
+    return SimpleNamespace(
+        host=SimpleNamespace(on_gpu=lambda: True, name=host), options=options,
+        environment={"DEFT_FALLBACK_BACKEND": fallback} if fallback else {},
+        model=SimpleNamespace(path=str(folder)),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("host", "options", "fallback", "expected"),
     [
         ("sglang", (), "", ("bfloat16", "bfloat16", False)),
         ("vllm", ("--kv-cache-dtype=auto",), "", ("bfloat16", "bfloat16", False)),
+        ("vllm", ("--dtype", "half"), "", ("float16", "float16", False)),
         ("sglang", ("--kv-cache-dtype", "fp8_e4m3"), "fa3", ("bfloat16", "float8_e4m3fn", True)),
         ("sglang", ("--kv-cache-dtype=fp8_e5m2",), "", ("bfloat16", "float8_e5m2", True)),
         ("sglang", ("--kv-cache-dtype=fp8_e5m2",), "triton", None),
@@ -141,14 +149,11 @@ def test_a_wrong_token_of_an_answer_is_found(folder: Path, tmp_path: Path) -> No
     ],
 )
 def test_it_computes_as_the_server_does_or_refuses(
-    host: str, options: tuple[str, ...], fallback: str, expected: Any,
+    host: str, options: tuple[str, ...], fallback: str, expected: Any, folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.delenv("DEFT_FALLBACK_BACKEND", raising=False)
-    launch: Any = SimpleNamespace(
-        host=SimpleNamespace(on_gpu=lambda: True, name=host), options=options,
-        environment={"DEFT_FALLBACK_BACKEND": fallback} if fallback else {},
-    )  # fmt: skip
+    launch = launch_of(folder, host, options, fallback)
     if expected is None:
         with pytest.raises(ChoiceError, match="expected sglang with fa3, or a cache of bfloat16"):
             arithmetic_of(launch)
@@ -156,9 +161,12 @@ def test_it_computes_as_the_server_does_or_refuses(
         assert arithmetic_of(launch) == expected
 
 
-def test_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "other",
+    [{"model_type": "qwen3"}, {"rope_scaling": {"factor": 8.0}}, {"tie_word_embeddings": 1}],
+)
+def test_another_model_is_refused(other: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "qwen3"}))
-    with pytest.raises(ValueError, match="of type qwen3; expected llama"):
-        PlainLlama(tmp_path, EXACT, CPU)
-    assert plain_check.PLAIN == "pytorch"
+    (tmp_path / "config.json").write_text(json.dumps({**config, **other}))
+    with pytest.raises(ChoiceError, match="--reference pytorch does not know the model"):
+        arithmetic_of(launch_of(tmp_path, "sglang", ()))

@@ -13,9 +13,13 @@ from typing import Any, NamedTuple
 from benchmarks.e2e.backends import Launch
 from benchmarks.e2e.choice import ChoiceError
 from benchmarks.e2e.served_model import CHECKOUT
+from deft_backend.json_file import read_json
 
 PLAIN = "pytorch"
 """The reference's name."""
+
+DTYPES = {"half": "float16", "float": "float32"}
+"""Dtypes by the hosts' other names."""
 
 CACHES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 """Dtypes of the hosts' caches of 8 bits, by the hosts' names."""
@@ -37,9 +41,13 @@ def arithmetic_of(launch: Launch) -> Names:
     Raises
     ------
     ChoiceError
-        If the model in plain PyTorch does not compute prompts as this server does.
+        If the model in plain PyTorch does not compute as this server does, or is another model.
     """
-    dtype = "bfloat16" if launch.host.on_gpu() else "float32"
+    _check_model(Path(launch.model.path))
+    dtype = _option(launch.options, "--dtype") or "auto"
+    if dtype == "auto":
+        dtype = "bfloat16" if launch.host.on_gpu() else "float32"
+    dtype = DTYPES.get(dtype, dtype)
     named = _option(launch.options, "--kv-cache-dtype")
     eight = CACHES.get(named or "auto")
     prefill = {**os.environ, **launch.environment}.get("DEFT_FALLBACK_BACKEND", "fa3")
@@ -49,6 +57,16 @@ def arithmetic_of(launch: Launch) -> Names:
             f"an arithmetic that it does not know; expected sglang with fa3, or a cache of {dtype}"
         )
     return Names(dtype, eight or dtype, eight is not None)
+
+
+def _check_model(folder: Path) -> None:
+    config = read_json(folder / "config.json", ChoiceError, "the model ")
+    kind, scaled = config.get("model_type"), config.get("rope_scaling")
+    if kind != "llama" or scaled or config.get("tie_word_embeddings"):
+        raise ChoiceError(
+            f"--reference {PLAIN} does not know the model in {folder}; expected model_type llama, "
+            "without rope_scaling and tied embeddings: leave --model out, or name a backend"
+        )
 
 
 def _option(options: Sequence[str], name: str) -> str | None:
