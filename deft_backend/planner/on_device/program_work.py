@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from deft_backend.policies.chunk_choice import NUM_CHUNKS
@@ -66,21 +66,24 @@ class ProgramWork:
 
     @classmethod
     def on_gpu(cls, size: int) -> ProgramWork:
-        """As much work for each program as its registers hold."""
-        width = 256 if size <= 256 else 1024
-        shared = {"ranges": 4, "node_columns": min(size, 256), "leaves": 32, "width": width}
-        if size > 1024:
-            warps = Warps(2, 2, 4, 32, 8, 4, 16)
-            return cls(
-                rows=16, sorted=4, nodes=2, leaf_columns=1024, node_programs=256, candidates=64,
-                warps=warps, **shared,
-            )  # fmt: skip
-        most = 8 if size > 256 else 4
-        return cls(
-            rows=16 if size > 256 else 8, sorted=8, nodes=8, leaf_columns=min(size, 512),
-            node_programs=256, candidates=64, warps=Warps(4, most, most, most, most, 4, most),
-            **shared,
+        """As much work for each program as its registers hold; for the largest size, what was
+        fastest of the variants in docs/kernel-log.md."""
+        many = 8 if size > 256 else 4
+        found = cls(
+            rows=16 if size > 256 else 8, sorted=8, nodes=8, ranges=4,
+            leaf_columns=min(size, 512), node_columns=min(size, 256), leaves=32,
+            node_programs=256, width=1024 if size > 256 else 256, candidates=64,
+            warps=Warps(
+                compare_rows=4, sort_rows=many, find_nodes=many, choose_ranges=many,
+                price_chunks=many, measure_ranges=4, write_plan=many,
+            ),
         )  # fmt: skip
+        if size <= 1024:
+            return found
+        warps = found.warps._replace(
+            compare_rows=2, sort_rows=2, find_nodes=4, choose_ranges=32, write_plan=16
+        )
+        return replace(found, sorted=4, nodes=2, leaf_columns=1024, warps=warps)
 
     @classmethod
     def interpreted(cls, size: int) -> ProgramWork:
