@@ -439,6 +439,25 @@ def test_the_server_with_the_plugin_prefills_as_the_named_reference(
 
 
 @pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [((), None), (("--kv-cache-dtype", "fp8_e4m3"), "fa3")],
+)
+def test_prompts_that_plain_pytorch_checks_are_fa3s_if_the_cache_has_8_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], expected: str | None
+) -> None:
+    monkeypatch.delenv("DEFT_FALLBACK_BACKEND", raising=False)
+    servers = ServerChoice("sglang", None, "pytorch", options)
+    model = ModelChoice(shape="tiny", weights="random")
+    with prepared(Choice(Output(tmp_path / "e.json"), ("traffic",), servers, model)) as setup:
+        command = setup.launch.command(setup.launch.host.ours, tmp_path)
+    assert command.environment.get("DEFT_FALLBACK_BACKEND") == expected
+    grid = Choice(Output(tmp_path / "e.json"), ("grid",), servers, model)
+    with pytest.raises(ChoiceError, match="checks the workload traffic alone"), prepared(grid):
+        pass
+
+
+@pytest.mark.usefixtures("installed")
 def test_servers_of_clients_have_a_tokenizer(tmp_path: Path) -> None:
     choice = Choice(
         Output(tmp_path / "e.json"), ("clients", "grid"),

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.e2e.backend_runs import Setup
@@ -67,7 +68,7 @@ def prepared(choice: Choice) -> Iterator[Setup]:
             tensor_parallel=choice.servers.tensor_parallel,
         )  # fmt: skip
         if PLAIN in (choice.servers.reference, *backends):
-            _check_plain(names, launch)
+            launch = _checked_plainly(names, launch)
         workloads = [w for name in names for w in chosen_workloads(name, choice, model, on_gpu)]
         yield Setup(
             launch, backends, choice.servers.reference or host.reference(), workloads,
@@ -84,21 +85,23 @@ def _same_prefill(host: Host, reference: str | None) -> dict[str, str]:
     prompts are computed in two ways, answers differ by more than the tolerance
     (docs/reliability.md).
     """
-    if reference is None or host.name != "sglang" or "DEFT_FALLBACK_BACKEND" in os.environ:
+    if reference in (None, PLAIN) or host.name != "sglang":
         return {}
-    if reference == PLAIN:
-        return {"DEFT_FALLBACK_BACKEND": "fa3"} if host.on_gpu() else {}
+    if "DEFT_FALLBACK_BACKEND" in os.environ:
+        return {}
     return {"DEFT_FALLBACK_BACKEND": reference}
 
 
-def _check_plain(names: Sequence[str], launch: Launch) -> None:
-    """Refuse what a model in plain PyTorch cannot check."""
+def _checked_plainly(names: Sequence[str], launch: Launch) -> Launch:
+    """The launch of a server whose answers a model in plain PyTorch can check."""
     if list(names) != ["traffic"]:
         raise ChoiceError(
             f"the reference {PLAIN} checks the workload traffic alone, and not "
             f"{', '.join(names)}; name a backend of {launch.host.name}"
         )
-    arithmetic_of(launch)
+    if not arithmetic_of(launch).coarse_prompts:
+        return launch
+    return replace(launch, environment={**launch.environment, "DEFT_FALLBACK_BACKEND": "fa3"})
 
 
 def _default_shape(names: Sequence[str], on_gpu: bool) -> str:
