@@ -48,7 +48,7 @@ class PlainLlama:
     Parameters
     ----------
     folder : Path
-        With ``config.json`` and safetensors files, of a Llama without scaled position embeddings.
+        A Llama that :func:`~benchmarks.e2e.served_model.write_model` wrote.
     arithmetic : Arithmetic
     device : torch.device
     """

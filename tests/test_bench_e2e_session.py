@@ -447,14 +447,19 @@ def test_prompts_that_plain_pytorch_checks_are_fa3s_if_the_cache_has_8_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], expected: str | None
 ) -> None:
     monkeypatch.delenv("DEFT_FALLBACK_BACKEND", raising=False)
+    monkeypatch.setattr(Host, "on_gpu", lambda self: True)
     servers = ServerChoice("sglang", None, "pytorch", options)
-    model = ModelChoice(shape="tiny", weights="random")
+    model = ModelChoice(shape="one-layer", weights="random")
     with prepared(Choice(Output(tmp_path / "e.json"), ("traffic",), servers, model)) as setup:
         command = setup.launch.command(setup.launch.host.ours, tmp_path)
     assert command.environment.get("DEFT_FALLBACK_BACKEND") == expected
     grid = Choice(Output(tmp_path / "e.json"), ("grid",), servers, model)
     with pytest.raises(ChoiceError, match="checks the workload traffic alone"), prepared(grid):
         pass
+    own = Choice(Output(tmp_path / "e.json"), ("traffic",), servers, ModelChoice(str(tmp_path)))
+    (tmp_path / "config.json").write_text('{"vocab_size": 9, "max_position_embeddings": 9}')
+    with pytest.raises(ChoiceError, match="knows only the models that this command writes"):
+        prepared(own).__enter__()
 
 
 @pytest.mark.usefixtures("installed")

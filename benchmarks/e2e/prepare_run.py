@@ -68,7 +68,7 @@ def prepared(choice: Choice) -> Iterator[Setup]:
             tensor_parallel=choice.servers.tensor_parallel,
         )  # fmt: skip
         if PLAIN in (choice.servers.reference, *backends):
-            launch = _checked_plainly(names, launch)
+            launch = _checked_plainly(names, choice.model.path, launch)
         workloads = [w for name in names for w in chosen_workloads(name, choice, model, on_gpu)]
         yield Setup(
             launch, backends, choice.servers.reference or host.reference(), workloads,
@@ -92,8 +92,13 @@ def _same_prefill(host: Host, reference: str | None) -> dict[str, str]:
     return {"DEFT_FALLBACK_BACKEND": reference}
 
 
-def _checked_plainly(names: Sequence[str], launch: Launch) -> Launch:
+def _checked_plainly(names: Sequence[str], path: str | None, launch: Launch) -> Launch:
     """The launch of a server whose answers a model in plain PyTorch can check."""
+    if path is not None:
+        raise ChoiceError(
+            f"--model is {path}, but the reference {PLAIN} knows only the models that this command "
+            f"writes; leave --model out, or name a backend of {launch.host.name}"
+        )
     if list(names) != ["traffic"]:
         raise ChoiceError(
             f"the reference {PLAIN} checks the workload traffic alone, and not "

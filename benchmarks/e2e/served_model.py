@@ -8,12 +8,12 @@ weights are so small that attention does not change the logits, so only times ca
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks.e2e.own_process import ProcessFailed, run_module
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -99,12 +99,6 @@ SHAPES: Mapping[str, dict[str, Any]] = {
     "one-layer": ONE_LAYER, "tiny": TINY, "gpt-oss-20b": GPT_OSS_20B, "qwen3.5-9b": QWEN35_9B,
 }  # fmt: skip
 WEIGHTS = ("random", "dummy")
-
-CHECKOUT = Path(__file__).parents[2]
-"""The folder in which other processes find this package, which is not installed."""
-
-_MOST_STDERR = 800
-"""Characters of a failed process's output in the error: the end of its traceback."""
 
 
 class ModelError(ValueError):
@@ -234,17 +228,7 @@ def write_tokenizer(folder: Path, words: int) -> None:
 
 
 def _write_weights(folder: Path, seed: int) -> None:
-    """Start a process that writes the weights; its GPU memory is freed when it ends.
-
-    This process lives as long as the measured servers. A CUDA context and the caching allocator's
-    gigabytes in this process would reduce the KV cache of each server.
-    """
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.e2e.random_weights", str(folder.resolve()), str(seed)],
-        cwd=CHECKOUT, capture_output=True, text=True, errors="replace", check=False,
-    )  # fmt: skip
-    if done.returncode:
-        raise ModelError(
-            f"writing random weights to {folder} ended with {done.returncode}: "
-            f"{done.stderr.strip()[-_MOST_STDERR:] or '(nothing)'}"
-        )
+    try:
+        run_module("benchmarks.e2e.random_weights", str(folder.resolve()), str(seed))
+    except ProcessFailed as error:
+        raise ModelError(f"random weights could not be written to {folder}: {error}") from error
