@@ -64,7 +64,8 @@ def use_gluon(
     shape = attention._shapes[query_tokens]
     small, large, masked = shape.config.tiles
     block = 32 if attention.kv_dtype in configurations.EXPONENT_BITS else 16
-    small = replace(small, block_tokens=block, lookahead=lookahead, programs=programs)
+    if small.height <= 16:  # the plain kernel runs taller small tiles, on a GPU too
+        small = replace(small, block_tokens=block, lookahead=lookahead, programs=programs)
     large = replace(large, block_tokens=64, lookahead=lookahead, num_warps=4, programs=3)
     config = replace(shape.config, tiles=(small, large, masked))
     attention._shapes[query_tokens] = shape._replace(config=config)

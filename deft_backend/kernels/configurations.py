@@ -28,13 +28,13 @@ GLUON_EIGHT_BITS = True
 LARGE_TILE_HEAD_DIMS = (64, 128)
 """Head dimensions of the large tile in Gluon."""
 
-EIGHT_BITS_LIMITS = {8: (10, 168), 16: (6, None)}
+EIGHT_BITS_LIMITS = {8: (10, 168), 16: (8, None)}
 """Programs on an SM, and most registers of a thread, by the height of a small tile in Gluon that
 reads a cache of 8 bits."""
 
 FEWER_PROGRAMS = {
     (8, 16): ((2, 5), (8, 8)), (8, 8): ((1, 4), (2, 6), (8, 8)),
-    (16, 16): ((8, 4),), (16, 8): ((8, 4),),
+    (16, 16): ((4, 4),), (16, 8): ((4, 4),),
 }  # fmt: skip
 """Small tiles in Gluon, by their height and the bits of an element of the cache: up to so many
 queries times KV heads for each SM, so many programs on each SM.
@@ -262,8 +262,8 @@ def _gluon_tile(
     # One warp a program, as in the plain kernel.
     if (plain.height, head_dim) == (16, 128):
         return replace(
-            plain, block_tokens=16, lookahead=1, programs=6 * sms,
-            fewer_programs=_fewer_programs(16, 16, 6, sms),
+            plain, block_tokens=16, lookahead=1, programs=8 * sms,
+            fewer_programs=_fewer_programs(16, 16, 8, sms),
         )  # fmt: skip
     if (plain.height, head_dim) == (8, 128):
         per_sm, registers = gluon_versions.small_tile_limits(vectors)

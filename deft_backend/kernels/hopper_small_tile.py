@@ -32,7 +32,13 @@ from deft_backend.kernels.gluon_parts import next_slot, plus, read_item, with_de
 from deft_backend.kernels.gluon_query_tokens import tail_of
 from deft_backend.kernels.gluon_versions import barrier, jit
 from deft_backend.kernels.small_tile_copies import begin_stream, copy_next_block, tokens_of
-from deft_backend.kernels.small_tile_memory import allocate, layout_of, place_of_results
+from deft_backend.kernels.small_tile_memory import (
+    allocate,
+    keys_of,
+    layout_of,
+    place_of_results,
+    values_of,
+)
 from deft_backend.kernels.small_tile_results import merge_results, write_results
 from deft_backend.kernels.small_tile_softmax import add_block, no_tokens
 from deft_backend.planner.device_plan import ItemArrays
@@ -92,7 +98,7 @@ def _finish(
     acc = in_order(online.acc, EXPONENT_BITS)
     if EXPONENT_BITS > 0:
         acc = acc * scaling.value
-    barrier()  # K has been read
+    barrier()  # K and V have been read
     place.permute((1, 0)).store(acc)
     buffers.maximum.store(online.maximum)
     buffers.total.store(gl.reduce(online.total, 0, plus))
@@ -160,12 +166,12 @@ def hopper_small_tile_attention(
         if begun > TILE.lookahead:
             wait_group(TILE.lookahead)
             barrier()
-            q, k, v = buffers.q.index(q_now), buffers.k.index(now), buffers.v.index(now)
+            q, k, v = buffers.q.index(q_now), keys_of(buffers, now), values_of(buffers, now)
             online = add_block(
                 online, q, k, v, left, tail, tensors, scaling, strides, HEADS, CACHE, TILE, MODE,
                 LAYOUT,
             )  # fmt: skip
-            place = place_of_results(buffers, now, HEADS, TILE, LAYOUT)
+            place = place_of_results(buffers, now, TILE, LAYOUT)
             now = next_slot(now, LAYOUT.slots)
             left -= TILE.block_tokens
             if left <= 0:

@@ -26,6 +26,7 @@ from deft_backend.kernels.gluon_parts import (
 )
 from deft_backend.kernels.gluon_query_tokens import places_of
 from deft_backend.kernels.gluon_versions import async_load, jit
+from deft_backend.kernels.small_tile_memory import keys_of, values_of
 
 with suppress(ImportError):  # `available` says so before anything is launched
     from triton.experimental.gluon import language as gl
@@ -168,8 +169,8 @@ def _copy_kv(
     offs_d = gl.arange(0, HEADS.dim, layout=LAYOUT.kv_dim)
     k_base = tensors.k + head * CACHE.k_head + offs_d
     v_base = tensors.v + head * CACHE.v_head + offs_d
-    _copy_rows(buffers.k.index(stream.slot), k_base, k_offset, segment.length > 0, LAYOUT)
-    _copy_rows(buffers.v.index(stream.slot), v_base, v_offset, segment.length > 0, LAYOUT)
+    _copy_rows(keys_of(buffers, stream.slot), k_base, k_offset, segment.length > 0, LAYOUT)
+    _copy_rows(values_of(buffers, stream.slot), v_base, v_offset, segment.length > 0, LAYOUT)
 
 
 @jit

@@ -46,8 +46,6 @@ class Layout(NamedTuple):
     """Shared memory of numbers."""
     slots: int
     """Blocks of Q, of K and of V: the block being multiplied and those on their way."""
-    in_place: bool
-    """Whether the results fit where the item's last block of K was."""
     query_rows: int
     """Rows that one query fills, rounded up to a power of two."""
 
@@ -80,7 +78,6 @@ def layout_of(head_dim, query_vectors, height, block_tokens, lookahead, exponent
         result=gl.SwizzledSharedLayout(4, 1, 8, [1, 0]),
         plain=gl.SwizzledSharedLayout(1, 1, 1, [0]),
         slots=lookahead + 1,
-        in_place=4 * block_tokens >= height * unit,
         query_rows=min(1 << (query_vectors - 1).bit_length(), height),
     )
     # Each as a constant of its own: Triton 3.6 passes nothing else on to functions.
@@ -92,11 +89,11 @@ class Buffers(NamedTuple):
 
     q: Any
     """[slots, M, D]: a ring of items' queries."""
-    k: Any
-    v: Any
-    """[slots, tokens, D]: rings of KV blocks."""
-    acc: Any
-    """[M, D] float32: results as whole rows, unless their place is a block of K."""
+    kv: Any
+    """[2 slots, tokens, D]: a ring of KV blocks, K before V."""
+    results: Any
+    """[places, M, D] float32: the same memory. An item's results go where its last KV block
+    was."""
     maximum: Any
     total: Any
     """[M] float32: the online softmax of each row."""
@@ -111,31 +108,37 @@ def allocate(tensors, HEADS: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.conste
     BLOCK_N: gl.constexpr = TILE.block_tokens
     HEAD_DIM: gl.constexpr = HEADS.dim
     SLOTS: gl.constexpr = LAYOUT.slots
+    PLACES: gl.constexpr = SLOTS * _places(TILE, LAYOUT)
     q = gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_M, HEAD_DIM], LAYOUT.matrix)
-    k = gl.allocate_shared_memory(STORED, [SLOTS, BLOCK_N, HEAD_DIM], LAYOUT.kv_matrix)
-    v = gl.allocate_shared_memory(STORED, [SLOTS, BLOCK_N, HEAD_DIM], LAYOUT.kv_matrix)
-    if LAYOUT.in_place:
-        acc = _place_in_k(k, 0, HEADS, TILE, LAYOUT)
-    else:
-        acc = gl.allocate_shared_memory(gl.float32, [BLOCK_M, HEAD_DIM], LAYOUT.result)
+    kv = gl.allocate_shared_memory(STORED, [2 * SLOTS, BLOCK_N, HEAD_DIM], LAYOUT.kv_matrix)
+    results = reinterpret(kv, gl.float32, [PLACES, BLOCK_M, HEAD_DIM], LAYOUT.result)
     maximum = gl.allocate_shared_memory(gl.float32, [BLOCK_M], LAYOUT.plain)
     total = gl.allocate_shared_memory(gl.float32, [BLOCK_M], LAYOUT.plain)
-    return Buffers(q, k, v, acc, maximum, total)
+    return Buffers(q, kv, results, maximum, total)
+
+
+@constexpr_function
+def _places(tile, layout):
+    """How many tiles' results fit one KV block, K and V."""
+    rows = 8 * tile.block_tokens // layout.kv_unit
+    assert rows >= tile.height
+    return rows // tile.height
 
 
 @jit
-def _place_in_k(k, slot, HEADS: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr):
-    ROWS: gl.constexpr = TILE.block_tokens * 4 // LAYOUT.kv_unit
-    HEAD_DIM: gl.constexpr = HEADS.dim
-    RESULT: gl.constexpr = LAYOUT.result
-    block = reinterpret(k.index(slot), gl.float32, [ROWS, HEAD_DIM], RESULT)
-    return block.slice(0, TILE.height)
+def keys_of(buffers, slot):
+    """[tokens, D]: the block of K in a slot."""
+    return buffers.kv.index(2 * slot)
 
 
 @jit
-def place_of_results(buffers, slot, HEADS: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr):
-    """[M, D] float32: where an item's results go, whose last block of K is in `slot`."""
-    place = buffers.acc
-    if LAYOUT.in_place:
-        place = _place_in_k(buffers.k, slot, HEADS, TILE, LAYOUT)
-    return place
+def values_of(buffers, slot):
+    """[tokens, D]: the block of V in a slot."""
+    return buffers.kv.index(2 * slot + 1)
+
+
+@jit
+def place_of_results(buffers, slot, TILE: gl.constexpr, LAYOUT: gl.constexpr):
+    """[M, D] float32: where an item's results go, whose last KV block is in `slot`."""
+    PLACES: gl.constexpr = _places(TILE, LAYOUT)
+    return buffers.results.index(PLACES * slot)
