@@ -29,6 +29,7 @@ from deft_backend.kernels import (
     large_tile_memory,
     large_tile_results,
     large_tile_softmax,
+    program_numbers,
     small_tile_copies,
     small_tile_memory,
     small_tile_results,
@@ -38,7 +39,7 @@ from deft_backend.kernels import (
 PARTS = (
     gluon_versions, gluon_eight_bits, gluon_parts, gluon_query_tokens, small_tile_memory,
     small_tile_copies, small_tile_softmax, small_tile_results, large_tile_memory,
-    large_tile_copies, large_tile_softmax, large_tile_results,
+    large_tile_copies, large_tile_softmax, large_tile_results, program_numbers,
 )  # fmt: skip
 """Modules that kernels import functions in Gluon from; each uses none but those before it."""
 
@@ -168,6 +169,7 @@ class _Machine:
 
     def __init__(self) -> None:
         self.program = self.programs = self.warps = 0
+        self.sms: Sequence[int] = (0,)
         self.begun: list[Callable[[], None]] = []
         self.groups: list[list[Callable[[], None]]] = []
 
@@ -215,6 +217,13 @@ def _load(pointer: Pointer, mask: Any = None, other: Any = 0, volatile: bool = F
     return pointer.read(mask, other)
 
 
+def _atomic_add(pointer: Pointer, value: int, sem: str = "acq_rel") -> Tensor:
+    """Programs run one after the other, so nothing comes between the read and the write."""
+    before = pointer.read()
+    pointer.write(before + value)
+    return before
+
+
 def _numbers(values: np.ndarray, kind: torch.dtype) -> Tensor:
     """float16 of bytes; NaN where memory was never written."""
     return _tensor(torch.from_numpy(values.astype(np.uint8)).view(kind).half().numpy())
@@ -231,6 +240,8 @@ def _inlined(asm: str, constraints: str, args: Sequence[Any], **_: Any) -> Any:
         if asm == pairs.value:
             bits = np.asarray(args[0]).view(np.uint16)
             return _numbers(bits & 0xFF, kind), _numbers(bits >> 8, kind)
+    if "%smid" in asm:
+        return _tensor(np.int32(_MACHINE.sms[_MACHINE.program]))
     if "prefetch" in asm:  # as strict about addresses as a load
         pointer, wanted = args
         return pointer.read(np.asarray(wanted) != 0) * 0
@@ -288,6 +299,7 @@ def _language() -> ModuleType:
     gl.constexpr = lambda value: value
     gl.shared_memory_descriptor = Shared
     gl.pointer_type = lambda dtype: dtype
+    gl.atomic_add = _atomic_add
     gl.program_id = lambda axis: _tensor(np.int32(_MACHINE.program))
     gl.num_programs = lambda axis: _MACHINE.programs
     gl.num_warps = lambda: _MACHINE.warps
@@ -374,6 +386,8 @@ def run(
     kernel = getattr(emulated(module), name)
     given = [_argument(value) for value in arguments]
     _MACHINE.programs, _MACHINE.warps = programs, num_warps
+    # Programs lie anywhere.
+    _MACHINE.sms = np.random.default_rng(programs).integers(0, programs, programs).tolist()
     with np.errstate(all="ignore"):
         for program in range(programs):
             _MACHINE.program = program

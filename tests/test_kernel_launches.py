@@ -118,7 +118,7 @@ def launch_all(
         config, PLAN, rows_of(q_width), cache(k_width), cache(v_width),
         torch.zeros(4, columns, dtype=table), torch.zeros(queries, dtype=rows),
         torch.zeros(queries, dtype=lens), rows_of(out_width), torch.zeros(8, 16, 256),
-        torch.zeros(8, 16), torch.zeros(8, 16), sm_scale=0.1, logit_cap=logit_cap,
+        torch.zeros(8, 16), torch.zeros(8, 16), torch.zeros(512, dtype=torch.int32), sm_scale=0.1, logit_cap=logit_cap,
         host_plan=host_plan, masked_tiles=False, table_by_segment=by_segment,
         exponent_bits=exponent_bits, k_scale=scale, v_scale=scale,
         sinks=None if sinks is None else torch.zeros(heads, dtype=sinks),

@@ -55,6 +55,9 @@ class Tensors(NamedTuple):
     k_scale: Pointer
     v_scale: Pointer
     """[1] float32: the scales of the cache; only where `Mode.device_scales`."""
+    arrivals: Pointer
+    """[ARRIVALS] int32: counters of programs (`kernels/program_numbers.py`), 0 between two
+    attentions; only where `Tile.spread`."""
 
 
 class Scaling(NamedTuple):
@@ -146,6 +149,9 @@ class Tile(NamedTuple):
     """Blocks that the kernels in Gluon copy ahead."""
     max_merged: int
     """Most partial results that an item of the small tile merges."""
+    spread: bool
+    """Whether programs of the large tile in Gluon take numbers that spread few items over the
+    SMs."""
 
 
 class Mode(NamedTuple):

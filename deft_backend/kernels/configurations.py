@@ -74,6 +74,8 @@ class TileConfig:
     """Most registers that the assembler may give a thread; None: as many as it chooses."""
     programs_for_one_tile: int | None = None
     """Programs if the query vectors of the whole batch fit one tile; None: `programs`."""
+    spread: bool = False
+    """Whether fewer items than programs are spread over the SMs (`kernels/program_numbers.py`)."""
     fewer_programs: tuple[tuple[int, int], ...] = ()
     """Programs of a small batch: the most queries times KV heads, and the programs, ascending."""
 
@@ -278,9 +280,10 @@ def _gluon_tile_of_bytes(plain: TileConfig, head_dim: int, sms: int) -> TileConf
     """The same for a cache of 8 bits: as many bytes are on their way, twice as many tokens."""
     if plain.height == 64 and head_dim in LARGE_TILE_HEAD_DIMS:
         # The conversion of bytes needs two programs on each SM, also if the batch fits one tile.
+        # But two items of one SM take long if other SMs have none.
         return replace(
             plain, block_tokens=64, lookahead=3, programs=min(2 * sms, READ_AHEAD),
-            programs_for_one_tile=None,
+            programs_for_one_tile=None, spread=True,
         )  # fmt: skip
     if plain.height not in EIGHT_BITS_LIMITS or head_dim != 128:
         return None

@@ -62,6 +62,7 @@ from deft_backend.kernels.large_tile_copies import (
 from deft_backend.kernels.large_tile_memory import allocate, hidden_zero, layout_of
 from deft_backend.kernels.large_tile_results import write_results
 from deft_backend.kernels.large_tile_softmax import add_rescaled, masked, settled, softmax
+from deft_backend.kernels.program_numbers import spread_number
 from deft_backend.planner.device_plan import ItemArrays
 
 try:
@@ -222,6 +223,10 @@ def hopper_large_tile_attention(
     first_work = gl.program_id(0)
     step_work = gl.num_programs(0)
     item = read_item(first_work, work_end, tensors, plan, HEADS, CACHE, AHEAD=True)
+    if TILE.spread:
+        if (work_end > 0) & (work_end < step_work):
+            first_work = spread_number(tensors.arrivals)
+            item = read_item(first_work, work_end, tensors, plan, HEADS, CACHE, AHEAD=False)
     segment = Segment(tensors.page_table, item.start, item.stop)
     # A program without an item ends here, and only its end lets the next kernel start. Programs
     # that start while idle programs hold some SMs crowd onto the other SMs and stay there.

@@ -22,6 +22,7 @@ from deft_backend.kernels.configurations import (
     KernelConfiguration,
     ReduceConfig,
 )
+from deft_backend.kernels.program_numbers import ARRIVALS
 from deft_backend.planner.encoding import ITEM_ORDER
 from deft_backend.query_blocks import ONE_TOKEN, QueryBlocks
 
@@ -158,6 +159,7 @@ def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) 
             block_segments=tile.block_segments,
             lookahead=tile.lookahead,
             max_merged=MAX_MERGED,
+            spread=tile.spread,
         ),
         "MODE": Mode(
             soft_cap=kind.soft_cap,
@@ -182,6 +184,7 @@ def _stage2(config: KernelConfiguration, kind: Kind, reduce: ReduceConfig) -> La
         "BLOCK_H": reduce.heads,
         "OVERLAPPED": config.overlapped,
         "SINKS": kind.sinks,
+        "ARRIVALS": ARRIVALS if any(tile.spread for tile in config.tiles) else 0,
     }
     return Launch(
         REDUCE_PARTIALS, _in_order(REDUCE_PARTIALS, constants), reduce.num_warps,

@@ -25,6 +25,7 @@ def reduce_partials(
     sinks,
     plan: ReduceArrays,
     query_start_ptr,
+    arrivals,
     stride_out_batch,
     stride_out_head,
     HEADS: tl.constexpr,
@@ -32,8 +33,12 @@ def reduce_partials(
     BLOCK_H: tl.constexpr,
     OVERLAPPED: tl.constexpr,
     SINKS: tl.constexpr,
+    ARRIVALS: tl.constexpr,
 ):
-    """`query_start_ptr` is read only where `HEADS.ragged`, `sinks` only where SINKS."""
+    """`query_start_ptr` is read only where `HEADS.ragged`, `sinks` only where SINKS.
+
+    The ARRIVALS counters in `arrivals` become 0 again, for the next attention.
+    """
     NUM_HEADS: tl.constexpr = HEADS.num_kv * HEADS.vectors  # of all tokens of a query block
     HEAD_DIM: tl.constexpr = HEADS.dim
     HEAD_DIM_PADDED: tl.constexpr = HEADS.padded_dim
@@ -54,6 +59,9 @@ def reduce_partials(
     if OVERLAPPED:
         if there | (tl.program_id(0) == 0):
             gdc_wait()
+    if ARRIVALS > 0:
+        if tl.program_id(0) == 0:
+            tl.store(arrivals + tl.arange(0, ARRIVALS), tl.full([ARRIVALS], 0, tl.int32))
 
     for work in range(tl.program_id(0), work_end, tl.num_programs(0)):
         which = work // HEAD_BLOCKS
