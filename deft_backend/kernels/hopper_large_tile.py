@@ -62,7 +62,7 @@ from deft_backend.kernels.large_tile_copies import (
 from deft_backend.kernels.large_tile_memory import allocate, hidden_zero, layout_of
 from deft_backend.kernels.large_tile_results import write_results
 from deft_backend.kernels.large_tile_softmax import add_rescaled, masked, settled, softmax
-from deft_backend.kernels.program_numbers import spread_number
+from deft_backend.kernels.program_numbers import count_on_sm, spread_number
 from deft_backend.planner.device_plan import ItemArrays
 
 try:
@@ -222,10 +222,14 @@ def hopper_large_tile_attention(
     offs_kv = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT.kv_copy))
     first_work = gl.program_id(0)
     step_work = gl.num_programs(0)
+    counted = 0
+    if TILE.spread:
+        counted = count_on_sm(tensors.arrivals, LAYOUT)
     item = read_item(first_work, work_end, tensors, plan, HEADS, CACHE, AHEAD=True)
     if TILE.spread:
-        if (work_end > 0) & (work_end < step_work):
-            first_work = spread_number(tensors.arrivals)
+        # Of more items, most SMs have two in any case.
+        if (work_end > 0) & (2 * work_end <= step_work):
+            first_work = spread_number(tensors.arrivals, counted, LAYOUT)
             item = read_item(first_work, work_end, tensors, plan, HEADS, CACHE, AHEAD=False)
     segment = Segment(tensors.page_table, item.start, item.stop)
     # A program without an item ends here, and only its end lets the next kernel start. Programs
