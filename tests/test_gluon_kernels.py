@@ -66,7 +66,9 @@ def use_gluon(
     block = 32 if attention.kv_dtype in configurations.EXPONENT_BITS else 16
     if small.height <= 16:  # the plain kernel runs taller small tiles, on a GPU too
         small = replace(small, block_tokens=block, lookahead=lookahead, programs=programs)
-    large = replace(large, block_tokens=64, lookahead=lookahead, num_warps=4, programs=3, spread=True)
+    large = replace(
+        large, block_tokens=64, lookahead=lookahead, num_warps=4, programs=3, spread=True
+    )
     config = replace(shape.config, tiles=(small, large, masked))
     attention._shapes[query_tokens] = shape._replace(config=config)
 

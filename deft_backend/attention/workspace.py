@@ -11,7 +11,8 @@ from deft_backend.policies.makespan import partial_result_bytes
 
 
 class Workspace(NamedTuple):
-    """Partial results and counters on the device, at addresses that never change, because CUDA graphs hold them.
+    """Partial results and counters on the device, at addresses that never change: CUDA graphs hold
+    them.
 
     Attributes
     ----------

@@ -1,0 +1,109 @@
+"""Programs that number themselves: every number once, and the first ones on different SMs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import gluon_emulator
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_gluon_kernels import emulation, use_gluon  # noqa: F401
+
+from benchmarks.random_batches import random_batch
+from deft_backend import TreeAttention, forest_from_page_tables
+from deft_backend.kernels import program_numbers
+from deft_backend.kernels.configurations import REDUCE_PARTIALS
+from deft_backend.kernels.program_numbers import ARRIVALS
+from deft_backend.reference_attention import reference_attention, relative_error
+
+MACHINE = gluon_emulator._MACHINE
+
+
+@pytest.fixture(autouse=True)
+def machine() -> Iterator[None]:
+    held = MACHINE.program, MACHINE.programs, MACHINE.warps, MACHINE.sms
+    yield
+    MACHINE.program, MACHINE.programs, MACHINE.warps, MACHINE.sms = held
+
+
+def numbers(sms: list[int], counted: list[int], asked: list[int]) -> list[int]:
+    """Each program's number. Programs count in one order and ask in another."""
+    module: Any = gluon_emulator.emulated(program_numbers)
+    memory = torch.zeros(ARRIVALS, dtype=torch.int32)
+    arrivals = gluon_emulator._argument(memory)
+    MACHINE.programs, MACHINE.warps, MACHINE.sms = len(sms), 4, sms
+    layout = type("Layout", (), {"each": None})
+    held, found = {}, [-1] * len(sms)
+    for program in counted:
+        MACHINE.program = program
+        held[program] = module.count_on_sm(arrivals, layout)
+    for program in asked:
+        MACHINE.program = program
+        found[program] = int(module.spread_number(arrivals, held[program], layout))
+    return found
+
+
+@given(data=st.data(), programs=st.integers(1, 60), sms=st.sampled_from([1, 3, 30, 60, 700]))
+def test_every_number_is_one_programs(data: st.DataObject, programs: int, sms: int) -> None:
+    """Wherever the programs lie, also with more SMs than there are counters."""
+    places = data.draw(
+        st.lists(st.integers(0, sms - 1), min_size=programs, max_size=programs), "SMs"
+    )
+    counted = data.draw(st.permutations(range(programs)), "order of counting")
+    asked = data.draw(st.permutations(range(programs)), "order of asking")
+    found = numbers(places, counted, asked)
+    assert sorted(found) == list(range(programs))
+    if sms <= ARRIVALS - 2:
+        used = len(set(places))
+        first = {places[program] for program in range(programs) if found[program] < used}
+        assert len(first) == used
+
+
+def test_two_programs_on_each_sm() -> None:
+    """As on an H100: items for half of the programs lie on different SMs."""
+    order = np.random.default_rng(0).permutation(264).tolist()
+    found = numbers([program % 132 for program in order], order, order[::-1])
+    assert {order[p] % 132 for p in range(264) if found[p] < 132} == set(range(132))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_counters_are_0_after_an_attention(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the next attention counts from 0 on."""
+    requests = 9
+    batch = random_batch(seed, requests, 16, longest=300)
+    q = torch.randn(requests, 4, 64).half()
+    k_cache, v_cache = torch.randn(2, batch.num_pages, 16, 1, 64).half()
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=1, head_dim=64, dtype=torch.float16, device="cpu",
+        page_size=16, max_batch=requests, policy="deft-node",
+    )  # fmt: skip
+    use_gluon(attention, 1, 3)
+    shape = attention._shapes[1]
+    small, large, masked = shape.config.tiles
+    tiles = (small, replace(large, programs=64), masked)
+    attention._shapes[1] = shape._replace(config=replace(shape.config, tiles=tiles))
+    table, lens = torch.from_numpy(batch.page_table), torch.from_numpy(batch.seq_lens)
+    plan = attention.plan(forest_from_page_tables(table, lens, 16, num_pages=batch.num_pages))
+    begin, end = plan.items_of(1)
+    assert 0 < end - begin <= 32, "not a batch of few items; take another seed"
+    arrivals = attention._workspace.arrivals
+    before_stage_2 = []
+    stage_2 = REDUCE_PARTIALS.launch
+
+    def launch(*arguments: Any, **options: Any) -> None:
+        before_stage_2.append(int(arrivals[:2].sum()))
+        stage_2(*arguments, **options)
+
+    monkeypatch.setattr(REDUCE_PARTIALS, "launch", launch)
+    expected = reference_attention(q, k_cache, v_cache, table, lens)
+    for _ in range(2):
+        attention.poison_workspace()
+        out = attention.run(q, k_cache, v_cache, table, lens, static_launch=True)
+        assert relative_error(out, expected) <= 1e-3
+        assert not arrivals.any()
+    assert before_stage_2 == [64, 64]
