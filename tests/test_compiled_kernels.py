@@ -94,13 +94,12 @@ def argument_types(dtype: torch.dtype, eight_bits: bool = False) -> dict[str, An
     partial = Partials("*fp16", numbers, numbers)
     return {
         "tensors": Tensors(
-            data, cache, cache, data, partial, *4 * [integers], "*i64", *3 * [numbers], integers
+            data, cache, cache, data, partial, *4 * [integers], "*i64", *3 * [numbers]
         ),
         "partial": partial,
         "out_ptr": data,
         "sinks": numbers,
         "query_start_ptr": integers,
-        "arrivals": integers,
         "scaling": Scaling("fp32", "fp32", "fp32"),
         "strides": Strides(*["i32"] * len(Strides._fields)),
         "stride_out_batch": "i32",

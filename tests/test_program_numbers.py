@@ -18,7 +18,7 @@ from benchmarks.random_batches import random_batch
 from deft_backend import TreeAttention, forest_from_page_tables
 from deft_backend.kernels import program_numbers
 from deft_backend.kernels.configurations import REDUCE_PARTIALS
-from deft_backend.kernels.program_numbers import ARRIVALS
+from deft_backend.planner.encoding import ARRIVALS
 from deft_backend.reference_attention import reference_attention, relative_error
 
 MACHINE = gluon_emulator._MACHINE
@@ -91,7 +91,7 @@ def test_counters_are_0_after_an_attention(seed: int, monkeypatch: pytest.Monkey
     plan = attention.plan(forest_from_page_tables(table, lens, 16, num_pages=batch.num_pages))
     begin, end = plan.items_of(1)
     assert 0 < end - begin <= 32, "not a batch of few items; take another seed"
-    arrivals = attention._workspace.arrivals
+    arrivals = attention._current.arrays["arrivals"]
     before_stage_2 = []
     stage_2 = REDUCE_PARTIALS.launch
 
@@ -107,3 +107,21 @@ def test_counters_are_0_after_an_attention(seed: int, monkeypatch: pytest.Monkey
         assert relative_error(out, expected) <= 1e-3
         assert not arrivals.any()
     assert before_stage_2 == [64, 64]
+
+
+@pytest.mark.parametrize("planner", ["host", "device"])
+def test_a_plan_sets_the_counters_to_0(planner: str) -> None:
+    """Whatever a step that was broken off left there."""
+    batch = random_batch(5, 9, 16, longest=300)
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=1, head_dim=64, dtype=torch.float16, device="cpu",
+        page_size=16, max_batch=9,
+    )  # fmt: skip
+    table, lens = torch.from_numpy(batch.page_table), torch.from_numpy(batch.seq_lens)
+    arrivals = attention._current.arrays["arrivals"]
+    arrivals.fill_(7)
+    if planner == "device":
+        attention.plan_on_device(table, lens)
+    else:
+        attention.plan(forest_from_page_tables(table, lens, 16, num_pages=batch.num_pages))
+    assert not arrivals.any()

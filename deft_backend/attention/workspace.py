@@ -1,4 +1,4 @@
-"""Memory for the partial results of stage 1, and for counters."""
+"""Memory for the partial results of stage 1."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from typing import NamedTuple
 
 import torch
 
-from deft_backend.kernels.program_numbers import ARRIVALS
 from deft_backend.policies.makespan import partial_result_bytes
 
 
 class Workspace(NamedTuple):
-    """Partial results and counters on the device, at addresses that never change: CUDA graphs hold
-    them.
+    """Partial results on the device, at addresses that never change, because CUDA graphs hold them.
 
     Attributes
     ----------
@@ -20,14 +18,11 @@ class Workspace(NamedTuple):
         Outputs, each divided by its scale.
     lse, scale : [E, Hq] float32
         Log-sum-exp of the scores, and scales: the largest element of each output.
-    arrivals : [ARRIVALS] int32
-        Counters of programs (:mod:`deft_backend.kernels.program_numbers`), 0 between attentions.
     """
 
     out: torch.Tensor
     lse: torch.Tensor
     scale: torch.Tensor
-    arrivals: torch.Tensor
 
     @classmethod
     def allocate(
@@ -43,16 +38,15 @@ class Workspace(NamedTuple):
             (entries, num_query_heads, head_dim), dtype=_out_dtype(dtype), device=device
         )
         lse, scale = torch.empty((2, entries, num_query_heads), dtype=torch.float32, device=device)
-        arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
-        return cls(out, lse, scale, arrivals)
+        return cls(out, lse, scale)
 
     @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self)
 
     def poison(self) -> None:
-        """Fill the results with NaN, so that a read before a write shows in the output."""
-        for tensor in (self.out, self.lse, self.scale):
+        """Fill it with NaN, so that a read before a write shows in the output."""
+        for tensor in self:
             tensor.fill_(float("nan"))
 
 

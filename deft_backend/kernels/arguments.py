@@ -55,9 +55,6 @@ class Tensors(NamedTuple):
     k_scale: Pointer
     v_scale: Pointer
     """[1] float32: the scales of the cache; only where `Mode.device_scales`."""
-    arrivals: Pointer
-    """[ARRIVALS] int32: counters of programs (`kernels/program_numbers.py`), 0 between two
-    attentions; only where `Tile.spread`."""
 
 
 class Scaling(NamedTuple):

@@ -30,7 +30,6 @@ def run_plan(
     partial_out: torch.Tensor,
     partial_lse: torch.Tensor,
     partial_scale: torch.Tensor,
-    arrivals: torch.Tensor,
     *,
     sm_scale: float,
     logit_cap: float,
@@ -62,8 +61,6 @@ def run_plan(
     partial_out : [E, Hq, D] float16 or float32; partial_lse, partial_scale : [E, Hq] float32
         The workspace for partial results, as :class:`~deft_backend.kernels.arguments.Partials`
         describes it: E counts query tokens.
-    arrivals : [ARRIVALS] int32
-        Counters of the workspace, 0 between two attentions.
     exponent_bits : int
         Of an element of a cache of 8 bits, given as uint8: 4 for e4m3, 5 for e5m2. 0: the cache has
         the dtype of the queries.
@@ -97,7 +94,7 @@ def run_plan(
     device_scales, held_scales = False, (partial_lse, partial_lse)
     if isinstance(k_scale, torch.Tensor) and isinstance(v_scale, torch.Tensor):
         device_scales, held_scales = True, (k_scale, v_scale)
-    last = (page_table, table_rows, seq_lens, starts, bits, held_sinks, *held_scales, arrivals)
+    last = (page_table, table_rows, seq_lens, starts, bits, held_sinks, *held_scales)
     tensors = (q, k_cache, v_cache, out, partial, *last)
     pointers = 0
     for tensor in (q, k_cache, v_cache, out, *partial, *last):
@@ -162,9 +159,8 @@ def run_plan(
     reduce = config.few if few else config.reduce
     programs = min(reduce.programs, merged * reduce.blocks(num_results))
     launches.stage2[few].run(
-        programs, (partial, out, held_sinks, plan.stage2, starts, arrivals, *strides[2:4]), types,
-        aligned,
-    )  # fmt: skip
+        programs, (partial, out, held_sinks, plan.stage2, starts, *strides[2:4]), types, aligned
+    )
 
 
 def _reach(tensor: torch.Tensor) -> int:

@@ -224,12 +224,12 @@ def hopper_large_tile_attention(
     step_work = gl.num_programs(0)
     counted = 0
     if TILE.spread:
-        counted = count_on_sm(tensors.arrivals, LAYOUT)
+        counted = count_on_sm(plan.arrivals, LAYOUT)
     item = read_item(first_work, work_end, tensors, plan, HEADS, CACHE, AHEAD=True)
     if TILE.spread:
         # Of more items, most SMs have two in any case.
         if (work_end > 0) & (2 * work_end <= step_work):
-            first_work = spread_number(tensors.arrivals, counted, LAYOUT)
+            first_work = spread_number(plan.arrivals, counted, LAYOUT)
             item = read_item(first_work, work_end, tensors, plan, HEADS, CACHE, AHEAD=False)
     segment = Segment(tensors.page_table, item.start, item.stop)
     # A program without an item ends here, and only its end lets the next kernel start. Programs

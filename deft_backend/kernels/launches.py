@@ -22,7 +22,6 @@ from deft_backend.kernels.configurations import (
     KernelConfiguration,
     ReduceConfig,
 )
-from deft_backend.kernels.program_numbers import ARRIVALS
 from deft_backend.planner.encoding import ITEM_ORDER
 from deft_backend.query_blocks import ONE_TOKEN, QueryBlocks
 
@@ -184,7 +183,7 @@ def _stage2(config: KernelConfiguration, kind: Kind, reduce: ReduceConfig) -> La
         "BLOCK_H": reduce.heads,
         "OVERLAPPED": config.overlapped,
         "SINKS": kind.sinks,
-        "ARRIVALS": ARRIVALS if any(tile.spread for tile in config.tiles) else 0,
+        "SPREAD": any(tile.spread for tile in config.tiles),
     }
     return Launch(
         REDUCE_PARTIALS, _in_order(REDUCE_PARTIALS, constants), reduce.num_warps,

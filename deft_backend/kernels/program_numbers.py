@@ -19,16 +19,14 @@ from triton.language import constexpr
 
 from deft_backend.kernels.gluon_parts import plus
 from deft_backend.kernels.gluon_versions import jit
+from deft_backend.planner.encoding import ARRIVALS
 
 with suppress(ImportError):  # `gluon_versions.available` says so before anything is launched
     from triton.experimental.gluon import language as gl
 
-ARRIVALS = 512
-"""Counters of a workspace: of programs that are their SM's first, of all others, and one for each
-SM."""
-
 FIRST, LATER, BY_SM = constexpr(0), constexpr(1), constexpr(2)
-"""Where these counters are."""
+"""The plan's counters: of programs that are their SM's first, of all others, and from here on one
+for each SM."""
 
 SMS = constexpr(ARRIVALS - 2)
 """SMs that have a counter of their own. Two SMs that share one are counted as one."""

@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from deft_backend.kernels.arguments import Partials
 from deft_backend.kernels.plain_parts import block_of, rows_of, sink_weight
+from deft_backend.planner import encoding_constants
 from deft_backend.planner.device_plan import ReduceArrays
 
 
@@ -25,7 +26,6 @@ def reduce_partials(
     sinks,
     plan: ReduceArrays,
     query_start_ptr,
-    arrivals,
     stride_out_batch,
     stride_out_head,
     HEADS: tl.constexpr,
@@ -33,12 +33,13 @@ def reduce_partials(
     BLOCK_H: tl.constexpr,
     OVERLAPPED: tl.constexpr,
     SINKS: tl.constexpr,
-    ARRIVALS: tl.constexpr,
+    SPREAD: tl.constexpr,
 ):
     """`query_start_ptr` is read only where `HEADS.ragged`, `sinks` only where SINKS.
 
-    The ARRIVALS counters in `arrivals` become 0 again, for the next attention.
+    With SPREAD, the counters of programs become 0 again, for the next attention over this plan.
     """
+    COUNTERS: tl.constexpr = encoding_constants.ARRIVALS.value
     NUM_HEADS: tl.constexpr = HEADS.num_kv * HEADS.vectors  # of all tokens of a query block
     HEAD_DIM: tl.constexpr = HEADS.dim
     HEAD_DIM_PADDED: tl.constexpr = HEADS.padded_dim
@@ -59,9 +60,9 @@ def reduce_partials(
     if OVERLAPPED:
         if there | (tl.program_id(0) == 0):
             gdc_wait()
-    if ARRIVALS > 0:
+    if SPREAD:
         if tl.program_id(0) == 0:
-            tl.store(arrivals + tl.arange(0, ARRIVALS), tl.full([ARRIVALS], 0, tl.int32))
+            tl.store(plan.arrivals + tl.arange(0, COUNTERS), 0)
 
     for work in range(tl.program_id(0), work_end, tl.num_programs(0)):
         which = work // HEAD_BLOCKS

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deft_backend.planner.encoding import ITEM_ORDER, READ_AHEAD
+from deft_backend.planner.encoding import ARRIVALS, ITEM_ORDER, READ_AHEAD
 from deft_backend.planner.plan import Plan, PlanCapacity
 
 _ALIGNMENT = 16  # bytes; the widest vector load of a kernel
@@ -18,7 +18,7 @@ Pointer = Any
 
 
 class ItemArrays(NamedTuple):
-    """The arrays of :class:`~deft_backend.planner.plan.Plan` that stage 1 reads."""
+    """The arrays of :class:`~deft_backend.planner.plan.Plan` that stage 1 reads, and `arrivals`."""
 
     tile_ptr: Pointer
     item_segment_ptr: Pointer
@@ -29,15 +29,19 @@ class ItemArrays(NamedTuple):
     segment_span: Pointer
     entry_query: Pointer
     entry_slot: Pointer
+    arrivals: Pointer
+    """[ARRIVALS] int32: counters of programs (``kernels/program_numbers.py``). A plan sets them to
+    0, and so does stage 2 of each attention."""
 
 
 class ReduceArrays(NamedTuple):
-    """The arrays of :class:`~deft_backend.planner.plan.Plan` that stage 2 reads."""
+    """The arrays of :class:`~deft_backend.planner.plan.Plan` that stage 2 reads, and `arrivals`."""
 
     num_reduce: Pointer
     """[1] int32: queries whose results stage 2 merges."""
     reduce_query: Pointer
     reduce_ptr: Pointer
+    arrivals: Pointer
 
 
 class DevicePlan:
@@ -74,6 +78,7 @@ class DevicePlan:
             "entry_slot": (capacity.max_entries, torch.int32),
             "reduce_query": (capacity.max_batch, torch.int32),
             "reduce_ptr": (capacity.max_batch + 1, torch.int32),
+            "arrivals": (ARRIVALS, torch.int32),
         }
         self._layout: dict[str, tuple[int, int, torch.dtype]] = {}
         total = 0
@@ -131,3 +136,4 @@ class DevicePlan:
         for name, array in plan.arrays().items():
             views[name].numpy()[: len(array)] = array
         views["num_reduce"].numpy()[0] = len(plan.reduce_query)
+        views["arrivals"].zero_()

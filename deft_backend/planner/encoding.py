@@ -15,6 +15,9 @@ READ_AHEAD = 1024
 """A plan's arrays on the device have room for at least this many items. The reason: a kernel reads
 the first items of its programs before it knows the number of items."""
 
+ARRIVALS = 512
+"""Counters of programs in a plan's arrays on the device (``kernels/program_numbers.py``)."""
+
 DIRECT = -1
 """`entry_slot` of an item that computes its query's whole attention and writes the output
 itself."""

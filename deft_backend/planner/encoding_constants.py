@@ -9,6 +9,7 @@ import triton.language as tl
 
 from deft_backend.planner import encoding
 
+ARRIVALS = tl.constexpr(encoding.ARRIVALS)
 DIRECT = tl.constexpr(encoding.DIRECT)
 MERGES = tl.constexpr(encoding.MERGES)
 OPEN_END = tl.constexpr(encoding.OPEN_END)

@@ -183,7 +183,9 @@ def _write_reduction(reduction, slots, order_ptr, batch, BATCH: tl.constexpr):
 
 @jit
 def _write_counts(items, queries, num_chunks, is_large, tiles):
-    """Write how many items each tile shape has, and the ends of the last item."""
+    """Write how many items each tile shape has, and the ends of the last item; programs of stage 1
+    count from 0 on."""
+    ARRIVALS: tl.constexpr = encoding_constants.ARRIVALS.value
     num_items = total(tiles * num_chunks)
     tl.store(items.tile_ptr, 0)
     tl.store(items.tile_ptr + 1, total(tl.where(is_large, tiles * num_chunks, 0)))
@@ -191,6 +193,7 @@ def _write_counts(items, queries, num_chunks, is_large, tiles):
     tl.store(items.tile_ptr + 3, num_items)
     tl.store(items.item_segment_ptr + num_items, num_items)
     tl.store(items.item_query_ptr + num_items, total(queries * num_chunks))
+    tl.store(items.arrivals + tl.arange(0, ARRIVALS), 0)
 
 
 @jit
