@@ -147,8 +147,8 @@ class Tile(NamedTuple):
     max_merged: int
     """Most partial results that an item of the small tile merges."""
     spread: bool
-    """Whether programs of the large tile in Gluon take numbers that spread few items over the
-    SMs."""
+    """Whether programs of the large tile in Gluon number themselves, so that few items lie on
+    different SMs."""
 
 
 class Mode(NamedTuple):

@@ -75,7 +75,7 @@ class TileConfig:
     programs_for_one_tile: int | None = None
     """Programs if the query vectors of the whole batch fit one tile; None: `programs`."""
     spread: bool = False
-    """Whether fewer items than programs are spread over the SMs (`kernels/program_numbers.py`)."""
+    """Whether few items are spread over the SMs (`kernels/program_numbers.py`)."""
     fewer_programs: tuple[tuple[int, int], ...] = ()
     """Programs of a small batch: the most queries times KV heads, and the programs, ascending."""
 

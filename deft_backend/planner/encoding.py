@@ -16,7 +16,8 @@ READ_AHEAD = 1024
 the first items of its programs before it knows the number of items."""
 
 ARRIVALS = 512
-"""Counters of programs in a plan's arrays on the device (``kernels/program_numbers.py``)."""
+"""How many counters of programs a plan's arrays on the device hold
+(``kernels/program_numbers.py``)."""
 
 DIRECT = -1
 """`entry_slot` of an item that computes its query's whole attention and writes the output
