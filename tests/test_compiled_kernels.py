@@ -281,10 +281,14 @@ def test_tiles_of_eight_bits_on_hopper(group: int, monkeypatch: pytest.MonkeyPat
     kind = kind_of(128, dtype, 16)._replace(
         num_heads=8 * group, exponent_bits=bits, device_scales=True
     )
-    (_, small), (_, large) = launches_of(config, kind).stage1[:2]
+    launches = launches_of(config, kind)
+    (_, small), (_, large) = launches.stage1[:2]
     launches_of.cache_clear()
     assert small.kernel is configurations.HOPPER_SMALL_TILE
     assert large.kernel is configurations.HOPPER_LARGE_TILE
+    for stage_2 in launches.stage2:  # it sets the counters of large programs to 0
+        assert stage_2.constants["SPREAD"]
+        assert resources(stage_2, dtype, 9).stack == 0
     for tile, launch in zip(config.tiles[:2], (small, large), strict=True):
         found = resources(launch, dtype, 9)
         assert found.stack == 0, found

@@ -62,9 +62,10 @@ def count_on_sm(arrivals, LAYOUT: gl.constexpr):
 
 @jit
 def spread_number(arrivals, counted, LAYOUT: gl.constexpr):
-    """The number of this program; all programs of the launch must ask for theirs.
+    """The number of this program. All programs of the launch must ask for theirs.
 
-    The counters must be 0 before the launch.
+    Before the launch, FIRST and LATER must be 0. Where an SM's counter is not, none of its programs
+    counts as the first one: the numbers hold, but spread less.
     """
     first = gl.reduce(counted, 0, plus) == 0
     counter = gl.where(first, FIRST.value, LATER.value)
