@@ -22,9 +22,9 @@ SUITE ?= smoke
 # Groups of unit tests, and of SGLang's integration tests, side by side; each of the latter takes a
 # core and about 7 GB of memory. The shorter suites run one group after the other.
 PROCESSES ?= 2
-MATRIX := $(PYTHON) -m host_matrix
+MATRIX := $(PYTHON) -m tools.host_matrix
 # Hosts bring different versions of Triton: kernels must compile without spills under each.
-OTHER_TRITON := tests/test_compiled_kernels.py -k test_kernels_on_hopper
+OTHER_TRITON := tests/kernels/test_compiled_kernels.py -k test_kernels_on_hopper
 
 .PHONY: demo test lint unit integration integration-vllm smoke smoke-sglang smoke-vllm docs package \
 	contracts matrix audit vllm-cpu clean
@@ -41,14 +41,14 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 
 unit: $(VENV)/.test
-	$(BIN)/python -m pytest -q -n $(PROCESSES) deft_backend host_matrix tests
+	$(BIN)/python -m pytest -q -n $(PROCESSES) deft_backend tools/host_matrix tests
 
 integration: $(VENV)/.test
 	$(MATRIX) suite --host sglang --environment $(VENV) --processes $(PROCESSES)
 
 integration-vllm: $(VENV_VLLM)/.test
-	$(VENV_VLLM)/bin/python -m pytest -q deft_backend/hosts/vllm tests/test_vllm_*.py \
-		tests/test_host_contracts.py
+	$(VENV_VLLM)/bin/python -m pytest -q deft_backend/hosts/vllm tests/hosts/vllm \
+		tests/hosts/contract/test_host_contracts.py
 	$(VENV_VLLM)/bin/python -m pytest -q $(OTHER_TRITON)
 	$(MATRIX) suite --host vllm --environment $(VENV_VLLM) --processes 1
 
@@ -90,9 +90,9 @@ vllm-cpu: $(VENV_VLLM)/.test
 docs: $(VENV_DOCS)/.docs
 	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/mkdocs build --strict --quiet
 
-$(VENV_DOCS)/.docs: requirements/docs.txt
+$(VENV_DOCS)/.docs: tools/requirements/docs.txt
 	$(PYTHON) -m venv $(VENV_DOCS)
-	$(VENV_DOCS)/bin/python -m pip install --quiet --progress-bar off -r requirements/docs.txt
+	$(VENV_DOCS)/bin/python -m pip install --quiet --progress-bar off -r tools/requirements/docs.txt
 	touch $@
 
 $(VENV)/.demo: pyproject.toml

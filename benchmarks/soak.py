@@ -12,8 +12,8 @@ from benchmarks.e2e.choice import Choice, ModelChoice, Output, ServerChoice, Tra
 from benchmarks.e2e.prepare_run import prepared
 from benchmarks.e2e.serving_rows import read_rows
 from benchmarks.row_files import RowsError, make_folder, write_object
-from deft_backend.harness.provenance import provenance
-from deft_backend.json_file import read_json
+from deft_backend.files.json_file import read_json
+from deft_backend.files.provenance import provenance
 
 LEVEL_MIB = 64.0
 LEVEL_SHARE = 0.03

@@ -16,7 +16,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from deft_backend.version import VERSION
+from deft_backend.settings.version import VERSION
 
 if TYPE_CHECKING:
     from deft_backend.attention import AttentionError, TreeAttention

@@ -3,7 +3,7 @@
 import io
 import sys
 
-from deft_backend.ctrl_c import leave_at_once
+from deft_backend.cli.ctrl_c import leave_at_once
 
 
 def main() -> None:
@@ -11,7 +11,7 @@ def main() -> None:
     leave_at_once()  # imports take seconds
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the locale may lack the signs of our tables
-    from deft_backend.cli import app
+    from deft_backend.cli.app import app
 
     app(prog_name="deft")
 

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from deft_backend import TreeAttention, forest_from_page_tables
+from deft_backend.attention.reference_attention import reference_attention
 from deft_backend.forest import VIRTUAL_ROOT, PrefixForest
 from deft_backend.planner import Plan, plan_forest
 from deft_backend.planner.encoding import DIRECT, MERGES, OPEN_END
 from deft_backend.policies import Grouping
-from deft_backend.reference_attention import reference_attention
 
 PAGE = Path(__file__).parent.parent / "docs" / "walkthrough.md"
 

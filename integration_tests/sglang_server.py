@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from deft_backend.servers.command import free_port, server_command
-from deft_backend.servers.process import ServerProcess
+from deft_backend.tools.servers.command import free_port, server_command
+from deft_backend.tools.servers.process import ServerProcess
 from integration_tests.common.server import (
     DRAFT,
     EAGER,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deft_backend.servers.command import StartError
+from deft_backend.tools.servers.command import StartError
 from integration_tests.common.server import Server
 from integration_tests.sglang_server import Ask, Group, running
 

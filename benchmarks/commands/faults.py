@@ -38,7 +38,7 @@ def faults(
     from benchmarks.faults.table import FAULTS
     from benchmarks.row_files import RowsError, make_folder, write_object
     from deft_backend.cli.errors import reported
-    from deft_backend.harness.provenance import provenance
+    from deft_backend.files.provenance import provenance
 
     if draw:
         if page is None:

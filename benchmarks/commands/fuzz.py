@@ -49,7 +49,7 @@ def fuzz(
     from benchmarks.fuzz.fuzz_run import Fuzz, run
     from benchmarks.row_files import RowsError, make_folder, write_object
     from deft_backend.cli.errors import reported
-    from deft_backend.harness.provenance import provenance
+    from deft_backend.files.provenance import provenance
 
     chosen = tuple(name.strip() for name in what.split(",") if name.strip())
     unknown = [name for name in chosen if name not in WHATS]

@@ -15,11 +15,11 @@ from rich.text import Text
 
 from benchmarks.commands.kernel_choice import FAILED, words
 from benchmarks.commands.server_options import HostArguments
-from deft_backend.ab.units import MISSING
 from deft_backend.cli.errors import fail, host_arguments, reported
 from deft_backend.cli.interrupted import unwound
 from deft_backend.cli.serve import HostOption, chosen_host
 from deft_backend.cli.shown import say
+from deft_backend.tools.ab.units import MISSING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,7 +104,7 @@ def _earlier(out: Path, host: str) -> list[StartRow]:
 
 def _write(out: Path, rows: Sequence[StartRow]) -> None:
     from benchmarks.row_files import RowsError, write_rows
-    from deft_backend.harness.provenance import driver, provenance
+    from deft_backend.files.provenance import driver, provenance
 
     command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
     with reported(RowsError):

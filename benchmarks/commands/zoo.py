@@ -19,8 +19,8 @@ from benchmarks.zoo.processes import end_all
 from benchmarks.zoo.readme_line import readme_line
 from benchmarks.zoo.zoo_run import run
 from deft_backend.cli.errors import host_arguments, reported
-from deft_backend.harness.provenance import provenance
-from deft_backend.servers.command import installed_hosts, use_gpu, vllm_is_cpu_build
+from deft_backend.files.provenance import provenance
+from deft_backend.tools.servers.command import installed_hosts, use_gpu, vllm_is_cpu_build
 
 
 def zoo(

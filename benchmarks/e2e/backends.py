@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.e2e.served_model import Model
 from deft_backend.hosts.windows import TESTED
-from deft_backend.servers.command import (
+from deft_backend.tools.servers.command import (
     BACKEND_NAMES,
     HOST_NAMES,
     ServerCommand,

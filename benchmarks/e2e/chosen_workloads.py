@@ -22,7 +22,7 @@ from benchmarks.e2e.prompt_cases import (
 from benchmarks.e2e.served_model import Model
 from benchmarks.e2e.served_workloads import HostsOwn, Mixed, Together, Tree, Workload
 from benchmarks.e2e.tree_replay import longest_path, recorded_trees
-from deft_backend.servers.host_options import value_of
+from deft_backend.tools.servers.host_options import value_of
 
 MANY_IDS = 250_000
 """A batch with more token ids than this has fewer repeats."""

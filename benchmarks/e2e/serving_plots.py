@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.e2e.backends import HOSTS
 from benchmarks.e2e.serving_rows import Row, by_case
-from deft_backend.harness import figures
-from deft_backend.servers.command import BACKEND, HOST_NAMES
+from deft_backend.tools.harness import figures
+from deft_backend.tools.servers.command import BACKEND, HOST_NAMES
 
 OURS_COLOUR = "#c2410c"
 OTHER_COLOURS = ("#64748b", "#94a3b8", "#cbd5e1", "#e2e8f0")

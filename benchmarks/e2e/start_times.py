@@ -21,10 +21,10 @@ from typing import TypedDict
 
 from benchmarks.e2e.backends import Launch
 from benchmarks.e2e.prompt_cases import draw
-from deft_backend.harness.client import Client, ClientError
-from deft_backend.harness.counted_server import CountedServer
-from deft_backend.servers.command import StartError
-from deft_backend.servers.driver_stub import DriverStubError
+from deft_backend.tools.harness.client import Client, ClientError
+from deft_backend.tools.harness.counted_server import CountedServer
+from deft_backend.tools.servers.command import StartError
+from deft_backend.tools.servers.driver_stub import DriverStubError
 
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")
 """Folders of compiled code that depend on the attention backend."""

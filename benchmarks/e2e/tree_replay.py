@@ -20,12 +20,12 @@ from benchmarks.e2e.batch_timing import latencies
 from benchmarks.e2e.prompt_cases import draw
 from benchmarks.e2e.served_model import Model
 from benchmarks.e2e.serving_rows import Row
-from deft_backend.harness.answers import Answer
-from deft_backend.harness.client import Client
-from deft_backend.harness.request_plan import RequestPlan
-from deft_backend.harness.send_plan import send_requests
-from deft_backend.harness.thought_requests import thought_name, thought_requests
-from deft_backend.traces.trace_files import ROOT, ThoughtTree, TraceError, load_trace
+from deft_backend.tools.harness.answers import Answer
+from deft_backend.tools.harness.client import Client
+from deft_backend.tools.harness.request_plan import RequestPlan
+from deft_backend.tools.harness.send_plan import send_requests
+from deft_backend.tools.harness.thought_requests import thought_name, thought_requests
+from deft_backend.tools.traces.trace_files import ROOT, ThoughtTree, TraceError, load_trace
 
 MARK = 2
 """Number of token ids that make a thought differ from its siblings."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.row_files import header_file
-from deft_backend.harness import figures
+from deft_backend.tools.harness import figures
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 

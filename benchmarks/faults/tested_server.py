@@ -17,10 +17,10 @@ from typing import Any
 import psutil
 
 from benchmarks.faults.reference import Ids, Reference
-from deft_backend.harness.answers import Answer
-from deft_backend.harness.client import Client
-from deft_backend.servers.command import free_port, server_command
-from deft_backend.servers.process import ServerProcess
+from deft_backend.tools.harness.answers import Answer
+from deft_backend.tools.harness.client import Client
+from deft_backend.tools.servers.command import free_port, server_command
+from deft_backend.tools.servers.process import ServerProcess
 
 INSIDE = Path(__file__).parent / "inside"
 ROOT = Path(__file__).parents[2]

@@ -16,8 +16,8 @@ from benchmarks.fuzz.outcome import Failure
 from benchmarks.fuzz.poisoned_cache import PoisonedCache
 from benchmarks.fuzz.random_steps import RandomStep, draw_step
 from deft_backend import TreeAttention, forest_from_page_tables
-from deft_backend.policy_names import AUTO
-from deft_backend.reference_attention import reference_attention
+from deft_backend.attention.reference_attention import reference_attention
+from deft_backend.settings.policy_names import AUTO
 
 MOST_QUERIES = 64
 """The device planner's kernels are compiled for 64 queries, and for more only if need be."""

@@ -21,7 +21,7 @@ from deft_backend.forest import PrefixForest, forest_from_page_tables, forest_of
 from deft_backend.planner import DevicePlan, Plan, PlanCapacity, plan_forest
 from deft_backend.planner.on_device import DevicePlanner
 from deft_backend.policies import get_policy
-from deft_backend.policy_names import AUTO, POLICY_NAMES
+from deft_backend.settings.policy_names import AUTO, POLICY_NAMES
 
 
 @dataclass

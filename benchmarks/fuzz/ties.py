@@ -16,7 +16,7 @@ from deft_backend.costs import CostModel
 from deft_backend.forest import PrefixForest
 from deft_backend.planner import Plan, PlanCapacity, plan_forest
 from deft_backend.policies import Target, get_policy
-from deft_backend.policy_names import AUTO
+from deft_backend.settings.policy_names import AUTO
 
 ROUNDING = 3e-5
 """Largest change of a cost, as a share of it. A plan's cost in float32 is rounded by some 1e-7 of

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from deft_backend.compile.host_jit import host_jit
-from deft_backend.kernel_limits import MAX_MERGED
 from deft_backend.planner import Plan
 from deft_backend.planner.encoding import (
     DIRECT,
@@ -23,6 +22,7 @@ from deft_backend.planner.encoding import (
     SPAN_SHIFT,
 )
 from deft_backend.policies import Target
+from deft_backend.shapes.kernel_limits import MAX_MERGED
 
 FAULTS = (
     "",

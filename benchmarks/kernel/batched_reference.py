@@ -1,8 +1,8 @@
 """Float64 attention for whole batches: the reference for every timed result.
 
-It computes the formula of :mod:`deft_backend.reference_attention` from the page tables alone. It
-handles many requests at a time, and one block of tokens after another. So a batch of a million
-tokens takes a fraction of a second on a GPU, and bounded memory.
+It computes the formula of :mod:`deft_backend.attention.reference_attention` from the page tables
+alone. It handles many requests at a time, and one block of tokens after another. So a batch of a
+million tokens takes a fraction of a second on a GPU, and bounded memory.
 """
 
 from __future__ import annotations

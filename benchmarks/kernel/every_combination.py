@@ -20,9 +20,9 @@ from rich.progress import Progress
 from benchmarks.random_batches import random_batch
 from benchmarks.row_files import write_object
 from deft_backend import POLICY_NAMES, TreeAttention, forest_from_page_tables
-from deft_backend.harness.provenance import provenance
+from deft_backend.attention.reference_attention import reference_attention, relative_error
+from deft_backend.files.provenance import provenance
 from deft_backend.kernels import HEAD_DIMS
-from deft_backend.reference_attention import reference_attention, relative_error
 
 TOLERANCE = {"float16": 1e-3, "bfloat16": 6e-3}
 HEADS = ((32, 8), (32, 32), (16, 1), (28, 4))

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.kernel.kernel_rows import Row, best_peer, geometric_mean, of_roof, speed_up
 from benchmarks.kernel.methods import OURS
 from benchmarks.kernel.tree_workloads import TRACES
-from deft_backend.harness import figures
+from deft_backend.tools.harness import figures
 
 # The palette of Okabe and Ito, for every kind of colour vision.
 OURS_COLOUR = "#0072B2"

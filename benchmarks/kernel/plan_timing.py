@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.kernel.case_inputs import Inputs
 from deft_backend import TreeAttention, forest_from_page_tables, forest_from_paths
-from deft_backend.tuning.launch_clock import Budget
+from deft_backend.tools.tuning.launch_clock import Budget
 
 _LEAST_PLANS, _MOST_PLANS = 5, 100
 

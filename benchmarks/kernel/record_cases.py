@@ -14,7 +14,7 @@ from benchmarks.kernel.measure_case import DeviceLost, Setup, measure
 from benchmarks.kernel.methods import OURS, Method
 from benchmarks.kernel.tree_workloads import Case
 from benchmarks.row_files import write_rows
-from deft_backend.harness.provenance import driver, provenance
+from deft_backend.files.provenance import driver, provenance
 
 
 def rows_file(folder: Path, device: torch.device) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.kernel.case_inputs import Inputs
-from deft_backend.tuning.ceilings import Ceilings
+from deft_backend.tools.tuning.ceilings import Ceilings
 
 
 def roof_us(inputs: Inputs, ceilings: Ceilings) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.kernel.mixed_forests import mixed_forest
 from deft_backend.forest import PrefixForest, forest_from_paths
-from deft_backend.traces.tree_forests import forest_from_levels
+from deft_backend.tools.traces.tree_forests import forest_from_levels
 
 TRACES = "traces"
 """The set that comes from recordings instead of the data file."""

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.kernel.tree_workloads import VERIFY, Workload
-from deft_backend.explain import seen_from_parents
 from deft_backend.forest import PrefixForest, forest_from_paths
-from deft_backend.traces.trace_files import TokenTree, TraceError, load_trace
-from deft_backend.traces.tree_forests import forest_from_levels
+from deft_backend.tools.explain import seen_from_parents
+from deft_backend.tools.traces.trace_files import TokenTree, TraceError, load_trace
+from deft_backend.tools.traces.tree_forests import forest_from_levels
 
 CHAINS = (4, 8, 2)
 """Query tokens of a chain: the drafted tokens and the one before them."""

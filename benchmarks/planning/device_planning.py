@@ -24,8 +24,8 @@ from torch._C._autograd import DeviceType
 from benchmarks.planning.host_planning import FAN_OUTS, PAGE_SIZES, PREFIX_TOKENS, ragged_batch
 from benchmarks.row_files import write_object
 from deft_backend import TreeAttention, forest_from_page_tables
-from deft_backend.harness.provenance import provenance
-from deft_backend.tuning.launch_clock import Budget, captured, launch_us
+from deft_backend.files.provenance import provenance
+from deft_backend.tools.tuning.launch_clock import Budget, captured, launch_us
 
 UNSHARED = ((1, 65536), (32, 2048), (256, 4096), (2048, 256))
 """Requests, and tokens of each."""

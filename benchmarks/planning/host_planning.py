@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.row_files import write_object
+from deft_backend.files.provenance import provenance
 from deft_backend.forest import (
     PrefixForest,
     build_forest,
@@ -29,7 +30,6 @@ from deft_backend.forest import (
     forest_from_tree,
     warm_up,
 )
-from deft_backend.harness.provenance import provenance
 from deft_backend.planner import PlanCapacity, plan_forest
 from deft_backend.policies import Target, get_policy
 

@@ -21,9 +21,9 @@ import numpy as np
 
 from benchmarks.planning.host_planning import processor, use_one_core
 from benchmarks.row_files import write_object
-from deft_backend.harness.provenance import provenance
-from deft_backend.servers.driver_stub import SONAME, ensure_driver_stub, has_nvidia_driver
+from deft_backend.files.provenance import provenance
 from deft_backend.telemetry.state import INTERVAL, ServerState, StateWriter
+from deft_backend.tools.servers.driver_stub import SONAME, ensure_driver_stub, has_nvidia_driver
 
 REQUESTS = (2, 32, 256, 1024)
 CONTEXTS = (2048, 65536)

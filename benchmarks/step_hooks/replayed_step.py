@@ -16,10 +16,10 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
 from deft_backend.attention import TreeAttention
-from deft_backend.config import Settings
-from deft_backend.hosts.sglang.device_planned import DevicePlannedBackend
+from deft_backend.hosts.sglang.step.device_planned import DevicePlannedBackend
+from deft_backend.settings.config import Settings
 from deft_backend.telemetry.state import ServerState
-from deft_patches import sglang_page_table_fence
+from deft_patches.sglang import page_table_fence
 
 
 def server_state() -> ServerState:
@@ -50,7 +50,7 @@ def fenced_replay(model_runner: Any, reads: Callable[[Any], bool]) -> Callable[.
         DecodeCudaGraphRunner.execute = (
             Replay.execute
         )  # the wrapper stays, because a process wraps the method only once
-    sglang_page_table_fence.install(model_runner, reads)
+    page_table_fence.install(model_runner, reads)
     fenced: Callable[..., None] = DecodeCudaGraphRunner.execute
     if fenced is Replay.execute or inspect.unwrap(fenced) is not Replay.execute:
         raise RuntimeError(f"the fence is not around DecodeCudaGraphRunner.execute: {fenced}")

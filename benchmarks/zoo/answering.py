@@ -8,7 +8,7 @@ from typing import Protocol
 
 from benchmarks.e2e.checked_answers import MOST_WRONG, tolerance_of
 from benchmarks.zoo.prompts import Prompt
-from deft_backend.harness.answers import Answer, first_difference
+from deft_backend.tools.harness.answers import Answer, first_difference
 
 
 class Engine(Protocol):

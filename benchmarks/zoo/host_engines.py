@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.zoo.prompts import Prompt
 from benchmarks.zoo.random_values import fill
-from deft_backend.harness.answers import Answer
+from deft_backend.tools.harness.answers import Answer
 
 LIKELIEST = 5
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.zoo.architectures import VOCABULARY
-from deft_backend.servers.command import BACKEND_NAMES, free_port
-from deft_backend.servers.driver_stub import ensure_driver_stub, has_nvidia_driver
+from deft_backend.tools.servers.command import BACKEND_NAMES, free_port
+from deft_backend.tools.servers.driver_stub import ensure_driver_stub, has_nvidia_driver
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,7 +12,7 @@ from benchmarks.zoo.architecture_run import Run
 from benchmarks.zoo.architectures import ARCHITECTURES
 from benchmarks.zoo.place import Place
 from benchmarks.zoo.processes import TIME_UP, end_process, start, wait_for
-from deft_backend.servers.driver_stub import num_gpus
+from deft_backend.tools.servers.driver_stub import num_gpus
 
 
 def run(

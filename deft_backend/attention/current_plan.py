@@ -18,7 +18,7 @@ from deft_backend.planner import (
 )
 from deft_backend.planner.on_device import DevicePlanner
 from deft_backend.policies import Grouping, Policy, PolicyError, Target
-from deft_backend.query_blocks import ONE_TOKEN, QueryBlocks
+from deft_backend.shapes.query_blocks import ONE_TOKEN, QueryBlocks
 
 
 @dataclass(frozen=True, eq=False)

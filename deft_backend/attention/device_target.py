@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from deft_backend.attention.attention_shape import AttentionShape
 from deft_backend.costs.device_tables import cost_model_on
-from deft_backend.kernel_limits import TILE_SEGMENTS
 from deft_backend.kernels import KernelConfiguration
 from deft_backend.policies import Target
-from deft_backend.query_blocks import ONE_TOKEN, QueryBlocks
+from deft_backend.shapes.attention_shape import AttentionShape
+from deft_backend.shapes.kernel_limits import TILE_SEGMENTS
+from deft_backend.shapes.query_blocks import ONE_TOKEN, QueryBlocks
 
 
 def target_of(

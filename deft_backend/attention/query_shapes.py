@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from deft_backend.attention.attention_shape import AttentionShape
 from deft_backend.attention.device_target import target_of
 from deft_backend.kernels import Gpu, KernelConfiguration, kernel_configuration
 from deft_backend.policies import Target
-from deft_backend.query_blocks import QueryBlocks
+from deft_backend.shapes.attention_shape import AttentionShape
+from deft_backend.shapes.query_blocks import QueryBlocks
 
 
 class QueryShape(NamedTuple):

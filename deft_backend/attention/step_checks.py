@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from deft_backend.attention.attention_shape import AttentionShape
-from deft_backend.kernel_limits import MAX_QUERY_TOKENS
 from deft_backend.kernels import EXPONENT_BITS, Gpu, unsupported
+from deft_backend.shapes.attention_shape import AttentionShape
+from deft_backend.shapes.kernel_limits import MAX_QUERY_TOKENS
 
 
 class AttentionError(ValueError):

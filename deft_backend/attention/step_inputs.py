@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from deft_backend.attention.attention_shape import AttentionShape
 from deft_backend.attention.current_plan import PlannedBatch
 from deft_backend.attention.step_checks import AttentionError
 from deft_backend.kernels import EXPONENT_BITS
+from deft_backend.shapes.attention_shape import AttentionShape
 
 
 class StepInputs:

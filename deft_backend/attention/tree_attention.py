@@ -6,7 +6,6 @@ import math
 
 import torch
 
-from deft_backend.attention.attention_shape import AttentionShape
 from deft_backend.attention.current_device import device_as_current, is_current
 from deft_backend.attention.current_plan import CurrentPlan
 from deft_backend.attention.query_shapes import QueryShape, QueryShapes
@@ -23,7 +22,8 @@ from deft_backend.kernels import Gpu, run_plan, unsupported
 from deft_backend.planner import Plan, PlanCapacity
 from deft_backend.planner.on_device import DevicePlanner
 from deft_backend.policies import Grouping, Target, get_policy
-from deft_backend.query_blocks import QueryBlocks
+from deft_backend.shapes.attention_shape import AttentionShape
+from deft_backend.shapes.query_blocks import QueryBlocks
 
 
 class TreeAttention:
@@ -191,7 +191,7 @@ class TreeAttention:
 
     @property
     def grouping(self) -> Grouping | None:
-        """The groups behind `last_plan`, for :func:`deft_backend.explain.explain`."""
+        """The groups behind `last_plan`, for :func:`deft_backend.tools.explain.explain`."""
         return self._current.batch.grouping
 
     @property

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from deft_backend.ab.workloads import CHOICES
 from deft_backend.cli.ab_choices import (
     Drafting,
     check_backends,
@@ -28,11 +27,12 @@ from deft_backend.cli.interrupted import unwound
 from deft_backend.cli.models import ModelOption, RevisionOption, served_model
 from deft_backend.cli.serve import HostOption, chosen_host
 from deft_backend.policies import POLICY_NAMES, PolicyError
-from deft_backend.traces.arrivals import is_arrival_trace
-from deft_backend.traces.made_arrivals import MOST_TOKENS
+from deft_backend.tools.ab.workloads import CHOICES
+from deft_backend.tools.traces.arrivals import is_arrival_trace
+from deft_backend.tools.traces.made_arrivals import MOST_TOKENS
 
 if TYPE_CHECKING:
-    from deft_backend.ab.comparison import AbResult, AbSetup
+    from deft_backend.tools.ab.comparison import AbResult, AbSetup
 
 TOKENS_DIFFER = 1
 
@@ -147,7 +147,7 @@ def ab(
     _packages("aiohttp", "matplotlib")
     chosen_host(setup.host, compared=True)
 
-    from deft_backend.ab.report import write_report
+    from deft_backend.tools.ab.report import write_report
 
     console = Console()
     folder = report_folder(out)
@@ -187,11 +187,11 @@ def _setup(
     host: str | None,
 ) -> tuple[AbSetup, bool]:
     """Check all input before a server starts."""
-    from deft_backend.ab import sizes
-    from deft_backend.ab.comparison import AbSetup
-    from deft_backend.ab.workloads import WorkloadError
-    from deft_backend.servers.command import use_gpu, vllm_is_cpu_build
-    from deft_backend.traces.trace_files import TraceError
+    from deft_backend.tools.ab import sizes
+    from deft_backend.tools.ab.comparison import AbSetup
+    from deft_backend.tools.ab.workloads import WorkloadError
+    from deft_backend.tools.servers.command import use_gpu, vllm_is_cpu_build
+    from deft_backend.tools.traces.trace_files import TraceError
 
     host = chosen_host(host, needed=False)
     with reported(PolicyError, WorkloadError, TraceError):
@@ -213,11 +213,11 @@ def _setup(
 
 
 def _run(setup: AbSetup, folder: Path, console: Console) -> AbResult:
-    from deft_backend.ab.comparison import AbError, run_ab
     from deft_backend.cli.progress import ProgressWatcher
-    from deft_backend.harness.send_plan import PlanError
-    from deft_backend.servers.command import StartError
-    from deft_backend.servers.driver_stub import DriverStubError
+    from deft_backend.tools.ab.comparison import AbError, run_ab
+    from deft_backend.tools.harness.send_plan import PlanError
+    from deft_backend.tools.servers.command import StartError
+    from deft_backend.tools.servers.driver_stub import DriverStubError
 
     errors = (AbError, PlanError, StartError, DriverStubError)
     with (
@@ -231,7 +231,7 @@ def _run(setup: AbSetup, folder: Path, console: Console) -> AbResult:
 def _say_cpu(console: Console) -> None:
     from rich.panel import Panel
 
-    from deft_backend.ab.report import CPU_TIMES, KV_MEANING
+    from deft_backend.tools.ab.report import CPU_TIMES, KV_MEANING
 
     console.print(Panel(f"[bold]{CPU_TIMES}[/bold] {KV_MEANING}", border_style="yellow"))
 

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from deft_backend.ab.workloads import CHOICES, WORKLOADS, WorkloadError
 from deft_backend.cli.errors import fail
 from deft_backend.cli.models import named_model
-from deft_backend.folders import create_private
+from deft_backend.files.folders import create_private
 from deft_backend.policies import get_policy
-from deft_backend.servers.model_files import ModelFilesError
-from deft_backend.traces.trace_files import ThoughtTree, TraceError, load_thought_trees
+from deft_backend.tools.ab.workloads import CHOICES, WORKLOADS, WorkloadError
+from deft_backend.tools.servers.model_files import ModelFilesError
+from deft_backend.tools.traces.trace_files import ThoughtTree, TraceError, load_thought_trees
 
 DRAFT_TOKENS = 4
 """Draft tokens of a verification, unless the user gives a number."""
@@ -62,7 +62,7 @@ def chosen_tree(
 
 def check_backends(policy: str | None, baseline: str | None, host: str) -> None:
     """Refuse a baseline that is not the host's; raises PolicyError for an unknown policy."""
-    from deft_backend.servers.command import BACKEND, BACKEND_NAMES
+    from deft_backend.tools.servers.command import BACKEND, BACKEND_NAMES
 
     if baseline is not None and not baseline.strip():
         raise fail(f"--baseline is {baseline!r}; expected a backend of the host")
@@ -84,7 +84,7 @@ class Drafting(NamedTuple):
 
     def arguments(self, host: str, extra: Sequence[str]) -> list[str]:
         """The host's options, with those for drafts before them: the user's own override these."""
-        from deft_backend.servers.speculation import speculative_arguments
+        from deft_backend.tools.servers.speculation import speculative_arguments
 
         if self.draft is None:
             return list(extra)
@@ -93,7 +93,7 @@ class Drafting(NamedTuple):
 
     def _drafter(self, draft: str) -> str:
         """The method, or the draft model as the host names it; fails before a server starts."""
-        from deft_backend.servers.speculation import NGRAM
+        from deft_backend.tools.servers.speculation import NGRAM
 
         if draft == NGRAM:
             return draft

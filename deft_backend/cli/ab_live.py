@@ -28,10 +28,10 @@ from deft_backend.cli.serve import chosen_host
 from deft_backend.cli.shown import say
 
 if TYPE_CHECKING:
-    from deft_backend.ab.live_result import LiveResult
-    from deft_backend.ab.live_run import Side
-    from deft_backend.harness.live_client import Offers
-    from deft_backend.harness.traffic import Traffic
+    from deft_backend.tools.ab.live_result import LiveResult
+    from deft_backend.tools.ab.live_run import Side
+    from deft_backend.tools.harness.live_client import Offers
+    from deft_backend.tools.harness.traffic import Traffic
 
 FAULTS = 1
 """Exit code if a server lost a request, or an answer differs and rounding does not explain it."""
@@ -39,16 +39,16 @@ FAULTS = 1
 
 def run_live(asked: Asked) -> None:
     """Compare, print, write the report and exit."""
-    from deft_backend.ab.live_report import write_live_report
-    from deft_backend.ab.live_sides import running_sides, started_sides
-    from deft_backend.ab.workloads import WorkloadError
-    from deft_backend.config import Settings, SettingsError
-    from deft_backend.folders import state_directory
-    from deft_backend.harness.live_client import LiveError, base_url
+    from deft_backend.files.folders import state_directory
     from deft_backend.policies import PolicyError
-    from deft_backend.servers.command import StartError
-    from deft_backend.servers.driver_stub import DriverStubError
-    from deft_backend.traces.trace_files import TraceError
+    from deft_backend.settings.config import Settings, SettingsError
+    from deft_backend.tools.ab.live_report import write_live_report
+    from deft_backend.tools.ab.live_sides import running_sides, started_sides
+    from deft_backend.tools.ab.workloads import WorkloadError
+    from deft_backend.tools.harness.live_client import LiveError, base_url
+    from deft_backend.tools.servers.command import StartError
+    from deft_backend.tools.servers.driver_stub import DriverStubError
+    from deft_backend.tools.traces.trace_files import TraceError
 
     console = Console()
     folder = report_folder(asked.out)
@@ -103,7 +103,7 @@ def _refuse_options(asked: Asked) -> None:
 
 def _server(asked: Asked) -> tuple[str, str, list[str], bool]:
     """Model, host, the host's options, and whether it runs on a GPU."""
-    from deft_backend.servers.command import use_gpu, vllm_is_cpu_build
+    from deft_backend.tools.servers.command import use_gpu, vllm_is_cpu_build
 
     host = chosen_host(asked.host, compared=True)
     check_backends(asked.policy, asked.baseline, host)
@@ -114,7 +114,7 @@ def _server(asked: Asked) -> tuple[str, str, list[str], bool]:
 
 
 def _on_cpu(url: str, folder: Path) -> bool:
-    from deft_backend.harness.live_counters import LiveCounters
+    from deft_backend.tools.harness.live_counters import LiveCounters
 
     state = LiveCounters(url, folder).state()
     return state is not None and state.device.startswith("cpu")
@@ -127,10 +127,10 @@ def compare_live(
     progress: ProgressWatcher,
 ) -> LiveResult:
     """Run both sides, one after the other; an interrupted run gives what it has."""
-    from deft_backend.ab.live_result import compare_sides
-    from deft_backend.ab.live_run import SideRun, run_side, silent_side
-    from deft_backend.harness.live_client import LiveError
-    from deft_backend.harness.provenance import provenance
+    from deft_backend.files.provenance import provenance
+    from deft_backend.tools.ab.live_result import compare_sides
+    from deft_backend.tools.ab.live_run import SideRun, run_side, silent_side
+    from deft_backend.tools.harness.live_client import LiveError
 
     made: list[Traffic] = []
 
@@ -168,7 +168,7 @@ def compare_live(
 
 def both_answer(urls: Sequence[str]) -> None:
     """Before a long run on the first server, check that both servers answer."""
-    from deft_backend.harness.live_client import LiveClient, LiveError
+    from deft_backend.tools.harness.live_client import LiveClient, LiveError
 
     async def ask() -> None:
         for url in urls:

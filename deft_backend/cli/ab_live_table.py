@@ -8,16 +8,16 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from deft_backend.ab.units import MISSING, percent
+from deft_backend.tools.ab.units import MISSING, percent
 
 if TYPE_CHECKING:
-    from deft_backend.ab.live_result import LiveResult
+    from deft_backend.tools.ab.live_result import LiveResult
 
 
 def print_live(result: LiveResult, console: Console) -> None:
     """The table, what to know about it, and the sentence."""
-    from deft_backend.ab.live_report import notes
-    from deft_backend.ab.verdict import verdict
+    from deft_backend.tools.ab.live_report import notes
+    from deft_backend.tools.ab.verdict import verdict
 
     table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
     table.add_column("workload", no_wrap=True)

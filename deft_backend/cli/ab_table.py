@@ -8,8 +8,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from deft_backend.ab.comparison import AbResult
-from deft_backend.ab.units import MISSING, megabytes, milliseconds, percent
+from deft_backend.tools.ab.comparison import AbResult
+from deft_backend.tools.ab.units import MISSING, megabytes, milliseconds, percent
 
 _PADDING = (0, 0, 0, 1)
 """Top, right, bottom, left: each result fits one line of a terminal of 80 columns."""

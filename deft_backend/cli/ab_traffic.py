@@ -11,8 +11,8 @@ from deft_backend.cli.ab_choices import Drafting, chosen_tree, chosen_workloads
 from deft_backend.cli.errors import fail
 
 if TYPE_CHECKING:
-    from deft_backend.harness.live_client import Offers
-    from deft_backend.harness.traffic import Traffic
+    from deft_backend.tools.harness.live_client import Offers
+    from deft_backend.tools.harness.traffic import Traffic
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Asked:
 
 def asked_traffic(asked: Asked, *, on_gpu: bool) -> Callable[[Offers], list[Traffic]]:
     """Read and check what the user named; the traffic itself waits for the servers' tokenizer."""
-    from deft_backend.ab import sizes
-    from deft_backend.ab.trace_traffic import trace_traffic
-    from deft_backend.harness.traffic import poisson, timed
-    from deft_backend.traces.arrivals import load_arrivals
-    from deft_backend.traces.made_arrivals import MOST_TOKENS
+    from deft_backend.tools.ab import sizes
+    from deft_backend.tools.ab.trace_traffic import trace_traffic
+    from deft_backend.tools.harness.traffic import poisson, timed
+    from deft_backend.tools.traces.arrivals import load_arrivals
+    from deft_backend.tools.traces.made_arrivals import MOST_TOKENS
 
     names: list[str] = []
     if asked.workloads or not asked.arrivals:

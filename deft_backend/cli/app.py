@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from deft_backend.cli.ab import ab
 from deft_backend.cli.contracts import contracts
+from deft_backend.cli.ctrl_c import unwinding
 from deft_backend.cli.doctor import doctor
 from deft_backend.cli.errors import fail, stderr
 from deft_backend.cli.explain import explain
@@ -21,8 +22,7 @@ from deft_backend.cli.top import top
 from deft_backend.cli.trace import trace
 from deft_backend.cli.tune import tune
 from deft_backend.cli.warm import warm
-from deft_backend.ctrl_c import unwinding
-from deft_backend.version import VERSION
+from deft_backend.settings.version import VERSION
 
 
 class _Commands(TyperGroup):

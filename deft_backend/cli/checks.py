@@ -10,25 +10,25 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Literal
 
-from deft_backend.config import (
-    VARIABLES,
-    Settings,
-    SettingsError,
-)
-from deft_backend.folders import state_directory
+from deft_backend.files.folders import state_directory
 from deft_backend.hosts.common.tested_versions import TestedVersions, tries_others
 from deft_backend.hosts.contract.version_numbers import version_key
 from deft_backend.hosts.sglang.versions import SGLANG
 from deft_backend.hosts.vllm.versions import VLLM
-from deft_backend.installed import installed_version
-from deft_backend.servers.driver_stub import (
+from deft_backend.settings.config import (
+    VARIABLES,
+    Settings,
+    SettingsError,
+)
+from deft_backend.settings.installed import installed_version
+from deft_backend.settings.version import VERSION
+from deft_backend.tools.servers.driver_stub import (
     DriverStubError,
     ensure_driver_stub,
     find_compiler,
     has_nvidia_driver,
     num_gpus,
 )
-from deft_backend.version import VERSION
 
 Status = Literal["ok", "note", "problem"]
 

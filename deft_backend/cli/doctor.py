@@ -21,10 +21,10 @@ from deft_backend.cli.checks import (
 from deft_backend.cli.errors import fail
 from deft_backend.cli.models import RevisionOption, chosen_model
 from deft_backend.cli.shapes import HeadShape, model_shape, parse_heads
-from deft_backend.config import SettingsError
 from deft_backend.costs.cost_model import CostModel
 from deft_backend.costs.table_lookup import TableInUse, table_in_use
-from deft_backend.dtype_names import SHORT_DTYPES
+from deft_backend.settings.config import SettingsError
+from deft_backend.shapes.dtype_names import SHORT_DTYPES
 
 CANNOT_WORK = 1
 
@@ -90,7 +90,7 @@ def _kernels(shapes: list[HeadShape]) -> list[dict[str, Any]]:
 
         from deft_backend.costs.device_tables import table_key
         from deft_backend.costs.gpu_facts import gpu_facts
-        from deft_backend.folders import tables_directory
+        from deft_backend.files.folders import tables_directory
         from deft_backend.kernels import kernel_configuration, unsupported
     except ImportError as error:
         return [{**_entry(shape), "kernel": "none", "why": str(error)} for shape in shapes]
@@ -132,7 +132,7 @@ def _table(found: TableInUse) -> dict[str, Any]:
 
 
 def _on_gpu() -> bool:
-    from deft_backend.servers.command import use_gpu
+    from deft_backend.tools.servers.command import use_gpu
 
     try:
         return use_gpu()

@@ -10,11 +10,11 @@ import typer
 from rich.console import Console
 
 from deft_backend.cli.errors import fail, reported
-from deft_backend.config import Settings, SettingsError
-from deft_backend.folders import state_directory
+from deft_backend.files.folders import state_directory
 from deft_backend.forest import ForestError, PrefixForest
 from deft_backend.policies import POLICY_NAMES, PolicyError, Target, get_policy
-from deft_backend.watch.server_target import reference_target
+from deft_backend.settings.config import Settings, SettingsError
+from deft_backend.tools.watch.server_target import reference_target
 
 _SIZES = {"fp16": 2, "bf16": 2, "fp32": 4}
 
@@ -55,10 +55,10 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Draw what requests share and the policy's groups; count the bytes that a step reads."""
-    from deft_backend.explain import explain as explain_grouping
-    from deft_backend.explain import render
     from deft_backend.telemetry.state_reader import StateError
-    from deft_backend.traces.trace_files import TraceError
+    from deft_backend.tools.explain import explain as explain_grouping
+    from deft_backend.tools.explain import render
+    from deft_backend.tools.traces.trace_files import TraceError
 
     if sum((trace is not None, tree is not None, server)) != 1:
         raise fail(
@@ -99,8 +99,8 @@ def explain(
 
 def _draw_token_tree(trace: Path, target: Target, console: Console) -> None:
     """A trace of token trees: also the tree as one request verifies it."""
-    from deft_backend.explain import draw_token_tree, seen_from_parents
-    from deft_backend.traces.trace_files import TokenTree, load_trace
+    from deft_backend.tools.explain import draw_token_tree, seen_from_parents
+    from deft_backend.tools.traces.trace_files import TokenTree, load_trace
 
     recorded = load_trace(trace)
     if isinstance(recorded, TokenTree):
@@ -111,8 +111,12 @@ def _draw_token_tree(trace: Path, target: Target, console: Console) -> None:
 def _described(
     tree: str | None, trace: Path | None, index: int, iteration: int | None
 ) -> tuple[PrefixForest, str]:
-    from deft_backend.traces.trace_files import TokenTree, TraceError, load_trace
-    from deft_backend.traces.tree_forests import forest_at, forest_from_levels, token_tree_forest
+    from deft_backend.tools.traces.trace_files import TokenTree, TraceError, load_trace
+    from deft_backend.tools.traces.tree_forests import (
+        forest_at,
+        forest_from_levels,
+        token_tree_forest,
+    )
 
     if tree is not None:
         return forest_from_levels(tree), f"tree {tree}"
@@ -141,7 +145,7 @@ def _from_server(port: int | None) -> tuple[PrefixForest, Target, int, str, str]
         shown_forest,
         state_file,
     )
-    from deft_backend.watch.server_target import server_target
+    from deft_backend.tools.watch.server_target import server_target
 
     folder = state_directory(Settings.from_env())
     path = only_server(folder) if port is None else state_file(folder, port)

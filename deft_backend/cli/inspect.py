@@ -9,8 +9,8 @@ from rich.console import Console
 
 from deft_backend.cli.errors import fail, reported, stderr
 from deft_backend.cli.shown import say
-from deft_backend.config import Settings, SettingsError
-from deft_backend.folders import state_directory
+from deft_backend.files.folders import state_directory
+from deft_backend.settings.config import Settings, SettingsError
 
 PAGE_PORT = 8765
 
@@ -29,9 +29,9 @@ def inspect(
 ) -> None:
     """Show on a page which requests share what, live. It only reads, and shows no text."""
     from deft_backend.telemetry.state_reader import StateError, only_server
-    from deft_backend.watch.engines import find_engines
-    from deft_backend.watch.page_server import PageServer
-    from deft_backend.watch.snapshot import Inspector
+    from deft_backend.tools.watch.engines import find_engines
+    from deft_backend.tools.watch.page_server import PageServer
+    from deft_backend.tools.watch.snapshot import Inspector
 
     with reported(SettingsError, StateError):
         folder = state_directory(Settings.from_env())

@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from deft_backend.cli.errors import fail, reported
-from deft_backend.servers.host_options import value_of
-from deft_backend.servers.model_files import ModelFilesError, is_hub_name, model_file
+from deft_backend.tools.servers.host_options import value_of
+from deft_backend.tools.servers.model_files import ModelFilesError, is_hub_name, model_file
 
 _TINY = Path("models") / "tiny-llama"
 _REVISION = "--revision"
@@ -48,7 +48,7 @@ class ChosenModel:
     revision: str | None = None
 
     def file(self, name: str) -> Path | None:
-        """A file of the model; see :func:`deft_backend.servers.model_files.model_file`."""
+        """A file of the model; see :func:`deft_backend.tools.servers.model_files.model_file`."""
         return model_file(self.name, name, self.revision)
 
     def tokenizer(self) -> Path | None:

@@ -18,7 +18,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from deft_backend.servers.command import ServerCommand
+from deft_backend.tools.servers.command import ServerCommand
 
 _TITLES = {"host": "host's own backend", "deft": "tree attention"}
 
@@ -34,7 +34,7 @@ class Sized(Protocol):
 
 
 class ProgressWatcher:
-    """Shows the progress of :func:`deft_backend.ab.comparison.run_ab`; a context manager."""
+    """Shows the progress of :func:`deft_backend.tools.ab.comparison.run_ab`; a context manager."""
 
     def __init__(self, plans: Sequence[Sized], console: Console) -> None:
         width = max((len(plan.workload) for plan in plans), default=0)
@@ -65,7 +65,7 @@ class ProgressWatcher:
         self._bars.stop()
 
     def starting(self, side: str, command: ServerCommand) -> Callable[[float], None]:
-        """See :class:`deft_backend.ab.comparison.Watcher`."""
+        """See :class:`deft_backend.tools.ab.comparison.Watcher`."""
         for note in command.notes:
             if note not in self._noted:
                 self._noted.add(note)
@@ -76,7 +76,7 @@ class ProgressWatcher:
         return lambda seconds: self._bars.refresh()
 
     def started(self, side: str) -> None:
-        """See :class:`deft_backend.ab.comparison.Watcher`."""
+        """See :class:`deft_backend.tools.ab.comparison.Watcher`."""
         if self._start is not None:
             self._bars.update(self._start, total=1, completed=1)
 
@@ -90,7 +90,7 @@ class ProgressWatcher:
             self._bars.print(f"[bold]{escape(line)}[/bold]", highlight=False)
 
     def replaying(self, side: str, plan: Sized) -> Callable[[int], None]:
-        """See :class:`deft_backend.ab.comparison.Watcher`."""
+        """See :class:`deft_backend.tools.ab.comparison.Watcher`."""
         task = self._bars.add_task(self._label(plan.workload), total=plan.tokens, unit="tokens")
         return lambda count: self._bars.advance(task, count)
 

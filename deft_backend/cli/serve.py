@@ -29,7 +29,7 @@ def chosen_host(host: str | None, *, needed: bool = True, compared: bool = False
         Whether the command compares the host with tree attention, so its version must support it.
     """
     from deft_backend.hosts.windows import TESTED
-    from deft_backend.servers.command import HOST_NAMES, HOSTS, installed_hosts
+    from deft_backend.tools.servers.command import HOST_NAMES, HOSTS, installed_hosts
 
     if host is not None and host not in HOSTS:
         raise fail(f"there is no host {host!r}; expected one of {', '.join(HOSTS)}")
@@ -61,8 +61,8 @@ def serve(
     ] = False,
 ) -> None:
     """Start SGLang or vLLM with tree attention, on a GPU if there is one, else on the CPU."""
-    from deft_backend.servers.command import server_command
-    from deft_backend.servers.driver_stub import DriverStubError
+    from deft_backend.tools.servers.command import server_command
+    from deft_backend.tools.servers.driver_stub import DriverStubError
 
     extra = host_arguments(host_args)
     with reported(PolicyError):

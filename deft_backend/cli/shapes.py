@@ -11,9 +11,9 @@ import typer
 
 from deft_backend.cli.errors import fail, reported
 from deft_backend.cli.models import ChosenModel, chosen_model
-from deft_backend.dtype_names import SHORT_DTYPES
-from deft_backend.private_files import parsed
-from deft_backend.servers.model_files import ModelFilesError
+from deft_backend.files.private_files import parsed
+from deft_backend.shapes.dtype_names import SHORT_DTYPES
+from deft_backend.tools.servers.model_files import ModelFilesError
 
 ShapeModelOption = Annotated[
     str | None,

@@ -11,13 +11,13 @@ import typer
 from rich.console import Console
 
 from deft_backend.cli.errors import reported
-from deft_backend.config import Settings, SettingsError
-from deft_backend.folders import state_directory
+from deft_backend.files.folders import state_directory
+from deft_backend.settings.config import Settings, SettingsError
 
 if TYPE_CHECKING:
-    from deft_backend.watch.batches import BatchView
-    from deft_backend.watch.rates import Rate
-    from deft_backend.watch.top_view import Row
+    from deft_backend.tools.watch.batches import BatchView
+    from deft_backend.tools.watch.rates import Rate
+    from deft_backend.tools.watch.top_view import Row
 
 RECENT = 3600.0
 """Seconds for which an ended server stays in the view."""
@@ -43,7 +43,7 @@ def top(
 
     With --once or --json, the exit code is 1 if no server runs.
     """
-    from deft_backend.watch.top_view import row_json, view
+    from deft_backend.tools.watch.top_view import row_json, view
 
     with reported(SettingsError):
         folder = state_directory(Settings.from_env())
@@ -81,10 +81,10 @@ class _Watched:
 
     def rows(self, wait: float = 0.0) -> list[Row]:
         """All engines that run, and those that ended lately."""
-        from deft_backend.watch.batches import BatchView
-        from deft_backend.watch.engines import ENDED, find_engines
-        from deft_backend.watch.rates import Rate
-        from deft_backend.watch.top_view import Row
+        from deft_backend.tools.watch.batches import BatchView
+        from deft_backend.tools.watch.engines import ENDED, find_engines
+        from deft_backend.tools.watch.rates import Rate
+        from deft_backend.tools.watch.top_view import Row
 
         rows = []
         for engine in find_engines(self._folder, self._port):

@@ -28,9 +28,9 @@ def trace(
     seed: Annotated[int, typer.Option(help="The same seed gives the same trace.")] = 0,
 ) -> None:
     """Make a trace in Mooncake's format, for 'deft ab --trace'."""
-    from deft_backend.traces.arrivals import dump_arrivals, shared_tokens
-    from deft_backend.traces.made_arrivals import TraceShape, make_arrivals
-    from deft_backend.traces.recorded_trees import TraceError
+    from deft_backend.tools.traces.arrivals import dump_arrivals, shared_tokens
+    from deft_backend.tools.traces.made_arrivals import TraceShape, make_arrivals
+    from deft_backend.tools.traces.recorded_trees import TraceError
 
     with reported(TraceError):
         shape = TraceShape(

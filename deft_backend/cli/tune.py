@@ -14,17 +14,17 @@ from rich.table import Table
 from deft_backend.cli.errors import fail, reported, stderr
 from deft_backend.cli.models import RevisionOption
 from deft_backend.cli.shapes import HeadDimOption, HeadShape, ShapeModelOption, chosen_shape
-from deft_backend.config import SettingsError
 from deft_backend.costs.table_key import TableKey
 from deft_backend.costs.table_lookup import save_table, table_in_use
-from deft_backend.dtype_names import EIGHT_BIT_CACHES
-from deft_backend.folders import create_private, tables_directory
-from deft_backend.kernel_limits import TILE_NAMES
+from deft_backend.files.folders import create_private, tables_directory
+from deft_backend.settings.config import SettingsError
+from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
+from deft_backend.shapes.kernel_limits import TILE_NAMES
 
 if TYPE_CHECKING:
     from deft_backend.costs import CostModel
     from deft_backend.costs.gpu_facts import GpuFacts
-    from deft_backend.tuning.search import Found
+    from deft_backend.tools.tuning.search import Found
 
 FAILED = 1
 """Exit code if there is no GPU to measure on, or too little free memory on it."""
@@ -108,7 +108,7 @@ def _measure(key: TableKey, path: Path) -> None:
         )
         raise typer.Exit(FAILED)
     from deft_backend.attention import AttentionError
-    from deft_backend.tuning.measure import tune as run
+    from deft_backend.tools.tuning.measure import tune as run
 
     # Drop the warning that this GPU has no table yet: this run writes it.
     logging.getLogger("deft_backend.costs.table_lookup").setLevel(logging.ERROR)

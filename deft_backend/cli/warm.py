@@ -20,8 +20,8 @@ from deft_backend.cli.shapes import (
     chosen_shape,
     model_layers,
 )
-from deft_backend.config import Settings, SettingsError
-from deft_backend.folders import create_private, kernels_directory
+from deft_backend.files.folders import create_private, kernels_directory
+from deft_backend.settings.config import Settings, SettingsError
 
 if TYPE_CHECKING:
     from deft_backend.hosts.common.described_server import DescribedServer
@@ -133,7 +133,7 @@ def _check(server: _Server) -> None:
 
 
 def _check_drafts(server: _Server) -> None:
-    from deft_backend.kernel_limits import MAX_QUERY_TOKENS
+    from deft_backend.shapes.kernel_limits import MAX_QUERY_TOKENS
 
     tokens = server.draft_tokens
     if tokens is None:
@@ -232,9 +232,9 @@ def _fill(
 def _described(shape: HeadShape, layers: ModelLayers, server: _Server) -> DescribedServer:
     import torch
 
-    from deft_backend.dtype_names import EIGHT_BIT_CACHES
     from deft_backend.hosts.common.described_server import DescribedServer, drafts_of
     from deft_backend.hosts.common.warm_up import LayerKind
+    from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
 
     dtype = getattr(torch, shape.dtype)
     eight_bits = EIGHT_BIT_CACHES.get(server.kv_cache_dtype)

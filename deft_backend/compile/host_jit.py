@@ -21,7 +21,7 @@ from deft_backend.compile.source_digest import digest_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-LAYERS = ("forest", "kernel_limits.py", "policies", "planner")
+LAYERS = ("forest", "shapes/kernel_limits.py", "policies", "planner")
 """Sources of compiled code. The code of each layer uses functions and constants of its own layer
 and of earlier layers."""
 

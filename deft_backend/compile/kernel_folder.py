@@ -23,11 +23,11 @@ import triton
 from triton.runtime.cache import get_cache_manager
 
 from deft_backend.compile.source_digest import digest_of
-from deft_backend.folders import create_private
-from deft_backend.installed import installed_version
-from deft_backend.json_fields import FieldError, mapping, shown, text, within
-from deft_backend.private_files import parsed, read_private, write_private
-from deft_backend.version import VERSION
+from deft_backend.files.folders import create_private
+from deft_backend.files.json_fields import FieldError, mapping, shown, text, within
+from deft_backend.files.private_files import parsed, read_private, write_private
+from deft_backend.settings.installed import installed_version
+from deft_backend.settings.version import VERSION
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -66,7 +66,7 @@ class Origin:
         """That of kernels compiled here for `gpu`."""
         return cls(
             package=VERSION,
-            sources=digest_of(["kernels", "kernel_limits.py", "planner", "policies"])[:16],
+            sources=digest_of(["kernels", "shapes", "planner", "policies"])[:16],
             torch=installed_version("torch") or "unknown",
             triton=triton.__version__,
             gpu=gpu,

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from deft_backend.costs.tile_costs import TileCosts
-from deft_backend.json_fields import FieldError, number, numbers, shown, text, whole, within
-from deft_backend.private_files import parsed, read_private_json
+from deft_backend.files.json_fields import FieldError, number, numbers, shown, text, whole, within
+from deft_backend.files.private_files import parsed, read_private_json
 
 FloatArray = npt.NDArray[np.float64]
 

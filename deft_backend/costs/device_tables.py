@@ -11,9 +11,9 @@ from deft_backend.costs.cost_model import CostModel
 from deft_backend.costs.gpu_facts import gpu_facts
 from deft_backend.costs.table_key import TableKey
 from deft_backend.costs.table_lookup import cost_model_for
-from deft_backend.folders import tables_directory
-from deft_backend.installed import installed_version
-from deft_backend.version import VERSION
+from deft_backend.files.folders import tables_directory
+from deft_backend.settings.installed import installed_version
+from deft_backend.settings.version import VERSION
 
 
 def table_key(
@@ -55,4 +55,4 @@ def cost_model_on(
 @lru_cache(maxsize=1)
 def kernels_digest() -> str:
     """Digest of the sources that decide an item's time: the kernels and their limits."""
-    return digest_of(["kernels", "kernel_limits.py", "planner/encoding.py"])[:16]
+    return digest_of(["kernels", "shapes/kernel_limits.py", "planner/encoding.py"])[:16]

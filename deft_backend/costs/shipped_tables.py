@@ -11,7 +11,7 @@ from pathlib import Path
 from deft_backend.costs.cost_model import DEFAULT_TABLE, TABLES, CostModel, default_cost_model
 from deft_backend.costs.gpu_facts import GpuFacts
 from deft_backend.costs.table_key import TableKey, read_key
-from deft_backend.dtype_names import DTYPE_BYTES
+from deft_backend.shapes.dtype_names import DTYPE_BYTES
 
 SHIPPED_TABLES = (DEFAULT_TABLE, TABLES / "h200.json", TABLES / "h100-fp8.json")
 """The files of the tables: for each GPU that was measured, and for caches of 16 and of 8 bits. On

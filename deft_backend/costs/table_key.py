@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from deft_backend.costs.cost_model import CostModelError, read_table
-from deft_backend.dtype_names import EIGHT_BIT_CACHES, SHORT_DTYPES
-from deft_backend.json_fields import shown
+from deft_backend.files.json_fields import shown
+from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES, SHORT_DTYPES
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class TableKey:
     query_heads, kv_heads, head_dim : int
         Shape of the attention.
     dtype : str
-        Of the KV cache: one of :data:`~deft_backend.dtype_names.DTYPE_BYTES`. Queries have it too,
-        unless it has 8 bits.
+        Of the KV cache: one of :data:`~deft_backend.shapes.dtype_names.DTYPE_BYTES`.
+        Queries have it too, unless it has 8 bits.
     page_size : int
         Tokens a page of the KV cache.
     """

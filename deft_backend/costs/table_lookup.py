@@ -16,7 +16,7 @@ from deft_backend.costs.cost_model import CostModel, CostModelError
 from deft_backend.costs.gpu_facts import GpuFacts
 from deft_backend.costs.shipped_tables import nearest_table, shipped_for
 from deft_backend.costs.table_key import TableKey, read_key
-from deft_backend.private_files import write_private
+from deft_backend.files.private_files import write_private
 
 logger = logging.getLogger(__name__)
 

@@ -6,4 +6,4 @@ from deft_backend.hosts.sglang.versions import SGLANG
 from deft_backend.hosts.vllm.versions import VLLM
 
 TESTED = {"sglang": SGLANG, "vllm": VLLM}
-"""By the names that :mod:`deft_backend.servers.command` knows hosts by."""
+"""By the names that :mod:`deft_backend.tools.servers.command` knows hosts by."""

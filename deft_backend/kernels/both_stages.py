@@ -7,7 +7,7 @@ import torch
 from deft_backend.kernels.configurations import KernelConfiguration
 from deft_backend.kernels.launches import Kind, launches_of
 from deft_backend.planner import DevicePlan, Plan
-from deft_backend.query_blocks import ONE_TOKEN, QueryBlocks
+from deft_backend.shapes.query_blocks import ONE_TOKEN, QueryBlocks
 
 LOG2_E = 1.4426950408889634
 

@@ -9,12 +9,15 @@ import torch
 import triton
 
 from deft_backend.compile.triton_kernel import Kernel
-from deft_backend.kernel_limits import TILE_HEIGHTS, TILE_SEGMENTS
-from deft_backend.kernels import gluon_versions, hopper_large_tile, hopper_small_tile, small_tile
-from deft_backend.kernels import partial_attention as stage1
 from deft_backend.kernels import reduction as stage2
 from deft_backend.kernels.gpu import Gpu
+from deft_backend.kernels.hopper import versions as gluon_versions
+from deft_backend.kernels.hopper.large_tile import kernel as hopper_large_tile
+from deft_backend.kernels.hopper.small_tile import kernel as hopper_small_tile
+from deft_backend.kernels.plain import partial_attention as stage1
+from deft_backend.kernels.plain import small_tile
 from deft_backend.planner.encoding import READ_AHEAD
+from deft_backend.shapes.kernel_limits import TILE_HEIGHTS, TILE_SEGMENTS
 
 HEAD_DIMS = (64, 96, 128, 256)
 """Head dimensions that the kernels are tested for."""

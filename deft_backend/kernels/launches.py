@@ -10,7 +10,6 @@ import torch
 import triton
 
 from deft_backend.compile.triton_kernel import Kernel
-from deft_backend.kernel_limits import MAX_MERGED
 from deft_backend.kernels import configurations
 from deft_backend.kernels.arguments import CacheLayout, Heads, Mode, Tile
 from deft_backend.kernels.configurations import (
@@ -23,7 +22,8 @@ from deft_backend.kernels.configurations import (
     ReduceConfig,
 )
 from deft_backend.planner.encoding import ITEM_ORDER
-from deft_backend.query_blocks import ONE_TOKEN, QueryBlocks
+from deft_backend.shapes.kernel_limits import MAX_MERGED
+from deft_backend.shapes.query_blocks import ONE_TOKEN, QueryBlocks
 
 
 class Kind(NamedTuple):

@@ -17,8 +17,8 @@ from contextlib import suppress
 
 from triton.language import constexpr
 
-from deft_backend.kernels.gluon_parts import plus
-from deft_backend.kernels.gluon_versions import jit
+from deft_backend.kernels.hopper.parts import plus
+from deft_backend.kernels.hopper.versions import jit
 from deft_backend.planner.encoding import ARRIVALS
 
 with suppress(ImportError):  # `gluon_versions.available` says so before anything is launched

@@ -14,7 +14,7 @@ from triton import jit
 from triton.language.extra.cuda import gdc_wait
 
 from deft_backend.kernels.arguments import Partials
-from deft_backend.kernels.plain_parts import block_of, rows_of, sink_weight
+from deft_backend.kernels.plain.parts import block_of, rows_of, sink_weight
 from deft_backend.planner import encoding_constants
 from deft_backend.planner.device_plan import ReduceArrays
 

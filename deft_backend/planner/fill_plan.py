@@ -6,7 +6,6 @@ import numpy as np
 import numpy.typing as npt
 
 from deft_backend.compile.host_jit import host_jit
-from deft_backend.kernel_limits import MAX_MERGED
 from deft_backend.planner.encoding import DIRECT, MERGES, OPEN_END, SPAN_SHIFT
 from deft_backend.planner.items import (
     END_QUERY,
@@ -17,6 +16,7 @@ from deft_backend.planner.items import (
     SHAPE,
     place_of,
 )
+from deft_backend.shapes.kernel_limits import MAX_MERGED
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]

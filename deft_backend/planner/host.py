@@ -7,12 +7,12 @@ import logging
 import numpy as np
 
 from deft_backend.forest import PrefixForest
-from deft_backend.kernel_limits import MAX_TOKENS
 from deft_backend.planner.fill_plan import fill_plan
 from deft_backend.planner.items import list_items
 from deft_backend.planner.plan import Plan, PlanCapacity
 from deft_backend.policies import Grouping, Policy, PolicyError, Target, get_policy
-from deft_backend.policy_names import FLASH_DECODING
+from deft_backend.settings.policy_names import FLASH_DECODING
+from deft_backend.shapes.kernel_limits import MAX_TOKENS
 
 logger = logging.getLogger(__name__)
 

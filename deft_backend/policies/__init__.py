@@ -10,7 +10,7 @@ from deft_backend.policies.flashforge import FlashForge
 from deft_backend.policies.grouping import Grouping, GroupingBuilder, Segment
 from deft_backend.policies.policy import Policy, PolicyError
 from deft_backend.policies.target import Target
-from deft_backend.policy_names import POLICY_NAMES
+from deft_backend.settings.policy_names import POLICY_NAMES
 
 POLICIES: dict[str, Policy] = {
     policy.name: policy

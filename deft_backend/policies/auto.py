@@ -15,7 +15,7 @@ from deft_backend.policies.policy import PolicyError
 from deft_backend.policies.range_choice import choose_ranges, cut_ranges
 from deft_backend.policies.splitting import check_limits
 from deft_backend.policies.target import Target
-from deft_backend.policy_names import AUTO
+from deft_backend.settings.policy_names import AUTO
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,15 @@ candidate wins. Its cost in nanoseconds is the sum of these terms:
 - ``results * partial_ns`` for writing and reading partial results.
 - For small tiles: the share :data:`EXPOSED` of the items' own cost, and the share :data:`UNEVEN` of
   the transfer if one round does not spread evenly over the SMs.
-- The merges. Small tiles merge up to :data:`~deft_backend.kernel_limits.MAX_MERGED` results of
-  large tiles, one after another. Stage 2 merges more than that, and the results of small tiles.
+- The merges. Small tiles merge up to :data:`~deft_backend.shapes.kernel_limits.MAX_MERGED`
+  results of large tiles, one after another. Stage 2 merges more than that, and the results of
+  small tiles.
 
 The rule drops a candidate with more than :data:`MOST_ROUNDS` rounds of items, and all shorter
 chunks. The device planner computes the same on the GPU (``planner/on_device/price_chunks.py``) with
 the constants of this module. The formula is written twice, because Numba and Triton cannot compile
-each other's functions. ``tests/test_chunk_choice.py`` compares the two, candidate by candidate.
+each other's functions. ``tests/policies/test_chunk_choice.py`` compares the two, candidate by
+candidate.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ import numpy as np
 import numpy.typing as npt
 
 from deft_backend.compile.host_jit import host_jit
-from deft_backend.kernel_limits import MAX_MERGED
 from deft_backend.policies.range_choice import shape_of
+from deft_backend.shapes.kernel_limits import MAX_MERGED
 
 Int64Array = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]

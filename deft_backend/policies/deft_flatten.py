@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from deft_backend.forest import PrefixForest
-from deft_backend.kernel_limits import MAX_ITEM_TOKENS
 from deft_backend.policies.grouping import Grouping
 from deft_backend.policies.policy import PolicyError
 from deft_backend.policies.splitting import (
@@ -19,7 +18,8 @@ from deft_backend.policies.splitting import (
     offsets,
 )
 from deft_backend.policies.target import Target
-from deft_backend.policy_names import DEFT_FLATTEN
+from deft_backend.settings.policy_names import DEFT_FLATTEN
+from deft_backend.shapes.kernel_limits import MAX_ITEM_TOKENS
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from deft_backend.forest import PrefixForest
 from deft_backend.policies.grouping import Grouping
 from deft_backend.policies.splitting import check_limits, cut_evenly, node_ranges
 from deft_backend.policies.target import Target
-from deft_backend.policy_names import DEFT_NODE
+from deft_backend.settings.policy_names import DEFT_NODE
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from deft_backend.policies.grouping import Grouping
 from deft_backend.policies.policy import PolicyError
 from deft_backend.policies.splitting import chunks_by, cut_by, fit_chunk_tokens, node_ranges
 from deft_backend.policies.target import Target
-from deft_backend.policy_names import DEFT_NODE_CHUNK
+from deft_backend.settings.policy_names import DEFT_NODE_CHUNK
 
 
 @dataclass(frozen=True)

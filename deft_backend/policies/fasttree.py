@@ -22,7 +22,7 @@ from deft_backend.policies.splitting import (
     offsets,
 )
 from deft_backend.policies.target import Target
-from deft_backend.policy_names import FASTTREE
+from deft_backend.settings.policy_names import FASTTREE
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from deft_backend.forest import PrefixForest
 from deft_backend.policies.grouping import Grouping
 from deft_backend.policies.splitting import chunks_by, cut_evenly, fit_chunk_tokens, query_ranges
 from deft_backend.policies.target import Target
-from deft_backend.policy_names import FLASH_DECODING
+from deft_backend.settings.policy_names import FLASH_DECODING
 
 
 @dataclass(frozen=True)

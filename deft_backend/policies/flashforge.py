@@ -22,7 +22,7 @@ from deft_backend.policies.splitting import (
     reordered,
 )
 from deft_backend.policies.target import Target
-from deft_backend.policy_names import FLASHFORGE
+from deft_backend.settings.policy_names import FLASHFORGE
 
 
 @dataclass(frozen=True, eq=False)

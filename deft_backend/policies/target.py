@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deft_backend.costs.cost_model import CostModel, default_cost_model
-from deft_backend.kernel_limits import TILE_HEIGHTS, TILE_SEGMENTS
+from deft_backend.shapes.kernel_limits import TILE_HEIGHTS, TILE_SEGMENTS
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from deft_backend.json_fields import mapping, number, whole, within
+from deft_backend.files.json_fields import mapping, number, whole, within
 
 SCHEMA = 1
 """Version of the state file's content."""

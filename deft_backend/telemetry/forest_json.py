@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from deft_backend.files.json_fields import FieldError, whole, whole_numbers
 from deft_backend.forest import PrefixForest, build_forest
-from deft_backend.json_fields import FieldError, whole, whole_numbers
 
 _NODES = ("parent", "request", "start", "length", "query_begin", "query_end", "leaf")
 _ARRAYS = ("order", "seq_lens", *_NODES)

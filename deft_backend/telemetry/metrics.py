@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from deft_backend.private_files import read_private_json
+from deft_backend.files.private_files import read_private_json
 from deft_backend.telemetry.counters import SCHEMA, Counters
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ def register_states(directory: Path, port: int, registry: CollectorRegistry | No
     Parameters
     ----------
     directory : Path
-        The folder of the state files: :func:`deft_backend.folders.state_directory`.
+        The folder of the state files: :func:`deft_backend.files.folders.state_directory`.
     port : int
         The server's; the names of the state files begin with it.
     registry : CollectorRegistry, optional

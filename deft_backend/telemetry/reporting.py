@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from deft_backend.config import LOG_LEVELS, Settings
-from deft_backend.folders import state_directory
+from deft_backend.files.folders import state_directory
+from deft_backend.settings.config import LOG_LEVELS, Settings
 from deft_backend.telemetry.decode_log import DecodeLog
 from deft_backend.telemetry.metrics import publisher, rank_labels
 from deft_backend.telemetry.state import ServerState, StateWriter

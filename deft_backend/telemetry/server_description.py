@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
-from deft_backend.json_fields import text, whole
+from deft_backend.files.json_fields import text, whole
 
 MOST = (1 << 31) - 1
 """Largest process id, rank and size of an attention."""

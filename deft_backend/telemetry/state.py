@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from deft_backend.files.private_files import write_private
 from deft_backend.forest import PrefixForest
-from deft_backend.private_files import write_private
 from deft_backend.telemetry.counters import SCHEMA, Counters, DeviceCounters, DraftCounts
 from deft_backend.telemetry.forest_json import forest_as_json
 from deft_backend.telemetry.server_description import ServerDescription

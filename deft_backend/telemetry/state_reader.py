@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deft_backend.files.json_fields import FieldError, mapping, number, shown, text, within
+from deft_backend.files.private_files import create_empty, read_private_json
 from deft_backend.forest import PrefixForest
-from deft_backend.json_fields import FieldError, mapping, number, shown, text, within
-from deft_backend.private_files import create_empty, read_private_json
 from deft_backend.telemetry.counters import SCHEMA
 from deft_backend.telemetry.counters import Counters as Counters
 from deft_backend.telemetry.forest_json import forest_from_json

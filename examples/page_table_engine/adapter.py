@@ -9,13 +9,13 @@ import torch
 
 import deft_backend
 from deft_backend.attention import TreeAttention
-from deft_backend.config import LOG_LEVELS, Settings, warn_unknown
-from deft_backend.explain.loads import count_plan_loads
+from deft_backend.attention.reference_attention import relative_error
 from deft_backend.forest import forest_from_page_tables
 from deft_backend.hosts.common.warm_up import StepTensors, warm_up_attention
 from deft_backend.planner.on_device import largest_batch
-from deft_backend.reference_attention import relative_error
+from deft_backend.settings.config import LOG_LEVELS, Settings, warn_unknown
 from deft_backend.telemetry.state import ServerState
+from deft_backend.tools.explain.loads import count_plan_loads
 from examples.page_table_engine import torch_attention
 from examples.page_table_engine.cache import PagedCache
 from examples.page_table_engine.model import Llama, LlamaConfig

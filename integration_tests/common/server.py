@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import openai
 
-from deft_backend.servers.process import ServerProcess
+from deft_backend.tools.servers.process import ServerProcess
 
 ROOT = Path(__file__).parents[2]
 MODEL = Path(os.environ.get("INTEGRATION_MODEL", ROOT / "models" / "tiny-llama"))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from deft_backend.hosts.contract.version_numbers import version_key
-from deft_backend.installed import installed_version
+from deft_backend.settings.installed import installed_version
 from integration_tests.cpu_speculation import attention, places, trees
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.e2e.served_model import Model, write_model
-from deft_backend.servers.command import StartError
-from deft_backend.servers.driver_stub import num_gpus
+from deft_backend.tools.servers.command import StartError
+from deft_backend.tools.servers.driver_stub import num_gpus
 from integration_tests.common.adapter import write_adapter
 from integration_tests.common.server import Server
 from integration_tests.gpu.variants import running

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.e2e.checked_answers import check
 from benchmarks.e2e.kept_answers import ask, compare
 from benchmarks.e2e.served_model import Model
-from deft_backend.servers.driver_stub import num_gpus
+from deft_backend.tools.servers.driver_stub import num_gpus
 from integration_tests.common.control import ask_to, changed_weights
 from integration_tests.common.server import Server
 from integration_tests.gpu.checked_variants import (

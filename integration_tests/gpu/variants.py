@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.e2e.served_model import Model
-from deft_backend.servers.command import StartError, free_port, server_command
-from deft_backend.servers.process import ServerProcess
+from deft_backend.tools.servers.command import StartError, free_port, server_command
+from deft_backend.tools.servers.process import ServerProcess
 from integration_tests.common.server import START_SECONDS, Server
 
 ADAPTER = "adapted"

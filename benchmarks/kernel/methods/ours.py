@@ -10,10 +10,10 @@ from benchmarks.kernel.case_inputs import Inputs
 from benchmarks.kernel.methods.base import Method, Prepared, Refused
 from benchmarks.kernel.phases import alone
 from deft_backend import TreeAttention, get_policy
-from deft_backend.config import Settings
 from deft_backend.planner.on_device import largest_batch
 from deft_backend.policies import PolicyError
-from deft_backend.query_blocks import QueryBlocks
+from deft_backend.settings.config import Settings
+from deft_backend.shapes.query_blocks import QueryBlocks
 
 PLANNERS = ("host", "device")
 

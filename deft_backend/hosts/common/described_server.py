@@ -9,7 +9,6 @@ import torch
 
 from deft_backend.attention import Gpu, TreeAttention
 from deft_backend.compile.variants import Variant
-from deft_backend.config import Settings
 from deft_backend.hosts.common.planner_choice import (
     SGLANG,
     VLLM,
@@ -23,6 +22,7 @@ from deft_backend.hosts.common.warm_up import (
     StepTensors,
     step_variants,
 )
+from deft_backend.settings.config import Settings
 
 _COLUMNS = (4096, 4098)
 """Widths of a page table: kernels differ only by whether the width is a multiple of 16."""

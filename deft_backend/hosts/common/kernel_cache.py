@@ -8,8 +8,8 @@ import torch
 
 from deft_backend.attention import Gpu
 from deft_backend.compile.kernel_folder import KernelFolderError, Origin, is_filled, take
-from deft_backend.config import Settings
-from deft_backend.folders import kernels_directory
+from deft_backend.files.folders import kernels_directory
+from deft_backend.settings.config import Settings
 
 logger = logging.getLogger("deft_backend")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from deft_backend.config import Settings, warn_unknown
-from deft_backend.dtype_names import EIGHT_BIT_CACHES
+from deft_backend.settings.config import Settings, warn_unknown
+from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
 
 
 def refused_cache(name: str) -> str | None:

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from deft_backend.config import Settings
 from deft_backend.planner.on_device import largest_batch
 from deft_backend.policies import PolicyError
-from deft_backend.policy_names import AUTO
-from deft_backend.query_blocks import QueryBlocks
+from deft_backend.settings.config import Settings
+from deft_backend.settings.policy_names import AUTO
+from deft_backend.shapes.query_blocks import QueryBlocks
 
 logger = logging.getLogger("deft_backend")
 

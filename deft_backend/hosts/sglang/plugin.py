@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from deft_backend.hosts.sglang import arguments, versions
-from deft_backend.hosts.sglang.surround import surround_backends
+from deft_backend.hosts.sglang import versions
+from deft_backend.hosts.sglang.start import arguments
+from deft_backend.hosts.sglang.start.surround import surround_backends
 
 logger = logging.getLogger("deft_backend")
 
@@ -22,15 +23,15 @@ def register() -> None:
 
 
 def _register() -> None:
-    from deft_patches import sglang_backend_names, sglang_resolve_arguments
+    from deft_patches.sglang import backend_names, resolve_arguments
 
     method = versions.resolving_method()
     if method is None:
         logger.warning("deft: this SGLang resolves its arguments in no known way; not registered")
         return
     # Install the hook first: without it, the name would reach host code that does not know it.
-    sglang_resolve_arguments.install(method, arguments.resolve)
+    resolve_arguments.install(method, arguments.resolve)
     versions.add_backend_name(arguments.NAME)
     surround_backends()
     # Look once more after all plugins are loaded: some register after ours.
-    sglang_backend_names.install(versions.names_function(), surround_backends)
+    backend_names.install(versions.names_function(), surround_backends)

@@ -210,7 +210,8 @@ def sinks_of_layers(model: Any) -> dict[int, torch.Tensor]:
 def read_end() -> Any:
     """The answer "page tables are read until the forward ends" of ``shared_read_ends``.
 
-    None in 0.5.17, which does not ask; there ``deft_patches/sglang_page_table_fence.py`` does this.
+    None in 0.5.17, which does not ask; there
+    ``patches/deft_patches/sglang/page_table_fence.py`` does this.
     """
     from sglang.srt.layers.attention import base_attn_backend
 

@@ -37,7 +37,7 @@ CONTRACT: tuple[Member, ...] = (
     Member("vllm.v1.attention.selector", "AttentionSelectorConfig",
            ("head_size", "dtype", "kv_cache_dtype", "block_size", "attn_type", "use_non_causal"),
            use="made again from what the host asks with"),
-    # The backend: hosts/vllm/registered.py, compose.py, cpu.py
+    # The backend: hosts/vllm/start/registered.py, compose.py, cpu.py
     Member(_BACKEND, "AttentionBackend.validate_configuration",
            ("device_capability", "attn_type"), use="overridden: where the host's choice is made"),
     Member(_BACKEND, "AttentionBackend.full_cls_name", use="overridden: names the class"),
@@ -52,7 +52,7 @@ CONTRACT: tuple[Member, ...] = (
            use="overridden, on the CPU"),
     Member(_BACKEND, "AttentionBackend.supports_sliding_window", use="overridden, on the CPU"),
     Member(_BACKEND, "MultipleOf", ("base",), use="made, on the CPU"),
-    # The metadata builder: hosts/vllm/builder.py, observe.py
+    # The metadata builder: hosts/vllm/step/builder.py, observe.py
     Member(_BACKEND, "AttentionMetadataBuilder",
            ("kv_cache_spec", "layer_names", "vllm_config", "device"), use="overridden"),
     Member(_BACKEND, "AttentionMetadataBuilder.build",
@@ -85,7 +85,7 @@ CONTRACT: tuple[Member, ...] = (
             ("dcp_local_seq_lens", "whether a rank sees a part of a context"),
         )
     ),
-    # The implementation: hosts/vllm/implementation.py, layers.py, cpu.py
+    # The implementation: hosts/vllm/step/implementation.py, layers.py, cpu.py
     Member(_BACKEND, "AttentionImpl",
            ("num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window",
             "kv_cache_dtype", "logits_soft_cap", "attn_type", "kv_sharing_target_layer_name"),
@@ -96,7 +96,7 @@ CONTRACT: tuple[Member, ...] = (
     Member("vllm.v1.attention.backends.flash_attn", "FlashAttentionImpl.do_kv_cache_update",
            ("layer", "key", "value", "kv_cache", "slot_mapping"),
            use="the host's own; written anew on the CPU"),
-    # The cache: hosts/vllm/factory.py, versions.py
+    # The cache: hosts/vllm/start/factory.py, versions.py
     *(
         Member(_SPEC, f"FullAttentionSpec.{name}", use="read")
         for name in ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype",
@@ -122,7 +122,7 @@ CONTRACT: tuple[Member, ...] = (
     Member("vllm.config.cache", "CacheConfig.get_resolved_kv_cache_layout", versions=">=0.29",
            use="called, for the warm-up"),
     Member(_SPEC, "KVCacheLayout.stride_order", versions=">=0.29", use="read, for the warm-up"),
-    # The server's configuration: hosts/vllm/factory.py, server.py, sleep.py, model_defaults.py
+    # The server's configuration: hosts/vllm/start and hosts/vllm/report
     Member("vllm.config.vllm", "get_current_vllm_config_or_none", use="called"),
     *(
         Member("vllm.config.vllm", f"VllmConfig.{name}_config", use="read")

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import sys
 
-from deft_backend.config import Settings, SettingsError
-from deft_backend.folders import state_directory
+from deft_backend.files.folders import state_directory
 from deft_backend.hosts.common.limits import observing
 from deft_backend.hosts.vllm import versions
 from deft_backend.hosts.vllm.versions import OWN_NAME, PLACEHOLDER, VLLM
+from deft_backend.settings.config import Settings, SettingsError
 
 logger = logging.getLogger("deft_backend")
 
-MODULE = "deft_backend.hosts.vllm.registered"
+MODULE = "deft_backend.hosts.vllm.start.registered"
 """The module in which vLLM finds the classes registered here; it resolves each when a layer needs
 it."""
 
@@ -85,7 +85,7 @@ def _show_counters() -> None:
 
     A server without tree attention and without ``DEFT_OBSERVE`` has nothing to show.
     """
-    from deft_backend.hosts.vllm.port import port_of
+    from deft_backend.hosts.vllm.report.port import port_of
     from deft_backend.telemetry.metrics import register_states
 
     try:

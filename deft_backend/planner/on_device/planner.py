@@ -8,7 +8,6 @@ import torch
 import triton
 
 from deft_backend.compile.triton_kernel import Kernel
-from deft_backend.kernel_limits import MAX_MERGED
 from deft_backend.planner.device_plan import DevicePlan
 from deft_backend.planner.on_device import (
     choose_ranges,
@@ -24,6 +23,7 @@ from deft_backend.planner.on_device.program_work import SIZES, ProgramWork, larg
 from deft_backend.planner.on_device.target_numbers import Numbers
 from deft_backend.policies import PolicyError, Target
 from deft_backend.policies.chunk_choice import ALONE, EXPOSED, HIDDEN, ROUNDING, UNEVEN
+from deft_backend.shapes.kernel_limits import MAX_MERGED
 
 COMPARE_ROWS = Kernel(compare_rows, "compare_rows")
 SORT_ROWS = Kernel(sort_rows, "sort_rows")

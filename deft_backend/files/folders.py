@@ -1,0 +1,85 @@
+"""The package's folders on this machine: their paths and their creation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from deft_backend.settings.config import Settings
+
+
+def cache_directory(env: Mapping[str, str] | None = None) -> Path:
+    """The package's cache folder: ``DEFT_CACHE_DIR``, else `deft-backend` in the user's cache.
+
+    The user's cache is ``$XDG_CACHE_HOME`` or ``~/.cache``.
+
+    Parameters
+    ----------
+    env : mapping, optional
+        Variables by name; default: the process's environment.
+
+    Raises
+    ------
+    SettingsError
+        If ``DEFT_CACHE_DIR`` is no directory. The function reads no other setting.
+    """
+    env = os.environ if env is None else env
+    name = "DEFT_CACHE_DIR"
+    return _cache_directory(Settings.from_env({name: env.get(name, "")}), env)
+
+
+def state_directory(settings: Settings, env: Mapping[str, str] | None = None) -> Path:
+    """The folder of servers' state files: ``DEFT_STATE_DIR``, else `servers` in the cache folder.
+
+    `settings` give both folders; `env` only serves to find the user's cache.
+    """
+    if settings.state_dir is not None:
+        return settings.state_dir
+    return _cache_directory(settings, os.environ if env is None else env) / "servers"
+
+
+def tables_directory(env: Mapping[str, str] | None = None) -> Path:
+    """The folder of `deft tune`'s cost tables; raises like :func:`cache_directory`."""
+    return cache_directory(env) / "tables"
+
+
+def kernels_directory(settings: Settings, env: Mapping[str, str] | None = None) -> Path:
+    """Where `deft warm` keeps compiled kernels: ``DEFT_KERNEL_CACHE``, else `kernels` in the cache.
+
+    Both settings come from `settings`. The function reads `env` only to find the user's cache.
+    """
+    if settings.kernel_cache is not None:
+        return settings.kernel_cache
+    return _cache_directory(settings, os.environ if env is None else env) / "kernels"
+
+
+def driver_stub_directory(env: Mapping[str, str] | None = None) -> Path:
+    """The folder of the driver stand-in; raises like :func:`cache_directory`."""
+    return cache_directory(env) / "driver-stub" / "1"
+
+
+def create_private(folder: Path) -> None:
+    """Create a folder and its missing parents for this user only (mode 0700).
+
+    Folders that exist keep their mode.
+
+    Raises
+    ------
+    OSError
+        If a folder cannot be created, or a file is in its place.
+    """
+    if folder.is_dir():
+        return
+    if folder.parent != folder:
+        create_private(folder.parent)
+    folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def _cache_directory(settings: Settings, env: Mapping[str, str]) -> Path:
+    if settings.cache_dir is not None:
+        return settings.cache_dir
+    cache = env.get("XDG_CACHE_HOME", "")
+    # By the XDG specification, a relative path is invalid and must be ignored.
+    root = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
+    return root / "deft-backend"

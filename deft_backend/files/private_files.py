@@ -1,0 +1,169 @@
+"""Files of this user alone: written with mode 0600, and read only if nobody else could write them.
+
+A server's results depend on the files that it reads from a cache. So it reads such a file only if
+this user or root owns it, no other user may write to it, and it is no symbolic link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from deft_backend.files.folders import create_private
+
+MOST_BYTES = 1 << 28
+"""Largest file that is read: 256 MiB."""
+
+
+def read_private(path: Path) -> bytes:
+    """The content of a file that only this user or root could write.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be read, is a symbolic link or no regular file, belongs to another user,
+        is writable for others, or is too large. Its `strerror` names the reason.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _refused(path, "it is a symbolic link; expected the file itself") from None
+        raise
+    with os.fdopen(handle, "rb") as file:
+        reason = _unsafe(os.fstat(file.fileno()))
+        if reason is not None:
+            raise _refused(path, reason)
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise _refused(path, f"it holds more than {MOST_BYTES} bytes")
+    return content
+
+
+def read_private_json(path: Path) -> Any:
+    """The content of a JSON file that only this user or root could write.
+
+    Raises
+    ------
+    OSError
+        See :func:`read_private`.
+    ValueError
+        If it holds no JSON.
+    """
+    return parsed(read_private(path))
+
+
+def parsed(text: str | bytes) -> Any:
+    """Parse JSON; every failure is a ValueError, also for JSON that is nested too deep."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its JSON is nested too deep") from None
+
+
+def write_private(path: Path, content: str | bytes) -> None:
+    """Replace a file at once, with mode 0600; missing folders get mode 0700.
+
+    If the path is a symbolic link, the new file replaces the link, not the link's target.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written. No part of it stays behind.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    replace_private(path, lambda handle: _write_all(handle, data))
+
+
+def replace_private(path: Path, write: Callable[[int], None]) -> None:
+    """As :func:`write_private`; `write` gets the descriptor of the new file and closes it."""
+    create_private(path.parent)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        write(handle)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def open_private(path: Path) -> Any:
+    """Open a file for writing from its beginning, with mode 0600.
+
+    Raises
+    ------
+    OSError
+        If it cannot be opened, or a symbolic link or no regular file is in its place.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    handle = os.open(path, flags, 0o600)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise _refused(path, "it is no regular file")
+        os.fchmod(handle, 0o600)
+        os.truncate(handle, 0)
+    except BaseException:
+        os.close(handle)
+        raise
+    return os.fdopen(handle, "wb")
+
+
+def create_empty(path: Path) -> None:
+    """Create an empty file with mode 0600, unless there is one; a symbolic link is refused."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    os.close(os.open(path, flags, 0o600))
+
+
+def is_private(path: Path) -> bool:
+    """Whether :func:`read_private` would read a file."""
+    try:
+        return _unsafe(os.lstat(path)) is None
+    except OSError:
+        return False
+
+
+def unsafe_folder(folder: Path) -> str | None:
+    """The reason why another user could exchange files below a folder, or None.
+
+    Only this user and root may own the folder and the folders above it. No other user may write to
+    them, unless they let each user change only the user's own files (as ``/tmp`` does).
+    """
+    real = folder.resolve()
+    for path in dict.fromkeys((folder, *folder.parents, real, *real.parents)):
+        found = path.lstat()
+        if found.st_uid not in (os.getuid(), 0):
+            return f"{path} belongs to user {found.st_uid}"
+        group = 0o020 if found.st_gid != os.getgid() else 0
+        mode = 0 if stat.S_ISLNK(found.st_mode) else found.st_mode  # a link's mode means nothing
+        if mode & (0o002 | group) and not mode & stat.S_ISVTX:
+            return f"others may write to {path} (mode {stat.S_IMODE(mode):04o})"
+    return None
+
+
+def _write_all(handle: int, data: bytes) -> None:
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
+
+
+def _unsafe(found: os.stat_result) -> str | None:
+    """Why a file cannot be trusted, in words; or None."""
+    if not stat.S_ISREG(found.st_mode):
+        return "it is no regular file"
+    if found.st_uid not in (os.getuid(), 0):
+        return f"it belongs to user {found.st_uid}; expected user {os.getuid()}, who runs this"
+    if found.st_mode & 0o022:
+        mode = stat.S_IMODE(found.st_mode)
+        return f"others may write to it (mode {mode:04o}); run: chmod go-w on the file"
+    return None
+
+
+def _refused(path: Path, reason: str) -> OSError:
+    return OSError(errno.EPERM, reason, str(path))

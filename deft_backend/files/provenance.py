@@ -1,0 +1,92 @@
+"""The origin of a figure: device, versions, commit and date, stored with every result."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from deft_backend.settings.installed import installed_version
+
+PACKAGES = (
+    "deft-backend", "torch", "triton", "sglang", "vllm", "flashinfer-python", "numpy", "numba",
+)  # fmt: skip
+
+
+def provenance() -> dict[str, object]:
+    """Device, package versions, commit (with ``+`` if the tree differs) and UTC date."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "device": _device(),
+        "python": platform.python_version(),
+        "versions": {name: found for name in PACKAGES if (found := installed_version(name))},
+    }
+
+
+def driver() -> str | None:
+    """Version of the NVIDIA driver, or None without one."""
+    try:
+        return subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True, text=True, check=True, timeout=30,
+        ).stdout.splitlines()[0].strip()  # fmt: skip
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None
+
+
+def _device() -> str:
+    import torch
+
+    if torch.cuda.is_available():  # only counts the devices: no CUDA context
+        return f"{_gpu_name()} (CUDA {torch.version.cuda})"
+    return f"CPU: {platform.processor() or platform.machine()}"
+
+
+def _gpu_name() -> str:
+    """PyTorch's name of the GPU, without starting CUDA in this process.
+
+    To give the name, PyTorch starts CUDA and takes GPU memory from the servers under measurement.
+    So a separate process reads the name.
+    """
+    import torch
+
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.cuda.get_device_name()
+    ask = "import torch; print(torch.cuda.get_device_name())"
+    return subprocess.run(
+        [sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout.strip()
+
+
+def _archived(path: Path) -> str | None:
+    """The commit of a copy that ``git archive`` made; in a checkout the file holds a pattern."""
+    try:
+        found = re.search(r"^node: ([0-9a-f]{12})", path.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return found[1] if found else None
+
+
+def _commit() -> str | None:
+    if found := os.environ.get("GIT_COMMIT"):  # a copy without a repository
+        return found
+    here = Path(__file__).parent
+    if found := _archived(here.parents[1] / ".git_archival.txt"):
+        return found
+    try:
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"],
+            cwd=here, capture_output=True, text=True, check=True,
+        ).stdout.strip()  # fmt: skip
+        dirty = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no"],
+            cwd=here, capture_output=True, text=True, check=True,
+        ).stdout.strip()  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit + ("+" if dirty else "")

@@ -1,0 +1,1 @@
+"""The forest of a batch, from the host's prefix caches or its page table."""

@@ -1,0 +1,111 @@
+"""Choose the source of a decode batch's forest: the host's prefix cache, or its page table.
+
+``docs/hosts-sglang.md`` explains why a plan stays right while it is in use.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from deft_backend.forest import PrefixForest
+from deft_backend.hosts.sglang.prefixes.page_table import PageTableSource
+from deft_backend.hosts.sglang.prefixes.plain_tree import RadixTreeSource
+from deft_backend.hosts.sglang.prefixes.unified_tree import UnifiedTreeSource
+from deft_backend.hosts.sglang.versions import place_of, tree_paths
+
+logger = logging.getLogger("deft_backend")
+
+Key = tuple[Any, ...]
+"""Id of a request, its row of the page table, its tree node, and its tokens that the tree owns.
+
+If the keys are equal and in the same order, the batch has the same requests and shares no less than
+before. Ids are unique among live requests only, so code that keeps keys must also keep the
+requests."""
+
+
+class TreeReader(Protocol):
+    """Reads the forest of a batch from one kind of prefix cache or page table."""
+
+    def forest(
+        self, requests: Sequence[Any], seq_lens: npt.NDArray[np.integer]
+    ) -> PrefixForest: ...
+
+
+class PrefixSource:
+    """Reads the forest of each batch: from the tree if its kind is known, else from the page table.
+
+    Parameters
+    ----------
+    page_table : [rows, P] int
+        The host's ``req_to_token``.
+    """
+
+    def __init__(self, page_table: torch.Tensor) -> None:
+        self._page_table = PageTableSource(page_table)
+        self._tree_cache: Any = None
+        self._tree: TreeReader | None = None
+
+    def forest(
+        self, tree_cache: Any, requests: Sequence[Any], seq_lens: npt.NDArray[np.integer]
+    ) -> PrefixForest:
+        """Forest of a decode batch.
+
+        The token being decoded is always in a leaf, even if the tree owns it.
+
+        Parameters
+        ----------
+        tree_cache
+            The host's prefix cache.
+        requests : [B] of the host's requests
+            In batch order.
+        seq_lens : [B] int, in CPU memory
+            Tokens of each request, the one being decoded included.
+        """
+        if tree_cache is not self._tree_cache:
+            self._tree_cache, self._tree = tree_cache, tree_reader(tree_cache)
+            if self._tree is None:
+                logger.info(
+                    "deft: prefixes under a %s are read from the page table",
+                    type(tree_cache).__qualname__,
+                )
+        if self._tree is not None:
+            try:
+                return self._tree.forest(requests, seq_lens)
+            except Exception as error:
+                self._tree = None  # permanently: the next batch would fail in the same way
+                logger.warning(
+                    "deft: the %s cannot be read (%r); prefixes are read from the page table",
+                    type(tree_cache).__qualname__, error,
+                )  # fmt: skip
+        return self._page_table.forest(requests, seq_lens)
+
+
+def key_of(request: Any) -> Key:
+    """The values that decide which prefix of the request others may share; see :data:`Key`."""
+    row, owned = place_of(request)
+    return (id(request), row, request.last_node, owned)
+
+
+def tree_reader(tree_cache: Any) -> TreeReader | None:
+    """The reader for a prefix cache; None if only the page table shows the sharing.
+
+    There are readers for the plain tree (also with caching off) and for the unified tree. Nodes of
+    other caches may hold tokens outside the page table's pages (hierarchical caches to 0.5.18,
+    sliding windows, Mamba, bigrams).
+    """
+    kind = type(tree_cache)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if name == "sglang.srt.mem_cache.chunk_cache.ChunkCache":  # no caching, to 0.5.21
+        return RadixTreeSource()
+    if name == "sglang.srt.mem_cache.radix_cache.RadixCache":
+        return None if getattr(tree_cache, "is_eagle", False) else RadixTreeSource()
+    if name == "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache":
+        paths = tree_paths(tree_cache)
+        return None if paths is None else UnifiedTreeSource(paths)
+    return None

@@ -1,0 +1,205 @@
+"""How ``--attention-backend deft`` is read while the host resolves its arguments.
+
+The host resolves everything as if the flag had not been passed. So page size, dtypes, page-table
+kernels and the backend itself are those of the host's default. A mark in the arguments tells the
+plugin to put tree attention around that backend, in the processes that build it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from deft_backend.hosts.common.limits import refused_cache
+from deft_backend.hosts.sglang import versions
+from deft_backend.hosts.sglang.versions import SGLANG
+from deft_backend.settings.config import LOG_LEVELS, Settings, SettingsError
+
+logger = logging.getLogger("deft_backend")
+
+NAME = "deft"
+HOST_DECODE = "_deft_host_decode"
+"""The mark: an attribute of the host's arguments that names its own decode backend."""
+
+_FIELDS = (
+    "attention_backend",
+    "decode_attention_backend",
+    "prefill_attention_backend",
+    "speculative_draft_attention_backend",
+)
+
+
+def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
+    """Resolve the host's arguments; remove ``deft`` before and set the mark after.
+
+    Raises
+    ------
+    SettingsError
+        If the arguments name ``deft`` and a ``DEFT_*`` variable holds a value that is not allowed.
+        The server then refuses to start.
+    """
+    asked = [name for name in _FIELDS if getattr(server_args, name, None) == NAME]
+    if not asked or getattr(server_args, "_resolution_finished", False):
+        return resolve_host(server_args)
+
+    settings = Settings.from_env()
+    _check_fallback(settings.fallback_backend)
+    logger.setLevel(LOG_LEVELS[settings.log])
+    decodes = _decodes(server_args)
+    for name in asked:
+        setattr(server_args, name, None)
+    if settings.fallback_backend is not None and server_args.attention_backend is None:
+        server_args.attention_backend = settings.fallback_backend
+    result = resolve_host(server_args)
+    if not decodes:
+        logger.warning(
+            "deft: %s names deft, which decodes, and another backend is named for decode; all "
+            "attention runs through the host's own backends", ", ".join(asked),
+        )  # fmt: skip
+        return result
+
+    reason = SGLANG.refuse()
+    if reason is not None:
+        logger.warning("deft: %s; all attention runs through the host's own backend", reason)
+        return result
+    decode = versions.backend_names(server_args)[1]
+    if decode is None:  # placeholder model: the host resolves no backends for it
+        return result
+    try:
+        reason = unsupported(server_args) or _sized_with_graphs(server_args)
+    except Exception as error:
+        reason = f"this SGLang is not one that tree attention was made for ({error!r})"
+    if reason is not None:
+        logger.warning(
+            "deft: %s; all attention runs through the host's own backend (%s)", reason, decode
+        )
+        return result
+    _keep_or_disable_decode_graphs(server_args)
+    setattr(server_args, HOST_DECODE, decode)
+    return result
+
+
+def _decodes(server_args: Any) -> bool:
+    """Whether the arguments name ``deft`` for decode, alone or for all attention."""
+    decode = getattr(server_args, "decode_attention_backend", None)
+    if decode is not None:
+        return bool(decode == NAME)
+    return server_args.attention_backend in (NAME, None)
+
+
+def unsupported(server_args: Any) -> str | None:
+    """Why this server's arguments rule out tree attention, in one line, or None."""
+    missing = versions.missing()
+    if missing is not None:
+        return f"this SGLang lacks what tree attention uses of it ({missing})"
+    args = versions.resolved(server_args)
+    if str(args.device) not in ("cuda", "cpu"):
+        return f"device {args.device} is not supported (cuda and cpu are)"
+    for name, expected, what in _FEATURES:
+        value = getattr(args, name, expected)
+        if value != expected and value:
+            return f"{what} is not supported ({name}={value})"
+    for name in ("dcp_size", "attn_cp_size"):
+        if getattr(args, name, 1) not in (None, 1):
+            return f"context parallelism is not supported ({name}={getattr(args, name)})"
+    reason = _unsupported_speculation(args, versions.backend_names(server_args))
+    if reason is not None:
+        return reason
+    if versions.uses_mla(server_args):
+        return "MLA models are not supported"
+    kv_dtype = str(args.kv_cache_dtype)
+    if kv_dtype not in ("auto", "bf16", "bfloat16", "float16", "float32"):
+        reason = refused_cache(kv_dtype)
+        if reason is not None:
+            return f"{reason} (kv_cache_dtype={kv_dtype})"
+    model = versions.model_config(server_args)
+    if model.is_encoder_decoder:
+        return "encoder-decoder models are not supported"
+    return None
+
+
+_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
+"""Speculative algorithms whose verification has one shape and links between draft tokens."""
+
+
+def _unsupported_speculation(args: Any, backends: tuple[str | None, str | None]) -> str | None:
+    """Why this server's kind of speculation rules out tree attention, in one line, or None."""
+    algorithm = getattr(args, "speculative_algorithm", None)
+    if algorithm is None:
+        return None
+    if str(algorithm).upper() not in _ALGORITHMS:
+        return f"speculation by {algorithm} is not supported ({', '.join(_ALGORITHMS)} are)"
+    if getattr(args, "speculative_adaptive", False):
+        return "drafts of changing length are not supported (speculative_adaptive)"
+    mode = getattr(args, "speculative_attention_mode", None)
+    if mode == "prefill" and backends[0] != backends[1]:
+        return (
+            f"verification goes to the backend for prefill ({backends[0]}); for tree attention, "
+            "give --speculative-attention-mode decode"
+        )
+    return None
+
+
+_FEATURES = (
+    ("disaggregation_mode", "null", "prefill-decode disaggregation"),
+    ("enable_two_batch_overlap", False, "two-batch overlap"),
+    ("enable_pdmux", False, "prefill-decode multiplexing"),
+    ("enable_deterministic_inference", False, "deterministic inference"),
+    ("enable_torch_compile", False, "torch.compile"),
+    ("enable_hisparse", False, "hierarchical sparse attention"),
+    ("enable_streaming_session", False, "the streaming session cache"),
+    ("enable_unified_memory", False, "the unified memory pool"),
+    ("enable_page_major_kv_layout", False, "the page-major KV layout"),
+    ("enable_kv_cache_sharding", False, "KV cache sharding"),
+    ("enable_nvidia_megakernel", False, "the megakernel"),
+    ("dllm_algorithm", None, "diffusion decoding"),
+)
+"""Arguments of the host that change what a decode batch is: name, value when off, description."""
+
+
+def _check_fallback(name: str | None) -> None:
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    known = sorted(set(ATTENTION_BACKENDS) - {NAME})
+    if name is not None and name not in known:
+        raise SettingsError(
+            f"DEFT_FALLBACK_BACKEND is {name!r}; expected one of {', '.join(known)}"
+        )
+
+
+def _sized_with_graphs(server_args: Any) -> str | None:
+    """Why this server needs decode graphs that cannot hold tree attention, or None."""
+    from sglang.srt.environ import envs
+
+    setting = getattr(envs, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", None)
+    if setting is None or not setting.get() or versions.resolved(server_args).device != "cuda":
+        return None
+    kind = versions.decode_graphs(server_args)
+    if kind == "disabled" or _not_in_graphs(kind) is None:
+        return None
+    # The host sizes its KV cache after the capture, so its memory plan needs the graphs.
+    return f"decode graphs of the kind {kind} are not supported while KV is sized after capture"
+
+
+def _keep_or_disable_decode_graphs(server_args: Any) -> None:
+    """Turn decode graphs off if tree attention cannot be in them."""
+    kind = versions.decode_graphs(server_args)
+    if kind == "disabled":
+        return
+    if versions.resolved(server_args).device != "cuda":
+        versions.disable_decode_graphs(server_args)
+        return
+    reason = _not_in_graphs(kind)
+    if reason is not None:
+        versions.disable_decode_graphs(server_args)
+        logger.warning(
+            "deft: decode CUDA graphs are off; tree attention is not in them: %s", reason
+        )
+
+
+def _not_in_graphs(kind: str) -> str | None:
+    """Why tree attention cannot be in decode graphs of a kind, or None."""
+    if versions.metadata_graphs():
+        return "SGLANG_ENABLE_METADATA_GLUE_GRAPH hides replays from the attention backend"
+    return None if kind == "full" else f"decode graphs are of the kind {kind}, not full"

@@ -1,0 +1,269 @@
+"""Build the backend for a model runner, or log why the host's own backend runs instead."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+
+from deft_backend.attention import TreeAttention
+from deft_backend.forest import PrefixForest
+from deft_backend.hosts.common.kernel_cache import take_compiled_kernels
+from deft_backend.hosts.common.planner_choice import (
+    SGLANG,
+    capability_of,
+    planned_on_device,
+    selects_device_planner,
+)
+from deft_backend.hosts.sglang.prefixes.cross_check import disagreement
+from deft_backend.hosts.sglang.prefixes.prefix_source import PrefixSource
+from deft_backend.hosts.sglang.report.accepted import AcceptedDrafts
+from deft_backend.hosts.sglang.report.server import device_of, start_reporting, state_of
+from deft_backend.hosts.sglang.start.arguments import NAME
+from deft_backend.hosts.sglang.start.layers import Division
+from deft_backend.hosts.sglang.start.model_checks import (
+    Unsupported,
+    divided,
+    ignored_scales,
+    model_asks,
+    unsupported_model,
+)
+from deft_backend.hosts.sglang.start.ranks import same_on_all_ranks
+from deft_backend.hosts.sglang.start.warm_up import compiler_of, warm_up
+from deft_backend.hosts.sglang.step.batch_observer import BatchObserver
+from deft_backend.hosts.sglang.step.decode_plan import DecodePlanner
+from deft_backend.hosts.sglang.step.verification import Verification
+from deft_backend.hosts.sglang.versions import (
+    decode_graphs,
+    decodes_per_rank,
+    draft_tokens,
+    has_draft_model,
+    read_end,
+    resolved,
+)
+from deft_backend.policies import PolicyError
+from deft_backend.settings.config import LOG_LEVELS, Settings, warn_unknown
+from deft_backend.telemetry.state import ServerState
+from deft_patches.sglang import observe_batch, page_table_fence, tree_graphs
+
+logger = logging.getLogger("deft_backend")
+
+
+def wrap_backend(runner: Any, name: str, host: Any) -> Any:
+    """Put tree attention around the host's backend, or return that backend and log the reason.
+
+    If set-up fails on one rank, or ranks decided differently, every rank undoes it. Ranks with
+    different sets of graphs would wait for each other forever during the capture.
+
+    Parameters
+    ----------
+    runner
+        The host's model runner.
+    name : str
+        The host's name for its backend.
+    host : AttentionBackend
+        That backend.
+    """
+    if runner.is_draft_worker:
+        return host  # see draft_model.py
+    with ExitStack() as undo:
+        made = None
+        try:
+            settings = Settings.from_env()
+            logger.setLevel(LOG_LEVELS[settings.log])
+            warn_unknown()
+            reason = ignored_scales(runner, name)
+            if reason is not None:
+                raise Unsupported(reason)
+            made = _create(runner, host, settings, undo)
+        except Unsupported as error:
+            reason = str(error)
+        except Exception as error:
+            reason = f"tree attention could not be set up ({error!r})"
+            logger.debug("deft: set-up failed", exc_info=True)
+        try:
+            agreed = same_on_all_ranks(runner, None if made is None else made.decided(settings))
+            if agreed is False:
+                reason = (
+                    "its ranks would decode in different ways (DEFT_PLANNER, DEFT_POLICY, "
+                    "DEFT_MIN_* or DEFT_MAX_BATCH differ, or their GPUs do)"
+                )
+            elif made is not None:
+                reason = "another rank has no tree attention"
+        except Exception as error:
+            agreed, reason = False, f"its ranks cannot agree on tree attention ({error!r})"
+        if not agreed:
+            logger.warning(
+                "deft: %s; all attention runs through the host's own backend (%s)", reason, name
+            )
+            return host
+        assert made is not None
+        undo.pop_all()  # the backend stays
+    start_reporting(made.state, runner, settings)
+    logger.info(
+        "deft: %s goes through tree attention (policy %s, planned on the %s, workspace %.1f "
+        "MiB); everything else%s through %s",
+        _what(made.attention), settings.policy, "device" if made.on_device else "host",
+        made.attention.workspace_bytes / 2**20,
+        "" if made.on_device else ", and batches that share too little,", name,
+    )  # fmt: skip
+    layers = made.division.text()
+    if layers is not None:
+        logger.info("deft: %s", layers)
+    if has_draft_model(runner.server_args):
+        from deft_backend.hosts.sglang.drafts.draft_model import surround_draft_model
+
+        surround_draft_model(settings, name)
+    return made.backend
+
+
+class _Made(NamedTuple):
+    backend: Any
+    attention: TreeAttention
+    state: ServerState
+    on_device: bool
+    division: Division
+
+    def decided(self, settings: Settings) -> tuple[object, ...]:
+        """What decides the sets of graphs and the steps of tree attention: equal on all ranks."""
+        return (
+            self.on_device, self.attention.capacity.max_batch, settings.policy,
+            settings.min_share, settings.min_batch, settings.min_shared_tokens,
+            settings.min_saved_ms, self.division.tree,
+        )  # fmt: skip
+
+
+def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Made:
+    """Build the backend; `undo` takes back its changes to the host."""
+    reason = unsupported_model(runner)
+    if reason is not None:
+        raise Unsupported(reason)
+    division, (heads, kv_heads, dim) = divided(runner)
+    query_tokens = draft_tokens(runner.server_args)
+    on_device = _plans_on_device(runner, settings, query_tokens)
+    if not on_device and decodes_per_rank(runner.server_args):
+        # Each rank would choose between its two sets of graphs by its own requests. But graphs hold
+        # collectives, so all ranks must replay the same set.
+        raise Unsupported(
+            "DP attention is not supported where batches are planned on the host (DEFT_PLANNER)"
+        )
+    largest = min(
+        settings.max_batch, runner.req_to_token_pool.size
+    )  # the host makes no larger batch
+    if on_device:
+        largest = planned_on_device(largest, query_tokens, heads // kv_heads)
+    attention = TreeAttention(
+        num_query_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        dtype=runner.dtype,
+        kv_dtype=runner.kv_cache_dtype,
+        device=device_of(runner),
+        max_batch=largest,
+        query_tokens=query_tokens,
+        policy=settings.policy,
+    )
+    if attention.device.type == "cuda":
+        take_compiled_kernels(settings, attention.device)
+        warm_up(attention, runner, settings, division.tree, on_device)
+    state = state_of(runner, division, NAME, settings.policy)
+    if on_device:
+        compile_for = compiler_of(attention, runner, settings, division.tree)
+        backend = _device_planned(runner, host, attention, state, settings, undo, compile_for)
+    else:
+        backend = _host_planned(runner, host, attention, state, settings, undo)
+    backend.leave_layers(division.host)
+    return _Made(backend, attention, state, on_device, division)
+
+
+def _plans_on_device(runner: Any, settings: Settings, query_tokens: int) -> bool:
+    """Whether the device planner makes the plans."""
+    try:
+        return selects_device_planner(
+            settings, SGLANG, capability_of(device_of(runner)), verifies=query_tokens > 1
+        )
+    except PolicyError as error:
+        raise Unsupported(str(error)) from None
+
+
+def _what(attention: TreeAttention) -> str:
+    """What goes through tree attention, for the log."""
+    tokens = attention.query_tokens
+    return "decode" if tokens == 1 else f"verification of {tokens} tokens a request"
+
+
+def _device_planned(
+    runner: Any, host: Any, attention: TreeAttention, state: ServerState, settings: Settings,
+    undo: ExitStack, compile_for: Callable[[torch.dtype, torch.dtype], None] | None,
+) -> Any:  # fmt: skip
+    from deft_backend.hosts.sglang.step.device_planned import DevicePlannedBackend
+
+    _ = attention.device_planner  # fail here, not in the first step
+    # A sleeping server's memory must not be read, and the thread that shows batches gets no notice.
+    shows = not getattr(resolved(runner.server_args), "enable_memory_saver", False)
+    backend = DevicePlannedBackend(
+        host, attention, state, settings, shows=shows, model_asks=model_asks(runner),
+        compile_for=compile_for, verification=_verification(attention),
+    )  # fmt: skip
+    if attention.query_tokens > 1:
+        drafts = AcceptedDrafts(runner)
+        undo.callback(observe_batch.remove, drafts.observe)
+        observe_batch.install(drafts.observe)
+        state.read_drafts = drafts.read
+    _install_fence(runner, backend, undo)
+    return backend
+
+
+def _verification(attention: TreeAttention) -> Verification | None:
+    if attention.query_tokens == 1:
+        return None
+    return Verification(attention.query_tokens, attention.max_batch, attention.device)
+
+
+def _host_planned(
+    runner: Any, host: Any, attention: TreeAttention, state: ServerState, settings: Settings,
+    undo: ExitStack,
+) -> Any:  # fmt: skip
+    from deft_backend.hosts.sglang.step.host_planned import HostPlannedBackend
+
+    req_to_token = runner.req_to_token_pool.req_to_token
+
+    def verify(forest: PrefixForest, batch: Any) -> str | None:
+        return disagreement(forest, req_to_token, batch.req_pool_indices)
+
+    planner = DecodePlanner(
+        attention,
+        PrefixSource(req_to_token),
+        settings,
+        state,
+        verify if settings.verify else None,
+        least_gain_ms=settings.min_saved_ms if attention.device.type == "cuda" else 0.0,
+        costs=attention.target.costs,
+    )
+    observer = BatchObserver(runner)
+    backend = HostPlannedBackend(
+        host, attention, planner, observer, state, model_asks=model_asks(runner)
+    )
+    undo.callback(observe_batch.remove, observer.observe)
+    observe_batch.install(observer.observe)
+    _install_fence(runner, backend, undo)
+    if _has_graphs(runner):
+        # If set-up fails later, the host's backend runs alone. With a second set of its graphs,
+        # some backends would prepare the buffers of the newest graph only.
+        undo.callback(tree_graphs.remove, runner)
+        tree_graphs.install(runner, backend)
+    return backend
+
+
+def _install_fence(runner: Any, backend: Any, undo: ExitStack) -> None:
+    """Hold page-table writes for graphs with tree attention, if the host's version does not ask."""
+    if read_end() is None and _has_graphs(runner):
+        undo.callback(page_table_fence.remove, runner)
+        page_table_fence.install(runner, backend.replayed_tree)
+
+
+def _has_graphs(runner: Any) -> bool:
+    return decode_graphs(runner.server_args) != "disabled"

@@ -1,0 +1,195 @@
+"""Decide when a decode batch needs a new plan, and whether tree attention saves enough."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from deft_backend.costs.cost_model import CostModel, default_cost_model
+from deft_backend.forest import Int32Array, PrefixForest
+from deft_backend.hosts.common.limits import refused
+from deft_backend.hosts.sglang.prefixes.prefix_source import Key, PrefixSource, key_of
+from deft_backend.hosts.sglang.step.batch_observer import Observed
+from deft_backend.planner import Plan
+from deft_backend.settings.config import Settings
+from deft_backend.telemetry.state import ServerState
+
+logger = logging.getLogger("deft_backend")
+
+GROWTH_TOKENS = 256
+GROWTH_SHARE = 0.25
+"""A plan is replaced once its requests have grown by more than both of these on average. The plan
+balanced the leaves for their earlier lengths."""
+
+Verify = Callable[[PrefixForest, Any], str | None]
+"""Check a forest against the page tables of its batch; returns what disagrees, or None."""
+
+
+class Planner(Protocol):
+    """The part of :class:`deft_backend.TreeAttention` that plans a batch."""
+
+    def plan(self, forest: PrefixForest) -> Plan: ...
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The decision for a batch's composition, valid until the composition changes.
+
+    Attributes
+    ----------
+    keys : list
+        Composition of the batch, a key for each request.
+    requests : sequence
+        The requests, kept alive so that the ids in `keys` stay unique.
+    host_reason : str, optional
+        Why the host's kernel decodes the batch; None: tree attention does.
+    lens : [B] int32
+        Tokens of each request when the decision was made.
+    tokens : int
+        Tokens of all requests when the decision was made.
+    loaded, grows : int
+        Tokens that the plan's items load, and the number of open ranges, which grow by one token a
+        step.
+    """
+
+    keys: list[Key]
+    requests: Sequence[Any]
+    host_reason: str | None
+    lens: Int32Array
+    tokens: int
+    loaded: int
+    grows: int
+
+    def loads(self, tokens: int) -> int:
+        """Tokens that a step loads when all requests together hold `tokens`."""
+        return self.loaded + self.grows * (tokens - self.tokens) // max(1, len(self.keys))
+
+    def holds_for(self, keys: list[Key], seq_lens: npt.NDArray[np.integer], tokens: int) -> bool:
+        """Whether the decision is valid for this step, by O(batch) comparisons.
+
+        Requests must not have become shorter: the plan's ranges could end beyond their last tokens.
+        """
+        if keys != self.keys or not bool((seq_lens >= self.lens).all()):
+            return False
+        grown = tokens - self.tokens
+        return grown <= max(GROWTH_TOKENS * len(keys), GROWTH_SHARE * self.tokens)
+
+
+class DecodePlanner:
+    """Keeps the plan of the current composition.
+
+    Parameters
+    ----------
+    planner : Planner
+    source : PrefixSource
+        Reads the forest of a batch.
+    settings : Settings
+    state : ServerState
+    verify : Verify, optional
+    least_gain_ms : float
+        Milliseconds of KV reads that a plan must save in a step; 0 for no minimum.
+    costs : CostModel, optional
+        Gives the time of reads; default: the shipped cost model.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        source: PrefixSource,
+        settings: Settings,
+        state: ServerState,
+        verify: Verify | None = None,
+        least_gain_ms: float = 0.0,
+        costs: CostModel | None = None,
+    ) -> None:
+        self._planner = planner
+        self._source = source
+        self._settings = settings
+        self._state = state
+        self._verify = verify
+        self._least_gain_ms = least_gain_ms
+        self._costs = costs or default_cost_model()
+        self.current: Planned | None = None
+
+    def step(
+        self,
+        observed: Observed,
+        seq_lens: npt.NDArray[np.integer],
+        tokens: int,
+        batch: Any = None,
+    ) -> Planned:
+        """Decide on a decode step; plan it if the composition changed.
+
+        Parameters
+        ----------
+        observed : Observed
+            Requests, in batch order, and prefix cache of the batch.
+        seq_lens : [B] int, in CPU memory
+            Tokens of each request, the one being decoded included.
+        tokens : int
+            Sum of `seq_lens`.
+        batch
+            Handed to the verification.
+        """
+        keys = [key_of(request) for request in observed.requests]
+        current = self.current
+        if current is not None and current.holds_for(keys, seq_lens, tokens):
+            return current
+        self.current = None  # from here on the device no longer holds the old plan
+        self.current = self._decide(keys, observed, seq_lens, tokens, batch)
+        return self.current
+
+    def _decide(
+        self,
+        keys: list[Key],
+        observed: Observed,
+        seq_lens: npt.NDArray[np.integer],
+        tokens: int,
+        batch: Any,
+    ) -> Planned:
+        began = time.perf_counter()
+        requests = list(observed.requests)  # a copy: the host's own changes
+        lens = np.array(seq_lens, dtype=np.int32)  # a copy: the host's own changes
+        reason = refused(len(keys), self._settings, self._settings.max_batch)
+        if reason is not None:
+            return Planned(keys, requests, reason, lens, tokens, 0, 0)
+        forest = self._source.forest(observed.tree_cache, requests, seq_lens)
+        reason = self._too_little(forest)
+        if reason is None and self._verify is not None:
+            wrong = self._verify(forest, batch)
+            if wrong is not None:
+                logger.error("deft: the plan does not agree with the page tables: %s", wrong)
+                reason = "verification failed"
+        if reason is not None:
+            return Planned(keys, requests, reason, lens, tokens, 0, 0)
+        plan = self._planner.plan(forest)
+        seconds = time.perf_counter() - began
+        self._state.plans += 1
+        self._state.plan_seconds += seconds
+        self._state.rids = [request.rid for request in requests]
+        self._state.forest = forest
+        loaded = plan.loaded_tokens(forest.seq_lens)
+        logger.debug(
+            "deft: planned %d requests, %d nodes, %d items in %.1f ms: loads %d of %d tokens",
+            len(keys), forest.num_nodes, plan.num_items, seconds * 1e3, loaded, tokens,
+        )  # fmt: skip
+        return Planned(keys, requests, None, lens, tokens, loaded, plan.num_open)
+
+    def _too_little(self, forest: PrefixForest) -> str | None:
+        if forest.share < self._settings.min_share:
+            return f"shares less than DEFT_MIN_SHARE={self._settings.min_share:g}"
+        saved = forest.tokens_attended - forest.tokens_stored
+        if saved < self._settings.min_shared_tokens:
+            return f"saves fewer than DEFT_MIN_SHARED_TOKENS={self._settings.min_shared_tokens}"
+        if self._least_gain_ms > 0.0:
+            state = self._state
+            milliseconds = self._costs.transfer_ms(saved * state.token_bytes * state.num_layers)
+            if milliseconds < self._least_gain_ms:
+                return f"saves less than DEFT_MIN_SAVED_MS={self._least_gain_ms:g}"
+        return None

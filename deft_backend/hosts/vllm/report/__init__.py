@@ -1,0 +1,1 @@
+"""What the adapter tells of its server: counters and accepted drafts."""

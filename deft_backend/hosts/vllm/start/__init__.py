@@ -1,0 +1,1 @@
+"""What happens once, when the server starts: classes, checks, and the group that is built."""

@@ -1,0 +1,147 @@
+"""Decide from a layer's constructor arguments whether tree attention can run it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
+
+UNQUANTISED = ("auto", "float16", "bfloat16", "float32")
+
+
+class LayerShape(NamedTuple):
+    """Shape of a layer's attention on this rank."""
+
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def gqa_group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_query_heads // self.num_kv_heads
+
+
+class Layer(NamedTuple):
+    """One attention layer, as its implementation's constructor arguments describe it.
+
+    Attributes
+    ----------
+    shape : LayerShape
+    sm_scale, logit_cap : float
+        Scale and soft cap of the scores; no cap is 0.
+    reason : str, optional
+        Why the host's own implementation decodes the layer; None if tree attention does.
+    sinks : bool
+        Whether each query head has a sink.
+    cache : str
+        vLLM's name for the kind of its KV cache.
+    scales : tuple of three tensors, optional
+        What queries, stored keys and stored values of 8 bits stand for: one float32 each, on the
+        device.
+    """
+
+    shape: LayerShape
+    sm_scale: float
+    logit_cap: float
+    reason: str | None
+    sinks: bool = False
+    cache: str = "auto"
+    scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def kv_dtype(self) -> torch.dtype | None:
+        """The dtype of a KV cache of 8 bits; None for a cache in the model's dtype."""
+        name = EIGHT_BIT_CACHES.get(self.cache)
+        return None if name is None else getattr(torch, name)
+
+    def with_scales_of(self, module: Any) -> Layer:
+        """The layer with the scales that the host's module holds, if its cache has 8 bits."""
+        if self.kv_dtype is None or self.scales is not None:
+            return self
+        scales = (module._q_scale, module._k_scale, module._v_scale)
+        if any(scale.numel() != 1 for scale in scales):
+            return self._replace(reason=self.reason or "scales for each head")
+        return self._replace(scales=scales)
+
+    def scaled(self, sm_scale: float) -> Layer:
+        """The layer with the scale that its implementation holds now.
+
+        Models behind vLLM's Transformers backend set the scale in every forward. The constructor's
+        value is then only a guess.
+        """
+        if sm_scale == self.sm_scale:
+            return self
+        reason = self.reason if sm_scale > 0.0 else f"scale {sm_scale}"
+        return self._replace(sm_scale=sm_scale, reason=reason)
+
+
+def layer_of(init: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layer:
+    """Read a layer from the arguments of its implementation's constructor.
+
+    Parameters
+    ----------
+    init : callable
+        The bound constructor of the host's implementation. Its signature names the arguments. If
+        it passes all of them on, as an implementation made of two others does, the signature of
+        the host's base class names them.
+    args, kwargs
+        The constructor's arguments.
+    """
+    given = _named(inspect.signature(init), args, kwargs)
+    heads = int(given.pop("num_heads"))
+    kv_heads = given.pop("num_kv_heads", None)
+    shape = LayerShape(heads, heads if kv_heads is None else int(kv_heads), given.pop("head_size"))
+    scale = float(given.pop("scale"))
+    cap = float(given.pop("logits_soft_cap", None) or 0.0)
+    sinks = given.pop("sinks", None) is not None
+    cache = str(given.pop("kv_cache_dtype", "auto"))
+    return Layer(shape, scale, cap, _reason(given, scale, cap, cache), sinks, cache)
+
+
+def _named(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments by name, with defaults where the signature has them."""
+    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+    if inspect.Parameter.VAR_POSITIONAL in kinds.values():
+        from vllm.v1.attention.backend import AttentionImpl
+
+        names = list(inspect.signature(AttentionImpl.__init__).parameters)[1:]
+        names += map(str, range(len(names), len(args)))  # further ones are unknown
+        return {**dict(zip(names, args, strict=False)), **kwargs}
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        given.update(value if kinds[name] is inspect.Parameter.VAR_KEYWORD else {name: value})
+    return given
+
+
+def _reason(given: Mapping[str, Any], scale: float, cap: float, cache: str) -> str | None:
+    rest = dict(given)
+    kind = rest.pop("attn_type", "decoder")
+    kind = str(getattr(kind, "value", kind))
+    if kind != "decoder":
+        return f"attention of type {kind}"
+    for name, text in (
+        ("sliding_window", "a sliding window"),
+        ("alibi_slopes", "alibi slopes"),
+        ("kv_sharing_target_layer_name", "the KV cache of another layer"),
+    ):
+        if rest.pop(name, None) is not None:
+            return text
+    if cache not in (*UNQUANTISED, *EIGHT_BIT_CACHES):
+        return f"a KV cache of kind {cache}"
+    if not scale > 0.0 or cap < 0.0:
+        return f"scale {scale} and soft cap {cap}"
+    if rest.get("chunk_lookback") == -1:  # TRITON_ATTN's value for no cap
+        del rest["chunk_lookback"]
+    for name, value in rest.items():
+        if value is not None and value is not False:
+            return f"the argument {name}"
+    return None

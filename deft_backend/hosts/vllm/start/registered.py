@@ -1,0 +1,157 @@
+"""The names that vLLM resolves to classes; the server's configuration decides the class.
+
+This module imports the code around a class only when it makes that class. A version of vLLM without
+tree attention therefore imports no compiler.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from deft_backend.hosts.common.limits import observing
+from deft_backend.hosts.vllm.start.model_defaults import apply_model_defaults
+from deft_backend.hosts.vllm.start.say import say_once
+from deft_backend.hosts.vllm.versions import is_ours, refuse
+from deft_backend.settings.config import Settings
+
+logger = logging.getLogger("deft_backend")
+
+_made: dict[str, Any] = {}
+"""Classes that :class:`Custom` has chosen, by the name under which the host looks them up."""
+
+
+class Custom(AttentionBackend):  # type: ignore[misc]
+    """The plugin under its names in vLLM: it finds the host's own backend and surrounds it.
+
+    vLLM asks a selected backend whether it supports a layer's configuration, and then for its
+    name (``platforms/cuda.py``). For the first question, this class asks the host which backend it
+    would choose by itself. The second answer is the class around that backend. A layer that tree
+    attention cannot run gets the host's backend itself.
+    """
+
+    _chosen: Any = None
+
+    @classmethod
+    def validate_configuration(cls, device_capability: Any, **config: Any) -> list[str]:
+        """Why the host has no backend for this configuration; empty if it has one."""
+        from vllm.config import get_current_vllm_config_or_none
+        from vllm.platforms import current_platform
+        from vllm.utils.import_utils import resolve_obj_by_qualname
+        from vllm.v1.attention.selector import AttentionSelectorConfig
+
+        wanted = None
+        vllm_config = get_current_vllm_config_or_none()
+        if vllm_config is not None:
+            wanted = apply_model_defaults(vllm_config)
+            if "use_non_causal" in config:  # set before the defaults were applied
+                config["use_non_causal"] = vllm_config.attention_config.use_non_causal
+        fallback = Settings.from_env().fallback_backend
+        try:
+            path = current_platform.get_attn_backend_cls(
+                wanted if fallback is None else _fallback(fallback),
+                AttentionSelectorConfig(**config),
+            )
+        except ValueError as error:
+            return [str(error)]
+        host = resolve_obj_by_qualname(path)
+        host = getattr(host, "observed", host)  # tree attention counts its own steps
+        cls._chosen, reason = _around(host)
+        if reason is not None:
+            say_once(f"{host.get_name()} runs by itself: {reason}")
+        return []
+
+    @classmethod
+    def full_cls_name(cls) -> tuple[str, str]:
+        """Module and name of the class chosen for the last validated configuration."""
+        return (
+            (cls.__module__, cls.__qualname__)
+            if cls._chosen is None
+            else (cls._chosen.full_cls_name())
+        )
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        return _chosen().get_impl_cls()
+
+    @staticmethod
+    def get_builder_cls() -> Any:
+        return _chosen().get_builder_cls()
+
+
+def _around(host: Any) -> tuple[Any, str | None]:
+    """The class around a backend of the host; or the backend itself and the reason."""
+    reason = refuse()
+    if reason is not None:
+        return host, reason
+    from deft_backend.hosts.vllm.start.compose import cannot_surround, tree_backend
+
+    reason = cannot_surround(host)
+    if reason is not None:
+        return host, reason
+    surrounded = tree_backend(host)
+    _made[surrounded.__qualname__] = surrounded
+    return surrounded, None
+
+
+def _chosen() -> Any:
+    if Custom._chosen is None:
+        raise RuntimeError("CUSTOM was asked for its classes before any layer was configured")
+    return Custom._chosen
+
+
+def _fallback(name: str) -> AttentionBackendEnum:
+    names = [member.name for member in AttentionBackendEnum if not is_ours(member)]
+    if name not in names:
+        raise ValueError(
+            f"DEFT_FALLBACK_BACKEND is {name!r}; expected one of {', '.join(sorted(names))}"
+        )
+    return AttentionBackendEnum[name]
+
+
+def _cpu_backend() -> Any:
+    """The class of the CPU platform's only backend in this server."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    from deft_backend.hosts.vllm.report.observe import observed_backend, original_backend
+    from deft_backend.hosts.vllm.start.compose import tree_backend
+
+    config = get_current_vllm_config_or_none()
+    host = original_backend("CPU_ATTN")
+    wanted = config is not None and is_ours(config.attention_config.backend)
+    reason = refuse() if wanted or observing() else None
+    if reason is not None:
+        say_once(f"{host.get_name()} runs by itself: {reason}")
+        return host
+    if wanted:
+        from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
+
+        logger.info("deft: CPU_ATTN is replaced by tree attention and torch's own attention")
+        return tree_backend(PlainCpuBackend)
+    return observed_backend(host) if observing() else host
+
+
+def __getattr__(name: str) -> Any:
+    if name == "CPU_ATTN":
+        return _cpu_backend()
+    if name in _made:
+        return _made[name]
+    if name in AttentionBackendEnum.__members__:
+        from deft_backend.hosts.vllm.plugin import OBSERVED
+        from deft_backend.hosts.vllm.report.observe import observed_backend, original_backend
+
+        if name in OBSERVED:
+            host = original_backend(name)
+            reason = refuse()
+            if reason is None:
+                return observed_backend(host)
+            say_once(f"DEFT_OBSERVE does not work in this server: {reason}")
+            return host
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

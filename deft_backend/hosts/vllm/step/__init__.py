@@ -1,0 +1,1 @@
+"""What happens in every step: metadata, plan, and each layer."""

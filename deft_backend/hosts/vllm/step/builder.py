@@ -1,0 +1,167 @@
+"""The metadata builder: it attaches steps of tree attention to the host's metadata."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, cast
+
+import torch
+
+from deft_backend.hosts.vllm.start.factory import create_group, unsupported_server
+from deft_backend.hosts.vllm.start.speculation import prefills
+from deft_backend.hosts.vllm.step.group import GroupAttention
+from deft_backend.hosts.vllm.step.step import TreeStep, attach, is_attached, step_of
+from deft_backend.hosts.vllm.versions import host_cascades
+from deft_backend.settings.config import Settings
+
+
+class TreeBuilder:
+    """Placed before one of the host's ``AttentionMetadataBuilder`` classes; see ``compose.py``.
+
+    Nothing here reads device memory: all decisions follow from sizes that the CPU knows.
+    """
+
+    host: ClassVar[Any]
+    """The host's backend that tree attention surrounds."""
+
+    deft_group: GroupAttention | None
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any,
+                 device: torch.device) -> None:  # fmt: skip
+        self._host().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.deft_group = create_group(
+            self.host, kv_cache_spec, layer_names, vllm_config, torch.device(device)
+        )
+
+    def _host(self) -> Any:
+        return cast(Any, super())
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        """The host's level, at most ``UNIFORM_BATCH`` if tree attention may decode.
+
+        A graph for mixed batches would hold the implementation of its capture, and vLLM would
+        replay it for other kinds of batches. For uniform batches vLLM keeps one graph for each
+        query length. Under ``DEFT_VERIFY`` no graph holds attention, because results cannot be
+        compared inside a graph.
+        """
+        from vllm.v1.attention.backend import AttentionCGSupport
+
+        support = cast(Any, super()).get_cudagraph_support(vllm_config, kv_cache_spec)
+        if unsupported_server(vllm_config) is not None:
+            return support
+        if Settings.from_env().verify and support is not AttentionCGSupport.NEVER:
+            leave_graphs_of_any_batch(vllm_config.compilation_config)
+            return AttentionCGSupport.NEVER
+        return min(support, AttentionCGSupport.UNIFORM_BATCH, key=lambda level: level.value)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any,
+              **kwargs: Any) -> Any:  # fmt: skip
+        """The host's metadata, with a step attached if tree attention decodes the batch."""
+        metadata = self._host().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
+        step, reason = self._step(common_prefix_len, common_attn_metadata)
+        attach(metadata, step)
+        group = self.deft_group
+        if group is not None and not self._capturing and (step is not None or reason is not None):
+            group.count(reason, common_attn_metadata)
+            if step is not None and step.query_tokens > 1:
+                group.count_verified(common_attn_metadata)
+        return metadata
+
+    _capturing = False
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        """Metadata of a batch made for capture: the same, but not counted as a step.
+
+        Most hosts call `build` for it. A builder made of two others calls one of these.
+        """
+        self._capturing = True
+        try:
+            metadata = self._host().build_for_cudagraph_capture(common_attn_metadata)
+            if not is_attached(metadata):
+                attach(metadata, self._step(0, common_attn_metadata)[0])
+            return metadata
+        finally:
+            self._capturing = False
+
+    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
+        """Metadata of a draft model, which runs the host's implementation."""
+        metadata = self._host().build_for_drafting(common_attn_metadata, draft_index)
+        attach(metadata, None)
+        return metadata
+
+    def update_block_table(self, metadata: Any, blk_table: torch.Tensor, slot_mapping: Any) -> Any:
+        """Another group's metadata with this group's page table and step."""
+        updated = self._host().update_block_table(metadata, blk_table, slot_mapping)
+        other = step_of(metadata)
+        group = self.deft_group
+        step = None
+        if (
+            other is not None
+            and group is not None
+            and group.holds(len(other.seq_lens), other.query_tokens)
+        ):
+            step = other.with_page_table(group, blk_table)
+        attach(updated, step)
+        return updated
+
+    def use_cascade_attention(self, common_prefix_len: int, query_lens: Any, *args: Any,
+                              **kwargs: Any) -> bool:  # fmt: skip
+        """Whether the host uses its cascade: not if tree attention may compute the batch.
+
+        The lengths do not tell verifications from short ends of prompts, which are the host's. The
+        host then computes these without its cascade.
+        """
+        group = self.deft_group
+        longest = int(query_lens.max()) if len(query_lens) else 0
+        if group is not None and 1 <= longest <= group.query_tokens:
+            reason = group.refuses(len(query_lens))
+        else:
+            reason = "another kind of batch"
+        if reason is None:
+            return False
+        return host_cascades(self._host(), common_prefix_len, query_lens, *args, **kwargs)
+
+    def _step(self, common_prefix_len: int, common: Any) -> tuple[TreeStep | None, str | None]:
+        """The step of a batch, or why the host computes it; two None for batches with prefills."""
+        group = self.deft_group
+        batch, query_tokens = int(common.num_reqs), int(common.max_query_len)
+        if group is None or not 1 <= query_tokens <= group.query_tokens:
+            return None, None
+        if query_tokens == 1 and common.num_actual_tokens != batch:
+            return None, None
+        if query_tokens > 1 and not self._capturing and prefills(common):
+            return None, None
+        reason = group.refuses(batch)
+        if reason is None and common_prefix_len:
+            reason = "cascade attention"
+        if reason is None and common.causal is not True:
+            reason = "attention that is not causal"
+        # Within documents of a multimodal prompt (`mm_req_doc_ranges`), tokens attend to later
+        # tokens. Decode and verification come after the prompt, so they need no check for them.
+        if reason is None and getattr(common, "dcp_local_seq_lens", None) is not None:
+            reason = "attention over another range of tokens"
+        if reason is not None:
+            return None, reason
+        several = query_tokens > 1
+        if several:  # one number for all batches: kernels are compiled for it
+            query_tokens = group.query_tokens
+        return TreeStep(
+            group, common.block_table_tensor[:batch], common.seq_lens[:batch],
+            tokens=int(common.num_actual_tokens) if several else batch, query_tokens=query_tokens,
+            query_start=common.query_start_loc[: batch + 1] if several else None,
+        ), None  # fmt: skip
+
+
+def leave_graphs_of_any_batch(config: Any) -> None:
+    """Change ``FULL``, graphs of all batches, to the mode with graphs of uniform batches.
+
+    The host changes the mode itself for a backend that supports only graphs of uniform batches. It
+    refuses to start with ``FULL`` and a backend that supports no graphs. With graphs of uniform
+    batches it only leaves them out.
+    """
+    from vllm.config import CUDAGraphMode
+
+    if config.cudagraph_mode == CUDAGraphMode.FULL:
+        split = config.splitting_ops_contain_attention()
+        name = "FULL_AND_PIECEWISE" if split else "FULL_DECODE_ONLY"
+        config.cudagraph_mode = CUDAGraphMode[name]

@@ -1,0 +1,213 @@
+"""The host's backend on the CPU: vLLM's standard KV layout, with PyTorch's own attention.
+
+vLLM's CPU_ATTN packs the keys of a block for the machine's vector instructions, so no other kernel
+can read its cache. This backend replaces it and uses the layout of the GPU backends. A server on
+the CPU then runs the same adapter and the same kernels as a server on a GPU. The backend is exact
+and not fast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
+from vllm.v1.attention.backend import MultipleOf as _MultipleOf
+
+from deft_backend.hosts.vllm.start.layout import kv_views
+from deft_backend.hosts.vllm.versions import with_standard_cache
+from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
+
+
+@with_standard_cache
+class PlainCpuBackend(AttentionBackend):  # type: ignore[misc]
+    """Paged decoder attention in PyTorch, over ``[blocks, Hkv, block_size, 2 * D]``."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *EIGHT_BIT_CACHES]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_ATTN"  # the host finds its backends by their names
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [_MultipleOf(16)]
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        return PlainCpuImplementation
+
+    @staticmethod
+    def get_builder_cls() -> Any:
+        return PlainCpuBuilder
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+
+@dataclass
+class PlainCpuMetadata:
+    """A batch, in CPU memory."""
+
+    query_start_loc: torch.Tensor
+    """[B + 1] int32: first query token of each request."""
+    seq_lens: torch.Tensor
+    """[B] int32: tokens of each request, including those of this step."""
+    block_table: torch.Tensor
+    """[B, P] int32."""
+
+
+class PlainCpuBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
+    """Passes the batch on as metadata."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any,
+                 device: torch.device) -> None:  # fmt: skip
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> PlainCpuMetadata:
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise NotImplementedError(f"{_ONLY}, causal; got a batch that is not causal")
+        return PlainCpuMetadata(common.query_start_loc, common.seq_lens, common.block_table_tensor)
+
+
+_ONLY = (
+    "with --attention-backend CUSTOM on the CPU, attention is that of decoder layers with a KV "
+    "cache in the model's dtype or in FP8"
+)
+
+
+class PlainCpuImplementation(AttentionImpl):  # type: ignore[misc]
+    """One layer: writes its keys and values, then attends over the pages of each request.
+
+    Raises
+    ------
+    NotImplementedError
+        On construction, if this backend cannot compute the layer.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        eight_bits = EIGHT_BIT_CACHES.get(kv_cache_dtype)
+        self._kv_dtype = None if eight_bits is None else getattr(torch, eight_bits)
+        for name, value, plain in (
+            ("attn_type", str(getattr(attn_type, "value", attn_type)), "decoder"),
+            ("kv_cache_dtype", kv_cache_dtype if self._kv_dtype is None else "auto", "auto"),
+            ("alibi_slopes", alibi_slopes, None),
+        ):
+            if value != plain:
+                raise NotImplementedError(
+                    f"{_ONLY}; this layer has {name} {value!r}. Start the server without CUSTOM"
+                )
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self._window = sliding_window
+        self._cap = float(logits_soft_cap or 0.0)
+        self.sinks = sinks
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: PlainCpuMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of every query token over the pages of its request, into `output`."""
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError(f"{_ONLY}; a fused output quantisation was asked for")
+        if attn_metadata is None:  # the host's profiling run
+            return output
+        k_cache, v_cache = self._views(kv_cache)
+        page_size = k_cache.shape[1]
+        starts = attn_metadata.query_start_loc.tolist()
+        for row, tokens in enumerate(attn_metadata.seq_lens.tolist()):
+            begin, end = starts[row], starts[row + 1]
+            if begin == end or not tokens:
+                continue
+            pages = attn_metadata.block_table[row, : -(-tokens // page_size)].long()
+            k = k_cache[pages].flatten(0, 1)[:tokens]
+            v = v_cache[pages].flatten(0, 1)[:tokens]
+            if self._kv_dtype is not None:
+                k = k.to(query.dtype) * float(layer._k_scale)
+                v = v.to(query.dtype) * float(layer._v_scale)
+            output[begin:end] = self._attend(query[begin:end], k, v)
+        return output
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Causal attention of the last tokens of a request: [t, Hq, D] over [n, Hkv, D]."""
+        tokens, queries = len(k), len(q)
+        group = self.num_heads // self.num_kv_heads
+        grouped = q.reshape(queries, self.num_kv_heads, group, self.head_size)
+        scores = torch.einsum("qhgd,khd->hgqk", grouped, k).float() * self.scale
+        if self._cap:
+            scores = self._cap * torch.tanh(scores / self._cap)
+        position = torch.arange(tokens - queries, tokens)[:, None]
+        other = torch.arange(tokens)[None, :]
+        hidden = other > position
+        if self._window is not None:
+            hidden |= other <= position - self._window
+        scores.masked_fill_(hidden, float("-inf"))
+        if self.sinks is not None:  # one more column of scores, without a value
+            sinks = self.sinks.float().view(self.num_kv_heads, group, 1, 1)
+            scores = torch.cat((scores, sinks.expand(-1, -1, queries, 1)), dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., :tokens]
+        return torch.einsum("hgqk,khd->qhgd", weights.to(v.dtype), v).reshape(q.shape)
+
+    def _views(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values; the host gives numbers of 8 bits as bytes."""
+        if self._kv_dtype is not None:
+            kv_cache = kv_cache.view(self._kv_dtype)
+        return kv_views(kv_cache, self.head_size)
+
+    def _stored(self, new: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Keys or values as the cache holds them; what is too large becomes the largest number."""
+        if self._kv_dtype is None:
+            return new
+        most = torch.finfo(self._kv_dtype).max
+        return (new.float() / float(scale)).clamp(-most, most).to(self._kv_dtype)
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write new keys and values [T, Hkv, D] to their slots; a slot of -1 is padding."""
+        k_cache, v_cache = self._views(kv_cache)
+        kept = slot_mapping >= 0
+        slots = slot_mapping[kept]
+        page, offset = slots // k_cache.shape[1], slots % k_cache.shape[1]
+        k_cache[page, offset] = self._stored(key[: len(kept)][kept], layer._k_scale)
+        v_cache[page, offset] = self._stored(value[: len(kept)][kept], layer._v_scale)

@@ -1,0 +1,1 @@
+"""The large tile on Hopper: many query vectors and one KV range."""

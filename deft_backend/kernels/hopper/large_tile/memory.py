@@ -1,0 +1,172 @@
+"""Registers and shared memory of a program of the large tile on Hopper (Gluon)."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from deft_backend.kernels.hopper.versions import constexpr_function, jit, reinterpret
+
+with suppress(ImportError):  # `available` says so before anything is launched
+    from triton.experimental.gluon import language as gl
+
+
+class Layout(NamedTuple):
+    """Constants: layouts in registers and shared memory, and lengths of the rings of buffers."""
+
+    scores: Any
+    """[queries, tokens], a matrix product's result."""
+    output: Any
+    """[queries, dimensions], a matrix product's result."""
+    queries: Any
+    weights: Any
+    """Left operands of Q K^T and of P V."""
+    row: Any
+    output_row: Any
+    """One number for each query vector, as `scores` and `output` hold it."""
+    copy: Any
+    """Whole rows side by side, 16 bytes a thread."""
+    copy_row: Any
+    kv_copy: Any
+    kv_copy_row: Any
+    """The same for keys and values, which may have elements of another size."""
+    each: Any
+    """One number a thread."""
+    matrix: Any
+    """Shared memory that tensor cores read."""
+    kv_matrix: Any
+    """Shared memory of keys and values as they lie in the cache."""
+    plain: Any
+    """Shared memory of numbers."""
+    at_once: int
+    kv_at_once: int
+    """Rows that all threads copy at once: one thread copies rows so far apart."""
+    kv_unit: int
+    """Elements of keys and values in 16 bytes."""
+    slots: int
+    """Blocks of K, and of V: the block being multiplied and those on their way."""
+    known: int
+    """Blocks whose offsets are known, a power of two. The V block that is copied next is the first
+    of them; the last is one behind the K block that is copied next."""
+    pages: int
+    """Blocks whose page ids are in shared memory, behind the known ones. Half are on their way."""
+
+
+@constexpr_function
+def layout_of(head_dim, block_tokens, lookahead, warps, exponent_bits):
+    """The layout for a head dimension, tokens of a block, blocks copied ahead, and the exponent's
+    bits in a cache of 8 bits."""
+    scores = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, block_tokens, 16])
+    output = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, head_dim, 16])
+    copy = gl.BlockedLayout([1, 8], [256 // head_dim, head_dim // 8], [warps, 1], [1, 0])
+    unit = 16 if exponent_bits else 8
+    kv_copy = gl.BlockedLayout(
+        [1, unit], [32 * unit // head_dim, head_dim // unit], [warps, 1], [1, 0]
+    )
+    matrix = gl.NVMMASharedLayout(128, 16)
+    layout = Layout(
+        scores=scores,
+        output=output,
+        queries=gl.DotOperandLayout(0, scores, 2),
+        weights=gl.DotOperandLayout(0, output, 2),
+        row=gl.SliceLayout(1, scores),
+        output_row=gl.SliceLayout(1, output),
+        copy=copy,
+        copy_row=gl.SliceLayout(1, copy),
+        kv_copy=kv_copy,
+        kv_copy_row=gl.SliceLayout(1, kv_copy),
+        each=gl.BlockedLayout([1], [32], [warps], [0]),
+        matrix=matrix,
+        kv_matrix=gl.SwizzledSharedLayout(16, 1, 8, [1, 0]) if exponent_bits else matrix,
+        plain=gl.SwizzledSharedLayout(1, 1, 1, [0]),
+        at_once=256 // head_dim * warps,
+        kv_at_once=32 * unit // head_dim * warps,
+        kv_unit=unit,
+        slots=lookahead + 1,
+        known=4 if lookahead <= 2 else 8,
+        pages=8,
+    )
+    # Each as a constant of its own: Triton 3.6 passes nothing else on to functions.
+    return Layout(*map(gl.constexpr, layout))
+
+
+class Buffers(NamedTuple):
+    """A program's shared memory."""
+
+    k: Any
+    v: Any
+    """[slots, tokens, D]: rings of KV blocks."""
+    key_operand: Any
+    value_operand: Any
+    """[tokens, D]: of a cache of 8 bits, the blocks being multiplied, as operands."""
+    k_known: Any
+    v_known: Any
+    """[known, tokens] int32: ring of the blocks' offsets (`offsets_of`), in the order of
+    `row_of_place`. One ring if K and V have the same strides."""
+    pages: Any
+    """[pages, tokens]: ring of page ids, in the same order."""
+    places: Any
+    """[2, M] int32: where each query vector lies, and where its result goes (`result_place`)."""
+    rows: Any
+    """[M, D]: Q, and later the results, as whole rows, while no block of V is there."""
+    first_pages: Any
+    """[known * tokens]: page ids of an item's first blocks, until the item begins."""
+    entries: Any
+    """[2, M] int32: query and slot of each query vector, until the item begins."""
+
+
+@jit
+def allocate(
+    tensors, HEADS: gl.constexpr, CACHE: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Allocate a program's shared memory.
+
+    Q and the results share the memory of the V block that is copied last, or of the operand that
+    V becomes. What an item needs first comes to memory that later holds the pages and offsets of
+    its blocks.
+    """
+    DTYPE: gl.constexpr = tensors.q.dtype.element_ty
+    STORED: gl.constexpr = tensors.k.dtype.element_ty
+    EXPONENT_BITS: gl.constexpr = CACHE.exponent_bits
+    PAGE_ID: gl.constexpr = tensors.page_table.dtype.element_ty
+    BLOCK_M: gl.constexpr = TILE.height
+    BLOCK_N: gl.constexpr = TILE.block_tokens
+    HEAD_DIM: gl.constexpr = HEADS.dim
+    PAGES: gl.constexpr = LAYOUT.pages
+    KNOWN: gl.constexpr = LAYOUT.known
+    gl.static_assert(BLOCK_M == BLOCK_N)
+    k = gl.allocate_shared_memory(STORED, [LAYOUT.slots, BLOCK_N, HEAD_DIM], LAYOUT.kv_matrix)
+    v = gl.allocate_shared_memory(STORED, [LAYOUT.slots, BLOCK_N, HEAD_DIM], LAYOUT.kv_matrix)
+    k_known = gl.allocate_shared_memory(gl.int32, [KNOWN, BLOCK_N], LAYOUT.plain)
+    pages = gl.allocate_shared_memory(PAGE_ID, [PAGES, BLOCK_N], LAYOUT.plain)
+    v_known = k_known
+    if not CACHE.same_strides:
+        v_known = gl.allocate_shared_memory(gl.int32, [KNOWN, BLOCK_N], LAYOUT.plain)
+    if EXPONENT_BITS > 0:
+        keys = gl.allocate_shared_memory(DTYPE, [BLOCK_N, HEAD_DIM], LAYOUT.matrix)
+        values = gl.allocate_shared_memory(DTYPE, [BLOCK_N, HEAD_DIM], LAYOUT.matrix)
+        rows = values
+    else:
+        keys, values, rows = k.index(0), v.index(0), v.index(LAYOUT.slots - 1)
+    places = gl.allocate_shared_memory(gl.int32, [2, BLOCK_M], LAYOUT.plain)
+    first_pages = in_one_row(pages, LAYOUT).slice(0, KNOWN * BLOCK_N)
+    return Buffers(k, v, keys, values, k_known, v_known, pages, places, rows, first_pages, k_known)
+
+
+@jit
+def in_one_row(buffer, LAYOUT: gl.constexpr):
+    """Return a buffer of rows of numbers as one long row."""
+    LENGTH: gl.constexpr = buffer.shape[0] * buffer.shape[1]
+    PLAIN: gl.constexpr = LAYOUT.plain
+    return reinterpret(buffer, buffer.dtype, [LENGTH], PLAIN)
+
+
+@jit
+def hidden_zero(number):
+    """Return 0, computed from a number below 65,536 so that the compiler does not know it.
+
+    The compiler computes a row's number plus this 0 anew for each item. It would compute the row's
+    number alone once, with all that follows from it, and hold this in registers. The loop over
+    blocks needs these registers.
+    """
+    return number >> 16

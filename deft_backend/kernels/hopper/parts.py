@@ -1,0 +1,157 @@
+"""Small functions that the kernels in Gluon share."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from deft_backend.kernels.arguments import Scaling
+from deft_backend.kernels.hopper.versions import jit
+
+with suppress(ImportError):  # `gluon_versions.available` says so before anything is launched
+    from triton.experimental.gluon import language as gl
+
+
+class Item(NamedTuple):
+    """What the plan says about an item of one KV range."""
+
+    entry: Any
+    """Its first entry."""
+    queries: Any
+    request: Any
+    """The request that the range's tokens belong to."""
+    listed: Any
+    """The request's row of the page table, or the request if `table_rows` is by request."""
+    start: Any
+    stop: Any
+    """Where the range ends; OPEN_END for an open one."""
+
+
+@jit
+def ask(pointer, mask):
+    """Prefetch addresses to the L2 cache, where `mask` is set. Nothing waits for the prefetch."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred wanted;
+        setp.ne.s32 wanted, $2, 0;
+        @wanted prefetch.global.L2 [$1];
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r", [pointer, mask.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@jit
+def larger(a, b):
+    """Combine two numbers of a reduction to the larger one."""
+    return gl.maximum(a, b)
+
+
+@jit
+def plus(a, b):
+    """Combine two numbers of a reduction to their sum."""
+    return a + b
+
+
+@jit
+def with_device_scales(scaling, tensors, MODE: gl.constexpr):
+    """The scaling, times the scales of an 8-bit cache that the device holds."""
+    scale, value = scaling.scale, scaling.value
+    if MODE.device_scales:
+        scale *= gl.load(tensors.k_scale)
+        value *= gl.load(tensors.v_scale)
+    return Scaling(scale, scaling.cap, value)
+
+
+@jit
+def capped(scores, scaling, SOFT_CAP: gl.constexpr):
+    """Scores under the soft cap, in base 2; without a soft cap, the scores as they are."""
+    if SOFT_CAP:
+        # tanh through exp: saturates to +-1 without overflow in either direction.
+        LOG2_E: gl.constexpr = 1.4426950408889634
+        doubled = gl.exp2(scores * (scaling.scale * 2.0 * LOG2_E / scaling.cap))
+        scores = (scaling.cap * LOG2_E) * (1.0 - 2.0 / (doubled + 1.0))
+    return scores
+
+
+@jit
+def sink_weight(sinks, head, there, maximum):
+    """The weight of each query vector's sink, among weights relative to `maximum`, in base 2.
+
+    Without a token `maximum` is -inf: then any finite weight gives an output of 0.
+    """
+    LOG2_E: gl.constexpr = 1.4426950408889634
+    sink = gl.load(sinks + head, mask=there, other=0).to(gl.float32) * LOG2_E
+    return gl.exp2(sink - gl.where(maximum == float("-inf"), 0.0, maximum))
+
+
+@jit
+def _listed(pointer, there, AHEAD: gl.constexpr):
+    """A number of an item, 0 if the item is not there.
+
+    With AHEAD, the load starts before `there` is known. It is volatile, because the compiler would
+    otherwise move it behind the load of `there`.
+    """
+    if AHEAD:
+        return gl.where(there, gl.load(pointer, volatile=True), 0)
+    else:
+        return gl.load(pointer, mask=there, other=0)
+
+
+@jit
+def read_item(
+    work, work_end, tensors, plan, HEADS: gl.constexpr, CACHE: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    """First link of the chain of loads: the item of `work`, which is an item and a KV head.
+
+    From `work_end` on, items are empty. With AHEAD, the item is one of the READ_AHEAD items for
+    which every plan has room.
+    """
+    number = work // HEADS.num_kv  # of the item and of its only segment
+    there = work < work_end
+    entry = _listed(plan.item_query_ptr + number, there, AHEAD)
+    entry_end = _listed(plan.item_query_ptr + number + 1, there, AHEAD)
+    request = _listed(plan.segment_request + number, there, AHEAD)
+    listed = request
+    if CACHE.table_by_segment:
+        listed = _listed(tensors.table_rows + number, there, AHEAD)
+    start = _listed(plan.segment_start + number, there, AHEAD)
+    stop = _listed(plan.segment_end + number, there, AHEAD)
+    return Item(entry, entry_end - entry, request, listed, start, stop)
+
+
+@jit
+def table_row(item, tensors, CACHE: gl.constexpr):
+    """Row of the page table of an item's KV range: the second link, unless segments list it."""
+    found = item.listed.to(gl.int64)
+    if not CACHE.table_by_segment:
+        found = gl.load(tensors.table_rows + item.listed).to(gl.int64)
+    return found
+
+
+@jit
+def range_end(item, tensors):
+    """End of an item's KV range: an open range ends where its request's sequence ends now."""
+    length = gl.load(tensors.seq_lens + item.request, mask=item.stop < 0, other=0).to(gl.int32)
+    return gl.where(item.stop < 0, length, item.stop)
+
+
+@jit
+def offsets_of(
+    page, position, STRIDE_PAGE: gl.constexpr, STRIDE_TOKEN: gl.constexpr, CACHE: gl.constexpr
+):
+    """Offsets of tokens in a cache, in units of 16 bytes: 32 bits of these units reach 64 GiB."""
+    UNIT: gl.constexpr = 16 if CACHE.exponent_bits > 0 else 8
+    gl.static_assert(STRIDE_PAGE % UNIT == 0)
+    gl.static_assert(STRIDE_TOKEN % UNIT == 0)
+    offset = page * (STRIDE_PAGE // UNIT)
+    if CACHE.page_size > 1:
+        in_page = (position.to(gl.uint32) % CACHE.page_size).to(gl.int32)
+        offset += in_page * (STRIDE_TOKEN // UNIT)
+    return offset
+
+
+@jit
+def next_slot(slot, SLOTS: gl.constexpr):
+    """The slot after this one in a ring."""
+    return gl.where(slot == SLOTS - 1, 0, slot + 1)

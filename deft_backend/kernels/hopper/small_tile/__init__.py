@@ -1,0 +1,1 @@
+"""The small tile on Hopper: few query vectors and one KV range."""

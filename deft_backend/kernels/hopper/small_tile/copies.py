@@ -1,0 +1,253 @@
+"""Copies to shared memory for small tiles: a stream of KV blocks across items (Gluon).
+
+An item is a chain of loads, in which each link gives the addresses of the next:
+
+1. the item itself (`Item`), from the plan;
+2. its row of the page table, and where its KV range ends now (`Segment`);
+3. the page ids of its first block, and its queries;
+4. keys and values.
+
+The stream starts each link one item or one block before the next link. So it never waits for a load
+that has just begun.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from deft_backend.kernels.hopper.parts import (
+    Item,
+    next_slot,
+    offsets_of,
+    range_end,
+    read_item,
+    table_row,
+)
+from deft_backend.kernels.hopper.query_tokens import places_of
+from deft_backend.kernels.hopper.small_tile.memory import keys_of, values_of
+from deft_backend.kernels.hopper.versions import async_load, jit
+
+with suppress(ImportError):  # `available` says so before anything is launched
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_group
+
+
+class Segment(NamedTuple):
+    """An item's KV range and queries, known by the second link."""
+
+    entry: Any
+    queries: Any
+    table: Any
+    """The range's row of the page table."""
+    start: Any
+    length: Any
+
+
+class Known(NamedTuple):
+    """An item known by the third link: its keys and values can be copied."""
+
+    segment: Segment
+    page: Any
+    """[tokens]: page ids of the item's block that is copied next."""
+    query: Any
+    """[M]: where each query vector lies in `q`; a negative number without one."""
+
+
+class Stream(NamedTuple):
+    """Where the copies stand, and what is known of the items that are copied later."""
+
+    work: Any
+    """The item and KV head that are copied."""
+    block: Any
+    """Number of the block that is copied next, in its segment."""
+    slot: Any
+    q_slot: Any
+    """The slots that K and V, and the queries, are copied to."""
+    item: Known
+    ahead_page: Any
+    """[tokens]: page ids of the block behind the next one."""
+    next_item: Known
+    later_segment: Segment
+    last_item: Item
+
+
+@jit
+def tokens_of(item, tensors):
+    """Tokens of an item's KV range."""
+    return gl.maximum(range_end(item, tensors) - item.start, 0)
+
+
+@jit
+def _segment_of(item, tensors, strides, CACHE: gl.constexpr):
+    """Second link."""
+    table = tensors.page_table + table_row(item, tensors, CACHE) * strides.table
+    return Segment(item.entry, item.queries, table, item.start, tokens_of(item, tensors))
+
+
+@jit
+def _positions(segment, block, TILE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Positions of a block's tokens. Past the end of the segment: its last token."""
+    offs_n = gl.arange(0, TILE.block_tokens, layout=LAYOUT.each)
+    return segment.start + gl.minimum(block * TILE.block_tokens + offs_n, segment.length - 1)
+
+
+@jit
+def _read_pages(segment, block, CACHE: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Third link: page ids of a block's tokens."""
+    position = _positions(segment, block, TILE, LAYOUT)
+    some = gl.full([TILE.block_tokens], True, gl.int1, LAYOUT.each) & (segment.length > 0)
+    return gl.load(segment.table + position // CACHE.page_size, mask=some, other=0).to(gl.int32)
+
+
+@jit
+def _read_queries(
+    segment, tensors, plan, HEADS: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Third link: where each query vector of the tile lies in `q`."""
+    offs_m = gl.arange(0, TILE.height, layout=LAYOUT.copy_row)
+    query_of_row = offs_m // HEADS.vectors
+    mask = query_of_row < segment.queries
+    row = gl.load(plan.entry_query + segment.entry + query_of_row, mask=mask, other=0)
+    if not HEADS.single:
+        places = places_of(row, offs_m % HEADS.vectors, mask, 0, tensors, HEADS)
+        row = gl.where(places.there, places.row, -1)
+    return row
+
+
+@jit
+def _known(
+    segment, tensors, plan, HEADS: gl.constexpr, CACHE: gl.constexpr, TILE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Third link."""
+    page = _read_pages(segment, 0, CACHE, TILE, LAYOUT)
+    return Known(segment, page, _read_queries(segment, tensors, plan, HEADS, TILE, LAYOUT))
+
+
+@jit
+def begin_stream(
+    work, item, next_item, later_item, last_item, tensors, plan, strides, HEADS: gl.constexpr,
+    CACHE: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The stream before its first block, from the program's first four items."""
+    segment = _segment_of(item, tensors, strides, CACHE)
+    next_segment = _segment_of(next_item, tensors, strides, CACHE)
+    later_segment = _segment_of(later_item, tensors, strides, CACHE)
+    known = _known(segment, tensors, plan, HEADS, CACHE, TILE, LAYOUT)
+    ahead_page = _read_pages(segment, 1, CACHE, TILE, LAYOUT)
+    next_known = _known(next_segment, tensors, plan, HEADS, CACHE, TILE, LAYOUT)
+    return Stream(work, 0, 0, 0, known, ahead_page, next_known, later_segment, last_item)
+
+
+@jit
+def _copy_rows(buffer, base, offset, exist, LAYOUT: gl.constexpr):
+    """Start copying rows, `offset` times 16 bytes from `base`; zeros unless they exist."""
+    ROW: gl.constexpr = LAYOUT.kv_row
+    wide = gl.convert_layout(offset, ROW).to(gl.uint32).to(gl.int64) * LAYOUT.kv_unit
+    pointers = gl.expand_dims(base, 0) + wide[:, None]
+    some = gl.full([buffer.shape[0]], True, gl.int1, ROW)
+    async_load(buffer, pointers, mask=some[:, None] & exist)
+
+
+@jit
+def _copy_kv(
+    stream, buffers, tensors, HEADS: gl.constexpr, CACHE: gl.constexpr, TILE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Start copying a block of K and of V.
+
+    Past the segment's end these are copies of its last token: zeros would cost a mask a row.
+    """
+    head = (stream.work % HEADS.num_kv).to(gl.int64)
+    segment, page = stream.item.segment, stream.item.page
+    position = _positions(segment, stream.block, TILE, LAYOUT)
+    k_offset = offsets_of(page, position, CACHE.k_page, CACHE.k_token, CACHE)
+    v_offset = k_offset
+    if not CACHE.same_strides:
+        v_offset = offsets_of(page, position, CACHE.v_page, CACHE.v_token, CACHE)
+    offs_d = gl.arange(0, HEADS.dim, layout=LAYOUT.kv_dim)
+    k_base = tensors.k + head * CACHE.k_head + offs_d
+    v_base = tensors.v + head * CACHE.v_head + offs_d
+    _copy_rows(keys_of(buffers, stream.slot), k_base, k_offset, segment.length > 0, LAYOUT)
+    _copy_rows(values_of(buffers, stream.slot), v_base, v_offset, segment.length > 0, LAYOUT)
+
+
+@jit
+def _copy_queries(
+    stream, buffers, tensors, strides, HEADS: gl.constexpr, TILE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Start copying the rows of an item's queries; zeros below them."""
+    offs_m = gl.arange(0, TILE.height, layout=LAYOUT.copy_row)
+    offs_d = gl.arange(0, HEADS.dim, layout=LAYOUT.copy_dim)
+    if HEADS.single:
+        head = stream.work % HEADS.num_kv * HEADS.group + offs_m % HEADS.group
+        there = offs_m // HEADS.group < stream.item.segment.queries
+    else:
+        head = stream.work % HEADS.num_kv * HEADS.group + offs_m % HEADS.vectors % HEADS.group
+        there = stream.item.query >= 0
+    query = stream.item.query.to(gl.int64)
+    row = query * (strides.q_batch // 8) + head * (strides.q_head // 8)
+    async_load(
+        buffers.q.index(stream.q_slot),
+        tensors.q + row[:, None] * 8 + offs_d[None, :],
+        mask=there[:, None],
+    )
+
+
+@jit
+def _next_block(stream, LAYOUT: gl.constexpr):
+    """The stream behind a block, within the same segment."""
+    item = Known(stream.item.segment, stream.ahead_page, stream.item.query)
+    return Stream(
+        stream.work, stream.block + 1, next_slot(stream.slot, LAYOUT.slots), stream.q_slot, item,
+        stream.ahead_page, stream.next_item, stream.later_segment, stream.last_item,
+    )  # fmt: skip
+
+
+@jit
+def _next_item(
+    stream, step, work_end, tensors, plan, strides, HEADS: gl.constexpr, CACHE: gl.constexpr,
+    TILE: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The stream at the next item's first block: each later item becomes known by one more link."""
+    work = stream.work + step
+    known = _known(stream.later_segment, tensors, plan, HEADS, CACHE, TILE, LAYOUT)
+    later = _segment_of(stream.last_item, tensors, strides, CACHE)
+    last = read_item(work + 3 * step, work_end, tensors, plan, HEADS, CACHE, AHEAD=False)
+    return Stream(
+        work, 0, stream.slot, next_slot(stream.q_slot, LAYOUT.slots), stream.next_item,
+        stream.ahead_page, known, later, last,
+    )  # fmt: skip
+
+
+@jit
+def _with_page_ahead(stream, CACHE: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The stream with the page ids of the block behind its next one."""
+    page = _read_pages(stream.item.segment, stream.block + 1, CACHE, TILE, LAYOUT)
+    return Stream(
+        stream.work, stream.block, stream.slot, stream.q_slot, stream.item, page,
+        stream.next_item, stream.later_segment, stream.last_item,
+    )  # fmt: skip
+
+
+@jit
+def copy_next_block(
+    stream, step, work_end, buffers, tensors, plan, strides, HEADS: gl.constexpr,
+    CACHE: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Start copying the stream's next block, an item's first block with the item's queries.
+
+    Returns the stream behind that block.
+    """
+    _copy_kv(stream, buffers, tensors, HEADS, CACHE, TILE, LAYOUT)
+    if stream.block == 0:
+        _copy_queries(stream, buffers, tensors, strides, HEADS, TILE, LAYOUT)
+    commit_group()
+    stream = _next_block(stream, LAYOUT)
+    if stream.block * TILE.block_tokens >= stream.item.segment.length:
+        stream = _next_item(
+            stream, step, work_end, tensors, plan, strides, HEADS, CACHE, TILE, LAYOUT
+        )
+    return _with_page_ahead(stream, CACHE, TILE, LAYOUT)

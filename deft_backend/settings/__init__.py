@@ -1,0 +1,1 @@
+"""What a user sets, and the names that users write: variables, policies, versions."""

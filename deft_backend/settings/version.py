@@ -1,0 +1,3 @@
+"""The package's version: the one place that holds it."""
+
+VERSION = "0.3.0"

@@ -1,0 +1,134 @@
+"""The sizes of `deft ab`'s workloads, chosen by the machine and by the user."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from deft_backend.tools.ab.invented_text import passage
+from deft_backend.tools.ab.invented_tree import ThoughtTreeShape, generate_thought_tree
+from deft_backend.tools.ab.workloads import (
+    CHOICES,
+    ROLLOUTS,
+    DocumentQuestions,
+    FewShot,
+    ParallelSamples,
+    RequestPlan,
+    Rollout,
+    TreeOfThoughts,
+    Unshared,
+    Workload,
+    WorkloadError,
+)
+from deft_backend.tools.traces.trace_files import ThoughtTree
+
+_USUAL_CHARACTERS_A_TOKEN = 4.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Concurrent requests, tokens of their shared prefix, and tokens that each decodes."""
+
+    branches: int
+    prefix_tokens: int
+    max_tokens: int
+
+
+def default_sizes(*, on_gpu: bool, quick: bool) -> Sizes:
+    """Sizes for a run of minutes. On the CPU a step takes a large part of a second."""
+    if on_gpu:
+        return Sizes(16, 2000, 64) if quick else Sizes(32, 4000, 200)
+    return Sizes(6, 400, 16) if quick else Sizes(8, 600, 24)
+
+
+def chosen_sizes(
+    asked: tuple[int | None, int | None, int | None], *, on_gpu: bool, quick: bool
+) -> Sizes:
+    """The sizes that the user named, in the order of :class:`Sizes`; the default for the others."""
+    default = default_sizes(on_gpu=on_gpu, quick=quick)
+    return Sizes(
+        asked[0] or default.branches,
+        asked[1] or default.prefix_tokens,
+        asked[2] or default.max_tokens,
+    )
+
+
+def characters_a_token(tokenizer: Path | None) -> float:
+    """Characters of the workloads' text for one token of a model.
+
+    Counted with the model's ``tokenizer.json``; without one, 4, which is usual for English.
+    """
+    if tokenizer is None:
+        return _USUAL_CHARACTERS_A_TOKEN
+    try:
+        tokenizers = import_module("tokenizers")  # every host installs it
+    except ImportError:
+        return _USUAL_CHARACTERS_A_TOKEN
+    sample = passage(2000, 0)
+    tokens: int = len(tokenizers.Tokenizer.from_file(str(tokenizer)).encode(sample).ids)
+    return len(sample) / tokens
+
+
+def make_plans(
+    names: Sequence[str],
+    sizes: Sizes,
+    *,
+    characters_a_token: float = 1.0,
+    tree: ThoughtTree | None = None,
+    scale: float = 1.0,
+) -> list[RequestPlan]:
+    """Plans of the workloads of these names, in the order given.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Names from :data:`~deft_backend.tools.ab.workloads.CHOICES`.
+    sizes : Sizes
+        Their sizes.
+    characters_a_token : float
+        Converts tokens to characters of the invented text.
+    tree : ThoughtTree, optional
+        A recorded tree of thoughts; None for a generated one.
+    scale : float
+        Multiplies the lengths of the recorded tree.
+
+    Raises
+    ------
+    WorkloadError
+        If a name is unknown or a size is impossible.
+    """
+    if sizes.branches < 1 or sizes.prefix_tokens < 1 or sizes.max_tokens < 1:
+        raise WorkloadError(f"{sizes}: expected numbers of at least 1")
+    characters = max(1, round(sizes.prefix_tokens * characters_a_token))
+    if tree is None:
+        shape = ThoughtTreeShape(
+            width=max(1, min(sizes.branches, 8) // 2),
+            keep=2,
+            prompt_tokens=sizes.prefix_tokens,
+            shortest=max(1, sizes.max_tokens // 2),
+            longest=sizes.max_tokens,
+            characters_a_token=characters_a_token,
+        )
+        tree, scale = generate_thought_tree(shape), 1.0
+    documents = 2 if sizes.branches > 1 else 1
+    made: dict[str, Workload] = {
+        "few-shot": FewShot(sizes.branches, characters, sizes.max_tokens),
+        "parallel-samples": ParallelSamples(sizes.branches, characters, sizes.max_tokens),
+        "document-questions": DocumentQuestions(
+            documents, sizes.branches // documents, characters, sizes.max_tokens
+        ),
+        "tree-of-thoughts": TreeOfThoughts(tree, scale),
+        "unshared": Unshared(sizes.branches, max(1, characters // 2), sizes.max_tokens),
+        **{
+            name: Rollout(samples, characters, 2 * sizes.max_tokens)
+            for name, samples in ROLLOUTS.items()
+        },
+    }
+    for name in names:
+        if name not in made:
+            raise WorkloadError(
+                f"there is no workload {name!r}; expected one of {', '.join(CHOICES)}"
+            )
+    return [made[name].plan() for name in names]

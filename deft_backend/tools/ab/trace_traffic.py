@@ -1,0 +1,91 @@
+"""Traffic from a trace of arrivals: prompts are made so that equal hash ids share text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+from deft_backend.tools.ab.invented_text import passage
+from deft_backend.tools.ab.workloads import TRACE
+from deft_backend.tools.harness.request_plan import WorkloadError
+from deft_backend.tools.harness.traffic import TimedRequest, Traffic, poisson
+from deft_backend.tools.traces.arrivals import Arrival, shared_tokens
+
+
+def trace_traffic(
+    arrivals: Sequence[Arrival],
+    *,
+    name: str,
+    characters_a_token: float,
+    speed: float = 1.0,
+    rate: float | None = None,
+    seed: int = 0,
+) -> Traffic:
+    """The requests of a trace, at the times of the trace.
+
+    Parameters
+    ----------
+    arrivals : sequence of Arrival
+        Sorted by time.
+    name : str
+        The file's name, for the report.
+    characters_a_token : float
+        Converts tokens to characters of the invented text.
+    speed : float
+        Divides the trace's times; 2 replays it twice as fast.
+    rate : float, optional
+        Poisson arrivals of this rate, in place of the trace's times.
+    seed : int
+        Of the text and of the Poisson arrivals. Another seed finds nothing in a server's cache.
+
+    Raises
+    ------
+    WorkloadError
+        If the speed or the rate is impossible.
+    """
+    if not 0 < speed < float("inf"):
+        raise WorkloadError(f"the speed is {speed}; expected a number above 0")
+    texts = _Texts(characters_a_token, seed)
+    origin = arrivals[0].timestamp
+    times = [(arrival.timestamp - origin) / 1e3 / speed for arrival in arrivals]
+    said = f"the trace's times, {speed:g} × as fast" if speed != 1 else "the trace's times"
+    if rate is not None:
+        times, said = poisson(len(arrivals), rate, seed)
+    prompts = sum(arrival.input_length for arrival in arrivals)
+    return Traffic(
+        TRACE,
+        f"{len(arrivals):,} requests of {name}: {prompts:,} prompt tokens, "
+        f"{shared_tokens(arrivals) / prompts:.0%} of them shared with an earlier request",
+        said,
+        (),
+        tuple(
+            TimedRequest(
+                f"request {at}", due, texts.maker(at, arrival), arrival.output_length,
+                prompt_tokens=arrival.input_length,
+            )
+            for at, (due, arrival) in enumerate(zip(times, arrivals, strict=True))
+        ),
+    )  # fmt: skip
+
+
+class _Texts:
+    """Makes prompts when they are needed: all prompts together would not fit into memory."""
+
+    def __init__(self, characters_a_token: float, seed: int) -> None:
+        self._ratio = characters_a_token
+        self._seed = seed
+        self._block = lru_cache(maxsize=20_000)(self._make_block)
+
+    def maker(self, number: int, arrival: Arrival) -> Callable[[], str]:
+        return lambda: self._prompt(number, arrival)
+
+    def _prompt(self, number: int, arrival: Arrival) -> str:
+        characters = round(arrival.block_tokens * self._ratio)
+        blocks = [self._block(id, characters) for id in arrival.hash_ids]
+        if len(blocks) * arrival.block_tokens < arrival.input_length:  # a rest without an id
+            blocks.append(self._block(f"r{number}", characters))
+        return "".join(blocks)[: max(1, round(arrival.input_length * self._ratio))]
+
+    def _make_block(self, id: int | str, characters: int) -> str:
+        head = f"{id}.{self._seed}: "  # blocks differ from their first token on
+        return (head + passage(characters, f"{self._seed} {id}"))[:characters]

@@ -1,0 +1,130 @@
+"""Draw an explanation in the terminal: the forest with its groups, and a table of figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+from rich.tree import Tree
+
+from deft_backend.forest import VIRTUAL_ROOT
+from deft_backend.tools.explain.explanation import Explanation
+
+MAX_NODES = 60
+"""Nodes drawn by default."""
+
+MAX_SIBLINGS = 8
+"""Children of one node drawn by default."""
+
+
+def render(
+    explanation: Explanation,
+    console: Console,
+    *,
+    max_nodes: int = MAX_NODES,
+    max_siblings: int = MAX_SIBLINGS,
+) -> None:
+    """Print the tree of nodes with the groups that read them, then the totals.
+
+    Parameters
+    ----------
+    explanation : Explanation
+    console : rich.console.Console
+    max_nodes, max_siblings : int
+        Nodes and children to draw of a large forest; "… n more" lines count the rest. Empty leaves
+        are counted on the line of their parent.
+    """
+    console.print(_tree(explanation, max_nodes, max_siblings))
+    console.print(_totals(explanation))
+
+
+def _tree(explanation: Explanation, max_nodes: int, max_siblings: int) -> Tree:
+    below: dict[int, list[int]] = {}
+    for at, node in enumerate(explanation.nodes):
+        below.setdefault(node.parent, []).append(at)
+    root = Tree(
+        f"batch of {explanation.batch_size} · {explanation.tokens_stored:,} tokens stored · "
+        f"{explanation.tokens_attended:,} attended",
+        highlight=False,
+    )
+    room = max_nodes
+    # Choose nodes breadth first: of a large forest, the drawing omits deep nodes, not the last
+    # trees.
+    frontier: list[tuple[int, Tree]] = [(VIRTUAL_ROOT, root)]
+    for parent, drawn in frontier:
+        children = below.get(parent, [])
+        shown = [at for at in children if explanation.nodes[at].tokens]
+        empty = len(children) - len(shown)
+        if parent == VIRTUAL_ROOT and empty:
+            drawn.add(f"[dim]{_count(empty, 'request')} without tokens[/dim]")
+        take = shown[: min(max_siblings, max(0, room))]
+        room -= len(take)
+        for at in take:
+            frontier.append((at, drawn.add(_label(explanation, at, below.get(at, [])))))
+        if len(shown) > len(take):
+            rest = shown[len(take) :]
+            tokens = sum(explanation.nodes[at].tokens for at in rest)
+            drawn.add(f"[dim]… {len(rest)} more · {tokens:,} tokens[/dim]")
+    return root
+
+
+def _label(explanation: Explanation, at: int, children: Sequence[int]) -> str:
+    node = explanation.nodes[at]
+    stop = node.start + node.tokens
+    label = (
+        f"[bold]{_count(node.tokens, 'token')}[/bold] {node.start:,}–{stop:,} "
+        f"of request {node.request} · "
+        f"{_count(node.queries, 'query', 'queries')} · {_readers(explanation, node.chunks)}"
+    )
+    ending = sum(1 for child in children if not explanation.nodes[child].tokens)
+    if ending:
+        label += f" [dim]({_count(ending, 'request ends', 'requests end')} here)[/dim]"
+    return label
+
+
+def _readers(explanation: Explanation, chunks: Sequence[int]) -> str:
+    """Groups of `chunks`, with the number of chunks of each."""
+    parts: dict[int, int] = {}
+    for chunk in chunks:
+        group = explanation.chunks[chunk].group
+        parts[group] = parts.get(group, 0) + 1
+    named = [
+        f"group {group}" + (f" ({_count(count, 'chunk')})" if count > 1 else "")
+        for group, count in list(parts.items())[:3]
+    ]
+    if len(parts) > 3:
+        named.append(f"… {len(parts) - 3} more")
+    return f"[cyan]{', '.join(named)}[/cyan]"
+
+
+def _totals(explanation: Explanation) -> Table:
+    e = explanation
+    layers = _count(e.num_layers, "layer")
+    table = Table(title=f"One decode step, {layers}", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in (
+        ("share F_s (attended / stored)", f"{e.share:.2f}"),
+        ("groups", f"{e.num_groups:,}"),
+        ("chunks", f"{e.num_chunks:,}"),
+        ("items (chunk × query tile)", f"{e.num_items:,}"),
+        ("KV read, each chunk once", decimal(e.kv_bytes)),
+        ("KV read as issued by the tiles", decimal(e.kv_bytes_issued)),
+        ("KV read by flash-decoding", decimal(e.kv_bytes_flash_decoding)),
+        ("KV reduction", f"{e.kv_reduction_percent:.2f} %"),
+        ("queries read", decimal(e.query_bytes)),
+        ("outputs written", decimal(e.output_bytes)),
+        ("masks read", decimal(e.mask_bytes)),
+        ("partial results written", decimal(e.partial_bytes_written)),
+        ("partial results read", decimal(e.partial_bytes_read)),
+        ("makespan by the profiled table", f"{e.makespan_ms:.3f} ms"),
+        ("estimated time, one layer", f"{e.estimated_ms:.3f} ms"),
+    ):
+        table.add_row(name, value)
+    return table
+
+
+def _count(number: int, noun: str, plural: str | None = None) -> str:
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

@@ -1,0 +1,181 @@
+"""Count the reads and writes of a grouping, as DeFT counts them and as our kernels issue them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from deft_backend.forest import PrefixForest
+from deft_backend.planner import plan_grouping
+from deft_backend.policies import Grouping, Target
+from deft_backend.policies.makespan import estimated_ms, item_costs, kv_bytes, longest_first
+from deft_backend.policies.splitting import group_tiles
+from deft_backend.tools.explain.loads import count_plan_loads
+from deft_backend.tools.explain.structure import (
+    ChunkFacts,
+    NodeFacts,
+    describe_nodes,
+    rejoin_chunks,
+)
+
+__all__ = ["ChunkFacts", "Explanation", "NodeFacts", "explain"]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The bytes that one decode step moves under a grouping, over all requested layers.
+
+    Attributes
+    ----------
+    batch_size, num_layers : int
+    tokens_stored, tokens_attended : int
+        Tokens of the forest, each counted once (N_tree), and summed over queries (sum of N_i).
+    share : float
+        F_s = sum(N_i) / N_tree (DeFT, Table 11).
+    num_groups : int
+        KV ranges with their queries; chunks of one range count once.
+    num_chunks : int
+        Groups of the plan: each loads its KV once for each of its query tiles.
+    num_items : int
+        (chunk, query tile) pairs, the kernels' units of work; a tile of many KV ranges takes
+        several.
+    num_partials : int
+        (item, query) pairs whose result waits in memory to be merged. A query with one item has
+        none, because the item writes the output directly. An item that merges its query's other
+        results has none either.
+    kv_bytes : int
+        KV read if each chunk is read once: ``2 · d_head`` elements a token, KV head and layer
+        (DeFT, Table 12).
+    kv_bytes_issued : int
+        KV read by the items. If a chunk has more queries than the largest tile, each tile loads it,
+        except ranges that no query of the tile attends to.
+    kv_bytes_flash_decoding : int
+        KV that the Q-guided baseline reads: ``2 · d_head · sum(N_i)``.
+    kv_reduction_percent : float
+        Bytes by which `kv_bytes` is below the baseline's.
+    query_bytes, output_bytes : int
+        Queries read, once for each item (Table 12: k · l_n · d_head), and outputs written.
+    mask_bytes : int
+        Bit causal masks read (Table 12: N_tree words). Ours are spans: 4 bytes for each KV token
+        and KV head. Items of one KV range read none, and neither does a first range to which all
+        queries attend.
+    partial_bytes_written, partial_bytes_read : int
+        Partial results: for each query head an output, its float32 log-sum-exp and its float32
+        scale. The output has 16 bits unless the model is in float32.
+    makespan_ms : float
+        Time of the longest thread block of one layer by the cost model, with items scheduled
+        longest first (FlashForge, equation 3).
+    estimated_ms : float
+        Expected time of one layer: the longer of makespan and KV loads, plus merging.
+    nodes : tuple of NodeFacts
+    chunks : tuple of ChunkFacts
+    """
+
+    batch_size: int
+    num_layers: int
+    tokens_stored: int
+    tokens_attended: int
+    share: float
+    num_groups: int
+    num_chunks: int
+    num_items: int
+    num_partials: int
+    kv_bytes: int
+    kv_bytes_issued: int
+    kv_bytes_flash_decoding: int
+    kv_reduction_percent: float
+    query_bytes: int
+    output_bytes: int
+    mask_bytes: int
+    partial_bytes_written: int
+    partial_bytes_read: int
+    makespan_ms: float
+    estimated_ms: float
+    nodes: tuple[NodeFacts, ...]
+    chunks: tuple[ChunkFacts, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every figure, as JSON can hold it."""
+        return asdict(self)
+
+
+def explain(
+    forest: PrefixForest, grouping: Grouping, target: Target, num_layers: int = 1
+) -> Explanation:
+    """Count the reads and writes of one decode step.
+
+    Parameters
+    ----------
+    forest : PrefixForest
+    grouping : Grouping
+        Any policy's grouping of `forest`.
+    target : Target
+        Shape of the attention, and the tiles that items run in.
+    num_layers : int
+        Layers of the model; bytes are sums over them.
+
+    Raises
+    ------
+    ValueError
+        If `num_layers` is not positive.
+
+    Examples
+    --------
+    >>> from deft_backend.forest import build_forest
+    >>> from deft_backend.policies import Target, get_policy
+    >>> forest = build_forest([0, 1], [100], [110, 120])
+    >>> target = Target(num_query_heads=8, num_kv_heads=2, head_dim=64)
+    >>> e = explain(forest, get_policy("deft-node").group(forest, target), target)
+    >>> e.kv_bytes, e.kv_bytes_flash_decoding
+    (66560, 117760)
+    """
+    if num_layers < 1:
+        raise ValueError(f"num_layers is {num_layers}; expected at least 1")
+    tokens = grouping.num_tokens()
+    queries = grouping.num_queries().astype(np.int64)
+    tiles = group_tiles(grouping, target)
+    loads = count_plan_loads(
+        plan_grouping(grouping, forest, target),
+        forest.seq_lens,
+        num_query_heads=target.num_query_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        dtype_bytes=target.dtype_bytes,
+        num_layers=num_layers,
+    )
+
+    group_of_chunk = rejoin_chunks(grouping)
+    kv = kv_bytes(int(tokens.sum()), target) * num_layers
+    baseline = kv_bytes(forest.tokens_attended, target) * num_layers
+    schedule = longest_first(item_costs(grouping, target)[1], target.num_programs)
+    return Explanation(
+        batch_size=forest.batch_size,
+        num_layers=num_layers,
+        tokens_stored=forest.tokens_stored,
+        tokens_attended=forest.tokens_attended,
+        share=forest.share,
+        num_groups=max(group_of_chunk, default=-1) + 1,
+        num_chunks=grouping.num_groups,
+        num_items=loads.num_items,
+        num_partials=loads.num_partials,
+        kv_bytes=kv,
+        kv_bytes_issued=loads.kv_bytes,
+        kv_bytes_flash_decoding=baseline,
+        kv_reduction_percent=100.0 * (1.0 - kv / baseline) if baseline else 0.0,
+        query_bytes=loads.query_bytes,
+        output_bytes=loads.output_bytes,
+        mask_bytes=loads.mask_bytes,
+        partial_bytes_written=loads.partial_bytes_written,
+        partial_bytes_read=loads.partial_bytes_read,
+        makespan_ms=schedule.makespan_ms,
+        estimated_ms=estimated_ms(grouping, target),
+        nodes=describe_nodes(forest, grouping),
+        chunks=tuple(
+            ChunkFacts(group, t, q, kv_bytes(t, target) * num_layers, n)
+            for group, t, q, n in zip(
+                group_of_chunk, tokens.tolist(), queries.tolist(), tiles.tolist(), strict=True
+            )
+        ),
+    )

@@ -1,0 +1,115 @@
+"""A host server with its own state folder, and the plugin's counters from that folder."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+from deft_backend.telemetry.state_reader import (
+    Counters,
+    StateReading,
+    read_state,
+    settled_counters,
+    state_file,
+    written_state,
+)
+from deft_backend.tools.servers.command import ServerCommand
+from deft_backend.tools.servers.process import ServerProcess
+
+
+class CountedServer:
+    """Context manager around a server; inside the block it answers requests.
+
+    Parameters
+    ----------
+    command : callable
+        Makes the server's command for a state folder, its ``DEFT_STATE_DIR``.
+    log : Path
+        Receives the server's output.
+    timeout : float
+        Seconds until the server must answer.
+    on_start : callable, optional
+        Called with the command before the server starts. It returns a function. While the server
+        starts, that function gets the seconds waited so far, about every quarter second.
+
+    Raises
+    ------
+    StartError, DriverStubError
+        On entry, if the server cannot be started or does not answer in time.
+    """
+
+    process: ServerProcess
+
+    def __init__(
+        self,
+        command: Callable[[Path], ServerCommand],
+        log: Path,
+        *,
+        timeout: float = 600.0,
+        on_start: Callable[[ServerCommand], Callable[[float], None]] | None = None,
+    ) -> None:
+        self._make_command = command
+        self._log = log
+        self._timeout = timeout
+        self._on_start = on_start
+        self._open = ExitStack()
+
+    def __enter__(self) -> CountedServer:
+        with ExitStack() as opened:
+            self._folder = Path(
+                opened.enter_context(tempfile.TemporaryDirectory(prefix="deft-state-"))
+            )
+            command = self._make_command(self._folder)
+            progress = self._on_start(command) if self._on_start else None
+            process = ServerProcess(command, self._log, timeout=self._timeout, progress=progress)
+            self.process = opened.enter_context(process)
+            self._open = opened.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._open.close()
+
+    @property
+    def command(self) -> ServerCommand:
+        return self.process.command
+
+    @property
+    def state_folder(self) -> Path:
+        return self._folder
+
+    @property
+    def url(self) -> str:
+        return self.process.url
+
+    def counts(self) -> bool:
+        """Whether the plugin writes counters in this server; waits up to 5 s for the first ones."""
+        return written_state(self._folder, self.command.port) is not None
+
+    def counters(self) -> Counters | None:
+        """The counters after the server has come to rest; None if the plugin writes none.
+
+        Raises
+        ------
+        StateError
+            If the file cannot be read, or the counters still move after 10 s.
+        """
+        path = state_file(self._folder, self.command.port)
+        return settled_counters(path) if path.is_file() else None
+
+    def state(self) -> StateReading:
+        """The content of the server's state file.
+
+        Raises
+        ------
+        StateError
+            If it wrote nothing, or the file cannot be read.
+        """
+        return read_state(state_file(self._folder, self.command.port))

@@ -1,0 +1,236 @@
+"""The requests and answers of each endpoint that the client supports."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+from deft_backend.tools.harness.answers import Answer
+
+TOP = 5
+"""Likeliest tokens whose log-probabilities a batch of token ids asks for."""
+
+Get = Callable[[str], Awaitable[Any]]
+"""Reads a JSON document of the server, by its path."""
+
+Ids = Sequence[int]
+
+
+class ClientError(RuntimeError):
+    """The server refused a request or cut it off, or the answer does not fit the request."""
+
+
+class Dialect(Protocol):
+    """The form of an endpoint's requests and answers."""
+
+    path: str
+
+    async def prepare(self, get: Get) -> None:
+        """Read from the server's documents the fields that every request must have."""
+        ...
+
+    def stream_body(self, prompt: Any, tokens: int, n: int) -> dict[str, Any]:
+        """A request for `n` streamed answers to one prompt."""
+        ...
+
+    def take(self, content: Any, answers: Sequence[Answer], now: float) -> int:
+        """Add a streamed piece that arrived `now` to its answer; returns its new tokens."""
+        ...
+
+
+class BatchDialect(Dialect, Protocol):
+    """A dialect of token ids: whole batches in one request, and gaps of log-probability."""
+
+    takes_in_together: bool
+
+    def batch_body(self, prompts: Sequence[Ids], tokens: int, *, logprobs: bool) -> dict[str, Any]:
+        """A request for one answer to each prompt."""
+        ...
+
+    def answers(self, content: Any) -> list[Answer]:
+        """All answers of a batch, in the prompts' order."""
+        ...
+
+    def gap_body(self, prompt: Ids, token: int) -> dict[str, Any]:
+        """The request for :meth:`gap`."""
+        ...
+
+    def gap(self, content: Any, token: int) -> float:
+        """How much likelier than `token` the likeliest token after the prompt is."""
+        ...
+
+
+class SGLangDialect:
+    """SGLang's ``/generate``, with token ids."""
+
+    path = "/generate"
+    takes_in_together = True
+
+    async def prepare(self, get: Get) -> None:
+        """Nothing to learn."""
+
+    def batch_body(self, prompts: Sequence[Ids], tokens: int, *, logprobs: bool) -> dict[str, Any]:
+        body = {**_sglang_body(tokens), "input_ids": [list(prompt) for prompt in prompts]}
+        if logprobs:
+            body |= {"return_logprob": True, "top_logprobs_num": TOP}
+        return body
+
+    def stream_body(self, prompt: Ids, tokens: int, n: int) -> dict[str, Any]:
+        if n != 1:
+            raise ClientError(f"{self.path} is asked for {n} streamed answers; expected 1")
+        return {**_sglang_body(tokens), "input_ids": list(prompt), "stream": True}
+
+    def answers(self, content: Any) -> list[Answer]:
+        found = []
+        for answer in content:
+            meta = answer["meta_info"]
+            chosen = meta.get("output_token_logprobs") or []
+            top = meta.get("output_top_logprobs") or []
+            found.append(
+                Answer(
+                    ids=list(answer["output_ids"]),
+                    logprobs=[entry[0] for entry in chosen],
+                    top=[{entry[1]: entry[0] for entry in entries or []} for entries in top],
+                    cached=meta.get("cached_tokens"),
+                )
+            )
+        return found
+
+    def take(self, content: Any, answers: Sequence[Answer], now: float) -> int:
+        _refuse_error(self.path, content)
+        (answer,) = answers
+        meta = content["meta_info"]
+        answer.cached = meta.get("cached_tokens", answer.cached)
+        ids: list[int] = content["output_ids"]
+        fresh = meta["completion_tokens"] - len(answer.ids)
+        # Pieces hold all ids so far, or only the new ones.
+        return _arrived(answer, ids[-fresh:] if fresh > 0 else [], now)
+
+    def gap_body(self, prompt: Ids, token: int) -> dict[str, Any]:
+        return {**self.batch_body([prompt], 1, logprobs=True), "token_ids_logprob": [token]}
+
+    def gap(self, content: Any, token: int) -> float:
+        meta = content[0]["meta_info"]
+        likeliest: float = meta["output_token_logprobs"][0][0]
+        (value,) = (v for v, id, *_ in meta["output_token_ids_logprobs"][0] if id == token)
+        return likeliest - float(value)
+
+
+class _Completions:
+    """The common part of both dialects of ``/v1/completions``."""
+
+    path = "/v1/completions"
+
+    def __init__(self) -> None:
+        self.model = ""
+
+    async def prepare(self, get: Get) -> None:
+        listed = await get("/v1/models")
+        if not listed or not listed.get("data"):
+            raise ClientError("the server does not list its model under /v1/models")
+        self.model = listed["data"][0]["id"]
+
+    def _body(self, prompt: Any, tokens: int) -> dict[str, Any]:
+        return {
+            "model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0,
+            "ignore_eos": True, "return_token_ids": True,
+        }  # fmt: skip
+
+
+class VLLMDialect(_Completions):
+    """vLLM's ``/v1/completions``, with token ids."""
+
+    takes_in_together = False
+
+    def batch_body(self, prompts: Sequence[Ids], tokens: int, *, logprobs: bool) -> dict[str, Any]:
+        body = {**self._body([list(prompt) for prompt in prompts], tokens), "stream": False}
+        if logprobs:
+            body |= {"logprobs": TOP, "return_tokens_as_token_ids": True}
+        return body
+
+    def stream_body(self, prompt: Ids, tokens: int, n: int) -> dict[str, Any]:
+        if n != 1:
+            raise ClientError(f"{self.path} is asked for {n} streamed answers; expected 1")
+        return {**self._body([list(prompt)], tokens), "stream": True}
+
+    def answers(self, content: Any) -> list[Answer]:
+        found = []
+        for choice in sorted(content["choices"], key=lambda choice: int(choice["index"])):
+            logprobs = choice.get("logprobs") or {}
+            found.append(
+                Answer(
+                    ids=list(choice["token_ids"]),
+                    logprobs=list(logprobs.get("token_logprobs") or []),
+                    top=[
+                        {_token_id(name): value for name, value in entries.items()}
+                        for entries in logprobs.get("top_logprobs") or []
+                    ],
+                )
+            )
+        return found
+
+    def take(self, content: Any, answers: Sequence[Answer], now: float) -> int:
+        _refuse_error(self.path, content)
+        (answer,) = answers
+        ids = [id for choice in content["choices"] for id in choice.get("token_ids") or []]
+        return _arrived(answer, ids, now)
+
+    def gap_body(self, prompt: Ids, token: int) -> dict[str, Any]:
+        # vLLM reports the log-probability of each token of a prompt. Of an answer's tokens it
+        # reports only the likeliest ones.
+        return {
+            **self.batch_body([[*prompt, token]], 1, logprobs=False), "prompt_logprobs": 1,
+        }  # fmt: skip
+
+    def gap(self, content: Any, token: int) -> float:
+        last = content["choices"][0]["prompt_logprobs"][-1]
+        likeliest: float = max(entry["logprob"] for entry in last.values())
+        return likeliest - float(last[str(token)]["logprob"])
+
+
+class TextDialect(_Completions):
+    """``/v1/completions`` of either host, with text: the endpoint that users' clients call."""
+
+    def stream_body(self, prompt: str, tokens: int, n: int) -> dict[str, Any]:
+        body = {**self._body(prompt, tokens), "stream": True, "n": n, "logprobs": 2}
+        if n > 1:  # vLLM refuses several answers at temperature 0; top_k 1 is as greedy
+            body |= {"temperature": 1.0, "top_k": 1}
+        return body
+
+    def take(self, content: Any, answers: Sequence[Answer], now: float) -> int:
+        _refuse_error(self.path, content)
+        return sum(_take_choice(answers[choice["index"]], choice, now)
+                   for choice in content["choices"])  # fmt: skip
+
+
+def _sglang_body(tokens: int) -> dict[str, Any]:
+    settings = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    return {"sampling_params": settings, "stream": False}
+
+
+def _take_choice(answer: Answer, choice: Any, now: float) -> int:
+    answer.text += choice.get("text") or ""
+    answer.ids.extend(choice.get("token_ids") or [])
+    found = choice.get("logprobs") or {}
+    tokens = found.get("tokens") or []
+    answer.tokens.extend(tokens)
+    answer.logprobs.extend(found.get("token_logprobs") or [])
+    answer.arrivals.extend([now] * len(tokens))
+    answer.top.extend(found.get("top_logprobs") or [])
+    return len(tokens)
+
+
+def _arrived(answer: Answer, ids: Sequence[int], now: float) -> int:
+    answer.ids.extend(ids)
+    answer.arrivals.extend([now] * len(ids))
+    return len(ids)
+
+
+def _refuse_error(path: str, content: Any) -> None:
+    if "error" in content:
+        raise ClientError(f"{path} broke off: {content['error']}")
+
+
+def _token_id(name: str) -> int:
+    """The id of ``token_id:17``."""
+    return int(name.removeprefix("token_id:"))

@@ -1,0 +1,253 @@
+"""A client of any server that speaks OpenAI's completions, whatever it leaves out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from deft_backend.tools.harness.answers import Answer
+from deft_backend.tools.harness.live_request import (
+    REFUSED,
+    TOO_LONG,
+    NotAnswered,
+    Sent,
+    StreamReader,
+)
+
+if TYPE_CHECKING:
+    import aiohttp
+
+_USAGE = {"include_usage": True}
+_FIELDS: tuple[Mapping[str, Any], ...] = (
+    {"ignore_eos": True, "return_token_ids": True,
+     "stream_options": {**_USAGE, "continuous_usage_stats": True}},
+    {"ignore_eos": True, "stream_options": _USAGE},
+    {"stream_options": _USAGE},
+    {},
+)  # fmt: skip
+"""Sets of optional fields of a request, in the order in which the client tries them."""
+
+
+class LiveError(RuntimeError):
+    """The server at this address cannot be used at all."""
+
+
+@dataclass(frozen=True)
+class Offers:
+    """What a server said about itself.
+
+    Attributes
+    ----------
+    model : str
+    context : int, optional
+        Tokens of prompt and answer that it takes.
+    level : int
+        The first set of :data:`_FIELDS` that it accepts; higher sets have fewer fields.
+    characters_a_token : float
+        Of the sample text.
+    """
+
+    model: str
+    context: int | None
+    level: int
+    characters_a_token: float
+
+    @property
+    def exact_lengths(self) -> bool:
+        """Whether answers have exactly the requested tokens."""
+        return "ignore_eos" in _FIELDS[self.level]
+
+
+def base_url(address: str) -> str:
+    """``host:port`` or a URL, with or without ``/v1``, as a URL without a path.
+
+    >>> base_url("127.0.0.1:30000"), base_url("https://a.example/v1/")
+    ('http://127.0.0.1:30000', 'https://a.example')
+    """
+    url = address if "://" in address else f"http://{address}"
+    url = url.rstrip("/").removesuffix("/v1")
+    if not re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", url):
+        raise LiveError(f"{address!r} is no address; expected http://HOST:PORT")
+    try:
+        _ = urlsplit(url).port
+    except ValueError:
+        raise LiveError(f"{address!r} has no port between 0 and 65535") from None
+    return url
+
+
+class LiveClient:
+    """A client of one server; an asynchronous context manager.
+
+    Parameters
+    ----------
+    url : str
+        The server, without ``/v1``.
+    seconds : float
+        Time limit of one request.
+    """
+
+    def __init__(self, url: str, *, seconds: float = 900.0) -> None:
+        self.url = url
+        self.level = 0
+        self.model = ""
+        self._seconds = seconds
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> LiveClient:
+        import aiohttp
+
+        key = os.environ.get("OPENAI_API_KEY")
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=aiohttp.ClientTimeout(total=self._seconds, sock_connect=30),
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            read_bufsize=2**22,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def offers(self, model: str | None, sample: str) -> Offers:
+        """Ask the server for its model, its context and the fields that it takes.
+
+        Parameters
+        ----------
+        model : str, optional
+            The model to ask for, if the server has several.
+        sample : str
+            A text whose tokens the server counts.
+
+        Raises
+        ------
+        LiveError
+            If it does not answer, or has no such model.
+        """
+        listed = await self.models()
+        names = [str(entry.get("id")) for entry in listed]
+        if model is not None and model not in names:
+            raise LiveError(f"{self.url} has no model {model!r}; it lists {', '.join(names)}")
+        self.model = model or names[0]
+        context = listed[names.index(self.model)].get("max_model_len")
+        await self._find_level()
+        tokens = await self._count(sample)
+        ratio = len(sample) / tokens if tokens else 4.0
+        return Offers(self.model, context if isinstance(context, int) else None, self.level, ratio)
+
+    async def lives(self) -> bool:
+        """Whether the server still answers."""
+        try:
+            await self.models()
+        except LiveError:
+            return False
+        return True
+
+    async def ask(
+        self, prompt: str, tokens: int, n: int = 1,
+        on_tokens: Callable[[int], None] = lambda count: None,
+    ) -> tuple[list[Answer], int | None]:  # fmt: skip
+        """Greedy answers of `tokens` tokens, and the prompt's tokens by the server's count.
+
+        Raises
+        ------
+        NotAnswered
+        """
+        body = {
+            "model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0,
+            "stream": True, **_FIELDS[self.level],
+        }  # fmt: skip
+        if n > 1:
+            body["n"] = n
+        if n > 1 and "ignore_eos" in _FIELDS[self.level]:
+            # vLLM refuses several answers at temperature 0; top_k 1 is as greedy. A server that
+            # ignores it hardly samples at this temperature.
+            body |= {"temperature": 0.01, "top_k": 1}
+        reader = StreamReader(n, on_tokens)
+        async with Sent(self._open(), f"{self.url}/v1/completions", body) as response:
+            async for line in response.content:
+                if line.startswith(b"data: [DONE]"):
+                    reader.ended = True
+                elif line.startswith(b"data: "):
+                    reader.take(json.loads(line[6:]))
+        return reader.end(tokens)
+
+    async def margin(self, prompt: str, ahead: int = 0) -> float | None:
+        """Log-probability of the likeliest token minus the second one's; None if unknown.
+
+        Parameters
+        ----------
+        prompt : str
+        ahead : int
+            Tokens that the server decodes before that token.
+        """
+        body = {
+            "model": self.model, "prompt": prompt, "max_tokens": ahead + 1, "temperature": 0.0,
+            "logprobs": 2,
+        }  # fmt: skip
+        try:
+            async with Sent(self._open(), f"{self.url}/v1/completions", body) as response:
+                content = json.loads(await response.read())
+            likely = sorted(content["choices"][0]["logprobs"]["top_logprobs"][ahead].values())
+            return float(likely[-1] - likely[-2])
+        except (NotAnswered, KeyError, IndexError, TypeError, ValueError):
+            return None
+
+    async def _find_level(self) -> None:
+        """Find the first set of fields that the server accepts."""
+        said = ""
+        for self.level in range(len(_FIELDS)):
+            try:
+                await self.ask("Hello", 2)
+                return
+            except NotAnswered as error:
+                said = str(error)
+                if error.status not in (REFUSED, TOO_LONG):
+                    break
+        raise LiveError(f"{self.url}/v1/completions does not answer: {said}")
+
+    async def _count(self, sample: str) -> int | None:
+        body = {"model": self.model, "prompt": sample, "max_tokens": 1, "temperature": 0.0}
+        try:
+            async with Sent(self._open(), f"{self.url}/v1/completions", body) as response:
+                return int(json.loads(await response.read())["usage"]["prompt_tokens"])
+        except (NotAnswered, KeyError, TypeError, ValueError):
+            return None
+
+    async def models(self) -> list[dict[str, Any]]:
+        """What the server lists under ``/v1/models``.
+
+        Raises
+        ------
+        LiveError
+            If it lists none, answers something else, or does not answer.
+        """
+        import aiohttp
+
+        try:
+            limit = aiohttp.ClientTimeout(total=10)
+            async with self._open().get(f"{self.url}/v1/models", timeout=limit) as response:
+                if response.status != 200:
+                    raise LiveError(f"{self.url}/v1/models answers {response.status}")
+                listed = (await response.json(content_type=None))["data"]
+                if not listed:
+                    raise LiveError(f"{self.url} lists no model under /v1/models")
+                return [dict(entry) for entry in listed]
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            raise LiveError(
+                f"{self.url} does not answer under /v1/models; is it running? "
+                f"({str(error) or type(error).__name__})"
+            ) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise LiveError(f"{self.url}/v1/models is no list of models: {error!r}") from error
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise RuntimeError("the client is used outside of its context")
+        return self._session

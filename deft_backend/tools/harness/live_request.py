@@ -1,0 +1,131 @@
+"""One request to a live server: send it, read its stream, and say what became of it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from deft_backend.tools.harness.answers import Answer
+
+if TYPE_CHECKING:
+    import aiohttp
+
+ANSWERED, TOO_LONG, REFUSED, FAILED, LOST, LATE, CUT, SKIPPED = (
+    "answered", "too long", "refused", "failed", "lost", "timed out", "cut off", "not sent",
+)  # fmt: skip
+"""What can become of a request. ``refused``: status 4xx; ``failed``: 5xx, or an error in the
+stream; ``lost``: the connection broke; ``cut off``: the run was interrupted; ``not sent``: the
+server had died, or the run was interrupted before."""
+
+STATUSES = (ANSWERED, TOO_LONG, REFUSED, FAILED, LOST, LATE, CUT, SKIPPED)
+
+_TOO_LONG = re.compile(r"context|too long|longer than|exceed|max_model_len|maximum", re.IGNORECASE)
+
+
+class NotAnswered(RuntimeError):
+    """A request without its answer; `status` is one of :data:`STATUSES`."""
+
+    def __init__(self, status: str, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+
+
+class Sent:
+    """A posted request; errors inside the block become :class:`NotAnswered`."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -> None:
+        self._request = session.post(url, json=body)
+
+    async def __aenter__(self) -> aiohttp.ClientResponse:
+        try:
+            self._response = await self._request.__aenter__()
+            if self._response.status != 200:
+                said = (await self._response.text())[:300]
+                await self._request.__aexit__(None, None, None)
+                raise _refused(self._response.status, said)
+        except NotAnswered:
+            raise
+        except Exception as error:
+            raise _broken(error) from error
+        return self._response
+
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        await self._request.__aexit__(kind, error, trace)
+        if isinstance(error, Exception) and not isinstance(error, NotAnswered):
+            raise _broken(error) from error
+
+
+def _refused(status: int, said: str) -> NotAnswered:
+    if status in (400, 413, 422) and _TOO_LONG.search(said):
+        return NotAnswered(TOO_LONG, f"{status}: {said}")
+    return NotAnswered(REFUSED if status < 500 else FAILED, f"{status}: {said}")
+
+
+def _broken(error: Exception) -> Exception:
+    import aiohttp
+
+    if isinstance(error, asyncio.TimeoutError):
+        return NotAnswered(LATE, "no answer in time")
+    if isinstance(error, aiohttp.ClientError | OSError):
+        return NotAnswered(LOST, repr(error))
+    if isinstance(error, ValueError | KeyError | TypeError | IndexError | AttributeError):
+        return NotAnswered(FAILED, f"the stream cannot be read: {error!r}")
+    return error
+
+
+class StreamReader:
+    """Collects the pieces of a stream; `ended`: the server said that it is complete."""
+
+    def __init__(self, n: int, on_tokens: Callable[[int], None]) -> None:
+        self._sent = time.perf_counter()
+        self._answers = [Answer(sent=self._sent, index=at) for at in range(n)]
+        self._on_tokens = on_tokens
+        self._prompt: int | None = None
+        self._completion: int | None = None
+        self.ended = False
+
+    def take(self, content: Any) -> None:
+        if "error" in content:
+            raise NotAnswered(FAILED, str(content["error"])[:300])
+        now = time.perf_counter() - self._sent
+        usage = content.get("usage") or {}
+        self._prompt = _whole(usage.get("prompt_tokens"), self._prompt)
+        self._completion = _whole(usage.get("completion_tokens"), self._completion)
+        for choice in content.get("choices") or []:
+            answer = self._answers[choice.get("index") or 0]
+            self.ended |= choice.get("finish_reason") is not None
+            ids, text = choice.get("token_ids") or [], choice.get("text") or ""
+            answer.ids.extend(ids)
+            answer.text += text
+            fresh = len(ids)
+            if not fresh and len(self._answers) == 1 and usage.get("completion_tokens"):
+                fresh = int(usage["completion_tokens"]) - len(answer.arrivals)
+            elif not fresh and text:
+                fresh = 1
+            if fresh > 0:
+                answer.tokens.extend([text] + [""] * (fresh - 1))  # a piece may hold several tokens
+                answer.arrivals.extend([now] * fresh)
+                self._on_tokens(fresh)
+
+    def end(self, tokens: int) -> tuple[list[Answer], int | None]:
+        """The answers; raises if the stream ended without a token, or in the middle."""
+        for answer in self._answers:
+            if not self.ended and len(answer.arrivals) < tokens:
+                said = f"the stream ended after {len(answer.arrivals)} of {tokens} tokens"
+                raise NotAnswered(LOST, f"{said}, without an end mark")
+            if not answer.arrivals:
+                raise NotAnswered(FAILED, f"the stream ended without one of {tokens} tokens")
+        if len(self._answers) == 1 and self._completion:
+            # If pieces carry no counts, the last piece's count is right. Tokens of one piece share
+            # its time.
+            arrivals = self._answers[0].arrivals
+            missing = int(self._completion) - len(arrivals)
+            arrivals.extend([arrivals[-1]] * max(0, missing))
+        return self._answers, self._prompt
+
+
+def _whole(value: Any, before: int | None) -> int | None:
+    return before if value is None else int(value)

@@ -1,0 +1,219 @@
+"""Sends traffic to a server at its own times, and records what became of every request."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from deft_backend.tools.harness.answers import Answer
+from deft_backend.tools.harness.live_client import LiveClient
+from deft_backend.tools.harness.live_request import (
+    ANSWERED,
+    CUT,
+    FAILED,
+    LOST,
+    SKIPPED,
+    TOO_LONG,
+    NotAnswered,
+)
+from deft_backend.tools.harness.traffic import TimedRequest, Traffic
+
+_CHECKS = 3
+"""How often the run asks a server that lost a request, before it takes the server for dead."""
+
+_CHECK_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One answer, or what became of it.
+
+    Attributes
+    ----------
+    name, index : str, int
+        The request, and which of its answers.
+    at, sent : float
+        Seconds from the start: when it was due, and when it was sent.
+    status, detail : str
+    max_tokens : int
+    answer : Answer, optional
+    prompt_tokens : int, optional
+        By the server's count.
+    """
+
+    name: str
+    index: int
+    at: float
+    sent: float
+    status: str
+    detail: str
+    max_tokens: int
+    answer: Answer | None = None
+    prompt_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A run of traffic against one server.
+
+    Attributes
+    ----------
+    outcomes : tuple of Outcome
+        In the traffic's order.
+    seconds : float
+        Until the last answer.
+    died : str
+        Why the run believes that the server died; empty if it did not.
+    interrupted : bool
+    """
+
+    outcomes: tuple[Outcome, ...]
+    seconds: float
+    died: str = ""
+    interrupted: bool = False
+
+
+async def replay(
+    traffic: Traffic,
+    client: LiveClient,
+    context: int | None = None,
+    on_tokens: Callable[[int], None] = lambda count: None,
+) -> Replayed:
+    """Warm the shared prompts, then send every request when it is due.
+
+    No failure ends the run, except the server's death. A cancelled run returns what it has.
+
+    Parameters
+    ----------
+    traffic : Traffic
+    client : LiveClient
+    context : int, optional
+        Requests with more tokens than this are counted as too long and not sent.
+    on_tokens : callable
+        Called with the number of new tokens whenever some arrive.
+    """
+    return await _Run(traffic, client, context, on_tokens).all()
+
+
+class _Run:
+    def __init__(
+        self, traffic: Traffic, client: LiveClient, context: int | None,
+        on_tokens: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        self._traffic = traffic
+        self._client = client
+        self._context = context
+        self._on_tokens = on_tokens
+        self._began = time.perf_counter()
+        self._died = ""
+        self._stopped = False
+        self._checking: asyncio.Task[None] | None = None
+        self._ended: dict[str, asyncio.Future[str | None]] = {}
+
+    async def all(self) -> Replayed:
+        requests = self._traffic.requests
+        tasks: list[asyncio.Task[list[Outcome]]] = []
+        try:
+            for prompt in self._traffic.warm:
+                try:
+                    await self._client.ask(prompt, 1)
+                except NotAnswered as error:
+                    await self._check(error)
+            self._began = time.perf_counter()
+            loop = asyncio.get_running_loop()
+            parents = {request.after for request in requests if request.after is not None}
+            self._ended = {name: loop.create_future() for name in parents}
+            tasks = [asyncio.create_task(self._one(request)) for request in requests]
+            await asyncio.gather(*tasks)
+        except asyncio.CancelledError:
+            self._stopped = True
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return self._replayed(requests, tasks)
+
+    def _replayed(
+        self, requests: Sequence[TimedRequest], tasks: Sequence[asyncio.Task[list[Outcome]]]
+    ) -> Replayed:
+        found: list[Outcome] = []
+        for at, request in enumerate(requests):
+            task = tasks[at] if at < len(tasks) else None
+            if task is not None and task.done() and not task.cancelled():
+                found += task.result()
+            else:  # cancelled before its first step
+                found += self._lost(request, SKIPPED, "the run was interrupted")
+        ends = [o.sent + o.answer.arrivals[-1] for o in found if o.answer is not None]
+        return Replayed(tuple(found), max(ends, default=0.0), self._died, self._stopped)
+
+    async def _one(self, request: TimedRequest) -> list[Outcome]:
+        sent: float | None = None
+        text: str | None = None
+        try:
+            if request.after is None:
+                await asyncio.sleep(request.at - (time.perf_counter() - self._began))
+                prompt: str | None = request.prompt()
+            else:
+                earlier = await asyncio.shield(self._ended[request.after])
+                prompt = None if earlier is None else earlier + request.prompt()
+            if prompt is None:
+                why = f"it continues {request.after}, which has no answer"
+                return self._lost(request, SKIPPED, why)
+            if self._died:
+                return self._lost(request, SKIPPED, "the server had died")
+            tokens = (request.prompt_tokens or 0) + request.max_tokens
+            if self._context is not None and tokens > self._context:
+                why = f"{tokens:,} tokens, and the context holds {self._context:,}"
+                return self._lost(request, TOO_LONG, why)
+            sent = time.perf_counter() - self._began
+            answers, counted = await self._client.ask(
+                prompt, request.max_tokens, request.n, self._on_tokens
+            )
+            text = prompt + answers[0].text
+        except NotAnswered as error:
+            if error.status in (LOST, FAILED):
+                await self._check(error)
+            return self._lost(request, error.status, str(error), sent)
+        except asyncio.CancelledError:
+            self._stopped = True
+            status = SKIPPED if sent is None else CUT
+            return self._lost(request, status, "the run was interrupted", sent)
+        finally:
+            future = self._ended.get(request.name)
+            if future is not None and not future.done():
+                future.set_result(text)
+        return [
+            Outcome(
+                request.name, index, request.at, sent, ANSWERED, "", request.max_tokens, answer,
+                counted,
+            )
+            for index, answer in enumerate(answers)
+        ]  # fmt: skip
+
+    def _lost(
+        self, request: TimedRequest, status: str, detail: str, sent: float | None = None
+    ) -> list[Outcome]:
+        return [
+            Outcome(
+                request.name, index, request.at, request.at if sent is None else sent, status,
+                detail, request.max_tokens,
+            )
+            for index in range(request.n)
+        ]  # fmt: skip
+
+    async def _check(self, error: NotAnswered) -> None:
+        """Whether the server has died; requests that ask at the same time share one question."""
+        if self._died:
+            return
+        if self._checking is None or self._checking.done():
+            self._checking = asyncio.create_task(self._still_there(error))
+        await asyncio.shield(self._checking)
+
+    async def _still_there(self, error: NotAnswered) -> None:
+        for attempt in range(_CHECKS):
+            if await self._client.lives():
+                return
+            if attempt < _CHECKS - 1:
+                await asyncio.sleep(_CHECK_SECONDS)
+        self._died = f"{self._client.url} no longer answers; the first lost request: {error}"

@@ -1,0 +1,191 @@
+"""Starting a host server: its command line and environment, on a GPU or on the CPU engine."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+
+from deft_backend.hosts.vllm.versions import backend_name
+from deft_backend.settings.installed import installed_version
+from deft_backend.tools.servers.driver_stub import ensure_driver_stub, has_nvidia_driver, num_gpus
+
+BACKEND = "deft"
+"""Our name for the plugin; :data:`BACKEND_NAMES` has the hosts' names for it."""
+
+BACKEND_NAMES = {"sglang": BACKEND, "vllm": backend_name()}
+"""The plugin's name for ``--attention-backend`` in the installed version of each host."""
+
+HOSTS = tuple(BACKEND_NAMES)
+
+HOST_NAMES = {"sglang": "SGLang", "vllm": "vLLM"}
+
+CPU_TOKENS = 16384
+"""Tokens in the KV cache of SGLang's CPU engine, which otherwise takes most of the memory."""
+
+CPU_GIB = 1
+"""Size of vLLM's KV cache on the CPU, in GiB."""
+
+
+class StartError(RuntimeError):
+    """A host server did not start, or it ended."""
+
+
+@dataclass(frozen=True)
+class ServerCommand:
+    """A host server's command line, and the environment variables that it needs in addition."""
+
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+    port: int
+    on_gpu: bool
+    notes: tuple[str, ...] = field(default=())
+
+    def shell(self) -> str:
+        """The command as you type it in a shell."""
+        settings = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*settings, shlex.join(self.arguments)])
+
+    def full_environment(self) -> dict[str, str]:
+        """This process's environment with the server's variables."""
+        return {**os.environ, **self.environment}
+
+
+def use_gpu() -> bool:
+    """Whether a server here runs on a GPU: a GPU is visible, and torch is built for CUDA."""
+    if not num_gpus():
+        return False
+    import torch
+
+    return torch.version.cuda is not None and torch.cuda.is_available()
+
+
+def installed_hosts() -> list[str]:
+    """The hosts in this environment, SGLang first."""
+    return [host for host in HOSTS if find_spec(host) is not None]
+
+
+def vllm_is_cpu_build() -> bool:
+    """Whether the vLLM installed here is built for the CPU, and so uses no GPU."""
+    found = installed_version("vllm")
+    if found is None:  # the package from PyPI has a name of its own
+        return find_spec("vllm") is not None
+    return "cpu" in found
+
+
+LOOPBACK = "127.0.0.1"
+"""Where servers listen unless `host_arguments` say otherwise: vLLM by itself would listen on every
+interface of the machine."""
+
+
+def free_port() -> int:
+    """A free TCP port on the loopback interface."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def server_command(
+    model: str,
+    port: int,
+    *,
+    host: str = "sglang",
+    backend: str | None = BACKEND,
+    policy: str | None = None,
+    host_arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    gpu: bool | None = None,
+) -> ServerCommand:
+    """Command line and environment of a host server.
+
+    Parameters
+    ----------
+    model : str
+        A checkpoint's folder, a hub name, or anything else that the host takes as a model.
+    port : int
+        TCP port to listen on.
+    host : str
+        The host: one of :data:`HOSTS`.
+    backend : str, optional
+        ``--attention-backend``; :data:`BACKEND` names the plugin, None leaves the choice to the
+        host.
+    policy : str, optional
+        The value of ``DEFT_POLICY``; None leaves it as it is.
+    host_arguments : sequence of str
+        Last in the command line, so that they override ours.
+    environment : mapping, optional
+        Further variables for the server.
+    gpu : bool, optional
+        Run on the GPU; None means the result of :func:`use_gpu`.
+
+    Raises
+    ------
+    StartError
+        If there is no such host.
+    DriverStubError
+        If SGLang's CPU engine needs the driver stand-in, and it cannot be compiled.
+    """
+    if host not in HOSTS:
+        raise StartError(f"there is no host {host!r}; expected one of {', '.join(HOSTS)}")
+    on_gpu = use_gpu() if gpu is None else gpu
+    if host == "vllm" and gpu is None:
+        on_gpu = on_gpu and not vllm_is_cpu_build()
+    module, named = _MODULES[host]
+    arguments = [
+        sys.executable,
+        "-m",
+        module,
+        named,
+        model,
+        "--host",
+        LOOPBACK,
+        "--port",
+        str(port),
+    ]
+    if backend is not None:
+        name = BACKEND_NAMES[host] if backend == BACKEND else backend
+        arguments += ["--attention-backend", name]
+    extra = dict(environment or {})
+    if policy is not None:
+        extra["DEFT_POLICY"] = policy
+    notes: list[str] = []
+    if not on_gpu:
+        notes.append(
+            "no usable GPU: the host's CPU engine runs, with kernels in Triton's interpreter"
+        )
+        extra["TRITON_INTERPRET"] = "1"  # Triton's interpreter runs the kernels in NumPy
+        # Two kernels round 16-bit results differently. If two tokens are almost equally likely,
+        # rounding decides between them. In float32, only wrong results differ.
+        arguments += ["--dtype", "float32"]
+        if host == "sglang":
+            _sglang_on_cpu(arguments, extra, notes)
+        else:
+            _vllm_on_cpu(arguments, extra)
+    arguments += host_arguments
+    return ServerCommand(tuple(arguments), extra, port, on_gpu, tuple(notes))
+
+
+_MODULES = {
+    "sglang": ("sglang.launch_server", "--model-path"),
+    # Not `vllm serve`: that command looks up a distribution that the CPU build lacks.
+    "vllm": ("vllm.entrypoints.openai.api_server", "--model"),
+}
+
+
+def _sglang_on_cpu(arguments: list[str], extra: dict[str, str], notes: list[str]) -> None:
+    arguments += ["--device", "cpu", "--max-total-tokens", str(CPU_TOKENS)]
+    extra["SGLANG_USE_CPU_ENGINE"] = "1"
+    if not has_nvidia_driver():
+        inherited = os.environ.get("LD_LIBRARY_PATH")
+        paths = [str(ensure_driver_stub()), *([inherited] if inherited else [])]
+        extra["LD_LIBRARY_PATH"] = os.pathsep.join(paths)
+        notes.append(f"no NVIDIA driver: a stand-in for libcuda.so.1 in {paths[0]}")
+
+
+def _vllm_on_cpu(arguments: list[str], extra: dict[str, str]) -> None:
+    arguments += ["--enforce-eager"]  # compiling takes more time than it saves
+    extra.setdefault("VLLM_CPU_KVCACHE_SPACE", str(CPU_GIB))

@@ -1,0 +1,140 @@
+"""A stand-in for ``libcuda.so.1``, so that hosts built for CUDA start without a driver.
+
+``sgl_kernel`` links the driver library even if the server runs on the CPU. It needs one symbol to
+load. The stand-in's function returns an error code, so no program mistakes it for a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from deft_backend.files.folders import create_private, driver_stub_directory
+from deft_backend.files.private_files import is_private, unsafe_folder
+from deft_backend.settings.config import SettingsError
+
+SONAME = "libcuda.so.1"
+
+_CUDA_ERROR_NOT_INITIALIZED = 3
+
+_SOURCE = f"""
+/* Answers every query with CUDA_ERROR_NOT_INITIALIZED. */
+int cuPointerGetAttribute(void *data, int attribute, unsigned long long pointer) {{
+    (void)data; (void)attribute; (void)pointer;
+    return {_CUDA_ERROR_NOT_INITIALIZED};
+}}
+"""
+
+
+class DriverStubError(RuntimeError):
+    """The stand-in for the NVIDIA driver library cannot be compiled or written."""
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL | None:
+    """The real driver library, or None; the stand-in has no ``cuInit``."""
+    try:
+        library = ctypes.CDLL(SONAME)
+        _ = library.cuInit
+    except (OSError, AttributeError):
+        return None
+    return library
+
+
+def has_nvidia_driver() -> bool:
+    """Whether the real ``libcuda.so.1`` can be loaded; our stand-in does not count."""
+    return _driver() is not None
+
+
+@functools.cache
+def num_gpus() -> int:
+    """NVIDIA GPUs that the driver offers to this process; 0 without a driver."""
+    library = _driver()
+    count = ctypes.c_int(0)
+    if library is None or library.cuInit(0) != 0:
+        return 0
+    return count.value if library.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
+
+
+def find_compiler() -> list[str] | None:
+    """The C compiler's command: ``$CC``, else the first of cc, gcc and clang that is installed."""
+    chosen = shlex.split(os.environ.get("CC", ""))
+    if chosen:
+        return chosen if shutil.which(chosen[0]) else None
+    found = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
+    return [found] if found else None
+
+
+def ensure_driver_stub() -> Path:
+    """Compile the stand-in into the package's cache folder, unless it is there already.
+
+    Returns
+    -------
+    Path
+        The folder that holds ``libcuda.so.1``: put it first on ``LD_LIBRARY_PATH``.
+
+    Raises
+    ------
+    DriverStubError
+        If there is no C compiler, the compiler fails, or the cache folder cannot be written. Also
+        if another user could exchange the library: servers load it by its path.
+    """
+    try:
+        folder = driver_stub_directory()
+    except SettingsError as error:
+        raise DriverStubError(str(error)) from error
+    library = folder / SONAME
+    try:
+        create_private(folder)
+        reason = unsafe_folder(folder)
+    except OSError as error:
+        raise _not_written(library, error) from error
+    if reason is not None:
+        raise DriverStubError(
+            f"{reason}, so another user could exchange {library}; set DEFT_CACHE_DIR to a folder "
+            "that is yours alone"
+        )
+    if is_private(library):
+        return folder
+    compiler = find_compiler()
+    if compiler is None:
+        named = os.environ.get("CC")
+        reason = f"CC is {named!r}, which is no installed program" if named else "found none"
+        raise DriverStubError(
+            f"a C compiler is needed once, to make a stand-in for {SONAME} on a machine without "
+            f"an NVIDIA driver ({reason}). Install one (Debian/Ubuntu: 'apt-get install gcc'; "
+            "Fedora: 'dnf install gcc'), or set CC to its path"
+        )
+    try:
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            built = _compile(compiler, Path(work))
+            built.chmod(0o700)
+            os.replace(built, library)  # atomic: another process sees all of it or nothing
+    except OSError as error:
+        raise _not_written(library, error) from error
+    return folder
+
+
+def _not_written(library: Path, error: OSError) -> DriverStubError:
+    return DriverStubError(
+        f"cannot write {library}: {error}; set DEFT_CACHE_DIR to a folder that you may write"
+    )
+
+
+def _compile(compiler: list[str], work: Path) -> Path:
+    source, built = work / "driver_stub.c", work / SONAME
+    source.write_text(_SOURCE)
+    command = [*compiler, "-shared", "-fPIC", f"-Wl,-soname,{SONAME}", "-o", str(built)]
+    result = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise DriverStubError(
+            f"{shlex.join(command)} failed with exit code {result.returncode}:\n"
+            f"{result.stderr.strip()}\nInstall a working C compiler or set CC to one"
+        )
+    return built

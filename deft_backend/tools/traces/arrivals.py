@@ -1,0 +1,168 @@
+"""Traces of arrivals in Mooncake's format: when a request came, how long it was, what it shared.
+
+A file has one JSON object a line: ``{"timestamp": 27482, "input_length": 6955, "output_length": 52,
+"hash_ids": [46, 47, ...]}``. The timestamp is in milliseconds. Each id stands for the next 512
+tokens of the prompt and for all text before them, so equal ids at the start mean an equal prefix.
+The last id may stand for fewer tokens. Source: https://github.com/kvcache-ai/Mooncake
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from deft_backend.files.json_fields import LARGEST, shown
+from deft_backend.files.private_files import parsed
+from deft_backend.tools.traces.recorded_trees import TraceError
+
+BLOCK_TOKENS = 512
+"""Tokens that one hash id stands for."""
+
+FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
+
+LATEST_MS = 1e15
+"""Largest timestamp: some thirty thousand years."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One request of a trace.
+
+    Attributes
+    ----------
+    timestamp : float
+        Milliseconds from the trace's origin.
+    input_length, output_length : int
+        Tokens of the prompt and of the answer.
+    hash_ids : tuple of int
+        One for each block of the prompt. A last block of fewer tokens may lack its id.
+    block_tokens : int
+        Tokens of a full block; 512, unless the trace is scaled.
+    """
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+    block_tokens: int = BLOCK_TOKENS
+
+    def scaled(self, scale: float) -> Arrival:
+        """The same sharing, with every length multiplied by `scale`, and at least one token."""
+        if scale == 1.0:
+            return self
+        block = max(1, round(self.block_tokens * scale))
+        full, rest = divmod(self.input_length, self.block_tokens)
+        tokens = full * block + min(block, math.ceil(rest * block / self.block_tokens))
+        answer = max(1, round(self.output_length * scale))
+        return replace(self, input_length=tokens, output_length=answer, block_tokens=block)
+
+
+def is_arrival_trace(path: Path) -> bool:
+    """Whether a file holds arrivals, one object a line, and not DeFT's list of trees."""
+    first = ""
+    with suppress(OSError, UnicodeDecodeError), path.open(encoding="utf-8") as lines:
+        first = next((line for line in lines if line.strip()), "")
+    return path.suffix == ".jsonl" or (
+        first.lstrip().startswith("{") and any(f'"{name}"' in first for name in FIELDS)
+    )
+
+
+def load_arrivals(path: Path, limit: int | None = None) -> list[Arrival]:
+    """The first `limit` requests of a trace, sorted by time.
+
+    Raises
+    ------
+    TraceError
+        If the file cannot be read, is empty or has a wrong line. The message names the line, the
+        field, its value and the expected value.
+    """
+    found: list[Arrival] = []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for arrival in _arrivals(lines, str(path)):
+                found.append(arrival)
+                if limit is not None and len(found) >= limit:
+                    break
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"cannot read the trace {path}: {error}") from error
+    if not found:
+        raise TraceError(f"{path} holds no request; expected one JSON object a line")
+    return sorted(found, key=lambda arrival: arrival.timestamp)
+
+
+def dump_arrivals(arrivals: Iterable[Arrival]) -> Iterator[str]:
+    """The lines of a file that :func:`load_arrivals` reads."""
+    for arrival in arrivals:
+        values = (
+            round(arrival.timestamp), arrival.input_length, arrival.output_length,
+            list(arrival.hash_ids),
+        )  # fmt: skip
+        yield json.dumps(dict(zip(FIELDS, values, strict=True)))
+
+
+def shared_tokens(arrivals: Sequence[Arrival]) -> int:
+    """Prompt tokens that an earlier request of the trace already had."""
+    seen: set[int] = set()
+    total = 0
+    for arrival in arrivals:
+        left = arrival.input_length
+        for id in arrival.hash_ids:
+            tokens = min(left, arrival.block_tokens)
+            total += tokens if id in seen else 0
+            left -= tokens
+            seen.add(id)
+    return total
+
+
+def _arrivals(lines: Iterable[str], where: str) -> Iterator[Arrival]:
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield _arrival(line, f"{where}, line {number}")
+
+
+def _arrival(line: str, where: str) -> Arrival:
+    try:
+        content = parsed(line)
+    except ValueError as error:
+        raise TraceError(f"{where}: expected a JSON object; {error}") from error
+    if not isinstance(content, dict):
+        raise TraceError(f"{where} is {type(content).__name__}; expected a JSON object")
+    for name in FIELDS:
+        if name not in content:
+            there = ", ".join(map(str, content)) or "nothing"
+            raise TraceError(f"{where}: {name} is missing; there is {there}")
+    timestamp = content["timestamp"]
+    if isinstance(timestamp, bool) or not isinstance(timestamp, int | float) or not (
+        0 <= timestamp <= LATEST_MS
+    ):  # fmt: skip
+        raise TraceError(
+            f"{where}: timestamp is {shown(timestamp)}; expected milliseconds, at least 0"
+        )
+    tokens = _integer(content["input_length"], f"{where}: input_length", 1)
+    # Recorded answers can be empty; a server decodes at least one token.
+    answer = max(1, _integer(content["output_length"], f"{where}: output_length", 0))
+    ids = content["hash_ids"]
+    if not isinstance(ids, list):
+        raise TraceError(f"{where}: hash_ids is {type(ids).__name__}; expected a list of integers")
+    found = tuple(_integer(id, f"{where}: hash_ids[{at}]") for at, id in enumerate(ids))
+    least, most = tokens // BLOCK_TOKENS, -(-tokens // BLOCK_TOKENS)
+    if not least <= len(found) <= most:
+        expected = f"{most}" if least == most else f"{least} or {most}"
+        raise TraceError(
+            f"{where}: hash_ids holds {len(found)} ids for input_length {tokens}; expected "
+            f"{expected}, one for each {BLOCK_TOKENS} tokens"
+        )
+    return Arrival(float(timestamp), tokens, answer, found)
+
+
+def _integer(value: Any, where: str, least: int | None = None) -> int:
+    number = value if isinstance(value, int) and not isinstance(value, bool) else None
+    if number is None or number > LARGEST or (least is not None and number < least):
+        at_least = "" if least is None else f" of at least {least}"
+        raise TraceError(f"{where} is {shown(value)}; expected an integer{at_least}")
+    return number

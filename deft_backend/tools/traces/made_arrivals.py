@@ -1,0 +1,117 @@
+"""Makes traces of arrivals: conversations about documents behind one system prompt."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from deft_backend.tools.traces.arrivals import BLOCK_TOKENS, Arrival
+from deft_backend.tools.traces.recorded_trees import TraceError
+
+MOST_TOKENS = 10**7
+"""Of any text in a made trace."""
+
+
+@dataclass(frozen=True)
+class TraceShape:
+    """What a made trace holds.
+
+    Attributes
+    ----------
+    requests : int
+        Requests in all.
+    rate : float
+        Requests a second, on average; the gaps are exponential (Poisson arrivals).
+    system_tokens : int
+        Tokens of the system prompt that all requests share; 0 for none.
+    documents : int
+        Documents behind the system prompt; 0 for none. The first ones are asked about most often.
+    document_tokens, own_tokens, answer_tokens : int
+        Mean tokens of a document, of a turn's own text and of an answer.
+    turns : float
+        Mean number of turns of a conversation. A turn repeats all earlier text and answers.
+    seed : int
+    """
+
+    requests: int = 200
+    rate: float = 2.0
+    system_tokens: int = 1024
+    documents: int = 8
+    document_tokens: int = 4096
+    own_tokens: int = 256
+    answer_tokens: int = 200
+    turns: float = 1.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("requests", 1, 10**7), ("system_tokens", 0, MOST_TOKENS), ("documents", 0, 10**4),
+            ("document_tokens", 1, MOST_TOKENS), ("own_tokens", 1, MOST_TOKENS),
+            ("answer_tokens", 1, MOST_TOKENS), ("turns", 1, 10**4), ("rate", 1e-6, 1e6),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not least <= value <= most:  # also refuses what is no number
+                raise TraceError(f"{name} is {value}; expected {least:,} to {most:,}")
+
+
+@dataclass
+class _Conversation:
+    ids: list[int]
+    tokens: int
+
+
+def make_arrivals(shape: TraceShape) -> list[Arrival]:
+    """A trace of this shape; the same seed gives the same trace everywhere."""
+    chance = random.Random(f"arrivals {shape.seed}")
+    maker = _Maker(shape, chance)
+    found = []
+    at = 0.0
+    for _ in range(shape.requests):
+        at += 1e3 * chance.expovariate(shape.rate)
+        tokens, ids, answer = maker.turn()
+        found.append(Arrival(at, tokens, answer, ids))
+    return found
+
+
+class _Maker:
+    def __init__(self, shape: TraceShape, chance: random.Random) -> None:
+        self._shape = shape
+        self._chance = chance
+        self._next = 0
+        system = self._blocks(_Conversation([], 0), shape.system_tokens)
+        self._starts = [
+            self._blocks(_Conversation(list(system.ids), system.tokens), self._length(mean))
+            for mean in [shape.document_tokens] * shape.documents
+        ] or [system]
+        self._weights = [1.0 / (rank + 1) for rank in range(len(self._starts))]
+        self._open: list[_Conversation] = []
+
+    def turn(self) -> tuple[int, tuple[int, ...], int]:
+        """Prompt tokens, block ids and answer tokens of the next request."""
+        again = self._open and self._chance.random() < 1.0 - 1.0 / self._shape.turns
+        if again:
+            talk = self._open.pop(self._chance.randrange(len(self._open)))
+        else:
+            (start,) = self._chance.choices(self._starts, self._weights)
+            talk = _Conversation(list(start.ids), start.tokens)
+        self._blocks(talk, self._length(self._shape.own_tokens))
+        answer = self._length(self._shape.answer_tokens)
+        asked = talk.tokens, tuple(talk.ids), answer
+        self._blocks(talk, answer)
+        self._open.append(talk)
+        return asked
+
+    def _blocks(self, talk: _Conversation, tokens: int) -> _Conversation:
+        """Append tokens. A block that was not full gets a new id, because its text changes."""
+        if tokens and talk.tokens % BLOCK_TOKENS:
+            talk.ids.pop()
+        talk.tokens += tokens
+        while len(talk.ids) * BLOCK_TOKENS < talk.tokens:
+            talk.ids.append(self._next)
+            self._next += 1
+        return talk
+
+    def _length(self, mean: int) -> int:
+        """Unequal lengths with this mean: log-normal, at most eight times the mean."""
+        drawn = mean * self._chance.lognormvariate(-0.18, 0.6)
+        return max(1, min(round(drawn), 8 * mean))

@@ -1,0 +1,167 @@
+"""`deft tune`: measure the cost table of one head shape on this machine's GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from deft_backend.costs import CostModel
+from deft_backend.costs.table_key import TableKey
+from deft_backend.files.provenance import provenance
+from deft_backend.tools.tuning.block_times import measure_block_times
+from deft_backend.tools.tuning.ceilings import measure_ceilings
+from deft_backend.tools.tuning.fasttree_fit import measure_coefficients
+from deft_backend.tools.tuning.grids import Grid
+from deft_backend.tools.tuning.launch_clock import Budget, captured, launch_us
+from deft_backend.tools.tuning.machine import Launch, Machine, Work
+from deft_backend.tools.tuning.search import Found, search
+from deft_backend.tools.tuning.tile_fit import measure_tile_costs, used_shapes
+from deft_backend.tools.tuning.trials import Trials
+
+_BUDGET = Budget(launch_ms=20)
+
+
+@dataclass(frozen=True, eq=False)
+class Tuned:
+    """A measured cost table, and the quality of the measurement.
+
+    Attributes
+    ----------
+    model : CostModel
+    errors : dict
+        Relative error of each fit.
+    seconds : dict
+        Time of each part.
+    variants : int
+        Kernel variants that Triton compiled or found in its cache.
+    found : Found
+        How the plans of the table compare with those of the table before.
+    """
+
+    model: CostModel
+    errors: dict[str, float]
+    seconds: dict[str, float]
+    variants: int
+    found: Found
+
+
+def gpu_clock(launch: Launch) -> float:
+    """Median microseconds of a launch in a CUDA graph, with the L2 cache flushed before it."""
+    replay, _ = captured(launch)
+    return launch_us(replay, _BUDGET)
+
+
+def tune(key: TableKey, before: CostModel, say: Callable[[str], None]) -> Tuned:
+    """Measure the table of `key` on the current CUDA device; `say` receives the name of each part.
+
+    `before` is the table in use. Its costs stay where they make plans that are as fast.
+
+    Raises
+    ------
+    AttentionError
+        If the kernels cannot run such an attention.
+    """
+    kv_dtype: torch.dtype = getattr(torch, key.dtype)
+    # The time does not depend on which 16 bits the queries have.
+    dtype = torch.bfloat16 if kv_dtype.itemsize == 1 else kv_dtype
+    machine = Machine(
+        num_query_heads=key.query_heads,
+        num_kv_heads=key.kv_heads,
+        head_dim=key.head_dim,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        page_size=key.page_size,
+        device=torch.device("cuda", torch.cuda.current_device()),
+        clock=gpu_clock,
+    )
+    return measure(machine, key, before, Grid(), lambda: measure_ceilings(dtype).read_gb_s, say)
+
+
+def measure(
+    machine: Machine,
+    key: TableKey,
+    before: CostModel,
+    grid: Grid,
+    bandwidth_gb_s: Callable[[], float],
+    say: Callable[[str], None],
+) -> Tuned:
+    """All measurements and fits on `machine`."""
+    seconds: dict[str, float] = {}
+    target, time_us = machine.target, machine.time_us
+
+    @contextmanager
+    def part(title: str) -> Iterator[None]:
+        say(title)
+        began = time.perf_counter()
+        yield
+        seconds[title] = time.perf_counter() - began
+
+    with part("compiling the kernels"), _compilations() as variants:
+        for work in every_variant(machine, grid):
+            machine.launch(work)()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    with part("memory bandwidth"):
+        bandwidth = bandwidth_gb_s()
+    with part("items of each tile shape, and partial results"):
+        tiles, errors = measure_tile_costs(time_us, target, grid)
+    with part("FlashForge's cost table"):
+        times = measure_block_times(time_us, target, machine.num_sms, grid)
+    with part("FastTree's coefficients"):
+        fasttree, errors["FastTree"] = measure_coefficients(time_us, target, grid)
+    model = CostModel(
+        source=source_of(key),
+        head_dim=key.head_dim,
+        query_rows=times.query_rows,
+        tokens=times.tokens,
+        time_ms=times.time_ms,
+        launch_ms=times.launch_ms,
+        bandwidth_gb_s=float(np.round(bandwidth)),
+        fasttree=fasttree,
+        tiles=tiles,
+    )
+    with part("plans of whole batches"):
+        # Only what `auto` plans with can differ: its tile costs and the bandwidth.
+        kept = replace(model, tiles=before.tiles, bandwidth_gb_s=before.bandwidth_gb_s)
+        found = search(Trials(machine, grid.trials), [kept, model])
+    return Tuned(found.model, errors, seconds, len(variants), found)
+
+
+def every_variant(machine: Machine, grid: Grid) -> Iterator[Work]:
+    """Small launches that compile every kernel variant of the later measurements."""
+    for queries in used_shapes(machine.target).values():
+        for parts in (1, 2):
+            yield Work(2, queries, min(grid.tile_tokens), parts)
+
+
+def source_of(key: TableKey) -> str:
+    """The origin of a table, in one line."""
+    found = provenance()
+    return (
+        f"deft tune on {found['device']}, {key.shape}; torch {key.torch}, triton {key.triton}, "
+        f"deft-backend {key.package} ({found['commit']}), {found['date']}"
+    )
+
+
+@contextmanager
+def _compilations() -> Iterator[list[str]]:
+    """Names of the kernels that Triton compiles or finds in its cache during the `with` block."""
+    from triton import knobs
+
+    names: list[str] = []
+
+    def listen(*, src: Any, **others: Any) -> None:
+        names.append(str(getattr(src, "name", "kernel")))
+
+    before = knobs.compilation.listener
+    knobs.compilation.listener = listen
+    try:
+        yield names
+    finally:
+        knobs.compilation.listener = before

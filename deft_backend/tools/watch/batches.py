@@ -1,0 +1,116 @@
+"""The last batch of an engine, for views that look again and again and must not wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from deft_backend.forest import PrefixForest
+from deft_backend.telemetry.state_reader import BatchQuestion, StateError
+from deft_backend.tools.watch.engines import Engine
+
+_PATIENCE = 20.0
+"""Seconds after which a question without an answer is asked again."""
+
+
+@dataclass(frozen=True)
+class ShownBatch:
+    """A batch, or why there is none to show.
+
+    Attributes
+    ----------
+    forest : PrefixForest, optional
+    rids : sequence of str
+        The host's names of its requests, if known.
+    seen : float
+        When this process received it, on :func:`time.monotonic`'s clock.
+    problem : str
+    """
+
+    forest: PrefixForest | None = None
+    rids: Sequence[str] = ()
+    seen: float = 0.0
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class SharedPrefix:
+    """A node that several requests attend to; `saved` counts the tokens that are not read again."""
+
+    request: int
+    start: int
+    tokens: int
+    readers: int
+
+    @property
+    def saved(self) -> int:
+        return self.tokens * (self.readers - 1)
+
+
+class BatchView:
+    """Follows the last batch of one engine.
+
+    With the host planner, the batch is in the state file. With the device planner, the view asks
+    the server, at most every `seconds`, and only after further decode steps.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._shown = ShownBatch(problem="no batch has gone through tree attention yet")
+        self._question: BatchQuestion | None = None
+        self._asked_at = float("-inf")
+        self._asked_steps = -1
+
+    def look(self, engine: Engine) -> ShownBatch:
+        """The newest batch known; never waits."""
+        reading = engine.reading
+        if reading is None:
+            return ShownBatch(problem=engine.problem)
+        if reading.forest is not None:
+            return ShownBatch(reading.forest, reading.rids, self._clock())
+        if reading.counters.steps_tree:
+            self._follow(engine, reading.counters.steps_tree)
+        return self._shown
+
+    def wait(self, engine: Engine, seconds: float) -> ShownBatch:
+        """The newest batch; waits for a server that was just asked, at most `seconds`."""
+        end = self._clock() + seconds
+        shown = self.look(engine)
+        while self._question is not None and self._clock() < end:
+            time.sleep(0.05)
+            shown = self.look(engine)
+        return shown
+
+    def close(self) -> None:
+        """Take back a question that is still open."""
+        if self._question is not None:
+            self._question.withdraw()
+            self._question = None
+
+    def _follow(self, engine: Engine, steps: int) -> None:
+        now = self._clock()
+        try:
+            if self._question is not None:
+                forest = self._question.answer()
+                if forest is not None:
+                    self._shown = ShownBatch(forest, (), now)
+                    self._question = None
+                elif now - self._asked_at > _PATIENCE:
+                    self.close()
+            due = now - self._asked_at >= self._seconds and steps != self._asked_steps
+            if self._question is None and due and engine.runs:
+                self._asked_at, self._asked_steps = now, steps
+                self._question = BatchQuestion(engine.path)
+        except StateError as error:
+            self._question = None
+            self._shown = ShownBatch(problem=str(error).split(": ", 1)[-1])
+
+
+def shared_prefixes(forest: PrefixForest) -> list[SharedPrefix]:
+    """The nodes with several readers, sorted by what they save, most first."""
+    columns = (forest.request, forest.start, forest.length, forest.num_queries)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    found = [SharedPrefix(*row) for row in rows]
+    return sorted((p for p in found if p.readers > 1 and p.tokens), key=lambda p: -p.saved)

@@ -1,0 +1,181 @@
+"""Serves the page of `deft inspect` and its data: read-only, for browsers on this machine."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import ipaddress
+import json
+import re
+import socket
+from collections.abc import Callable, Mapping
+from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+_IDLE_SECONDS = 20.0
+"""Close a connection that sends nothing for this long."""
+
+State = Callable[[int, int], Mapping[str, Any]]
+
+
+class PageServer(ThreadingHTTPServer):
+    """An HTTP server with two documents: ``/`` and ``/state.json``.
+
+    Parameters
+    ----------
+    host, port : str, int
+        Where to listen; port 0 takes a free one.
+    state : callable
+        Gives the data for the number of an engine and the serial number of a known batch.
+
+    Raises
+    ------
+    OSError
+        If it cannot listen there.
+    """
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, host: str, port: int, state: State) -> None:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family = found[0][0]
+        self.listens_to = host
+        self.loopback = is_loopback(found[0][4][0])
+        self.state = state
+        super().__init__((str(found[0][4][0]), port), _Handler)
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.listens_to}]" if ":" in self.listens_to else self.listens_to
+        return f"http://{host}:{self.server_address[1]}/"
+
+    def accepts(self, header: str | None) -> bool:
+        """Whether a request's ``Host`` is this server.
+
+        A page elsewhere can let its own name lead to this machine (DNS rebinding). The browser
+        then sends that name, so only addresses and names that belong here are accepted.
+        """
+        match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:]+))(?::[0-9]{1,5})?", header or "")
+        if match is None:
+            return False
+        name = (match[1] or match[2]).lower()
+        if name in ("localhost", self.listens_to.lower()):
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return not self.loopback and name == socket.gethostname().lower()
+        return not self.loopback or is_loopback(name)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that leaves early is no error worth a traceback."""
+
+
+def is_loopback(address: str | int) -> bool:
+    """Whether only this machine reaches an address.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("0.0.0.0")
+    (True, True, False)
+    """
+    try:
+        return ipaddress.ip_address(str(address).split("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+@cache
+def page() -> bytes:
+    """The page; it loads nothing but ``/state.json``."""
+    return resources.files("deft_backend.tools.watch").joinpath("page.html").read_bytes()
+
+
+@cache
+def content_policy() -> str:
+    """Only the page's own script and style run, and it connects to nobody else."""
+    text = page().decode()
+
+    def digests(tag: str) -> str:
+        parts = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        sums = (base64.b64encode(hashlib.sha256(p.encode()).digest()).decode() for p in parts)
+        return " ".join(f"'sha256-{value}'" for value in sums)
+
+    return (
+        f"default-src 'none'; script-src {digests('script')}; style-src {digests('style')}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: PageServer
+    timeout = _IDLE_SECONDS
+    server_version = "deft"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("do_"):  # every other method
+            return self._refuse_method
+        raise AttributeError(name)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """No line for each request: the page asks once a second."""
+
+    def _answer(self, *, body: bool) -> None:
+        if not self._is_ours():
+            return
+        try:
+            parts = urlsplit(self.path)
+        except ValueError:  # such as "//["
+            self._send(400, b"no path\n", body=body)
+            return
+        if parts.path == "/":
+            self._send(200, page(), "text/html; charset=utf-8", body=body)
+        elif parts.path == "/state.json":
+            asked = parse_qs(parts.query)
+            content = self.server.state(_number(asked, "engine", 0), _number(asked, "known", -1))
+            self._send(200, json.dumps(content).encode(), "application/json", body=body)
+        else:
+            self._send(404, b"not found; there are / and /state.json\n", body=body)
+
+    def _refuse_method(self) -> None:
+        if self._is_ours():
+            self._send(405, b"this page only answers GET and HEAD\n", allow="GET, HEAD")
+
+    def _is_ours(self) -> bool:
+        if self.server.accepts(self.headers.get("Host")):
+            return True
+        self._send(403, b"the Host header names another machine; open the address that "
+                        b"'deft inspect' printed\n")  # fmt: skip
+        return False
+
+    def _send(
+        self, status: int, content: bytes, kind: str = "text/plain; charset=utf-8", *,
+        body: bool = True, allow: str = "",
+    ) -> None:  # fmt: skip
+        self.send_response(status)
+        headers = {
+            "Content-Type": kind, "Content-Length": str(len(content)), "Cache-Control": "no-store",
+            "Content-Security-Policy": content_policy(), "X-Content-Type-Options": "nosniff",
+            "Cross-Origin-Resource-Policy": "same-origin", "Referrer-Policy": "no-referrer",
+            "Connection": "close", **({"Allow": allow} if allow else {}),
+        }  # fmt: skip
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+
+def _number(asked: Mapping[str, list[str]], name: str, default: int) -> int:
+    text = asked.get(name, [""])[0]
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else default

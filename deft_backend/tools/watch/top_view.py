@@ -1,0 +1,249 @@
+"""What `deft top` shows: one panel for each engine, at any width from 80 columns on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from deft_backend.telemetry.counters import Counters
+from deft_backend.tools.watch.batches import ShownBatch, shared_prefixes
+from deft_backend.tools.watch.engines import DECODING, ENDED, IDLE, SILENT, UNREADABLE, Engine
+from deft_backend.tools.watch.rates import Stretch, saved
+
+PREFIXES = 3
+"""Shared prefixes shown for each engine."""
+
+REASONS = 3
+"""Reasons of steps on the host's kernel shown for each engine."""
+
+_COLOURS = {DECODING: "green", IDLE: "cyan", SILENT: "yellow", ENDED: "dim", UNREADABLE: "red"}
+_HOSTS = {"sglang": "SGLang", "vllm": "vLLM"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One engine at one time."""
+
+    engine: Engine
+    batch: ShownBatch
+    now: Stretch | None
+
+
+def view(
+    rows: Sequence[Row], folder: str, *, live: bool, port: int | None = None
+) -> RenderableType:
+    """All engines that run, and one line for each that has ended."""
+    head = Text()
+    running = [row for row in rows if row.engine.status != ENDED]
+    head.append("deft top", style="bold")
+    head.append(f" · {_count(len(running), 'server')} · {time.strftime('%H:%M:%S')}")
+    if live:
+        head.append(" · Ctrl-C ends", style="dim")
+    parts: list[RenderableType] = [head]
+    if not running:
+        where = "" if port is None else f" on port {port}"
+        parts.append(Text(f"No server with the plugin is running{where}, according to {folder}."))
+        start = "Start one with: deft serve --model M"
+        parts.append(Text(start if port is None else "See all with: deft top", style="dim"))
+    parts += [_panel(row) for row in running]
+    for row in rows:
+        if row.engine.status == ENDED:
+            since = lasting(row.engine.since)
+            parts.append(Text(f"{row.engine.name}: ended {since} ago", style="dim"))
+    return Group(*parts)
+
+
+def row_json(row: Row) -> dict[str, Any]:
+    """The same figures, for scripts."""
+    engine, forest = row.engine, row.batch.forest
+    content: dict[str, Any] = {
+        "port": engine.port, "dp_rank": engine.dp, "status": engine.status,
+        "seconds_since_last_step": round(engine.since, 2), "processes": engine.processes,
+        "problem": engine.problem or None, **engine.counters.as_json(),
+        "kv_saved": saved(engine.counters),
+        "acceptance_length": engine.counters.acceptance_length, "batch": None,
+    }  # fmt: skip
+    if engine.reading is not None:
+        names = ("pid", "host", "host_version", "backend", "policy", "device")
+        content |= {name: getattr(engine.reading, name) for name in names}
+    if forest is not None:
+        content["batch"] = {
+            "requests": forest.batch_size, "share": forest.share,
+            "tokens_stored": forest.tokens_stored, "tokens_attended": forest.tokens_attended,
+            "shared_prefixes": [
+                {"start": p.start, "tokens": p.tokens, "requests": p.readers,
+                 "saved_tokens": p.saved}
+                for p in shared_prefixes(forest)[:PREFIXES]
+            ],
+        }  # fmt: skip
+    return content
+
+
+def _panel(row: Row) -> Panel:
+    engine, reading = row.engine, row.engine.reading
+    title = Text(engine.name, style="bold")
+    title.append(f" {engine.status}", style=_COLOURS[engine.status])
+    if reading is None:
+        return Panel(Text(engine.problem), title=title, title_align="left", box=box.ROUNDED)
+    host = f"{_HOSTS.get(reading.host, reading.host)} {reading.host_version}"
+    title.append(f" · {host} · {reading.backend}, policy {reading.policy} · {reading.device}",
+                 style="default")  # fmt: skip
+    body: list[RenderableType] = [_figures(row)]
+    prefixes = _prefixes(row.batch)
+    if prefixes is not None:
+        body.append(prefixes)
+    return Panel(Group(*body), title=title, title_align="left", box=box.ROUNDED, padding=(0, 1))
+
+
+def _figures(row: Row) -> Table:
+    counters, engine = row.engine.counters, row.engine
+    table = Table.grid(padding=(0, 2), expand=True)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(ratio=1, overflow="fold")
+    for name, value in _lines(row, engine, counters):
+        table.add_row(name, value)
+    return table
+
+
+def _lines(row: Row, engine: Engine, counters: Counters) -> Iterable[tuple[str, Text]]:
+    if engine.status == IDLE:
+        said = (
+            f"no step for {lasting(engine.since)}; the batch below was the last"
+            if counters.decode_steps
+            else "no request has been decoded yet"
+        )
+        yield "idle", Text(said)
+    if engine.status == SILENT:
+        assert engine.reading is not None
+        silent = lasting(time.time() - engine.reading.sign_of_life)
+        yield (
+            "silent",
+            Text(
+                f"no sign of life for {silent}: process "
+                f"{engine.reading.pid} hangs, is stopped, or is another program",
+                style="yellow",
+            ),
+        )
+    yield "steps", _steps(counters, row.now)
+    if counters.steps_host:
+        yield "by the host", _reasons(counters.steps_host)
+    yield "KV read", _reads(counters, row.now)
+    yield "batch", _batch(row.batch)
+    if counters.plans and counters.plan_seconds:
+        each = 1e3 * counters.plan_seconds / counters.plans
+        time_of_one = f"{each:.2g}" if each < 10 else f"{each:,.0f}"
+        yield "planning", Text(f"{_count(counters.plans, 'plan')}, {time_of_one} ms each")
+    if counters.verified_tokens or counters.verified_drafts:  # only servers that speculate
+        yield "verified", _verified(counters, row.now)
+
+
+def _steps(counters: Counters, now: Stretch | None) -> Text:
+    every = counters.decode_steps
+    text = Text(f"{counters.steps_tree:,}", style="bold")
+    text.append(" of ", style="not bold")
+    text.append(f"{every:,} through tree attention", style="not bold")
+    if every:
+        text.append(f" ({percent(counters.steps_tree / every)})", style="not bold")
+    if now is not None and now.counters.decode_steps:
+        text.append(f" · now {now.steps_a_second:,.1f} steps/s", style="not bold green")
+    return text
+
+
+def _reads(counters: Counters, now: Stretch | None) -> Text:
+    part = saved(counters)
+    if part is None:
+        return Text("nothing yet")
+    read, guided = counters.kv_bytes_read, counters.kv_bytes_query_guided
+    text = Text(f"{size(read)} instead of {size(guided)} · ")
+    text.append(f"{percent(part)} saved", style="bold green" if part >= 0.005 else "default")
+    recent = None if now is None else now.saved
+    if recent is not None:
+        text.append(f" · now {percent(recent)}", style="green")
+    return text
+
+
+def _verified(counters: Counters, now: Stretch | None) -> Text:
+    text = Text(_count(counters.verified_tokens, "query token"))
+    if counters.acceptance_length is not None:
+        text.append(f" · acceptance length {counters.acceptance_length:.2f}")
+    recent = None if now is None else now.counters.acceptance_length
+    if recent is not None:
+        text.append(f" · now {recent:.2f}", style="green")
+    return text
+
+
+def _reasons(steps: Mapping[str, int]) -> Text:
+    ordered = sorted(steps.items(), key=lambda item: -item[1])
+    parts = [f"{count:,} × {reason}" for reason, count in ordered[:REASONS]]
+    if len(ordered) > REASONS:
+        parts.append(f"{sum(n for _, n in ordered[REASONS:]):,} × {len(ordered) - REASONS} others")
+    return Text("; ".join(parts))
+
+
+def _batch(batch: ShownBatch) -> Text:
+    forest = batch.forest
+    if forest is None:
+        return Text(batch.problem, style="dim")
+    return Text(
+        f"{_count(forest.batch_size, 'request')} · share {forest.share:,.1f}: "
+        f"{forest.tokens_attended:,} tokens attended to, {forest.tokens_stored:,} stored"
+    )
+
+
+def _prefixes(batch: ShownBatch) -> Table | None:
+    if batch.forest is None:
+        return None
+    found = shared_prefixes(batch.forest)
+    if not found:
+        return None
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("shared tokens", justify="right")
+    table.add_column("at", justify="left")
+    table.add_column("requests", justify="right")
+    table.add_column("tokens not read again", justify="right")
+    for p in found[:PREFIXES]:
+        place = f"{p.start:,}–{p.start + p.tokens:,}"
+        table.add_row(f"{p.tokens:,}", place, f"{p.readers:,}", f"{p.saved:,}")
+    if len(found) > PREFIXES:
+        table.add_row("", Text(f"… {len(found) - PREFIXES:,} more", style="dim"), "", "")
+    return table
+
+
+def lasting(seconds: float) -> str:
+    """A time in one unit.
+
+    >>> lasting(3), lasting(200), lasting(9000), lasting(400000)
+    ('3 s', '3 min', '2 h', '5 days')
+    """
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def percent(part: float) -> str:
+    return f"{100 * part:.0f} %"
+
+
+def size(count: float) -> str:
+    """Bytes in decimal units.
+
+    >>> size(310), size(1_500_000), size(41.2e9)
+    ('310 B', '1.5 MB', '41.2 GB')
+    """
+    for unit, length in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= length:
+            return f"{count / length:,.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

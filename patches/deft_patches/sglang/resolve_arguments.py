@@ -1,0 +1,29 @@
+"""Let the host resolve its arguments as if ``--attention-backend deft`` had not been passed.
+
+Changes: wraps the method of ``ServerArgs`` that resolves a configuration: ``__post_init__``
+    (SGLang 0.5.17 and 0.5.18) or ``resolve_once`` (from 0.5.19).
+Why: the host derives much from the attention backend's name, in dozens of places: page size, KV
+    dtype, graphs, which kernels write its page tables (on the CPU it would launch Triton kernels
+    for an unknown name). Its registry adds names, but no way to say "like your default, except
+    decode". The wrapper removes the name before; ``hosts/sglang/start/arguments.py`` describes what
+    follows.
+Looks for: nothing; the adapter names the method.
+Harmless to servers that do not ask for ``deft``: the wrapper only calls the host's method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+TARGET = "sglang.srt.server_args.ServerArgs"
+
+Resolve = Callable[..., Any]
+"""The host's method: takes the arguments object."""
+
+
+def install(method: str, around: Callable[[Resolve, Any], Any]) -> None:
+    """Call ``around(resolve, server_args)`` in the place of a method of ``ServerArgs``."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(f"{TARGET}.{method}", around, HookType.AROUND)

@@ -1,0 +1,209 @@
+"""The client of token ids against a server with both hosts' endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from bench_e2e_fakes import GAP, FakeHost, decode, first_choice, gap_to, second_choice, third_choice
+from deft_backend.tools.harness.answers import Answer
+from deft_backend.tools.harness.client import Client, ClientError
+from deft_backend.tools.harness.request_plan import Request, RequestPlan
+from deft_backend.tools.harness.send_plan import Answered, PlanError, answer_plan, continued
+
+HOSTS = pytest.mark.parametrize("host", ["sglang", "vllm"])
+PROMPTS = [[1, 2, 3], [5], [90, 7, 7, 7]]
+
+
+def with_server(host: FakeHost, use: Callable[[Client], Coroutine[Any, Any, Any]]) -> Any:
+    """Run `use` with a client of an in-process server."""
+
+    async def run() -> Any:
+        runner = web.AppRunner(host.app())
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        try:
+            async with Client(f"http://127.0.0.1:{port}", host.host) as client:
+                return await use(client)
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+@HOSTS
+def test_a_batch_comes_back_in_the_prompts_order(host: str) -> None:
+    answers, seconds = with_server(FakeHost(host), lambda client: client.batch(PROMPTS, 6))
+    assert [answer.ids for answer in answers] == [decode(prompt, 6).ids for prompt in PROMPTS]
+    assert seconds > 0
+    assert not answers[0].logprobs
+
+
+@HOSTS
+def test_log_probabilities_are_of_the_ids(host: str) -> None:
+    answers, _ = with_server(
+        FakeHost(host, "tie"), lambda client: client.batch(PROMPTS, 6, logprobs=True)
+    )
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        expected = decode(prompt, 6, "tie")
+        assert answer.logprobs == expected.logprobs
+        assert answer.top == expected.top
+
+
+@HOSTS
+def test_how_much_likelier_the_likeliest_token_is(host: str) -> None:
+    context = [3, 1, 4]
+    for token in (first_choice(context), second_choice(context), third_choice(context)):
+        gap = with_server(FakeHost(host), lambda client, token=token: client.gap(context, token))
+        assert gap == pytest.approx(gap_to(context, token))
+
+
+@pytest.mark.parametrize(("host", "incremental"), [("sglang", 0), ("sglang", 1), ("vllm", 1)])
+def test_a_stream_gives_each_token_once_with_its_time(host: str, incremental: int) -> None:
+    fake = FakeHost(host, incremental=bool(incremental))
+    answer = with_server(fake, lambda client: client.stream([4, 4], 9))
+    assert answer.ids == decode([4, 4], 9).ids
+    assert len(answer.arrivals) == 9
+    assert answer.arrivals == sorted(answer.arrivals)
+    assert all(gap >= 0 for gap in answer.gaps)
+    assert len(answer.gaps) == 8
+    assert answer.cached == (3 if host == "sglang" else None)
+
+
+@HOSTS
+def test_further_fields_are_in_every_request(host: str) -> None:
+    fake = FakeHost(host)
+
+    async def ask(client: Client) -> None:
+        async with Client(client._url, host, {"lora_path": "adapted"}) as other:
+            await other.batch(PROMPTS, 2)
+            await other.stream([1], 2)
+            await other.gap([1], 2)
+
+    with_server(fake, ask)
+    assert [body.get("lora_path") for body in fake.bodies] == ["adapted"] * 3
+
+
+@HOSTS
+def test_hanging_up_ends_the_request(host: str) -> None:
+    fake = FakeHost(host)
+
+    async def leave(client: Client) -> Any:
+        answer = await client.stream([1], 5000, leave_after=3)
+        for _ in range(3000):
+            if fake.hung_up:
+                break
+            await asyncio.sleep(0.01)
+        return answer
+
+    answer = with_server(fake, leave)
+    assert 3 <= len(answer.ids) < 5000
+    assert fake.hung_up == 1
+
+
+@HOSTS
+def test_what_the_server_refuses_is_told(host: str) -> None:
+    with pytest.raises(ClientError, match="answered 400: no room"):
+        with_server(FakeHost(host, "refuses"), lambda client: client.batch(PROMPTS, 2))
+
+
+@HOSTS
+def test_an_answer_that_is_too_short_is_no_answer(host: str) -> None:
+    fake = FakeHost(host, "short")
+    with pytest.raises(ClientError, match="3 answers of 5 tokens, got 3 of \\[4\\]"):
+        with_server(fake, lambda client: client.batch(PROMPTS, 5))
+    with pytest.raises(ClientError, match="ended after 4 of 5 tokens"):
+        with_server(fake, lambda client: client.stream([1], 5))
+
+
+@HOSTS
+def test_the_tokens_before_a_cut_are_kept(host: str) -> None:
+    kept = Answer()
+    with pytest.raises(ClientError, match="ended after 4 of 5 tokens"):
+        with_server(FakeHost(host, "short"), lambda client: client.stream([1], 5, into=kept))
+    assert kept.ids == decode([1], 5).ids[:4]
+    assert len(kept.arrivals) == 4
+
+
+def test_nobody_there_is_a_client_error() -> None:
+    async def ask() -> None:
+        async with Client("http://127.0.0.1:9", "sglang") as client:
+            await client.batch([[1]], 1)
+
+    with pytest.raises(ClientError, match="/generate failed"):
+        asyncio.run(ask())
+
+
+# -- text, as `deft ab` sends it -----------------------------------------------------------------
+
+
+def answers_to(plan: RequestPlan, mode: str = "right") -> tuple[Answered, FakeHost, list[int]]:
+    """The result of `answer_plan`, its server, and the reported token counts."""
+    fake, arrived = FakeHost(mode=mode), []
+    started, done = threading.Event(), threading.Event()
+    port: list[int] = []
+
+    async def serve() -> None:
+        runner = web.AppRunner(fake.app())
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        port.append(runner.addresses[0][1])
+        started.set()
+        while not done.is_set():
+            await asyncio.sleep(0.01)
+        await runner.cleanup()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    started.wait(30)
+    try:
+        found = answer_plan(plan, f"http://127.0.0.1:{port[0]}", arrived.append)
+    finally:
+        done.set()
+        thread.join()
+    return found, fake, arrived
+
+
+def test_a_plan_of_text_is_answered_in_its_order() -> None:
+    requests = (
+        Request("a", "one", 5),
+        Request("b", "two", 3, n=2),
+        Request("c", " and then", 4, after="a"),
+    )
+    found, fake, arrived = answers_to(RequestPlan("w", "", ("shared",), requests))
+    assert [(a.request, a.index) for a in found.answers] == [("a", 0), ("b", 0), ("b", 1), ("c", 0)]
+    first, *both, last = found.answers
+    assert first.ids == decode(list(b"one"), 5).ids
+    assert first.tokens == [f"{id} " for id in first.ids]
+    assert [a.ids for a in both] == [decode(list(b"two"), 3).ids] * 2
+    assert last.ids == decode(list(f"one{first.text} and then".encode()), 4).ids
+    assert all(answer.arrivals == sorted(answer.arrivals) for answer in found.answers)
+    assert [answer.margin(0) for answer in found.answers] == [GAP] * 4
+    assert sum(arrived) == 5 + 2 * 3 + 4  # the warm-up is not counted
+    bodies = {body["prompt"]: body for body in fake.bodies}
+    assert next(iter(bodies)) == "shared"
+    assert (bodies["shared"]["max_tokens"], bodies["one"]["temperature"]) == (1, 0.0)
+    assert (bodies["two"]["n"], bodies["two"]["top_k"]) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [("short", "w, a: an answer ended after 4 of 5"), ("breaks off", "w, a: .*no room"),
+     ("refuses", "w, a: .*answered 400")],
+)  # fmt: skip
+def test_a_plan_that_fails_names_the_request(mode: str, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        answers_to(RequestPlan("w", "", (), (Request("a", "one", 5),)), mode)
+
+
+def test_a_request_cannot_continue_another_kind_of_prompt() -> None:
+    with pytest.raises(TypeError, match="continues one of token ids"):
+        continued((1, 2), decode([1], 2), "text")
+    assert continued((1, 2), decode([1], 1), (3,)) == (1, 2, first_choice([1]), 3)

@@ -1,0 +1,461 @@
+"""The kernel benchmark without a GPU: its workloads, inputs, reference, peers and checks."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.kernel import batched_reference as reference_module
+from benchmarks.kernel import measure_case as run_module
+from benchmarks.kernel.batched_reference import batched_reference
+from benchmarks.kernel.case_inputs import Inputs, lay_out, make_inputs
+from benchmarks.kernel.kernel_rows import key_of
+from benchmarks.kernel.measure_case import Setup, measure_case
+from benchmarks.kernel.methods import (
+    OURS,
+    PEERS,
+    Method,
+    Prepared,
+    Refused,
+    flash_attention3,
+    flashinfer_cascade,
+    flashinfer_decode,
+    make_method,
+)
+from benchmarks.kernel.methods.ours import Ours
+from benchmarks.kernel.mixed_forests import mixed_forest
+from benchmarks.kernel.recorded_workloads import recorded_workloads
+from benchmarks.kernel.roof import roof_us
+from benchmarks.kernel.tree_workloads import (
+    Case,
+    Workload,
+    WorkloadChoiceError,
+    cases_of,
+    described,
+    forest_from_parents,
+    parse_heads,
+    quick,
+    set_names,
+    workloads_of,
+)
+from deft_backend.attention.reference_attention import reference_attention, relative_error
+from deft_backend.forest import PrefixForest
+from deft_backend.tools.ab.invented_tree import ThoughtTreeShape, generate_thought_tree
+from deft_backend.tools.traces.trace_files import TraceError, dump_thought_trees
+from deft_backend.tools.tuning.ceilings import Ceilings
+from deft_backend.tools.tuning.launch_clock import QUICK
+from kernel_bench_fakes import FLASHINFER, SglangFlashAttention, VllmFlashAttention
+
+CPU = torch.device("cpu")
+RAGGED = forest_from_parents([-1, 0, 0, 2, 2, -1, -1], [37, 5, 16, 9, 1, 20, 33])
+"""Contexts of 37+5, 37+16+9 and 37+16+1 tokens, and two unshared requests of 20 and 33 tokens."""
+
+
+def case(forest: PrefixForest, page_size: int, heads: tuple[int, int] = (4, 2)) -> Case:
+    return Case(Workload("own", "a tree", lambda: forest), *heads, page_size)
+
+
+def inputs_of(forest: PrefixForest, page_size: int, layout: str = "shuffled") -> Inputs:
+    return make_inputs(case(forest, page_size), 16, torch.float32, CPU, layout, 0)
+
+
+# Workloads. The expected shares come from the published tables, which round them.
+
+
+@pytest.mark.parametrize(
+    ("name", "batches", "shares"),
+    [
+        (
+            "fasttree",
+            [64, 256, 256, 256, 1024, 64, 512, 1024, 10, *[1024] * 6],
+            [7.4, 8.2, 12.5, 8.7, 61.2, 11.7, 36.0, 3.2, 5.5, 7.2, 26.4, 23.5, 21.6, 21.3, 19.6],
+        ),
+        (
+            "deft",
+            [20, 30, 50, 10, 32, 64, 128, 256, 10],
+            [10.5, 12.6, 15.0, 7.0, 31.8, 63.0, 124.1, 240.7, 3.2],
+        ),
+        ("unshared", [1, 8, 64, 128, 256, 256], [1.0] * 6),
+    ],
+)
+def test_trees_are_the_published_ones(name: str, batches: list[int], shares: list[float]) -> None:
+    forests = [workload.forest for workload in workloads_of(name)]
+    assert [forest.batch_size for forest in forests] == batches
+    assert [forest.share for forest in forests] == pytest.approx(shares, abs=0.0501)
+
+
+def test_flashforge_families_hold_what_they_are_named_for() -> None:
+    forests = {workload.name: workload.forest for workload in workloads_of("flashforge")}
+    for tokens in (512, 1024, 2048, 4096, 8192):
+        assert sorted(forests[f"length-{tokens}"].length) == [tokens, tokens, 120000]
+    for batch in (4, 8, 16, 32, 64):
+        assert forests[f"batch-{batch}"].batch_size == batch
+    for depth in range(2, 7):
+        forest = forests[f"depth-{depth}"]
+        assert (int(forest.depth.max()) + 1, forest.num_nodes) == (depth, 2**depth - 1)
+    for ratio in (50, 80, 90, 95, 99):
+        forest = forests[f"ratio-{ratio}"]
+        assert forest.length.max() / forest.tokens_stored == pytest.approx(ratio / 100, abs=2e-3)
+    for arity in (2, 3, 4, 5):
+        assert forests[f"shape-{arity}T"].batch_size == arity**2
+    degenerate = forests["shape-DT"]
+    assert sorted(degenerate.depth[degenerate.leaf]) == [1, 2, 3, 4, 5, 5]
+    for name, forest in forests.items():
+        if name.startswith(("depth", "ratio", "shape")):
+            assert forest.tokens_stored == pytest.approx(120000, rel=2e-3)
+
+
+def test_page_size_follows_the_lengths_unless_asked() -> None:
+    chosen = [described("1,4 32,16"), described("1,4 32,17"), Workload("own", "", mixed, 64)]
+    assert [c.page_size for c in cases_of(chosen, None, None)] == [16, 1, 64]
+    assert [c.page_size for c in cases_of(chosen, None, 5)] == [5, 5, 5]
+
+
+def mixed() -> PrefixForest:
+    return mixed_forest(7, 40)
+
+
+def test_heads_are_those_of_the_set_unless_asked() -> None:
+    chosen = workloads_of("fasttree")[:1] + workloads_of("deft")[:1]
+    assert [c.heads for c in cases_of(chosen, None, None)] == ["32/8", "32/32", "16/1", "32/8"]
+    assert [c.heads for c in cases_of(chosen, [(28, 4)], None)] == ["28/4", "28/4"]
+
+
+def test_quick_keeps_some_of_every_set() -> None:
+    every = [workload for name in set_names() for workload in workloads_of(name)]
+    assert {workload.set for workload in quick(every)} == set(set_names())
+    assert len(quick(every)) == 2 * len(set_names())
+
+
+def test_mixed_forests_hold_sharers_and_loners() -> None:
+    forest = mixed()
+    assert forest.batch_size == 40
+    alone = forest.depth[forest.leaf] == 0
+    assert 0 < alone.sum() < 40
+    assert len(np.unique(forest.query_end[(forest.depth == 0) & ~forest.is_leaf])) > 1
+    assert np.array_equal(mixed().length, forest.length)
+    assert not np.array_equal(mixed_forest(8, 40).seq_lens, forest.seq_lens)
+
+
+@pytest.mark.parametrize("text", ["32", "32/0", "32/5", "a/b", "8/32", ""])
+def test_bad_heads_are_named(text: str) -> None:
+    with pytest.raises(WorkloadChoiceError, match=f"--heads is '{text}'; expected QUERY/KV"):
+        parse_heads(text)
+
+
+def test_recorded_trees_step_by_step(tmp_path: Path) -> None:
+    tree = generate_thought_tree(ThoughtTreeShape())
+    dump_thought_trees([tree], tmp_path / "thoughts.json")
+    medusa = {
+        "Tree_Structure": [[0], [1], [0, 0]],
+        "Records": [
+            {"prompt": "x" * 40, "Accept_length": [1, 2]},
+            {"prompt": "x" * 80, "Accept_length": [3, 1, 2, 2]},
+        ],
+    }
+    (tmp_path / "tokens.json").write_text(json.dumps(medusa))
+    found = recorded_workloads(tmp_path, 4)
+    assert [w.name for w in found[4:]] == [f"tokens[1]@{step}" for step in range(4)]
+    assert [w.forest.batch_size for w in found[4:]] == [4] * 4  # the last token and 3 candidates
+    assert [int(w.forest.seq_lens.min()) for w in found[4:]] == [21, 24, 25, 27]
+    for workload in found[:4]:
+        at = int(workload.name.split("@")[1])
+        assert workload.forest.batch_size == len(tree.live(at))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(TraceError, match=r"no \.json file"):
+        recorded_workloads(tmp_path / "empty", 4)
+
+
+# Inputs
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+@pytest.mark.parametrize("layout", ["shuffled", "contiguous"])
+def test_pages_are_shared_exactly_where_whole_prefixes_are(page_size: int, layout: str) -> None:
+    tables = lay_out(RAGGED, page_size, layout, 3)
+    tokens: dict[int, list[tuple[int, int]]] = {}
+    for position, row in enumerate(RAGGED.order.tolist()):
+        tokens[row] = [
+            (node, at) for node in RAGGED.path(position) for at in range(int(RAGGED.length[node]))
+        ]
+    identity: dict[object, int] = {}
+    stored = 0
+    for row, held in tokens.items():
+        assert tables.seq_lens[row] == len(held)
+        for page in range(-(-len(held) // page_size)):
+            end = (page + 1) * page_size
+            key: object = tuple(held[:end]) if end <= len(held) else (row, "its own last page")
+            if key not in identity:
+                stored += min(page_size, len(held) - page * page_size)
+            assert tables.page_table[row, page] == identity.setdefault(
+                key, int(tables.page_table[row, page])
+            )
+    assert len(set(identity.values())) == len(identity)
+    assert tables.tokens_stored == stored
+    assert tables.tokens_attended == sum(map(len, tokens.values()))
+    assert max(identity.values()) < tables.num_pages
+    in_order = sorted(identity.values()) == list(range(len(identity)))
+    assert in_order == (layout == "contiguous")
+    assert tables.num_pages > len(identity) or layout == "contiguous"
+
+
+def test_same_seed_same_data_and_another_case_other_data() -> None:
+    first, again = inputs_of(RAGGED, 1), inputs_of(RAGGED, 1)
+    other = make_inputs(
+        replace(case(RAGGED, 1), query_heads=8), 16, torch.float32, CPU, "shuffled", 0
+    )
+    assert torch.equal(first.k_cache, again.k_cache)
+    assert np.array_equal(first.tables.page_table, again.tables.page_table)
+    assert not np.array_equal(first.tables.page_table, other.tables.page_table)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_batched_reference_is_the_plain_one(
+    page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference_module, "_TILE_TOKENS", 7)
+    monkeypatch.setattr(reference_module, "_TILE_BYTES", 2 * 7 * 2 * 16 * 8)  # two requests
+    inputs = inputs_of(RAGGED, page_size)
+    lens = inputs.seq_lens.clone()
+    lens[2] = 0
+    tensors = (inputs.q, inputs.k_cache, inputs.v_cache, inputs.page_table, lens)
+    torch.testing.assert_close(
+        batched_reference(*tensors), reference_attention(*tensors), rtol=1e-12, atol=1e-12
+    )
+
+
+def test_roof_is_the_larger_of_memory_and_arithmetic() -> None:
+    inputs = make_inputs(
+        case(described("1,2 6,2").forest, 1), 16, torch.float16, CPU, "shuffled", 0
+    )
+    moved = 10 * 2 * 2 * 16 * 2 + 2 * (2 * 4 * 16 * 2)  # 10 tokens; q and output of 2 requests
+    flops = 4 * 16 * 4 * 16  # 16 tokens attended
+    slow_memory, slow_products = Ceilings(1e-3, 1.0, 1.0), Ceilings(1e9, 1.0, 1e-6)
+    assert roof_us(inputs, slow_memory) == pytest.approx(moved / 1e-3 / 1e3)
+    assert roof_us(inputs, slow_products) == pytest.approx(flops / 1e-6 / 1e6)
+
+
+# Peers, with stand-ins that compute the planned attention
+
+
+def with_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (flashinfer_cascade, flashinfer_decode):
+        monkeypatch.setattr(module, "flashinfer", lambda: FLASHINFER)
+        monkeypatch.setattr(module, "float_workspace", lambda device: torch.empty(0))
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("name", ["flashinfer", "cascade", "fa3", "fa3 of sglang"])
+def test_peers_are_planned_for_the_whole_batch(
+    name: str, page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_fakes(monkeypatch)
+    fake: Any = SglangFlashAttention("fake") if "sglang" in name else VllmFlashAttention("fake")
+    package = flash_attention3._SGLANG if "sglang" in name else flash_attention3._VLLM
+    monkeypatch.setattr(flash_attention3, "_package", lambda: (fake, package))
+    method = make_method(name.split()[0])
+    for forest in (RAGGED, mixed_small(), described("1,3,6 16,32,8").forest):
+        inputs = inputs_of(forest, page_size)
+        prepared = method.prepare(inputs)
+        out = prepared.launch()
+        reference = reference_attention(
+            inputs.q, inputs.k_cache, inputs.v_cache, inputs.page_table, inputs.seq_lens
+        )
+        if prepared.rows is not None:
+            reference = reference[prepared.rows]
+        assert relative_error(out, reference) < 1e-6
+
+
+def mixed_small() -> PrefixForest:
+    """Two trees of different depth in one batch, and a request that ends with its prefix."""
+    from deft_backend.forest import forest_from_paths
+
+    paths = [
+        [("a", 16), ("b", 32), ("c", 3)], [("x", 7)], [("a", 16), ("d", 1)], [("e", 40), ("f", 2)],
+        [("a", 16), ("b", 32)], [("e", 40), ("g", 16)], [("a", 16), ("b", 32), ("h", 9)],
+    ]  # fmt: skip
+    return forest_from_paths(paths, [sum(n for _, n in path) for path in paths])
+
+
+def test_cascade_refuses_what_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_fakes(monkeypatch)
+    with pytest.raises(Refused, match="nothing is shared"):
+        make_method("cascade").prepare(inputs_of(described("3 24").forest, 1))
+
+
+def test_peers_say_why_they_cannot_run() -> None:
+    for name in ("flashinfer", "cascade", "fa3"):
+        assert make_method(name).unavailable(CPU) == "needs an NVIDIA GPU"
+    assert set(PEERS) == {
+        "flashinfer", "cascade", "fa3", "flash-decoding", "flashinfer-prefill",
+    }  # fmt: skip
+
+
+# Runs
+
+
+class Fixed(Method):
+    """Returns a given result."""
+
+    def __init__(self, name: str, result: Any) -> None:
+        self.name = name
+        self.result = result
+
+    def unavailable(self, device: torch.device) -> str | None:
+        return None
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        if isinstance(self.result, Exception):
+            raise self.result
+        out = torch.empty_like(inputs.q)
+        return Prepared(lambda: out.copy_(self.result(inputs)))
+
+
+def correct(inputs: Inputs) -> torch.Tensor:
+    tensors = (inputs.k_cache, inputs.v_cache, inputs.page_table, inputs.seq_lens)
+    return reference_attention(inputs.q, *tensors)
+
+
+def setup(*peers: Method, policy: str = "auto", dtype: str = "fp16") -> Setup:
+    return Setup(
+        ours=Ours(OURS, policy), peers=peers, head_dim=64, dtype=dtype, device=CPU,
+        layout="shuffled", seed=0, graph=False, budget=replace(QUICK, plan_s=0.0),
+        ceilings=None, unavailable={"absent": "is not here"},
+    )  # fmt: skip
+
+
+def test_every_result_is_checked() -> None:
+    row = measure_case(
+        case(RAGGED, 1),
+        setup(
+            Fixed("right", correct),
+            Fixed("wrong", lambda inputs: correct(inputs) * 1.01),
+            Fixed("broken", lambda inputs: correct(inputs) * math.nan),
+            Fixed("silent", lambda inputs: torch.zeros_like(inputs.q)),
+            Fixed("refusing", Refused("not this one")),
+            Fixed("crashing", ValueError("first line\nsecond line")),
+        ),
+    )
+    assert row["error"]["right"] < run_module.TOLERANCE[torch.float16]  # type: ignore[operator]
+    assert row["error"]["wrong"] == pytest.approx(0.01, rel=0.05)
+    assert row["error"]["broken"] is None
+    assert row["error"]["silent"] == 1.0
+    skipped = row["skipped"]
+    assert skipped["wrong"].startswith("wrong result: relative error 0.0")
+    assert skipped["broken"] == "wrong result: relative error nan"
+    assert skipped["silent"] == "wrong result: relative error 1"
+    assert skipped["refusing"] == "not this one"
+    assert skipped["crashing"] == "failed: ValueError: first line"
+    assert skipped["absent"] == "is not here"
+    assert set(row["us"].values()) == {None}
+    assert row["facts"]["deft"]["workspace_bytes"] > 0
+    json.dumps(row, allow_nan=False)
+
+
+def test_a_result_in_another_order_is_compared_row_by_row() -> None:
+    class Reversed(Fixed):
+        def prepare(self, inputs: Inputs) -> Prepared:
+            rows = torch.arange(inputs.batch).flip(0)
+            result = correct(inputs)[rows].to(inputs.q.dtype)
+            return Prepared(result.clone, rows=rows)
+
+    row = measure_case(case(RAGGED, 1), setup(Reversed("reversed", None)))
+    assert "reversed" not in row["skipped"]
+    assert row["error"]["reversed"] is not None
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype", "page_size"), [("auto", "bf16", 16), ("deft-node", "fp16", 5)]
+)
+def test_ours_is_right_repeatable_and_its_plans_are_timed(
+    policy: str, dtype: str, page_size: int
+) -> None:
+    row = measure_case(case(mixed_small(), page_size), setup(policy=policy, dtype=dtype))
+    assert "deft" not in row["skipped"]
+    assert row["error"]["deft"] < (1e-3 if dtype == "fp16" else 6e-3)  # type: ignore[operator]
+    assert row["repeatable"] is True
+    assert row["policy"] == policy
+    assert row["page_size"] == page_size
+    assert set(row["plan_us"]) == {"plan", "page_tables", "paths"}
+    assert all(us > 0 for us in row["plan_us"].values())
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "fa3"])
+def test_caches_of_eight_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention-3 also rounds the queries to 8 bits, so it may have a larger error."""
+    with_fakes(monkeypatch)
+    fake: Any = VllmFlashAttention("fake")
+    monkeypatch.setattr(flash_attention3, "_package", lambda: (fake, flash_attention3._VLLM))
+    peer = make_method(name)
+    eight = replace(setup(peer, dtype="bf16"), kv_dtype="fp8_e4m3")
+    row = measure_case(case(mixed_small(), 16), eight)
+    assert row["kv_dtype"] == "fp8_e4m3"
+    assert row["skipped"] == {"absent": "is not here"}
+    assert row["error"]["deft"] < 6e-3  # type: ignore[operator]
+    assert row["error"][name] < (6e-3 if name == "flashinfer" else 6e-2)  # type: ignore[operator]
+    whole = measure_case(case(mixed_small(), 16), setup(dtype="bf16"))
+    assert whole["kv_dtype"] == "bf16"
+    assert key_of(whole) != key_of(row)
+    if name == "fa3":
+        inputs = make_inputs(
+            case(RAGGED, 1), 64, torch.bfloat16, CPU, "shuffled", 0, torch.float8_e5m2
+        )
+        with pytest.raises(Refused, match="e4m3 alone"):
+            peer.prepare(inputs)
+
+
+def test_a_cache_of_eight_bits_has_half_the_bytes() -> None:
+    inputs = [
+        make_inputs(case(RAGGED, 1), 64, torch.bfloat16, CPU, "shuffled", 0, kv_dtype)
+        for kv_dtype in (None, torch.float8_e5m2)
+    ]
+    assert inputs[0].kv_bytes == 2 * inputs[1].kv_bytes
+    tables = (inputs[1].page_table, inputs[1].seq_lens)
+    caches = (inputs[1].k_cache, inputs[1].v_cache)
+    expected = reference_attention(
+        inputs[1].q.double(), *(cache.double() for cache in caches), *tables
+    )
+    found = batched_reference(inputs[1].q, *caches, *tables)
+    assert relative_error(found, expected) < 1e-12
+
+
+@pytest.mark.parametrize("page_size", [1, 5])
+def test_plans_made_on_the_device_are_measured_too(page_size: int) -> None:
+    measured = replace(setup(), ours=Ours(OURS, "auto", "device"))
+    row = measure_case(case(mixed_small(), page_size), measured)
+    assert "deft" not in row["skipped"]
+    assert row["error"]["deft"] < 1e-3  # type: ignore[operator]
+    assert row["repeatable"] is True
+    assert row["plan_us"] == {}
+    assert "items" not in row["facts"]["deft"]  # the CPU does not know
+
+
+def test_more_requests_than_the_device_plans_are_refused() -> None:
+    many = forest_from_parents([-1] * 2049, [1] * 2049)
+    measured = replace(setup(), ours=Ours(OURS, "auto", "device"))
+    row = measure_case(case(many, 1), measured)
+    assert row["skipped"]["deft"].startswith("2049 requests; device plans hold at most 2048")
+
+
+def test_a_result_that_changes_from_run_to_run_is_seen() -> None:
+    class Drifting(Ours):
+        def prepare(self, inputs: Inputs) -> Prepared:
+            prepared = super().prepare(inputs)
+            calls = iter(range(1000))
+
+            def launch() -> torch.Tensor:
+                return prepared.launch().add_(next(calls) * 5e-4)
+
+            return replace(prepared, launch=launch)
+
+    row = measure_case(
+        case(described("1,2 4,2").forest, 1), replace(setup(), ours=Drifting(OURS, "auto"))
+    )
+    assert row["repeatable"] is False

@@ -1,0 +1,166 @@
+"""The benchmark set `verify` without a GPU: its workloads, results, and FlashInfer's prefill."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.kernel.case_inputs import make_inputs
+from benchmarks.kernel.kernel_bars import is_met
+from benchmarks.kernel.measure_case import Setup, measure_case
+from benchmarks.kernel.methods import OURS, Refused, flashinfer_prefill, make_method
+from benchmarks.kernel.methods.ours import Ours
+from benchmarks.kernel.tree_workloads import VERIFY, Case, Workload, described
+from benchmarks.kernel.verified_workloads import (
+    CONTEXTS,
+    TREE_REQUESTS,
+    bits_of,
+    seen_by,
+    verified_workloads,
+)
+from deft_backend.attention.reference_attention import (
+    reference_attention,
+    relative_error,
+    seen_tokens,
+)
+from deft_backend.tools.traces.trace_files import TraceError
+from deft_backend.tools.tuning.launch_clock import QUICK
+
+CPU = torch.device("cpu")
+PARENTS = (-1, 0, 0, 1, 3)
+CASES = {
+    "chain": Workload(VERIFY, "chain", described("1,3 32,21").describe, 16, 5),
+    "tree": Workload(VERIFY, "tree", described("1,3 32,21").describe, 16, 5, PARENTS),
+}
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    """A recorded token tree of four candidates."""
+    content = {
+        "Tree_Structure": [[0], [1], [0, 0], [0, 0, 2]],
+        "Records": [{"prompt": "x" * 40, "Accept_length": [1, 2]}],
+    }
+    path = tmp_path / "tokens.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_chains_and_recorded_token_trees(recording: Path) -> None:
+    chains = verified_workloads(None)
+    assert {w.query_tokens for w in chains} == {2, 4, 8}
+    assert {w.forest.batch_size for w in chains} == {1, 16, 64, 256}
+    assert len({w.name for w in chains}) == len(chains)
+    trees = verified_workloads(recording)[len(chains) :]
+    assert len(trees) == len(CONTEXTS) * len(TREE_REQUESTS)
+    assert {w.parents for w in trees} == {PARENTS}
+    assert all(int(w.forest.seq_lens[0]) in {c + 5 for c in CONTEXTS} for w in trees)
+    assert verified_workloads(recording.parent)[-1].name == trees[-1].name
+
+
+def test_a_folder_without_token_trees_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="holds no token tree"):
+        verified_workloads(tmp_path)
+
+
+def test_bits_say_who_sees_whom() -> None:
+    seen = seen_by(PARENTS, 5)
+    assert np.flatnonzero(seen[4]).tolist() == [0, 1, 3, 4]
+    bits = torch.from_numpy(bits_of(seen))
+    assert torch.equal(seen_tokens(5, 5, bits), torch.from_numpy(seen))
+    wide = seen_by(None, 130)
+    assert bits_of(wide).shape == (130, 3)
+    assert torch.equal(
+        seen_tokens(130, 130, torch.from_numpy(bits_of(wide))), seen_tokens(130, 130)
+    )
+
+
+@pytest.mark.parametrize("mask", CASES)
+def test_results_are_checked(mask: str) -> None:
+    measured = Setup(
+        ours=Ours(OURS, "auto", "device"), peers=(), head_dim=64, dtype="fp16", device=CPU,
+        layout="shuffled", seed=0, graph=False, budget=replace(QUICK, plan_s=0.0), ceilings=None,
+        unavailable={},
+    )  # fmt: skip
+    row = measure_case(Case(CASES[mask], 4, 2, 16), measured)
+    assert (row["query_tokens"], row["mask"], row["skipped"]) == (5, mask, {})
+    assert row["repeatable"]
+
+
+@pytest.mark.parametrize(
+    ("mask", "workload", "share", "times", "met"),
+    [
+        ("chain", "chain of 4: 8 alone, 2048", 1.0, {"deft": 10.0, "fa3": 9.9}, True),
+        ("chain", "chain of 4: 8 alone, 2048", 1.0, {"deft": 10.0, "fa3": 9.7}, False),
+        ("chain", "chain of 4: 64 on 16384 + 256", 40.0, {"deft": 10.0, "fa3": 29.0}, False),
+        ("chain", "chain of 4: 64 on 16384 + 256", 40.0, {"deft": 10.0, "fa3": 31.0}, True),
+        ("chain", "chain of 4: 8 on 2048 + 256", 5.0, {"deft": 10.0, "fa3": 11.0}, True),
+        ("chain", "chain of 4: 8 on 2048 + 256", 5.0, {"deft": 10.0, "fa3": None}, None),
+        ("tree", "t", 1.0, {"deft": 10.0, "fa3": None, "flashinfer-prefill": 9.0}, False),
+        ("tree", "t", 1.0, {"deft": 10.0, "fa3": None, "flashinfer-prefill": 11.0}, True),
+    ],
+)
+def test_bars(mask: str, workload: str, share: float, times: dict[str, Any], met: bool) -> None:
+    row: Any = {
+        "workload": workload, "share": share, "us": times, "query_tokens": 4, "mask": mask,
+        "heads": "32/8",
+    }  # fmt: skip
+    assert is_met(row) is met
+
+
+class PrefillWrapper:
+    """``flashinfer.BatchPrefillWithPagedKVCacheWrapper``, in float64."""
+
+    def __init__(self, workspace: torch.Tensor, layout: str, backend: str) -> None:
+        assert (layout, backend) == ("NHD", "fa2")
+
+    def plan(self, starts: Any, indptr: Any, indices: Any, last: Any, *shape: int,
+             custom_mask: Any, causal: bool, **dtypes: Any) -> None:  # fmt: skip
+        assert causal == (custom_mask is None)
+        self.starts, self.ends, self.indices = starts.tolist(), indptr.tolist(), indices
+        self.last, self.size, self.mask = last.tolist(), shape[-1], custom_mask
+
+    def run(self, q: torch.Tensor, cache: Any, *, out: torch.Tensor) -> None:
+        used = 0
+        for request, last in enumerate(self.last):
+            pages = self.indices[self.ends[request] : self.ends[request + 1]].long()
+            tokens = (len(pages) - 1) * self.size + last
+            rows = slice(self.starts[request], self.starts[request + 1])
+            k, v = (part[pages].flatten(0, 1)[:tokens].double() for part in cache)
+            own = q[rows].double()
+            seen = seen_tokens(len(own), tokens)
+            if self.mask is not None:
+                seen = self.mask[used : used + seen.numel()].view(seen.shape)
+                used += seen.numel()
+            grouped = own.view(len(own), k.shape[1], -1, own.shape[-1])
+            scores = torch.einsum("nhgd,thd->nhgt", grouped, k) / own.shape[-1] ** 0.5
+            weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
+            out[rows] = torch.einsum("nhgt,thd->nhgd", weights, v).reshape(own.shape).to(out.dtype)
+
+
+@pytest.mark.parametrize("mask", CASES)
+def test_flashinfers_prefill_gets_the_mask(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=PrefillWrapper)
+    monkeypatch.setattr(flashinfer_prefill, "flashinfer", lambda: package)
+    monkeypatch.setattr(flashinfer_prefill, "float_workspace", lambda device: torch.empty(0))
+    inputs = make_inputs(Case(CASES[mask], 4, 2, 16), 64, torch.float32, CPU, "shuffled", 0)
+    out = make_method("flashinfer-prefill").prepare(inputs).launch()
+    reference = reference_attention(
+        inputs.q, inputs.k_cache, inputs.v_cache, inputs.page_table, inputs.seq_lens,
+        ancestors=inputs.ancestors,
+    )  # fmt: skip
+    assert relative_error(out, reference) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "cascade", "fa3"])
+def test_peers_refuse_masks_that_they_lack(name: str) -> None:
+    inputs = make_inputs(Case(CASES["tree"], 4, 2, 16), 64, torch.float32, CPU, "shuffled", 0)
+    with pytest.raises(Refused):
+        make_method(name).prepare(inputs)

@@ -1,0 +1,192 @@
+"""The fault harness: its verdicts, its planted faults, and the page drawn from its record."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.faults.bad_files import spoil, still_there
+from benchmarks.faults.record import drawn_into, merged, page_table, read_record
+from benchmarks.faults.reference import draw_prompts
+from benchmarks.faults.run import is_ok
+from benchmarks.faults.table import BOTH, FAULTS
+from benchmarks.faults.tested_server import Judged
+from benchmarks.row_files import RowsError, write_object
+
+ROOT = Path(__file__).parents[2]
+INSIDE = ROOT / "benchmarks" / "faults" / "inside"
+RECORD = ROOT / "docs" / "results" / "faults-cpu.json"
+PAGE = ROOT / "docs" / "reliability.md"
+
+GOOD: dict[str, Any] = {
+    "fault": "poison", "host": "vllm", "injected": 3, "right": 6, "wrong": 0, "lost": 0,
+    "cut": 0, "after": {"right": 3, "wrong": 0, "lost": 0, "cut": 0},
+}  # fmt: skip
+
+
+def test_only_right_answers_to_a_fault_that_happened_are_as_promised() -> None:
+    assert is_ok(GOOD)
+    for change in (
+        {"injected": 0}, {"wrong": 1}, {"lost": 1}, {"processes_left": 1}, {"link_followed": True},
+        {"after": {"wrong": 1, "lost": 0, "cut": 0}},
+        {"cut": 1}, {"injected": {"poison": 1, "flush": 0}},
+    ):  # fmt: skip
+        assert not is_ok({**GOOD, **change}), change
+    assert is_ok({**GOOD, "fault": "sigkill", "lost": 6})
+    assert not is_ok({**GOOD, "fault": "sigkill", "wrong": 1})
+
+
+def test_tokens_that_came_before_a_cut_are_judged() -> None:
+    found = Judged()
+    for ids in ([1, 2, 3], [1, 2], [1, 9], [], [1, 2, 3, 4]):
+        found.add(ids, [1, 2, 3])
+    assert (found.right, found.cut, found.wrong, found.lost) == (1, 1, 2, 1)
+
+
+def test_the_page_shows_the_record() -> None:
+    rows, _ = read_record(RECORD)
+    assert drawn_into(PAGE.read_text(), rows) == PAGE.read_text(), (
+        "run: python -m benchmarks faults --draw --out docs/results/faults-cpu.json "
+        "--page docs/reliability.md"
+    )
+
+
+def test_the_record_names_its_runs_and_known_faults() -> None:
+    rows, header = read_record(RECORD)
+    runs = {run["date"]: run for run in header["runs"]}
+    assert all(run["commit"] and run["host"] in BOTH for run in runs.values())
+    assert {row["run"] for row in rows} == set(runs)
+    assert all(runs[row["run"]]["host"] == row["host"] for row in rows)
+    hosts = {fault.name: fault.hosts for fault in FAULTS}
+    assert all(row["host"] in hosts[row["fault"]] for row in rows)
+    assert all(row["ok"] == is_ok(row) for row in rows)
+
+
+def test_a_failed_fault_shows_on_the_page() -> None:
+    assert "**not as promised**" in page_table([{**GOOD, "ok": False}])
+    assert "9 right" in page_table([{**GOOD, "ok": True}])
+    with pytest.raises(RowsError, match="lacks"):
+        drawn_into("no marks", [])
+
+
+def test_a_run_keeps_the_rows_that_it_does_not_repeat(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    first, clock = {**GOOD, "run": 1}, {**GOOD, "fault": "clock", "run": 1}
+    write_object(path, *merged(path, "vllm", [GOOD, {**GOOD, "fault": "clock"}], {"date": 1}))
+    other = {**GOOD, "host": "sglang"}
+    rows, header = merged(path, "sglang", [other], {"date": 2})
+    assert rows == [first, clock, {**other, "run": 2}]
+    assert [(run["host"], run["date"]) for run in header["runs"]] == [("vllm", 1), ("sglang", 2)]
+    write_object(path, rows, header)
+    rows, header = merged(path, "vllm", [GOOD], {"date": 3})
+    assert rows == [clock, {**other, "run": 2}, {**GOOD, "run": 3}]
+    write_object(path, rows, header)
+    rows, header = merged(path, "vllm", [{**GOOD, "fault": "clock"}], {"date": 4})
+    assert [run["date"] for run in header["runs"]] == [2, 3, 4]
+
+
+def test_prompts_share_a_prefix_and_follow_their_seed() -> None:
+    prompts = draw_prompts(3, 5, 20, 6)
+    assert prompts == draw_prompts(3, 5, 20, 6)
+    assert len({prompt[:20] for prompt in prompts}) == 1
+    assert len(set(prompts)) == 5
+
+
+def test_bad_files_are_bad(tmp_path: Path) -> None:
+    assert len(spoil(tmp_path / "cache", 1234)) == 4
+    assert (tmp_path / "cache" / "servers" / "1234-tp0.json").is_symlink()
+    assert still_there(tmp_path / "cache")
+
+
+PLANTED = """
+import torch
+from pathlib import Path
+import os
+from deft_backend import TreeAttention, forest_from_page_tables
+folder = Path(os.environ["FAULTS"])
+def count(name):
+    return len((folder / f"{name}.done").read_text().split())
+table = torch.tensor([[0, 1, 2, 9], [0, 1, 3, 9]], dtype=torch.int32)
+lens = torch.tensor([5, 6], dtype=torch.int32)
+k, v = torch.randn(2, 10, 2, 2, 64)
+q = torch.randn(2, 4, 64)
+made = dict(num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+            page_size=2, max_batch=2)
+attention = TreeAttention(**made)
+forest = forest_from_page_tables(table, lens, 2)
+attention.plan(forest)
+right = attention.run(q, k, v, table, lens)
+before = (k.clone(), v.clone(), table.clone())
+(folder / "poison").touch()
+assert torch.equal(attention.run(q, k, v, table, lens), right)
+attention.plan_on_device(table, lens)
+assert torch.allclose(attention.run(q, k, v, table, lens), right, atol=1e-6)
+assert all(torch.equal(a, b) for a, b in zip((k, v, table), before))
+assert count("poison") == 2
+(folder / "poison").unlink()
+for name, act in (("planner", lambda: attention.plan(forest)),
+                  ("launch", lambda: attention.run(q, k, v, table, lens)),
+                  ("no-memory", lambda: TreeAttention(**made)),
+                  ("no-compiler", lambda: TreeAttention(**made))):
+    (folder / name).touch()
+    try:
+        act()
+    except Exception as error:
+        assert "planted" in str(error), name
+    else:
+        raise SystemExit(f"{name} did not happen")
+    (folder / name).unlink()
+    assert count(name) == 1
+print("all planted")
+"""
+
+
+def test_every_fault_inside_a_server_can_be_planted(tmp_path: Path) -> None:
+    environment = {
+        **os.environ, "FAULTS": str(tmp_path), "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join((str(INSIDE), str(ROOT))),
+    }  # fmt: skip
+    result = subprocess.run(
+        [sys.executable, "-c", PLANTED], env=environment, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert result.stdout.strip() == "all planted", result.stderr[-2000:]
+
+
+STATE = """
+import json, os
+from pathlib import Path
+from deft_backend.telemetry.state import ServerState, StateWriter
+folder = Path(os.environ["FAULTS"])
+state = ServerState(1, 0, "h", "1", "b", "auto", "cpu", "float32", 2, 4, 2, 64, 4)
+writer = StateWriter(state, folder / "state")
+(folder / "clock").touch()
+writer.look()
+written = json.loads(writer.path.read_text())["updated"]
+import time
+assert abs(written - time.time()) > 80_000
+(folder / "clock").unlink()
+(folder / "full-disk").touch()
+state.count_host("small", 10)
+writer.look()
+assert (folder / "full-disk.done").exists()
+assert not json.loads(writer.path.read_text())["steps_host"]
+print("both planted")
+"""
+
+
+def test_the_disk_and_the_clock_of_a_server_can_be_planted(tmp_path: Path) -> None:
+    environment = {
+        **os.environ, "FAULTS": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join((str(INSIDE), str(ROOT))),
+    }  # fmt: skip
+    result = subprocess.run(
+        [sys.executable, "-c", STATE], env=environment, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert result.stdout.strip() == "both planted", result.stderr[-2000:]

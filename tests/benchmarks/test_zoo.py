@@ -1,0 +1,195 @@
+"""The zoo of architectures: how answers are checked, and that the README says what was checked."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.e2e.checked_answers import TOLERANCE
+from benchmarks.row_files import write_object
+from benchmarks.zoo.answering import check
+from benchmarks.zoo.architecture_run import KEYS, layers_of_tree
+from benchmarks.zoo.architectures import ARCHITECTURES, WINDOW
+from benchmarks.zoo.engine_options import engine_arguments
+from benchmarks.zoo.host_engines import _AfterImport
+from benchmarks.zoo.place import Place
+from benchmarks.zoo.prompts import requests
+from benchmarks.zoo.random_values import fill
+from benchmarks.zoo.readme_line import readme_line
+from deft_backend.tools.harness.answers import Answer
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs" / "results" / "models.json"
+
+
+class Counting:
+    """An engine that counts on from a prompt; `close` names tokens that are almost as likely."""
+
+    def __init__(self, close: dict[int, float] | None = None) -> None:
+        self._close = close or {}
+        self.asked: list[list[tuple[int, ...]]] = []
+
+    def answer(self, prompts: Sequence[tuple[int, ...]], tokens: Sequence[int]) -> list[Answer]:
+        self.asked.append(list(prompts))
+        found = []
+        for prompt, count in zip(prompts, tokens, strict=True):
+            ids = [prompt[-1] + at for at in range(1, count + 1)]
+            top = [{token: -0.5, **{other: -0.5 - gap for other, gap in self._close.items()}}
+                   for token in ids]  # fmt: skip
+            found.append(Answer(ids=ids, logprobs=[-0.5] * count, top=list(top)))
+        return found
+
+
+def test_equal_answers_are_checked_in_one_batch() -> None:
+    engine = Counting()
+    verdict = check(engine, [(1, 2), (5,)], [[3, 4, 5], [6, 7]], "float32")
+    assert (verdict.tokens, verdict.wrong, verdict.ties) == (5, 0, 0)
+    assert engine.asked == [[(1, 2), (5,)]]
+
+
+def test_a_check_goes_on_after_a_different_token() -> None:
+    """The rest is compared with what follows the checked answer, so one error is one error."""
+    engine = Counting()
+    verdict = check(engine, [(1, 2)], [[3, 40, 41, 42]], "bfloat16")
+    assert (verdict.tokens, verdict.wrong, verdict.ties) == (4, 1, 0)
+    assert "answer 0, token 1: 40 instead of 4" in verdict.first_wrong[0]
+    assert engine.asked[1] == [(1, 2, 3, 40)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gap", "wrong"), [("bfloat16", 0.2, 0), ("bfloat16", 0.3, 1), ("float32", 1e-6, 1)]
+)
+def test_a_tie_is_decided_by_the_dtype(dtype: str, gap: float, wrong: int) -> None:
+    verdict = check(Counting({40: gap}), [(1, 2)], [[3, 40]], dtype)
+    assert (verdict.wrong, verdict.ties) == (wrong, 1 - wrong)
+
+
+def test_an_answer_of_wrong_tokens_is_given_up() -> None:
+    verdict = check(Counting(), [(1,)], [[100] * 50], "float32")
+    assert (verdict.wrong, verdict.tokens) == (8, 8)
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_requests_share_prefixes_and_outgrow_the_windows(gpu: bool) -> None:
+    shape = Place("sglang", gpu).requests
+    asked = requests(**shape)
+    assert asked == requests(**shape)
+    shared = [prompt for prompt in asked.batch if prompt[: len(asked.first)] == asked.first]
+    assert len(shared) == len(asked.batch) - 1
+    assert len(set(asked.batch)) < len(asked.batch)
+    assert min(len(prompt) for prompt in asked.batch) > WINDOW
+
+
+def test_weights_follow_from_names_and_shapes() -> None:
+    def model() -> Any:
+        made = torch.nn.ModuleDict({
+            "qkv_proj": torch.nn.Linear(256, 64), "norm": torch.nn.LayerNorm(8, bias=False),
+        })  # fmt: skip
+        made.register_parameter("sinks", torch.nn.Parameter(torch.empty(64)))
+        fill(made)
+        return made
+
+    first, second = model(), model()
+    for (name, left), right in zip(first.named_parameters(), second.parameters(), strict=True):
+        assert torch.equal(left, right), name
+    assert first["norm"].weight.tolist() == [1.0] * 8
+    assert float(first["qkv_proj"].weight.detach().std()) == pytest.approx(1.5 / 16, rel=0.1)
+    assert not first["qkv_proj"].bias.any()
+    assert float(first.sinks.mean()) == pytest.approx(1.0, abs=0.5)
+
+
+def test_a_module_is_changed_when_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    sys.meta_path.insert(0, _AfterImport("colorsys", lambda module: setattr(module, "ONE", 1)))
+    assert "colorsys" not in sys.modules
+    assert importlib.import_module("colorsys").ONE == 1
+    assert not any(isinstance(finder, _AfterImport) for finder in sys.meta_path)
+
+
+@pytest.mark.parametrize(
+    ("log", "tree"),
+    [
+        ("deft: decode goes through tree attention (policy auto)", 4),
+        ("deft: decode of 4 layers goes through tree attention (policy auto)", 4),
+        ("deft: decode goes through tree attention\ndeft: 1 of 4 layers decode through tree "
+         "attention; 3 with a sliding window through the host's kernels", 1),
+        ("deft: decode goes through tree attention\ndeft: a kernel failed, the host's own", 0),
+        ("deft: MLA models are not supported; all attention runs through the host's own", 0),
+        ("nothing of ours", 0),
+    ],
+)  # fmt: skip
+def test_the_log_says_how_many_layers_it_decodes(log: str, tree: int) -> None:
+    assert layers_of_tree(log, 4) == tree
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "deft: verification of 4 tokens a request goes through tree attention",
+        "deft: verification of up to 5 tokens of 4 layers goes through tree attention",
+        "deft: decode of 4 layers goes through tree attention",
+    ],
+)
+def test_servers_that_speculate_decode_through_tree_attention(line: str) -> None:
+    assert layers_of_tree(line, 4) == 4
+
+
+def test_every_architecture_says_what_it_is() -> None:
+    for name, architecture in ARCHITECTURES.items():
+        query, kv, _ = architecture.heads
+        assert query % kv == 0, name
+        assert 0 <= architecture.tree <= architecture.layers, name
+        assert set(architecture.ci) <= set(architecture.cpu), name
+    assert len({architecture.title for architecture in ARCHITECTURES.values()}) == len(
+        ARCHITECTURES
+    )
+
+
+def test_the_line_of_the_readme(tmp_path: Path) -> None:
+    def row(name: str, tree: int, wrong: int = 0, checked: int = 9) -> dict[str, Any]:
+        return {"architecture": name, "layers_tree": tree, "tokens_wrong": wrong,
+                "tokens_checked": checked}  # fmt: skip
+
+    rows = [row("qwen3", 2), row("gpt-oss", 2), row("llama", 2), row("llama", 2, wrong=1),
+            row("gemma4", 0), row("phi-4", 2, checked=0)]  # fmt: skip
+    assert readme_line(rows) == "| architectures checked | Qwen3, gpt-oss | Gemma 4 |"
+    write_object(tmp_path / "rows.json", rows, {})
+    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == rows
+
+
+def test_the_readme_names_the_architectures_that_were_checked() -> None:
+    """If this fails after a run, put the expected line into the README's table."""
+    rows = json.loads(RESULTS.read_text())["rows"]
+    for row in rows:
+        assert set(KEYS) <= set(row), row
+        if "backend" in row:  # what rounding alone changes
+            continue
+        if row["tokens_checked"]:
+            assert row["layers_tree"] == ARCHITECTURES[row["architecture"]].tree, row
+    assert readme_line(rows) in (ROOT / "README.md").read_text()
+
+
+def test_a_cache_of_8_bits_has_wider_ties() -> None:
+    gap = 2.5 * TOLERANCE["bfloat16"]
+    for kv_dtype, expected in ((None, (1, 0)), ("fp8_e4m3", (0, 1))):
+        found = check(Counting({40: gap}), [(1, 2)], [[3, 40, 41]], "bfloat16", kv_dtype)
+        assert (found.wrong, found.ties) == expected
+
+
+def test_options_of_a_server_are_arguments_of_its_engine() -> None:
+    words = ["--kv-cache-dtype", "fp8_e4m3", "--page-size=64", "--enable-hierarchical-cache"]
+    words += ["--cuda-graph-bs-decode", "1", "8", "--speculative-config", '{"method":"ngram"}']
+    assert engine_arguments(words) == {
+        "kv_cache_dtype": "fp8_e4m3", "page_size": 64, "enable_hierarchical_cache": True,
+        "cuda_graph_bs_decode": [1, 8], "speculative_config": {"method": "ngram"},
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="expected an option such as --page-size 64, got '64'"):
+        engine_arguments(["64"])

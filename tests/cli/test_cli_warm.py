@@ -1,0 +1,188 @@
+"""`deft warm`: fills a folder without a GPU, and refuses what no server could use."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from triton import knobs
+from typer.testing import CliRunner
+
+from deft_backend.cli.app import app
+from deft_backend.compile.described_gpu import compiling_for
+from deft_backend.compile.kernel_folder import Origin, Taken, take
+from deft_backend.compile.variants import compile_all
+from deft_backend.hosts.common.described_server import DescribedServer
+from deft_backend.hosts.common.warm_up import Drafts, LayerKind
+from deft_backend.kernels import Gpu
+from deft_backend.settings.config import Settings
+
+runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
+MODEL = Path(__file__).parents[2] / "models" / "tiny-llama"
+
+
+def warm(*arguments: str, **environment: str) -> tuple[int, str, str]:
+    result = runner.invoke(app, ["warm", *arguments], env=environment)
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_a_server_finds_every_kernel_in_the_folder(tmp_path: Path) -> None:
+    """Batches of two need few kernels."""
+    folder = tmp_path / "kernels"
+    where = {"DEFT_KERNEL_CACHE": str(folder)}
+    arguments = ("--target", "sm_90", "--heads", "64/8", "--tensor-parallel", "2", "--host")
+    code, out, err = warm(*arguments, "sglang", "--max-batch", "2", **where)
+    assert (code, err) == (0, "")
+    assert "for sm_90: heads 32/4 of 128, bfloat16, pages of 1 on sglang" in out
+    manifest = json.loads((folder / "manifest.json").read_text())
+    count = len(manifest["kernels"])
+    assert f"{folder} holds {count} kernels" in out.replace("\n", "")
+    assert f"{count} compiled on " in out
+    server = DescribedServer("sglang", 32, 4, 128, torch.bfloat16, 1, 2)
+    variants = server.variants(Gpu.named("sm_90"), Settings())
+    assert count == len(variants)
+    with knobs.cache.scope(), compiling_for(90):
+        knobs.cache.dir = str(tmp_path / "triton")
+        assert take(folder, Origin.of("sm_90")) == Taken(copied=count, held=0, damaged=0)
+        done = compile_all(variants)
+    assert (done.compiled, done.cached) == (0, count)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--target", "h100"], "--target is 'h100'; expected one of sm_80"),
+        (["--target", "sm_90", "--heads", "8"], "--heads is '8'; expected QUERY/KV"),
+        (["--target", "sm_90", "--dtype", "fp8"], "--dtype is 'fp8'; expected fp16 or bf16"),
+        (["--target", "sm_90", "--head-dim", "80"], "head dimension 80; supported are 64"),
+        (["--target", "sm_90", "--tensor-parallel", "3"], "expected a divisor of the 32"),
+        (["--target", "sm_90", "--host", "sglang", "--page-size", "16"], "pages of 1 token"),
+        (["--target", "sm_90", "--host", "tgi"], "there is no host 'tgi'"),
+        (["--target", "sm_90", "--model", str(MODEL), "--heads", "8/8"], "leave one of them out"),
+        (["--target", "sm_90", "--model", "/no/such/folder"], "is no folder"),
+        (["--kv-cache-dtype", "int4"], "'int4'; expected one of auto, fp8_e4m3, fp8_e5m2: pass"),
+        (["--kv-cache-dtype", "fp8"], "'fp8'; expected one of auto, fp8_e4m3, fp8_e5m2: pass"),
+        (["--draft-trees"], "--draft-trees is given without --draft-tokens; pass"),
+        (["--draft-tokens", "1"], "--draft-tokens is 1; SGLang counts the token before"),
+        (["--draft-tokens", "4097"], "--draft-tokens is 4097; expected at most 4096"),
+        (["--host", "vllm", "--draft-tokens", "4096"], "is 4096; expected at most 4095"),
+        (["--host", "vllm", "--draft-trees", "--draft-tokens", "3"], "vLLM verifies chains only"),
+    ],
+)
+def test_bad_input_is_named(arguments: list[str], said: str, tmp_path: Path) -> None:
+    host = () if "--host" in arguments else ("--host", "sglang")
+    code, _, err = warm(*arguments, *host, "--out", str(tmp_path / "kernels"))
+    assert code == 2
+    assert said in err
+    assert not (tmp_path / "kernels").exists()
+
+
+def with_config(folder: Path, **fields: object) -> str:
+    """A model's folder: the tiny model's configuration in 16 bits, with other fields."""
+    content = json.loads((MODEL / "config.json").read_text())
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(content | {"dtype": "float16"} | fields))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("host", "arguments", "expected"),
+    [
+        ("sglang", ["--draft-tokens", "5"], (None, Drafts(5, always=True))),
+        (
+            "sglang",
+            ["--draft-tokens", "8", "--draft-trees"],
+            (None, Drafts(8, trees=True, always=True)),
+        ),
+        ("vllm", ["--draft-tokens", "4"], (None, Drafts(5, ragged=True))),
+        ("vllm", ["--kv-cache-dtype", "fp8"], (torch.float8_e4m3fn, None)),
+        ("sglang", ["--kv-cache-dtype", "fp8_e5m2"], (torch.float8_e5m2, None)),
+    ],
+)
+def test_a_servers_arguments_are_options(
+    host: str, arguments: list[str], expected: tuple[object, object], seen: list[DescribedServer],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    out = ("--target", "sm_90", "--out", str(tmp_path / "kernels"))
+    code, said, err = warm("--host", host, *arguments, *out)
+    assert (code, err) == (0, "")
+    (server,) = seen
+    assert (server.kv_dtype, server.drafts) == expected
+    assert server.layers == (LayerKind(),)
+    if server.drafts is not None:
+        form = "trees" if server.drafts.trees else "chains"
+        assert f"on {host}, {form} of {server.drafts.query_tokens} query tokens" in said
+    else:
+        assert f"on {host}, KV cache in {arguments[1]}" in said
+
+
+@pytest.mark.parametrize(
+    ("fields", "host", "expected"),
+    [
+        ({}, "vllm", LayerKind()),
+        ({"attn_logit_softcapping": 50.0}, "sglang", LayerKind(soft_cap=True)),
+        ({"attn_logit_softcapping": None}, "sglang", LayerKind()),
+        ({"model_type": "gpt_oss"}, "sglang", LayerKind(sinks=torch.bfloat16)),
+        ({"model_type": "gpt_oss"}, "vllm", LayerKind(sinks=torch.float16)),
+        ({"add_full_attention_sink_bias": True}, "vllm", LayerKind(sinks=torch.float16)),
+        ({"add_full_attention_sink_bias": False}, "vllm", LayerKind()),
+    ],
+)
+def test_a_model_gives_the_kind_of_its_layers(
+    fields: dict[str, object], host: str, expected: LayerKind, seen: list[DescribedServer],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    out = ("--target", "sm_90", "--out", str(tmp_path / "kernels"))
+    code, said, err = warm(
+        "--host", host, "--model", with_config(tmp_path / "model", **fields), *out
+    )
+    assert (code, err) == (0, "")
+    (server,) = seen
+    assert server.layers == (expected,)
+    assert (", sinks" in said, ", soft cap" in said) == (bool(expected.sinks), expected.soft_cap)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[DescribedServer]:
+    """The servers whose kernels are asked for; they have none."""
+    found: list[DescribedServer] = []
+
+    def variants(self: DescribedServer, *rest: object) -> list[object]:
+        found.append(self)
+        return []
+
+    monkeypatch.setattr(DescribedServer, "variants", variants)
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_a_target_must_be_named() -> None:
+    code, _, err = warm("--heads", "32/8")
+    assert code == 2
+    assert "pass --target" in err
+
+
+def test_a_model_gives_its_shape(seen: list[DescribedServer], tmp_path: Path) -> None:
+    out = str(tmp_path / "kernels")
+    arguments = ("--target", "sm_90", "--model", str(MODEL), "--dtype", "fp16", "--out", out)
+    code, _, _ = warm(*arguments, "--host", "vllm")
+    assert code == 0
+    config = json.loads((MODEL / "config.json").read_text())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    (server,) = seen
+    assert (server.num_query_heads, server.num_kv_heads) == (heads, kv_heads)
+    assert (server.dtype, server.page_size, server.host) == (torch.float16, 16, "vllm")
+
+
+def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    code, _, err = warm(
+        "--target", "sm_90", "--host", "sglang", "--max-batch", "1", "--out", str(tmp_path)
+    )
+    assert code == 2
+    assert "`deft warm` did not fill it" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

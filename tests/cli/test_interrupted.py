@@ -1,0 +1,160 @@
+"""Commands that get a signal leave no server and no client behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("aiohttp")
+psutil = pytest.importorskip("psutil")
+
+COMMAND = """
+import sys
+from pathlib import Path
+
+import typer
+from bench_e2e_fakes import fake_launch
+from rich.console import Console
+
+from benchmarks.e2e.host_clients import HostClient
+from benchmarks.e2e.backend_runs import Setup, record
+from benchmarks.e2e.served_workloads import HostsOwn
+from deft_backend.cli.interrupted import unwound
+
+folder = Path(sys.argv[1])
+CLIENT = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+HostClient.command = lambda *_: [sys.executable, "-c", CLIENT]
+setup = Setup(
+    fake_launch(), ("right",), "right", [HostsOwn(HostClient("sglang", "tiny"))],
+    folder / "rows.json", folder / "logs", "python -m benchmarks e2e", 120.0,
+)
+
+
+def main() -> None:
+    with unwound(Console(), "no server is left"):
+        record(setup, lambda line: print(line, flush=True))
+
+
+sys.argv = ["deft"]
+typer.run(main)
+"""
+
+
+def running(process: Any) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[Any]]]:
+    """The command while its client runs, and the started processes: the server and the client."""
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, str(tmp_path)], stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    )  # fmt: skip
+    begin = time.monotonic()
+    while not (logs := list(tmp_path.glob("rows.answers/client-right/*.log"))) or not (
+        written := logs[0].read_text()
+    ):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() - begin < 120
+        time.sleep(0.1)
+    started = psutil.Process(process.pid).children()
+    assert int(written) in [child.pid for child in started]
+    assert len(started) == 2
+    yield process, started
+    for left in [*started, process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            left.kill()
+    process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("number", "times", "code"),
+    [(signal.SIGTERM, 2, 143), (signal.SIGINT, 1, 130), (signal.SIGINT, 3, 130)],
+)
+def test_a_benchmark_that_is_ended_ends_its_server_and_its_client(
+    command: tuple[subprocess.Popen[str], list[Any]], number: signal.Signals, times: int, code: int
+) -> None:
+    """`timeout` sends SIGTERM twice, to the command and its group; people press Ctrl-C twice."""
+    process, started = command
+    for _ in range(times):
+        process.send_signal(number)
+        time.sleep(0.05)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == code, said
+    assert said.splitlines()[-1] == "no server is left"
+    assert said.splitlines()[-3:-1] == ["", "interrupted; ending what this command started"]
+    assert not [child for child in started if running(child)]
+
+
+SLOW = """
+import signal, sys, time
+
+# A job in the background ignores Ctrl-C, and so would this process.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+class Slow:
+    def find_spec(self, name, path, target=None):
+        if name == module:
+            print("importing", flush=True)
+            try:
+                time.sleep(60)
+            except KeyboardInterrupt:
+                if breaks:  # as extensions do
+                    raise ImportError("broken off")
+                raise
+
+module, breaks = sys.argv[1], sys.argv[2] == "True"
+sys.meta_path.insert(0, Slow())
+sys.argv = ["deft", "explain", "--tree", "1,4 64,8"]
+from deft_backend.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "breaks"),
+    [
+        ("rich", True),
+        ("deft_backend.cli.app", False),
+        ("deft_backend.tools.explain.explanation", False),
+    ],
+)
+def test_ctrl_c_while_a_command_imports(module: str, breaks: bool) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, module, str(breaks)], stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "\ninterrupted\n")
+
+
+def test_a_command_in_the_background_ignores_ctrl_c() -> None:
+    """A shell starts such a job with the signal ignored."""
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "from deft_backend.cli.ctrl_c import leave_at_once, unwinding\n"
+        "leave_at_once()\n"
+        "with unwinding():\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "print('done')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

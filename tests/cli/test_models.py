@@ -1,0 +1,211 @@
+"""The model of a command: a folder, a hub name, or neither."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import huggingface_hub.constants
+import huggingface_hub.errors
+import pytest
+import typer
+
+from deft_backend.cli.models import ChosenModel, chosen_model, served_model
+from deft_backend.cli.shapes import model_shape
+from deft_backend.tools.servers.model_files import ModelFilesError, is_hub_name, model_file
+from integration_tests.common.hub import NAME, REVISION, write_hub_cache
+
+TINY = Path(__file__).parents[2] / "models" / "tiny-llama"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The hub's cache holds the tiny model, and requests to the hub fail."""
+    write_hub_cache(tmp_path / "hf", TINY)
+    cache = tmp_path / "hf" / "hub"
+    # `huggingface_hub` reads its environment variables when it is imported.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("Qwen/Qwen3-8B", True),
+        ("gpt2", True),
+        ("s3://bucket/model", False),
+        ("unsloth/Qwen3-0.6B-GGUF:Q4_K_M", False),
+        ("/models/qwen", False),
+        ("a/b/c", False),
+    ],
+)
+def test_which_names_are_the_hub_s(name: str, named: bool) -> None:
+    assert is_hub_name(name) is named
+
+
+@pytest.mark.parametrize("variable", ["SGLANG_USE_MODELSCOPE", "VLLM_USE_MODELSCOPE"])
+def test_names_of_another_hub_are_the_host_s_affair(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "True")
+    assert not is_hub_name("Qwen/Qwen3-8B")
+
+
+def test_a_file_of_a_folder() -> None:
+    assert model_file(str(TINY), "config.json") == TINY / "config.json"
+    assert model_file(str(TINY), "nothing.json") is None
+
+
+def test_a_file_of_a_hub_name_at_a_revision(hub: Path) -> None:
+    found = model_file(NAME, "config.json", REVISION)
+    assert found is not None
+    assert found.is_relative_to(hub)
+    assert found.read_bytes() == (TINY / "config.json").read_bytes()
+
+
+def test_the_shape_of_a_hub_name(hub: Path) -> None:
+    config = json.loads((TINY / "config.json").read_text())
+    shape = model_shape(ChosenModel(NAME, REVISION))
+    assert shape == model_shape(ChosenModel(str(TINY)))
+    assert shape[:2] == (config["num_attention_heads"], config["num_key_value_heads"])
+    tokenizer = ChosenModel(NAME, REVISION).tokenizer()
+    assert tokenizer is not None
+    assert tokenizer.name == "tokenizer.json"
+
+
+@pytest.mark.parametrize(("name", "revision"), [(NAME, None), (NAME, "v9"), ("no/such", None)])
+def test_what_the_cache_lacks_offline(hub: Path, name: str, revision: str | None) -> None:
+    with pytest.raises(ModelFilesError) as raised:
+        model_file(name, "config.json", revision)
+    said = str(raised.value)
+    assert said.startswith(f"{name} at revision {revision}" if revision else name)
+    assert "HF_HUB_OFFLINE forbids to ask the hub. Download the model first" in said
+    assert ChosenModel(name, revision).tokenizer() is None
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("GatedRepoError", "asks for permission to read it. Accept its terms"),
+        ("RepositoryNotFoundError", "no such model, or a private one. Check the name"),
+        ("RevisionNotFoundError", "no such revision of it. Check --revision"),
+        ("LocalEntryNotFoundError", "the hub does not answer. Check the connection"),
+        ("HFValidationError", "cannot be read from the hub: as the hub says"),
+        ("OSError", "cannot be read from the hub: as the hub says"),
+    ],
+)
+def test_what_the_hub_answers(error: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind: Any = OSError if error == "OSError" else getattr(huggingface_hub.errors, error)
+    raised = kind.__new__(kind)
+    raised.args = ("as the hub says",)
+
+    def download(*arguments: Any, **keywords: Any) -> str:
+        raise raised
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(ModelFilesError, match=said):
+        model_file("some/model", "config.json")
+
+
+def test_a_file_that_the_hub_s_model_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = huggingface_hub.errors.EntryNotFoundError
+
+    def download(*arguments: Any, **keywords: Any) -> str:
+        raise error.__new__(error)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert model_file("some/model", "tokenizer.json") is None
+    ChosenModel("some/model").check()  # another format, which the host reads
+
+
+def test_without_huggingface_hub_a_name_cannot_be_looked_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ModelFilesError, match="pip install huggingface_hub, or pass"):
+        model_file("some/model", "config.json")
+
+
+def test_a_name_that_nobody_can_look_up_has_no_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    ChosenModel("s3://bucket/model").check()  # left to the host
+    with pytest.raises(typer.Exit):
+        model_shape(ChosenModel("s3://bucket/model"))
+    assert "neither a folder nor a name on the Hugging Face hub" in capsys.readouterr().err
+
+
+def test_what_a_class_knows_and_the_file_does_not(tmp_path: Path) -> None:
+    """Some configurations omit their class's default values."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3_text"}))
+    transformers = pytest.importorskip("transformers")
+    known = transformers.Gemma3TextConfig()
+    shape = model_shape(ChosenModel(str(tmp_path)))
+    assert shape[:3] == (known.num_attention_heads, known.num_key_value_heads, known.head_dim)
+
+
+@pytest.mark.parametrize(
+    ("option", "behind", "revision", "arguments"),
+    [
+        (None, [], None, []),
+        ("v2", ["--seed", "1"], "v2", ["--revision", "v2", "--seed", "1"]),
+        (None, ["--revision", "v2"], "v2", ["--revision", "v2"]),
+        (None, ["--revision=v2"], "v2", ["--revision=v2"]),
+    ],
+)
+def test_the_revision_reaches_the_host(
+    option: str | None, behind: list[str], revision: str | None, arguments: list[str]
+) -> None:
+    assert served_model("a/b", option, behind) == (ChosenModel("a/b", revision), arguments)
+
+
+@pytest.mark.parametrize(
+    ("model", "revision", "behind", "said"),
+    [
+        (
+            "a/b",
+            "v2",
+            ["--revision", "v3"],
+            "--revision is given twice: 'v2', and 'v3' behind",
+        ),
+        (str(TINY), "v2", [], "is a folder; leave it out"),
+        (None, "v2", [], "--revision is given without --model"),
+        ("/no/such/folder", None, [], "/no/such/folder is no folder; expected a checkpoint's"),
+        ("a/b/c", None, [], "a/b/c is no folder"),
+        ("~no-such-user/model", None, [], "~no-such-user/model is no folder"),
+        ("", None, [], "the model is ''; expected a checkpoint's folder, or a hub name"),
+        ("a/b", " ", [], "the revision is ' '; expected"),
+    ],
+)
+def test_what_cannot_be_served(
+    model: str | None, revision: str | None, behind: list[str], said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    with pytest.raises(typer.Exit):
+        served_model(model, revision, behind)
+    assert said in capsys.readouterr().err.replace("\n", "")
+
+
+def test_an_empty_name_is_not_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(typer.Exit):
+        chosen_model("")
+    assert chosen_model(".") == ChosenModel(".")
+
+
+def test_a_name_too_long_for_a_path_is_a_name() -> None:
+    assert chosen_model("a" * 5000).name == "a" * 5000
+
+
+def test_files_in_other_formats_are_the_host_s_affair(tmp_path: Path) -> None:
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes(b"")
+    assert chosen_model(str(gguf)) == ChosenModel(str(gguf))
+    (tmp_path / "params.json").write_text("{}")
+    assert chosen_model(str(tmp_path)) == ChosenModel(str(tmp_path))

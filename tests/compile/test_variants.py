@@ -1,0 +1,416 @@
+"""The start compiles the variants that steps launch, under the keys that launches look up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from triton import knobs
+from triton.compiler.errors import CompilationError
+
+from deft_backend import TreeAttention, forest_from_page_tables
+from deft_backend.compile import variants
+from deft_backend.compile.described_gpu import compiling_for
+from deft_backend.compile.variants import Variant, compile_all, recorded
+from deft_backend.forest.token_tree import ancestors_of_links
+from deft_backend.hosts.common.described_server import DescribedServer, drafts_of
+from deft_backend.hosts.common.planner_choice import planned_on_device
+from deft_backend.hosts.common.warm_up import Drafts, LayerKind
+from deft_backend.kernels import Gpu, configurations
+from deft_backend.kernels.configurations import REDUCE_PARTIALS
+from deft_backend.kernels.hopper import versions as gluon_versions
+from deft_backend.kernels.launches import launches_of
+from deft_backend.settings.config import Settings
+
+HOPPER = Gpu.named("sm_90")
+SIZES = (2, 3, 4, 7, 8, 16, 33, 34, 64, 65, 100, 160, 256, 257, 512, 1000, 1024, 1025, 2048)
+
+needs_gluon = pytest.mark.skipif(
+    not gluon_versions.available(), reason="kernels for another Triton"
+)
+
+
+def server(host: str, heads: tuple[int, int] = (32, 8), head_dim: int = 128) -> DescribedServer:
+    return DescribedServer(
+        host, *heads, head_dim, torch.bfloat16, {"sglang": 1, "vllm": 16}[host], 2048
+    )
+
+
+def attention_of(described: DescribedServer, policy: str = "auto") -> TreeAttention:
+    return TreeAttention(
+        num_query_heads=described.num_query_heads,
+        num_kv_heads=described.num_kv_heads,
+        head_dim=described.head_dim,
+        dtype=described.dtype,
+        device="cpu",
+        page_size=described.page_size,
+        max_batch=described.max_batch,
+        kv_dtype=described.kv_dtype,
+        query_tokens=described.query_tokens,
+        policy=policy,
+        compiled_for=HOPPER,
+    )
+
+
+def step_of(
+    attention: TreeAttention, described: DescribedServer, batch: int, width: int, tokens: int = 1
+) -> dict[str, Any]:
+    """Tensors as a model hands them over: a view of the queries, keys and values together."""
+    heads, kv_heads, dim = attention.num_query_heads, attention.num_kv_heads, attention.head_dim
+    qkv = torch.empty((batch * tokens, (heads + 2 * kv_heads) * dim), dtype=attention.dtype)
+    index = torch.int64 if described.host == "sglang" else torch.int32
+    if described.host == "sglang":
+        k_cache, v_cache = torch.zeros((2, 9, kv_heads, dim), dtype=attention.kv_dtype)
+    else:
+        cache = torch.zeros((9, 16, kv_heads, 2 * dim), dtype=attention.kv_dtype)
+        k_cache, v_cache = cache[..., :dim], cache[..., dim:]
+    return {
+        "q": qkv[:, : heads * dim].view(batch * tokens, heads, dim),
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "page_table": torch.empty((batch + 1, width), dtype=torch.int32),
+        "seq_lens": torch.full((batch,), 5, dtype=index),
+        "table_rows": torch.arange(batch, dtype=index),
+    }
+
+
+@needs_gluon
+@pytest.mark.parametrize("width", [131072, 131076])
+@pytest.mark.parametrize("heads", [(32, 8), (64, 8), (8, 8), (8, 1)])
+@pytest.mark.parametrize("host", ["sglang", "vllm"])
+def test_no_step_needs_a_kernel_that_was_not_compiled(
+    host: str, heads: tuple[int, int], width: int
+) -> None:
+    described = server(host, heads)
+    compiled = set(described.variants(HOPPER, Settings()))
+    attention = attention_of(described)
+    launched: set[Variant] = set()
+    for batch in SIZES:
+        step = step_of(attention, described, batch, width)
+        with recorded() as found:
+            attention.plan_on_device(
+                step["page_table"], step["seq_lens"], table_rows=step["table_rows"]
+            )
+            attention.run(**step, static_launch=True)
+        launched |= set(found)
+    missing = {variant.name for variant in launched - compiled}
+    assert not missing
+    # And hardly more: what the other class of table widths needs.
+    unused = {variant.name for variant in compiled - launched}
+    assert unused <= {"hopper_small_tile_attention", "hopper_large_tile_attention"}
+
+
+class Served(NamedTuple):
+    """A server besides its heads: what it verifies, its KV cache and its layers."""
+
+    host: str
+    drafts: Drafts | None = None
+    kv_dtype: torch.dtype | None = None
+    layers: tuple[LayerKind, ...] = (LayerKind(),)
+
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SINKS = (LayerKind(), LayerKind(soft_cap=True), LayerKind(sinks=torch.bfloat16))
+SERVED = {
+    "sglang-chain": Served("sglang", drafts_of("sglang", 5)),
+    "sglang-long-chain": Served("sglang", drafts_of("sglang", 40)),
+    "sglang-tree": Served("sglang", drafts_of("sglang", 8, trees=True)),
+    "sglang-large-tree": Served("sglang", drafts_of("sglang", 64, trees=True)),
+    "vllm-chain": Served("vllm", drafts_of("vllm", 4)),
+    "vllm-long-chain": Served("vllm", drafts_of("vllm", 39)),
+    "sglang-e4m3": Served("sglang", kv_dtype=E4M3),
+    "sglang-e5m2-chain": Served("sglang", drafts_of("sglang", 5), E5M2),
+    "vllm-e4m3": Served("vllm", kv_dtype=E4M3),
+    "vllm-e5m2-chain": Served("vllm", drafts_of("vllm", 4), E5M2),
+    "sglang-sinks": Served("sglang", layers=SINKS),
+    "vllm-sinks": Served("vllm", layers=SINKS[2:]),
+    "vllm-all": Served("vllm", drafts_of("vllm", 4), E4M3, SINKS),
+    "sglang-all": Served("sglang", drafts_of("sglang", 5, trees=True), E4M3, SINKS),
+}
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "gluon"])
+def gluon(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """Both values of the gates that decide which kernels a server launches."""
+    caches = (configurations.kernel_configuration, launches_of)
+    for name in ("GLUON_QUERY_TOKENS", "GLUON_EIGHT_BITS"):
+        monkeypatch.setattr(configurations, name, request.param)
+    for cached in caches:
+        cached.cache_clear()
+    yield request.param
+    for cached in caches:
+        cached.cache_clear()
+
+
+@needs_gluon
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("heads", [(32, 8), (8, 1)])
+def test_exactly_what_steps_launch_is_compiled(
+    heads: tuple[int, int], name: str, gluon: bool
+) -> None:
+    """Verifications, decode, caches of 8 bits, and layers with sinks or a soft cap."""
+    host, drafts, kv_dtype, layers = SERVED[name]
+    described = replace(server(host, heads), drafts=drafts, kv_dtype=kv_dtype, layers=layers)
+    compiled = set(described.variants(HOPPER, Settings()))
+    held = planned_on_device(2048, described.query_tokens, heads[0] // heads[1])
+    attention = attention_of(replace(described, max_batch=held))
+    assert attention.max_batch == held
+    launched: set[Variant] = set()
+    for width in (131072, 131076):
+        for batch in sorted({size for size in SIZES if size < held} | {held}):
+            with recorded() as found:
+                if drafts is not None:
+                    verify(attention, described, drafts, batch, width)
+                if drafts is None or not drafts.always:
+                    decode(attention, described, batch, width)
+            launched |= set(found)
+    assert {variant.name for variant in launched - compiled} == set()
+    assert {variant.name for variant in compiled - launched} == set()
+    names = {variant.name for variant in compiled}
+    several = drafts is not None and drafts.always
+    gated = several or kv_dtype is not None
+    assert ("hopper_large_tile_attention" in names) is (gluon or not gated)
+
+
+@needs_gluon
+@pytest.mark.parametrize("tokens", [2, 5, 40])
+def test_two_runs_of_deft_warm_cover_a_draft_model(gluon: bool, tokens: int) -> None:
+    """It decodes, and passes over the tokens of a verification as over a chain."""
+    drafting = replace(server("sglang", (24, 8)), drafts=Drafts(tokens))
+    decoding, verifying = (
+        set(replace(drafting, drafts=drafts).variants(HOPPER, Settings()))
+        for drafts in (None, drafts_of("sglang", tokens))
+    )
+    needed = set(drafting.variants(HOPPER, Settings()))
+    assert needed <= decoding | verifying
+    assert not needed <= decoding
+    assert not needed <= verifying
+
+
+def decode(attention: TreeAttention, described: DescribedServer, batch: int, width: int) -> None:
+    """A step without drafts."""
+    step = step_of(attention, described, batch, width)
+    attention.plan_on_device(step["page_table"], step["seq_lens"], table_rows=step["table_rows"])
+    run_layers(attention, described, step, static_launch=True)
+
+
+def verify(
+    attention: TreeAttention, described: DescribedServer, drafts: Drafts, batch: int, width: int
+) -> None:
+    """A verification, with what the adapters pass for it."""
+    tokens = drafts.query_tokens
+    step = step_of(attention, described, batch, width, tokens)
+    step["seq_lens"] = step["seq_lens"] + tokens
+    if drafts.trees:
+        links = torch.full((2, batch + 2, tokens), -1)[:, :batch]
+        step["ancestors"] = ancestors_of_links(*links)
+    if drafts.ragged:
+        step["query_start"] = torch.zeros(batch + 3, dtype=torch.int32)[: batch + 1]
+    attention.plan_on_device(
+        step["page_table"], step["seq_lens"], table_rows=step["table_rows"], query_tokens=tokens
+    )
+    run_layers(attention, described, step)
+
+
+def run_layers(
+    attention: TreeAttention, described: DescribedServer, step: dict[str, Any], **options: Any
+) -> None:
+    """A layer of each kind; hosts pass scales of a cache of 8 bits as tensors."""
+    step["out"] = torch.empty(step["q"].shape, dtype=attention.dtype)
+    if described.kv_dtype is not None:
+        options |= {name: torch.ones(()) for name in ("k_scale", "v_scale")}
+    for layer in described.layers:
+        sinks = None if layer.sinks is None else torch.zeros(attention.num_query_heads)
+        attention.run(
+            **step, **options, logit_cap=30.0 * layer.soft_cap,
+            sinks=None if sinks is None else sinks.to(layer.sinks),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["auto", "fasttree", "deft-flatten"])
+def test_plans_of_the_host_need_no_other_kernel(policy: str) -> None:
+    described = server("sglang")
+    settings = Settings(planner="host", policy=policy)
+    compiled = set(described.variants(HOPPER, settings))
+    attention = attention_of(described, policy)
+    generator = torch.Generator().manual_seed(1)
+    launched: set[Variant] = set()
+    for batch in (2, 5, 40, 300):
+        step = step_of(attention, described, batch, 131076)
+        lens = torch.randint(1, 3000, (batch,), generator=generator)
+        pages = torch.arange(batch)[:, None] * 4000 + torch.arange(3000)
+        pages[: batch // 2, :900] = torch.arange(900)
+        forest = forest_from_page_tables(pages.int(), lens.int())
+        attention.plan(forest)
+        with recorded() as found:
+            attention.run(**step)  # an eager step
+            attention.run(**step, static_launch=True)  # a captured one
+        launched |= set(found)
+    assert launched
+    assert not {variant.name for variant in launched - compiled}
+
+
+@pytest.fixture
+def keys() -> Iterator[list[Any]]:
+    """Triton's keys of what it is asked to compile, and does not."""
+    seen: list[Any] = []
+
+    def hook(**event: Any) -> bool:
+        seen.append((event["fn"].name, event["compile"]["specialization_data"]))
+        return True
+
+    before = knobs.runtime.jit_cache_hook
+    knobs.runtime.jit_cache_hook = hook
+    yield seen
+    knobs.runtime.jit_cache_hook = before
+
+
+@needs_gluon
+@pytest.mark.parametrize("host", ["sglang", "vllm"])
+def test_a_variant_has_the_key_of_its_launch(
+    host: str, keys: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = server(host)
+    attention = attention_of(described)
+    step = step_of(attention, described, 40, 131076)
+    launches: list[Callable[[], Any]] = []
+
+    def record(kernel: Any, arguments: Any, constants: Any, options: Any) -> None:
+        launches.append(lambda: kernel.warmup(*arguments, grid=(1,), **constants, **options))
+
+    with recorded() as found:
+        recorder = variants.recorder
+        assert recorder is not None
+
+        def both(*launch: Any) -> None:
+            recorder(*launch)
+            record(*launch)
+
+        monkeypatch.setattr(variants, "recorder", both)
+        attention.plan_on_device(
+            step["page_table"], step["seq_lens"], table_rows=step["table_rows"]
+        )
+        attention.run(**step)
+    with compiling_for(90):
+        for launch in launches:
+            launch()
+        launched = list(keys)
+        keys.clear()
+        for variant in found:
+            variant.compile()
+    assert len(found) == len(launches) == 10
+    assert keys == launched
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        (32, 48, True),
+        (6, 10, True),
+        (6, 1, False),
+        (6, 16, False),
+        (6, 6 + (1 << 40), False),
+    ],
+)
+def test_integers_of_one_kind_share_a_variant(first: int, second: int, same: bool) -> None:
+    found = {variants._kind(value, fixed=False) for value in (first, second)}
+    assert (len(found) == 1) is same
+
+
+def test_an_integer_that_triton_does_not_look_at_makes_no_variant() -> None:
+    assert len({variants._kind(value, fixed=True) for value in (1, 6, 16, 48)}) == 1
+
+
+def test_a_pointer_tells_whether_it_is_aligned() -> None:
+    tensor = torch.zeros(64)
+    kinds = [variants._kind(tensor[at:], fixed=False) for at in (0, 1, 4)]
+    assert [kind.aligned for kind in kinds] == [True, False, True]
+    assert [kind.data_ptr() % 16 for kind in kinds] == [0, 8, 0]
+
+
+def reductions(count: int) -> list[Variant]:
+    """Variants that compile quickly."""
+    described = server("vllm")
+    found = [
+        variant
+        for max_queries in (2, 200)
+        for variant in DescribedServer(
+            "vllm", 32, 8, 128, torch.bfloat16, 16, max_queries
+        ).variants(HOPPER, Settings())
+        if variant.kernel is REDUCE_PARTIALS._compiled
+    ]  # fmt: skip
+    assert described.max_batch == 2048
+    return list(dict.fromkeys(found))[:count]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_compilation_is_repeated_if_python_stumbles(wrapped: bool) -> None:
+    """Triton wraps what its parser raises in a called function."""
+    calls = []
+
+    def variant_of(compile_it: Callable[[], Any]) -> Any:
+        return SimpleNamespace(compile=compile_it)
+
+    def stumble() -> str:
+        calls.append(1)
+        if len(calls) == 3:
+            return "kernel"
+        try:
+            raise SystemError("AST constructor recursion depth mismatch")
+        except SystemError as error:
+            if not wrapped:
+                raise
+            raise CompilationError(None, None, None) from error
+
+    assert variants._compiled(variant_of(stumble)) == "kernel"
+    assert len(calls) == 3
+
+    def fail() -> None:
+        calls.append(1)
+        raise CompilationError(None, None, None)
+
+    with pytest.raises(CompilationError):
+        variants._compiled(variant_of(fail))
+    assert len(calls) == 4
+
+
+def test_kernels_are_compiled_on_several_threads_and_found_again(tmp_path: Path) -> None:
+    wanted = reductions(2)
+    prepared: list[int] = []
+    with knobs.cache.scope(), compiling_for(90):
+        knobs.cache.dir = str(tmp_path)
+        listener = knobs.compilation.listener
+        first = compile_all(wanted, threads=2, prepare=lambda: prepared.append(1))
+        with compiling_for(90):  # as another process would
+            again = compile_all(wanted, threads=1)
+        assert knobs.compilation.listener is listener
+    assert (first.compiled, first.cached, first.threads) == (2, 0, 2)
+    assert (again.compiled, again.cached, again.threads) == (0, 2, 1)
+    assert 1 <= len(prepared) <= 2
+    assert [kernel.hash for kernel in first.kernels] == [kernel.hash for kernel in again.kernels]
+    assert "2 kernels ready" in str(first)
+    assert "2 compiled on 2 threads, 0 from the cache" in str(first)
+
+
+def test_nothing_to_compile_needs_no_gpu() -> None:
+    assert compile_all([]).kernels == ()
+
+
+def test_an_error_of_one_compilation_reaches_the_caller(tmp_path: Path) -> None:
+    (good,) = reductions(1)
+    bad = Variant(good.kernel, good.arguments, good.constants, (("no_such_option", 1),))
+    with knobs.cache.scope(), compiling_for(90):
+        knobs.cache.dir = str(tmp_path)
+        with pytest.raises(KeyError, match="no_such_option"):
+            compile_all([bad])
+
+
+@pytest.mark.parametrize("name", ["sm_70", "90", "h100", ""])
+def test_an_unknown_gpu_is_refused_with_those_that_are_known(name: str) -> None:
+    with pytest.raises(ValueError, match=r"expected one of sm_80, sm_86, .*sm_90"):
+        Gpu.named(name)

@@ -1,0 +1,385 @@
+"""The example host in ``examples/page_table_engine``, and its page in the documentation."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("safetensors", reason="the example reads its model with safetensors")
+
+from deft_backend.attention import TreeAttention
+from deft_backend.planner.on_device import largest_batch
+from examples.page_table_engine.cache import PADDING_PAGE, PagePool, page_keys
+from examples.page_table_engine.engine import Engine
+from examples.page_table_engine.model import Llama, LlamaConfig
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "models" / "tiny-llama"
+PAGE = ROOT / "docs" / "writing-a-host.md"
+
+BELMORA = list(b"The town of Belmora stands on the river Isk. Its ruler is King Odo. ")
+PROMPTS = [BELMORA + list(end) for end in (b"People of", b"The town of", b"Its ruler")]
+DIGITS = list(b"Sort the digits 8 2 5 1.")
+
+
+@pytest.fixture(scope="module")
+def model() -> Llama:
+    return Llama(MODEL, torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def _default_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DEFT_POLICY", "DEFT_VERIFY", "DEFT_MIN_BATCH"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def drain(engine: Engine) -> dict[int, list[int]]:
+    """Every request's new tokens, until all requests have ended."""
+    answers: dict[int, list[int]] = {}
+    while not engine.is_idle:
+        for request, token in engine.step():
+            answers.setdefault(request, []).append(token)
+    return answers
+
+
+def traffic(engine: Engine) -> list[list[tuple[int, int]]]:
+    """The tokens of each step while requests join, share, fork, end and are aborted."""
+    first, second = engine.add(PROMPTS[0], 9), engine.add(PROMPTS[1], 3)
+    steps = [
+        engine.step() for _ in range(3)
+    ]  # the second request ends in the second of these steps
+    assert first in engine.running
+    assert second not in engine.running
+    # A fork: the first request's tokens so far, with another continuation. Its pages are shared.
+    fork = engine.add([*engine.running[first].tokens, *b" and then"], 6)
+    alone = engine.add(DIGITS, 8)
+    steps += [engine.step() for _ in range(2)]
+    again = engine.add(PROMPTS[0], 4)  # the same prompt again, in a row that was used before
+    last = engine.add(PROMPTS[2], 5)
+    engine.abort(alone)
+    steps.append(engine.step())
+    assert alone not in engine.running
+    engine.abort(fork)
+    engine.abort(fork)  # it has ended: no effect
+    while not engine.is_idle:
+        steps.append(engine.step())
+    told = {request for step in steps for request, _ in step}
+    assert told == {first, second, fork, alone, again, last}
+    return steps
+
+
+@pytest.fixture(scope="module")
+def plain_steps(model: Llama) -> list[list[tuple[int, int]]]:
+    return traffic(Engine(model, num_pages=64, page_size=8, max_batch=4, attention="torch"))
+
+
+def test_forward_agrees_with_transformers(model: Llama) -> None:
+    transformers = pytest.importorskip("transformers", reason="compares with its Llama")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(MODEL).float().eval()
+    engine = Engine(model, num_pages=64, page_size=8, max_batch=2, attention="torch")
+    requests = [engine.add(PROMPTS[0], 12), engine.add(DIGITS, 12)]
+    answers = drain(engine)
+    for request, prompt in zip(requests, (PROMPTS[0], DIGITS), strict=True):
+        tokens = torch.tensor([prompt])
+        expected = reference.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=12, do_sample=False
+        )
+        assert answers[request] == expected[0, len(prompt) :].tolist()
+
+
+def test_tree_attention_answers_token_for_token(
+    model: Llama, plain_steps: list[list[tuple[int, int]]]
+) -> None:
+    engine = Engine(model, num_pages=64, page_size=8, max_batch=4)
+    assert traffic(engine) == plain_steps
+    counts = engine.state.counters()
+    assert counts.steps_tree > 5
+    # The last request, alone:
+    assert set(counts.steps_host) == {"batch smaller than DEFT_MIN_BATCH=2"}
+    assert counts.decode_steps <= len(plain_steps)
+
+
+def test_shared_prefix_is_read_once(model: Llama) -> None:
+    engine = Engine(model, num_pages=64, page_size=8, max_batch=4)
+    prompts = [BELMORA * 2 + prompt for prompt in PROMPTS]
+    requests = [engine.add(prompt, 2) for prompt in prompts]
+    engine.step()  # prefill, then one decode step
+    counts = engine.state.counters()
+    assert counts.steps_tree == 1
+    lens = [len(prompt) + 1 for prompt in prompts]
+    assert counts.kv_bytes_query_guided == sum(lens) * engine.state.token_bytes * 4
+    shared = 8 * (3 * len(BELMORA) // 8)  # full pages
+    stored = shared + sum(length - shared for length in lens)
+    assert counts.kv_bytes_read == stored * engine.state.token_bytes * 4
+    assert requests == [0, 1, 2]
+
+
+def test_padding_writes_nothing_that_is_read(model: Llama) -> None:
+    caches = []
+    for attention, max_batch in (("tree", 4), ("torch", 3)):
+        engine = Engine(model, num_pages=64, page_size=8, max_batch=max_batch, attention=attention)
+        for prompt in PROMPTS:
+            engine.add(prompt, 3)
+        engine.step()  # of three requests: padded to four, and not padded
+        caches.append(torch.stack((engine._cache.k, engine._cache.v)))
+    padded, exact = (cache[:, :, PADDING_PAGE + 1 :] for cache in caches)
+    torch.testing.assert_close(padded, exact, rtol=1e-3, atol=1e-4)
+    assert caches[0][:, :, PADDING_PAGE].any()
+    assert not caches[1][:, :, PADDING_PAGE].any()
+
+
+def test_unshared_batch_takes_the_same_path(model: Llama) -> None:
+    answers = []
+    for attention in ("torch", "tree"):
+        engine = Engine(model, num_pages=64, page_size=8, max_batch=2, attention=attention)
+        engine.add(PROMPTS[0], 4)
+        engine.add(DIGITS, 4)
+        answers.append(drain(engine))
+    assert answers[0] == answers[1]
+    counts = engine.state.counters()
+    assert counts.steps_tree == counts.decode_steps == 3
+    assert counts.kv_bytes_read == counts.kv_bytes_query_guided
+
+
+def test_graph_replays_read_the_static_buffers(
+    model: Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for CUDA graphs: a replay repeats the captured forward."""
+    plain = Engine(model, num_pages=64, page_size=8, max_batch=4, attention="torch")
+    engine = Engine(model, num_pages=64, page_size=8, max_batch=4)
+    decode, replays = engine._decode, []
+    forward, calls = decode._forward, []
+
+    def recorded(size: int) -> torch.Tensor:
+        calls.append((size, forward(size)))
+        return calls[-1][1]
+
+    class Graph:
+        def replay(self) -> None:
+            replays.append(self.size)
+            with torch.inference_mode():
+                self.out.copy_(forward(self.size))
+
+    @contextmanager
+    def capture(graph: Graph, pool: object) -> Iterator[None]:
+        yield
+        graph.size, graph.out = calls[-1]
+
+    for name, stand_in in (
+        ("graph_pool_handle", object), ("synchronize", lambda: None), ("CUDAGraph", Graph),
+        ("graph", capture),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(decode, "_forward", recorded)
+    decode._capture(decode._tree)
+    assert [size for size, _ in calls] == [4, 4, 2, 2]  # 1 is below DEFT_MIN_BATCH
+    calls.clear()
+    for new, prompt in zip((2, 3, 4), PROMPTS, strict=True):
+        assert plain.add(prompt, new) == engine.add(prompt, new)
+    assert drain(engine) == drain(plain)
+    assert replays == [4, 2]
+    assert [size for size, _ in calls] == [1]
+
+
+def test_host_planner_and_verification(
+    model: Llama, plain_steps: list[list[tuple[int, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEFT_POLICY", "deft-node")
+    monkeypatch.setenv("DEFT_VERIFY", "1")
+    monkeypatch.setenv("DEFT_MIN_BATCH", "1")
+    engine = Engine(model, num_pages=64, page_size=8, max_batch=4)
+    assert traffic(engine) == plain_steps
+    counts = engine.state.counters()
+    assert 0 < counts.plans < counts.steps_tree == counts.decode_steps
+    assert counts.kv_bytes_read < counts.kv_bytes_query_guided
+
+
+def test_verification_finds_wrong_output(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEFT_VERIFY", "1")
+    engine = Engine(model, num_pages=64, page_size=8, max_batch=2)
+    run = TreeAttention.run
+    monkeypatch.setattr(TreeAttention, "run", lambda *args, **kwargs: 1.01 * run(*args, **kwargs))
+    for prompt in PROMPTS[:2]:
+        engine.add(prompt, 2)
+    with pytest.raises(RuntimeError, match="layer 0: tree attention is off"):
+        engine.step()
+
+
+@pytest.mark.parametrize(
+    ("variables", "max_batch", "reason"),
+    [
+        ({}, largest_batch() + 1, "plans made on the device hold"),
+        ({"DEFT_POLICY": "fasttree"}, 2, "could not be set up"),
+    ],
+)
+def test_what_cannot_run_is_said_and_delegated(
+    model: Llama,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    variables: dict[str, str],
+    max_batch: int,
+    reason: str,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+        monkeypatch.setattr(TreeAttention, "clear_plan", lambda self: 1 / 0)
+    engine = Engine(model, num_pages=64, page_size=8, max_batch=max_batch)
+    assert reason in caplog.text
+    engine.add(DIGITS, 3)
+    engine.add(DIGITS, 3)
+    answers = drain(engine)
+    assert answers[0] == answers[1]
+    assert set(engine.state.steps_host) == {"no tree attention"}
+
+
+def test_requests_with_one_prefix_hold_the_same_pages(model: Llama) -> None:
+    engine = Engine(model, num_pages=64, page_size=8, max_batch=3, attention="torch")
+    unused = engine.pool.num_unused
+    for prompt in PROMPTS:
+        engine.add(prompt, 4)
+    engine.step()
+    full = len(BELMORA) // 8
+    running = list(engine.running.values())
+    for request in running:
+        assert engine.page_table[request.row, : len(request.pages)].tolist() == request.pages
+        assert request.pages[:full] == running[0].pages[:full]
+        assert PADDING_PAGE not in request.pages
+    own = [page for request in running for page in request.pages[full:]]
+    assert len(set(own)) == len(own)
+    assert not set(own) & set(running[0].pages[:full])
+    assert engine.pool.num_unused == unused - full - len(own)
+    drain(engine)
+    assert engine.pool.num_unused == unused
+
+
+def test_generated_pages_are_shared_too_and_found_again(model: Llama) -> None:
+    engine = Engine(model, num_pages=64, page_size=8, max_batch=2, attention="torch")
+    unused = engine.pool.num_unused
+    first = engine.add(PROMPTS[0], 16)
+    for _ in range(12):
+        engine.step()
+    request = engine.running[first]
+    full = (len(request.tokens) - 1) // 8  # the last token's KV is not written yet
+    assert full * 8 > len(PROMPTS[0])
+    fork = engine.add([*request.tokens, *b"!"], 4)
+    engine.step()
+    assert engine.running[fork].pages[:full] == request.pages[:full]
+    assert engine.running[fork].pages[full] != request.pages[full]
+    engine.abort(first)
+    engine.abort(fork)
+    assert engine.pool.num_unused == unused
+    engine.step()
+    later = engine.add(request.tokens, 4)
+    engine.step()
+    assert engine.running[later].pages[:full] == request.pages[:full]
+
+
+def test_requests_wait_for_pages_and_rows(model: Llama) -> None:
+    prompts = (PROMPTS[0], DIGITS, PROMPTS[1])
+    roomy = Engine(model, num_pages=64, page_size=8, max_batch=3, attention="torch")
+    tight = Engine(model, num_pages=13, page_size=8, max_batch=2, attention="torch")
+    requests = [roomy.add(prompt, 3) for prompt in prompts]
+    assert requests == [tight.add(prompt, 3) for prompt in prompts]
+    roomy.step()
+    assert list(roomy.running) == requests
+    expected = {request: roomy.running[request].tokens[-2:] for request in requests}
+    tight.step()
+    assert list(tight.running) == requests[:1]  # 11 of 12 pages; the second needs 4
+    answers = drain(tight)
+    assert {request: answers[request][:2] for request in requests[1:]} == {
+        request: expected[request] for request in requests[1:]
+    }
+    assert tight.pool.num_unused == 12
+
+
+def test_pages_given_out_anew_are_forgotten() -> None:
+    pool = PagePool(4)
+    tokens = list(range(24))
+    keys = page_keys(tokens, 8, 3)
+    assert keys == page_keys(tokens, 8, 3, keys[:1])
+    assert page_keys([9, *tokens[1:]], 8, 3)[2] != keys[2]  # of all tokens up to its end
+    pages = pool.acquire([], 3)
+    assert pages is not None
+    assert PADDING_PAGE not in pages
+    for page, key in zip(pages, keys, strict=True):
+        pool.publish(page, key)
+    assert pool.acquire([], 1) is None
+    pool.release(pages)
+    assert pool.match(keys) == pages
+    assert pool.acquire(pages[:1], 3) is None  # the matched page is one of the three unused
+    fresh = pool.acquire([], 1)
+    assert fresh == pages[2:]  # the end of a prefix goes first
+    assert pool.match(keys) == pages[:2]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "new", "message"),
+    [
+        ([], 4, "0 prompt tokens"),
+        ([1], 0, "0 new ones"),
+        ([1], 10_000, "hold 504"),
+        ([1, 320], 4, "token 320"),
+    ],
+)
+def test_bad_requests_are_refused(model: Llama, tokens: list[int], new: int, message: str) -> None:
+    engine = Engine(model, num_pages=64, page_size=8, attention="torch")
+    with pytest.raises(ValueError, match=message):
+        engine.add(tokens, new)
+    assert engine.is_idle
+
+
+def test_other_models_are_refused(tmp_path: Path) -> None:
+    text = (MODEL / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace('"llama"', '"gemma2"'))
+    with pytest.raises(ValueError, match="model_type is 'gemma2'; expected 'llama'"):
+        LlamaConfig.read(tmp_path)
+
+
+def defined_in(path: Path) -> set[str]:
+    """Functions, classes and methods of a file, as ``Class.method``."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            members = (part for part in node.body if isinstance(part, ast.FunctionDef))
+            names |= {f"{node.name}.{part.name}" for part in members}
+    return names
+
+
+def test_page_links_to_files_that_exist() -> None:
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", PAGE.read_text())
+    assert len(links) > 40
+    missing = [link for link in links if not (PAGE.parent / link).exists()]
+    assert not missing
+
+
+def test_page_names_symbols_that_exist() -> None:
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    named = [
+        (PAGE.parent / link, symbol)
+        for row in rows
+        for link, symbols in re.findall(r"\]\(([^)]+\.py)\)((?: `[\w.]+`)+)", row)
+        for symbol in re.findall(r"`([\w.]+)`", symbols)
+    ]
+    assert len(named) > 40
+    missing = [f"{path.name}: {name}" for path, name in named if name not in defined_in(path)]
+    assert not missing
+
+
+def test_page_quotes_the_example() -> None:
+    sources = [path.read_text() for path in (ROOT / "examples").rglob("*.py")]
+    code = [[line.strip() for line in text.splitlines() if line.strip()] for text in sources]
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(blocks) > 8
+    for block in blocks:
+        lines = [line.strip() for line in block.splitlines() if line.strip()]
+        assert any(
+            lines == text[at : at + len(lines)] for text in code for at in range(len(text))
+        ), f"not in the example:\n{block}"

@@ -1,0 +1,282 @@
+"""Attacks on the files and the port of the package: each ends in a refusal that names its cause."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.fuzz.forests import Limits, draw_batch
+from deft_backend.compile.kernel_folder import KernelFolderError, Origin, fill, take
+from deft_backend.costs.cost_model import CostModel, CostModelError, default_cost_model
+from deft_backend.files import private_files
+from deft_backend.files.json_fields import shown
+from deft_backend.files.private_files import (
+    create_empty,
+    open_private,
+    unsafe_folder,
+    write_private,
+)
+from deft_backend.forest import build_forest, forest_from_page_tables
+from deft_backend.telemetry.forest_json import forest_as_json, forest_from_json
+from deft_backend.telemetry.state import StateWriter
+from deft_backend.telemetry.state_reader import BatchQuestion, StateError, read_state
+from deft_backend.tools.servers.driver_stub import DriverStubError, ensure_driver_stub
+from deft_backend.tools.traces.arrivals import load_arrivals
+from deft_backend.tools.traces.recorded_trees import TraceError
+from deft_backend.tools.watch.page_server import PageServer
+from sglang_fakes import make_state
+
+HERE = Origin.of("sm_90")
+FOREST = build_forest([2, 0, 1, 3], [8, 4, 0], [9, 12, 8, 3], 4)
+
+
+def deep(levels: int) -> Any:
+    """A list in a list in a list …"""
+    found: Any = []
+    for _ in range(levels):
+        found = [found]
+    return found
+
+
+WRONG: tuple[Any, ...] = (
+    None, True, -1, 1 << 40, 1 << 70, -(1 << 70), 10**400, 0.5, float("nan"), float("inf"), "", "7",
+    "../x", [], [[]], [1, "2"], ["1", "2"], [True], [[1], [2, 3]], {}, {"": 0}, deep(40), deep(900),
+    ["x" * 10_000] * 100, "x" * 10_000,
+)  # fmt: skip
+"""Values of wrong types, sizes and nesting, for any field."""
+
+
+def places(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every field of a document, and the first elements of its lists."""
+    if path:
+        yield path
+    if isinstance(content, dict | list):
+        pairs = content.items() if isinstance(content, dict) else enumerate(content[:1])
+        for name, value in pairs:
+            yield from places(value, (*path, name))
+
+
+def changed(content: Any, path: tuple[Any, ...], value: Any) -> Any:
+    if not path:
+        return value
+    copy = dict(content) if isinstance(content, dict) else list(content)
+    copy[path[0]] = changed(content[path[0]], path[1:], value)
+    return copy
+
+
+def state_file() -> Any:
+    state = make_state()
+    state.forest, state.rids = FOREST, ["a", "b", "c", "d"]
+    return {**state.as_json(state.counters()), "updated": 1.0}
+
+
+def manifest() -> Any:
+    names = {"format": 1, "package": HERE.package, "sources": HERE.sources}
+    origin = {**names, "torch": HERE.torch, "triton": HERE.triton, "gpu": HERE.gpu}
+    return {**origin, "kernels": {"1" * 64: {"k.json": "2" * 64, "k.cubin": "3" * 64}}}
+
+
+def arrivals() -> Any:
+    return {"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}
+
+
+FILES: dict[str, tuple[Callable[[], Any], Callable[[Path], object], type[Exception]]] = {
+    "state": (state_file, read_state, StateError),
+    "table": (
+        lambda: default_cost_model().to_dict(),
+        lambda path: CostModel.load(path, private=True),
+        CostModelError,
+    ),
+    "manifest": (manifest, lambda path: take(path.parent, HERE), KernelFolderError),
+    "trace": (arrivals, load_arrivals, TraceError),
+}
+LENGTHS = {"tokens", "query_rows", "input_length", "hash_ids", "time_ms"}
+"""Fields that must fit each other: the message may name the other one."""
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_every_wrong_value_of_every_field_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    """The message names the field, or the field above it, and is short. Nothing else is raised."""
+    make, read, error = FILES[kind]
+    path = tmp_path / "manifest.json"
+    content = make()
+    write_private(path, json.dumps(content))
+    read(path)
+    for place in places(content):
+        for value in WRONG:
+            write_private(path, json.dumps(changed(content, place, value)))
+            try:
+                read(path)
+            except error as refused:
+                said = str(refused)
+                assert len(said) < 700, said
+                names = [part for part in place if isinstance(part, str)]
+                told = any(name in said for name in names) or names[0] in LENGTHS
+                assert told or "its kernels are for" in said, (place, said)
+
+
+@pytest.mark.parametrize("levels", range(800, 1000, 7))
+def test_no_depth_of_nesting_escapes(tmp_path: Path, levels: int) -> None:
+    """Python may parse a value that it cannot show, because showing nests a little deeper."""
+    path = tmp_path / "table.json"
+    text = json.dumps({**default_cost_model().to_dict(), "head_dim": 0})
+    write_private(path, text.replace('"head_dim": 0', f'"head_dim": {"[" * levels}{"]" * levels}'))
+    with pytest.raises(CostModelError):
+        CostModel.load(path, private=True)
+    assert len(shown(deep(5000))) < 90
+
+
+def test_a_forest_whose_indices_do_not_fit_is_refused() -> None:
+    """Compiled code follows a forest's indices without a check of its own."""
+    content = forest_as_json(FOREST)
+    read = forest_from_json(content)
+    assert forest_as_json(read) == content
+    for name, array in content.items():
+        if name == "page_size":
+            continue
+        for at in range(len(array)):
+            for value in (-2, 10_000, (1 << 31) - 1, array[at] + 1):
+                wrong = {**content, name: [*array[:at], value, *array[at + 1 :]]}
+                with pytest.raises(ValueError, match=r"\w+"):
+                    forest_from_json(wrong)
+        for wrong_array in (array[:-1], [*array, 0], array * 2):
+            with pytest.raises(ValueError, match=r"\w+"):
+                forest_from_json({**content, name: wrong_array})
+    with pytest.raises(ValueError, match="page_size"):
+        forest_from_json({**content, "page_size": 0})
+
+
+def test_every_forest_that_a_server_writes_is_read() -> None:
+    """Also those of pages in two copies, where rows that agree may differ before."""
+    limits = Limits(24, 400, 1 << 14)
+    for seed in range(120):
+        batch = draw_batch(np.random.default_rng(seed), 16, limits, twins=True)
+        tables = np.ascontiguousarray(batch.page_table[batch.rows])
+        forest = forest_from_page_tables(tables, batch.seq_lens, 16, check=False)
+        content = json.loads(json.dumps(forest_as_json(forest)))
+        assert forest_as_json(forest_from_json(content)) == content
+
+
+def test_an_empty_forest_is_read() -> None:
+    empty = build_forest([], [], [], 1)
+    assert forest_from_json(forest_as_json(empty)).batch_size == 0
+
+
+def test_names_that_clients_choose_do_no_harm(tmp_path: Path) -> None:
+    """SGLang's clients may name their requests: with control characters, and at any length."""
+    state = make_state()
+    state.forest, state.rids = FOREST, ["\x1b]0;owned\x07", "\ud800", "x" * 1_000_000, "plain"]
+    writer = StateWriter(state, tmp_path)
+    writer.look()
+    assert read_state(writer.path).rids == ("?]0;owned?", "?", "x" * 64, "plain")
+    content = {**state_file(), "host": "\x1b[2J"}
+    write_private(writer.path, json.dumps(content))
+    with pytest.raises(StateError, match=r"host is .*printable"):
+        read_state(writer.path)
+
+
+def test_a_question_follows_no_link(tmp_path: Path) -> None:
+    state = tmp_path / "1-tp0.json"
+    outside = tmp_path / "outside"
+    (tmp_path / "1-tp0.wanted").symlink_to(outside)
+    with pytest.raises(StateError, match="cannot ask"):
+        BatchQuestion(state)
+    assert not outside.exists()
+    create_empty(tmp_path / "new")
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_pipe_in_a_logs_place_is_refused_and_nothing_waits(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log")
+    with pytest.raises(OSError):  # noqa: PT011  # the system's own message: nobody reads it
+        open_private(tmp_path / "log")
+    reader = os.open(tmp_path / "log", os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(OSError, match="no regular file"):
+        open_private(tmp_path / "log")
+    os.close(reader)
+
+
+def test_an_oversized_file_is_not_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    write_private(path, "{}")
+    with path.open("r+b") as file:
+        file.truncate(private_files.MOST_BYTES + 1)  # a hole: it takes no space on the disk
+    with pytest.raises(CostModelError, match="holds more than"):
+        CostModel.load(path, private=True)
+
+
+def test_folders_in_which_others_could_exchange_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = tmp_path / "above" / "inner"
+    inner.mkdir(parents=True)
+    assert unsafe_folder(inner) is None
+    for folder in (inner, inner.parent):
+        folder.chmod(0o777)
+        assert f"others may write to {folder}" in str(unsafe_folder(inner))
+        folder.chmod(0o1777)  # as /tmp: each user changes only the user's own files
+        assert unsafe_folder(inner) is None
+        folder.chmod(0o755)
+    link = tmp_path / "link"
+    link.symlink_to(inner.parent)
+    assert unsafe_folder(link / "inner") is None
+    inner.parent.chmod(0o777)
+    assert str(inner.parent) in str(unsafe_folder(link / "inner"))
+    inner.parent.chmod(0o755)
+    if os.getuid() == 0:
+        os.lchown(link, 4321, 4321)
+        assert "belongs to user 4321" in str(unsafe_folder(link / "inner"))
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler is installed")
+def test_no_library_is_used_that_others_could_exchange(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEFT_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    ensure_driver_stub()
+    (tmp_path / "cache").chmod(0o777)
+    with pytest.raises(DriverStubError, match=r"others may write to .*DEFT_CACHE_DIR"):
+        ensure_driver_stub()
+
+
+def test_a_link_to_another_folder_gives_no_kernels_of_others(tmp_path: Path) -> None:
+    """The files themselves must be this user's, even behind a link."""
+    folder = tmp_path / "kernels"
+    fill(folder, HERE, [])
+    (tmp_path / "link").symlink_to(folder)
+    assert take(tmp_path / "link", HERE).copied == 0
+    (folder / "manifest.json").chmod(0o666)
+    with pytest.raises(KernelFolderError, match="others may write"):
+        take(tmp_path / "link", HERE)
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [
+        (b"GET http://[ HTTP/1.1", b"400"),
+        (b"GET /../../etc/passwd HTTP/1.1", b"404"),
+        (b"GET /state.json?engine=99999999999999999999&known=-5 HTTP/1.1", b"200"),
+        (b"DELETE / HTTP/1.1", b"405"),
+        (b"GET " + b"/" * 70_000 + b" HTTP/1.1", b"414"),
+        (b"nonsense", b"400"),
+    ],
+)
+def test_the_page_server_answers_bad_requests(request_line: bytes, status: bytes) -> None:
+    import threading
+
+    with PageServer("127.0.0.1", 0, lambda engine, known: {"engine": engine}) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with socket.create_connection(server.server_address[:2], timeout=20) as client:
+            client.sendall(request_line + b"\r\nHost: localhost\r\n\r\n")
+            answer = client.makefile("rb").read()
+        server.shutdown()
+    assert status in answer[:500]

@@ -1,0 +1,72 @@
+"""The package's folders: one module decides their paths, and creates them for one user."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deft_backend.files.folders import (
+    cache_directory,
+    create_private,
+    driver_stub_directory,
+    state_directory,
+    tables_directory,
+)
+from deft_backend.settings.config import Settings, SettingsError
+
+
+def test_every_folder_follows_the_cache_folder() -> None:
+    for env, cache in (
+        ({"DEFT_CACHE_DIR": "/d", "XDG_CACHE_HOME": "/c"}, Path("/d")),
+        ({"XDG_CACHE_HOME": "/c"}, Path("/c/deft-backend")),
+        ({"XDG_CACHE_HOME": "relative"}, Path.home() / ".cache" / "deft-backend"),
+        ({}, Path.home() / ".cache" / "deft-backend"),
+    ):
+        assert cache_directory(env) == cache
+        settings = Settings.from_env(env)
+        assert state_directory(settings, env) == cache / "servers"
+        assert tables_directory(env) == cache / "tables"
+        assert driver_stub_directory(env) == cache / "driver-stub" / "1"
+
+
+def test_the_state_has_a_setting_of_its_own() -> None:
+    chosen = Settings.from_env({"DEFT_STATE_DIR": "/d", "DEFT_CACHE_DIR": "/c"})
+    assert state_directory(chosen, {}) == Path("/d")
+
+
+def test_a_cache_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(SettingsError, match=f"DEFT_CACHE_DIR is '{file}'; expected a directory"):
+        cache_directory({"DEFT_CACHE_DIR": str(file)})
+
+
+@pytest.fixture
+def umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("umask")
+def test_missing_folders_are_created_for_this_user_alone(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.mkdir(mode=0o755)
+    deep = there / "a" / "b"
+    create_private(deep)
+    create_private(deep)
+    assert [stat.S_IMODE(p.stat().st_mode) for p in (there, deep.parent, deep)] == [
+        0o755, 0o700, 0o700,
+    ]  # fmt: skip
+
+
+def test_a_file_in_the_place_of_a_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        create_private(tmp_path / "file")
+    with pytest.raises(OSError, match="file"):
+        create_private(tmp_path / "file" / "deeper")

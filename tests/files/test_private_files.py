@@ -1,0 +1,277 @@
+"""What SECURITY.md promises of files: who may read and write them, and what is read back."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from deft_backend.compile.kernel_folder import KernelFolderError, Origin, fill, take
+from deft_backend.costs.cost_model import CostModel, CostModelError, default_cost_model
+from deft_backend.costs.gpu_facts import GpuFacts
+from deft_backend.costs.table_key import TableKey
+from deft_backend.costs.table_lookup import save_table, table_in_use
+from deft_backend.files import private_files
+from deft_backend.files.private_files import (
+    is_private,
+    open_private,
+    read_private,
+    read_private_json,
+    write_private,
+)
+from deft_backend.telemetry.state import StateWriter
+from deft_backend.telemetry.state_reader import StateError, read_state, running_servers
+from sglang_fakes import make_state
+
+PACKAGE = Path(__file__).parents[2] / "deft_backend"
+KEY = TableKey("GPU", "1", "2", "3", "4", 32, 8, 128, "bfloat16", 16)
+FACTS = GpuFacts(sms=132, sm_clock_mhz=1980.0, memory_gb_s=3350.0)
+
+
+@pytest.fixture(params=[0o000, 0o022])
+def umask(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = os.umask(request.param)
+    yield
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def kernel(folder: Path) -> Any:
+    folder.mkdir(exist_ok=True)
+    for name in ("k.json", "k.cubin"):
+        (folder / name).write_bytes(name.encode())
+    group = {name: str(folder / name) for name in ("k.json", "k.cubin")}
+    return SimpleNamespace(hash="1" * 64, metadata_group=group)
+
+
+@pytest.mark.usefixtures("umask")
+def test_whatever_we_write_is_this_users_alone(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    StateWriter(make_state(), made / "servers").look()
+    save_table(default_cost_model(), KEY, made / "tables" / KEY.file_name)
+    fill(made / "kernels", Origin.of("sm_90"), [kernel(tmp_path / "triton")])
+    with open_private(made / "server.log") as log:
+        log.write(b"line")
+    files = [path for path in made.rglob("*") if path.is_file()]
+    assert len(files) == 6
+    assert {mode(path) for path in files} == {0o600}
+    assert {mode(path) for path in (made, *made.rglob("*")) if path.is_dir()} == {0o700}
+
+
+def test_a_link_in_a_files_place_is_replaced_and_never_followed(tmp_path: Path) -> None:
+    target, path = tmp_path / "target", tmp_path / "file"
+    target.write_text("mine")
+    path.symlink_to(target)
+    with pytest.raises(OSError, match="symbolic link"):
+        read_private(path)
+    with pytest.raises(OSError):  # noqa: PT011  # the system's own message
+        open_private(path)
+    write_private(path, "new")
+    assert (target.read_text(), path.read_text(), path.is_symlink()) == ("mine", "new", False)
+
+
+def test_files_that_others_could_have_written_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    write_private(path, "{}")
+    assert read_private_json(path) == {}
+    assert is_private(path)
+    for bits in (0o620, 0o602):
+        path.chmod(bits)
+        assert not is_private(path)
+        with pytest.raises(OSError, match=f"mode 0{bits:o}.*chmod go-w"):
+            read_private(path)
+    path.chmod(0o644)  # others may read it: no harm
+    assert read_private(path) == b"{}"
+    if os.getuid() == 0:
+        os.chown(path, 4321, 4321)
+    else:
+        other = os.getuid() + 1
+        monkeypatch.setattr(private_files.os, "getuid", lambda: other)
+    with pytest.raises(OSError, match="belongs to user"):
+        read_private(path)
+
+
+def test_what_is_no_file_is_refused_and_nothing_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for path in (tmp_path / "pipe", tmp_path, Path("/dev/null")):
+        with pytest.raises(OSError, match=r"no regular file|directory"):
+            read_private(path)
+    write_private(tmp_path / "large", b"12345")
+    monkeypatch.setattr(private_files, "MOST_BYTES", 4)
+    with pytest.raises(OSError, match="more than 4 bytes"):
+        read_private(tmp_path / "large")
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    write_private(path, "old")
+
+    def full(handle: int, data: bytes) -> None:
+        os.close(handle)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(private_files, "_write_all", full)
+    with pytest.raises(OSError, match="No space"):
+        write_private(path, "new")
+    assert path.read_text() == "old"
+    assert [found.name for found in tmp_path.iterdir()] == ["file"]
+
+
+def spoilt(path: Path) -> dict[str, Callable[[], object]]:
+    """Ways to make a file one that must not be used."""
+
+    def link() -> None:
+        path.rename(path.with_suffix(".moved"))
+        path.symlink_to(path.with_suffix(".moved"))
+
+    return {
+        "link": link,
+        "writable": lambda: path.chmod(0o666),
+        "truncated": lambda: path.write_bytes(path.read_bytes()[:-40]),
+        "no text": lambda: path.write_bytes(b"\xff\xfe\x00"),
+        "empty": lambda: path.write_bytes(b""),
+        "deep": lambda: path.write_text("[" * 100_000),
+        "folder": lambda: (path.unlink(), path.mkdir()),
+    }
+
+
+WAYS = list(spoilt(Path()))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_spoilt_cost_table_is_named_and_not_used(tmp_path: Path, way: str) -> None:
+    path = tmp_path / KEY.file_name
+    save_table(default_cost_model(), KEY, path)
+    assert table_in_use(KEY, tmp_path, FACTS).tuned
+    spoilt(path)[way]()
+    found = table_in_use(KEY, tmp_path, FACTS)
+    assert not found.tuned
+    assert found.damage is not None
+    assert str(path) in found.damage
+    assert "deft tune" in found.damage
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_spoilt_kernel_folder_is_refused(tmp_path: Path, way: str) -> None:
+    here = Origin.of("sm_90")
+    fill(tmp_path / "kernels", here, [kernel(tmp_path / "triton")])
+    spoilt(tmp_path / "kernels" / "manifest.json")[way]()
+    with pytest.raises(KernelFolderError, match=r"manifest\.json"):
+        take(tmp_path / "kernels", here)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_spoilt_state_file_is_an_error_that_names_it(tmp_path: Path, way: str) -> None:
+    writer = StateWriter(make_state(), tmp_path)
+    writer.look()
+    spoilt(writer.path)[way]()
+    with pytest.raises(StateError, match=r"1-tp0\.json"):
+        read_state(writer.path)
+    assert running_servers(tmp_path) == {}
+
+
+@pytest.mark.parametrize("name", ["../../outside", "/outside", "..", "a/b.json", ".hidden"])
+def test_no_path_of_a_manifest_leaves_its_folder(tmp_path: Path, name: str) -> None:
+    here = Origin.of("sm_90")
+    fill(tmp_path, here, [kernel(tmp_path.parent / f"{tmp_path.name}-triton")])
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    (files,) = manifest["kernels"].values()
+    files[name] = next(iter(files.values()))
+    write_private(tmp_path / "manifest.json", json.dumps(manifest))
+    with pytest.raises(KernelFolderError, match="is damaged"):
+        take(tmp_path, here)
+
+
+def leaves(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a JSON document."""
+    yield path
+    if isinstance(content, dict | list):
+        pairs = content.items() if isinstance(content, dict) else enumerate(content[:2])
+        for name, value in pairs:
+            yield from leaves(value, (*path, name))
+
+
+def with_value(content: Any, path: tuple[Any, ...], value: Any) -> Any:
+    if not path:
+        return value
+    copy = dict(content) if isinstance(content, dict) else list(content)
+    copy[path[0]] = with_value(content[path[0]], path[1:], value)
+    return copy
+
+
+WRONG = st.one_of(
+    st.none(), st.booleans(), st.integers(-(1 << 70), 1 << 70), st.floats(),
+    st.text(max_size=4), st.lists(st.integers(-3, 3), max_size=3), st.just({}),
+    st.lists(st.lists(st.floats(), max_size=2), max_size=2),
+)  # fmt: skip
+
+
+def documents() -> dict[str, tuple[Any, Callable[[Path], object], type[Exception]]]:
+    state = {**make_state().as_json(make_state().counters()), "updated": 1.0}
+    table = default_cost_model().to_dict()
+    return {
+        "state": (state, read_state, StateError),
+        "table": (table, lambda path: CostModel.load(path, private=True), CostModelError),
+    }
+
+
+@pytest.mark.parametrize("kind", ["state", "table"])
+@settings(
+    deadline=None, max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_any_value_in_any_field_is_read_or_refused(
+    tmp_path: Path, kind: str, data: st.DataObject
+) -> None:
+    content, read, error = documents()[kind]
+    place = data.draw(st.sampled_from(list(leaves(content))))
+    path = tmp_path / "file.json"
+    write_private(path, json.dumps(with_value(content, place, data.draw(WRONG))))
+    with suppress(error):
+        read(path)
+
+
+def test_nothing_is_unpickled_imported_or_evaluated() -> None:
+    """Only `compile/triton_kernel.py` makes modules, from the package's own sources."""
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            imported = node.names if isinstance(node, ast.Import | ast.ImportFrom) else []
+            names = {alias.name for alias in imported}
+            assert not names & {"pickle", "marshal", "shelve", "dill", "runpy"}, path
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                assert called not in {
+                    "eval", "exec", "torch.load", "np.load", "yaml.load", "__import__",
+                }, f"{path}:{node.lineno}"  # fmt: skip
+                if called.endswith("spec_from_file_location"):
+                    assert path.name == "triton_kernel.py"
+
+
+def test_nothing_listens_beyond_loopback_unless_asked() -> None:
+    """One module opens a port; its address is an option whose default is the loopback address."""
+    servers = [
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if any(
+            word in path.read_text() for word in ("HTTPServer", "socket.socket(", "start_server(")
+        )
+    ]
+    assert set(servers) <= {"tools/watch/page_server.py", "tools/servers/command.py"}
+    assert '] = "127.0.0.1"' in (PACKAGE / "cli" / "inspect.py").read_text()

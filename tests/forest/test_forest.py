@@ -1,0 +1,558 @@
+"""PrefixForest: both sources against brute force and against each other, and their errors."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deft_backend.forest import (
+    VIRTUAL_ROOT,
+    ForestError,
+    PrefixForest,
+    build_forest,
+    forest_from_page_tables,
+    forest_from_paths,
+    forest_from_tree,
+    warm_up,
+)
+from deft_backend.forest.nodes import depth_of, first_mistake, nodes_of
+from deft_backend.forest.prefix_tree import insert_rows
+from deft_backend.forest.tree_order import misplaced, order_of_tree
+from forest_oracle import Arrays, oracle_of_neighbours, oracle_of_paths, oracle_of_tables
+
+FIELDS = (
+    "order", "seq_lens", "parent", "request", "start", "length", "query_begin", "query_end", "leaf"
+)  # fmt: skip
+
+
+@dataclass
+class ToyNode:
+    """A node of a radix tree over tokens, holding one slot a token."""
+
+    tokens: list[int]
+    slots: list[int]
+    children: dict[int, ToyNode] = field(default_factory=dict)
+
+
+class ToyServer:
+    """A radix tree with page-aligned nodes and splits, and requests with page tables.
+
+    Independent of the package: a host's behaviour in few lines.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.root = ToyNode([], [])
+        self.next_page = 0
+        self.requests: list[list[int]] = []  # slots
+
+    def _allocate(self, tokens: int, after: list[int]) -> list[int]:
+        """Slots for `tokens` more tokens of a sequence that holds `after`, page by page."""
+        slots = []
+        last = after[-1] if len(after) % self.page_size else None
+        for _ in range(tokens):
+            if last is not None and (last + 1) % self.page_size:
+                last += 1
+            else:
+                last = self.next_page * self.page_size
+                self.next_page += 1
+            slots.append(last)
+        return slots
+
+    def admit(self, prompt: list[int], generated: int) -> None:
+        """Prefill a prompt (its whole pages enter the tree), then decode privately."""
+        whole = len(prompt) // self.page_size * self.page_size
+        node, slots = self.root, []
+        while len(slots) < whole:
+            rest = prompt[len(slots) : whole]
+            child = node.children.get(self._key(rest))
+            if child is None:
+                child = ToyNode(rest, self._allocate(len(rest), slots))
+                node.children[self._key(rest)] = child
+            same = 0
+            while same < min(len(child.tokens), len(rest)) and child.tokens[same] == rest[same]:
+                same += 1
+            same = same // self.page_size * self.page_size
+            if same < len(child.tokens):  # split
+                above = ToyNode(child.tokens[:same], child.slots[:same])
+                child.tokens, child.slots = child.tokens[same:], child.slots[same:]
+                above.children[self._key(child.tokens)] = child
+                node.children[self._key(rest)] = above
+                child = above
+            slots = slots + child.slots
+            node = child
+        slots = slots + self._allocate(len(prompt) - whole + generated, slots)
+        self.requests.append(slots)
+
+    def _key(self, tokens: list[int]) -> int:
+        return hash(tuple(tokens[: self.page_size]))
+
+    def paths(self) -> list[list[tuple[object, int]]]:
+        """Each request's nodes, found by walking the final tree along its slots."""
+        found = []
+        for slots in self.requests:
+            node, path, at = self.root, [], 0
+            while True:
+                below = [
+                    c for c in node.children.values() if slots[at : at + len(c.slots)] == c.slots
+                ]
+                if not below:
+                    break
+                node = below[0]
+                path.append((id(node), len(node.slots)))
+                at += len(node.slots)
+            found.append(path)
+        return found
+
+    def page_tables(self) -> tuple[np.ndarray, np.ndarray]:
+        lens = np.array([len(s) for s in self.requests], dtype=np.int64)
+        pages = -(-lens // self.page_size)
+        table = np.full((len(lens), int(pages.max(initial=0)) + 1), -7)
+        for row, slots in enumerate(self.requests):
+            table[row, : pages[row]] = [s // self.page_size for s in slots[:: self.page_size]]
+        return table, lens
+
+
+def traffic(seed: int, page_size: int, requests: int) -> ToyServer:
+    """Requests whose prompts fork from one another at random points."""
+    rng = random.Random(seed)
+    server = ToyServer(page_size)
+    prompts: list[list[int]] = []
+    for _ in range(requests):
+        prompt: list[int] = []
+        if prompts and rng.random() < 0.8:
+            parent = rng.choice(prompts)
+            prompt = parent[: rng.randint(0, len(parent))]
+        prompt = prompt + [rng.randrange(4) for _ in range(rng.choice([0, 1, 5, 40]))]
+        prompts.append(prompt)
+        server.admit(prompt, generated=rng.choice([0, 1, 9]))
+    return server
+
+
+def check_invariants(forest: PrefixForest) -> None:
+    """The invariants that the rest of the package relies on."""
+    batch, nodes = forest.batch_size, forest.num_nodes
+    assert sorted(forest.order.tolist()) == list(range(batch))
+    assert nodes <= max(0, 2 * batch - 1) if batch else nodes == 0
+    for position in range(batch):
+        row = forest.order[position]
+        path = forest.path(position)
+        at = 0
+        for node in path:  # the path is contiguous from 0 to the request's end
+            assert forest.start[node] == at
+            at += forest.length[node]
+            assert forest.query_begin[node] <= position < forest.query_end[node]
+        assert at == forest.seq_lens[row]
+        leaf = forest.leaf[position]
+        assert path[-1] == leaf
+        assert forest.num_queries[leaf] == 1
+        assert forest.request[leaf] == row
+    for node in range(nodes):
+        parent = forest.parent[node]
+        assert parent < node
+        assert forest.request[node] in forest.queries(node)
+        if parent != VIRTUAL_ROOT:
+            assert forest.query_begin[parent] <= forest.query_begin[node]
+            assert forest.query_end[node] <= forest.query_end[parent]
+        if not forest.is_leaf[node]:
+            assert forest.length[node] > 0
+            assert forest.length[node] % forest.page_size == 0
+            assert forest.num_queries[node] >= 2
+            assert len(forest.children[node]) >= 2  # no chains
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    page_size=st.sampled_from([1, 3, 16]),
+    requests=st.integers(0, 24),
+)
+def test_both_sources_agree_on_random_traffic(seed: int, page_size: int, requests: int) -> None:
+    server = traffic(seed, page_size, requests)
+    tables, lens = server.page_tables()
+    from_tables = forest_from_page_tables(tables, lens, page_size, num_pages=server.next_page)
+    from_tree = forest_from_paths(server.paths(), lens, page_size)
+    check_invariants(from_tables)
+    for name in FIELDS:
+        np.testing.assert_array_equal(
+            getattr(from_tables, name), getattr(from_tree, name), err_msg=name
+        )
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    page_size=st.sampled_from([1, 4]),
+    requests=st.integers(1, 12),
+)
+def test_sharing_is_exactly_the_common_pages(seed: int, page_size: int, requests: int) -> None:
+    """For each pair, the nodes of both hold exactly their common full pages."""
+    server = traffic(seed, page_size, requests)
+    tables, lens = server.page_tables()
+    forest = forest_from_page_tables(tables, lens, page_size)
+    position = np.argsort(forest.order)
+    for a in range(requests):
+        for b in range(a):
+            full = min(lens[a], lens[b]) // page_size
+            same = tables[a, :full] == tables[b, :full]
+            expected = page_size * (full if same.all() else int(same.argmin()))
+            common = set(forest.path(position[a])) & set(forest.path(position[b]))
+            assert sum(int(forest.length[n]) for n in common) == expected
+
+
+def assert_is(forest: PrefixForest, expected: Arrays) -> None:
+    for name in FIELDS:
+        array = getattr(forest, name)
+        assert array.dtype == np.int32, name
+        assert array.tolist() == expected[name], name
+
+
+Layout = Callable[[np.ndarray], np.ndarray]
+
+
+def rows_of_a_wider_table(tables: np.ndarray) -> np.ndarray:
+    wide = np.full((tables.shape[0], tables.shape[1] + 3), 7, dtype=tables.dtype)
+    wide[:, : tables.shape[1]] = tables
+    return wide[:, : tables.shape[1]]
+
+
+def of_torch(tables: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(tables).clone().numpy()
+
+
+def read_only(tables: np.ndarray) -> np.ndarray:
+    tables = tables.copy()
+    tables.setflags(write=False)
+    return tables
+
+
+LAYOUTS: dict[str, Layout] = {
+    "contiguous": np.ascontiguousarray,
+    "rows of a wider table": rows_of_a_wider_table,
+    "columns first": np.asfortranarray,
+    "every other row": lambda tables: np.repeat(tables, 2, axis=0)[::2],
+    "torch": of_torch,
+    "read only": read_only,
+}
+
+
+def made_tables(
+    rng: random.Random, page_size: int, requests: int, longest: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tables of requests that fork from one another; unused entries hold other rows' pages."""
+    rows: list[list[int]] = []
+    next_page = 0
+    for _ in range(requests):
+        head: list[int] = []
+        if rows and rng.random() < 0.85:
+            other = rng.choice(rows)  # fork from it, be a prefix of it, or equal it
+            head = other[: rng.choice([rng.randint(0, len(other)), len(other)])]
+        new = rng.choice([0, 0, 1, 2, rng.randint(0, longest)])
+        rows.append(head + [2**31 - 1 - page for page in range(next_page, next_page + new)])
+        next_page += new
+    rng.shuffle(rows)
+    lens = [
+        max(0, len(row) * page_size - rng.choice([0, rng.randrange(page_size)])) for row in rows
+    ]
+    width = max(map(len, rows), default=0) + rng.choice([0, 2])
+    garbage = [page for row in rows for page in row] or [0]
+    tables = np.array(
+        [row + [rng.choice(garbage) for _ in range(width - len(row))] for row in rows], dtype=int
+    ).reshape(requests, width)
+    return tables, np.array(lens, dtype=int)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    page_size=st.sampled_from([1, 3, 16]),
+    requests=st.integers(0, 40),
+    longest=st.sampled_from([3, 40, 3000]),
+    dtype=st.sampled_from([np.int32, np.int64, ">i4", np.uint32]),
+    layout=st.sampled_from(sorted(LAYOUTS)),
+)
+def test_page_tables_give_what_plain_python_finds(
+    seed: int, page_size: int, requests: int, longest: int, dtype: Any, layout: str
+) -> None:
+    rng = random.Random(seed)
+    tables, lens = made_tables(rng, page_size, requests, longest)
+    expected = oracle_of_tables(tables, lens, page_size)
+    native = layout != "torch" or dtype in (np.int32, np.int64)
+    tables = LAYOUTS[layout](tables.astype(dtype if native else np.int64))
+    assert_is(forest_from_page_tables(tables, lens, page_size), expected)
+    assert_is(forest_from_page_tables(tables, lens.tolist(), page_size, check=False), expected)
+
+
+def test_long_rows_are_searched_to_the_page() -> None:
+    """Every position at which two rows may differ first, for lengths around the search's steps."""
+    for length in [*range(1, 60), 145, 1000]:
+        base = np.arange(length, dtype=np.int32)
+        for common in range(length + 1):
+            other = np.where(base < common, base, base + 5000)
+            forest = forest_from_page_tables(np.stack([base, other]), [length] * 2, check=False)
+            assert forest.start[forest.leaf].tolist() == [common] * 2
+
+
+def test_large_batches_fill_the_tables_of_the_builder() -> None:
+    for share in (0, 7):
+        tables = np.arange(3000 * 9, dtype=np.int64).reshape(3000, 9) << 32  # keys above 32 bits
+        tables[:, :share] = tables[0, :share]
+        lens = np.full(3000, 9)
+        expected = oracle_of_tables(tables, lens, 1)
+        assert_is(forest_from_page_tables(tables, lens, check=False), expected)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    page_size=st.sampled_from([1, 16]),
+    requests=st.integers(0, 40),
+    as_array=st.booleans(),
+)
+def test_neighbours_give_what_plain_python_finds(
+    seed: int, page_size: int, requests: int, as_array: bool
+) -> None:
+    rng = random.Random(seed)
+    order = rng.sample(range(requests), requests)
+    lens = [rng.randint(0, 9) * page_size + rng.randrange(page_size) for _ in order]
+    shared = [
+        page_size * rng.randint(0, min(lens[a], lens[b]) // page_size) for a, b in pairwise(order)
+    ]
+    given = [np.array(x, dtype=np.int64) for x in (order, shared, lens)] if as_array else [
+        order, shared, lens
+    ]  # fmt: skip
+    assert_is(build_forest(*given, page_size), oracle_of_neighbours(order, shared, lens))
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32), requests=st.integers(0, 40), twigs=st.integers(1, 30))
+def test_paths_and_trees_give_what_plain_python_finds(seed: int, requests: int, twigs: int) -> None:
+    rng = random.Random(seed)
+    parent, depth = [0], [0]
+    for _ in range(twigs):
+        parent.append(rng.randrange(len(parent)))
+        depth.append(depth[parent[-1]] + rng.randint(1, 5))
+    holder = [rng.randrange(twigs + 1) for _ in range(requests)]
+    lens = [depth[node] + rng.choice([0, 0, 1, 7]) for node in holder]
+    paths = []
+    for node in holder:
+        path: list[tuple[object, int]] = []
+        while node:
+            path.insert(0, (("node", node), depth[node] - depth[parent[node]]))
+            node = parent[node]
+        paths.append(path)
+    expected = oracle_of_paths(paths, lens)
+    assert_is(forest_from_paths(paths, lens), expected)
+    assert_is(forest_from_paths([tuple(path) for path in paths], np.array(lens)), expected)
+    assert_is(forest_from_tree(parent, depth, holder, lens), expected)
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 2**32), requests=st.integers(1, 20))
+def test_impossible_tables_that_are_trusted_stay_in_bounds(seed: int, requests: int) -> None:
+    """Random tables: the result is a forest of the batch, whatever it shares."""
+    rng = np.random.default_rng(seed)
+    tables = rng.integers(-2, 3, (requests, 70))
+    lens = rng.integers(0, 71, requests)
+    check_invariants(forest_from_page_tables(tables, lens, check=False))
+
+
+@pytest.mark.parametrize("pages", [40, 4000])
+def test_pages_in_two_copies_stay_in_bounds(pages: int) -> None:
+    """Rows that agree at a position may differ before it. Plain Python checks each index."""
+    insert = getattr(insert_rows, "py_func", insert_rows)
+    full = np.full(4, pages, dtype=np.int32)
+    for seed in range(300):
+        second = np.random.default_rng(seed).random((4, pages)) > 0.85
+        tables = (2 * np.arange(pages) + second).astype(np.int32)
+        parent, depth, holder, nodes = insert(tables, full)
+        assert (depth[holder] == full).all()
+        assert (depth[1:nodes] > depth[parent[1:nodes]]).all()
+
+
+def test_trusted_tables_may_lack_the_open_page_but_no_full_one() -> None:
+    assert forest_from_page_tables([[4], [4]], [5, 6], 4, check=False).length[0] == 4
+    with pytest.raises(ForestError, match="request 1 holds 8 tokens, 2 pages of 4, but its page"):
+        forest_from_page_tables([[4], [4]], [5, 8], 4, check=False)
+
+
+def test_forests_keep_nothing_of_their_arguments() -> None:
+    """Hosts increment their sequence lengths in place."""
+    lens, order = np.array([2, 2], dtype=np.int32), np.array([1, 0], dtype=np.int32)
+    tables, shared = np.array([[1, 2], [1, 3]], dtype=np.int32), np.array([1], dtype=np.int32)
+    tree = [np.array(values, dtype=np.int32) for values in ([0, 0], [0, 1], [1, 1])]
+    forests = [
+        forest_from_page_tables(tables, lens),
+        build_forest(order, shared, lens),
+        forest_from_tree(*tree, lens),
+        forest_from_paths([[("a", 1)]] * 2, lens),
+    ]
+    before = [{name: getattr(f, name).tolist() for name in FIELDS} for f in forests]
+    for array in (lens, order, tables, shared, *tree):
+        array += 7
+    assert before == [{name: getattr(f, name).tolist() for name in FIELDS} for f in forests]
+
+
+def test_read_only_arguments_are_taken() -> None:
+    arrays = [np.array(values, dtype=np.int32) for values in ([0, 1], [1], [2, 2])]
+    for array in arrays:
+        array.setflags(write=False)
+    assert build_forest(*arrays).num_nodes == 3
+
+
+def test_equal_and_prefix_requests_keep_open_leaves() -> None:
+    forest = forest_from_page_tables([[5, 6], [5, 6], [5, 0]], [2, 2, 1])
+    assert forest.order.tolist() == [0, 1, 2]
+    assert forest.length[forest.leaf].tolist() == [0, 0, 0]
+    assert forest.tokens_stored == 2
+    assert forest.tokens_attended == 5
+    assert forest.share == 2.5
+
+
+def test_partly_filled_pages_are_not_shared() -> None:
+    forest = forest_from_page_tables([[3, 4], [3, 4]], [7, 8], page_size=4)
+    assert forest.length.tolist() == [4, 3, 4]
+    assert forest.tokens_stored == 11
+
+
+def test_nothing_shared_is_a_forest_of_leaves() -> None:
+    forest = forest_from_page_tables([[0, 1], [2, 3], [4, 5]], [2, 2, 1])
+    assert forest.num_nodes == 3
+    assert forest.parent.tolist() == [VIRTUAL_ROOT] * 3
+    assert forest.share == 1.0
+
+
+def test_empty_batch_and_single_request() -> None:
+    assert forest_from_page_tables(np.zeros((0, 4), dtype=int), []).num_nodes == 0
+    assert forest_from_paths([], []).batch_size == 0
+    single = forest_from_page_tables([[9, 8, 7]], [3])
+    assert (single.num_nodes, single.length.tolist()) == (1, [3])
+
+
+def test_depth_and_children() -> None:
+    forest = build_forest([0, 1, 2], [4, 2], [5, 6, 7])
+    assert forest.depth.tolist() == [0, 1, 2, 2, 1]
+    assert forest.children == ((1, 4), (2, 3), (), (), ())
+
+
+@pytest.mark.parametrize(
+    ("tables", "lens", "page_size", "num_pages", "message"),
+    [
+        ([[0, 1]], [5], 2, None, "holds 5 tokens, 3 pages of 2, but its page table has 2"),
+        ([[0, -3]], [2], 1, None, r"page_tables\[0, 1\] is -3"),
+        ([[0, 9]], [2], 1, 9, r"page_tables\[0, 1\] is 9.*below 9"),
+        ([[0, 1], [2, 1]], [2, 2], 1, None, r"requests 0 and 1 hold the same page"),
+        ([[0, 1]], [-1], 1, None, r"seq_lens\[0\] is -1"),
+        ([[0.5, 1.0]], [2], 1, None, r"dtype float64"),
+        ([[0, 1]], [1, 1], 1, None, r"shape \(1, 2\); expected \[2, pages\]"),
+        ([[0, 1]], [1], 0, None, r"page_size is 0"),
+    ],
+)
+def test_impossible_page_tables_are_refused(
+    tables: list[list[int]], lens: list[int], page_size: int, num_pages: int | None, message: str
+) -> None:
+    with pytest.raises(ForestError, match=message):
+        forest_from_page_tables(np.array(tables), lens, page_size, num_pages=num_pages)
+
+
+@pytest.mark.parametrize(
+    ("lens", "message"),
+    [
+        (np.array([3, 2**32 + 1]), "seq_lens holds 4294967297; expected 32-bit integers"),
+        ([3, 2**32 + 1], "seq_lens holds 4294967297; expected 32-bit integers"),
+        (np.array([3, 2**63 + 1], dtype=np.uint64), "seq_lens holds 9223372036854775809"),
+        ([3, 1.5], "seq_lens has dtype float64; expected an integer dtype"),
+        ([True, False], "seq_lens has dtype bool"),
+    ],
+)
+def test_lengths_that_are_no_integers_of_32_bits_are_refused(lens: Any, message: str) -> None:
+    """NumPy would cut them off."""
+    with pytest.raises(ForestError, match=message):
+        forest_from_page_tables(np.arange(8).reshape(2, 4), lens)
+    with pytest.raises(ForestError, match=message):
+        build_forest([0, 1], [0], lens)
+    with pytest.raises(ForestError, match=message):
+        forest_from_tree([0], [0], [0, 0], lens)
+
+
+@pytest.mark.parametrize(
+    ("order", "shared", "lens", "page_size", "message"),
+    [
+        ([0, 0], [1], [2, 2], 1, "permutation"),
+        ([0, 1], [], [2, 2], 1, "expected 1"),
+        ([0, 1], [3], [2, 4], 1, "share 3 tokens.*between 0 and 2"),
+        ([0, 1], [3], [4, 4], 2, "multiple of the page size 2"),
+        ([0, 1], [-1], [2, 4], 1, "share -1 tokens"),
+        ([0, 2], [1], [2, 2], 1, "permutation"),
+        ([-1, 0], [1], [2, 2], 1, "permutation"),
+        ([0], [], [2, 2], 1, "permutation of the 2 request indices"),
+        ([1, 0], [0], [2, -4], 1, r"seq_lens\[1\] is -4"),
+        ([0, 1], [0], [2, 2], 0, "page_size is 0"),
+        ([[0, 1]], [0], [2, 2], 1, r"order has shape \(1, 2\)"),
+    ],
+)
+def test_impossible_sharing_is_refused(
+    order: list[int], shared: list[int], lens: list[int], page_size: int, message: str
+) -> None:
+    with pytest.raises(ForestError, match=message):
+        build_forest(order, shared, lens, page_size)
+
+
+@pytest.mark.parametrize(
+    ("paths", "lens", "message"),
+    [
+        ([[("a", 3)]], [2], "holds 2 tokens but its path"),
+        ([[("a", 0)]], [2], "holds 0 tokens; expected 1 or more"),
+        ([], [2], "0 paths for 1"),
+    ],
+)
+def test_impossible_paths_are_refused(
+    paths: list[list[tuple[str, int]]], lens: list[int], message: str
+) -> None:
+    with pytest.raises(ForestError, match=message):
+        forest_from_paths(paths, lens)
+
+
+@pytest.mark.parametrize(
+    ("parent", "depth", "holder", "lens", "message"),
+    [
+        ([0, 2, 0], [0, 1, 1], [1], [1], "tree node 1 has parent 2"),
+        ([0, -1], [0, 1], [1], [1], "tree node 1 has parent -1"),
+        ([0, 0], [0, 0], [1], [1], "tree node 1 has parent 0 and ends at token 0"),
+        ([0, 0], [1, 2], [1], [3], "tree node 0 has parent 0 and ends at token 1"),
+        ([0, 0], [0, 3], [1], [2], "request 0 holds 2 tokens but its path.*holds 3"),
+        ([0, 0], [0, 3], [0, 2], [2, 9], "request 1 ends at tree node 2; expected one of 0 to 1"),
+        ([0, 0], [0, 3], [-1], [2], "request 0 ends at tree node -1"),
+        ([0, 0], [0], [0], [2], "2 parents, 1 depths"),
+        ([0], [0], [0], [2, 2], "1 holders and 2 sequence lengths"),
+        ([], [], [], [], "0 parents"),
+    ],
+)
+def test_impossible_trees_are_refused(
+    parent: list[int], depth: list[int], holder: list[int], lens: list[int], message: str
+) -> None:
+    with pytest.raises(ForestError, match=message):
+        forest_from_tree(parent, depth, holder, lens)
+
+
+def test_after_warm_up_nothing_is_left_to_compile() -> None:
+    warm_up()
+    compiled = [depth_of, first_mistake, insert_rows, misplaced, nodes_of, order_of_tree]
+    before = [len(function.signatures) for function in compiled]  # type: ignore[attr-defined]
+    for dtype in (np.int32, np.int64):
+        tables = np.array([[1, 2, 3], [1, 2, 4], [5, 6, 7]], dtype=dtype)
+        for view in (tables, tables[:, :2], tables[:1], tables[::2], of_torch(tables)):
+            for lens in ([2] * len(view), np.array([2] * len(view)), torch.tensor([2] * len(view))):
+                assert forest_from_page_tables(view, lens).depth[0] == 0
+    forest_from_paths([[("a", 2), ("b", 1)], [("a", 2)]], [3, 3])
+    build_forest(range(3), [1, 0], torch.tensor([2, 2, 2], dtype=torch.int32))
+    assert [len(function.signatures) for function in compiled] == before  # type: ignore[attr-defined]

@@ -1,0 +1,127 @@
+"""What a server says of the kernels that `deft warm` left for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from triton import knobs
+
+from deft_backend.compile.kernel_folder import MANIFEST, Origin, fill
+from deft_backend.hosts.common.kernel_cache import take_compiled_kernels
+from deft_backend.settings.config import Settings
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def h100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    properties = SimpleNamespace(
+        major=9, minor=0, multi_processor_count=132, shared_memory_per_multiprocessor=233472,
+        shared_memory_per_block_optin=232448,
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    with knobs.cache.scope():
+        knobs.cache.dir = str(tmp_path / "triton")
+        yield
+
+
+def filled(folder: Path, gpu: str = "sm_90") -> Path:
+    source = folder.parent / "k"
+    source.mkdir(parents=True)
+    group = {}
+    for name in ("k.json", "k.cubin"):
+        (source / name).write_text(name)
+        group[name] = str(source / name)
+    fill(folder, Origin.of(gpu), [SimpleNamespace(hash="a" * 64, metadata_group=group)])
+    return folder
+
+
+def lines(caplog: pytest.LogCaptureFixture, settings: Settings, device: Any = GPU) -> list[str]:
+    with caplog.at_level(logging.INFO, logger="deft_backend"):
+        take_compiled_kernels(settings, device)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_filled_folder_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = filled(tmp_path / "image" / "kernels")
+    (line,) = lines(caplog, Settings(kernel_cache=folder))
+    assert line == f"deft: {folder}: 1 kernels copied into Triton's cache, which held 0"
+
+
+def test_the_folder_in_the_cache_is_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    filled(tmp_path / "cache" / "kernels")
+    (line,) = lines(caplog, Settings(cache_dir=tmp_path / "cache"))
+    assert "1 kernels copied" in line
+
+
+def test_kernels_for_another_gpu_are_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = filled(tmp_path / "image" / "kernels", "sm_80")
+    (line,) = lines(caplog, Settings(kernel_cache=folder))
+    assert line == (
+        f"deft: the kernels in {folder} are not used: its kernels are for GPU sm_80, this is "
+        "sm_90; the server compiles its kernels. Run `deft warm` to fill the folder again"
+    )
+    assert not (tmp_path / "triton").exists()
+
+
+@pytest.mark.parametrize("content", ["", "not json", '{"format": 9}'])
+def test_a_damaged_folder_is_one_line_in_the_log(
+    content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / MANIFEST).write_text(content)
+    (line,) = lines(caplog, Settings(kernel_cache=tmp_path))
+    assert f"deft: the kernels in {tmp_path} are not used: its {MANIFEST}" in line
+
+
+def test_a_folder_that_a_setting_names_must_be_filled(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (line,) = lines(caplog, Settings(kernel_cache=tmp_path / "none"))
+    assert "`deft warm` did not fill it" in line
+
+
+def test_without_a_folder_or_a_gpu_there_is_nothing_to_say(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert lines(caplog, Settings(cache_dir=tmp_path)) == []
+    folder = filled(tmp_path / "image" / "kernels")
+    assert lines(caplog, Settings(kernel_cache=folder), torch.device("cpu")) == []
+
+
+def test_a_cache_folder_of_another_user_is_one_line_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image built as root may have one that the server's user cannot enter."""
+
+    def denied(folder: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr("deft_backend.hosts.common.kernel_cache.is_filled", denied)
+    (line,) = lines(caplog, Settings(cache_dir=tmp_path))
+    assert "cannot be copied ([Errno 13] Permission denied" in line
+
+
+def test_a_damaged_kernel_is_told_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = filled(tmp_path / "image" / "kernels")
+    (folder / ("a" * 64) / "k.cubin").write_text("other")
+    first, second = lines(caplog, Settings(kernel_cache=folder))
+    assert "1 kernels in" in first
+    assert "are damaged" in first
+    assert "0 kernels copied" in second
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = filled(tmp_path / "image" / "kernels")
+    (tmp_path / "triton").write_text("a file where Triton's cache should be")
+    (line,) = lines(caplog, Settings(kernel_cache=folder))
+    assert "cannot be copied" in line

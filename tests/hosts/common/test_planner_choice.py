@@ -1,0 +1,75 @@
+"""The choice of the planner, and the number of requests that the device planner holds."""
+
+from __future__ import annotations
+
+import logging
+from itertools import product
+from typing import Any
+
+import pytest
+
+from deft_backend.hosts.common.planner_choice import (
+    SGLANG,
+    VLLM,
+    Adapter,
+    planned_on_device,
+    selects_device_planner,
+)
+from deft_backend.planner.on_device import largest_batch
+from deft_backend.policies import POLICY_NAMES
+from deft_backend.settings.config import PLANNERS, Settings
+
+HOPPER, AMPERE, CPU = (9, 0), (8, 0), None
+
+
+@pytest.mark.parametrize(
+    ("adapter", "planner", "capability", "changed", "expected", "said"),
+    [
+        (SGLANG, "auto", HOPPER, {}, True, ""),
+        (SGLANG, "auto", AMPERE, {}, False, ""),
+        (SGLANG, "auto", (10, 0), {}, False, ""),
+        (SGLANG, "auto", CPU, {}, False, ""),
+        (SGLANG, "auto", HOPPER, {"verify": True}, False, ""),
+        (SGLANG, "auto", HOPPER, {"policy": "fasttree"}, False, ""),
+        (SGLANG, "host", HOPPER, {}, False, ""),
+        (SGLANG, "device", AMPERE, {}, True, ""),
+        (SGLANG, "device", CPU, {}, True, ""),
+        (SGLANG, "device", HOPPER, {"verify": True}, False, "DEFT_VERIFY checks plans of the host"),
+        (SGLANG, "device", HOPPER, {"policy": "fasttree"}, False, "knows the policy auto only"),
+        (VLLM, "auto", HOPPER, {}, True, ""),
+        (VLLM, "auto", AMPERE, {}, True, ""),
+        (VLLM, "auto", CPU, {}, True, ""),
+        (VLLM, "auto", HOPPER, {"verify": True}, True, ""),
+        (VLLM, "auto", CPU, {"policy": "fasttree"}, False, ""),
+        (VLLM, "host", CPU, {}, False, ""),
+        (VLLM, "host", HOPPER, {}, True, "DEFT_PLANNER=host needs a host that waits for the GPU"),
+        (VLLM, "device", CPU, {"policy": "fasttree"}, False, "knows the policy auto only"),
+    ],
+)
+def test_one_rule_for_both_adapters(
+    adapter: Adapter, planner: str, capability: Any, changed: dict[str, Any], expected: bool,
+    said: str, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    settings = Settings(planner=planner, **changed)
+    assert selects_device_planner(settings, adapter, capability) is expected
+    assert said in caplog.text
+    assert bool(said) == bool(caplog.text)
+
+
+def test_both_adapters_plan_auto_on_the_device_on_hopper() -> None:
+    """And no setting makes either plan there what the device planner does not know."""
+    for adapter in (SGLANG, VLLM):
+        assert selects_device_planner(Settings(), adapter, HOPPER)
+        for planner, policy in product(PLANNERS, set(POLICY_NAMES) - {"auto"}):
+            settings = Settings(planner=planner, policy=policy)
+            assert not selects_device_planner(settings, adapter, HOPPER)
+
+
+def test_the_log_says_if_the_device_planner_holds_fewer_requests(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="deft_backend"):
+        assert planned_on_device(largest_batch()) == largest_batch()
+        assert not caplog.records
+        assert planned_on_device(4096) == largest_batch()
+    assert "DEFT_MAX_BATCH asks for batches of up to 4096 requests, but the device" in caplog.text

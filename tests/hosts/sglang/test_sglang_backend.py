@@ -1,0 +1,677 @@
+"""The attention backend around a stand-in for the host's own backend: who decodes which step."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deft_backend.hosts.sglang.prefixes.prefix_source import PrefixSource
+from deft_backend.hosts.sglang.start.layers import unsupported_layer
+from deft_backend.hosts.sglang.step.batch_observer import BatchObserver
+from deft_backend.hosts.sglang.step.decode_plan import DecodePlanner
+from deft_backend.planner.encoding import ITEM_ORDER
+from sglang_fakes import (
+    EAGER,
+    FakePool,
+    MHATokenToKVPool,
+    Tree,
+    decode_attention,
+    load_host,
+    make_layer,
+    make_state,
+    mode,
+    recording_backend,
+    requests_of,
+    small_attention,
+)
+
+
+@pytest.fixture(scope="module")
+def host() -> Any:
+    return load_host()
+
+
+def test_the_observer_knows_its_batch_by_the_list_of_ids() -> None:
+    runner, decode = object(), SimpleNamespace(is_decode=lambda: True)
+    observer = BatchObserver(runner)
+    rids = ["a", "b"]
+    made = SimpleNamespace(forward_mode=decode, rids=rids)
+    batch = SimpleNamespace(reqs=["ra", "rb"], tree_cache="tree")
+    observer.observe(made, batch, runner)
+    replaced = SimpleNamespace(forward_mode=decode, rids=rids)
+    found = observer.of(replaced)
+    assert found is not None
+    assert (found.requests, found.tree_cache) == (["ra", "rb"], "tree")
+    assert observer.of(SimpleNamespace(rids=["a", "b"])) is None  # equal, not the same
+    assert observer.of(SimpleNamespace(rids=None)) is None
+    observer.observe(SimpleNamespace(forward_mode=decode, rids=["c"]), batch, object())
+    assert observer.of(replaced) is not None  # another runner's batch
+    extend = SimpleNamespace(is_decode=lambda: False)
+    observer.observe(SimpleNamespace(forward_mode=extend, rids=["d"]), batch, runner)
+    assert observer.of(replaced) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"logit_cap": 30.0}, None),
+        ({"logit_cap": 30.0, "logit_capping_method": "sigmoid"}, "sigmoid capping"),
+        ({"is_cross_attention": True}, "cross attention"),
+        ({"attn_type": SimpleNamespace(value="encoder_only")}, "encoder_only attention"),
+        ({"sliding_window_size": 0}, "a sliding window"),
+        ({"sliding_window_size": 128}, "a sliding window"),
+        ({"use_irope": True}, "chunked local attention"),
+        ({"pos_encoding_mode": "ALIBI"}, "position encoding ALIBI"),
+        ({"xai_temperature_len": 4}, "a temperature"),
+        ({"v_head_dim": 128}, "keys of 64 and values of 128"),
+        ({"tp_q_head_num": 8}, "8 query and 2 KV heads of 64"),
+        ({"qk_head_dim": 128, "v_head_dim": 128}, "4 query and 2 KV heads of 128"),
+    ],
+)
+def test_layers(changes: dict[str, Any], reason: str | None) -> None:
+    found = unsupported_layer(make_layer(**changes), (4, 2, 64))
+    assert found is None if reason is None else reason in str(found)
+
+
+@pytest.fixture
+def server(host: Any) -> Any:
+    """A backend over a fake host backend that records its calls, with two requests that share."""
+    from deft_backend.hosts.sglang.step.host_planned import HostPlannedBackend
+
+    requests, table, lens = requests_of([[1, 2, 3, 4, 5], [1, 2, 3, 9]], Tree())
+    calls: list[str] = []
+    pool = FakePool()
+
+    class HostBackend(recording_backend(host, pool, table, calls)):  # type: ignore[misc]
+        needs_cpu_seq_lens = False
+        extra = "of the host"
+
+        def init_forward_metadata_out_graph(
+            self, forward_batch: Any, in_capture: bool = False
+        ) -> None:
+            calls.append("new buffers" if in_capture else "metadata out of graph")
+
+        def support_triton(self) -> bool:
+            return False
+
+    runner = object()
+    attention = small_attention(max_batch=4, policy="deft-node")
+    state = make_state()
+    observer = BatchObserver(runner)
+    planner = DecodePlanner(attention, PrefixSource(torch.from_numpy(table)), EAGER, state)
+    backend = HostPlannedBackend(HostBackend(), attention, planner, observer, state)
+
+    def batch(decode: bool = True, captured: bool = True) -> Any:
+        made = SimpleNamespace(
+            forward_mode=mode("decode" if decode else "extend"), rids=["a", "b"], batch_size=2,
+            seq_lens=torch.from_numpy(lens), seq_lens_cpu=torch.from_numpy(lens),
+            seq_lens_sum=int(lens.sum()), req_pool_indices=torch.tensor([1, 2]),
+            out_cache_loc=torch.tensor([table[i + 1, n - 1] for i, n in enumerate(lens)]),
+        )  # fmt: skip
+        if captured:
+            cache = type("RadixCache", (), {"__module__": "sglang.srt.mem_cache.radix_cache"})()
+            observer.observe(made, SimpleNamespace(reqs=requests, tree_cache=cache), runner)
+        return made
+
+    return SimpleNamespace(
+        backend=backend, calls=calls, batch=batch, state=state, table=table, lens=lens,
+        pool=pool, attention=attention, observer=observer,
+    )  # fmt: skip
+
+
+def query(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(2, heads * 64, generator=generator) for heads in (4, 2, 2))  # type: ignore[return-value]
+
+
+def expected_attention(
+    server: Any, q: torch.Tensor, scale: float, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    rows = range(1, len(server.lens) + 1)
+    return decode_attention(server.pool, server.table, rows, server.lens, q, scale, sinks)
+
+
+def test_a_shared_decode_batch_goes_through_the_tree(server: Any) -> None:
+    batch, (q, k, v) = server.batch(), query()
+    server.backend.init_forward_metadata(batch)
+    out = server.backend.forward(q=q, k=k, v=v, layer=make_layer(), forward_batch=batch)
+    assert server.calls == []
+    expected = expected_attention(server, q, 0.125)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+    assert server.pool.k[batch.out_cache_loc].flatten().tolist() == k.flatten().tolist()
+    assert (server.state.steps_tree, server.state.plans) == (1, 1)
+    assert server.state.kv_bytes_read < server.state.kv_bytes_query_guided
+
+
+def test_a_layers_sinks_are_part_of_its_softmax(server: Any) -> None:
+    batch, (q, k, v) = server.batch(), query()
+    sinks = torch.tensor([2.0, -1.0, 5.0, 0.5])
+    server.backend.init_forward_metadata(batch)
+    out = server.backend.forward(
+        q=q, k=k, v=v, layer=make_layer(), forward_batch=batch, sinks=sinks
+    )
+    assert server.calls == []
+    expected = expected_attention(server, q, 0.125, sinks)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+    # The same layer without sinks attends without them.
+    out = server.backend.forward(q, k, v, make_layer(), batch)
+    torch.testing.assert_close(
+        out.double(), expected_attention(server, q, 0.125), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_layers_that_are_left_to_the_host_get_its_metadata_once(server: Any, caplog) -> None:
+    batch, (q, k, v) = server.batch(), query()
+    server.backend.init_forward_metadata(batch)
+    windowed = [make_layer(sliding_window_size=8, layer_id=i) for i in (1, 2)]
+    for layer in windowed:
+        server.backend.forward(q, k, v, layer, batch)
+    assert server.calls == ["metadata", "decode", "decode"]
+    server.backend.forward(q, k, v, make_layer(), batch)
+    assert server.calls == ["metadata", "decode", "decode"]
+    assert caplog.text.count("layers with a sliding window decode through the host's") == 1
+
+
+@pytest.mark.parametrize("change", [{"q_rope": torch.zeros(4)}, {"k": None}])
+def test_arguments_that_are_not_known_are_handed_on(server: Any, change: dict[str, Any]) -> None:
+    batch, (q, k, v) = server.batch(), query()
+    server.backend.init_forward_metadata(batch)
+    server.backend.forward(q, k, v, make_layer(), batch)
+    assert server.calls == []
+    arguments = {"q": q, "k": k, "v": v, "layer": make_layer(), "forward_batch": batch, **change}
+    server.backend.forward(**arguments)
+    assert server.calls == ["metadata", "decode"]
+
+
+@pytest.mark.parametrize(
+    "kind", ["extend", "not captured", "padded", "padded lengths", "no lengths"]
+)
+def test_other_batches_are_handed_on(server: Any, kind: str) -> None:
+    batch, (q, k, v) = server.batch(kind != "extend", kind != "not captured"), query()
+    if kind == "padded":
+        batch.batch_size = 4
+    if kind == "padded lengths":
+        batch.seq_lens_cpu = torch.cat((batch.seq_lens_cpu, torch.ones(2, dtype=torch.int64)))
+    if kind == "no lengths":
+        batch.seq_lens_cpu = None
+    server.backend.init_forward_metadata(batch)
+    server.backend.forward(q, k, v, make_layer(), batch)
+    assert server.calls == ["metadata", "extend" if kind == "extend" else "decode"]
+    assert server.state.steps_tree == 0
+    reasons = {"not captured": "no requests behind the batch", "padded": "padded batch",
+               "padded lengths": "padded batch"}  # fmt: skip
+    assert list(server.state.steps_host) == ([reasons[kind]] if kind in reasons else [])
+
+
+def test_a_batch_is_decided_and_counted_once(server: Any) -> None:
+    """The host asks before it chooses its graph; a following eager step uses the same answer."""
+    batch = server.batch()
+    assert server.backend.takes(batch)
+    assert server.backend.takes(batch)
+    server.backend.init_forward_metadata(batch)
+    assert server.state.steps_tree == 1
+    server.backend.init_forward_metadata(server.batch())
+    assert server.state.steps_tree == 2
+    other = server.batch(captured=False)
+    assert not server.backend.takes(other)
+    server.backend.init_forward_metadata(other)
+    assert server.state.steps_tree == 2
+    assert sum(server.state.steps_host.values()) == 1
+
+
+def test_a_second_set_of_graphs_is_captured_and_replayed(host: Any) -> None:
+    """The patch against a runner that records: labels and order."""
+    from deft_patches.sglang import tree_graphs as patch
+
+    events: list[Any] = []
+    model = SimpleNamespace()
+    runner = SimpleNamespace(model_runner=model)
+
+    class Controller:
+        def takes(self, batch: Any) -> bool:
+            return bool(batch.shared)
+
+        def capture_tree(self, capturing: bool) -> None:
+            events.append(capturing)
+
+    def capture(runner: Any, size: int, forward: Any, stream: Any, label: Any) -> None:
+        events.append((size, label))
+
+    def batch(shared: bool, decode: bool = True) -> Any:
+        return SimpleNamespace(
+            shared=shared, forward_mode=SimpleNamespace(is_decode=lambda: decode)
+        )
+
+    patch._capture_one_shape(capture, runner, 8, None)
+    assert events == [(8, None)]  # without a controller the patch has no effect
+    patch._controllers[id(model)] = Controller()
+    try:
+        patch._capture_one_shape(capture, runner, 8, None)
+        assert events[1:] == [(8, None), True, (8, "deft"), False]
+        for given, shared, decode, expected in (
+            (None, True, True, "deft"), ("nolora", True, True, "nolora+deft"),
+            (None, False, True, None), (None, True, False, None),
+        ):  # fmt: skip
+            label = patch._resolve_variant(lambda *_, g=given: g, runner, batch(shared, decode))
+            assert label == expected
+    finally:
+        del patch._controllers[id(model)]
+
+
+def test_page_tables_are_not_written_while_a_graph_reads_them(host: Any) -> None:
+    from deft_patches.sglang import page_table_fence as patch
+
+    model = SimpleNamespace(war_fastpath_read_done_event=None)
+    runner = SimpleNamespace(model_runner=model)
+
+    def execute(runner: Any, batch: Any, proxy: Any) -> str:
+        model.war_fastpath_read_done_event = "metadata was read"
+        return "logits"
+
+    patch._readers[id(model)] = lambda batch: batch == "reads"
+    try:
+        assert patch._execute(execute, runner, "does not read") == "logits"
+        assert model.war_fastpath_read_done_event == "metadata was read"
+        assert patch._execute(execute, runner, "reads") == "logits"
+        assert model.war_fastpath_read_done_event is None
+    finally:
+        del patch._readers[id(model)]
+    patch._execute(execute, runner, "reads")  # another model runner's
+    assert model.war_fastpath_read_done_event == "metadata was read"
+
+
+def test_other_packages_runners_are_patched_themselves(host: Any) -> None:
+    """A model runner names the class that captures and replays its decode graphs."""
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+
+    from deft_patches.sglang import page_table_fence as fence
+    from deft_patches.sglang import tree_graphs as graphs
+    from deft_patches.wrapping import is_wrapped
+
+    class Theirs(DecodeCudaGraphRunner):
+        def __init__(self, model_runner: Any) -> None:
+            self.model_runner = model_runner
+
+        def execute(self, forward_batch: Any, pp_proxy_tensors: Any = None) -> str:
+            self.model_runner.war_fastpath_read_done_event = "metadata was read"
+            return "theirs"
+
+    class Strange(Theirs):
+        def execute(self, batches: Any) -> None:  # type: ignore[override]
+            pass
+
+    before = vars(DecodeCudaGraphRunner).copy()
+    model = SimpleNamespace(_decode_cuda_graph_runner_cls=lambda: Theirs)
+    try:
+        fence.install(model, lambda batch: True)
+        graphs.install(model, object())  # type: ignore[arg-type]
+        assert Theirs(model).execute(None) == "theirs"
+        assert model.war_fastpath_read_done_event is None
+        assert is_wrapped(Theirs, "capture_one_shape", graphs._capture_one_shape)
+        assert is_wrapped(Theirs, "_resolve_lora_variant", graphs._resolve_variant)
+        assert vars(DecodeCudaGraphRunner) == before
+    finally:
+        fence.remove(model)
+        graphs.remove(model)
+    strange = SimpleNamespace(_decode_cuda_graph_runner_cls=lambda: Strange)
+    with pytest.raises(RuntimeError, match="execute of Strange takes"):
+        fence.install(strange, lambda batch: True)
+
+
+def test_a_patch_is_there_whatever_other_plugins_hooked(host: Any) -> None:
+    """The host's registry applies hooks to a method only once."""
+    from sglang.srt.plugins import hook_registry
+
+    from deft_patches.wrapping import is_wrapped, wrap
+
+    class Runner:
+        def execute(self, word: str) -> list[str]:
+            return [word]
+
+        @classmethod
+        def make(cls, word: str) -> list[str]:
+            return [cls.__name__, word]
+
+    hook_registry.Runner = Runner
+    registry, kind = hook_registry.HookRegistry, hook_registry.HookType
+    target = "sglang.srt.plugins.hook_registry.Runner.execute"
+    registry.register(target, lambda made, *args: [*made, "theirs"], kind.AFTER)
+    registry.apply_hooks()
+    try:
+
+        def ours(original: Any, owner: Any, word: str) -> list[str]:
+            return [*original(owner, word), "ours"]
+
+        for _ in range(2):
+            wrap(Runner, "execute", ours)
+            wrap(Runner, "make", ours)
+        assert Runner().execute("a") == ["a", "theirs", "ours"]
+        assert Runner.make("a") == ["Runner", "a", "ours"]
+        assert type("Other", (Runner,), {}).make("a") == ["Other", "a", "ours"]
+        registry._patched.discard(target)
+        registry.apply_hooks()  # another hook goes around ours: ours is still found
+        assert Runner().execute("a") == ["a", "theirs", "ours", "theirs"]
+        wrap(Runner, "execute", ours)
+        assert Runner().execute("a") == ["a", "theirs", "ours", "theirs"]
+        assert is_wrapped(Runner, "execute", ours)
+        assert not is_wrapped(Runner, "execute", check_nothing)
+    finally:
+        del hook_registry.Runner, registry._hooks[target]
+        registry._patched.discard(target)
+
+
+def check_nothing() -> None:
+    """A hook that is not installed."""
+
+
+def test_graphs_launch_every_kernel_over_whatever_plan_is_there(server: Any) -> None:
+    """Capture under an empty plan, with a batch of another size; then replay by hand."""
+    backend, (q, k, v) = server.backend, query()
+    shared = server.batch()
+    assert backend.takes(shared)  # the step is decided and planned before the host captures
+    captured = server.batch(captured=False)
+    backend.capture_tree(True)
+    backend.init_forward_metadata_out_graph(captured, in_capture=True)
+    empty = backend.forward(q, k, v, make_layer(), captured)
+    assert not empty.any()
+    backend.capture_tree(False)
+    assert server.calls == ["metadata out of graph"]
+    # The step's plan is restored: the graph's launches now compute its attention.
+    view = SimpleNamespace(forward_mode=shared.forward_mode, out_cache_loc=shared.out_cache_loc)
+    backend.init_forward_metadata_out_graph(view)
+    assert server.calls == ["metadata out of graph"]  # the replay needs no metadata of the host
+    out = server.attention.run(
+        q.view(2, 4, 64), server.pool.get_key_buffer(0), server.pool.get_value_buffer(0),
+        torch.from_numpy(server.table), shared.seq_lens, table_rows=shared.req_pool_indices,
+        static_launch=True,
+    )  # fmt: skip
+    expected = server.attention.run(
+        q.view(2, 4, 64), server.pool.get_key_buffer(0), server.pool.get_value_buffer(0),
+        torch.from_numpy(server.table), shared.seq_lens, table_rows=shared.req_pool_indices,
+    )  # fmt: skip
+    assert out.any()
+    assert torch.equal(out, expected)
+    # A replay of another batch, or of a prefill, does not belong to the decision.
+    for other in (
+        SimpleNamespace(forward_mode=shared.forward_mode, out_cache_loc=torch.zeros(2)),
+        SimpleNamespace(
+            forward_mode=server.batch(decode=False).forward_mode,
+            out_cache_loc=shared.out_cache_loc,
+        ),
+    ):
+        backend.init_forward_metadata_out_graph(other)
+    assert server.calls == ["metadata out of graph"] * 3
+
+
+def test_the_second_capture_of_a_size_leaves_the_hosts_buffers_to_its_own_graph(
+    server: Any,
+) -> None:
+    """A host's backend may make new buffers for each capture, and fill only the newest."""
+    from deft_patches.sglang import tree_graphs as patch
+
+    def capture(runner: Any, size: int, forward: Any, stream: Any, label: str | None) -> None:
+        server.calls.append(f"graph {label}")
+        batch = server.batch(captured=False)
+        server.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+
+    model = SimpleNamespace()
+    patch._controllers[id(model)] = server.backend
+    try:
+        patch._capture_one_shape(capture, SimpleNamespace(model_runner=model), 2, None)
+    finally:
+        del patch._controllers[id(model)]
+    assert server.calls == ["graph None", "new buffers", "graph deft", "metadata out of graph"]
+    server.backend.init_forward_metadata_out_graph(server.batch(captured=False), in_capture=True)
+    assert server.calls[-1] == "new buffers"  # the next size's
+
+
+def test_the_host_is_told_until_when_page_tables_are_read(server: Any, host: Any) -> None:
+    """Tree attention answers "until the end"; otherwise the host's own backend answers. The host
+    asks after it has chosen the graph. Without a decision the answer is the safe one."""
+    from deft_backend.hosts.sglang.versions import read_end
+
+    backend = server.backend
+    decode, extend = server.batch().forward_mode, server.batch(decode=False).forward_mode
+    backend._host.shared_read_ends = lambda mode: ("the host's", mode)
+    assert backend.shared_read_ends(decode) == read_end()
+    assert backend.shared_read_ends(extend) == ("the host's", extend)
+    assert backend.takes(server.batch())
+    assert backend.shared_read_ends(decode) == read_end()
+    assert not backend.takes(server.batch(captured=False))
+    assert backend.shared_read_ends(decode) == ("the host's", decode)
+    ends = getattr(host, "SharedReadEnds", None)
+    assert read_end() == (None if ends is None else ends.UNKNOWN)
+
+
+def test_graphs_of_every_version_are_captured_twice(host: Any) -> None:
+    """Later versions capture a size for variants of their own: our label is another one."""
+    from deft_patches.sglang import tree_graphs as patch
+
+    captured: list[Any] = []
+
+    class Controller:
+        def capture_tree(self, capturing: bool) -> None:
+            captured.append(capturing)
+
+        def takes(self, forward_batch: Any) -> bool:
+            return True
+
+    model = SimpleNamespace()
+    runner = SimpleNamespace(model_runner=model)
+    patch._controllers[id(model)] = Controller()
+    try:
+        patch._capture_one_shape(lambda *given: captured.append(given), runner, 8, "forward", None,
+                                 "lora", "dense")  # fmt: skip
+    finally:
+        del patch._controllers[id(model)]
+    first, second = (runner, 8, "forward", None, "lora", "dense"), (
+        runner, 8, "forward", None, "lora+deft", "dense")  # fmt: skip
+    assert captured == [first, True, second, False]
+
+
+def test_a_batch_that_is_padded_after_it_was_decided_on_is_the_hosts(server: Any) -> None:
+    """Ranks of data-parallel attention agree on a size between graph and eager step."""
+    batch, (q, k, v) = server.batch(), query()
+    assert server.backend.takes(batch)
+    batch.batch_size = 4
+    server.backend.init_forward_metadata(batch)
+    server.backend.forward(q, k, v, make_layer(), batch)
+    assert server.calls == ["metadata", "decode"]
+    again = server.batch()
+    server.backend.init_forward_metadata(again)
+    server.backend.forward(q, k, v, make_layer(), again)
+    assert server.calls == ["metadata", "decode"]  # tree attention continues with the next batch
+
+
+def test_a_graph_with_a_layer_of_the_host_gets_the_hosts_metadata(server: Any) -> None:
+    """Also if tree attention cannot run one call of a layer, but the layer in general."""
+    backend, (q, k, v) = server.backend, query()
+    shared = server.batch()
+    assert backend.takes(shared)
+    captured = server.batch(captured=False)
+    backend.capture_tree(True)
+    backend.init_forward_metadata_out_graph(captured, in_capture=True)
+    backend.forward(q, k, v, make_layer(), captured)
+    backend.forward(q, k, v, make_layer(), captured, q_rope=torch.zeros(4))
+    backend.capture_tree(False)
+    assert server.calls == ["metadata out of graph", "decode"]
+    view = SimpleNamespace(forward_mode=shared.forward_mode, out_cache_loc=shared.out_cache_loc)
+    backend.init_forward_metadata_out_graph(view)
+    assert server.calls == ["metadata out of graph", "decode", "metadata out of graph"]
+
+
+def test_planning_that_fails_costs_a_line(server: Any, caplog, monkeypatch) -> None:
+    def fail(forest: Any) -> None:
+        raise ValueError("no room")
+
+    monkeypatch.setattr(server.attention, "plan", fail)
+    batch, (q, k, v) = server.batch(), query()
+    for _ in range(2):
+        server.backend.init_forward_metadata(batch)
+        server.backend.forward(q, k, v, make_layer(), batch)
+    assert server.calls == ["metadata", "decode"] * 2
+    assert caplog.text.count("planning failed (ValueError('no room'))") == 1
+    assert server.state.steps_host == {"planning failed": 2}
+
+
+def test_a_kernel_that_fails_is_not_tried_again(server: Any, caplog, monkeypatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("out of resources")
+
+    monkeypatch.setattr(server.attention, "run", fail)
+    batch, (q, k, v) = server.batch(), query()
+    server.backend.init_forward_metadata(batch)
+    for layer_id in range(2):
+        server.backend.forward(q, k, v, make_layer(layer_id=layer_id), batch)
+    server.backend.init_forward_metadata(server.batch())
+    assert server.calls == ["metadata", "decode", "decode", "metadata"]
+    assert caplog.text.count("a kernel failed") == 1
+    assert server.state.steps_host == {"kernel failed": 1}
+
+
+def test_models_that_call_their_backend_find_its_metadata(server: Any, host: Any) -> None:
+    """Their calls may read the host's metadata, so tree steps also make it, exactly once."""
+    from deft_backend.hosts.sglang.step.host_planned import HostPlannedBackend
+
+    own = server.backend
+    backend = HostPlannedBackend(
+        own._host, server.attention, own._planner, own._observer, server.state, model_asks=True
+    )
+    batch, (q, k, v) = server.batch(), query()
+    backend.init_forward_metadata(batch)
+    out = backend.forward(q, k, v, make_layer(), batch)
+    backend.forward(q, k, v, make_layer(sliding_window_size=8, layer_id=1), batch)
+    assert server.calls == ["metadata", "decode"]
+    assert out.any()
+    again = server.batch()
+    assert backend.takes(again)
+    view = SimpleNamespace(forward_mode=again.forward_mode, out_cache_loc=again.out_cache_loc)
+    backend.init_forward_metadata_out_graph(view)
+    assert server.calls[2:] == ["metadata out of graph"]
+    assert isinstance(backend, type(own._host))  # the class that they ask for
+    assert isinstance(backend, HostPlannedBackend)
+
+
+def test_members_are_the_hosts(server: Any, host: Any) -> None:
+    """Members of the host's backend, and members that its base class also defines."""
+    backend = server.backend
+    assert isinstance(backend, host.AttentionBackend)
+    assert backend.extra == "of the host"
+    assert backend.support_triton() is False
+    assert backend.needs_cpu_seq_lens is True  # our own value: the forest needs them
+    backend.prefill_attention_backend_str = "triton"
+    assert backend._host.prefill_attention_backend_str == "triton"
+    assert backend.prefill_attention_backend_str == "triton"
+    with pytest.raises(AttributeError, match="no_such_member"):
+        _ = backend.no_such_member
+    with pytest.raises(NotImplementedError):  # the host's base class defines it
+        backend.init_cuda_graph_state(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("max_batch", "policy", "reached"),
+    [(1, "auto", {0}), (20, "auto", {0, 1}), (40, "deft-flatten", {0, 1, 2})],
+)  # fmt: skip
+def test_warm_up_launches_every_set_of_tiles(
+    host: Any, monkeypatch: pytest.MonkeyPatch, max_batch: int, policy: str, reached: set[int]
+) -> None:
+    """Launch combinations are compiled in, so the warm-up must run all of them."""
+    from deft_backend.attention import TreeAttention
+    from deft_backend.hosts.sglang.start.warm_up import warm_up
+    from deft_backend.settings.config import Settings
+
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+        max_batch=max_batch, policy=policy,
+    )  # fmt: skip
+    assert attention.target.tile_queries == (4, 32, 32)
+    launched: set[tuple[tuple[int, ...], bool]] = set()
+    calls: list[tuple[Any, ...]] = []
+
+    def run(
+        q: Any, k: Any, v: Any, table: Any, lens: Any, *, table_rows: Any,
+        out: Any, k_scale: float, v_scale: float, logit_cap: float, sinks: Any,
+        static_launch: bool,
+    ) -> None:  # fmt: skip
+        assert not static_launch
+        assert k_scale == v_scale == 1.0
+        assert not logit_cap
+        assert sinks is None
+        plan = attention.last_plan
+        assert plan is not None
+        shapes = tuple(s for s in sorted(ITEM_ORDER) if len(range(*plan.items_of(s))))
+        launched.add((shapes, len(plan.reduce_query) > 0))
+        calls.append((table.stride(0), table.dtype, lens.dtype, table_rows.dtype, len(q)))
+        if len(shapes) == 1:  # the others take too long in the interpreter
+            TreeAttention.run(attention, q, k, v, table, lens, table_rows=table_rows)
+
+    monkeypatch.setattr(attention, "run", run)
+    pool = MHATokenToKVPool()
+    table = torch.zeros((9, 70), dtype=torch.int32)
+    warm_up(
+        attention,
+        SimpleNamespace(
+            token_to_kv_pool=pool,
+            req_to_token_pool=SimpleNamespace(req_to_token=table),
+            server_args=SimpleNamespace(speculative_algorithm=None),
+            model=torch.nn.Module(),
+        ),
+        Settings(min_batch=1),
+        (),
+        on_device=False,
+    )
+    fewest = {0: 1, 1: 5, 2: 1}
+    assert launched == {
+        (shapes, reduces)
+        for count in range(1, len(reached) + 1)
+        for shapes in itertools.combinations(sorted(reached), count)
+        for reduces in (False, True)
+        if sum(fewest[shape] for shape in shapes) <= max_batch
+    }
+    assert {call[:4] for call in calls} == {(70, torch.int32, torch.int64, torch.int64)}
+    assert max(call[4] for call in calls) <= max_batch
+
+
+@pytest.mark.parametrize("scales", [(None, None), (0.02, 0.5)])
+def test_scales_of_a_cache_of_eight_bits(host: Any, scales: tuple[Any, Any]) -> None:
+    """The pool divides by a layer's scales, and tree attention multiplies with them."""
+    from deft_backend.hosts.sglang.step.backend import DeftAttentionBackend
+
+    k_scale, v_scale = (None if s is None else torch.tensor(s) for s in scales)
+    written: list[Any] = []
+    ran: dict[str, Any] = {}
+    unit = torch.ones(1)
+
+    def run(q: Any, *args: Any, **named: Any) -> torch.Tensor:
+        ran.update(named)
+        return torch.zeros_like(q)
+
+    backend = SimpleNamespace(
+        _attention=SimpleNamespace(
+            kv_dtype=torch.float8_e4m3fn, dtype=torch.bfloat16, unit_scale=unit, run=run
+        ),
+        _pool=SimpleNamespace(
+            set_kv_buffer=lambda layer, location, k, v, *given: written.extend(given),
+            get_key_buffer=lambda layer_id: None, get_value_buffer=lambda layer_id: None,
+        ),
+        _req_to_token=None, _static_launch=False, _verification=None,
+    )  # fmt: skip
+    layer = SimpleNamespace(
+        tp_q_head_num=4, qk_head_dim=64, layer_id=0, scaling=0.125, logit_cap=0.0,
+        k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
+    batch = SimpleNamespace(
+        out_cache_loc=None, seq_lens=torch.ones(2), req_pool_indices=torch.arange(2)
+    )
+    backend._context = lambda batch: DeftAttentionBackend._context(backend, batch)
+    backend._scales = lambda layer: DeftAttentionBackend._scales(backend, layer)
+    DeftAttentionBackend._write_kv(backend, None, None, layer, batch)
+    DeftAttentionBackend._tree_attention(backend, torch.zeros(2, 256), layer, batch, None)
+    assert written == [k_scale, v_scale]
+    assert ran["k_scale"] is (unit if k_scale is None else k_scale)
+    assert ran["v_scale"] is (unit if v_scale is None else v_scale)

@@ -1,0 +1,364 @@
+"""Forests from the host's radix tree, and the rule for a new plan."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deft_backend.costs.cost_model import default_cost_model
+from deft_backend.forest import forest_from_page_tables, forest_from_paths
+from deft_backend.hosts.sglang.prefixes.cross_check import disagreement
+from deft_backend.hosts.sglang.prefixes.plain_tree import RadixTreeSource, TreeError
+from deft_backend.hosts.sglang.prefixes.prefix_source import key_of, tree_reader
+from deft_backend.hosts.sglang.step.decode_plan import DecodePlanner
+from deft_backend.planner.encoding import OPEN_END
+from deft_backend.policies import POLICY_NAMES
+from deft_backend.settings.config import Settings
+from sglang_fakes import (
+    ARRAYS,
+    EAGER,
+    FakeAttention,
+    Tree,
+    assert_same_forest,
+    make_planner,
+    make_request,
+    make_state,
+    observed,
+    requests_of,
+    step,
+    tree_source,
+)
+
+forest_of = RadixTreeSource().forest
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tree_and_page_tables_agree(seed: int) -> None:
+    """Random prompts over a small alphabet split each other's nodes."""
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(2) for _ in range(draw.randint(1, 9))] for _ in range(12)]
+    requests, table, lens = requests_of(prompts, Tree())
+    ours, theirs = forest_of(requests, lens), forest_from_page_tables(table[1:], lens)
+    assert ours.tokens_stored < ours.tokens_attended
+    for name in ARRAYS:
+        assert getattr(ours, name).tolist() == getattr(theirs, name).tolist(), name
+    rows = torch.arange(1, len(prompts) + 1)
+    assert disagreement(ours, torch.from_numpy(table), rows) is None
+
+
+def path_of(request: Any, seq_len: int) -> list[tuple[Any, int]]:
+    """The rule: a request's nodes from the root, cut to the tokens that it may share."""
+    whole = []
+    node = request.last_node
+    while node is not None and node.parent is not None:
+        whole.insert(0, (node.id, len(node.key)))
+        node = node.parent
+    left = min(request.cache_protected_len, seq_len - 1)
+    path = []
+    for identity, tokens in whole:
+        if min(tokens, left) > 0:
+            path.append(((identity, min(tokens, left)), min(tokens, left)))
+        left -= tokens
+    return path
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_cut_paths_give_the_forest_of_the_paths(seed: int) -> None:
+    """The tree owns only a part of the requests' tokens, or all of them."""
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(2) for _ in range(draw.randint(1, 9))] for _ in range(16)]
+    requests, _, lens = requests_of(prompts, Tree(), private=0)
+    for request, length in zip(requests, lens, strict=True):
+        request.cache_protected_len = draw.randint(0, length)
+        if draw.random() < 0.1:
+            request.last_node = None
+    lens += np.array([draw.choice([0, 0, 1, 5]) for _ in requests])
+    ours = forest_of(requests, lens)
+    paths = [path_of(r, n) for r, n in zip(requests, lens.tolist(), strict=True)]
+    theirs = forest_from_paths(paths, lens)
+    assert_same_forest(ours, theirs)
+
+
+def test_a_node_without_tokens_is_refused() -> None:
+    node, _ = Tree().insert([1, 2, 3])
+    node.key = []
+    with pytest.raises(TreeError, match=f"node {node.id} of the radix tree holds 0 tokens"):
+        forest_of([make_request(node, 3)], np.array([5]))
+
+
+def test_a_split_leaves_keys_as_they_are() -> None:
+    """A plan survives the split of a node: rows, ranges and keys stay."""
+    tree = Tree()
+    requests, _, lens = requests_of([[1, 2, 3, 4], [1, 2, 3, 4]], tree)
+    before, keys = forest_of(requests, lens), [key_of(r) for r in requests]
+    tree.insert([1, 2, 9])
+    assert requests[0].last_node.key == [3, 4]
+    assert [key_of(r) for r in requests] == keys
+    after = forest_of(requests, lens)
+    for name in ARRAYS:
+        assert getattr(before, name).tolist() == getattr(after, name).tolist(), name
+
+
+def test_the_current_token_is_always_private() -> None:
+    tree = Tree()
+    node, _ = tree.insert([1, 2, 3, 4])
+    pair = [make_request(node, 4), make_request(node, 4)]
+    forest = forest_of(pair, np.array([4, 4]))  # as long as the path: cut to 3
+    assert forest.length[forest.leaf].tolist() == [1, 1]
+    assert forest.length[0] == 3
+
+
+def test_only_what_the_tree_owns_is_shared() -> None:
+    """A node that one request holds in part differs from the whole node of another request."""
+    node, _ = Tree().insert([1, 2, 3, 4])
+    assert path_of(make_request(node, 2), 9) == [((node.id, 2), 2)]  # the reference agrees
+    forest = forest_of([make_request(node, 2), make_request(node, 4)], np.array([9, 9]))
+    assert forest.tokens_stored == forest.tokens_attended == 18
+
+
+def test_requests_without_a_place_in_the_tree_are_private() -> None:
+    node, _ = Tree().insert([1, 2, 3])
+    freed = make_request(node, 3, row=None)
+    forest = forest_of([freed, make_request(node, 3), make_request(None, 3)], np.array([5, 5, 5]))
+    assert forest.tokens_stored == 15
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "read"),
+    [
+        ("sglang.srt.mem_cache.radix_cache", "RadixCache", True),
+        ("sglang.srt.mem_cache.chunk_cache", "ChunkCache", True),
+        ("sglang.srt.mem_cache.chunk_cache", "SWAChunkCache", False),
+        ("sglang.srt.mem_cache.hiradix_cache", "HiRadixCache", False),
+        ("sglang.srt.mem_cache.unified_radix_cache", "UnifiedRadixCache", False),  # to 0.5.21
+        ("sglang.srt.session.streaming_session", "StreamingSession", False),
+    ],
+)
+def test_trees_that_are_read(module: str, name: str, read: bool) -> None:
+    cache = type(name, (), {"__module__": module, "is_eagle": False})()
+    assert (tree_reader(cache) is not None) == read
+
+
+def test_a_tree_of_bigrams_is_not_read() -> None:
+    """Its nodes' keys are one shorter than what their requests hold."""
+    known = {"__module__": "sglang.srt.mem_cache.radix_cache"}
+    assert tree_reader(type("RadixCache", (), {**known, "is_eagle": True})()) is None
+
+
+def test_verification_finds_a_wrong_forest() -> None:
+    requests, table, lens = requests_of([[1, 2, 3], [1, 2, 4], [7, 8]], Tree())
+    rows = torch.arange(1, 4)
+    good = forest_of(requests, lens)
+    page_table = torch.from_numpy(table)
+    assert disagreement(good, page_table, rows) is None
+    wrong = page_table.clone()
+    wrong[2, 1] = 99
+    assert "[0, 1] do not share tokens 0 to 2" in str(disagreement(good, wrong, rows))
+    alone = forest_of([make_request(None, 0)] * 3, lens)  # misses shared tokens
+    assert "the page tables give" in str(disagreement(alone, page_table, rows))
+
+
+def test_a_steady_batch_is_planned_once() -> None:
+    requests, _, lens = requests_of([[1, 2, 3], [1, 2, 4]], Tree())
+    planner, attention = make_planner()
+    first = step(planner, requests, lens)
+    for grown in range(1, 200):
+        assert step(planner, requests, lens + grown) is first
+    assert len(attention.forests) == 1
+
+
+def test_a_changed_composition_is_planned_anew() -> None:
+    tree = Tree()
+    requests, _, lens = requests_of([[1, 2, 3], [1, 2, 4], [1, 2, 3, 5]], tree)
+    planner, attention = make_planner()
+    step(planner, requests[:2], lens[:2])
+    step(planner, requests, lens)  # joined
+    step(planner, requests[1:], lens[1:])  # finished, aborted or retracted
+    step(planner, requests[:0:-1], lens[:0:-1])  # another order
+    assert len(attention.forests) == 4
+    requests[1].last_node, _ = tree.insert([1, 2, 4, 4])  # its prefill's result is now in the tree
+    requests[1].cache_protected_len = 4
+    step(planner, requests[:0:-1], lens[:0:-1] + 1)
+    assert len(attention.forests) == 5
+    requests[1].req_pool_idx = None  # freed, but in flight for one more step
+    step(planner, requests[:0:-1], lens[:0:-1] + 2)
+    assert len(attention.forests) == 6
+    assert attention.forests[-1].tokens_stored == attention.forests[-1].tokens_attended
+
+
+def test_a_request_that_gave_more_to_the_tree_is_planned_anew() -> None:
+    """Its node is unchanged: the tokens beyond were another request's, or its own copy."""
+    node, _ = Tree().insert([1, 2, 3, 4])
+    requests = [make_request(node, 2), make_request(node, 2)]
+    planner, attention = make_planner()
+    step(planner, requests, [9, 9])
+    requests[0].cache_protected_len = requests[1].cache_protected_len = 4
+    step(planner, requests, [10, 10])
+    assert [forest.length[0] for forest in attention.forests] == [2, 4]
+
+
+def test_a_plan_is_not_used_after_the_next_one_failed() -> None:
+    """A failed planning may have overwritten the plan."""
+    requests, _, lens = requests_of([[1, 2, 3], [1, 2, 4], [1, 2, 3, 5]], Tree())
+    planner, attention = make_planner()
+    step(planner, requests[:2], lens[:2])
+    made, attention.plan = attention.plan, lambda forest: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        step(planner, requests, lens)
+    attention.plan = made
+    step(planner, requests[:2], lens[:2])
+    assert len(attention.forests) == 2
+
+
+@pytest.mark.parametrize("shorter", [1, 4, 30])
+def test_a_newcomer_under_the_same_key_is_planned_anew(shorter: int) -> None:
+    """Requests with equal prompts have equal keys: only lengths show another request."""
+    requests, _, lens = requests_of([[1, 2, 3, 4], [1, 2, 3, 4]], Tree())
+    lens += [0, 40]
+    planner, attention = make_planner()
+    step(planner, requests, lens)
+    step(planner, requests, lens + 1)
+    assert len(attention.forests) == 1
+    step(planner, requests, lens - [0, shorter])
+    assert len(attention.forests) == 2
+    assert attention.forests[-1].seq_lens.tolist() == (lens - [0, shorter]).tolist()
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_lengths_are_kept_apart_from_the_hosts(dtype: type) -> None:
+    """The host increments the array that it passed."""
+    requests, _, lens = requests_of([[1, 2, 3, 4], [1, 2, 3, 4]], Tree())
+    lens = lens.astype(dtype)
+    planner, attention = make_planner()
+    step(planner, requests, lens)
+    lens += 5
+    step(planner, requests, lens)
+    lens -= 2
+    step(planner, requests, lens)  # longer than planned for
+    assert len(attention.forests) == 1
+    lens -= 4
+    step(planner, requests, lens)
+    assert len(attention.forests) == 2
+
+
+def test_a_newcomer_attends_to_its_own_tokens_alone() -> None:
+    """With a plan that cuts the previous request's leaf into ranges."""
+    from deft_backend.attention import TreeAttention
+    from deft_backend.attention.reference_attention import reference_attention, relative_error
+
+    shared, long = 64, 900
+    node, _ = Tree().insert(list(range(1, shared + 1)))
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+        max_batch=4, policy="deft-node-chunk",
+    )  # fmt: skip
+    planner = DecodePlanner(attention, tree_source(), EAGER, make_state())
+    requests = [make_request(node, shared, row=row) for row in (1, 2, 3)]
+    width = shared + long + 8
+    own = torch.arange(shared + 1, shared + 1 + 4 * width, dtype=torch.int32).view(4, width)
+    table = torch.cat([torch.arange(1, shared + 1).int().expand(4, -1), own], dim=1)[:, :width]
+    torch.manual_seed(0)
+    k_cache, v_cache = torch.randn(2, int(table.max()) + 1, 1, 2, 64)
+    rows = torch.tensor([1, 2, 3])
+    for lens in ([80, 80, shared + long], [81, 81, shared + 1]):
+        planner.step(observed(requests), np.array(lens), sum(lens))
+        q = torch.randn(3, 4, 64)
+        out = attention.run(q, k_cache, v_cache, table, torch.tensor(lens), table_rows=rows)
+        expected = reference_attention(q, k_cache, v_cache, table[rows], torch.tensor(lens))
+        assert relative_error(out, expected) < 1e-5
+
+
+def test_leaves_that_grew_much_are_balanced_anew() -> None:
+    requests, _, lens = requests_of([[1, 2], [1, 2]], Tree())
+    planner, attention = make_planner()
+    step(planner, requests, lens)
+    step(planner, requests, lens + 256)
+    assert len(attention.forests) == 1
+    step(planner, requests, lens + 257)
+    assert len(attention.forests) == 2
+
+
+def test_long_leaves_may_grow_by_a_share() -> None:
+    requests, _, lens = requests_of([[1, 2], [1, 2]], Tree(), private=3998)
+    planner, attention = make_planner()
+    step(planner, requests, lens)
+    step(planner, requests, lens + 1000)  # a quarter of their tokens
+    assert len(attention.forests) == 1
+    step(planner, requests, lens + 1001)
+    assert len(attention.forests) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (Settings(min_batch=3), "batch smaller than DEFT_MIN_BATCH=3"),
+        (Settings(max_batch=1), "batch larger than DEFT_MAX_BATCH=1"),
+        (Settings(min_share=1.9), "shares less than DEFT_MIN_SHARE=1.9"),
+        (Settings(min_share=1.0, min_shared_tokens=5), "saves fewer than DEFT_MIN_SHARED_TOKENS=5"),
+        (Settings(min_share=1.5, min_shared_tokens=4), None),
+    ],
+)
+def test_thresholds(settings: Settings, reason: str | None) -> None:
+    """Two requests share 4 tokens and hold 1 each: 10 attended, 6 stored."""
+    requests, _, lens = requests_of([[1, 2, 3, 4], [1, 2, 3, 4]], Tree())
+    planner, attention = make_planner(settings)
+    assert step(planner, requests, lens).host_reason == reason
+    assert len(attention.forests) == (reason is None)
+
+
+def test_on_a_gpu_the_gain_must_be_worth_it() -> None:
+    """The KV reads saved must take the GPU's memory longer than the least gain."""
+    requests, _, lens = requests_of([[1] * 1001, [1] * 1001], Tree())
+    state = make_state()
+    gain = default_cost_model().transfer_ms(1000 * state.token_bytes * state.num_layers)
+    above, below = 1.01 * gain, 0.99 * gain
+    for cost, reason in ((above, f"saves less than DEFT_MIN_SAVED_MS={above:g}"), (below, None)):
+        planner = DecodePlanner(FakeAttention(), tree_source(), EAGER, state, least_gain_ms=cost)
+        assert step(planner, requests, lens).host_reason == reason
+
+
+def test_the_gain_is_told_by_this_gpus_bandwidth() -> None:
+    requests, _, lens = requests_of([[1] * 1001, [1] * 1001], Tree())
+    state, shipped = make_state(), default_cost_model()
+    gain = shipped.transfer_ms(1000 * state.token_bytes * state.num_layers)
+    slower = replace(shipped, bandwidth_gb_s=shipped.bandwidth_gb_s / 2)
+    little = f"saves less than DEFT_MIN_SAVED_MS={1.5 * gain:g}"
+    for costs, reason in ((slower, None), (shipped, little)):
+        planner = DecodePlanner(
+            FakeAttention(), tree_source(), EAGER, state, least_gain_ms=1.5 * gain, costs=costs
+        )
+        assert step(planner, requests, lens).host_reason == reason
+
+
+def test_a_plan_that_fails_verification_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    requests, _, lens = requests_of([[1, 2], [1, 2]], Tree())
+    planner, attention = make_planner(verify=lambda forest, batch: "row 1 is wrong")
+    assert step(planner, requests, lens).host_reason == "verification failed"
+    assert not attention.forests
+    assert "row 1 is wrong" in caplog.text
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_loaded_tokens_follow_growth(policy: str) -> None:
+    """The loads of a step by the plan's own items, before and after every request grew by 3."""
+    requests, _, lens = requests_of([[1] * 70, [1] * 60 + [2] * 9, [3] * 5], Tree())
+    attention = FakeAttention(policy)
+    planner = DecodePlanner(attention, tree_source(), EAGER, make_state())
+    planned = step(planner, requests, lens)
+    plan = attention.plan(attention.forests[0])
+
+    def counted(lengths: Any) -> int:
+        total = 0
+        for row, start, end in zip(
+            plan.segment_request, plan.segment_start, plan.segment_end, strict=True
+        ):
+            total += (lengths[row] if end == OPEN_END else end) - start
+        return total
+
+    assert planned.loads(int(lens.sum())) == counted(lens) == plan.loaded_tokens(lens)
+    assert planned.loads(int(lens.sum()) + 9) == counted(lens + 3)

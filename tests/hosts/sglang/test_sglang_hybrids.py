@@ -1,0 +1,184 @@
+"""Models that mix full attention with other layers, on SGLang: who runs which layer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deft_backend.hosts.sglang.start.caches import FullCache, full_cache
+from deft_backend.hosts.sglang.start.layers import Division, divide_layers
+from sglang_fakes import (
+    HybridLinearKVPool,
+    MHATokenToKVPool,
+    SWAKVPool,
+    load_host,
+    make_layer,
+)
+
+
+@pytest.fixture(scope="module")
+def host() -> Any:
+    return load_host()
+
+
+def found(pool: Any) -> FullCache:
+    cache = full_cache(pool)
+    assert isinstance(cache, FullCache)
+    return cache
+
+
+def test_the_full_layers_of_each_kind_of_cache() -> None:
+    plain = MHATokenToKVPool()
+    assert found(plain) == FullCache(plain, None)
+    windowed = SWAKVPool(full=[1, 3], windowed=[0, 2])
+    assert found(windowed) == FullCache(windowed.full_kv_pool, {1, 3})
+    linear = HybridLinearKVPool(full=[3, 7])
+    assert found(linear) == FullCache(linear.full_kv_pool, {3, 7})
+    assert found(linear).keys is linear.full_kv_pool.k
+
+
+def test_caches_that_tree_attention_cannot_read() -> None:
+    other = type("MLATokenToKVPool", (MHATokenToKVPool,), {})
+    assert full_cache(other()) == "a KV cache of kind MLATokenToKVPool is not supported"
+    mixed = HybridLinearKVPool(full=[1])
+    mixed.full_kv_pool = other()
+    assert "HybridLinearKVPool over MLATokenToKVPool is not supported" in str(full_cache(mixed))
+    only_windows = SWAKVPool(full=[], windowed=[0, 1])
+    assert "SWAKVPool without full-attention layers" in str(full_cache(only_windows))
+    packed = SWAKVPool(full=[0], windowed=[])
+    packed.full_kv_pool.kv_cache_layout = "hnd"  # type: ignore[attr-defined]
+    assert "layout hnd" in str(full_cache(packed))
+
+
+def test_layers_are_divided_one_by_one() -> None:
+    layers = [
+        make_layer(layer_id=0, sliding_window_size=128),
+        make_layer(layer_id=1),
+        make_layer(layer_id=2, sliding_window_size=128),
+        make_layer(layer_id=3),
+        make_layer(layer_id=4, is_cross_attention=True),
+    ]
+    division = divide_layers(layers, found(SWAKVPool([1, 3, 4], [0, 2])))
+    assert division == Division(
+        (4, 2, 64), (1, 3), {0: "a sliding window", 2: "a sliding window", 4: "cross attention"}
+    )
+    assert division.text() == (
+        "2 of 5 layers decode through tree attention; 2 with a sliding window, 1 with cross "
+        "attention through the host's kernels"
+    )
+
+
+def test_linear_layers_count_as_layers() -> None:
+    division = divide_layers(
+        [make_layer(layer_id=3)], found(HybridLinearKVPool([3])), others=[0, 1, 2]
+    )
+    assert division.tree == (3,)
+    assert "1 of 4 layers decode through tree attention; 3 with linear" in str(division.text())
+
+
+def test_a_layer_with_both_kinds_of_attention_decides_by_its_full_one() -> None:
+    layers = [make_layer(layer_id=0), make_layer(layer_id=1, sliding_window_size=8)]
+    division = divide_layers(layers, found(HybridLinearKVPool([0, 1])), others=[0, 1, 2])
+    assert division.tree == (0,)
+    assert division.host == {1: "a sliding window", 2: "linear or recurrent attention"}
+
+
+def test_a_model_of_full_layers_needs_no_line() -> None:
+    division = divide_layers([make_layer(layer_id=i) for i in range(2)], found(MHATokenToKVPool()))
+    assert (division.tree, division.text()) == ((0, 1), None)
+
+
+def test_most_layers_decide_on_the_shape() -> None:
+    """One plan serves one shape. Layers whose pages are of another shape are not read."""
+    wide = {"qk_head_dim": 128, "v_head_dim": 128}
+    layers = [make_layer(layer_id=i) for i in range(2)]
+    others = [make_layer(layer_id=2, tp_q_head_num=8), make_layer(layer_id=3, **wide)]
+    division = divide_layers([*others, *layers], found(MHATokenToKVPool()))
+    assert (division.shape, division.tree) == ((4, 2, 64), (0, 1))
+    assert "8 query and 2 KV heads of 64" in division.host[2]
+    assert division.host[3] == "a KV cache of another kind"
+
+
+def test_a_shape_without_kernels_leaves_the_layers_of_other_shapes() -> None:
+    def refused(shape: tuple[int, int, int]) -> str | None:
+        return "a head count of 4" if shape[0] == 4 else None
+
+    layers = [make_layer(layer_id=i) for i in range(2)]
+    layers.append(make_layer(layer_id=2, tp_q_head_num=8))
+    division = divide_layers(layers, found(MHATokenToKVPool()), refused=refused)
+    assert (division.shape, division.tree) == ((8, 2, 64), (2,))
+    assert division.host == dict.fromkeys((0, 1), "a head count of 4")
+    nothing = divide_layers(layers[:2], found(MHATokenToKVPool()), refused=refused)
+    assert (nothing.shape, nothing.tree) == (None, ())
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 1), (5, 1), (14, 2), (12, 1), (16, 1)])
+def test_every_rank_has_its_own_heads(heads: int, kv_heads: int) -> None:
+    """The layers know them: with tensor parallelism a KV head may be the only one of its rank."""
+    pool = MHATokenToKVPool()
+    pool.k = torch.zeros(64, kv_heads, 64)
+    layers = [make_layer(tp_q_head_num=heads, tp_k_head_num=kv_heads, tp_v_head_num=kv_heads)]
+    assert divide_layers(layers, found(pool)).shape == (heads, kv_heads, 64)
+
+
+def warm_up_sees(runner: Any, blocks: torch.nn.ModuleList) -> None:
+    """A server compiles kernels for the kinds of its own layers, and for what it verifies."""
+    from deft_backend.hosts.common.warm_up import Drafts, LayerKind
+    from deft_backend.hosts.sglang.start.warm_up import step_tensors
+
+    blocks[0].attn.logit_cap = 30.0
+    seen = SimpleNamespace(**{**vars(runner), "model": blocks})
+    seen.req_to_token_pool = SimpleNamespace(req_to_token=torch.zeros((3, 70), dtype=torch.int32))
+    seen.server_args = SimpleNamespace(speculative_algorithm=None)
+    capped, with_sinks = LayerKind(soft_cap=True), LayerKind(sinks=torch.float32)
+    for ids, kinds in [((0, 1), {capped, with_sinks}), ((1,), {with_sinks}), ((), {LayerKind()})]:
+        tensors = step_tensors(seen, ids)
+        assert set(tensors.layers) == kinds
+        assert (tensors.drafts, tensors.table_columns) == (None, [70])
+    seen.server_args = SimpleNamespace(
+        speculative_algorithm="EAGLE", speculative_num_draft_tokens=6, speculative_eagle_topk=2
+    )
+    assert step_tensors(seen, ()).drafts == Drafts(6, trees=True, always=True)
+
+
+def test_a_model_runner_is_divided_and_counted(host: Any) -> None:
+    """The host's own layers are found in the model; counters count the layers with a plan."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    from deft_backend.hosts.sglang.report.server import division_of, state_of
+    from deft_backend.hosts.sglang.start import factory
+    from deft_backend.hosts.sglang.versions import sinks_of_layers
+
+    def layer(layer_id: int, window: int = -1) -> Any:
+        return RadixAttention(4, 64, 0.125, 2, layer_id, sliding_window_size=window)
+
+    model = torch.nn.ModuleList([layer(0, 32), torch.nn.Linear(2, 2), layer(1), layer(2, 32)])
+    runner = SimpleNamespace(
+        model=model, device="cpu", dtype=torch.float32, kv_cache_dtype=torch.float32,
+        is_draft_worker=False, token_to_kv_pool=SWAKVPool([1], [0, 2]),
+        req_to_token_pool=SimpleNamespace(), server_args=SimpleNamespace(port=1),
+        ps=SimpleNamespace(tp_rank=0),
+    )  # fmt: skip
+    runner.token_to_kv_pool.full_kv_pool.store_dtype = torch.float32
+    assert factory.unsupported_model(runner) is None
+    division = division_of(runner)
+    assert (division.shape, division.tree, set(division.host)) == ((4, 2, 64), (1,), {0, 2})
+    assert state_of(runner, division, "deft", "auto").num_layers == 1
+
+    class Block(torch.nn.Module):
+        def __init__(self, layer_id: int, sinks: bool) -> None:
+            super().__init__()
+            self.attn, self.norm = layer(layer_id), torch.nn.Linear(2, 2)
+            self.sinks = torch.nn.Parameter(torch.zeros(4)) if sinks else None
+
+    blocks = torch.nn.ModuleList([Block(0, False), Block(1, True)])
+    assert sinks_of_layers(blocks) == {1: blocks[1].sinks}
+
+    warm_up_sees(runner, blocks)
+
+    windows = SimpleNamespace(**{**vars(runner), "model": torch.nn.ModuleList([layer(0, 32)])})
+    with pytest.raises(factory.Unsupported, match="not supported in any layer: a sliding window"):
+        factory.divided(windows)

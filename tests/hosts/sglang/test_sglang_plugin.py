@@ -1,0 +1,697 @@
+"""``--attention-backend deft``: the host's arguments, and the registration."""
+
+from __future__ import annotations
+
+import re
+from contextlib import ExitStack
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deft_backend.attention import TreeAttention
+from deft_backend.hosts.sglang.start.layers import Division
+from deft_backend.hosts.sglang.versions import decode_graphs, read_end
+from deft_backend.settings import installed
+from deft_backend.settings.config import SettingsError
+from sglang_fakes import (
+    FakePool,
+    MHATokenToKVPool,
+    Tree,
+    load_host,
+    make_state,
+    observed,
+    requests_of,
+)
+
+SWITCHES = {
+    "enable_two_batch_overlap": "two-batch overlap",
+    "enable_pdmux": "prefill-decode multiplexing",
+    "enable_deterministic_inference": "deterministic inference",
+    "enable_torch_compile": "torch.compile",
+    "enable_hisparse": "hierarchical sparse attention",
+    "enable_streaming_session": "streaming session cache",
+    "enable_unified_memory": "unified memory pool",
+    "enable_page_major_kv_layout": "page-major KV layout",
+}
+"""Arguments of the host that exclude tree attention, and their messages."""
+
+
+@pytest.fixture(scope="module")
+def host() -> Any:
+    return load_host()
+
+
+def make_arguments(**changes: Any) -> Any:
+    arguments = SimpleNamespace(
+        attention_backend="deft", prefill_attention_backend=None, decode_attention_backend=None,
+        speculative_draft_attention_backend=None, device="cpu", kv_cache_dtype="auto",
+        cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend="full")),
+    )  # fmt: skip
+    return SimpleNamespace(**{**vars(arguments), **changes})
+
+
+DENSE = SimpleNamespace(is_encoder_decoder=False)
+"""The host's description of a model."""
+
+FOUR_HEADS = Division((4, 2, 64), (0, 1), {})
+"""Both layers of a model decode through tree attention."""
+
+
+def resolve_as_host(made: Any) -> None:
+    assert "deft" not in (made.attention_backend, made.decode_attention_backend)
+    made.attention_backend = made.attention_backend or "torch_native"
+
+
+@pytest.fixture
+def arguments(host: Any, monkeypatch) -> Any:
+    from deft_backend.hosts.sglang import arguments, versions
+    from deft_backend.settings.config import VARIABLES
+
+    def names(made: Any) -> tuple[str, str]:
+        return (
+            made.prefill_attention_backend or made.attention_backend,
+            made.decode_attention_backend or made.attention_backend,
+        )
+
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable.name, raising=False)
+    monkeypatch.setattr(versions, "backend_names", names)
+    monkeypatch.setattr(versions, "missing", lambda: None)  # read once: see the contract's test
+    monkeypatch.setattr(versions, "uses_mla", lambda made: getattr(made, "mla", False))
+    monkeypatch.setattr(versions, "model_config", lambda made: getattr(made, "model", DENSE))
+    return arguments
+
+
+@pytest.mark.parametrize("name", ["attention_backend", "decode_attention_backend"])
+def test_the_host_resolves_as_if_the_flag_were_not_there(arguments: Any, name: str) -> None:
+    made = make_arguments(**{"attention_backend": None, name: "deft"})
+    arguments.resolve(resolve_as_host, made)
+    assert made.attention_backend == "torch_native"
+    assert made.decode_attention_backend is None
+    assert getattr(made, arguments.HOST_DECODE) == "torch_native"
+    assert decode_graphs(made) == "disabled"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_backend": None, "decode_attention_backend": "triton",
+         "prefill_attention_backend": "deft"},
+        {"attention_backend": "triton", "prefill_attention_backend": "deft"},
+        {"attention_backend": "deft", "decode_attention_backend": "triton"},
+        {"attention_backend": "triton", "speculative_draft_attention_backend": "deft"},
+    ],
+)  # fmt: skip
+def test_another_backend_named_for_decode_decodes(
+    arguments: Any, caplog: Any, changes: dict[str, Any]
+) -> None:
+    made = make_arguments(**changes)
+    arguments.resolve(resolve_as_host, made)
+    assert (made.decode_attention_backend or made.attention_backend) == "triton"
+    assert not hasattr(made, arguments.HOST_DECODE)
+    assert "deft" not in [value for name, value in vars(made).items() if name.endswith("_backend")]
+    assert "another backend is named for decode" in caplog.text
+
+
+@pytest.mark.parametrize(("kind", "kept"), [("full", "full"), ("breakable", "disabled")])
+def test_decode_graphs_on_a_gpu(arguments: Any, caplog: Any, kind: str, kept: str) -> None:
+    """Full graphs get a second set; other kinds are switched off, with a log line."""
+    graphs = SimpleNamespace(decode=SimpleNamespace(backend=kind))
+    made = make_arguments(device="cuda", cuda_graph_config=graphs)
+    arguments.resolve(resolve_as_host, made)
+    assert decode_graphs(made) == kept
+    assert hasattr(made, arguments.HOST_DECODE)
+    assert ("decode graphs are of the kind breakable" in caplog.text) == (kind == "breakable")
+
+
+def test_servers_that_do_not_ask_are_left_alone(arguments: Any, monkeypatch) -> None:
+    monkeypatch.setenv("DEFT_POLICY", "nonsense")
+    made = make_arguments(attention_backend="triton")
+    arguments.resolve(resolve_as_host, made)
+    assert made.attention_backend == "triton"
+    assert not hasattr(made, arguments.HOST_DECODE)
+    assert decode_graphs(made) == "full"
+
+
+def test_a_wrong_setting_stops_the_server(arguments: Any, monkeypatch) -> None:
+    monkeypatch.setenv("DEFT_MIN_BATCH", "none")
+    with pytest.raises(SettingsError, match="DEFT_MIN_BATCH is 'none'; expected an integer"):
+        arguments.resolve(resolve_as_host, make_arguments())
+
+
+def test_the_fallback_backend(arguments: Any, monkeypatch) -> None:
+    monkeypatch.setenv("DEFT_FALLBACK_BACKEND", "triton")
+    made = make_arguments()
+    arguments.resolve(resolve_as_host, made)
+    assert made.attention_backend == getattr(made, arguments.HOST_DECODE) == "triton"
+    for wrong in ("deft", "fastest"):
+        monkeypatch.setenv("DEFT_FALLBACK_BACKEND", wrong)
+        with pytest.raises(SettingsError, match=f"DEFT_FALLBACK_BACKEND is '{wrong}'; .*triton"):
+            arguments.resolve(resolve_as_host, make_arguments())
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"device": "xpu"}, "device xpu"),
+        ({"speculative_algorithm": "DFLASH"}, "speculation by DFLASH"),
+        ({"disaggregation_mode": "decode"}, "disaggregation"),
+        *(({name: True}, words) for name, words in SWITCHES.items()),
+        ({"dllm_algorithm": "LowConfidence"}, "diffusion decoding"),
+        ({"dcp_size": 2}, "context parallelism"),
+        ({"kv_cache_dtype": "nvfp4"}, "a KV cache of kind nvfp4 is not supported"),
+        ({"mla": True}, "MLA"),
+        ({"model": SimpleNamespace(is_encoder_decoder=True)}, "encoder-decoder"),
+        ({"model": SimpleNamespace()}, "was made for"),
+    ],
+)
+def test_servers_that_are_not_supported_run_on_the_hosts_own(
+    arguments: Any, caplog, changes: dict[str, Any], reason: str
+) -> None:
+    made = make_arguments(**changes)
+    arguments.resolve(resolve_as_host, made)
+    assert made.attention_backend == "torch_native"
+    assert not hasattr(made, arguments.HOST_DECODE)
+    assert decode_graphs(made) == "full"
+    (record,) = caplog.records
+    assert reason in record.message
+    assert "torch_native" in record.message
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM"])
+def test_servers_that_speculate_are_served(arguments: Any, algorithm: str) -> None:
+    made = make_arguments(speculative_algorithm=algorithm, speculative_attention_mode="prefill")
+    arguments.resolve(resolve_as_host, made)
+    assert getattr(made, arguments.HOST_DECODE) == "torch_native"
+
+
+def test_drafts_of_changing_length_are_the_hosts(arguments: Any, caplog: Any) -> None:
+    made = make_arguments(speculative_algorithm="EAGLE", speculative_adaptive=True)
+    arguments.resolve(resolve_as_host, made)
+    assert not hasattr(made, arguments.HOST_DECODE)
+    assert "changing length" in caplog.text
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("algorithm", "topk"), [("EAGLE", 1), ("EAGLE", 4), ("NGRAM", None)])
+def test_chains_and_token_trees_are_served(
+    arguments: Any, algorithm: str, topk: int | None, device: str
+) -> None:
+    made = make_arguments(
+        speculative_algorithm=algorithm, speculative_eagle_topk=topk, device=device
+    )
+    arguments.resolve(resolve_as_host, made)
+    assert hasattr(made, arguments.HOST_DECODE)
+
+
+@pytest.mark.parametrize(("mode", "served"), [("prefill", False), ("decode", True)])
+def test_verification_by_another_backend_is_the_hosts(
+    arguments: Any, mode: str, served: bool, caplog: Any
+) -> None:
+    """The host can verify with its backend for prefill."""
+    made = make_arguments(
+        attention_backend=None, decode_attention_backend="deft",
+        prefill_attention_backend="triton", speculative_algorithm="EAGLE",
+        speculative_attention_mode=mode,
+    )  # fmt: skip
+    arguments.resolve(resolve_as_host, made)
+    assert hasattr(made, arguments.HOST_DECODE) is served
+    assert ("--speculative-attention-mode decode" in caplog.text) is not served
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens", "trees"),
+    [
+        ({}, 1, None),
+        ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}, 5, False),
+        ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4}, 5, True),
+        ({"speculative_algorithm": "NGRAM", "speculative_eagle_topk": None}, 5, True),
+    ],
+)
+def test_what_a_server_verifies(
+    arguments: Any, changes: dict[str, Any], tokens: int, trees: bool | None
+) -> None:
+    from deft_backend.hosts.sglang.versions import draft_tokens, drafts_trees
+
+    made = make_arguments(**changes, speculative_num_draft_tokens=5)
+    assert draft_tokens(made) == tokens
+    if trees is not None:
+        assert drafts_trees(made) is trees
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens", "on_device"),
+    [({}, 1, False), ({}, 4, True), ({"planner": "host"}, 4, True), ({"verify": True}, 4, True)],
+)
+def test_verification_is_planned_on_the_device(
+    host: Any, changes: dict[str, Any], tokens: int, on_device: bool, caplog: Any
+) -> None:
+    from deft_backend.hosts.sglang.start import factory
+    from deft_backend.settings.config import Settings
+
+    runner = SimpleNamespace(device="cpu")
+    assert factory._plans_on_device(runner, Settings(**changes), tokens) is on_device
+    assert ("have no effect" in caplog.text) is bool(changes)
+    with pytest.raises(factory.Unsupported, match="DEFT_POLICY=deft-node"):
+        factory._plans_on_device(runner, Settings(policy="deft-node"), 4)
+
+
+def test_the_draft_models_runner_keeps_the_hosts_backend(host: Any, caplog: Any) -> None:
+    from deft_backend.hosts.sglang.drafts.draft_model import surround_draft_model
+    from deft_backend.hosts.sglang.start import factory
+    from deft_backend.settings.config import Settings
+
+    own = object()
+    assert factory.wrap_backend(SimpleNamespace(is_draft_worker=True), "fa3", own) is own
+    with caplog.at_level("INFO", "deft_backend"):
+        surround_draft_model(Settings(), "fa3")
+    assert "the draft model's attention runs through fa3" in caplog.text
+
+
+@pytest.mark.parametrize("version", ["0.5.16", "0.5.24rc1", "0.6.0"])
+def test_a_version_that_was_not_tested_runs_on_the_hosts_own(
+    arguments: Any, caplog, monkeypatch, version: str
+) -> None:
+    monkeypatch.setattr(installed, "version", lambda name: version)
+    made = make_arguments()
+    arguments.resolve(resolve_as_host, made)
+    assert made.attention_backend == "torch_native"
+    assert not hasattr(made, arguments.HOST_DECODE)
+    (record,) = caplog.records
+    assert f"tested with SGLang >=0.5.17, <0.5.24 and this is {version}" in record.message
+    monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
+    made = make_arguments()
+    arguments.resolve(resolve_as_host, made)
+    assert getattr(made, arguments.HOST_DECODE) == "torch_native"
+
+
+def test_this_host_has_what_we_use(host: Any) -> None:
+    from deft_backend.hosts.sglang import versions
+
+    versions.missing.cache_clear()
+    assert versions.missing() is None
+
+
+def test_a_host_that_lacks_something_is_told_what(
+    arguments: Any, caplog, monkeypatch, tmp_path
+) -> None:
+    """One line names the first member, and the number of others."""
+    from deft_backend.hosts.sglang import versions
+
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").write_text("")
+    monkeypatch.undo()
+    monkeypatch.setattr(versions, "installed_source", lambda package: tmp_path)
+    versions.missing.cache_clear()
+    try:
+        assert re.search(r"HookRegistry.*no such module.* and \d+ more", str(versions.missing()))
+        made = make_arguments()
+        arguments.resolve(resolve_as_host, made)
+    finally:
+        versions.missing.cache_clear()
+    assert not hasattr(made, arguments.HOST_DECODE)
+    assert "lacks what tree attention uses of it" in caplog.text
+
+
+def test_a_host_whose_batches_cannot_be_observed_is_said(host: Any, monkeypatch) -> None:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    from deft_patches.sglang import observe_batch
+
+    assert observe_batch.missing() is None
+    monkeypatch.setattr(ForwardBatch, "init_new", classmethod(lambda cls, runner: None))
+    assert "init_new takes" in str(observe_batch.missing())
+
+
+def test_registering_never_raises(host: Any, monkeypatch, caplog) -> None:
+    from deft_backend.hosts.sglang import plugin
+
+    def fail() -> None:
+        raise RuntimeError("a host from another planet")
+
+    monkeypatch.setattr(plugin, "_register", fail)
+    plugin.register()
+    assert "a host from another planet" in caplog.text
+
+
+@pytest.mark.parametrize("attention_per_rank", [True, False])
+def test_ranks_that_decode_for_themselves_need_the_devices_planner(
+    host: Any, monkeypatch: Any, attention_per_rank: bool
+) -> None:
+    """Each rank would choose between two sets of graphs, and graphs hold collectives."""
+    from deft_backend.hosts.sglang.start import factory, model_checks
+    from deft_backend.settings.config import Settings
+
+    class Made(Exception):
+        pass
+
+    def make(**_: Any) -> None:
+        raise Made
+
+    monkeypatch.setattr(model_checks, "division_of", lambda runner: FOUR_HEADS)
+    monkeypatch.setattr(factory, "TreeAttention", make)
+    monkeypatch.setattr(factory, "unsupported_model", lambda runner: None)
+    runner = SimpleNamespace(
+        device="cpu", dtype=None, kv_cache_dtype=None, req_to_token_pool=SimpleNamespace(size=4),
+        server_args=SimpleNamespace(enable_dp_attention=attention_per_rank),
+    )  # fmt: skip
+    if attention_per_rank:
+        with pytest.raises(
+            factory.Unsupported, match="DP attention is not supported where batches are planned on"
+        ):
+            factory._create(runner, object(), Settings(planner="host"), ExitStack())
+        with pytest.raises(Made):
+            factory._create(runner, object(), Settings(planner="device"), ExitStack())
+    else:
+        with pytest.raises(Made):
+            factory._create(runner, object(), Settings(planner="host"), ExitStack())
+
+
+@pytest.mark.parametrize(
+    ("name", "cache", "scale", "refused"),
+    [
+        ("torch_native", torch.float8_e4m3fn, 0.02, True),
+        ("flex_attention", torch.float8_e5m2, 0.02, True),
+        ("torch_native", torch.float8_e4m3fn, None, False),
+        ("torch_native", torch.bfloat16, 0.02, False),
+        ("triton", torch.float8_e4m3fn, 0.02, False),
+    ],
+)
+def test_a_backend_that_ignores_the_scales_of_8_bits_decodes_itself(
+    host: Any, name: str, cache: torch.dtype, scale: float | None, refused: bool, monkeypatch
+) -> None:
+    """SGLang's torch backends write and read such a cache without its scales."""
+    from deft_backend.hosts.sglang.start import model_checks
+
+    layers = [
+        SimpleNamespace(k_scale=None, v_scale=None),
+        SimpleNamespace(k_scale=None, v_scale=scale),
+    ]
+    monkeypatch.setattr(model_checks, "attention_layers", lambda model: layers)
+    reason = model_checks.ignored_scales(SimpleNamespace(kv_cache_dtype=cache, model=None), name)
+    assert (reason is not None) == refused
+    if refused:
+        assert reason == f"{name} ignores the scales of a KV cache in {cache}"
+
+
+def test_arguments_made_before_the_plugin_was_there_are_told_so(host: Any) -> None:
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    from deft_backend.hosts.sglang.start.surround import surround_backends
+
+    surround_backends()
+    with pytest.raises(ValueError, match=r"before SGLang loaded its plugins.*load_plugins"):
+        ATTENTION_BACKENDS["deft"](SimpleNamespace())
+
+
+def test_backends_of_later_plugins_are_surrounded_once(arguments: Any, monkeypatch) -> None:
+    from sglang.srt.layers.attention import attention_registry as registry
+
+    from deft_backend.hosts.sglang import factory, plugin
+    from deft_patches.sglang import backend_names, resolve_arguments
+
+    wrapped = []
+    monkeypatch.setattr(
+        factory, "wrap_backend", lambda runner, name, host: wrapped.append(name) or ("tree", host)
+    )
+    callbacks: list[Any] = []
+    monkeypatch.setattr(resolve_arguments, "install", lambda *given: None)
+    monkeypatch.setattr(
+        backend_names, "install", lambda target, callback: callbacks.append(callback)
+    )
+    plugin.register()
+    monkeypatch.setitem(registry.ATTENTION_BACKENDS, "theirs", lambda runner: "their backend")
+    monkeypatch.setenv("DEFT_FALLBACK_BACKEND", "theirs")
+    made = make_arguments()
+    arguments.resolve(resolve_as_host, made)
+    (before_backends,) = callbacks  # in another process, which resolves nothing
+    for _ in range(2):
+        before_backends()
+    create = registry.ATTENTION_BACKENDS["theirs"]
+    assert create(SimpleNamespace(server_args=made)) == ("tree", "their backend")
+    assert wrapped == ["theirs"]
+    assert create(SimpleNamespace(server_args=SimpleNamespace())) == "their backend"
+
+
+@pytest.mark.parametrize(
+    ("observes", "mark", "observed"),
+    [("1", None, True), ("0", None, False), ("1", "theirs", False)],
+)
+def test_servers_without_tree_attention_are_observed_where_that_is_asked_for(
+    host: Any, observes: str, mark: str | None, observed: bool, monkeypatch
+) -> None:
+    """Only in the process that builds the backend, and in servers with another backend."""
+    from sglang.srt.layers.attention import attention_registry as registry
+
+    from deft_backend.hosts.sglang import factory, observe
+    from deft_backend.hosts.sglang.start.surround import surround_backends
+
+    installed: list[bool] = []
+    monkeypatch.setenv("DEFT_OBSERVE", observes)
+    monkeypatch.setattr(observe, "install", lambda: installed.append(True))
+    monkeypatch.setattr(factory, "wrap_backend", lambda runner, name, made: made)
+    monkeypatch.setitem(registry.ATTENTION_BACKENDS, "theirs", lambda runner: "their backend")
+    surround_backends()
+    arguments = SimpleNamespace() if mark is None else SimpleNamespace(_deft_host_decode=mark)
+    made = registry.ATTENTION_BACKENDS["theirs"](SimpleNamespace(server_args=arguments))
+    assert made == "their backend"
+    assert bool(installed) is observed
+
+
+@pytest.mark.parametrize(("kind", "served"), [("full", True), ("breakable", False)])
+def test_graphs_that_memory_is_sized_with_stay(
+    arguments: Any, kind: str, served: bool, caplog: Any, monkeypatch
+) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "1")
+    graphs = SimpleNamespace(decode=SimpleNamespace(backend=kind))
+    made = make_arguments(device="cuda", cuda_graph_config=graphs)
+    arguments.resolve(resolve_as_host, made)
+    assert decode_graphs(made) == kind
+    assert hasattr(made, arguments.HOST_DECODE) is served
+    assert ("KV is sized after capture" in caplog.text) is not served
+
+
+class OtherPool(MHATokenToKVPool):
+    """A cache of another kind."""
+
+
+HND_POOL = MHATokenToKVPool(64)
+HND_POOL.use_hnd, HND_POOL.kv_cache_layout = True, "hnd"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"token_to_kv_pool": OtherPool(64)}, "a KV cache of kind OtherPool"),
+        ({"kv_cache_dtype": torch.bfloat16}, "KV in torch.bfloat16 under a model in torch.float16"),
+        ({"dtype": torch.bfloat16, "kv_cache_dtype": torch.bfloat16}, "KV in torch.bfloat16"),
+        ({"token_to_kv_pool": HND_POOL}, "a KV cache in the layout hnd"),
+    ],
+)
+def test_model_runners_that_are_not_supported(
+    host: Any, changes: dict[str, Any], reason: str | None, monkeypatch
+) -> None:
+    from deft_backend.hosts.sglang.start import factory
+
+    runner = SimpleNamespace(
+        is_draft_worker=False, device="cpu", dtype=torch.float16, kv_cache_dtype=torch.float16,
+        token_to_kv_pool=MHATokenToKVPool(64), model=torch.nn.Linear(1, 1),
+        server_args=SimpleNamespace(disable_overlap_schedule=False),
+        gpu_id=0,
+    )  # fmt: skip
+    vars(runner).update(changes)
+    found = factory.unsupported_model(runner)
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_models_that_call_their_backend_are_found(host: Any, monkeypatch) -> None:
+    """By the source of their modules, because the call may import its function locally."""
+    from deft_backend.hosts.sglang.start import model_checks
+
+    part = type("Attention", (torch.nn.Module,), {"__module__": "made_up.asking"})
+    heir = type("Attention", (part,), {"__module__": "made_up.inheriting"})
+    texts = {"made_up.asking": "x = get_attn_backend()", "made_up.inheriting": ""}
+    monkeypatch.setattr(model_checks, "_source", texts.__getitem__)
+    for model in (part(), heir()):
+        assert model_checks.model_asks(SimpleNamespace(model=model))
+    texts["made_up.asking"] = "x = attention(q, k, v)"
+    for model in (part(), heir(), torch.nn.Linear(1, 1)):
+        assert not model_checks.model_asks(SimpleNamespace(model=model))
+    layer = type("RadixAttention", (torch.nn.Module,), {"__module__": "sglang.srt.layers.x"})
+    assert not model_checks.model_asks(SimpleNamespace(model=layer()))
+
+
+@pytest.mark.parametrize("planner", ["host", "device"])
+@pytest.mark.parametrize("graphs", ["full", "disabled"])
+def test_graphs_wait_where_there_are_graphs(host: Any, planner: str, graphs: str) -> None:
+    from deft_backend.hosts.sglang.start import factory
+    from deft_backend.settings.config import Settings
+    from deft_patches.sglang import observe_batch, page_table_fence, tree_graphs
+
+    table = SimpleNamespace(req_to_token=torch.zeros(9, 64, dtype=torch.int32))
+    decode = SimpleNamespace(backend=graphs)
+    runner = SimpleNamespace(
+        server_args=SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=decode)),
+        req_to_token_pool=table,
+        model=torch.nn.Linear(1, 1),
+    )
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+        max_batch=4,
+    )  # fmt: skip
+    own = SimpleNamespace(token_to_kv_pool=FakePool(64), req_to_token_pool=table)
+    make = (
+        factory._host_planned
+        if planner == "host"
+        else partial(factory._device_planned, compile_for=None)
+    )
+    observers = list(observe_batch._observers)
+    try:
+        backend = make(runner, own, attention, make_state(), Settings(), ExitStack())
+        fenced = page_table_fence._readers.get(id(runner))
+        patched = graphs == "full" and read_end() is None  # later versions ask the backend
+        assert fenced == (backend.replayed_tree if patched else None)
+        second_set = planner == "host" and graphs == "full"
+        assert (id(runner) in tree_graphs._controllers) == second_set
+    finally:
+        tree_graphs.remove(runner)
+        page_table_fence.remove(runner)
+        observe_batch._observers[:] = observers
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "wrong", "reason"),
+    [
+        ({"verify": True}, "cpu", True, "verification failed"),
+        ({"verify": True}, "cpu", False, None),
+        ({}, "cpu", True, None),
+        ({"min_saved_ms": 1.0}, "cpu", False, None),
+        ({"min_saved_ms": 1.0}, "cuda", False, "saves less than DEFT_MIN_SAVED_MS=1"),
+    ],
+)
+def test_the_hosts_planner_has_what_was_set(
+    host: Any, changes: dict[str, Any], device: str, wrong: bool, reason: str | None, monkeypatch
+) -> None:
+    from deft_backend.hosts.sglang.start import factory
+    from deft_backend.settings.config import Settings
+    from deft_patches.sglang import observe_batch
+
+    requests, table, lens = requests_of([[1, 2, 3], [1, 2, 4]], Tree())
+    table[1, 0] += 50 * wrong  # the tree claims to share tokens that are not shared
+    graphs = SimpleNamespace(decode=SimpleNamespace(backend="disabled"))
+    runner = SimpleNamespace(
+        server_args=SimpleNamespace(cuda_graph_config=graphs),
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.from_numpy(table)),
+        model=torch.nn.Linear(1, 1),
+    )
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+        max_batch=4,
+    )  # fmt: skip
+    monkeypatch.setattr(attention, "device", torch.device(device))
+    own = SimpleNamespace(token_to_kv_pool=FakePool(64), req_to_token_pool=runner.req_to_token_pool)
+    settings = Settings(min_batch=1, min_share=1.0, min_shared_tokens=0, **changes)
+    observers = list(observe_batch._observers)
+    try:
+        backend = factory._host_planned(runner, own, attention, make_state(), settings, ExitStack())
+    finally:
+        observe_batch._observers[:] = observers
+    batch = SimpleNamespace(req_pool_indices=torch.tensor([1, 2]))
+    planned = backend._planner.step(observed(requests), lens, int(lens.sum()), batch)
+    assert planned.host_reason == reason
+
+
+@pytest.mark.parametrize(
+    "at", ["nowhere", "fence", "graphs", "another rank", "no group", "differs"]
+)
+@pytest.mark.parametrize("planner", ["host", "device"])
+def test_a_set_up_that_fails_leaves_nothing_behind(
+    host: Any, at: str, planner: str, monkeypatch, caplog, tmp_path
+) -> None:
+    """The host's backend then runs alone on all ranks, with one set of graphs."""
+    from deft_backend.hosts.sglang.start import factory, model_checks
+    from deft_patches.sglang import observe_batch, page_table_fence, tree_graphs
+
+    def fail(*given: Any) -> None:
+        raise RuntimeError("not here")
+
+    def reduced(flags: torch.Tensor, operation: Any, group: Any) -> None:
+        assert (operation, group) == (torch.distributed.ReduceOp.MIN, "in host memory")
+        other = flags.clone()
+        if at == "another rank":
+            other = torch.tensor([0, *other[1:]])
+        elif at == "differs":  # the other rank decided something else
+            other = torch.tensor([1, other[1] + 5, -(other[1] + 5)])
+        flags.copy_(torch.minimum(flags, other))
+
+    caplog.set_level("INFO", logger="deft_backend")
+    monkeypatch.setenv("DEFT_PLANNER", planner)
+    monkeypatch.setenv("DEFT_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.distributed, "all_reduce", reduced)
+    monkeypatch.setattr(factory, "unsupported_model", lambda runner: None)
+    monkeypatch.setattr(model_checks, "division_of", lambda runner: FOUR_HEADS)
+    monkeypatch.setattr(factory, "state_of", lambda *given: make_state())
+    if at in ("fence", "graphs"):
+        patch = {"fence": page_table_fence, "graphs": tree_graphs}[at]
+        monkeypatch.setattr(patch, "install", fail)
+    table = SimpleNamespace(req_to_token=torch.zeros(9, 64, dtype=torch.int32), size=4)
+    graphs = SimpleNamespace(decode=SimpleNamespace(backend="full"))
+    group = SimpleNamespace(world_size=2, cpu_group="in host memory")
+    runner = SimpleNamespace(
+        is_draft_worker=False,
+        server_args=SimpleNamespace(
+            cuda_graph_config=graphs, decode_log_interval=40, enable_metrics=False
+        ),
+        device="cpu", dtype=torch.float32, kv_cache_dtype=torch.float32, req_to_token_pool=table,
+        model=torch.nn.Linear(1, 1),
+        ps=SimpleNamespace(attn_tp_rank=0),
+        tp_group=SimpleNamespace(world_size=2) if at == "no group" else group,
+    )  # fmt: skip
+    own = SimpleNamespace(token_to_kv_pool=FakePool(64), req_to_token_pool=table)
+    observers = list(observe_batch._observers)
+    try:
+        made = factory.wrap_backend(runner, "triton", own)
+        fences = read_end() is None  # later versions ask the backend
+        unneeded = {("device", "graphs")} | (set() if fences else {(planner, "fence")})
+        works = at == "nowhere" or (planner, at) in unneeded
+        said = {
+            "nowhere": "deft: decode goes through tree attention", "graphs": "('not here')",
+            "fence": "('not here')", "another rank": "another rank has no tree attention",
+            "no group": "its ranks cannot agree", "differs": "decode in different ways",
+        }  # fmt: skip
+        assert (said["nowhere"] if works else said[at]) in caplog.text
+        assert (made is not own) == works
+        assert (id(runner) in page_table_fence._readers) == (works and fences)
+        assert (id(runner) in tree_graphs._controllers) == (works and planner == "host")
+        assert (observe_batch._observers != observers) == (works and planner == "host")
+        assert len(list(tmp_path.iterdir())) == works  # the mark of tree attention
+    finally:
+        tree_graphs.remove(runner)
+        page_table_fence.remove(runner)
+        observe_batch._observers[:] = observers
+
+
+def test_decode_graphs_of_resolved_arguments_are_turned_off(host: Any, monkeypatch) -> None:
+    """The host's own arguments of any version: resolved arguments refuse assignment."""
+    from pathlib import Path
+
+    from sglang.srt.server_args import ServerArgs
+
+    from deft_backend.hosts.sglang import versions
+
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    model = Path(__file__).parents[3] / "models" / "tiny-llama"
+    made = ServerArgs(model_path=str(model), device="cpu")
+    if versions.resolving_method() == "resolve_once":
+        made.resolve_once()
+    assert versions.decode_graphs(made) != "disabled"
+    versions.disable_decode_graphs(made)
+    assert versions.decode_graphs(made) == "disabled"
+    assert versions.backend_names(made)[1] is not None
+    assert not versions.uses_mla(made)
+    assert not versions.decodes_per_rank(made)
+    assert not versions.model_config(made).is_encoder_decoder

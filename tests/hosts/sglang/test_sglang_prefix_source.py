@@ -1,0 +1,280 @@
+"""The forest of a batch from every kind of prefix cache, and from the page table."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deft_backend.forest import forest_from_page_tables
+from deft_backend.hosts.sglang.prefixes import page_table
+from deft_backend.hosts.sglang.prefixes.page_table import PageTableSource
+from deft_backend.hosts.sglang.prefixes.plain_tree import TreeError
+from deft_backend.hosts.sglang.prefixes.prefix_source import PrefixSource, tree_reader
+from deft_backend.hosts.sglang.prefixes.unified_tree import UnifiedTreeSource
+from deft_backend.hosts.sglang.step.decode_plan import DecodePlanner
+from sglang_fakes import (
+    EAGER,
+    FakeAttention,
+    Tree,
+    assert_same_forest,
+    load_host,
+    make_state,
+    observed,
+    requests_of,
+)
+
+UNKNOWN = type("SomeCache", (), {"__module__": "their.caches"})()
+
+
+def random_batch(seed: int) -> tuple[list[Any], np.ndarray, np.ndarray]:
+    """Prompts over a small alphabet share much; requests, page table and lengths."""
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(2) for _ in range(draw.randint(1, 9))] for _ in range(12)]
+    return requests_of(prompts, Tree(), private=draw.randint(1, 4))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_page_table_gives_the_forest_of_an_unknown_cache(seed: int) -> None:
+    requests, table, lens = random_batch(seed)
+    ours = PrefixSource(torch.from_numpy(table)).forest(UNKNOWN, requests, lens)
+    assert_same_forest(ours, forest_from_page_tables(table[1:], lens))
+    assert ours.tokens_stored < ours.tokens_attended
+
+
+def test_a_larger_batch_follows_a_smaller_one() -> None:
+    """The copy's memory is reused and grows; content of the previous batch is not read."""
+    source = PageTableSource(torch.zeros((40, 5000), dtype=torch.int32))
+    for seed in range(4):
+        requests, table, lens = random_batch(seed)
+        source._page_table = torch.from_numpy(table)
+        for count in (2, 12, 3):
+            ours = source.forest(requests[:count], lens[:count])
+            assert_same_forest(ours, forest_from_page_tables(table[1 : count + 1], lens[:count]))
+
+
+def test_a_request_that_the_host_released_shares_nothing() -> None:
+    """Its row of the page table may be another request's."""
+    requests, table, lens = requests_of([[1, 2, 3, 4]] * 3, Tree())
+    source = PageTableSource(torch.from_numpy(table))
+    assert source.forest(requests, lens).num_queries[0] == 3
+    requests[1].req_pool_idx = None
+    forest = source.forest(requests, lens)
+    assert forest.tokens_stored == 5 + 4 + 1 + 1
+    shared = int(np.flatnonzero(forest.num_queries == 2)[0])
+    assert sorted(forest.queries(shared).tolist()) == [0, 2]
+
+
+def test_the_token_being_decoded_is_private_whatever_the_table_holds() -> None:
+    table = torch.arange(1, 7, dtype=torch.int32).repeat(3, 1)
+    requests = [SimpleNamespace(req_pool_idx=row, cache_protected_len=0) for row in (1, 2)]
+    forest = PageTableSource(table).forest(requests, np.array([6, 6]))
+    assert forest.length.tolist() == [5, 1, 1]
+
+
+def test_what_is_not_copied_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Huge batches are compared only by the columns that fit the memory limit."""
+    requests, table, lens = requests_of([[*range(1, 30), 40], [*range(1, 30), 50]], Tree())
+    monkeypatch.setattr(page_table, "LIMIT", 20)
+    forest = PageTableSource(torch.from_numpy(table)).forest(requests, lens)
+    assert forest.length.tolist() == [10, 21, 21]
+    assert forest.tokens_attended == int(lens.sum())
+
+
+def test_a_tree_that_fails_is_given_up_for_the_page_table(caplog: Any) -> None:
+    """Once for each cache; another cache is tried again."""
+    requests, table, lens = requests_of([[1, 2, 3, 4], [1, 2, 3, 9]], Tree())
+    cache = type("RadixCache", (), {"__module__": "sglang.srt.mem_cache.radix_cache"})
+    source = PrefixSource(torch.from_numpy(table))
+    expected = forest_from_page_tables(table[1:], lens)
+    requests[0].last_node.key = []
+    given = cache()
+    for _ in range(2):
+        assert_same_forest(source.forest(given, requests, lens), expected)
+    assert caplog.text.count("cannot be read") == 1
+    requests[0].last_node.key = [4]
+    assert source.forest(cache(), requests, lens).tokens_stored == expected.tokens_stored
+    assert caplog.text.count("cannot be read") == 1
+
+
+def part(node: int, start: int, end: int, held: int | None = None) -> Any:
+    return SimpleNamespace(
+        node_id=node, path_start=start, path_end=end,
+        full_value_len=end - start if held is None else held,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ([part(7, 0, 4), part(8, 4, 9, held=2)], "node 8 .* has 2 of its 5 tokens on the device"),
+        ([part(7, 0, 4), part(8, 5, 9)], "node 8 .* starts at token 5, its parent ends at 4"),
+    ],
+)
+def test_a_path_that_is_not_on_the_device_is_refused(path: list[Any], message: str) -> None:
+    request = SimpleNamespace(last_node=8, req_pool_idx=1, cache_protected_len=9)
+    with pytest.raises(TreeError, match=message):
+        UnifiedTreeSource(lambda ends: [path for _ in ends]).forest([request], np.array([12]))
+
+
+def test_a_plan_from_the_page_table_lasts_as_long_as_its_requests() -> None:
+    """Requests that grow keep it. Another request, another order or a shorter one does not."""
+    requests, table, lens = requests_of([[1, 2, 3], [1, 2, 4], [1, 2, 5]], Tree(), private=40)
+    attention = FakeAttention()
+    planner = DecodePlanner(
+        attention, PrefixSource(torch.from_numpy(table)), EAGER, make_state()
+    )  # fmt: skip
+
+    def step(chosen: list[int], grown: int = 0) -> int:
+        batch = lens[chosen] - 30 + grown
+        planner.step(observed([requests[i] for i in chosen], UNKNOWN), batch, int(batch.sum()))
+        return len(attention.forests)
+
+    assert step([0, 1]) == 1
+    assert [step([0, 1], grown) for grown in range(1, 9)] == [1] * 8
+    assert step([1, 0], 9) == 2
+    assert step([1, 0, 2], 10) == 3
+    requests[2] = SimpleNamespace(**vars(requests[2]))  # the same row, node and id: another request
+    assert step([1, 0, 2], 11) == 4
+    assert step([1, 0, 2], 5) == 5
+    requests[0].cache_protected_len += 1  # the host gave it other pages, and it may share more now
+    assert step([1, 0, 2], 6) == 6
+
+
+# The host's own unified tree ------------------------------------------------------------------
+
+
+Made = Callable[[str, list[list[int]]], tuple[Any, list[Any], np.ndarray, np.ndarray]]
+
+
+@pytest.fixture
+def unified() -> Made:
+    """Prompts in the host's `UnifiedRadixCache`, as the host puts them there after a prefill.
+
+    Takes the kind of core and the prompts; gives the cache, requests, page table and lengths.
+    """
+    load_host()
+    interface = pytest.importorskip(
+        "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface"
+    )
+    if not hasattr(interface, "TreePathNodeInfo"):
+        pytest.skip("the tree of this version cannot be read")
+    from array import array
+
+    from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.mem_cache.unified_cache.components import ComponentType
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    def make(core: str, prompts: list[list[int]]) -> Any:
+        table = torch.zeros((len(prompts) + 1, 32), dtype=torch.int32)
+        allocator = TokenToKVPoolAllocator(1024, torch.float32, "cpu", object(), need_sort=False)
+        params = CacheInitParams(
+            disable=False, req_to_token_pool=SimpleNamespace(req_to_token=table),
+            token_to_kv_pool_allocator=allocator, page_size=1,
+            tree_components=(ComponentType.FULL,), tree_core_backend=core,
+        )  # fmt: skip
+        cache = UnifiedRadixCache(params)
+        requests, free = [], 1
+        for row, prompt in enumerate(prompts, start=1):
+            pages = torch.arange(free, free + len(prompt) + 3)
+            free += len(pages)
+            key = RadixKey(array("q", prompt), None)
+            node = cache.insert(InsertParams(key=key, value=pages[: len(prompt)])).last_device_node
+            held = cache.path_device_indices(node)
+            table[row, : len(prompt)] = held
+            table[row, len(prompt) : len(pages)] = pages[len(prompt) :]
+            kv = SimpleNamespace(req_pool_idx=row, cache_protected_len=len(held))
+            requests.append(SimpleNamespace(last_node=node, kv=kv, rid=f"r{row}"))
+        return cache, requests, table.numpy(), np.array([len(p) + 3 for p in prompts])
+
+    return make
+
+
+@pytest.mark.parametrize("core", ["rust", "python"])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_unified_tree_and_the_page_table_agree(unified: Made, core: str, seed: int) -> None:
+    """Later prompts split nodes of earlier prompts."""
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(1, 3) for _ in range(draw.randint(1, 12))] for _ in range(14)]
+    cache, requests, table, lens = unified(core, prompts)
+    assert core in type(cache.tree_core).__name__.lower() or core == "python"
+    tree = tree_reader(cache)
+    assert isinstance(tree, UnifiedTreeSource)
+    ours, theirs = tree.forest(requests, lens), forest_from_page_tables(table[1:], lens)
+    assert ours.tokens_stored < ours.tokens_attended
+    assert_same_forest(ours, theirs)
+    assert_same_forest(PageTableSource(torch.from_numpy(table)).forest(requests, lens), theirs)
+
+
+@pytest.mark.parametrize("core", ["rust", "python"])
+def test_what_the_unified_tree_does_not_own_is_private(unified: Made, core: str) -> None:
+    """A prefill without a result yet, an ended request, and a request as long as its path."""
+    cache, requests, _, lens = unified(core, [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 2]])
+    tree = tree_reader(cache)
+    assert tree is not None
+    requests[1].kv.cache_protected_len = 3
+    requests[2].kv.req_pool_idx = None
+    lens[3] = 2
+    forest = tree.forest(requests, lens)
+    assert forest.tokens_attended - forest.tokens_stored == 2  # a part of a node is another node
+    requests[1].kv.cache_protected_len = 4
+    forest = tree.forest(requests, lens)
+    shared = forest.num_queries > 1
+    assert [forest.queries(n).tolist() for n in np.flatnonzero(shared)] == [[0, 1]]
+    assert forest.length[shared].tolist() == [4]
+
+
+def test_trees_of_several_components_are_read_from_the_page_table(unified: Made) -> None:
+    cache, *_ = unified("python", [[1, 2]])
+    cache.tree_components = (*cache.tree_components, "sliding window")
+    assert tree_reader(cache) is None
+    cache, *_ = unified("python", [[1, 2]])
+    cache.tree_core.is_eagle = True
+    assert tree_reader(cache) is None
+    derived = type("LMCacheUnifiedRadixCache", (type(cache),), {"__init__": lambda self: None})
+    assert tree_reader(derived()) is None
+
+
+def test_requests_after_the_memory_was_released_are_planned_anew() -> None:
+    """A server with released memory and new weights may number nodes from 0 again.
+
+    The new requests have the rows, nodes and lengths of the old ones, but share other tokens.
+    """
+    tree = type("UnifiedRadixCache", (), {"__module__": "sglang.srt.mem_cache.unified_radix_cache"})
+    shares = {"tokens": 6}
+    cache = tree()
+    cache.tree_components = ("full",)
+    cache.tree_core = SimpleNamespace(
+        is_eagle=False,
+        collect_path_info=lambda ends: [
+            [part(1, 0, shares["tokens"]), part(end, shares["tokens"], 8)] for end in ends
+        ],
+    )
+
+    def requests() -> list[Any]:
+        return [
+            SimpleNamespace(
+                last_node=node, rid=f"r{node}",
+                kv=SimpleNamespace(req_pool_idx=node, cache_protected_len=8),
+            )
+            for node in (2, 3)
+        ]  # fmt: skip
+
+    attention = FakeAttention()
+    source = PrefixSource(torch.empty((0, 0), dtype=torch.int32))
+    planner = DecodePlanner(attention, source, EAGER, make_state())
+    lens = np.array([9, 9])
+    before = requests()
+    for _ in range(3):
+        planner.step(observed(before, cache), lens, 18)
+    shares["tokens"] = 2
+    planner.step(observed(requests(), cache), lens, 18)
+    assert [forest.length[0] for forest in attention.forests] == [6, 2]

@@ -1,0 +1,442 @@
+"""SGLang's verification of chains and token trees: eager steps, captures and replays."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deft_backend.attention import TreeAttention
+from deft_backend.hosts.sglang.start.layers import Division
+from deft_backend.settings.config import Settings
+from sglang_fakes import (
+    FakePool,
+    Tree,
+    load_host,
+    make_layer,
+    make_state,
+    mode,
+    recording_backend,
+    requests_of,
+    small_attention,
+)
+
+PREFIX = list(range(10, 310))
+PROMPTS = [[*PREFIX, 4, 5], [*PREFIX, 9]]
+N = 4
+"""Tokens of a verification: the last accepted one and three draft tokens."""
+
+PARENTS = [[-1, 0, 0, 1], [-1, 0, 1, 1]]
+
+
+def links(parents: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    child = torch.full((len(parents), N), -1)
+    sibling = torch.full((len(parents), N), -1)
+    for request, tree in enumerate(parents):
+        for token in range(N - 1, 0, -1):
+            sibling[request, token] = child[request, tree[token]]
+            child[request, tree[token]] = token
+    return child, sibling
+
+
+def chain(requests: int) -> list[list[int]]:
+    return [[-1, 0, 1, 2]] * requests
+
+
+def trees(parents: list[list[int]]) -> Any:
+    """What the host verifies: trees with links, as EAGLE's with ``topk`` of 2."""
+    child, sibling = links(parents)
+    return SimpleNamespace(
+        topk=2, draft_token_num=N, retrieve_next_token=child, retrieve_next_sibling=sibling
+    )
+
+
+CHAIN = SimpleNamespace(topk=1, draft_token_num=N)
+NO_LINKS = SimpleNamespace(
+    topk=2, draft_token_num=N, retrieve_next_token=None, retrieve_next_sibling=None
+)
+
+
+@pytest.fixture
+def server() -> Any:
+    """A backend over a host that records its calls."""
+    host = load_host()
+    from deft_backend.hosts.sglang.step.device_planned import DevicePlannedBackend
+    from deft_backend.hosts.sglang.step.verification import Verification
+
+    _, table, lens = requests_of(PROMPTS, Tree(), private=1 + N)
+    calls: list[str] = []
+    pool = FakePool(400)
+
+    class HostBackend(recording_backend(host, pool, table, calls)):  # type: ignore[misc]
+        def update_verify_buffers_to_fill_after_draft(self, spec: Any, bucket: Any) -> None:
+            calls.append("after draft")
+
+    attention = small_attention(max_batch=3, query_tokens=N)
+    state = make_state()
+    backend = DevicePlannedBackend(
+        HostBackend(), attention, state, Settings(min_batch=2),
+        verification=Verification(N, attention.max_batch, attention.device),
+    )  # fmt: skip
+
+    def batch(spec: Any, kind: str = "verify", size: int = 2) -> Any:
+        rows = torch.tensor([1, 2, 0][:size])
+        lengths = torch.tensor([*(lens - N).tolist(), 1][:size])
+        return SimpleNamespace(
+            forward_mode=mode(kind), batch_size=size, seq_lens=lengths, req_pool_indices=rows,
+            out_cache_loc=torch.arange(390, 390 + size * N), spec_info=spec,
+            seq_lens_sum=int(lengths.sum()), seq_lens_cpu=None,
+        )  # fmt: skip
+
+    return SimpleNamespace(
+        backend=backend, calls=calls, batch=batch, state=state, table=table, attention=attention,
+        pool=pool,
+    )  # fmt: skip
+
+
+def query(size: int = 2) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(1)
+    return tuple(torch.randn(size * N, heads * 64, generator=generator) for heads in (4, 2, 2))
+
+
+def forward(server: Any, batch: Any, layer: Any = None) -> Any:
+    q, k, v = query(batch.batch_size)
+    return server.backend.forward(
+        q=q, k=k, v=v, layer=layer or make_layer(), forward_batch=batch, save_kv_cache=False
+    )
+
+
+def check(server: Any, batch: Any, parents: list[list[int]], out: torch.Tensor) -> None:
+    """Attention in float64, token by token: the prefix and the token's ancestors."""
+    q = query(batch.batch_size)[0].view(-1, N, 4, 64).double()
+    expected = torch.empty_like(q)
+    for request, tree in enumerate(parents):
+        prefix = int(batch.seq_lens[request])
+        row = server.table[int(batch.req_pool_indices[request])]
+        for token in range(N):
+            seen, place = [], token
+            while place >= 0:
+                seen.append(prefix + place)
+                place = tree[place]
+            slots = torch.from_numpy(row[[*range(prefix), *seen]]).long()
+            for head in range(4):
+                scores = server.pool.k[slots, head // 2].double() @ q[request, token, head]
+                weights = (scores * 0.125).softmax(0)
+                expected[request, token, head] = weights @ server.pool.v[slots, head // 2].double()
+    rows = len(parents)
+    found = out.view(-1, N, 4, 64)[:rows].double()
+    torch.testing.assert_close(found, expected[:rows], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("spec", "parents"),
+    [(CHAIN, chain(2)), (trees(PARENTS), PARENTS), (trees(chain(2)), chain(2))],
+)
+def test_an_eager_step(server: Any, spec: Any, parents: list[list[int]]) -> None:
+    batch = server.batch(spec)
+    server.backend.init_forward_metadata(batch)
+    out = forward(server, batch)
+    assert server.calls == []
+    check(server, batch, parents, out)
+    assert server.state.verified_tokens == 2 * N
+    assert server.state.steps_tree == 1
+
+
+def test_rows_beyond_the_requests_query_tokens(server: Any, caplog: Any) -> None:
+    """With DP attention, the host pads an eager step's tokens to a multiple of its ranks."""
+    for spec, parents in ((CHAIN, chain(2)), (trees(PARENTS), PARENTS)):
+        batch = server.batch(spec)
+        server.backend.init_forward_metadata(batch)
+        padding = torch.full((1, 64), float("nan"))
+        q, k, v = (torch.cat([part, padding.repeat(1, part.shape[1] // 64)]) for part in query())
+        out = server.backend.forward(q, k, v, make_layer(), batch, False)
+        assert server.calls == []
+        assert out.shape == (2 * N + 1, 4 * 64)
+        check(server, batch, parents, out[: 2 * N])
+        assert not out[2 * N :].any()
+    assert not caplog.records
+
+
+def test_trees_of_n_grams_have_no_topk(server: Any) -> None:
+    child, sibling = links(PARENTS)
+    spec = SimpleNamespace(
+        draft_token_num=N, retrieve_next_token=child, retrieve_next_sibling=sibling
+    )
+    batch = server.batch(spec)
+    server.backend.init_forward_metadata(batch)
+    check(server, batch, PARENTS, forward(server, batch))
+
+
+def test_what_is_captured_verifies_whatever_it_is_replayed_for(server: Any) -> None:
+    """The graph reads lengths, rows and links where the host and the adapter keep them."""
+    backend = server.backend
+    static = server.batch(NO_LINKS, size=3)
+    static.seq_lens.fill_(1)
+    static.req_pool_indices.fill_(0)
+    backend.init_forward_metadata_out_graph(static, in_capture=True)
+    backend.init_forward_metadata_in_graph(static)
+    forward(server, static)
+    assert server.calls == ["capture", "in graph"]
+    assert backend.shared_read_ends(mode("verify")) is backend.shared_read_ends(mode("decode"))
+    for parents in (PARENTS, chain(2), PARENTS[::-1]):
+        real = server.batch(trees(parents), size=3)
+        static.seq_lens.copy_(real.seq_lens)
+        static.req_pool_indices.copy_(real.req_pool_indices)
+        view = SimpleNamespace(**{**vars(real), "seq_lens": static.seq_lens, "num_padding": 1})
+        backend.init_forward_metadata_out_graph(view)
+        assert backend.replayed_tree(real)
+        # The graph repeats the launches that the capture made on the capture's batch.
+        backend._tree_batch = static
+        backend.init_forward_metadata_in_graph(static)
+        check(server, real, parents, forward(server, static))
+    assert server.calls == ["capture", *["in graph"] * 4]
+    assert server.state.verified_tokens == 3 * 2 * N
+
+
+def test_links_that_come_after_the_preparation_of_a_replay(server: Any) -> None:
+    """With a stream for plans, the host drafts while it prepares the replay."""
+    backend = server.backend
+    static = server.batch(NO_LINKS)
+    backend.init_forward_metadata_out_graph(static, in_capture=True)
+    backend.init_forward_metadata_in_graph(static)
+    forward(server, static)
+    backend.init_forward_metadata_out_graph(server.batch(trees(chain(2))))
+    backend.update_verify_buffers_to_fill_after_draft(trees(PARENTS), 2)
+    assert server.calls[-1] == "after draft"
+    backend._tree_batch = static
+    backend.init_forward_metadata_in_graph(static)
+    check(server, static, PARENTS, forward(server, static))
+
+
+def test_links_of_batches_that_the_host_verifies_are_not_loaded(server: Any) -> None:
+    """Such a batch may be larger than the memory for links, and an idle rank has no links."""
+    backend = server.backend
+    static = server.batch(NO_LINKS)
+    backend.init_forward_metadata_out_graph(static, in_capture=True)
+    held = backend._verification._links.clone()
+    for spec, size in ((trees([*PARENTS, *PARENTS]), 4), (trees(PARENTS), None), (None, 2)):
+        backend.update_verify_buffers_to_fill_after_draft(spec, size)
+        assert server.calls[-1] == "after draft"
+    assert torch.equal(backend._verification._links, held)
+
+
+def test_a_replay_without_links_stops(server: Any) -> None:
+    backend = server.backend
+    static = server.batch(NO_LINKS)
+    backend.init_forward_metadata_out_graph(static, in_capture=True)
+    with pytest.raises(RuntimeError, match="no links"):
+        backend.init_forward_metadata_out_graph(server.batch(NO_LINKS))
+
+
+def test_verifications_of_another_form_are_the_hosts(server: Any) -> None:
+    longer = SimpleNamespace(topk=1, draft_token_num=N + 1)
+    fewer = trees(PARENTS[:1])
+    for spec in (longer, fewer, NO_LINKS, None):
+        batch = server.batch(spec)
+        server.backend.init_forward_metadata(batch)
+        forward(server, batch)
+    assert server.calls == ["metadata", "extend"] * 4
+    assert server.state.steps_host == {
+        f"verification of {N + 1} tokens, not {N}": 1,
+        "no links between the draft tokens of each request": 2,
+        f"verification of None tokens, not {N}": 1,
+    }  # fmt: skip
+    assert server.state.verified_tokens == 0
+
+
+def test_after_a_failed_kernel_the_host_gets_the_drafts_own_keys(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host's pool divides its arguments in place, but `triton` also reads the arguments."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    pool = MHATokenToKVPool(
+        size=400, page_size=1, dtype=torch.float8_e4m3fn, head_num=2, head_dim=64, layer_num=1,
+        device="cpu", enable_memory_saver=False,
+    )  # fmt: skip
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16,
+        kv_dtype=torch.float8_e4m3fn, device="cpu", max_batch=2, query_tokens=N,
+    )  # fmt: skip
+    seen: list[torch.Tensor] = []
+
+    def extend(q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True) -> Any:
+        assert not save_kv_cache
+        seen.extend((k, v))
+        return q
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("a launch failed")
+
+    backend = server.backend
+    backend._pool, backend._attention = pool, attention
+    monkeypatch.setattr(backend._host, "forward_extend", extend, raising=False)
+    batch = server.batch(CHAIN)
+    backend.init_forward_metadata(batch)
+    monkeypatch.setattr(attention, "run", fail)
+    k, v = (torch.full((2 * N, 2, 64), value, dtype=torch.bfloat16) for value in (1.0, 2.0))
+    layer = make_layer(k_scale=torch.tensor(0.5), v_scale=torch.tensor(0.25))
+    backend.forward(torch.zeros(2 * N, 256).bfloat16(), k, v, layer, batch)
+    assert (seen[0] == 1.0).all()
+    assert (seen[1] == 2.0).all()
+    stored = (part[batch.out_cache_loc].float() for part in pool.get_kv_buffer(0))
+    assert [part.unique().tolist() for part in stored] == [[2.0], [8.0]]
+
+
+def test_prefill_and_a_layer_of_another_kind_are_the_hosts(server: Any) -> None:
+    batch = server.batch(None, kind="extend")
+    server.backend.init_forward_metadata(batch)
+    forward(server, batch)
+    batch = server.batch(CHAIN)
+    server.backend.init_forward_metadata(batch)
+    forward(server, batch, make_layer(sliding_window_size=8, layer_id=1))
+    check(server, batch, chain(2), forward(server, batch))
+    assert server.calls == ["metadata", "extend", "metadata", "extend"]
+
+
+def test_a_wrapper_that_calls_forward_extend(server: Any) -> None:
+    """The host's pair of backends for prefill and decode does."""
+    batch = server.batch(CHAIN)
+    server.backend.init_forward_metadata(batch)
+    q, k, v = query()
+    out = server.backend.forward_extend(q, k, v, make_layer(), batch, False)
+    check(server, batch, chain(2), out)
+
+
+def test_without_speculation_there_is_no_verification(server: Any) -> None:
+    server.backend._verification = None
+    batch = server.batch(CHAIN)
+    server.backend.init_forward_metadata(batch)
+    forward(server, batch)
+    assert server.calls == ["metadata", "extend"]
+
+
+def test_an_observed_server_counts_verifications(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_host()
+    from deft_backend.hosts.sglang.report import observe
+
+    state = make_state()
+    for name, value in (
+        ("state_of", state), ("division_of", Division((4, 2, 64), (0,), {})),
+        ("decode_backend_name", "theirs"), ("start_reporting", None),
+    ):  # fmt: skip
+        monkeypatch.setattr(observe, name, lambda *given, value=value: value)
+    observer = observe.Observer()
+    target, draft = (SimpleNamespace(is_draft_worker=drafts) for drafts in (False, True))
+    for kind, runner in (
+        ("verify", target), ("decode", target), ("extend", target), ("decode", draft),
+    ):  # fmt: skip
+        batch = SimpleNamespace(forward_mode=mode(kind), seq_lens_sum=10, seq_lens_cpu=None)
+        observer.observe(batch, None, runner)
+    assert state.steps_host == {"observed": 2}
+
+
+def test_an_observed_batch_whose_lengths_only_the_device_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A verification that is prepared before the CPU knows the one before it."""
+    load_host()
+    from deft_backend.hosts.sglang.report import observe
+
+    state = make_state()
+    monkeypatch.setattr(observe, "_counting", lambda runner: state)
+    counted: list[int] = []
+    monkeypatch.setattr(state, "count_host", lambda reason, tokens: counted.append(tokens))
+    runner = SimpleNamespace(is_draft_worker=False)
+    requests = SimpleNamespace(reqs=[SimpleNamespace(seqlen=n) for n in (7, 5)])
+    observer = observe.Observer()
+    for total, lens in ((30, None), (None, torch.tensor([4, 4])), (None, None)):
+        batch = SimpleNamespace(forward_mode=mode("verify"), seq_lens_sum=total, seq_lens_cpu=lens)
+        observer.observe(batch, requests, runner)
+    assert counted == [30, 8, 12]
+
+
+@pytest.mark.parametrize("readable", [True, False], ids=["heads of 80", "another cache"])
+def test_an_observed_server_counts_layers_that_no_kernel_of_ours_runs(
+    readable: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If even their bytes are unknown, one line says so: no reader could use the state file."""
+    load_host()
+    from deft_backend.hosts.sglang.report import observe
+
+    reported = []
+    theirs = Division(None, (), {0: "head dimension 80 is not supported"})
+
+    def divided(runner: Any, refused: Any = None) -> Division:
+        return theirs if refused is None else Division((4, 2, 80), (0, 1), {})
+
+    def state_of(runner: Any, division: Division, *names: str) -> Any:
+        assert division.tree
+        return make_state()
+
+    monkeypatch.setattr(observe, "division_of", divided)
+    monkeypatch.setattr(observe, "full_cache", lambda pool: object() if readable else "MLA")
+    monkeypatch.setattr(observe, "state_of", state_of)
+    monkeypatch.setattr(observe, "decode_backend_name", lambda runner: "theirs")
+    monkeypatch.setattr(observe, "start_reporting", lambda state, *given: reported.append(state))
+    observer = observe.Observer()
+    runner = SimpleNamespace(is_draft_worker=False, token_to_kv_pool=None)
+    for _ in range(2):
+        batch = SimpleNamespace(forward_mode=mode("decode"), seq_lens_sum=10, seq_lens_cpu=None)
+        observer.observe(batch, None, runner)
+    assert [state.steps_host for state in reported] == ([{"observed": 2}] if readable else [])
+    said = "DEFT_OBSERVE counts nothing in this server (head dimension 80 is not supported)"
+    assert caplog.text.count(said) == (0 if readable else 1)
+
+
+def request(drafts: int = 0, accepted: int = 0) -> Any:
+    return SimpleNamespace(spec_verify_ct=drafts, spec_num_correct_drafts=accepted)
+
+
+def accept(requests: list[Any], *accepted: int) -> None:
+    """What the host counts when the results of a verification arrive."""
+    for one, tokens in zip(requests, accepted, strict=True):
+        one.spec_verify_ct += 1
+        one.spec_num_correct_drafts += tokens
+
+
+def test_accepted_drafts_are_the_growth_of_the_hosts_counts() -> None:
+    """Requests join, leave and come back; results arrive before or after the next batch."""
+    load_host()
+    from deft_backend.hosts.sglang.report.accepted import AcceptedDrafts
+
+    runner, verify = object(), SimpleNamespace(forward_mode=mode("verify"))
+    drafts = AcceptedDrafts(runner)
+
+    def step(requests: list[Any]) -> None:
+        drafts.observe(verify, SimpleNamespace(reqs=requests), runner)
+
+    first, second, third = request(7, 9), request(), request(1, 1)
+    running = [first, second]
+    step(running)
+    assert drafts.read() == (0, 0)  # counts of earlier batches are not ours
+    accept(running, 3, 0)
+    assert drafts.read() == (2, 3)  # an idle server's last results count, too
+    step(running)
+    running.append(third)  # the host changes its list
+    step(running)  # before the results of the step ahead of it
+    accept(running[:2], 1, 2)
+    assert drafts.read() == (4, 6)
+    accept(running, 0, 0, 3)
+    step([third])
+    assert drafts.read() == (7, 9)
+    accept([first], 5)  # in a batch that is not ours
+    accept([third], 2)
+    step([third, first])
+    accept([third, first], 0, 1)
+    assert drafts.read() == (10, 12)
+
+
+def test_drafts_of_other_batches_are_not_counted() -> None:
+    load_host()
+    from deft_backend.hosts.sglang.report.accepted import AcceptedDrafts
+
+    runner, requests = object(), [request()]
+    drafts = AcceptedDrafts(runner)
+    for kind, whose in (("verify", object()), ("decode", runner)):
+        batch = SimpleNamespace(forward_mode=mode(kind))
+        drafts.observe(batch, SimpleNamespace(reqs=requests), whose)
+        accept(requests, 2)
+        assert drafts.read() == (0, 0)

@@ -1,0 +1,785 @@
+"""vLLM's builder and implementation with tree attention: their choices and their results."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="the adapter's tests run where vLLM is installed")
+
+from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends import utils
+
+from deft_backend.attention import TreeAttention
+from deft_backend.hosts.vllm import factory, say, server
+from deft_backend.hosts.vllm.start.compose import cannot_surround, tree_backend
+from deft_backend.hosts.vllm.start.layers import Layer, LayerShape
+from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
+from deft_backend.hosts.vllm.step.step import attach, step_of
+from deft_backend.settings.config import Settings, SettingsError
+from deft_backend.telemetry.shown_batch import ShownBatchError, forest_of
+from deft_backend.telemetry.state import ServerState
+from vllm_fakes import (
+    DIM,
+    HEADS,
+    KV_HEADS,
+    Batch,
+    Cache,
+    Layers,
+    make_config,
+    make_spec,
+    reference,
+    run,
+)
+
+DECODE = [40, 37, 33, 65, 5]
+POLICIES = ["auto", "deft-node"]  # with the device planner, and with the host planner
+
+
+@pytest.fixture(autouse=True)
+def settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A separate state folder, and nothing left from the previous test."""
+    monkeypatch.setenv("DEFT_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr(server, "_current", None)
+    monkeypatch.setattr(say, "_said", set())
+    monkeypatch.setattr(utils, "get_kv_cache_layout", lambda: "NHD", raising=False)  # to 0.28
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Page tables of all plans in order, of either planner."""
+    tables: list[torch.Tensor] = []
+    from deft_backend.hosts.vllm.step.group import GroupAttention
+
+    plan = GroupAttention.plan
+
+    def recorded(
+        self: Any, page_table: torch.Tensor, seq_lens: torch.Tensor, query_tokens: int = 1
+    ) -> None:
+        tables.append(page_table)
+        plan(self, page_table, seq_lens, query_tokens)
+
+    monkeypatch.setattr(GroupAttention, "plan", recorded)
+    return tables
+
+
+def state() -> ServerState:
+    assert server._current is not None
+    assert server._current.state is not None
+    return server._current.state
+
+
+def make_layers(config: Any | None = None, **kwargs: Any) -> Layers:
+    return Layers(tree_backend(PlainCpuBackend), config or make_config(), **kwargs)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("block_size", "order", "padded"),
+    [(16, "NHD", 0), (32, "HND", 0), (64, "NHD", 128), (128, "HND", 64)],
+)
+def test_decode_reads_every_layout(
+    block_size: int, order: str, padded: int, policy: str, planned: list[torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("DEFT_POLICY", policy)
+    layers = make_layers()
+    builder = layers.builder(make_spec(block_size))
+    batch = Batch([4 * block_size + n for n in (1, 7, 11)] + [3], shared=3, block_size=block_size)
+    cache = Cache(batch.pages, block_size, order, padded)
+    metadata = builder.build(0, batch.common())
+    for impl in layers.impls:
+        close(run(impl, batch, cache, metadata), reference(batch, cache))
+    assert len(planned) == 1
+
+
+def test_soft_cap_and_scale_are_the_layers_own() -> None:
+    layers = make_layers(arguments={"logits_soft_cap": 2.0})
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+    metadata = layers.builder(make_spec()).build(0, batch.common())
+    assert step_of(metadata) is not None
+    found = run(layers.impls[0], batch, cache, metadata)
+    close(found, reference(batch, cache, cap=2.0))
+    assert not torch.allclose(found.double(), reference(batch, cache), atol=1e-2)
+
+
+def test_a_scale_that_the_model_sets_later_counts() -> None:
+    """Models behind vLLM's Transformers backend set the scale in a forward."""
+    layers = make_layers()
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+    metadata = layers.builder(make_spec()).build(0, batch.common())
+    impl = layers.impls[0]
+    impl.scale = 0.7
+    assert step_of(metadata).takes(impl.deft_layer.scaled(0.7))
+    found = run(impl, batch, cache, metadata)
+    close(found, reference(batch, cache, scale=0.7))
+    assert not torch.allclose(found.double(), reference(batch, cache), atol=1e-2)
+    impl.scale = -0.7
+    assert not step_of(metadata).takes(impl.deft_layer.scaled(-0.7))
+    close(run(impl, batch, cache, metadata), reference(batch, cache, scale=-0.7))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rows_that_no_request_owns(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph may hold more requests than a batch: the outputs of the padding are zeros."""
+    monkeypatch.setenv("DEFT_POLICY", policy)
+    from deft_backend.hosts.vllm.step.step import group
+
+    monkeypatch.setattr(group, "_capturing", lambda tensor: True)
+    layers = make_layers()
+    builder = layers.builder(make_spec())
+    batch = Batch(DECODE, shared=2, padding=3)
+    cache = Cache(batch.pages, 16)
+    found = run(layers.impls[0], batch, cache, builder.build(0, batch.common()), rows=2)
+    close(found[:-2], reference(batch, cache))
+    assert found[len(DECODE) : -2].eq(0.0).all()
+    assert found[-2:].eq(7.0).all()  # nothing beyond the batch is written
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_computed_twice(seed: int, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM keeps both of two equal pages, and later requests may hold either at any position.
+
+    Two rows then agree at one position but not before it, although their content is equal.
+    """
+    monkeypatch.setenv("DEFT_POLICY", policy)
+    draw = random.Random(seed)
+    layers = make_layers(count=1)
+    batch = Batch([33 + 3 * row for row in range(6)], shared=0)
+    cache = Cache(batch.pages + 12, 16)
+    for position in range(2):  # of a prefix that forks after its first page
+        for fork in range(position + 1):
+            copies = [batch.pages + 4 * position + 2 * fork + copy for copy in range(2)]
+            cache.tensor[copies[1]] = cache.tensor[copies[0]]
+            for row in range(6):
+                if position == 0 or row % 2 == fork:
+                    batch.table[row, position] = draw.choice(copies)
+    metadata = layers.builder(make_spec()).build(0, batch.common())
+    close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
+
+
+def test_a_plan_serves_a_pass_and_no_longer(planned: list[torch.Tensor]) -> None:
+    """The host runs the same metadata again in the capture, which must also record the planning."""
+    layers = make_layers(count=3)
+    builder = layers.builder(make_spec())
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+    metadata = builder.build(0, batch.common())
+    for passes in (1, 2):
+        for impl in layers.impls:
+            run(impl, batch, cache, metadata)
+        assert len(planned) == passes
+    batch.lens += 1  # the host's own tensor in the next step
+    grown = builder.build(0, batch.common())
+    for impl in layers.impls:
+        close(run(impl, batch, cache, grown), reference(batch, cache))
+    assert len(planned) == 3
+
+
+def test_a_pass_may_begin_with_any_layer(planned: list[torch.Tensor]) -> None:
+    layers = make_layers(count=3)
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+    metadata = layers.builder(make_spec()).build(0, batch.common())
+    for impl in layers.impls:
+        run(impl, batch, cache, metadata)
+    for impl in layers.impls[1:]:
+        run(impl, batch, cache, metadata)
+    assert len(planned) == 2
+
+
+@pytest.mark.parametrize("query_lens", [[3, 1, 20, 1, 5], [40, 37, 33, 65, 5]])
+def test_prefill_and_mixed_batches_are_the_hosts(
+    query_lens: list[int], planned: list[torch.Tensor]
+) -> None:
+    layers = make_layers()
+    batch = Batch(DECODE, shared=0, query_lens=query_lens)
+    cache = Cache(batch.pages, 16)
+    metadata = layers.builder(make_spec()).build(0, batch.common())
+    assert step_of(metadata) is None
+    close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
+    assert not planned
+
+
+def test_layers_of_another_kind_are_the_hosts(
+    planned: list[torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    """In one group, as without vLLM's hybrid cache manager: one log line, and the host's kernel."""
+    config = make_config()
+    window = make_layers(config, count=1, arguments={"sliding_window": 9}, prefix="window")
+    full = make_layers(config, count=1)
+    names = ["window.0", "layer.0"]
+    builder_cls = full.backend.get_builder_cls()
+    with caplog.at_level(logging.INFO, "deft_backend"):
+        builder = builder_cls(make_spec(sliding_window=9), names, config, torch.device("cpu"))
+    assert [r.message for r in caplog.records].count(
+        "deft: 1 of 2 layers decode through tree attention; 1 with a sliding window through the "
+        "host's kernels"
+    ) == 1
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+    metadata = builder.build(0, batch.common())
+    close(run(window.impls[0], batch, cache, metadata), reference(batch, cache, window=9))
+    assert not planned
+    close(run(full.impls[0], batch, cache, metadata), reference(batch, cache))
+    assert len(planned) == 1
+
+
+def test_layers_of_another_shape_are_the_hosts(planned: list[torch.Tensor]) -> None:
+    config = make_config()
+    layers = make_layers(config, count=1)
+    other = Layers(layers.backend, config, 1, {"num_heads": 2 * HEADS}, "other")
+    metadata = layers.builder(make_spec()).build(0, Batch(DECODE, shared=2).common())
+    assert not step_of(metadata).takes(other.impls[0].deft_layer)
+    assert step_of(metadata).takes(layers.impls[0].deft_layer)
+
+
+def test_only_unsupported_layers_make_no_group(caplog: pytest.LogCaptureFixture) -> None:
+    layers = make_layers(arguments={"sliding_window": 9})
+    with caplog.at_level(logging.WARNING, "deft_backend"):
+        builder = layers.builder(make_spec())
+    assert builder.deft_group is None
+    assert "0 of 2 layers decode through tree attention; 2 with a sliding" in caplog.text
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+    metadata = builder.build(0, batch.common())
+    close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache, window=9))
+
+
+def test_groups_have_plans_of_their_own(planned: list[torch.Tensor]) -> None:
+    """Two KV cache groups hold the same requests in different pages."""
+    config = make_config()
+    first, second = (make_layers(config, count=2, prefix=name) for name in ("first", "second"))
+    builders = [layers.builder(make_spec()) for layers in (first, second)]
+    # The second group shares nothing: the first group's plan would read other requests' tokens.
+    batches = [Batch(DECODE, shared=2), Batch(DECODE, shared=0, first_page=3)]
+    cache = Cache(max(b.pages for b in batches), 16)
+    batches[1].query = batches[0].query
+    built = [b.build(0, batch.common()) for b, batch in zip(builders, batches, strict=True)]
+    for index in range(2):  # the groups' layers take turns
+        for layers, batch, metadata in zip((first, second), batches, built, strict=True):
+            close(run(layers.impls[index], batch, cache, metadata), reference(batch, cache))
+    assert len(planned) == 2
+
+
+def test_an_updated_block_table_is_planned_anew(
+    planned: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host copies a group's metadata for another group, which must get its own step."""
+
+    def update(self: Any, metadata: Any, blk_table: Any, slot_mapping: Any) -> Any:
+        copied = dataclasses.replace(metadata, block_table=blk_table)
+        vars(copied).update({k: v for k, v in vars(metadata).items() if k not in vars(copied)})
+        return copied
+
+    monkeypatch.setattr(
+        PlainCpuBackend.get_builder_cls(), "update_block_table", update, raising=False
+    )
+    config = make_config()
+    first, second = (make_layers(config, count=1, prefix=name) for name in ("first", "second"))
+    builders = [layers.builder(make_spec()) for layers in (first, second)]
+    batch, other = Batch(DECODE, shared=2), Batch(DECODE, shared=0, first_page=3)
+    other.query = batch.query
+    cache = Cache(max(batch.pages, other.pages), 16)
+    metadata = builders[0].build(0, batch.common())
+    updated = builders[1].update_block_table(metadata, other.table, None)
+    assert step_of(updated).group is builders[1].deft_group
+    close(run(first.impls[0], batch, cache, metadata), reference(batch, cache))
+    close(run(second.impls[0], other, cache, updated), reference(other, cache))
+    mixed = Batch(DECODE, shared=0, query_lens=[2, 1, 1, 1, 1])
+    prefill = builders[0].build(0, mixed.common())
+    assert step_of(builders[1].update_block_table(prefill, mixed.table, None)) is None
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [("ALWAYS", "UNIFORM_BATCH"), ("UNIFORM_SINGLE_TOKEN_DECODE",) * 2, ("NEVER", "NEVER")],
+)
+def test_graphs_of_uniform_batches_only(
+    level: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = PlainCpuBackend.get_builder_cls()
+    monkeypatch.setattr(host, "_cudagraph_support", AttentionCGSupport[level])
+    builder = tree_backend(PlainCpuBackend).get_builder_cls()
+    assert builder.get_cudagraph_support(make_config(), None) is AttentionCGSupport[expected]
+    refused = make_config(use_ubatching=True)  # the host decodes all batches itself
+    assert builder.get_cudagraph_support(refused, None) is AttentionCGSupport[level]
+
+
+def test_verified_attention_is_in_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph only replays its capture, so it could neither compare results nor give up."""
+    host = PlainCpuBackend.get_builder_cls()
+    monkeypatch.setattr(host, "_cudagraph_support", AttentionCGSupport.ALWAYS)
+    monkeypatch.setenv("DEFT_VERIFY", "1")
+    builder = tree_backend(PlainCpuBackend).get_builder_cls()
+    config = make_config(compilation_config=CompilationConfig())
+    assert builder.get_cudagraph_support(config, None) is AttentionCGSupport.NEVER
+    alone = make_config(
+        use_ubatching=True
+    )  # nothing to compare, so the same as without the setting
+    assert builder.get_cudagraph_support(alone, None) is AttentionCGSupport.ALWAYS
+
+
+@pytest.mark.parametrize(
+    ("asked", "at_attention", "got"),
+    [
+        ("FULL", True, "PIECEWISE"),
+        ("FULL", False, "NONE"),
+        ("FULL_AND_PIECEWISE", True, "PIECEWISE"),
+        ("FULL_DECODE_ONLY", False, "NONE"),
+        ("PIECEWISE", True, "PIECEWISE"),
+        ("NONE", True, "NONE"),
+    ],
+)
+def test_a_server_that_verifies_starts_with_whatever_graphs_it_asks_for(
+    asked: str, at_attention: bool, got: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host raises for ``FULL`` with a backend that supports no graphs."""
+    host = PlainCpuBackend.get_builder_cls()
+    monkeypatch.setattr(host, "_cudagraph_support", AttentionCGSupport.ALWAYS)
+    monkeypatch.setenv("DEFT_VERIFY", "1")
+    compilation = CompilationConfig(
+        mode=CompilationMode.VLLM_COMPILE, cudagraph_mode=CUDAGraphMode[asked],
+        splitting_ops=None if at_attention else [],
+    )  # fmt: skip
+    compilation.set_splitting_ops_for_v1("naive", 1)
+    builder = tree_backend(PlainCpuBackend).get_builder_cls()
+    level = builder.get_cudagraph_support(make_config(compilation_config=compilation), None)
+    assert compilation.resolve_cudagraph_mode_and_sizes(level, "deft") is CUDAGraphMode[got]
+
+
+def test_cascade_is_for_what_tree_attention_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions from 0.32 on have no such method and never call it."""
+    host = PlainCpuBackend.get_builder_cls()
+    if not hasattr(host, "use_cascade_attention"):
+        builder = make_layers().builder(make_spec())
+        builder.deft_group = None
+        assert not builder.use_cascade_attention(64, np.array([1, 5, 1]), 4, 2)
+    monkeypatch.setattr(
+        host, "use_cascade_attention", lambda self, *args, **kwargs: True, raising=False
+    )
+    builder = make_layers().builder(make_spec())
+    for query_lens, expected in (([1, 1, 1], False), ([1, 5, 1], True), ([1], True)):
+        assert builder.use_cascade_attention(64, np.array(query_lens), 4, 2) is expected
+    builder.deft_group = None
+    assert builder.use_cascade_attention(64, np.array([1, 1, 1]), 4, 2)
+
+
+def test_captures_and_drafts_are_no_steps() -> None:
+    layers = make_layers()
+    builder = layers.builder(make_spec())
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+    captured = builder.build_for_cudagraph_capture(batch.common())
+    assert step_of(captured) is not None
+    run(layers.impls[0], batch, cache, captured)
+    assert state().decode_steps == 0
+    run(layers.impls[0], batch, cache, builder.build(0, batch.common()))
+    assert state().decode_steps == state().steps_tree == 1
+    assert step_of(builder.build_for_drafting(batch.common(), 0)) is None
+
+
+class Causal(PlainCpuBackend):
+    """Another backend than the one beside it."""
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_backend_made_of_two_is_surrounded(captured: bool, planned: list[torch.Tensor]) -> None:
+    """vLLM's own choice for Gemma 3 with images: a backend for images and one for the rest."""
+    composite = pytest.importorskip("vllm.v1.attention.backends.composite")
+    host = composite.create_composite_attention_backend(
+        PlainCpuBackend, Causal, name="Two", backend_name="CPU_ATTN", module=__name__,
+        routing_policy=composite.MMPrefixAttentionRouting,
+    )  # fmt: skip
+    assert cannot_surround(host) is None
+    layers = Layers(tree_backend(host), make_config(), count=1)
+    positional = (HEADS, DIM, DIM**-0.5, KV_HEADS, None, None, "auto", None, "decoder", None)
+    assert layers.backend.get_impl_cls()(*positional).deft_layer == layers.impls[0].deft_layer
+    builder = layers.builder(make_spec())
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+    common = batch.common()
+    metadata = builder.build_for_cudagraph_capture(common) if captured else builder.build(0, common)
+    close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
+    assert len(planned) == 1
+    assert state().decode_steps == (0 if captured else 1)
+    prompts = Batch([40, 33], shared=1, query_lens=[6, 1])
+    metadata = builder.build(0, prompts.common())
+    close(run(layers.impls[0], prompts, cache, metadata), reference(prompts, cache))
+    assert len(planned) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "prefix", "reason"),
+    [
+        ({}, 32, "cascade attention"),
+        ({"causal": False}, 0, "attention that is not causal"),
+        ({"dcp_local_seq_lens": torch.ones(5)}, 0, "attention over another range of tokens"),
+    ],
+)
+def test_decodes_of_another_kind_are_counted(
+    changes: dict[str, Any], prefix: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = PlainCpuBackend.get_builder_cls()
+    monkeypatch.setattr(host, "build", lambda self, *args, **kwargs: type("Metadata", (), {})())
+    builder = make_layers().builder(make_spec())
+    metadata = builder.build(prefix, Batch(DECODE, shared=2).common(**changes))
+    assert step_of(metadata) is None
+    assert state().steps_host == {reason: 1}
+    assert state().kv_bytes_read == state().kv_bytes_query_guided > 0
+
+
+@pytest.mark.parametrize("documents", [{}, {0: [], 1: [], 2: []}, {0: [(3, 9)], 1: []}])
+def test_documents_in_a_prompt_change_no_decode(documents: dict[int, Any]) -> None:
+    """Tokens that may attend to later ones of their document have none after the decoded token."""
+    builder = make_layers().builder(make_spec())
+    metadata = builder.build(0, Batch(DECODE, shared=2).common(mm_req_doc_ranges=documents))
+    assert step_of(metadata) is not None
+
+
+def test_batches_beyond_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEFT_MAX_BATCH", "4")
+    builder = make_layers().builder(make_spec())
+    assert step_of(builder.build(0, Batch(DECODE[:4], shared=2).common())) is not None
+    assert step_of(builder.build(0, Batch(DECODE, shared=2).common())) is None
+    assert step_of(builder.build(0, Batch(DECODE[:1], shared=2).common())) is None
+    assert state().steps_host == {
+        "batch larger than DEFT_MAX_BATCH=4": 1, "batch smaller than DEFT_MIN_BATCH=2": 1,
+    }  # fmt: skip
+
+
+def test_counts_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEFT_POLICY", "deft-node")  # shares as much as possible
+    layers = make_layers()
+    batch = Batch([40, 37, 33], shared=2)  # 32 shared tokens, and 8 + 5 + 1 unshared ones
+    run(layers.impls[0], batch, Cache(batch.pages, 16), layers.builder(make_spec()).build(
+        0, batch.common()))  # fmt: skip
+    token = 2 * 2 * DIM * 4 * 2  # keys and values, KV heads, float32, layers
+    assert (state().steps_tree, state().plans) == (1, 1)
+    assert state().kv_bytes_query_guided == 110 * token
+    assert state().kv_bytes_read == 46 * token
+
+
+def test_the_device_counts_its_own_steps() -> None:
+    layers = make_layers(count=1)
+    builder = layers.builder(make_spec())
+    batch = Batch([40, 37, 33], shared=2, padding=1)
+    cache = Cache(batch.pages, 16)
+    for _ in range(3):
+        run(layers.impls[0], batch, cache, builder.build(0, batch.common()))
+    token = 2 * 2 * DIM * 4
+    assert (state().steps_tree, state().plans) == (3, 0)  # no step on the host's kernel
+    assert state().counters().plans == 3
+    assert state().kv_bytes_query_guided == 3 * 110 * token
+    assert 3 * 46 * token <= state().kv_bytes_read <= 3 * 110 * token
+    shown = forest_of(state().batch)
+    assert (shown.batch_size, shown.tokens_stored, shown.page_size) == (3, 46, 16)
+
+
+def test_builders_made_anew_keep_workspace_and_counters() -> None:
+    """The host builds them twice if it profiles its graphs; another server starts at zero."""
+    layers = make_layers()
+    first, again = layers.builder(make_spec()), layers.builder(make_spec())
+    assert first.deft_group is again.deft_group
+    batch = Batch(DECODE, shared=2)
+    for builder in (first, again):
+        run(layers.impls[0], batch, Cache(batch.pages, 16), builder.build(0, batch.common()))
+    assert state().steps_tree == 2
+    other = make_layers().builder(make_spec())
+    assert other.deft_group is not first.deft_group
+    assert state().steps_tree == 0
+
+
+def test_steps_of_equal_layers_are_counted_once() -> None:
+    """Other differences between two builders of the same layers must not make a step fail."""
+    layers = make_layers()
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+    first = layers.builder(make_spec())
+    padded = layers.builder(make_spec(page_size_padded=1 << 20))
+    assert padded.deft_group is first.deft_group
+    other = layers.builder(make_spec(block_size=32))
+    assert other.deft_group is not first.deft_group
+    for builder in (first, other):
+        builder.build(0, batch.common())
+    run(layers.impls[0], batch, cache, first.build(0, batch.common()))
+    assert state().steps_tree == 1
+
+
+def test_a_wrong_setting_stops_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEFT_POLICY", "fastest")
+    with pytest.raises(SettingsError, match="DEFT_POLICY is 'fastest'; expected one of"):
+        make_layers().builder(make_spec())
+
+
+def test_a_gpu_plans_with_auto_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = LayerShape(HEADS, 2, DIM)
+    layer = Layer(shape, 1.0, 0.0, None)
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(TreeAttention, "unsupported", staticmethod(lambda *given, **more: None))
+    for policy, reason in (("auto", None), ("deft-node", "DEFT_POLICY=deft-node")):
+        found = factory._unsupported_shape(
+            shape, make_spec(), torch.float32, layer, gpu, Settings(policy=policy)
+        )
+        assert found is None if reason is None else reason in found
+
+
+def test_kv_of_another_kind_makes_no_group(caplog: pytest.LogCaptureFixture) -> None:
+    for spec, reason in (
+        (make_spec(dtype=torch.bfloat16), "KV in torch.bfloat16 under a model in torch.float32"),
+        (make_spec(num_kv_heads=1), "over a KV cache of 1 heads"),
+    ):
+        with caplog.at_level(logging.WARNING, "deft_backend"):
+            assert make_layers().builder(spec).deft_group is None
+        assert reason in caplog.text
+
+
+def test_a_failing_kernel_costs_a_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    layers = make_layers()
+    builder = layers.builder(make_spec())
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+    metadata = builder.build(0, batch.common())
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(TreeAttention, "run", fail)
+    with caplog.at_level(logging.ERROR, "deft_backend"):
+        for impl in layers.impls:
+            close(run(impl, batch, cache, metadata), reference(batch, cache))
+    assert caplog.text.count("no such instruction") == 1
+    assert step_of(builder.build(0, batch.common())) is None
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_plan_that_fails_leaves_its_step_to_the_host(
+    policy: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The host planner plans the next step again; a launch of the device planner is not tried."""
+    monkeypatch.setenv("DEFT_POLICY", policy)
+    layers = make_layers()
+    builder = layers.builder(make_spec())
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("no room")
+
+    with monkeypatch.context() as planted, caplog.at_level(logging.ERROR, "deft_backend"):
+        planted.setattr(TreeAttention, "plan", fail)
+        planted.setattr(TreeAttention, "plan_on_device", fail)
+        for _ in range(2):
+            metadata = builder.build(0, batch.common())
+            for impl in layers.impls:
+                close(run(impl, batch, cache, metadata), reference(batch, cache))
+    assert caplog.text.count("no room") == 1
+    metadata = builder.build(0, batch.common())
+    for impl in layers.impls:
+        close(run(impl, batch, cache, metadata), reference(batch, cache))
+    assert (step_of(metadata) is None) == (policy == "auto")
+    assert state().counters().steps_host == {"planning failed": 2}
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-5])
+def test_verification_finds_a_wrong_kernel(
+    size: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tolerance is relative to the largest value, whatever it is."""
+    monkeypatch.setenv("DEFT_VERIFY", "1")
+    layers = make_layers()
+    builder = layers.builder(make_spec())
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+    cache.tensor *= size
+    run(layers.impls[0], batch, cache, builder.build(0, batch.common()))
+    assert "agree" not in caplog.text
+    attention_run = TreeAttention.run
+
+    def wrong(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        out = attention_run(self, *args, **kwargs)
+        out[2, 1, 3] += 0.01 * size
+        return out
+
+    monkeypatch.setattr(TreeAttention, "run", wrong)
+    with caplog.at_level(logging.ERROR, "deft_backend"):
+        found = run(layers.impls[0], batch, cache, builder.build(0, batch.common()))
+    close(found, reference(batch, cache))
+    assert caplog.text.count("does not agree") == 1
+    assert step_of(builder.build(0, batch.common())) is None
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_verification_allows_more_where_the_host_multiplies_in_8_bits(
+    kv_dtype: torch.dtype,
+) -> None:
+    from deft_backend.hosts.vllm.step.group import GroupAttention
+
+    group = SimpleNamespace(_attention=SimpleNamespace(kv_dtype=kv_dtype), _broken=None)
+    for difference, agrees in ((0.02, True), (0.06, kv_dtype.itemsize == 1), (0.2, False)):
+        ours = torch.ones(4, dtype=torch.bfloat16)
+        theirs, out = ours - difference, ours.clone()
+        group._broken = None
+        GroupAttention.verify(group, out, lambda out=out, theirs=theirs: out.copy_(theirs))  # type: ignore[arg-type]
+        assert (group._broken is None) == agrees
+        assert torch.equal(out, ours if agrees else theirs)
+
+
+def test_a_fused_output_quantisation_is_the_hosts(caplog: pytest.LogCaptureFixture) -> None:
+    layers = make_layers()
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+    metadata = layers.builder(make_spec()).build(0, batch.common())
+    for impl in layers.impls:
+        with pytest.raises(NotImplementedError, match="fused output quantisation"):
+            impl.forward(
+                None, batch.query, None, None, cache.tensor, metadata,
+                torch.zeros((5, HEADS, DIM)), torch.ones(1),
+            )  # fmt: skip
+    assert caplog.text.count("a fused output quantisation decode through the host's own") == 1
+
+
+def test_keys_and_values_go_to_their_slots() -> None:
+    impl = make_layers(count=1).impls[0]
+    cache = Cache(4, 16, "HND")
+    before = cache.tensor.clone()
+    key, value = torch.randn(2, 3, 2, DIM)
+    module = SimpleNamespace(_k_scale=torch.ones(1), _v_scale=torch.ones(1))
+    impl.do_kv_cache_update(module, key, value, cache.tensor, torch.tensor([17, -1, 63]))
+    assert torch.equal(cache.keys[1, 1], key[0])
+    assert torch.equal(cache.values[1, 1], value[0])
+    assert torch.equal(cache.keys[3, 15], key[2])
+    changed = (cache.tensor != before).any(-1).nonzero().tolist()
+    assert changed == [[1, 0, 1], [1, 1, 1], [3, 0, 15], [3, 1, 15]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [({"alibi_slopes": [1.0]}, "alibi_slopes"),
+     ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype"), ({"attn_type": "encoder"}, "attn_type")],
+)  # fmt: skip
+def test_the_cpu_refuses_what_it_does_not_compute(arguments: dict[str, Any], word: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"{word}.*without CUSTOM"):
+        make_layers(arguments=arguments)
+
+
+@pytest.mark.parametrize("flag", [None, "enable_sleep_mode", "enable_cumem_allocator"])
+def test_what_a_sleeping_server_needs_lies_outside_of_its_pools(
+    flag: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool takes all allocations of the thread that entered it, such as plan and workspace."""
+    makers: list[int] = []
+    allocate = TreeAttention.__init__
+
+    def recorded(self: Any, **kwargs: Any) -> None:
+        makers.append(threading.get_ident())
+        allocate(self, **kwargs)
+
+    monkeypatch.setattr(TreeAttention, "__init__", recorded)
+    config = make_config()
+    if flag is not None:
+        setattr(config.model_config, flag, True)
+    layers = make_layers(config)
+    builder = layers.builder(make_spec())
+    assert len(makers) == 1
+    assert (makers[0] == threading.get_ident()) is (flag is None)
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+    metadata = builder.build(0, batch.common())
+    close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
+    # Another thread reads the last batch when `deft explain` asks. The host's tensors may be
+    # unmapped then.
+    if flag is None:
+        assert forest_of(state().batch).batch_size == len(DECODE)
+    else:
+        with pytest.raises(ShownBatchError, match="may be unmapped while it is read"):
+            forest_of(state().batch)
+
+
+def test_a_set_up_that_fails_beside_a_pool_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: Any, **kwargs: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(TreeAttention, "__init__", fail)
+    config = make_config()
+    config.model_config.enable_sleep_mode = True
+    with caplog.at_level(logging.WARNING, "deft_backend"):
+        assert make_layers(config).builder(make_spec()).deft_group is None
+    assert caplog.text.count("could not be set up (RuntimeError('out of memory'))") == 1
+
+
+def test_prompt_lengths_alone_are_no_window(planned: list[torch.Tensor]) -> None:
+    """Document ranges hide no tokens; the model's configuration states a sliding window."""
+    builder = make_layers().builder(make_spec())
+    batch = Batch(DECODE, shared=2)
+    assert step_of(builder.build(0, batch.common(rswa_prefix_lens=batch.lens))) is not None
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_cache_of_eight_bits(policy: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM gives bytes; its layers hold one scale for all keys and one for all values."""
+    monkeypatch.setenv("DEFT_POLICY", policy)
+    layers = make_layers(arguments={"kv_cache_dtype": kind})
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+    module = SimpleNamespace(
+        _q_scale=torch.tensor(1.0), _k_scale=torch.tensor(0.02), _v_scale=torch.tensor(0.5)
+    )
+    scales = torch.tensor([0.02, 0.5]).repeat_interleave(DIM)
+    dtype = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[kind]
+    stored = (cache.tensor / scales).to(dtype)
+    cache.tensor = stored.float() * scales  # what the bytes stand for
+    expected = reference(batch, cache)
+    spec = make_spec(dtype=torch.uint8)
+    metadata = layers.builder(spec).build(0, batch.common())
+    for step in (metadata, None):  # tree attention, then the host's own
+        if step is None:
+            attach(metadata, None)
+        output = torch.full_like(batch.query, 7.0)
+        layers.impls[0].forward(
+            module, batch.query, None, None, stored.view(torch.uint8), metadata, output
+        )
+        close(output, expected)
+
+
+def test_new_keys_and_values_are_stored_as_the_host_stores_them() -> None:
+    """Divided by the scale, rounded to 8 bits; what is too large becomes the largest number."""
+    layers = make_layers(arguments={"kv_cache_dtype": "fp8"})
+    module = SimpleNamespace(_k_scale=torch.tensor(0.5), _v_scale=torch.tensor(2.0))
+    cache = torch.zeros((2, KV_HEADS, 16, 2 * DIM), dtype=torch.uint8)
+    key = torch.linspace(-300.0, 300.0, KV_HEADS * DIM).reshape(1, KV_HEADS, DIM)
+    layers.impls[0].do_kv_cache_update(module, key, key, cache, torch.tensor([17]))
+    written = cache.view(torch.float8_e4m3fn)[1, :, 1].float()
+    largest = (key[0] / 0.5).clamp(-448, 448)
+    torch.testing.assert_close(written[:, :DIM], largest, rtol=0.07, atol=0.01)
+    torch.testing.assert_close(written[:, DIM:], key[0] / 2.0, rtol=0.07, atol=0.01)
+    assert not cache[0].any()
+
+
+def test_a_cache_of_four_bits_is_the_hosts() -> None:
+    from deft_backend.hosts.common.limits import refused_cache
+
+    assert refused_cache("fp8") is refused_cache("fp8_e4m3") is refused_cache("fp8_e5m2") is None
+    assert refused_cache("nvfp4") == "a KV cache of kind nvfp4 is not supported"

@@ -1,0 +1,193 @@
+"""Models that mix full attention with other layers, on vLLM: who runs which layer."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="the adapter's tests run where vLLM is installed")
+
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
+
+from deft_backend.hosts.vllm.report import server
+from deft_backend.hosts.vllm.report.observe import observed_backend
+from deft_backend.hosts.vllm.report.server import server_of
+from deft_backend.hosts.vllm.start.compose import tree_backend
+from deft_backend.hosts.vllm.start.division import LINEAR, divide_layers, unsupported_kind
+from deft_backend.hosts.vllm.start.layers import Layer, LayerShape
+from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
+from deft_backend.hosts.vllm.step.step import step_of
+from deft_backend.settings.config import Settings
+from vllm_fakes import DIM, HEADS, KV_HEADS, Batch, Cache, Layers, make_config, make_spec, run
+from vllm_fakes import reference as expected
+
+DECODE = [40, 45, 37, 50]
+COMMON = {"block_size": 16, "head_size": DIM, "dtype": torch.float32, "num_kv_heads": KV_HEADS}
+WINDOWED = SlidingWindowSpec(sliding_window=9, **COMMON)
+CHUNKED = ChunkedLocalAttentionSpec(attention_chunk_size=8, **COMMON)
+STATE = MambaSpec(block_size=16, shapes=((2, 2),), dtypes=(torch.float32,))
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("DEFT_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr(server, "_current", None)
+
+
+def layers_of(config: Any, prefix: str, spec: Any, count: int = 1, **arguments: Any) -> Layers:
+    return Layers(tree_backend(PlainCpuBackend), config, count, arguments, prefix, spec)
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (None, None),
+        (make_spec(), None),
+        (make_spec(head_size_v=DIM), None),
+        (WINDOWED, "a sliding window"),
+        (make_spec(sliding_window=9), "a sliding window"),
+        (CHUNKED, "chunked local attention"),
+        (make_spec(attention_chunk_size=8), "chunked local attention"),
+        (STATE, LINEAR),
+        (make_spec(non_causal=True), "attention that is not causal"),
+        (make_spec(head_size_v=32), f"keys of {DIM} and values of 32 elements"),
+    ],
+)
+def test_a_layers_own_cache_decides(spec: Any, reason: str | None) -> None:
+    module = SimpleNamespace(get_kv_cache_spec=lambda vllm_config: spec)
+    assert unsupported_kind(module, make_config()) == reason
+
+
+def test_a_kind_of_full_attention_that_is_not_known() -> None:
+    kind = type("PackedSpec", (type(make_spec()),), {})
+    module = SimpleNamespace(get_kv_cache_spec=lambda vllm_config: kind(**COMMON))
+    assert unsupported_kind(module, make_config()) == "a KV cache of kind PackedSpec"
+
+
+def test_every_group_decides_for_its_layers(caplog: pytest.LogCaptureFixture) -> None:
+    """Full attention, sliding windows, chunks and recurrent states: one line at the start."""
+    config = make_config()
+    windowed = layers_of(config, "windowed", WINDOWED, 2, sliding_window=9)
+    chunked = layers_of(config, "chunked", CHUNKED)
+    full = layers_of(config, "full", make_spec(), 2)
+    config.compilation_config.static_forward_context["mamba"] = SimpleNamespace(
+        get_kv_cache_spec=lambda vllm_config: STATE
+    )
+    with caplog.at_level(logging.INFO, "deft_backend"):
+        builders = [
+            windowed.builder(WINDOWED), chunked.builder(CHUNKED), full.builder(make_spec())
+        ]  # fmt: skip
+    lines = [
+        record.message for record in caplog.records if "layers decode through" in record.message
+    ]
+    assert lines == [
+        "deft: 2 of 6 layers decode through tree attention; 2 with a sliding window, 1 with "
+        f"chunked local attention, 1 with {LINEAR} through the host's kernels"
+    ]
+    assert "not supported" not in caplog.text
+    assert [builder.deft_group is None for builder in builders] == [True, True, False]
+
+    batch = Batch(DECODE, shared=2)
+    cache = Cache(batch.pages, 16)
+    built = [builder.build(0, batch.common()) for builder in builders]
+    assert [step_of(metadata) is None for metadata in built] == [True, True, False]
+    close(run(windowed.impls[0], batch, cache, built[0]), expected(batch, cache, window=9))
+    close(run(full.impls[0], batch, cache, built[2]), expected(batch, cache))
+    found = server._current.state
+    assert (found.num_layers, found.steps_tree) == (2, 1)
+
+
+def test_a_layer_is_the_hosts_in_a_group_of_full_layers() -> None:
+    """Without vLLM's hybrid cache manager, all layers have one kind of cache."""
+    config = make_config()
+    full = layers_of(config, "full", make_spec())
+    chunked = layers_of(config, "chunked", make_spec(attention_chunk_size=8))
+    names = ["chunked.0", "full.0"]
+    builder = full.backend.get_builder_cls()(
+        make_spec(attention_chunk_size=8), names, config, torch.device("cpu")
+    )
+    step = step_of(builder.build(0, Batch(DECODE, shared=2).common()))
+    assert step.takes(full.impls[0].deft_layer)
+    assert not step.takes(chunked.impls[0].deft_layer)
+
+
+def test_layers_of_two_shapes_have_plans_of_their_own() -> None:
+    """As with full layers of two head counts: each group plans for its shape."""
+    config = make_config()
+    first = layers_of(config, "first", make_spec())
+    second = Layers(
+        tree_backend(PlainCpuBackend), config, 1, {"num_heads": 2 * HEADS}, "second", make_spec()
+    )
+    groups = [layers.builder(make_spec()).deft_group for layers in (first, second)]
+    assert [group.shape.num_query_heads for group in groups] == [HEADS, 2 * HEADS]
+    assert divide_layers(config).layers_with(groups[1].shape, None) == 1
+
+
+def test_layers_with_a_cache_of_another_dtype_are_not_counted() -> None:
+    """As with ``--kv-cache-dtype-skip-layers``: bytes are counted for one dtype of cache."""
+    shape, config = LayerShape(4, 2, 64), make_config()
+    for at, cache in enumerate(("auto", "fp8", "fp8", "auto", "auto")):
+        layer = Layer(shape, 0.125, 0.0, None, False, cache)
+        context = config.compilation_config.static_forward_context
+        context[f"model.layers.{at}.attn"] = SimpleNamespace(impl=SimpleNamespace(deft_layer=layer))
+    division = divide_layers(config)
+    assert division.layers_with(shape, None) == 3
+    assert division.layers_with(shape, torch.float8_e4m3fn) == 2
+    state = server_of(config).count_in(
+        ["model.layers.1.attn"], shape, torch.float8_e4m3fn, torch.device("cpu"), Settings()
+    )
+    assert (state.num_layers, state.dtype_bytes) == (2, 1)
+
+
+@pytest.mark.parametrize("lens", [None, [3, 1, 1, 1]], ids=["decode", "mixed"])
+def test_sinks_are_part_of_every_softmax(lens: list[int] | None) -> None:
+    """In tree attention, and in the CPU's replacement of the host's kernel, window or not."""
+    config = make_config()
+    sinks = torch.tensor([2.0, -1.0, 5.0, 0.5])
+    full = layers_of(config, "full", make_spec(), sinks=sinks)
+    windowed = layers_of(config, "windowed", WINDOWED, sinks=sinks, sliding_window=9)
+    batch = Batch(DECODE, shared=0 if lens else 2, query_lens=lens)
+    cache = Cache(batch.pages, 16)
+    for layers, spec, window in ((full, make_spec(), None), (windowed, WINDOWED, 9)):
+        metadata = layers.builder(spec).build(0, batch.common())
+        assert (step_of(metadata) is not None) == (lens is None and window is None)
+        found = run(layers.impls[0], batch, cache, metadata)
+        close(found, expected(batch, cache, window=window, sinks=sinks))
+        assert not torch.allclose(found.double(), expected(batch, cache, window=window), atol=1e-2)
+
+
+def test_sinks_that_the_hosts_implementation_hides_are_its_own() -> None:
+    class Hiding(PlainCpuBackend.get_impl_cls()):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.hidden = self.__dict__.pop("sinks")
+
+    backend = type("Hides", (PlainCpuBackend,), {"get_impl_cls": staticmethod(lambda: Hiding)})
+    layers = Layers(tree_backend(backend), make_config(), 1, {"sinks": torch.zeros(HEADS)})
+    assert "attention sinks" in layers.impls[0].deft_layer.reason
+
+
+@pytest.mark.parametrize(("specs", "counted"), [((WINDOWED, make_spec()), 1), ((WINDOWED,), 2)])
+def test_an_observed_server_counts_full_layers(specs: Any, counted: int) -> None:
+    """As a server of tree attention does, so that `deft ab` compares the same layers."""
+    config = make_config()
+    config.model_config.get_num_attention_heads = lambda place: HEADS
+    backend = observed_backend(PlainCpuBackend)
+    groups = [
+        Layers(backend, config, 2 // len(specs), {}, f"group{at}", spec)
+        for at, spec in enumerate(specs)
+    ]
+    builders = [group.builder(spec) for group, spec in zip(groups, specs, strict=True)]
+    for builder in builders:
+        builder.build(0, Batch(DECODE, shared=2).common())
+    found = server._current.state
+    assert found.num_layers == counted
+    assert found.steps_host == {"observed": 1}

@@ -1,0 +1,281 @@
+"""The layers, caches and servers of vLLM that get tree attention, and the position of keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="the adapter's tests run where vLLM is installed")
+
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec, SlidingWindowSpec
+
+from deft_backend.hosts.common.warm_up import LayerKind
+from deft_backend.hosts.vllm.report.observe import original_backend
+from deft_backend.hosts.vllm.report.port import port_of
+from deft_backend.hosts.vllm.report.server import data_rank
+from deft_backend.hosts.vllm.start.factory import _kinds, unsupported_server, unsupported_spec
+from deft_backend.hosts.vllm.start.layers import Layer, LayerShape, layer_of
+from deft_backend.hosts.vllm.start.layout import kv_views
+from deft_backend.hosts.vllm.versions import blank_cache, has_standard_cache, unknown_cache
+from vllm_fakes import DIM, KV_HEADS, Cache, make_config, make_spec, speculating
+
+
+def constructor(
+    num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
+    alibi_slopes: Any = None, sliding_window: int | None = None, kv_cache_dtype: str = "auto",
+    logits_soft_cap: float | None = None, attn_type: Any = "decoder",
+    kv_sharing_target_layer_name: str | None = None, sinks: Any = None, **extra: Any,
+) -> None:  # fmt: skip
+    """The arguments of vLLM's implementations."""
+
+
+def test_the_arguments_are_read_however_they_are_given() -> None:
+    layer = layer_of(constructor, (8, 128, 0.5, None, None, None, "auto", 30.0), {})
+    assert layer == Layer(LayerShape(8, 8, 128), 0.5, 30.0, None)
+    layer = layer_of(constructor, (8, 64), {"scale": 1, "num_kv_heads": 2})
+    assert layer == Layer(LayerShape(8, 2, 64), 1.0, 0.0, None)
+    layer = layer_of(constructor, (8, 64, 1.0), {"sinks": torch.zeros(8)})
+    assert (layer.reason, layer.sinks) == (None, True)
+
+
+def passing_on(*args: Any, **kwargs: Any) -> None:
+    """An implementation made of two others."""
+
+
+def test_the_base_class_names_arguments_that_are_passed_on() -> None:
+    plain = (8, 64, 0.1, 2, None, None, "fp8", 30.0, "decoder", None)
+    layer = layer_of(passing_on, plain, {})
+    assert layer == Layer(LayerShape(8, 2, 64), 0.1, 30.0, None, cache="fp8")
+    assert layer_of(passing_on, plain, {"sinks": torch.zeros(8)}).sinks
+    window = (*plain[:5], 4, *plain[6:])
+    assert layer_of(passing_on, window, {}).reason == "a sliding window"
+    assert layer_of(passing_on, (*plain, 1), {}).reason == "the argument 10"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"sliding_window": 0}, "a sliding window"),
+        ({"alibi_slopes": [0.5]}, "alibi slopes"),
+        ({"sinks": torch.zeros(8)}, None),
+        ({"kv_sharing_target_layer_name": "layer.0"}, "the KV cache of another layer"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, None),
+        ({"kv_cache_dtype": "nvfp4"}, "a KV cache of kind nvfp4"),
+        ({"attn_type": "encoder_only"}, "attention of type encoder_only"),
+        ({"attn_type": SimpleNamespace(value="encoder_decoder")}, "of type encoder_decoder"),
+        ({"scale": 0.0}, "scale 0.0"),
+        ({"chunk_lookback": 3}, "the argument chunk_lookback"),
+        ({"chunk_lookback": -1}, None),
+        ({"use_alibi_sqrt": False}, None),
+        ({"kv_cache_dtype": "bfloat16"}, None),
+    ],
+)
+def test_what_a_layer_must_not_have(changes: dict[str, Any], reason: str | None) -> None:
+    given = {"num_heads": 8, "head_size": 64, "scale": 0.1, "num_kv_heads": 2, **changes}
+    found = layer_of(constructor, (), given).reason
+    assert found == reason if reason is None else reason in found
+
+
+@pytest.mark.parametrize("name", ["FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "CPU_ATTN"])
+def test_a_plain_layer_of_the_hosts_own_is_taken(name: str) -> None:
+    """With the real signatures and defaults of the host's implementations."""
+    impl = original_backend(name).get_impl_cls()
+    init = impl.__init__.__get__(object.__new__(impl))
+    plain = (8, 128, 0.1, 2, None, None, "auto", None, "decoder", None)
+    assert layer_of(init, plain, {}) == Layer(LayerShape(8, 2, 128), 0.1, 0.0, None)
+
+
+def test_caches_of_other_kinds_are_refused() -> None:
+    assert unsupported_spec(make_spec()) is None
+    # Layers of a group differ: each layer's own specification decides. See test_vllm_hybrids.py.
+    assert unsupported_spec(make_spec(sliding_window=64)) is None
+    common = {"block_size": 16, "head_size": DIM, "dtype": torch.float32}
+    window = SlidingWindowSpec(num_kv_heads=KV_HEADS, sliding_window=64, **common)
+    assert "SlidingWindowSpec" in unsupported_spec(window)
+    assert "MLAAttentionSpec" in unsupported_spec(MLAAttentionSpec(num_kv_heads=1, **common))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"speculative_config": speculating(4)}, None),
+        (
+            {"speculative_config": speculating(4, enable_adaptive_verification=True)},
+            "adaptive verification",
+        ),
+        ({"decode_context_parallel_size": 2}, "decode context parallel"),
+        ({"prefill_context_parallel_size": 2}, "prefill context parallel"),
+        ({"use_ubatching": True}, "micro-batches"),
+    ],
+)
+def test_servers_of_other_kinds_are_refused(changes: dict[str, Any], reason: str | None) -> None:
+    found = unsupported_server(make_config(**changes))
+    assert found is None if reason is None else reason in found
+
+
+def test_chains_of_drafts_are_served() -> None:
+    assert unsupported_server(make_config(speculative_config=speculating(4))) is None
+
+
+def test_a_window_over_generated_tokens_is_the_hosts() -> None:
+    """Reference sliding window attention: neither the layer's arguments nor its cache show it."""
+    config = make_config()
+    config.model_config.rswa_window = 64
+    assert unsupported_server(config) == "reference sliding window attention is not supported"
+
+
+def test_results_that_must_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert "batch-invariant mode is not supported" in unsupported_server(make_config())
+
+
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+@pytest.mark.parametrize("padded", [0, 64])
+def test_views_name_the_same_memory(order: str, padded: int) -> None:
+    cache = Cache(5, 16, order, padded)
+    keys, values = kv_views(cache.tensor, DIM)
+    assert keys.shape == values.shape == (5, 16, KV_HEADS, DIM)
+    assert torch.equal(keys, cache.keys)
+    assert torch.equal(values, cache.values)
+    keys[3, 7, 1, 5] = 99.0
+    assert cache.tensor[3, 1, 7, 5] == 99.0
+    values[3, 7, 1, 5] = 98.0
+    assert cache.tensor[3, 1, 7, DIM + 5] == 98.0
+    assert keys.stride(-1) == values.stride(-1) == 1
+
+
+def test_a_cache_of_an_unknown_kind_is_refused() -> None:
+    """Newer versions add fields that describe a packed cache by values other than the default."""
+    assert unknown_cache(make_spec(page_size_padded=1 << 20)) is None
+
+    @dataclass(frozen=True)
+    class Packed:
+        block_size: int
+        slots: int | None = None
+
+    assert unknown_cache(Packed(16)) is None
+    assert unknown_cache(Packed(16, slots=4)) == "slots=4"
+    assert unsupported_spec(make_spec(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)) is None
+    by_token = next(mode for mode in KVQuantMode if mode.name.endswith("PER_TOKEN_HEAD"))
+    assert "kv_quant_mode" in unsupported_spec(make_spec(kv_quant_mode=by_token))
+    for name, value in (
+        ("num_head_slots", 4),
+        ("state_content_bytes", 96),
+        ("tokens_per_state", 4),
+    ):
+        if name in {field.name for field in fields(make_spec())}:
+            assert name in unsupported_spec(make_spec(**{name: value}))
+
+
+@pytest.mark.parametrize("name", ["FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION"])
+def test_the_hosts_backends_have_the_standard_cache(name: str) -> None:
+    assert has_standard_cache(original_backend(name))
+
+
+@pytest.mark.skipif(
+    hasattr(AttentionBackend, "get_kv_cache_shape"), reason="backends order caches to 0.28"
+)
+@pytest.mark.parametrize(
+    ("layout", "strides"),
+    [  # of a block, head and token in elements: 3 layers, 2 blocks, 2 heads, 16 tokens, 128
+        ("LBNHC", (4096, 128, 256)),
+        ("LBHNC", (4096, 2048, 128)),
+        ("LHBNC", (2048, 4096, 128)),
+        ("BLHNC", (12288, 2048, 128)),
+        ("BLNHC", (12288, 128, 256)),
+        ("BHLNC", (12288, 6144, 128)),
+    ],
+)
+def test_a_warm_up_sees_the_strides_of_the_servers_caches(
+    layout: str, strides: tuple[int, ...]
+) -> None:
+    from vllm.v1.kv_cache_interface import KVCacheLayout
+
+    config = make_config()
+    config.cache_config.get_resolved_kv_cache_layout = lambda: KVCacheLayout[layout]
+    shape = (2, 2, 16, 128)
+    cache = blank_cache(None, config, shape, 3, torch.float16, torch.device("cpu"))
+    assert cache.shape == shape
+    assert cache.stride() == (*strides, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rank"),
+    [
+        ({}, None),
+        ({"data_parallel_size": 2}, 0),
+        ({"data_parallel_size": 2, "data_parallel_rank": 1}, 1),
+        (
+            {"data_parallel_index": 1},
+            1,
+        ),  # vLLM tells a dense model's second engine that it is alone
+    ],
+)
+def test_engines_have_files_of_their_own(changes: dict[str, int], rank: int | None) -> None:
+    assert data_rank(make_config(**changes).parallel_config) == rank
+
+
+@pytest.mark.parametrize(
+    ("words", "port"),
+    [
+        ("api_server --port 8123 --model m", 8123),
+        ("vllm serve m --port=81", 81),
+        ("vllm serve m", 8000),
+        ("vllm serve m --port", 8000),
+        ("vllm serve --portal 5", 8000),
+        ("vllm serve m --port 30000 --port 8001", 8001),
+    ],
+)
+def test_the_port_is_read_from_the_command_line(words: str, port: int) -> None:
+    assert port_of(words.split()) == port
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "port"),
+    [
+        ("port: 8123\nmax-model-len: 9", "", 8123),
+        ("port: 8123", "--port 8124", 8124),
+        ("port: '8123'", "", 8123),
+        ("max-model-len: 9", "", 8000),
+        ("port: high", "", 8000),
+        ("- port", "", 8000),
+        ("{", "", 8000),
+        (None, "", 8000),
+    ],
+)
+def test_the_port_may_be_in_the_servers_file(
+    tmp_path: Path, content: str | None, words: str, port: int
+) -> None:
+    path = tmp_path / "server.yaml"
+    if content is not None:
+        path.write_text(content)
+    assert port_of(["vllm", "serve", "m", "--config", str(path), *words.split()]) == port
+
+
+def test_a_server_compiles_for_each_kind_of_its_layers() -> None:
+    """Layers of another shape or with another cache run through the host's implementation."""
+    shape, other = LayerShape(4, 2, 64), LayerShape(8, 2, 64)
+    layers = {
+        "plain": Layer(shape, 0.125, 0.0, None),
+        "capped": Layer(shape, 0.125, 30.0, None),
+        "sinks": Layer(shape, 0.125, 0.0, None, sinks=True),
+        "again": Layer(shape, 0.125, 50.0, None),
+        "other": Layer(other, 0.125, 0.0, None, sinks=True),
+        "eight-bits": Layer(shape, 0.125, 30.0, None, sinks=True, cache="fp8"),
+    }
+    held = SimpleNamespace(impl=SimpleNamespace(sinks=torch.zeros(4, dtype=torch.bfloat16)))
+    config = make_config()
+    config.compilation_config.static_forward_context = dict.fromkeys(layers, held)
+    attention: Any = SimpleNamespace(dtype=torch.float16, kv_dtype=torch.float16)
+    assert set(_kinds(attention, shape, layers, config)) == {
+        LayerKind(), LayerKind(soft_cap=True), LayerKind(sinks=torch.bfloat16)
+    }  # fmt: skip
+    attention.kv_dtype = torch.float8_e4m3fn
+    assert _kinds(attention, shape, layers, config) == [LayerKind(True, torch.bfloat16)]

@@ -1,0 +1,429 @@
+"""The class that vLLM gets for the plugin's names: ours, its own, or an error."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="the adapter's tests run where vLLM is installed")
+
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+from vllm.platforms import current_platform
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends import cpu_attn
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.selector import AttentionSelectorConfig
+
+from deft_backend.hosts.contract import Member
+from deft_backend.hosts.vllm import plugin, registered, say, server, versions
+from deft_backend.hosts.vllm.report.observe import observed_backend, original_backend
+from deft_backend.hosts.vllm.start.compose import cannot_surround, tree_backend
+from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
+from deft_backend.settings import installed
+from vllm_fakes import forget_collectors, make_config, make_spec
+
+CONFIG = AttentionSelectorConfig(128, torch.bfloat16, "auto", None)
+CUSTOM = AttentionBackendEnum.CUSTOM
+
+
+@pytest.fixture(autouse=True)
+def untouched(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The original registry, and no choice from the previous test."""
+    monkeypatch.setattr(registered.Custom, "_chosen", None)
+    monkeypatch.setattr(server, "_current", None)
+    monkeypatch.setattr(say, "_said", set())
+    monkeypatch.delenv("DEFT_OBSERVE", raising=False)
+    monkeypatch.delenv("DEFT_UNTESTED_HOST", raising=False)
+    yield
+    forget_collectors()
+    for member in AttentionBackendEnum:
+        member.clear_override()
+
+
+def chosen_as_the_host_does(config: AttentionSelectorConfig = CONFIG) -> Any:
+    """The calls of ``platforms/cuda.py`` for a selected backend."""
+    backend = CUSTOM.get_class()
+    reasons = backend.validate_configuration(device_capability=None, **config._asdict())
+    if reasons:
+        raise ValueError(reasons)
+    return resolve_obj_by_qualname(".".join(backend.full_cls_name()))
+
+
+def host_chooses(monkeypatch: pytest.MonkeyPatch, name: str) -> list[tuple[Any, Any]]:
+    """Let the platform return a backend, and record its arguments."""
+    asked: list[tuple[Any, Any]] = []
+
+    def choose(cls: Any, selected: Any, config: Any, num_heads: Any = None) -> str:
+        asked.append((selected, config))
+        return AttentionBackendEnum[name if selected is None else selected.name].get_path()
+
+    monkeypatch.setattr(type(current_platform), "get_attn_backend_cls", classmethod(choose))
+    return asked
+
+
+@pytest.mark.parametrize("name", ["FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION"])
+def test_custom_surrounds_what_the_host_would_choose(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin.register()
+    asked = host_chooses(monkeypatch, name)
+    host = original_backend(name)
+    found = chosen_as_the_host_does()
+    assert asked == [(None, CONFIG)]
+    assert issubclass(found, host)
+    assert found is tree_backend(host)
+    assert issubclass(found.get_impl_cls(), host.get_impl_cls())
+    assert issubclass(found.get_builder_cls(), host.get_builder_cls())
+    # The host's own backend answers the host's questions.
+    for question in (
+        "get_name", "get_supported_kernel_block_sizes", "get_supported_head_sizes",
+        "supports_sink", "is_mla", "get_required_kv_cache_layout", "supported_kv_cache_layouts",
+        "customize_spec",
+    ):  # fmt: skip
+        if not hasattr(host, question):  # in this version
+            continue
+        assert (
+            getattr(found, question).__func__ is getattr(host, question).__func__
+            if hasattr(getattr(host, question), "__func__")
+            else getattr(found, question) is getattr(host, question)
+        )
+    assert found.forward_includes_kv_cache_update is host.forward_includes_kv_cache_update
+    assert found.full_cls_name() != host.full_cls_name()  # it keeps groups apart
+
+
+def test_layers_may_get_different_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin.register()
+    host_chooses(monkeypatch, "FLASH_ATTN")
+    first = chosen_as_the_host_does()
+    host_chooses(monkeypatch, "TRITON_ATTN")
+    second = chosen_as_the_host_does(CONFIG._replace(head_size=80))
+    assert first is not second
+    assert resolve_obj_by_qualname(".".join(first.full_cls_name())) is first
+
+
+class HeadsOfTwoSizes:
+    """A Gemma 4 of two layers, in the form of versions from 0.32 on."""
+
+    total_num_hidden_layers = 2
+
+    def __getitem__(self, layer: int) -> Any:
+        return SimpleNamespace(head_size=(256, 512)[layer])
+
+
+@pytest.mark.parametrize("new_version", [True, False])
+@pytest.mark.parametrize(
+    "architecture",
+    ["Gemma4ForCausalLM", "DiffusionGemmaForBlockDiffusion", "EmbeddingGemma2Model",
+     "LlamaForCausalLM"],
+)  # fmt: skip
+def test_a_model_keeps_the_hosts_defaults_for_it(
+    architecture: str, new_version: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host sets some defaults only if the user names no backend; ours counts as none."""
+    monkeypatch.setattr(
+        "vllm.v1.attention.backends.fa_utils.is_fa_version_supported", lambda version: new_version
+    )
+
+    def start(backend: Any) -> Any:
+        attention = SimpleNamespace(
+            backend=backend, flash_attn_version=None, use_non_causal=False, backend_per_kind=None
+        )
+        model = SimpleNamespace(
+            architecture=architecture, hf_text_config=SimpleNamespace(
+                head_dim=256, global_head_dim=512, layer_types=["sliding", "full"]
+            ), model_arch_config=HeadsOfTwoSizes(), override_generation_config={},
+            is_mm_prefix_lm=False, max_model_len=2048,
+        )  # fmt: skip
+        config = SimpleNamespace(
+            model_config=model, attention_config=attention, diffusion_config=object(),
+            scheduler_config=None,
+        )  # fmt: skip
+        if settings := MODELS_CONFIG_MAP.get(architecture):
+            settings.verify_and_update_config(config)
+        return config
+
+    plugin.register()
+    asked = host_chooses(monkeypatch, "FLASH_ATTN")
+    expected, config = start(None).attention_config, start(CUSTOM)
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config)
+    for _ in range(2):
+        found = chosen_as_the_host_does()
+        name = expected.backend.name if expected.backend else "FLASH_ATTN"
+        assert issubclass(found, original_backend(name))
+        selected, given = asked.pop()
+        assert selected == expected.backend
+        assert given.use_non_causal == expected.use_non_causal
+    expected.backend = CUSTOM
+    assert config.attention_config == expected
+
+
+class OtherLayout(AttentionBackend):
+    """A backend with separate keys and values, in the form of older and of newer versions."""
+
+    get_name = staticmethod(lambda: "OTHER")
+    get_impl_cls = get_builder_cls = staticmethod(lambda: None)
+    get_kv_cache_shape = staticmethod(lambda b, n, h, d, cache_dtype_str="auto": (2, b, n, h, d))
+    customize_spec = classmethod(
+        lambda cls, spec: replace(spec, num_head_slots=2 * spec.num_kv_heads)
+    )
+
+
+class WritesItself(PlainCpuBackend):
+    forward_includes_kv_cache_update = True
+
+
+class Mla(PlainCpuBackend):
+    is_mla = classmethod(lambda cls: True)
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [(OtherLayout, "laid out"), (WritesItself, "writes the KV cache"), (Mla, "MLA")],
+)
+def test_what_cannot_be_surrounded_runs_by_itself(
+    host: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plugin.register()
+    assert reason in cannot_surround(host)
+    register_backend(AttentionBackendEnum.FLASH_ATTN, f"{__name__}.{host.__name__}")
+    host_chooses(monkeypatch, "FLASH_ATTN")
+    with caplog.at_level(logging.WARNING, "deft_backend"):
+        assert CUSTOM.get_class().validate_configuration(None, **CONFIG._asdict()) == []
+    assert CUSTOM.get_class()._chosen is host
+    assert reason in caplog.text
+
+
+def test_a_fallback_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin.register()
+    asked = host_chooses(monkeypatch, "FLASH_ATTN")
+    monkeypatch.setenv("DEFT_FALLBACK_BACKEND", "TRITON_ATTN")
+    assert issubclass(chosen_as_the_host_does(), original_backend("TRITON_ATTN"))
+    assert asked[0][0] is AttentionBackendEnum.TRITON_ATTN
+    for name in ("CUSTOM", "DEFT", "fa3"):
+        monkeypatch.setenv("DEFT_FALLBACK_BACKEND", name)
+        with pytest.raises(ValueError, match=f"'{name}'; expected one of .*FLASH_ATTN"):
+            chosen_as_the_host_does()
+
+
+def test_the_hosts_refusal_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin.register()
+
+    def refuse(cls: Any, selected: Any, config: Any, num_heads: Any = None) -> str:
+        raise ValueError("No valid attention backend found")
+
+    monkeypatch.setattr(type(current_platform), "get_attn_backend_cls", classmethod(refuse))
+    with pytest.raises(ValueError, match="No valid attention backend found"):
+        chosen_as_the_host_does()
+
+
+def test_before_a_layer_is_configured_nothing_is_chosen() -> None:
+    with pytest.raises(RuntimeError, match="before any layer"):
+        registered.Custom.get_impl_cls()
+    assert registered.Custom.get_name() == "CUSTOM"
+
+
+@pytest.mark.parametrize(
+    ("backend", "observe", "kind"),
+    [(None, "0", "host"), ("CUSTOM", "0", "tree"), ("CUSTOM", "1", "tree"),
+     ("DEFT", "0", "tree"), (None, "1", "observed"), (None, "maybe", "host")],
+)  # fmt: skip
+def test_the_cpu_platforms_backend(
+    backend: Any, observe: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers that do not ask for the plugin get the host's own class."""
+    monkeypatch.setenv("DEFT_OBSERVE", observe)
+    plugin.register()
+    if backend == "DEFT" and versions.backend_name() != "DEFT":
+        pytest.skip("this vLLM takes no new names")
+    if backend is not None:
+        backend = AttentionBackendEnum[backend]
+    config = SimpleNamespace(attention_config=SimpleNamespace(backend=backend))
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config)
+    path = current_platform.get_attn_backend_cls(backend, CONFIG)
+    found = resolve_obj_by_qualname(path)
+    host = cpu_attn.CPUAttentionBackend
+    expected = {
+        "host": host, "tree": tree_backend(PlainCpuBackend), "observed": observed_backend(host),
+    }  # fmt: skip
+    assert found is expected[kind]
+
+
+def test_every_name_is_the_plugin() -> None:
+    plugin.register()
+    plugin.register()  # like a process that vLLM forks
+    names = [name for name, member in AttentionBackendEnum.__members__.items()
+             if versions.is_ours(member)]  # fmt: skip
+    assert names == (["CUSTOM", "DEFT"] if versions.backend_name() == "DEFT" else ["CUSTOM"])
+    for name in names:
+        assert AttentionBackendEnum[name].get_class() is registered.Custom
+    assert not versions.is_ours(None)
+    assert not versions.is_ours(AttentionBackendEnum.FLASH_ATTN)
+
+
+def test_a_spawned_process_reads_our_name_before_it_loads_plugins() -> None:
+    """vLLM passes its configuration to spawned processes; pickle passes an enum by value."""
+    plugin.register()
+    backend = AttentionBackendEnum[versions.backend_name()]
+    assert copy.deepcopy(backend) is backend
+    assert pickle.loads(pickle.dumps(backend)) is backend
+    script = (
+        "import pickle, sys; backend = pickle.loads(sys.stdin.buffer.read()); "
+        "from vllm.v1.attention.backends.registry import AttentionBackendEnum; "
+        "assert backend is AttentionBackendEnum[backend.name]; print(backend.name)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script], input=pickle.dumps(backend), capture_output=True,
+        check=True, timeout=120,
+    )  # fmt: skip
+    assert found.stdout.decode().split() == [backend.name]
+
+
+def test_registering_imports_no_compiler() -> None:
+    """A worker on the CPU looks through every imported module, and fails at llvmlite's."""
+    script = (
+        "import sys; sys.argv = ['server', '--attention-backend', 'CUSTOM'];"
+        "import vllm.v1.attention.backends.registry, vllm.platforms; "
+        "before = set(sys.modules); "
+        "from deft_backend.hosts.vllm.plugin import register; register(); "
+        "print({name.split('.')[0] for name in set(sys.modules) - before}"
+        " & {'numba', 'llvmlite', 'triton'})"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert found.stdout.strip().splitlines()[-1] == "set()"
+
+
+def test_outside_of_a_server_the_host_is_untouched() -> None:
+    plugin.register()
+    assert AttentionBackendEnum.CPU_ATTN.get_class() is cpu_attn.CPUAttentionBackend
+
+
+def test_observing_counts_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setenv("DEFT_STATE_DIR", str(tmp_path))
+    found = observed_backend(PlainCpuBackend)
+    assert found.get_impl_cls() is PlainCpuBackend.get_impl_cls()
+    config = make_config()
+    config.model_config.get_num_attention_heads = lambda place: 4
+    builder = found.get_builder_cls()(make_spec(), ["a"], config, torch.device("cpu"))
+    other = found.get_builder_cls()(make_spec(), ["b"], config, torch.device("cpu"))
+    lens = torch.tensor([5, 7], dtype=torch.int32)
+    common = SimpleNamespace(
+        max_query_len=1, seq_lens=lens, seq_lens_cpu_upper_bound=None, num_reqs=2, causal=True,
+        query_start_loc=torch.tensor([0, 1, 2]), block_table_tensor=torch.zeros(2, 1),
+    )  # fmt: skip
+    metadata = builder.build(0, common)
+    assert type(metadata).__name__ == "PlainCpuMetadata"
+    assert metadata.seq_lens is lens
+    builder.build_for_cudagraph_capture(common)
+    other.build(0, common)
+    common.max_query_len = 3
+    builder.build(0, common)
+    assert server._current is not None
+    state = server._current.state
+    assert state is not None
+    assert state.steps_host == {"observed": 1}
+    assert state.kv_bytes_read == 12 * state.token_bytes * state.num_layers
+
+
+@pytest.mark.parametrize("name", ["FLASH_ATTN", "TRITON_ATTN", "TRITON_FLASH_ATTN"])
+def test_a_gpus_backends_are_observed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name not in AttentionBackendEnum.__members__:
+        pytest.skip("this vLLM has no such backend")
+    monkeypatch.setenv("DEFT_OBSERVE", "1")
+    monkeypatch.setattr(plugin, "_on_cpu", lambda: False)
+    plugin.register()
+    found = AttentionBackendEnum[name].get_class()
+    assert found is observed_backend(original_backend(name))
+    assert found.get_name() == name
+
+
+def test_this_vllm_is_one_that_the_adapter_knows() -> None:
+    assert versions.missing() is None
+
+
+@pytest.fixture
+def lacking(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The contract requires a member that no vLLM has."""
+    member = Member("vllm.v1.attention.backend", "AttentionImpl.forward", ("query", "tree"))
+    monkeypatch.setattr(versions, "CONTRACT", (*versions.CONTRACT, member))
+    versions.missing.cache_clear()
+    yield
+    versions.missing.cache_clear()
+
+
+def test_a_vllm_without_a_member_is_left_alone(
+    lacking: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that asks for the plugin runs the host's own choice and says why."""
+    host_chooses(monkeypatch, "FLASH_ATTN")
+    with caplog.at_level(logging.WARNING, "deft_backend"):
+        plugin.register()
+        assert not caplog.text
+        assert chosen_as_the_host_does() is original_backend("FLASH_ATTN")
+        assert "FLASH_ATTN runs by itself: " in caplog.text
+        assert "AttentionImpl.forward: no parameter 'tree'" in caplog.text
+
+
+@pytest.mark.parametrize("asked", ["CUSTOM", "observe", None])
+def test_a_cpu_server_without_a_member_is_left_alone(
+    asked: str | None, lacking: None, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("DEFT_OBSERVE", "1" if asked == "observe" else "0")
+    backend = CUSTOM if asked == "CUSTOM" else None
+    config = SimpleNamespace(attention_config=SimpleNamespace(backend=backend))
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config)
+    with caplog.at_level(logging.WARNING, "deft_backend"):
+        plugin.register()
+        found = AttentionBackendEnum.CPU_ATTN.get_class()
+    assert found is cpu_attn.CPUAttentionBackend
+    assert ("no parameter 'tree'" in caplog.text) is (asked is not None)
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.34.0rc1", "1.0.0"])
+def test_a_version_that_was_not_tested_is_left_alone(
+    version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(installed, "version", lambda name: version)
+    left_alone(f"tested with vLLM {versions.VLLM} and this is {version}", monkeypatch, caplog)
+    monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
+    monkeypatch.setattr(versions, "missing", lambda: None)  # of the really installed version
+    plugin.register()
+    assert chosen_as_the_host_does() is tree_backend(original_backend("FLASH_ATTN"))
+
+
+def left_alone(
+    reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that asks for CUSTOM runs the host's own choice and says why; others do not."""
+    host_chooses(monkeypatch, "FLASH_ATTN")
+    with caplog.at_level(logging.WARNING, "deft_backend"):
+        plugin.register()
+        assert not caplog.text
+        assert chosen_as_the_host_does() is original_backend("FLASH_ATTN")
+        assert "FLASH_ATTN runs by itself: " in caplog.text
+        assert reason in caplog.text
+        # The CPU's only backend, for every request.
+        caplog.clear()
+        monkeypatch.setattr("sys.argv", ["server", "--attention-backend", "CUSTOM"])
+        plugin.register()
+        assert reason in caplog.text
+    assert not AttentionBackendEnum.CPU_ATTN.is_overridden()
+    caplog.clear()
+    monkeypatch.setenv("DEFT_OBSERVE", "1")
+    monkeypatch.setattr("sys.argv", ["server"])
+    plugin.register()
+    assert "DEFT_OBSERVE does not work in this server" in caplog.text

@@ -1,0 +1,262 @@
+"""vLLM's verification of draft chains: the adapter's choices and its results."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="the adapter's tests run where vLLM is installed")
+
+from vllm.v1.attention.backends import utils
+
+from deft_backend.hosts.vllm import say, server
+from deft_backend.hosts.vllm.report.observe import observed_backend
+from deft_backend.hosts.vllm.start.compose import tree_backend
+from deft_backend.hosts.vllm.start.speculation import drafts, query_tokens_of
+from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
+from deft_backend.hosts.vllm.step.step import step_of
+from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
+from deft_backend.telemetry.state import ServerState
+from vllm_fakes import (
+    DIM,
+    Batch,
+    Cache,
+    Layers,
+    make_config,
+    make_spec,
+    reference,
+    run,
+    speculating,
+)
+
+LENS = [40, 37, 33, 65, 5]
+
+
+@pytest.fixture(autouse=True)
+def settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A separate state folder, and nothing left from the previous test."""
+    monkeypatch.setenv("DEFT_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr(server, "_current", None)
+    monkeypatch.setattr(say, "_said", set())
+    monkeypatch.setattr(utils, "get_kv_cache_layout", lambda: "NHD", raising=False)  # to 0.28
+
+
+def make_layers(tokens: int = 4, **kwargs: Any) -> Layers:
+    config = make_config(speculative_config=speculating(tokens))
+    return Layers(tree_backend(PlainCpuBackend), config, prefix="model.layers", **kwargs)
+
+
+def state() -> ServerState:
+    assert server._current is not None
+    assert server._current.state is not None
+    return server._current.state
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("policy", ["auto", "deft-node"])
+@pytest.mark.parametrize("query_lens", [[5, 5, 5, 5, 5], [5, 1, 1, 4, 2], [1, 2, 1, 1, 1]])
+def test_rows_of_one_length_and_of_several(
+    query_lens: list[int], policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEFT_POLICY", policy)
+    layers = make_layers()
+    batch = Batch(LENS, shared=2, query_lens=query_lens)
+    cache = Cache(batch.pages, 16)
+    builder = layers.builder(make_spec())
+    metadata = builder.build(0, batch.common())
+    step = step_of(metadata)
+    assert step is not None
+    assert step.query_tokens == 5  # one number of tokens for all batches
+    for impl in layers.impls:
+        close(run(impl, batch, cache, metadata), reference(batch, cache))
+    assert state().verified_tokens == sum(query_lens)
+    assert state().steps_tree == 1
+
+
+@pytest.mark.parametrize("policy", ["auto", "deft-node"])
+def test_sinks_are_part_of_every_query_tokens_softmax(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEFT_POLICY", policy)
+    sinks = torch.tensor([2.0, -1.0, 5.0, 0.5])
+    layers = make_layers(arguments={"sinks": sinks})
+    batch = Batch(LENS, shared=2, query_lens=[5, 1, 1, 4, 2])
+    cache = Cache(batch.pages, 16)
+    metadata = layers.builder(make_spec()).build(0, batch.common())
+    assert step_of(metadata) is not None
+    found = run(layers.impls[0], batch, cache, metadata)
+    close(found, reference(batch, cache, sinks=sinks))
+    assert not torch.allclose(found.double(), reference(batch, cache), atol=1e-2)
+    assert state().steps_tree == 1
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("policy", ["auto", "deft-node"])
+def test_drafts_over_a_cache_of_eight_bits(
+    policy: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEFT_POLICY", policy)
+    layers = make_layers(arguments={"kv_cache_dtype": kind})
+    batch = Batch(LENS, shared=2, query_lens=[5, 1, 1, 4, 2])
+    cache = Cache(batch.pages, 16)
+    module = SimpleNamespace(
+        _q_scale=torch.tensor(1.0), _k_scale=torch.tensor(0.02), _v_scale=torch.tensor(0.5)
+    )
+    scales = torch.tensor([0.02, 0.5]).repeat_interleave(DIM)
+    stored = (cache.tensor / scales).to(getattr(torch, EIGHT_BIT_CACHES[kind]))
+    cache.tensor = stored.float() * scales  # what the bytes stand for
+    metadata = layers.builder(make_spec(dtype=torch.uint8)).build(0, batch.common())
+    assert step_of(metadata) is not None
+    output = torch.full_like(batch.query, 7.0)
+    layers.impls[0].forward(
+        module, batch.query, None, None, stored.view(torch.uint8), metadata, output
+    )
+    close(output, reference(batch, cache))
+    assert (state().steps_tree, state().steps_host) == (1, {})
+
+
+def test_cascade_is_not_for_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tree attention reads the prefix that all requests share, so the host needs no cascade."""
+    host = PlainCpuBackend.get_builder_cls()
+    monkeypatch.setattr(
+        host, "use_cascade_attention", lambda self, *args, **kwargs: True, raising=False
+    )
+    builder = make_layers().builder(make_spec())
+    for query_lens, expected in (([5, 5], False), ([1, 3, 1], False), ([5, 6], True), ([5], True)):
+        assert builder.use_cascade_attention(64, np.array(query_lens), 4, 2) is expected
+
+
+def test_the_same_metadata_serves_another_batch_of_a_graph() -> None:
+    """A replay fills the host's tensors anew: other lengths, fewer requests, fewer tokens."""
+    layers = make_layers()
+    builder = layers.builder(make_spec())
+    batch = Batch(LENS, shared=2, query_lens=[5] * 5)
+    cache = Cache(batch.pages, 16)
+    metadata = builder.build_for_cudagraph_capture(batch.common())
+    other = Batch([35, 38, 41], shared=2, padding=2, query_lens=[5, 5, 5, 0, 0])
+    batch.table[:, : other.table.shape[1]] = other.table
+    batch.lens.copy_(other.lens)
+    batch.starts.copy_(other.starts)
+    found = run(layers.impls[0], batch, cache, metadata)
+    close(found[:15], reference(batch, cache)[:15])
+    assert state().verified_tokens == 0  # a capture is no step
+
+
+def test_padding_tokens_behind_the_batch_are_not_read() -> None:
+    layers = make_layers()
+    batch = Batch([40, 37, 33], shared=2, query_lens=[5, 3, 4])
+    cache = Cache(batch.pages, 16)
+    metadata = layers.builder(make_spec()).build(0, batch.common(num_actual_tokens=14))
+    found = run(layers.impls[0], batch, cache, metadata, rows=2)
+    close(found[:12], reference(batch, cache))
+    assert found[12:].eq(7.0).all()
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "changes"),
+    [
+        ([5, 1, 6, 1, 5], {}),  # longer than any draft
+        ([5, 1, 5, 1, 5], {"is_prefilling": torch.tensor([False, True, False, False, False])}),
+        ([5, 1, 5, 1, 5], {"is_prefilling": None, "mm_req_doc_ranges": {1: [(0, 3)]}}),
+    ],
+)
+def test_batches_with_prompts_are_the_hosts(query_lens: list[int], changes: dict[str, Any]) -> None:
+    layers = make_layers()
+    batch = Batch([40, 37, 33, 65, 5], shared=0, query_lens=query_lens)
+    cache = Cache(batch.pages, 16)
+    metadata = layers.builder(make_spec()).build(0, batch.common(**changes))
+    assert step_of(metadata) is None
+    close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
+    assert state().verified_tokens == state().decode_steps == 0
+
+
+def test_a_verification_outside_the_limits_is_counted_with_its_reason() -> None:
+    layers = make_layers()
+    batch = Batch([40], shared=0, query_lens=[5])
+    assert step_of(layers.builder(make_spec()).build(0, batch.common())) is None
+    assert state().steps_host == {"batch smaller than DEFT_MIN_BATCH=2": 1}
+
+
+def test_without_speculation_several_tokens_are_a_prompts() -> None:
+    config = make_config()
+    layers = Layers(tree_backend(PlainCpuBackend), config)
+    batch = Batch([40, 37], shared=2, query_lens=[2, 2])
+    assert step_of(layers.builder(make_spec()).build(0, batch.common())) is None
+
+
+def test_the_draft_models_layers_are_the_hosts(caplog: pytest.LogCaptureFixture) -> None:
+    layers = make_layers()
+    draft = Layers(layers.backend, layers.config, count=1, prefix="draft_model.model.layers")
+    with caplog.at_level(logging.INFO, "deft_backend"):
+        builder = draft.builder(make_spec())
+    assert builder.deft_group is None
+    assert "the draft model gets no tree attention" in caplog.text
+    batch = Batch(LENS, shared=2)
+    assert step_of(builder.build(0, batch.common())) is None
+    target = layers.builder(make_spec())
+    metadata = target.build(0, batch.common())
+    assert state().num_layers == layers.count
+    # A draft's first pass may get the metadata of the target's step.
+    cache = Cache(batch.pages, 16)
+    close(run(draft.impls[0], batch, cache, metadata), reference(batch, cache))
+    assert state().steps_tree == 0
+    close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
+    assert state().steps_tree == 1
+
+
+def test_a_layer_that_the_host_marks_is_the_draft_models() -> None:
+    """Beside a target with images, a draft's layers may count from 0, with no prefix.
+
+    Their builder may get a copy of the server's configuration; it must not replace the server.
+    """
+    layers = make_layers()
+    group = layers.builder(make_spec()).deft_group
+    draft = Layers(layers.backend, layers.config, count=1, prefix="draft.layers")
+    layers.config.compilation_config.static_forward_context["draft.layers.0"].is_draft_layer = True
+    draft.config = copy.copy(layers.config)
+    assert draft.builder(make_spec()).deft_group is None
+    assert layers.builder(make_spec()).deft_group is group
+    assert state().num_layers == layers.count
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.layers.1.self_attn.attn", False), ("model.layers.2.self_attn.attn", True),
+        ("draft_model.model.layers.0.self_attn.attn", True), ("mtp.layers.0.self_attn.attn", True),
+        ("model.mtp_layers.0.self_attn.attn", True), ("eagle.layers.0.attn", True),
+        ("encoder.attn", False),
+    ],
+)  # fmt: skip
+def test_draft_layers_are_known_by_their_names(name: str, expected: bool) -> None:
+    """The target has two layers."""
+    assert drafts(name, make_config(speculative_config=speculating(2))) is expected
+    assert not drafts(name, make_config())
+
+
+def test_query_tokens_are_the_drafts_and_the_token_before_them() -> None:
+    assert query_tokens_of(make_config()) == 1
+    assert query_tokens_of(make_config(speculative_config=speculating(7))) == 8
+
+
+def test_an_observed_server_counts_verifications() -> None:
+    config = make_config(speculative_config=speculating(4))
+    config.model_config.get_num_attention_heads = lambda parallel: 4
+    config.attention_config.backend = None
+    builder = observed_backend(PlainCpuBackend).get_builder_cls()(
+        make_spec(), ["model.layers.0"], config, torch.device("cpu")
+    )
+    builder.build(0, Batch([40, 37], shared=2, query_lens=[5, 3]).common())
+    prompts = {"is_prefilling": torch.tensor([True, False])}
+    builder.build(0, Batch([40, 37], shared=2, query_lens=[5, 3]).common(**prompts))
+    assert state().steps_host == {"observed": 1}

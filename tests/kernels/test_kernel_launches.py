@@ -1,0 +1,317 @@
+"""A launch never reuses what an earlier launch kept for tensors of another kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.random_batches import random_batch
+from deft_backend import TreeAttention, forest_from_page_tables
+from deft_backend.attention.reference_attention import reference_attention, relative_error
+from deft_backend.compile.triton_kernel import Kernel
+from deft_backend.kernels import both_stages, configurations, launches, run_plan
+from deft_backend.kernels.configurations import KernelConfiguration, ReduceConfig, TileConfig
+from deft_backend.planner import DevicePlan, PlanCapacity
+
+KERNELS = (
+    configurations.PARTIAL_ATTENTION, configurations.SMALL_TILE,
+    configurations.HOPPER_LARGE_TILE, configurations.REDUCE_PARTIALS,
+)  # fmt: skip
+TILES = (
+    TileConfig(8, 16, 1, 1, 3, 100),
+    TileConfig(64, 64, 1, 4, 3, 20, lookahead=1),
+    TileConfig(64, 64, 32, 4, 3, 20),
+)
+MANY, FEW = ReduceConfig(8, 1, 1, 100), ReduceConfig(32, 1, 4, 40)
+CONFIG = KernelConfiguration(TILES, MANY, FEW, sms=132, overlapped=True, interpreted=False)
+PLAN = DevicePlan(PlanCapacity(4, 8, 8, 8), torch.device("cpu"))
+LEAVES = SimpleNamespace(items_of={0: (0, 4), 1: (0, 0), 2: (4, 4)}.get, reduce_query=[0])
+"""The parts of a host plan that a launch reads, without items of larger tile shapes."""
+STEMS = SimpleNamespace(items_of={0: (30, 34), 1: (0, 30), 2: (34, 34)}.get, reduce_query=[0])
+"""The same with 30 items of the large tile."""
+
+
+class Compiler:
+    """In Triton's place: notes, launch by launch, what the kernel that ran was compiled for and
+    what it was given."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.launched: list[Any] = []
+        self.compiled = 0
+        self._patch = patch
+        for kernel in KERNELS:
+            patch.setattr(kernel, "_compiled", OnGrid(partial(self._compile, kernel)))
+        self.forget()
+
+    def forget(self) -> None:
+        """As in a new process."""
+        launches.launches_of.cache_clear()
+        for kernel in KERNELS:
+            self._patch.setattr(kernel, "_variants", {})
+
+    def launches_of(self, call: Callable[[], None]) -> list[Any]:
+        self.launched = []
+        call()
+        return self.launched
+
+    def _compile(self, kernel: Kernel, grid: Any, *arguments: Any, **named: Any) -> OnGrid:
+        self.compiled += 1
+        variant = partial(self._launch, kernel._name, (named, looked_at(arguments)))
+        variant(grid, *arguments, *(named[name] for name in kernel.constants))
+        return OnGrid(variant)
+
+    def _launch(self, name: str, compiled_for: Any, grid: Any, *given: Any) -> None:
+        self.launched.append((name, grid, compiled_for, looked_at(given)))
+
+
+class OnGrid:
+    """A kernel that callers launch as ``kernel[grid](...)``."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return partial(self._call, grid)
+
+
+def looked_at(arguments: tuple[Any, ...]) -> list[Any]:
+    """What Triton compiles for, argument by argument."""
+
+    def kind(argument: Any) -> Any:
+        if isinstance(argument, tuple):
+            return looked_at(argument)
+        if isinstance(argument, torch.Tensor):
+            return argument.dtype, argument.device, argument.data_ptr() % 16 == 0
+        return float if isinstance(argument, float) else argument
+
+    return [kind(argument) for argument in arguments]
+
+
+def launch_all(
+    *, config: KernelConfiguration = CONFIG, host_plan: Any = None, logit_cap: float = 0.0,
+    device: str = "cpu", dtype: torch.dtype = torch.bfloat16, heads: int = 8, kv_heads: int = 2,
+    head_dim: int = 128, page_size: int = 2, table: torch.dtype = torch.int32,
+    rows: torch.dtype = torch.int64, lens: torch.dtype = torch.int64, columns: int = 8,
+    skip: int = 0, q_width: int = 256, out_width: int = 256, k_width: int = 256, v_width: int = 256,
+    by_segment: bool = False, queries: int = 4, sinks: torch.dtype | None = None,
+    exponent_bits: int = 0, scales: str = "host",
+) -> None:  # fmt: skip
+    """Both stages over tensors that lie in larger ones: one thing can change without another."""
+
+    def rows_of(width: int) -> torch.Tensor:
+        held = torch.zeros(queries, 16, width, dtype=dtype, device=device)
+        return held[:, :heads, skip : skip + head_dim]
+
+    def cache(width: int) -> torch.Tensor:
+        kv_dtype = torch.uint8 if exponent_bits else dtype
+        held = torch.zeros(12, 4, 4, width, dtype=kv_dtype, device=device)
+        return held[:, :page_size, :kv_heads, :head_dim]
+
+    scale = torch.ones(1) if scales == "device" else 1.0
+    run_plan(
+        config, PLAN, rows_of(q_width), cache(k_width), cache(v_width),
+        torch.zeros(4, columns, dtype=table), torch.zeros(queries, dtype=rows),
+        torch.zeros(queries, dtype=lens), rows_of(out_width), torch.zeros(8, 16, 256),
+        torch.zeros(8, 16), torch.zeros(8, 16), sm_scale=0.1, logit_cap=logit_cap,
+        host_plan=host_plan, masked_tiles=False, table_by_segment=by_segment,
+        exponent_bits=exponent_bits, k_scale=scale, v_scale=scale,
+        sinks=None if sinks is None else torch.zeros(heads, dtype=sinks),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"config": replace(CONFIG, overlapped=False)},
+        {"config": replace(CONFIG, tiles=(replace(TILES[0], num_warps=2), *TILES[1:]))},
+        {"config": replace(CONFIG, few=ReduceConfig(4, 1, 1, 100))},
+        {"queries": 20},
+        {"host_plan": LEAVES},
+        {"logit_cap": 30.0},
+        {"device": "meta"},
+        {"dtype": torch.float16},
+        {"heads": 4},
+        {"kv_heads": 4},
+        {"head_dim": 64},
+        {"page_size": 4},
+        {"table": torch.int64},
+        {"rows": torch.int32},
+        {"lens": torch.int32},
+        {"columns": 9},
+        {"skip": 1},
+        {"skip": 8},
+        {"q_width": 257},
+        {"q_width": 264},
+        {"out_width": 264},
+        {"k_width": 264},
+        {"v_width": 264},
+        {"v_width": 257},
+        {"by_segment": True},
+        {"sinks": torch.float32},
+        {"sinks": torch.bfloat16},
+        {"exponent_bits": 4},
+        {"exponent_bits": 5},
+        {"exponent_bits": 4, "scales": "device"},
+    ],
+    ids=lambda change: ", ".join(change),
+)
+def test_kinds_are_not_mixed_up(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ran before, launches are those of a process that sees their kind alone."""
+    compiler = Compiler(monkeypatch)
+    calls = (launch_all, partial(launch_all, **change))
+    alone = []
+    for call in calls:
+        compiler.forget()
+        alone.append(compiler.launches_of(call))
+    same = change == {"skip": 8}  # another address, aligned as before
+    assert (alone[0] == alone[1]) is same
+    compiler.forget()
+    for call, expected in zip(calls, alone, strict=True):
+        assert compiler.launches_of(call) == expected
+    aligned = change != {"skip": 1}
+    for call, expected in zip(calls, alone, strict=True):
+        compiler.compiled = 0
+        assert compiler.launches_of(call) == expected
+        assert compiler.compiled == (0 if aligned or call is launch_all else len(expected))
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ({}, [("hopper_large_tile_attention", False), ("small_tile_attention", True),
+              ("reduce_partials", True)]),
+        ({"host_plan": LEAVES}, [("small_tile_attention", False), ("reduce_partials", True)]),
+        *(
+            (kind, [("partial_attention", False), ("small_tile_attention", True),
+                    ("reduce_partials", True)])
+            for kind in ({"skip": 1}, {"q_width": 257}, {"k_width": 260}, {"v_width": 260})
+        ),
+        (
+            {"config": replace(CONFIG, overlapped=False)},
+            [("hopper_large_tile_attention", False), ("small_tile_attention", False),
+             ("reduce_partials", False)],
+        ),
+    ],
+    ids=["", "leaves", "unaligned", "queries", "keys", "values", "one after the other"],
+)  # fmt: skip
+def test_kernels_and_which_begin_before_the_one_ahead_has_ended(
+    kind: dict[str, Any], expected: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Hopper kernel only where every row of queries, keys and values has whole 16 bytes."""
+    compiler = Compiler(monkeypatch)
+    launched = compiler.launches_of(partial(launch_all, **kind))
+    assert [(name, named["launch_pdl"]) for name, _, (named, _), _ in launched] == expected
+
+
+@pytest.mark.parametrize(
+    ("queries", "expected"),
+    [
+        (
+            4,
+            [
+                ("hopper_large_tile_attention", 20),
+                ("small_tile_attention", 100),
+                ("reduce_partials", 32),
+            ],
+        ),
+        (
+            2,
+            [("small_tile_attention", 100), ("reduce_partials", 16)],
+        ),  # eight rows a KV head: one leaf
+        (
+            20,
+            [
+                ("hopper_large_tile_attention", 20),
+                ("small_tile_attention", 100),
+                ("reduce_partials", 100),
+            ],
+        ),
+    ],
+)
+def test_launches_without_a_plan_on_the_host_are_no_larger_than_their_batch(
+    queries: int, expected: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = Compiler(monkeypatch)
+    launched = compiler.launches_of(partial(launch_all, queries=queries))
+    assert [(name, grid[0]) for name, grid, _, _ in launched] == expected
+
+
+@pytest.mark.parametrize(
+    ("queries", "host_plan", "programs"), [(16, None, 12), (17, None, 20), (16, STEMS, 20)]
+)
+def test_a_batch_of_one_large_tile_gets_a_large_program_an_sm(
+    queries: int, host_plan: Any, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 requests are 64 rows a KV head. A plan of the host says how many programs have items."""
+    compiler = Compiler(monkeypatch)
+    large = replace(TILES[1], programs_for_one_tile=12)
+    config = replace(CONFIG, tiles=(TILES[0], large, *TILES[2:]))
+    call = partial(launch_all, queries=queries, host_plan=host_plan, config=config)
+    assert compiler.launches_of(call)[0][:2] == ("hopper_large_tile_attention", (programs, 1, 1))
+
+
+@pytest.mark.parametrize(("queries", "expected"), [(5, FEW), (6, MANY)], ids=["few", "many"])
+@pytest.mark.parametrize("host_plan", [None, LEAVES], ids=["device", "host"])
+def test_results_of_few_queries_are_merged_many_at_a_time(
+    queries: int, expected: ReduceConfig, host_plan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the batch alone, so that results do not hang on who planned them."""
+    compiler = Compiler(monkeypatch)
+    launched = compiler.launches_of(partial(launch_all, queries=queries, host_plan=host_plan))
+    (named, _) = launched[-1][2]
+    assert (named["BLOCK_P"], named["num_warps"]) == (expected.partials, expected.num_warps)
+
+
+def test_tensors_beyond_32_bits_are_read_by_the_plain_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The Hopper kernel counts in units of 16 bytes; a host may lay all layers' pages together."""
+    compiler = Compiler(monkeypatch)
+    assert both_stages.WIDE_REACH == 2**32 * 16
+    pages, page_bytes = 12, 4 * 4 * 256 * 2
+    monkeypatch.setattr(both_stages, "WIDE_REACH", pages * page_bytes)
+    assert compiler.launches_of(launch_all)[0][0] == "hopper_large_tile_attention"
+    for name, width in (("k_width", 264), ("v_width", 264), ("q_width", 512), ("out_width", 512)):
+        launched = compiler.launches_of(partial(launch_all, **{name: width}))
+        assert launched[0][0] == "partial_attention"
+
+
+def test_one_attention_runs_over_caches_of_several_kinds() -> None:
+    """By turns: two layouts of the cache, with and without a soft cap, pages of two sizes."""
+    cases = []
+    for page_size in (2, 4):
+        batch = random_batch(7, 6, page_size, longest=60)
+        table, lens = torch.from_numpy(batch.page_table), torch.from_numpy(batch.seq_lens)
+        attention = TreeAttention(
+            num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+            page_size=page_size, max_batch=6,
+        )  # fmt: skip
+        attention.plan(forest_from_page_tables(table, lens, page_size, num_pages=batch.num_pages))
+        torch.manual_seed(page_size)
+        q = torch.randn(6, 4, 64)
+        apart = torch.randn(2, batch.num_pages, page_size, 2, 64)
+        interleaved = torch.randn(batch.num_pages, page_size, 2, 2, 64)
+        for k_cache, v_cache in (apart, interleaved.unbind(-2)):
+            for logit_cap in (0.0, 3.0):
+                cases.append((attention, (q, k_cache, v_cache, table, lens), logit_cap))
+    for attention, tensors, logit_cap in cases * 2:
+        out = attention.run(*tensors, logit_cap=logit_cap)
+        expected = reference_attention(*tensors, logit_cap=logit_cap)
+        assert relative_error(out, expected) <= 2e-6
+
+
+@pytest.mark.parametrize(("query_vectors", "launched"), [(4, [1, 0]), (16, [1, 0]), (32, [1])])
+def test_a_tile_that_holds_no_query_is_not_launched(
+    query_vectors: int, launched: list[int]
+) -> None:
+    """The host does not know the plan, so every tile that may have items is launched."""
+    small, large = (replace(TILES[0], height=16), replace(TILES[0], height=64))
+    config = replace(CONFIG, tiles=(small, large))
+    found = both_stages._tiles_to_launch(config, None, 2, 40, query_vectors, masked_tiles=False)
+    assert [shape for shape, _ in found] == launched

@@ -1,0 +1,555 @@
+"""Both stages against float64 attention, over random forests and outputs filled with NaN.
+
+On the CPU the interpreter runs the kernels; with a GPU, the compiled kernels run the same tests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.random_batches import random_batch as paged_batch
+from deft_backend import POLICY_NAMES, AttentionError, TreeAttention, forest_from_page_tables
+from deft_backend.attention.reference_attention import reference_attention, relative_error
+from deft_backend.forest import PrefixForest
+from deft_backend.planner import Plan, PlanCapacity, PlanError, plan_grouping
+from deft_backend.planner.encoding import ITEM_ORDER, MERGES
+from deft_backend.policies import DeftFlatten, Grouping, GroupingBuilder, Segment, Target
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+
+
+class Batch(NamedTuple):
+    """Page tables of a random forest, as tensors on the CPU."""
+
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+    num_pages: int
+
+
+def random_batch(
+    seed: int, page_size: int, requests: int, longest: int = 90, spare: int = 0
+) -> Batch:
+    made = paged_batch(seed, requests, page_size, longest=longest, spare=spare)
+    return Batch(torch.from_numpy(made.page_table), torch.from_numpy(made.seq_lens), made.num_pages)
+
+
+def check(
+    batch: Batch,
+    *,
+    policy: str = "auto",
+    dtype: torch.dtype = torch.float16,
+    device: str = "cpu",
+    heads: tuple[int, int] = (4, 2),
+    head_dim: int = 64,
+    page_size: int = 1,
+    logit_cap: float = 0.0,
+    grow: int = 0,
+    sm_scale: float | None = None,
+    values: float = 1.0,
+    layout: str = "apart",
+    kv_dtype: torch.dtype | None = None,
+    on_device: bool = False,
+    sinks: torch.dtype | None = None,
+    group: Callable[[PrefixForest, Target], Grouping] | None = None,
+) -> Plan:
+    """Plan, let sequences grow by `grow` tokens, run, and compare the result with float64.
+
+    `group` makes the grouping instead of `policy`, `values` scales V, and `layout` is the memory
+    layout of K and V. A cache of 8 bits has scales, on the device if `on_device`.
+    """
+    query_heads, kv_heads = heads
+    generator = torch.Generator().manual_seed(int(batch.seq_lens.sum()) + head_dim)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    requests = len(batch.seq_lens)
+    q = normal(requests, query_heads, head_dim)
+    pages = (batch.num_pages, page_size, kv_heads)
+    if layout == "apart":
+        k_cache, v_cache = normal(*pages, head_dim), normal(*pages, head_dim)
+    elif layout == "interleaved":  # K and V of a head are contiguous
+        k_cache, v_cache = normal(*pages, 2, head_dim).unbind(-2)
+    else:  # V has heads first, and gaps between pages, unlike K
+        k_cache = normal(*pages, head_dim)
+        wide = normal(batch.num_pages, kv_heads + 1, page_size, head_dim)
+        v_cache = wide[:, 1:].transpose(1, 2)
+    v_cache *= values
+    k_scale, v_scale = 1.0, 1.0
+    if kv_dtype is not None:
+        k_scale, v_scale = 0.0125, 0.5
+        k_cache = (k_cache / k_scale).clamp(-448, 448).to(kv_dtype)
+        v_cache = (v_cache / v_scale).to(kv_dtype)
+    scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
+    sink = None if sinks is None else 3 * torch.randn(query_heads, generator=generator)
+    if sink is not None:
+        sink = sink.to(device, sinks)
+    attention = TreeAttention(
+        num_query_heads=query_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        device=device,
+        page_size=page_size,
+        max_batch=max(1, requests),
+        policy=policy if group is None else "deft-flatten",  # which allows items of all tile shapes
+    )
+    forest = forest_from_page_tables(
+        batch.page_table, batch.seq_lens, page_size, num_pages=batch.num_pages
+    )
+    if group is None:
+        plan = attention.plan(forest)
+    else:
+        plan = plan_grouping(group(forest, attention.target), forest, attention.target)
+        attention.use(plan, forest)
+    # Fill with NaN: elements read before they are written, or never written, become visible.
+    attention.poison_workspace()
+    out = torch.full_like(q, float("nan"))
+    lens = (batch.seq_lens + grow).to(device)
+    table = batch.page_table.to(device)
+    given = {name: torch.tensor([s], device=device) for name, s in scales.items()}
+    attention.run(
+        q, k_cache, v_cache, table, lens, logit_cap=logit_cap, sm_scale=sm_scale, out=out,
+        sinks=sink, **(given if on_device else scales),
+    )  # fmt: skip
+    reference = reference_attention(
+        q, k_cache, v_cache, table, lens, logit_cap=logit_cap, sm_scale=sm_scale, sinks=sink,
+        **scales,
+    )  # fmt: skip
+    assert out.isfinite().all()
+    assert relative_error(out, reference) <= TOLERANCE[dtype]
+    return plan
+
+
+def shapes_of(plan: Plan) -> list[int]:
+    """Tile shapes that have items in a plan."""
+    return [shape for shape in sorted(ITEM_ORDER) if len(range(*plan.items_of(shape)))]
+
+
+def star(requests: int, shared: int, own: list[int], page_size: int = 1, spare: int = 0) -> Batch:
+    """`requests` requests of one prefix; request ``i`` adds ``own[i % len(own)]`` tokens."""
+    prefix = list(range(shared // page_size))
+    used = len(prefix)
+    lens = [len(prefix) * page_size + own[i % len(own)] for i in range(requests)]
+    width = -(-(max(lens) + spare) // page_size)
+    order = torch.randperm(
+        used + requests * (width - used), generator=torch.Generator().manual_seed(requests)
+    )
+    table = torch.zeros((requests, width), dtype=torch.int32)
+    for row in range(requests):
+        table[row, : len(prefix)] = order[: len(prefix)]
+        table[row, len(prefix) :] = order[used : used + width - len(prefix)]
+        used += width - len(prefix)
+    return Batch(table, torch.tensor(lens, dtype=torch.int32), len(order))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+@settings(max_examples=6, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    requests=st.integers(1, 14),
+    page_size=st.sampled_from([1, 3, 16]),
+    grow=st.sampled_from([0, 1, 20]),
+)
+def test_policies_on_random_forests(
+    policy: str, device: str, seed: int, requests: int, page_size: int, grow: int
+) -> None:
+    batch = random_batch(seed, page_size, requests, spare=20)
+    check(batch, policy=policy, device=device, page_size=page_size, grow=grow)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (8, 1)], ids=["MHA", "GQA", "MQA"])
+def test_head_shapes_and_dtypes(
+    device: str, head_dim: int, dtype: torch.dtype, heads: tuple[int, int]
+) -> None:
+    check(
+        random_batch(head_dim + heads[0], 16, 9),
+        device=device, head_dim=head_dim, dtype=dtype, heads=heads, page_size=16,
+    )  # fmt: skip
+
+
+def test_float32_on_the_cpu() -> None:
+    check(random_batch(3, 1, 10), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("page_size", [1, 5, 16, 64])
+def test_page_sizes(device: str, page_size: int) -> None:
+    check(random_batch(page_size, page_size, 10), device=device, page_size=page_size)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("policy", ["auto", "deft-flatten"])
+def test_logit_soft_cap_and_scale(device: str, policy: str) -> None:
+    check(random_batch(8, 1, 8), device=device, policy=policy, logit_cap=3.0, sm_scale=0.9)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("policy", ["deft-node", "deft-flatten", "fasttree"])
+def test_more_queries_than_a_tile(device: str, policy: str) -> None:
+    """150 queries: several tiles of height 64."""
+    batch = random_batch(21, 1, 150, longest=12)
+    check(batch, device=device, policy=policy, heads=(2, 2))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_large_scores_do_not_overflow(device: str) -> None:
+    check(random_batch(5, 1, 6), device=device, sm_scale=40.0, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("requests", "shapes"),
+    [(2, [0]), (4, [0]), (5, [0, 1]), (32, [0, 1]), (33, [0, 1]), (65, [0, 1])],
+)
+def test_tile_shapes_and_tails(device: str, requests: int, shapes: list[int]) -> None:
+    """GQA groups of two heads: 4 or 32 queries in a tile. Ranges that end anywhere in a KV
+    block."""
+    for shared in (1, 64, 129, 256, 321) if device == "cuda" or requests < 32 else (129, 256):
+        batch = star(requests, shared, [1, 64, 31, 65, 257][: 2 + requests % 4], spare=9)
+        plan = check(batch, policy="deft-node", device=device, grow=9)
+        assert shapes_of(plan) == shapes
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("grow", [0, 20])
+@pytest.mark.parametrize("shared", [0, 48, 288])
+def test_items_of_several_segments(device: str, page_size: int, grow: int, shared: int) -> None:
+    """40 leaves, some empty, and their shared node in one chunk: over 32 ranges and 16 queries."""
+    own = [3, 0, 1, 17, 0, 40] if shared else [3, 5, 1, 17, 2, 40]
+    batch = star(40, shared, own, page_size, spare=20)
+    plan = check(
+        batch, device=device, page_size=page_size, grow=grow, group=DeftFlatten(1 << 20).group
+    )
+    assert shapes_of(plan) == [2]
+    ranges, queries = np.diff(plan.item_segment_ptr), np.diff(plan.item_query_ptr)
+    # Two tiles of 20 queries; without a shared node each has 20 ranges, else 21.
+    assert sorted(queries.tolist()) == [20, 20]
+    assert ranges.max() == 20 + (shared > 0)
+    plan = check(
+        batch, device=device, page_size=page_size, grow=grow, heads=(2, 2),
+        group=DeftFlatten(1 << 20).group,
+    )  # fmt: skip
+    assert sorted(np.diff(plan.item_query_ptr).tolist()) == [40, 40]
+    assert np.diff(plan.item_segment_ptr).max() == 32
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_empty_leaves_that_grow(device: str, page_size: int, policy: str) -> None:
+    batch = star(7, 144, [0, 0, 5, 0, 30], page_size, spare=20)
+    for grow in (0, 1, 20):
+        check(batch, policy=policy, device=device, page_size=page_size, grow=grow)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter runs one program")
+def test_more_merged_queries_than_programs_on_cuda() -> None:
+    """Each program of stage 2 takes several queries: 150 queries of 32 heads exceed them."""
+
+    def group(forest: PrefixForest, target: Target) -> Grouping:
+        builder = GroupingBuilder()
+        for begin in range(0, 600, 60):
+            builder.add(list(range(150)), [Segment(0, begin, begin + 60, False, 0, 150)])
+        for row in range(150):
+            builder.add([row], [Segment(row, 600, int(forest.seq_lens[row]), True, 0, 1)])
+        return builder.build()
+
+    plan = check(star(150, 600, [1, 40]), device="cuda", heads=(32, 8), head_dim=128, group=group)
+    assert len(plan.reduce_query) == 150
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chunks", [1, 2, 8, 9, 11])
+def test_results_merged_by_leaves_and_by_stage_2(device: str, chunks: int) -> None:
+    """The leaf's own item merges up to 8 partial results, of any tile shape."""
+
+    def group(forest: PrefixForest, target: Target) -> Grouping:
+        builder = GroupingBuilder()
+        for n in range(chunks):
+            begin, end = n * 600 // chunks, (n + 1) * 600 // chunks
+            # Chunks of odd lengths, each for half of the queries.
+            for rows in (range(20), range(20, 40)) if n % 2 else (range(40),):
+                builder.add(list(rows), [Segment(0, begin, end, False, 0, len(rows))])
+        for row in range(40):
+            builder.add([row], [Segment(row, 600, int(forest.seq_lens[row]), True, 0, 1)])
+        return builder.build()
+
+    batch = star(40, 600, [0, 1, 90, 300], spare=5)
+    for logit_cap in (0.0, 3.0):
+        plan = check(batch, device=device, grow=5, group=group, logit_cap=logit_cap)
+        assert (plan.entry_slot <= MERGES).sum() == (40 if chunks <= 8 else 0)
+        assert len(plan.reduce_query) == (40 if chunks > 8 else 0)
+        assert len(shapes_of(plan)) == 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("policy", ["deft-node-chunk", "deft-flatten", "auto"])
+@pytest.mark.parametrize("values", [1e6, 1e30, 1e-6, 1e-30])
+def test_values_of_any_size_survive_their_partial_results(
+    device: str, policy: str, values: float
+) -> None:
+    """Partial results have 16 bits: test values beyond float16's range, and very small ones."""
+    batch = star(9, 600, [10, 0, 70], spare=3)
+    plan = check(batch, policy=policy, device=device, dtype=torch.bfloat16, values=values, grow=3)
+    assert plan.num_partials > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_values_of_zero_give_zero(device: str) -> None:
+    check(star(9, 600, [10, 0, 70]), policy="deft-node-chunk", device=device, values=0.0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["interleaved", "V by head"])
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("policy", ["auto", "deft-flatten", "deft-node"])
+def test_layouts_of_the_cache(device: str, layout: str, page_size: int, policy: str) -> None:
+    batch = star(35, 144, [1, 30, 2], page_size, spare=2)
+    check(batch, policy=policy, device=device, layout=layout, page_size=page_size, grow=2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("policy", ["auto", "deft-node", "deft-node-chunk", "deft-flatten"])
+def test_same_batch_gives_equal_bits(device: str, policy: str) -> None:
+    """Equal results in every run, for equal plans, and if unneeded kernels are launched."""
+    batch = star(12, 300, [1, 40, 0, 7])
+    torch.manual_seed(0)
+    q = torch.randn(12, 4, 64).to(device, torch.float16)
+    kv = torch.randn(2, batch.num_pages, 2, 64).to(device, torch.float16)
+    table, lens = batch.page_table.to(device), batch.seq_lens.to(device)
+    results = []
+    for _ in range(2):
+        attention = TreeAttention(
+            num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=q.dtype, device=device,
+            max_batch=12, policy=policy,
+        )  # fmt: skip
+        attention.plan(forest_from_page_tables(batch.page_table, batch.seq_lens))
+        for static_launch in (False, False, True):
+            attention.poison_workspace()
+            results.append(attention.run(q, kv[0], kv[1], table, lens, static_launch=static_launch))
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_strided_caches_table_rows_and_int64_lengths(device: str) -> None:
+    """A server's layout: K and V interleaved in one buffer, requests in any rows of a table."""
+    batch = random_batch(17, 1, 7)
+    torch.manual_seed(1)
+    q = torch.randn(7, 4, 64).to(device, torch.float16)
+    kv = torch.randn(batch.num_pages, 2, 2, 64).to(device, torch.float16)
+    rows = torch.tensor([11, 3, 0, 7, 5, 2, 9])
+    table = torch.zeros(12, batch.page_table.shape[1] + 5, dtype=torch.int32)
+    table[rows, : batch.page_table.shape[1]] = batch.page_table
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=q.dtype, device=device, max_batch=7
+    )
+    attention.plan(forest_from_page_tables(batch.page_table, batch.seq_lens))
+    out = attention.run(
+        q, kv[:, 0], kv[:, 1], table.to(device), batch.seq_lens.long().to(device),
+        table_rows=rows.to(device),
+    )  # fmt: skip
+    reference = reference_attention(
+        q, kv[:, :1], kv[:, 1:], batch.page_table.to(device), batch.seq_lens
+    )
+    assert relative_error(out, reference) <= TOLERANCE[torch.float16]
+
+
+def test_empty_batch() -> None:
+    attention = TreeAttention(
+        num_query_heads=2, num_kv_heads=2, head_dim=64, dtype=torch.float16, device="cpu"
+    )
+    attention.plan(forest_from_page_tables(np.zeros((0, 1), dtype=int), []))
+    cache = torch.zeros(4, 2, 64, dtype=torch.float16)
+    out = attention.run(
+        torch.empty(0, 2, 64, dtype=torch.float16), cache, cache,
+        torch.zeros(1, 4, dtype=torch.int32), torch.empty(0, dtype=torch.int32),
+    )  # fmt: skip
+    assert out.shape == (0, 2, 64)
+
+
+def test_a_plan_too_large_for_its_arrays_becomes_one_that_fits() -> None:
+    """One group for each node needs more items than these arrays hold; the result stays right."""
+    batch = random_batch(2, 1, 30, longest=20)
+    forest = forest_from_page_tables(batch.page_table, batch.seq_lens)
+    attention = TreeAttention(
+        num_query_heads=2, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+        policy="deft-node", capacity=PlanCapacity(30, 33, 33, 33),
+    )  # fmt: skip
+    assert forest.num_nodes > 33
+    plan = attention.plan(forest)
+    assert plan.num_items <= 33
+    torch.manual_seed(2)
+    q = torch.randn(30, 2, 64)
+    k, v = torch.randn(2, batch.num_pages, 2, 64)
+    out = attention.run(q, k, v, batch.page_table, batch.seq_lens)
+    reference = reference_attention(q, k[:, None], v[:, None], batch.page_table, batch.seq_lens)
+    assert relative_error(out, reference) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": 80}, "head dimension 80; supported are 64, 96, 128, 256"),
+        ({"num_kv_heads": 3}, "4 query heads over 3 KV heads"),
+        ({"num_query_heads": 0}, "0 query heads over 2 KV heads"),
+        ({"num_query_heads": -4}, "-4 query heads over 2 KV heads"),
+        ({"dtype": torch.int8}, "dtype int8; supported are"),
+        ({"device": "meta"}, "device meta"),
+        ({"page_size": 0}, "page_size is 0"),
+        ({"max_batch": 0}, "max_batch is 0"),
+        ({"policy": "deft"}, "deft-node"),
+        ({"num_query_heads": 256, "num_kv_heads": 1}, "256 query heads share a KV head"),
+    ],
+)
+def test_unsupported_attention_is_refused(change: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {
+        "num_query_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16,
+        "device": "cpu",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        TreeAttention(**(arguments | change))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(3, 4, 64)}, r"q has shape \[3, 4, 64\]; expected \[2, 4, 64\]"),
+        ({"q": torch.zeros(2, 4, 64).half()}, "q has dtype torch.float16; expected torch.float32"),
+        ({"k_cache": torch.zeros(9, 1, 64)}, r"k_cache has shape \[9, 1, 1, 64\]"),
+        ({"v_cache": torch.zeros(9, 2, 128)[..., ::2]}, "v_cache has stride 2"),
+        ({"seq_lens": torch.tensor([1])}, r"seq_lens has shape \[1\]; expected \[2\]"),
+        ({"seq_lens": torch.tensor([[1, 7], [2, 7]])[:, 0]}, "seq_lens has stride 2; expected 1"),
+        ({"seq_lens": torch.tensor([1]).expand(2)}, "seq_lens has stride 0; expected 1"),
+        ({"table_rows": torch.tensor([0])}, r"table_rows has shape \[1\]; expected \[2\]"),
+        ({"table_rows": torch.tensor([0.0, 1.0])}, "table_rows has dtype torch.float32"),
+        ({"table_rows": torch.tensor([0, 1, 2])[::2]}, "table_rows has stride 2"),
+        ({"page_table": torch.zeros(1, 4, dtype=torch.int32)}, "a page table of 1 rows"),
+        ({"seq_lens": torch.tensor([1.0, 2.0])}, "seq_lens has dtype torch.float32"),
+        ({"page_table": torch.zeros(4, dtype=torch.int32)}, "page_table has shape"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(change: dict[str, torch.Tensor], message: str) -> None:
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu"
+    )
+    tensors = {
+        "q": torch.zeros(2, 4, 64), "k_cache": torch.zeros(9, 2, 64),
+        "v_cache": torch.zeros(9, 2, 64), "page_table": torch.zeros(2, 4, dtype=torch.int32),
+        "seq_lens": torch.tensor([1, 2]),
+    }  # fmt: skip
+    with pytest.raises(AttentionError, match="nothing is planned"):
+        attention.run(**tensors)
+    attention.plan(forest_from_page_tables([[0, 1], [2, 3]], [1, 2]))
+    with pytest.raises(AttentionError, match=message):
+        attention.run(**(tensors | change))
+
+
+@pytest.mark.parametrize("sm_scale", [0.0, -1.0, math.nan, math.inf])
+def test_a_scale_that_gives_no_attention_is_refused(sm_scale: float) -> None:
+    said = f"sm_scale is {sm_scale}; expected a finite number above 0"
+    with pytest.raises(AttentionError, match=said):
+        check(random_batch(1, 1, 2), sm_scale=sm_scale)
+
+
+def test_a_plan_of_more_queries_than_the_arrays_hold_is_refused() -> None:
+    """Its items fit. The plan before stays in use."""
+    table = torch.arange(1500, dtype=torch.int32).reshape(5, 300)
+    lens = torch.full((5,), 290, dtype=torch.int32)
+    attention, large = (
+        TreeAttention(
+            num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+            policy="deft-node-chunk", max_batch=most,
+        )
+        for most in (2, 5)
+    )  # fmt: skip
+    torch.manual_seed(0)
+    q, caches = torch.randn(2, 4, 64), torch.randn(2, 1500, 2, 64)
+    forest = forest_from_page_tables(table, lens)
+    plan = large.plan(forest)
+    attention.plan(forest_from_page_tables(table[:2], lens[:2]))
+    expected = attention.run(q, *caches, table[:2], lens[:2])
+    with pytest.raises(PlanError, match="the plan is for 5 queries; its arrays hold 2: raise max_"):
+        attention.use(plan, forest)
+    assert torch.equal(attention.run(q, *caches, table[:2], lens[:2]), expected)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_batch_smaller_than_the_plan_is_refused(on_device: bool) -> None:
+    """Its items would read and write beyond the batch."""
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+        max_batch=4,
+    )  # fmt: skip
+    table, lens = torch.tensor([[0, 1], [0, 2], [0, 3]]).int(), torch.tensor([2, 2, 2])
+    if on_device:
+        attention.plan_on_device(table, lens)
+    else:
+        attention.plan(forest_from_page_tables(table, lens))
+    q, (k, v) = torch.zeros(3, 4, 64), torch.zeros(2, 9, 2, 64)
+    with pytest.raises(AttentionError, match="q is for 2 requests; the plan is for 3"):
+        attention.run(q[:2], k, v, table[:2], lens[:2], static_launch=True)
+    attention.clear_plan()  # as during the capture of a graph of another size
+    attention.run(q[:2], k, v, table[:2], lens[:2], static_launch=True)
+    attention.restore_plan()
+    attention.run(q, k, v, table, lens, static_launch=True)
+    larger = torch.zeros(5, 4, 64)
+    with pytest.raises(AttentionError, match=r"5 requests, .*max_batch 4"):
+        attention.run(larger, k, v, torch.zeros(5, 2).int(), torch.ones(5).long(),
+                      static_launch=True)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_beyond_the_plan_stay_as_they_are(dtype: torch.dtype) -> None:
+    """A graph replay may have fewer requests than its capture."""
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=dtype, device="cpu", max_batch=4
+    )
+    table, lens = torch.tensor([[0, 1], [0, 2], [0, 0]]).int(), torch.tensor([2, 2, 0])
+    attention.plan(forest_from_page_tables(table[:2], lens[:2]))
+    q, (k, v) = torch.ones(3, 4, 64, dtype=dtype), torch.ones(2, 9, 2, 64, dtype=dtype)
+    assert not attention.run(q, k, v, table, lens, static_launch=True)[2].any()
+    out = torch.full_like(q, -5.0)
+    attention.run(q, k, v, table, lens, static_launch=True, out=out)
+    assert (out[2] == -5.0).all()
+    assert (out[:2] == 1.0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_more_results_than_stage_2_reads_at_once(device: str, dtype: torch.dtype) -> None:
+    """A chain of nodes: the last requests merge a result of each, one block after the other.
+
+    With scores so far apart, each block must rescale the running sums.
+    """
+    if device == "cuda" and dtype == torch.float32:
+        pytest.skip("kernels run float32 on the CPU only")
+    requests, step = 20, 5
+    table = torch.zeros((requests, requests * step + 3), dtype=torch.int32)
+    table[:, : requests * step] = torch.arange(requests * step, dtype=torch.int32)
+    unused = requests * step
+    lens = []
+    for row in range(requests):
+        shared = (row + 1) * step
+        table[row, shared : shared + 3] = torch.arange(unused, unused + 3)
+        table[row, shared + 3 :] = 0
+        unused += 3
+        lens.append(shared + 3)
+    batch = Batch(table, torch.tensor(lens, dtype=torch.int32), unused)
+    plan = check(batch, policy="deft-node", dtype=dtype, device=device, sm_scale=0.5)
+    assert np.diff(plan.reduce_ptr).max() > 16

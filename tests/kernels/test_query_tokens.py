@@ -1,0 +1,338 @@
+"""Requests of several query tokens, chains and trees, against float64 attention.
+
+Outputs and workspaces hold NaN before: a read before a write, and a row that nobody writes, show.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.random_batches import random_batch
+from deft_backend import POLICY_NAMES, AttentionError, TreeAttention, forest_from_page_tables
+from deft_backend.attention.reference_attention import (
+    reference_attention,
+    relative_error,
+    seen_tokens,
+)
+from deft_backend.forest import build_forest, forest_of_blocks
+from deft_backend.shapes.query_blocks import QueryBlocks
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+
+
+class Drafts(NamedTuple):
+    """A batch whose requests end with query tokens, as tensors on the CPU."""
+
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+    num_pages: int
+
+
+def drafts(
+    seed: int, requests: int, page_size: int, query_tokens: int, longest: int = 60, spare: int = 0
+) -> Drafts:
+    """A random forest; each request has `query_tokens` more tokens, on pages of its own."""
+    made = random_batch(seed, requests, page_size, longest=longest)
+    own = -(-(query_tokens + spare) // page_size) + 1
+    table = np.zeros((requests, made.page_table.shape[1] + own), dtype=np.int32)
+    used = made.num_pages
+    for row, length in enumerate(made.seq_lens.tolist()):
+        full = length // page_size
+        table[row, :full] = made.page_table[row, :full]
+        more = table.shape[1] - full
+        table[row, full:] = np.arange(used, used + more)
+        used += more
+    lens = made.seq_lens + query_tokens
+    return Drafts(torch.from_numpy(table), torch.from_numpy(lens), used)
+
+
+def tree_bits(seed: int, requests: int, query_tokens: int) -> torch.Tensor:
+    """[B, Q, words] int64: a random tree for each request, as rows of a larger tensor.
+
+    Token 0 is the root; each later token has an earlier one as its parent, and sees itself and all
+    of its ancestors.
+    """
+    random = np.random.default_rng(seed)
+    words = -(-query_tokens // 64)
+    seen = np.zeros((requests, query_tokens, words * 64), dtype=bool)
+    for request in seen:
+        for token in range(query_tokens):
+            if token:
+                request[token] = request[random.integers(0, token)]
+            request[token, token] = True
+    packed = np.packbits(seen, axis=-1, bitorder="little").view(np.int64)
+    held = torch.full((requests, query_tokens, words + 2), -1)
+    held[:, :, :words] = torch.from_numpy(packed)
+    return held[:, :, :words]
+
+
+def check(
+    batch: Drafts,
+    query_tokens: int,
+    *,
+    most: int | None = None,
+    policy: str = "auto",
+    on_device: bool = False,
+    dtype: torch.dtype = torch.float16,
+    device: str = "cpu",
+    heads: tuple[int, int] = (4, 2),
+    head_dim: int = 64,
+    page_size: int = 1,
+    tree: torch.Tensor | None = None,
+    counts: list[int] | None = None,
+    grow: int = 0,
+    logit_cap: float = 0.0,
+    with_sinks: bool = False,
+) -> TreeAttention:
+    """Plan, let sequences grow by `grow` tokens, run, and compare the result with float64.
+
+    `counts` are the requests' query tokens if they differ; `most` is the attention's limit.
+    """
+    requests = len(batch.seq_lens)
+    generator = torch.Generator().manual_seed(int(batch.seq_lens.sum()) + query_tokens)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    rows = requests * query_tokens if counts is None else sum(counts)
+    q = normal(rows, heads[0], head_dim)
+    k_cache, v_cache = normal(2, batch.num_pages, page_size, heads[1], head_dim)
+    attention = TreeAttention(
+        num_query_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, dtype=dtype,
+        device=device, page_size=page_size, max_batch=requests, policy=policy,
+        query_tokens=query_tokens if most is None else most,
+    )  # fmt: skip
+    table = batch.page_table.to(device)
+    attention.poison_workspace()
+    if on_device:
+        lens = (batch.seq_lens + grow).to(device)
+        attention.plan_on_device(table, lens, query_tokens=query_tokens)
+    else:
+        forest = forest_from_page_tables(batch.page_table, batch.seq_lens, page_size)
+        attention.plan(forest, query_tokens=query_tokens)
+        lens = (batch.seq_lens + grow).to(device)
+    start = None
+    if counts is not None:
+        start = torch.tensor([0, *np.cumsum(counts).tolist()], dtype=torch.int32, device=device)
+    bits = None if tree is None else tree.to(device)
+    sinks = torch.linspace(-2, 3, heads[0], device=device) if with_sinks else None
+    out = torch.full_like(q, float("nan"))
+    attention.run(
+        q, k_cache, v_cache, table, lens, query_start=start, ancestors=bits, out=out,
+        logit_cap=logit_cap, sinks=sinks,
+    )  # fmt: skip
+    reference = reference_attention(
+        q, k_cache, v_cache, table, lens, query_start=start, ancestors=bits, logit_cap=logit_cap,
+        sinks=sinks,
+    )  # fmt: skip
+    assert out.isfinite().all()
+    assert relative_error(out, reference) <= TOLERANCE[dtype]
+    return attention
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@settings(max_examples=6, deadline=None)
+@given(data=st.data())
+def test_chains_and_trees_on_random_forests(
+    on_device: bool, device: str, data: st.DataObject
+) -> None:
+    seed = data.draw(st.integers(0, 2**32), "seed")
+    page_size = data.draw(st.sampled_from([1, 3, 16, 64]), "page size")
+    query_tokens = data.draw(st.sampled_from([1, 2, 3, 4, 8, 17, 40]), "query tokens")
+    requests = data.draw(st.integers(1, 5), "requests")
+    heads = data.draw(st.sampled_from([(2, 2), (4, 2), (4, 1), (8, 1)]), "heads")
+    grow = data.draw(st.sampled_from([0, 1, 20]), "grow")
+    tree, counts = None, None
+    if data.draw(st.booleans(), "tree"):
+        tree = tree_bits(seed, requests, query_tokens)
+    if data.draw(st.booleans(), "ragged"):
+        counts = data.draw(
+            st.lists(st.integers(0, query_tokens), min_size=requests, max_size=requests), "counts"
+        )
+    batch = drafts(seed, requests, page_size, query_tokens, spare=20)
+    check(
+        batch, query_tokens, on_device=on_device, device=device, heads=heads, page_size=page_size,
+        tree=tree, counts=counts, grow=grow,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_policies(policy: str, device: str) -> None:
+    """Blocks of one tile and of several, over ranges that each policy cuts in its own way."""
+    query_tokens = 24
+    batch = drafts(7, 4, 3, query_tokens, longest=90, spare=9)
+    tree = tree_bits(7, 4, query_tokens)
+    check(
+        batch, query_tokens, policy=policy, device=device, heads=(8, 2), page_size=3, tree=tree,
+        grow=9,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("query_tokens", [65, 256])
+def test_many_query_tokens(on_device: bool, device: str, query_tokens: int) -> None:
+    """Several blocks of each request and several words of bits, as in DeFT's token trees."""
+    batch = drafts(query_tokens, 2, 16, query_tokens)
+    tree = tree_bits(query_tokens, 2, query_tokens)
+    attention = check(
+        batch, query_tokens, on_device=on_device, device=device, heads=(1, 1), page_size=16,
+        tree=None if on_device and query_tokens == 65 else tree,
+    )  # fmt: skip
+    assert attention.target.query_blocks == -(-query_tokens // 64)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("head_dim", "heads"), [(64, (4, 4)), (96, (6, 2)), (128, (8, 1)), (256, (4, 4))]
+)
+def test_head_shapes(device: str, head_dim: int, heads: tuple[int, int]) -> None:
+    batch = drafts(head_dim, 4, 16, 4)
+    dtype = torch.bfloat16 if head_dim == 128 else torch.float16
+    tree = tree_bits(head_dim, 4, 4) if head_dim < 128 else None
+    check(batch, 4, device=device, head_dim=head_dim, heads=heads, page_size=16, tree=tree,
+          dtype=dtype)  # fmt: skip
+
+
+def test_float32_soft_cap_and_fewer_query_tokens_than_the_most() -> None:
+    batch = drafts(3, 6, 1, 6)
+    check(batch, 6, most=40, dtype=torch.float32, logit_cap=3.0, tree=tree_bits(3, 6, 6))
+
+
+@pytest.mark.parametrize("policy", ["auto", "deft-node", "flash-decoding"])
+def test_sinks(policy: str) -> None:
+    """Outputs written directly, merged by leaves and merged by stage 2."""
+    batch = drafts(13, 5, 4, 6, longest=90)
+    check(batch, 6, policy=policy, heads=(6, 2), page_size=4, with_sinks=True, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_a_request_that_is_all_query_tokens(on_device: bool) -> None:
+    """A draft without a prompt, and a padding request."""
+    table = torch.arange(24, dtype=torch.int32).reshape(3, 8)
+    batch = Drafts(table, torch.tensor([5, 0, 8], dtype=torch.int32), 24)
+    check(batch, 5, on_device=on_device, counts=[5, 0, 5])
+    check(batch, 5, on_device=on_device)
+
+
+def test_query_tokens_of_equal_pages_are_read_apart() -> None:
+    """Page tables that claim to share query tokens: each request still sees its own."""
+    table = torch.arange(12, dtype=torch.int32).repeat(4, 1)
+    batch = Drafts(table, torch.tensor([12, 12, 9, 10], dtype=torch.int32), 12)
+    for on_device in (False, True):
+        check(batch, 4, on_device=on_device, tree=tree_bits(5, 4, 4))
+
+
+def test_one_query_token_with_rows_of_its_own() -> None:
+    """Requests of one token or none: rows lie where `query_start` says."""
+    batch = drafts(9, 5, 1, 1)
+    check(batch, 1, counts=[1, 0, 1, 1, 0])
+
+
+def test_rows_of_no_request_stay_as_they_are() -> None:
+    batch = drafts(4, 3, 1, 4)
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+        max_batch=3, query_tokens=4,
+    )  # fmt: skip
+    attention.plan(forest_from_page_tables(batch.page_table, batch.seq_lens), query_tokens=4)
+    q, caches = torch.randn(12, 4, 64), torch.randn(2, batch.num_pages, 2, 64)
+    start = torch.tensor([0, 4, 6, 9], dtype=torch.int32)
+    out = torch.full_like(q, 7.0)
+    attention.run(q, *caches, batch.page_table, batch.seq_lens, query_start=start, out=out)
+    assert (out[9:] == 7.0).all()
+    assert (out[:9] != 7.0).any(-1).all()
+    fresh = attention.run(q, *caches, batch.page_table, batch.seq_lens, query_start=start)
+    assert (fresh[9:] == 0.0).all()
+
+
+def test_a_chain_as_bits_is_the_chain() -> None:
+    """The same result, bit for bit, whether the chain comes as bits or not."""
+    batch = drafts(11, 4, 16, 7)
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16, device="cpu",
+        page_size=16, max_batch=4, query_tokens=7,
+    )  # fmt: skip
+    attention.plan(forest_from_page_tables(batch.page_table, batch.seq_lens, 16), query_tokens=7)
+    q = torch.randn(28, 4, 64).half()
+    caches = torch.randn(2, batch.num_pages, 16, 2, 64).half()
+    bits = torch.tensor([[(2 << token) - 1] for token in range(7)]).expand(4, 7, 1)
+    chain = attention.run(q, *caches, batch.page_table, batch.seq_lens)
+    tree = attention.run(q, *caches, batch.page_table, batch.seq_lens, ancestors=bits)
+    assert torch.equal(chain, tree)
+
+
+def test_seen_tokens() -> None:
+    assert seen_tokens(2, 4).int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    bits = torch.tensor([[0b01], [0b10]])
+    assert seen_tokens(2, 4, bits).int().tolist() == [[1, 1, 1, 0], [1, 1, 0, 1]]
+
+
+@given(query_tokens=st.integers(1, 300), group=st.integers(1, 64))
+def test_query_blocks_hold_all_tokens_and_fit_a_tile(query_tokens: int, group: int) -> None:
+    blocks = QueryBlocks.of(query_tokens, group)
+    assert blocks.tokens * group <= 64
+    assert blocks.tokens <= QueryBlocks.most_tokens(query_tokens, group)
+    assert (blocks.blocks - 1) * blocks.tokens < query_tokens <= blocks.blocks * blocks.tokens
+
+
+def test_forest_of_blocks() -> None:
+    """Two blocks a request: a node for each request's own committed pages, and leaves."""
+    forest = build_forest([0, 1, 2], [8, 0], [21, 13, 6], page_size=4)
+    blocks = forest_of_blocks(forest, 2, 4)
+    assert blocks.batch_size == 6
+    nodes = sorted(
+        (int(blocks.start[n]), int(blocks.end[n]), blocks.queries(n).tolist())
+        for n in range(blocks.num_nodes) if not blocks.is_leaf[n]
+    )  # fmt: skip
+    assert nodes == [(0, 8, [0, 1, 2, 3]), (8, 16, [0, 1])]
+    leaves = [(int(blocks.start[n]), int(blocks.end[n])) for n in blocks.leaf]
+    assert leaves == [(16, 21), (16, 21), (8, 13), (8, 13), (0, 6), (0, 6)]
+    assert forest_of_blocks(forest, 1, 0) is forest
+
+
+def test_forest_of_blocks_of_an_empty_batch() -> None:
+    assert forest_of_blocks(build_forest([], [], []), 3, 9).batch_size == 0
+
+
+def test_wrong_calls_say_what_is_wrong() -> None:
+    batch = drafts(2, 2, 1, 3)
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+        max_batch=2, query_tokens=3,
+    )  # fmt: skip
+    forest = forest_from_page_tables(batch.page_table, batch.seq_lens)
+    caches = torch.randn(2, batch.num_pages, 2, 64)
+    table, lens = batch.page_table, batch.seq_lens
+
+    def refused(message: str, tokens: int = 6, **arguments: torch.Tensor) -> None:
+        with pytest.raises(AttentionError, match=message):
+            attention.run(torch.randn(tokens, 4, 64), *caches, table, lens, **arguments)
+
+    with pytest.raises(
+        AttentionError, match="query_tokens is 4; the attention was made for 1 to 3"
+    ):
+        attention.plan(forest, query_tokens=4)
+    with pytest.raises(AttentionError, match="query_tokens is 0"):
+        attention.plan_on_device(table, lens, query_tokens=0)
+    with pytest.raises(AttentionError, match="query_tokens is 0; expected 1 to"):
+        TreeAttention(
+            num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+            query_tokens=0,
+        )  # fmt: skip
+    attention.plan(forest, query_tokens=3)
+    refused(r"q has shape \[5, 4, 64\]; expected \[6, 4, 64\]", tokens=5)
+    refused(r"query_start has shape \[2\]; expected \[3\]", query_start=torch.zeros(2).int())
+    refused("query_start has dtype torch.int64; expected int32", query_start=torch.zeros(3).long())
+    bits = torch.zeros(2, 3, 1).long()
+    refused(r"ancestors has shape \[2, 2, 1\]; expected \[2, 3, 1\]", ancestors=bits[:, :2])
+    refused("ancestors has dtype torch.int32; expected int64", ancestors=bits.int())

@@ -1,0 +1,502 @@
+"""The device planner in the interpreter: the same attention as the host planner's `auto`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_planner import check_plan
+
+from deft_backend import TreeAttention
+from deft_backend.attention import AttentionError
+from deft_backend.forest import PrefixForest, build_forest
+from deft_backend.planner import DevicePlan, Plan, PlanCapacity, plan_forest
+from deft_backend.planner.on_device import DevicePlanner, largest_batch
+from deft_backend.planner.on_device.program_work import ProgramWork
+from deft_backend.policies import Auto, PolicyError, Target
+from deft_backend.shapes.kernel_limits import MAX_MERGED
+from strategies import GROWTH, Batch, batches, regular_forest, targets
+
+CPU = torch.device("cpu")
+TARGET = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, block_tokens=16)
+
+
+def planner_for(
+    target: Target,
+    batch: int,
+    page_size: int,
+    capacity: PlanCapacity | None = None,
+    device: torch.device = CPU,
+) -> tuple[DevicePlanner, DevicePlan]:
+    plan = DevicePlan(capacity or PlanCapacity.for_batch(batch), device)
+    overlapped = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return DevicePlanner(target, plan, device, page_size, overlapped=overlapped), plan
+
+
+def read(plan: DevicePlan) -> Plan:
+    """The plan on the device, cut to its counts."""
+    tiles = plan["tile_ptr"].cpu().numpy().copy()
+    items, reduced = int(tiles[-1]), int(plan["num_reduce"][0])
+    entries = int(plan["item_query_ptr"][items])
+
+    def cut(name: str, count: int) -> npt.NDArray[np.int32]:
+        return plan[name][:count].cpu().numpy().copy()
+
+    return Plan(
+        tile_ptr=tiles,
+        item_segment_ptr=cut("item_segment_ptr", items + 1),
+        item_query_ptr=cut("item_query_ptr", items + 1),
+        **{n: cut(f"segment_{n[8:]}", items) for n in (
+            "segment_request", "segment_start", "segment_end", "segment_span")},
+        entry_query=cut("entry_query", entries),
+        entry_slot=cut("entry_slot", entries),
+        reduce_query=cut("reduce_query", reduced),
+        reduce_ptr=cut("reduce_ptr", reduced + 1),
+    )  # fmt: skip
+
+
+def plan_of(
+    batch: Batch,
+    target: Target = TARGET,
+    capacity: PlanCapacity | None = None,
+    device: torch.device = CPU,
+) -> Plan:
+    requests = len(batch.seq_lens)
+    planner, plan = planner_for(target, max(1, requests), batch.page_size, capacity, device)
+    for tensor in plan["segment_request"], plan["entry_slot"], plan["item_query_ptr"]:
+        tensor.fill_(-(1 << 20))  # any earlier content
+    tables = torch.from_numpy(np.ascontiguousarray(batch.page_tables))
+    rows = torch.arange(requests, dtype=torch.int32, device=device)
+    planner.plan(tables.to(device), rows, torch.from_numpy(batch.seq_lens).to(device))
+    return read(plan)
+
+
+def batch_of(forest: PrefixForest, seed: int = 0) -> Batch:
+    """Page tables of pages of one token, rows and page ids in random order."""
+    random = np.random.default_rng(seed)
+    tables = np.zeros((forest.batch_size, int(forest.seq_lens.max()) + 40), dtype=np.int32)
+    fresh = 1
+    for node in range(forest.num_nodes):
+        start, stop = int(forest.start[node]), int(forest.start[node] + forest.length[node])
+        rows = forest.order[forest.query_begin[node] : forest.query_end[node]]
+        tables[rows, start:stop] = np.arange(fresh, fresh + stop - start)
+        fresh += stop - start
+    for row, length in enumerate(forest.seq_lens.tolist()):
+        tables[row, length:] = np.arange(fresh, fresh + tables.shape[1] - length)
+        fresh += tables.shape[1] - length
+    names = random.permutation(fresh).astype(np.int32)
+    return Batch(names[tables], forest.seq_lens.astype(np.int32), 1)
+
+
+def items_of(plan: Plan) -> Counter[tuple[int, int, int]]:
+    """Queries and range of every item, for any choice of the request that holds the range."""
+    return Counter(
+        (int(queries), int(start), int(end))
+        for queries, start, end in zip(
+            np.diff(plan.item_query_ptr), plan.segment_start, plan.segment_end, strict=True
+        )
+    )
+
+
+@settings(deadline=None, max_examples=40)
+@given(batch=batches(max_requests=12).filter(lambda b: len(b.seq_lens) > 0), target=targets)
+def test_every_query_attends_to_its_own_tokens_once(batch: Batch, target: Target) -> None:
+    plan = plan_of(batch, target)
+    check_plan(batch, plan, target, np.zeros(len(batch.seq_lens), dtype=np.int32))
+
+
+TREES = {
+    "one level": ([1, 32], [4000, 5]),
+    "many small levels": ([1, 2, 2, 2, 2], [16, 16, 16, 16, 16]),
+    "two trees": ([2, 8, 2], [1000, 33, 16]),
+    "unshared": ([16], [500]),
+    "one request": ([1], [3000]),
+    "long and wide": ([1, 3, 20], [20_000, 700, 90]),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_the_host_planner_decides_the_same(name: str) -> None:
+    forest = regular_forest(*TREES[name])
+    batch = batch_of(forest)
+    capacity = PlanCapacity.for_batch(64)
+    # The interpreted planner prices four chunk lengths; with one block in a range there is only
+    # one.
+    target = replace(TARGET, block_tokens=32_768)
+    host, _ = plan_forest(batch.forest(), Auto(), target, capacity)
+    device = plan_of(batch, target, capacity)
+    assert items_of(device) == items_of(host)
+    assert device.tile_ptr.tolist() == host.tile_ptr.tolist()
+    assert sorted(device.reduce_query.tolist()) == sorted(host.reduce_query.tolist())
+    assert device.num_partials == host.num_partials
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_host_planner_decides_the_same_on_random_forests(seed: int) -> None:
+    """Neighbours share random depths; nodes are long enough for close decisions."""
+    random = np.random.default_rng(seed)
+    requests = int(random.integers(2, 40))
+    shared = random.choice([0, 16, 48, 96, 160, 400, 900, 3000], size=requests - 1)
+    longest = np.maximum(np.append(shared, 0), np.append(0, shared))
+    lens = longest + random.integers(1, 300, size=requests)
+    batch = batch_of(build_forest(np.arange(requests), shared, lens), seed)
+    capacity = PlanCapacity.for_batch(64)
+    target = replace(TARGET, block_tokens=32_768)
+    host, _ = plan_forest(batch.forest(), Auto(), target, capacity)
+    assert items_of(plan_of(batch, target, capacity)) == items_of(host)
+
+
+def test_leaves_merge_as_many_results_as_the_hosts_do() -> None:
+    """Requests that leave one path one after another, with 2, 3, 4, … results each."""
+    levels = np.arange(1, 12) * 400
+    batch = batch_of(build_forest(np.arange(12), levels, np.append(levels, 11 * 400) + 30))
+    capacity = PlanCapacity.for_batch(64)
+    target = replace(TARGET, block_tokens=32_768)
+    host, _ = plan_forest(batch.forest(), Auto(), target, capacity)
+    device = plan_of(batch, target, capacity)
+    results = np.bincount(device.entry_query)
+    assert {MAX_MERGED + 1, MAX_MERGED + 2} < set(results.tolist())  # including its own
+    expected = np.flatnonzero(results > MAX_MERGED + 1).tolist()
+    assert sorted(device.reduce_query.tolist()) == host.reduce_query.tolist() == expected
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_a_gpus_candidates_chunks_are_the_hosts_too(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All chunk lengths that a GPU prices, like the host planner; the interpreter prices four."""
+    interpreted = ProgramWork.interpreted
+
+    def as_on_a_gpu(cls: type[ProgramWork], size: int) -> ProgramWork:
+        return replace(interpreted(size), candidates=ProgramWork.on_gpu(size).candidates)
+
+    monkeypatch.setattr(ProgramWork, "interpreted", classmethod(as_on_a_gpu))
+    random = np.random.default_rng(seed)
+    requests = int(random.integers(2, 40))
+    shared = random.choice([0, 16, 96, 400, 3000, 9000], size=requests - 1)
+    longest = np.maximum(np.append(shared, 0), np.append(0, shared))
+    lens = longest + random.integers(1, 1500, size=requests)
+    batch = batch_of(build_forest(np.arange(requests), shared, lens), seed)
+    target = Target(num_query_heads=32, num_kv_heads=8, head_dim=128)
+    capacity = PlanCapacity.for_batch(64)
+    host, _ = plan_forest(batch.forest(), Auto(), target, capacity)
+    device = plan_of(batch, target, capacity)
+    assert items_of(device) == items_of(host)
+    assert device.tile_ptr.tolist() == host.tile_ptr.tolist()
+    assert device.num_partials == host.num_partials
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_how_programs_divide_the_work_decides_nothing(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many small programs and loops, as on a GPU; the interpreter runs few programs."""
+    random = np.random.default_rng(seed)
+    requests = int(random.integers(33, 60))
+    shared = random.choice([0, 400, 900, 900, 3000, 5000], size=requests - 1)
+    longest = np.maximum(np.append(shared, 0), np.append(0, shared))
+    lens = longest + random.integers(1, 1500, size=requests)
+    batch = batch_of(build_forest(np.arange(requests), shared, lens), seed)
+    expected = plan_of(batch)
+    assert len(set(expected.segment_span.tolist())) > 1  # some nodes have items
+    whole = ProgramWork.interpreted(64)
+    small = replace(
+        whole, rows=8, sorted=8, nodes=4, ranges=4, leaf_columns=16, node_columns=4, leaves=16,
+        node_programs=2, width=8,
+    )  # fmt: skip
+    monkeypatch.setattr(ProgramWork, "interpreted", lambda size: small)
+    found = plan_of(batch)
+    for name, array in vars(expected).items():
+        np.testing.assert_array_equal(getattr(found, name), array, err_msg=name)
+
+
+def test_what_an_interrupted_plan_left_behind_gives_no_wrong_plan() -> None:
+    """Ranks that are not zero: the next plan is right, and the one after it as always."""
+    batch = batch_of(regular_forest([1, 4, 3], [900, 300, 50]))
+    planner, plan = planner_for(TARGET, 12, 1)
+    for ranks in planner._scratch.ranks:
+        ranks.copy_(torch.randint(0, 900, ranks.shape))
+    tables, lens = torch.from_numpy(batch.page_tables), torch.from_numpy(batch.seq_lens)
+    for _ in range(2):
+        planner.plan(tables, torch.arange(12, dtype=torch.int32), lens)
+        check_plan(batch, read(plan), TARGET, np.zeros(12, dtype=np.int32))
+    assert items_of(read(plan)) == items_of(plan_of(batch))
+
+
+@pytest.mark.parametrize("length", [1 << 29, (1 << 30) + (1 << 28), (1 << 31) - (1 << 20)])
+def test_the_longest_contexts_are_ordered_and_cut(length: int) -> None:
+    """One context of many tokens next to a shared prefix; only its first columns are looked at."""
+    table = np.arange(8 * 40, dtype=np.int32).reshape(8, 40)
+    table[:6, :30] = table[0, :30]
+    lens = np.full(8, 31 * 1024, dtype=np.int32)
+    lens[7] = length
+    made = plan_of(Batch(table, lens, 1024))
+    held, large = np.diff(made.item_query_ptr), int(made.tile_ptr[1])
+    assert (held[:large] == 6).all()
+    assert (held[large:] == 1).all()
+    own = np.flatnonzero(made.segment_request == 7)
+    own = own[np.argsort(made.segment_start[own])]
+    assert made.segment_start[own[0]] == 0
+    assert made.segment_end[own[-1]] < 0  # open
+    assert made.segment_start[own[1:]].tolist() == made.segment_end[own[:-1]].tolist()
+
+
+def many(requests: int, seed: int = 0) -> Batch:
+    """Short contexts, one long shared document, and a few long unshared contexts."""
+    random = np.random.default_rng(seed)
+    shared = random.choice([0, 16, 96, 96, 400, 400], size=requests - 1)
+    some = min(40, requests // 3)
+    shared[:some] = 20000
+    longest = np.maximum(np.append(shared, 0), np.append(0, shared)) + 5
+    longest[-2:] += 4000
+    return batch_of(build_forest(np.arange(requests), shared, longest), seed)
+
+
+def check_same(batch: Batch, capacity: PlanCapacity, device: torch.device = CPU) -> None:
+    """The device planner decides like the host planner, and covers every query's tokens."""
+    target = Target(num_query_heads=32, num_kv_heads=8, head_dim=128)
+    found = plan_of(batch, target, capacity, device)
+    host, _ = plan_forest(batch.forest(), Auto(), target, capacity)
+    uncut, _ = plan_forest(batch.forest(), Auto(), replace(target, block_tokens=1 << 15), capacity)
+    assert host.num_items > uncut.num_items
+    assert items_of(found) == items_of(host)
+    check_plan(batch, found, target, np.zeros(len(batch.seq_lens), dtype=np.int32))
+
+
+def test_the_host_planner_decides_the_same_for_the_largest_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The largest batch with some padding requests, and all chunk lengths that a GPU prices."""
+    interpreted = ProgramWork.interpreted
+
+    def as_on_a_gpu(cls: type[ProgramWork], size: int) -> ProgramWork:
+        return replace(interpreted(size), candidates=ProgramWork.on_gpu(size).candidates)
+
+    monkeypatch.setattr(ProgramWork, "interpreted", classmethod(as_on_a_gpu))
+    check_same(many(largest_batch() - 100), PlanCapacity.for_batch(largest_batch()))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the same kernels, compiled")
+@pytest.mark.parametrize("requests", [12, 64, 200, 900, 1025, 2048])
+def test_the_host_planner_decides_the_same_as_kernels_on_cuda(requests: int) -> None:
+    """Every batch size that the kernels are compiled for."""
+    check_same(many(requests), PlanCapacity.for_batch(largest_batch()), torch.device("cuda", 0))
+
+
+def test_long_ranges_are_cut_for_the_machine() -> None:
+    batch = batch_of(regular_forest([1, 40], [8000, 20]))
+    plan = plan_of(batch)
+    check_plan(batch, plan, TARGET, np.zeros(40, dtype=np.int32))
+    large = np.diff(plan.item_query_ptr) > 2
+    lengths = (plan.segment_end - plan.segment_start)[large]
+    assert large.sum() >= 8
+    assert lengths.max() - lengths.min() <= TARGET.block_tokens
+
+
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_pages_of_one_prefix_in_two_places(data: st.DataObject) -> None:
+    """Equality that is not monotone: each page of a prefix is one of two copies of it.
+
+    Requests of two unrelated prefixes, in order of arrival.
+    """
+    requests = data.draw(st.integers(2, 9))
+    family = np.array(data.draw(st.lists(st.integers(0, 1), min_size=requests, max_size=requests)))
+    bits = st.lists(st.integers(0, 1), min_size=12, max_size=12)
+    copies = np.array([data.draw(bits) for _ in range(requests)], dtype=np.int32)
+    heads = 4 * np.arange(12, dtype=np.int32) + 2 * family[:, None].astype(np.int32)
+    tails = 100 + np.arange(requests * 2, dtype=np.int32).reshape(requests, 2)
+    lens = np.full(requests, 13 * 16, dtype=np.int32)
+    tables = np.concatenate((heads + copies, tails), axis=1)
+    plan = plan_of(Batch(tables, lens, 16))
+    # Both copies hold the same tokens: if they are read as one prefix, every query must be right.
+    one = Batch(np.concatenate((heads, tails), axis=1), lens, 16)
+    check_plan(one, plan, TARGET, np.zeros(requests, dtype=np.int32))
+
+
+def test_what_a_row_held_before_it_ended_is_not_shared() -> None:
+    """Prefixes in two places, and a row that ends early with old pages behind its end.
+
+    In the planner's order, the second row is next to the first and shares five pages with others.
+    The first row once held the fifth page at the same position.
+    """
+    held = np.array(
+        [[1, 5, 8, 13, 17, 20], [1, 5, 8, 12, 17, 21], [0, 4, 8, 13, 17, 21], [1, 4, 8, 12, 17, 20]]
+    )
+    tables = np.concatenate((held, [[30], [31], [32], [33]]), axis=1).astype(np.int32)
+    lens = np.array([3, 6, 6, 6], dtype=np.int32) * 512 + 1
+    plan = plan_of(Batch(tables, lens, 512))
+    tables[:, :6] &= ~1  # both copies hold the same tokens
+    check_plan(Batch(tables, lens, 512), plan, TARGET, np.zeros(4, dtype=np.int32))
+
+
+def test_no_page_is_looked_for_beyond_the_table() -> None:
+    """Rows of a wider table with equal entries behind the end, and lengths beyond this table."""
+    wide = np.tile(np.arange(20, dtype=np.int32), (3, 1))
+    planner, plan = planner_for(TARGET, 3, 512)
+    rows, lens = torch.arange(3), torch.full((3,), 18 * 512, dtype=torch.int32)
+    planner.plan(torch.from_numpy(wide)[:, :6], rows.int(), lens)
+    made = read(plan)
+    shared = np.diff(made.item_query_ptr) > 1
+    assert made.segment_end[shared].max() == 6 * 512
+
+
+@settings(deadline=None, max_examples=25)
+@given(data=st.data())
+def test_what_was_planned_before_decides_nothing(data: st.DataObject) -> None:
+    """One planner for several batches: each gets the plan that a new planner would make."""
+    first = data.draw(batches().filter(lambda batch: len(batch.seq_lens) > 0))
+    others = batches(page_size=first.page_size).filter(lambda batch: len(batch.seq_lens) > 0)
+    before = data.draw(st.lists(others, min_size=1, max_size=3))
+    planner, plan = planner_for(TARGET, 64, first.page_size)
+    grown = replace(first, seq_lens=first.seq_lens + GROWTH)
+    for batch in (*before, first, grown, first):
+        requests = len(batch.seq_lens)
+        tables = torch.from_numpy(np.ascontiguousarray(batch.page_tables))
+        rows = torch.arange(requests, dtype=torch.int32)
+        planner.plan(tables, rows, torch.from_numpy(batch.seq_lens))
+        fresh = plan_of(batch, capacity=PlanCapacity.for_batch(64))
+        for name, expected in vars(fresh).items():
+            np.testing.assert_array_equal(getattr(read(plan), name), expected, err_msg=name)
+
+
+def test_too_little_room_falls_back_to_query_by_query() -> None:
+    """A group for each node of a degenerate tree makes too many (item, query) pairs."""
+    levels = np.arange(1, 32) * 400
+    forest = build_forest(np.arange(32), levels, np.append(levels, 31 * 400) + 30)
+    batch = batch_of(forest)
+    roomy = plan_of(batch)
+    tight = PlanCapacity(max_batch=32, max_items=90, max_entries=90, max_segments=90)
+    plan = plan_of(batch, capacity=tight)
+    for made in (roomy, plan):
+        check_plan(batch, made, TARGET, np.zeros(32, dtype=np.int32))
+    assert np.diff(roomy.item_query_ptr).max() > 1
+    assert np.diff(plan.item_query_ptr).max() == 1
+    assert len(plan.entry_query) <= 90
+
+
+def test_rows_without_a_request_are_written_as_nothing() -> None:
+    """Padding of a CUDA graph's batch: length 0, and any row."""
+    batch = batch_of(regular_forest([1, 3], [100, 10]))
+    lens = np.concatenate((batch.seq_lens, [0, 0])).astype(np.int32)
+    tables = np.concatenate((batch.page_tables, batch.page_tables[:2]))
+    plan = plan_of(Batch(tables, lens, 1))
+    check_plan(Batch(tables, lens, 1), plan, TARGET, np.zeros(5, dtype=np.int32))
+
+
+def test_the_counters_add_up() -> None:
+    batch = batch_of(regular_forest([1, 8], [2000, 10]))
+    planner, plan = planner_for(TARGET, 8, 1)
+    tables = torch.from_numpy(batch.page_tables)
+    rows, lens = torch.arange(8, dtype=torch.int32), torch.from_numpy(batch.seq_lens)
+    planner.plan(tables, rows, lens)
+    planner.plan(tables, rows, lens)
+    made = read(plan)
+    end = np.where(made.segment_end < 0, batch.seq_lens[made.segment_request], made.segment_end)
+    loaded = int((end - made.segment_start).sum())
+    assert loaded < batch.seq_lens.sum()
+    assert planner.counters.tolist() == [2, 2 * int(batch.seq_lens.sum()), 2 * loaded, 0]
+
+
+def attention(policy: str = "auto", max_batch: int = 8) -> TreeAttention:
+    return TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+        max_batch=max_batch, policy=policy,
+    )  # fmt: skip
+
+
+def test_the_library_attends_over_a_plan_made_on_the_device() -> None:
+    batch = batch_of(regular_forest([1, 2, 3], [90, 20, 7]))
+    tables, lens = torch.from_numpy(batch.page_tables), torch.from_numpy(batch.seq_lens)
+    torch.manual_seed(0)
+    slots = int(batch.page_tables.max()) + 1
+    k, v = torch.randn(2, slots, 2, 64)
+    q = torch.randn(6, 4, 64)
+    tree = attention()
+    tree.poison_workspace()
+    rows = torch.tensor([5, 3, 1, 0, 2, 4])
+    tree.plan_on_device(tables, lens[rows], table_rows=rows)
+    out = tree.run(q, k, v, tables, lens[rows], table_rows=rows)
+    for request, row in enumerate(rows.tolist()):
+        own = batch.page_tables[row, : int(lens[row])]
+        keys = k[own].double().repeat_interleave(2, dim=1)
+        values = v[own].double().repeat_interleave(2, dim=1)
+        weights = torch.einsum("hd,thd->ht", q[request].double(), keys) / 8
+        expected = torch.einsum("ht,thd->hd", weights.softmax(1), values)
+        torch.testing.assert_close(out[request].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_without_a_request_get_zeros() -> None:
+    """The rest of the model reads the outputs, and only the plan's kernels write them."""
+    batch = batch_of(regular_forest([1, 3], [900, 10]))
+    tables = torch.from_numpy(np.concatenate((batch.page_tables, batch.page_tables[:1] * 0)))
+    rows = torch.tensor([0, 3, 1, 2, 3])
+    lens = torch.from_numpy(np.append(batch.seq_lens, 0).astype(np.int32))[rows]
+    k, v = torch.randn(2, int(batch.page_tables.max()) + 1, 2, 64)
+    tree = attention()
+    tree.poison_workspace()
+    out = torch.full((5, 4, 64), float("nan"))
+    tree.plan_on_device(tables, lens, table_rows=rows)
+    tree.run(torch.randn(5, 4, 64), k, v, tables, lens, table_rows=rows, out=out,
+             static_launch=True)  # fmt: skip
+    assert not out.isnan().any()
+    assert [bool(row.any()) for row in out] == [True, False, True, True, False]
+
+
+def test_rows_beyond_those_planned_for_get_zeros() -> None:
+    batch = batch_of(regular_forest([1, 3], [50, 10]))
+    tables, lens = torch.from_numpy(batch.page_tables), torch.from_numpy(batch.seq_lens)
+    k, v = torch.randn(2, int(batch.page_tables.max()) + 1, 2, 64)
+    tree = attention()
+    for planned in (2, 0):
+        tree.plan_on_device(tables, lens[:planned])
+        memory = torch.full((3, 4, 64), float("nan"))  # probable content of the output's memory
+        del memory
+        out = tree.run(torch.randn(3, 4, 64), k, v, tables, lens)
+        assert [bool(row.any()) for row in out] == [row < planned for row in range(3)]
+
+
+def test_a_plan_that_was_refused_leaves_the_one_before() -> None:
+    batch = batch_of(regular_forest([1, 3], [50, 10]))
+    tables, lens = torch.from_numpy(batch.page_tables), torch.from_numpy(batch.seq_lens)
+    k, v = torch.randn(2, int(batch.page_tables.max()) + 1, 2, 64)
+    q = torch.randn(3, 4, 64)
+    tree = attention("fasttree")
+    with pytest.raises(PolicyError, match="follow the policy auto, not fasttree"):
+        tree.plan_on_device(tables, lens)
+    with pytest.raises(AttentionError, match="nothing is planned"):
+        tree.run(q, k, v, tables, lens)
+    tree.plan(batch.forest())
+    expected = tree.run(q, k, v, tables, lens)
+    with pytest.raises(PolicyError):
+        tree.plan_on_device(tables, lens)
+    assert torch.equal(tree.run(q, k, v, tables, lens), expected)
+
+
+@pytest.mark.parametrize("capacity", [(6, 4, 6, 9), (6, 9, 5, 9), (6, 9, 9, 8)])
+def test_a_plan_without_room_for_its_batch_is_refused(capacity: tuple[int, ...]) -> None:
+    plan = DevicePlan(PlanCapacity(*capacity), torch.device("cpu"))
+    with pytest.raises(PolicyError, match="an item, an entry and a KV range for each request"):
+        DevicePlanner(Target(4, 2, 64), plan, torch.device("cpu"), 1, overlapped=False)
+
+
+def test_what_cannot_be_planned_on_the_device_is_named() -> None:
+    table, lens = torch.zeros((2, 8), dtype=torch.int32), torch.tensor([3, 4])
+    with pytest.raises(PolicyError, match="follow the policy auto, not fasttree"):
+        attention("fasttree").plan_on_device(table, lens)
+    with pytest.raises(PolicyError, match=f"at most {largest_batch()} requests"):
+        attention(max_batch=largest_batch() + 1).plan_on_device(table, lens)
+    with pytest.raises(AttentionError, match="raise max_batch"):
+        attention(max_batch=1).plan_on_device(table, lens)
+    with pytest.raises(AttentionError, match=r"seq_lens has dtype torch\.float32"):
+        attention().plan_on_device(table, lens.float())
+    with pytest.raises(AttentionError, match="table_rows has shape"):
+        attention().plan_on_device(table, lens, table_rows=torch.zeros(3, dtype=torch.int32))
+    with pytest.raises(AttentionError, match="contiguous rows"):
+        attention().plan_on_device(table.t(), lens)

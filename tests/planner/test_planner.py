@@ -1,0 +1,323 @@
+"""Plans from the kernels' side: every query's tokens once, every partial result in its place."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deft_backend import TreeAttention
+from deft_backend.forest import build_forest
+from deft_backend.planner import (
+    Plan,
+    PlanCapacity,
+    PlanError,
+    plan_forest,
+    plan_grouping,
+)
+from deft_backend.planner.encoding import (
+    DIRECT,
+    ITEM_ORDER,
+    MERGES,
+    OPEN_END,
+    SPAN_MASK,
+    SPAN_SHIFT,
+)
+from deft_backend.planner.plan import WORKSPACE_LIMIT
+from deft_backend.policies import POLICY_NAMES, GroupingBuilder, Segment, Target, get_policy
+from deft_backend.shapes.kernel_limits import MAX_MERGED, TILE_HEIGHTS, TILE_SEGMENTS
+from strategies import GROWTH, Batch, batches, regular_forest, targets
+
+GQA = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, num_programs=16)
+
+
+def check_plan(batch: Batch, plan: Plan, target: Target, growth: npt.NDArray[np.int32]) -> None:
+    """Walk a plan like both stages, for requests that have grown by `growth` tokens.
+
+    Raises
+    ------
+    AssertionError
+        If an item does not fit its tile shape. If a query attends to a wrong token, misses a token
+        or meets it twice. If a partial result is lost, overwritten, or merged before it is written.
+    """
+    now = batch.seq_lens + growth
+    seen = [np.zeros(n, dtype=np.int64) for n in now]
+    written: dict[int, tuple[int, int]] = {}  # slot: its query and the launch that fills it
+    merges: dict[int, tuple[int, int, int]] = {}  # query: first slot, results, launch
+    direct: list[int] = []
+    shapes = len(target.tile_heights)
+    assert len(plan.tile_ptr) == shapes + 1
+    assert (plan.tile_ptr[0], plan.tile_ptr[-1]) == (0, plan.num_items)
+    assert (np.diff(plan.tile_ptr) >= 0).all()
+    for item in range(plan.num_items):
+        place = int(np.searchsorted(plan.tile_ptr, item, side="right")) - 1
+        shape = ITEM_ORDER[place]
+        entries = range(plan.item_query_ptr[item], plan.item_query_ptr[item + 1])
+        held = range(plan.item_segment_ptr[item], plan.item_segment_ptr[item + 1])
+        assert 0 < len(entries) * target.gqa_group <= target.tile_heights[shape]
+        assert 0 < len(held) <= target.tile_segments[shape]
+        queries = plan.entry_query[entries.start : entries.stop].tolist()
+        merged = 0
+        for s in held:
+            row, start, end = (
+                int(array[s])
+                for array in (plan.segment_request, plan.segment_start, plan.segment_end)
+            )
+            end = int(now[row]) if end == OPEN_END else end
+            span = int(plan.segment_span[s])
+            if shape == 0:  # one range for all queries; the span holds the number of merged results
+                assert held.start == item
+                merged, run = span, range(len(queries))
+            else:
+                run = range(span & SPAN_MASK, span >> SPAN_SHIFT)
+                assert 0 <= run.start < run.stop <= len(queries)
+                assert shape == shapes - 1 or run == range(len(queries))
+            for query in queries[run.start : run.stop]:
+                assert end <= now[query]
+                slots = batch.slots(query, start, end)
+                assert (batch.slots(row, start, end) == slots).all()
+                seen[query][start:end] += 1
+        for entry, query in zip(entries, queries, strict=True):
+            slot = int(plan.entry_slot[entry])
+            if slot >= 0:
+                assert slot not in written
+                written[slot] = (query, shape)
+            elif slot == DIRECT:
+                direct.append(query)
+            else:
+                assert len(queries) == 1
+                assert 1 <= merged <= MAX_MERGED
+                merges[query] = (MERGES - slot, merged, shape)
+        assert merged == 0 or queries[0] in merges
+    for query, count in enumerate(seen):
+        assert (count == 1).all(), f"query {query} does not attend to each token once"
+
+    pieces = list(itertools.pairwise(plan.reduce_ptr.tolist()))
+    reduced = dict(zip(plan.reduce_query.tolist(), pieces, strict=True))
+    assert plan.reduce_ptr[0] == 0
+    assert plan.reduce_ptr[-1] == sum(stop - first for first, stop in pieces)
+    outputs = [*direct, *merges, *reduced]
+    assert sorted(outputs) == list(range(len(now))), "an output is not written just once"
+    taken: list[int] = []
+    for query, (first, stop) in reduced.items():
+        assert stop - first > 1
+        assert all(written[slot][0] == query for slot in range(first, stop))
+        taken += range(first, stop)
+    for query, (first, count, launch) in merges.items():
+        for slot in range(first, first + count):
+            # The launches go from the last tile shape to the first.
+            assert written[slot][0] == query
+            assert written[slot][1] > launch
+        taken += range(first, first + count)
+    assert sorted(taken) == sorted(written), "a partial result is merged never, or twice"
+    assert sorted(written) == list(range(plan.num_partials)), "slots have gaps"
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+@settings(max_examples=60)
+@given(batch=batches(), target=targets, data=st.data())
+def test_plans_cover_every_query_once(
+    name: str, batch: Batch, target: Target, data: st.DataObject
+) -> None:
+    forest = batch.forest()
+    plan = plan_grouping(get_policy(name).group(forest, target), forest, target)
+    rows = len(batch.seq_lens)
+    check_plan(batch, plan, target, np.zeros(rows, dtype=np.int32))
+    growth = data.draw(st.lists(st.integers(0, GROWTH), min_size=rows, max_size=rows))
+    check_plan(batch, plan, target, np.array(growth, dtype=np.int32))
+
+
+def wide_batch(requests: int, shared: int = 100, own: int = 60) -> Batch:
+    tables = np.zeros((requests, shared + own + GROWTH), dtype=np.int32)
+    tables[:, :shared] = np.arange(shared)
+    private = own + GROWTH
+    tables[:, shared:] = shared + np.arange(requests * private).reshape(requests, private)
+    return Batch(tables, np.full(requests, shared + own, dtype=np.int32), 1)
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+@pytest.mark.parametrize("requests", [1, 2, 3, 16, 17, 32, 33, 150])
+def test_every_tile_shape_and_its_neighbours(name: str, requests: int) -> None:
+    batch = wide_batch(requests, own=3)
+    forest = batch.forest()
+    plan = plan_grouping(get_policy(name).group(forest, GQA), forest, GQA)
+    check_plan(batch, plan, GQA, np.full(requests, 5, dtype=np.int32))
+
+
+def _corruptions(plan: Plan) -> dict[str, Plan]:
+    found = {}
+    for name, array in plan.arrays().items():
+        # Any row of the same prefix is equivalent: take ranges of one row.
+        own = np.flatnonzero(plan.segment_end == OPEN_END)
+        for at in own[[0, -1]] if name == "segment_request" else (0, -1) if len(array) else ():
+            moved = array.copy()
+            moved[at] += 1
+            found[f"{name}[{at}] + 1"] = replace(plan, **{name: moved})
+    found["all ends fixed"] = replace(plan, segment_end=np.maximum(plan.segment_end, 160))
+    for slot in (DIRECT, 0):
+        dropped = plan.entry_slot.copy()
+        dropped[np.flatnonzero(dropped != slot)[0]] = slot
+        found[f"a slot is {slot}"] = replace(plan, entry_slot=dropped)
+    if len(plan.reduce_query):
+        found["a query not reduced"] = replace(
+            plan, reduce_query=plan.reduce_query[:-1], reduce_ptr=plan.reduce_ptr[:-1]
+        )
+    for entry in np.flatnonzero(plan.entry_slot <= MERGES)[:1]:
+        moved = plan.entry_slot.copy()
+        moved[entry] -= 1
+        found["merges another's results"] = replace(plan, entry_slot=moved)
+    return found
+
+
+@pytest.mark.parametrize("name", ["deft-node", "deft-flatten", "deft-node-chunk"])
+def test_the_checker_finds_every_corruption(name: str) -> None:
+    batch = wide_batch(20, shared=300)
+    target = replace(GQA, tile_segments=(1, 1, 1, 2))
+    plan = plan_grouping(get_policy(name).group(batch.forest(), target), batch.forest(), target)
+    growth = np.ones(20, dtype=np.int32)
+    check_plan(batch, plan, target, growth)
+    missed = []
+    for what, corrupted in _corruptions(plan).items():
+        try:
+            check_plan(batch, corrupted, target, growth)
+            missed.append(what)
+        except (AssertionError, IndexError, KeyError, ValueError):
+            pass
+    assert not missed
+
+
+def test_a_leafs_item_merges_what_launches_before_left() -> None:
+    """A small tile merges up to 8 partial results of earlier launches; stage 2 merges others."""
+    batch = wide_batch(40, shared=600, own=60)
+    forest = batch.forest()
+    for chunks in (1, 8, 9):
+        builder = GroupingBuilder()
+        edges = [n * 600 // chunks for n in range(chunks + 1)]
+        for start, end in itertools.pairwise(edges):
+            builder.add(list(range(40)), [Segment(0, start, end, False, 0, 40)])
+        for row in range(40):
+            builder.add([row], [Segment(row, 600, 660, True, 0, 1)])
+        plan = plan_grouping(builder.build(), forest, GQA)
+        check_plan(batch, plan, GQA, np.zeros(40, dtype=np.int32))
+        merging = int((plan.entry_slot <= MERGES).sum())
+        assert (merging, len(plan.reduce_query)) == ((0, 40) if chunks > 8 else (40, 0))
+
+
+@pytest.mark.parametrize("run", [(0, 2), (1, 3)])
+def test_a_range_that_some_of_its_queries_skip_goes_to_the_packed_tile(
+    run: tuple[int, int],
+) -> None:
+    """In tiles of one range, every query attends to the whole range."""
+    batch = wide_batch(3, shared=50, own=10)
+    builder = GroupingBuilder()
+    builder.add([0, 1, 2], [Segment(run[0], 0, 50, False, *run)])
+    for row in range(3):
+        start = 50 if row in range(*run) else 0
+        builder.add([row], [Segment(row, start, 60, True, 0, 1)])
+    plan = plan_grouping(builder.build(), batch.forest(), GQA)
+    check_plan(batch, plan, GQA, np.zeros(3, dtype=np.int32))
+    assert np.diff(plan.items_of(len(GQA.tile_heights) - 1)) == 1
+
+
+def test_items_of_a_shape_come_longest_first() -> None:
+    forest = build_forest(range(4), [0, 0, 0], [10, 300, 20, 200])
+    plan = plan_grouping(get_policy("deft-node").group(forest, GQA), forest, GQA)
+    assert plan.segment_request.tolist() == [1, 3, 2, 0]
+    assert plan.tile_ptr.tolist() == [0, 0, 4, 4]  # none of the second shape, all of the first
+
+
+@given(lens=st.lists(st.integers(1, 4), min_size=1, max_size=40))
+def test_items_of_one_length_come_in_the_order_of_the_policy(lens: list[int]) -> None:
+    forest = build_forest(range(len(lens)), [0] * (len(lens) - 1), lens)
+    plan = plan_grouping(get_policy("deft-node").group(forest, GQA), forest, GQA)
+    assert plan.segment_request.tolist() == sorted(range(len(lens)), key=lambda row: -lens[row])
+
+
+def test_a_target_within_limits_keeps_the_rest() -> None:
+    target = replace(GQA, max_groups=100, num_sms=7)
+    assert target.tile_queries == (2, 16, 16)
+    assert target.within(50, 1000) == replace(target, max_groups=50, max_group_queries=1000)
+    assert target.within(200, 1 << 40).max_groups == 100
+    assert target.within(50, 1000).cost_model is target.cost_model
+    assert target.max_groups == 100
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+@settings(max_examples=15)
+@given(batch=batches(), target=targets)
+def test_the_same_forest_gives_the_same_arrays(name: str, batch: Batch, target: Target) -> None:
+    capacity = PlanCapacity.for_batch(16)
+    plans = [
+        plan_forest(batch.forest(), get_policy(name), target, capacity)[0].arrays()
+        for _ in range(2)
+    ]
+    for array, values in plans[0].items():
+        np.testing.assert_array_equal(values, plans[1][array], err_msg=array)
+
+
+@pytest.mark.parametrize("heads", [(32, 8), (64, 8)])
+def test_the_workspace_for_1024_requests_is_bounded(heads: tuple[int, int]) -> None:
+    attention = TreeAttention(
+        num_query_heads=heads[0], num_kv_heads=heads[1], head_dim=128, dtype=torch.bfloat16,
+        device="cpu", max_batch=1024,
+    )  # fmt: skip
+    assert attention.workspace_bytes <= WORKSPACE_LIMIT == 256 << 20
+    # The capacity for a GPU of 132 SMs with ten blocks on each.
+    capacity = PlanCapacity.for_batch(1024, 10 * 132 // heads[1], heads[0] * (128 * 2 + 8))
+    assert capacity.max_entries * heads[0] * (128 * 2 + 8) <= WORKSPACE_LIMIT
+
+
+def test_one_request_may_keep_every_program_busy() -> None:
+    """Capacity follows from the tile shape with most programs."""
+    attention = TreeAttention(
+        num_query_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16, device="cpu",
+        max_batch=1,
+    )  # fmt: skip
+    busiest = max(attention.target.tile_programs)
+    assert attention.capacity == PlanCapacity.for_batch(1, busiest, 32 * (128 * 2 + 8))
+    target = replace(attention.target, tile_programs=(165, 33, 33))
+    forest = build_forest([0], [], [1 << 20])
+    plan, room = (
+        plan_forest(forest, get_policy("auto"), target, PlanCapacity.for_batch(batch, 165))[0]
+        for batch in (1, 1024)
+    )
+    assert plan.num_items == room.num_items > 66
+
+
+@pytest.mark.parametrize("entry_bytes", [0, 32 * 264, 64 * 264, 1 << 20, 1 << 30])
+@pytest.mark.parametrize("batch", [1, 7, 1024, 4096])
+def test_one_chunk_a_query_fits_every_capacity(batch: int, entry_bytes: int) -> None:
+    capacity = PlanCapacity.for_batch(batch, 33, entry_bytes)
+    forest = build_forest(range(batch), [40] * (batch - 1), np.full(batch, 1000))
+    target = replace(GQA, num_programs=4096)
+    for name in ("auto", "deft-node-chunk", "flash-decoding"):
+        plan, grouping = plan_forest(forest, get_policy(name), target, capacity)
+        assert plan.num_items <= capacity.max_items
+        assert plan.num_partials <= len(plan.entry_query) <= capacity.max_entries
+        assert len(plan.segment_request) <= capacity.max_segments
+        assert np.bincount(grouping.queries, minlength=batch).min() > 0
+
+
+def test_limits_are_named() -> None:
+    forest = regular_forest([1, 3], [100, 10])
+    with pytest.raises(PlanError, match=r"the batch holds 3 requests; the plan was sized for 2"):
+        plan_forest(forest, get_policy("auto"), GQA, PlanCapacity.for_batch(2))
+    long = build_forest([0], [], [1 << 25])
+    with pytest.raises(PlanError, match="a request holds 33554432 tokens"):
+        plan_forest(long, get_policy("auto"), GQA, PlanCapacity.for_batch(1))
+    builder = GroupingBuilder()
+    builder.add([0, 2], [Segment(0, 0, 100, False, 0, 2)])
+    with pytest.raises(PlanError, match="request 1 belongs to no group"):
+        plan_grouping(builder.build(), forest, GQA)
+    with pytest.raises(PlanError, match="256 query vectors share a KV head; the largest tile has"):
+        plan_grouping(builder.build(), forest, Target(256, 1, 64))
+
+
+def test_the_targets_defaults_are_the_kernels_tiles() -> None:
+    assert (GQA.tile_heights, GQA.tile_segments) == (TILE_HEIGHTS, TILE_SEGMENTS)

@@ -1,0 +1,151 @@
+"""The rule for the length of chunks gives the same prices on the CPU and on the device."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deft_backend.planner.on_device.planner import PRICE_CHUNKS
+from deft_backend.planner.on_device.price_chunks import Weights
+from deft_backend.policies import chunk_choice
+from deft_backend.policies.chunk_choice import (
+    MOST_ROUNDS,
+    NUM_CHUNKS,
+    Cut,
+    ShapeCosts,
+    choose_chunks,
+    chunk_of,
+    cut_cost,
+    cut_into,
+)
+from deft_backend.shapes.kernel_limits import MAX_MERGED
+
+TILES = (2, 16)
+"""Queries of the small and the large tile."""
+
+costs_of_tiles = st.fixed_dictionaries(
+    {
+        "item_ns": st.tuples(st.floats(1, 1e5), st.floats(1, 1e5)),
+        "token_ns": st.tuples(st.floats(0.1, 1e3), st.floats(0.1, 1e3)),
+        "partial_ns": st.floats(0.01, 1e4),
+        "reduce_ns": st.floats(1, 1e5),
+        "transfer_ns": st.floats(0.01, 100),
+        "programs": st.tuples(st.integers(1, 300), st.integers(1, 300)),
+        "sms": st.floats(1, 132),
+        "block": st.sampled_from([16, 64]),
+    }
+)
+ranges = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 20_000)), min_size=1, max_size=16)
+
+
+def host_price(found: list[tuple[int, int]], shape: int, num_chunks: int, costs: dict) -> tuple:
+    """Price and chunk length of one candidate, by the host planner's functions."""
+    mine = [(q, n) for q, n in found if (q > TILES[0]) == (shape == 1)]
+    queries = np.array([q for q, _ in mine], dtype=np.int64)
+    tokens = np.array([n for _, n in mine], dtype=np.int64)
+    tiles = -(-queries // TILES[shape])
+    small = [n for q, n in found if q <= TILES[0]]
+    beside = costs["item_ns"][0] + sum(small) * costs["transfer_ns"] if small else 0.0
+    chunk = chunk_of(int(tokens.max(initial=0)), num_chunks, costs["block"])
+    cut = cut_into(queries, tokens, tiles, chunk)
+    if num_chunks > 1 and cut.items > MOST_ROUNDS * costs["programs"][shape] and cut.most > 1:
+        return math.inf, chunk
+    shape_costs = ShapeCosts(
+        shape == 0, costs["programs"][shape], costs["sms"], costs["item_ns"][shape],
+        costs["token_ns"][shape], costs["partial_ns"], costs["reduce_ns"], costs["transfer_ns"],
+        beside,
+    )  # fmt: skip
+    return cut_cost(cut, shape_costs), chunk
+
+
+def device_prices(
+    found: list[tuple[int, int]], num_chunks: list[int], costs: dict
+) -> tuple[np.ndarray, np.ndarray]:
+    """Price and chunk length of each candidate and tile shape, from the device planner's kernel."""
+    batch = 8
+    lanes = torch.zeros((3, 2 * batch), dtype=torch.int32)  # queries, begin and end of each range
+    for at, (queries, tokens) in enumerate(found):
+        lanes[0, at], lanes[1, at], lanes[2, at] = queries, 7, 7 + tokens
+    price = torch.zeros((2, len(num_chunks)), dtype=torch.float32)
+    chunk = torch.zeros((2, len(num_chunks)), dtype=torch.int32)
+    weights = Weights(
+        chunk_choice.ALONE, chunk_choice.HIDDEN, chunk_choice.EXPOSED, chunk_choice.UNEVEN,
+        chunk_choice.ROUNDING, MAX_MERGED,
+    )  # fmt: skip
+    constants = {
+        "BATCH": batch, "CANDIDATES": len(num_chunks), "WEIGHTS": weights, "OVERLAPPED": False,
+    }  # fmt: skip
+    room = 1 << 28  # every candidate fits the plan's arrays
+    PRICE_CHUNKS.launch(
+        (len(num_chunks), 2),
+        (
+            tuple(lanes), (torch.tensor(num_chunks, dtype=torch.int32), price, chunk), *TILES, room,
+            room, *costs["programs"], costs["sms"],
+            (
+                costs["item_ns"][0], costs["token_ns"][0], costs["item_ns"][1],
+                costs["token_ns"][1], costs["partial_ns"],
+            ),
+            costs["reduce_ns"], costs["transfer_ns"], costs["block"],
+        ),
+        {name: constants[name] for name in PRICE_CHUNKS.constants},
+        variant=None, aligned=False, interpreted=True,
+    )  # fmt: skip
+    return price.numpy(), chunk.numpy()
+
+
+@settings(max_examples=25, deadline=None)
+@given(found=ranges, costs=costs_of_tiles)
+def test_both_planners_price_every_candidate_alike(found: list, costs: dict) -> None:
+    num_chunks = [NUM_CHUNKS[0], NUM_CHUNKS[1], NUM_CHUNKS[5], NUM_CHUNKS[-1]]
+    price, chunk = device_prices(found, num_chunks, costs)
+    for shape in {int(q > TILES[0]) for q, _ in found}:
+        for at, count in enumerate(num_chunks):
+            expected, length = host_price(found, shape, count, costs)
+            assert chunk[shape, at] == length
+            # Terms as large as the transfer cancel if small tiles hide a large tile.
+            assert price[shape, at] == pytest.approx(expected, rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize(("gpu_sms", "kv_heads"), [(114, 10), (78, 15), (148, 34), (132, 8)])
+def test_a_full_round_of_sms_is_even_in_both_precisions(gpu_sms: int, kv_heads: int) -> None:
+    """Whole items per SM: without care, float32 or float64 rounds the quotient up to one more."""
+    for items in range(1, 4 * gpu_sms + 1):
+        fullest = -(-items * kv_heads // gpu_sms)
+        sms = gpu_sms / kv_heads
+        assert np.ceil(items / sms - chunk_choice.ROUNDING) == fullest
+        in_float32 = np.float32(items) / np.float32(sms) - np.float32(chunk_choice.ROUNDING)
+        assert np.ceil(in_float32) == fullest
+
+
+@settings(max_examples=50, deadline=None)
+@given(found=ranges, costs=costs_of_tiles)
+def test_the_cheapest_candidate_is_chosen(found: list, costs: dict) -> None:
+    """The reference: a search over all candidates that fit the limits."""
+    chosen = choose_chunks(
+        np.array([q for q, _ in found], dtype=np.int64),
+        np.array([n for _, n in found], dtype=np.int64),
+        np.array(TILES, dtype=np.int64), np.array(costs["programs"], dtype=np.int64),
+        costs["sms"],
+        np.array([*costs["item_ns"], *costs["token_ns"], costs["partial_ns"], costs["reduce_ns"]]),
+        costs["transfer_ns"], costs["block"],
+    )  # fmt: skip
+    for shape in {int(q > TILES[0]) for q, _ in found}:
+        priced = [host_price(found, shape, num_chunks, costs) for num_chunks in NUM_CHUNKS]
+        least = min(price for price, _ in priced)
+        of_chosen = [price for price, chunk in priced if chunk == chosen[shape]]
+        assert of_chosen
+        if math.isfinite(least):
+            assert min(of_chosen) == pytest.approx(least, rel=1e-12)
+
+
+def test_a_cut_counts_items_tokens_and_results() -> None:
+    queries, tokens, tiles = (np.array(x, dtype=np.int64) for x in ([20, 3], [100, 30], [2, 1]))
+    # 100 tokens in chunks of 64: two chunks, each read by two tiles; 30 tokens stay whole.
+    assert cut_into(queries, tokens, tiles, 64) == Cut(
+        chunk=64, longest=100, items=5, read=230, stored=130, results=40, most=2
+    )

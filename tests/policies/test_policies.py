@@ -1,0 +1,570 @@
+"""Every policy covers every query's context exactly once, and follows its paper."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deft_backend.costs import FastTreeCoefficients
+from deft_backend.costs.cost_model import default_cost_model
+from deft_backend.costs.fasttree_costs import (
+    FastTreeCosts,
+    context_padding_cost,
+    pad,
+    query_padding_cost,
+)
+from deft_backend.forest import (
+    VIRTUAL_ROOT,
+    PrefixForest,
+    build_forest,
+    forest_from_page_tables,
+)
+from deft_backend.policies import (
+    POLICIES,
+    POLICY_NAMES,
+    DeftFlatten,
+    DeftNodeChunk,
+    FastTree,
+    FlashForge,
+    Grouping,
+    PolicyError,
+    Target,
+    get_policy,
+)
+from deft_backend.policies.fasttree import assigned_ranges
+from deft_backend.policies.makespan import item_costs, longest_first
+from deft_backend.policies.splitting import cut_evenly, node_ranges
+from strategies import GROWTH, Batch, batches, check_coverage, regular_forest, targets
+
+MHA = Target(num_query_heads=4, num_kv_heads=4, head_dim=64, num_programs=16)
+GQA = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, num_programs=16)
+
+
+def assert_same(left: Grouping, right: Grouping) -> None:
+    for name in vars(left):
+        np.testing.assert_array_equal(getattr(left, name), getattr(right, name), err_msg=name)
+
+
+# --- all policies ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+@settings(max_examples=80)
+@given(batch=batches(), target=targets, data=st.data())
+def test_coverage_now_and_after_growth(
+    name: str, batch: Batch, target: Target, data: st.DataObject
+) -> None:
+    grouping = get_policy(name).group(batch.forest(), target)
+    rows = len(batch.seq_lens)
+    check_coverage(batch, grouping, np.zeros(rows, dtype=np.int32))
+    growth = data.draw(st.lists(st.integers(0, GROWTH), min_size=rows, max_size=rows))
+    check_coverage(batch, grouping, np.array(growth, dtype=np.int32))
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_coverage_of_large_and_special_batches(name: str) -> None:
+    wide = np.zeros((200, 400), dtype=np.int32)
+    wide[:, :100] = np.arange(100)
+    wide[:, 100:] = 100 + np.arange(200 * 300).reshape(200, 300)
+    equal = np.tile(np.arange(100, dtype=np.int32), (3, 1))
+    equal[:, 50:] = 100 + np.arange(150).reshape(3, 50)
+    edge = np.tile(np.arange(300, dtype=np.int32), (3, 1))
+    edge[:, 256:] = 300 + np.arange(132).reshape(3, 44)
+    for batch in (
+        Batch(edge, np.array([256, 256, 260], dtype=np.int32), 1),  # ends at the end of a KV block
+        Batch(wide, np.full(200, 101, dtype=np.int32), 1),
+        Batch(wide, np.arange(100, 300, dtype=np.int32), 1),
+        Batch(wide, np.arange(200, dtype=np.int32), 1),
+        Batch(equal, np.full(3, 50, dtype=np.int32), 1),
+        Batch(equal, np.array([0, 50, 0], dtype=np.int32), 1),
+        Batch(wide[:1], np.array([300], dtype=np.int32), 1),
+    ):
+        grouping = get_policy(name).group(batch.forest(), GQA)
+        check_coverage(batch, grouping, np.full(len(batch.seq_lens), 7, dtype=np.int32))
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_coverage_of_pages_in_two_copies(name: str) -> None:
+    """vLLM's rows may hold either copy of a page. Copies hold the same tokens."""
+    for seed in range(40):
+        random = np.random.default_rng(seed)
+        rows, pages = int(random.integers(2, 9)), int(random.choice([12, 150]))
+        prefix = np.zeros((rows, pages), dtype=np.int32)
+        fresh = 0
+        for row in range(rows):
+            shared = int(random.integers(0, pages + 1)) if row else 0
+            prefix[row, :shared] = prefix[random.integers(row) if row else 0, :shared]
+            prefix[row, shared:] = np.arange(fresh, fresh + pages - shared)
+            fresh += pages - shared
+        lens = random.integers(0, 16 * pages - 7, rows).astype(np.int32)
+        held = 2 * prefix + (random.random((rows, pages)) > random.choice([0.5, 0.9]))
+        forest = forest_from_page_tables(held, lens, 16, check=False)
+        grouping = get_policy(name).group(forest, GQA)
+        growth = np.full(rows, 7, dtype=np.int32)
+        check_coverage(Batch(2 * prefix, lens, 16), grouping, growth)
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_an_empty_batch_is_an_empty_grouping(name: str) -> None:
+    forest = forest_from_page_tables(np.zeros((0, 0), dtype=np.int32), [])
+    grouping = get_policy(name).group(forest, GQA)
+    assert grouping.num_groups == 0
+    assert len(grouping.queries) == len(grouping.request) == 0
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+@settings(max_examples=40)
+@given(batch=batches(), slack=st.integers(0, 8))
+def test_limits_are_kept_or_refused_with_both_numbers(name: str, batch: Batch, slack: int) -> None:
+    forest = batch.forest()
+    limited = replace(
+        GQA,
+        max_groups=forest.batch_size + slack,
+        max_group_queries=3 * len(batch.seq_lens) + slack,
+        block_tokens=16,
+        num_programs=64,
+    )
+    try:
+        grouping = get_policy(name).group(forest, limited)
+    except PolicyError as error:
+        refusal = str(error)
+    else:
+        refusal = ""
+    if refusal:
+        assert name != "flash-decoding", "the baseline always fits one group a query"
+        assert re.search(rf"holds ({limited.max_groups}|{limited.max_group_queries});", refusal), (
+            refusal
+        )
+        return
+    assert grouping.num_groups <= limited.max_groups
+    assert len(grouping.queries) <= limited.max_group_queries
+    check_coverage(batch, grouping, np.zeros(forest.batch_size, dtype=np.int32))
+
+
+def test_unknown_policy_names_the_value_and_what_exists() -> None:
+    with pytest.raises(PolicyError, match=r"'fastree'.*flash-decoding.*fasttree.*auto"):
+        get_policy("fastree")
+
+
+def test_registry_keys_are_the_policies_names() -> None:
+    assert tuple(POLICIES) == POLICY_NAMES
+    assert all(policy.name == name for name, policy in POLICIES.items())
+
+
+# --- the checker itself ---------------------------------------------------------------------------
+
+
+def _two_level() -> Batch:
+    tables = np.zeros((4, 400), dtype=np.int32)
+    tables[:, :200] = np.arange(200)
+    tables[:, 200:] = 200 + np.arange(800).reshape(4, 200)
+    return Batch(tables, np.array([230, 240, 200, 250], dtype=np.int32), 1)
+
+
+def _corruptions(grouping: Grouping) -> dict[str, Grouping]:
+    late = grouping.start.copy()
+    late[0] += 1
+    short = grouping.end.copy()
+    short[0] -= 1
+    shut = np.zeros_like(grouping.open)
+    ajar = np.ones_like(grouping.open)
+    stranger = grouping.queries.copy()
+    stranger[-1] = 0 if stranger[-1] else 1
+    found = {
+        "starts late": replace(grouping, start=late),
+        "ends early": replace(grouping, end=short),
+        "nothing open": replace(grouping, open=shut),
+        "everything open": replace(grouping, open=ajar),
+        "a query in another's group": replace(grouping, queries=stranger),
+        "last group dropped": replace(
+            grouping,
+            query_ptr=grouping.query_ptr[:-1],
+            segment_ptr=grouping.segment_ptr[:-1],
+        ),
+        "last group twice": replace(
+            grouping,
+            query_ptr=np.append(
+                grouping.query_ptr, 2 * grouping.query_ptr[-1] - grouping.query_ptr[-2]
+            ),
+            queries=np.append(grouping.queries, grouping.group_queries(grouping.num_groups - 1)),
+            segment_ptr=np.append(grouping.segment_ptr, grouping.segment_ptr[-1] + 1),
+            request=np.append(grouping.request, grouping.request[-1]),
+            start=np.append(grouping.start, grouping.start[-1]),
+            end=np.append(grouping.end, grouping.end[-1]),
+            open=np.append(grouping.open, grouping.open[-1]),
+            attend_begin=np.append(grouping.attend_begin, grouping.attend_begin[-1]),
+            attend_end=np.append(grouping.attend_end, grouping.attend_end[-1]),
+        ),
+    }
+    for name, by in itertools.product(("attend_begin", "attend_end"), (-1, 1)):
+        moved = getattr(grouping, name).copy()
+        moved[-1] += by
+        found[f"{name} of the last segment {by:+}"] = replace(grouping, **{name: moved})
+    return found
+
+
+def _passes(batch: Batch, grouping: Grouping, growth: npt.NDArray[np.int32]) -> bool:
+    try:
+        check_coverage(batch, grouping, growth)
+    except AssertionError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", ["deft-node", "deft-node-chunk", "deft-flatten", "flash-decoding"])
+def test_the_checker_finds_every_corruption(name: str) -> None:
+    batch = _two_level()
+    grouping = get_policy(name).group(batch.forest(), GQA)
+    growth = np.ones(4, dtype=np.int32)
+    check_coverage(batch, grouping, growth)
+    for what, corrupted in _corruptions(grouping).items():
+        assert not _passes(batch, corrupted, growth), what
+
+
+# --- flash-decoding and DeFT ----------------------------------------------------------------------
+
+
+def test_flash_decoding_splits_only_to_fill_the_programs() -> None:
+    forest = build_forest(range(4), [0, 0, 0], [1024] * 4)
+    policy = get_policy("flash-decoding")
+    assert policy.group(forest, replace(GQA, num_programs=4)).num_groups == 4
+    split = policy.group(forest, replace(GQA, num_programs=8))
+    assert split.num_tokens().tolist() == [512] * 8
+    assert split.open.tolist() == [False, True] * 4
+    # More programs than KV blocks: a chunk is never shorter than a block.
+    assert policy.group(forest, replace(GQA, num_programs=999)).num_groups == 64
+
+
+def test_deft_node_is_one_group_a_node() -> None:
+    forest = regular_forest([1, 3, 4], [100, 70, 30])
+    grouping = get_policy("deft-node").group(forest, GQA)
+    assert grouping.num_groups == forest.num_nodes == 16
+    assert grouping.num_tokens().sum() == forest.tokens_stored
+    assert sorted(grouping.num_queries().tolist()) == [1] * 12 + [4] * 3 + [12]
+
+
+def test_deft_node_refuses_a_tree_of_too_many_nodes() -> None:
+    forest = regular_forest([1, 3, 4], [100, 70, 30])
+    with pytest.raises(PolicyError, match=r"deft-node makes 16 groups.*plan holds 15"):
+        get_policy("deft-node").group(forest, replace(GQA, max_groups=15))
+
+
+def test_deft_node_chunk_has_table_12s_number_of_groups() -> None:
+    forest = regular_forest([1, 3, 4], [1000, 129, 0])
+    grouping = get_policy("deft-node-chunk").group(forest, GQA)
+    # k = sum_i ceil(n_i / b_s): 8 for the root, 2 for each of 3 nodes, an empty leaf stays open.
+    assert grouping.num_groups == 8 + 3 * 2 + 12
+    assert grouping.num_tokens()[:8].tolist() == [128] * 7 + [104]
+    coarse = get_policy("deft-node-chunk").group(forest, replace(GQA, max_groups=20))
+    assert coarse.num_groups <= 20
+
+
+def test_deft_flatten_has_table_12s_even_blocks() -> None:
+    forest = regular_forest([1, 3, 4], [1000, 129, 31])
+    grouping = get_policy("deft-flatten").group(forest, GQA)
+    stored = 1000 + 3 * 129 + 12 * 31
+    assert grouping.num_groups == -(-stored // 128)
+    assert set(grouping.num_tokens().tolist()[:-1]) == {128}
+    assert grouping.num_tokens().sum() == stored
+    coarse = get_policy("deft-flatten").group(forest, replace(GQA, max_groups=5))
+    assert coarse.num_groups <= 5
+
+
+def test_a_blocks_bit_masks_are_runs() -> None:
+    forest = regular_forest([1, 150], [50, 1])
+    grouping = get_policy("deft-flatten").group(forest, GQA)
+    # The first chunk holds the root and 78 leaves: 150 queries, one for each leaf.
+    assert grouping.num_groups == 2
+    root, *leaves = grouping.segments(0)
+    assert (root.attend_begin, root.attend_end) == (0, 150)
+    assert [(leaf.attend_begin, leaf.attend_end) for leaf in leaves] == [
+        (at, at + 1) for at in range(78)
+    ]
+    # The second chunk has the other leaves, and only their queries.
+    assert grouping.num_queries().tolist() == [150, 72]
+    assert [segment.attend_begin for segment in grouping.segments(1)] == list(range(72))
+    assert grouping.several_ranges.tolist() == [True, True]
+    assert not get_policy("deft-node").group(forest, GQA).several_ranges.any()
+
+
+@pytest.mark.parametrize("policy", [DeftFlatten, DeftNodeChunk])
+def test_chunk_sizes_are_checked(policy: type[DeftFlatten] | type[DeftNodeChunk]) -> None:
+    with pytest.raises(PolicyError, match="chunk_tokens is 0; expected at least 1"):
+        policy(chunk_tokens=0)
+
+
+# --- FastTree -------------------------------------------------------------------------------------
+
+
+def test_fasttree_equations_by_hand() -> None:
+    assert pad(16, 20) == 12  # the notes' own example
+    assert pad(16, 16) == pad(16, 32) == pad(16, 0) == 0
+    assert pad(16, 1) == 15
+    assert query_padding_cost(16, 20, 100, 128) == 12 * 100 * 128
+    assert context_padding_cost(64, 20, 40, 128) == 20 * 24 * 128
+    assert context_padding_cost(64, 20, 100, 128) == 0  # min(len, TS_c) = TS_c
+
+    costs = FastTreeCosts(FastTreeCoefficients(0.5, 0.25, 2.0), ((16, 64),), head_dim=1)
+    assert costs.padding(20, 100) == 0.5 * 12 * 100
+    assert costs.padding(4, 40) == 0.5 * 12 * 40 + 0.25 * 4 * 24
+    assert costs.split_kv(20, 4, 100, 40) == 600 + 264 + 2.0 * 4
+    assert costs.split_q(20, 4, 100, 40) == 0 + 0.5 * 12 * 140
+    # Query vectors, not queries, fill a tile: 5 queries with a GQA group of 4 have 20 vectors.
+    grouped = FastTreeCosts(FastTreeCoefficients(0.5, 0.25, 2.0), ((16, 64),), 1, gqa_group=4)
+    assert grouped.padding(5, 100) == 600
+    assert grouped.reduction(1) == 8
+
+
+def test_fasttree_phase_is_the_smallest_tile_that_holds_the_group() -> None:
+    costs = FastTreeCosts(FastTreeCoefficients(1, 1, 1), ((16, 128), (64, 32)), 128)
+    assert [costs.phase(rows) for rows in (1, 16, 17, 64, 100)] == [
+        (16, 128), (16, 128), (64, 32), (64, 32), (64, 32)
+    ]  # fmt: skip
+
+
+def test_fasttree_takes_the_cheaper_value_of_an_edge() -> None:
+    # The hand-computed edge above: 4 of 20 queries share 40 tokens more, SplitQ costs less.
+    shared = [140] * 3 + [100] * 16
+    forest = build_forest(range(20), shared, [140] * 4 + [100] * 16)
+    target = replace(MHA, tile_heights=(16,), head_dim=1)
+    edge = int(np.flatnonzero(forest.num_queries == 4)[0])
+    cheap = FastTree(FastTreeCoefficients(0.5, 0.25, 2.0)).assign_edges(forest, target)
+    assert cheap[edge]
+    free = FastTree(FastTreeCoefficients(0.5, 0.25, 0.0)).assign_edges(
+        build_forest(range(20), [164] * 3 + [100] * 16, [164] * 4 + [100] * 16), target
+    )  # SplitKV 600 + 384, SplitQ 984: equal, and equal is not cheaper
+    assert not free[edge]
+
+
+def _greedy_by_the_notes(
+    parent: list[int], tokens: list[int], queries: list[int], target: Target
+) -> list[int]:
+    """The breadth-first search, written from the notes without any code of the package."""
+    alpha, beta, gamma = 0.66, 0.33, 0.1
+
+    def c_p(n_q: int, length: int) -> float:
+        rows = n_q * target.gqa_group
+        phases = sorted(set(target.tile_heights))
+        tile = next((t for t in phases if rows <= t), phases[-1])
+        pad_q = -rows % tile
+        pad_c = -min(length, target.block_tokens) % target.block_tokens
+        return alpha * pad_q * length * target.head_dim + beta * rows * pad_c * target.head_dim
+
+    length = list(tokens)
+    value = [0] * len(parent)
+    queue = deque(n for n, p in enumerate(parent) if p == VIRTUAL_ROOT)
+    while queue:
+        v = queue.popleft()
+        n_curr = queries[v]
+        for l in (n for n, p in enumerate(parent) if p == v):  # noqa: E741
+            n_l = queries[l]
+            reduction = gamma * n_l * target.gqa_group * target.head_dim
+            kv = c_p(n_curr, length[v]) + c_p(n_l, length[l]) + reduction
+            q = c_p(n_curr - n_l, length[v]) + c_p(n_l, length[v] + length[l])
+            if kv > q:
+                value[l], n_curr, length[l] = 1, n_curr - n_l, length[v] + length[l]
+            queue.append(l)
+    return value
+
+
+@settings(max_examples=150)
+@given(batch=batches(), target=targets)
+def test_fasttree_is_the_notes_greedy_search(batch: Batch, target: Target) -> None:
+    forest = batch.forest()
+    expected = _greedy_by_the_notes(
+        forest.parent.tolist(), forest.length.tolist(), forest.num_queries.tolist(), target
+    )
+    assert FastTree().assign_edges(forest, target).astype(int).tolist() == expected
+
+
+def test_fasttree_concatenates_the_whole_path_and_drops_deserted_parents() -> None:
+    # Only the reduction has a cost, so every edge is concatenated: Q-guided grouping.
+    forest = regular_forest([1, 2, 2], [64, 64, 64])
+    policy = FastTree(FastTreeCoefficients(0.0, 0.0, 1.0))
+    grouping = policy.group(forest, replace(MHA, num_programs=1))
+    assert grouping.num_groups == 4
+    assert grouping.start.tolist() == [0] * 4
+    assert grouping.end.tolist() == [192] * 4
+    assert grouping.num_queries().tolist() == [1] * 4
+
+
+def test_fasttree_opens_a_lone_parent_instead_of_adding_an_empty_group() -> None:
+    # Query 0 ends where the shared node ends; query 1 goes on and is concatenated away.
+    forest = build_forest([0, 1], [100], [100, 180])
+    grouping = _assigned(forest, [False, False, True])
+    assert grouping.num_groups == 2
+    assert grouping.open.tolist() == [True, True]
+    assert grouping.request.tolist() == [0, 1]
+    assert grouping.end.tolist() == [100, 180]
+
+
+def _assigned(forest: PrefixForest, values: npt.ArrayLike) -> Grouping:
+    ranges = assigned_ranges(forest, np.asarray(values, dtype=bool))
+    return cut_evenly(ranges, np.ones(len(ranges.request), dtype=np.int64), 64)
+
+
+@settings(max_examples=150)
+@given(batch=batches(), data=st.data())
+def test_any_edge_assignment_covers_every_query_once(batch: Batch, data: st.DataObject) -> None:
+    forest = batch.forest()
+    values = data.draw(
+        st.lists(st.booleans(), min_size=forest.num_nodes, max_size=forest.num_nodes)
+    )
+    grouping = _assigned(forest, np.array(values, dtype=bool) & (forest.parent != VIRTUAL_ROOT))
+    rows = len(batch.seq_lens)
+    check_coverage(batch, grouping, np.zeros(rows, dtype=np.int32))
+    check_coverage(batch, grouping, np.arange(rows, dtype=np.int32))
+
+
+def test_long_contexts_are_split_even_where_short_ones_fill_the_programs() -> None:
+    # 64 leaves fill 16 programs, but the root alone would take longer than all of them.
+    forest = regular_forest([1, 64], [100_000, 16])
+    grouping = get_policy("fasttree").group(forest, MHA)
+    longest = int(grouping.num_tokens().max())
+    assert longest <= 2 * forest.tokens_stored // MHA.num_programs
+
+
+# --- FlashForge -----------------------------------------------------------------------------------
+
+
+@settings(max_examples=100)
+@given(batch=batches(), target=targets)
+def test_flashforge_divides_within_equation_5(batch: Batch, target: Target) -> None:
+    forest = batch.forest()
+    division = FlashForge().divide(forest, target)
+    model = default_cost_model()
+    largest = max(1, target.largest_tile)
+    for node in range(forest.num_nodes):
+        queries = int(forest.num_queries[node])
+        rows = -(-queries // -(-queries // largest)) * target.gqa_group
+        cost = float(model.time(rows, int(forest.length[node])))
+        assert 1 <= division.num_chunks[node] <= np.ceil(cost / division.lower_bound_ms)
+    cost = item_costs(division.grouping, target)[1]
+    assert (np.diff(cost) <= 1e-12).all(), "groups come longest first"
+    schedule = longest_first(cost, target.num_programs)
+    assert schedule.makespan_ms == pytest.approx(division.makespan_ms)
+    undivided = item_costs(get_policy("deft-node").group(forest, target), target)[1]
+    assert division.makespan_ms <= longest_first(undivided, target.num_programs).makespan_ms + 1e-12
+
+
+@pytest.mark.parametrize("lens", [[4096, 64], [1024, 1024], [16384, 4096, 64], [300]])
+@pytest.mark.parametrize("programs", [1, 2, 3])
+def test_flashforge_lower_bound_is_below_every_schedule(lens: list[int], programs: int) -> None:
+    forest = build_forest(range(len(lens)), [0] * (len(lens) - 1), lens)
+    target = replace(MHA, num_programs=programs, block_tokens=64)
+    division = FlashForge().divide(forest, target)
+    model = default_cost_model()
+    best = np.inf
+    for num_chunks in itertools.product(range(1, 4), repeat=len(lens)):
+        costs = [float(model.time(1, n / b)) for n, b in zip(lens, num_chunks, strict=True)
+                 for _ in range(b)]  # fmt: skip
+        for placing in itertools.product(range(programs), repeat=len(costs)):
+            load = np.zeros(programs)
+            np.add.at(load, list(placing), costs)
+            best = min(best, float(load.max()))
+    assert division.lower_bound_ms <= best + 1e-12
+    assert division.makespan_ms >= division.lower_bound_ms - 1e-12
+
+
+def test_longest_first_is_grahams_rule() -> None:
+    schedule = longest_first(np.array([3.0, 5, 4, 3, 5, 4, 3]), 3)
+    assert schedule.makespan_ms == 11.0  # Graham's worst case: the optimum is 9
+    assert schedule.order.tolist() == [1, 4, 2, 5, 0, 3, 6]
+    load = np.bincount(schedule.program, weights=[3.0, 5, 4, 3, 5, 4, 3])
+    assert load.max() == schedule.makespan_ms
+    assert longest_first(np.zeros(0), 3).makespan_ms == 0.0
+    with pytest.raises(PolicyError, match="num_programs is 0"):
+        longest_first(np.ones(1), 0)
+
+
+def test_flashforge_divides_the_long_shared_node_only() -> None:
+    forest = regular_forest([1, 20], [10_000, 50])  # the paper's document question answering
+    division = FlashForge().divide(forest, replace(MHA, num_programs=33))
+    assert division.num_chunks[0] > 4
+    assert set(division.num_chunks[1:].tolist()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("fan_out", "tokens", "programs"),
+    [
+        ([2, 5], [10_240, 64], 33),
+        ([2, 5], [640, 128], 3),
+        # The division of the smallest mean is not the one of the smallest makespan.
+        ([2, 4], [4352, 2880], 16),
+        ([3, 5], [576, 3136], 29),
+        ([3, 3], [8768, 3648], 26),
+    ],
+)
+def test_flashforge_keeps_the_best_of_the_grid(
+    fan_out: list[int], tokens: list[int], programs: int
+) -> None:
+    forest = regular_forest(fan_out, tokens)
+    target = replace(MHA, num_programs=programs)
+    division = FlashForge().divide(forest, target)
+    model = default_cost_model()
+    cost = model.time(forest.num_queries, forest.length)
+    makespans = []
+    for step in range(60):
+        num_chunks = np.ceil(cost / (division.lower_bound_ms * 1.25**step)).astype(np.int64)
+        num_chunks = np.clip(num_chunks, 1, -(-forest.length // target.block_tokens))
+        grouping = cut_evenly(node_ranges(forest), num_chunks, target.block_tokens)
+        items = item_costs(grouping, target)[1]
+        makespans.append(longest_first(items, programs).makespan_ms)
+    assert division.makespan_ms == pytest.approx(min(makespans))
+
+
+def test_grid_ratio_is_checked() -> None:
+    with pytest.raises(PolicyError, match=r"grid_ratio is 1\.0"):
+        FlashForge(grid_ratio=1.0)
+
+
+# --- docs/papers.md -------------------------------------------------------------------------------
+
+
+def test_the_papers_page_names_what_exists() -> None:
+    root = Path(__file__).parents[2]
+    rows = re.findall(
+        r"\| `([\w/]+\.py)` \| (`[^|]+`) \|", (root / "docs/papers.md").read_text(encoding="utf-8")
+    )
+    assert len(rows) > 35
+    for path, names in rows:
+        source = (root / "deft_backend" / path).read_text(encoding="utf-8")
+        for name in re.findall(r"`(\w+)`", names):
+            assert re.search(rf"^\s*(def |class )?{name}\b[ (:=]", source, re.MULTILINE), (
+                path,
+                name,
+            )
+
+
+def test_flattened_blocks_stay_within_what_the_kernels_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forest = regular_forest([1, 2], [900, 100])
+    target = replace(MHA, max_groups=2)
+    assert DeftFlatten().group(forest, target).num_groups <= 2
+    monkeypatch.setattr("deft_backend.policies.deft_flatten.MAX_ITEM_TOKENS", 512)
+    with pytest.raises(PolicyError, match="blocks of 1024 tokens; the kernels address 512"):
+        DeftFlatten().group(forest, target)
+
+
+def test_a_small_batch_is_planned_for_fewer_programs() -> None:
+    target = replace(GQA, tile_programs=(200, 33, 33), fewer_programs=((4, 8), (9, 80)))
+    assert [target.programs_for(queries)[0] for queries in (1, 4, 5, 9, 10)] == [8, 8, 80, 80, 200]
+    assert target.programs_for(4)[1:] == (33, 33)
+    forest = regular_forest([4], [40000])
+    few, many = (
+        get_policy("auto").group(forest, replace(GQA, tile_programs=(programs, 33, 33)))
+        for programs in (8, 200)
+    )
+    found = get_policy("auto").group(forest, target)
+    assert found.num_groups == few.num_groups != many.num_groups
+    np.testing.assert_array_equal(found.end, few.end)

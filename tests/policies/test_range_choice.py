@@ -1,0 +1,261 @@
+"""`auto`: the choice of KV ranges with their own items, and their chunks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deft_backend.costs.cost_model import default_cost_model
+from deft_backend.costs.shipped_tables import shipped_for
+from deft_backend.costs.tile_costs import TileCosts
+from deft_backend.forest import PrefixForest, build_forest
+from deft_backend.policies import Grouping, Target, get_policy
+from deft_backend.policies.chunk_choice import choose_chunks
+from deft_backend.policies.makespan import kv_bytes
+from deft_backend.policies.range_choice import choose_ranges
+from strategies import GROWTH, Batch, batches, check_coverage, regular_forest, targets
+
+GQA = Target(num_query_heads=32, num_kv_heads=8, head_dim=128)
+AUTO = get_policy("auto")
+
+tile_costs = st.builds(
+    lambda item, token, partial, reduce: TileCosts(tuple(item), tuple(token), partial, reduce),
+    item=st.lists(st.floats(1, 1e5), min_size=2, max_size=2),
+    token=st.lists(st.floats(0.1, 1e3), min_size=2, max_size=2),
+    partial=st.floats(0.01, 1e4),
+    reduce=st.floats(1, 1e5),
+)
+
+
+def with_costs(target: Target, costs: TileCosts) -> Target:
+    return replace(target, cost_model=replace(default_cost_model(), tiles=costs))
+
+
+def ranges_of(
+    forest: PrefixForest, target: Target, costs: TileCosts
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Node, begin and end of every range, uncut."""
+    return choose_ranges(
+        forest.parent, forest.start, forest.length, forest.query_begin, forest.query_end,
+        forest.is_leaf, np.array(target.single_range_tiles), np.array(target.tile_programs[:-1]),
+        costs.as_array(),
+    )  # fmt: skip
+
+
+def chunks_of(
+    queries: list[int], tokens: list[int], target: Target, costs: TileCosts, transfer_ns: float
+) -> list[int]:
+    """Longest chunk of each tile shape."""
+    found: list[int] = choose_chunks(
+        np.array(queries, dtype=np.int64), np.array(tokens, dtype=np.int64),
+        np.array(target.single_range_tiles), np.array(target.tile_programs[:-1]),
+        target.num_sms / target.num_kv_heads, costs.as_array(), transfer_ns, target.block_tokens,
+    ).tolist()  # fmt: skip
+    return found
+
+
+def parts_of(grouping: Grouping) -> npt.NDArray[np.int64]:
+    """Number of groups of each query."""
+    return np.bincount(grouping.queries)
+
+
+@settings(max_examples=100)
+@given(batch=batches(), target=targets, costs=tile_costs, data=st.data())
+def test_every_cost_table_gives_an_attention(
+    batch: Batch, target: Target, costs: TileCosts, data: st.DataObject
+) -> None:
+    grouping = AUTO.group(batch.forest(), with_costs(target, costs))
+    rows = len(batch.seq_lens)
+    growth = data.draw(st.lists(st.integers(0, GROWTH), min_size=rows, max_size=rows))
+    check_coverage(batch, grouping, np.array(growth, dtype=np.int32))
+    assert not grouping.several_ranges.any()
+
+
+@given(
+    lens=st.lists(st.integers(0, 5000), min_size=1, max_size=40), target=targets, costs=tile_costs
+)
+def test_an_unshared_batch_has_one_range_a_query(
+    lens: list[int], target: Target, costs: TileCosts
+) -> None:
+    forest = build_forest(range(len(lens)), [0] * (len(lens) - 1), lens)
+    node, begin, end = ranges_of(forest, target, costs)
+    assert forest.request[node].tolist() == list(range(len(lens)))
+    assert not begin.any()
+    assert end.tolist() == lens
+    # With or without cuts, each chunk belongs to one query.
+    grouping = AUTO.group(forest, with_costs(target, costs))
+    assert set(grouping.num_queries().tolist()) == {1}
+
+
+@settings(max_examples=100)
+@given(batch=batches(), target=targets, costs=tile_costs)
+def test_ranges_of_shared_nodes_are_continued_by_leaves(
+    batch: Batch, target: Target, costs: TileCosts
+) -> None:
+    forest = batch.forest()
+    node, begin, end = ranges_of(forest, target, costs)
+    leaf = forest.is_leaf[node]
+    assert node[leaf].tolist() == np.flatnonzero(forest.is_leaf).tolist()
+    assert (end[~leaf] > begin[~leaf]).all()
+    assert (end[~leaf] == forest.end[node[~leaf]]).all()
+    assert (end[leaf] == forest.end[node[leaf]]).all()
+
+
+@settings(max_examples=150)
+@given(batch=batches(), target=targets, costs=tile_costs, factor=st.floats(1, 1e4))
+def test_dearer_partial_results_are_never_more(
+    batch: Batch, target: Target, costs: TileCosts, factor: float
+) -> None:
+    forest = batch.forest()
+    dearer = replace(costs, partial_ns=costs.partial_ns * factor)
+
+    def ranges_a_query(costs: TileCosts) -> npt.NDArray[np.int64]:
+        count = np.zeros(forest.batch_size, dtype=np.int64)
+        for node in ranges_of(forest, target, costs)[0]:
+            count[forest.query_begin[node] : forest.query_end[node]] += 1
+        return count
+
+    assert (ranges_a_query(dearer) <= ranges_a_query(costs)).all()
+
+
+@settings(max_examples=150)
+@given(
+    ranges=st.lists(
+        st.tuples(st.integers(1, 200), st.integers(0, 20_000)), min_size=1, max_size=20
+    ),
+    target=targets,
+    costs=tile_costs,
+    factor=st.floats(1, 1e4),
+    transfer_ns=st.floats(0.01, 100),
+)
+def test_chunks_are_whole_blocks_and_fewer_where_they_cost_more(
+    ranges: list[tuple[int, int]],
+    target: Target,
+    costs: TileCosts,
+    factor: float,
+    transfer_ns: float,
+) -> None:
+    queries, tokens = [q for q, _ in ranges], [n for _, n in ranges]
+    block = target.block_tokens
+    longest = -(-max(tokens) // block) * block
+    chunks = chunks_of(queries, tokens, target, costs, transfer_ns)
+    assert all(chunk % block == 0 and block <= chunk <= max(block, longest) for chunk in chunks)
+
+    def results(chunks: list[int]) -> int:
+        """Partial results of cut ranges, by tile shape."""
+        total = 0
+        for count, length in ranges:
+            fitting = [n for n, held in enumerate(target.single_range_tiles) if held >= count]
+            parts = -(-length // chunks[fitting[0] if fitting else -1])
+            total += count * parts if parts > 1 else 0
+        return total
+
+    dearer = replace(costs, partial_ns=costs.partial_ns * factor)
+    assert results(chunks_of(queries, tokens, target, dearer, transfer_ns)) <= results(chunks)
+
+
+def test_few_items_of_a_shared_node_leave_room_for_leaves() -> None:
+    """The leaves take much longer than the node takes on half of the programs."""
+    costs = TileCosts((1000.0, 1000.0), (10.0, 10.0), 0.001, 1.0)
+    target = replace(GQA, tile_programs=(128, 32, 32))
+
+    def num_chunks(leaves: int) -> int:
+        queries, tokens = [16] + [1] * leaves, [4096] + [500] * leaves
+        return -(-4096 // chunks_of(queries, tokens, target, costs, 0.5)[1])
+
+    assert 2 * num_chunks(0) > 32
+    assert 2 * num_chunks(10) <= 32
+    assert num_chunks(1) > num_chunks(40)  # hiding behind a short time needs more programs
+
+
+@settings(max_examples=60)
+@given(batch=batches(), target=targets, costs=tile_costs)
+def test_groups_are_even_chunks_within_the_chosen_length(
+    batch: Batch, target: Target, costs: TileCosts
+) -> None:
+    forest = batch.forest()
+    own = with_costs(target, costs)
+    target = replace(target, tile_programs=target.programs_for(forest.batch_size))
+    node, begin, end = ranges_of(forest, target, costs)
+    queries = forest.num_queries[node].tolist()
+    token_bytes = 2 * target.head_dim * target.dtype_bytes * target.num_kv_heads
+    transfer_ns = default_cost_model().transfer_ms(token_bytes) * 1e6
+    chunks = chunks_of(queries, (end - begin).tolist(), target, costs, transfer_ns)
+    grouping = AUTO.group(forest, own)
+    at = 0
+    for count, first, stop in zip(queries, begin.tolist(), end.tolist(), strict=True):
+        fitting = [n for n, held in enumerate(target.single_range_tiles) if held >= count]
+        limit = chunks[fitting[0] if fitting else -1]
+        num_chunks = max(1, -(-(stop - first) // limit))
+        lengths = grouping.num_tokens()[at : at + num_chunks]
+        assert grouping.start[at] == first
+        assert grouping.end[at + num_chunks - 1] == stop
+        assert lengths.max() <= limit
+        assert lengths.max() - lengths.min() <= 2 * target.block_tokens
+        at += num_chunks
+    assert at == grouping.num_groups
+
+
+def test_a_long_prefix_is_not_read_once_per_request() -> None:
+    forest = regular_forest([1, 64], [16_000, 64])
+    grouping = AUTO.group(forest, GQA)
+    # 64 queries of 4 heads fill four tiles of height 64; the prefix has whole blocks of 64 tokens.
+    assert grouping.num_tokens().sum() == 16_000 + 64 * 64
+    assert (np.diff(grouping.start[grouping.num_queries() == 64]) > 0).all()
+
+
+def test_the_tokens_of_a_short_shared_node_are_read_with_each_leaf() -> None:
+    # One block, two queries: reading it twice is cheaper than merging two results of each.
+    forest = regular_forest([1, 2], [64, 900])
+    costs = TileCosts((5800.0, 5000.0), (60.0, 28.0), 8.4, 2500.0)
+    grouping = AUTO.group(forest, with_costs(replace(GQA, tile_programs=(4, 1, 1)), costs))
+    leaves = grouping.start[grouping.request == 1]
+    assert leaves[0] == 0
+    assert set(grouping.num_queries().tolist()) == {1}
+
+
+@pytest.mark.parametrize(("partial_ns", "parts"), [(1e-3, 3), (1e9, 1)])
+def test_what_merging_costs_decides(partial_ns: float, parts: int) -> None:
+    forest = regular_forest([1, 4, 8], [2048, 2048, 64])
+    costs = TileCosts((1.0, 1.0), (60.0, 28.0), partial_ns, 1.0)
+    one_chunk = replace(GQA, tile_programs=(1, 1, 1))
+    assert ranges_of(forest, one_chunk, costs)[0].size == {3: 1 + 4 + 32, 1: 32}[parts]
+    assert (parts_of(AUTO.group(forest, with_costs(one_chunk, costs))) == parts).all()
+
+
+@settings(max_examples=60)
+@given(batch=batches(), slack=st.integers(0, 8), costs=tile_costs)
+def test_chunks_grow_until_the_plan_holds_them(batch: Batch, slack: int, costs: TileCosts) -> None:
+    forest = batch.forest()
+    target = with_costs(replace(GQA, tile_programs=(64, 64, 64), block_tokens=16), costs)
+    ranges = ranges_of(forest, target, costs)[0]
+    pairs = int(forest.num_queries[ranges].sum())
+    limited = replace(target, max_groups=len(ranges) + slack, max_group_queries=pairs + slack)
+    grouping = AUTO.group(forest, limited)
+    assert grouping.num_groups <= limited.max_groups
+    assert len(grouping.queries) <= limited.max_group_queries
+    check_coverage(batch, grouping, np.zeros(forest.batch_size, dtype=np.int32))
+
+
+def test_items_that_fill_the_memorys_bandwidth_are_not_cut_further() -> None:
+    """An item costs time besides its tokens, even if more items leave every program with work."""
+    target = Target(16, 1, 128, tile_heights=(16, 64, 64), tile_programs=(792, 264, 264))
+    transfer_ns = default_cost_model().transfer_ms(kv_bytes(1, target)) * 1e6
+    costs = shipped_for(16, 128, "float16").tiles
+    leaves, _ = chunks_of([1] * 256, [1024] * 256, target, costs, transfer_ns)
+    assert leaves == 512
+
+
+def test_items_of_one_round_spread_evenly_over_the_sms() -> None:
+    target = Target(32, 32, 128, tile_programs=(33, 8, 8))
+    transfer_ns = default_cost_model().transfer_ms(kv_bytes(1, target)) * 1e6
+    costs = default_cost_model().tiles
+    leaves, _ = chunks_of([1], [8192], target, costs, transfer_ns)
+    on_each_sm = -(-8192 // leaves) * 32 / 132
+    assert math.ceil(on_each_sm) / on_each_sm < 1.05

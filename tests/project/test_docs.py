@@ -1,0 +1,104 @@
+"""Documentation: all its links, paths and module names exist, and the README is short."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), ROOT / "models/tiny-llama/README.md"]
+)
+
+HISTORY = {"CHANGELOG.md"}
+"""Pages that also name removed modules."""
+
+PLACES = (".", "deft_backend", "docs", "deft_backend/hosts/sglang", "deft_backend/hosts/vllm")
+"""Folders for relative paths in backticks, in addition to the page's own."""
+
+ELSEWHERE = ("reports/", "v1/", "srt/")
+"""Files that commands write, and the hosts' own sources."""
+
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]*))?\)")
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def prose(page: Path) -> str:
+    """The page without its code blocks."""
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, in the form of GitHub and MkDocs."""
+    found = set()
+    for heading in re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        found.add(re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-"))
+    return found
+
+
+def broken_links(page: Path) -> Iterator[str]:
+    for path, anchor in LINK.findall(prose(page)):
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists():
+            yield f"{path}: no such file"
+        elif anchor and target.suffix == ".md" and anchor not in anchors(target):
+            yield f"{path}#{anchor}: no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    assert not list(broken_links(page))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_path_exists(page: Path) -> None:
+    """Paths in backticks that include a folder and name a source, a page or data."""
+    named = re.findall(r"`([\w.\-]+(?:/[\w.\-]+)+\.(?:py|md|json|html|toml))`", prose(page))
+    places = [page.parent, *(ROOT / place for place in PLACES)]
+    missing = {
+        path
+        for path in named
+        if not path.startswith(ELSEWHERE) and not any((at / path).exists() for at in places)
+    }
+    assert not missing
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name not in HISTORY], ids=name_of)
+def test_every_module_exists(page: Path) -> None:
+    """Dotted names of our packages, in text and in code blocks."""
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"\b(?:deft_backend|deft_patches|benchmarks|examples)(?:\.\w+)+", text)
+    missing = set()
+    for name in named:
+        if name.rsplit(".", 1)[-1] in {"json", "md", "svg", "py", "html"}:
+            continue
+        parts = name.split(".")
+        if not any(is_module(parts[:length]) for length in (len(parts), len(parts) - 1)):
+            missing.add(name)
+    assert not missing
+
+
+def is_module(parts: list[str]) -> bool:
+    """A folder of the checkout, or a file with that name and the ending .py."""
+    path = ROOT.joinpath(*parts)
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Here it is\n[a](b.md) [c](page.md#here-it-is) [d](#gone)\n```\n[e](f)\n```\n"
+    )
+    assert list(broken_links(page)) == ["b.md: no such file", "#gone: no such heading"]

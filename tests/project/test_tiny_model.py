@@ -1,0 +1,115 @@
+"""The tiny model in ``models/tiny-llama``: the properties that the demo and the tests need."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+transformers = pytest.importorskip(
+    "transformers", reason="the tiny model is read through transformers, which is not installed"
+)
+
+FOLDER = Path(__file__).parents[2] / "models" / "tiny-llama"
+BYTES_ALLOWED = 3_000_000
+# Neighbouring bfloat16 values are at most 1/8 apart at the size of these logits, so that a lead
+# of 1 survives the rounding errors of any attention backend.
+CONFIDENT_LEAD = 1.0
+
+LONG_NOTES = " ".join(
+    f"The town of {town} stands on the river {river}. Its ruler is {ruler}. "
+    f"The people of {town} sell {trade}."
+    for town, river, ruler, trade in (
+        ("Belmora", "Isk", "King Odo", "glass"),
+        ("Corvane", "Tarrow", "Duke Fenn", "salt"),
+        ("Dunwick", "Lumen", "Lady Orla", "wool"),
+        ("Elstow", "Brill", "King Pell", "honey"),
+    )
+)
+
+PROMPTS = {
+    "Sort the digits 8 2 5 1.": "1 2 5 8.",
+    "The town of Galdry stands on": (
+        "the river Sorrel. Its ruler is Duke Hale. "
+        "The people of Galdry sell boats and eat seed bread."
+    ),
+    f"The code of WILLOW is 5186.\n\n{LONG_NOTES}\n\nWhat is the code of WILLOW?": (
+        "The code of WILLOW is 5186."
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return transformers.AutoTokenizer.from_pretrained(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(FOLDER).float().eval()
+
+
+def test_folder_is_small_enough_to_keep_in_the_repository() -> None:
+    sizes = [path.stat().st_size for path in FOLDER.rglob("*") if path.is_file()]
+    assert sum(sizes) <= BYTES_ALLOWED
+
+
+def test_attention_is_grouped_with_heads_of_64_dimensions() -> None:
+    config = json.loads((FOLDER / "config.json").read_text(encoding="utf-8"))
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["head_dim"] == 64
+    assert (config["num_attention_heads"], config["num_key_value_heads"]) == (4, 2)
+    assert config["dtype"] == config["torch_dtype"] == "float16"
+
+
+@given(text=st.text())
+def test_tokens_are_the_bytes_of_any_text(tokenizer: Any, text: str) -> None:
+    tokens = tokenizer.encode(text)
+    assert tokens == list(text.encode())
+    assert tokenizer.decode(tokens) == text
+
+
+def test_tokenizer_fills_the_vocabulary_of_the_model(tokenizer: Any, model: Any) -> None:
+    assert tokenizer.is_fast
+    assert len(tokenizer) == model.config.vocab_size
+
+
+def test_chat_template_marks_the_turns(tokenizer: Any) -> None:
+    rendered = tokenizer.apply_chat_template(
+        [
+            {"role": "system", "content": "Answer briefly."},
+            {"role": "user", "content": "Hello!"},
+            {"role": "assistant", "content": "Hi."},
+            {"role": "user", "content": [{"type": "text", "text": "Who are you?"}]},
+        ],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert rendered == (
+        "<|bos|><|user|>Answer briefly.\n\nHello!<|assistant|>Hi.<|eos|>"
+        "<|user|>Who are you?<|assistant|>"
+    )
+
+
+@pytest.mark.parametrize(("prompt", "expected"), PROMPTS.items(), ids=("sort", "town", "code"))
+def test_greedy_continuation_is_right_and_confident(
+    tokenizer: Any, model: Any, prompt: str, expected: str
+) -> None:
+    tokens = tokenizer.encode(prompt)
+    leads = []
+    with torch.inference_mode():
+        inputs, cache = torch.tensor([tokens]), None
+        for _ in range(len(expected) + 1):
+            output = model(input_ids=inputs, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            best, second = output.logits[0, -1].topk(2).values.tolist()
+            leads.append(best - second)
+            tokens.append(int(output.logits[0, -1].argmax()))
+            inputs = torch.tensor([tokens[-1:]])
+    assert tokenizer.decode(tokens)[len(prompt) :].strip() == expected
+    assert min(leads) > CONFIDENT_LEAD

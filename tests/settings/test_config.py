@@ -1,0 +1,103 @@
+"""Settings: every variable, its limits, and the table in the documentation."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from deft_backend.policies import POLICY_NAMES
+from deft_backend.settings import config
+from deft_backend.settings.config import VARIABLES, Settings, SettingsError, warn_unknown
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+
+
+def test_defaults() -> None:
+    settings = Settings.from_env({})
+    assert settings == Settings()
+    assert settings.policy == "auto"
+    assert settings.policy in POLICY_NAMES
+    assert settings.fallback_backend is None
+
+
+def test_empty_means_unset() -> None:
+    assert Settings.from_env({"DEFT_MIN_BATCH": "", "DEFT_LOG": "  "}) == Settings()
+
+
+def test_every_field_has_a_variable() -> None:
+    assert [v.field for v in VARIABLES] == [f.name for f in fields(Settings)]
+    assert all(v.name == "DEFT_" + v.field.upper() for v in VARIABLES)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "field", "parsed"),
+    [
+        ("DEFT_POLICY", "fasttree", "policy", "fasttree"),
+        ("DEFT_MIN_SHARE", "1.5", "min_share", 1.5),
+        ("DEFT_MIN_BATCH", "4", "min_batch", 4),
+        ("DEFT_MIN_SHARED_TOKENS", "0", "min_shared_tokens", 0),
+        ("DEFT_MAX_BATCH", "512", "max_batch", 512),
+        ("DEFT_FALLBACK_BACKEND", "triton", "fallback_backend", "triton"),
+        ("DEFT_LOG", "quiet", "log", "quiet"),
+        ("DEFT_VERIFY", "1", "verify", True),
+        ("DEFT_VERIFY", "No", "verify", False),
+        ("DEFT_OBSERVE", "true", "observe", True),
+        ("DEFT_STATE_DIR", "/somewhere/new", "state_dir", Path("/somewhere/new")),
+    ],
+)
+def test_values(name: str, value: str, field: str, parsed: object) -> None:
+    assert getattr(Settings.from_env({name: value}), field) == parsed
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("DEFT_POLICY", "fastest", "one of flash-decoding, "),
+        ("DEFT_MIN_SHARE", "0.9", "a number of 1 or more"),
+        ("DEFT_MIN_SHARE", "nan", "a number of 1 or more"),
+        ("DEFT_MIN_SHARE", "inf", "a number of 1 or more"),
+        ("DEFT_MIN_BATCH", "0", "an integer of 1 or more"),
+        ("DEFT_MIN_BATCH", "2.5", "an integer of 1 or more"),
+        ("DEFT_MIN_SHARED_TOKENS", "-1", "an integer of 0 or more"),
+        ("DEFT_MAX_BATCH", "4097", "an integer from 1 to 4096"),
+        ("DEFT_LOG", "loud", "one of quiet, info, debug"),
+        ("DEFT_VERIFY", "maybe", "1 (or true, yes, on) or 0 (or false, no, off)"),
+        ("DEFT_OBSERVE", "2", "1 (or true, yes, on) or 0 (or false, no, off)"),
+        ("DEFT_STATE_DIR", __file__, "a directory, existing or to be made"),
+    ],
+)
+def test_errors_name_variable_value_and_what_is_allowed(
+    name: str, value: str, expected: str
+) -> None:
+    with pytest.raises(SettingsError) as raised:
+        Settings.from_env({name: value})
+    assert str(raised.value).startswith(f"{name} is {value!r}; expected {expected}")
+
+
+def test_unknown_variables_are_said_once(caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
+    monkeypatch.setattr(config, "_warned", set())
+    env = {"DEFT_POLCY": "auto", "DEFT_POLICY": "auto", "PATH": "/bin", "DEFT_XYZZY": "1"}
+    with caplog.at_level(logging.WARNING):
+        first, second = warn_unknown(env), warn_unknown(env)
+    assert first == [
+        "DEFT_POLCY is set, but no such setting exists; did you mean DEFT_POLICY?",
+        "DEFT_XYZZY is set, but no such setting exists; known are "
+        + ", ".join(v.name for v in VARIABLES),
+    ]
+    assert second == []
+    assert [r.message for r in caplog.records] == first
+
+
+def test_the_documentation_has_the_same_table() -> None:
+    rows = [
+        [cell.strip() for cell in line.strip("|\n ").split("|")]
+        for line in PAGE.read_text().splitlines()
+        if line.startswith("| `DEFT_")
+    ]
+    assert rows == [
+        [f"`{v.name}`", f"`{v.default}`" if v.default else "unset", v.allowed, v.meaning]
+        for v in VARIABLES
+    ]

@@ -1,0 +1,406 @@
+"""An interpreter, in NumPy, of the part of Gluon that the kernels use.
+
+The emulator loads a kernel's module a second time, with these names instead of Triton's. The
+programs run one after another as ordinary Python. Layouts have no effect here; everything else is
+strict. Shared memory holds NaN until a copy has arrived. Copies arrive only when the program waits
+for them. An address outside its tensor is an error.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, reduce
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from deft_backend.kernels import program_numbers
+from deft_backend.kernels.hopper import eight_bits, parts, query_tokens, versions
+from deft_backend.kernels.hopper.large_tile import copies as large_tile_copies
+from deft_backend.kernels.hopper.large_tile import memory as large_tile_memory
+from deft_backend.kernels.hopper.large_tile import results as large_tile_results
+from deft_backend.kernels.hopper.large_tile import softmax as large_tile_softmax
+from deft_backend.kernels.hopper.small_tile import copies as small_tile_copies
+from deft_backend.kernels.hopper.small_tile import memory as small_tile_memory
+from deft_backend.kernels.hopper.small_tile import results as small_tile_results
+from deft_backend.kernels.hopper.small_tile import softmax as small_tile_softmax
+from deft_backend.kernels.plain import eight_bits as plain_eight_bits
+
+PARTS = (
+    versions, eight_bits, parts, query_tokens, small_tile_memory,
+    small_tile_copies, small_tile_softmax, small_tile_results, large_tile_memory,
+    large_tile_copies, large_tile_softmax, large_tile_results, program_numbers,
+)  # fmt: skip
+"""Modules that kernels import functions in Gluon from; each uses none but those before it."""
+
+
+class DType:
+    """An element type under the kernels' name for it."""
+
+    def __init__(self, name: str) -> None:
+        self.np = np.dtype(name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DType) and self.np == other.np
+
+    def __hash__(self) -> int:
+        return hash(self.np)
+
+
+class Tensor(np.ndarray):
+    """Values in registers: an assignment names new values and changes no old ones."""
+
+    def __iadd__(self, other: Any) -> Any:
+        return self + other
+
+    def __isub__(self, other: Any) -> Any:
+        return self - other
+
+    def __imul__(self, other: Any) -> Any:
+        return self * other
+
+    @property
+    def type(self) -> Any:
+        return SimpleNamespace(layout=None)
+
+    def to(self, dtype: DType, bitcast: bool = False) -> Any:
+        return _tensor(self.view(dtype.np) if bitcast else self.astype(dtype.np))
+
+
+def _tensor(values: Any) -> Tensor:
+    return np.asarray(values).view(Tensor)
+
+
+class Pointer:
+    """Addresses within one tensor's memory."""
+
+    def __init__(self, memory: np.ndarray, offset: Any = 0) -> None:
+        self.memory = memory
+        self.offset = np.asarray(offset, dtype=np.int64)
+
+    @property
+    def dtype(self) -> Any:
+        return SimpleNamespace(element_ty=DType(self.memory.dtype.name))
+
+    def to(self, dtype: Any, bitcast: bool = False) -> Any:
+        if not bitcast:  # the address
+            assert dtype == DType("int64")
+            return np.int64(self.memory.ctypes.data) + self.offset * self.memory.itemsize
+        assert dtype.np.itemsize == self.memory.dtype.itemsize
+        return Pointer(self.memory.view(dtype.np), self.offset)
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.memory, self.offset + np.asarray(offset).astype(np.int64))
+
+    def read(self, mask: Any = None, other: Any = 0) -> Tensor:
+        if mask is None:
+            self._check(self.offset)
+            return _tensor(self.memory[self.offset])
+        offset, mask = np.broadcast_arrays(self.offset, np.asarray(mask))
+        self._check(offset[mask])
+        values = np.full(offset.shape, other, dtype=self.memory.dtype)
+        values[mask] = self.memory[offset[mask]]
+        return _tensor(values)
+
+    def write(self, values: Any, mask: Any = None) -> None:
+        mask = True if mask is None else np.asarray(mask)
+        offset, values, mask = np.broadcast_arrays(self.offset, np.asarray(values), mask)
+        self._check(offset[mask])
+        self.memory[offset[mask]] = values[mask]
+
+    def _check(self, offset: Any) -> None:
+        if offset.size and (offset.min() < 0 or offset.max() >= len(self.memory)):
+            raise IndexError(
+                f"addresses {offset.min()} to {offset.max()} of a tensor of {len(self.memory)}"
+            )
+
+
+class Shared:
+    """Shared memory: elements are NaN until they are written."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+
+    def index(self, at: Any) -> Shared:
+        assert 0 <= at < len(self.values), f"buffer {at} of {len(self.values)}"
+        return Shared(self.values[int(at)])
+
+    def permute(self, order: Sequence[int]) -> Shared:
+        return Shared(self.values.transpose(order))
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        cut = [slice(None)] * self.values.ndim
+        cut[dim] = slice(start, start + length)
+        return Shared(self.values[tuple(cut)])
+
+    def store(self, values: Any) -> None:
+        assert values.shape == self.values.shape
+        self.values[...] = np.asarray(values)
+
+    def load(self, layout: Any) -> Tensor:
+        return _tensor(self.values.copy())
+
+    @property
+    def dtype(self) -> DType:
+        return DType(self.values.dtype.name)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def reinterpret(self, dtype: DType, shape: Sequence[int], layout: Any) -> Shared:
+        found = self.values.view(dtype.np).reshape(shape)
+        assert np.shares_memory(found, self.values)
+        return Shared(found)
+
+
+class _Machine:
+    """Where the program that runs stands, and its copies on their way."""
+
+    def __init__(self) -> None:
+        self.program = self.programs = self.warps = 0
+        self.sms: Sequence[int] = (0,)
+        self.begun: list[Callable[[], None]] = []
+        self.groups: list[list[Callable[[], None]]] = []
+
+    def copy(self, buffer: Shared, source: Pointer, mask: Any = None, **_: Any) -> None:
+        def land() -> None:
+            buffer.store(source.read(mask))
+
+        source.read(mask)  # a wrong address is an error at once, not when the copy arrives
+        self.begun.append(land)
+
+    def commit(self) -> None:
+        self.groups.append(self.begun)
+        self.begun = []
+
+    def wait(self, outstanding: int) -> None:
+        while len(self.groups) > outstanding:
+            for land in self.groups.pop(0):
+                land()
+
+
+_MACHINE = _Machine()
+
+
+def _values(operand: Any) -> np.ndarray:
+    return np.asarray(operand.values if isinstance(operand, Shared) else operand, dtype=np.float32)
+
+
+def _product(
+    a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = False, **_: Any
+) -> Any:
+    found = _values(a) @ _values(b)
+    return _tensor(np.asarray(acc) + found if use_acc else found)
+
+
+def _waited(outstanding: int, deps: Sequence[Any]) -> Any:
+    return deps[0] if len(deps) == 1 else tuple(deps)
+
+
+def _reduce(values: Any, axis: int, combine: Callable[[Any, Any], Any]) -> Tensor:
+    parts = np.moveaxis(np.asarray(values), axis, 0)
+    return _tensor(reduce(combine, [_tensor(part) for part in parts]))
+
+
+def _load(pointer: Pointer, mask: Any = None, other: Any = 0, volatile: bool = False) -> Tensor:
+    return pointer.read(mask, other)
+
+
+def _numbers(values: np.ndarray, kind: torch.dtype) -> Tensor:
+    """float16 of bytes; NaN where memory was never written."""
+    return _tensor(torch.from_numpy(values.astype(np.uint8)).view(kind).half().numpy())
+
+
+def _inlined(asm: str, constraints: str, args: Sequence[Any], **_: Any) -> Any:
+    """The inline instructions."""
+    for kind, bytes_, pairs in (
+        (
+            torch.float8_e4m3fn,
+            plain_eight_bits.E4M3_TO_FLOAT16,
+            plain_eight_bits.E4M3_PAIRS_TO_FLOAT16,
+        ),
+        (
+            torch.float8_e5m2,
+            plain_eight_bits.E5M2_TO_FLOAT16,
+            plain_eight_bits.E5M2_PAIRS_TO_FLOAT16,
+        ),
+    ):
+        if asm == bytes_.value:
+            return _numbers(np.asarray(args[0]), kind)
+        if asm == pairs.value:
+            bits = np.asarray(args[0]).view(np.uint16)
+            return _numbers(bits & 0xFF, kind), _numbers(bits >> 8, kind)
+    if "%smid" in asm:
+        return _tensor(np.int32(_MACHINE.sms[_MACHINE.program]))
+    if "atom.relaxed" in asm:  # programs run one after the other: nothing comes in between
+        pointer, thread = args
+        before = pointer.read() * (np.asarray(thread) == 0)
+        pointer.write(pointer.read() + 1, np.asarray(thread) == 0)
+        return _tensor(before)
+    if "prefetch" in asm:  # as strict about addresses as a load
+        pointer, wanted = args
+        return pointer.read(np.asarray(wanted) != 0) * 0
+    assert "@below st.shared" in asm  # a masked store
+    (sums,) = args
+    assert not np.signbit(np.asarray(sums)).any()
+    return sums
+
+
+def _expanded(values: Any, axis: int) -> Any:
+    if isinstance(values, Pointer):
+        return Pointer(values.memory, np.expand_dims(values.offset, axis))
+    return _tensor(np.expand_dims(np.asarray(values), axis))
+
+
+def _elementwise(function: Callable[..., Any]) -> Callable[..., Tensor]:
+    return lambda *operands: _tensor(function(*(np.asarray(o) for o in operands)))
+
+
+def _where(condition: Any, left: Any, right: Any) -> Tensor:
+    found = np.where(np.asarray(condition), np.asarray(left), np.asarray(right))
+    kinds = [v.dtype for v in (left, right) if isinstance(v, np.ndarray)]
+    return _tensor(found.astype(np.result_type(*kinds)) if kinds else found)
+
+
+def _full(shape: Sequence[int], value: Any, dtype: DType, layout: Any = None) -> Tensor:
+    return _tensor(np.full(shape, value, dtype=dtype.np))
+
+
+def _range(*bounds: Any) -> Iterator[Tensor]:
+    """Loop counters are 32-bit integers of the device."""
+    return (_tensor(np.int32(i)) for i in range(*map(int, bounds)))
+
+
+def _static_assert(condition: bool, message: str = "") -> None:
+    assert condition, message
+
+
+def _unchanged(function: Any) -> Any:
+    return function
+
+
+def _language() -> ModuleType:
+    """The module that kernels import as ``gl``."""
+    gl: Any = ModuleType("triton.experimental.gluon.language")
+    for layout in (
+        "NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout",
+        "NVMMASharedLayout", "SwizzledSharedLayout",
+    ):  # fmt: skip
+        setattr(gl, layout, lambda *args, **options: None)
+    for name in ("int16", "int32", "uint32", "int64", "uint64", "float16", "float32"):
+        setattr(gl, name, DType(name))
+    gl.int1 = DType("bool")
+    gl.join = lambda left, right: _tensor(np.stack([left, right], axis=-1))
+    gl.constexpr = lambda value: value
+    gl.shared_memory_descriptor = Shared
+    gl.pointer_type = lambda dtype: dtype
+    gl.program_id = lambda axis: _tensor(np.int32(_MACHINE.program))
+    gl.num_programs = lambda axis: _MACHINE.programs
+    gl.num_warps = lambda: _MACHINE.warps
+    gl.static_range = range
+    gl.static_assert = _static_assert
+    gl.load = _load
+    gl.store = lambda pointer, values, mask=None: pointer.write(values, mask)
+    gl.arange = lambda start, end, layout=None: _tensor(np.arange(start, end, dtype=np.int32))
+    gl.full = _full
+    gl.zeros = lambda shape, dtype, layout=None: _full(shape, 0, dtype)
+    gl.convert_layout = lambda values, layout: values
+    gl.reshape = lambda values, shape: _tensor(np.asarray(values).reshape(shape))
+    gl.permute = lambda values, order: _tensor(np.asarray(values).transpose(order))
+    gl.split = lambda values: (values[..., 0], values[..., 1])
+    gl.expand_dims = _expanded
+    gl.where = _where
+    gl.reduce = _reduce
+    gl.inline_asm_elementwise = _inlined
+    gl.maximum, gl.minimum = _elementwise(np.maximum), _elementwise(np.minimum)
+    gl.exp2, gl.log2, gl.abs = map(_elementwise, (np.exp2, np.log2, np.abs))
+    gl.allocate_shared_memory = lambda dtype, shape, layout: Shared(
+        np.full(shape, 0xFF if dtype.np == np.uint8 else np.nan, dtype=dtype.np)
+    )
+    gl.barrier = lambda: None
+    return gl
+
+
+def _stand_ins() -> Mapping[str, ModuleType]:
+    """Modules that kernels import, by name."""
+
+    def module(name: str, **members: Any) -> ModuleType:
+        made = ModuleType(name)
+        vars(made).update(members)
+        return made
+
+    gluon = "triton.experimental.gluon"
+    nothing = {name: lambda: None for name in ("gdc_launch_dependents", "gdc_wait")}
+    language = _language()
+    found = (
+        module(gluon, jit=_unchanged, constexpr_function=_unchanged, language=language),
+        language,
+        module(
+            f"{gluon}.language.nvidia.ampere.async_copy",
+            async_load=_MACHINE.copy, commit_group=_MACHINE.commit,
+            wait_group=_MACHINE.wait,
+        ),
+        module(f"{gluon}.language.nvidia.ampere", mma_v2=_product),
+        module(
+            f"{gluon}.language.nvidia.hopper",
+            fence_async_shared=lambda: None, warpgroup_mma=_product, warpgroup_mma_wait=_waited,
+        ),
+        module("triton.language.extra.cuda", **nothing),
+    )  # fmt: skip
+    return {made.__name__: made for made in found}
+
+
+@lru_cache
+def emulated(module: ModuleType) -> ModuleType:
+    """A copy of a kernel's module that runs in Python."""
+    name = f"{module.__name__}_emulated"
+    spec = importlib.util.spec_from_file_location(name, module.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
+    vars(copy)["range"] = _range
+    stand_ins = dict(_stand_ins())
+    used = PARTS[: PARTS.index(module)] if module in PARTS else PARTS
+    stand_ins.update({part.__name__: emulated(part) for part in used})
+    with patch.dict(sys.modules, stand_ins):
+        spec.loader.exec_module(copy)
+    return copy
+
+
+def run(
+    module: ModuleType,
+    name: str,
+    programs: int,
+    arguments: Sequence[Any],
+    constants: Mapping[str, Any],
+    *,
+    num_warps: int,
+) -> None:
+    """Run a kernel over tensors on the CPU, program after program."""
+    kernel = getattr(emulated(module), name)
+    given = [_argument(value) for value in arguments]
+    _MACHINE.programs, _MACHINE.warps = programs, num_warps
+    # Programs lie anywhere.
+    _MACHINE.sms = np.random.default_rng(programs).integers(0, programs, programs).tolist()
+    with np.errstate(all="ignore"):
+        for program in range(programs):
+            _MACHINE.program = program
+            kernel(*given, **constants)
+            assert not _MACHINE.begun, "copies that belong to no group"
+            _MACHINE.wait(0)
+
+
+def _argument(value: Any) -> Any:
+    """A tensor's memory from its first element on, with integers in the GPU's type."""
+    if isinstance(value, tuple):  # a structure
+        return type(value)(*map(_argument, value))
+    if isinstance(value, torch.Tensor):
+        length = value.untyped_storage().nbytes() // value.element_size() - value.storage_offset()
+        return Pointer(torch.as_strided(value, (length,), (1,)).numpy())
+    return _tensor(np.float32(value)) if isinstance(value, float) else value

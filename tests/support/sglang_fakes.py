@@ -1,0 +1,284 @@
+"""Small stand-ins for SGLang: a radix tree, requests, layers, a KV cache, a backend."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deft_backend.attention import TreeAttention
+from deft_backend.forest import PrefixForest
+from deft_backend.hosts.sglang.prefixes.prefix_source import PrefixSource
+from deft_backend.hosts.sglang.step.batch_observer import Observed
+from deft_backend.hosts.sglang.step.decode_plan import DecodePlanner
+from deft_backend.planner import PlanCapacity, plan_forest
+from deft_backend.policies import Target, get_policy
+from deft_backend.settings.config import Settings
+from deft_backend.telemetry.state import ServerState
+
+RADIX_CACHE: Any = type("RadixCache", (), {"__module__": "sglang.srt.mem_cache.radix_cache"})()
+
+EAGER = Settings(min_batch=1, min_share=1.0, min_shared_tokens=0)
+
+ARRAYS = ("order", "parent", "request", "start", "length", "query_begin", "query_end", "leaf")
+"""The arrays of a forest that follow from who shares what."""
+
+
+def assert_same_forest(ours: PrefixForest, theirs: PrefixForest) -> None:
+    for name in (*ARRAYS, "seq_lens"):
+        assert getattr(ours, name).tolist() == getattr(theirs, name).tolist(), name
+
+
+def mode(name: str) -> Any:
+    """What a batch does: "decode", "verify" or "extend"."""
+    return SimpleNamespace(
+        name=name, is_decode=lambda: name == "decode", is_mixed=lambda: False,
+        is_target_verify=lambda: name == "verify", is_idle=lambda: False,
+    )  # fmt: skip
+
+
+class Node:
+    """A node of the host's radix tree, with the attributes that the adapter reads."""
+
+    counter = 0
+
+    def __init__(self, parent: Node | None, key: list[int]) -> None:
+        Node.counter += 1
+        self.id = Node.counter
+        self.parent = parent
+        self.key = key
+        self.slots: list[int] = []
+        self.children: dict[int, Node] = {}
+
+
+class Tree:
+    """A radix tree that splits nodes like the host's: the new node goes above the old node."""
+
+    def __init__(self) -> None:
+        self.root = Node(None, [])
+        self.next_slot = 1
+
+    def insert(self, tokens: list[int]) -> tuple[Node, list[int]]:
+        """The node that ends `tokens`, and their slots."""
+        node, slots = self.root, []
+        while tokens:
+            child = node.children.get(tokens[0])
+            if child is None:
+                child = Node(node, tokens)
+                child.slots = self.take(len(tokens))
+                node.children[tokens[0]] = child
+                return child, slots + child.slots
+            shared = 0
+            while shared < min(len(child.key), len(tokens)) and child.key[shared] == tokens[shared]:
+                shared += 1
+            if shared < len(child.key):
+                upper = Node(node, child.key[:shared])
+                upper.slots, child.slots = child.slots[:shared], child.slots[shared:]
+                node.children[tokens[0]] = upper
+                child.key, child.parent = child.key[shared:], upper
+                upper.children[child.key[0]] = child
+                child = upper
+            slots += child.slots
+            tokens, node = tokens[shared:], child
+        return node, slots
+
+    def take(self, count: int) -> list[int]:
+        self.next_slot += count
+        return list(range(self.next_slot - count, self.next_slot))
+
+
+def make_request(node: Node | None, owned: int, row: int | None = 0, rid: str = "r") -> Any:
+    return SimpleNamespace(last_node=node, cache_protected_len=owned, req_pool_idx=row, rid=rid)
+
+
+def requests_of(prompts: list[list[int]], tree: Tree, private: int = 1) -> tuple[Any, Any, Any]:
+    """Requests over a tree, their page table, and their lengths (`private` tokens beyond)."""
+    made = []
+    for prompt in prompts:
+        node, slots = tree.insert(prompt)
+        made.append((node, slots + tree.take(private)))
+    longest = max(len(slots) for _, slots in made)
+    table = np.zeros((len(made) + 1, longest), dtype=np.int32)
+    requests = []
+    for row, (node, slots) in enumerate(made, start=1):
+        table[row, : len(slots)] = slots
+        requests.append(make_request(node, len(slots) - private, row, f"r{row}"))
+    return requests, table, np.array([len(slots) for _, slots in made])
+
+
+class FakeAttention:
+    """Plans on the host planner, and counts the plans."""
+
+    def __init__(self, policy: str = "deft-node") -> None:
+        self.policy = get_policy(policy)
+        self.forests: list[PrefixForest] = []
+
+    def plan(self, forest: PrefixForest) -> Any:
+        self.forests.append(forest)
+        target = Target(num_query_heads=4, num_kv_heads=2, head_dim=64)
+        return plan_forest(forest, self.policy, target, PlanCapacity.for_batch(64))[0]
+
+
+def make_state() -> ServerState:
+    return ServerState(
+        port=1, rank=0, host="sglang", host_version="0", backend="deft", policy="auto",
+        device="cpu", dtype="float32", num_layers=2, num_query_heads=4, num_kv_heads=2,
+        head_dim=64, dtype_bytes=4,
+    )  # fmt: skip
+
+
+def make_planner(settings: Settings = EAGER, verify: Any = None) -> tuple[DecodePlanner, Any]:
+    attention = FakeAttention()
+    return DecodePlanner(attention, tree_source(), settings, make_state(), verify), attention
+
+
+def step(planner: DecodePlanner, requests: list[Any], lens: Any) -> Any:
+    lens = np.asarray(lens)
+    return planner.step(observed(requests), lens, int(lens.sum()))
+
+
+def tree_source() -> PrefixSource:
+    """For batches under a plain radix tree, where nothing reads the page table."""
+    return PrefixSource(torch.empty((0, 0), dtype=torch.int32))
+
+
+def observed(requests: list[Any], tree_cache: Any = None) -> Observed:
+    """A batch, under the plain radix tree unless another cache is given."""
+    return Observed(None, requests, RADIX_CACHE if tree_cache is None else tree_cache)
+
+
+def make_layer(**changes: Any) -> Any:
+    layer = SimpleNamespace(
+        is_cross_attention=False, attn_type=SimpleNamespace(value="decoder"),
+        sliding_window_size=-1, use_irope=False, pos_encoding_mode="NONE", xai_temperature_len=-1,
+        logit_cap=0.0, logit_capping_method="tanh", qk_head_dim=64, v_head_dim=64,
+        tp_q_head_num=4, tp_k_head_num=2, tp_v_head_num=2, layer_id=0, scaling=0.125,
+    )  # fmt: skip
+    return SimpleNamespace(**{**vars(layer), **changes})
+
+
+class FakePool:
+    def __init__(self, slots: int = 64) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.k = torch.randn(slots, 2, 64, generator=generator)
+        self.v = torch.randn(slots, 2, 64, generator=generator)
+
+    def set_kv_buffer(self, layer: Any, loc: Any, k: Any, v: Any) -> None:
+        self.k[loc.loc], self.v[loc.loc] = k.view(-1, 2, 64), v.view(-1, 2, 64)
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.k
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.v
+
+
+class MHATokenToKVPool(FakePool):
+    """A pool with the name of the only kind that tree attention reads."""
+
+    store_dtype = torch.float16
+    start_layer = 0
+    layer_num = 2
+
+
+class SWAKVPool:
+    """Full-attention layers in one pool, layers with a sliding window in another."""
+
+    def __init__(self, full: list[int], windowed: list[int], slots: int = 64) -> None:
+        self.full_kv_pool, self.swa_kv_pool = MHATokenToKVPool(slots), MHATokenToKVPool(slots)
+        self.layers_mapping = {layer: (at, False) for at, layer in enumerate(full)}
+        self.layers_mapping |= {layer: (at, True) for at, layer in enumerate(windowed)}
+
+    def _of(self, layer_id: int) -> FakePool:
+        return self.swa_kv_pool if self.layers_mapping[layer_id][1] else self.full_kv_pool
+
+    def set_kv_buffer(self, layer: Any, loc: Any, k: Any, v: Any) -> None:
+        if self.layers_mapping[layer.layer_id][1]:
+            assert loc.swa_loc is not None  # as in the host: only its backends know these pages
+        self._of(layer.layer_id).set_kv_buffer(layer, loc, k, v)
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        return self._of(layer_id).get_key_buffer(layer_id)
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        return self._of(layer_id).get_value_buffer(layer_id)
+
+
+class HybridLinearKVPool:
+    """Full-attention layers in a pool; linear layers keep a state elsewhere."""
+
+    def __init__(self, full: list[int], slots: int = 64) -> None:
+        self.full_kv_pool: Any = MHATokenToKVPool(slots)
+        self.full_attention_layer_id_mapping = {layer: at for at, layer in enumerate(full)}
+
+
+def small_attention(**arguments: Any) -> TreeAttention:
+    """Tree attention of the shape of :func:`make_layer`, on the CPU."""
+    return TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+        **arguments,
+    )  # fmt: skip
+
+
+def decode_attention(
+    pool: FakePool, table: Any, rows: Any, lens: Any, q: torch.Tensor, scale: float = 0.125,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """[B, 256]: decode attention in float64, request by request, over the page table."""
+    out = torch.empty(len(q), 4, 64, dtype=torch.float64)
+    for request, (row, length) in enumerate(zip(rows, lens, strict=True)):
+        slots = torch.from_numpy(table[row, :length]).long()
+        for head in range(4):
+            keys = pool.k[slots, head // 2].double()
+            scores = keys @ q.view(-1, 4, 64)[request, head].double() * scale
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head : head + 1].double()))
+            weights = scores.softmax(0)[:length]
+            out[request, head] = weights @ pool.v[slots, head // 2].double()
+    return out.view(len(q), -1)
+
+
+def recording_backend(host: Any, pool: Any, table: Any, calls: list[str]) -> type[Any]:
+    """A class of the host's backends that notes each call in `calls` and computes nothing."""
+
+    class HostBackend(host.AttentionBackend):
+        token_to_kv_pool = pool
+        req_to_token_pool = SimpleNamespace(req_to_token=torch.from_numpy(table))
+
+        def init_forward_metadata(self, forward_batch: Any) -> None:
+            calls.append("metadata")
+
+        def init_forward_metadata_out_graph(
+            self, forward_batch: Any, in_capture: bool = False
+        ) -> None:
+            calls.append("capture" if in_capture else "replay")
+
+        def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+            calls.append("in graph")
+
+        def forward_decode(self, q: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append("decode")
+            return torch.zeros_like(q)
+
+        def forward_extend(self, q: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append("extend")
+            return q
+
+    return HostBackend
+
+
+def load_host() -> Any:
+    """The host's base class; the driver stand-in makes it importable without a driver."""
+    pytest.importorskip("sglang")
+    import ctypes
+
+    from deft_backend.tools.servers.driver_stub import SONAME, ensure_driver_stub, has_nvidia_driver
+
+    if not has_nvidia_driver():
+        ctypes.CDLL(str(ensure_driver_stub() / SONAME), mode=ctypes.RTLD_GLOBAL)
+    import sglang.srt.layers.attention.base_attn_backend as module
+
+    return module

@@ -1,0 +1,305 @@
+"""The server's counters as Prometheus metrics, and the line in its log."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deft_backend.settings.config import Settings
+from deft_backend.telemetry import metrics
+from deft_backend.telemetry.counters import Counters
+from deft_backend.telemetry.decode_log import DecodeLog, describe
+from deft_backend.telemetry.metrics import publisher, rank_labels, register_states
+from deft_backend.telemetry.state import StateWriter
+from sglang_fakes import make_state
+
+client = pytest.importorskip("prometheus_client")
+
+READINGS = (
+    Counters(3, 2, 1, {"small": 1}, 100, 400, 0.5),
+    Counters(3, 2, 1, {"small": 1}, 100, 400, 0.5),
+    Counters(9, 5, 2, {"small": 3, "padded batch": 1}, 250, 1000, 0.75, 21, 10, 13),
+)
+PUBLISH = """
+import json, os, sys
+import deft_backend.telemetry.metrics as metrics, deft_backend.hosts.sglang.start.factory
+import deft_backend.hosts.sglang.plugin
+assert "prometheus_client" not in sys.modules, "imported before the host can have set its mode"
+mode, folder, ranks, readings = sys.argv[1:]
+if mode == "late":  # imported by the process that this one was forked from
+    import prometheus_client
+os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+if mode == "beside":  # the host has counters of its own in the process
+    from prometheus_client import Counter
+    Counter("theirs", "of the host").inc(3)
+from deft_backend.telemetry.counters import Counters
+publish = metrics.publisher(json.loads(ranks))
+for reading in json.loads(readings):
+    publish(Counters(**reading))
+again = metrics.publisher(json.loads(ranks))  # a second source in the process adds up
+again(Counters(decode_steps=1, steps_tree=1))
+if mode == "beside":
+    from prometheus_client import Counter
+    Counter("later", "of the host").inc(4)
+"""
+
+Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def series(registry: Any) -> Series:
+    """Our series on a page made from a registry."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    page = client.generate_latest(registry).decode()
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name.startswith(("deft_", "theirs", "later"))
+    }
+
+
+def of(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
+    return f"deft_{name}_total", frozenset(labels.items())
+
+
+def run_publishing(
+    mode: str, folder: Path, ranks: dict[str, str], readings: tuple[Counters, ...]
+) -> None:
+    content = [vars(reading) for reading in readings]
+    subprocess.run(
+        [sys.executable, "-c", PUBLISH, mode, str(folder), json.dumps(ranks), json.dumps(content)],
+        check=True, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+
+
+def test_processes_of_one_server_publish_into_its_page(tmp_path) -> None:
+    """The host's page covers the files of all processes, whenever they imported the client."""
+    from prometheus_client import multiprocess
+
+    run_publishing("beside", tmp_path, {"tp_rank": "0"}, READINGS)
+    run_publishing("late", tmp_path, {"tp_rank": "1"}, READINGS[:1])
+    registry = client.CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry, path=str(tmp_path))
+    assert series(registry) == {
+        of("decode_steps", kernel="tree", tp_rank="0"): 5 + 1,
+        of("decode_steps", kernel="host", tp_rank="0"): 4,
+        of("host_decode_steps", reason="small", tp_rank="0"): 3,
+        of("host_decode_steps", reason="padded batch", tp_rank="0"): 1,
+        of("kv_read_bytes", tp_rank="0"): 250,
+        of("kv_query_guided_bytes", tp_rank="0"): 1000,
+        of("plans", tp_rank="0"): 2,
+        of("plan_seconds", tp_rank="0"): 0.75,
+        of("verified_tokens", tp_rank="0"): 21,
+        of("verified_drafts", tp_rank="0"): 10,
+        of("accepted_tokens", tp_rank="0"): 13,
+        of("decode_steps", kernel="tree", tp_rank="1"): 2 + 1,
+        of("decode_steps", kernel="host", tp_rank="1"): 1,
+        of("host_decode_steps", reason="small", tp_rank="1"): 1,
+        of("kv_read_bytes", tp_rank="1"): 100,
+        of("kv_query_guided_bytes", tp_rank="1"): 400,
+        of("plans", tp_rank="1"): 1,
+        of("plan_seconds", tp_rank="1"): 0.5,
+        of("verified_tokens", tp_rank="1"): 0,
+        of("verified_drafts", tp_rank="1"): 0,
+        of("accepted_tokens", tp_rank="1"): 0,
+        ("theirs_total", frozenset()): 3,
+        ("later_total", frozenset()): 4,
+    }
+
+
+@pytest.mark.parametrize("what", ["variable", "client", "folder"])
+def test_what_cannot_be_published_costs_one_line(what, monkeypatch, caplog, tmp_path) -> None:
+    said = {
+        "variable": "PROMETHEUS_MULTIPROC_DIR is not set",
+        "client": "prometheus_client is not installed",
+        "folder": "FileNotFoundError",
+    }[what]
+    metrics._value_class.cache_clear()
+    metrics._value.cache_clear()
+    if what == "variable":
+        monkeypatch.delenv(metrics.MULTIPROCESS, raising=False)
+    else:
+        monkeypatch.setenv(metrics.MULTIPROCESS, str(tmp_path / "missing"))
+    if what == "client":
+        monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    assert publisher({"tp_rank": "0"}) is None
+    assert len(caplog.records) == 1
+    assert said in caplog.text
+
+
+def test_ranks_are_read_from_the_name_of_the_file() -> None:
+    assert rank_labels(Path("/x-tp7/30000-tp0.json")) == {"tp_rank": "0"}
+    every = {"tp_rank": "12", "pp_rank": "1", "dp_rank": "0"}
+    assert rank_labels(Path("1-tp12-pp1-dp0.json")) == every
+
+
+def write(folder: Path, rank: int, suffix: str = "", **changes: Any) -> Any:
+    """The state file of a rank of the server on port 1, after `rank + 1` tree steps."""
+    state = make_state()
+    state.rank = rank
+    for _ in range(rank + 1):
+        state.count_tree(tokens=10, loaded=4, tree_layers=2)
+    state.count_host("small", tokens=5)
+    writer = StateWriter(state, folder, suffix)
+    writer.look()
+    if changes:
+        content = json.loads(writer.path.read_text())
+        writer.path.write_text(json.dumps(content | changes))
+    return writer
+
+
+def test_an_api_server_shows_the_counters_of_its_engines(tmp_path) -> None:
+    """Files of other ports, of dead processes and without a process are ignored."""
+    registry = client.CollectorRegistry()
+    register_states(tmp_path / "states", 1, registry)
+    assert b"deft_" not in client.generate_latest(registry)  # a server without this option
+    writer = write(tmp_path / "states", 0)
+    write(tmp_path / "states", 1)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    write(tmp_path / "states", 2, pid=ended.pid)
+    write(tmp_path / "states", 3, updated=1.0)  # at that time, an earlier process had the id
+    write(tmp_path / "states", 4, schema=2)
+    write(tmp_path / "states", 5, steps_host=None)
+    (tmp_path / "states" / "1-tp6.json").write_text("{")
+    (tmp_path / "states" / "11-tp0.json").write_text(writer.path.read_text())
+
+    token = 2 * 2 * 64 * 4 * 2  # of make_state, both layers
+    found = series(registry)
+    assert found == {
+        series: value
+        for rank in (0, 1)
+        for series, value in {
+            of("decode_steps", kernel="tree", tp_rank=f"{rank}"): rank + 1,
+            of("decode_steps", kernel="host", tp_rank=f"{rank}"): 1,
+            of("host_decode_steps", reason="small", tp_rank=f"{rank}"): 1,
+            of("kv_read_bytes", tp_rank=f"{rank}"): (4 * (rank + 1) + 5) * token,
+            of("kv_query_guided_bytes", tp_rank=f"{rank}"): (10 * (rank + 1) + 5) * token,
+            of("plans", tp_rank=f"{rank}"): 0,
+            of("plan_seconds", tp_rank=f"{rank}"): 0,
+            of("verified_tokens", tp_rank=f"{rank}"): 0,
+            of("verified_drafts", tp_rank=f"{rank}"): 0,
+            of("accepted_tokens", tp_rank=f"{rank}"): 0,
+        }.items()
+    }
+    writer.state.count_tree(tokens=10, loaded=4, tree_layers=2)
+    writer.look()
+    assert series(registry)[of("decode_steps", kernel="tree", tp_rank="0")] == 2
+
+
+def test_a_registry_that_shows_them_already_is_left_as_it_is(tmp_path, caplog) -> None:
+    registry = client.CollectorRegistry()
+    write(tmp_path, 0)
+    register_states(tmp_path, 1, registry)
+    before = series(registry)
+    register_states(tmp_path, 1, registry)
+    assert series(registry) == before != {}
+    assert len(caplog.records) == 1
+
+
+def test_nothing_is_registered_where_the_page_is_made_from_files(monkeypatch, tmp_path) -> None:
+    """Every process would show the values that the decoding process has published."""
+    monkeypatch.setenv(metrics.MULTIPROCESS, str(tmp_path))
+    registry = client.CollectorRegistry()
+    write(tmp_path, 0)
+    register_states(tmp_path, 1, registry)
+    assert series(registry) == {}
+
+
+# -- the line in the log -------------------------------------------------------------------------
+
+
+def test_a_line_every_so_many_steps(caplog) -> None:
+    caplog.set_level(logging.INFO, "deft_backend")
+    log = DecodeLog(steps=4)
+    for tree, host in ((0, 0), (3, 0), (3, 1), (3, 1), (6, 1), (9, 3)):
+        log(Counters(tree + host, tree, 0, {"small": host} if host else {}))
+    assert caplog.messages == [
+        "deft: 3 decode steps through tree attention, 1 on the host's kernel (small)",
+        "deft: 6 decode steps through tree attention, 2 on the host's kernel (small)",
+    ]
+
+
+def test_a_line_every_so_many_seconds_if_something_was_decoded(caplog) -> None:
+    caplog.set_level(logging.INFO, "deft_backend")
+    now = 100.0
+    log = DecodeLog(seconds=10, clock=lambda: now)
+    for now, tree in ((105.0, 2), (110.0, 3), (121.0, 3), (130.0, 4), (131.5, 5)):  # noqa: B007
+        log(Counters(tree, tree))
+    assert caplog.messages == [
+        "deft: 3 decode steps through tree attention",
+        "deft: 2 decode steps through tree attention",
+    ]
+
+
+def test_what_the_line_says() -> None:
+    reasons = {"padded batch": 2, "batch smaller than DEFT_MIN_BATCH=2": 10}
+    whole = Counters(4132, 4120, 200, reasons, 41_200_000_000, 310_500_000_000, 0.0804)
+    assert describe(whole) == (
+        "4,120 decode steps through tree attention, 12 on the host's kernel "
+        "(10 × batch smaller than DEFT_MIN_BATCH=2, 2 × padded batch); KV read 41.2 GB of 310.5 GB "
+        "query by query (13 %); planning 0.4 ms a plan"
+    )
+    assert describe(Counters(1, 0, 0, {"observed": 1}, 999, 999)) == (
+        "1 decode step on the host's kernel (observed); KV read 999 B of 999 B query by "
+        "query (100 %)"
+    )
+    verified = Counters(3, 3, 3, {}, 10, 100, 0.0, 1240)
+    assert "through tree attention; 1,240 tokens verified; KV read" in describe(verified)
+    told = replace(verified, verified_drafts=310, accepted_tokens=403)
+    assert "1,240 tokens verified; acceptance length 2.30; KV read" in describe(told)
+    slow = Counters(1, 1, 1, {}, 2_500_000, 5_000_000_000_000, 1.2345)
+    # The forward thread counts a plan and then its time; a reading may fall in between.
+    between = Counters(1, 1, 0, {}, 50, 100, 0.002)
+    assert "planning" not in describe(between)
+    assert describe(slow).endswith("KV read 2.5 MB of 5.0 TB query by query (0 %); planning "
+                                   "1,234 ms a plan")  # fmt: skip
+
+
+@pytest.mark.parametrize("given", [{}, {"steps": 0}, {"seconds": -1.0}, {"steps": 4, "seconds": 1}])
+def test_an_interval_is_steps_or_seconds(given) -> None:
+    with pytest.raises(ValueError, match="expected one, above 0"):
+        DecodeLog(**given)
+
+
+# -- SGLang --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("enabled", "rank", "level", "listening"),
+    [
+        (True, 0, "info", [metrics.Publisher, DecodeLog]),
+        (True, 1, "info", [metrics.Publisher]),  # the host logs on the first rank only
+        (True, 0, "quiet", [metrics.Publisher]),
+        (False, 0, "debug", [DecodeLog]),
+        (False, 0, "quiet", []),
+    ],
+)
+def test_what_sglang_is_told(enabled, rank, level, listening, monkeypatch, tmp_path) -> None:
+    from deft_backend.hosts.sglang.report.server import start_reporting
+
+    metrics._value_class.cache_clear()
+    metrics._value.cache_clear()
+    monkeypatch.setenv(metrics.MULTIPROCESS, str(tmp_path))
+    started: list[StateWriter] = []
+    monkeypatch.setattr(StateWriter, "start", lambda writer: started.append(writer))
+    arguments = SimpleNamespace(
+        enable_metrics=enabled, decode_log_interval=40, pp_size=2, dp_size=2
+    )
+    place = SimpleNamespace(tp_rank=rank, attn_tp_rank=rank, pp_rank=0, dp_rank=1)
+    runner = SimpleNamespace(server_args=arguments, ps=place)
+    state = make_state()
+    state.rank = rank
+    start_reporting(state, runner, Settings(state_dir=tmp_path, log=level))
+    (writer,) = started
+    assert [type(listener) for listener in writer.listeners] == listening
+    assert writer.path == tmp_path / f"1-tp{rank}-pp0-dp1.json"

@@ -1,0 +1,281 @@
+"""A server's counters and its state file."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deft_backend.files.private_files import write_private
+from deft_backend.hosts.sglang.prefixes.plain_tree import RadixTreeSource
+from deft_backend.settings.config import Settings
+from deft_backend.telemetry import reporting
+from deft_backend.telemetry.counters import Counters, DraftCounts
+from deft_backend.telemetry.state import RETRY_SECONDS, StateWriter
+from deft_backend.telemetry.state_reader import StateError, read_state
+from sglang_fakes import (
+    Tree,
+    make_state,
+    requests_of,
+)
+
+TOKEN = 2 * 2 * 64 * 4  # of make_state: keys and values, KV heads, elements, bytes
+LAYERS = 2
+
+
+def test_state_file(tmp_path) -> None:
+    """The file is written atomically, and only after a change; the test checks its content."""
+    state = make_state()
+    writer = StateWriter(state, tmp_path / "made", "-pp1")
+    writer.look()
+    assert writer.path.name == "1-tp0-pp1.json"
+    first = writer.path.read_text()
+    assert json.loads(first)["forest"] is None
+    writer.look()
+    assert writer.path.read_text() == first  # no change: not written, not even the time
+
+    requests, _, lens = requests_of([[1, 2], [1, 2]], Tree())
+    state.forest = RadixTreeSource().forest(requests, lens)
+    state.rids = ["a", "b"]
+    state.count_host("small", tokens=10)
+    state.count_tree(tokens=6, loaded=4, tree_layers=1)
+    writer.look()
+    content = json.loads(writer.path.read_text())
+    assert content["schema"] == 1
+    assert (content["port"], content["dtype"], content["num_layers"]) == (1, "float32", LAYERS)
+    assert content["steps_host"] == {"small": 1}
+    assert (content["steps_tree"], content["decode_steps"]) == (1, 2)
+    assert content["kv_bytes_query_guided"] == (10 + 6) * LAYERS * TOKEN
+    assert content["kv_bytes_read"] == (10 * LAYERS + 4 + 6) * TOKEN
+    assert content["forest"]["order"] == [0, 1]
+    assert content["forest"]["rids"] == ["a", "b"]
+    assert content["forest"]["page_size"] == 1
+    assert [p.name for p in writer.path.parent.iterdir()] == [writer.path.name]
+
+
+SIZES = ("num_layers", "num_query_heads", "num_kv_heads", "head_dim", "dtype_bytes")
+TEXTS = ("host", "host_version", "backend", "policy", "device", "dtype")
+
+
+def test_a_reader_finds_the_server_that_the_writer_described(tmp_path: Path) -> None:
+    state = make_state()
+    writer = StateWriter(state, tmp_path)
+    writer.look()
+    reading = read_state(writer.path)
+    names = {"pid", "port", "rank", *TEXTS, *SIZES}
+    assert reading.description() == {name: getattr(state, name) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("names", "lowest", "highest"),
+    [
+        (("pid", "rank"), 0, (1 << 31) - 1),
+        (("port",), 0, 65_535),
+        (SIZES, 1, (1 << 31) - 1),
+    ],
+)
+def test_numbers_of_a_server_have_limits(
+    tmp_path: Path, names: tuple[str, ...], lowest: int, highest: int
+) -> None:
+    path = tmp_path / "state.json"
+    state = make_state()
+    content = {**state.as_json(state.counters()), "updated": 1.0}
+    for name in names:
+        for value in (lowest, highest):
+            write_private(path, json.dumps({**content, name: value}))
+            assert getattr(read_state(path), name) == value
+        for wrong in (lowest - 1, highest + 1, None, True, 1.0, "1"):
+            write_private(path, json.dumps({**content, name: wrong}))
+            with pytest.raises(StateError, match=f"{name} is .*from {lowest} to {highest}"):
+                read_state(path)
+
+
+def test_a_state_file_that_cannot_be_written_is_said_once(tmp_path, caplog) -> None:
+    (tmp_path / "file").write_text("")
+    state = make_state()
+    writer = StateWriter(state, tmp_path / "file")
+    heard: list[Counters] = []
+    writer.listeners.append(heard.append)
+    writer.look()
+    state.count_host("x", 1)
+    writer.look()
+    assert len(caplog.records) == 1
+    assert "cannot write the server's state file" in caplog.text
+    assert [counters.decode_steps for counters in heard] == [0, 1]  # metrics and log continue
+
+
+def test_after_a_full_disk_the_file_is_written_again(tmp_path, caplog, monkeypatch) -> None:
+    state = make_state()
+    writer = StateWriter(state, tmp_path)
+    now = [1000.0]
+    monkeypatch.setattr("deft_backend.telemetry.state.time.monotonic", lambda: now[0])
+    honest = writer._replace
+
+    def full(path: Path, content: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writer, "_replace", full)
+    for _ in range(3):
+        writer.look()
+        now[0] += RETRY_SECONDS
+    assert caplog.text.count("No space left") == 1
+    monkeypatch.setattr(writer, "_replace", honest)
+    now[0] -= RETRY_SECONDS / 2
+    writer.look()
+    assert not writer.path.exists()
+    now[0] += RETRY_SECONDS
+    writer.look()
+    assert writer.path.exists()
+    assert "can be written again" in caplog.text
+
+
+def test_a_folder_that_may_not_be_entered_is_said_once(tmp_path, caplog, monkeypatch) -> None:
+    """A folder of another user: even the check for a file is refused."""
+
+    def refused(self: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    state = make_state()
+    writer = StateWriter(state, tmp_path)
+    heard: list[Counters] = []
+    writer.listeners.append(heard.append)
+    monkeypatch.setattr(Path, "is_file", refused)
+    monkeypatch.setattr(writer, "_replace", lambda *_: refused(tmp_path))
+    writer.look()
+    state.count_host("x", 1)
+    writer.look()
+    assert caplog.text.count("Permission denied") == 1
+    assert [counters.decode_steps for counters in heard] == [0, 1]
+
+
+def test_reporting_that_fails_costs_a_line(tmp_path, caplog, monkeypatch) -> None:
+    def fail(self: StateWriter) -> None:
+        raise RuntimeError("no more threads")
+
+    monkeypatch.setattr(StateWriter, "start", fail)
+    settings = Settings(state_dir=tmp_path)
+    reporting.start(make_state(), settings, pp_rank=None, dp_rank=None, log=None, publishes=False)
+    assert caplog.text.count("no more threads") == 1
+
+
+def test_a_listener_that_raises_is_said_once_and_the_others_go_on(tmp_path, caplog) -> None:
+    state = make_state()
+    writer = StateWriter(state, tmp_path)
+    heard: list[int] = []
+
+    def broken(counters: Counters) -> None:
+        raise OSError("disk full")
+
+    writer.listeners += [broken, lambda counters: heard.append(counters.decode_steps)]
+    for _ in range(3):
+        state.count_host("x", 1)
+        writer.look()
+    assert heard == [1, 2, 3]
+    assert json.loads(writer.path.read_text())["decode_steps"] == 3
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "OSError('disk full')" in caplog.text
+
+
+def test_counts_of_host_and_device_are_one_set_of_figures(tmp_path) -> None:
+    state = make_state()
+    memory = np.array([7, 700, 70, 7_000_000], dtype=np.int64)  # warm-up
+    state.count_host("small", tokens=10)
+    state.count_tree(tokens=6, loaded=4, tree_layers=LAYERS)
+    writer = StateWriter(state, tmp_path)
+    state.attach_device_counters(memory)
+    writer.look()
+    before = state.counters()
+    assert (before.steps_tree, before.decode_steps) == (1, 2)
+    assert before.kv_bytes_read == (10 + 4) * LAYERS * TOKEN
+
+    memory += [3, 300, 120, 6_000_000]  # like kernels: in place, without a notice
+    writer.look()
+    content = json.loads(writer.path.read_text())
+    assert (content["steps_tree"], content["decode_steps"]) == (4, 5)
+    assert content["kv_bytes_query_guided"] == (10 + 6 + 300) * LAYERS * TOKEN
+    assert content["kv_bytes_read"] == (10 + 4 + 120) * LAYERS * TOKEN
+    assert (state.steps_tree, state.kv_bytes_read) == (4, content["kv_bytes_read"])
+    assert content["plans"] == 3
+    assert content["plan_seconds"] == pytest.approx(6e-3)
+
+    state.device_tree_layers = 1  # the other layer reads every attended token
+    assert state.kv_bytes_read == ((10 + 4) * LAYERS + 120 + 300) * TOKEN
+    assert state.kv_bytes_query_guided == content["kv_bytes_query_guided"]
+
+
+def test_only_words_are_written_again_when_bytes_alone_moved(tmp_path) -> None:
+    """A reading may see only some of a step's words; the next reading sees all of them."""
+    state = make_state()
+    memory = np.zeros(4, dtype=np.int64)
+    state.attach_device_counters(memory)
+    writer = StateWriter(state, tmp_path)
+    memory[0] = 1
+    writer.look()
+    memory[1:] = 20, 5, 0
+    writer.look()
+    content = json.loads(writer.path.read_text())
+    assert content["decode_steps"] == 1
+    assert content["kv_bytes_read"] == 5 * LAYERS * TOKEN
+
+
+@pytest.mark.parametrize(
+    "array", [np.zeros(3, np.int64), np.zeros((1, 4), np.int64), np.zeros(4, np.int32)]
+)
+def test_a_wrong_source_of_device_counters_is_refused(array) -> None:
+    with pytest.raises(ValueError, match=r"expected \(4,\) int64") as refused:
+        make_state().attach_device_counters(array)
+    assert str(array.shape) in str(refused.value)
+
+
+def test_a_second_source_of_device_counters_is_refused() -> None:
+    state = make_state()
+    state.attach_device_counters(np.zeros(4, np.int64))
+    with pytest.raises(ValueError, match="attached already"):
+        state.attach_device_counters(np.zeros(4, np.int64))
+
+
+def test_readings_while_another_thread_counts(tmp_path) -> None:
+    """No reading raises or decreases, and the last reading is complete."""
+    state = make_state()
+    writer = StateWriter(state, tmp_path)
+    readings: list[Counters] = []
+    writer.listeners.append(readings.append)
+
+    def count() -> None:
+        for i in range(3000):
+            state.count_host(f"reason {i}", tokens=1)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    while thread.is_alive():
+        writer.look()
+    thread.join()
+    writer.look()
+    assert len(writer.listeners) == 1
+    steps = [reading.decode_steps for reading in readings]
+    assert steps == sorted(steps)
+    assert steps[-1] == 3000
+    content = json.loads(writer.path.read_text())
+    assert len(content["steps_host"]) == 3000
+    assert content["kv_bytes_read"] == 3000 * LAYERS * TOKEN
+
+
+def test_counters_come_back_from_json_and_subtract() -> None:
+    state = make_state()
+    state.count_host("small", tokens=10)
+    state.plans, state.plan_seconds, state.verified_tokens = 1, 0.25, 5
+    state.read_drafts = lambda: DraftCounts(2, 1)
+    before = Counters.from_json(json.loads(json.dumps(state.counters().as_json())))
+    assert before == state.counters()
+    state.count_tree(tokens=6, loaded=4, tree_layers=LAYERS)
+    state.count_host("other", tokens=2)
+    state.plans, state.plan_seconds, state.verified_tokens = 3, 0.75, 12
+    state.read_drafts = lambda: DraftCounts(5, 6)
+    assert state.counters() - before == Counters(
+        decode_steps=2, steps_tree=1, plans=2, steps_host={"other": 1},
+        kv_bytes_read=(4 + 2) * LAYERS * TOKEN, kv_bytes_query_guided=(6 + 2) * LAYERS * TOKEN,
+        plan_seconds=0.5, verified_tokens=7, verified_drafts=3, accepted_tokens=5,
+    )  # fmt: skip

@@ -1,0 +1,543 @@
+"""`deft ab --urls`: two made-up servers, what becomes of requests, and the sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from io import StringIO
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from fake_completions import Fake, serving
+from sglang_fakes import make_state
+
+pytest.importorskip("matplotlib")
+
+from deft_backend.cli.ab_live_table import print_live
+from deft_backend.cli.app import app
+from deft_backend.telemetry.counters import Counters
+from deft_backend.telemetry.state import StateWriter
+from deft_backend.tools.ab import live_report, live_sides
+from deft_backend.tools.ab.live_agreement import Difference, LiveAgreement, agreement
+from deft_backend.tools.ab.live_plots import live_plot
+from deft_backend.tools.ab.live_report import write_live_report
+from deft_backend.tools.ab.live_result import LiveResult, LiveWorkload
+from deft_backend.tools.ab.live_run import SideRun
+from deft_backend.tools.ab.verdict import paired_change, verdict
+from deft_backend.tools.harness.answers import Answer
+from deft_backend.tools.harness.live_client import LiveClient, LiveError, Offers, base_url
+from deft_backend.tools.harness.live_counters import LiveCounters, counters_of_page
+from deft_backend.tools.harness.replay import Outcome, Replayed, replay
+from deft_backend.tools.harness.traffic import TimedRequest, Traffic
+from deft_backend.tools.traces.arrivals import Arrival, dump_arrivals
+from deft_backend.tools.traces.made_arrivals import TraceShape, make_arrivals
+
+SMALL = ("--branches", "9", "--prefix-tokens", "120", "--max-tokens", "6")
+
+
+def ab(folder: Path, *arguments: str, code: int = 0) -> tuple[dict[str, Any], str]:
+    environment = {"COLUMNS": "100", "DEFT_STATE_DIR": str(folder / "state")}
+    result = CliRunner(env=environment).invoke(
+        app, ["ab", "--out", str(folder / "out"), *arguments]
+    )
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    data = folder / "out" / "results.json"
+    return json.loads(data.read_text()) if data.exists() else {}, " ".join(result.output.split())
+
+
+@pytest.fixture(autouse=True)
+def plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes half a second for each workload: only the test of the page needs it."""
+    if "two_equal" not in request.node.name:
+        monkeypatch.setattr(live_report, "live_plot", lambda w, names: "data:")
+
+
+def run(fake: Fake, traffic: Traffic, context: int | None = None) -> Replayed:
+    async def send() -> Replayed:
+        async with LiveClient(fake.url) as client:
+            client.model = "made-up"
+            return await replay(traffic, client, context)
+
+    return asyncio.run(send())
+
+
+def traffic_of(*requests: TimedRequest, warm: tuple[str, ...] = ()) -> Traffic:
+    return Traffic("made-up", "", "", warm, requests)
+
+
+def request(name: str, at: float = 0.0, **fields: Any) -> TimedRequest:
+    return TimedRequest(name, at, lambda: f"prompt {name}", fields.pop("tokens", 4), **fields)
+
+
+def test_two_equal_servers(tmp_path: Path) -> None:
+    with serving(Fake()) as a, serving(Fake()) as b:
+        data, printed = ab(
+            tmp_path, "--urls", a.url, f"{b.url}/v1", "--workload", "few-shot", "--workload",
+            "parallel-samples", "--workload", "tree-of-thoughts", "--workload", "rollout-8", *SMALL,
+        )  # fmt: skip
+    assert [s["url"] for s in data["sides"]] == [a.url, b.url]
+    for workload in data["workloads"]:
+        assert workload["agreement"]["compared"] == workload["agreement"]["equal"] > 0
+        assert not any(figures["lost"] for figures in workload["figures"])
+    # Both got the same requests, in equal numbers.
+    sent = [[(f["prompt"], f["max_tokens"]) for f in fake.bodies] for fake in (a, b)]
+    assert sorted(sent[0]) == sorted(sent[1])
+    thoughts = [p for p, _ in sent[0] if "Count from" in p]
+    assert any(p.count("Count from") > 1 for p in thoughts)  # a child continues its parent
+    assert "answers are the same" in printed
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert data["verdict"] in page
+    assert "src='data:image/svg" in page
+    assert "http" not in page.replace(a.url, "").replace(b.url, "").replace("http://www.w3", "")
+
+
+def test_a_trace_with_its_own_times_and_a_small_context(tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    arrivals = make_arrivals(TraceShape(12, 40.0, 600, 2, 800, 60, 6, seed=2))
+    trace.write_text("\n".join(dump_arrivals(arrivals)))
+    fits = sorted(a.input_length + a.output_length for a in arrivals)[8]
+    with serving(Fake()) as a, serving(Fake(context=fits)) as b:
+        data, printed = ab(
+            tmp_path, "--urls", a.url, b.url, "--trace", str(trace), "--speed", "2", "--limit", "11"
+        )
+        assert len(a.bodies) <= 11 + 3
+    (workload,) = data["workloads"]
+    fit = sum(a.input_length + a.output_length <= fits for a in arrivals[:11])
+    second = workload["figures"][1]
+    assert (second["answered"], second["lost"]) == (fit, {"too long": 11 - fit})
+    assert f"{11 - fit} of 11 requests do not fit the server's context" in printed
+    # Times of sending follow the trace, at twice its speed.
+    due = [record["due"] for record in workload["requests"][0]]
+    assert due[-1] == pytest.approx((arrivals[10].timestamp - arrivals[0].timestamp) / 2000, 0.01)
+    for record in workload["requests"][0]:
+        assert record["sent"] >= record["due"] - 1e-3
+    counted = [r["prompt_tokens"] for r in workload["requests"][0] if r["prompt_tokens"]]
+    asked = [a.input_length for a in arrivals[:11]]
+    assert counted == pytest.approx(asked, rel=0.02)
+
+
+def test_without_matplotlib_there_are_no_plots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(w: Any, names: Any) -> str:
+        raise ImportError("matplotlib")
+
+    monkeypatch.setattr(live_report, "live_plot", missing)
+    with serving(Fake()) as a:
+        ab(tmp_path, "--urls", a.url, a.url, "--workload", "few-shot", *SMALL)
+    assert "no plots, because matplotlib" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_each_fault_is_counted_under_its_name() -> None:
+    faults = {"p4": 404, "p5": 503, "pd": "drop", "pe": "error", "p0": "empty"}
+    with serving(Fake(faults=faults, context=60, shows_context=False)) as fake:
+        traffic = traffic_of(
+            *(request(name) for name in ("p4", "p5", "pd", "pe", "p0", "ok")),
+            request("long", tokens=70),
+            request("child", after="ok"),
+            request("orphan", after="p5"),
+        )
+        found = run(fake, traffic)
+    statuses = {outcome.name: outcome.status for outcome in found.outcomes}
+    assert statuses == {
+        "p4": "refused", "p5": "failed", "pd": "lost", "pe": "failed", "p0": "failed",
+        "ok": "answered", "long": "too long", "child": "answered", "orphan": "not sent",
+    }  # fmt: skip
+    assert not found.died
+    assert "404" in found.outcomes[0].detail
+
+
+def test_a_server_that_dies_ends_the_run(tmp_path: Path) -> None:
+    with serving(Fake(dies_after=14)) as b, serving(Fake()) as a:
+        data, printed = ab(
+            tmp_path, "--urls", a.url, b.url, "--workload", "few-shot", "--workload", "unshared",
+            "--rate", "60", "--seed", "5", *SMALL, code=1,
+        )  # fmt: skip
+    assert data["verdict"].startswith("Do not switch: B died during the run")
+    assert "no longer answers" in printed
+    assert [w["workload"] for w in data["workloads"]] == ["few-shot", "unshared"]
+    assert data["workloads"][1]["figures"][0]["answered"] == 9
+    lost = data["workloads"][-1]["figures"][1]["lost"]
+    assert sum(lost.values()) > 0
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_a_server_with_openais_fields_alone_sets_the_level_for_both(tmp_path: Path) -> None:
+    with serving(Fake()) as a, serving(Fake(plain=True)) as b:
+        data, printed = ab(tmp_path, "--urls", a.url, b.url, "--workload", "few-shot", *SMALL)
+        assert "ignore_eos" not in b.bodies[-1]
+    (workload,) = data["workloads"]
+    assert workload["agreement"]["equal"] == 9  # compared by text
+    assert "B does not take ignore_eos" in printed
+
+
+def test_answers_that_differ(tmp_path: Path) -> None:
+    with serving(Fake(margin=0.01)) as a, serving(Fake(salt="z", margin=0.02)) as b:
+        data, printed = ab(tmp_path, "--urls", a.url, b.url, "--workload", "few-shot", *SMALL)
+        difference = data["workloads"][0]["agreement"]["differences"][0]
+        assert difference["position"] == 3
+        assert difference["margin"] == pytest.approx(0.02)
+        b.margin = 2.0
+        data, printed = ab(
+            tmp_path, "--urls", a.url, b.url, "--workload", "few-shot", *SMALL, code=1
+        )
+    assert "9 of 9 answers differ where a server was sure of its token" in printed
+
+
+@pytest.mark.parametrize("of_second", [False, True])
+def test_a_cache_of_8_bits_makes_larger_margins_near_ties(tmp_path: Path, of_second: bool) -> None:
+    """The state file of either server says so; the report names the limit."""
+    with serving(Fake(margin=0.4)) as a, serving(Fake(salt="z", margin=0.4)) as b:
+        state = make_state()
+        state.port, state.dtype_bytes = urlsplit((b if of_second else a).url).port or 0, 1
+        StateWriter(state, tmp_path / "state").look()
+        given = ("--urls", a.url, b.url, "--workload", "few-shot", *SMALL)
+        data, printed = ab(tmp_path, *given)
+        assert data["workloads"][0]["agreement"]["close"] == pytest.approx(0.45)
+        assert "where a server was sure" not in printed
+        assert "less than 0.45 apart" in (tmp_path / "out" / "report.html").read_text()
+        b.margin = 0.5
+        _, printed = ab(tmp_path, *given, code=1)
+    assert "9 of 9 answers differ where a server was sure of its token" in printed
+
+
+def test_a_difference_inside_a_piece_of_several_tokens(tmp_path: Path) -> None:
+    """Servers that speculate send several tokens at a time; only the whole piece has a text."""
+    with (
+        serving(Fake(margin=0.01)) as a,
+        serving(Fake(salt="z", margin=0.02, piece_tokens=5)) as b,
+    ):
+        data, _ = ab(tmp_path, "--urls", a.url, b.url, "--workload", "few-shot", *SMALL)
+    difference = data["workloads"][0]["agreement"]["differences"][0]
+    assert (difference["position"], difference["margin"]) == (3, pytest.approx(0.02))
+    asked = [body for body in b.bodies if body.get("logprobs")]
+    sent = {body["prompt"] for body in b.bodies if body.get("stream")}
+    assert {body["max_tokens"] for body in asked} == {4}
+    assert {body["prompt"] for body in asked} <= sent  # nothing of the piece stands behind it
+
+
+def test_a_stream_without_its_end_is_a_lost_request(tmp_path: Path) -> None:
+    """A proxy in between may close the stream of a server that died as if it were complete."""
+    faults = {"prompt a": "cut", "prompt b": "end"}
+    with serving(Fake(faults=faults)) as fake:
+        found = run(fake, traffic_of(request("a"), request("b"), request("c")))
+    assert [o.status for o in found.outcomes] == ["lost", "answered", "answered"]
+    assert found.outcomes[0].detail == "the stream ended after 1 of 4 tokens, without an end mark"
+    assert not found.died
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        {"choices": ["text"]}, {"choices": [], "usage": [1]}, {"choices": [{"index": 9}]}, None,
+        {"choices": [], "usage": {"prompt_tokens": "many"}},
+    ],
+)  # fmt: skip
+def test_pieces_of_another_form_are_a_failed_request(piece: Any) -> None:
+    with serving(Fake(faults={"prompt a": piece})) as fake:
+        (outcome,) = run(fake, traffic_of(request("a"))).outcomes
+    assert outcome.status == "failed"
+    assert "the stream cannot be read" in outcome.detail
+
+
+def test_models_of_another_form(tmp_path: Path) -> None:
+    with serving(Fake(listed=["made-up"])) as a:
+        assert "is no list of models" in ab(tmp_path, "--urls", a.url, a.url, code=2)[1]
+
+
+def test_several_answers_from_a_server_with_openais_fields_alone(tmp_path: Path) -> None:
+    with serving(Fake(plain=True)) as a, serving(Fake()) as b:
+        words = ["--urls", a.url, b.url, "--workload", "parallel-samples", *SMALL]
+        data, _ = ab(tmp_path, *words)
+    assert data["workloads"][0]["agreement"]["equal"] == 9
+    assert {body["temperature"] for body in a.bodies} == {0.0}
+
+
+def test_a_server_that_ignores_top_k_hardly_samples(tmp_path: Path) -> None:
+    with serving(Fake()) as a:
+        ab(tmp_path, "--urls", a.url, a.url, "--workload", "parallel-samples", *SMALL)
+    (fields,) = {(b["temperature"], b["top_k"]) for b in a.bodies if b.get("n")}
+    assert fields == (0.01, 1)
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    arrivals = tmp_path / "arrivals.jsonl"
+    arrivals.write_text("\n".join(dump_arrivals(make_arrivals(TraceShape(requests=2)))))
+    blocks = tmp_path / "blocks.jsonl"
+    blocks.write_text(next(iter(dump_arrivals([Arrival(0, 20 * 512, 1, tuple(range(20)))]))))
+    with serving(Fake()) as a:
+        trace = ["--urls", a.url, a.url, "--trace", str(arrivals)]
+        long = ["--urls", a.url, a.url, "--trace", str(blocks)]
+        for arguments, message in (
+            (["--urls", a.url, "http://127.0.0.1:9"], "does not answer under /v1/models"),
+            (["--urls", a.url, "no address"], "'no address' is no address"),
+            (["--urls", a.url, a.url, "--policy", "auto"], "--policy cannot change servers"),
+            (["--urls", a.url, a.url, "--rate", "0"], "the rate is 0.0"),
+            (["--urls", a.url, a.url, "--workload", "x"], "there is no workload 'x'"),
+            (["--urls", a.url, a.url, "--model", "x"], "has no model 'x'; it lists made-up"),
+            (["--speed", "2"], "--speed and --limit belong to --trace"),
+            ([*trace, "--speed", "2", "--rate", "3"], "--rate replaces them; omit one"),
+            ([*trace, "--scale", "1e300"], "Invalid value for '--scale'"),
+            ([*long, "--scale", "999"], "has 10,229,760 tokens; expected at most 10,000,000"),
+            (["--prefix-tokens", "9" * 30], "Invalid value for '--prefix-tokens'"),
+            (["--branches", "9" * 30], "Invalid value for '--branches'"),
+            ([*trace, "--index", "1"], "--index is 1; it selects a tree"),
+            ([*trace, "--max-tokens", "8"], "--max-tokens is for workloads"),
+            ([*trace, "--quick"], "--quick is for workloads"),
+            (["--urls", a.url, a.url, "--speculative", ""], "--speculative cannot change"),
+            (["--trace", str(tmp_path / "no.jsonl")], "cannot read the trace"),
+        ):
+            assert message in ab(tmp_path, *arguments, code=2)[1]
+
+
+def test_ctrl_c_leaves_a_report_of_what_there_is(tmp_path: Path) -> None:
+    with serving(Fake(token_seconds=0.02)) as a:
+        command = [
+            sys.executable, "-m", "deft_backend", "ab", "--out", str(tmp_path), "--urls", a.url,
+            a.url, "--workload", "few-shot", "--rate", "2", *SMALL,
+        ]  # fmt: skip
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        end = time.monotonic() + 60
+        while len(a.bodies) < 7 and time.monotonic() < end:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        printed = process.communicate(timeout=60)[0].decode()
+    assert process.returncode == 130, printed
+    data = json.loads((tmp_path / "results.json").read_text())
+    assert data["interrupted"]
+    (first, _) = data["workloads"][0]["figures"]
+    assert 0 < first["answered"] < 9
+    assert first["answered"] + sum(first["lost"].values()) == 9
+    assert set(first["lost"]) <= {"cut off", "not sent"}
+    assert "No decision" in data["verdict"]
+
+
+def test_counters_come_from_the_state_file_or_the_page(tmp_path: Path) -> None:
+    page = "\n".join(
+        f"deft_{name}_total{{{labels}}} {value}"
+        for name, labels, value in (
+            ("decode_steps", 'kernel="tree",tp_rank="0"', 30), ("plans", 'tp_rank="0"', 3),
+            ("decode_steps", 'kernel="tree",tp_rank="1"', 30), ("plans", 'tp_rank="1"', 3),
+            ("decode_steps", 'kernel="host",tp_rank="0"', 5.0),
+            ("host_decode_steps", 'reason="a \\"b\\"",tp_rank="0"', 5),
+            ("kv_read_bytes", 'tp_rank="0"', 1e3), ("kv_read_bytes", 'tp_rank="1"', 1e3),
+            ("kv_query_guided_bytes", 'tp_rank="0"', 4e3),
+        )
+    )  # fmt: skip
+    expected = Counters(35, 30, 3, {'a \\"b\\"': 5}, 2000, 4000, 0.0)
+    assert counters_of_page(page) == expected
+    assert counters_of_page("vllm:x 3") is None
+    with serving(Fake(metrics=page)) as fake:
+        assert LiveCounters(fake.url, tmp_path).read() == expected
+    state = make_state()
+    state.count_host("x", 4)
+    StateWriter(state, tmp_path).look()
+    assert LiveCounters("http://localhost:1", tmp_path).read() == state.counters()
+    assert LiveCounters("http://example.invalid:1", tmp_path).state() is None
+
+
+def test_addresses() -> None:
+    for wrong in ("", "http://", "ftp://x", "http://a?b", "a:999999", "a:-1"):
+        with pytest.raises(LiveError):
+            base_url(wrong)
+
+
+def side(tpot: float, ttft: float = 0.1, count: int = 20, lost: int = 0) -> Replayed:
+    answers = []
+    for i in range(count):
+        arrivals = [ttft + at * tpot * (1 + i / 100) for at in range(11)]
+        answers.append(Answer(ids=[1] * 11, text="x" * 11, arrivals=arrivals))
+    found = [Outcome(f"r{i}", 0, 0.0, 0.0, "answered", "", 11, a) for i, a in enumerate(answers)]
+    found += [Outcome(f"l{i}", 0, 0.0, 0.0, "failed", "500", 11) for i in range(lost)]
+    return Replayed(tuple(found), 5.0)
+
+
+def result(*runs: tuple[Replayed, Replayed], device: str = "cuda", **fields: Any) -> LiveResult:
+    offers = Offers("m", None, 0, 4.0)
+    sides = [
+        SideRun(name, "http://x", offers, tuple(pair[at] for pair in runs), (), (), device, "")
+        for at, name in enumerate("AB")
+    ]
+    workloads = [
+        LiveWorkload(f"w{at}", "", "", pair, (None, None), agreement(*pair))
+        for at, pair in enumerate(runs)
+    ]
+    values = {"interrupted": False, **fields}
+    return LiveResult(("A", "B"), tuple(sides), tuple(workloads), **values)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "said"),
+    [
+        ([(side(0.02), side(0.01))],
+         "Switch to B: w0: a token takes 50% less time (21.90 ms → 10.95 ms); all 20 compared"),
+        ([(side(0.01), side(0.02))], "Do not switch: a token takes longer with B (w0: a token"),
+        ([(side(0.01), side(0.0099))], "No reason to switch: w0"),
+        ([(side(0.02), side(0.01, ttft=0.2))], "Switch to B if the first token may come later"),
+        ([(side(0.02), side(0.01)), (side(0.01), side(0.02))], "Switch only for w0: a token of w1"),
+        ([(side(0.02, count=3), side(0.01, count=3))], "No decision: fewer than 8 requests"),
+        ([(side(0.02), side(0.01, lost=2))], "Do not switch: B lost 2 of 22 requests, A 0"),
+        ([(side(0.02, lost=2), side(0.01, lost=2))], "Switch to B"),
+    ],
+)  # fmt: skip
+def test_the_sentence(pairs: list[tuple[Replayed, Replayed]], said: str) -> None:
+    assert verdict(result(*pairs)).startswith(said)
+    assert verdict(result(*pairs)).count(". ") == 0
+
+
+def test_the_sentence_without_a_gpu_or_an_end() -> None:
+    pair = (side(0.02), side(0.01))
+    assert verdict(result(pair, device="cpu")).startswith("No decision about times")
+    assert "was interrupted" in verdict(result(pair, interrupted=True))
+    assert verdict(result()) == "No decision: the run ended before B was measured."
+
+
+def test_the_interval_contains_the_change_and_grows_with_noise() -> None:
+    def change(noise: float) -> tuple[float, float, float]:
+        noisy = [side(0.01 * (1 + noise * ((i * 7) % 5 - 2))).outcomes[i] for i in range(20)]
+        pair = (side(0.01), Replayed(tuple(noisy), 5.0))
+        found = paired_change(LiveWorkload("w", "", "", pair, (None, None), LiveAgreement(0, 0)))
+        assert found is not None
+        return found
+
+    middle, low, high = change(0.1)
+    assert low <= middle <= high
+    assert middle == pytest.approx(0.0, abs=1e-9)
+    assert high - low > 0.05
+    assert change(0.0) == pytest.approx((0.0, 0.0, 0.0), abs=1e-9)
+
+
+def test_the_table_fits_a_terminal_and_the_page_compares_the_same_steps(tmp_path: Path) -> None:
+    counters = Counters(10, 10, 3, {}, 33_440_000_000, 133_760_000_000, 0.0)
+    found = result((side(1.0646), side(1.2345, ttft=1.5, count=200)))
+    workload = replace(found.workloads[0], workload="document-questions", counters=(None, counters))
+    found = replace(found, workloads=(workload,))
+    console = Console(file=StringIO(), width=80, color_system=None)
+    print_live(found, console)
+    printed = console.file.getvalue()
+    assert "…" not in printed
+    (row,) = (line for line in printed.splitlines() if "200/200" in line)
+    assert row.split()[-2:] == ["75.0", "%"]
+    page, data = write_live_report(found, tmp_path / "new", "")
+    modes = [path.stat().st_mode & 0o777 for path in (page.parent, page, data)]
+    assert modes == [0o700, 0o600, 0o600]
+    read = "<td>13.38 GB</td><td>3.34 GB</td><td>75.0 %</td>"
+    assert read in page.read_text(encoding="utf-8").replace("\n", "")
+
+
+def test_axes_have_plain_numbers() -> None:
+    (workload,) = result((side(0.05, ttft=0.13), side(1.2, ttft=6.5))).workloads
+    drawn = base64.b64decode(live_plot(workload, ("A", "B")).split(",", 1)[1]).decode()
+    assert [n for n in ("200", "500", "1,000", "2,000", "5,000") if f">{n}<" not in drawn] == []
+
+
+def test_answers_without_ids_are_compared_by_text() -> None:
+    """The place of a difference is a piece: the margin is asked behind the pieces before it."""
+
+    def answered(*pieces: str) -> Replayed:
+        times = [float(at) for at in range(len(pieces))]
+        answer = Answer(text="".join(pieces), tokens=list(pieces), arrivals=times)
+        return Replayed((Outcome("r", 0, 0, 0, "answered", "", 4, answer),), 1)
+
+    first = answered("long word", " b", "c", "d")
+    assert agreement(first, first) == LiveAgreement(1, 1)
+    other = answered("long word", " b", "X", "d")
+    assert agreement(first, other) == LiveAgreement(1, 0, (Difference("r", 2, None),))
+    cut = answered("long word", " b")
+    assert agreement(first, cut) == LiveAgreement(1, 0, (Difference("r", 2, None),))
+
+
+def sampled(*texts: str, ids: bool = True) -> Replayed:
+    outcomes = [
+        Outcome(
+            "r", index, 0.0, 0.0, "answered", "", len(text),
+            Answer(
+                index=index, ids=list(map(ord, text)) if ids else [], tokens=list(text), text=text,
+                arrivals=[float(at) for at in range(len(text))],
+            ),
+        )
+        for index, text in enumerate(texts)
+    ]  # fmt: skip
+    return Replayed(tuple(outcomes), 1.0)
+
+
+@pytest.mark.parametrize("ids", [True, False])
+@pytest.mark.parametrize(
+    ("first", "second", "differences"),
+    [
+        (("axyz", "abcd", "abcd"), ("abcd", "axyz", "abcd"), []),
+        # A wrong token behind another sample's branch of a tie, on either server.
+        (("abcd", "axyz"), ("axyz", "abce"), [("r #1", 3)]),
+        (("axyz", "abce"), ("abcd", "axyz"), [("r", 3)]),
+        # A branch that one server alone took.
+        (("axyz", "axyz"), ("axyz", "abcd"), [("r #1", 1)]),
+        (("axyz", "abcd"), ("axyz", "axyz"), [("r #1", 1)]),
+        (("abcd", "abcd"), ("abce", "abce"), [("r", 3), ("r #1", 3)]),
+    ],
+)
+def test_samples_of_one_prompt_are_compared_in_any_order(
+    first: tuple[str, ...], second: tuple[str, ...], differences: list[tuple[str, int]], ids: bool
+) -> None:
+    found = agreement(sampled(*first, ids=ids), sampled(*second, ids=ids))
+    assert [(d.name, d.position) for d in found.differences] == differences
+    assert found.compared - found.equal == len(differences)
+
+
+def test_servers_of_its_own_run_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --rate and no --urls, the host's own backend comes first, then the plugin."""
+    pytest.importorskip("sglang")
+    running: list[str] = []
+    started: list[tuple[str | None, dict[str, str]]] = []
+
+    class Started:
+        """In place of a real server: a made-up one, which counts as the plugin does."""
+
+        def __init__(self, command: Any, log: Path, on_start: Any) -> None:
+            self.state_folder = tmp_path / log.stem
+            made = command(self.state_folder)
+            on_start(made)(0.5)
+            backend = dict(pairwise(made.arguments)).get("--attention-backend")
+            started.append((backend, dict(made.environment)))
+            self._serving = serving(Fake())
+
+        def counts(self) -> bool:
+            return True
+
+        def __enter__(self) -> Any:
+            assert not running
+            fake = self._serving.__enter__()
+            running.append(fake.url)
+            self.url = fake.url
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            running.clear()
+            self._serving.__exit__(*error)
+
+    monkeypatch.setattr(live_sides, "CountedServer", Started)
+    data, printed = ab(
+        tmp_path, "--host", "sglang", "--rate", "100", "--workload", "few-shot", *SMALL
+    )
+    assert [side["name"] for side in data["sides"]] == ["host", "deft"]
+    (host, deft) = started
+    assert (host[0], deft[0]) == (None, "deft")
+    assert host[1]["DEFT_OBSERVE"] == "1"
+    assert data["workloads"][0]["agreement"]["equal"] == 9
+    assert data["workloads"][0]["arrivals"].startswith("Poisson, 100 a second")
+    assert "host's own backend" in printed

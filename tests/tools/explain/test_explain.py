@@ -1,0 +1,251 @@
+"""Explain's figures against the plan's own loads and the papers' tables."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from rich.console import Console
+
+from deft_backend.forest import PrefixForest, build_forest
+from deft_backend.planner import plan_grouping
+from deft_backend.planner.encoding import OPEN_END
+from deft_backend.policies import POLICY_NAMES, Grouping, Target, get_policy
+from deft_backend.shapes.kernel_limits import MAX_MERGED
+from deft_backend.tools.explain import count_plan_loads, explain, render
+from strategies import GROWTH, Batch, batches, regular_forest, targets
+
+LLAMA_2_7B = Target(
+    num_query_heads=32, num_kv_heads=32, head_dim=128, dtype_bytes=2, num_programs=16
+)
+GQA = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, num_programs=16)
+
+
+class Counts(NamedTuple):
+    """Loads and stores of a grouping's items, counted without a plan."""
+
+    items: int
+    kv_tokens: int
+    masked_tokens: int
+    queries: int
+    partials: int
+
+
+def counts_by_hand(grouping: Grouping, target: Target) -> Counts:
+    """Cut every group into tiles and items, as docs/how-it-works.md describes."""
+    *singles, packed = (rows // target.gqa_group for rows in target.tile_heights)
+    items = kv_tokens = masked_tokens = 0
+    tiles_of: dict[int, list[tuple[bool, int]]] = {}  # a query's items: smallest shape? queries?
+    for group in range(grouping.num_groups):
+        queries = grouping.group_queries(group).tolist()
+        segments = list(grouping.segments(group))
+        runs = [range(s.attend_begin, s.attend_end) for s in segments]
+        plain = runs == [range(len(queries))]
+        tiles = -(-len(queries) // (max(singles) if plain else packed))
+        for nth in range(tiles):
+            tile = range(nth * len(queries) // tiles, (nth + 1) * len(queries) // tiles)
+            read = [n for n, run in enumerate(runs) if set(run) & set(tile)]
+            for at in range(0, len(read), target.tile_segments[-1]):
+                held = read[at : at + target.tile_segments[-1]]
+                tokens = [segments[n].end - segments[n].start for n in held]
+                stem = tokens[0] if set(tile) <= set(runs[held[0]]) else 0
+                items += 1
+                kv_tokens += sum(tokens)
+                masked_tokens += 0 if plain else sum(tokens) - stem
+                for query in queries[tile.start : tile.stop]:
+                    smallest = plain and len(tile) <= singles[0]
+                    tiles_of.setdefault(query, []).append((smallest, len(tile)))
+    partials = 0
+    for held_by in tiles_of.values():
+        small = [queries for smallest, queries in held_by if smallest]
+        merges = small == [1] and 1 < len(held_by) <= 1 + MAX_MERGED
+        partials += len(held_by) - merges if len(held_by) > 1 else 0
+    pairs = sum(map(len, tiles_of.values()))
+    return Counts(items, kv_tokens, masked_tokens, pairs, partials)
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+@settings(max_examples=60)
+@given(batch=batches(), target=targets)
+def test_figures_are_those_of_the_groups_and_of_the_plan(
+    name: str, batch: Batch, target: Target
+) -> None:
+    forest = batch.forest()
+    grouping = get_policy(name).group(forest, target)
+    explanation = explain(forest, grouping, target, num_layers=3)
+    counts = counts_by_hand(grouping, target)
+    head = target.head_dim * target.dtype_bytes * 3
+    partial = 3 * target.num_query_heads * (target.head_dim * 2 + 2 * 4)
+    assert explanation.num_items == counts.items
+    assert explanation.kv_bytes_issued == counts.kv_tokens * 2 * head * target.num_kv_heads
+    assert explanation.mask_bytes == counts.masked_tokens * 4 * 3 * target.num_kv_heads
+    assert explanation.query_bytes == counts.queries * head * target.num_query_heads
+    assert explanation.output_bytes == len(batch.seq_lens) * head * target.num_query_heads
+    assert explanation.num_partials == counts.partials
+    assert explanation.partial_bytes_written == counts.partials * partial
+    assert explanation.partial_bytes_read == counts.partials * partial
+    # Requests grow by one token each under the same plan: every query's open range grows.
+    plan = plan_grouping(grouping, forest, target)
+    shape = {
+        "num_query_heads": target.num_query_heads,
+        "num_kv_heads": target.num_kv_heads,
+        "head_dim": target.head_dim,
+        "dtype_bytes": target.dtype_bytes,
+    }
+    loads = count_plan_loads(plan, batch.seq_lens, **shape)
+    grown = count_plan_loads(plan, batch.seq_lens + GROWTH, **shape)
+    tiles_of_open = int((plan.segment_end == OPEN_END).sum())
+    assert tiles_of_open >= len(batch.seq_lens)
+    assert grown.kv_tokens - loads.kv_tokens == GROWTH * tiles_of_open
+
+
+@pytest.mark.parametrize("name", [n for n in POLICY_NAMES if n.startswith("deft")])
+@settings(max_examples=40)
+@given(batch=batches(), target=targets)
+def test_deft_reads_every_stored_token_once(name: str, batch: Batch, target: Target) -> None:
+    forest = batch.forest()
+    explanation = explain(forest, get_policy(name).group(forest, target), target)
+    token = 2 * target.head_dim * target.dtype_bytes * target.num_kv_heads
+    assert explanation.kv_bytes == forest.tokens_stored * token
+    assert explanation.kv_bytes_flash_decoding == int(batch.seq_lens.sum()) * token
+
+
+def _few_shot(branches: int, prompt: int, generated: int) -> PrefixForest:
+    return build_forest(
+        np.arange(branches), [prompt] * (branches - 1), np.full(branches, prompt + generated)
+    )
+
+
+@pytest.mark.parametrize(
+    ("branches", "flash_decoding", "deft", "reduction", "digits"),
+    [(20, 17.62, 1.68, 90.47, 2), (30, 26.43, 2.10, 92.1, 1), (50, 44.05, 2.94, 93.33, 2)],
+)
+def test_deft_table_17(
+    branches: int, flash_decoding: float, deft: float, reduction: float, digits: int
+) -> None:
+    """Few-shot prompting, 400 iterations on a 4,000-token prompt, Llama-2-7B."""
+    policies = ("flash-decoding", "deft-flatten", "deft-node", "deft-node-chunk")
+    read = Counter[str]()
+    for iteration in range(1, 401):
+        forest = _few_shot(branches, 4000, iteration)
+        for name in policies:
+            grouping = get_policy(name).group(forest, LLAMA_2_7B)
+            read[name] += explain(forest, grouping, LLAMA_2_7B, num_layers=32).kv_bytes
+    baseline, *ours = (round(read[name] / 1e12, 2) for name in policies)
+    assert baseline == flash_decoding
+    assert ours == [deft] * 3
+    assert round(100 * (1 - ours[0] / baseline), digits) == reduction
+
+
+def test_tiles_and_layers_multiply_what_is_issued() -> None:
+    forest = regular_forest([1, 100], [1000, 10])
+    grouping = get_policy("deft-node").group(forest, GQA)
+    one = explain(forest, grouping, GQA)
+    token = 2 * 64 * 2 * 2
+    # 100 queries with a GQA group of 4 have 400 query vectors: 7 tiles of at most 64.
+    assert one.kv_bytes == (1000 + 100 * 10) * token
+    assert one.kv_bytes_issued == (7 * 1000 + 100 * 10) * token
+    assert (one.num_groups, one.num_chunks, one.num_items) == (101, 101, 107)
+    assert one.query_bytes == 200 * 8 * 64 * 2
+    # The leaves' items merge the root's results, and leave no results themselves.
+    assert one.num_partials == 100
+    assert one.partial_bytes_written == one.partial_bytes_read == 100 * 8 * (64 * 2 + 2 * 4)
+    full = explain(forest, grouping, replace(GQA, dtype_bytes=4))
+    assert full.partial_bytes_written == 100 * 8 * (64 * 4 + 2 * 4)
+    four = explain(forest, grouping, GQA, num_layers=4)
+    assert four.kv_bytes == 4 * one.kv_bytes
+    assert four.partial_bytes_read == 4 * one.partial_bytes_read
+    with pytest.raises(ValueError, match="num_layers is 0"):
+        explain(forest, grouping, GQA, num_layers=0)
+
+
+def test_masks_are_counted_by_token_behind_the_stem() -> None:
+    forest = regular_forest([1, 100], [28, 1])
+    target = Target(num_query_heads=2, num_kv_heads=2, head_dim=64)
+    explanation = explain(forest, get_policy("deft-flatten").group(forest, target), target)
+    # One chunk in two tiles of 50 queries. Each reads the root and 50 leaves: 32 ranges and 19.
+    assert explanation.num_items == 4
+    assert explanation.kv_bytes_issued == (2 * 28 + 100) * 2 * 64 * 2 * 2
+    assert explanation.mask_bytes == 100 * 4 * 2
+    assert explanation.num_partials == 200
+
+
+def test_a_query_with_one_chunk_writes_no_partial_result() -> None:
+    forest = build_forest([0, 1, 2], [0, 100], [50, 150, 150])
+    explanation = explain(forest, get_policy("deft-node").group(forest, GQA), GQA)
+    assert explanation.num_partials == 4
+    assert explanation.output_bytes == 3 * 8 * 64 * 2
+
+
+def test_chunks_of_one_range_are_one_group() -> None:
+    forest = _few_shot(5, 1000, 10)
+    explanation = explain(forest, get_policy("deft-node-chunk").group(forest, GQA), GQA)
+    assert explanation.num_chunks == 8 + 5
+    assert explanation.num_groups == 1 + 5
+    assert [chunk.group for chunk in explanation.chunks] == [0] * 8 + [1, 2, 3, 4, 5]
+    assert [chunk.tokens for chunk in explanation.chunks[:8]] == [128] * 7 + [104]
+    assert explanation.nodes[0].chunks == tuple(range(8))
+    assert explanation.nodes[1].chunks == (8,)
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+@settings(max_examples=40)
+@given(batch=batches(), target=targets)
+def test_every_node_is_read_and_every_chunk_reads_one(
+    name: str, batch: Batch, target: Target
+) -> None:
+    forest = batch.forest()
+    explanation = explain(forest, get_policy(name).group(forest, target), target)
+    readers = {chunk for node in explanation.nodes for chunk in node.chunks}
+    assert readers == set(range(explanation.num_chunks))
+    assert all(node.chunks for node in explanation.nodes if node.tokens)
+    assert len(explanation.nodes) == forest.num_nodes
+    groups = [chunk.group for chunk in explanation.chunks]
+    assert set(groups) == set(range(explanation.num_groups))
+    assert sum(chunk.kv_bytes for chunk in explanation.chunks) == explanation.kv_bytes
+
+
+def test_to_dict_is_json() -> None:
+    forest = _few_shot(3, 100, 10)
+    explanation = explain(forest, get_policy("auto").group(forest, GQA), GQA)
+    data = json.loads(json.dumps(explanation.to_dict()))
+    assert data["tokens_stored"] == 130
+    assert data["nodes"][0]["queries"] == 3
+
+
+def _rendered(forest: PrefixForest, name: str = "deft-node") -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=120, color_system=None)
+    render(explain(forest, get_policy(name).group(forest, GQA), GQA), console)
+    return out.getvalue()
+
+
+def test_render_draws_nodes_groups_and_totals() -> None:
+    text = _rendered(regular_forest([1, 3], [1000, 20]), "deft-node-chunk")
+    assert "1,000 tokens 0–1,000 of request 0 · 3 queries · group 0 (8 chunks)" in text
+    assert "20 tokens 1,000–1,020 of request 2 · 1 query · group 3" in text
+    assert "KV reduction" in text
+    assert "65.36 %" in text  # 1 - 1060 / 3060
+
+
+def test_render_shortens_large_forests_and_empty_leaves() -> None:
+    text = _rendered(regular_forest([1, 300], [100, 7]))
+    assert "… 292 more · 2,044 tokens" in text
+    assert len(text.splitlines()) < 40
+    deep = _rendered(regular_forest([2] * 8, [16] * 8))
+    assert len(deep.splitlines()) < 140
+    text = _rendered(build_forest([0, 1, 2], [64, 64], [64, 64, 90]))
+    assert "(2 requests ends here)" not in text
+    assert "(2 requests end here)" in text
+    assert " 0 tokens" not in text
+    assert "2 requests without tokens" in _rendered(build_forest([0, 1], [0], [0, 0]))
+
+
+def test_render_of_an_empty_batch() -> None:
+    assert "batch of 0" in _rendered(build_forest([], [], []))

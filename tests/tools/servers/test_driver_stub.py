@@ -1,0 +1,96 @@
+"""The driver stand-in: compiled once, with one symbol, and never mistaken for a driver."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deft_backend.tools.servers import driver_stub
+from deft_backend.tools.servers.driver_stub import DriverStubError, ensure_driver_stub
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler is installed"
+)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    return tmp_path
+
+
+@needs_compiler
+def test_it_exports_the_symbol_and_answers_with_an_error(cache: Path) -> None:
+    folder = ensure_driver_stub()
+    assert folder.is_relative_to(cache)
+    assert [path.name for path in folder.iterdir()] == ["libcuda.so.1"]
+    library = ctypes.CDLL(str(folder / "libcuda.so.1"))
+    assert library.cuPointerGetAttribute(None, 0, ctypes.c_ulonglong(0)) != 0
+    assert not hasattr(library, "cuInit")
+
+
+@needs_compiler
+def test_it_is_found_by_its_name_and_is_no_driver(cache: Path) -> None:
+    if driver_stub.has_nvidia_driver():
+        pytest.skip("this machine has a real driver")
+    script = (
+        "import ctypes; ctypes.CDLL('libcuda.so.1').cuPointerGetAttribute;"
+        "from deft_backend.tools.servers.driver_stub import has_nvidia_driver, num_gpus;"
+        "print(has_nvidia_driver(), num_gpus())"
+    )
+    environment = {"LD_LIBRARY_PATH": str(ensure_driver_stub()), "PYTHONPATH": ":".join(sys.path)}
+    output = subprocess.check_output([sys.executable, "-c", script], env=environment, text=True)
+    assert output.split() == ["False", "0"]
+
+
+@needs_compiler
+def test_it_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = ensure_driver_stub()
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert ensure_driver_stub() == folder
+
+
+def test_a_missing_compiler_is_named_with_what_to_install(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler -O2")
+    with pytest.raises(DriverStubError, match=r"'no-such-compiler -O2'.*install gcc"):
+        ensure_driver_stub()
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(cache))
+    with pytest.raises(DriverStubError, match=r"found none.*install gcc"):
+        ensure_driver_stub()
+
+
+def test_a_failing_compiler_leaves_nothing_behind(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "false")
+    with pytest.raises(DriverStubError, match="failed with exit code 1"):
+        ensure_driver_stub()
+    assert not [path for path in cache.rglob("*") if path.is_file()]
+
+
+@needs_compiler
+def test_it_lies_in_the_package_s_own_cache_folder(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = tmp_path / "chosen"
+    monkeypatch.setenv("DEFT_CACHE_DIR", str(chosen))
+    folder = ensure_driver_stub()
+    assert folder == chosen / "driver-stub" / "1"
+    for made in (chosen, folder.parent, folder):
+        assert stat.S_IMODE(made.stat().st_mode) == 0o700, made
+
+
+def test_a_cache_folder_that_is_none_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEFT_CACHE_DIR", __file__)
+    with pytest.raises(DriverStubError, match=r"DEFT_CACHE_DIR is .*expected a directory"):
+        ensure_driver_stub()

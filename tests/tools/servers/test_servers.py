@@ -1,0 +1,188 @@
+"""Host servers as child processes: command lines, waiting, failures and cleanup."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from deft_backend.tools.servers import command as command_module
+from deft_backend.tools.servers.command import ServerCommand, StartError, free_port, server_command
+from deft_backend.tools.servers.process import ServerProcess
+
+SERVER = """
+import http.server, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("child", child.pid, flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == sys.argv[2] else 404)
+        self.end_headers()
+    def log_message(self, *args): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def command(script: str, *arguments: str) -> ServerCommand:
+    port = free_port()
+    words = (sys.executable, "-c", script, str(port), *arguments)
+    return ServerCommand(words, {}, port, on_gpu=False)
+
+
+def gone(pid: int) -> bool:
+    """Whether the process has ended (or is a zombie that nobody has waited for)."""
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+            if ") Z " in Path(f"/proc/{pid}/stat").read_text():
+                return True
+        except (ProcessLookupError, FileNotFoundError):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models"])
+def test_the_whole_tree_ends_with_the_block(path: str, tmp_path: Path) -> None:
+    waited: list[float] = []
+    log = tmp_path / "log"
+    with ServerProcess(command(SERVER, path), log, progress=waited.append) as server:
+        leader = server.pid
+        assert leader is not None
+        child = int(log.read_text().split()[1])
+        os.kill(child, 0)
+        server.check_alive()
+    assert waited
+    assert gone(leader)
+    assert gone(child)
+
+
+def test_an_exception_ends_it_too(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    def interrupted() -> None:
+        with ServerProcess(command(SERVER, "/health"), log):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert gone(int(log.read_text().split()[1]))
+
+
+def test_early_death_shows_the_end_of_the_log(tmp_path: Path) -> None:
+    script = "print('first'); [print('line', n) for n in range(40)]; raise SystemExit(3)"
+    log = tmp_path / "folder" / "log"
+    with pytest.raises(StartError) as error:
+        ServerProcess(command(script), log).__enter__()
+    said = str(error.value)
+    assert "exit code 3" in said
+    assert str(log) in said
+    assert "line 39" in said
+    assert "first" not in said
+
+
+def test_silence_is_given_up_on(tmp_path: Path) -> None:
+    script = "import time; time.sleep(600)"
+    process = ServerProcess(command(script), tmp_path / "log", timeout=1.0)
+    with pytest.raises(StartError, match=r"did not answer on port \d+ within 1 s"):
+        process.__enter__()
+    assert process.pid is None
+
+
+def test_death_while_in_use_is_told(tmp_path: Path) -> None:
+    with ServerProcess(command(SERVER, "/health"), tmp_path / "log") as server:
+        child = int((tmp_path / "log").read_text().split()[1])
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
+        with pytest.raises(StartError, match="exit code -9"):
+            server.check_alive()
+    assert gone(child)
+
+
+def test_the_cpu_engine_gets_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command_module, "has_nvidia_driver", lambda: False)
+    monkeypatch.setattr(command_module, "ensure_driver_stub", lambda: tmp_path)
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/elsewhere")
+    found = server_command(
+        "M", 1234, policy="fasttree", host_arguments=["--max-total-tokens", "99"], gpu=False
+    )
+    words = " ".join(found.arguments)
+    assert "sglang.launch_server --model-path M --host 127.0.0.1 --port 1234 " in words
+    assert "--port 1234 --attention-backend deft" in words
+    assert words.endswith(
+        "--dtype float32 --device cpu --max-total-tokens 16384 --max-total-tokens 99"
+    )
+    assert found.environment["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert found.environment["DEFT_POLICY"] == "fasttree"
+    assert found.environment["LD_LIBRARY_PATH"] == f"{tmp_path}:/elsewhere"
+    assert "SGLANG_USE_CPU_ENGINE=1" in found.shell()
+
+
+def test_a_gpu_needs_nothing_special() -> None:
+    found = server_command("M", 1234, backend=None, gpu=True)
+    assert found.arguments[1:] == (
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        "M",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "1234",
+    )
+    assert dict(found.environment) == {}
+
+
+def test_a_driver_needs_no_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_module, "has_nvidia_driver", lambda: True)
+    assert "LD_LIBRARY_PATH" not in server_command("M", 1, gpu=False).environment
+
+
+def test_vllm_on_the_cpu_gets_its_environment() -> None:
+    found = server_command("M", 1234, host="vllm", policy="fasttree", host_arguments=["--x"],
+                           gpu=False)  # fmt: skip
+    words = " ".join(found.arguments[1:])
+    assert words == (
+        "-m vllm.entrypoints.openai.api_server --model M --host 127.0.0.1 --port 1234 "
+        "--attention-backend CUSTOM --dtype float32 --enforce-eager --x"
+    )
+    assert dict(found.environment) == {
+        "DEFT_POLICY": "fasttree", "TRITON_INTERPRET": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("backend", "named"), [(None, None), ("FLASHINFER", "FLASHINFER")])
+def test_vllm_on_a_gpu_needs_nothing_special(backend: str | None, named: str | None) -> None:
+    found = server_command("M", 1234, host="vllm", backend=backend, gpu=True)
+    expected = ["--model", "M", "--host", "127.0.0.1", "--port", "1234"]
+    expected += [] if named is None else ["--attention-backend", named]
+    assert list(found.arguments[3:]) == expected
+    assert dict(found.environment) == {}
+
+
+def test_a_cpu_build_of_vllm_uses_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_module, "use_gpu", lambda: True)
+    for is_cpu, expected in ((True, False), (False, True)):
+        monkeypatch.setattr(command_module, "vllm_is_cpu_build", lambda is_cpu=is_cpu: is_cpu)
+        assert server_command("M", 1, host="vllm").on_gpu is expected
+
+
+@pytest.mark.parametrize("host", ["sglang", "vllm"])
+def test_servers_listen_on_the_loopback_interface_unless_asked(host: str) -> None:
+    found = server_command("M", 1, host=host, host_arguments=["--host", "0.0.0.0"], gpu=True)
+    listened = [
+        b for a, b in zip(found.arguments, found.arguments[1:], strict=False) if a == "--host"
+    ]
+    assert listened == ["127.0.0.1", "0.0.0.0"]  # the last one wins
+
+
+def test_an_unknown_host_is_refused() -> None:
+    with pytest.raises(StartError, match="no host 'tgi'; expected one of sglang, vllm"):
+        server_command("M", 1, host="tgi")

@@ -1,0 +1,265 @@
+"""Trace files: reading, checks, generation, and their forests against brute force."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deft_backend.forest import PrefixForest
+from deft_backend.tools.ab.invented_tree import ThoughtTreeShape, generate_thought_tree
+from deft_backend.tools.traces.trace_files import (
+    ROOT,
+    ThoughtTree,
+    TokenTree,
+    TraceError,
+    dump_thought_trees,
+    load_thought_trees,
+    load_token_tree,
+    load_trace,
+)
+from deft_backend.tools.traces.tree_forests import forest_at, forest_from_levels, token_tree_forest
+
+shapes = st.builds(
+    ThoughtTreeShape,
+    depth=st.integers(1, 4),
+    width=st.integers(1, 5),
+    keep=st.integers(1, 3),
+    prompt_tokens=st.integers(1, 50),
+    shortest=st.integers(1, 5),
+    longest=st.integers(5, 20),
+)
+trees = st.builds(generate_thought_tree, shapes, st.integers(0, 1000))
+
+
+def example() -> list[dict[str, Any]]:
+    """A prompt of 5 tokens, thoughts 1 and 2, thought 3 below 1."""
+
+    def node(id_: int, value: int, start: int, children: list[int]) -> dict[str, Any]:
+        end = start + value - 1
+        return {"id": id_, "value": value, "start": start, "end": end, "children": children}
+
+    data = {
+        "0": node(0, 5, -4, [1, 2]),
+        "1": node(1, 3, 1, [3]),
+        "2": node(2, 6, 1, []),
+        "3": node(3, 2, 4, []),
+    }
+    return [{"incompleted": False, "prompt": "hello", "data": data}]
+
+
+def load(content: object, folder: Path) -> list[ThoughtTree]:
+    path = folder / "trace.json"
+    path.write_text(json.dumps(content))
+    return load_thought_trees(path)
+
+
+def rows_of(forest: PrefixForest) -> list[list[tuple[int, int]]]:
+    """The (node, token) pairs that each request attends to, sorted by length."""
+    rows = []
+    for position in range(forest.batch_size):
+        rows.append([(n, t) for n in forest.path(position) for t in range(forest.length[n])])
+    return rows
+
+
+def brute_force(tree: ThoughtTree, iteration: int) -> list[set[tuple[int, int]]]:
+    """Token sets of the decoding thoughts, by a walk up from every node."""
+    above = {c: n.id for n in tree.nodes.values() for c in n.children}
+    found = []
+    for node in tree.nodes.values():
+        if not (node.tokens and node.start <= iteration <= node.end):
+            continue
+        held = {(node.id, t) for t in range(iteration - node.start + 1)}
+        at = node.id
+        while at in above:
+            at = above[at]
+            held |= {(at, t) for t in range(tree.nodes[at].tokens)}
+        found.append(held)
+    return found
+
+
+def test_reads_nodes_and_parents(tmp_path: Path) -> None:
+    (tree,) = load(example(), tmp_path)
+    assert tree.path(3) == [0, 1, 3]
+    assert tree.last_iteration == 6
+    assert [n.id for n in tree.live(2)] == [1, 2]
+    assert [n.id for n in tree.live(4)] == [3, 2]
+
+
+@pytest.mark.parametrize(
+    ("node", "field", "value", "said"),
+    [
+        ("1", "value", 4, "node 1: value is 4"),
+        ("1", "id", 7, "node 1: id is 7"),
+        ("3", "start", "x", "node 3: start is str"),
+        ("3", "end", True, "node 3: end holds True"),
+        ("2", "children", [9], "node 2: children holds 9"),
+        ("2", "children", [3], "node 2: children holds 3, which is a child of node 1"),
+        ("1", "children", [], "node 3: is in nobody's children"),
+        ("1", "children", [0], "node 1: children holds 0"),
+        ("1", "children", 3, "node 1: children is int"),
+    ],
+)
+def test_a_bad_field_is_named(
+    node: str, field: str, value: object, said: str, tmp_path: Path
+) -> None:
+    content = example()
+    content[0]["data"][node][field] = value
+    with pytest.raises(TraceError) as error:
+        load(content, tmp_path)
+    assert "trace.json: tree 0" in str(error.value)
+    assert said in str(error.value)
+
+
+def test_a_missing_field_is_named(tmp_path: Path) -> None:
+    content = example()
+    del content[0]["data"]["2"]["end"]
+    with pytest.raises(TraceError, match=r"tree 0, node 2: end is missing"):
+        load(content, tmp_path)
+
+
+def test_a_late_child_is_named(tmp_path: Path) -> None:
+    content = example()
+    content[0]["data"]["3"] |= {"start": 5, "end": 6}
+    with pytest.raises(TraceError, match=r"node 3: start is 5; expected 4"):
+        load(content, tmp_path)
+
+
+@pytest.mark.parametrize("content", [{}, 3, [3], [{"incompleted": False, "prompt": ""}]])
+def test_other_json_is_refused(content: object, tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"trace\.json"):
+        load(content, tmp_path)
+
+
+def test_broken_and_missing_files_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with pytest.raises(TraceError, match=r"trace\.json: No such file"):
+        load_trace(path)
+    path.write_text("[{]")
+    with pytest.raises(TraceError, match=r"trace\.json: expected JSON"):
+        load_trace(path)
+
+
+def test_only_incomplete_trees_may_be_empty(tmp_path: Path) -> None:
+    content: list[dict[str, Any]] = [{"incompleted": True, "prompt": "", "data": {}}]
+    (tree,) = load(content, tmp_path)
+    with pytest.raises(TraceError, match="holds no nodes"):
+        forest_at(tree, 1)
+    content[0]["incompleted"] = False
+    with pytest.raises(TraceError, match="data is empty"):
+        load(content, tmp_path)
+
+
+@given(trees)
+def test_what_is_generated_reads_back(
+    tmp_path_factory: pytest.TempPathFactory, tree: ThoughtTree
+) -> None:
+    path = tmp_path_factory.mktemp("trace") / "trace.json"
+    dump_thought_trees([tree, tree], path)
+    assert load_trace(path) == [tree, tree]
+
+
+@given(shapes, st.integers(0, 1000))
+def test_the_generator_keeps_its_shape(shape: ThoughtTreeShape, seed: int) -> None:
+    tree = generate_thought_tree(shape, seed)
+    assert tree == generate_thought_tree(shape, seed)
+    thoughts = [node for node in tree.nodes.values() if node.id != ROOT]
+    assert all(shape.shortest <= node.tokens <= shape.longest for node in thoughts)
+    assert all(len(node.children) in (0, shape.width) for node in tree.nodes.values())
+    assert max(len(tree.path(node.id)) for node in thoughts) == shape.depth + 1
+    assert len(tree.prompt) == shape.prompt_tokens == tree.nodes[ROOT].tokens
+
+
+@given(trees, st.data())
+def test_forest_at_agrees_with_a_count_of_tokens(tree: ThoughtTree, data: st.DataObject) -> None:
+    iteration = data.draw(st.integers(0, tree.last_iteration))
+    forest = forest_at(tree, iteration)
+    expected = brute_force(tree, iteration)
+    assert sorted(forest.seq_lens.tolist()) == sorted(map(len, expected))
+    assert forest.tokens_stored == len(set().union(*expected))
+    found = [set(row) for row in rows_of(forest)]
+    # Every pair of requests shares as many tokens as the two thoughts.
+    overlaps = sorted(len(a & b) for a in found for b in found)
+    assert overlaps == sorted(len(a & b) for a in expected for b in expected)
+
+
+def test_forest_at_refuses_iterations_that_decode_nothing(tmp_path: Path) -> None:
+    (tree,) = load(example(), tmp_path)
+    assert forest_at(tree, 0).seq_lens.tolist() == [5]
+    for iteration in (7, -1):
+        with pytest.raises(TraceError, match=f"iteration {iteration}; expected 0 to 6"):
+            forest_at(tree, iteration)
+
+
+@given(trees, st.floats(0.01, 3))
+def test_scaling_keeps_the_branching(tree: ThoughtTree, scale: float) -> None:
+    scaled = tree.scaled(scale)
+    assert {n: t.children for n, t in scaled.nodes.items()} == {
+        n: t.children for n, t in tree.nodes.items()
+    }
+    for node in scaled.nodes.values():
+        assert node.tokens == max(1, round(tree.nodes[node.id].tokens * scale))
+        for child in node.children:
+            assert scaled.nodes[child].start == node.end + 1
+
+
+def test_levels_describe_trees() -> None:
+    forest = forest_from_levels("1,4,16 1024,256,32")
+    assert forest.batch_size == 16
+    assert forest.tokens_stored == 1024 + 4 * 256 + 16 * 32
+    assert forest.share == pytest.approx(16 * (1024 + 256 + 32) / forest.tokens_stored)
+    uneven = forest_from_levels("2,3 10,5")
+    assert uneven.tokens_stored == 2 * 10 + 3 * 5
+    assert uneven.tokens_attended == 3 * 15
+
+
+@pytest.mark.parametrize("text", ["", "1,2", "1,2 3", "1,x 3,4", "2,1 3,4", "0,1 3,4", "1 2 3"])
+def test_bad_levels_are_quoted(text: str) -> None:
+    with pytest.raises(TraceError) as error:
+        forest_from_levels(text)
+    assert repr(text) in str(error.value)
+
+
+def test_token_trees(tmp_path: Path) -> None:
+    path = tmp_path / "medusa.json"
+    content = {
+        "Tree_Structure": [[0], [1], [0, 0]],
+        "Records": [{"prompt": "x" * 40, "Accept_length": [1, 3, 2]}],
+    }
+    path.write_text(json.dumps(content))
+    tree = load_token_tree(path)
+    forest = token_tree_forest(tree, 0, 2)
+    context = 10 + 1 + 3 + 1  # the prompt, the tokens of the two previous steps, and the last token
+    assert sorted(forest.seq_lens.tolist()) == [context, context + 1, context + 1, context + 2]
+    assert forest.tokens_stored == context + 3
+    for record, step in ((1, 0), (0, 3)):
+        with pytest.raises(TraceError, match="expected 0 to"):
+            token_tree_forest(tree, record, step)
+    content["Tree_Structure"] = [[0, 0], [0]]
+    path.write_text(json.dumps(content))
+    with pytest.raises(TraceError, match=r"Tree_Structure\[0\] is \[0, 0\]"):
+        load_token_tree(path)
+
+
+@pytest.mark.skipif(
+    "DEFT_TRACES" not in os.environ, reason="DEFT_TRACES does not name a folder of DeFT's traces"
+)
+def test_recorded_traces_read() -> None:
+    files = sorted(Path(os.environ["DEFT_TRACES"]).glob("*.json"))
+    assert files
+    for path in files:
+        trace = load_trace(path)
+        if isinstance(trace, TokenTree):
+            forest = token_tree_forest(trace, 0, 1)
+            assert forest.batch_size == len(trace.paths) + 1
+            continue
+        for tree in trace:
+            if tree.nodes:
+                middle = tree.last_iteration // 2
+                expected = brute_force(tree, middle)
+                assert forest_at(tree, middle).tokens_stored == len(set().union(*expected))

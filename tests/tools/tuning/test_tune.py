@@ -1,0 +1,672 @@
+"""`deft tune`: fits on times with known constants, the tables' keys and files, the command."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from deft_backend.attention.reference_attention import reference_attention, relative_error
+from deft_backend.cli.app import app
+from deft_backend.costs import CostModel, CostModelError, FastTreeCoefficients, table_lookup
+from deft_backend.costs.cost_model import DEFAULT_TABLE, default_cost_model
+from deft_backend.costs.device_tables import cost_model_on, table_key
+from deft_backend.costs.gpu_facts import GpuFacts
+from deft_backend.costs.shipped_tables import (
+    SHIPPED_TABLES,
+    derived_table,
+    nearest_table,
+    shipped_for,
+    shipped_tables,
+)
+from deft_backend.costs.table_key import TableKey, read_key
+from deft_backend.costs.table_lookup import cost_model_for, save_table, table_in_use
+from deft_backend.files.folders import tables_directory
+from deft_backend.policies import Target
+from deft_backend.settings.config import SettingsError
+from deft_backend.shapes.dtype_names import DTYPE_BYTES
+from deft_backend.shapes.kernel_limits import TILE_SEGMENTS
+from deft_backend.tools.tuning import machine as machine_module
+from deft_backend.tools.tuning.block_times import measure_block_times
+from deft_backend.tools.tuning.fasttree_fit import ARTIFACT, measure_coefficients
+from deft_backend.tools.tuning.grids import Grid
+from deft_backend.tools.tuning.least_squares import fit_times
+from deft_backend.tools.tuning.machine import Launch, Machine, Work
+from deft_backend.tools.tuning.measure import measure
+from deft_backend.tools.tuning.search import Found, search
+from deft_backend.tools.tuning.tile_fit import measure_tile_costs
+from deft_backend.tools.tuning.trials import Trials
+
+runner = CliRunner(env={"COLUMNS": "400", "NO_COLOR": "1", "TERM": "dumb"})
+
+KEY = TableKey(
+    gpu="NVIDIA A100-SXM4-40GB", package="1.2.3", kernels="0123", torch="2.11.0", triton="3.6.0",
+    query_heads=32, kv_heads=8, head_dim=128, dtype="float16", page_size=1,
+)  # fmt: skip
+TARGET = Target(32, 8, 128)
+
+
+@pytest.fixture(autouse=True)
+def _forgotten_warnings() -> None:
+    table_lookup._warn_once.cache_clear()
+
+
+# --- fits ----------------------------------------------------------------------------------------
+
+
+def test_least_squares_finds_exact_coefficients_and_no_negative_ones() -> None:
+    rng = np.random.default_rng(0)
+    features = rng.uniform(0.5, 2.0, (30, 3))
+    found, error = fit_times(features, features @ [3.0, 0.0, 0.25])
+    np.testing.assert_allclose(found, [3.0, 0.0, 0.25], atol=1e-9)
+    assert error < 1e-9
+    # The unconstrained optimum of these has a negative second coefficient.
+    line = np.stack([np.ones(20), np.arange(20.0)], axis=1)
+    found, error = fit_times(line, 100.0 - np.arange(20.0))
+    assert found[1] == 0.0
+    # A constant c alone: relative errors c / t - 1 are least for c = sum(1/t) / sum(1/t²).
+    times = 100.0 - np.arange(20.0)
+    assert found[0] == pytest.approx((1 / times).sum() / (1 / times**2).sum())
+    assert 0.0 < error < 0.1
+
+
+def test_a_small_time_weighs_as_much_as_a_large_one() -> None:
+    found, _ = fit_times([[1.0], [1.0]], [1.0, 1000.0])
+    assert found[0] < 3.0  # an unweighted fit says 500
+
+
+@pytest.mark.parametrize("target", [TARGET, Target(16, 1, 64), Target(32, 32, 128)])
+def test_tile_costs_are_recovered(target: Target) -> None:
+    item, token = (5800.0, 5000.0), (60.0, 28.0)
+
+    def time_us(work: Work) -> float:
+        shape = next(s for s, held in enumerate(target.single_range_tiles) if held >= work.queries)
+        assert work.resident
+        rounds = -(-work.groups // target.tile_programs[shape])
+        nanoseconds = 3000.0 + rounds * (item[shape] + work.tokens * token[shape])
+        if work.parts > 1:
+            nanoseconds += 2500.0 + 8.4 * work.groups * work.queries
+        return nanoseconds / 1e3
+
+    costs, errors = measure_tile_costs(time_us, target, Grid())
+    for shape, held in enumerate(target.single_range_tiles):
+        if held > 0:  # a tile lower than a GQA group is never used
+            assert costs.item_ns[shape] == pytest.approx(item[shape], rel=1e-3)
+            assert costs.token_ns[shape] == pytest.approx(token[shape], rel=1e-3)
+    assert len(costs.item_ns) == len(target.single_range_tiles)
+    assert costs.partial_ns == pytest.approx(8.4, rel=1e-3)
+    assert costs.reduce_ns == pytest.approx(2500.0, rel=1e-3)
+    assert max(errors.values()) < 1e-6
+
+
+def test_tile_costs_stay_above_zero() -> None:
+    costs, _ = measure_tile_costs(lambda work: 7.0, TARGET, Grid())
+    assert min(*costs.item_ns, *costs.token_ns, costs.partial_ns, costs.reduce_ns) > 0.0
+
+
+def test_fasttree_weights_are_recovered() -> None:
+    """Times that follow the equations, typed here from the paper's notes."""
+    alpha, beta, gamma = 2e-8, 1e-8, 1.2e-6
+    own = {16: 4e-8, 64: 3e-8, 128: 2.5e-8}
+    dim, kv_heads, gqa, context_tile = 128, 8, 4, 64
+
+    def pad(tile: int, size: int) -> int:
+        return tile - ((size - 1) % tile + 1)
+
+    def time_us(work: Work) -> float:
+        rows = work.queries * gqa
+        tile = next(held for held in own if held >= rows)
+        element = work.groups * kv_heads * dim
+        padded_q = element * pad(tile, rows) * work.tokens
+        padded_c = element * rows * pad(context_tile, min(work.tokens, context_tile))
+        time = 12.0 + own[tile] * element * rows * work.tokens + alpha * padded_q + beta * padded_c
+        return time + (4.0 + gamma * element * rows if work.parts > 1 else 0.0)
+
+    target = Target(
+        32, 8, 128, tile_heights=(16, 64, 128, 64), tile_programs=(132, 33, 16, 33),
+        tile_segments=(1, 1, 1, 32), block_tokens=context_tile,
+    )  # fmt: skip
+    found, error = measure_coefficients(time_us, target, Grid())
+    assert error < 1e-6
+    assert found.alpha / found.beta == pytest.approx(alpha / beta, rel=1e-2)
+    assert found.gamma / found.alpha == pytest.approx(gamma / alpha, rel=1e-2)
+    assert found.alpha + found.beta == pytest.approx(0.99, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["no padding", "noise"])
+def test_a_poor_fasttree_fit_keeps_the_artifacts_weights(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng = np.random.default_rng(3)
+
+    def time_us(work: Work) -> float:
+        if kind == "noise":
+            return float(np.exp(4.0 * rng.standard_normal()))
+        return 10.0 + 1e-3 * work.groups * work.queries * work.tokens
+
+    with caplog.at_level(logging.WARNING):
+        found, _ = measure_coefficients(time_us, TARGET, Grid())
+    assert found == ARTIFACT == FastTreeCoefficients(0.66, 0.33, 0.1)
+    assert "the defaults of its artifact are kept" in caplog.text
+
+
+def test_the_block_table_never_falls_and_knows_its_launch() -> None:
+    calls: dict[Work, int] = {}
+
+    def time_us(work: Work) -> float:
+        assert not work.resident
+        assert work.parts == 1
+        calls[work] = calls.get(work, 0) + 1
+        time = 6.0 + 0.05 * work.tokens + 0.5 * work.queries
+        if work.tokens == 512 and work.queries in (1, 4):
+            time -= 20.0  # lucky measurements
+        return time + (50.0 if calls[work] == 1 else 0.0)  # and a delay in every first one
+
+    times = measure_block_times(time_us, TARGET, 132, Grid())
+    assert {work.groups for work in calls} == {132 // 8}
+    assert times.query_rows.tolist() == [4, 8, 16, 32, 64]
+    assert (np.diff(times.time_ms, axis=0) >= 0).all()
+    assert (np.diff(times.time_ms, axis=1) >= 0).all()
+    assert times.time_ms[0, 0] == pytest.approx((6.0 + 0.05 * 64 + 0.5) / 1e3)
+    assert times.launch_ms == pytest.approx((6.0 + 0.5) / 1e3)
+
+
+# --- measuring code, executed --------------------------------------------------------------------
+
+TINY = Grid(
+    table_tokens=(4, 8), tile_tokens=(4, 8), tile_rounds=(1, 2), result_counts=(4,),
+    result_parts=(2,), fasttree_blocks=(0.02, 0.05), repetitions=1, trials=("1 9", "1,3 8,2"),
+)  # fmt: skip
+
+
+def _machine(
+    page_size: int, clock: machine_module.Clock, kv_dtype: torch.dtype = torch.float16
+) -> Machine:
+    return Machine(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16, kv_dtype=kv_dtype,
+        page_size=page_size, device=torch.device("cpu"), clock=clock,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("page_size", "dtype"), [(1, "float16"), (16, "float8_e4m3fn")])
+def test_a_rehearsal_of_the_whole_measurement(page_size: int, dtype: str, tmp_path: Path) -> None:
+    """Every launch runs in the interpreter; only the times are invented."""
+    launches = 0
+
+    def clock(launch: Launch) -> float:
+        nonlocal launches
+        launches += 1
+        assert launch().isfinite().all()
+        return 10.0 + launches % 7
+
+    said: list[str] = []
+    key = replace(KEY, query_heads=4, kv_heads=2, head_dim=64, page_size=page_size, dtype=dtype)
+    before = replace(default_cost_model(), bandwidth_gb_s=999.0)
+    machine = _machine(page_size, clock, getattr(torch, dtype))
+    assert {cache.dtype for cache in machine.kv} == {getattr(torch, dtype)}
+    tuned = measure(machine, key, before, TINY, lambda: 1234.4, said.append)
+    assert launches > 20
+    assert list(tuned.seconds) == said
+    assert {"small tile", "partial results", "FastTree"} <= set(tuned.errors)
+    assert tuned.model.bandwidth_gb_s == (1234.0 if tuned.found.start else 999.0)
+    assert tuned.found.batches == 2
+    assert tuned.found.ratio <= 1.0
+    assert tuned.model.head_dim == 64
+    assert len(tuned.model.tiles.item_ns) == TILE_SEGMENTS.count(1)
+    assert key.shape in tuned.model.source
+    save_table(tuned.model, key, tmp_path / key.file_name)
+    assert table_in_use(key, tmp_path).tuned
+
+
+@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize(("queries", "parts"), [(1, 1), (3, 1), (2, 4)])
+def test_launches_are_the_attention_that_they_stand_for(
+    queries: int, parts: int, resident: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The timed launches are right: every query attends to its own context, in the given parts."""
+    seen: dict[str, torch.Tensor] = {}
+    real = machine_module.TreeAttention.run
+
+    def run(self: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest, **options):  # type: ignore[no-untyped-def]
+        table, lens = rest
+        rows = options["table_rows"].long()
+        seen.update(expected=reference_attention(q, k, v, table[rows], lens))
+        seen.update(plan=self.last_plan)  # type: ignore[attr-defined]
+        return real(self, q, k, v, *rest, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(machine_module.TreeAttention, "run", run)
+    work = Work(groups=4, queries=queries, tokens=21, parts=parts, resident=resident)
+    out = _machine(16, lambda launch: 1.0).launch(work)()
+    assert out.shape[0] == 4 // parts * queries
+    assert relative_error(out, seen["expected"]) < 1e-3
+    assert seen["plan"].num_partials == work.results
+    assert work.results == (4 * queries if parts > 1 else 0)
+
+
+# --- keys and files ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [name for name in DTYPE_BYTES if name != "float32"])
+def test_the_command_in_a_message_asks_for_the_table_of_its_key(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU without a table, also with a cache of 8 bits: the log's command names the same key."""
+    gpu = "NVIDIA L40S"
+    _on(gpu, monkeypatch)
+    key = replace(KEY, gpu=gpu, dtype=dtype, query_heads=12, kv_heads=2, page_size=64)
+    notice = table_in_use(key, tmp_path, GpuFacts(142, 2520.0, 864.0)).notice
+    assert notice is not None
+    assert notice.endswith(key.command)
+    command = key.command.split()[1:]
+    code, out, _ = run(*command, "--show", DEFT_CACHE_DIR=str(tmp_path))
+    assert code == 0
+    assert out.startswith(f"{gpu}: {key.shape}")
+
+
+def test_a_cache_that_tune_does_not_know_is_refused() -> None:
+    code, _, err = run("tune", "--kv-cache-dtype", "fp4")
+    assert code == 2
+    assert "--kv-cache-dtype is 'fp4'; expected auto or one of fp8, fp8_e4m3, fp8_e5m2" in err
+
+
+def test_every_part_of_the_key_names_another_file() -> None:
+    changed = {
+        "gpu": "NVIDIA A100-SXM4-80GB", "package": "1.2.4", "kernels": "0124", "torch": "2.12.0",
+        "triton": "3.7.0", "query_heads": 16, "kv_heads": 4, "head_dim": 64, "dtype": "bfloat16",
+        "page_size": 16,
+    }  # fmt: skip
+    assert set(changed) == set(vars(KEY))
+    names = {replace(KEY, **{name: value}).file_name for name, value in changed.items()}
+    assert len(names | {KEY.file_name}) == len(changed) + 1
+    assert KEY.file_name.startswith("nvidia-a100-sxm4-40gb-32x8-d128-float16-p1-")
+
+
+def test_the_key_of_this_machine() -> None:
+    key = table_key(torch.device("cpu"), 4, 2, 64, torch.bfloat16, 16)
+    assert (key.gpu, key.dtype, key.page_size) == ("", "bfloat16", 16)
+    assert (key.query_heads, key.kv_heads, key.head_dim) == (4, 2, 64)
+    assert key.torch == torch.__version__
+    assert len(key.kernels) == 16
+
+
+def test_a_tuned_table_is_found_again(tmp_path: Path) -> None:
+    model = replace(default_cost_model(), source="tuned here")
+    save_table(model, KEY, tmp_path / "deeper" / KEY.file_name)
+    found = table_in_use(KEY, tmp_path / "deeper")
+    assert (found.tuned, found.notice, found.damage) == (True, None, None)
+    assert cost_model_for(KEY, tmp_path / "deeper").source == "tuned here"
+    np.testing.assert_array_equal(found.model.time_ms, model.time_ms)
+    other = replace(KEY, triton="3.7.0")
+    assert not table_in_use(other, tmp_path / "deeper").tuned
+
+
+def test_elsewhere_the_shipped_table_is_used_and_the_log_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert cost_model_for(KEY, tmp_path) is default_cost_model()
+        cost_model_for(KEY, tmp_path)
+    (record,) = caplog.records
+    assert "the cost table of an NVIDIA H100 80GB HBM3" in record.message
+    assert "none was measured on this NVIDIA A100-SXM4-40GB" in record.message
+    assert "deft tune --heads 32/8 --head-dim 128 --dtype fp16 --page-size 1" in record.message
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA H100 80GB HBM3", ""])
+def test_an_h100_and_the_cpu_are_silent(
+    gpu: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert cost_model_for(replace(KEY, gpu=gpu), tmp_path) is default_cost_model()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("damage", ["cut", "list", "no key", "key", "type", "field", "time"])
+@pytest.mark.parametrize("gpu", [KEY.gpu, "NVIDIA H100 80GB HBM3"])
+def test_a_damaged_file_is_named_in_one_warning_and_ignored(
+    damage: str, gpu: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = replace(KEY, gpu=gpu)
+    path = tmp_path / key.file_name
+    save_table(default_cost_model(), key, path)
+    data = json.loads(path.read_text())
+    if damage == "no key":
+        del data["key"]
+    elif damage == "key":
+        data["key"]["head_dim"] = 64
+    elif damage == "type":
+        data["key"] = "H100"
+    elif damage == "field":
+        del data["key"]["torch"]
+    elif damage == "time":
+        data["time_ms"][0][0] = -1.0
+    text = json.dumps([] if damage == "list" else data)
+    path.write_text(text[:100] if damage == "cut" else text)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            assert cost_model_for(key, tmp_path) is default_cost_model()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert str(path) in record.message
+    assert "ignored" in record.message
+    assert "deft tune" in record.message
+
+
+def test_a_folder_in_the_files_place_is_ignored(tmp_path: Path) -> None:
+    (tmp_path / KEY.file_name).mkdir()
+    found = table_in_use(KEY, tmp_path)
+    assert found.model is default_cost_model()
+    assert found.damage is not None
+
+
+def test_a_broken_write_leaves_the_old_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / KEY.file_name
+    save_table(default_cost_model(), KEY, path)
+    before = path.read_bytes()
+
+    def full(*arguments: object) -> None:
+        assert path.read_bytes() == before  # complete until the end
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_table(replace(default_cost_model(), source="new"), KEY, path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_shipped_table_is_scaled_by_bytes() -> None:
+    model = default_cost_model()
+    key = read_key(DEFAULT_TABLE)
+    assert shipped_for(key.query_heads, key.head_dim, key.dtype) is model
+    assert shipped_for(key.query_heads, key.head_dim, "bfloat16") is model
+    half = shipped_for(16, 64, "bfloat16")
+    assert half.head_dim == 64
+    assert half.tiles.token_ns == tuple(time / 2 for time in model.tiles.token_ns)
+    assert half.tiles.item_ns == model.tiles.item_ns
+    assert half.tiles.partial_ns == pytest.approx(model.tiles.partial_ns / 4)
+    np.testing.assert_allclose(half.time_ms - half.launch_ms, (model.time_ms - model.launch_ms) / 2)
+    for head_dim in (64, 96, 128, 256):  # tables that CostModel accepts
+        for dtype in DTYPE_BYTES:
+            assert isinstance(shipped_for(8, head_dim, dtype), CostModel)
+
+
+def test_the_shipped_table_fits_the_kernels() -> None:
+    assert "H100" in read_key(DEFAULT_TABLE).gpu
+    assert len(default_cost_model().tiles.item_ns) == TILE_SEGMENTS.count(1)
+    with pytest.raises(CostModelError, match="No such file"):
+        read_key(Path("/no/such/table.json"))
+
+
+# --- other GPUs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("table", shipped_tables(), ids=lambda table: table.path.stem)
+def test_a_measured_gpu_plans_with_its_own_table(
+    table, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:  # type: ignore[no-untyped-def]
+    assert table.path in SHIPPED_TABLES
+    key = replace(KEY, gpu=table.key.gpu, dtype=table.key.dtype)
+    with caplog.at_level(logging.INFO):
+        assert cost_model_for(key, tmp_path, table.facts) is table.model
+        assert cost_model_for(key, tmp_path) is table.model  # the driver tells nothing
+    assert not caplog.records
+    assert len(table.model.tiles.item_ns) == TILE_SEGMENTS.count(1)
+
+
+@pytest.mark.parametrize("table", shipped_tables(), ids=lambda table: table.path.stem)
+def test_a_derived_table_follows_the_facts(table) -> None:  # type: ignore[no-untyped-def]
+    was, model = table.facts, table.model
+    assert derived_table(table, was) is derived_table(table, None) is model
+    half = GpuFacts(was.sms // 2, was.sm_clock_mhz / 2, was.memory_gb_s / 4)
+    found = derived_table(table, half)
+    assert found.bandwidth_gb_s == pytest.approx(model.bandwidth_gb_s / 4)
+    assert found.tiles.item_ns == pytest.approx([2 * time for time in model.tiles.item_ns])
+    assert found.tiles.token_ns == pytest.approx([2 * time for time in model.tiles.token_ns])
+    assert found.tiles.partial_ns == pytest.approx(4 * model.tiles.partial_ns)
+    assert found.tiles.reduce_ns == pytest.approx(2 * model.tiles.reduce_ns)
+    np.testing.assert_allclose(
+        found.time_ms - found.launch_ms, 2 * (model.time_ms - model.launch_ms)
+    )
+    assert (found.launch_ms, found.fasttree) == (model.launch_ms, model.fasttree)
+    assert f"{half.sms} SMs" in found.source
+
+
+def test_another_gpu_takes_the_table_of_the_gpu_most_like_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    h100, h200, _ = shipped_tables()
+    lean = GpuFacts(sms=108, sm_clock_mhz=1410.0, memory_gb_s=1555.0)
+    rich = GpuFacts(sms=66, sm_clock_mhz=1980.0, memory_gb_s=2400.0)
+    assert nearest_table(KEY.gpu, lean) is h100
+    assert nearest_table(KEY.gpu, rich) is h200
+    assert nearest_table(KEY.gpu, None) is h100
+    with caplog.at_level(logging.INFO):
+        model = cost_model_for(KEY, tmp_path, rich)
+    assert model.bandwidth_gb_s == pytest.approx(h200.model.bandwidth_gb_s * 2400.0 / 4814.304)
+    (record,) = caplog.records
+    assert "66 SMs at 1980 MHz and a memory of 2400 GB/s" in record.message
+
+
+def test_a_cache_of_8_bits_takes_a_table_of_8_bits(tmp_path: Path) -> None:
+    """Also on a GPU that only has a table of 16 bits: it is carried to the GPU's facts."""
+    _, h200, eight_bits = shipped_tables()
+    assert eight_bits.key.dtype == "float8_e4m3fn"
+    for gpu in (eight_bits.key.gpu, h200.key.gpu, KEY.gpu):
+        for dtype, size in DTYPE_BYTES.items():
+            found = nearest_table(gpu, h200.facts, dtype)
+            assert (found is eight_bits) == (size == 1)
+    key = replace(KEY, gpu=h200.key.gpu, dtype="float8_e5m2")
+    used = table_in_use(key, tmp_path, h200.facts)
+    assert used.path == eight_bits.path
+    assert used.model.tiles.item_ns == eight_bits.model.tiles.item_ns  # the clocks are equal
+    assert used.model.bandwidth_gb_s > 1.3 * eight_bits.model.bandwidth_gb_s
+    assert used.notice is not None
+    assert "--kv-cache-dtype fp8_e5m2" in used.notice
+
+
+# --- the search ----------------------------------------------------------------------------------
+
+
+class MadeUpTrials:
+    """Times by a formula of the costs: fastest where the large tile's item takes 700 ns."""
+
+    names = ("a", "b")
+
+    def __init__(self, best_ns: float) -> None:
+        self.best_ns, self.plans = best_ns, 0
+
+    def times_us(self, model: CostModel) -> dict[str, float]:
+        self.plans += 1
+        off = abs(np.log(model.tiles.item_ns[1] / self.best_ns))
+        return {"a": 10.0 + off, "b": 50.0}
+
+
+def _with_item(nanoseconds: float) -> CostModel:
+    model = default_cost_model()
+    return replace(model, tiles=replace(model.tiles, item_ns=(5300.0, nanoseconds)))
+
+
+def test_the_search_never_takes_slower_plans() -> None:
+    before = _with_item(2000.0)
+    found = search(MadeUpTrials(2000.0), [before, _with_item(4000.0)])  # type: ignore[arg-type]
+    assert (found.model, found.ratio, found.start) == (before, 1.0, 0)
+
+
+def test_the_search_finds_better_costs_from_the_better_start() -> None:
+    before, measured = _with_item(2000.0), _with_item(1000.0)
+    trials = MadeUpTrials(700.0)
+    found = search(trials, [before, measured])  # type: ignore[arg-type]
+    assert found.model.tiles.item_ns == (5300.0, 700.0)
+    assert found.start == 1
+    assert found.ratio == pytest.approx((10.0 / (10.0 + np.log(2000 / 700))) ** 0.5)
+    assert found.batches == 2
+    assert found.plans == trials.plans
+
+
+def test_a_gain_within_the_noise_changes_nothing() -> None:
+    before = _with_item(2000.0)
+    found = search(MadeUpTrials(1995.0), [before, _with_item(1995.0)])  # type: ignore[arg-type]
+    assert found.model is before
+
+
+def test_trials_run_the_batch_that_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each plan is right, and tables that lead to one plan share one measurement."""
+    seen: list[tuple[torch.Tensor, ...]] = []
+    real = machine_module.TreeAttention.run
+
+    def run(self: object, q: torch.Tensor, *rest, **options):  # type: ignore[no-untyped-def]
+        assert options["static_launch"]
+        seen.append((q, *rest))
+        return real(self, q, *rest, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(machine_module.TreeAttention, "run", run)
+    clocked = 0
+
+    def clock(launch: Launch) -> float:
+        nonlocal clocked
+        clocked += 1
+        out = launch()
+        q, k, v, table, lens = seen[-1]
+        assert relative_error(out, reference_attention(q, k, v, table, lens)) < 1e-3
+        return 5.0 + clocked
+
+    trials = Trials(_machine(4, clock), ["2 9", "1,3 13,2", "1 999999"])
+    assert trials.names == ["2 9", "1,3 13,2"]  # the last needs more KV than there is
+    times = trials.times_us(default_cost_model())
+    assert times == {"2 9": 6.0, "1,3 13,2": 7.0}
+    assert trials.times_us(replace(default_cost_model(), source="same plans")) == times
+    assert (clocked, trials.plans) == (2, 2)
+    table, lens = seen[-1][3:5]
+    assert lens.tolist() == [15, 15, 15]
+    assert (table[:, :3] == table[0, :3]).all()  # pages of the root, all full
+    assert len(set(table[:, -1].tolist())) == 3
+
+
+def test_where_tables_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tables_directory({"XDG_CACHE_HOME": "/c"}) == Path("/c/deft-backend/tables")
+    assert tables_directory({}) == Path.home() / ".cache" / "deft-backend" / "tables"
+    assert tables_directory({"DEFT_CACHE_DIR": "/d", "XDG_CACHE_HOME": "/c"}) == Path("/d/tables")
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(SettingsError, match="DEFT_CACHE_DIR"):
+        tables_directory({"DEFT_CACHE_DIR": str(file)})
+    # A server's setting must not break the library's plans.
+    assert tables_directory({"DEFT_POLICY": "best", "XDG_CACHE_HOME": "/c"}).is_absolute()
+    monkeypatch.setenv("DEFT_CACHE_DIR", str(tmp_path))
+    cpu = torch.device("cpu")
+    assert cost_model_on(cpu, 32, 8, 128, torch.float16) is default_cost_model()
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def run(*arguments: str, **environment: str) -> tuple[int, str, str]:
+    result = runner.invoke(app, list(arguments), env=environment)
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_tune_without_a_gpu_says_so_in_a_line() -> None:
+    code, out, err = run("tune")
+    assert (code, out) == (1, "")
+    assert err.count("\n") == 1
+    assert "measures on an NVIDIA GPU" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--heads", "many"], "--heads is 'many'; expected QUERY/KV"),
+        (["--heads", "0/0"], "--heads is '0/0'"),
+        (["--dtype", "int8"], "--dtype is 'int8'; expected fp16 or bf16"),
+        (["--model", "/no/such/model"], "the model /no/such/model is no folder"),
+        (["--model", "/m", "--heads", "4/2"], "--model says it already"),
+        (["--show", "--out", "x.json"], "--show measures nothing"),
+    ],
+)
+def test_tune_refuses_bad_input(arguments: list[str], said: str) -> None:
+    code, _, err = run("tune", *arguments)
+    assert (code, said in err) == (2, True)
+
+
+def test_tune_refuses_a_cache_that_is_no_folder(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    code, _, err = run("tune", DEFT_CACHE_DIR=str(file))
+    assert (code, "DEFT_CACHE_DIR" in err) == (2, True)
+
+
+def _on(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deft_backend.costs import device_tables
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(device_tables.torch.cuda, "get_device_name", lambda device: gpu)
+    facts = GpuFacts(sms=142, sm_clock_mhz=2520.0, memory_gb_s=864.0)
+    monkeypatch.setattr("deft_backend.costs.gpu_facts.gpu_facts", lambda device: facts)
+
+
+def test_tune_writes_and_shows_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command end to end, without the measurement."""
+    from deft_backend.tools.tuning import measure as measure_module
+
+    model = tmp_path / "model"
+    model.mkdir()
+    config = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
+    (model / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
+    _on("NVIDIA L40S", monkeypatch)
+    asked: list[TableKey] = []
+
+    def tune(key: TableKey, before: CostModel, say: object) -> measure_module.Tuned:
+        asked.append(key)
+        assert before.bandwidth_gb_s < 1000.0  # derived from this GPU's facts
+        measured = replace(default_cost_model(), source="made up", bandwidth_gb_s=321.0)
+        found = Found(measured, 0.9, 1, 30, 19)
+        return measure_module.Tuned(measured, {"small tile": 0.01}, {"part": 1.0}, 7, found)
+
+    monkeypatch.setattr(measure_module, "tune", tune)
+    where = {"DEFT_CACHE_DIR": str(tmp_path / "cache")}
+    code, out, _ = run("tune", "--show", "--model", str(model), **where)
+    assert (code, "shipped table" in out, "none was measured on this NVIDIA L40S" in out) == (
+        0, True, True,
+    )  # fmt: skip
+    code, out, _ = run("tune", "--model", str(model), "--page-size", "16", **where)
+    (key,) = asked
+    assert code == 0
+    assert (key.query_heads, key.kv_heads, key.head_dim) == (16, 4, 64)
+    assert (key.dtype, key.page_size, key.gpu) == ("bfloat16", 16, "NVIDIA L40S")
+    path = tmp_path / "cache" / "tables" / key.file_name
+    assert str(path) in out
+    assert "19 batches, 30 different plans: attention takes 10.0% less time" in out
+    assert read_key(path) == key
+    assert CostModel.load(path).source == "made up"
+    shape = ("--model", str(model), "--page-size", "16")
+    code, out, _ = run("tune", "--show", *shape, **where)
+    assert (code, "tuned table" in out, "321 GB/s" in out) == (0, True, True)
+    code, _, _ = run("tune", *shape, "--dtype", "fp16", "--out", str(tmp_path / "o.json"), **where)
+    assert (code, read_key(tmp_path / "o.json").dtype) == (0, "float16")
+    code, _, err = run("tune", *shape, "--out", str(model / "config.json" / "x"), **where)
+    assert (code, "cannot write" in err) == (2, True)
+
+
+def test_doctor_names_the_table_in_use(tmp_path: Path) -> None:
+    _, out, _ = run("doctor", "--all", "--json", DEFT_CACHE_DIR=str(tmp_path))
+    kernels = {(k["head_dim"], k["dtype"]): k for k in json.loads(out)["kernels"]}
+    if torch.cuda.is_available():
+        return
+    assert kernels[128, "float16"]["table"] == "shipped: h100.json"
+    assert kernels[64, "float16"]["table"] == "shipped: h100.json (scaled)"
+    assert "remedy" not in kernels[64, "float16"]

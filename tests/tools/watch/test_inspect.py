@@ -1,0 +1,234 @@
+"""`deft inspect`: what the page's server answers, and the page in a real browser."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from browser import CHROMIUM, DRIVER, MISSING, Browser, browser
+from deft_backend.cli.app import app
+from deft_backend.forest import PrefixForest, build_forest
+from deft_backend.planner import plan_grouping
+from deft_backend.policies import POLICY_NAMES, Target, get_policy
+from deft_backend.telemetry.state import ServerState, StateWriter
+from deft_backend.tools.explain.item_facts import describe_items
+from deft_backend.tools.watch.page_server import PageServer, page
+from deft_backend.tools.watch.snapshot import Inspector
+from sglang_fakes import make_state
+
+SECRET = "the text of a prompt"
+
+
+def forest_of(names: list[str]) -> PrefixForest:
+    """The first half shares 640 tokens, all share 512; each has 20 of its own."""
+    half = len(names) // 2
+    shared = [640 if at < half else 512 for at in range(1, len(names))]
+    lens = [660 if at < half else 532 for at in range(len(names))]
+    return build_forest(list(range(len(names))), shared, lens)
+
+
+class Served:
+    """A server's state file and the page about it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.state: ServerState = make_state()
+        self.writer = StateWriter(self.state, folder)
+        self.decode(["a", "b", "c", "d"])
+        self.writer.start()  # signs of life, however slow the machine is
+        self.page = PageServer("127.0.0.1", 0, Inspector(folder, 1).state)
+        threading.Thread(target=self.page.serve_forever, args=(0.05,), daemon=True).start()
+
+    def decode(self, names: list[str]) -> None:
+        forest = forest_of(names)
+        self.state.forest, self.state.rids = forest, names
+        self.state.count_tree(forest.tokens_attended, forest.tokens_stored, 2)
+        self.writer.look()
+
+    def get(self, path: str, method: str = "GET", **headers: str) -> http.client.HTTPResponse:
+        port = self.page.server_address[1]
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        connection.request(method, path, headers=headers)
+        return connection.getresponse()
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    found = Served(tmp_path / "state")
+    yield found
+    found.page.shutdown()
+    found.page.server_close()
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_work_items_cover_each_query_of_each_node(name: str) -> None:
+    """Whatever the policy, a query's items read every node on its path, and nothing else."""
+    forest = forest_of([*"abcdefgh"])
+    target = Target(num_query_heads=8, num_kv_heads=2, head_dim=64)
+    plan = plan_grouping(get_policy(name).group(forest, target), forest, target)
+    items = describe_items(forest, plan)
+    assert len(items) == plan.num_items
+    assert sum(item.tokens for item in items) == plan.loaded_tokens(forest.seq_lens)
+    for place, request in enumerate(forest.order.tolist()):
+        read = {node for item in items if request in item.queries for node in item.nodes}
+        assert set(forest.path(place)) <= read
+        if name != "deft-flatten":  # its masked tiles also load what only others attend to
+            assert read == set(forest.path(place))
+
+
+def test_the_data(served: Served) -> None:
+    answer = served.get("/state.json")
+    assert answer.headers["Content-Type"] == "application/json"
+    content = json.loads(answer.read())
+    batch = content["batch"]
+    assert content["status"] in ("decoding", "idle")  # on a slow machine
+    assert content["engines"] == ["1"]
+    assert [request["name"] for request in batch["requests"]] == ["a", "b", "c", "d"]
+    assert batch["nodes"][0] == [-1, 0, 512, 0, 4]
+    assert batch["stored"] == 512 + 128 + 4 * 20
+    again = json.loads(served.get(f"/state.json?known={batch['serial']}").read())
+    assert again["batch"] == {"serial": batch["serial"]}
+    served.decode(["a", "b"])
+    while json.loads(served.get(f"/state.json?known={batch['serial']}").read())["batch"].keys() == {
+        "serial"
+    }:
+        pass
+    assert SECRET not in json.dumps(content)
+
+
+def test_a_server_that_comes_later_is_found(tmp_path: Path) -> None:
+    inspector = Inspector(tmp_path, 1)
+    assert inspector.state()["status"] == "missing"
+    (tmp_path / "1-tp0.json").write_text('{"schema": 99}')
+    assert Inspector(tmp_path, 1).state()["status"] == "unreadable"
+    assert "schema 99" in Inspector(tmp_path, 1).state()["problem"]
+
+
+def test_only_two_documents_and_only_reading(served: Served) -> None:
+    assert served.get("/").status == 200
+    assert served.get("/", "HEAD").read() == b""
+    for path in ("/x", "/../etc/passwd", "/state.json/", "/%2e%2e/state.json"):
+        assert served.get(path).status == 404, path
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "TRACE", "PATCH", "ODD"):
+        answer = served.get("/state.json", method)
+        assert (answer.status, answer.headers["Allow"]) == (405, "GET, HEAD"), method
+    assert served.get("/state.json?engine=-1&known=1e9&x=%00").status == 200
+
+
+def test_names_that_lead_here_from_elsewhere_are_refused(served: Served) -> None:
+    """DNS rebinding: the browser sends the attacker's name."""
+    port = served.page.server_address[1]
+    for host in (f"127.0.0.1:{port}", "localhost", "localhost:9", "[::1]:80", "127.1.2.3"):
+        assert served.get("/state.json", Host=host).status == 200, host
+    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "192.0.2.1",
+                 "localhost.", "", "a b", "[::1", "localhost:x"):  # fmt: skip
+        answer = served.get("/state.json", Host=host)
+        assert answer.status == 403, host
+        assert b"batch" not in answer.read()
+
+
+def test_beyond_loopback_addresses_are_accepted_but_other_names_are_not() -> None:
+    with PageServer("0.0.0.0", 0, lambda engine, known: {}) as everywhere:
+        assert not everywhere.loopback
+        assert everywhere.accepts("192.0.2.1:8765")
+        assert not everywhere.accepts("evil.example")
+
+
+def test_the_page_loads_nothing(served: Served) -> None:
+    answer = served.get("/")
+    policy = answer.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert "frame-ancestors 'none'" in policy
+    text = page().decode()
+    assert not re.findall(r"(?:src|href)=\"(?!data:,)", text)
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert not re.findall(r"innerHTML|document\.write|\beval\b", text)
+    assert len(page()) < 40_000
+
+
+def test_bad_input_is_refused_in_one_line(tmp_path: Path) -> None:
+    def run(*arguments: str) -> str:
+        runner = CliRunner(env={"DEFT_STATE_DIR": str(tmp_path), "COLUMNS": "400"})
+        result = runner.invoke(app, ["inspect", *arguments])
+        assert result.exit_code == 2
+        return result.stderr
+
+    assert "0 servers with the plugin are running" in run()
+    assert "no state file of a server on port 5" in run("--server", "5")
+    StateWriter(make_state(), tmp_path).look()
+    with PageServer("127.0.0.1", 0, lambda engine, known: {}) as other:
+        taken = str(other.server_address[1])
+        assert f"cannot listen on 127.0.0.1, port {taken}" in run("--port", taken)
+    assert "cannot listen on no.such.host.invalid" in run("--host", "no.such.host.invalid")
+
+
+@pytest.fixture
+def tab(tmp_path: Path) -> Iterator[Browser]:
+    if CHROMIUM is None or DRIVER is None:
+        pytest.skip(MISSING)
+    with browser(tmp_path) as found:
+        yield found
+
+
+def test_the_page_in_a_browser(served: Served, tab: Browser) -> None:
+    """A block is drawn, chosen by mouse and by keys, and followed while the forest changes."""
+    tab.open(served.page.url)
+
+    def blocks() -> list[dict[str, float]]:
+        script = """return [...document.querySelectorAll('rect.node')].map(r => ({
+            width: +r.getAttribute('width'), height: +r.getAttribute('height'),
+            label: r.getAttribute('aria-label'), fill: r.getAttribute('fill')}))"""
+        return tab.run(script)  # type: ignore[no-any-return]
+
+    tab.until(lambda: len(blocks()) == 6)
+    drawn = {block["label"]: block for block in blocks()}
+    whole = drawn["512 tokens shared by 4 requests, positions 0 to 512"]
+    half = drawn["128 tokens shared by 2 requests, positions 512 to 640"]
+    alone = drawn["20 tokens of request c alone, positions 512 to 532"]
+    assert whole["width"] == pytest.approx(4 * half["width"], rel=0.01)
+    assert whole["height"] == pytest.approx(2 * half["height"], rel=0.01)
+    assert len({whole["fill"], half["fill"], alone["fill"]}) == 3
+    assert tab.text("#status").split()[0] in ("decoding", "idle")  # on a slow machine
+    assert "4 requests" in tab.text("#batch")
+
+    tab.click("rect[data-node='0']")
+    assert "512 tokens, shared by 4 requests" in tab.text("#detail")
+    assert "a · 660" in tab.text("#detail")
+    assert "large tile" in tab.text("#detail") or "small tile" in tab.text("#detail")
+    tab.press("right")
+    assert "128 tokens, shared by 2 requests" in tab.text("#detail")
+    tab.press("down")
+    assert "20 tokens of one request" in tab.text("#detail")
+    assert tab.run("return document.activeElement.getAttribute('aria-selected')") == "true"
+    tab.press("z")
+    assert len(blocks()) == 1
+    tab.press("escape", "up")
+    assert "128 tokens" in tab.text("#detail")
+
+    # Requests join and end: the chosen block stays, and the focus with it.
+    served.decode(["x", "a", "b", "y", "z", "d"])
+    tab.until(lambda: "6 requests" in tab.text("#batch"))
+    assert "128 tokens, shared by 3 requests" in tab.text("#detail")
+    assert "x · 660" in tab.text("#detail")
+    tab.press("left")
+    assert "512 tokens, shared by 6 requests" in tab.text("#detail")
+    served.decode(["p", "q"])
+    tab.until(lambda: "2 requests" in tab.text("#batch"))
+    assert "The block that you chose is gone" in tab.text("#detail")
+
+    light = tab.run("return getComputedStyle(document.body).backgroundColor")
+    tab.scheme("dark")
+    assert tab.run("return getComputedStyle(document.body).backgroundColor") != light
+    served.decode([f"r{n}" for n in range(500)])  # many nodes
+    tab.until(lambda: len(blocks()) == 502)
+    served.page.shutdown()
+    served.page.server_close()
+    assert not [line for line in tab.messages() if "Content Security Policy" in line]
+    tab.until(lambda: "has lost" in tab.text("#status"))

@@ -1,0 +1,232 @@
+"""`deft top`: every server's state file, and what the terminal shows of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from deft_backend.cli.app import app
+from deft_backend.forest import build_forest
+from deft_backend.telemetry.counters import Counters, DraftCounts
+from deft_backend.telemetry.shown_batch import Batch
+from deft_backend.telemetry.state import ServerState, StateWriter
+from deft_backend.tools.watch.batches import BatchView, SharedPrefix, ShownBatch, shared_prefixes
+from deft_backend.tools.watch.engines import DECODING, ENDED, IDLE, SILENT, UNREADABLE, find_engines
+from deft_backend.tools.watch.rates import Rate
+from deft_backend.tools.watch.top_view import Row, view
+from sglang_fakes import make_state
+
+WRITTEN = 1_800_000_000.0
+
+FOREST = build_forest([2, 0, 1], [60, 40], [100, 90, 80])
+
+
+def decoding(folder: Path, port: int = 7, **fields: object) -> tuple[ServerState, StateWriter]:
+    state = make_state()
+    state.port = port
+    for name, value in fields.items():
+        setattr(state, name, value)
+    state.forest, state.rids = FOREST, ["a", "b", "c"]
+    state.count_tree(FOREST.tokens_attended, FOREST.tokens_stored, 2)
+    writer = StateWriter(state, folder)
+    writer.look()
+    return state, writer
+
+
+def shown(folder: Path, *arguments: str) -> tuple[int, str]:
+    result = CliRunner(env={"COLUMNS": "80", "DEFT_STATE_DIR": str(folder)}).invoke(
+        app, ["top", *arguments]
+    )
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout
+
+
+def dead_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def status(path: Path, later: float = 0.0) -> str:
+    """Of the server, so many seconds after its file was written."""
+    (engine,) = find_engines(path.parent, now=WRITTEN + later)
+    return engine.status
+
+
+def test_the_states_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: WRITTEN)
+    state, writer = decoding(tmp_path)
+    os.utime(writer.path, (0, WRITTEN))
+    assert status(writer.path) == DECODING
+    assert status(writer.path, later=10) == IDLE
+    assert status(writer.path, later=100) == SILENT  # its writer would have touched the file
+    os.utime(writer.path, (0, WRITTEN + 100))
+    assert status(writer.path, later=100) == IDLE
+
+    state.pid = dead_pid()
+    state.count_host("x", 1)
+    writer.look()
+    os.utime(writer.path, (0, WRITTEN))
+    assert status(writer.path) == DECODING  # in a container, its process id means nothing here
+    assert status(writer.path, later=10) == ENDED
+    writer.path.write_text("{")
+    assert status(writer.path) == UNREADABLE
+
+
+def test_a_writer_without_news_shows_that_it_lives(tmp_path: Path) -> None:
+    _, writer = decoding(tmp_path)
+    os.utime(writer.path, (0, 0))
+    content = writer.path.read_text()
+    writer.look()
+    assert time.time() - writer.path.stat().st_mtime < 60
+    assert writer.path.read_text() == content
+    writer.path.unlink()
+    writer.look()
+    assert writer.path.read_text() == content or json.loads(writer.path.read_text())
+
+
+def test_ranks_add_their_bytes_but_not_their_steps(tmp_path: Path) -> None:
+    decoding(tmp_path)
+    decoding(tmp_path, rank=1)
+    decoding(tmp_path, port=8)
+    first, second = find_engines(tmp_path)
+    assert (first.port, first.processes, second.processes) == (7, 2, 1)
+    assert first.counters.decode_steps == second.counters.decode_steps == 1
+    assert first.counters.kv_bytes_read == 2 * second.counters.kv_bytes_read
+
+
+def test_shared_prefixes_are_sorted_by_what_they_save() -> None:
+    assert shared_prefixes(FOREST) == [SharedPrefix(2, 0, 40, 3), SharedPrefix(2, 40, 20, 2)]
+    assert [prefix.saved for prefix in shared_prefixes(FOREST)] == [80, 20]
+
+
+def test_the_rate_is_of_the_last_seconds_and_starts_again_with_another_server() -> None:
+    rate = Rate(5.0)
+    assert rate.add(0.0, 1, Counters(decode_steps=10)) is None
+    for second in range(1, 21):
+        now = rate.add(float(second), 1, Counters(decode_steps=10 + second * second))
+    assert now is not None
+    assert now.counters.decode_steps == 20 * 20 - 15 * 15
+    assert now.steps_a_second == (20 * 20 - 15 * 15) / 5
+    assert rate.add(21.0, 1, Counters(decode_steps=3)) is None
+    assert rate.add(22.0, 2, Counters(decode_steps=30)) is None
+
+
+def test_once_shows_all_that_a_server_counts(tmp_path: Path) -> None:
+    state, writer = decoding(tmp_path)
+    state.count_host("batch smaller than DEFT_MIN_BATCH=2", 10)
+    state.plans, state.plan_seconds = 1, 0.002
+    writer.look()
+    code, text = shown(tmp_path, "--once")
+    assert code == 0
+    assert max(map(len, text.splitlines())) <= 80
+    for words in (
+        "SGLang", "1 of 2 through tree attention (50 %)",
+        "1 × batch smaller than DEFT_MIN_BATCH=2", "saved", "3 requests · share 1.6",
+        "1 plan, 2 ms each", "0–40", "40–60",
+    ):  # fmt: skip
+        assert words in text
+    assert "kept secret" not in text
+
+
+def test_json_for_scripts(tmp_path: Path) -> None:
+    decoding(tmp_path)
+    code, text = shown(tmp_path, "--json")
+    (server,) = json.loads(text)
+    assert (code, server["port"], server["steps_tree"]) == (0, 7, 1)
+    assert server["status"] in (DECODING, IDLE)  # on a slow machine
+    assert server["batch"]["requests"] == 3
+    assert server["batch"]["shared_prefixes"][0] == {
+        "start": 0, "tokens": 40, "requests": 3, "saved_tokens": 80,
+    }  # fmt: skip
+    stored, attended = FOREST.tokens_stored, FOREST.tokens_attended
+    assert server["kv_saved"] == pytest.approx(1 - stored / attended)
+
+
+def test_without_a_server_it_says_so(tmp_path: Path) -> None:
+    code, text = shown(tmp_path, "--once")
+    assert code == 1
+    assert "No server with the plugin is running" in text
+    state, writer = decoding(tmp_path)
+    state.pid = dead_pid()
+    state.count_host("x", 1)
+    writer.look()
+    os.utime(writer.path, (0, time.time() - 30))
+    code, text = shown(tmp_path, "--once")
+    assert code == 1
+    assert "No server with the plugin is running" in text
+    assert "7: ended" in text
+    code, text = shown(tmp_path, "9", "--once")
+    assert code == 1
+    assert "No server with the plugin is running on port 9" in text
+
+
+def test_a_server_that_decoded_nothing_and_one_that_hangs_are_told_apart(tmp_path: Path) -> None:
+    StateWriter(make_state(), tmp_path).look()
+    assert "no request has been decoded yet" in shown(tmp_path, "--once")[1]
+    _, writer = decoding(tmp_path, port=9)
+    os.utime(writer.path, (0, time.time() - 60))
+    code, text = shown(tmp_path, "9", "--once")
+    assert code == 1
+    assert "silent" in text
+    assert f"process {os.getpid()} hangs" in " ".join(text.split())
+
+
+def test_a_server_with_the_device_planner_is_asked(tmp_path: Path) -> None:
+    state, writer = decoding(tmp_path)
+    state.forest = None
+    state.batch = Batch(torch.tensor([[1, 2, 3, 0], [1, 2, 4, 5]]), torch.tensor([3, 4]), 1)
+    state.count_tree(7, 5, 1)
+    writer.look()
+    (engine,) = find_engines(tmp_path)
+    batches = BatchView(seconds=0.0)
+    assert batches.look(engine).forest is None
+    writer.look()
+    found = batches.look(engine).forest
+    assert found is not None
+    assert (found.batch_size, found.tokens_stored) == (2, 5)
+    state.batch = "its layers differ"
+    state.count_tree(7, 5, 1)
+    writer.look()
+    (engine,) = find_engines(tmp_path)
+    batches.look(engine)
+    writer.look()
+    assert "its layers differ" in batches.look(engine).problem
+    batches.close()
+
+
+def test_names_with_markup_are_shown_as_they_are(tmp_path: Path) -> None:
+    state, writer = decoding(tmp_path)
+    state.count_host("[red]odd[/red] reason", 10)
+    writer.look()
+    (engine,) = find_engines(tmp_path)
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(view([Row(engine, ShownBatch(), None)], "x", live=True))
+    assert "[red]odd[/red] reason" in console.export_text()
+
+
+def test_the_acceptance_length_of_a_server_that_speculates(tmp_path: Path) -> None:
+    state, writer = decoding(tmp_path)
+    assert "verified" not in shown(tmp_path, "--once")[1]
+    state.verified_tokens = 1240
+    writer.look()
+    _, text = shown(tmp_path, "--once")
+    assert "1,240 query tokens" in text
+    assert "acceptance length" not in text  # the host does not tell
+    state.read_drafts = lambda: DraftCounts(310, 403)
+    writer.look()
+    assert "1,240 query tokens · acceptance length 2.30" in shown(tmp_path, "--once")[1]
+    (engine,) = json.loads(shown(tmp_path, "--json")[1])
+    assert engine["acceptance_length"] == pytest.approx(2.3)
+    assert (engine["verified_drafts"], engine["accepted_tokens"]) == (310, 403)

@@ -1,0 +1,81 @@
+"""Run a host's integration tests in an environment and read their result."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.host_matrix.environment import ROOT, python_of
+
+SUITES = ("smoke", "common", "full")
+"""``common`` is what ``make test`` runs: all but the tests with the mark ``rare``."""
+
+_MARKS = {"smoke": ("-m", "smoke"), "common": ("-m", "not rare"), "full": ()}
+
+PROCESSES = 2
+"""Each takes about 7 GB of memory: two servers."""
+
+_TESTS = {
+    "sglang": ("--ignore", "integration_tests/vllm", "integration_tests"),
+    # Ignore the other host's test configuration.
+    "vllm": ("--confcutdir", "integration_tests/vllm", "integration_tests/vllm"),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a suite's run.
+
+    Attributes
+    ----------
+    exit_code : int
+        Pytest's exit code; 0 if every test passed.
+    passed, failed : int
+        Tests; those that could not be set up count as failed.
+    tree_steps : int
+        Decode steps through tree attention, summed over the servers.
+    device : str
+        Device of those servers: ``cpu``, or the GPU's name.
+    """
+
+    exit_code: int
+    passed: int
+    failed: int
+    tree_steps: int
+    device: str
+
+
+def run_suite(
+    host: str, suite: str, environment: Path, *, in_window: bool = True, processes: int = PROCESSES
+) -> Outcome:
+    """Run a suite in an environment; pytest's output goes to the terminal.
+
+    Parameters
+    ----------
+    host : str
+    suite : str
+        One of :data:`SUITES`.
+    environment : Path
+    in_window : bool
+        Whether the plugin supports the version. If not, ``DEFT_UNTESTED_HOST=1`` is set.
+    processes : int
+        Processes that share the groups of tests. Each process runs a server with the host's own
+        backend and a server with ours.
+    """
+    variables = dict(os.environ) if in_window else {**os.environ, "DEFT_UNTESTED_HOST": "1"}
+    with tempfile.TemporaryDirectory(prefix="host-matrix-") as folder:
+        result = Path(folder) / "result.json"
+        shared = ("-n", str(processes), "--dist", "loadgroup") if processes > 1 else ()
+        command = [
+            str(python_of(environment)), "-m", "pytest", "-q", "-p",
+            "integration_tests.common.result", "--result", str(result), *_MARKS[suite], *shared,
+            *_TESTS[host],
+        ]  # fmt: skip
+        done = subprocess.run(command, cwd=ROOT, env=variables, check=False)
+        if not result.exists():
+            return Outcome(done.returncode or 1, 0, 0, 0, "")
+        return Outcome(done.returncode, **json.loads(result.read_text()))
