@@ -1,144 +1,176 @@
-"""The data flow is also the import order: forest → policies → planner → kernels → hosts."""
+"""The data flow is also the import order: rooms import rooms below them, and nothing else."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "deft_backend"
-PATCHES = ROOT / "deft_patches"
-
-# Tools, not stages of the data flow: every folder may import them.
-TOOLS = {
-    "compile", "policy_names", "dtype_names", "installed", "folders", "private_files",
-    "json_fields", "version",
-}  # fmt: skip
-SHARED_BY_HOSTS = {
-    "forest", "costs", "policies", "planner", "attention", "config", "telemetry",
-    "hosts/common", "hosts/contract",
-}  # fmt: skip
-MAY_IMPORT: dict[str, set[str]] = {
-    "compile": set(),
-    "forest": set(),
-    "costs": set(),
-    "policies": {"forest", "costs", "kernel_limits"},
-    "planner": {"forest", "policies", "kernel_limits"},
-    "kernels": {"planner", "kernel_limits", "query_blocks"},
-    "attention": {
-        "forest",
-        "policies",
-        "planner",
-        "kernels",
-        "costs",
-        "kernel_limits",
-        "query_blocks",
-    },
-    "tuning": {
-        "forest",
-        "costs",
-        "policies",
-        "planner",
-        "attention",
-        "harness",
-        "traces",
-        "kernel_limits",
-    },
-    "explain": {"forest", "policies", "planner", "query_blocks", "kernel_limits"},
-    "telemetry": {"forest", "config"},
-    "hosts/contract": set(),
-    "hosts/common": {
-        "forest",
-        "policies",
-        "planner",
-        "attention",
-        "config",
-        "query_blocks",
-        "hosts/contract",
-    },
-    "hosts/sglang": SHARED_BY_HOSTS,
-    "hosts/vllm": SHARED_BY_HOSTS,
-    "servers": {"config", "hosts/vllm"},  # the name to start vLLM with
-    "traces": {"forest", "json_file"},
-    "harness": {"servers", "telemetry", "traces", "json_file"},
-    "watch": {"forest", "policies", "planner", "kernels", "attention", "explain", "telemetry"},
-    "ab": {"harness", "servers", "telemetry", "traces"},
-}
+PATCHES = ROOT / "patches" / "deft_patches"
 HOST_PACKAGES = {"sglang", "vllm"}
 
+BASE = ("settings", "shapes", "files", "compile")  # every room above them may import these
+ALGORITHM = ("forest", "costs", "policies", "planner", "kernels", "attention")
 
-def imports(path: Path) -> set[str]:
+# From bottom to top. A room may import those named here, rooms of BASE and itself.
+MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    "settings": (),
+    "shapes": (),
+    "files": ("settings",),
+    "compile": ("settings", "files"),
+    "forest": (),
+    "costs": (),
+    "policies": ("forest", "costs"),
+    "planner": ("forest", "policies"),
+    "kernels": ("planner",),
+    "attention": ("forest", "costs", "policies", "planner", "kernels"),
+    "telemetry": ("forest",),
+    "hosts/contract": (),
+    "hosts/common": ("hosts/contract", "telemetry", *ALGORITHM),
+    "hosts/sglang": ("hosts/common", "hosts/contract", "telemetry", *ALGORITHM),
+    "hosts/vllm": ("hosts/common", "hosts/contract", "telemetry", *ALGORITHM),
+    "hosts": ("hosts/sglang", "hosts/vllm"),  # the supported versions of both
+    "tools": (),
+    "tools/servers": ("hosts/vllm",),  # the name to start vLLM with
+    "tools/traces": ("forest",),
+    "tools/tuning": ("tools/traces", *ALGORITHM),
+    "tools/explain": ("forest", "policies", "planner"),
+    "tools/harness": ("tools/servers", "tools/traces", "telemetry"),
+    "tools/watch": ("tools/explain", "telemetry", *ALGORITHM),
+    "tools/ab": ("tools/harness", "tools/servers", "tools/traces", "telemetry"),
+    "cli": (
+        "tools/ab", "tools/explain", "tools/harness", "tools/servers", "tools/traces",
+        "tools/tuning", "tools/watch", "hosts", "hosts/common", "hosts/contract", "hosts/sglang",
+        "hosts/vllm", "telemetry", *ALGORITHM,
+    ),
+    "__main__": ("cli",),
+    "": ("forest", "policies", "planner", "attention"),  # the library's names, on first use
+}  # fmt: skip
+
+# Rooms whose modules load without torch: servers that do not ask for us, the process that measures
+# servers and commands that need no tensor would otherwise take seconds longer to start.
+WITHOUT_TORCH = (
+    "", "__main__", "cli", "settings", "files", "policies", "telemetry", "hosts/contract", "hosts",
+    "tools/ab", "tools/harness", "tools/servers", "tools/traces",
+)  # fmt: skip
+
+
+@cache
+def imports(path: Path) -> frozenset[str]:
     """Absolute module names that a file imports, wherever it does."""
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            pytest.fail(f"{path}: relative import; the package uses absolute ones")
-    return found
+            assert node.level == 0, f"{path}: relative import; the package uses absolute ones"
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return frozenset(names)
+
+
+def module_name(path: Path, source: Path = ROOT) -> str:
+    """The dotted name of a file below a folder of packages."""
+    return ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
 
 
 def room(name: str) -> str:
-    """The folder, or module beside the folders, of an absolute name in the package.
+    """The room of a module of the package, or of a name that a module imports from it.
 
-    >>> room("deft_backend.hosts.sglang.start.factory"), room("deft_backend.telemetry.state")
-    ('hosts/sglang', 'telemetry')
+    >>> [room("deft_backend." + name) for name in ("hosts.sglang.start", "hosts.windows", "cli")]
+    ['hosts/sglang', 'hosts', 'cli']
+    >>> room("deft_backend"), room("deft_backend.tools"), room("deft_backend.forest.Forest")
+    ('', 'tools', 'forest')
     """
     parts = name.split(".")[1:]
-    return "/".join(parts[: 2 if parts[0] == "hosts" else 1])
+    nested = parts[:1] in (["hosts"], ["tools"]) and (PACKAGE / "/".join(parts[:2])).is_dir()
+    return "/".join(parts[: 2 if nested else 1])
 
 
-@pytest.mark.parametrize("folder", sorted(MAY_IMPORT))
-def test_folders_import_along_the_data_flow(folder: str) -> None:
-    allowed = MAY_IMPORT[folder] | {folder} | TOOLS
-    files = list((PACKAGE / folder).rglob("*.py"))
-    assert files, f"deft_backend/{folder} holds no modules"
-    for path in files:
-        for name in imports(path):
-            if name.startswith("deft_backend."):
-                assert room(name) in allowed, f"{path.relative_to(ROOT)} imports {name}"
+def modules(folder: Path) -> list[Path]:
+    paths = sorted(folder.rglob("*.py"))
+    assert paths, f"{folder} holds no modules"
+    return paths
 
 
-def test_the_data_flow_has_no_circle() -> None:
-    """The table has an order: each folder comes after all folders that it imports."""
-    placed: set[str] = set()
-    left = {folder: needs & MAY_IMPORT.keys() for folder, needs in MAY_IMPORT.items()}
-    while left:
-        ready = {folder for folder, needs in left.items() if needs <= placed}
-        assert ready, f"these import each other: {sorted(left)}"
-        placed |= ready
-        left = {folder: needs for folder, needs in left.items() if folder not in ready}
+def test_every_module_has_a_room() -> None:
+    assert {room(module_name(path)) for path in modules(PACKAGE)} == MAY_IMPORT.keys()
+
+
+def test_a_room_imports_only_rooms_below_it() -> None:
+    """So there is no circle, and no arrow back up."""
+    order = list(MAY_IMPORT)
+    for name, needs in MAY_IMPORT.items():
+        above = {need for need in needs if order.index(need) >= order.index(name)}
+        assert not above, f"{name} imports {above}"
+
+
+def test_modules_import_along_the_data_flow() -> None:
+    wrong = []
+    for path in modules(PACKAGE):
+        here = room(module_name(path))
+        allowed = {here, *MAY_IMPORT[here]} | ({*BASE} if here not in BASE else set())
+        wrong += [
+            f"{path.relative_to(ROOT)} imports {name}"
+            for name in imports(path)
+            if name.startswith("deft_backend.") and room(name) not in allowed
+        ]
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_no_module_imports_the_package_itself() -> None:
+    """`deft_backend/__init__.py` imports the folders; no module imports it."""
+    for path in modules(PACKAGE):
+        assert "deft_backend" not in imports(path), f"{path.relative_to(ROOT)} imports deft_backend"
+
+
+def outside(path: Path) -> set[str]:
+    """Top-level packages that a file imports."""
+    return {name.split(".")[0] for name in imports(path)}
 
 
 def test_patches_import_a_host_and_each_other_alone() -> None:
     """A patch makes no decisions: its adapter passes in all that it needs."""
-    files = list(PATCHES.rglob("*.py"))
-    assert files, "deft_patches holds no modules"
-    for path in files:
-        ours = {name for name in imports(path) if name.split(".")[0] == "deft_backend"}
+    for path in modules(PATCHES):
+        ours = outside(path) & {"deft_backend", "benchmarks", "tools"}
         assert not ours, f"{path.relative_to(ROOT)} imports {ours}"
+        if path.parent.name in HOST_PACKAGES:
+            (other,) = HOST_PACKAGES - {path.parent.name}
+            assert other not in outside(path), f"{path.relative_to(ROOT)} imports {other}"
 
 
-def test_only_hosts_load_patches() -> None:
-    for path in PACKAGE.rglob("*.py"):
-        if path.relative_to(PACKAGE).parts[:2] in (("hosts", "sglang"), ("hosts", "vllm")):
-            continue
-        patches = {name for name in imports(path) if name.split(".")[0] == "deft_patches"}
-        assert not patches, f"{path.relative_to(ROOT)} imports {patches}"
+def test_only_hosts_import_servers_and_load_patches() -> None:
+    for path in modules(PACKAGE):
+        top, _, host = room(module_name(path)).partition("/")
+        allowed = {host, "deft_patches"} if top == "hosts" else set()
+        wrong = outside(path) & {*HOST_PACKAGES, "deft_patches"} - allowed
+        assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
 
 
-def test_only_hosts_import_servers() -> None:
-    for path in PACKAGE.rglob("*.py"):
-        if "hosts" in path.relative_to(PACKAGE).parts:
-            continue
-        servers = {name for name in imports(path) if name.split(".")[0] in HOST_PACKAGES}
-        assert not servers, f"{path.relative_to(ROOT)} imports {servers}"
+def test_the_package_never_imports_what_only_a_checkout_has() -> None:
+    for path in modules(PACKAGE):
+        wrong = outside(path) & {"benchmarks", "tools", "tests", "integration_tests", "examples"}
+        assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
+
+
+def loaded_by(names: list[str], heavy: set[str]) -> str:
+    """The first of some modules whose import loads a heavy package, itself or through others."""
+    script = f"""
+import importlib, sys
+for name in {names}:
+    importlib.import_module(name)
+    if heavy := {heavy} & set(sys.modules):
+        sys.exit(f"{{name}} loads {{heavy}}")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    return done.stderr
 
 
 @pytest.mark.parametrize("host", ["sglang", "vllm"])
@@ -148,33 +180,26 @@ def test_servers_that_do_not_ask_for_us_load_little(host: str) -> None:
     An imported compiler would delay all of them. It would even stop one: on a CPU, vLLM 0.32 looks
     through all imported modules at its start, and fails at a part of llvmlite.
     """
-    script = (
-        f"import sys, deft_backend.hosts.{host}.plugin, deft_backend.hosts.common.tested_versions; "
-        "print({'numba', 'llvmlite', 'numpy', 'torch', 'triton'} & set(sys.modules))"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert found.stdout.strip() == "set()"
+    names = [f"deft_backend.hosts.{host}.plugin", "deft_backend.hosts.common.tested_versions"]
+    assert loaded_by(names, {"numba", "llvmlite", "numpy", "torch", "triton"}) == ""
 
 
-def test_no_module_imports_the_package_itself() -> None:
-    """`deft_backend/__init__.py` imports the folders; no module imports it."""
-    for path in PACKAGE.rglob("*.py"):
-        assert "deft_backend" not in imports(path), f"{path.relative_to(ROOT)} imports deft_backend"
-
-
-def test_the_package_never_imports_the_benchmarks() -> None:
-    for path in PACKAGE.rglob("*.py"):
-        found = {name for name in imports(path) if name.split(".")[0] == "benchmarks"}
-        assert not found, f"{path.relative_to(ROOT)} imports {found}"
-
-
-def test_the_process_that_measures_servers_does_without_torch() -> None:
-    """A CUDA context in this process would take GPU memory from the servers."""
-    files = list((ROOT / "benchmarks" / "e2e").glob("*.py"))
-    assert files
-    for path in files:
+def test_what_needs_no_tensor_loads_without_torch() -> None:
+    """In the process that measures servers, a CUDA context would take GPU memory from them."""
+    names = [module_name(path) for path in modules(PACKAGE)]
+    names = [name for name in names if room(name) in WITHOUT_TORCH]
+    assert {room(name) for name in names} == {*WITHOUT_TORCH}
+    measuring = modules(ROOT / "benchmarks" / "e2e")
+    for path in measuring:
         if path.name != "random_weights.py":
-            found = imports(path) & {"torch", "benchmarks.e2e.random_weights"}
-            assert not found, f"{path.relative_to(ROOT)} imports {found}"
+            lazily = imports(path) & {"torch", "benchmarks.e2e.random_weights"}
+            assert not lazily, f"{path.relative_to(ROOT)} imports {lazily}"
+    names += [module_name(path) for path in measuring if path.name != "random_weights.py"]
+    assert loaded_by(names, {"torch", *HOST_PACKAGES}) == ""
+
+
+def test_an_import_through_others_is_seen() -> None:
+    """Such as torch, which a module of ours imports."""
+    assert loaded_by(["deft_backend.shapes.attention_shape"], {"torch"}) == (
+        "deft_backend.shapes.attention_shape loads {'torch'}\n"
+    )
