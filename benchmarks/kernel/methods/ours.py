@@ -77,16 +77,19 @@ class Ours(Method):
 
     def prepare(self, inputs: Inputs) -> Prepared:
         attention = self.attention(inputs)
-        facts = {}
+        facts = self.make_plan(attention, inputs)
+        facts["workspace_bytes"] = attention.workspace_bytes
+        return Prepared(_launch(attention, inputs), poison=attention.poison_workspace, facts=facts)
+
+    def make_plan(self, attention: TreeAttention, inputs: Inputs) -> dict[str, int]:
+        """Plan the case's batch; returns facts about the plan."""
         if self.planner == "device":
             attention.plan_on_device(
                 inputs.page_table, inputs.seq_lens, query_tokens=inputs.query_tokens
             )
-        else:
-            plan = attention.plan(inputs.forest, query_tokens=inputs.query_tokens)
-            facts = {"items": plan.num_items, "partials": plan.num_partials}
-        facts["workspace_bytes"] = attention.workspace_bytes
-        return Prepared(_launch(attention, inputs), poison=attention.poison_workspace, facts=facts)
+            return {}
+        plan = attention.plan(inputs.forest, query_tokens=inputs.query_tokens)
+        return {"items": plan.num_items, "partials": plan.num_partials}
 
     def phases(self, inputs: Inputs) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
         """Yield each kernel launch alone, by name; use it before you take the next one."""

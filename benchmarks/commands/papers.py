@@ -1,0 +1,108 @@
+"""``python -m benchmarks papers``: the papers' tables, measured with this project's kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table as Shown
+
+from benchmarks.commands.kernel_choice import make_setup, one_of, require_device, words
+from deft_backend.cli.errors import fail, reported
+from deft_backend.cli.shown import say
+
+COUNTED = "deft-io"
+_WIDTH = 160
+
+
+def papers(
+    tables: Annotated[
+        str | None,
+        typer.Option(
+            "--table", metavar="TABLE[,TABLE…]", help="Tables to measure; default: all of them."
+        ),
+    ] = None,
+    traces: Annotated[
+        Path | None, typer.Option(help="Folder of DeFT's recorded trees, for tables that need it.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="fp16 or bf16.")] = "bf16",
+    without: Annotated[
+        str, typer.Option(metavar="METHOD[,METHOD…]", help="Methods to leave out.")
+    ] = "",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Two workloads of each table, shorter measurements.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder for papers-<table>.json.")] = Path(
+        "reports/papers"
+    ),
+    device: Annotated[
+        str, typer.Option(help="cuda, or cpu (with --quick): checks results and times nothing.")
+    ] = "cuda",
+) -> None:
+    """Measure tables and figures of DeFT, FastTree and FlashForge; every result is checked.
+
+    docs/reproduction.md compares the figures with the papers'.
+    """
+    from dataclasses import replace
+
+    from benchmarks.kernel.methods.ours import Ours
+    from benchmarks.papers.record import counted_io, ratios, record
+    from benchmarks.papers.tables import TABLES, method_named
+    from deft_backend.tools.traces.trace_files import TraceError
+
+    known = {table.name: table for table in TABLES}
+    chosen = [*known, COUNTED] if tables is None else words(tables)
+    for name in chosen:
+        one_of("--table", name, (*known, COUNTED))
+    one_of("--dtype", dtype, ("fp16", "bf16"))
+    needing = [name for name in chosen if name == COUNTED or known[name].traces]
+    if traces is None and needing:
+        if tables is not None:
+            raise fail(f"{needing[0]} needs DeFT's recorded trees; add --traces FOLDER")
+        chosen = [name for name in chosen if name not in needing]
+    if chosen != [COUNTED]:
+        require_device(device, quick)
+    console = Console(width=None if Console().is_terminal else _WIDTH)
+    folder = traces or Path()
+    left_out = set(words(without))
+    for name in chosen:
+        path = out / f"papers-{name}.json"
+        with reported(TraceError):
+            if name == COUNTED:
+                for row in counted_io(folder, path):
+                    say(console, f"{row['workload']}: {row['saved_percent']} % of KV read saved")
+                continue
+            table = known[name]
+            if quick:
+                table = replace(table, workloads=lambda t, whole=table: whole.workloads(t)[:2])  # type: ignore[misc]
+            methods = [method_named(m) for m in table.methods if m not in left_out]
+            ours = next(m for m in methods if isinstance(m, Ours))
+            peers = [m for m in methods if m is not ours]
+            setup = make_setup(
+                ours, peers, 128, dtype, device, "shuffled", 0, eager=False, quick=quick
+            )
+            rows = record(table, setup, folder, path, lambda row: say(console, _line(row)))
+            console.print(_shown(table.place, rows, ratios(rows, ours.name)), soft_wrap=True)
+            say(console, f"{path}")
+
+
+def _line(row: dict[str, Any]) -> str:
+    times = ", ".join(f"{name} {us}" for name, us in row["us"].items() if us is not None)
+    return f"{row['workload']} {row['heads']}: {times}"
+
+
+def _shown(place: str, rows: list[dict[str, Any]], means: dict[str, float]) -> Shown:
+    names = list(rows[0]["us"]) if rows else []
+    table = Shown("workload", "heads", *names, title=f"{place}: microseconds")
+    for row in rows:
+        times = [row["us"].get(name) for name in names]
+        table.add_row(
+            row["workload"], row["heads"], *("–" if us is None else f"{us:.1f}" for us in times)
+        )
+    table.add_section()
+    table.add_row(
+        "geometric mean of ratios", "", *(f"{means.get(n, float('nan')):.2f}" for n in names)
+    )
+    return table

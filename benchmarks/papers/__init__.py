@@ -1,0 +1,1 @@
+"""The papers' tables, measured with this project's kernels."""

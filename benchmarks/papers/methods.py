@@ -1,0 +1,203 @@
+"""What the papers compare: policies with other parameters, and the kernels of their baselines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from benchmarks.kernel.case_inputs import Inputs
+from benchmarks.kernel.methods import Method, Prepared, Refused
+from benchmarks.kernel.methods.ours import Ours
+from deft_backend import TreeAttention
+from deft_backend.forest import PrefixForest
+from deft_backend.planner.host import plan_forest
+from deft_backend.policies import POLICY_NAMES, Grouping, Policy, Target
+from deft_backend.policies.splitting import cut_evenly, node_ranges, query_ranges
+
+MOST_SCORE_BYTES = 4 << 30
+
+
+class Tuned(Ours):
+    """Tree attention under a policy with parameters of its own, planned on the host.
+
+    Parameters
+    ----------
+    name : str
+        The method's name in rows.
+    policy : Policy
+    """
+
+    def __init__(self, name: str, policy: Policy) -> None:
+        known = policy.name in POLICY_NAMES
+        super().__init__(name, policy.name if known else "deft-node")
+        self._tuned = policy
+
+    def make_plan(self, attention: TreeAttention, inputs: Inputs) -> dict[str, int]:
+        plan, _ = plan_forest(inputs.forest, self._tuned, attention.target, attention.capacity)
+        attention.use(plan, inputs.forest)
+        return {"items": plan.num_items, "partials": plan.num_partials}
+
+
+@dataclass(frozen=True)
+class FixedDivision:
+    """Each node's KV in the same number of chunks: FlashForge's naive division (Figure 9)."""
+
+    chunks: int
+
+    name: ClassVar[str] = "fixed-division"
+    several_segments: ClassVar[bool] = False
+    on_device: ClassVar[bool] = False
+
+    def group(self, forest: PrefixForest, target: Target) -> Grouping:
+        """As :meth:`deft_backend.policies.Policy.group`."""
+        ranges = node_ranges(forest)
+        chunks = np.full(len(ranges.tokens), self.chunks, dtype=np.int64)
+        return cut_evenly(ranges, chunks, target.block_tokens)
+
+
+@dataclass(frozen=True)
+class WholeContext:
+    """Each query alone with its whole context, undivided: the start of FlashForge's Figure 8."""
+
+    name: ClassVar[str] = "whole-context"
+    several_segments: ClassVar[bool] = False
+    on_device: ClassVar[bool] = False
+
+    def group(self, forest: PrefixForest, target: Target) -> Grouping:
+        """As :meth:`deft_backend.policies.Policy.group`."""
+        ranges = query_ranges(forest)
+        one = np.ones(len(ranges.tokens), dtype=np.int64)
+        return cut_evenly(ranges, one, target.block_tokens)
+
+
+class DenseMask(Method):
+    """Tree attention as Medusa computes it: dense products, a dense mask, and nothing fused.
+
+    Keys and values lie in one unpaged buffer, in the order of the flattened forest. The copy into
+    that buffer is not timed (DeFT, Table 16: "KV cache management is not included").
+    """
+
+    name = "dense-mask"
+
+    def unavailable(self, device: torch.device) -> str | None:
+        return None
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        forest, size = inputs.forest, inputs.case.page_size
+        request = np.repeat(forest.request, forest.length)
+        position = np.concatenate(
+            [np.arange(s, s + n) for s, n in zip(forest.start, forest.length, strict=True)]
+        )
+        page = inputs.tables.page_table[request, position // size].astype(np.int64)
+        place = torch.from_numpy(page * size + position % size).to(inputs.device)
+        kv_heads, dim = inputs.case.kv_heads, inputs.head_dim
+        group = inputs.case.query_heads // kv_heads
+        scores = inputs.batch * inputs.case.query_heads * len(place) * inputs.q.itemsize
+        if scores > MOST_SCORE_BYTES:
+            raise Refused(f"its scores take {scores / 2**30:.0f} GiB")
+        keys, values = (
+            cache.view(-1, kv_heads, dim)[place].transpose(0, 1).contiguous()
+            for cache in (inputs.k_cache, inputs.v_cache)
+        )
+        mask = self._mask(forest, inputs)
+        queries = inputs.q.view(inputs.batch, kv_heads, group, dim).permute(1, 0, 2, 3)
+        queries = queries.reshape(kv_heads, inputs.batch * group, dim).contiguous()
+        wide = mask.repeat_interleave(group, 0)
+
+        def launch() -> torch.Tensor:
+            weights = torch.bmm(queries, keys.transpose(1, 2))
+            weights = weights / math.sqrt(dim)
+            weights = weights + wide
+            weights = torch.softmax(weights, -1)
+            out = torch.bmm(weights, values).view(kv_heads, inputs.batch, group, dim)
+            return out.permute(1, 0, 2, 3).reshape(inputs.batch, -1, dim)
+
+        return Prepared(launch, tolerance=2e-2)
+
+    @staticmethod
+    def _mask(forest: PrefixForest, inputs: Inputs) -> torch.Tensor:
+        """[B, N] of 0 where a request attends to a token, and -inf elsewhere."""
+        seen = np.zeros((inputs.batch, int(forest.length.sum())), dtype=bool)
+        begin = np.cumsum(forest.length) - forest.length
+        for node in range(forest.num_nodes):
+            queries = forest.order[forest.query_begin[node] : forest.query_end[node]]
+            seen[queries, begin[node] : begin[node] + forest.length[node]] = True
+        allowed = torch.from_numpy(seen).to(inputs.device)
+        mask = torch.zeros(allowed.shape, dtype=inputs.q.dtype, device=inputs.device)
+        return mask.masked_fill_(~allowed, -math.inf)
+
+
+class RadixAttention(Method):
+    """SGLang's Triton decode kernel: what DeFT and FastTree call Radix Attention.
+
+    Each request reads its whole context by the pages of the radix tree (DeFT, Remark A.4). The
+    number of splits of each request is the host's own choice, of at most 8.
+    """
+
+    name = "radix-attention"
+    _PLACES = (
+        ("sglang.kernels.ops.attention.decode_attention", "sglang.kernels.ops.attention.metadata"),
+        ("sglang.srt.layers.attention.triton_ops.decode_attention",
+         "sglang.srt.layers.attention.triton_backend"),
+    )  # fmt: skip
+    _SPLITS = 8
+
+    def unavailable(self, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return "it needs a GPU"
+        try:
+            self._functions()
+        except ImportError as error:
+            return f"SGLang is not installed: {error}"
+        return None
+
+    def _functions(self) -> tuple[Callable[..., Any], Any]:
+        for decode, metadata in self._PLACES:
+            try:
+                kernel = import_module(decode).decode_attention_fwd
+                return kernel, import_module(metadata).get_num_kv_splits_triton
+            except ImportError as error:
+                failed = error
+        raise failed
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        kernel, count_splits = self._functions()
+        batch, heads, size = inputs.batch, inputs.case.query_heads, inputs.case.page_size
+        lens = inputs.tables.seq_lens.astype(np.int64)
+        position = np.concatenate([np.arange(n) for n in lens])
+        request = np.repeat(np.arange(batch), lens)
+        page = inputs.tables.page_table[request, position // size].astype(np.int64)
+        slots = torch.from_numpy(page * size + position % size).to(inputs.device)
+        ends = torch.from_numpy(np.concatenate(([0], np.cumsum(lens))).astype(np.int32))
+        ends = ends.to(inputs.device)
+        splits = torch.empty(batch, dtype=torch.int32, device=inputs.device)
+        sms = torch.cuda.get_device_properties(inputs.device).multi_processor_count
+        count_splits[(1,)](
+            splits, inputs.seq_lens, batch, 1, heads, inputs.case.kv_heads, self._SPLITS, sms,
+            MAX_NUM_SEQ=max(256, 1 << (batch - 1).bit_length()),
+        )  # fmt: skip
+        logits = torch.empty(
+            batch, heads, self._SPLITS, inputs.head_dim, dtype=torch.float32, device=inputs.device
+        )
+        lse = torch.empty(batch, heads, self._SPLITS, dtype=torch.float32, device=inputs.device)
+        flat = (-1, inputs.case.kv_heads, inputs.head_dim)
+        keys, values = inputs.k_cache.view(flat), inputs.v_cache.view(flat)
+        out = torch.empty_like(inputs.q)
+        scales = {"k_scale": 1.0, "v_scale": 1.0}
+        if "k_scale" not in kernel.__code__.co_varnames:
+            scales = {}
+
+        def launch() -> torch.Tensor:
+            kernel(
+                inputs.q, keys, values, out, ends, slots, logits, lse, splits, self._SPLITS,
+                inputs.head_dim**-0.5, **scales,
+            )  # fmt: skip
+            return out
+
+        return Prepared(launch)

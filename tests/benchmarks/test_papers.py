@@ -1,0 +1,110 @@
+"""The papers' tables without a GPU: every method is right on a small tree, and counts are right."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.__main__ import app
+from benchmarks.kernel.tree_workloads import described
+from benchmarks.papers import tables
+from benchmarks.papers.record import counted_io
+from benchmarks.papers.workloads import THOUGHTS, TOKEN_TREES, thoughts, with_prompt
+from deft_backend.tools.traces.recorded_trees import ThoughtTree, lay_out
+from deft_backend.tools.traces.trace_files import dump_thought_trees
+
+ON_A_GPU = {"fa3", "flashinfer", "cascade", "radix-attention"}
+
+TREE = ThoughtTree(
+    "a prompt", False, lay_out({0: 8, 1: 3, 2: 2, 3: 1}, {0: [1, 2], 1: [3], 2: [], 3: []})
+)
+"""A prompt of 8 tokens; thoughts of 3 and 2 tokens, and one of 1 token behind the first."""
+
+
+def test_every_method_of_every_table_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One table that holds all methods, over a small tree with a part in common to some only."""
+    every = {m for table in tables.TABLES for m in table.methods} - ON_A_GPU
+    # One parameter of each policy that has one.
+    methods = sorted(
+        {
+            next(m for m in sorted(every) if m.split("/")[0] == name)
+            for name in {m.split("/")[0] for m in every}
+        }
+        | {"deft-flatten/32"}
+    )
+    small = replace(
+        tables.TABLES[0], name="all", traces=False, methods=["auto", *methods], heads=[(4, 2)],
+        workloads=lambda _: [replace(described("1,2,4 32,16,5"), set="small")],
+    )  # fmt: skip
+    monkeypatch.setattr(tables, "TABLES", (small,))
+    done = CliRunner().invoke(
+        app,
+        ["papers", "--table", "all", "--device", "cpu", "--quick", "--out", str(tmp_path)],
+        catch_exceptions=False,
+    )
+    assert done.exit_code == 0, done.output
+    content = json.loads((tmp_path / "papers-all.json").read_text())
+    assert content["header"]["claim"] == small.claim
+    (row,) = content["rows"]
+    assert row["skipped"] == {}
+    assert row["error"].keys() == set(methods)
+    # The dtype is bfloat16, with 8 bits of mantissa.
+    assert max(row["error"].values()) < 2e-2
+
+
+def test_tables_have_names_of_their_own_and_methods_that_exist() -> None:
+    names = [table.name for table in tables.TABLES]
+    assert len(set(names)) == len(names)
+    for table in tables.TABLES:
+        for name in table.methods:
+            assert tables.method_named(name).name in (name, "deft"), name
+
+
+def test_kv_of_recordings_is_counted_step_by_step(tmp_path: Path) -> None:
+    """By hand: step by step, each thought that decodes attends to its path; stored is the union."""
+    for name in THOUGHTS:
+        dump_thought_trees([TREE], tmp_path / f"{name}.json")
+    for name in TOKEN_TREES:
+        (tmp_path / f"{name}.json").write_text(json.dumps({
+            "Tree_Structure": [[0], [1], [0, 0]],
+            "Records": [{"prompt": "x" * 40, "Accept_length": [2, 1]}],
+        }))  # fmt: skip
+    rows = {row["workload"]: row for row in counted_io(tmp_path, tmp_path / "io.json")}
+    # Iterations 1 and 2: both thoughts, 8 + n each; 3: the first alone; 4: the thought behind it.
+    attended = (9 + 9) + (10 + 10) + 11 + 12
+    stored = (8 + 2) + (8 + 4) + 11 + 12
+    assert rows[THOUGHTS[0]]["tokens_attended"] == attended
+    assert rows[THOUGHTS[0]]["tokens_stored"] == stored
+    # 10 tokens of prompt and the root; candidates at depth 1, 1 and 2. Then 2 tokens more.
+    tree = [(context + 4 * context + 1 + 1 + 2 - context, context + 3) for context in (11, 13)]
+    assert rows[TOKEN_TREES[0]]["tokens_attended"] == sum(a for a, _ in tree)
+    assert rows[TOKEN_TREES[0]]["tokens_stored"] == sum(s for _, s in tree)
+
+
+def test_a_longer_prompt_keeps_the_thoughts(tmp_path: Path) -> None:
+    dump_thought_trees([TREE], tmp_path / f"{THOUGHTS[0]}.json")
+    longer = with_prompt(TREE, 100)
+    assert longer.nodes[0].tokens == 100
+    assert longer.last_iteration == TREE.last_iteration
+    steps = thoughts(tmp_path, names=THOUGHTS[:1], prompt=100)
+    assert [w.forest.seq_lens.max() for w in steps] == [101, 102, 103, 104]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--table", "deft-13"], "expected one of deft-splits"),
+        (["--table", "deft-io"], "add --traces FOLDER"),
+        (["--table", "deft-widths", "--dtype", "fp8"], "expected one of fp16, bf16"),
+    ],
+)
+def test_bad_choices_are_named(arguments: list[str], said: str) -> None:
+    done = CliRunner().invoke(app, ["papers", *arguments])
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.split())
