@@ -12,7 +12,7 @@ import torch
 
 from deft_backend.attention import TreeAttention
 from deft_backend.compile.variants import Compiled, Variant, compile_all, recorded
-from deft_backend.forest import build_forest, warm_up
+from deft_backend.forest import PrefixForest, build_forest, warm_up
 from deft_backend.forest.token_tree import words_of
 from deft_backend.planner import Plan, plan_grouping
 from deft_backend.planner.on_device import SIZES
@@ -55,6 +55,14 @@ class LayerKind(NamedTuple):
 
     soft_cap: bool = False
     sinks: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class PlannedBatch:
+    """A plan of the host planner, and the requests of the batch that it serves."""
+
+    plan: Plan
+    requests: int
 
 
 @dataclass(frozen=True)
@@ -139,12 +147,12 @@ def step_variants(
 def _steps(
     attention: TreeAttention, tensors: StepTensors, *, on_device: bool, smallest: int
 ) -> Iterator[Callable[[], None]]:
-    """Steps that together need every launch. All requests are made of the first page.
+    """Yield steps that together launch every kernel variant the server may need.
 
-    With the device planner: a batch of each size that its kernels are compiled for, and the
-    smallest one, which may have no use for large tiles. With the host planner: every set of tile
-    shapes, with and without a reduction, because whether a launch follows another is compiled
-    into it. Each step runs a layer of each kind.
+    Every request reads the same page. With the device planner: a batch of each size that its
+    kernels are compiled for, and the smallest batch, which may have no use for large tiles. With
+    the host planner: every set of tile shapes, with and without a reduction, because a launch is
+    compiled for whether another follows. Each step runs a layer of each kind.
     """
     device, largest = attention.device, attention.max_batch
     least = min(smallest, largest)
@@ -188,9 +196,9 @@ def _steps(
             ancestors=bits if drafts.trees else None,
         )  # fmt: skip
 
-    def run_plan(plan: Plan, batch: int, columns: int) -> None:
-        attention.use(plan, build_forest(range(batch), [0] * (batch - 1), [2] * batch))
-        run(batch, columns, static_launch=False)
+    def run_plan(planned: PlannedBatch, columns: int) -> None:
+        attention.use(planned.plan, _forest(planned.requests))
+        run(planned.requests, columns, static_launch=False)
 
     def plan_some() -> None:
         warm_up()
@@ -223,14 +231,19 @@ def _steps(
     yield plan_some
     plans = [*plans_of_all_shapes(attention), *plans_of_many(attention)]
     for columns in tensors.table_columns:
-        for plan, batch in plans:
-            yield lambda p=plan, b=batch, c=columns: run_plan(p, b, c)  # type: ignore[misc]
+        for planned in plans:
+            yield lambda planned=planned, columns=columns: run_plan(planned, columns)  # type: ignore[misc]
 
 
-def plans_of_all_shapes(attention: TreeAttention) -> Iterator[tuple[Plan, int]]:
-    """A plan and its batch size for every set of tile shapes, without and with a reduction.
+def _forest(requests: int) -> PrefixForest:
+    """Requests of two tokens each that share nothing."""
+    return build_forest(range(requests), [0] * (requests - 1), [2] * requests)
 
-    Sets that no batch of the attention's size and policy reaches are left out.
+
+def plans_of_all_shapes(attention: TreeAttention) -> Iterator[PlannedBatch]:
+    """A plan for every set of tile shapes, without and with a reduction.
+
+    No plan has a set that no batch of the attention's size and policy reaches.
     """
     target, largest = attention.target, attention.capacity.max_batch
     queries = []  # of a group that runs in each tile shape
@@ -246,7 +259,7 @@ def plans_of_all_shapes(attention: TreeAttention) -> Iterator[tuple[Plan, int]]:
         batch = sum(queries[shape] for shape in shapes)
         if batch > largest:
             continue
-        forest = build_forest(range(batch), [0] * (batch - 1), [2] * batch)
+        forest = _forest(batch)
         for repeats in (1, 2):  # two items a query: stage 2 merges them
             builder = GroupingBuilder()
             first = 0
@@ -257,20 +270,19 @@ def plans_of_all_shapes(attention: TreeAttention) -> Iterator[tuple[Plan, int]]:
                 for _ in range(repeats):
                     builder.add(rows, [token, token] if several else [token])
                 first += len(rows)
-            yield plan_grouping(builder.build(), forest, target), batch
+            yield PlannedBatch(plan_grouping(builder.build(), forest, target), batch)
 
 
-def plans_of_many(attention: TreeAttention) -> Iterator[tuple[Plan, int]]:
+def plans_of_many(attention: TreeAttention) -> Iterator[PlannedBatch]:
     """A plan of the smallest batch that stage 2 merges with its configuration for many queries."""
     batch = attention.few_queries + 1
     if batch > attention.capacity.max_batch:
         return
-    forest = build_forest(range(batch), [0] * (batch - 1), [2] * batch)
     builder = GroupingBuilder()
     for row in range(batch):
         for _ in range(2):
             builder.add([row], [Segment(row, 0, 1, False, 0, 1)])
-    yield plan_grouping(builder.build(), forest, attention.target), batch
+    yield PlannedBatch(plan_grouping(builder.build(), _forest(batch), attention.target), batch)
 
 
 def _subsets(shapes: list[int]) -> Iterable[tuple[int, ...]]:

@@ -145,5 +145,5 @@ def test_stage_2_is_warmed_up_for_many_queries_by_no_more_than_need_be(
     shape = attention._shapes[1]
     attention._shapes[1] = shape._replace(config=replace(shape.config, few=few))
     plans = list(plans_of_many(attention))
-    assert [batch for _, batch in plans] == expected
-    assert all(len(plan.reduce_query) == batch for plan, batch in plans)
+    assert [planned.requests for planned in plans] == expected
+    assert all(len(planned.plan.reduce_query) == planned.requests for planned in plans)
