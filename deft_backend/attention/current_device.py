@@ -6,12 +6,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-
-def is_current(device: torch.device) -> bool:
-    """Whether `device` is the current device; True for the CPU."""
-    return device.type != "cuda" or torch.cuda.current_device() == device.index
+_AS_IT_IS = nullcontext()
 
 
 def device_as_current(device: torch.device) -> AbstractContextManager[object]:
-    """Make `device` the current device in the `with` block; free if it is already."""
-    return nullcontext() if is_current(device) else torch.cuda.device(device)
+    """Make `device` the current device in the `with` block; free if it is, or is the CPU."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return _AS_IT_IS
+    return torch.cuda.device(device)

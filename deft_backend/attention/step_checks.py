@@ -6,9 +6,11 @@ import math
 
 import torch
 
-from deft_backend.kernels import EXPONENT_BITS, Gpu, unsupported
+from deft_backend.kernels import EXPONENT_BITS, Gpu, Step, unsupported
 from deft_backend.shapes.attention_shape import AttentionShape
 from deft_backend.shapes.kernel_limits import MAX_QUERY_TOKENS
+
+_INTEGERS = (torch.int32, torch.int64)
 
 
 class AttentionError(ValueError):
@@ -42,28 +44,11 @@ def check_attention(
 
 
 def check_step(
-    shape: AttentionShape,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    table_rows: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    requests: int,
-    rows: int,
-    query_tokens: int,
-    query_start: torch.Tensor | None,
-    ancestors: torch.Tensor | None,
-    k_scale: float | torch.Tensor,
-    v_scale: float | torch.Tensor,
-    sinks: torch.Tensor | None,
+    shape: AttentionShape, step: Step, *, requests: int, rows: int, query_tokens: int
 ) -> None:
     """Refuse inputs of a step that do not fit one another, the plan or the device.
 
-    `rows` are the query tokens in `q` and `out`, `query_tokens` the most of a request. The caches
-    have pages: [pages, page_size, Hkv, D].
+    `rows` are the query tokens in `q` and `out`, `query_tokens` the most of a request.
 
     Raises
     ------
@@ -72,19 +57,19 @@ def check_step(
     """
     queries = (rows, shape.num_query_heads, shape.head_dim)
     page = (shape.page_size, shape.num_kv_heads, shape.head_dim)
-    for name, tensor in (("q", q), ("out", out)):
-        _check_operand(name, tensor, queries, shape.dtype)
-    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
-        _check_operand(name, tensor, (*tensor.shape[:1], *page), shape.kv_dtype)
-    check_batch(page_table, seq_lens, table_rows, shape.device, requests)
-    _check_device(shape.device, q=q, out=out, k_cache=k_cache, v_cache=v_cache)
-    _check_scales(shape, k_scale, v_scale)
-    if sinks is not None:
-        _check_sinks(shape, sinks)
-    if query_start is not None:
-        _check_query_start(query_start, requests, shape.device)
-    if ancestors is not None:
-        _check_ancestors(ancestors, requests, query_tokens, shape.device)
+    device, k_cache, v_cache = shape.device, step.k_cache, step.v_cache
+    _check_operand("q", step.q, queries, shape.dtype, device)
+    _check_operand("out", step.out, queries, shape.dtype, device)
+    _check_operand("k_cache", k_cache, (*k_cache.shape[:1], *page), shape.kv_dtype, device)
+    _check_operand("v_cache", v_cache, (*v_cache.shape[:1], *page), shape.kv_dtype, device)
+    check_batch(step.page_table, step.seq_lens, step.table_rows, device, requests)
+    _check_scales(shape, step)
+    if step.sinks is not None:
+        _check_sinks(shape, step.sinks)
+    if step.query_start is not None:
+        _check_query_start(step.query_start, requests, device)
+    if step.ancestors is not None:
+        _check_ancestors(step.ancestors, requests, query_tokens, device)
 
 
 def check_batch(
@@ -103,38 +88,31 @@ def check_batch(
     AttentionError
         For the first tensor that does not fit.
     """
-    _check_table(page_table)
+    if page_table.dim() != 2 or page_table.stride(1) != 1:
+        raise AttentionError(
+            f"page_table has shape {list(page_table.shape)} and strides {page_table.stride()}; "
+            "expected [rows, pages] with contiguous rows"
+        )
     count = len(seq_lens) if requests is None else requests
-    _check_lists(count, seq_lens=seq_lens, table_rows=table_rows)
-    integers = {"page_table": page_table, "seq_lens": seq_lens, "table_rows": table_rows}
-    _check_integers(**integers)
-    _check_device(device, **integers)
+    _check_list("seq_lens", seq_lens, count)
+    _check_list("table_rows", table_rows, count)
+    integers = (("page_table", page_table), ("seq_lens", seq_lens), ("table_rows", table_rows))
+    for name, tensor in integers:
+        if tensor.dtype not in _INTEGERS:
+            raise AttentionError(f"{name} has dtype {tensor.dtype}; expected int32 or int64")
+        _check_device(name, tensor, device)
 
 
 def _check_query_start(query_start: torch.Tensor, batch: int, device: torch.device) -> None:
-    """Refuse rows of requests that do not fit the batch or the device.
-
-    Raises
-    ------
-    AttentionError
-        If shape, dtype or device do not fit.
-    """
-    _check_lists(batch + 1, query_start=query_start)
+    _check_list("query_start", query_start, batch + 1)
     if query_start.dtype != torch.int32:
         raise AttentionError(f"query_start has dtype {query_start.dtype}; expected int32")
-    _check_device(device, query_start=query_start)
+    _check_device("query_start", query_start, device)
 
 
 def _check_ancestors(
     ancestors: torch.Tensor, batch: int, query_tokens: int, device: torch.device
 ) -> None:
-    """Refuse bits of token trees that do not fit the batch, the plan or the device.
-
-    Raises
-    ------
-    AttentionError
-        If shape, dtype, strides or device do not fit.
-    """
     words = -(-query_tokens // 64)
     expected = (batch, query_tokens, words)
     if ancestors.shape != expected:
@@ -148,21 +126,14 @@ def _check_ancestors(
         raise AttentionError(
             f"ancestors has stride {ancestors.stride(-1)} in its last dimension; expected 1"
         )
-    _check_device(device, ancestors=ancestors)
+    _check_device("ancestors", ancestors, device)
 
 
-def _check_scales(
-    shape: AttentionShape, k_scale: float | torch.Tensor, v_scale: float | torch.Tensor
-) -> None:
-    """Refuse scales that do not fit the cache or the device.
-
-    Raises
-    ------
-    AttentionError
-        For the first scale that does not fit.
-    """
+def _check_scales(shape: AttentionShape, step: Step) -> None:
+    if not 0.0 < step.sm_scale < math.inf:
+        raise AttentionError(f"sm_scale is {step.sm_scale}; expected a finite number above 0")
     eight_bits = shape.kv_dtype in EXPONENT_BITS
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+    for name, scale in (("k_scale", step.k_scale), ("v_scale", step.v_scale)):
         is_tensor = isinstance(scale, torch.Tensor)
         if not eight_bits and (is_tensor or scale != 1.0):
             raise AttentionError(
@@ -175,19 +146,12 @@ def _check_scales(
                     f"{name} has shape {list(scale.shape)} and dtype {scale.dtype}; expected one "
                     "number of torch.float32"
                 )
-            _check_device(shape.device, **{name: scale})
+            _check_device(name, scale, shape.device)
         elif not 0.0 < scale < math.inf:
             raise AttentionError(f"{name} is {scale}; expected a number above 0")
 
 
 def _check_sinks(shape: AttentionShape, sinks: torch.Tensor) -> None:
-    """Refuse sinks that do not fit the heads or the device.
-
-    Raises
-    ------
-    AttentionError
-        If shape, strides, dtype or device do not fit.
-    """
     if sinks.shape != (shape.num_query_heads,) or not sinks.is_contiguous():
         raise AttentionError(
             f"sinks has shape {list(sinks.shape)} and strides {sinks.stride()}; expected "
@@ -197,11 +161,15 @@ def _check_sinks(shape: AttentionShape, sinks: torch.Tensor) -> None:
         raise AttentionError(
             f"sinks has dtype {sinks.dtype}; expected float32, bfloat16 or float16"
         )
-    _check_device(shape.device, sinks=sinks)
+    _check_device("sinks", sinks, shape.device)
 
 
 def _check_operand(
-    name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
+    name: str,
+    tensor: torch.Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     if tensor.shape != shape:
         raise AttentionError(f"{name} has shape {list(tensor.shape)}; expected {list(shape)}")
@@ -211,33 +179,18 @@ def _check_operand(
         raise AttentionError(
             f"{name} has stride {tensor.stride(-1)} in its last dimension; expected 1"
         )
+    _check_device(name, tensor, device)
 
 
-def _check_table(page_table: torch.Tensor) -> None:
-    if page_table.dim() != 2 or page_table.stride(1) != 1:
+def _check_list(name: str, tensor: torch.Tensor, length: int) -> None:
+    if tensor.shape != (length,):
+        raise AttentionError(f"{name} has shape {list(tensor.shape)}; expected [{length}]")
+    if length > 1 and tensor.stride(0) != 1:
         raise AttentionError(
-            f"page_table has shape {list(page_table.shape)} and strides {page_table.stride()}; "
-            "expected [rows, pages] with contiguous rows"
+            f"{name} has stride {tensor.stride(0)}; expected 1: make it contiguous"
         )
 
 
-def _check_lists(length: int, **tensors: torch.Tensor) -> None:
-    for name, tensor in tensors.items():
-        if tensor.shape != (length,):
-            raise AttentionError(f"{name} has shape {list(tensor.shape)}; expected [{length}]")
-        if length > 1 and tensor.stride(0) != 1:
-            raise AttentionError(
-                f"{name} has stride {tensor.stride(0)}; expected 1: make it contiguous"
-            )
-
-
-def _check_integers(**tensors: torch.Tensor) -> None:
-    for name, tensor in tensors.items():
-        if tensor.dtype not in (torch.int32, torch.int64):
-            raise AttentionError(f"{name} has dtype {tensor.dtype}; expected int32 or int64")
-
-
-def _check_device(device: torch.device, **tensors: torch.Tensor) -> None:
-    for name, tensor in tensors.items():
-        if tensor.device != device:
-            raise AttentionError(f"{name} is on {tensor.device}; expected {device}")
+def _check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise AttentionError(f"{name} is on {tensor.device}; expected {device}")

@@ -6,7 +6,7 @@ import torch
 
 from deft_backend.attention.current_plan import PlannedBatch
 from deft_backend.attention.step_checks import AttentionError
-from deft_backend.kernels import EXPONENT_BITS
+from deft_backend.kernels import Step
 from deft_backend.shapes.attention_shape import AttentionShape
 
 
@@ -24,8 +24,6 @@ class StepInputs:
     Attributes
     ----------
     shape : AttentionShape
-    exponent_bits : int
-        Of an element of a cache of 8 bits; 0 for other caches.
     unit_scale : [1] float32
         The scale 1 on the device.
     """
@@ -34,27 +32,6 @@ class StepInputs:
         self.shape = shape
         self._own_rows = torch.arange(max_requests, dtype=torch.int32, device=shape.device)
         self.unit_scale = torch.ones(1, dtype=torch.float32, device=shape.device)
-        self.exponent_bits = EXPONENT_BITS.get(shape.kv_dtype, 0)
-
-    def count(
-        self,
-        q: torch.Tensor,
-        seq_lens: torch.Tensor,
-        query_start: torch.Tensor | None,
-        planned: PlannedBatch,
-        static_launch: bool,
-    ) -> tuple[int, int]:
-        """Requests of the run, and rows of `q`.
-
-        Raises
-        ------
-        AttentionError
-            If there is no plan for the launches, or the plan covers more requests.
-        """
-        query_tokens = planned.blocks.query_tokens
-        given = len(seq_lens) if query_start is not None else len(q) // query_tokens
-        requests = _requests_to_run(planned, given, static_launch)
-        return requests, len(q) if query_start is not None else requests * query_tokens
 
     def new_output(
         self,
@@ -85,30 +62,29 @@ class StepInputs:
         """[pages, page_size, Hkv, D] view of a cache."""
         return cache.unsqueeze(1) if cache.dim() == 3 and self.shape.page_size == 1 else cache
 
-    def both_or_none(
-        self, k_scale: float | torch.Tensor, v_scale: float | torch.Tensor
-    ) -> tuple[float | torch.Tensor, float | torch.Tensor]:
+    def put_scales_together(self, step: Step) -> None:
         """Two tensors on the device, or two plain numbers, as the kernels need them."""
-        if isinstance(k_scale, torch.Tensor) == isinstance(v_scale, torch.Tensor):
-            return k_scale, v_scale
-        k_scale, v_scale = (
-            scale if isinstance(scale, torch.Tensor)
-            else self.unit_scale if scale == 1.0 else self.unit_scale * scale
-            for scale in (k_scale, v_scale)
-        )  # fmt: skip
-        return k_scale, v_scale
+        k_scale, v_scale = step.k_scale, step.v_scale
+        if isinstance(k_scale, torch.Tensor) != isinstance(v_scale, torch.Tensor):
+            step.k_scale = self._on_device(k_scale)
+            step.v_scale = self._on_device(v_scale)
+
+    def _on_device(self, scale: float | torch.Tensor) -> torch.Tensor:
+        if isinstance(scale, torch.Tensor):
+            return scale
+        return self.unit_scale if scale == 1.0 else self.unit_scale * scale
 
 
-def _requests_to_run(planned: PlannedBatch, requests: int, static_launch: bool) -> int:
-    """The number of requests for a run: that of the planned batch, or a larger `requests`.
+def requests_to_run(planned: PlannedBatch, given: int, static_launch: bool) -> int:
+    """The number of requests for a run: that of the planned batch, or a larger one that is given.
 
     Raises
     ------
     AttentionError
-        If there is no plan for the launches, or the plan covers more requests than `requests`.
+        If there is no plan for the launches, or the plan covers more requests than `given`.
     """
     if static_launch:
-        expected = requests
+        expected = given
     elif planned.forest is not None:
         expected = planned.forest.batch_size // planned.blocks.blocks
     else:

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from deft_backend.attention.current_device import device_as_current, is_current
+from deft_backend.attention.current_device import device_as_current
 from deft_backend.attention.current_plan import CurrentPlan
 from deft_backend.attention.query_shapes import QueryShape, QueryShapes
 from deft_backend.attention.step_checks import (
@@ -15,10 +15,10 @@ from deft_backend.attention.step_checks import (
     check_batch,
     check_step,
 )
-from deft_backend.attention.step_inputs import StepInputs
-from deft_backend.attention.workspace import Workspace, entry_bytes
+from deft_backend.attention.step_inputs import StepInputs, requests_to_run
+from deft_backend.attention.workspace import allocate_workspace, entry_bytes
 from deft_backend.forest import PrefixForest
-from deft_backend.kernels import Gpu, run_plan, unsupported
+from deft_backend.kernels import Gpu, Step, run_plan, unsupported
 from deft_backend.planner import Plan, PlanCapacity
 from deft_backend.planner.on_device import DevicePlanner
 from deft_backend.policies import Grouping, Target, get_policy
@@ -161,7 +161,7 @@ class TreeAttention:
             self.policy, target, self.capacity, self.device, page_size,
             overlapped=config.overlapped, interpreted=config.interpreted,
         )  # fmt: skip
-        self._workspace = Workspace.allocate(
+        self._workspace = allocate_workspace(
             self.capacity.max_entries * tokens, num_query_heads, head_dim, dtype, self.device
         )
         self._inputs = StepInputs(shape, self.capacity.max_batch)
@@ -202,7 +202,8 @@ class TreeAttention:
     @property
     def workspace_bytes(self) -> int:
         """Bytes of device memory: partial results, the plan and the device planner, if used."""
-        return self._workspace.num_bytes + self._current.num_bytes
+        held: list[torch.Tensor] = list(self._workspace)
+        return sum(part.nbytes for part in held) + self._current.num_bytes
 
     @property
     def interpreted(self) -> bool:
@@ -313,7 +314,8 @@ class TreeAttention:
 
     def poison_workspace(self) -> None:
         """Fill the workspace with NaN, so that a read before a write shows in the output."""
-        self._workspace.poison()
+        for part in self._workspace:
+            part.fill_(float("nan"))
 
     def run(
         self,
@@ -388,75 +390,46 @@ class TreeAttention:
             If nothing was planned, shapes, dtypes or devices do not match, or `sm_scale` is not
             finite and above 0.
         """
-        if not is_current(self.device):
-            with device_as_current(self.device):
-                return self.run(
-                    q, k_cache, v_cache, page_table, seq_lens, table_rows=table_rows,
-                    query_start=query_start, ancestors=ancestors, sm_scale=sm_scale,
-                    logit_cap=logit_cap, k_scale=k_scale, v_scale=v_scale, sinks=sinks, out=out,
-                    static_launch=static_launch,
-                )  # fmt: skip
-        if sm_scale is not None and not 0.0 < sm_scale < math.inf:
-            raise AttentionError(f"sm_scale is {sm_scale}; expected a finite number above 0")
         planned = self._current.batch
         static_launch = static_launch or planned.on_device
-        config = self._shapes[planned.blocks.query_tokens].config
+        query_tokens = planned.blocks.query_tokens
         inputs = self._inputs
-        requests, rows = inputs.count(q, seq_lens, query_start, planned, static_launch)
+        given = len(seq_lens) if query_start is not None else len(q) // query_tokens
+        requests = requests_to_run(planned, given, static_launch)
+        rows = len(q) if query_start is not None else requests * query_tokens
         if out is None:
             out = inputs.new_output(q, requests, query_start, planned, static_launch)
-        own_rows = table_rows is None
-        if table_rows is None:
-            table_rows = inputs.first_rows(page_table, requests)
-        k_cache, v_cache = inputs.paged(k_cache), inputs.paged(v_cache)
-        check_step(
-            inputs.shape, q, k_cache, v_cache, page_table, seq_lens, table_rows, out,
-            requests=requests, rows=rows, query_tokens=planned.blocks.query_tokens,
-            query_start=query_start, ancestors=ancestors, k_scale=k_scale, v_scale=v_scale,
-            sinks=sinks,
+        by_request = inputs.first_rows(page_table, requests) if table_rows is None else table_rows
+        step = Step(
+            q, inputs.paged(k_cache), inputs.paged(v_cache), out, page_table, seq_lens, by_request,
+            query_start, ancestors, sinks, k_scale, v_scale,
+            1.0 / math.sqrt(self.head_dim) if sm_scale is None else sm_scale, logit_cap,
         )  # fmt: skip
+        check_step(inputs.shape, step, requests=requests, rows=rows, query_tokens=query_tokens)
         if requests == 0 or rows == 0:
             return out
+        inputs.put_scales_together(step)
         # The device planner records each segment's row of the page table. The host planner records
         # the segment's request, which is the same number where row b belongs to request b.
-        by_segment = planned.on_device or own_rows
+        by_segment = planned.on_device or table_rows is None
         if by_segment:
-            table_rows = self._current.arrays[
+            step.table_rows = self._current.arrays[
                 "segment_table" if planned.on_device else "segment_request"
             ]
-        if inputs.exponent_bits:  # the kernels read bytes
-            k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-            k_scale, v_scale = inputs.both_or_none(k_scale, v_scale)
+        config = self._shapes[query_tokens].config
         # GPUs round to bfloat16, Triton's interpreter truncates: let PyTorch convert. Outputs of
         # requests that the plan does not cover stay as they are.
         truncates = config.interpreted and self.dtype == torch.bfloat16
-        result = out.float() if truncates else out
-        run_plan(
-            config,
-            self._current.arrays,
-            q,
-            k_cache,
-            v_cache,
-            page_table,
-            table_rows,
-            seq_lens,
-            result,
-            *self._workspace,
-            sm_scale=1.0 / math.sqrt(self.head_dim) if sm_scale is None else sm_scale,
-            logit_cap=logit_cap,
-            exponent_bits=inputs.exponent_bits,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            sinks=sinks,
-            host_plan=None if static_launch else planned.plan,
-            masked_tiles=self.policy.several_segments,
-            table_by_segment=by_segment,
-            blocks=planned.blocks,
-            query_start=query_start,
-            ancestors=ancestors,
-        )
         if truncates:
-            out.copy_(result)
+            step.out = out.float()
+        with device_as_current(self.device):
+            run_plan(
+                config, self._current.arrays, step, self._workspace, blocks=planned.blocks,
+                host_plan=None if static_launch else planned.plan,
+                masked_tiles=self.policy.several_segments, table_by_segment=by_segment,
+            )  # fmt: skip
+        if truncates:
+            out.copy_(step.out)
         return out
 
     def _shape_of(self, query_tokens: int) -> QueryShape:

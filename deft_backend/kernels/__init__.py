@@ -1,5 +1,6 @@
 """Kernels: stage 1 (partial attention) and stage 2 (reduction) in Triton."""
 
+from deft_backend.kernels.arguments import Partials
 from deft_backend.kernels.both_stages import run_plan
 from deft_backend.kernels.configurations import (
     DTYPES,
@@ -10,6 +11,7 @@ from deft_backend.kernels.configurations import (
     unsupported,
 )
 from deft_backend.kernels.gpu import Gpu
+from deft_backend.kernels.step import Step
 
 __all__ = [
     "DTYPES",
@@ -17,6 +19,8 @@ __all__ = [
     "HEAD_DIMS",
     "Gpu",
     "KernelConfiguration",
+    "Partials",
+    "Step",
     "kernel_configuration",
     "run_plan",
     "unsupported",

@@ -35,7 +35,7 @@ class Partials(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """The tensors of a step; `run_plan` describes their shapes."""
+    """The tensors of a :class:`~deft_backend.kernels.step.Step`."""
 
     q: Pointer
     k: Pointer

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from deft_backend.kernels.configurations import KernelConfiguration
+from deft_backend.kernels.arguments import Partials, Strides
+from deft_backend.kernels.configurations import EXPONENT_BITS, KernelConfiguration
 from deft_backend.kernels.launches import Kind, launches_of
+from deft_backend.kernels.step import Step
 from deft_backend.planner import DevicePlan, Plan
 from deft_backend.shapes.query_blocks import ONE_TOKEN, QueryBlocks
-
-LOG2_E = 1.4426950408889634
 
 WIDE_REACH = 1 << 36
 """Bytes of a cache that the Hopper kernels can address: 32 bits, in units of 16 bytes. A layer's
@@ -20,54 +20,22 @@ this limit: one bit says whether a result is an output or a partial result."""
 def run_plan(
     config: KernelConfiguration,
     plan: DevicePlan,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    table_rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    out: torch.Tensor,
-    partial_out: torch.Tensor,
-    partial_lse: torch.Tensor,
-    partial_scale: torch.Tensor,
+    step: Step,
+    partial: Partials,
     *,
-    sm_scale: float,
-    logit_cap: float,
-    exponent_bits: int = 0,
-    k_scale: float | torch.Tensor = 1.0,
-    v_scale: float | torch.Tensor = 1.0,
-    sinks: torch.Tensor | None = None,
+    blocks: QueryBlocks = ONE_TOKEN,
     host_plan: Plan | None,
     masked_tiles: bool,
     table_by_segment: bool,
-    blocks: QueryBlocks = ONE_TOKEN,
-    query_start: torch.Tensor | None = None,
-    ancestors: torch.Tensor | None = None,
 ) -> None:
-    """Compute the attention of a batch over a plan.
+    """Compute the attention of a step over a plan.
 
     Parameters
     ----------
-    q, out : [T, Hq, D]
-        Query tokens and where the attention goes; the last dimension is contiguous.
-    k_cache, v_cache : [pages, page_size, Hkv, D]
-        The KV cache; the last dimension is contiguous.
-    page_table : [rows, P] int
-        Page ids.
-    table_rows : [B] or [S] int
-        Row of the page table of each request, or of each KV range of the plan.
-    seq_lens : [B] int
-        Current tokens of each request.
-    partial_out : [E, Hq, D] float16 or float32; partial_lse, partial_scale : [E, Hq] float32
-        The workspace for partial results, as :class:`~deft_backend.kernels.arguments.Partials`
-        describes it: E counts query tokens.
-    exponent_bits : int
-        Of an element of a cache of 8 bits, given as uint8: 4 for e4m3, 5 for e5m2. 0: the cache has
-        the dtype of the queries.
-    k_scale, v_scale : float, or two tensors of one float32 on the device
-        What a stored key and a stored value are multiplied with. 1.0 unless the cache has 8 bits.
-    sinks : [Hq] float, optional
-        The sink of each query head.
+    partial : Partials
+        The workspace, which counts query tokens.
+    blocks : QueryBlocks
+        The query blocks of a request that the plan counts as its queries.
     host_plan : Plan, optional
         The plan in `plan`, if the CPU knows it. Then `run_plan` skips tile shapes without items,
         and stage 2 without partial results. With None, `run_plan` launches every kernel that
@@ -75,76 +43,33 @@ def run_plan(
     masked_tiles : bool
         Whether to launch masked tiles if the CPU does not know the plan.
     table_by_segment : bool
-        Whether `table_rows` is by KV range. This spares every item a load that other loads wait
-        for.
-    blocks : QueryBlocks
-        The query blocks of a request that the plan counts as its queries.
-    query_start : [B + 1] int32, optional
-        Index in `q` of each request's first query token; default: every request has
-        `blocks.query_tokens` of them.
-    ancestors : [B, query tokens, words] int64, optional
-        Bits of a token tree; default: the query tokens are a chain.
+        Whether `step.table_rows` is by KV range. This spares every item a load that other loads
+        wait for.
     """
-    # Structures of the kernels' arguments, in the order of their fields.
-    partial = (partial_out, partial_lse, partial_scale)
-    # Any tensor stands for one that the kernels do not read.
-    starts = seq_lens if query_start is None else query_start
-    bits = seq_lens if ancestors is None else ancestors
-    held_sinks = partial_lse if sinks is None else sinks
-    device_scales, held_scales = False, (partial_lse, partial_lse)
-    if isinstance(k_scale, torch.Tensor) and isinstance(v_scale, torch.Tensor):
-        device_scales, held_scales = True, (k_scale, v_scale)
-    last = (page_table, table_rows, seq_lens, starts, bits, held_sinks, *held_scales)
-    tensors = (q, k_cache, v_cache, out, partial, *last)
+    exponent_bits = EXPONENT_BITS.get(step.k_cache.dtype, 0)
+    if exponent_bits:  # the kernels read bytes
+        step.k_cache = step.k_cache.view(torch.uint8)
+        step.v_cache = step.v_cache.view(torch.uint8)
+    tensors, strides = step.tensors(partial), step.strides()
     pointers = 0
-    for tensor in (q, k_cache, v_cache, out, *partial, *last):
+    for tensor in (*tensors[:4], *partial, *tensors[5:]):
         pointers |= tensor.data_ptr()
     aligned = pointers % 16 == 0
-    bit_strides = (0, 0) if ancestors is None else ancestors.stride()[:2]
-    strides = (*q.stride()[:2], *out.stride()[:2], page_table.stride(0), *bit_strides)
-    requests = len(seq_lens)
-    _, num_heads, head_dim = q.shape
-    _, page_size, num_kv_heads, _ = k_cache.shape
-    kind = Kind(
-        dtype=q.dtype,
-        k_strides=k_cache.stride()[:3],
-        v_strides=v_cache.stride()[:3],
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        page_size=page_size,
-        soft_cap=logit_cap > 0.0,
-        wide_rows=aligned
-        and all(stride % 8 == 0 for stride in strides[:4])
-        and max(_reach(k_cache), _reach(v_cache)) <= WIDE_REACH
-        and max(_reach(q), _reach(out)) <= WIDE_REACH // 2,
-        table_by_segment=table_by_segment,
-        blocks=blocks,
-        ragged=query_start is not None,
-        tree=ancestors is not None,
-        exponent_bits=exponent_bits,
-        sinks=sinks is not None,
-        device_scales=device_scales,
-    )
+    kind = _kind(step, strides, aligned, table_by_segment, blocks, exponent_bits)
     launches = launches_of(config, kind)
     # What Triton compiles for, besides the constants.
     types = (
-        q.device, page_table.dtype, table_rows.dtype, seq_lens.dtype, starts.dtype,
-        held_sinks.dtype, strides,
+        tensors.q.device, tensors.page_table.dtype, tensors.table_rows.dtype,
+        tensors.seq_lens.dtype, tensors.query_start.dtype, tensors.sinks.dtype, strides,
     )  # fmt: skip
-
-    # Scores in base 2, unless a soft cap needs them as they are.
-    scale = float(sm_scale) if logit_cap > 0.0 else float(sm_scale) * LOG2_E
-    value = 1.0
-    if not device_scales:
-        scale, value = scale * float(k_scale), float(v_scale)
-    scaling = (scale, float(logit_cap) or 1.0, value)
-    arguments = (tensors, plan.stage1, scaling, strides)
+    # Launches take structures as plain tuples.
+    plain = (*tensors[:4], tuple(partial), *tensors[5:])
+    arguments = (plain, plan.stage1, tuple(step.scaling()), tuple(strides))
     follows = False
-    queries = requests * blocks.blocks
-    query_vectors = blocks.tokens * num_heads // num_kv_heads
+    queries = len(step.seq_lens) * blocks.blocks
+    query_vectors = blocks.tokens * kind.num_heads // kind.num_kv_heads
     for shape, programs in _tiles_to_launch(
-        config, host_plan, num_kv_heads, queries, query_vectors, masked_tiles
+        config, host_plan, kind.num_kv_heads, queries, query_vectors, masked_tiles
     ):
         launches.stage1[shape][follows].run(programs, arguments, types, aligned)
         follows = config.overlapped
@@ -154,18 +79,51 @@ def run_plan(
         return
     # The batch decides, because only the device knows how many results there are to merge. So the
     # same batch has the same results, whoever planned it.
-    num_results = num_heads * blocks.tokens
+    num_results = kind.num_heads * blocks.tokens
     few = queries <= config.few_queries(num_results)
     reduce = config.few if few else config.reduce
     programs = min(reduce.programs, merged * reduce.blocks(num_results))
-    launches.stage2[few].run(
-        programs, (partial, out, held_sinks, plan.stage2, starts, *strides[2:4]), types, aligned
+    of_stage2 = (
+        tuple(partial), tensors.out, tensors.sinks, plan.stage2, tensors.query_start,
+        strides.out_batch, strides.out_head,
+    )  # fmt: skip
+    launches.stage2[few].run(programs, of_stage2, types, aligned)
+
+
+def _kind(
+    step: Step, strides: Strides, aligned: bool, table_by_segment: bool, blocks: QueryBlocks,
+    exponent_bits: int,
+) -> Kind:  # fmt: skip
+    """What decides the constants of the kernels."""
+    num_tokens, num_heads, head_dim = step.q.shape
+    pages, page_size, num_kv_heads, _ = step.k_cache.shape
+    *k_strides, _ = step.k_cache.stride()
+    *v_strides, _ = step.v_cache.stride()
+    # From the first page, or the first row, to the end of the last one.
+    cache_bytes = pages * max(k_strides[0], v_strides[0]) * step.k_cache.itemsize
+    rows_bytes = num_tokens * max(strides.q_batch, strides.out_batch) * step.q.itemsize
+    row_strides = strides.q_batch | strides.q_head | strides.out_batch | strides.out_head
+    return Kind(
+        dtype=step.q.dtype,
+        k_strides=tuple(k_strides),
+        v_strides=tuple(v_strides),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        soft_cap=step.logit_cap > 0.0,
+        wide_rows=aligned
+        and row_strides % 8 == 0
+        and cache_bytes <= WIDE_REACH
+        and rows_bytes <= WIDE_REACH // 2,
+        table_by_segment=table_by_segment,
+        blocks=blocks,
+        ragged=step.query_start is not None,
+        tree=step.ancestors is not None,
+        exponent_bits=exponent_bits,
+        sinks=step.sinks is not None,
+        device_scales=step.device_scales,
     )
-
-
-def _reach(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first page, or first row, to the end of its last one."""
-    return int(tensor.shape[0] * tensor.stride(0) * tensor.element_size())
 
 
 def _tiles_to_launch(

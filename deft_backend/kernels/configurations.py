@@ -119,6 +119,10 @@ class KernelConfiguration:
     overlapped: bool
     interpreted: bool
 
+    def __hash__(self) -> int:
+        """A cheap one: each launch looks its configuration up."""
+        return hash((self.sms, self.overlapped, self.tiles[0].height, self.tiles[0].programs))
+
     def few_queries(self, num_heads: int) -> int:
         """Most queries of `num_heads` heads whose results stage 2 merges as `few` says."""
         return self.few.programs // self.few.blocks(num_heads)

@@ -46,7 +46,7 @@ class Kind(NamedTuple):
     #: Whether `query_start` and `ancestors` are given.
     ragged: bool = False
     tree: bool = False
-    #: As for `run_plan`.
+    #: Of an element of a cache of 8 bits; 0: the cache has the dtype of the queries.
     exponent_bits: int = 0
     sinks: bool = False
     device_scales: bool = False

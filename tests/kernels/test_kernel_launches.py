@@ -15,7 +15,7 @@ from benchmarks.random_batches import random_batch
 from deft_backend import TreeAttention, forest_from_page_tables
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.compile.triton_kernel import Kernel
-from deft_backend.kernels import both_stages, configurations, launches, run_plan
+from deft_backend.kernels import Partials, Step, both_stages, configurations, launches, run_plan
 from deft_backend.kernels.configurations import KernelConfiguration, ReduceConfig, TileConfig
 from deft_backend.planner import DevicePlan, PlanCapacity
 
@@ -100,7 +100,7 @@ def launch_all(
     rows: torch.dtype = torch.int64, lens: torch.dtype = torch.int64, columns: int = 8,
     skip: int = 0, q_width: int = 256, out_width: int = 256, k_width: int = 256, v_width: int = 256,
     by_segment: bool = False, queries: int = 4, sinks: torch.dtype | None = None,
-    exponent_bits: int = 0, scales: str = "host",
+    kv_dtype: torch.dtype | None = None, scales: str = "host",
 ) -> None:  # fmt: skip
     """Both stages over tensors that lie in larger ones: one thing can change without another."""
 
@@ -109,19 +109,21 @@ def launch_all(
         return held[:, :heads, skip : skip + head_dim]
 
     def cache(width: int) -> torch.Tensor:
-        kv_dtype = torch.uint8 if exponent_bits else dtype
-        held = torch.zeros(12, 4, 4, width, dtype=kv_dtype, device=device)
+        held = torch.zeros(12, 4, 4, width, device=device).to(kv_dtype or dtype)
         return held[:, :page_size, :kv_heads, :head_dim]
 
     scale = torch.ones(1) if scales == "device" else 1.0
-    run_plan(
-        config, PLAN, rows_of(q_width), cache(k_width), cache(v_width),
-        torch.zeros(4, columns, dtype=table), torch.zeros(queries, dtype=rows),
-        torch.zeros(queries, dtype=lens), rows_of(out_width), torch.zeros(8, 16, 256),
-        torch.zeros(8, 16), torch.zeros(8, 16), sm_scale=0.1, logit_cap=logit_cap,
-        host_plan=host_plan, masked_tiles=False, table_by_segment=by_segment,
-        exponent_bits=exponent_bits, k_scale=scale, v_scale=scale,
+    step = Step(
+        rows_of(q_width), cache(k_width), cache(v_width), rows_of(out_width),
+        torch.zeros(4, columns, dtype=table), torch.zeros(queries, dtype=lens),
+        torch.zeros(queries, dtype=rows), query_start=None, ancestors=None,
         sinks=None if sinks is None else torch.zeros(heads, dtype=sinks),
+        k_scale=scale, v_scale=scale, sm_scale=0.1, logit_cap=logit_cap,
+    )  # fmt: skip
+    partial = Partials(torch.zeros(8, 16, 256), torch.zeros(8, 16), torch.zeros(8, 16))
+    run_plan(
+        config, PLAN, step, partial, host_plan=host_plan, masked_tiles=False,
+        table_by_segment=by_segment,
     )  # fmt: skip
 
 
@@ -155,9 +157,9 @@ def launch_all(
         {"by_segment": True},
         {"sinks": torch.float32},
         {"sinks": torch.bfloat16},
-        {"exponent_bits": 4},
-        {"exponent_bits": 5},
-        {"exponent_bits": 4, "scales": "device"},
+        {"kv_dtype": torch.float8_e4m3fn},
+        {"kv_dtype": torch.float8_e5m2},
+        {"kv_dtype": torch.float8_e4m3fn, "scales": "device"},
     ],
     ids=lambda change: ", ".join(change),
 )
