@@ -20,6 +20,6 @@ def test_ab_compares_two_servers_and_writes_the_report(tmp_path: Path) -> None:
         "--branches", "3", "--prefix-tokens", "150", "--max-tokens", "12", settings=hub,
     )  # fmt: skip
     assert len(data["workloads"]) == 1
-    assert data["model"] == NAME
+    assert all(side["model"] == NAME for side in data["sides"])
     assert "few-shot" in (tmp_path / "report.html").read_text()
     assert str(tmp_path / "report.html") in printed.replace("\n", "")

@@ -17,9 +17,9 @@ from benchmarks.e2e.plain_check import PLAIN
 from benchmarks.e2e.served_workloads import Mixed, Served, Workload, answers_file
 from benchmarks.e2e.serving_rows import Row, case_name, case_of, joined, read_rows, replaced
 from benchmarks.row_files import make_folder, write_rows
+from benchmarks.token_client.client import Client, ClientError
 from deft_backend.files.provenance import driver, provenance
 from deft_backend.telemetry.state_reader import Counters, StateError
-from deft_backend.tools.harness.client import Client, ClientError
 from deft_backend.tools.harness.counted_server import CountedServer
 from deft_backend.tools.servers.command import StartError
 from deft_backend.tools.servers.driver_stub import DriverStubError

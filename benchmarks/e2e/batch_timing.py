@@ -21,8 +21,8 @@ from collections.abc import Sequence
 
 from benchmarks.e2e.prompt_cases import Case, percentile
 from benchmarks.e2e.serving_rows import Row
+from benchmarks.token_client.client import Client
 from deft_backend.tools.harness.answers import Answer
-from deft_backend.tools.harness.client import Client
 
 FASTEST_STEP = 0.004
 """Lower bound for the seconds of a decode step of the measured models."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.e2e.serving_rows import Row
+from benchmarks.token_client.client import Client
 from deft_backend.tools.harness.answers import EIGHT_BITS, first_difference
-from deft_backend.tools.harness.client import Client
 
 Sample = tuple[tuple[int, ...], list[int]]
 """A prompt and the answer to it."""

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.e2e.prompt_cases import percentile
+from benchmarks.token_client.client import Client
 from deft_backend.tools.harness.answers import Answer, compare_answers
-from deft_backend.tools.harness.client import Client
 
 REQUESTS = 16
 TOKENS = 32

@@ -17,8 +17,8 @@ from typing import Any
 from benchmarks.e2e.batch_timing import milliseconds
 from benchmarks.e2e.prompt_cases import draw, percentile
 from benchmarks.e2e.served_model import Model
+from benchmarks.token_client.client import Client
 from deft_backend.tools.harness.answers import Answer
-from deft_backend.tools.harness.client import Client
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from benchmarks.e2e.plain_check import check_in_process
 from benchmarks.e2e.prompt_cases import Case
 from benchmarks.e2e.serving_rows import Row, case_of, make_row
 from benchmarks.e2e.tree_replay import replay_tree
-from deft_backend.tools.harness.client import Client
+from benchmarks.token_client.client import Client
 from deft_backend.tools.servers.process import ServerProcess
 from deft_backend.tools.traces.trace_files import ThoughtTree
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import plot_style
 from benchmarks.e2e.backends import HOSTS
 from benchmarks.e2e.serving_rows import Row, by_case
-from deft_backend.tools.harness import figures
 from deft_backend.tools.servers.command import BACKEND, HOST_NAMES
 
 OURS_COLOUR = "#c2410c"
@@ -28,11 +28,11 @@ def draw(rows: Sequence[Row], header: dict[str, Any], beside: Path) -> list[Path
     ]  # fmt: skip
     trees = [c for c in cases.values() if "steps_ms" in _first(c)["detail"]]
     made = []
-    with figures.style():
+    with plot_style.style():
         for suffix, chosen, draw_one in ((".svg", together, _bars), ("-trees.svg", trees, _steps)):
             if chosen:
                 path = beside.with_name(beside.stem + suffix)
-                made.append(figures.save(draw_one(chosen, header), path))
+                made.append(plot_style.save(draw_one(chosen, header), path))
     return made
 
 

@@ -21,7 +21,7 @@ from typing import TypedDict
 
 from benchmarks.e2e.backends import Launch
 from benchmarks.e2e.prompt_cases import draw
-from deft_backend.tools.harness.client import Client, ClientError
+from benchmarks.token_client.client import Client, ClientError
 from deft_backend.tools.harness.counted_server import CountedServer
 from deft_backend.tools.servers.command import StartError
 from deft_backend.tools.servers.driver_stub import DriverStubError

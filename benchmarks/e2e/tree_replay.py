@@ -20,11 +20,11 @@ from benchmarks.e2e.batch_timing import latencies
 from benchmarks.e2e.prompt_cases import draw
 from benchmarks.e2e.served_model import Model
 from benchmarks.e2e.serving_rows import Row
+from benchmarks.token_client.client import Client
+from benchmarks.token_client.send_requests import send_requests
 from deft_backend.tools.harness.answers import Answer
-from deft_backend.tools.harness.client import Client
-from deft_backend.tools.harness.request_plan import RequestPlan
-from deft_backend.tools.harness.send_plan import send_requests
 from deft_backend.tools.harness.thought_requests import thought_name, thought_requests
+from deft_backend.tools.harness.workload import Workload
 from deft_backend.tools.traces.trace_files import ROOT, ThoughtTree, TraceError, load_trace
 
 MARK = 2
@@ -180,11 +180,11 @@ async def _replay(
     """
     prompt = draw(ids, model, tree.nodes[ROOT].tokens)
     marks = {node: draw(ids, model, MARK) for node in sorted(tree.nodes)}
-    plan = RequestPlan(name, "", (prompt,), thought_requests(tree, prompt, marks.__getitem__))
+    workload = Workload(name, "", (prompt,), thought_requests(tree, prompt, marks.__getitem__))
     starts = {thought_name(node): thought.start for node, thought in tree.nodes.items()}
     await client.batch([prompt], 1)
     began = clock()
-    answers = await send_requests(plan, client)
+    answers = await send_requests(workload, client)
     seconds = clock() - began
     return Replay([ThoughtAnswer(starts[answer.request], answer) for answer in answers], seconds)
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import plot_style
 from benchmarks.row_files import header_file
-from deft_backend.tools.harness import figures
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
@@ -80,7 +80,7 @@ def draw(cases: list[Case], path: Path) -> Path:
     """Plot our time divided by the host's over the tokens not read again, a point for each case."""
     from matplotlib.figure import Figure
 
-    with figures.style():
+    with plot_style.style():
         figure = Figure(figsize=(6.6, 3.6), layout="constrained")
         axes = figure.subplots()
         looks = zip(dict.fromkeys((case.host, case.device) for case in cases), "os^D", strict=False)
@@ -95,7 +95,7 @@ def draw(cases: list[Case], path: Path) -> Path:
         axes.set_xlabel("prefix tokens that a decode step does not read again")
         axes.set_ylabel("time per token, ours ÷ host's own")
         axes.legend(frameon=False, loc="lower left")
-        return figures.save(figure, path)
+        return plot_style.save(figure, path)
 
 
 def _cases(path: Path) -> Iterator[Case]:

@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 
 from benchmarks.faults.reference import Ids, Reference
+from benchmarks.token_client.client import Client
 from deft_backend.tools.harness.answers import Answer
-from deft_backend.tools.harness.client import Client
 from deft_backend.tools.servers.command import free_port, server_command
 from deft_backend.tools.servers.process import ServerProcess
 

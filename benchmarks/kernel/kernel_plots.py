@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import plot_style
 from benchmarks.kernel.kernel_rows import Row, best_peer, geometric_mean, of_roof, speed_up
 from benchmarks.kernel.methods import OURS
 from benchmarks.kernel.tree_workloads import TRACES
-from deft_backend.tools.harness import figures
 
 # The palette of Okabe and Ito, for every kind of colour vision.
 OURS_COLOUR = "#0072B2"
@@ -34,7 +34,7 @@ def draw(rows: Sequence[Row], header: dict[str, Any], beside: Path) -> list[Path
     trees = [row for row in timed if row["set"] in _TREE_SETS]
     families = [row for row in timed if row["set"] not in _TREE_SETS]
     made = []
-    with figures.style():
+    with plot_style.style():
         for name, chosen, draw_one in (
             ("trees", trees, _speed_ups),
             ("families", families, _speed_ups),
@@ -43,7 +43,7 @@ def draw(rows: Sequence[Row], header: dict[str, Any], beside: Path) -> list[Path
             drawn = draw_one(chosen, header) if chosen else None
             if drawn is not None:
                 path = beside.with_name(f"{beside.stem}-{name}.svg")
-                made.append(figures.save(drawn, path))
+                made.append(plot_style.save(drawn, path))
     return made
 
 

@@ -1,9 +1,11 @@
-"""`deft ab`: compare the host's own attention with the plugin, on the same requests."""
+"""`deft ab`: send the same requests to two servers, and compare tokens, KV reads and times."""
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 import sys
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,29 +14,33 @@ import typer
 from rich.console import Console
 
 from deft_backend.cli.ab_choices import (
+    Asked,
     Drafting,
+    asked_workloads,
     check_backends,
-    chosen_tree,
-    chosen_workloads,
     make_report_folder,
     report_folder,
     written_into,
 )
-from deft_backend.cli.ab_live import run_live
-from deft_backend.cli.ab_traffic import Asked
-from deft_backend.cli.errors import fail, host_arguments, reported
+from deft_backend.cli.errors import checked_settings, fail, host_arguments, reported
 from deft_backend.cli.interrupted import unwound
 from deft_backend.cli.models import ModelOption, RevisionOption, served_model
 from deft_backend.cli.serve import HostOption, chosen_host
+from deft_backend.cli.shown import say
 from deft_backend.policies import POLICY_NAMES, PolicyError
 from deft_backend.tools.ab.workloads import CHOICES
 from deft_backend.tools.traces.arrivals import is_arrival_trace
 from deft_backend.tools.traces.made_arrivals import MOST_TOKENS
 
 if TYPE_CHECKING:
-    from deft_backend.tools.ab.comparison import AbResult, AbSetup
+    from deft_backend.cli.progress import ProgressWatcher
+    from deft_backend.tools.ab.result import AbResult
+    from deft_backend.tools.ab.sides import Side
+    from deft_backend.tools.harness.client import Offers
+    from deft_backend.tools.harness.workload import Workload
 
-TOKENS_DIFFER = 1
+FAULTS = 1
+"""Exit code if a server lost a request or gave a wrong token, or with ``--exact`` another one."""
 
 
 def ab(
@@ -113,12 +119,19 @@ def ab(
         Path | None, typer.Option(help="Folder for the report; default: reports/ab-<time>.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Smaller workloads.")] = False,
+    exact: Annotated[
+        bool | None,
+        typer.Option(
+            help="Compare log-probabilities, and exit with 1 for any difference; default: only "
+            "for own servers without --rate and arrivals."
+        ),
+    ] = None,
 ) -> None:
     """Compare two servers on the same requests: tokens, KV reads and times.
 
     The command starts a model's server without and then with the plugin, or takes two servers that
-    run (--urls). The exit code is 1 if any token differs. With --urls, --rate or a trace of
-    arrivals, it is 1 if a server lost a request or gave a wrong token.
+    run (--urls). The exit code is 1 if a server lost a request or gave a wrong token; with --exact,
+    it is 1 if any token differs.
     """
     extra = host_arguments(host_args)
     drafting = Drafting(speculative, draft_tokens)
@@ -128,128 +141,164 @@ def ab(
         raise fail("--speed and --limit belong to --trace with a trace of arrivals (.jsonl)")
     if speed is not None and rate is not None:
         raise fail("--speed is for the trace's own times, and --rate replaces them; omit one")
-    if urls is not None or rate is not None or arrivals:
-        _packages("aiohttp")
-        run_live(
-            Asked(
-                urls=urls, model=model, revision=revision, host=host, workloads=workload,
-                rate=rate, sizes=(branches, prefix_tokens, max_tokens), quick=quick, trace=trace,
-                arrivals=arrivals, index=index, scale=scale, speed=speed, limit=limit, seed=seed,
-                policy=policy, baseline=baseline, extra=tuple(extra),
-                drafting=drafting, out=out,
-            )
-        )  # fmt: skip
-        return
-    setup, on_gpu = _setup(
-        model, revision, workload, (branches, prefix_tokens, max_tokens), trace, index, scale,
-        policy, baseline, extra, drafting, quick, host,
-    )  # fmt: skip
-    _packages("aiohttp", "matplotlib")
-    chosen_host(setup.host, compared=True)
-
-    from deft_backend.tools.ab.report import write_report
-
-    console = Console()
-    folder = report_folder(out)
-    make_report_folder(folder)
-    console.print(f"[bold]deft ab[/bold] · {setup.model}", highlight=False)
-    if not on_gpu:
-        console.print("[bold yellow]no GPU: times mean nothing, KV reads are exact[/bold yellow]")
-    result = _run(setup, folder, console)
-    _print_result(result, console)
-    with written_into(folder):
-        page, data = write_report(result, folder, shlex.join(["deft", *sys.argv[1:]]))
-    console.print(f"report  {page}", highlight=False, soft_wrap=True)
-    console.print(f"data    {data}", highlight=False, soft_wrap=True)
-    if not result.same:
-        raise typer.Exit(TOKENS_DIFFER)
-
-
-def _packages(*needed: str) -> None:
-    for package in needed:
-        if find_spec(package) is None:
-            raise fail(f"{package} is not installed; run: pip install 'deft-backend[bench]'")
-
-
-def _setup(
-    model: str | None,
-    revision: str | None,
-    workload: list[str] | None,
-    asked: tuple[int | None, int | None, int | None],
-    trace: Path | None,
-    index: int,
-    scale: float,
-    policy: str | None,
-    baseline: str | None,
-    extra: list[str],
-    drafting: Drafting,
-    quick: bool,
-    host: str | None,
-) -> tuple[AbSetup, bool]:
-    """Check all input before a server starts."""
-    from deft_backend.tools.ab import sizes
-    from deft_backend.tools.ab.comparison import AbSetup
-    from deft_backend.tools.ab.workloads import WorkloadError
-    from deft_backend.tools.servers.command import use_gpu, vllm_is_cpu_build
-    from deft_backend.tools.traces.trace_files import TraceError
-
-    host = chosen_host(host, needed=False)
-    with reported(PolicyError, WorkloadError, TraceError):
-        check_backends(policy, baseline, host)
-        names = chosen_workloads(workload)
-        tree = chosen_tree(trace, index, scale, names)
-        served, extra = served_model(model, revision, extra)
-        served.check()
-        on_gpu = use_gpu() and not (host == "vllm" and vllm_is_cpu_build())
-        extra = drafting.arguments(host, extra)
-        plans = sizes.make_plans(
-            names,
-            sizes.chosen_sizes(asked, on_gpu=on_gpu, quick=quick),
-            characters_a_token=sizes.characters_a_token(served.tokenizer()),
-            tree=tree,
-            scale=scale,
+    if find_spec("aiohttp") is None:
+        raise fail("aiohttp is not installed; run: pip install 'deft-backend[bench]'")
+    if exact is None:
+        exact = urls is None and rate is None and not arrivals
+    _run(
+        Asked(
+            urls=urls, model=model, revision=revision, host=host, workloads=workload, rate=rate,
+            sizes=(branches, prefix_tokens, max_tokens), quick=quick, trace=trace,
+            arrivals=arrivals, index=index, scale=scale, speed=speed, limit=limit, seed=seed,
+            policy=policy, baseline=baseline, extra=tuple(extra), drafting=drafting, out=out,
+            exact=exact,
         )
-    return AbSetup(served.name, tuple(plans), policy, baseline, tuple(extra), host), on_gpu
+    )  # fmt: skip
 
 
-def _run(setup: AbSetup, folder: Path, console: Console) -> AbResult:
+def _run(asked: Asked) -> None:
+    """Compare, print, write the report and exit."""
+    from deft_backend.cli.ab_table import print_result
     from deft_backend.cli.progress import ProgressWatcher
-    from deft_backend.tools.ab.comparison import AbError, run_ab
-    from deft_backend.tools.harness.send_plan import PlanError
+    from deft_backend.files.folders import state_directory
+    from deft_backend.tools.ab.report import write_report
+    from deft_backend.tools.ab.sides import AbError, running_sides, started_sides
+    from deft_backend.tools.harness.client import ServerError, base_url
+    from deft_backend.tools.harness.workload import WorkloadError
     from deft_backend.tools.servers.command import StartError
     from deft_backend.tools.servers.driver_stub import DriverStubError
+    from deft_backend.tools.traces.trace_files import TraceError
 
-    errors = (AbError, PlanError, StartError, DriverStubError)
+    settings = checked_settings()
+    console = Console()
+    folder = report_folder(asked.out)
     with (
-        ProgressWatcher(setup.plans, console) as watcher,
-        unwound(console, "no server is left"),
-        reported(*errors),
+        reported(WorkloadError, TraceError, PolicyError, ServerError),
+        ProgressWatcher(console) as progress,
     ):
-        return run_ab(setup, folder, watcher)
+        if asked.urls is not None:
+            _refuse_options(asked)
+            state_folder = state_directory(settings)
+            urls = base_url(asked.urls[0]), base_url(asked.urls[1])
+            on_gpu = not any(_on_cpu(url, state_folder) for url in urls)
+            build = asked_workloads(asked, on_gpu=on_gpu)
+            both_answer(urls)
+            model, sides = asked.model, running_sides(urls, state_folder)
+        else:
+            model = None
+            name, host, extra, on_gpu = _server(asked)
+            build = asked_workloads(asked, on_gpu=on_gpu)
+            sides = started_sides(
+                name, host, folder, progress, policy=asked.policy, baseline=asked.baseline,
+                host_arguments=extra,
+            )  # fmt: skip
+            say(console, f"deft ab · {name}")
+        make_report_folder(folder)
+        with (
+            reported(StartError, DriverStubError, AbError),
+            unwound(console, "no server of this command is left") as stopped,
+        ):
+            result = compare(sides, build, model, progress, exact=asked.exact)
+            progress.stop()
+            print_result(result, console)
+            with written_into(folder):
+                page, data = write_report(result, folder, shlex.join(["deft", *sys.argv[1:]]))
+    say(console, f"report  {page}")
+    say(console, f"data    {data}")
+    if stopped.number is not None:
+        raise typer.Exit(128 + stopped.number)
+    if result.faults:
+        raise typer.Exit(FAULTS)
 
 
-def _say_cpu(console: Console) -> None:
-    from rich.panel import Panel
+def _refuse_options(asked: Asked) -> None:
+    """Refuse options that only servers started by this command can take."""
+    given = {
+        "--revision": asked.revision, "--host": asked.host, "--policy": asked.policy,
+        "--baseline": asked.baseline, "--speculative": asked.drafting.draft,
+        "host options behind '--'": asked.extra or None,
+    }  # fmt: skip
+    for name, value in given.items():
+        if value is not None:
+            raise fail(f"{name} cannot change servers that already run; leave it out with --urls")
 
-    from deft_backend.tools.ab.report import CPU_TIMES, KV_MEANING
 
-    console.print(Panel(f"[bold]{CPU_TIMES}[/bold] {KV_MEANING}", border_style="yellow"))
+def _server(asked: Asked) -> tuple[str, str, list[str], bool]:
+    """Model, host, the host's options, and whether it runs on a GPU."""
+    from deft_backend.tools.servers.command import use_gpu, vllm_is_cpu_build
+
+    host = chosen_host(asked.host, needed=False)
+    check_backends(asked.policy, asked.baseline, host)
+    served, extra = served_model(asked.model, asked.revision, list(asked.extra))
+    served.check()
+    chosen_host(host, compared=True)
+    on_gpu = use_gpu() and not (host == "vllm" and vllm_is_cpu_build())
+    return served.name, host, asked.drafting.arguments(host, extra), on_gpu
 
 
-def _print_result(result: AbResult, console: Console) -> None:
-    from deft_backend.cli.ab_table import acceptance_line, divergence_lines, result_tables
+def _on_cpu(url: str, folder: Path) -> bool:
+    from deft_backend.tools.harness.server_counters import ServerCounters
 
-    for table in result_tables(result):
-        console.print(table)
-    accepted = acceptance_line(result)
-    if accepted is not None:
-        console.print(accepted, highlight=False)
-    if not result.on_gpu:
-        _say_cpu(console)
-    answers = sum(w.agreement.answers for w in result.workloads)
-    if result.same:
-        console.print(f"[green]✓ all {answers} answers have the same tokens[/green]")
-    else:
-        for line in divergence_lines(result):
-            console.print(line, highlight=False)
-        console.print("[bold red]✗ tokens differ[/bold red]")
+    state = ServerCounters(url, folder).state()
+    return state is not None and state.device.startswith("cpu")
+
+
+def compare(
+    sides: tuple[Side, Side],
+    build: Callable[[Offers], list[Workload]],
+    model: str | None,
+    progress: ProgressWatcher,
+    *,
+    exact: bool,
+) -> AbResult:
+    """Run both sides, one after the other; an interrupted run gives what it has."""
+    from deft_backend.files.provenance import provenance
+    from deft_backend.tools.ab.result import compare_sides
+    from deft_backend.tools.ab.run import SideRun, run_side, silent_side
+    from deft_backend.tools.harness.client import ServerError
+
+    made: list[Workload] = []
+
+    def workloads(offers: Offers) -> list[Workload]:
+        if not made:
+            made.extend(build(offers))
+        return made
+
+    runs: list[SideRun] = []
+    interrupted = False
+    for side in sides:
+        first = runs[0] if runs else None
+        progress.announce(side.title)
+        try:
+            with side.open() as server:
+                run, interrupted = asyncio.run(
+                    run_side(server, side.name, workloads, model, first, progress, exact)
+                )
+        except ServerError as error:
+            if first is None:
+                raise
+            run = silent_side(side, first, str(error))  # keep what the first one did
+        except KeyboardInterrupt:  # while the second server starts
+            if first is None:
+                raise
+            interrupted = True
+            break
+        runs.append(run)
+        if interrupted:
+            break
+    names = (sides[0].name, sides[1].name)
+    return compare_sides(
+        names, runs, made, interrupted=interrupted, provenance=provenance(), exact=exact
+    )
+
+
+def both_answer(urls: Sequence[str]) -> None:
+    """Before a long run on the first server, check that both servers answer."""
+    from deft_backend.tools.harness.client import ServerClient
+
+    async def ask() -> None:
+        for url in urls:
+            async with ServerClient(url) as client:
+                await client.models()
+
+    asyncio.run(ask())

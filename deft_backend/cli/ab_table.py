@@ -1,91 +1,79 @@
-"""An A/B result in the terminal."""
+"""What `deft ab` prints: the tables, the notes and the sentence."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from deft_backend.tools.ab.comparison import AbResult
-from deft_backend.tools.ab.units import MISSING, megabytes, milliseconds, percent
+from deft_backend.cli.shown import say
+from deft_backend.tools.ab.units import MISSING, megabytes, percent
 
-_PADDING = (0, 0, 0, 1)
-"""Top, right, bottom, left: each result fits one line of a terminal of 80 columns."""
-
-
-def result_tables(result: AbResult) -> Iterator[Table]:
-    """The exact figures, then the times (dimmed without a GPU, where they mean nothing)."""
-    yield _reads(result)
-    yield _times(result)
+if TYPE_CHECKING:
+    from deft_backend.tools.ab.result import AbResult
 
 
-def _reads(result: AbResult) -> Table:
-    table = Table(
-        title="KV read per decode step, and agreement", title_justify="left", box=SIMPLE_HEAD,
-        padding=_PADDING,
-    )  # fmt: skip
-    table.add_column("workload", no_wrap=True, min_width=18)
-    for name in ("query by query", "deft", "saved", "steps by tree", "answers alike"):
-        table.add_column(name, justify="right")
+def print_result(result: AbResult, console: Console) -> None:
+    """The tables, what to know about them, and the sentence."""
+    from deft_backend.tools.ab.report import acceptance, counted_side, difference_lines, notes
+    from deft_backend.tools.ab.verdict import verdict
+
+    side = counted_side(result)
+    if side is not None:
+        console.print(_reads(result, side))
+    console.print(_times(result))
+    if acceptance(result):
+        say(console, f"acceptance length (tokens a verification): {acceptance(result)}")
+    for note in notes(result):
+        console.print(f"• {note}", markup=False, highlight=False, style="yellow")
+    for line in difference_lines(result):
+        say(console, line)
+    if result.exact and any(w.agreement.compared for w in result.workloads):
+        answers = sum(w.agreement.equal for w in result.workloads)
+        same = f"[green]✓ all {answers} answers have the same tokens[/green]"
+        console.print(same if result.same else "[bold red]✗ tokens differ[/bold red]")
+    console.print(verdict(result), markup=False, highlight=False, style="bold")
+
+
+def _table(title: str, *figures: str) -> Table:
+    """Each row fits one line of a terminal of 80 columns."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1),
+                  pad_edge=False)  # fmt: skip
+    table.add_column("workload", no_wrap=True)
+    for name in figures:
+        table.add_column(name, justify="right", overflow="fold")  # no figure is cut
+    return table
+
+
+def _reads(result: AbResult, side: int) -> Table:
+    """Of one side: bytes of two servers are not comparable, as their steps hold other requests."""
+    name = result.names[side]
+    table = _table("KV read per decode step, and agreement", "query by query", name, "saved",
+                   "tree steps", "answers alike")  # fmt: skip
     for w in result.workloads:
-        counters, read = w.deft.counters, w.kv_read
-        saved = percent(read.saved if read else None)
+        read, counted = w.kv_read(side), w.counters[side]
         table.add_row(
-            w.workload,
+            w.name,
             megabytes(read.query_by_query if read else None),
-            megabytes(read.deft if read else None),
-            f"[green]{saved}[/green]" if read and read.saved else saved,
-            f"{counters.steps_tree} of {counters.decode_steps}" if counters else MISSING,
-            Text(
-                f"{w.agreement.equal} of {w.agreement.answers}",
-                style="green" if w.agreement.same else "bold red",
-            ),
+            megabytes(read.read if read else None),
+            percent(read.saved if read else None),
+            f"{counted.steps_tree} of {counted.decode_steps}" if counted else MISSING,
+            f"{w.agreement.equal} of {w.agreement.compared}",
         )
     return table
 
 
 def _times(result: AbResult) -> Table:
-    title = "Times" if result.on_gpu else "Times (not meaningful without a GPU)"
-    style = "" if result.on_gpu else "dim"
-    table = Table(title=title, title_justify="left", style=style, box=SIMPLE_HEAD, padding=_PADDING)
-    table.add_column("workload", style=style, no_wrap=True, min_width=18)
-    names = ("TPOT host", "TPOT deft", "TTFT host", "TTFT deft", "tok/s host", "tok/s deft")
-    for name in names:
-        table.add_column(name, justify="right", style=style, header_style=style)
+    title = "Times (not meaningful without a GPU)" if result.on_cpu else "Times"
+    table = _table(title, "server", "answered", "TTFT ms", "TPOT ms", "95 %", "tok/s")
     for w in result.workloads:
-        table.add_row(
-            w.workload,
-            milliseconds(w.host.tpot),
-            milliseconds(w.deft.tpot),
-            milliseconds(w.host.ttft),
-            milliseconds(w.deft.ttft),
-            f"{w.host.tokens_a_second:,.1f}",
-            f"{w.deft.tokens_a_second:,.1f}",
-        )
+        for side, f in enumerate(w.figures):
+            times = (f.ttft, f.tpot, f.tpot_p95)
+            table.add_row(
+                "" if side else w.name, result.names[side], f"{f.answered}/{f.requests}",
+                *(MISSING if t is None else f"{1e3 * t:,.1f}" for t in times),
+                MISSING if f.tokens_a_second is None else f"{f.tokens_a_second:,.0f}",
+            )  # fmt: skip
     return table
-
-
-def acceptance_line(result: AbResult) -> str | None:
-    """How many tokens the verifications gave; None if no server speculated."""
-    if result.acceptance_length is None:
-        return None
-    lengths = ", ".join(
-        f"{side} {MISSING if length is None else f'{length:.2f}'}"
-        for side, length in result.acceptance_length.items()
-    )
-    return f"acceptance length (tokens a verification): {lengths}"
-
-
-def divergence_lines(result: AbResult) -> Iterator[Text]:
-    """One line for each answer that differs."""
-    for w in result.workloads:
-        for d in w.agreement.divergences:
-            yield Text(
-                f"{w.workload}, {d.answer}: after {d.position} tokens the host says "
-                f"{d.host_token!r} ({d.host_logprob:.3f}), deft {d.deft_token!r} "
-                f"({d.deft_logprob:.3f}); gap {d.gap:.2g}, the host's own margin {d.margin:.2g}"
-            )
-        if w.agreement.not_compared:
-            yield Text(f"{w.workload}: {w.agreement.not_compared} answers go on from those")

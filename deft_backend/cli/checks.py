@@ -19,6 +19,7 @@ from deft_backend.settings.config import (
     VARIABLES,
     Settings,
     SettingsError,
+    unknown_settings,
 )
 from deft_backend.settings.installed import installed_version
 from deft_backend.settings.version import VERSION
@@ -188,7 +189,6 @@ def check_device() -> Iterator[Check]:
 
 def check_settings() -> Iterator[Check]:
     """Every ``DEFT_*`` variable that is set, and whether its value is allowed."""
-    known = {variable.name for variable in VARIABLES}
     for variable in VARIABLES:
         value = os.environ.get(variable.name, "").strip()
         if not value:
@@ -205,9 +205,8 @@ def check_settings() -> Iterator[Check]:
             later = variable.field == "fallback_backend"
             found = f"{value}; the server checks it when it starts" if later else value
             yield Check(variable.name, "note" if later else "ok", found)
-    for name in sorted(os.environ):
-        if name.startswith("DEFT_") and name not in known:
-            yield Check(name, "note", "set, but there is no such setting", f"unset {name}")
+    for name, hint in unknown_settings(os.environ):
+        yield Check(name, "note", f"set, but no such setting exists; {hint}", f"unset {name}")
     yield from _state_folder()
 
 

@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from deft_backend.settings.config import Settings, SettingsError
+
 BAD_INPUT = 2
 """Exit code of a command that could not start its work."""
 
@@ -30,12 +32,18 @@ def reported(*kinds: type[Exception]) -> Iterator[None]:
         raise fail(str(error)) from None
 
 
+def checked_settings() -> Settings:
+    """The settings of the environment; fails with one line for each bad variable."""
+    with reported(SettingsError):
+        return Settings.from_env()
+
+
 def host_arguments(words: Sequence[str] | None) -> list[str]:
     """The words behind ``--``, for the host server."""
-    found = list(words or [])
-    if found and not found[0].startswith("-"):
+    arguments = list(words or [])
+    if arguments and not arguments[0].startswith("-"):
         raise fail(
-            f"unexpected argument {found[0]!r}. Put options of the host server behind '--', for "
-            "example: -- --mem-fraction-static 0.8"
+            f"unexpected argument {arguments[0]!r}. Put options of the host server behind '--', "
+            "for example: -- --mem-fraction-static 0.8"
         )
-    return found
+    return arguments

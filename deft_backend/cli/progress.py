@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol
 
 from rich.console import Console
 from rich.markup import escape
@@ -18,28 +17,16 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from deft_backend.tools.harness.workload import Workload
 from deft_backend.tools.servers.command import ServerCommand
 
 _TITLES = {"host": "host's own backend", "deft": "tree attention"}
 
 
-class Sized(Protocol):
-    """A workload's name, and the tokens that its answers have in all."""
-
-    @property
-    def workload(self) -> str: ...
-
-    @property
-    def tokens(self) -> int: ...
-
-
 class ProgressWatcher:
-    """Shows the progress of :func:`deft_backend.tools.ab.comparison.run_ab`; a context manager."""
+    """Shows the progress of both servers; a context manager."""
 
-    def __init__(self, plans: Sequence[Sized], console: Console) -> None:
-        width = max((len(plan.workload) for plan in plans), default=0)
-        self._console = console
-        self._width = max(width, 20)
+    def __init__(self, console: Console) -> None:
         self._bars = Progress(
             SpinnerColumn(finished_text="[green]✓[/green]"),
             TextColumn("{task.description}"),
@@ -65,7 +52,7 @@ class ProgressWatcher:
         self._bars.stop()
 
     def starting(self, side: str, command: ServerCommand) -> Callable[[float], None]:
-        """See :class:`deft_backend.tools.ab.comparison.Watcher`."""
+        """See :class:`deft_backend.tools.ab.sides.StartWatcher`."""
         for note in command.notes:
             if note not in self._noted:
                 self._noted.add(note)
@@ -76,7 +63,7 @@ class ProgressWatcher:
         return lambda seconds: self._bars.refresh()
 
     def started(self, side: str) -> None:
-        """See :class:`deft_backend.tools.ab.comparison.Watcher`."""
+        """See :class:`deft_backend.tools.ab.sides.StartWatcher`."""
         if self._start is not None:
             self._bars.update(self._start, total=1, completed=1)
 
@@ -89,10 +76,11 @@ class ProgressWatcher:
         if line:
             self._bars.print(f"[bold]{escape(line)}[/bold]", highlight=False)
 
-    def replaying(self, side: str, plan: Sized) -> Callable[[int], None]:
-        """See :class:`deft_backend.tools.ab.comparison.Watcher`."""
-        task = self._bars.add_task(self._label(plan.workload), total=plan.tokens, unit="tokens")
+    def replaying(self, workload: Workload) -> Callable[[int], None]:
+        """See :class:`deft_backend.tools.ab.run.Progress`."""
+        label, tokens = self._label(workload.name), workload.tokens
+        task = self._bars.add_task(label, total=tokens, unit="tokens")
         return lambda count: self._bars.advance(task, count)
 
     def _label(self, text: str) -> str:
-        return text.ljust(self._width)
+        return text.ljust(20)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,10 +61,12 @@ class Settings:
         Raises
         ------
         SettingsError
-            If a value is not allowed. The message names the variable, its value and allowed ones.
+            If a value is not allowed. The message names every such variable, its value and the
+            allowed ones, one variable a line.
         """
         env = os.environ if env is None else env
         values: dict[str, Any] = {}
+        wrong: list[str] = []
         for variable in VARIABLES:
             text = env.get(variable.name, "").strip()
             if not text:  # unset and empty mean the same: the default
@@ -72,9 +74,9 @@ class Settings:
             try:
                 values[variable.field] = variable.parse(text)
             except ValueError:
-                raise SettingsError(
-                    f"{variable.name} is {text!r}; expected {variable.allowed}"
-                ) from None
+                wrong.append(f"{variable.name} is {text!r}; expected {variable.allowed}")
+        if wrong:
+            raise SettingsError("\n".join(wrong))
         return cls(**values)
 
 
@@ -294,14 +296,19 @@ def warn_unknown(env: Mapping[str, str] | None = None) -> list[str]:
     list of str
         The messages logged by this call.
     """
-    known = [variable.name for variable in VARIABLES]
     messages = []
-    for name in sorted(os.environ if env is None else env):
-        if not name.startswith("DEFT_") or name in known or name in _warned:
-            continue
-        _warned.add(name)
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
-        messages.append(f"{name} is set, but no such setting exists; {hint}")
-        logger.warning(messages[-1])
+    for name, hint in unknown_settings(os.environ if env is None else env):
+        if name not in _warned:
+            _warned.add(name)
+            messages.append(f"{name} is set, but no such setting exists; {hint}")
+            logger.warning(messages[-1])
     return messages
+
+
+def unknown_settings(env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Each ``DEFT_*`` variable that does not exist, with a hint at the closest known name."""
+    known = [variable.name for variable in VARIABLES]
+    for name in sorted(env):
+        if name.startswith("DEFT_") and name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            yield name, f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"

@@ -11,8 +11,8 @@ from typing import Any
 
 from benchmarks.e2e.checked_answers import TOLERANCE, Sample, check
 from benchmarks.e2e.served_model import Model
+from benchmarks.token_client.client import Client
 from deft_backend.files.provenance import provenance
-from deft_backend.tools.harness.client import Client
 from integration_tests.common.server import Server
 from integration_tests.gpu.forest_traffic import answered, requests
 from integration_tests.gpu.variants import Fleet

@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 
 from benchmarks.e2e.checked_answers import Sample
-from deft_backend.tools.harness.client import Client
+from benchmarks.token_client.client import Client
 
 
 @dataclass(frozen=True)

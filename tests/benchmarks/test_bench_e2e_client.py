@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from bench_e2e_fakes import GAP, FakeHost, decode, first_choice, gap_to, second_choice, third_choice
+from bench_e2e_fakes import FakeHost, decode, first_choice, gap_to, second_choice, third_choice
+from benchmarks.token_client.client import Client, ClientError
+from benchmarks.token_client.send_requests import SendError, send_requests
 from deft_backend.tools.harness.answers import Answer
-from deft_backend.tools.harness.client import Client, ClientError
-from deft_backend.tools.harness.request_plan import Request, RequestPlan
-from deft_backend.tools.harness.send_plan import Answered, PlanError, answer_plan, continued
+from deft_backend.tools.harness.workload import Request, Workload
 
 HOSTS = pytest.mark.parametrize("host", ["sglang", "vllm"])
 PROMPTS = [[1, 2, 3], [5], [90, 7, 7, 7]]
@@ -141,69 +140,30 @@ def test_nobody_there_is_a_client_error() -> None:
         asyncio.run(ask())
 
 
-# -- text, as `deft ab` sends it -----------------------------------------------------------------
+def send(host: FakeHost, *requests: Request) -> list[Answer]:
+    workload = Workload("w", "", (), requests)
+    return list(with_server(host, lambda client: send_requests(workload, client)))
 
 
-def answers_to(plan: RequestPlan, mode: str = "right") -> tuple[Answered, FakeHost, list[int]]:
-    """The result of `answer_plan`, its server, and the reported token counts."""
-    fake, arrived = FakeHost(mode=mode), []
-    started, done = threading.Event(), threading.Event()
-    port: list[int] = []
-
-    async def serve() -> None:
-        runner = web.AppRunner(fake.app())
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        port.append(runner.addresses[0][1])
-        started.set()
-        while not done.is_set():
-            await asyncio.sleep(0.01)
-        await runner.cleanup()
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    started.wait(30)
-    try:
-        found = answer_plan(plan, f"http://127.0.0.1:{port[0]}", arrived.append)
-    finally:
-        done.set()
-        thread.join()
-    return found, fake, arrived
-
-
-def test_a_plan_of_text_is_answered_in_its_order() -> None:
-    requests = (
-        Request("a", "one", 5),
-        Request("b", "two", 3, n=2),
-        Request("c", " and then", 4, after="a"),
-    )
-    found, fake, arrived = answers_to(RequestPlan("w", "", ("shared",), requests))
-    assert [(a.request, a.index) for a in found.answers] == [("a", 0), ("b", 0), ("b", 1), ("c", 0)]
-    first, *both, last = found.answers
-    assert first.ids == decode(list(b"one"), 5).ids
-    assert first.tokens == [f"{id} " for id in first.ids]
-    assert [a.ids for a in both] == [decode(list(b"two"), 3).ids] * 2
-    assert last.ids == decode(list(f"one{first.text} and then".encode()), 4).ids
-    assert all(answer.arrivals == sorted(answer.arrivals) for answer in found.answers)
-    assert [answer.margin(0) for answer in found.answers] == [GAP] * 4
-    assert sum(arrived) == 5 + 2 * 3 + 4  # the warm-up is not counted
-    bodies = {body["prompt"]: body for body in fake.bodies}
-    assert next(iter(bodies)) == "shared"
-    assert (bodies["shared"]["max_tokens"], bodies["one"]["temperature"]) == (1, 0.0)
-    assert (bodies["two"]["n"], bodies["two"]["top_k"]) == (2, 1)
+@HOSTS
+def test_a_request_continues_the_answer_before_it(host: str) -> None:
+    first, other, last = send(
+        FakeHost(host), Request("a", (1, 2), 5), Request("b", (7,), 3),
+        Request("c", (3,), 4, after="a"),
+    )  # fmt: skip
+    assert [answer.request for answer in (first, other, last)] == ["a", "b", "c"]
+    assert other.ids == decode([7], 3).ids
+    assert last.ids == decode([1, 2, *decode([1, 2], 5).ids, 3], 4).ids
 
 
 @pytest.mark.parametrize(
-    ("mode", "said"),
-    [("short", "w, a: an answer ended after 4 of 5"), ("breaks off", "w, a: .*no room"),
-     ("refuses", "w, a: .*answered 400")],
-)  # fmt: skip
-def test_a_plan_that_fails_names_the_request(mode: str, said: str) -> None:
-    with pytest.raises(PlanError, match=said):
-        answers_to(RequestPlan("w", "", (), (Request("a", "one", 5),)), mode)
+    ("mode", "message"), [("short", "w, a: an answer ended after 4"), ("refuses", "w, a: .*400")]
+)
+def test_a_workload_that_fails_names_the_request(mode: str, message: str) -> None:
+    with pytest.raises(SendError, match=message):
+        send(FakeHost(mode=mode), Request("a", (1,), 5))
 
 
-def test_a_request_cannot_continue_another_kind_of_prompt() -> None:
-    with pytest.raises(TypeError, match="continues one of token ids"):
-        continued((1, 2), decode([1], 2), "text")
-    assert continued((1, 2), decode([1], 1), (3,)) == (1, 2, first_choice([1]), 3)
+def test_text_is_refused() -> None:
+    with pytest.raises(TypeError, match="a has text; expected token ids"):
+        send(FakeHost(), Request("a", "text", 5))

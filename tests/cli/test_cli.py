@@ -31,10 +31,9 @@ from deft_backend.telemetry.state_reader import (
     settled_counters,
     written_state,
 )
-from deft_backend.tools.ab.comparison import AbResult
-from deft_backend.tools.ab.invented_tree import ThoughtTreeShape, generate_thought_tree
 from deft_backend.tools.ab.workloads import WORKLOADS
 from deft_backend.tools.servers import command as launch
+from deft_backend.tools.traces.invented_tree import ThoughtTreeShape, generate_thought_tree
 from deft_backend.tools.traces.trace_files import dump_thought_trees
 
 runner = CliRunner(env={"COLUMNS": "400", "NO_COLOR": "1", "TERM": "dumb"})
@@ -74,10 +73,10 @@ def model(tmp_path: Path) -> str:
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command refuses bad input before any server starts."""
 
-    def started(*arguments: Any) -> AbResult:
+    def started(*arguments: Any, **named: Any) -> None:
         raise AssertionError("a server would have been started")
 
-    monkeypatch.setattr(ab_module, "_run", started)
+    monkeypatch.setattr(ab_module, "compare", started)
 
 
 @pytest.mark.parametrize(
@@ -343,7 +342,7 @@ def test_a_report_that_cannot_be_written_is_said_before_the_run(
 
     file = tmp_path / "file"
     file.touch()
-    monkeypatch.setattr("deft_backend.cli.ab_live.both_answer", lambda urls: None)
+    monkeypatch.setattr("deft_backend.cli.ab.both_answer", lambda urls: None)
     options = ["--quick"] if kind == "quick" else ["--urls", "127.0.0.1:9", "127.0.0.1:9"]
     code, _, err = run("ab", *options, "--out", str(file))
     assert code == 2

@@ -153,8 +153,6 @@ class FakeHost:
         body = json.loads(await request.text())
         self.bodies.append(body)
         assert body["model"] == "served"
-        if isinstance(body["prompt"], str):
-            return await self._stream(request, self._text_pieces(body))
         tokens = body["max_tokens"] - (self.mode == "short")
         answers = [decode(prompt, tokens, self.mode) for prompt in body["prompt"]]
         self.prompts += body["prompt"]
@@ -180,24 +178,6 @@ class FakeHost:
             for index, (prompt, answer) in enumerate(zip(body["prompt"], answers, strict=True))
         ]  # fmt: skip
         return web.json_response({"choices": choices[::-1]})  # in any order
-
-    def _text_pieces(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """Answers to text: a token is a byte of the prompt, its text the id and a space."""
-        answer = decode(list(body["prompt"].encode()), body["max_tokens"], self.mode)
-        assert (body["stream"], body["logprobs"], body["ignore_eos"]) == (True, 2, True)
-        if self.mode == "breaks off":
-            return [{"error": {"message": "no room"}}]
-        return [
-            {"choices": [{
-                "index": index, "text": f"{id} ", "token_ids": [id],
-                "logprobs": {
-                    "tokens": [f"{id} "], "token_logprobs": [logprob],
-                    "top_logprobs": [{f"{token} ": value for token, value in top.items()}],
-                },
-            }]}
-            for id, logprob, top in zip(answer.ids, answer.logprobs, answer.top, strict=True)
-            for index in range(body["n"])
-        ][: -1 if self.mode == "short" else None]  # fmt: skip
 
     async def _stream(
         self, request: web.Request, pieces: list[dict[str, Any]]
@@ -264,11 +244,6 @@ class FakeClient:
         ]
         answer.cached = 0
         return answer
-
-    async def stream_answers(
-        self, prompt: tuple[int, ...], tokens: int, n: int = 1, on_tokens: Any = None
-    ) -> list[Answer]:
-        return [await self.stream(prompt, tokens) for _ in range(n)]
 
 
 if __name__ == "__main__":

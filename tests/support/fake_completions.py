@@ -101,11 +101,11 @@ class Fake:
             margins = [9.0] * (tokens - 1) + [self.margin]
             top = {"top_logprobs": [{"a": -0.1, "b": -0.1 - margin} for margin in margins]}
             return web.json_response({"choices": [{"text": "a", "logprobs": top}], "usage": usage})
-        return await self._stream(request, answers, usage, fault, bool(extra))
+        return await self._stream(request, answers, usage, fault, bool(extra), "logprobs" in body)
 
     async def _stream(
         self, request: web.Request, answers: list[str], usage: dict[str, int], fault: Any,
-        extra: bool,
+        extra: bool, logprobs: bool,
     ) -> web.StreamResponse:  # fmt: skip
         response = web.StreamResponse()
         await response.prepare(request)
@@ -129,6 +129,13 @@ class Fake:
                 choice: dict[str, Any] = {"index": index, "text": text}
                 if extra:
                     choice["token_ids"] = list(map(ord, text))
+                if logprobs:
+                    # The second choice is far away where the salt does not change the answer.
+                    gaps = [self.margin if letter in self.salt else 9.0 for letter in text]
+                    choice["logprobs"] = {
+                        "tokens": list(text), "token_logprobs": [-0.1] * len(text),
+                        "top_logprobs": [{"a": -0.1, "b": -0.1 - gap} for gap in gaps],
+                    }  # fmt: skip
                 await self._piece(response, {"choices": [choice]})
         if extra:
             await self._piece(response, {"choices": [], "usage": usage})

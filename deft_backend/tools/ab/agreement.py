@@ -1,129 +1,174 @@
-"""Compare the tokens of two servers: the first difference of each answer, and its margin."""
+"""Compare the answers of two servers, by token ids or by text."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-from deft_backend.tools.harness.answers import Answer, compare_answers, nearest
-from deft_backend.tools.harness.send_plan import Answered
+from deft_backend.tools.harness.answers import Answer, first_difference, nearest
+from deft_backend.tools.harness.replay import Replayed
+
+CLOSE = 0.15
+"""A margin of log-probability below which the rounding of two correct 16-bit kernels can decide."""
+
+Told = tuple[str, float | None]
+"""A token, and the log-probability that its server gave it."""
 
 
 @dataclass(frozen=True)
-class Divergence:
-    """The first token in which an answer differs.
+class Difference:
+    """The first difference of two answers.
 
     Attributes
     ----------
-    answer : str
-        Request, and the answer's number within it.
+    name : str
     position : int
-        Number of tokens before it, which agree.
-    host_token, deft_token : str
-        Texts of the two tokens.
-    host_logprob, deft_logprob : float
-        Each server's log-probability of its own token.
-    margin : float
-        The host's log-probability of its token, minus that of its second choice. Near 0 it is
-        nearly a tie.
+        Tokens before it.
+    margin : float, optional
+        Log-probability of the likeliest token there, minus that of the next one: the larger margin
+        of both servers. None if no server was asked, or none can tell.
+    tokens : two of Told, optional
+        Each server's token, if the answers carry log-probabilities.
     """
 
-    answer: str
+    name: str
     position: int
-    host_token: str
-    deft_token: str
-    host_logprob: float
-    deft_logprob: float
-    margin: float
-
-    @property
-    def gap(self) -> float:
-        """Difference of the two log-probabilities."""
-        return abs(self.host_logprob - self.deft_logprob)
+    margin: float | None
+    tokens: tuple[Told, Told] | None = None
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Comparison of one workload's answers.
+    """Tokens of the requests that both servers answered.
 
     Attributes
     ----------
-    answers, equal : int
-        All answers, and those that agree in every token.
+    compared, equal : int
+        Answers.
+    differences : tuple of Difference
     not_compared : int
-        Answers whose prompt continues a different answer, so they cannot be compared.
-    divergences : tuple
-        One for each different answer, in the plan's order.
+        Answers whose prompt continues a different answer.
     tokens : int
-        Compared tokens that agree.
-    largest_gap : float
-        Largest difference of log-probability over those tokens.
+        Tokens before the first differences.
+    largest_gap : float, optional
+        Largest difference of the servers' log-probabilities over those tokens, if known.
+    close : float
+        A smaller margin is a near tie.
     """
 
-    answers: int
+    compared: int
     equal: int
-    not_compared: int
-    divergences: tuple[Divergence, ...]
-    tokens: int
-    largest_gap: float
+    differences: tuple[Difference, ...] = ()
+    not_compared: int = 0
+    tokens: int = 0
+    largest_gap: float | None = None
+    close: float = CLOSE
 
     @property
-    def same(self) -> bool:
-        return self.equal == self.answers
+    def unexplained(self) -> int:
+        """Answers that differ where a server was sure of its token."""
+        return sum(d.margin is not None and d.margin >= self.close for d in self.differences)
 
 
-def compare(host: Answered, deft: Answered) -> Agreement:
-    """Compare the answers to the same plan.
+def agreement(
+    first: Replayed, second: Replayed, after: Mapping[str, str | None] | None = None
+) -> Agreement:
+    """Compare the answers that both servers gave, by token ids, else by text.
 
-    An answer of a request with several is compared with the nearest of the host's answers to it.
+    An answer of a request with several is compared with the nearest of the other server's answers.
+    A difference has the name of the second server's answer.
 
-    Raises
-    ------
-    ValueError
-        If the two do not answer the same plan.
+    Parameters
+    ----------
+    first, second : Replayed
+    after : mapping, optional
+        For each request, the earlier one that it continues. Requests that continue a different
+        answer had different prompts, so their answers are not compared.
     """
-    if host.plan != deft.plan:
-        raise ValueError(f"{host.plan.workload} and {deft.plan.workload} are different plans")
-    after = {request.name: request.after for request in host.plan.requests}
-    differ: set[str] = (
-        set()
-    )  # requests with a different answer, or whose prompt continues such an answer
-    divergences: list[Divergence] = []
+    given = [_by_request(run) for run in (first, second)]
+    differences: list[Difference] = []
+    differ: set[str] = set()
     equal = not_compared = tokens = 0
-    largest = 0.0
-    answers_of: dict[str, list[Answer]] = defaultdict(list)
-    for theirs in host.answers:
-        answers_of[theirs.request].append(theirs)
-    for ours in deft.answers:
-        if after[ours.request] in differ:
-            differ.add(ours.request)
-            not_compared += 1
+    gaps: list[float] = []
+    for name in given[0]:
+        if name not in given[1]:
             continue
-        theirs = nearest(ours, answers_of[ours.request], _agreed)
-        found = compare_answers(theirs, ours)
-        largest = max([largest, *found.differences])
-        tokens += found.agreed
-        if found.same:
-            equal += 1
-        else:
-            differ.add(ours.request)
-            divergences.append(_divergence(theirs, ours, found.agreed))
-    return Agreement(len(host.answers), equal, not_compared, tuple(divergences), tokens, largest)
+        if (after or {}).get(name) in differ:
+            differ.add(name)
+            not_compared += len(given[1][name])
+            continue
+        for one, other in _pairs(given[0][name], given[1][name]):
+            at = _differs(one, other)
+            known = len(other.arrivals) if at is None else at
+            tokens += known
+            pairs = zip(one.logprobs[:known], other.logprobs[:known], strict=False)
+            gaps += [abs(a - b) for a, b in pairs]
+            if at is None:
+                equal += 1
+            else:
+                differ.add(name)
+                named = f"{name} #{other.index}" if other.index else name
+                differences.append(_difference(named, one, other, at))
+    return Agreement(
+        equal + len(differences), equal, tuple(differences), not_compared, tokens,
+        max(gaps, default=None),
+    )  # fmt: skip
 
 
-def _agreed(host: Answer, deft: Answer) -> float:
-    found = compare_answers(host, deft)
-    return math.inf if found.same else found.agreed
+def _difference(name: str, one: Answer, other: Answer, at: int) -> Difference:
+    """With the margin and both tokens, if the answers carry log-probabilities."""
+    if not (one.logprobs and other.logprobs):
+        return Difference(name, at, None)
+    margins = [a.margin(at) for a in (one, other) if at < len(a.top) and len(a.top[at]) > 1]
+    return Difference(name, at, max(margins, default=None), (_told(one, at), _told(other, at)))
 
 
-def _divergence(host: Answer, deft: Answer, at: int) -> Divergence:
-    def pick(answer: Answer) -> tuple[str, float]:
-        if at < len(answer.tokens):
-            return answer.tokens[at], answer.logprobs[at]
-        return "(end)", 0.0
+def _told(answer: Answer, at: int) -> Told:
+    if at >= len(answer.logprobs):
+        return "(end)", None
+    return answer.tokens[at], answer.logprobs[at]
 
-    host_token, host_logprob = pick(host)
-    deft_token, deft_logprob = pick(deft)
-    name = f"{deft.request} #{deft.index}" if deft.index else deft.request
-    return Divergence(name, at, host_token, deft_token, host_logprob, deft_logprob, host.margin(at))
+
+def _by_request(run: Replayed) -> dict[str, list[Answer]]:
+    given: dict[str, list[Answer]] = {}
+    for outcome in run.outcomes:
+        if outcome.answer is not None:
+            given.setdefault(outcome.name, []).append(outcome.answer)
+    return given
+
+
+def _pairs(first: Sequence[Answer], second: Sequence[Answer]) -> list[tuple[Answer, Answer]]:
+    """Each answer of the second server, and each of the first that the second never gave."""
+    pairs = [(nearest(answer, first, _agreed), answer) for answer in second]
+    if len(first) == 1:
+        return pairs
+    for answer in first:
+        other = nearest(answer, second, _agreed)
+        known = any(a is answer and b is other for a, b in pairs)
+        if not known and _differs(answer, other) is not None:
+            pairs.append((answer, other))
+    return pairs
+
+
+def _agreed(one: Answer, other: Answer) -> float:
+    at = _differs(one, other)
+    return math.inf if at is None else at
+
+
+def _differs(first: Answer, second: Answer) -> int | None:
+    """Tokens of the second before the first difference; None if the answers are equal."""
+    counts = len(first.arrivals), len(second.arrivals)
+    if (len(first.ids), len(second.ids)) == counts:
+        if first.ids == second.ids:
+            return None
+        at = first_difference(first.ids, second.ids)
+        return min(counts) if at is None else at
+    if first.text == second.text:
+        return None
+    characters = first_difference(first.text, second.text)
+    if characters is None:
+        characters = min(len(first.text), len(second.text))
+    ends = accumulate(len(text) for text in second.tokens)
+    return next((at for at, end in enumerate(ends) if end > characters), len(second.tokens))

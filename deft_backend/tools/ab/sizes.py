@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
-from deft_backend.tools.ab.invented_text import passage
-from deft_backend.tools.ab.invented_tree import ThoughtTreeShape, generate_thought_tree
 from deft_backend.tools.ab.workloads import (
     CHOICES,
     ROLLOUTS,
-    DocumentQuestions,
-    FewShot,
-    ParallelSamples,
-    RequestPlan,
-    Rollout,
-    TreeOfThoughts,
-    Unshared,
-    Workload,
-    WorkloadError,
+    document_questions,
+    few_shot,
+    parallel_samples,
+    rollout,
+    tree_of_thoughts,
+    unshared,
 )
+from deft_backend.tools.harness.workload import Workload, WorkloadError
+from deft_backend.tools.traces.invented_text import passage
+from deft_backend.tools.traces.invented_tree import ThoughtTreeShape, generate_thought_tree
 from deft_backend.tools.traces.trace_files import ThoughtTree
 
 _USUAL_CHARACTERS_A_TOKEN = 4.0
@@ -71,26 +70,25 @@ def characters_a_token(tokenizer: Path | None) -> float:
     return len(sample) / tokens
 
 
-def make_plans(
+def make_workloads(
     names: Sequence[str],
     sizes: Sizes,
     *,
     characters_a_token: float = 1.0,
     tree: ThoughtTree | None = None,
     scale: float = 1.0,
-) -> list[RequestPlan]:
-    """Plans of the workloads of these names, in the order given.
+) -> list[Workload]:
+    """The workloads of these names, in the order given.
 
     Parameters
     ----------
     names : sequence of str
         Names from :data:`~deft_backend.tools.ab.workloads.CHOICES`.
     sizes : Sizes
-        Their sizes.
     characters_a_token : float
         Converts tokens to characters of the invented text.
     tree : ThoughtTree, optional
-        A recorded tree of thoughts; None for a generated one.
+        A recorded tree of thoughts; None for an invented one.
     scale : float
         Multiplies the lengths of the recorded tree.
 
@@ -99,36 +97,33 @@ def make_plans(
     WorkloadError
         If a name is unknown or a size is impossible.
     """
-    if sizes.branches < 1 or sizes.prefix_tokens < 1 or sizes.max_tokens < 1:
+    count, answer = sizes.branches, sizes.max_tokens
+    if count < 1 or sizes.prefix_tokens < 1 or answer < 1:
         raise WorkloadError(f"{sizes}: expected numbers of at least 1")
     characters = max(1, round(sizes.prefix_tokens * characters_a_token))
     if tree is None:
         shape = ThoughtTreeShape(
-            width=max(1, min(sizes.branches, 8) // 2),
-            keep=2,
-            prompt_tokens=sizes.prefix_tokens,
-            shortest=max(1, sizes.max_tokens // 2),
-            longest=sizes.max_tokens,
-            characters_a_token=characters_a_token,
-        )
+            width=max(1, min(count, 8) // 2), keep=2, prompt_tokens=sizes.prefix_tokens,
+            shortest=max(1, answer // 2), longest=answer, characters_a_token=characters_a_token,
+        )  # fmt: skip
         tree, scale = generate_thought_tree(shape), 1.0
-    documents = 2 if sizes.branches > 1 else 1
-    made: dict[str, Workload] = {
-        "few-shot": FewShot(sizes.branches, characters, sizes.max_tokens),
-        "parallel-samples": ParallelSamples(sizes.branches, characters, sizes.max_tokens),
-        "document-questions": DocumentQuestions(
-            documents, sizes.branches // documents, characters, sizes.max_tokens
+    documents = 2 if count > 1 else 1
+    makers: dict[str, Callable[[], Workload]] = {
+        "few-shot": partial(few_shot, count, characters, answer),
+        "parallel-samples": partial(parallel_samples, count, characters, answer),
+        "document-questions": partial(
+            document_questions, documents, count // documents, characters, answer
         ),
-        "tree-of-thoughts": TreeOfThoughts(tree, scale),
-        "unshared": Unshared(sizes.branches, max(1, characters // 2), sizes.max_tokens),
+        "tree-of-thoughts": partial(tree_of_thoughts, tree, scale),
+        "unshared": partial(unshared, count, max(1, characters // 2), answer),
         **{
-            name: Rollout(samples, characters, 2 * sizes.max_tokens)
+            name: partial(rollout, samples, characters, 2 * answer)
             for name, samples in ROLLOUTS.items()
         },
     }
     for name in names:
-        if name not in made:
+        if name not in makers:
             raise WorkloadError(
                 f"there is no workload {name!r}; expected one of {', '.join(CHOICES)}"
             )
-    return [made[name].plan() for name in names]
+    return [makers[name]() for name in names]

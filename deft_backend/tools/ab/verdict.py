@@ -6,10 +6,10 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from deft_backend.tools.ab.live_result import LiveResult, LiveWorkload
+from deft_backend.tools.ab.result import AbResult, ComparedWorkload
 from deft_backend.tools.ab.units import milliseconds
 from deft_backend.tools.harness.answers import Answer
-from deft_backend.tools.harness.live_request import CUT, SKIPPED, TOO_LONG
+from deft_backend.tools.harness.streamed_request import CUT, SKIPPED, TOO_LONG
 
 LEAST = 0.05
 """A smaller change of the time per token is no reason to switch."""
@@ -20,7 +20,7 @@ FEW = 8
 _FIRST_TOKEN_WORSE = 0.15
 
 
-def verdict(result: LiveResult) -> str:
+def verdict(result: AbResult) -> str:
     """Whether to switch from the first server to the second."""
     old, new = result.names
     if len(result.sides) < 2 or not result.workloads:
@@ -50,7 +50,7 @@ def verdict(result: LiveResult) -> str:
     return _times(result, tokens)
 
 
-def paired_change(w: LiveWorkload) -> tuple[float, float, float] | None:
+def paired_change(w: ComparedWorkload) -> tuple[float, float, float] | None:
     """Change of the time per token, with a 95 % interval, over requests that both answered.
 
     The median ratio of the same request on both servers, minus 1; None with too few requests.
@@ -67,16 +67,16 @@ def paired_change(w: LiveWorkload) -> tuple[float, float, float] | None:
     return math.exp(middle) - 1, math.exp(low) - 1, math.exp(high) - 1
 
 
-def _times(result: LiveResult, tokens: str) -> str:
+def _times(result: AbResult, tokens: str) -> str:
     new = result.names[1]
-    changes = {w.workload: paired_change(w) for w in result.workloads}
+    changes = {w.name: paired_change(w) for w in result.workloads}
     known = {name: change for name, change in changes.items() if change is not None}
     if not known:
         return f"No decision: fewer than {FEW} requests were answered by both; {tokens}."
     better = [name for name, (_, _, high) in known.items() if high < -LEAST]
     worse = [name for name, (_, low, _) in known.items() if low > LEAST]
     slow_start = [w for w in result.workloads if _first_token(w) > _FIRST_TOKEN_WORSE]
-    figures = "; ".join(_figure(w, known) for w in result.workloads if w.workload in known)
+    figures = "; ".join(_figure(w, known) for w in result.workloads if w.name in known)
     if better and worse:
         return (
             f"Switch only for {_and(better)}: a token of {_and(worse)} takes longer with {new} "
@@ -85,7 +85,7 @@ def _times(result: LiveResult, tokens: str) -> str:
     if worse:
         return f"Do not switch: a token takes longer with {new} ({figures}); {tokens}."
     if better and slow_start:
-        names = _and([w.workload for w in slow_start])
+        names = _and([w.name for w in slow_start])
         return f"Switch to {new} if the first token may come later ({names}): {figures}; {tokens}."
     if better:
         rest = [name for name in known if name not in better]
@@ -94,21 +94,21 @@ def _times(result: LiveResult, tokens: str) -> str:
     return f"No reason to switch: {figures}, which is no clear difference; {tokens}."
 
 
-def _figure(w: LiveWorkload, known: dict[str, tuple[float, float, float]]) -> str:
-    change = known[w.workload][0]
+def _figure(w: ComparedWorkload, known: dict[str, tuple[float, float, float]]) -> str:
+    change = known[w.name][0]
     first, second = (f.tpot for f in w.figures)
     return (
-        f"{w.workload}: a token takes {abs(change):.0%} {'less' if change <= 0 else 'more'} time "
+        f"{w.name}: a token takes {abs(change):.0%} {'less' if change <= 0 else 'more'} time "
         f"({milliseconds(first)} → {milliseconds(second)})"
     )
 
 
-def _first_token(w: LiveWorkload) -> float:
+def _first_token(w: ComparedWorkload) -> float:
     ratios = _ratios(w, lambda answer: answer.ttft)
     return math.exp(statistics.median(ratios)) - 1 if len(ratios) >= FEW else 0.0
 
 
-def _ratios(w: LiveWorkload, time_of: Callable[[Answer], float | None]) -> list[float]:
+def _ratios(w: ComparedWorkload, time_of: Callable[[Answer], float | None]) -> list[float]:
     """Logarithms of second over first, for each answer that both gave."""
     first, second = (
         {(o.name, o.index): o.answer for o in run.outcomes if o.answer is not None}
@@ -118,7 +118,7 @@ def _ratios(w: LiveWorkload, time_of: Callable[[Answer], float | None]) -> list[
     return [math.log(after / before) for before, after in pairs if before and after]
 
 
-def _lost(result: LiveResult, side: int) -> int:
+def _lost(result: AbResult, side: int) -> int:
     """Requests without an answer, except those that no server could take."""
     fair = (TOO_LONG, CUT, SKIPPED)
     return sum(
@@ -129,7 +129,7 @@ def _lost(result: LiveResult, side: int) -> int:
     )
 
 
-def _tokens(result: LiveResult, compared: int) -> str:
+def _tokens(result: AbResult, compared: int) -> str:
     if not compared:
         return "no answers could be compared"
     equal = sum(w.agreement.equal for w in result.workloads)
@@ -141,9 +141,9 @@ def _tokens(result: LiveResult, compared: int) -> str:
     return f"{len(differences):,} of {compared:,} answers differ ({why})"
 
 
-def _reads(result: LiveResult) -> str:
+def _reads(result: AbResult) -> str:
     saved = [
-        (read.saved, w.workload)
+        (read.saved, w.name)
         for w in result.workloads
         if (read := w.kv_read(1)) is not None and read.saved
     ]

@@ -1,245 +1,256 @@
-"""The client of a host server: text or token ids, whole batches or streamed answers."""
+"""A client of any server that speaks OpenAI's completions, whatever it leaves out."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from deft_backend.tools.harness.answers import Answer
-from deft_backend.tools.harness.dialects import (
-    BatchDialect,
-    ClientError,
-    Dialect,
-    Ids,
-    SGLangDialect,
-    TextDialect,
-    VLLMDialect,
+from deft_backend.tools.harness.streamed_request import (
+    REFUSED,
+    TOO_LONG,
+    NotAnswered,
+    Sent,
+    StreamReader,
 )
-from deft_backend.tools.harness.request_plan import Prompt
 
 if TYPE_CHECKING:
     import aiohttp
 
-__all__ = ["TEXT", "Client", "ClientError"]
+_USAGE = {"include_usage": True}
+_FIELDS: tuple[Mapping[str, Any], ...] = (
+    {"ignore_eos": True, "return_token_ids": True,
+     "stream_options": {**_USAGE, "continuous_usage_stats": True}},
+    {"ignore_eos": True, "stream_options": _USAGE},
+    {"stream_options": _USAGE},
+    {},
+)  # fmt: skip
+"""Sets of optional fields of a request, in the order in which the client tries them."""
 
-TEXT = "text"
-"""The dialect of ``/v1/completions`` with text, which both hosts speak."""
 
-DIALECTS: Mapping[str, Callable[[], Dialect]] = {
-    "sglang": SGLangDialect, "vllm": VLLMDialect, TEXT: TextDialect,
-}  # fmt: skip
-"""Dialects by name: token ids through a host's own endpoint, or text."""
+class ServerError(RuntimeError):
+    """The server at this address cannot be used at all."""
 
 
-class Client:
+@dataclass(frozen=True)
+class Offers:
+    """What a server said about itself.
+
+    Attributes
+    ----------
+    model : str
+    context : int, optional
+        Tokens of prompt and answer that it takes.
+    level : int
+        The first set of :data:`_FIELDS` that it accepts; higher sets have fewer fields.
+    characters_a_token : float
+        Of the sample text.
+    """
+
+    model: str
+    context: int | None
+    level: int
+    characters_a_token: float
+
+    @property
+    def exact_lengths(self) -> bool:
+        """Whether answers have exactly the requested tokens."""
+        return "ignore_eos" in _FIELDS[self.level]
+
+
+def base_url(address: str) -> str:
+    """``host:port`` or a URL, with or without ``/v1``, as a URL without a path.
+
+    >>> base_url("127.0.0.1:30000"), base_url("https://a.example/v1/")
+    ('http://127.0.0.1:30000', 'https://a.example')
+    """
+    url = address if "://" in address else f"http://{address}"
+    url = url.rstrip("/").removesuffix("/v1")
+    if not re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", url):
+        raise ServerError(f"{address!r} is no address; expected http://HOST:PORT")
+    try:
+        _ = urlsplit(url).port
+    except ValueError:
+        raise ServerError(f"{address!r} has no port between 0 and 65535") from None
+    return url
+
+
+class ServerClient:
     """A client of one server; an asynchronous context manager.
-
-    Decoding is greedy and stops after exactly the requested tokens.
 
     Parameters
     ----------
     url : str
-        The server, without a path.
-    dialect : str
-        One of :data:`DIALECTS`: a host's name for token ids, or :data:`TEXT`.
-    fields : mapping, optional
-        Further fields of every request, such as SGLang's ``lora_path``.
+        The server, without ``/v1``.
     seconds : float
         Time limit of one request.
+    logprobs : bool
+        Ask for the log-probabilities of the two likeliest tokens of every step.
     """
 
-    def __init__(
-        self,
-        url: str,
-        dialect: str,
-        fields: Mapping[str, Any] | None = None,
-        *,
-        seconds: float = 580.0,
-    ) -> None:
-        self._url = url
-        self._fields = dict(fields or {})
-        self._dialect = DIALECTS[dialect]()
+    def __init__(self, url: str, *, seconds: float = 900.0, logprobs: bool = False) -> None:
+        self.url = url
+        self.logprobs = logprobs
+        self.level = 0
+        self.model = ""
         self._seconds = seconds
         self._session: aiohttp.ClientSession | None = None
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self) -> ServerClient:
         import aiohttp
 
+        key = os.environ.get("OPENAI_API_KEY")
         self._session = aiohttp.ClientSession(
-            # A server closes idle connections; a request on one breaks. So each opens its own.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
-            timeout=aiohttp.ClientTimeout(total=self._seconds),
-            read_bufsize=2**22,  # a line of the stream may hold a whole answer
+            timeout=aiohttp.ClientTimeout(total=self._seconds, sock_connect=30),
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            read_bufsize=2**22,
         )
-        try:
-            await self._dialect.prepare(self.get)
-        except BaseException:
-            await self._session.close()
-            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
         if self._session is not None:
             await self._session.close()
 
-    @property
-    def takes_in_together(self) -> bool:
-        """Whether the host reads all prompts of a batch before it decodes the first."""
-        return self._batches.takes_in_together
-
-    async def batch(
-        self, prompts: Sequence[Ids], tokens: int, *, logprobs: bool = False
-    ) -> tuple[list[Answer], float]:
-        """Answers to all prompts in one request, and the seconds it took.
-
-        Raises
-        ------
-        ClientError
-            If the server refuses, or an answer does not have `tokens` tokens.
-        """
-        data = self._encoded(self._batches.batch_body(prompts, tokens, logprobs=logprobs))
-        began = time.perf_counter()
-        async with self._post(data) as response:
-            content = await response.read()
-            seconds = time.perf_counter() - began
-        answers = self._batches.answers(json.loads(content))
-        if [len(answer.ids) for answer in answers] != [tokens] * len(prompts):
-            found = sorted({len(answer.ids) for answer in answers})
-            raise ClientError(
-                f"asked for {len(prompts)} answers of {tokens} tokens, got {len(answers)} of "
-                f"{found}; do prompt and answer fit the model's context and the KV cache?"
-            )
-        return answers, seconds
-
-    async def gap(self, prompt: Ids, token: int) -> float:
-        """How much likelier than `token` the likeliest token after a prompt is (log-probabilities).
-
-        No other request may run meanwhile: SGLang 0.5.17 ends if one batch holds such a request
-        and one without log-probabilities.
-
-        Raises
-        ------
-        ClientError
-            If the server refuses.
-        """
-        async with self._post(self._encoded(self._batches.gap_body(prompt, token))) as response:
-            return self._batches.gap(json.loads(await response.read()), token)
-
-    async def stream(
-        self,
-        prompt: Ids,
-        tokens: int,
-        *,
-        leave_after: int | None = None,
-        into: Answer | None = None,
-    ) -> Answer:
-        """One answer to token ids, with the arrival time of each token.
+    async def offers(self, model: str | None, sample: str) -> Offers:
+        """Ask the server for its model, its context and the fields that it takes.
 
         Parameters
         ----------
-        leave_after : int, optional
-            Close the connection after this many tokens; the host then aborts the request.
-        into : Answer, optional
-            Gets the tokens as they arrive. So it holds what came before a request was cut off.
+        model : str, optional
+            The model to ask for, if the server has several.
+        sample : str
+            A text whose tokens the server counts.
 
         Raises
         ------
-        ClientError
-            As :meth:`batch`.
+        ServerError
+            If it does not answer, or has no such model.
         """
-        (answer,) = await self._stream(prompt, tokens, 1, leave_after, into=into)
-        return answer
+        listed = await self.models()
+        names = [str(entry.get("id")) for entry in listed]
+        if model is not None and model not in names:
+            raise ServerError(f"{self.url} has no model {model!r}; it lists {', '.join(names)}")
+        self.model = model or names[0]
+        context = listed[names.index(self.model)].get("max_model_len")
+        await self._find_level()
+        tokens = await self._count(sample)
+        ratio = len(sample) / tokens if tokens else 4.0
+        return Offers(self.model, context if isinstance(context, int) else None, self.level, ratio)
 
-    async def stream_answers(
-        self,
-        prompt: Prompt,
-        tokens: int,
-        n: int = 1,
-        on_tokens: Callable[[int], None] = lambda count: None,
-    ) -> list[Answer]:
-        """`n` answers to one prompt, with the arrival time of each token.
-
-        Parameters
-        ----------
-        on_tokens : callable
-            Called with the number of new tokens whenever some arrive.
-
-        Raises
-        ------
-        ClientError
-            If the server refuses, or an answer does not have `tokens` tokens.
-        """
-        return await self._stream(prompt, tokens, n, None, on_tokens)
-
-    async def get(self, path: str) -> Any:
-        """A JSON document of the server, or None if that path has none."""
-        import aiohttp
-
+    async def lives(self) -> bool:
+        """Whether the server still answers."""
         try:
-            async with self._open().get(self._url + path) as response:
-                return await response.json() if response.status == 200 else None
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
-            raise ClientError(f"{path} failed: {error!r}") from error
+            await self.models()
+        except ServerError:
+            return False
+        return True
 
-    async def _stream(
-        self,
-        prompt: Any,
-        tokens: int,
-        n: int,
-        leave_after: int | None,
+    async def ask(
+        self, prompt: str, tokens: int, n: int = 1,
         on_tokens: Callable[[int], None] = lambda count: None,
-        into: Answer | None = None,
-    ) -> list[Answer]:
-        data = self._encoded(self._dialect.stream_body(prompt, tokens, n))
-        sent = time.perf_counter()
-        answers = [Answer() if into is None else into for _ in range(n)]
-        for answer in answers:
-            answer.sent = sent
-        async with self._post(data) as response:
+    ) -> tuple[list[Answer], int | None]:  # fmt: skip
+        """Greedy answers of `tokens` tokens, and the prompt's tokens by the server's count.
+
+        Raises
+        ------
+        NotAnswered
+        """
+        body = {
+            "model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0,
+            "stream": True, **_FIELDS[self.level],
+        }  # fmt: skip
+        if self.logprobs:
+            body["logprobs"] = 2
+        if n > 1:
+            body["n"] = n
+        if n > 1 and "ignore_eos" in _FIELDS[self.level]:
+            # vLLM refuses several answers at temperature 0; top_k 1 is as greedy. A server that
+            # ignores it hardly samples at 0.01. But SGLang's log-probabilities follow it.
+            body |= {"temperature": 1.0 if self.logprobs else 0.01, "top_k": 1}
+        reader = StreamReader(n, on_tokens)
+        async with Sent(self._open(), f"{self.url}/v1/completions", body) as response:
             async for line in response.content:
-                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                    continue
-                now = time.perf_counter() - sent
-                if arrived := self._dialect.take(json.loads(line[6:]), answers, now):
-                    on_tokens(arrived)
-                if leave_after is not None and len(answers[0]) >= leave_after:
-                    response.close()
-                    return answers
-        for answer in answers:
-            if len(answer.arrivals) != tokens:
-                raise ClientError(
-                    f"an answer ended after {len(answer.arrivals)} of {tokens} tokens; do prompt "
-                    "and answer fit the model's context and the KV cache?"
-                )
-        return answers
+                if line.startswith(b"data: [DONE]"):
+                    reader.ended = True
+                elif line.startswith(b"data: "):
+                    reader.take(json.loads(line[6:]))
+        return reader.end(tokens)
 
-    @property
-    def _batches(self) -> BatchDialect:
-        if isinstance(self._dialect, TextDialect):
-            raise RuntimeError("batches and gaps need a dialect of token ids, not of text")
-        return cast(BatchDialect, self._dialect)
+    async def margin(self, prompt: str, ahead: int = 0) -> float | None:
+        """Log-probability of the likeliest token minus the second one's; None if unknown.
 
-    def _encoded(self, body: dict[str, Any]) -> bytes:
-        return json.dumps({**body, **self._fields}).encode()
+        Parameters
+        ----------
+        prompt : str
+        ahead : int
+            Tokens that the server decodes before that token.
+        """
+        body = {
+            "model": self.model, "prompt": prompt, "max_tokens": ahead + 1, "temperature": 0.0,
+            "logprobs": 2,
+        }  # fmt: skip
+        try:
+            async with Sent(self._open(), f"{self.url}/v1/completions", body) as response:
+                content = json.loads(await response.read())
+            likely = sorted(content["choices"][0]["logprobs"]["top_logprobs"][ahead].values())
+            return float(likely[-1] - likely[-2])
+        except (NotAnswered, KeyError, IndexError, TypeError, ValueError):
+            return None
 
-    @contextlib.asynccontextmanager
-    async def _post(self, data: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _find_level(self) -> None:
+        """Find the first set of fields that the server accepts."""
+        said = ""
+        for self.level in range(len(_FIELDS)):
+            try:
+                await self.ask("Hello", 2)
+                return
+            except NotAnswered as error:
+                said = str(error)
+                if error.status not in (REFUSED, TOO_LONG):
+                    break
+        raise ServerError(f"{self.url}/v1/completions does not answer: {said}")
+
+    async def _count(self, sample: str) -> int | None:
+        body = {"model": self.model, "prompt": sample, "max_tokens": 1, "temperature": 0.0}
+        try:
+            async with Sent(self._open(), f"{self.url}/v1/completions", body) as response:
+                return int(json.loads(await response.read())["usage"]["prompt_tokens"])
+        except (NotAnswered, KeyError, TypeError, ValueError):
+            return None
+
+    async def models(self) -> list[dict[str, Any]]:
+        """What the server lists under ``/v1/models``.
+
+        Raises
+        ------
+        ServerError
+            If it lists none, answers something else, or does not answer.
+        """
         import aiohttp
 
-        headers = {"Content-Type": "application/json"}
-        url = self._url + self._dialect.path
         try:
-            async with self._open().post(url, data=data, headers=headers) as response:
+            limit = aiohttp.ClientTimeout(total=10)
+            async with self._open().get(f"{self.url}/v1/models", timeout=limit) as response:
                 if response.status != 200:
-                    said = (await response.text())[:300]
-                    raise ClientError(f"{self._dialect.path} answered {response.status}: {said}")
-                yield response
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError, KeyError) as error:
-            raise ClientError(f"{self._dialect.path} failed: {error!r}") from error
+                    raise ServerError(f"{self.url}/v1/models answers {response.status}")
+                listed = (await response.json(content_type=None))["data"]
+                if not listed:
+                    raise ServerError(f"{self.url} lists no model under /v1/models")
+                return [dict(entry) for entry in listed]
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            raise ServerError(
+                f"{self.url} does not answer under /v1/models; is it running? "
+                f"({str(error) or type(error).__name__})"
+            ) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise ServerError(f"{self.url}/v1/models is no list of models: {error!r}") from error
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:

@@ -1,4 +1,4 @@
-"""Sends traffic to a server at its own times, and records what became of every request."""
+"""Sends a workload to a server at its own times, and records what became of every request."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from deft_backend.tools.harness.answers import Answer
-from deft_backend.tools.harness.live_client import LiveClient
-from deft_backend.tools.harness.live_request import (
+from deft_backend.tools.harness.client import ServerClient
+from deft_backend.tools.harness.streamed_request import (
     ANSWERED,
     CUT,
     FAILED,
@@ -18,7 +18,7 @@ from deft_backend.tools.harness.live_request import (
     TOO_LONG,
     NotAnswered,
 )
-from deft_backend.tools.harness.traffic import TimedRequest, Traffic
+from deft_backend.tools.harness.workload import Request, Workload
 
 _CHECKS = 3
 """How often the run asks a server that lost a request, before it takes the server for dead."""
@@ -56,12 +56,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A run of traffic against one server.
+    """A run of one workload on one server.
 
     Attributes
     ----------
     outcomes : tuple of Outcome
-        In the traffic's order.
+        In the workload's order.
     seconds : float
         Until the last answer.
     died : str
@@ -76,8 +76,8 @@ class Replayed:
 
 
 async def replay(
-    traffic: Traffic,
-    client: LiveClient,
+    workload: Workload,
+    client: ServerClient,
     context: int | None = None,
     on_tokens: Callable[[int], None] = lambda count: None,
 ) -> Replayed:
@@ -87,22 +87,22 @@ async def replay(
 
     Parameters
     ----------
-    traffic : Traffic
-    client : LiveClient
+    workload : Workload
+    client : ServerClient
     context : int, optional
         Requests with more tokens than this are counted as too long and not sent.
     on_tokens : callable
         Called with the number of new tokens whenever some arrive.
     """
-    return await _Run(traffic, client, context, on_tokens).all()
+    return await _Run(workload, client, context, on_tokens).all()
 
 
 class _Run:
     def __init__(
-        self, traffic: Traffic, client: LiveClient, context: int | None,
+        self, workload: Workload, client: ServerClient, context: int | None,
         on_tokens: Callable[[int], None],
     ) -> None:  # fmt: skip
-        self._traffic = traffic
+        self._workload = workload
         self._client = client
         self._context = context
         self._on_tokens = on_tokens
@@ -113,10 +113,11 @@ class _Run:
         self._ended: dict[str, asyncio.Future[str | None]] = {}
 
     async def all(self) -> Replayed:
-        requests = self._traffic.requests
+        requests = self._workload.requests
         tasks: list[asyncio.Task[list[Outcome]]] = []
         try:
-            for prompt in self._traffic.warm:
+            for prompt in self._workload.warm:
+                assert isinstance(prompt, str)
                 try:
                     await self._client.ask(prompt, 1)
                 except NotAnswered as error:
@@ -135,7 +136,7 @@ class _Run:
         return self._replayed(requests, tasks)
 
     def _replayed(
-        self, requests: Sequence[TimedRequest], tasks: Sequence[asyncio.Task[list[Outcome]]]
+        self, requests: Sequence[Request], tasks: Sequence[asyncio.Task[list[Outcome]]]
     ) -> Replayed:
         found: list[Outcome] = []
         for at, request in enumerate(requests):
@@ -147,16 +148,16 @@ class _Run:
         ends = [o.sent + o.answer.arrivals[-1] for o in found if o.answer is not None]
         return Replayed(tuple(found), max(ends, default=0.0), self._died, self._stopped)
 
-    async def _one(self, request: TimedRequest) -> list[Outcome]:
+    async def _one(self, request: Request) -> list[Outcome]:
         sent: float | None = None
         text: str | None = None
         try:
             if request.after is None:
                 await asyncio.sleep(request.at - (time.perf_counter() - self._began))
-                prompt: str | None = request.prompt()
+                prompt: str | None = request.text()
             else:
                 earlier = await asyncio.shield(self._ended[request.after])
-                prompt = None if earlier is None else earlier + request.prompt()
+                prompt = None if earlier is None else earlier + request.text()
             if prompt is None:
                 why = f"it continues {request.after}, which has no answer"
                 return self._lost(request, SKIPPED, why)
@@ -192,7 +193,7 @@ class _Run:
         ]  # fmt: skip
 
     def _lost(
-        self, request: TimedRequest, status: str, detail: str, sent: float | None = None
+        self, request: Request, status: str, detail: str, sent: float | None = None
     ) -> list[Outcome]:
         return [
             Outcome(

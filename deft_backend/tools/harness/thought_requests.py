@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from deft_backend.tools.harness.request_plan import Prompt, Request
+from deft_backend.tools.harness.workload import Prompt, Request
 from deft_backend.tools.traces.recorded_trees import ROOT, ThoughtTree
 
 

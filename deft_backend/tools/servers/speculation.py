@@ -43,19 +43,19 @@ def speculative_arguments(host: str, draft: str, tokens: int) -> list[str]:
     ]  # fmt: skip
 
 
-def acceptance_length(host: str, url: str) -> float | None:
+def acceptance_length(url: str) -> float | None:
     """Tokens that a server's verifications gave on average since it started; None if none ran.
 
     A verification gives the accepted draft tokens and one token of the target. The server counts
-    them itself: in vLLM's ``/metrics``, in SGLang's ``/server_info``.
+    them itself: vLLM in ``/metrics``, SGLang in ``/server_info``.
     """
-    if host == "vllm":
-        return _of_metrics(_get(f"{url}/metrics") or "")
-    content = _get(f"{url}/server_info")
+    length = _of_metrics(_get(f"{url}/metrics") or "")
+    if length is not None:
+        return length
     with suppress(ValueError, KeyError, TypeError):
-        states = json.loads(content or "")["internal_states"]
-        found = [s["avg_spec_accept_length"] for s in states if "avg_spec_accept_length" in s]
-        return sum(map(float, found)) / len(found) if found else None
+        states = json.loads(_get(f"{url}/server_info") or "")["internal_states"]
+        lengths = [s["avg_spec_accept_length"] for s in states if "avg_spec_accept_length" in s]
+        return sum(map(float, lengths)) / len(lengths) if lengths else None
     return None
 
 
@@ -70,7 +70,7 @@ def _of_metrics(page: str) -> float | None:
 def _get(url: str) -> str | None:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(url, timeout=30) as response:
+        with opener.open(url, timeout=10) as response:
             return str(response.read().decode())
     except (urllib.error.URLError, TimeoutError, ConnectionError):
         return None

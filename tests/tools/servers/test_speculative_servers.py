@@ -41,7 +41,7 @@ def url() -> Iterator[str]:
 
 
 def test_acceptance_of_vllm_is_summed_over_its_engines(url: str) -> None:
-    assert acceptance_length("vllm", url) is None
+    assert acceptance_length(url) is None
     lines = ["# HELP vllm:spec_decode_num_drafts_total Drafts"]
     for engine, drafts, accepted in ((0, "10.0", "15.0"), (1, "30.0", "5.0")):
         lines.append(f'vllm:spec_decode_num_drafts_total{{engine="{engine}"}} {drafts}')
@@ -51,9 +51,9 @@ def test_acceptance_of_vllm_is_summed_over_its_engines(url: str) -> None:
             f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="{engine}"}} 99.0'
         )
     PAGES["/metrics"] = "\n".join(lines)
-    assert acceptance_length("vllm", url) == 1.5
+    assert acceptance_length(url) == 1.5
     PAGES["/metrics"] = "vllm:spec_decode_num_drafts_total 0.0"
-    assert acceptance_length("vllm", url) is None
+    assert acceptance_length(url) is None
 
 
 @pytest.mark.parametrize(
@@ -68,14 +68,13 @@ def test_acceptance_of_sglang_is_its_engines_average(
     url: str, states: list[dict[str, float]], expected: float | None
 ) -> None:
     PAGES["/server_info"] = json.dumps({"internal_states": states})
-    assert acceptance_length("sglang", url) == expected
+    assert acceptance_length(url) == expected
     PAGES["/server_info"] = "not JSON"
-    assert acceptance_length("sglang", url) is None
+    assert acceptance_length(url) is None
 
 
 def test_a_server_that_does_not_answer_has_no_acceptance() -> None:
-    for host in ("sglang", "vllm"):
-        assert acceptance_length(host, "http://127.0.0.1:9") is None
+    assert acceptance_length("http://127.0.0.1:9") is None
 
 
 def test_each_host_gets_its_own_options() -> None:

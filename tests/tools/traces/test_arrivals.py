@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from deft_backend.cli.app import app
-from deft_backend.tools.ab.trace_traffic import trace_traffic
-from deft_backend.tools.harness.request_plan import WorkloadError
-from deft_backend.tools.harness.traffic import poisson
+from deft_backend.tools.ab.trace_workload import trace_workload
+from deft_backend.tools.harness.workload import WorkloadError, poisson
 from deft_backend.tools.traces.arrivals import (
     BLOCK_TOKENS,
     Arrival,
@@ -142,9 +141,9 @@ def test_equal_ids_share_text_and_nothing_else_does() -> None:
         Arrival(3000, 600, 5, (1,)),  # the rest has no id
         Arrival(3000, 600, 5, (1,)),
     ]
-    traffic = trace_traffic(arrivals, name="x", characters_a_token=4.0, speed=2.0)
+    traffic = trace_workload(arrivals, name="x", characters_a_token=4.0, speed=2.0)
     assert [request.at for request in traffic.requests] == [0.0, 0.25, 1.0, 1.0, 1.0]
-    texts = [request.prompt() for request in traffic.requests]
+    texts = [request.text() for request in traffic.requests]
     assert [len(text) for text in texts] == [4 * arrival.input_length for arrival in arrivals]
     block = 512 * 4
     assert texts[0].startswith(texts[1])
@@ -152,10 +151,10 @@ def test_equal_ids_share_text_and_nothing_else_does() -> None:
     for first, second in ((texts[0], texts[2]), (texts[3], texts[4])):
         assert first[block : block + 8] != second[block : block + 8]
     assert shared_tokens(arrivals) == 512 + 512 + 76 + 512 + 512 + 512
-    other = trace_traffic(arrivals, name="x", characters_a_token=4.0, seed=1)
-    assert other.requests[0].prompt()[:8] != texts[0][:8]
+    other = trace_workload(arrivals, name="x", characters_a_token=4.0, seed=1)
+    assert other.requests[0].text()[:8] != texts[0][:8]
     with pytest.raises(WorkloadError, match=r"speed is 0\.0"):
-        trace_traffic(arrivals, name="x", characters_a_token=4.0, speed=0.0)
+        trace_workload(arrivals, name="x", characters_a_token=4.0, speed=0.0)
 
 
 def test_poisson_arrivals_have_the_rate_and_repeat() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deft_backend.forest import PrefixForest
-from deft_backend.tools.ab.invented_tree import ThoughtTreeShape, generate_thought_tree
+from deft_backend.tools.traces.invented_tree import ThoughtTreeShape, generate_thought_tree
 from deft_backend.tools.traces.trace_files import (
     ROOT,
     ThoughtTree,

@@ -1,4 +1,4 @@
-"""`deft ab --urls`: two made-up servers, what becomes of requests, and the sentence."""
+"""`deft ab`: two made-up servers, what becomes of requests, the tokens, and the sentence."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from dataclasses import replace
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,22 +26,23 @@ from sglang_fakes import make_state
 
 pytest.importorskip("matplotlib")
 
-from deft_backend.cli.ab_live_table import print_live
+from deft_backend.cli.ab_table import print_result
 from deft_backend.cli.app import app
 from deft_backend.telemetry.counters import Counters
 from deft_backend.telemetry.state import StateWriter
-from deft_backend.tools.ab import live_report, live_sides
-from deft_backend.tools.ab.live_agreement import Difference, LiveAgreement, agreement
-from deft_backend.tools.ab.live_plots import live_plot
-from deft_backend.tools.ab.live_report import write_live_report
-from deft_backend.tools.ab.live_result import LiveResult, LiveWorkload
-from deft_backend.tools.ab.live_run import SideRun
+from deft_backend.tools.ab import report, sides
+from deft_backend.tools.ab.agreement import Agreement, Difference, agreement
+from deft_backend.tools.ab.plots import time_plots
+from deft_backend.tools.ab.report import write_report
+from deft_backend.tools.ab.result import AbResult, ComparedWorkload
+from deft_backend.tools.ab.run import SideRun
+from deft_backend.tools.ab.units import megabytes, percent
 from deft_backend.tools.ab.verdict import paired_change, verdict
 from deft_backend.tools.harness.answers import Answer
-from deft_backend.tools.harness.live_client import LiveClient, LiveError, Offers, base_url
-from deft_backend.tools.harness.live_counters import LiveCounters, counters_of_page
+from deft_backend.tools.harness.client import Offers, ServerClient, ServerError, base_url
 from deft_backend.tools.harness.replay import Outcome, Replayed, replay
-from deft_backend.tools.harness.traffic import TimedRequest, Traffic
+from deft_backend.tools.harness.server_counters import ServerCounters, counters_of_page
+from deft_backend.tools.harness.workload import Request, Workload
 from deft_backend.tools.traces.arrivals import Arrival, dump_arrivals
 from deft_backend.tools.traces.made_arrivals import TraceShape, make_arrivals
 
@@ -63,24 +65,25 @@ def ab(folder: Path, *arguments: str, code: int = 0) -> tuple[dict[str, Any], st
 def plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes half a second for each workload: only the test of the page needs it."""
     if "two_equal" not in request.node.name:
-        monkeypatch.setattr(live_report, "live_plot", lambda w, names: "data:")
+        monkeypatch.setattr(report, "time_plots", lambda w, names: "data:")
+        monkeypatch.setattr(report, "kv_plot", lambda result, side: "data:")
 
 
-def run(fake: Fake, traffic: Traffic, context: int | None = None) -> Replayed:
+def run(fake: Fake, workload: Workload, context: int | None = None) -> Replayed:
     async def send() -> Replayed:
-        async with LiveClient(fake.url) as client:
+        async with ServerClient(fake.url) as client:
             client.model = "made-up"
-            return await replay(traffic, client, context)
+            return await replay(workload, client, context)
 
     return asyncio.run(send())
 
 
-def traffic_of(*requests: TimedRequest, warm: tuple[str, ...] = ()) -> Traffic:
-    return Traffic("made-up", "", "", warm, requests)
+def workload_of(*requests: Request) -> Workload:
+    return Workload("made-up", "", (), requests)
 
 
-def request(name: str, at: float = 0.0, **fields: Any) -> TimedRequest:
-    return TimedRequest(name, at, lambda: f"prompt {name}", fields.pop("tokens", 4), **fields)
+def request(name: str, **fields: Any) -> Request:
+    return Request(name, lambda: f"prompt {name}", fields.pop("tokens", 4), **fields)
 
 
 def test_two_equal_servers(tmp_path: Path) -> None:
@@ -136,22 +139,22 @@ def test_without_matplotlib_there_are_no_plots(
     def missing(w: Any, names: Any) -> str:
         raise ImportError("matplotlib")
 
-    monkeypatch.setattr(live_report, "live_plot", missing)
+    monkeypatch.setattr(report, "time_plots", missing)
     with serving(Fake()) as a:
         ab(tmp_path, "--urls", a.url, a.url, "--workload", "few-shot", *SMALL)
-    assert "no plots, because matplotlib" in (tmp_path / "out" / "report.html").read_text()
+    assert "No plots, because matplotlib" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_each_fault_is_counted_under_its_name() -> None:
     faults = {"p4": 404, "p5": 503, "pd": "drop", "pe": "error", "p0": "empty"}
     with serving(Fake(faults=faults, context=60, shows_context=False)) as fake:
-        traffic = traffic_of(
+        workload = workload_of(
             *(request(name) for name in ("p4", "p5", "pd", "pe", "p0", "ok")),
             request("long", tokens=70),
             request("child", after="ok"),
             request("orphan", after="p5"),
         )
-        found = run(fake, traffic)
+        found = run(fake, workload)
     statuses = {outcome.name: outcome.status for outcome in found.outcomes}
     assert statuses == {
         "p4": "refused", "p5": "failed", "pd": "lost", "pe": "failed", "p0": "failed",
@@ -234,7 +237,7 @@ def test_a_stream_without_its_end_is_a_lost_request(tmp_path: Path) -> None:
     """A proxy in between may close the stream of a server that died as if it were complete."""
     faults = {"prompt a": "cut", "prompt b": "end"}
     with serving(Fake(faults=faults)) as fake:
-        found = run(fake, traffic_of(request("a"), request("b"), request("c")))
+        found = run(fake, workload_of(request("a"), request("b"), request("c")))
     assert [o.status for o in found.outcomes] == ["lost", "answered", "answered"]
     assert found.outcomes[0].detail == "the stream ended after 1 of 4 tokens, without an end mark"
     assert not found.died
@@ -249,7 +252,7 @@ def test_a_stream_without_its_end_is_a_lost_request(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_pieces_of_another_form_are_a_failed_request(piece: Any) -> None:
     with serving(Fake(faults={"prompt a": piece})) as fake:
-        (outcome,) = run(fake, traffic_of(request("a"))).outcomes
+        (outcome,) = run(fake, workload_of(request("a"))).outcomes
     assert outcome.status == "failed"
     assert "the stream cannot be read" in outcome.detail
 
@@ -342,17 +345,17 @@ def test_counters_come_from_the_state_file_or_the_page(tmp_path: Path) -> None:
     assert counters_of_page(page) == expected
     assert counters_of_page("vllm:x 3") is None
     with serving(Fake(metrics=page)) as fake:
-        assert LiveCounters(fake.url, tmp_path).read() == expected
+        assert ServerCounters(fake.url, tmp_path).read() == expected
     state = make_state()
     state.count_host("x", 4)
     StateWriter(state, tmp_path).look()
-    assert LiveCounters("http://localhost:1", tmp_path).read() == state.counters()
-    assert LiveCounters("http://example.invalid:1", tmp_path).state() is None
+    assert ServerCounters("http://localhost:1", tmp_path).read() == state.counters()
+    assert ServerCounters("http://example.invalid:1", tmp_path).state() is None
 
 
 def test_addresses() -> None:
     for wrong in ("", "http://", "ftp://x", "http://a?b", "a:999999", "a:-1"):
-        with pytest.raises(LiveError):
+        with pytest.raises(ServerError):
             base_url(wrong)
 
 
@@ -366,18 +369,18 @@ def side(tpot: float, ttft: float = 0.1, count: int = 20, lost: int = 0) -> Repl
     return Replayed(tuple(found), 5.0)
 
 
-def result(*runs: tuple[Replayed, Replayed], device: str = "cuda", **fields: Any) -> LiveResult:
+def result(*runs: tuple[Replayed, Replayed], device: str = "cuda", **fields: Any) -> AbResult:
     offers = Offers("m", None, 0, 4.0)
     sides = [
-        SideRun(name, "http://x", offers, tuple(pair[at] for pair in runs), (), (), device, "")
+        SideRun(name, "http://x", offers, tuple(pair[at] for pair in runs), (), (), device)
         for at, name in enumerate("AB")
     ]
     workloads = [
-        LiveWorkload(f"w{at}", "", "", pair, (None, None), agreement(*pair))
+        ComparedWorkload(f"w{at}", "", "", pair, (None, None), agreement(*pair))
         for at, pair in enumerate(runs)
     ]
     values = {"interrupted": False, **fields}
-    return LiveResult(("A", "B"), tuple(sides), tuple(workloads), **values)
+    return AbResult(("A", "B"), tuple(sides), tuple(workloads), **values)
 
 
 @pytest.mark.parametrize(
@@ -410,7 +413,7 @@ def test_the_interval_contains_the_change_and_grows_with_noise() -> None:
     def change(noise: float) -> tuple[float, float, float]:
         noisy = [side(0.01 * (1 + noise * ((i * 7) % 5 - 2))).outcomes[i] for i in range(20)]
         pair = (side(0.01), Replayed(tuple(noisy), 5.0))
-        found = paired_change(LiveWorkload("w", "", "", pair, (None, None), LiveAgreement(0, 0)))
+        found = paired_change(ComparedWorkload("w", "", "", pair, (None, None), Agreement(0, 0)))
         assert found is not None
         return found
 
@@ -424,15 +427,16 @@ def test_the_interval_contains_the_change_and_grows_with_noise() -> None:
 def test_the_table_fits_a_terminal_and_the_page_compares_the_same_steps(tmp_path: Path) -> None:
     counters = Counters(10, 10, 3, {}, 33_440_000_000, 133_760_000_000, 0.0)
     found = result((side(1.0646), side(1.2345, ttft=1.5, count=200)))
-    workload = replace(found.workloads[0], workload="document-questions", counters=(None, counters))
+    workload = replace(found.workloads[0], name="document-questions", counters=(None, counters))
     found = replace(found, workloads=(workload,))
     console = Console(file=StringIO(), width=80, color_system=None)
-    print_live(found, console)
+    print_result(found, console)
     printed = console.file.getvalue()
     assert "…" not in printed
-    (row,) = (line for line in printed.splitlines() if "200/200" in line)
-    assert row.split()[-2:] == ["75.0", "%"]
-    page, data = write_live_report(found, tmp_path / "new", "")
+    assert "200/200" in printed
+    (row,) = (line for line in printed.splitlines() if "75.0 %" in line)
+    assert row.split()[1:5] == ["13.38", "GB", "3.34", "GB"]
+    page, data = write_report(found, tmp_path / "new", "")
     modes = [path.stat().st_mode & 0o777 for path in (page.parent, page, data)]
     assert modes == [0o700, 0o600, 0o600]
     read = "<td>13.38 GB</td><td>3.34 GB</td><td>75.0 %</td>"
@@ -441,7 +445,7 @@ def test_the_table_fits_a_terminal_and_the_page_compares_the_same_steps(tmp_path
 
 def test_axes_have_plain_numbers() -> None:
     (workload,) = result((side(0.05, ttft=0.13), side(1.2, ttft=6.5))).workloads
-    drawn = base64.b64decode(live_plot(workload, ("A", "B")).split(",", 1)[1]).decode()
+    drawn = base64.b64decode(time_plots(workload, ("A", "B")).split(",", 1)[1]).decode()
     assert [n for n in ("200", "500", "1,000", "2,000", "5,000") if f">{n}<" not in drawn] == []
 
 
@@ -454,11 +458,11 @@ def test_answers_without_ids_are_compared_by_text() -> None:
         return Replayed((Outcome("r", 0, 0, 0, "answered", "", 4, answer),), 1)
 
     first = answered("long word", " b", "c", "d")
-    assert agreement(first, first) == LiveAgreement(1, 1)
+    assert agreement(first, first) == Agreement(1, 1, tokens=4)
     other = answered("long word", " b", "X", "d")
-    assert agreement(first, other) == LiveAgreement(1, 0, (Difference("r", 2, None),))
+    assert agreement(first, other) == Agreement(1, 0, (Difference("r", 2, None),), tokens=2)
     cut = answered("long word", " b")
-    assert agreement(first, cut) == LiveAgreement(1, 0, (Difference("r", 2, None),))
+    assert agreement(first, cut) == Agreement(1, 0, (Difference("r", 2, None),), tokens=2)
 
 
 def sampled(*texts: str, ids: bool = True) -> Replayed:
@@ -497,10 +501,11 @@ def test_samples_of_one_prompt_are_compared_in_any_order(
     assert found.compared - found.equal == len(differences)
 
 
+@pytest.mark.parametrize("counts", [True, False])
 def test_servers_of_its_own_run_one_after_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: bool
 ) -> None:
-    """With --rate and no --urls, the host's own backend comes first, then the plugin."""
+    """The host's own backend comes first, then the plugin; it must have counted steps."""
     pytest.importorskip("sglang")
     running: list[str] = []
     started: list[tuple[str | None, dict[str, str]]] = []
@@ -514,30 +519,120 @@ def test_servers_of_its_own_run_one_after_the_other(
             on_start(made)(0.5)
             backend = dict(pairwise(made.arguments)).get("--attention-backend")
             started.append((backend, dict(made.environment)))
+            self.command = made
+            self.process = SimpleNamespace(check_alive=lambda: None)
             self._serving = serving(Fake())
-
-        def counts(self) -> bool:
-            return True
+            log.write_text("deft: these layers run through fa3\n")
 
         def __enter__(self) -> Any:
             assert not running
             fake = self._serving.__enter__()
             running.append(fake.url)
             self.url = fake.url
+            if counts:
+                state = make_state()
+                state.port, state.device = urlsplit(fake.url).port or 0, "cpu"
+                state.count_host("x", 4)
+                StateWriter(state, self.state_folder).look()
             return self
 
         def __exit__(self, *error: Any) -> None:
             running.clear()
             self._serving.__exit__(*error)
 
-    monkeypatch.setattr(live_sides, "CountedServer", Started)
-    data, printed = ab(
-        tmp_path, "--host", "sglang", "--rate", "100", "--workload", "few-shot", *SMALL
-    )
-    assert [side["name"] for side in data["sides"]] == ["host", "deft"]
+    monkeypatch.setattr(sides, "CountedServer", Started)
+    options = ("--host", "sglang", "--rate", "100", "--workload", "few-shot", *SMALL)
+    data, printed = ab(tmp_path, *options, code=0 if counts else 2)
     (host, deft) = started
     assert (host[0], deft[0]) == (None, "deft")
     assert host[1]["DEFT_OBSERVE"] == "1"
+    assert "host's own backend" in printed
+    if not counts:
+        assert "log says 'deft: these layers run through fa3'. The log is" in printed
+        return
+    assert [side["name"] for side in data["sides"]] == ["host", "deft"]
     assert data["workloads"][0]["agreement"]["equal"] == 9
     assert data["workloads"][0]["arrivals"].startswith("Poisson, 100 a second")
-    assert "host's own backend" in printed
+    assert "--attention-backend deft" in data["sides"][1]["command"]
+
+
+EXACT = ("--workload", "few-shot", "--workload", "tree-of-thoughts", "--exact", *SMALL)
+
+
+def test_exact_shows_both_log_probabilities_of_a_difference(tmp_path: Path) -> None:
+    """Even a near tie ends with exit code 1; what continues a difference is not compared."""
+    with serving(Fake()) as a, serving(Fake(salt="z", margin=0.02)) as b:
+        data, printed = ab(tmp_path, "--urls", a.url, b.url, *EXACT, code=1)
+    assert all(body["logprobs"] == 2 for body in (*a.bodies, *b.bodies) if body.get("stream"))
+    few, tree = (workload["agreement"] for workload in data["workloads"])
+    difference = few["differences"][0]
+    (first, second) = difference["tokens"]
+    assert (first[1], second) == (-0.1, ["z", -0.1])
+    assert difference["margin"] == pytest.approx(9.0)  # the surer server counts
+    assert f"after 3 tokens A says '{first[0]}' (-0.100), B says 'z' (-0.100)" in printed
+    assert "✗ tokens differ" in printed
+    assert (few["tokens"], few["largest_gap"]) == (9 * 3, 0.0)
+    assert tree["not_compared"] > 0
+    thoughts = sum(len(requests) for requests in data["workloads"][1]["requests"]) // 2
+    assert tree["compared"] + tree["not_compared"] == thoughts
+    assert not data["same"]
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "B says &#x27;z&#x27; (-0.100)" in page
+
+
+def test_exact_answers_of_equal_servers(tmp_path: Path) -> None:
+    with serving(Fake()) as a:
+        data, printed = ab(tmp_path, "--urls", a.url, a.url, *EXACT)
+    assert data["same"]
+    assert "✓ all" in printed
+
+
+def test_a_near_tie_is_a_fault_only_where_every_token_counts() -> None:
+    pair = (sampled("abcd"), sampled("abce"))
+    near = replace(agreement(*pair), differences=(Difference("r", 3, 0.01),))
+    workload = ComparedWorkload("w", "", "", pair, (None, None), near)
+    tied = replace(result(pair), workloads=(workload,))
+    assert (tied.faults, replace(tied, exact=True).faults) == (False, True)
+
+
+def test_the_page_shows_the_environment_and_the_speculation(tmp_path: Path) -> None:
+    outcome = result((side(0.02), side(0.01)))
+    first, second = outcome.sides
+    sides = (replace(first, acceptance_length=2.504, command="python -m host"), second)
+    facts = {"versions": {"torch": "2.11.0"}, "commit": "abc123"}
+    outcome = replace(outcome, sides=sides, provenance=facts)
+    page, data = write_report(outcome, tmp_path, "deft ab")
+    text = page.read_text()
+    for expected in ("A 2.50, B –", "2.11.0", "abc123", "# A\npython -m host"):
+        assert expected in text
+    assert json.loads(data.read_text())["sides"][0]["acceptance_length"] == 2.504
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("[08:00:00] deft: MLA is not supported; all attention runs through the host (fa3)",
+         "deft: MLA is not supported; all attention runs through the host (fa3)"),
+        ("WARNING [say.py:16] deft: head dimension 18; these layers run through FLEX alone",
+         "deft: head dimension 18; these layers run through FLEX alone"),
+        ("deft: decode goes through tree attention (policy auto); everything else through fa3",
+         None),
+        ("the server is ready", None),
+    ],
+)  # fmt: skip
+def test_the_line_of_a_refusal(line: str, expected: str | None) -> None:
+    assert sides.refusal(f"loading\n{line}\nfired up") == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(None, "–"), (0, "0 B"), (999, "999 B"), (1500, "1.50 kB"), (2.5e6, "2.50 MB"),
+     (3e9, "3.00 GB")],
+)  # fmt: skip
+def test_bytes(value: float | None, shown: str) -> None:
+    assert megabytes(value) == shown
+
+
+def test_no_minus_zero() -> None:
+    assert percent(-0.0001) == "0.0 %"
+    assert percent(-0.012) == "-1.2 %"

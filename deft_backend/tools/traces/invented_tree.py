@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from deft_backend.tools.ab.invented_text import passage
+from deft_backend.tools.traces.invented_text import passage
 from deft_backend.tools.traces.trace_files import ROOT, ThoughtTree, TraceError, lay_out
 
 

@@ -21,27 +21,22 @@ class ClientError(RuntimeError):
 
 
 class Dialect(Protocol):
-    """The form of an endpoint's requests and answers."""
+    """The form of a host's requests and answers of token ids."""
 
     path: str
+    takes_in_together: bool
 
     async def prepare(self, get: Get) -> None:
         """Read from the server's documents the fields that every request must have."""
         ...
 
-    def stream_body(self, prompt: Any, tokens: int, n: int) -> dict[str, Any]:
-        """A request for `n` streamed answers to one prompt."""
+    def stream_body(self, prompt: Ids, tokens: int) -> dict[str, Any]:
+        """A request for one streamed answer."""
         ...
 
-    def take(self, content: Any, answers: Sequence[Answer], now: float) -> int:
-        """Add a streamed piece that arrived `now` to its answer; returns its new tokens."""
+    def take(self, content: Any, answer: Answer, now: float) -> None:
+        """Add a streamed piece that arrived `now` to its answer."""
         ...
-
-
-class BatchDialect(Dialect, Protocol):
-    """A dialect of token ids: whole batches in one request, and gaps of log-probability."""
-
-    takes_in_together: bool
 
     def batch_body(self, prompts: Sequence[Ids], tokens: int, *, logprobs: bool) -> dict[str, Any]:
         """A request for one answer to each prompt."""
@@ -75,9 +70,7 @@ class SGLangDialect:
             body |= {"return_logprob": True, "top_logprobs_num": TOP}
         return body
 
-    def stream_body(self, prompt: Ids, tokens: int, n: int) -> dict[str, Any]:
-        if n != 1:
-            raise ClientError(f"{self.path} is asked for {n} streamed answers; expected 1")
+    def stream_body(self, prompt: Ids, tokens: int) -> dict[str, Any]:
         return {**_sglang_body(tokens), "input_ids": list(prompt), "stream": True}
 
     def answers(self, content: Any) -> list[Answer]:
@@ -96,15 +89,14 @@ class SGLangDialect:
             )
         return found
 
-    def take(self, content: Any, answers: Sequence[Answer], now: float) -> int:
+    def take(self, content: Any, answer: Answer, now: float) -> None:
         _refuse_error(self.path, content)
-        (answer,) = answers
         meta = content["meta_info"]
         answer.cached = meta.get("cached_tokens", answer.cached)
         ids: list[int] = content["output_ids"]
         fresh = meta["completion_tokens"] - len(answer.ids)
         # Pieces hold all ids so far, or only the new ones.
-        return _arrived(answer, ids[-fresh:] if fresh > 0 else [], now)
+        _arrived(answer, ids[-fresh:] if fresh > 0 else [], now)
 
     def gap_body(self, prompt: Ids, token: int) -> dict[str, Any]:
         return {**self.batch_body([prompt], 1, logprobs=True), "token_ids_logprob": [token]}
@@ -116,10 +108,11 @@ class SGLangDialect:
         return likeliest - float(value)
 
 
-class _Completions:
-    """The common part of both dialects of ``/v1/completions``."""
+class VLLMDialect:
+    """vLLM's ``/v1/completions``, with token ids."""
 
     path = "/v1/completions"
+    takes_in_together = False
 
     def __init__(self) -> None:
         self.model = ""
@@ -136,21 +129,13 @@ class _Completions:
             "ignore_eos": True, "return_token_ids": True,
         }  # fmt: skip
 
-
-class VLLMDialect(_Completions):
-    """vLLM's ``/v1/completions``, with token ids."""
-
-    takes_in_together = False
-
     def batch_body(self, prompts: Sequence[Ids], tokens: int, *, logprobs: bool) -> dict[str, Any]:
         body = {**self._body([list(prompt) for prompt in prompts], tokens), "stream": False}
         if logprobs:
             body |= {"logprobs": TOP, "return_tokens_as_token_ids": True}
         return body
 
-    def stream_body(self, prompt: Ids, tokens: int, n: int) -> dict[str, Any]:
-        if n != 1:
-            raise ClientError(f"{self.path} is asked for {n} streamed answers; expected 1")
+    def stream_body(self, prompt: Ids, tokens: int) -> dict[str, Any]:
         return {**self._body([list(prompt)], tokens), "stream": True}
 
     def answers(self, content: Any) -> list[Answer]:
@@ -169,11 +154,10 @@ class VLLMDialect(_Completions):
             )
         return found
 
-    def take(self, content: Any, answers: Sequence[Answer], now: float) -> int:
+    def take(self, content: Any, answer: Answer, now: float) -> None:
         _refuse_error(self.path, content)
-        (answer,) = answers
         ids = [id for choice in content["choices"] for id in choice.get("token_ids") or []]
-        return _arrived(answer, ids, now)
+        _arrived(answer, ids, now)
 
     def gap_body(self, prompt: Ids, token: int) -> dict[str, Any]:
         # vLLM reports the log-probability of each token of a prompt. Of an answer's tokens it
@@ -188,42 +172,14 @@ class VLLMDialect(_Completions):
         return likeliest - float(last[str(token)]["logprob"])
 
 
-class TextDialect(_Completions):
-    """``/v1/completions`` of either host, with text: the endpoint that users' clients call."""
-
-    def stream_body(self, prompt: str, tokens: int, n: int) -> dict[str, Any]:
-        body = {**self._body(prompt, tokens), "stream": True, "n": n, "logprobs": 2}
-        if n > 1:  # vLLM refuses several answers at temperature 0; top_k 1 is as greedy
-            body |= {"temperature": 1.0, "top_k": 1}
-        return body
-
-    def take(self, content: Any, answers: Sequence[Answer], now: float) -> int:
-        _refuse_error(self.path, content)
-        return sum(_take_choice(answers[choice["index"]], choice, now)
-                   for choice in content["choices"])  # fmt: skip
-
-
 def _sglang_body(tokens: int) -> dict[str, Any]:
     settings = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     return {"sampling_params": settings, "stream": False}
 
 
-def _take_choice(answer: Answer, choice: Any, now: float) -> int:
-    answer.text += choice.get("text") or ""
-    answer.ids.extend(choice.get("token_ids") or [])
-    found = choice.get("logprobs") or {}
-    tokens = found.get("tokens") or []
-    answer.tokens.extend(tokens)
-    answer.logprobs.extend(found.get("token_logprobs") or [])
-    answer.arrivals.extend([now] * len(tokens))
-    answer.top.extend(found.get("top_logprobs") or [])
-    return len(tokens)
-
-
-def _arrived(answer: Answer, ids: Sequence[int], now: float) -> int:
+def _arrived(answer: Answer, ids: Sequence[int], now: float) -> None:
     answer.ids.extend(ids)
     answer.arrivals.extend([now] * len(ids))
-    return len(ids)
 
 
 def _refuse_error(path: str, content: Any) -> None:

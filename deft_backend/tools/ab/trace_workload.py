@@ -1,18 +1,17 @@
-"""Traffic from a trace of arrivals: prompts are made so that equal hash ids share text."""
+"""A workload from a trace of arrivals: prompts are made so that equal hash ids share text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from deft_backend.tools.ab.invented_text import passage
 from deft_backend.tools.ab.workloads import TRACE
-from deft_backend.tools.harness.request_plan import WorkloadError
-from deft_backend.tools.harness.traffic import TimedRequest, Traffic, poisson
+from deft_backend.tools.harness.workload import Request, Workload, WorkloadError, poisson
 from deft_backend.tools.traces.arrivals import Arrival, shared_tokens
+from deft_backend.tools.traces.invented_text import passage
 
 
-def trace_traffic(
+def trace_workload(
     arrivals: Sequence[Arrival],
     *,
     name: str,
@@ -20,7 +19,7 @@ def trace_traffic(
     speed: float = 1.0,
     rate: float | None = None,
     seed: int = 0,
-) -> Traffic:
+) -> Workload:
     """The requests of a trace, at the times of the trace.
 
     Parameters
@@ -52,19 +51,19 @@ def trace_traffic(
     if rate is not None:
         times, said = poisson(len(arrivals), rate, seed)
     prompts = sum(arrival.input_length for arrival in arrivals)
-    return Traffic(
+    return Workload(
         TRACE,
         f"{len(arrivals):,} requests of {name}: {prompts:,} prompt tokens, "
         f"{shared_tokens(arrivals) / prompts:.0%} of them shared with an earlier request",
-        said,
         (),
         tuple(
-            TimedRequest(
-                f"request {at}", due, texts.maker(at, arrival), arrival.output_length,
+            Request(
+                f"request {at}", texts.maker(at, arrival), arrival.output_length, at=due,
                 prompt_tokens=arrival.input_length,
             )
             for at, (due, arrival) in enumerate(zip(times, arrivals, strict=True))
         ),
+        said,
     )  # fmt: skip
 
 

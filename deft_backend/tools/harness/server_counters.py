@@ -1,4 +1,4 @@
-"""The plugin's counters of a server that others started: from its state file, or its /metrics."""
+"""The plugin's counters of a server: from its state file, or from its /metrics."""
 
 from __future__ import annotations
 
@@ -28,13 +28,11 @@ from deft_backend.telemetry.state_reader import (
     settled_counters,
 )
 
-_WAIT_SECONDS = 1.0
-
 _SERIES = re.compile(r"(deft_\w+_total)(?:\{(.*)\})? (\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
-class LiveCounters:
+class ServerCounters:
     """Reads the counters of the server at a URL, if it shows any.
 
     Parameters
@@ -43,9 +41,12 @@ class LiveCounters:
         The server.
     folder : Path
         State files of servers on this machine.
+    wait_seconds : float
+        How long to wait for a state file: a server writes it a moment after its first decode step.
     """
 
-    def __init__(self, url: str, folder: Path) -> None:
+    def __init__(self, url: str, folder: Path, wait_seconds: float = 1.0) -> None:
+        self._wait_seconds = wait_seconds
         parts = urlsplit(url)
         self._url = url
         self._port = parts.port or 80
@@ -74,8 +75,7 @@ class LiveCounters:
             return None if found is None else found.counters
 
     def _file(self) -> Path | None:
-        """The state file; a server writes it a moment after its first decode step."""
-        end = time.monotonic() + _WAIT_SECONDS
+        end = time.monotonic() + self._wait_seconds
         while self._local:
             path = running_servers(self._folder).get(self._port)
             if path is not None:

@@ -1,4 +1,4 @@
-"""One request to a live server: send it, read its stream, and say what became of it."""
+"""One request to a server: send it, read its stream, and record what became of it."""
 
 from __future__ import annotations
 
@@ -100,13 +100,18 @@ class StreamReader:
             ids, text = choice.get("token_ids") or [], choice.get("text") or ""
             answer.ids.extend(ids)
             answer.text += text
-            fresh = len(ids)
+            likely = choice.get("logprobs") or {}
+            texts = likely.get("tokens") or []
+            answer.logprobs.extend(likely.get("token_logprobs") or [])
+            answer.top.extend(likely.get("top_logprobs") or [])
+            fresh = len(texts) or len(ids)
             if not fresh and len(self._answers) == 1 and usage.get("completion_tokens"):
                 fresh = int(usage["completion_tokens"]) - len(answer.arrivals)
             elif not fresh and text:
                 fresh = 1
             if fresh > 0:
-                answer.tokens.extend([text] + [""] * (fresh - 1))  # a piece may hold several tokens
+                # Without log-probabilities, a piece may hold several tokens and only their text.
+                answer.tokens.extend(texts or [text, *[""] * (fresh - 1)])
                 answer.arrivals.extend([now] * fresh)
                 self._on_tokens(fresh)
 

@@ -1,0 +1,1 @@
+"""A client of token ids, through the endpoint of either host."""

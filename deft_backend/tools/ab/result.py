@@ -1,0 +1,206 @@
+"""The result of a comparison, as the report and the terminal show it."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter as Tally
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from deft_backend.telemetry.counters import Counters
+from deft_backend.tools.ab.agreement import Agreement
+from deft_backend.tools.ab.run import SideRun
+from deft_backend.tools.harness.replay import Outcome, Replayed
+from deft_backend.tools.harness.streamed_request import ANSWERED, TOO_LONG
+from deft_backend.tools.harness.workload import Workload
+
+
+@dataclass(frozen=True)
+class KvRead:
+    """Bytes of KV that a decode step of one server reads, all layers, on average.
+
+    Both figures are for the same steps. The other server's steps hold other requests, because its
+    answers start and end at other times.
+
+    Attributes
+    ----------
+    query_by_query : float
+        Bytes that those steps would read if every query read its whole context, as in the host's
+        kernel.
+    read : float
+        Bytes that they read.
+    """
+
+    query_by_query: float
+    read: float
+
+    @property
+    def saved(self) -> float | None:
+        """Share of the reads that the plugin saves, 0 to 1; None if there is nothing to read."""
+        return 1.0 - self.read / self.query_by_query if self.query_by_query else None
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Medians and tails of one side of a workload, in seconds; None without an answer."""
+
+    answered: int
+    lost: Mapping[str, int]
+    ttft: float | None
+    ttft_p95: float | None
+    tpot: float | None
+    tpot_p95: float | None
+    tokens_a_second: float | None
+    prompt_tokens: int
+    late_p95: float | None
+
+    @property
+    def requests(self) -> int:
+        return self.answered + sum(self.lost.values())
+
+    @classmethod
+    def of(cls, run: Replayed) -> Figures:
+        answers = [o.answer for o in run.outcomes if o.answer is not None]
+        ttft = sorted(answer.ttft for answer in answers)
+        tpot = sorted(gap for answer in answers if (gap := answer.tpot) is not None)
+        late = sorted(o.sent - o.at for o in run.outcomes if o.answer is not None and o.at)
+        tokens = sum(len(answer.arrivals) for answer in answers)
+        return cls(
+            answered=len(answers),
+            lost=dict(Tally(o.status for o in run.outcomes if o.status != ANSWERED)),
+            ttft=statistics.median(ttft) if ttft else None,
+            ttft_p95=_tail(ttft),
+            tpot=statistics.median(tpot) if tpot else None,
+            tpot_p95=_tail(tpot),
+            tokens_a_second=tokens / run.seconds if run.seconds else None,
+            prompt_tokens=sum(o.prompt_tokens or 0 for o in run.outcomes),
+            late_p95=_tail(late),
+        )
+
+
+def _tail(ordered: Sequence[float]) -> float | None:
+    return ordered[round(0.95 * (len(ordered) - 1))] if ordered else None
+
+
+@dataclass(frozen=True)
+class ComparedWorkload:
+    """One workload on both sides."""
+
+    name: str
+    description: str
+    arrivals: str
+    runs: tuple[Replayed, Replayed]
+    counters: tuple[Counters | None, Counters | None]
+    agreement: Agreement
+
+    @property
+    def figures(self) -> tuple[Figures, Figures]:
+        return Figures.of(self.runs[0]), Figures.of(self.runs[1])
+
+    def kv_read(self, side: int) -> KvRead | None:
+        """KV reads of a decode step of one side; None if its counters are unknown."""
+        counted = self.counters[side]
+        if counted is None or not counted.decode_steps:
+            return None
+        steps = counted.decode_steps
+        return KvRead(counted.kv_bytes_query_guided / steps, counted.kv_bytes_read / steps)
+
+
+@dataclass(frozen=True)
+class AbResult:
+    """Everything that the report shows.
+
+    `exact`: every token counts, so that any difference is a fault.
+    """
+
+    names: tuple[str, str]
+    sides: tuple[SideRun, ...]
+    workloads: tuple[ComparedWorkload, ...]
+    interrupted: bool
+    provenance: Mapping[str, object] = field(default_factory=dict)
+    exact: bool = False
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether a server says that it runs on a CPU, where times mean nothing."""
+        return any(side.device.startswith("cpu") for side in self.sides)
+
+    @property
+    def same(self) -> bool:
+        """Whether every compared answer has the same tokens."""
+        return not any(w.agreement.differences for w in self.workloads)
+
+    @property
+    def faults(self) -> bool:
+        """Whether a server lost a request that it could take, or gave a wrong answer."""
+        lost = any(
+            status != TOO_LONG for w in self.workloads for f in w.figures for status in f.lost
+        )
+        died = any(run.died for side in self.sides for run in side.runs)
+        wrong = any(w.agreement.unexplained for w in self.workloads)
+        return lost or died or wrong or (self.exact and not self.same)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: figures, each request's times, and the tokens that differ; no prompts."""
+        return {
+            "schema": 3,
+            "same": self.same,
+            "exact": self.exact,
+            "interrupted": self.interrupted,
+            "sides": [
+                {"name": s.name, "url": s.url, "device": s.device, "backend": s.backend,
+                 "policy": s.policy, "command": s.command,
+                 "acceptance_length": s.acceptance_length, **asdict(s.offers)}
+                for s in self.sides
+            ],
+            "workloads": [_workload_json(w) for w in self.workloads],
+            "provenance": dict(self.provenance),
+        }  # fmt: skip
+
+
+def compare_sides(
+    names: tuple[str, str], sides: Sequence[SideRun], workloads: Sequence[Workload],
+    *, interrupted: bool, provenance: Mapping[str, object], exact: bool = False,
+) -> AbResult:  # fmt: skip
+    """The result of both runs; of an interrupted comparison, the part that ran."""
+    empty = Replayed((), 0.0, interrupted=interrupted)
+    compared = []
+    for at, workload in enumerate(workloads):
+        runs = [side.runs[at] if at < len(side.runs) else empty for side in sides]
+        counts = [side.counters[at] if at < len(side.counters) else None for side in sides]
+        while len(runs) < 2:
+            runs.append(empty)
+            counts.append(None)
+        if not any(run.outcomes for run in runs):
+            continue
+        agreed = sides[1].agreements if len(sides) > 1 else ()
+        compared.append(
+            ComparedWorkload(
+                workload.name, workload.description, workload.arrivals, (runs[0], runs[1]),
+                (counts[0], counts[1]), agreed[at] if at < len(agreed) else Agreement(0, 0),
+            )
+        )  # fmt: skip
+    return AbResult(names, tuple(sides), tuple(compared), interrupted, provenance, exact)
+
+
+def _workload_json(w: ComparedWorkload) -> dict[str, Any]:
+    reads = [w.kv_read(side) for side in (0, 1)]
+    return {
+        "workload": w.name, "description": w.description, "arrivals": w.arrivals,
+        "figures": [asdict(f) for f in w.figures],
+        "counters": [None if c is None else c.as_json() for c in w.counters],
+        "kv_bytes_a_step": [None if r is None else {**asdict(r), "saved": r.saved} for r in reads],
+        "agreement": asdict(w.agreement),
+        "died": [run.died for run in w.runs],
+        "requests": [[_outcome_json(o) for o in run.outcomes] for run in w.runs],
+    }  # fmt: skip
+
+
+def _outcome_json(o: Outcome) -> dict[str, Any]:
+    arrivals = [] if o.answer is None else [round(at, 5) for at in o.answer.arrivals]
+    return {
+        "name": o.name, "index": o.index, "due": round(o.at, 4), "sent": round(o.sent, 4),
+        "status": o.status, "detail": o.detail, "prompt_tokens": o.prompt_tokens,
+        "arrivals": arrivals,
+    }  # fmt: skip

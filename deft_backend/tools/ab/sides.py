@@ -1,0 +1,151 @@
+"""The two servers of a comparison: servers that run already, or servers of our own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from deft_backend.tools.harness.counted_server import CountedServer
+from deft_backend.tools.harness.server_counters import ServerCounters
+from deft_backend.tools.servers.command import (
+    BACKEND,
+    BACKEND_NAMES,
+    ServerCommand,
+    free_port,
+    server_command,
+)
+
+_REFUSED = re.compile("deft: .*(all attention|these layers) runs? through ")
+
+
+class AbError(RuntimeError):
+    """The comparison could not be made."""
+
+
+class StartWatcher(Protocol):
+    """Receives the start of servers."""
+
+    def starting(self, side: str, command: ServerCommand) -> Callable[[float], None]:
+        """A server starts; the caller passes the seconds waited so far to the returned function."""
+        ...
+
+    def started(self, side: str) -> None:
+        """The server answers."""
+        ...
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server while requests run against it; the other fields are of a server of our own.
+
+    Attributes
+    ----------
+    url : str
+    folder : Path
+        State files of servers on this machine.
+    command : str
+        As typed in a shell.
+    log : Path, optional
+    check_alive : callable
+        Raises StartError, with the end of the log, if the server has ended.
+    plugin : str
+        The plugin's name as an attention backend, if this server was started with it.
+    """
+
+    url: str
+    folder: Path
+    command: str = ""
+    log: Path | None = None
+    check_alive: Callable[[], None] = lambda: None
+    plugin: str = ""
+
+    def counters(self) -> ServerCounters:
+        return ServerCounters(self.url, self.folder, wait_seconds=1.0 if self.log is None else 5.0)
+
+    def check_counted(self) -> None:
+        """Raise :class:`AbError` if the plugin was asked for, and counted no decode step."""
+        counted = self.counters().read() if self.plugin else None
+        if self.log is None or not self.plugin or (counted and counted.decode_steps):
+            return
+        line = refusal(self.log.read_text(errors="replace"))
+        why = f"its log says {line!r}" if line else "the plugin counted no step; run 'deft doctor'"
+        raise AbError(
+            f"the server was started with --attention-backend {self.plugin}, but {why}. The log "
+            f"is {self.log}"
+        )
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two servers.
+
+    Attributes
+    ----------
+    name : str
+        In the report.
+    title : str
+        A line for the terminal before its run; empty if its start prints one.
+    open : callable
+        A context manager around the server.
+    """
+
+    name: str
+    title: str
+    open: Callable[[], AbstractContextManager[RunningServer]]
+
+
+def running_sides(urls: Sequence[str], folder: Path) -> tuple[Side, Side]:
+    """Two servers that run, called A and B; `folder` holds state files of this machine."""
+
+    @contextmanager
+    def opened(url: str) -> Iterator[RunningServer]:
+        yield RunningServer(url, folder)
+
+    first, second = urls
+    return (
+        Side("A", f"A: {first}", partial(opened, first)),
+        Side("B", f"B: {second}", partial(opened, second)),
+    )
+
+
+def started_sides(
+    model: str, host: str, logs: Path, watcher: StartWatcher, *, policy: str | None,
+    baseline: str | None, host_arguments: Sequence[str],
+) -> tuple[Side, Side]:  # fmt: skip
+    """The host with its own backend, and with the plugin; each runs while it is measured."""
+
+    def command(side: str, state_folder: Path) -> ServerCommand:
+        observe: Mapping[str, str] = {"DEFT_OBSERVE": "1"} if side == "host" else {}
+        return server_command(
+            model, free_port(), host=host, backend=baseline if side == "host" else BACKEND,
+            policy=policy if side == "deft" else None, host_arguments=host_arguments,
+            environment={"DEFT_STATE_DIR": str(state_folder), **observe},
+        )  # fmt: skip
+
+    @contextmanager
+    def opened(side: str) -> Iterator[RunningServer]:
+        log = logs / f"{side}.log"
+        with CountedServer(
+            partial(command, side), log, on_start=partial(watcher.starting, side)
+        ) as server:
+            watcher.started(side)
+            yield RunningServer(
+                server.url, server.state_folder, server.command.shell(), log,
+                server.process.check_alive, BACKEND_NAMES[host] if side == "deft" else "",
+            )  # fmt: skip
+
+    return (
+        Side("host", "", partial(opened, "host")),
+        Side("deft", "", partial(opened, "deft")),
+    )
+
+
+def refusal(log: str) -> str | None:
+    """The line in which the plugin leaves a server to its host's own backend; None: no line."""
+    lines = [line[line.index("deft: ") :] for line in log.splitlines() if _REFUSED.search(line)]
+    return lines[-1] if lines else None

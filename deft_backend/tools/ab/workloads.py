@@ -1,0 +1,126 @@
+"""The workloads that `deft ab` replays: one function each, the same requests on every machine."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from deft_backend.tools.ab.invented_text import passage, question
+from deft_backend.tools.harness.thought_requests import thought_requests
+from deft_backend.tools.harness.workload import Request, Workload, WorkloadError
+from deft_backend.tools.traces.trace_files import ThoughtTree
+
+WORKLOADS = ("few-shot", "parallel-samples", "document-questions", "tree-of-thoughts", "unshared")
+"""The workloads that run if the user names none."""
+
+ROLLOUTS = {f"rollout-{samples}": samples for samples in (8, 16, 64)}
+"""Names of the rollout workloads, with the samples of one prompt."""
+
+TRACE = "trace"
+"""The workload that replays a trace of arrivals."""
+
+CHOICES = (*WORKLOADS, *ROLLOUTS)
+
+
+def few_shot(branches: int, characters: int, max_tokens: int) -> Workload:
+    """Questions behind one prompt of notes (DeFT, section 4.1)."""
+    prompt = passage(characters, 1)
+    return Workload(
+        "few-shot",
+        f"{branches} questions behind one prompt of {characters} characters",
+        (prompt,),
+        tuple(
+            Request(f"branch {i}", prompt + question(i, prompt), max_tokens)
+            for i in range(branches)
+        ),
+    )
+
+
+def parallel_samples(samples: int, characters: int, max_tokens: int) -> Workload:
+    """Several answers to one prompt. They are greedy, so all of them must be equal."""
+    notes = passage(characters, 2)
+    prompt = notes + question(0, notes)
+    return Workload(
+        "parallel-samples",
+        f"one prompt of {len(prompt)} characters, n = {samples}",
+        (prompt,),
+        (Request("samples", prompt, max_tokens, n=samples),),
+    )
+
+
+def document_questions(
+    documents: int, questions: int, characters: int, max_tokens: int
+) -> Workload:
+    """Several questions about each of several documents, behind one instruction."""
+    texts = [f"Answer from the notes.\n\n{passage(characters, 3000 + d)}" for d in range(documents)]
+    return Workload(
+        "document-questions",
+        f"{questions} questions about each of {documents} documents of {characters} characters",
+        tuple(texts),
+        tuple(  # the documents take turns, as in real traffic
+            Request(f"document {d} question {q}", text + question(q, text), max_tokens)
+            for q in range(questions)
+            for d, text in enumerate(texts)
+        ),
+    )
+
+
+def rollout(samples: int, characters: int, mean_tokens: int) -> Workload:
+    """Samples of one prompt with long answers of unequal length, as in RL.
+
+    Lengths are log-normal, at most four times the mean. So answers end one by one, and the last
+    ones decode almost alone. Decoding is greedy, so that tokens can be compared.
+    """
+    chance = random.Random("rollout 4")
+    notes = passage(characters, 4)
+    prompt = notes + question(0, notes)
+    drawn = [mean_tokens * chance.lognormvariate(-0.2, 0.63) for _ in range(samples)]
+    lengths = [max(1, min(round(length), 4 * mean_tokens)) for length in drawn]
+    return Workload(
+        f"rollout-{samples}",
+        f"{samples} samples of one prompt of {len(prompt)} characters, answers of {min(lengths)} "
+        f"to {max(lengths)} tokens",
+        (prompt,),
+        tuple(Request(f"sample {at}", prompt, length) for at, length in enumerate(lengths)),
+    )
+
+
+def unshared(requests: int, characters: int, max_tokens: int) -> Workload:
+    """Prompts that differ from their first character on: tree attention must lose nothing here."""
+    notes = [passage(characters, 5000 + i) for i in range(requests)]
+    return Workload(
+        "unshared",
+        f"{requests} prompts of {characters} characters, all different",
+        (),
+        tuple(
+            Request(f"request {i}", f"{i + 1}. {text}{question(0, text)}", max_tokens)
+            for i, text in enumerate(notes)
+        ),
+    )
+
+
+def tree_of_thoughts(tree: ThoughtTree, scale: float) -> Workload:
+    """A recorded or invented tree: one request for each thought; its children start when it ends.
+
+    A child's prompt is its parent's prompt and answer, and a line of its own. Without that line,
+    greedy decoding would give all siblings the same answer. An empty thought sends no request.
+    """
+    if not tree.nodes:
+        raise WorkloadError("the trace's tree holds no nodes (it was recorded as incomplete)")
+    if not (scale > 0 and math.isfinite(scale)):
+        raise WorkloadError(f"the scale is {scale}; expected a number above 0")
+    scaled = tree.scaled(scale)
+    requests = thought_requests(scaled, scaled.prompt, _mark)
+    if not requests:
+        raise WorkloadError("the trace's tree holds a prompt but no thoughts; choose another")
+    return Workload(
+        "tree-of-thoughts",
+        f"{len(requests)} thoughts, {scaled.last_iteration} iterations, scale {scale:g}",
+        (scaled.prompt,),
+        requests,
+    )
+
+
+def _mark(node: int) -> str:
+    """A line that makes thoughts differ. Its one clear answer avoids ties in greedy decoding."""
+    return f"\n\nCount from {node} to {node + 12}."

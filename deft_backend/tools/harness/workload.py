@@ -1,0 +1,125 @@
+"""A workload as data: the requests for a server, their order and their times."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+Prompt = str | tuple[int, ...]
+"""Text, or token ids."""
+
+
+class WorkloadError(ValueError):
+    """The workload is unknown, or cannot have the given sizes."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion request.
+
+    Attributes
+    ----------
+    name : str
+        Unique in its workload.
+    prompt : str, tuple of int or callable
+        Text, token ids, or a function that makes the text when it is needed. With `after`, the part
+        behind the earlier request's prompt and answer.
+    max_tokens : int
+        Tokens to decode, exactly (the end-of-sequence token is ignored).
+    n : int
+        Answers to the prompt.
+    after : str, optional
+        Name of the request whose answer this request continues; it starts when that answer ends.
+    at : float
+        Seconds from the start until it is sent.
+    prompt_tokens : int, optional
+        Tokens that the prompt should have.
+    """
+
+    name: str
+    prompt: Prompt | Callable[[], str]
+    max_tokens: int
+    n: int = 1
+    after: str | None = None
+    at: float = 0.0
+    prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise WorkloadError(
+                f"{self.name} asks for {self.max_tokens} tokens; expected 1 or more"
+            )
+
+    def text(self) -> str:
+        """The prompt of a request of text."""
+        if isinstance(self.prompt, tuple):
+            raise TypeError(f"{self.name} has token ids; expected text")
+        return self.prompt if isinstance(self.prompt, str) else self.prompt()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests for one server.
+
+    Attributes
+    ----------
+    name : str
+    description : str
+        A description of the requests, in one line.
+    warm : tuple of prompts
+        Prompts sent one after another before the clock starts, so that the server caches shared
+        prefixes.
+    requests : tuple of Request
+    arrivals : str
+        How requests arrive, for people.
+    """
+
+    name: str
+    description: str
+    warm: tuple[Prompt, ...]
+    requests: tuple[Request, ...]
+    arrivals: str = "all at once"
+
+    def __post_init__(self) -> None:
+        known: set[str] = set()
+        for request in self.requests:
+            if request.name in known:
+                raise WorkloadError(f"two requests are called {request.name!r}")
+            if request.after is not None and request.after not in known:
+                raise WorkloadError(f"{request.name!r} comes after unknown {request.after!r}")
+            known.add(request.name)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens to decode, over all requests."""
+        return sum(request.max_tokens * request.n for request in self.requests)
+
+    def arriving(self, rate: float | None, seed: int) -> Workload:
+        """The same requests at random times, `rate` a second; without a rate, all at once.
+
+        A request that continues another is still sent when that one ends.
+        """
+        if rate is None:
+            return self
+        starts = [request.name for request in self.requests if request.after is None]
+        times, arrivals = poisson(len(starts), rate, seed)
+        due = dict(zip(starts, times, strict=True))
+        requests = tuple(replace(r, at=due.get(r.name, 0.0)) for r in self.requests)
+        return replace(self, requests=requests, arrivals=arrivals)
+
+
+def poisson(count: int, rate: float, seed: int) -> tuple[list[float], str]:
+    """Times of Poisson arrivals in seconds, and how people call them.
+
+    Raises
+    ------
+    WorkloadError
+        If the rate is impossible.
+    """
+    if not 0 < rate < float("inf"):
+        raise WorkloadError(f"the rate is {rate}; expected requests a second, above 0")
+    chance = random.Random(f"gaps {seed}")
+    gaps = [chance.expovariate(rate) for _ in range(count)]
+    return list(accumulate(gaps)), f"Poisson, {rate:g} a second, seed {seed}"
