@@ -48,10 +48,10 @@ _SMALL_CACHE = (
 )  # fmt: skip
 
 
-def _speculating(*flags: str, draft: bool = True, **settings: str) -> Group:
+def _speculating(*flags: str, draft: bool = True) -> Group:
     """A server that drafts 3 tokens a step from each of `topk` branches, or n-grams."""
     model = ("--speculative-draft-model-path", str(DRAFT), "--speculative-num-steps", "3")
-    return Group((*flags, *(model if draft else ())), {**EAGER, **settings}, cpu_speculation=True)
+    return Group((*flags, *(model if draft else ())), EAGER, cpu_speculation=True)
 
 
 _CHAIN = ("--speculative-algorithm", "STANDALONE", "--speculative-eagle-topk", "1",
@@ -89,13 +89,8 @@ GROUPS = {
     "engines": Group(("--data-parallel-size", "2"), {**EAGER, **_TWO_PROCESSES}),
     "chain": _speculating(*_CHAIN),
     "tree": _speculating(*_TREE),
-    # Tree attention also runs the draft model.
-    "chain-draft": _speculating(*_CHAIN, DEFT_DRAFT="tree"),
-    "tree-draft": _speculating(*_TREE, DEFT_DRAFT="tree"),
     "lookup": _speculating(*_LOOKUP, draft=False),
-    "chain-pages": _speculating(
-        *_CHAIN, "--page-size", "16", "--chunked-prefill-size", "128", DEFT_DRAFT="tree"
-    ),
+    "chain-pages": _speculating(*_CHAIN, "--page-size", "16", "--chunked-prefill-size", "128"),
 }
 
 

@@ -57,30 +57,7 @@ def host(
         yield running_host
 
 
-@on("chain-draft")
-def test_the_draft_model_runs_through_tree_attention(server: Server, reference) -> None:
-    asks = [Ask(PREFIX + f"Tonight it spoke of {topic}.", tokens=6) for topic in TOPICS[:2]]
-    check(server, reference, asks)
-    check_that_the_draft_model_ran(server)
-    assert "deft: a draft's decode step runs through tree attention" in server.log
-
-
-@on("chain-draft", "chain-pages", "tree-draft")
-@pytest.mark.rare
-def test_longer_answers_with_the_draft_model(server: Server, reference) -> None:
-    check_answers(server, reference, most=3)
-    check_that_the_draft_model_ran(server)
-    steps = "deft: a draft's decode step runs through tree attention" in server.log
-    left = "decode steps run through intel_amx: a draft has 2 branches" in server.log
-    assert steps is not left
-
-
-def check_that_the_draft_model_ran(server: Server) -> None:
-    assert "deft: a draft extension runs through tree attention" in server.log
-    assert "a kernel failed" not in server.log
-
-
-@on("chain", "chain-draft", "tree")
+@on("chain", "tree")
 @pytest.mark.rare
 def test_as_many_drafts_are_accepted(server: Server, host: Server) -> None:
     """One request after another: the drafts of each verification then depend on nothing else."""

@@ -16,7 +16,6 @@ logger = logging.getLogger(__name__)
 
 LOG_LEVELS = {"quiet": logging.WARNING, "info": logging.INFO, "debug": logging.DEBUG}
 PLANNERS = ("auto", "host", "device")
-DRAFTS = ("host", "tree")
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 
@@ -40,7 +39,6 @@ class Settings:
     min_saved_ms: float = 0.5
     max_batch: int = 2048
     fallback_backend: str | None = None
-    draft: str = "host"
     log: str = "info"
     verify: bool = False
     observe: bool = False
@@ -213,15 +211,6 @@ VARIABLES: tuple[Variable, ...] = (
         "the name of one of the host's attention backends",
         "The host's backend that runs everything that tree attention does not cover. Unset: the "
         "host chooses it.",
-    ),
-    Variable(
-        "DEFT_DRAFT",
-        "draft",
-        _one_of(DRAFTS),
-        "one of " + ", ".join(DRAFTS),
-        "What computes the attention of a draft model in SGLang. `host`: the host's kernels. "
-        "`tree`: tree attention computes the decode steps of chains, and draft extensions. No "
-        "gain was measured yet.",
     ),
     Variable(
         "DEFT_LOG",

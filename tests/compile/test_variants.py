@@ -177,21 +177,6 @@ def test_exactly_what_steps_launch_is_compiled(
     assert ("hopper_large_tile_attention" in names) is (gluon or not gated)
 
 
-@needs_gluon
-@pytest.mark.parametrize("tokens", [2, 5, 40])
-def test_two_runs_of_deft_warm_cover_a_draft_model(gluon: bool, tokens: int) -> None:
-    """It decodes, and passes over the tokens of a verification as over a chain."""
-    drafting = replace(server("sglang", (24, 8)), drafts=Drafts(tokens))
-    decoding, verifying = (
-        set(replace(drafting, drafts=drafts).variants(HOPPER, Settings()))
-        for drafts in (None, drafts_of("sglang", tokens))
-    )
-    needed = set(drafting.variants(HOPPER, Settings()))
-    assert needed <= decoding | verifying
-    assert not needed <= decoding
-    assert not needed <= verifying
-
-
 def decode(attention: TreeAttention, described: DescribedServer, batch: int, width: int) -> None:
     """A step without drafts."""
     step = step_of(attention, described, batch, width)

@@ -96,18 +96,6 @@ CONTRACT: tuple[Member, ...] = (
     *_read("sglang.srt.speculative.ngram_info", "NgramVerifyInput",
            "draft_token_num retrieve_next_token retrieve_next_sibling",
            "read: what a step verifies"),
-    *(
-        Member("sglang.srt.speculative.draft_utils", f"DraftBackendFactory.{name}",
-               use="wrapped: the draft model's backends")
-        for name in ("create_decode_backend", "create_draft_extend_backend")
-    ),
-    *_read("sglang.srt.speculative.draft_utils", "DraftBackendFactory", "draft_model_runner topk",
-           "read: what drafts"),
-    Member("sglang.srt.speculative.eagle_info", "EagleDraftExtendInput.num_tokens_per_req",
-           use="read: the tokens of an extension"),
-    Member(_BATCH, "ForwardMode.is_draft_extend_v2", use="called"),
-    Member("sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner", "SharedReadEnds",
-           versions=">=0.5.22", use="looked for: these graphs ask when page tables are read"),
     *_read(_REQUEST, "ScheduleBatch", "reqs tree_cache", "read: the requests of a batch"),
     *_read(_REQUEST, "Req", "rid last_node", "read: a request and its node"),
     *_read(_REQUEST, "Req", "spec_verify_ct spec_num_correct_drafts", "read: accepted drafts"),

@@ -219,17 +219,6 @@ def read_end() -> Any:
     return None if ends is None else ends.UNKNOWN
 
 
-@functools.cache
-def extension_graphs_ask() -> bool:
-    """Whether graphs of a draft extension ask the backend when it has read page tables.
-
-    To 0.5.21, the host takes them for read before such a graph runs, whatever is in it.
-    """
-    from sglang.srt.speculative import eagle_draft_extend_cuda_graph_runner as graphs
-
-    return hasattr(graphs, "SharedReadEnds")
-
-
 def metadata_graphs() -> bool:
     """Whether the host also replays the preparation of metadata from a graph (0.5.19 on).
 
@@ -258,13 +247,6 @@ def drafts_trees(server_args: Any) -> bool:
     args = resolved(server_args)
     ngrams = str(args.speculative_algorithm).upper() == "NGRAM"
     return ngrams or (getattr(args, "speculative_eagle_topk", None) or 1) > 1
-
-
-def has_draft_model(server_args: Any) -> bool:
-    """Whether a model drafts, and not a lookup of n-grams."""
-    args = resolved(server_args)
-    algorithm = getattr(args, "speculative_algorithm", None)
-    return algorithm is not None and str(algorithm).upper() != "NGRAM"
 
 
 def draft_links(spec_info: Any) -> tuple[Any, Any] | None:

@@ -67,7 +67,8 @@ def resolve_as_host(made: Any) -> None:
 
 @pytest.fixture
 def arguments(host: Any, monkeypatch) -> Any:
-    from deft_backend.hosts.sglang import arguments, versions
+    from deft_backend.hosts.sglang import versions
+    from deft_backend.hosts.sglang.start import arguments
     from deft_backend.settings.config import VARIABLES
 
     def names(made: Any) -> tuple[str, str]:
@@ -259,16 +260,11 @@ def test_verification_is_planned_on_the_device(
         factory._plans_on_device(runner, Settings(policy="deft-node"), 4)
 
 
-def test_the_draft_models_runner_keeps_the_hosts_backend(host: Any, caplog: Any) -> None:
-    from deft_backend.hosts.sglang.drafts.draft_model import surround_draft_model
+def test_the_draft_models_runner_keeps_the_hosts_backend(host: Any) -> None:
     from deft_backend.hosts.sglang.start import factory
-    from deft_backend.settings.config import Settings
 
     own = object()
     assert factory.wrap_backend(SimpleNamespace(is_draft_worker=True), "fa3", own) is own
-    with caplog.at_level("INFO", "deft_backend"):
-        surround_draft_model(Settings(), "fa3")
-    assert "the draft model's attention runs through fa3" in caplog.text
 
 
 @pytest.mark.parametrize("version", ["0.5.16", "0.5.24rc1", "0.6.0"])
@@ -410,7 +406,8 @@ def test_arguments_made_before_the_plugin_was_there_are_told_so(host: Any) -> No
 def test_backends_of_later_plugins_are_surrounded_once(arguments: Any, monkeypatch) -> None:
     from sglang.srt.layers.attention import attention_registry as registry
 
-    from deft_backend.hosts.sglang import factory, plugin
+    from deft_backend.hosts.sglang import plugin
+    from deft_backend.hosts.sglang.start import factory
     from deft_patches.sglang import backend_names, resolve_arguments
 
     wrapped = []
@@ -446,7 +443,8 @@ def test_servers_without_tree_attention_are_observed_where_that_is_asked_for(
     """Only in the process that builds the backend, and in servers with another backend."""
     from sglang.srt.layers.attention import attention_registry as registry
 
-    from deft_backend.hosts.sglang import factory, observe
+    from deft_backend.hosts.sglang.report import observe
+    from deft_backend.hosts.sglang.start import factory
     from deft_backend.hosts.sglang.start.surround import surround_backends
 
     installed: list[bool] = []

@@ -40,7 +40,6 @@ from deft_backend.hosts.sglang.versions import (
     decode_graphs,
     decodes_per_rank,
     draft_tokens,
-    has_draft_model,
     read_end,
     resolved,
 )
@@ -68,7 +67,7 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
         That backend.
     """
     if runner.is_draft_worker:
-        return host  # see draft_model.py
+        return host
     with ExitStack() as undo:
         made = None
         try:
@@ -113,10 +112,6 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
     layers = made.division.text()
     if layers is not None:
         logger.info("deft: %s", layers)
-    if has_draft_model(runner.server_args):
-        from deft_backend.hosts.sglang.drafts.draft_model import surround_draft_model
-
-        surround_draft_model(settings, name)
     return made.backend
 
 

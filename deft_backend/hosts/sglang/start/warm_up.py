@@ -43,15 +43,10 @@ def step_tensors(runner: Any, layers: Collection[int]) -> StepTensors:
 
 
 def _drafts(runner: Any) -> Drafts | None:
-    """What a model runner verifies: the target model in every step.
-
-    The draft model decodes, and passes over the tokens of a verification as over a chain.
-    """
+    """What a model runner verifies, in every step."""
     tokens = draft_tokens(runner.server_args)
     if tokens == 1:
         return None
-    if runner.is_draft_worker:
-        return Drafts(tokens)
     return Drafts(tokens, trees=drafts_trees(runner.server_args), always=True)
 
 
