@@ -11,6 +11,7 @@ from benchmarks.commands.kernel import kernel, kernel_merge, kernel_plot
 from benchmarks.commands.kernel_check import kernel_check
 from benchmarks.commands.papers import papers
 from benchmarks.commands.planning import planning_device, planning_host
+from benchmarks.commands.real_model import real_model
 from benchmarks.commands.sharing import sharing
 from benchmarks.commands.soak import soak
 from benchmarks.commands.start import start
@@ -28,7 +29,7 @@ app = typer.Typer(
 
 for command in (
     kernel, kernel_merge, kernel_plot, kernel_check, papers, fuzz, faults, soak, e2e, e2e_merge,
-    start, sharing, planning_host, planning_device, step_hooks, zoo,
+    start, sharing, real_model, planning_host, planning_device, step_hooks, zoo,
 ):  # fmt: skip
     app.command(help=help_of(command))(command)
 

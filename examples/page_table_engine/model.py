@@ -115,7 +115,12 @@ class Llama:
     @torch.inference_mode()
     def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
         """The likeliest next token [T] int64 after each of `hidden` [T, hidden]."""
-        return F.linear(hidden, self._weights["lm_head.weight"]).argmax(-1)
+        return F.linear(hidden, self.output_weight).argmax(-1)
+
+    @property
+    def output_weight(self) -> torch.Tensor:
+        """[vocabulary, hidden]: the last layer's weight."""
+        return self._weights["lm_head.weight"]
 
     def _of(self, layer: int, name: str) -> torch.Tensor:
         return self._weights[f"model.layers.{layer}.{name}.weight"]

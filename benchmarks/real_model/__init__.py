@@ -1,0 +1,1 @@
+"""A trained model: its checkpoint, and its perplexity through tree attention."""
