@@ -71,7 +71,7 @@ package: $(VENV)/.test
 	.ci/package $(VENV)
 
 contracts: $(VENV)/.demo
-	$(BIN)/deft contracts
+	$(BIN)/python -m tools.host_matrix contracts
 
 matrix:
 	$(MATRIX) run $(if $(HOST),--host $(HOST)) $(if $(VERSION),--version $(VERSION)) \

@@ -10,7 +10,6 @@ import typer
 from typer.core import TyperGroup
 
 from deft_backend.cli.ab import ab
-from deft_backend.cli.contracts import contracts
 from deft_backend.cli.ctrl_c import unwinding
 from deft_backend.cli.doctor import doctor
 from deft_backend.cli.errors import fail, stderr
@@ -64,5 +63,5 @@ def main(
     """Tree attention for LLM servers: a decode step reads shared KV cache once."""
 
 
-for command in (serve, ab, trace, doctor, explain, top, inspect, contracts, tune, warm):
+for command in (serve, ab, trace, doctor, explain, top, inspect, tune, warm):
     app.command(help=help_of(command))(command)

@@ -1,25 +1,27 @@
-"""``python -m tools.host_matrix``: make environments, run suites, record rows."""
+"""``python -m tools.host_matrix``: check contracts, make environments, run suites, record rows."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from deft_backend.hosts.contract.wheels import WheelError
 from deft_backend.hosts.windows import TESTED
+from tools.host_matrix.contracts import contracts
 from tools.host_matrix.environment import ROOT, NoEnvironmentError, create, python_of, remove
 from tools.host_matrix.rows import RECORD, put, row_of, version_of
 from tools.host_matrix.suite import PROCESSES, SUITES, run_suite
 from tools.host_matrix.version_choice import HOSTS, resolve, versions_in_window
+from tools.host_matrix.wheels import WheelError
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Exit code 0 if every suite passed, 1 if one failed, 2 if there was no environment for one."""
-    arguments = _parser().parse_args()
+    arguments = _parser().parse_args(words)
     try:
         code: int = arguments.run(arguments)
-    except (NoEnvironmentError, WheelError) as error:
+    except (NoEnvironmentError, WheelError, ValueError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2
     return code
@@ -48,6 +50,15 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--environment", type=Path, help="Run in this one; it is kept.")
     run.add_argument("--keep", action="store_true", help="Keep the environments.")
     run.set_defaults(run=_run)
+
+    contract = commands.add_parser("contracts", help="Check a host's wheels for what we use.")
+    contract.add_argument("--host", choices=HOSTS, help="One host only.")
+    contract.add_argument(
+        "--version", action="append", default=[],
+        help="Such as 0.5.23; may be repeated. Default: the window, and the newest release.",
+    )  # fmt: skip
+    contract.add_argument("--wheel", type=Path, help="Read this wheel; download none.")
+    contract.set_defaults(run=lambda given: contracts(given.host, given.version, given.wheel))
     for command in (suite, run):
         command.add_argument(
             "--processes", type=int, default=PROCESSES, help="Groups of tests side by side."

@@ -9,9 +9,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from deft_backend.hosts.contract.wheels import download_wheel
 from tools.host_matrix.requirements import pins_a_stub, requirements_of
 from tools.host_matrix.version_choice import DISTRIBUTIONS
+from tools.host_matrix.wheels import download_wheel
 
 ROOT = Path(__file__).parents[2]
 FREE_GB = {"sglang": 14, "vllm": 8}

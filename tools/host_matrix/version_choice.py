@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from deft_backend.hosts.contract.wheels import released_versions
 from deft_backend.hosts.windows import TESTED
+from tools.host_matrix.wheels import released_versions
 
 HOSTS = ("sglang", "vllm")
 

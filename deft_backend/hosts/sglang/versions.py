@@ -298,5 +298,5 @@ def missing() -> str | None:
     lacking = [p for p in check_contract(CONTRACT, source, version) if p.readable]
     if not lacking:
         return None
-    more = f" and {len(lacking) - 1} more; `deft contracts` lists them" if len(lacking) > 1 else ""
+    more = f" and {len(lacking) - 1} more (`make contracts` lists them)" if lacking[1:] else ""
     return f"{lacking[0]}{more}"

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from deft_backend.cli.contracts import contract_of
 from deft_backend.hosts.contract import Member, check_contract, installed_source
 from deft_backend.hosts.contract.files import HostFiles
 from deft_backend.hosts.contract.version_numbers import matches
 from deft_backend.hosts.windows import TESTED
+from tools.host_matrix.contracts import contract_of
 
 
 def installed_members() -> list[tuple[str, Member]]:
@@ -51,7 +51,7 @@ def test_tables_of_data_need_no_host(host: str) -> None:
     """Reading a contract imports neither the host nor torch."""
     program = (
         "import sys\n"
-        "from deft_backend.cli.contracts import contract_of\n"
+        "from tools.host_matrix.contracts import contract_of\n"
         f"assert contract_of({host!r})\n"
         "print(*{'sglang', 'vllm', 'torch'} & set(sys.modules))"
     )

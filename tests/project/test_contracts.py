@@ -1,19 +1,19 @@
-"""`deft contracts` with a made-up host and an index that is a folder: real pip, no network."""
+"""The contracts' check with a made-up host and an index that is a folder: real pip, no network."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from deft_backend.cli import contracts as contracts_module
-from deft_backend.cli.app import app
 from deft_backend.hosts.common import tested_versions
 from deft_backend.hosts.contract import Member
 from made_up_host import write_wheel
+from tools.host_matrix import contracts as contracts_module
+from tools.host_matrix.__main__ import main
 
-runner = CliRunner(env={"COLUMNS": "400", "NO_COLOR": "1", "TERM": "dumb"})
+Run = Callable[..., tuple[int, str, str]]
 
 CONTRACT = (
     Member("madeup.engine.runner", "Runner.step", ("batch", "overlap"), use="wrapped"),
@@ -54,14 +54,17 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def run(*arguments: str) -> tuple[int, str, str]:
-    result = runner.invoke(app, ["contracts", *arguments])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def called(*arguments: str) -> tuple[int, str, str]:
+        code = main(["contracts", *arguments])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return called
 
 
-def test_a_wheel_that_has_everything_passes(tmp_path: Path) -> None:
+def test_a_wheel_that_has_everything_passes(tmp_path: Path, run: Run) -> None:
     code, printed, _ = run("--wheel", str(write_wheel(tmp_path)))
     assert code == 0
     assert "✓ Made-up 1.0: 2 of 3 members hold, 1 cannot be read" in printed
@@ -69,7 +72,7 @@ def test_a_wheel_that_has_everything_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(BREAKS))
-def test_a_broken_wheel_is_noticed(kind: str, tmp_path: Path) -> None:
+def test_a_broken_wheel_is_noticed(kind: str, tmp_path: Path, run: Run) -> None:
     whole = write_wheel(tmp_path / "whole")
     assert run("--wheel", str(whole))[0] == 0
     broken = write_wheel(tmp_path / "broken", BREAKS[kind])
@@ -79,7 +82,7 @@ def test_a_broken_wheel_is_noticed(kind: str, tmp_path: Path) -> None:
     assert f"missing {SAID[kind]}" in printed
 
 
-def test_versions_are_downloaded_without_dependencies(index: Path) -> None:
+def test_versions_are_downloaded_without_dependencies(index: Path, run: Run) -> None:
     write_wheel(index, version="1.0")
     write_wheel(index, BREAKS["renamed"], version="1.1")
     assert run("--host", "sglang", "--version", "1.0")[0] == 0
@@ -89,7 +92,7 @@ def test_versions_are_downloaded_without_dependencies(index: Path) -> None:
     assert "✗ Made-up 1.1" in printed
 
 
-def test_by_default_the_window_and_the_newest_are_checked(index: Path) -> None:
+def test_by_default_the_window_and_the_newest_are_checked(index: Path, run: Run) -> None:
     """A missing member outside the window is shown, but is no failure."""
     for version in ("0.9", "1.0", "1.1", "1.2", "1.3"):
         write_wheel(index, version=version)
@@ -103,7 +106,7 @@ def test_by_default_the_window_and_the_newest_are_checked(index: Path) -> None:
     assert "class Batch has no 'later'" in printed
 
 
-def test_a_wheel_for_another_python_will_do(index: Path) -> None:
+def test_a_wheel_for_another_python_will_do(index: Path, run: Run) -> None:
     write_wheel(index, version="1.0", tag="cp312-cp312-manylinux_2_34_x86_64")
     write_wheel(index, version="1.1", tag="cp310-cp310-manylinux_2_28_x86_64")
     for version in ("1.0", "1.1"):
@@ -112,14 +115,14 @@ def test_a_wheel_for_another_python_will_do(index: Path) -> None:
         assert f"Made-up {version}" in printed
 
 
-def test_a_version_that_is_not_there_is_an_error(index: Path) -> None:
+def test_a_version_that_is_not_there_is_an_error(index: Path, run: Run) -> None:
     write_wheel(index, version="1.0")
     code, _, errors = run("--host", "sglang", "--version", "1.9")
     assert code == 2
     assert "the index has no wheel of madeup 1.9; its last versions are 1.0" in errors
 
 
-def test_an_index_out_of_reach_is_an_error(index: Path) -> None:
+def test_an_index_out_of_reach_is_an_error(index: Path, run: Run) -> None:
     for arguments in (("--version", "1.0"), ()):
         code, _, errors = run("--host", "sglang", *arguments)
         assert code == 2
@@ -127,7 +130,7 @@ def test_an_index_out_of_reach_is_an_error(index: Path) -> None:
         assert "check the network" in errors
 
 
-def test_files_that_are_no_wheel_of_a_host_are_errors(tmp_path: Path) -> None:
+def test_files_that_are_no_wheel_of_a_host_are_errors(tmp_path: Path, run: Run) -> None:
     text = tmp_path / "notes.txt"
     text.write_text("no wheel")
     damaged = tmp_path / "madeup-1.0-py3-none-any.whl"
@@ -145,6 +148,6 @@ def test_files_that_are_no_wheel_of_a_host_are_errors(tmp_path: Path) -> None:
         assert said in errors
 
 
-def test_a_version_needs_its_host(tmp_path: Path) -> None:
+def test_a_version_needs_its_host(tmp_path: Path, run: Run) -> None:
     assert "needs --host" in run("--version", "1.0")[2]
     assert "exclude each other" in run("--version", "1.0", "--wheel", str(tmp_path))[2]
