@@ -16,9 +16,7 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 FILES = {
     "e2e-sglang-new": ("SGLang 0.5.23", "fa3", "deft"),
     "e2e-vllm-new": ("vLLM 0.32.0", "FLASH_ATTN", "DEFT"),
-    "e2e-sglang-h100": ("SGLang 0.5.17", "fa3", "deft"),
     "e2e-sglang-h100-clients": ("SGLang 0.5.17", "fa3", "deft"),
-    "e2e-vllm-h100": ("vLLM 0.26.0", "FLASH_ATTN", "CUSTOM"),
 }
 """Files of results: the host, its own backend and ours."""
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import random
 
-from deft_backend.tools.ab.invented_text import passage, question
 from deft_backend.tools.harness.thought_requests import thought_requests
 from deft_backend.tools.harness.workload import Request, Workload, WorkloadError
+from deft_backend.tools.traces.invented_text import passage, question
 from deft_backend.tools.traces.trace_files import ThoughtTree
 
 WORKLOADS = ("few-shot", "parallel-samples", "document-questions", "tree-of-thoughts", "unshared")
