@@ -1,4 +1,4 @@
-"""The version: from tags, even in a checkout that was never built, and cheap to import."""
+"""The version: one file holds it, the build reads it, and it is cheap to import."""
 
 from __future__ import annotations
 
@@ -7,38 +7,46 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
-VERSION = re.compile(r"\d+\.\d+\.\d+(\.dev\d+)?(\+[\w.]+)?")
+VERSION_FILE = "deft_backend/settings/version.py"
 
 
-@pytest.mark.parametrize("built", [None, "1.2.3"])
-def test_the_version_of_a_checkout_and_of_a_build(tmp_path: Path, built: str | None) -> None:
-    package = tmp_path / "deft_backend"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "version.py").write_text((ROOT / "deft_backend" / "version.py").read_text())
-    if built is not None:
-        (package / "_version.py").write_text(f"version = {built!r}\n")
-    script = "import sys, deft_backend.settings.version as v; print(v.VERSION, len(sys.modules))"
-    found = subprocess.run(
+def version_in_file(pattern: str) -> str:
+    found = re.search(pattern, (ROOT / VERSION_FILE).read_text(encoding="utf-8"))
+    assert found is not None
+    return found[1]
+
+
+def test_the_version_is_read_without_the_package(tmp_path: Path) -> None:
+    """A copy of the file alone gives the version: no tag, no git, no import."""
+    (tmp_path / "version.py").write_text((ROOT / VERSION_FILE).read_text(encoding="utf-8"))
+    script = "import sys, version; print(version.VERSION, len(sys.modules))"
+    printed = subprocess.run(
         [sys.executable, "-S", "-c", script], cwd=tmp_path, capture_output=True, text=True,
-        check=True, env={"PYTHONPATH": str(tmp_path)}, timeout=60,
+        check=True, timeout=60,
     ).stdout.split()  # fmt: skip
-    assert VERSION.fullmatch(found[0])
-    assert built is None or found[0] == built
-    assert int(found[1]) < 80, "the module imports more than the interpreter itself does"
+    assert re.fullmatch(r"\d+\.\d+\.\d+", printed[0])
+    assert int(printed[1]) < 80, "the module imports more than the interpreter itself does"
 
 
-def test_both_fallbacks_name_the_same_version() -> None:
-    in_module = re.search(r'VERSION = "(.*)"', (ROOT / "deft_backend" / "version.py").read_text())
-    in_build = re.search(r'fallback-version = "(.*)"', (ROOT / "pyproject.toml").read_text())
-    assert in_module is not None
-    assert in_build is not None
-    assert in_module[1] == in_build[1]
+def test_the_build_reads_the_version_file() -> None:
+    settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'path = "{VERSION_FILE}"' in settings
+    assert 'dynamic = ["version"]' in settings
+    pattern = re.search(r"^pattern = '(.*)'$", settings, re.MULTILINE)
+    assert pattern is not None
+    assert version_in_file(pattern[1]) == version_in_file(r'VERSION = "(.*)"')
 
 
-def test_git_archive_keeps_the_version() -> None:
+def test_changelog_and_citation_name_the_version() -> None:
+    version = version_in_file(r'VERSION = "(.*)"')
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest = re.search(r"^## (\d\S*)", changelog, re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == version
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+
+
+def test_git_archive_keeps_the_commit() -> None:
     assert ".git_archival.txt export-subst" in (ROOT / ".gitattributes").read_text()
-    assert "describe:tags=true" in (ROOT / ".git_archival.txt").read_text()
+    assert (ROOT / ".git_archival.txt").read_text() == "node: $Format:%H$\n"

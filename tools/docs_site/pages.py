@@ -2,7 +2,7 @@
 
 The Markdown of this repository is read in a checkout as well as on the site. So links to sources
 stay as they are in a checkout. On the site, each link leads to a page that shows the file. The API
-pages, one for each folder of the package, list its modules in the order of their names.
+pages, one for each folder of the package, begin with the modules whose names the folder exports.
 """
 
 from __future__ import annotations
@@ -31,10 +31,13 @@ OUTSIDE = {
 """Pages with their Markdown in the root of the repository, and their place on the site."""
 
 API = (
-    "attention", "forest", "policies", "costs", "planner", "kernels", "explain", "compile",
-    "tuning", "hosts", "servers", "telemetry", "config",
+    "attention", "forest", "policies", "costs", "planner", "kernels", "shapes", "compile",
+    "hosts", "telemetry", "settings", "files", "tools",
 )  # fmt: skip
-"""Folders and modules of the package with a page of their own, in the order of the data flow."""
+"""Folders of the package with a page of their own, the library's first."""
+
+ENTRY = {"attention": "tree_attention", "forest": "prefix_forest", "planner": "plan"}
+"""The module that a reader of the folder's page looks for first."""
 
 LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -131,19 +134,24 @@ def source_page(path: str) -> str:
 
 
 def modules(name: str) -> list[str]:
-    """Dotted names of the modules under a folder of the package, or of the module itself."""
+    """Dotted names of the modules under a folder of the package: those it exports come first."""
     folder = PACKAGE / name
-    paths = sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
-    return [
+    names = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for path in paths
-        if path.is_file() and path.name != "__init__.py"
+        for path in sorted(folder.rglob("*.py"))
+        if path.name != "__init__.py"
     ]
+    exports = {
+        node.module
+        for node in ast.parse((folder / "__init__.py").read_text()).body
+        if isinstance(node, ast.ImportFrom)
+    }
+    first = f"deft_backend.{name}.{ENTRY.get(name)}"
+    return sorted(names, key=lambda module: (module != first, module not in exports, module))
 
 
 def api_page(name: str, found: list[str]) -> str:
-    folder = PACKAGE / name / "__init__.py"
-    about = ast.get_docstring(ast.parse(folder.read_text())) if folder.is_file() else None
+    about = ast.get_docstring(ast.parse((PACKAGE / name / "__init__.py").read_text()))
     lines = [f"# deft_backend.{name}", "", about or "", ""]
     for module in found:
         lines += [f"## {module.removeprefix('deft_backend.')}", "", f"::: {module}", ""]
