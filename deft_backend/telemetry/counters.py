@@ -165,6 +165,10 @@ class DeviceCounters:
         held = self._held
         return DeviceCounts(*(self._array - self._start if held is None else held).tolist())
 
+    def forget(self, since: DeviceCounts) -> None:
+        """Do not count what the device has added since an earlier reading."""
+        self._start = self._array - np.array(since)
+
     def hold(self) -> None:
         """Stop counting; all work on the device must have ended."""
         if self._held is None:

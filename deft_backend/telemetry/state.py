@@ -19,7 +19,13 @@ import numpy.typing as npt
 
 from deft_backend.files.private_files import write_private
 from deft_backend.forest import PrefixForest
-from deft_backend.telemetry.counters import SCHEMA, Counters, DeviceCounters, DraftCounts
+from deft_backend.telemetry.counters import (
+    SCHEMA,
+    Counters,
+    DeviceCounters,
+    DeviceCounts,
+    DraftCounts,
+)
 from deft_backend.telemetry.forest_json import forest_as_json
 from deft_backend.telemetry.server_description import ServerDescription
 from deft_backend.telemetry.shown_batch import Batch, answer, answer_file, request_file
@@ -151,6 +157,15 @@ class ServerState(ServerDescription):
         """Ignore the device's counts while its plans serve no request, or count again."""
         if self._on_device is not None:
             (self._on_device.hold if held else self._on_device.go_on)()
+
+    def device_counts(self) -> DeviceCounts | None:
+        """What the device planner's kernels have counted so far; None if nothing is attached."""
+        return None if self._on_device is None else self._on_device.read()
+
+    def forget_device_counts(self, since: DeviceCounts | None) -> None:
+        """Do not count the device's steps after `since`: their plans served no kernel."""
+        if self._on_device is not None and since is not None:
+            self._on_device.forget(since)
 
     def counters(self) -> Counters:
         """The counts of both planners; for any thread."""

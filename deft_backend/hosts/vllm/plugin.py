@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
+from collections.abc import Sequence
 
 from deft_backend.files.folders import state_directory
 from deft_backend.hosts.common.limits import observing
 from deft_backend.hosts.vllm import versions
+from deft_backend.hosts.vllm.report.command_line import port_of, values_of
 from deft_backend.hosts.vllm.versions import OWN_NAME, PLACEHOLDER, VLLM
 from deft_backend.settings.config import Settings, SettingsError
 
@@ -29,12 +32,38 @@ def register() -> None:
     A server that asks for neither stays as it is. A failure costs one line in the log. Nothing here
     imports Numba. When a worker starts on the CPU, vLLM replaces kernels of its own. For this it
     looks through all modules, and it fails at one of Numba's.
+
+    Raises
+    ------
+    SystemExit
+        If the server's command line asks for the plugin and ``DEFT_*`` variables have values that
+        are not allowed. The API server loads plugins first, so the message is the log's last line.
     """
     try:
         _log_with_the_host()
         _register()
     except Exception as error:
         logger.warning("deft: the plugin is not available in this server: %r", error)
+    if asks_for_us(sys.argv):
+        try:
+            Settings.from_env()
+        except SettingsError as error:
+            raise SystemExit(f"deft: {error}") from None
+
+
+def asks_for_us(arguments: Sequence[str]) -> bool:
+    """Whether a server's command line names the plugin as its attention backend.
+
+    Examples
+    --------
+    >>> asks_for_us(["serve", "M", "--attention-backend", "deft"]), asks_for_us(["serve", "deft"])
+    (True, False)
+    """
+    texts = values_of(arguments, "attention-backend")[-1:]  # the last one is valid
+    texts += values_of(arguments, "attention-config")  # JSON
+    texts += [word for word in arguments if re.match(r"(--attention[-_]config|-ac)\W", word)]
+    ours = re.compile(rf"\b({PLACEHOLDER}|{OWN_NAME})\b", re.IGNORECASE)
+    return any(ours.search(text) for text in texts)
 
 
 def _log_with_the_host() -> None:
@@ -48,14 +77,20 @@ def _log_with_the_host() -> None:
 
 
 def _register() -> None:
+    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    on_cpu = bool(current_platform.is_cpu())
     versions.register(f"{MODULE}.Custom")
     reason = VLLM.refuse()
     if reason is not None:
-        _leave_alone(reason)
+        if observing():
+            logger.warning("deft: DEFT_OBSERVE does not work in this server: %s", reason)
+        # On a GPU, the plugin's class logs this itself. The CPU platform never asks that class.
+        if on_cpu and asks_for_us(sys.argv):
+            logger.warning("deft: %s; all attention runs through the host's own backend", reason)
         return
-    if _on_cpu():
+    if on_cpu:
         # The CPU platform always asks for this name. The class follows from the server's
         # configuration, once that is known.
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{MODULE}.CPU_ATTN")
@@ -65,33 +100,15 @@ def _register() -> None:
     _show_counters()
 
 
-def _leave_alone(reason: str) -> None:
-    """Log why the host's backends stay as they are, if the user asked for something else."""
-    if observing():
-        logger.warning("deft: DEFT_OBSERVE does not work in this server: %s", reason)
-    # On a GPU, the plugin's class logs this itself. The CPU platform never asks that class.
-    if _on_cpu() and any(name in word for word in sys.argv for name in (PLACEHOLDER, OWN_NAME)):
-        logger.warning("deft: %s; all attention runs through the host's own backend", reason)
-
-
-def _on_cpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
-
-
 def _show_counters() -> None:
     """Let ``/metrics`` read the state files of its port, if this process is the API server.
 
     A server without tree attention and without ``DEFT_OBSERVE`` has nothing to show.
     """
-    from deft_backend.hosts.vllm.report.port import port_of
     from deft_backend.telemetry.metrics import register_states
 
     try:
         settings = Settings.from_env()
-    except (
-        SettingsError
-    ):  # reported if the server asks for our backend; other servers need no settings
+    except SettingsError:  # stops only servers that ask for our backend
         return
     register_states(state_directory(settings), port_of(sys.argv))

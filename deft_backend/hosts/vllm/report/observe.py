@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import torch
 
-from deft_backend.hosts.vllm.report.server import full_layers, server_of
-from deft_backend.hosts.vllm.start.layers import LayerShape
-from deft_backend.hosts.vllm.start.speculation import is_step, query_tokens_of
-from deft_backend.hosts.vllm.step.group import tokens_of
+from deft_backend.hosts.common.division import LayerShape
+from deft_backend.hosts.vllm.report.server import Counted, server_of
+from deft_backend.hosts.vllm.start.division import attending_layers, query_tokens_of
+from deft_backend.hosts.vllm.step.step import context_tokens, is_step
 from deft_backend.settings.config import Settings
 
 
@@ -56,14 +56,16 @@ class ObservedBuilder:
         )  # fmt: skip
         server = server_of(vllm_config)
         self._counts = self._capturing = False
-        if not isinstance(kv_cache_spec, FullAttentionSpec) and full_layers(vllm_config):
+        full = isinstance(kv_cache_spec, FullAttentionSpec)
+        if not full and any(attending_layers(vllm_config, full=True)):
             return  # a group with full attention counts the steps
-        self._state = server.count_in(
-            layer_names, shape, kv_cache_spec.dtype, torch.device(device), Settings.from_env(),
-            self.host.get_name(),
+        counted = Counted(
+            tuple(layer_names), shape, kv_cache_spec.dtype, torch.device(device),
+            observed=self.host.get_name(),
         )  # fmt: skip
+        self._state = server.count_in(counted, Settings.from_env())
         self._query_tokens = query_tokens_of(vllm_config)
-        self._counts = server.counting == tuple(layer_names)
+        self._counts = server.counting == counted.names
 
     def _host(self) -> Any:
         return cast(Any, super())
@@ -73,7 +75,7 @@ class ObservedBuilder:
         """The host's metadata; this counts a decode or a verification."""
         common = common_attn_metadata
         if self._counts and not self._capturing and is_step(common, self._query_tokens):
-            self._state.count_host("observed", tokens_of(common))
+            self._state.count_host("observed", context_tokens(common))
         return self._host().build(common_prefix_len, common, *args, **kwargs)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from deft_backend.hosts.common.division import Division, LayerShape
 from deft_backend.hosts.vllm.report.accepted import AcceptedDrafts
-from deft_backend.hosts.vllm.report.port import port_of
-from deft_backend.hosts.vllm.start.division import Division, divide_layers, unsupported_kind
-from deft_backend.hosts.vllm.start.layers import LayerShape
-from deft_backend.hosts.vllm.start.speculation import drafts
+from deft_backend.hosts.vllm.report.command_line import port_of
+from deft_backend.hosts.vllm.start.division import attending_layers
+from deft_backend.hosts.vllm.start.layers import Layer
 from deft_backend.hosts.vllm.versions import VLLM, asked_name
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry import reporting
@@ -24,6 +24,32 @@ from deft_backend.telemetry.state import ServerState
 from deft_patches.vllm import observe_steps
 
 logger = logging.getLogger("deft_backend")
+
+
+class Counted(NamedTuple):
+    """The layers whose steps the counters count.
+
+    Attributes
+    ----------
+    names : tuple of str
+        Of the group's layers.
+    shape : LayerShape
+    dtype : torch.dtype
+        Of their KV cache.
+    device : torch.device
+    num_layers : int
+        Layers of the whole model with this shape and cache; 0 counts the layers with full
+        attention, or all if there are none.
+    observed : str, optional
+        The host's backend that runs them; None: tree attention.
+    """
+
+    names: tuple[str, ...]
+    shape: LayerShape
+    dtype: torch.dtype
+    device: torch.device
+    num_layers: int = 0
+    observed: str | None = None
 
 
 @dataclass
@@ -56,34 +82,18 @@ class Server:
     counting: tuple[str, ...] = ()
     divided: str | None = None
 
-    def say(self, division: Division) -> None:
+    def log_division(self, division: Division[str, Layer]) -> None:
         """Log which layers tree attention decodes, once for all groups of the server."""
         line = division.text()
         if line is not None and line != self.divided:
             logger.log(logging.INFO if division.tree else logging.WARNING, "deft: %s", line)
         self.divided = line
 
-    def count_in(
-        self,
-        layer_names: Sequence[str],
-        shape: LayerShape,
-        dtype: torch.dtype,
-        device: torch.device,
-        settings: Settings,
-        observed: str | None = None,
-    ) -> ServerState:
-        """The counters; the first group that asks for them counts the steps.
-
-        `observed` names the host's backend to count; None counts the steps of tree attention.
-        """
+    def count_in(self, counted: Counted, settings: Settings) -> ServerState:
+        """The counters; the first group that asks for them counts the steps."""
         if self.state is None:
-            self.counting = tuple(layer_names)
-            backend = observed or asked_name(self.config)
-            policy = "" if observed else settings.policy
-            kv_dtype = None if dtype == self.config.model_config.dtype else dtype
-            found = divide_layers(self.config).layers_with(shape, kv_dtype)
-            layers = found or _num_layers(self.config)
-            state = _state_of(self.config, shape, layers, dtype, device, backend, policy)
+            self.counting = counted.names
+            state = _state_of(self.config, counted, settings)
             self.drafts = _count_drafts(state, self.config)
             _start_reporting(state, self.config.parallel_config, settings)
             self.state = state
@@ -103,30 +113,30 @@ def server_of(vllm_config: Any) -> Server:
     return _current
 
 
-def _state_of(
-    vllm_config: Any,
-    shape: LayerShape,
-    layers: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    backend: str,
-    policy: str,
-) -> ServerState:
-    """Counters for a server, at zero. They count `layers` layers with full attention."""
+def _state_of(vllm_config: Any, counted: Counted, settings: Settings) -> ServerState:
+    """Counters for a server, at zero."""
+    from vllm.distributed import parallel_state
+
+    try:
+        rank = int(parallel_state.get_tensor_model_parallel_rank())
+    except AssertionError:  # outside a server
+        rank = 0
+    full = sum(1 for _ in attending_layers(vllm_config, full=True))
+    every = sum(1 for _ in attending_layers(vllm_config, full=False))
     return ServerState(
         port=port_of(sys.argv),
-        rank=_tensor_rank(),
+        rank=rank,
         host="vllm",
         host_version=VLLM.installed() or "unknown",
-        backend=backend,
-        policy=policy,
-        device=device.type,
-        dtype=str(dtype).removeprefix("torch."),
-        num_layers=layers,
-        num_query_heads=shape.num_query_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype_bytes=dtype.itemsize,
+        backend=counted.observed or asked_name(vllm_config),
+        policy="" if counted.observed else settings.policy,
+        device=counted.device.type,
+        dtype=str(counted.dtype).removeprefix("torch."),
+        num_layers=counted.num_layers or full or every,
+        num_query_heads=counted.shape.num_query_heads,
+        num_kv_heads=counted.shape.num_kv_heads,
+        head_dim=counted.shape.head_dim,
+        dtype_bytes=counted.dtype.itemsize,
     )
 
 
@@ -150,13 +160,16 @@ def _count_drafts(state: ServerState, vllm_config: Any) -> AcceptedDrafts | None
 
 def _start_reporting(state: ServerState, place: Any, settings: Settings) -> None:
     """Report the counters from now on, in the log at the rate of the host's own line."""
+    from vllm import envs
+
     stages = place.pipeline_parallel_size
+    seconds = max(0.1, float(envs.VLLM_LOG_STATS_INTERVAL))
     reporting.start(
         state,
         settings,
         pp_rank=place.rank // place.tensor_parallel_size % stages if stages > 1 else None,
         dp_rank=data_rank(place),
-        log=DecodeLog(seconds=_log_interval()) if state.rank == 0 else None,
+        log=DecodeLog(seconds=seconds) if state.rank == 0 else None,
         publishes=page_of_files(),  # otherwise the API server reads the state files: see plugin.py
     )
 
@@ -170,39 +183,3 @@ def data_rank(place: Any) -> int | None:
     if place.data_parallel_size > 1:
         return int(place.data_parallel_rank)
     return int(place.data_parallel_index) or None
-
-
-def _log_interval() -> float:
-    from vllm import envs
-
-    return max(0.1, float(envs.VLLM_LOG_STATS_INTERVAL))
-
-
-def _tensor_rank() -> int:
-    from vllm.distributed import parallel_state
-
-    try:
-        return int(parallel_state.get_tensor_model_parallel_rank())
-    except AssertionError:  # outside a server
-        return 0
-
-
-def full_layers(vllm_config: Any) -> list[str]:
-    """Names of the target's layers with full attention, whichever backend runs them."""
-    return [
-        name
-        for name, module in vllm_config.compilation_config.static_forward_context.items()
-        if getattr(module, "impl", None) is not None
-        and not drafts(name, vllm_config)
-        and unsupported_kind(module, vllm_config) is None
-    ]
-
-
-def _num_layers(vllm_config: Any) -> int:
-    """Layers that a server of the host's backend counts: those with full attention, else all."""
-    context = vllm_config.compilation_config.static_forward_context
-    attending = sum(
-        getattr(module, "impl", None) is not None and not drafts(name, vllm_config)
-        for name, module in context.items()
-    )
-    return len(full_layers(vllm_config)) or attending

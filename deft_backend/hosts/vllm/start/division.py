@@ -1,56 +1,22 @@
-"""Decide for each layer of a model whether tree attention decodes it."""
+"""Decide for each layer of a server's model whether tree attention decodes it."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import re
+from collections.abc import Iterator
+from typing import Any
 
-import torch
-
-from deft_backend.hosts.vllm.start.layers import Layer, LayerShape
-from deft_backend.hosts.vllm.start.speculation import drafts
+from deft_backend.hosts.common.division import Division
+from deft_backend.hosts.vllm.start.layers import Layer
 
 LINEAR = "linear or recurrent attention"
 DRAFT = "a draft model"
 
-
-class Division(NamedTuple):
-    """Which of a model's layers decode through tree attention, by the layers' names.
-
-    Attributes
-    ----------
-    tree : mapping
-        These layers.
-    host : mapping
-        For each other layer, the reason why vLLM's implementation decodes it.
-    """
-
-    tree: Mapping[str, Layer]
-    host: Mapping[str, str]
-
-    def layers_with(self, shape: LayerShape, kv_dtype: torch.dtype | None) -> int:
-        """Layers of tree attention with this shape and a KV cache of this dtype.
-
-        None is the model's dtype.
-        """
-        return sum(
-            layer.shape == shape and layer.kv_dtype == kv_dtype for layer in self.tree.values()
-        )
-
-    def text(self) -> str | None:
-        """The division in one line, or None if tree attention decodes every layer."""
-        if not self.host:
-            return None
-        reasons = Counter(self.host.values())
-        parts = [f"{count} with {reason}" for reason, count in reasons.most_common()]
-        return (
-            f"{len(self.tree)} of {len(self.tree) + len(self.host)} layers decode through tree "
-            f"attention; {', '.join(parts)} through the host's kernels"
-        )
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_DRAFT = re.compile(r"^draft_model\.|(?:^|\.)(?:mtp|eagle)\w*\.")
 
 
-def divide_layers(vllm_config: Any) -> Division:
+def divide_layers(vllm_config: Any) -> Division[str, Layer]:
     """Decide on every layer of a server's model; the draft model's are the host's.
 
     The arguments of a layer's implementation do not show everything: chunked attention, for
@@ -69,17 +35,21 @@ def divide_layers(vllm_config: Any) -> Division:
                 impl.deft_layer = layer._replace(reason=DRAFT)
             continue
         reason = unsupported_kind(module, vllm_config)
-        if layer is None:
-            if reason is not None:
-                host[name] = reason
-            continue
-        if layer.reason is None and reason is not None:
+        if layer is not None and reason is not None and layer.reason is None:
             layer = impl.deft_layer = layer._replace(reason=reason)
-        if layer.reason is None:
+        if layer is not None and layer.reason is None:
             tree[name] = layer
-        else:
-            host[name] = layer.reason
+        elif layer is not None or reason is not None:
+            host[name] = str(reason if layer is None else layer.reason)
     return Division(tree, host)
+
+
+def attending_layers(vllm_config: Any, *, full: bool) -> Iterator[str]:
+    """Names of the target's attention layers; with `full`, only those with full attention."""
+    for name, module in vllm_config.compilation_config.static_forward_context.items():
+        attends = getattr(module, "impl", None) is not None and not drafts(name, vllm_config)
+        if attends and not (full and unsupported_kind(module, vllm_config)):
+            yield name
 
 
 def unsupported_kind(module: Any, vllm_config: Any) -> str | None:
@@ -103,3 +73,25 @@ def unsupported_kind(module: Any, vllm_config: Any) -> str | None:
     if spec.head_size_v not in (None, spec.head_size):
         return f"keys of {spec.head_size} and values of {spec.head_size_v} elements"
     return None
+
+
+def drafts(layer_name: str, vllm_config: Any) -> bool:
+    """Whether a layer belongs to the draft model, which the host's backend runs.
+
+    Newer versions mark such a layer. In others its name decides: a draft model's layers have a
+    prefix, and layers of EAGLE and MTP count on from the target's last layer.
+    """
+    if vllm_config.speculative_config is None:
+        return False
+    layer = vllm_config.compilation_config.static_forward_context.get(layer_name)
+    if getattr(layer, "is_draft_layer", False) or _DRAFT.search(layer_name):
+        return True
+    numbered = _LAYER.search(layer_name)
+    layers = getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", None)
+    return numbered is not None and layers is not None and int(numbered.group(1)) >= layers
+
+
+def query_tokens_of(vllm_config: Any) -> int:
+    """Most query tokens of a request: the draft tokens and the token before them; 1 in decode."""
+    speculative = vllm_config.speculative_config
+    return 1 if speculative is None else 1 + int(speculative.num_speculative_tokens)

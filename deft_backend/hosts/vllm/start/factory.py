@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from deft_backend.attention import TreeAttention
 from deft_backend.forest import warm_up
+from deft_backend.hosts.common.division import LayerShape
 from deft_backend.hosts.common.kernel_cache import take_compiled_kernels
+from deft_backend.hosts.common.latches import OnceLog
 from deft_backend.hosts.common.limits import refused_cache
 from deft_backend.hosts.common.planner_choice import (
     VLLM,
@@ -20,16 +23,9 @@ from deft_backend.hosts.common.planner_choice import (
     selects_device_planner,
 )
 from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors, warm_up_attention
-from deft_backend.hosts.vllm.report.server import server_of
-from deft_backend.hosts.vllm.start.division import divide_layers
-from deft_backend.hosts.vllm.start.layers import Layer, LayerShape
-from deft_backend.hosts.vllm.start.say import say_once
-from deft_backend.hosts.vllm.start.sleep import can_sleep, outside_memory_pools
-from deft_backend.hosts.vllm.start.speculation import (
-    drafts,
-    query_tokens_of,
-    unsupported_speculation,
-)
+from deft_backend.hosts.vllm.report.server import Counted, server_of
+from deft_backend.hosts.vllm.start.division import divide_layers, drafts, query_tokens_of
+from deft_backend.hosts.vllm.start.layers import Layer, kv_views
 from deft_backend.hosts.vllm.step.group import GroupAttention
 from deft_backend.hosts.vllm.versions import blank_cache, unknown_cache
 from deft_backend.settings.config import LOG_LEVELS, Settings, warn_unknown
@@ -37,137 +33,148 @@ from deft_backend.settings.policy_names import AUTO
 
 logger = logging.getLogger("deft_backend")
 
+T = TypeVar("T")
 
-def create_group(
-    host: Any, spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
-) -> GroupAttention | None:
-    """Tree attention for the layers of a metadata builder; or None, with the reason in the log.
+log = OnceLog()
 
-    Parameters
+
+class Unsupported(Exception):
+    """Tree attention cannot run a group's layers; the message says why, in one line."""
+
+
+class LayerGroup(NamedTuple):
+    """The layers of a metadata builder, as the host describes them.
+
+    Attributes
     ----------
     host : type[AttentionBackend]
         The host's backend that tree attention surrounds.
     spec : KVCacheSpec
-        Cache specification of the builder's layers, with the block size that kernels see.
+        Of the layers' caches, with the block size that kernels see.
     layer_names : list of str
     vllm_config : VllmConfig
     device : torch.device
+    """
+
+    host: Any
+    spec: Any
+    layer_names: list[str]
+    vllm_config: Any
+    device: torch.device
+
+
+def create_group(layers: LayerGroup) -> GroupAttention | None:
+    """Tree attention for a group; or None, with the reason in the log.
 
     Raises
     ------
     SettingsError
-        If a ``DEFT_*`` variable has a value that is not allowed.
+        If ``DEFT_*`` variables have values that are not allowed.
     """
     settings = Settings.from_env()
     logger.setLevel(LOG_LEVELS[settings.log])
     warn_unknown()
     try:
-        group = _create(host, spec, layer_names, vllm_config, device, settings)
+        return build(layers, settings)
     except Exception as error:
-        logger.debug("deft: set-up failed", exc_info=True)
-        group = f"tree attention could not be set up ({error!r})"
-    if not isinstance(group, str):
-        return group
-    say_once(f"{group}; these layers run through {host.get_name()} alone")
-    return None
+        reason = str(error)
+        if not isinstance(error, Unsupported):
+            reason = f"tree attention could not be set up ({error!r})"
+            logger.debug("deft: set-up failed", exc_info=True)
+        if reason:
+            log.warn(f"{reason}; {described(layers.host)} alone runs these layers")
+        return None
 
 
-def _create(
-    host: Any,
-    spec: Any,
-    layer_names: list[str],
-    vllm_config: Any,
-    device: torch.device,
-    settings: Settings,
-) -> GroupAttention | str | None:
-    reason = unsupported_server(vllm_config)
-    if reason is not None:
-        return reason
+def described(host: Any) -> str:
+    """The host's backend in messages: on the CPU, another one replaces vLLM's."""
+    return str(getattr(host, "described", None) or host.get_name())
+
+
+def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
+    """Tree attention for a group.
+
+    Raises
+    ------
+    Unsupported
+        If the host's implementation runs the group. The message is empty if the log has the reason.
+    """
+    host, spec, layer_names, vllm_config, device = layers
+    _refuse(unsupported_server(vllm_config))
     if all(drafts(name, vllm_config) for name in layer_names):
-        return "the draft model gets no tree attention"
+        raise Unsupported("the draft model gets no tree attention")
     division = divide_layers(vllm_config)
     server = server_of(vllm_config)
-    server.say(division)
+    server.log_division(division)
     mine = {name: division.tree[name] for name in layer_names if name in division.tree}
-    taken = list(mine.values())
-    if not taken:
-        return None  # the line above gives the reasons
-    reason = unsupported_spec(spec)
-    if reason is not None:
-        return reason
-    shape = Counter(layer.shape for layer in taken).most_common(1)[0][0]
-    dtype = vllm_config.model_config.dtype
-    layer = taken[0]  # one specification, one kind of cache
-    kv_dtype = layer.kv_dtype
-    reason = _unsupported_shape(shape, spec, dtype, layer, device, settings)
-    if reason is not None:
-        return reason
+    if not mine:
+        raise Unsupported  # the line above gives the reasons
+    _refuse(unsupported_spec(spec))
+    shape = Counter(layer.shape for layer in mine.values()).most_common(1)[0][0]
+    layer = next(iter(mine.values()))  # one specification, one kind of cache
+    _refuse(_unsupported_shape(layers, shape, layer, settings))
     # Everything in a specification that the group depends on. The rest is checked already, or
     # concerns only the host.
     key = (tuple(layer_names), spec.block_size, device)
     if key in server.groups:
-        return cast(GroupAttention, server.groups[key])
-    largest = min(settings.max_batch, vllm_config.scheduler_config.max_num_seqs)
+        held: GroupAttention = server.groups[key]
+        return held
     query_tokens = query_tokens_of(vllm_config)
-    plans_on_device = selects_device_planner(settings, VLLM, capability_of(device))
-    if plans_on_device:
+    on_device = selects_device_planner(settings, VLLM, capability_of(device))
+    largest = min(settings.max_batch, vllm_config.scheduler_config.max_num_seqs)
+    if on_device:
         largest = planned_on_device(largest, query_tokens, shape.gqa_group)
+    dtype = vllm_config.model_config.dtype
 
     def set_up() -> TreeAttention:
         attention = TreeAttention(
-            num_query_heads=shape.num_query_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            device=device,
-            page_size=spec.block_size,
-            max_batch=largest,
-            query_tokens=query_tokens,
+            num_query_heads=shape.num_query_heads, num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim, dtype=dtype, kv_dtype=layer.kv_dtype, device=device,
+            page_size=spec.block_size, max_batch=largest, query_tokens=query_tokens,
             policy=settings.policy,
-        )
-        if plans_on_device:
+        )  # fmt: skip
+        if on_device:
             take_compiled_kernels(settings, device)
-            kinds = _kinds(attention, shape, mine, vllm_config)
-            _warm_up(attention, host, vllm_config, len(layer_names), kinds, settings)
+            tensors = _step_tensors(attention, layers, _kinds(attention, mine, vllm_config))
+            warm_up_attention(attention, tensors, on_device=True, smallest=settings.min_batch)
         else:
             warm_up()
         return attention
 
     sleeps = can_sleep(vllm_config)
     attention = outside_memory_pools(set_up, device) if sleeps else set_up()
-    state = server.count_in(layer_names, shape, kv_dtype or dtype, device, settings)
+    alike = sum((of.shape, of.kv_dtype) == (shape, layer.kv_dtype) for of in division.tree.values())
+    counted = Counted(tuple(layer_names), shape, layer.kv_dtype or dtype, device, alike)
     group = GroupAttention(
-        attention,
-        settings,
-        state,
-        tree_layers=division.layers_with(shape, kv_dtype),
+        attention, settings, server.count_in(counted, settings), tree_layers=alike,
         counts=not server.groups,  # the first one
-        plans_on_device=plans_on_device,
-        shows_batch=not sleeps,
-    )
+        plans_on_device=on_device, shows_batch=not sleeps,
+    )  # fmt: skip
     server.groups[key] = group
     logger.info(
         "deft: %s of %d layers goes through tree attention (policy %s, block size %d, "
         "workspace %.1f MiB); everything else through %s",
         "decode" if query_tokens == 1 else f"verification of up to {query_tokens} tokens",
-        len(taken), settings.policy, spec.block_size, attention.workspace_bytes / 2**20,
-        host.get_name(),
+        len(mine), settings.policy, spec.block_size, attention.workspace_bytes / 2**20,
+        described(host),
     )  # fmt: skip
     return group
+
+
+def _refuse(reason: str | None) -> None:
+    if reason is not None:
+        raise Unsupported(reason)
 
 
 def unsupported_server(vllm_config: Any) -> str | None:
     """The feature of a server that rules out tree attention, in one line; or None."""
     from vllm import envs
 
-    parallel = vllm_config.parallel_config
+    parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
     if envs.VLLM_BATCH_INVARIANT:
         return "a plan depends on the batch: batch-invariant mode is not supported"
-    if vllm_config.speculative_config is not None:
-        reason = unsupported_speculation(vllm_config)
-        if reason is not None:
-            return reason
+    if getattr(speculative, "enable_adaptive_verification", False):
+        return "adaptive verification is not supported: only the device knows a request's tokens"
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             return f"{name.replace('_', ' ').removesuffix(' size')} is not supported"
@@ -192,9 +199,9 @@ def unsupported_spec(spec: Any) -> str | None:
 
 
 def _unsupported_shape(
-    shape: LayerShape, spec: Any, dtype: torch.dtype, layer: Layer, device: torch.device,
-    settings: Settings,
-) -> str | None:  # fmt: skip
+    layers: LayerGroup, shape: LayerShape, layer: Layer, settings: Settings
+) -> str | None:
+    spec, device, dtype = layers.spec, layers.device, layers.vllm_config.model_config.dtype
     if layer.kv_dtype is not None:
         reason = refused_cache(layer.cache)
         if reason is not None:
@@ -210,9 +217,10 @@ def _unsupported_shape(
 
 
 def _kinds(
-    attention: TreeAttention, shape: LayerShape, layers: Mapping[str, Layer], vllm_config: Any
+    attention: TreeAttention, layers: Mapping[str, Layer], vllm_config: Any
 ) -> list[LayerKind]:
     """Each kind of the layers of these that run through an attention, as their kernels see it."""
+    shape = (attention.num_query_heads, attention.num_kv_heads, attention.head_dim)
     modules = vllm_config.compilation_config.static_forward_context
     kinds = set()
     for name, layer in layers.items():
@@ -222,21 +230,45 @@ def _kinds(
     return sorted(kinds, key=str)
 
 
-def _warm_up(
-    attention: TreeAttention, host: Any, vllm_config: Any, num_layers: int,
-    kinds: list[LayerKind], settings: Settings,
-) -> None:  # fmt: skip
-    """Compile planner and kernels for the tensors that the host's steps pass."""
-    from deft_backend.hosts.vllm.start.layout import kv_views
-
+def _step_tensors(
+    attention: TreeAttention, layers: LayerGroup, kinds: list[LayerKind]
+) -> StepTensors:
+    """The tensors that the host's steps pass, to compile planner and kernels for."""
     shape = (2, attention.num_kv_heads, attention.page_size, 2 * attention.head_dim)
-    cache = blank_cache(host, vllm_config, shape, num_layers, attention.kv_dtype, attention.device)
-    columns = -(-vllm_config.model_config.max_model_len // attention.page_size)
+    cache = blank_cache(
+        layers.host, layers.vllm_config, shape, len(layers.layer_names), attention.kv_dtype,
+        attention.device,
+    )  # fmt: skip
+    columns = -(-layers.vllm_config.model_config.max_model_len // attention.page_size)
     # vLLM may make the block table wider, to a multiple of some number of blocks.
-    tensors = StepTensors(
+    return StepTensors(
         *kv_views(cache, attention.head_dim), sorted({columns, -(-columns // 16) * 16}),
         rows_dtype=torch.int32, lens_dtype=torch.int32,
         drafts=Drafts(attention.query_tokens, ragged=True) if attention.query_tokens > 1 else None,
         layers=kinds,
     )  # fmt: skip
-    warm_up_attention(attention, tensors, on_device=True, smallest=settings.min_batch)
+
+
+# Sleep mode. A server that can sleep allocates its KV cache, and everything it makes with the
+# cache, in memory pools, and unmaps their pages when it sleeps. Captured graphs hold the addresses
+# of our plan and workspace, so both must lie elsewhere.
+
+
+def can_sleep(vllm_config: Any) -> bool:
+    """Whether a server may unmap its memory, by sleep mode or only by its allocator."""
+    model = vllm_config.model_config
+    return any(
+        getattr(model, name, False) for name in ("enable_sleep_mode", "enable_cumem_allocator")
+    )
+
+
+def outside_memory_pools(make: Callable[[], T], device: torch.device) -> T:
+    """Run `make` in a thread of its own: ``use_mem_pool`` redirects only its caller's thread."""
+
+    def run() -> T:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        return make()
+
+    with ThreadPoolExecutor(1, thread_name_prefix="deft-set-up") as thread:
+        return thread.submit(run).result()

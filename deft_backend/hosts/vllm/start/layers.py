@@ -1,4 +1,4 @@
-"""Decide from a layer's constructor arguments whether tree attention can run it."""
+"""A layer as its constructor arguments describe it, and its keys and values in vLLM's cache."""
 
 from __future__ import annotations
 
@@ -8,22 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deft_backend.hosts.common.division import LayerShape
 from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
 
 UNQUANTISED = ("auto", "float16", "bfloat16", "float32")
-
-
-class LayerShape(NamedTuple):
-    """Shape of a layer's attention on this rank."""
-
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-    @property
-    def gqa_group(self) -> int:
-        """Query heads that share a KV head."""
-        return self.num_query_heads // self.num_kv_heads
 
 
 class Layer(NamedTuple):
@@ -41,8 +29,8 @@ class Layer(NamedTuple):
     cache : str
         vLLM's name for the kind of its KV cache.
     scales : tuple of three tensors, optional
-        What queries, stored keys and stored values of 8 bits stand for: one float32 each, on the
-        device.
+        What queries, stored keys and stored values of 8 bits are multiplied with: one float32 each,
+        on the device.
     """
 
     shape: LayerShape
@@ -101,6 +89,25 @@ def layer_of(init: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str,
     sinks = given.pop("sinks", None) is not None
     cache = str(given.pop("kv_cache_dtype", "auto"))
     return Layer(shape, scale, cap, _reason(given, scale, cap, cache), sinks, cache)
+
+
+def kv_views(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of one layer, as :meth:`TreeAttention.run` takes them; nothing is copied.
+
+    Parameters
+    ----------
+    kv_cache : [pages, Hkv, page_size, 2 * D]
+        In any memory order with a contiguous last dimension (NHD or HND, padded pages, layers
+        side by side).
+    head_dim : int
+        D.
+
+    Returns
+    -------
+    k_cache, v_cache : [pages, page_size, Hkv, D]
+    """
+    paged = kv_cache.transpose(1, 2)
+    return paged[..., :head_dim], paged[..., head_dim:]
 
 
 def _named(

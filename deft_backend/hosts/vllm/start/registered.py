@@ -6,19 +6,24 @@ tree attention therefore imports no compiler.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from deft_backend.hosts.common.latches import OnceLog
 from deft_backend.hosts.common.limits import observing
-from deft_backend.hosts.vllm.start.model_defaults import apply_model_defaults
-from deft_backend.hosts.vllm.start.say import say_once
-from deft_backend.hosts.vllm.versions import is_ours, refuse
+from deft_backend.hosts.vllm.versions import PLACEHOLDER, is_ours, refuse
 from deft_backend.settings.config import Settings
 
-logger = logging.getLogger("deft_backend")
+MODELS_WITH_DEFAULTS = ("Gemma4Config", "DiffusionGemmaModelForBlockDiffusionConfig",
+                        "EmbeddingGemma2ModelConfig")  # fmt: skip
+"""Classes of ``model_executor/models/config.py`` that check whether the user named a backend."""
+
+log = OnceLog()
+
+_defaults: tuple[Any, AttentionBackendEnum | None] | None = None
+"""The last configuration whose model's defaults were applied, and the backend among them."""
 
 _made: dict[str, Any] = {}
 """Classes that :class:`Custom` has chosen, by the name under which the host looks them up."""
@@ -61,21 +66,20 @@ class Custom(AttentionBackend):  # type: ignore[misc]
         host = getattr(host, "observed", host)  # tree attention counts its own steps
         cls._chosen, reason = _around(host)
         if reason is not None:
-            say_once(f"{host.get_name()} runs by itself: {reason}")
+            log.warn(f"{host.get_name()} runs by itself: {reason}")
         return []
 
     @classmethod
     def full_cls_name(cls) -> tuple[str, str]:
         """Module and name of the class chosen for the last validated configuration."""
-        return (
-            (cls.__module__, cls.__qualname__)
-            if cls._chosen is None
-            else (cls._chosen.full_cls_name())
-        )
+        if cls._chosen is None:
+            return cls.__module__, cls.__qualname__
+        module, name = cls._chosen.full_cls_name()
+        return module, name
 
     @staticmethod
     def get_name() -> str:
-        return "CUSTOM"
+        return PLACEHOLDER
 
     @staticmethod
     def get_impl_cls() -> Any:
@@ -86,12 +90,42 @@ class Custom(AttentionBackend):  # type: ignore[misc]
         return _chosen().get_builder_cls()
 
 
+def apply_model_defaults(vllm_config: Any) -> AttentionBackendEnum | None:
+    """Let vLLM apply, once, its settings for the model as if the user had named no backend.
+
+    For example, the layers of Gemma 4 have heads of two sizes. vLLM sets one version of
+    FlashAttention, or one backend, for all of them.
+
+    Returns
+    -------
+    AttentionBackendEnum, optional
+        The backend that vLLM names for the model, if it names one.
+    """
+    global _defaults
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    if _defaults is not None and _defaults[0] is vllm_config:
+        return _defaults[1]
+    attention = vllm_config.attention_config
+    asked, wanted = attention.backend, None
+    settings = MODELS_CONFIG_MAP.get(getattr(vllm_config.model_config, "architecture", None))
+    if is_ours(asked) and settings is not None and settings.__name__ in MODELS_WITH_DEFAULTS:
+        attention.backend = None
+        try:
+            settings.verify_and_update_config(vllm_config)
+            wanted = attention.backend
+        finally:
+            attention.backend = asked
+    _defaults = (vllm_config, wanted)
+    return wanted
+
+
 def _around(host: Any) -> tuple[Any, str | None]:
     """The class around a backend of the host; or the backend itself and the reason."""
     reason = refuse()
     if reason is not None:
         return host, reason
-    from deft_backend.hosts.vllm.start.compose import cannot_surround, tree_backend
+    from deft_backend.hosts.vllm.step.backend import cannot_surround, tree_backend
 
     reason = cannot_surround(host)
     if reason is not None:
@@ -103,7 +137,7 @@ def _around(host: Any) -> tuple[Any, str | None]:
 
 def _chosen() -> Any:
     if Custom._chosen is None:
-        raise RuntimeError("CUSTOM was asked for its classes before any layer was configured")
+        raise RuntimeError("vLLM asked for the plugin's classes before it configured any layer")
     return Custom._chosen
 
 
@@ -121,19 +155,18 @@ def _cpu_backend() -> Any:
     from vllm.config import get_current_vllm_config_or_none
 
     from deft_backend.hosts.vllm.report.observe import observed_backend, original_backend
-    from deft_backend.hosts.vllm.start.compose import tree_backend
+    from deft_backend.hosts.vllm.step.backend import tree_backend
 
     config = get_current_vllm_config_or_none()
     host = original_backend("CPU_ATTN")
     wanted = config is not None and is_ours(config.attention_config.backend)
     reason = refuse() if wanted or observing() else None
     if reason is not None:
-        say_once(f"{host.get_name()} runs by itself: {reason}")
+        log.warn(f"{host.get_name()} runs by itself: {reason}")
         return host
     if wanted:
         from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
 
-        logger.info("deft: CPU_ATTN is replaced by tree attention and torch's own attention")
         return tree_backend(PlainCpuBackend)
     return observed_backend(host) if observing() else host
 
@@ -152,6 +185,6 @@ def __getattr__(name: str) -> Any:
             reason = refuse()
             if reason is None:
                 return observed_backend(host)
-            say_once(f"DEFT_OBSERVE does not work in this server: {reason}")
+            log.warn(f"DEFT_OBSERVE does not work in this server: {reason}")
             return host
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

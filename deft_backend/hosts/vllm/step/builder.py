@@ -6,16 +6,15 @@ from typing import Any, ClassVar, cast
 
 import torch
 
-from deft_backend.hosts.vllm.start.factory import create_group, unsupported_server
-from deft_backend.hosts.vllm.start.speculation import prefills
+from deft_backend.hosts.vllm.start.factory import LayerGroup, create_group, unsupported_server
 from deft_backend.hosts.vllm.step.group import GroupAttention
-from deft_backend.hosts.vllm.step.step import TreeStep, attach, is_attached, step_of
+from deft_backend.hosts.vllm.step.step import TreeStep, attach, is_attached, prefills, step_of
 from deft_backend.hosts.vllm.versions import host_cascades
 from deft_backend.settings.config import Settings
 
 
 class TreeBuilder:
-    """Placed before one of the host's ``AttentionMetadataBuilder`` classes; see ``compose.py``.
+    """Placed before one of the host's ``AttentionMetadataBuilder`` classes; see ``backend.py``.
 
     Nothing here reads device memory: all decisions follow from sizes that the CPU knows.
     """
@@ -29,7 +28,7 @@ class TreeBuilder:
                  device: torch.device) -> None:  # fmt: skip
         self._host().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.deft_group = create_group(
-            self.host, kv_cache_spec, layer_names, vllm_config, torch.device(device)
+            LayerGroup(self.host, kv_cache_spec, layer_names, vllm_config, torch.device(device))
         )
 
     def _host(self) -> Any:
@@ -60,11 +59,8 @@ class TreeBuilder:
         metadata = self._host().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
         step, reason = self._step(common_prefix_len, common_attn_metadata)
         attach(metadata, step)
-        group = self.deft_group
-        if group is not None and not self._capturing and (step is not None or reason is not None):
-            group.count(reason, common_attn_metadata)
-            if step is not None and step.query_tokens > 1:
-                group.count_verified(common_attn_metadata)
+        if self.deft_group is not None and not self._capturing:
+            self.deft_group.count(step, reason, common_attn_metadata)
         return metadata
 
     _capturing = False
@@ -92,15 +88,10 @@ class TreeBuilder:
     def update_block_table(self, metadata: Any, blk_table: torch.Tensor, slot_mapping: Any) -> Any:
         """Another group's metadata with this group's page table and step."""
         updated = self._host().update_block_table(metadata, blk_table, slot_mapping)
-        other = step_of(metadata)
-        group = self.deft_group
-        step = None
-        if (
-            other is not None
-            and group is not None
-            and group.holds(len(other.seq_lens), other.query_tokens)
-        ):
-            step = other.with_page_table(group, blk_table)
+        step, group = step_of(metadata), self.deft_group
+        if step is not None:
+            held = group is not None and group.holds(step)
+            step = step.with_page_table(cast(GroupAttention, group), blk_table) if held else None
         attach(updated, step)
         return updated
 
@@ -114,22 +105,20 @@ class TreeBuilder:
         group = self.deft_group
         longest = int(query_lens.max()) if len(query_lens) else 0
         if group is not None and 1 <= longest <= group.query_tokens:
-            reason = group.refuses(len(query_lens))
-        else:
-            reason = "another kind of batch"
-        if reason is None:
-            return False
+            if group.refuses(len(query_lens)) is None:
+                return False
         return host_cascades(self._host(), common_prefix_len, query_lens, *args, **kwargs)
 
     def _step(self, common_prefix_len: int, common: Any) -> tuple[TreeStep | None, str | None]:
         """The step of a batch, or why the host computes it; two None for batches with prefills."""
         group = self.deft_group
-        batch, query_tokens = int(common.num_reqs), int(common.max_query_len)
-        if group is None or not 1 <= query_tokens <= group.query_tokens:
+        batch, longest = int(common.num_reqs), int(common.max_query_len)
+        if group is None or not 1 <= longest <= group.query_tokens:
             return None, None
-        if query_tokens == 1 and common.num_actual_tokens != batch:
+        several = longest > 1
+        if several and not self._capturing and prefills(common):
             return None, None
-        if query_tokens > 1 and not self._capturing and prefills(common):
+        if not several and common.num_actual_tokens != batch:
             return None, None
         reason = group.refuses(batch)
         if reason is None and common_prefix_len:
@@ -142,14 +131,14 @@ class TreeBuilder:
             reason = "attention over another range of tokens"
         if reason is not None:
             return None, reason
-        several = query_tokens > 1
-        if several:  # one number for all batches: kernels are compiled for it
-            query_tokens = group.query_tokens
-        return TreeStep(
-            group, common.block_table_tensor[:batch], common.seq_lens[:batch],
-            tokens=int(common.num_actual_tokens) if several else batch, query_tokens=query_tokens,
-            query_start=common.query_start_loc[: batch + 1] if several else None,
-        ), None  # fmt: skip
+        step = TreeStep(
+            group, common.block_table_tensor[:batch], common.seq_lens[:batch], tokens=batch
+        )
+        if several:  # one number of query tokens for all batches: kernels are compiled for it
+            step.query_tokens = group.query_tokens
+            step.query_start = common.query_start_loc[: batch + 1]
+            step.tokens = int(common.num_actual_tokens)
+        return step, None
 
 
 def leave_graphs_of_any_batch(config: Any) -> None:

@@ -15,8 +15,8 @@ import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from vllm.v1.attention.backend import MultipleOf as _MultipleOf
 
-from deft_backend.hosts.vllm.start.layout import kv_views
-from deft_backend.hosts.vllm.versions import with_standard_cache
+from deft_backend.hosts.vllm.start.layers import kv_views
+from deft_backend.hosts.vllm.versions import asked_name, backend_name, with_standard_cache
 from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
 
 
@@ -24,6 +24,7 @@ from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
 class PlainCpuBackend(AttentionBackend):  # type: ignore[misc]
     """Paged decoder attention in PyTorch, over ``[blocks, Hkv, block_size, 2 * D]``."""
 
+    described = "torch's own attention, which replaces CPU_ATTN,"
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *EIGHT_BIT_CACHES]
@@ -77,14 +78,19 @@ class PlainCpuBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     ) -> PlainCpuMetadata:
         common = common_attn_metadata
         if common.causal is not True:
-            raise NotImplementedError(f"{_ONLY}, causal; got a batch that is not causal")
+            raise _refusal("this batch is not causal")
         return PlainCpuMetadata(common.query_start_loc, common.seq_lens, common.block_table_tensor)
 
 
-_ONLY = (
-    "with --attention-backend CUSTOM on the CPU, attention is that of decoder layers with a KV "
-    "cache in the model's dtype or in FP8"
-)
+def _refusal(found: str) -> NotImplementedError:
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    name = backend_name() if config is None else asked_name(config)
+    return NotImplementedError(
+        f"with --attention-backend {name} on the CPU, attention is causal, of decoder layers with "
+        f"a KV cache in the model's dtype or in FP8; {found}. Start the server without {name}"
+    )
 
 
 class PlainCpuImplementation(AttentionImpl):  # type: ignore[misc]
@@ -97,19 +103,12 @@ class PlainCpuImplementation(AttentionImpl):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = "decoder",
-        kv_sharing_target_layer_name: str | None = None,
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None, sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto", logits_soft_cap: float | None = None,
+        attn_type: str = "decoder", kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         eight_bits = EIGHT_BIT_CACHES.get(kv_cache_dtype)
         self._kv_dtype = None if eight_bits is None else getattr(torch, eight_bits)
         for name, value, plain in (
@@ -118,9 +117,7 @@ class PlainCpuImplementation(AttentionImpl):  # type: ignore[misc]
             ("alibi_slopes", alibi_slopes, None),
         ):
             if value != plain:
-                raise NotImplementedError(
-                    f"{_ONLY}; this layer has {name} {value!r}. Start the server without CUSTOM"
-                )
+                raise _refusal(f"this layer has {name} {value!r}")
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -131,20 +128,13 @@ class PlainCpuImplementation(AttentionImpl):  # type: ignore[misc]
         self.sinks = sinks
 
     def forward(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: PlainCpuMetadata | None,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        kv_cache: torch.Tensor, attn_metadata: PlainCpuMetadata | None, output: torch.Tensor,
+        output_scale: torch.Tensor | None = None, output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Attention of every query token over the pages of its request, into `output`."""
         if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError(f"{_ONLY}; a fused output quantisation was asked for")
+            raise _refusal("vLLM asked for a fused output quantisation")
         if attn_metadata is None:  # the host's profiling run
             return output
         k_cache, v_cache = self._views(kv_cache)
@@ -197,13 +187,9 @@ class PlainCpuImplementation(AttentionImpl):  # type: ignore[misc]
         return (new.float() / float(scale)).clamp(-most, most).to(self._kv_dtype)
 
     def do_kv_cache_update(
-        self,
-        layer: Any,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Write new keys and values [T, Hkv, D] to their slots; a slot of -1 is padding."""
         k_cache, v_cache = self._views(kv_cache)
         kept = slot_mapping >= 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,15 +10,14 @@ import torch
 
 from deft_backend.attention import TreeAttention
 from deft_backend.forest import forest_from_page_tables
+from deft_backend.hosts.common.division import LayerShape
+from deft_backend.hosts.common.latches import FailureLatch, OnceLog
 from deft_backend.hosts.common.limits import refused
-from deft_backend.hosts.vllm.start.layers import Layer, LayerShape
-from deft_backend.hosts.vllm.start.layout import kv_views
-from deft_backend.hosts.vllm.start.sleep import HIDDEN_BATCH
+from deft_backend.hosts.vllm.start.layers import Layer, kv_views
+from deft_backend.hosts.vllm.step.step import LayerCall, TreeStep, context_tokens
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.shown_batch import Batch
 from deft_backend.telemetry.state import ServerState
-
-logger = logging.getLogger("deft_backend")
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """For ``DEFT_VERIFY``: the largest difference allowed, relative to the largest value."""
@@ -29,6 +27,11 @@ EIGHT_BITS = 3
 
 SMALLEST = 1e-6
 """The tolerance is relative to no smaller value than this one, so that results of zero agree."""
+
+HIDDEN_BATCH = (
+    "a server that can sleep shows no batch: its page table may be unmapped while it is read"
+)
+"""The answer of a server that can sleep to `deft explain --server`."""
 
 
 class GroupAttention:
@@ -69,24 +72,24 @@ class GroupAttention:
         self.shape = LayerShape(
             attention.num_query_heads, attention.num_kv_heads, attention.head_dim
         )
-        self.verifies = settings.verify
         self.query_tokens = attention.query_tokens
+        self.counts = counts
         self._attention = attention
         self._on_device = plans_on_device
         self._shows_batch = shows_batch
         self._settings = settings
         self._state = state
         self._tree_layers = tree_layers
-        self.counts = counts
-        self._counting = False
-        self._broken: str | None = None
-        self._left: set[str] = set()
+        self._attached = False
+        self._failure = FailureLatch()
+        self._log = OnceLog()
 
     def takes(self, layer: Layer) -> bool:
         """Whether a layer goes through tree attention."""
-        if self._broken is not None or layer.reason is not None or layer.shape != self.shape:
+        if self._failure.reason is not None or layer.reason is not None:
             return False
-        return (layer.kv_dtype or self._attention.dtype) == self._attention.kv_dtype
+        held = layer.kv_dtype or self._attention.dtype
+        return layer.shape == self.shape and held == self._attention.kv_dtype
 
     def refuses(self, requests: int) -> str | None:
         """The reason why the host's implementation decodes a batch of `requests` requests, or None.
@@ -94,50 +97,72 @@ class GroupAttention:
         It must follow from the padded size alone: the host captures one graph for a size, and
         replays it for every batch padded to that size.
         """
-        if self._broken is not None:
-            return self._broken
-        return refused(requests, self._settings, self._attention.max_batch)
+        return self._failure.reason or refused(
+            requests, self._settings, self._attention.max_batch
+        )
 
-    def holds(self, requests: int, query_tokens: int) -> bool:
-        """Whether this group's plans hold another group's step of so many requests and tokens."""
-        return query_tokens <= self.query_tokens and self.refuses(requests) is None
+    def holds(self, step: TreeStep) -> bool:
+        """Whether this group's plans hold another group's step."""
+        return step.query_tokens <= self.query_tokens and self.refuses(len(step.seq_lens)) is None
 
-    def plan(self, page_table: torch.Tensor, seq_lens: torch.Tensor, query_tokens: int = 1) -> None:
-        """Plan a step from the host's own tensors `page_table` [B, P] and `seq_lens` [B]."""
+    def attend(self, step: TreeStep, call: LayerCall) -> bool:
+        """Compute a layer into its output; False if the host's implementation must."""
+        if step.unplanned or not self.takes(call.layer):
+            return False
+        first = not step.ran or id(call.owner) in step.ran
+        before = self._state.device_counts() if first else None
+        loaded = 0
+        if first:
+            step.ran.clear()
+            try:
+                loaded = self._plan(step)
+            except Exception as error:
+                step.unplanned = True
+                self._planning_failed(error)
+                self._count_failure(step, "planning failed")
+                return False
+        try:
+            rows = call.output[: step.tokens]
+            self._run(step, call, rows)
+            if self._settings.verify:
+                self._cross_check(rows, call.host)
+        except Exception as error:
+            self._failure.kernel_failed(error)
+            if first:
+                self._state.forget_device_counts(before)
+                self._count_failure(step, "kernel failed")
+            return False
+        step.ran.add(id(call.owner))
+        if first and self.counts and not self._on_device:
+            self._state.count_tree(int(step.seq_lens.sum()), loaded, self._tree_layers)
+        return True
+
+    def _plan(self, step: TreeStep) -> int:
+        """Plan a step from the host's own tensors; the tokens that a plan on the host loads."""
         if self._on_device:
-            self._attention.plan_on_device(page_table, seq_lens, query_tokens=query_tokens)
-            return
+            self._attention.plan_on_device(
+                step.page_table, step.seq_lens, query_tokens=step.query_tokens
+            )
+            return 0
         began = time.perf_counter()
-        lens = seq_lens.numpy()
+        lens = step.seq_lens.numpy()
         # Do not check that equality is monotone: vLLM keeps both copies of a page computed twice,
         # and a later request may hold either copy. Equal page ids still mean equal tokens before
         # them.
         forest = forest_from_page_tables(
-            page_table.numpy(), lens, self._attention.page_size, check=False
+            step.page_table.numpy(), lens, self._attention.page_size, check=False
         )
-        plan = self._attention.plan(forest, query_tokens=query_tokens)
+        plan = self._attention.plan(forest, query_tokens=step.query_tokens)
         state = self._state
         state.plans += 1
         state.plan_seconds += time.perf_counter() - began
         if self.counts:
             state.forest, state.rids = forest, [str(row) for row in range(len(lens))]
-            state.count_tree(int(lens.sum()), plan.loaded_tokens(lens), self._tree_layers)
+        return plan.loaded_tokens(lens)
 
-    def run(
-        self,
-        layer: Layer,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        page_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        output: torch.Tensor,
-        query_start: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
-        """Compute one layer of the planned step into `output` [T, Hq, D], from `query` [T, Hq, D].
-
-        Without `query_start` [B + 1], T is B.
-        """
+    def _run(self, step: TreeStep, call: LayerCall, rows: torch.Tensor) -> None:
+        """Compute one layer of the planned step into `rows` [tokens, Hq, D]."""
+        layer, query, kv_cache = call.layer, call.query[: step.tokens], call.kv_cache
         k_scale: float | torch.Tensor = 1.0
         v_scale: float | torch.Tensor = 1.0
         if layer.scales is not None:
@@ -145,60 +170,75 @@ class GroupAttention:
             if query.dtype != self._attention.dtype:  # some backends take queries of 8 bits
                 query, k_scale = query.to(self._attention.dtype), k_scale * q_scale
             kv_cache = kv_cache.view(self._attention.kv_dtype)
-        k_cache, v_cache = kv_views(kv_cache, layer.shape.head_dim)
         # Padding requests have length 0 or no rows. For length 0 the kernels write zeros.
         self._attention.run(
-            query,
-            k_cache,
-            v_cache,
-            page_table,
-            seq_lens,
-            query_start=query_start,
-            sm_scale=layer.sm_scale,
-            logit_cap=layer.logit_cap,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            sinks=sinks,
-            out=output,
+            query, *kv_views(kv_cache, layer.shape.head_dim), step.page_table, step.seq_lens,
+            query_start=step.query_start, sm_scale=layer.sm_scale, logit_cap=layer.logit_cap,
+            k_scale=k_scale, v_scale=v_scale, sinks=call.sinks, out=rows,
             static_launch=self._on_device,
-        )
+        )  # fmt: skip
 
-    def count(self, reason: str | None, common: Any) -> None:
-        """Count a decode step of the host, with its reason; the planner counts the other steps.
+    def count(self, step: TreeStep | None, reason: str | None, common: Any) -> None:
+        """Count a batch that the host's implementation decodes, or the tokens of a verification.
+
+        The planner's kernels, or :meth:`attend`, count the steps of tree attention. Graphs replay
+        steps without Python, so the builder counts a verification's tokens.
 
         Parameters
         ----------
+        step : TreeStep, optional
+            Of tree attention.
         reason : str, optional
-            Why the host's implementation decodes the step.
+            Why the host's implementation decodes the batch; without a step and a reason, the batch
+            is no decode and no verification.
         common : CommonAttentionMetadata
             Of the batch.
         """
-        if not self.counts:
+        if not self.counts or (step is None and reason is None):
             return
-        if self._on_device and not self._counting:
+        if self._on_device and not self._attached:
             # Earlier plans were for this group's warm-up and for captures. Dummy batches that the
             # host builds like a step are counted as steps.
-            self._counting = True
+            self._attached = True
             counters = self._attention.device_planner.counters
             self._state.attach_device_counters(counters.numpy())
             self._state.device_tree_layers = self._tree_layers
         if reason is not None:
-            self._state.count_host(reason, tokens_of(common))
-        elif self._on_device and not self._shows_batch:
-            self._state.batch = HIDDEN_BATCH
-        elif self._on_device:
-            requests = common.num_reqs
-            self._state.batch = Batch(
-                common.block_table_tensor[:requests], common.seq_lens[:requests],
-                self._attention.page_size,
-            )  # fmt: skip
+            self._state.count_host(reason, context_tokens(common))
+        if step is None:
+            return
+        if step.query_tokens > 1:
+            step.counted = int(common.query_start_loc_cpu[common.num_reqs])
+            self._state.verified_tokens += step.counted
+        if self._on_device:
+            batch = Batch(step.page_table, step.seq_lens, self._attention.page_size)
+            self._state.batch = batch if self._shows_batch else HIDDEN_BATCH
 
-    def count_verified(self, common: Any) -> None:
-        """Count the query tokens of a verification, without padding."""
-        if self.counts:
-            self._state.verified_tokens += int(common.query_start_loc_cpu[common.num_reqs])
+    def leave(self, reason: str) -> None:
+        """Note that a layer of planned steps runs in the host's kernel; log each reason once."""
+        self._log.warn(f"layers with {reason} decode through the host's own kernel")
 
-    def verify(self, out: torch.Tensor, host: Callable[[], torch.Tensor]) -> None:
+    def _planning_failed(self, error: Exception) -> None:
+        """The host planner plans the next batch again.
+
+        The device planner fails at a launch, whatever the batch is, so it is not tried again.
+        """
+        if self._on_device:
+            self._failure.planning_failed(error)
+        else:
+            self._log.warn(
+                f"planning failed ({error!r}). The host's kernel decodes such batches.",
+                kind=f"planning failed {type(error).__name__}",
+            )
+
+    def _count_failure(self, step: TreeStep, reason: str) -> None:
+        """Count a step that the host's implementation decodes after a failure."""
+        if self.counts and not _capturing(step.seq_lens):
+            self._state.verified_tokens -= step.counted
+            on_cpu = step.seq_lens.device.type == "cpu"
+            self._state.count_host(reason, int(step.seq_lens.sum()) if on_cpu else 0)
+
+    def _cross_check(self, out: torch.Tensor, host: Callable[[], torch.Tensor]) -> None:
         """Compare `out` with the host's result; keep the host's result if they differ.
 
         Only eager steps are compared: the CPU can read nothing back during a capture.
@@ -207,55 +247,18 @@ class GroupAttention:
             return
         ours = out.clone()
         host()
-        largest = max(SMALLEST, float(out.abs().max()))
         eight_bits = self._attention.kv_dtype.itemsize == 1
         tolerance = TOLERANCE[out.dtype] * (EIGHT_BITS if eight_bits else 1)
+        tolerance *= max(SMALLEST, float(out.abs().max()))
         difference = float((ours.float() - out.float()).abs().max())
-        if difference <= tolerance * largest:
+        if difference <= tolerance:
             out.copy_(ours)
             return
-        logger.error(
-            "deft: tree attention does not agree with the host's own: they differ by %g; the "
-            "host's decodes from here", difference,
+        self._failure.close(
+            "kernel failed",
+            "DEFT_VERIFY: the results of tree attention and of the host's kernel differ by %g "
+            "(tolerance %g)", difference, tolerance,
         )  # fmt: skip
-        self._broken = "kernel failed"
-
-    def leave(self, reason: str) -> None:
-        """Note that a layer of planned steps runs in the host's kernel; log each reason once."""
-        if reason not in self._left:
-            self._left.add(reason)
-            logger.warning("deft: layers with %s decode through the host's own kernel", reason)
-
-    def give_up(self, error: Exception) -> None:
-        """Leave every decode step from now on to the host's implementation."""
-        self._broken = "kernel failed"
-        logger.error("deft: a kernel failed, the host's own decode from here: %r", error)
-        logger.debug("deft: a kernel failed", exc_info=True)
-
-    def leave_unplanned(self, error: Exception, seq_lens: torch.Tensor) -> None:
-        """Leave a step to the host's implementation, because its planning failed.
-
-        The host planner plans the next batch again. The device planner fails at a launch, whatever
-        the batch is, so it is not tried again.
-        """
-        then = "the host's kernel decodes such batches"
-        if self._on_device:
-            self._broken = "planning failed"
-            then = "the host's own decode from here"
-        elif self.counts:
-            self._state.count_host("planning failed", int(seq_lens.sum()))
-        if (reason := f"planning failed {type(error).__name__}") not in self._left:
-            self._left.add(reason)
-            logger.error("deft: planning failed, %s: %r", then, error)
-            logger.debug("deft: planning failed", exc_info=True)
-
-
-def tokens_of(common: Any) -> int:
-    """Tokens of context of a batch; 0 if the CPU does not know them."""
-    lens = common.seq_lens_cpu_upper_bound
-    if lens is None and common.seq_lens.device.type == "cpu":
-        lens = common.seq_lens
-    return 0 if lens is None else int(lens[: common.num_reqs].sum())
 
 
 def _capturing(tensor: torch.Tensor) -> bool:

@@ -1,18 +1,22 @@
-"""One step of one KV-cache group, a decode or a verification: planned by its first layer."""
+"""What travels from vLLM to the kernels: a step's tensors, and one layer's part of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from deft_backend.hosts.vllm.start.layers import Layer
-from deft_backend.hosts.vllm.step.group import GroupAttention
+
+if TYPE_CHECKING:
+    from deft_backend.hosts.vllm.step.group import GroupAttention
 
 _ATTRIBUTE = "deft_step"
 
 
+@dataclass
 class TreeStep:
     """The data of a step that the host's metadata lacks; attached to that metadata.
 
@@ -24,7 +28,7 @@ class TreeStep:
     before it captures. A layer that runs a second time therefore begins a new pass, with a new
     plan.
 
-    Parameters
+    Attributes
     ----------
     group : GroupAttention
         Tree attention of the group's layers.
@@ -38,84 +42,54 @@ class TreeStep:
         Most query tokens of a request.
     query_start : [B + 1] int32, optional
         In verification, the host's own tensor on the device: the first row of each request.
+    counted : int
+        Query tokens of a verification that the builder has counted as verified.
+    ran : set of int
+        Layers that ran in this pass.
+    unplanned : bool
+        Whether planning failed: the host's implementation then runs all layers.
     """
 
-    def __init__(
-        self, group: GroupAttention, page_table: torch.Tensor, seq_lens: torch.Tensor, *,
-        tokens: int, query_tokens: int = 1, query_start: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
-        self.group = group
-        self.page_table = page_table
-        self.seq_lens = seq_lens
-        self.tokens = tokens
-        self.query_tokens = query_tokens
-        self.query_start = query_start
-        self._seen: set[int] = set()
-        self._unplanned = False  # planning has failed: the host's implementation runs all layers
+    group: GroupAttention
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+    tokens: int
+    query_tokens: int = 1
+    query_start: torch.Tensor | None = None
+    counted: int = 0
+    ran: set[int] = field(default_factory=set)
+    unplanned: bool = False
 
     def with_page_table(self, group: GroupAttention, page_table: torch.Tensor) -> TreeStep:
         """The same requests in another group's page table [rows, P]."""
-        return TreeStep(
-            group, page_table[: len(self.seq_lens)], self.seq_lens, tokens=self.tokens,
-            query_tokens=self.query_tokens, query_start=self.query_start,
-        )  # fmt: skip
+        rows = page_table[: len(self.seq_lens)]
+        return replace(self, group=group, page_table=rows, counted=0, ran=set(), unplanned=False)
 
-    def takes(self, layer: Layer) -> bool:
-        """Whether a layer of the step goes through tree attention."""
-        return not self._unplanned and self.group.takes(layer)
 
-    def leave(self, reason: str) -> None:
-        """Log why layers of the step run in the host's implementation."""
-        self.group.leave(reason)
+class LayerCall(NamedTuple):
+    """One layer's part of a step.
 
-    def attend(
-        self,
-        owner: object,
-        layer: Layer,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        output: torch.Tensor,
-        host: Callable[[], torch.Tensor],
-        sinks: torch.Tensor | None = None,
-    ) -> bool:
-        """Compute a layer into `output`; False if the host's implementation must.
+    Attributes
+    ----------
+    owner : object
+        The layer's implementation; it identifies the layer within a pass.
+    layer : Layer
+    query, output : [T, Hq, D]
+        The batch's query tokens at the step's first `tokens` indices; padding follows.
+    kv_cache : [pages, Hkv, page_size, 2 * D]
+    sinks : [Hq], optional
+        The sink of each query head.
+    host : callable
+        Runs the host's implementation into the same `output`.
+    """
 
-        Parameters
-        ----------
-        owner
-            The layer's implementation; it identifies the layer within a pass.
-        layer : Layer
-        query : [T, Hq, D]
-            The batch's query tokens at the first `tokens` indices; padding follows.
-        kv_cache : [pages, Hkv, page_size, 2 * D]
-        output : [T, Hq, D]
-        host : callable
-            Runs the host's own implementation into the same `output`; ``DEFT_VERIFY`` compares the
-            two.
-        sinks : [Hq], optional
-            The sink of each query head.
-        """
-        group = self.group
-        try:
-            if not self._seen or id(owner) in self._seen:
-                self._seen.clear()
-                group.plan(self.page_table, self.seq_lens, self.query_tokens)
-            self._seen.add(id(owner))
-            rows = output[: self.tokens]
-            group.run(
-                layer, query[: self.tokens], kv_cache, self.page_table, self.seq_lens, rows,
-                self.query_start, sinks,
-            )  # fmt: skip
-            if group.verifies:
-                group.verify(rows, host)
-            return True
-        except Exception as error:
-            if self._seen:
-                group.give_up(error)
-            else:
-                self._unplanned = True
-                group.leave_unplanned(error, self.seq_lens)
-            return False
+    owner: object
+    layer: Layer
+    query: torch.Tensor
+    output: torch.Tensor
+    kv_cache: torch.Tensor
+    sinks: torch.Tensor | None
+    host: Callable[[], torch.Tensor]
 
 
 def attach(metadata: Any, step: TreeStep | None) -> None:
@@ -132,3 +106,30 @@ def step_of(metadata: Any) -> TreeStep | None:
     """The step attached to a metadata; None if the host's implementation runs."""
     step: TreeStep | None = getattr(metadata, _ATTRIBUTE, None)
     return step
+
+
+# Questions about the host's CommonAttentionMetadata
+
+
+def prefills(common: Any) -> bool:
+    """Whether some request of a batch still computes its prompt, as the CPU knows.
+
+    If the runner does not say, causal attention is also right for prompts, unless they have
+    documents within which tokens attend to later tokens.
+    """
+    prefilling = common.is_prefilling
+    return bool(common.mm_req_doc_ranges if prefilling is None else prefilling.any())
+
+
+def is_step(common: Any, query_tokens: int) -> bool:
+    """Whether a batch is a decode or a verification of at most `query_tokens` tokens a request."""
+    longest = int(common.max_query_len)
+    return longest == 1 or (1 < longest <= query_tokens and not prefills(common))
+
+
+def context_tokens(common: Any) -> int:
+    """Tokens of context of a batch; 0 if the CPU does not know them."""
+    lens = common.seq_lens_cpu_upper_bound
+    if lens is None and common.seq_lens.device.type == "cpu":
+        lens = common.seq_lens
+    return 0 if lens is None else int(lens[: common.num_reqs].sum())

@@ -1,0 +1,102 @@
+"""The class around one of the host's backends, and its implementation of a layer.
+
+The classes are subclasses because vLLM checks classes: FLASH_ATTN, for example, reads the sliding
+windows only of layers whose implementation is an instance of its own class. They inherit everything
+else from the host: names, layouts, supported sizes, KV writes, graphs.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, cast
+
+import torch
+
+from deft_backend.hosts.vllm.start.layers import Layer, layer_of
+from deft_backend.hosts.vllm.step.builder import TreeBuilder
+from deft_backend.hosts.vllm.step.step import LayerCall, step_of
+from deft_backend.hosts.vllm.versions import has_standard_cache
+
+
+@cache
+def tree_backend(host: Any) -> Any:
+    """The backend class that decodes through tree attention and does everything else as `host`.
+
+    Parameters
+    ----------
+    host : type[AttentionBackend]
+        One of the host's backends that :func:`cannot_surround` accepts.
+    """
+
+    def surrounded(ours: type, theirs: type, members: dict[str, Any]) -> type:
+        return type(f"Tree{theirs.__name__}", (ours, theirs), members)
+
+    builder = surrounded(TreeBuilder, host.get_builder_cls(), {"host": host})
+    implementation = surrounded(TreeImplementation, host.get_impl_cls(), {})
+    members = {
+        "get_builder_cls": staticmethod(lambda: builder),
+        "get_impl_cls": staticmethod(lambda: implementation),
+        "__doc__": f"{host.get_name()}, with tree attention for its decode batches.",
+        "__module__": "deft_backend.hosts.vllm.start.registered",
+    }
+    return type(f"Tree{host.__name__}", (host,), members)
+
+
+def cannot_surround(host: Any) -> str | None:
+    """Why a backend of the host cannot be surrounded, in one line, or None."""
+    if host.is_mla() or host.is_sparse() or host.is_ssm():
+        return "its attention is of another kind (MLA, sparse or state space)"
+    if not has_standard_cache(host):
+        return "its KV cache is not laid out as [blocks, heads, block size, 2 x head dimension]"
+    if host.forward_includes_kv_cache_update:
+        return "it writes the KV cache within its attention"
+    return None
+
+
+class TreeImplementation:
+    """Placed before one of the host's ``AttentionImpl`` classes."""
+
+    deft_layer: Layer
+    scale: float
+    """The host's scale of the scores; its value at the time of a run is the valid one."""
+    sinks: torch.Tensor | None
+    """[Hq], the host's; some implementations convert them after the weights are loaded."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        host = cast(Any, super())
+        host.__init__(*args, **kwargs)
+        layer = layer_of(host.__init__, args, kwargs)
+        if layer.sinks and getattr(self, "sinks", None) is None:
+            layer = layer._replace(reason="attention sinks that the host's implementation hides")
+        self.deft_layer = layer
+
+    def forward(
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        kv_cache: torch.Tensor, attn_metadata: Any, output: torch.Tensor,
+        *args: Any, **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """The host's ``AttentionImpl.forward``, except for decode steps of tree attention.
+
+        The host has already written the new keys and values: no surrounded backend writes them
+        here.
+        """
+
+        def host() -> torch.Tensor:
+            forward = cast(Any, super(TreeImplementation, self)).forward
+            return cast(
+                torch.Tensor,
+                forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs),
+            )
+
+        step = step_of(attn_metadata)
+        if step is None:
+            return host()
+        # Further arguments are scales of a fused output quantisation.
+        if any(a is not None for a in (*args, *kwargs.values())):
+            step.group.leave("a fused output quantisation")
+            return host()
+        self.deft_layer = self.deft_layer.with_scales_of(layer)
+        mine = self.deft_layer.scaled(float(self.scale))
+        sinks = self.sinks if mine.sinks else None
+        call = LayerCall(self, mine, query, output, kv_cache, sinks, host)
+        return output if step.group.attend(step, call) else host()
