@@ -166,6 +166,27 @@ class Batch:
         return CommonAttentionMetadata(**values)
 
 
+def state() -> Any:
+    """The counters of this process's server."""
+    from deft_backend.hosts.vllm.report import server
+
+    assert server._current is not None
+    assert server._current.state is not None
+    return server._current.state
+
+
+def tree_layers(config: Any = None, **kwargs: Any) -> Layers:
+    """Layers behind tree attention around the CPU's backend."""
+    from deft_backend.hosts.vllm.step.backend import tree_backend
+    from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
+
+    return Layers(tree_backend(PlainCpuBackend), config or make_config(), **kwargs)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=2e-5)
+
+
 def reference(
     batch: Batch, cache: Cache, *, window: int | None = None, cap: float = 0.0,
     scale: float = DIM**-0.5, sinks: torch.Tensor | None = None,

@@ -37,7 +37,7 @@ CONTRACT: tuple[Member, ...] = (
     Member("vllm.v1.attention.selector", "AttentionSelectorConfig",
            ("head_size", "dtype", "kv_cache_dtype", "block_size", "attn_type", "use_non_causal"),
            use="made again from what the host asks with"),
-    # The backend: hosts/vllm/start/registered.py, compose.py, cpu.py
+    # The backend: hosts/vllm/start/registered.py, step/backend.py, cpu.py
     Member(_BACKEND, "AttentionBackend.validate_configuration",
            ("device_capability", "attn_type"), use="overridden: where the host's choice is made"),
     Member(_BACKEND, "AttentionBackend.full_cls_name", use="overridden: names the class"),
@@ -85,7 +85,7 @@ CONTRACT: tuple[Member, ...] = (
             ("dcp_local_seq_lens", "whether a rank sees a part of a context"),
         )
     ),
-    # The implementation: hosts/vllm/step/implementation.py, layers.py, cpu.py
+    # The implementation: hosts/vllm/step/backend.py, layers.py, cpu.py
     Member(_BACKEND, "AttentionImpl",
            ("num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window",
             "kv_cache_dtype", "logits_soft_cap", "attn_type", "kv_sharing_target_layer_name"),

@@ -8,9 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="the adapter's tests run where vLLM is installed")
-
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from deft_backend.hosts.vllm.report import server

@@ -8,21 +8,31 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("vllm", reason="the adapter's tests run where vLLM is installed")
-
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 
-from deft_backend.hosts.vllm.report import server
+from deft_backend.hosts.common.division import LayerShape
 from deft_backend.hosts.vllm.report.observe import observed_backend
-from deft_backend.hosts.vllm.report.server import server_of
-from deft_backend.hosts.vllm.start.compose import tree_backend
 from deft_backend.hosts.vllm.start.division import LINEAR, divide_layers, unsupported_kind
-from deft_backend.hosts.vllm.start.layers import Layer, LayerShape
+from deft_backend.hosts.vllm.start.factory import LayerGroup, build
+from deft_backend.hosts.vllm.start.layers import Layer
+from deft_backend.hosts.vllm.step.backend import tree_backend
 from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
 from deft_backend.hosts.vllm.step.step import step_of
 from deft_backend.settings.config import Settings
-from vllm_fakes import DIM, HEADS, KV_HEADS, Batch, Cache, Layers, make_config, make_spec, run
+from vllm_fakes import (
+    DIM,
+    HEADS,
+    KV_HEADS,
+    Batch,
+    Cache,
+    Layers,
+    close,
+    make_config,
+    make_spec,
+    run,
+    state,
+    tree_layers,
+)
 from vllm_fakes import reference as expected
 
 DECODE = [40, 45, 37, 50]
@@ -32,18 +42,8 @@ CHUNKED = ChunkedLocalAttentionSpec(attention_chunk_size=8, **COMMON)
 STATE = MambaSpec(block_size=16, shapes=((2, 2),), dtypes=(torch.float32,))
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setenv("DEFT_STATE_DIR", str(tmp_path))
-    monkeypatch.setattr(server, "_current", None)
-
-
 def layers_of(config: Any, prefix: str, spec: Any, count: int = 1, **arguments: Any) -> Layers:
-    return Layers(tree_backend(PlainCpuBackend), config, count, arguments, prefix, spec)
-
-
-def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    torch.testing.assert_close(found.double(), wanted, rtol=2e-5, atol=2e-5)
+    return tree_layers(config, count=count, arguments=arguments, prefix=prefix, spec=spec)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_every_group_decides_for_its_layers(caplog: pytest.LogCaptureFixture) ->
     assert [step_of(metadata) is None for metadata in built] == [True, True, False]
     close(run(windowed.impls[0], batch, cache, built[0]), expected(batch, cache, window=9))
     close(run(full.impls[0], batch, cache, built[2]), expected(batch, cache))
-    found = server._current.state
+    found = state()
     assert (found.num_layers, found.steps_tree) == (2, 1)
 
 
@@ -115,8 +115,8 @@ def test_a_layer_is_the_hosts_in_a_group_of_full_layers() -> None:
         make_spec(attention_chunk_size=8), names, config, torch.device("cpu")
     )
     step = step_of(builder.build(0, Batch(DECODE, shared=2).common()))
-    assert step.takes(full.impls[0].deft_layer)
-    assert not step.takes(chunked.impls[0].deft_layer)
+    assert step.group.takes(full.impls[0].deft_layer)
+    assert not step.group.takes(chunked.impls[0].deft_layer)
 
 
 def test_layers_of_two_shapes_have_plans_of_their_own() -> None:
@@ -128,7 +128,7 @@ def test_layers_of_two_shapes_have_plans_of_their_own() -> None:
     )
     groups = [layers.builder(make_spec()).deft_group for layers in (first, second)]
     assert [group.shape.num_query_heads for group in groups] == [HEADS, 2 * HEADS]
-    assert divide_layers(config).layers_with(groups[1].shape, None) == 1
+    assert [group._tree_layers for group in groups] == [1, 1]
 
 
 def test_layers_with_a_cache_of_another_dtype_are_not_counted() -> None:
@@ -138,13 +138,12 @@ def test_layers_with_a_cache_of_another_dtype_are_not_counted() -> None:
         layer = Layer(shape, 0.125, 0.0, None, False, cache)
         context = config.compilation_config.static_forward_context
         context[f"model.layers.{at}.attn"] = SimpleNamespace(impl=SimpleNamespace(deft_layer=layer))
-    division = divide_layers(config)
-    assert division.layers_with(shape, None) == 3
-    assert division.layers_with(shape, torch.float8_e4m3fn) == 2
-    state = server_of(config).count_in(
-        ["model.layers.1.attn"], shape, torch.float8_e4m3fn, torch.device("cpu"), Settings()
-    )
-    assert (state.num_layers, state.dtype_bytes) == (2, 1)
+    assert len(divide_layers(config).tree) == 5
+    spec = make_spec(num_kv_heads=2, head_size=64, dtype=torch.uint8)
+    names = ["model.layers.1.attn", "model.layers.2.attn"]
+    layers = LayerGroup(PlainCpuBackend, spec, names, config, torch.device("cpu"))
+    group = build(layers, Settings(policy="deft-node"))
+    assert (state().num_layers, state().dtype_bytes, group._tree_layers) == (2, 1, 2)
 
 
 @pytest.mark.parametrize("lens", [None, [3, 1, 1, 1]], ids=["decode", "mixed"])
@@ -188,6 +187,6 @@ def test_an_observed_server_counts_full_layers(specs: Any, counted: int) -> None
     builders = [group.builder(spec) for group, spec in zip(groups, specs, strict=True)]
     for builder in builders:
         builder.build(0, Batch(DECODE, shared=2).common())
-    found = server._current.state
+    found = state()
     assert found.num_layers == counted
     assert found.steps_host == {"observed": 1}

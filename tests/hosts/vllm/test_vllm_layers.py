@@ -9,19 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("vllm", reason="the adapter's tests run where vLLM is installed")
-
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec, SlidingWindowSpec
 
+from deft_backend.hosts.common.division import LayerShape
 from deft_backend.hosts.common.warm_up import LayerKind
+from deft_backend.hosts.vllm.report.command_line import port_of
 from deft_backend.hosts.vllm.report.observe import original_backend
-from deft_backend.hosts.vllm.report.port import port_of
 from deft_backend.hosts.vllm.report.server import data_rank
 from deft_backend.hosts.vllm.start.factory import _kinds, unsupported_server, unsupported_spec
-from deft_backend.hosts.vllm.start.layers import Layer, LayerShape, layer_of
-from deft_backend.hosts.vllm.start.layout import kv_views
+from deft_backend.hosts.vllm.start.layers import Layer, kv_views, layer_of
 from deft_backend.hosts.vllm.versions import blank_cache, has_standard_cache, unknown_cache
 from vllm_fakes import DIM, KV_HEADS, Cache, make_config, make_spec, speculating
 
@@ -273,9 +270,9 @@ def test_a_server_compiles_for_each_kind_of_its_layers() -> None:
     held = SimpleNamespace(impl=SimpleNamespace(sinks=torch.zeros(4, dtype=torch.bfloat16)))
     config = make_config()
     config.compilation_config.static_forward_context = dict.fromkeys(layers, held)
-    attention: Any = SimpleNamespace(dtype=torch.float16, kv_dtype=torch.float16)
-    assert set(_kinds(attention, shape, layers, config)) == {
+    attention: Any = SimpleNamespace(dtype=torch.float16, kv_dtype=torch.float16, **shape._asdict())
+    assert set(_kinds(attention, layers, config)) == {
         LayerKind(), LayerKind(soft_cap=True), LayerKind(sinks=torch.bfloat16)
     }  # fmt: skip
     attention.kv_dtype = torch.float8_e4m3fn
-    assert _kinds(attention, shape, layers, config) == [LayerKind(True, torch.bfloat16)]
+    assert _kinds(attention, layers, config) == [LayerKind(True, torch.bfloat16)]

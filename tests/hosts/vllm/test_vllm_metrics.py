@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="the adapter's tests run where vLLM is installed")
-
 from prometheus_client import REGISTRY, CollectorRegistry, multiprocess
-from vllm.v1.attention.backends import utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
-from deft_backend.hosts.vllm import plugin, say, server
-from deft_backend.hosts.vllm.start.compose import tree_backend
+from deft_backend.hosts.vllm import plugin
+from deft_backend.hosts.vllm.report import server
+from deft_backend.hosts.vllm.step.backend import tree_backend
 from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
 from deft_backend.telemetry import metrics
 from deft_backend.telemetry.decode_log import DecodeLog
@@ -32,9 +29,6 @@ def untouched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     monkeypatch.setenv("DEFT_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.delenv(metrics.MULTIPROCESS, raising=False)
     monkeypatch.setattr("sys.argv", ["api_server.py", "--model", "tiny", "--port", "8123"])
-    monkeypatch.setattr(server, "_current", None)
-    monkeypatch.setattr(say, "_said", set())
-    monkeypatch.setattr(utils, "get_kv_cache_layout", lambda: "NHD", raising=False)  # to 0.28
     forget_collectors()
     yield
     forget_collectors()

@@ -13,9 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("vllm", reason="the adapter's tests run where vLLM is installed")
-
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -25,9 +22,11 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from deft_backend.hosts.contract import Member
-from deft_backend.hosts.vllm import plugin, registered, say, server, versions
+from deft_backend.hosts.vllm import plugin, versions
+from deft_backend.hosts.vllm.report import server
 from deft_backend.hosts.vllm.report.observe import observed_backend, original_backend
-from deft_backend.hosts.vllm.start.compose import cannot_surround, tree_backend
+from deft_backend.hosts.vllm.start import registered
+from deft_backend.hosts.vllm.step.backend import cannot_surround, tree_backend
 from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
 from deft_backend.settings import installed
 from vllm_fakes import forget_collectors, make_config, make_spec
@@ -40,8 +39,6 @@ CUSTOM = AttentionBackendEnum.CUSTOM
 def untouched(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The original registry, and no choice from the previous test."""
     monkeypatch.setattr(registered.Custom, "_chosen", None)
-    monkeypatch.setattr(server, "_current", None)
-    monkeypatch.setattr(say, "_said", set())
     monkeypatch.delenv("DEFT_OBSERVE", raising=False)
     monkeypatch.delenv("DEFT_UNTESTED_HOST", raising=False)
     yield
@@ -227,7 +224,7 @@ def test_the_hosts_refusal_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_before_a_layer_is_configured_nothing_is_chosen() -> None:
-    with pytest.raises(RuntimeError, match="before any layer"):
+    with pytest.raises(RuntimeError, match="before it configured any layer"):
         registered.Custom.get_impl_cls()
     assert registered.Custom.get_name() == "CUSTOM"
 
@@ -343,7 +340,7 @@ def test_a_gpus_backends_are_observed(name: str, monkeypatch: pytest.MonkeyPatch
     if name not in AttentionBackendEnum.__members__:
         pytest.skip("this vLLM has no such backend")
     monkeypatch.setenv("DEFT_OBSERVE", "1")
-    monkeypatch.setattr(plugin, "_on_cpu", lambda: False)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     plugin.register()
     found = AttentionBackendEnum[name].get_class()
     assert found is observed_backend(original_backend(name))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,55 +11,32 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="the adapter's tests run where vLLM is installed")
-
-from vllm.v1.attention.backends import utils
-
-from deft_backend.hosts.vllm import say, server
 from deft_backend.hosts.vllm.report.observe import observed_backend
-from deft_backend.hosts.vllm.start.compose import tree_backend
-from deft_backend.hosts.vllm.start.speculation import drafts, query_tokens_of
+from deft_backend.hosts.vllm.start.division import drafts, query_tokens_of
 from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
 from deft_backend.hosts.vllm.step.step import step_of
 from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
-from deft_backend.telemetry.state import ServerState
 from vllm_fakes import (
     DIM,
     Batch,
     Cache,
     Layers,
+    close,
     make_config,
     make_spec,
     reference,
     run,
     speculating,
+    state,
+    tree_layers,
 )
 
 LENS = [40, 37, 33, 65, 5]
 
 
-@pytest.fixture(autouse=True)
-def settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A separate state folder, and nothing left from the previous test."""
-    monkeypatch.setenv("DEFT_STATE_DIR", str(tmp_path))
-    monkeypatch.setattr(server, "_current", None)
-    monkeypatch.setattr(say, "_said", set())
-    monkeypatch.setattr(utils, "get_kv_cache_layout", lambda: "NHD", raising=False)  # to 0.28
-
-
 def make_layers(tokens: int = 4, **kwargs: Any) -> Layers:
     config = make_config(speculative_config=speculating(tokens))
-    return Layers(tree_backend(PlainCpuBackend), config, prefix="model.layers", **kwargs)
-
-
-def state() -> ServerState:
-    assert server._current is not None
-    assert server._current.state is not None
-    return server._current.state
-
-
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=2e-5)
+    return tree_layers(config, prefix="model.layers", **kwargs)
 
 
 @pytest.mark.parametrize("policy", ["auto", "deft-node"])
@@ -189,7 +165,7 @@ def test_a_verification_outside_the_limits_is_counted_with_its_reason() -> None:
 
 def test_without_speculation_several_tokens_are_a_prompts() -> None:
     config = make_config()
-    layers = Layers(tree_backend(PlainCpuBackend), config)
+    layers = tree_layers(config)
     batch = Batch([40, 37], shared=2, query_lens=[2, 2])
     assert step_of(layers.builder(make_spec()).build(0, batch.common())) is None
 

@@ -46,5 +46,4 @@ def _configured(arguments: Sequence[str], name: str) -> list[str]:
         content = yaml.safe_load(Path(files[0]).read_text()) if files else None
     except (OSError, ValueError, yaml.YAMLError):
         return []  # the server does not start with such a file
-    held = isinstance(content, dict) and name in content
-    return [str(content[name])] if held else []
+    return [str(content[name])] if isinstance(content, dict) and name in content else []

@@ -104,9 +104,9 @@ class TreeBuilder:
         """
         group = self.deft_group
         longest = int(query_lens.max()) if len(query_lens) else 0
-        if group is not None and 1 <= longest <= group.query_tokens:
-            if group.refuses(len(query_lens)) is None:
-                return False
+        held = group is not None and 1 <= longest <= group.query_tokens
+        if held and cast(GroupAttention, group).refuses(len(query_lens)) is None:
+            return False
         return host_cascades(self._host(), common_prefix_len, query_lens, *args, **kwargs)
 
     def _step(self, common_prefix_len: int, common: Any) -> tuple[TreeStep | None, str | None]:

@@ -24,7 +24,7 @@ from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
 class PlainCpuBackend(AttentionBackend):  # type: ignore[misc]
     """Paged decoder attention in PyTorch, over ``[blocks, Hkv, block_size, 2 * D]``."""
 
-    described = "torch's own attention, which replaces CPU_ATTN,"
+    described = "torch's own attention (in place of CPU_ATTN)"
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *EIGHT_BIT_CACHES]

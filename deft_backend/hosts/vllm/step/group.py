@@ -97,9 +97,7 @@ class GroupAttention:
         It must follow from the padded size alone: the host captures one graph for a size, and
         replays it for every batch padded to that size.
         """
-        return self._failure.reason or refused(
-            requests, self._settings, self._attention.max_batch
-        )
+        return self._failure.reason or refused(requests, self._settings, self._attention.max_batch)
 
     def holds(self, step: TreeStep) -> bool:
         """Whether this group's plans hold another group's step."""

@@ -1,0 +1,34 @@
+"""Each test is a server of its own: an empty state folder, no earlier server, no earlier log."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from deft_backend.hosts.common.latches import OnceLog
+
+INSTALLED = find_spec("vllm") is not None
+
+if not INSTALLED:  # only the table of versions needs no vLLM
+    collect_ignore = [
+        path.name for path in Path(__file__).parent.glob("test_*.py")
+        if path.name != "test_vllm_versions.py"
+    ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def new_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if not INSTALLED:
+        return
+    from vllm.v1.attention.backends import utils
+
+    from deft_backend.hosts.vllm.report import server
+    from deft_backend.hosts.vllm.start import factory, registered
+
+    monkeypatch.setenv("DEFT_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setattr(server, "_current", None)
+    monkeypatch.setattr(factory, "log", OnceLog())
+    monkeypatch.setattr(registered, "log", OnceLog())
+    monkeypatch.setattr(utils, "get_kv_cache_layout", lambda: "NHD", raising=False)  # to 0.28
