@@ -300,7 +300,8 @@ class Step:
     def _partial(self, slot: int) -> torch.Tensor:
         """[D] partial output of query head 0."""
         workspace = self.attention._workspace
-        return workspace.out[slot, 0].float() * workspace.scale[slot, 0]
+        partial: torch.Tensor = workspace.out[slot, 0].float() * workspace.scale[slot, 0]
+        return partial
 
     def _head(self, slot: int) -> str:
         return _elements(self._partial(slot))

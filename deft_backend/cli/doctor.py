@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -28,6 +29,8 @@ from deft_backend.shapes.dtype_names import SHORT_DTYPES
 
 CANNOT_WORK = 1
 
+CHECK_SECONDS = 20
+
 _COMMON = ((128, "bfloat16"), (128, "float16"), (64, "bfloat16"))
 """Head dimensions and dtypes of most checkpoints."""
 
@@ -44,11 +47,14 @@ def doctor(
     every: Annotated[
         bool, typer.Option("--all", help="Show the kernels of every head dimension and dtype.")
     ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Run the kernels, and compare each row; 20 s.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check whether the plugin works here; show a repair command for each missing part.
 
-    The exit code is 1 if the plugin cannot work.
+    The exit code is 1 if the plugin cannot work, or if a kernel that --check runs is wrong.
     """
     if every and (model is not None or revision is not None):
         raise fail("--all shows every shape and --model one; omit one of the options")
@@ -59,13 +65,16 @@ def doctor(
         "Settings": list(check_settings()),
     }
     kernels = _kernels(shapes)
-    works = all(check.status != "problem" for checks in sections.values() for check in checks)
+    ran = _checked(shapes) if check else []
+    works = all(found.status != "problem" for checks in sections.values() for found in checks)
+    works = works and all(entry["failure"] is None for entry in ran)
     if as_json:
         content: dict[str, Any] = {"works": works, "kernels": kernels}
+        content |= {"check": ran} if check else {}
         content |= {name.lower(): [asdict(c) for c in found] for name, found in sections.items()}
         typer.echo(json.dumps(content, indent=2))
     else:
-        _print(sections, kernels, works, every)
+        _print(sections, kernels, ran, works, every)
     if not works:
         raise typer.Exit(CANNOT_WORK)
 
@@ -116,6 +125,60 @@ def _kernels(shapes: list[HeadShape]) -> list[dict[str, Any]]:
     return found
 
 
+def _checked(shapes: list[HeadShape]) -> list[dict[str, Any]]:
+    """Run the kernels of each shape on random forests, as long as the time lasts."""
+    try:
+        import torch
+
+        from deft_backend.attention.self_check import check_shape
+        from deft_backend.kernels import unsupported
+    except ImportError:
+        return []  # the installation above shows the error
+    until = time.monotonic() + CHECK_SECONDS
+    device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
+    if device.type == "cpu":  # the interpreter takes a second for a small batch
+        shapes = [HeadShape(4, 2, 64, "float16"), HeadShape(4, 2, 128, "bfloat16")]
+    ran = []
+    for shape in shapes:
+        query_heads, kv_heads, head_dim, name = shape
+        dtype = getattr(torch, name)
+        if unsupported(query_heads, kv_heads, head_dim, dtype, device) is not None:
+            continue
+        for kv_dtype, outcome in check_shape(*shape[:3], dtype, device, until):
+            found = {"error": outcome.error, "failure": outcome.failure}
+            ran.append({**_entry(shape), "kv": kv_dtype, "case": str(outcome.case), **found})
+    return ran
+
+
+def _print_check(console: Console, ran: list[dict[str, Any]]) -> None:
+    table = Table(title="Kernels that ran here, against float64", title_justify="left")
+    for name in ("heads", "head dim", "dtype", "KV cache", "case", "largest error of a row"):
+        table.add_column(name)
+    for entry in ran:
+        result = Text("not run: the time was over", style="dim")
+        if entry["failure"] is not None:
+            result = Text(f"✗ {entry['failure']}", style="red")
+        elif entry["error"] is not None:
+            result = Text(f"✓ {entry['error']:.1e}", style="green")
+        table.add_row(
+            entry["heads"], str(entry["head_dim"]), entry["dtype"], entry["kv"], entry["case"],
+            result,
+        )  # fmt: skip
+    console.print(table)
+    if not _on_gpu():
+        console.print(
+            "• No GPU here: the check ran the interpreter's kernels. It cannot check compiled "
+            "kernels, shared memory or CUDA graphs; run it on the GPU as well",
+            style="yellow", soft_wrap=True,
+        )  # fmt: skip
+    if any(entry["error"] is None and entry["failure"] is None for entry in ran):
+        console.print(
+            f"• {CHECK_SECONDS} s were over before all cases ran; compiled kernels are kept, so "
+            "run it again for the rest",
+            style="yellow", soft_wrap=True,
+        )  # fmt: skip
+
+
 def _entry(shape: HeadShape) -> dict[str, Any]:
     heads = f"{shape.query_heads}/{shape.kv_heads}"
     return {"heads": heads, "head_dim": shape.head_dim, "dtype": shape.dtype}
@@ -141,8 +204,9 @@ def _on_gpu() -> bool:
 
 
 def _print(
-    sections: dict[str, list[Check]], kernels: list[dict[str, Any]], works: bool, every: bool
-) -> None:
+    sections: dict[str, list[Check]], kernels: list[dict[str, Any]], ran: list[dict[str, Any]],
+    works: bool, every: bool,
+) -> None:  # fmt: skip
     console = Console()
     for title, checks in sections.items():
         table = Table(title=title, title_justify="left", show_header=False, box=None)
@@ -170,6 +234,8 @@ def _print(
         console.print("[dim]other shapes: --model, or --all[/dim]", highlight=False)
     for remedy in dict.fromkeys(entry["remedy"] for entry in kernels if "remedy" in entry):
         console.print(Text(f"→ {remedy}", style="cyan"), soft_wrap=True)
+    if ran:
+        _print_check(console, ran)
     if works:
         console.print("[green]✓ the plugin works here[/green]: try deft ab --quick, or deft serve")
     else:

@@ -17,7 +17,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from deft_backend.attention import TreeAttention
+from deft_backend.attention import TreeAttention, self_check
+from deft_backend.attention.self_check import Case, Outcome
 from deft_backend.cli import ab as ab_module
 from deft_backend.cli import checks
 from deft_backend.cli.app import app
@@ -450,6 +451,25 @@ def test_doctor_json(model: str) -> None:
     assert all(check["remedy"] for check in found if check["status"] == "problem")
     (kernel,) = content["kernels"]
     assert (kernel["heads"], kernel["head_dim"], kernel["dtype"]) == ("4/2", 64, "float16")
+
+
+def test_doctor_runs_the_kernels_and_fails_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(*shape: Any) -> Iterator[tuple[str, Outcome]]:
+        yield "float16", Outcome(Case(on_device=False), 3e-4)
+        yield "float16", Outcome(Case(on_device=True), 2.0, "row 3 is off by 2")
+        yield "float8_e4m3fn", Outcome(Case(on_device=True, query_tokens=4), None)
+
+    monkeypatch.setattr(self_check, "check_shape", found)
+    code, out, _ = run("doctor", "--check", COLUMNS="200")
+    assert code == 1
+    shown = [line for line in out.splitlines() if "planned on the" in line]
+    assert len(shown) == 6  # two shapes
+    assert ["3.0e-04" in shown[0], "row 3 is off" in shown[1], "not run" in shown[2]] == 3 * [True]
+    assert "No GPU here: the check ran the interpreter's kernels" in out
+    _, out, _ = run("doctor", "--check", "--json")
+    content = json.loads(out)
+    assert not content["works"]
+    assert [entry["failure"] for entry in content["check"][:3]] == [None, "row 3 is off by 2", None]
 
 
 def test_doctor_finds_bad_settings() -> None:

@@ -1,0 +1,32 @@
+"""Where recorded results exist: kinds of GPU, and the Triton and torch that ran on each.
+
+A server on anything else checks its kernels itself before it captures graphs (`self_check`). The
+records lie in `docs/results`. Add a line here together with its record.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+RECORDED = {
+    "H100": {("3.6", "2.11"), ("3.7", "2.13"), ("3.8", "2.14")},
+    "H200": {("3.6", "2.11"), ("3.8", "2.14")},
+}
+"""By a word of the GPU's name: minor versions of Triton and of torch that decoded there."""
+
+
+def unrecorded(gpu_name: str) -> str | None:
+    """What has no recorded result here, in a few words; None if this GPU kind, Triton and torch
+    have one."""
+    kind = next((kind for kind in RECORDED if kind in gpu_name.split()), None)
+    if kind is None:
+        return gpu_name
+    versions = _minor(triton.__version__), _minor(torch.__version__)
+    if versions in RECORDED[kind]:
+        return None
+    return f"{kind} with Triton {versions[0]} and torch {versions[1]}"
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])

@@ -1,0 +1,248 @@
+"""Check the kernels of this machine: random forests, each output row against float64 attention.
+
+`deft doctor --check` runs the kernels that common shapes take here. A server without a recorded
+result for its GPU, Triton and torch checks its own attention before it captures graphs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from deft_backend.attention.reference_attention import reference_attention
+from deft_backend.attention.tree_attention import TreeAttention
+from deft_backend.forest import forest_from_page_tables
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+"""Largest relative error of a row, by the dtype of queries; rounding makes a quarter of it."""
+
+
+MOST_BYTES = 1 << 28
+"""About what the keys of a check may span, and so may its values."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of an attention.
+
+    Attributes
+    ----------
+    on_device : bool
+        Whether the device planner makes the plan.
+    query_tokens : int
+        Of each request; of several, `trees` form token trees and others chains.
+    ragged : bool
+        Whether `query_start` tells where the requests' rows begin.
+    soft_cap : bool
+    sinks : torch.dtype, optional
+    """
+
+    on_device: bool
+    query_tokens: int = 1
+    trees: bool = False
+    ragged: bool = False
+    soft_cap: bool = False
+    sinks: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        step = "decode" if self.query_tokens == 1 else "tree" if self.trees else "chain"
+        more = [name for name in ("soft cap", "sinks") if getattr(self, name.replace(" ", "_"))]
+        return ", ".join((step, *more, f"planned on the {'device' if self.on_device else 'host'}"))
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """A server's tensors, as far as kernels are compiled for them; None: pages of our own.
+
+    Attributes
+    ----------
+    k_cache, v_cache : tensor, optional
+        Some cache whose page shape and strides the check takes over.
+    table_columns : int
+    table_dtype, rows_dtype, lens_dtype : torch.dtype
+    """
+
+    k_cache: torch.Tensor | None = None
+    v_cache: torch.Tensor | None = None
+    table_columns: int = 0
+    table_dtype: torch.dtype = torch.int32
+    rows_dtype: torch.dtype = torch.int32
+    lens_dtype: torch.dtype = torch.int32
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a case gave: the largest relative error of a row, or why it could not run."""
+
+    case: Case
+    error: float | None
+    failure: str | None = None
+
+
+def checked(
+    attention: TreeAttention, case: Case, tensors: Tensors | None = None, seed: int = 0
+) -> Outcome:
+    """Run a case and compare every row; errors of compilers and launches are failures too."""
+    try:
+        error, row = _largest_error(attention, case, tensors or Tensors(), seed)
+    except Exception as failure:
+        text = " ".join(str(failure).split()) or repr(failure)
+        return Outcome(case, None, f"{type(failure).__name__}: {text[:200]}")
+    most = TOLERANCE[attention.dtype]
+    if error <= most:
+        return Outcome(case, error)
+    return Outcome(case, error, f"row {row} is off by {error:.2g} (relative; at most {most:g})")
+
+
+def first_failure(
+    attention: TreeAttention, cases: Sequence[Case], tensors: Tensors, seconds: float
+) -> Outcome | None:
+    """The first case that fails; None if none does in the given time. One case always runs."""
+    until = time.monotonic() + seconds
+    for seed, case in enumerate(cases):
+        outcome = checked(attention, case, tensors, seed)
+        if outcome.failure is not None:
+            return outcome
+        if time.monotonic() > until:
+            break
+    return None
+
+
+def check_shape(
+    query_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device,
+    until: float,
+) -> Iterator[tuple[str, Outcome]]:  # fmt: skip
+    """The kernels of a head shape: KV of 16 and of 8 bits, decode and chains, both planners.
+
+    Yields
+    ------
+    str
+        The KV cache's dtype.
+    Outcome
+        Without error and failure if `until`, by the monotonic clock, came first.
+    """
+    for kv_dtype in (dtype, torch.float8_e4m3fn):
+        attention = TreeAttention(
+            num_query_heads=query_heads, num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype,
+            kv_dtype=kv_dtype, device=device, page_size=16, max_batch=16, query_tokens=4,
+        )  # fmt: skip
+        for query_tokens in (1, 4):
+            for on_device in (False, True):
+                case = Case(on_device, query_tokens)
+                late = time.monotonic() > until
+                yield (
+                    str(kv_dtype).removeprefix("torch."),
+                    Outcome(case, None) if late else checked(attention, case),
+                )
+
+
+def _largest_error(
+    attention: TreeAttention, case: Case, tensors: Tensors, seed: int
+) -> tuple[float, int]:
+    """The largest relative error of a row of the output, and the row."""
+    device, dtype, heads = attention.device, attention.dtype, attention.num_query_heads
+    tokens = case.query_tokens
+    requests = min(12, attention.max_batch)
+    longest = 40 if attention.interpreted else 300
+    if tensors.k_cache is not None:  # a host may lay the pages of all layers together
+        page_bytes = tensors.k_cache.stride(0) * tensors.k_cache.itemsize
+        fit = MOST_BYTES // page_bytes // requests * attention.page_size
+        longest = max(1, min(longest, fit))
+    table, lens, pages = _random_forest(seed, requests, attention.page_size, tokens, longest)
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw)
+
+    held = np.zeros((requests, max(table.shape[1], tensors.table_columns)), dtype=np.int64)
+    held[:, : table.shape[1]] = table
+    page_table = torch.from_numpy(held).to(device, tensors.table_dtype)
+    seq_lens = torch.from_numpy(lens).to(device, tensors.lens_dtype)
+    q = normal(requests * tokens, heads, attention.head_dim).to(device, dtype)
+    caches = []
+    for like in (tensors.k_cache, tensors.v_cache):
+        page = (attention.page_size, attention.num_kv_heads, attention.head_dim)
+        shape = (pages, *(page if like is None else like.shape[1:]))
+        cache = torch.empty(shape, dtype=attention.kv_dtype, device=device)
+        if like is not None:
+            cache = torch.empty_strided(
+                shape, like.stride(), dtype=attention.kv_dtype, device=device
+            )
+        caches.append(cache.copy_(normal(*shape).to(attention.kv_dtype)))
+    rows = torch.arange(requests, device=device).to(tensors.rows_dtype)
+    k_scale, v_scale = (1.0, 1.0) if attention.kv_dtype == dtype else (0.5, 2.0)
+    given: tuple[float | torch.Tensor, ...] = (k_scale, v_scale)
+    if attention.kv_dtype != dtype:  # hosts hold the scales on the device
+        given = (attention.unit_scale * k_scale, attention.unit_scale * v_scale)
+    sinks = None if case.sinks is None else normal(heads).to(device, case.sinks)
+    start, bits = None, None
+    if case.ragged:
+        start = torch.arange(requests + 1, dtype=torch.int32, device=device) * tokens
+    if case.trees:
+        bits = _random_trees(seed, requests, tokens).to(device)
+    cap = 20.0 if case.soft_cap else 0.0
+
+    if case.on_device:
+        attention.plan_on_device(page_table, seq_lens, table_rows=rows, query_tokens=tokens)
+    else:
+        forest = forest_from_page_tables(table, lens, attention.page_size)
+        attention.plan(forest, query_tokens=tokens)
+    attention.poison_workspace()
+    out = torch.full_like(q, float("nan"))
+    attention.run(
+        q, caches[0], caches[1], page_table, seq_lens, table_rows=rows, query_start=start,
+        ancestors=bits, logit_cap=cap, sinks=sinks, out=out, k_scale=given[0],
+        v_scale=given[1],
+    )  # fmt: skip
+    paged = [cache.unsqueeze(1) if cache.dim() == 3 else cache for cache in caches]
+    expected = reference_attention(
+        q, paged[0], paged[1], page_table, seq_lens, query_start=start, ancestors=bits,
+        logit_cap=cap, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
+    errors = (out.double() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-6)
+    errors = errors.nan_to_num(nan=float("inf")).amax(dim=-1)
+    row = int(errors.argmax())
+    return float(errors[row]), row
+
+
+def _random_forest(
+    seed: int, requests: int, page_size: int, query_tokens: int, longest: int
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Page table, lengths and pages: a prefix of most requests, one of some, and strangers."""
+    random = np.random.default_rng(seed)
+    taken = 0
+
+    def pages(count: int) -> list[int]:
+        nonlocal taken
+        taken += count
+        return list(range(taken - count, taken))
+
+    most = max(2, longest // page_size)
+    prefix, part = (pages(int(random.integers(1, most + 1))) for _ in range(2))
+    paths, lens = [], []
+    for request in range(requests):
+        path = [] if request % 6 == 5 else prefix + part if request % 2 else prefix
+        own = int(random.integers(0, longest)) + query_tokens
+        paths.append(path + pages(-(-own // page_size)))
+        lens.append(len(path) * page_size + own)
+    placed = random.permutation(taken)
+    table = np.zeros((requests, max(map(len, paths))), dtype=np.int32)
+    for row, path in enumerate(paths):
+        table[row, : len(path)] = placed[path]
+    return table, np.array(lens, dtype=np.int32), taken
+
+
+def _random_trees(seed: int, requests: int, tokens: int) -> torch.Tensor:
+    """[B, Q, words] int64: each query token sees itself and the ancestors of an earlier one."""
+    random = np.random.default_rng(seed)
+    seen = np.zeros((requests, tokens, -(-tokens // 64) * 64), dtype=bool)
+    for request in seen:
+        for token in range(tokens):
+            if token:
+                request[token] = request[random.integers(0, token)]
+            request[token, token] = True
+    return torch.from_numpy(np.packbits(seen, axis=-1, bitorder="little").view(np.int64))

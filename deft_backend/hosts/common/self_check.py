@@ -1,0 +1,77 @@
+"""A server without a recorded result for its GPU, Triton and torch checks its kernels at start."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from deft_backend.attention import TreeAttention
+from deft_backend.attention.recorded_results import unrecorded
+from deft_backend.attention.self_check import Case, Tensors, first_failure
+from deft_backend.hosts.common.warm_up import StepTensors
+
+logger = logging.getLogger("deft_backend")
+
+SECONDS = 2.0
+
+
+def failed_self_check(
+    attention: TreeAttention, tensors: StepTensors, *, on_device: bool
+) -> str | None:
+    """Why the kernels must not decode on this machine, for the log; None if they may.
+
+    Call it after the warm-up, which compiles the kernels, and before the host captures graphs.
+
+    Parameters
+    ----------
+    attention : TreeAttention
+        The server's own. Its plan is another one afterwards.
+    tensors : StepTensors
+        What the host's tensors look like.
+    on_device : bool
+        Whether the device planner makes the plans.
+    """
+    gpu = gpu_name(attention.device)
+    unknown = None if gpu is None else unrecorded(gpu)
+    if unknown is None:
+        return None
+    began = time.perf_counter()
+    held = Tensors(
+        tensors.k_cache, tensors.v_cache, tensors.table_columns[0], tensors.table_dtype,
+        tensors.rows_dtype, tensors.lens_dtype,
+    )  # fmt: skip
+    failed = first_failure(attention, _cases(tensors, on_device), held, SECONDS)
+    if failed is not None:
+        return (
+            f"{unknown} has no recorded results, and the check of its kernels failed "
+            f"({failed.case}: {failed.failure}). Run `deft doctor --check` and report its table"
+        )
+    logger.info(
+        "deft: %s has no recorded results; its kernels passed a check of %.1f s",
+        unknown, time.perf_counter() - began,
+    )  # fmt: skip
+    return None
+
+
+def gpu_name(device: torch.device) -> str | None:
+    """A GPU's name; None for the CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
+def _cases(tensors: StepTensors, on_device: bool) -> list[Case]:
+    """A case for each kind of the server's steps and layers."""
+    cases = []
+    drafts = tensors.drafts if on_device else None
+    for kind in tensors.layers:
+        if drafts is None or not drafts.always:
+            cases.append(Case(on_device, soft_cap=kind.soft_cap, sinks=kind.sinks))
+        if drafts is not None:
+            cases.append(
+                Case(
+                    on_device, drafts.query_tokens, drafts.trees, drafts.ragged, kind.soft_cap,
+                    kind.sinks,
+                )
+            )  # fmt: skip
+    return cases

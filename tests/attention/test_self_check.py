@@ -1,0 +1,164 @@
+"""The self-check passes sound kernels and catches planted faults; it names the case and the row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.runtime.errors import OutOfResources
+
+from deft_backend.attention import Gpu, TreeAttention, recorded_results, tree_attention
+from deft_backend.attention.self_check import (
+    Case,
+    Outcome,
+    Tensors,
+    check_shape,
+    checked,
+    first_failure,
+)
+from deft_backend.compile.described_gpu import compiling_for
+from deft_backend.compile.triton_kernel import Kernel
+from deft_backend.compile.variants import compile_all, recorded
+from deft_backend.kernels import Step
+
+DECODE = Case(on_device=False)
+
+
+def attention_of(**changed: Any) -> TreeAttention:
+    given: dict[str, Any] = {
+        "num_query_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16,
+        "device": "cpu", "page_size": 16, "max_batch": 8, "query_tokens": 3,
+    }  # fmt: skip
+    return TreeAttention(**(given | changed))
+
+
+@pytest.mark.parametrize(
+    ("case", "changed"),
+    [
+        (DECODE, {}),
+        (Case(on_device=True), {"kv_dtype": torch.float8_e5m2}),
+        (Case(True, 3, trees=True, ragged=True), {"dtype": torch.bfloat16}),
+        (Case(False, 3, soft_cap=True, sinks=torch.float32), {"page_size": 1, "max_batch": 2}),
+    ],
+    ids=str,
+)
+def test_sound_kernels_pass(case: Case, changed: dict[str, Any]) -> None:
+    outcome = checked(attention_of(**changed), case)
+    assert outcome.failure is None
+    assert outcome.error is not None
+    assert outcome.error > 0.0
+
+
+def test_layouts_of_a_server() -> None:
+    """Slots of a page size of 1 in [slots, heads, D], and K and V interleaved."""
+    attention = attention_of(page_size=1)
+    held = torch.zeros(4, 2, 2, 64, dtype=torch.float16)
+    tensors = Tensors(held[:, 0], held[:, 1], 500, rows_dtype=torch.int64, lens_dtype=torch.int64)
+    strides = []
+    run = attention.run
+
+    def spy(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor,
+            lens: torch.Tensor, **rest: Any) -> torch.Tensor:  # fmt: skip
+        strides.append((k.stride(), v.stride(), table.shape[1], lens.dtype))
+        return run(q, k, v, table, lens, **rest)
+
+    attention.run = spy  # type: ignore[method-assign]
+    assert first_failure(attention, [DECODE], tensors, 60.0) is None
+    assert strides == [((256, 64, 1), (256, 64, 1), 500, torch.int64)]
+
+
+def change_row(step: Step) -> None:
+    step.out[5] = step.out[4]
+
+
+def scale_row(step: Step) -> None:
+    step.out[5, 1] *= 1.03
+
+
+def leave_row_out(step: Step) -> None:
+    step.out[5] = float("nan")
+
+
+@pytest.mark.parametrize("fault", [change_row, scale_row, leave_row_out])
+def test_a_wrong_row_is_found(
+    fault: Callable[[Step], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_plan = tree_attention.run_plan
+
+    def wrong(config: Any, plan: Any, step: Step, *rest: Any, **named: Any) -> None:
+        run_plan(config, plan, step, *rest, **named)
+        fault(step)
+
+    monkeypatch.setattr(tree_attention, "run_plan", wrong)
+    outcome = checked(attention_of(), DECODE)
+    assert outcome.failure is not None
+    assert outcome.failure.startswith("row 5 is off by")
+    found = first_failure(attention_of(), [DECODE, DECODE], Tensors(), 0.0)
+    assert found is not None
+
+
+@triton.jit
+def broken(x) -> None:  # type: ignore[no-untyped-def]
+    x.no_such_operation()
+
+
+def test_a_kernel_that_does_not_compile_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(*arguments: Any, **named: Any) -> None:
+        with compiling_for(90):
+            broken.warmup(torch.float32, grid=(1,))
+
+    monkeypatch.setattr(Kernel, "launch", launch)
+    outcome = checked(attention_of(), DECODE)
+    assert outcome.error is None
+    assert outcome.failure is not None
+    assert "no_such_operation" in outcome.failure
+
+
+def test_a_device_with_64_kib_of_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compiled for it, and loaded as Triton loads them: what is too large fails."""
+    gpu = Gpu((9, 0), 132, 65 * 1024, 64 * 1024)
+    launch = Kernel.launch
+
+    def load(self: Kernel, *arguments: Any, **named: Any) -> None:
+        with recorded() as found:
+            launch(self, *arguments, **named)
+        with compiling_for(gpu.arch):
+            (kernel,) = compile_all(found).kernels
+        if kernel.metadata.shared > gpu.shared_per_program:
+            raise OutOfResources(kernel.metadata.shared, gpu.shared_per_program, "shared memory")
+
+    monkeypatch.setattr(Kernel, "launch", load)
+    outcome = checked(attention_of(head_dim=128, compiled_for=gpu), DECODE)
+    assert outcome.failure is not None
+    assert "OutOfResources" in outcome.failure
+    assert "shared memory" in outcome.failure
+
+
+def test_the_cases_of_a_shape_and_the_end_of_their_time() -> None:
+    found = list(check_shape(4, 2, 64, torch.float16, torch.device("cpu"), until=0.0))
+    assert [kv for kv, _ in found] == 4 * ["float16"] + 4 * ["float8_e4m3fn"]
+    assert [str(outcome.case) for _, outcome in found[:4]] == [
+        "decode, planned on the host", "decode, planned on the device",
+        "chain, planned on the host", "chain, planned on the device",
+    ]  # fmt: skip
+    assert all(outcome == Outcome(outcome.case, None) for _, outcome in found)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "versions", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", ("3.6.0", "2.11.0+cu130"), None),
+        ("NVIDIA H100 80GB HBM3", ("3.9.1", "2.14.1"), "H100 with Triton 3.9 and torch 2.14"),
+        ("NVIDIA H200", ("3.7.1", "2.13.0"), "H200 with Triton 3.7 and torch 2.13"),
+        ("NVIDIA L40S", ("3.6.0", "2.11.0"), "NVIDIA L40S"),
+    ],
+)
+def test_what_has_recorded_results(
+    gpu: str, versions: tuple[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorded_results.triton, "__version__", versions[0])
+    monkeypatch.setattr(recorded_results.torch, "__version__", versions[1])
+    assert recorded_results.unrecorded(gpu) == expected

@@ -1,0 +1,83 @@
+"""A server on a machine without recorded results checks its kernels, or uses the host's."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from deft_backend.attention import TreeAttention, tree_attention
+from deft_backend.hosts.common import self_check
+from deft_backend.hosts.common.self_check import failed_self_check
+from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors
+from deft_backend.kernels import Step
+
+
+@pytest.fixture
+def attention() -> TreeAttention:
+    return TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16, device="cpu",
+        page_size=16, max_batch=4, query_tokens=3,
+    )  # fmt: skip
+
+
+def tensors_of(drafts: Drafts | None = None) -> StepTensors:
+    k_cache, v_cache = torch.zeros(3, 2, 16, 2, 64, dtype=torch.float16).unbind(1)
+    return StepTensors(k_cache, v_cache, [64], drafts=drafts, layers=[LayerKind(soft_cap=True)])
+
+
+def ran(monkeypatch: pytest.MonkeyPatch, fault: bool = False) -> list[tuple[int, float]]:
+    """The rows and the soft cap of each run that follows."""
+    found = []
+    run_plan = tree_attention.run_plan
+
+    def spy(config: Any, plan: Any, step: Step, *rest: Any, **named: Any) -> None:
+        found.append((len(step.q), step.logit_cap))
+        run_plan(config, plan, step, *rest, **named)
+        if fault:
+            step.out[0] = -step.out[0]
+
+    monkeypatch.setattr(tree_attention, "run_plan", spy)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("drafts", "rows"),
+    [(None, [4]), (Drafts(3, ragged=True), [4, 12]), (Drafts(3, trees=True, always=True), [12])],
+)
+def test_an_unknown_gpu_checks_each_kind_of_step(
+    drafts: Drafts | None, rows: list[int], attention: TreeAttention,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(self_check, "gpu_name", lambda device: "NVIDIA L40S")
+    monkeypatch.setattr(self_check, "SECONDS", 600.0)
+    runs = ran(monkeypatch)
+    with caplog.at_level(logging.INFO, "deft_backend"):
+        assert failed_self_check(attention, tensors_of(drafts), on_device=True) is None
+    assert runs == [(count, 20.0) for count in rows]
+    (record,) = caplog.records
+    assert "NVIDIA L40S has no recorded results; its kernels passed a check" in record.getMessage()
+
+
+def test_a_wrong_row_keeps_the_kernels_from_decoding(
+    attention: TreeAttention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_check, "gpu_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    ran(monkeypatch, fault=True)
+    reason = failed_self_check(attention, tensors_of(), on_device=False)
+    assert reason is not None
+    assert "NVIDIA A100-SXM4-80GB has no recorded results" in reason
+    assert "decode, soft cap, planned on the host: row 0 is off by 2 " in reason
+
+
+@pytest.mark.parametrize("gpu", [None, "NVIDIA H100 80GB HBM3"])
+def test_the_cpu_and_recorded_gpus_check_nothing(
+    gpu: str | None, attention: TreeAttention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_check, "gpu_name", lambda device: gpu)
+    monkeypatch.setattr(self_check, "unrecorded", lambda name: None)
+    runs = ran(monkeypatch, fault=True)
+    assert failed_self_check(attention, tensors_of(), on_device=True) is None
+    assert runs == []
