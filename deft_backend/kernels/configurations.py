@@ -13,6 +13,7 @@ from deft_backend.kernels import reduction as stage2
 from deft_backend.kernels.gpu import Gpu
 from deft_backend.kernels.hopper import versions as gluon_versions
 from deft_backend.kernels.hopper.large_tile import kernel as hopper_large_tile
+from deft_backend.kernels.hopper.masked_tile import kernel as hopper_masked_tile
 from deft_backend.kernels.hopper.small_tile import kernel as hopper_small_tile
 from deft_backend.kernels.plain import partial_attention as stage1
 from deft_backend.kernels.plain import small_tile
@@ -58,6 +59,7 @@ PARTIAL_ATTENTION = Kernel(stage1, "partial_attention")
 SMALL_TILE = Kernel(small_tile, "small_tile_attention")
 HOPPER_SMALL_TILE = Kernel(hopper_small_tile, "hopper_small_tile_attention")
 HOPPER_LARGE_TILE = Kernel(hopper_large_tile, "hopper_large_tile_attention")
+HOPPER_MASKED_TILE = Kernel(hopper_masked_tile, "hopper_masked_tile_attention")
 REDUCE_PARTIALS = Kernel(stage2, "reduce_partials")
 
 
@@ -259,8 +261,6 @@ def _gluon_tile(
     plain: TileConfig, head_dim: int, vectors: int, sms: int, eight_bits: bool
 ) -> TileConfig | None:
     """How the kernels in Gluon run a tile shape on Hopper; None: the plain kernel runs it."""
-    if plain.block_segments > 1:
-        return None
     if eight_bits:
         return _gluon_tile_of_bytes(plain, head_dim, sms)
     if plain.height == 64 and head_dim in LARGE_TILE_HEAD_DIMS:
@@ -290,7 +290,7 @@ def _gluon_tile_of_bytes(plain: TileConfig, head_dim: int, sms: int) -> TileConf
         # But two items of one SM take long if other SMs have none.
         return replace(
             plain, block_tokens=64, lookahead=3, programs=min(2 * sms, READ_AHEAD),
-            programs_for_one_tile=None, spread=True,
+            programs_for_one_tile=None, spread=plain.block_segments == 1,
         )  # fmt: skip
     if plain.height not in EIGHT_BITS_LIMITS or head_dim != 128:
         return None

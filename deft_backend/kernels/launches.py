@@ -14,6 +14,7 @@ from deft_backend.kernels import configurations
 from deft_backend.kernels.arguments import CacheLayout, Heads, Mode, Tile
 from deft_backend.kernels.configurations import (
     HOPPER_LARGE_TILE,
+    HOPPER_MASKED_TILE,
     HOPPER_SMALL_TILE,
     PARTIAL_ATTENTION,
     REDUCE_PARTIALS,
@@ -137,9 +138,10 @@ def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) 
     unit = 16 if kind.exponent_bits else 8
     wide = kind.wide_rows and all(s % unit == 0 for s in (*kind.k_strides, *kind.v_strides))
     plain, pipelined = (
-        (SMALL_TILE, HOPPER_SMALL_TILE) if shape == 0
-        else (PARTIAL_ATTENTION, HOPPER_LARGE_TILE)
-    )  # fmt: skip
+        (SMALL_TILE, HOPPER_SMALL_TILE),
+        (PARTIAL_ATTENTION, HOPPER_LARGE_TILE),
+        (PARTIAL_ATTENTION, HOPPER_MASKED_TILE),
+    )[shape]
     wide = wide and (not kind.exponent_bits or configurations.GLUON_EIGHT_BITS)
     wide = wide and (kind.heads.single or configurations.GLUON_QUERY_TOKENS)
     kernel = pipelined if tile.lookahead and wide else plain

@@ -25,6 +25,8 @@ from deft_backend.kernels.hopper.large_tile import copies as large_tile_copies
 from deft_backend.kernels.hopper.large_tile import memory as large_tile_memory
 from deft_backend.kernels.hopper.large_tile import results as large_tile_results
 from deft_backend.kernels.hopper.large_tile import softmax as large_tile_softmax
+from deft_backend.kernels.hopper.masked_tile import copies as masked_tile_copies
+from deft_backend.kernels.hopper.masked_tile import segments as masked_tile_segments
 from deft_backend.kernels.hopper.small_tile import copies as small_tile_copies
 from deft_backend.kernels.hopper.small_tile import memory as small_tile_memory
 from deft_backend.kernels.hopper.small_tile import results as small_tile_results
@@ -34,7 +36,8 @@ from deft_backend.kernels.plain import eight_bits as plain_eight_bits
 PARTS = (
     versions, eight_bits, parts, query_tokens, small_tile_memory,
     small_tile_copies, small_tile_softmax, small_tile_results, large_tile_memory,
-    large_tile_copies, large_tile_softmax, large_tile_results, program_numbers,
+    large_tile_copies, large_tile_softmax, large_tile_results, masked_tile_segments,
+    masked_tile_copies, program_numbers,
 )  # fmt: skip
 """Modules that kernels import functions in Gluon from; each uses none but those before it."""
 
@@ -91,8 +94,8 @@ class Pointer:
         if not bitcast:  # the address
             assert dtype == DType("int64")
             return np.int64(self.memory.ctypes.data) + self.offset * self.memory.itemsize
-        assert dtype.np.itemsize == self.memory.dtype.itemsize
-        return Pointer(self.memory.view(dtype.np), self.offset)
+        offset = self.offset * self.memory.itemsize // dtype.np.itemsize
+        return Pointer(self.memory.view(dtype.np), offset)
 
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.memory, self.offset + np.asarray(offset).astype(np.int64))
@@ -243,6 +246,11 @@ def _inlined(asm: str, constraints: str, args: Sequence[Any], **_: Any) -> Any:
         before = pointer.read() * (np.asarray(thread) == 0)
         pointer.write(pointer.read() + 1, np.asarray(thread) == 0)
         return _tensor(before)
+    if "shfl.sync.idx" in asm:  # the last axis counts the lanes of a warp
+        found, lane = np.broadcast_arrays(*(np.asarray(arg) for arg in args))
+        assert found.shape[-1] == 32
+        assert (found == found.astype(np.int32)).all()
+        return _tensor(np.take_along_axis(found.astype(np.int32), lane, -1))
     if "prefetch" in asm:  # as strict about addresses as a load
         pointer, wanted = args
         return pointer.read(np.asarray(wanted) != 0) * 0

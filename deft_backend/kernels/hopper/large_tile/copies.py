@@ -139,7 +139,7 @@ def result_place(places, slot, strides, HEADS: gl.constexpr):
 
 
 @jit
-def _copy_rows(exists, buffer, base, offset, UNIT: gl.constexpr, COPY: gl.constexpr):
+def copy_rows(exists, buffer, base, offset, UNIT: gl.constexpr, COPY: gl.constexpr):
     """Start copying a block of K or V of one KV head, or of Q; zeros where nothing exists.
 
     `base` points to the head's first token, `offset` tells where the block's rows lie, in UNIT
@@ -159,7 +159,7 @@ def _copy_pages(buffer, stream, position, PAGE_SIZE: gl.constexpr):
 
 
 @jit
-def _know(k_known, v_known, page, position, CACHE: gl.constexpr):
+def know(k_known, v_known, page, position, CACHE: gl.constexpr):
     """Store where tokens lie in the caches of K and V."""
     k_known.store(offsets_of(page, position, CACHE.k_page, CACHE.k_token, CACHE))
     if not CACHE.same_strides:
@@ -186,7 +186,7 @@ def take_item(
     barrier()  # the same memory holds the offsets
 
     k_known, v_known = in_one_row(buffers.k_known, LAYOUT), in_one_row(buffers.v_known, LAYOUT)
-    _know(k_known, v_known, page, position, CACHE)
+    know(k_known, v_known, page, position, CACHE)
     q_at = places.row * (strides.q_batch // 8) + places.head * (strides.q_head // 8)
     buffers.places.index(0).store(q_at.to(gl.int32))
     buffers.places.index(1).store(result_place(places, slot, strides, HEADS))
@@ -203,7 +203,7 @@ def copy_queries(
     offset = read_rows(buffers.places.index(0), ROW, LAYOUT.at_once)
     in_tile = gl.arange(0, TILE.height, layout=ROW) + zero < item.queries * HEADS.vectors
     COPY: gl.constexpr = LAYOUT.copy
-    _copy_rows(in_tile[:, None], buffers.rows, q_base, offset, 8, COPY)
+    copy_rows(in_tile[:, None], buffers.rows, q_base, offset, 8, COPY)
 
 
 @jit
@@ -226,10 +226,10 @@ def copy_first_blocks(
         if ahead > 0:
             offset = read_rows(buffers.v_known.index(ahead - 1), ROW, AT_ONCE)
             v = buffers.v.index(ahead - 1)
-            _copy_rows(stream.filled > ahead - 1, v, stream.v_base, offset, UNIT, COPY)
+            copy_rows(stream.filled > ahead - 1, v, stream.v_base, offset, UNIT, COPY)
         offset = read_rows(buffers.k_known.index(ahead), ROW, AT_ONCE)
         k = buffers.k.index(ahead)
-        _copy_rows(stream.filled > ahead, k, stream.k_base, offset, UNIT, COPY)
+        copy_rows(stream.filled > ahead, k, stream.k_base, offset, UNIT, COPY)
         if ahead == 0:  # nobody needs these page ids before V of the first block
             behind = gl.arange(0, PAGES // 2 * BLOCK_N, layout=LAYOUT.each)
             position = last - KNOWN * BLOCK_N - behind // BLOCK_N * BLOCK_N
@@ -264,11 +264,11 @@ def copy_next_blocks(
     k_offset = read_rows(buffers.k_known.index(k_block % KNOWN), ROW, AT_ONCE)
     page = buffers.pages.index((step + KNOWN) % PAGES).load(LAYOUT.each).to(gl.int32)
     at = step % KNOWN
-    _know(buffers.k_known.index(at), buffers.v_known.index(at), page, position, CACHE)
+    know(buffers.k_known.index(at), buffers.v_known.index(at), page, position, CACHE)
     behind = PAGES // 2 * TILE.block_tokens
     pages = buffers.pages.index((step + KNOWN + PAGES // 2) % PAGES)
     _copy_pages(pages, stream, position - behind, CACHE.page_size)
     v, k = buffers.v.index(before), buffers.k.index(now)
-    _copy_rows(stream.filled > v_block, v, stream.v_base, v_offset, UNIT, COPY)
-    _copy_rows(stream.filled > k_block, k, stream.k_base, k_offset, UNIT, COPY)
+    copy_rows(stream.filled > v_block, v, stream.v_base, v_offset, UNIT, COPY)
+    copy_rows(stream.filled > k_block, k, stream.k_base, k_offset, UNIT, COPY)
     return position - TILE.block_tokens
