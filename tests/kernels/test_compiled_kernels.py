@@ -122,7 +122,10 @@ def resources(launch: Launch, dtype: torch.dtype, major: int) -> Resources:
     eight_bits = "CACHE" in constants and constants["CACHE"].exponent_bits > 0
     types = {**argument_types(dtype, eight_bits), "plan": plan_types(arrays)}
     types = {name: types[name] for name in function.arg_names if name not in launch.constants}
-    gluon = (configurations.HOPPER_LARGE_TILE, configurations.HOPPER_SMALL_TILE)
+    gluon = (
+        configurations.HOPPER_LARGE_TILE, configurations.HOPPER_MASKED_TILE,
+        configurations.HOPPER_SMALL_TILE,
+    )  # fmt: skip
     options = launch.options
     return compiled(function, types, launch.constants, options, major, launch.kernel in gluon)
 
@@ -231,6 +234,27 @@ def test_several_query_tokens_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None
     for _, launch in launches_of(config, kind).stage1[:2]:
         assert resources(launch, dtype, 9).stack == 0
     launches_of.cache_clear()
+
+
+@needs_gluon
+@pytest.mark.parametrize(
+    ("head_dim", "query_tokens", "bits"),
+    [(128, 1, 0), (64, 1, 0), (128, 4, 0), (128, 1, 4), (64, 1, 5), (128, 4, 4)],
+)
+def test_masked_tiles_on_hopper(head_dim: int, query_tokens: int, bits: int) -> None:
+    """No spills, and the launched number of programs fits on an SM."""
+    dtype = torch.bfloat16
+    kv_dtype = {0: None, 4: torch.float8_e4m3fn, 5: torch.float8_e5m2}[bits]
+    config = config_of(9, head_dim, dtype, 4, kv_dtype=kv_dtype, query_tokens=query_tokens)
+    kind = kind_of(head_dim, dtype, 16)._replace(exponent_bits=bits, sinks=bits > 0)
+    for several in ((False, False), (True, True)) if query_tokens > 1 else ((False, False),):
+        ragged, tree = several
+        of_tokens = kind._replace(blocks=QueryBlocks.of(query_tokens, 4), ragged=ragged, tree=tree)
+        launch = launches_of(config, of_tokens).stage1[2][1]
+        assert launch.kernel is configurations.HOPPER_MASKED_TILE
+        found = resources(launch, dtype, 9)
+        assert found.stack == 0, found
+        assert found.fit(9) >= config.tiles[2].programs // SMS, found
 
 
 @pytest.mark.parametrize(
@@ -397,7 +421,7 @@ def test_programs_follow_from_the_gpu(sms: int, stems: int) -> None:
     small, large, masked = config.tiles
     assert (small.programs, large.programs) == (10 * sms, stems)
     assert large.programs_for_one_tile == sms
-    assert (small.lookahead, large.lookahead, masked.lookahead) == (1, 2, 0)
+    assert (small.lookahead, large.lookahead, masked.lookahead) == (1, 2, 2)
     assert config.overlapped
 
 

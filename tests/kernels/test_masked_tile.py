@@ -14,16 +14,18 @@ from hypothesis import strategies as st
 from test_gluon_kernels import emulated, launched
 from test_query_tokens import drafts, tree_bits
 
+import gluon_emulator
 from deft_backend import TreeAttention, forest_from_page_tables
 from deft_backend.attention.reference_attention import reference_attention, relative_error
-from deft_backend.kernels import configurations
 from deft_backend.kernels.configurations import (
     HOPPER_LARGE_TILE,
     HOPPER_MASKED_TILE,
     HOPPER_SMALL_TILE,
 )
+from deft_backend.kernels.hopper.large_tile import copies as large_tile_copies
 from deft_backend.kernels.hopper.large_tile import kernel as hopper_large_tile
 from deft_backend.kernels.hopper.masked_tile import kernel as hopper_masked_tile
+from deft_backend.kernels.hopper.masked_tile import segments as masked_tile_segments
 from deft_backend.kernels.hopper.small_tile import kernel as hopper_small_tile
 from deft_backend.policies.deft_flatten import DeftFlatten
 
@@ -44,12 +46,11 @@ def emulation() -> Iterator[None]:
 def use_gluon(attention: TreeAttention, lookahead: int, programs: int, query_tokens: int) -> None:
     """Let the kernels in Gluon run the large and the masked tile of an attention on the CPU."""
     shape = attention._shapes[query_tokens]
-    small, large, masked = (
-        replace(tile, block_tokens=64, lookahead=lookahead, num_warps=4, programs=programs)
-        for tile in shape.config.tiles
-    )
-    tiles = (shape.config.tiles[0], replace(large, spread=True), masked)
-    attention._shapes[query_tokens] = shape._replace(config=replace(shape.config, tiles=tiles))
+    small, *others = shape.config.tiles
+    changes: dict[str, Any] = {"block_tokens": 64, "num_warps": 4, "programs": programs}
+    large, masked = (replace(tile, lookahead=lookahead, **changes) for tile in others)
+    config = replace(shape.config, tiles=(small, replace(large, spread=True), masked))
+    attention._shapes[query_tokens] = shape._replace(config=config)
 
 
 def check(
@@ -96,7 +97,14 @@ def check(
     out = torch.full_like(q, float("nan"))
     launched.clear()
     attention.run(
-        q, k_cache, v_cache, held, lens + grow, table_rows=rows, out=out, static_launch=in_graph,
+        q,
+        k_cache,
+        v_cache,
+        held,
+        lens + grow,
+        table_rows=rows,
+        out=out,
+        static_launch=in_graph,
         **given,
     )
     begin, end = attention.last_plan.items_of(2)
@@ -155,3 +163,32 @@ def test_several_query_tokens(**drawn: Any) -> None:
 )
 def test_caches_of_eight_bits(**drawn: Any) -> None:
     check(**drawn)
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 3])
+def test_long_chunks_go_round_the_rings(lookahead: int) -> None:
+    check(3, 6, lookahead=lookahead, longest=1500, chunk=5000)
+
+
+@pytest.mark.parametrize("fault", [None, "a copy is not waited for", "spans", "ancestors", "lanes"])
+def test_a_fault_shows(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulation can fail: without a wait, a mask or a segment, results are wrong."""
+    copies, segments, kernel = map(
+        gluon_emulator.emulated, (large_tile_copies, masked_tile_segments, hopper_masked_tile)
+    )
+    if fault == "a copy is not waited for":
+        wait = gluon_emulator._MACHINE.wait
+        monkeypatch.setattr(copies, "wait_group", lambda outstanding: wait(outstanding + 1))
+    elif fault == "spans":
+        monkeypatch.setattr(kernel, "in_span", lambda query, span: span[None] + query[:, None] >= 0)
+    elif fault == "ancestors":
+        rows = kernel.Rows
+        monkeypatch.setattr(kernel, "Rows", lambda query, token, bits: rows(query, token + 1, bits))
+    elif fault == "lanes":
+        from_lane = segments.from_lane
+        monkeypatch.setattr(segments, "from_lane", lambda x, lane: from_lane(x, lane * 0))
+    if fault is None:
+        check(1, 12, 4)
+    else:
+        with pytest.raises(AssertionError):
+            check(1, 12, 4)

@@ -6,10 +6,11 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from deft_backend.kernels.arguments import Scaling
-from deft_backend.kernels.hopper.versions import jit
+from deft_backend.kernels.hopper.versions import barrier, jit
 
 with suppress(ImportError):  # `gluon_versions.available` says so before anything is launched
     from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 
 class Item(NamedTuple):
@@ -39,6 +40,19 @@ def ask(pointer, mask):
         }""",
         "=r,l,r", [pointer, mask.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@jit
+def ask_plan(plan, LAYOUT: gl.constexpr):
+    """Bring the plan's arrays to the L2, together with all other programs.
+
+    They are views of one buffer (DevicePlan), from `tile_ptr` to `entry_slot`.
+    """
+    LINE: gl.constexpr = 16  # numbers in 64 bytes
+    lines = (plan.entry_slot.to(gl.int64) - plan.tile_ptr.to(gl.int64)) // 64
+    thread = gl.arange(0, 32 * gl.num_warps(), layout=LAYOUT.each)
+    line = gl.program_id(0) + gl.num_programs(0) * thread
+    ask(plan.tile_ptr + line * LINE, line < lines)
 
 
 @jit
@@ -155,3 +169,10 @@ def offsets_of(
 def next_slot(slot, SLOTS: gl.constexpr):
     """The slot after this one in a ring."""
     return gl.where(slot == SLOTS - 1, 0, slot + 1)
+
+
+@jit
+def show_operands():
+    """Show what all threads stored to shared memory to the tensor cores."""
+    fence_async_shared()
+    barrier()

@@ -51,12 +51,13 @@ from deft_backend.kernels.hopper.large_tile.memory import allocate, hidden_zero,
 from deft_backend.kernels.hopper.large_tile.results import write_results
 from deft_backend.kernels.hopper.large_tile.softmax import add_rescaled, masked, settled, softmax
 from deft_backend.kernels.hopper.parts import (
-    ask,
+    ask_plan,
     capped,
     next_slot,
     plus,
     range_end,
     read_item,
+    show_operands,
     table_row,
     with_device_scales,
 )
@@ -69,7 +70,6 @@ try:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.ampere.async_copy import wait_group
     from triton.experimental.gluon.language.nvidia.hopper import (
-        fence_async_shared,
         warpgroup_mma,
         warpgroup_mma_wait,
     )
@@ -97,31 +97,11 @@ class State(NamedTuple):
 
 
 @jit
-def _ask_plan(plan, LAYOUT: gl.constexpr):
-    """Bring the plan's arrays to the L2, together with all other programs.
-
-    They are views of one buffer (DevicePlan), from `tile_ptr` to `entry_slot`.
-    """
-    LINE: gl.constexpr = 16  # numbers in 64 bytes
-    lines = (plan.entry_slot.to(gl.int64) - plan.tile_ptr.to(gl.int64)) // 64
-    thread = gl.arange(0, 32 * gl.num_warps(), layout=LAYOUT.each)
-    line = gl.program_id(0) + gl.num_programs(0) * thread
-    ask(plan.tile_ptr + line * LINE, line < lines)
-
-
-@jit
 def _find_segment(item, tensors, strides, CACHE: gl.constexpr):
     """Second link: an item's KV range as it is now."""
     stop = range_end(item, tensors)
     row = table_row(item, tensors, CACHE)
     return Segment(tensors.page_table + row * strides.table, item.start, stop)
-
-
-@jit
-def show_operands():
-    """Show what all threads stored to shared memory to the tensor cores."""
-    fence_async_shared()
-    barrier()
 
 
 @jit
@@ -209,7 +189,7 @@ def hopper_large_tile_attention(
     ROW: gl.constexpr = LAYOUT.row
     gl.static_assert(LAYOUT.known >= TILE.lookahead + 2)
 
-    _ask_plan(plan, LAYOUT)
+    ask_plan(plan, LAYOUT)
     buffers = allocate(tensors, HEADS, CACHE, TILE, LAYOUT)
     scaling = with_device_scales(scaling, tensors, MODE)
     factor = scaling.scale

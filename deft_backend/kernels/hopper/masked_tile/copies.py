@@ -157,9 +157,7 @@ def ask_item(
 
 
 @jit
-def _know(
-    first, blocks, buffers, HEADS: gl.constexpr, CACHE: gl.constexpr
-):
+def _know(first, blocks, buffers, HEADS: gl.constexpr, CACHE: gl.constexpr):
     """Store where the tokens of blocks lie, and who attends to them, from slot `first` on."""
     ROWS: gl.constexpr = blocks.page.shape[0]
     BLOCK_ROWS: gl.constexpr = buffers.spans.shape[1] // 32

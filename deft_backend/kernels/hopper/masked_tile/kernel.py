@@ -43,15 +43,21 @@ from deft_backend.kernels.hopper.masked_tile.segments import (
     list_segments,
     read_item,
 )
-from deft_backend.kernels.hopper.parts import capped, next_slot, plus, with_device_scales
-from deft_backend.kernels.hopper.versions import barrier, jit
+from deft_backend.kernels.hopper.parts import (
+    ask_plan,
+    capped,
+    next_slot,
+    plus,
+    show_operands,
+    with_device_scales,
+)
+from deft_backend.kernels.hopper.versions import jit
 from deft_backend.planner.device_plan import ItemArrays
 
 try:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.ampere.async_copy import wait_group
     from triton.experimental.gluon.language.nvidia.hopper import (
-        fence_async_shared,
         warpgroup_mma,
         warpgroup_mma_wait,
     )
@@ -90,13 +96,6 @@ class Rows(NamedTuple):
 
 
 @jit
-def _show_operands():
-    """Show what all threads stored to shared memory to the tensor cores."""
-    fence_async_shared()
-    barrier()
-
-
-@jit
 def _rows_of(item, zero, tensors, plan, strides, HEADS: gl.constexpr, TILE: gl.constexpr,
              LAYOUT: gl.constexpr):  # fmt: skip
     row = gl.arange(0, TILE.height, layout=LAYOUT.row) + zero
@@ -114,9 +113,7 @@ def _rows_of(item, zero, tensors, plan, strides, HEADS: gl.constexpr, TILE: gl.c
 
 
 @jit
-def _hide(
-    scores, block, rows, buffers, tensors, HEADS: gl.constexpr, LAYOUT: gl.constexpr
-):
+def _hide(scores, block, rows, buffers, tensors, HEADS: gl.constexpr, LAYOUT: gl.constexpr):
     """Scores with -inf where a query vector does not attend to a token of the block."""
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT.scores)
     KNOWN: gl.constexpr = LAYOUT.known
@@ -160,7 +157,7 @@ def _add_block(
     if EXPONENT_BITS > 0:
         keys = as_operand(keys, buffers.key_operand, EXPONENT_BITS, LAYOUT)
         values = as_operand(values, buffers.value_operand, EXPONENT_BITS, LAYOUT)
-        _show_operands()
+        show_operands()
     started = warpgroup_mma(q, keys.permute((1, 0)), no_scores, use_acc=False, is_async=True)
     summing = warpgroup_mma(state.weights, values, state.acc, is_async=True)
     learned = copy_next_blocks(
@@ -200,9 +197,10 @@ def hopper_masked_tile_attention(
     )
     ROW: gl.constexpr = LAYOUT.row
     KNOWN: gl.constexpr = LAYOUT.known
-    gl.static_assert(KNOWN >= TILE.lookahead + 2)
+    gl.static_assert(TILE.lookahead + 2 <= KNOWN)
     gl.static_assert(TILE.block_segments <= 32)  # a lane holds one
 
+    ask_plan(plan, LAYOUT)
     buffers = allocate(tensors, HEADS, CACHE, TILE, LAYOUT)
     scaling = with_device_scales(scaling, tensors, MODE)
     factor = scaling.scale
@@ -232,9 +230,7 @@ def hopper_masked_tile_attention(
         zero = hidden_zero(item.queries)
         filled = (segments.tokens + BLOCK_N - 1) // BLOCK_N
         blocks = gl.maximum(filled, 1)  # an item without tokens runs one block, all of it masked
-        take_item(
-            asked, kv_head, zero, buffers, tensors, strides, HEADS, CACHE, TILE, LAYOUT
-        )
+        take_item(asked, kv_head, zero, buffers, tensors, strides, HEADS, CACHE, TILE, LAYOUT)
         k_base = tensors.k + kv_head.to(gl.int64) * CACHE.k_head + offs_kv
         v_base = tensors.v + kv_head.to(gl.int64) * CACHE.v_head + offs_kv
         stream = Stream(segments, filled, k_base, v_base)
@@ -244,9 +240,7 @@ def hopper_masked_tile_attention(
         # Two links of the next item, and the item behind it.
         listed = list_segments(next_item, plan)
         later_item = read_item(work + 2 * step_work, work_end, plan, HEADS)
-        learned = ask_blocks(
-            KNOWN, segments, tensors, strides, 1, HEADS, CACHE, TILE, LAYOUT
-        )
+        learned = ask_blocks(KNOWN, segments, tensors, strides, 1, HEADS, CACHE, TILE, LAYOUT)
         rows = _rows_of(item, zero, tensors, plan, strides, HEADS, TILE, LAYOUT)
         arrived(2 * TILE.lookahead)
         q = buffers.rows.load(LAYOUT.queries)  # a V block comes where Q is
@@ -254,7 +248,7 @@ def hopper_masked_tile_attention(
         keys = buffers.k.index(0)
         if EXPONENT_BITS > 0:
             keys = as_operand(keys, buffers.key_operand, EXPONENT_BITS, LAYOUT)
-            _show_operands()
+            show_operands()
         scores = warpgroup_mma(q, keys.permute((1, 0)), no_scores, use_acc=False)
         followed = follow_segments(next_item, listed, tensors, HEADS, CACHE)
         scores = capped(scores, scaling, MODE.soft_cap)
@@ -280,7 +274,7 @@ def hopper_masked_tile_attention(
         values = buffers.v.index(now)
         if EXPONENT_BITS > 0:
             values = as_operand(values, buffers.value_operand, EXPONENT_BITS, LAYOUT)
-            _show_operands()
+            show_operands()
         acc = warpgroup_mma(state.weights, values, state.acc)
         if EXPONENT_BITS > 0:
             acc = acc * scaling.value

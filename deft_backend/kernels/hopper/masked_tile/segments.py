@@ -166,9 +166,7 @@ def join_segments(listed, followed):
 
 
 @jit
-def locate(
-    place, segments, tensors, strides, HEADS: gl.constexpr, CACHE: gl.constexpr
-):
+def locate(place, segments, tensors, strides, HEADS: gl.constexpr, CACHE: gl.constexpr):
     """Where the tokens at places [rows, 32] of the stream lie.
 
     Tokens behind the stream's end lie where its last token does. Masked rows of a KV block must
