@@ -13,7 +13,8 @@ from benchmarks.commands.kernel_choice import make_setup, one_of, require_device
 from deft_backend.cli.errors import fail, reported
 from deft_backend.cli.shown import say
 
-COUNTED = "deft-io"
+COUNTED, COUNTERS, STEPS = "deft-io", "counters", "deft-steps"
+PLACE_OF_STEPS = "DeFT, Figure 4, Tables 5 and 8"
 _WIDTH = 160
 
 
@@ -53,11 +54,12 @@ def papers(
     from deft_backend.tools.traces.trace_files import TraceError
 
     known = {table.name: table for table in TABLES}
-    chosen = [*known, COUNTED] if tables is None else words(tables)
+    every = (*known, STEPS, COUNTED, COUNTERS)
+    chosen = list(every) if tables is None else words(tables)
     for name in chosen:
-        one_of("--table", name, (*known, COUNTED))
+        one_of("--table", name, every)
     one_of("--dtype", dtype, ("fp16", "bf16"))
-    needing = [name for name in chosen if name == COUNTED or known[name].traces]
+    needing = [name for name in chosen if name == COUNTED or (name in known and known[name].traces)]
     if traces is None and needing:
         if tables is not None:
             raise fail(f"{needing[0]} needs DeFT's recorded trees; add --traces FOLDER")
@@ -74,7 +76,10 @@ def papers(
                 for row in counted_io(folder, path):
                     say(console, f"{row['workload']}: {row['saved_percent']} % of KV read saved")
                 continue
-            table = known[name]
+            if name == COUNTERS:
+                _counters(path, console)
+                continue
+            table = known["deft-architectures" if name == STEPS else name]
             if quick:
                 table = replace(table, workloads=lambda t, whole=table: whole.workloads(t)[:2])  # type: ignore[misc]
             methods = [method_named(m) for m in table.methods if m not in left_out]
@@ -83,9 +88,50 @@ def papers(
             setup = make_setup(
                 ours, peers, 128, dtype, device, "shuffled", 0, eager=False, quick=quick
             )
+            if name == STEPS:
+                _steps(table, setup, path, console)
+                continue
             rows = record(table, setup, folder, path, lambda row: say(console, _line(row)))
             console.print(_shown(table.place, rows, ratios(rows, ours.name)), soft_wrap=True)
             say(console, f"{path}")
+
+
+def _steps(table: Any, setup: Any, path: Path, console: Console) -> None:
+    """The parts of a step of whole models (DeFT, Figure 4, Tables 5 and 8)."""
+    from dataclasses import replace
+
+    from benchmarks.kernel.measure_case import DTYPES
+    from benchmarks.papers.record import record
+    from benchmarks.papers.steps import MODELS, dense_us, step_row
+    from benchmarks.row_files import write_object
+    from deft_backend.files.provenance import provenance
+
+    heads = sorted({(shape.query_heads, shape.kv_heads) for shape in MODELS.values()})
+    parts = path.with_name(f"{path.stem}-attention.json")
+    attention = record(replace(table, heads=heads), setup, Path(), parts, lambda row: None)
+    parts.unlink()
+    rows = []
+    for model, shape in MODELS.items():
+        for row in (row for row in attention if row["heads"] == shape.heads):
+            dense = dense_us(shape, round(row["batch"]), DTYPES[setup.dtype], setup.budget)
+            rows.append(step_row(model, row, *dense, baseline="flash-decoding"))
+            write_object(path, rows, {**provenance(), "table": STEPS, "place": PLACE_OF_STEPS})
+            say(console, f"{model}, {row['workload']}: {rows[-1]['step_ms']}")
+
+
+def _counters(path: Path, console: Console) -> None:
+    """DRAM bytes and utilisation (FlashForge, Figure 6; DeFT, Table 14)."""
+    from benchmarks.papers.counters import METHODS, TREES, NoCountersError, counted
+    from benchmarks.row_files import write_object
+    from deft_backend.files.provenance import provenance
+
+    rows = []
+    with reported(NoCountersError):
+        for tree in TREES:
+            for method in METHODS:
+                rows.append(counted(method, tree, "32/8"))
+                write_object(path, rows, {**provenance(), "table": COUNTERS})
+                say(console, f"{rows[-1]}")
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from integration_tests.gpu.variants import Fleet, Variant
+from integration_tests.gpu.variants import PAPERS, Fleet, Variant
 
 COMMON = (
     "--skip-tokenizer-init", "--sampling-backend", "pytorch",
@@ -25,6 +25,10 @@ REFERENCES: Mapping[str, Variant] = {
 VARIANTS: Mapping[str, Variant] = {
     "default": Variant("deft"),
     "planned-on-the-host": Variant("deft", settings=HOST),
+    **{
+        f"policy-{name}": Variant("deft", settings={"DEFT_POLICY": name, **DEVICE})
+        for name in PAPERS
+    },
     "float16": Variant("deft", ("--dtype", "float16"), DEVICE, "host-float16"),
     "pages-of-16": Variant("deft", ("--page-size", "16", "--chunked-prefill-size", "512"), DEVICE),
     "lora": Variant("deft", settings=DEVICE, against="host-lora", lora=True),

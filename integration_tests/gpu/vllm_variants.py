@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from integration_tests.gpu.variants import Fleet, Variant
+from integration_tests.gpu.variants import PAPERS, Fleet, Variant
 
 COMMON = (
     # Each server gets a share of the GPU, although it measures free memory while others start.
@@ -28,6 +28,7 @@ REFERENCES: Mapping[str, Variant] = {
 
 VARIANTS: Mapping[str, Variant] = {
     "default": Variant("deft"),
+    **{f"policy-{name}": Variant("deft", settings={"DEFT_POLICY": name}) for name in PAPERS},
     "sleeping": Variant("deft", ("--enable-sleep-mode",), DEVELOPMENT, "host-sleeping"),
     "two-ranks": Variant(
         "deft", ("--tensor-parallel-size", "2", *NO_MULTICAST),

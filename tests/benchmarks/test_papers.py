@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.kernel.tree_workloads import described
-from benchmarks.papers import tables
+from benchmarks.papers import counters, tables
 from benchmarks.papers.record import counted_io
+from benchmarks.papers.steps import step_row
 from benchmarks.papers.workloads import THOUGHTS, TOKEN_TREES, thoughts, with_prompt
 from deft_backend.tools.traces.recorded_trees import ThoughtTree, lay_out
 from deft_backend.tools.traces.trace_files import dump_thought_trees
@@ -94,6 +95,36 @@ def test_a_longer_prompt_keeps_the_thoughts(tmp_path: Path) -> None:
     assert longer.last_iteration == TREE.last_iteration
     steps = thoughts(tmp_path, names=THOUGHTS[:1], prompt=100)
     assert [w.forest.seq_lens.max() for w in steps] == [101, 102, 103, 104]
+
+
+def test_counters_are_summed_over_kernels() -> None:
+    """`ncu --csv`: a line a metric and kernel, behind the program's own output."""
+    lines = ["something else", '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"']
+    for kernel, values in (("0", (1000, 4000, 10, 50)), ("1", (500, 1000, 60, 20))):
+        lines += [
+            f'"{kernel}","k","{metric}","unit","{value:,}"'
+            for metric, value in zip(counters.METRICS, values, strict=True)
+        ]
+    assert counters.summed(lines) == {
+        "kernels": 2, "time_us": 5.0, "dram_read_bytes": 1500,
+        "sm_percent": (10 * 4000 + 60 * 1000) / 5000, "dram_percent": (50 * 4 + 20) / 5,
+    }  # fmt: skip
+    assert counters.summed(["==ERROR== no permission"])["kernels"] == 0
+
+
+def test_a_step_is_the_sum_of_its_parts() -> None:
+    row = {
+        "workload": "w",
+        "heads": "32/8",
+        "batch": 3,
+        "us": {"flash-decoding": 300.0, "auto": 100.0, "fa3": None},
+    }
+    found = step_row("Llama-3-8B", row, layer_us=200.0, output_us=600.0, baseline="flash-decoding")
+    assert found["without_attention_ms"] == (32 * 200 + 600) / 1e3
+    assert found["step_ms"] == {"flash-decoding": 16.6, "auto": 10.2}
+    assert found["speedup"]["auto"] == round(16.6 / 10.2, 3)
+    assert found["speedup_limit"] == round(16.6 / 7.0, 3)
+    assert found["attention_to_rest"]["auto"] == round(3200 / 7000, 3)
 
 
 @pytest.mark.parametrize(
