@@ -347,23 +347,25 @@ def test_no_page_is_looked_for_beyond_the_table() -> None:
     assert made.segment_end[shared].max() == 6 * 512
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(data=st.data())
 def test_what_was_planned_before_decides_nothing(data: st.DataObject) -> None:
     """One planner for several batches: each gets the plan that a new planner would make."""
     first = data.draw(batches().filter(lambda batch: len(batch.seq_lens) > 0))
     others = batches(page_size=first.page_size).filter(lambda batch: len(batch.seq_lens) > 0)
-    before = data.draw(st.lists(others, min_size=1, max_size=3))
+    before = data.draw(st.lists(others, min_size=1, max_size=2))
     planner, plan = planner_for(TARGET, 64, first.page_size)
     grown = replace(first, seq_lens=first.seq_lens + GROWTH)
+    fresh = {}
     for batch in (*before, first, grown, first):
-        requests = len(batch.seq_lens)
         tables = torch.from_numpy(np.ascontiguousarray(batch.page_tables))
-        rows = torch.arange(requests, dtype=torch.int32)
+        rows = torch.arange(len(batch.seq_lens), dtype=torch.int32)
         planner.plan(tables, rows, torch.from_numpy(batch.seq_lens))
-        fresh = plan_of(batch, capacity=PlanCapacity.for_batch(64))
-        for name, expected in vars(fresh).items():
-            np.testing.assert_array_equal(getattr(read(plan), name), expected, err_msg=name)
+        if id(batch) not in fresh:
+            fresh[id(batch)] = plan_of(batch, capacity=PlanCapacity.for_batch(64))
+        made = read(plan)
+        for name, expected in vars(fresh[id(batch)]).items():
+            np.testing.assert_array_equal(getattr(made, name), expected, err_msg=name)
 
 
 def test_too_little_room_falls_back_to_query_by_query() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,7 @@ def terms() -> list[list[str]]:
     ]
 
 
+@cache
 def retired_words() -> list[str]:
     text = GLOSSARY.read_text(encoding="utf-8")
     (body,) = (body for first, body in tables(text) if first == "retired")
@@ -134,9 +136,10 @@ def test_nobody_writes_a_retired_word() -> None:
         paths = retired_in(name)
         text = (ROOT / name).read_text(encoding="utf-8")
         wrong += [f"{name}: its path says {word!r}" for word in paths]
-        wrong += [
-            f"{name}:{number}: {word!r}"
-            for number, line in enumerate(text.splitlines(), 1)
-            for word in retired_in(line)
-        ]
+        if retired_in(text):
+            wrong += [
+                f"{name}:{number}: {word!r}"
+                for number, line in enumerate(text.splitlines(), 1)
+                for word in retired_in(line)
+            ]
     assert not wrong, "docs/glossary.md retires these words:\n" + "\n".join(wrong)
