@@ -19,6 +19,10 @@ VENV_AUDIT ?= .venv-audit
 BIN := $(VENV)/bin
 REPORTS ?= reports
 SUITE ?= smoke
+# Without --no-compile, pip compiles 36,000 files of an environment with SGLang: 100 s of a core.
+# Python compiles the few that it imports.
+PIP := python -m pip install --quiet --progress-bar off --no-compile
+SECONDS_OF_DRAWS ?= 60
 # Groups of unit tests, and of SGLang's integration tests, side by side; each of the latter takes a
 # core and about 7 GB of memory. The shorter suites run one group after the other.
 PROCESSES ?= 2
@@ -26,14 +30,14 @@ MATRIX := $(PYTHON) -m tools.host_matrix
 # Hosts bring different versions of Triton: kernels must compile without spills under each.
 OTHER_TRITON := tests/kernels/test_compiled_kernels.py -k test_kernels_on_hopper
 
-.PHONY: demo test lint unit integration integration-vllm smoke smoke-sglang smoke-vllm docs package \
-	contracts matrix audit vllm-cpu clean
+.PHONY: demo test lint unit draws integration integration-vllm smoke smoke-sglang smoke-vllm docs \
+	package contracts matrix audit vllm-cpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/deft ab --quick --out $(REPORTS)
 
 # In this order, two environments with SGLang (11 GB of disk each) are the most there is at a time.
-test: lint unit integration smoke integration-vllm docs package
+test: lint unit draws integration smoke integration-vllm docs package
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -42,6 +46,10 @@ lint: $(VENV)/.test
 
 unit: $(VENV)/.test
 	$(BIN)/python -m pytest -q -n $(PROCESSES) deft_backend tools/host_matrix tests
+
+# Unit tests repeat the same random examples; these are new ones, with the seeds printed.
+draws: $(VENV)/.test
+	$(BIN)/python -m tests.support.new_draws --seconds $(SECONDS_OF_DRAWS)
 
 integration: $(VENV)/.test
 	$(MATRIX) suite --host sglang --environment $(VENV) --processes $(PROCESSES)
@@ -81,7 +89,7 @@ matrix:
 # a host pins is the host's to mend; ours are the ranges in pyproject.toml.
 audit: $(VENV)/.test
 	$(PYTHON) -m venv $(VENV_AUDIT)
-	$(VENV_AUDIT)/bin/python -m pip install --quiet --progress-bar off 'pip-audit>=2.9'
+	$(VENV_AUDIT)/bin/$(PIP) 'pip-audit>=2.9'
 	$(BIN)/python -m pip freeze --exclude-editable >$(VENV_AUDIT)/installed.txt
 	$(VENV_AUDIT)/bin/pip-audit --no-deps --disable-pip -r $(VENV_AUDIT)/installed.txt
 
@@ -92,17 +100,17 @@ docs: $(VENV_DOCS)/.docs
 
 $(VENV_DOCS)/.docs: tools/requirements/docs.txt
 	$(PYTHON) -m venv $(VENV_DOCS)
-	$(VENV_DOCS)/bin/python -m pip install --quiet --progress-bar off -r tools/requirements/docs.txt
+	$(VENV_DOCS)/bin/$(PIP) -r tools/requirements/docs.txt
 	touch $@
 
 $(VENV)/.demo: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --progress-bar off -e '.[sglang,bench]'
+	$(BIN)/$(PIP) -e '.[sglang,bench]'
 	touch $@
 
 $(VENV)/.test: $(VENV)/.demo
-	$(BIN)/python -m pip install --quiet --progress-bar off -e '.[sglang,test]'
+	$(BIN)/$(PIP) -e '.[sglang,test]'
 	touch $@
 
 $(VENV_VLLM)/.test: pyproject.toml

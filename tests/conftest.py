@@ -1,7 +1,8 @@
 """Settings for all tests: no downloads, checked integers, and the profiles of hypothesis.
 
-The same commit draws the same examples, so that a change answers for its own failures alone.
-`DEFT_RANDOM_TESTS=1` draws new ones.
+The same commit draws the same examples, so that a change answers for its own failures alone; the
+edges are pinned by `@example`. `python -m tests.support.new_draws` draws new ones from seeds that
+it prints.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from deft_backend.compile import triton_kernel
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-settings.register_profile("random", deadline=None, print_blob=True)
+settings.register_profile("random", deadline=None, print_blob=True, database=None)
 settings.register_profile("repeatable", settings.get_profile("random"), derandomize=True)
 settings.load_profile("random" if os.environ.get("DEFT_RANDOM_TESTS") == "1" else "repeatable")
 

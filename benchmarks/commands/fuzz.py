@@ -33,7 +33,7 @@ def fuzz(
     seed: Annotated[int, typer.Option(min=0, help="Another seed runs other batches.")] = 0,
     cases: Annotated[
         Path, typer.Option(help="Folder for failing seeds; the tests replay what it holds.")
-    ] = Path("tests/fuzz_cases"),
+    ] = Path("tests/benchmarks/fuzz_cases"),
 ) -> None:
     """Compare plans of host and device with each other, and attention with a plain reference.
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deft_backend.forest import (
@@ -176,6 +176,10 @@ def check_invariants(forest: PrefixForest) -> None:
     page_size=st.sampled_from([1, 3, 16]),
     requests=st.integers(0, 24),
 )
+@example(seed=0, page_size=1, requests=0)
+@example(seed=0, page_size=16, requests=1)
+@example(seed=1, page_size=3, requests=24)
+@example(seed=2, page_size=16, requests=24)
 def test_both_sources_agree_on_random_traffic(seed: int, page_size: int, requests: int) -> None:
     server = traffic(seed, page_size, requests)
     tables, lens = server.page_tables()
@@ -194,6 +198,9 @@ def test_both_sources_agree_on_random_traffic(seed: int, page_size: int, request
     page_size=st.sampled_from([1, 4]),
     requests=st.integers(1, 12),
 )
+@example(seed=0, page_size=1, requests=1)
+@example(seed=1, page_size=1, requests=12)
+@example(seed=2, page_size=4, requests=12)
 def test_sharing_is_exactly_the_common_pages(seed: int, page_size: int, requests: int) -> None:
     """For each pair, the nodes of both hold exactly their common full pages."""
     server = traffic(seed, page_size, requests)
@@ -280,6 +287,9 @@ def made_tables(
     dtype=st.sampled_from([np.int32, np.int64, ">i4", np.uint32]),
     layout=st.sampled_from(sorted(LAYOUTS)),
 )
+@example(seed=0, page_size=1, requests=0, longest=3, dtype=np.int32, layout="torch")
+@example(seed=1, page_size=1, requests=40, longest=3000, dtype=np.int32, layout="torch")
+@example(seed=2, page_size=16, requests=40, longest=40, dtype=">i4", layout="torch")
 def test_page_tables_give_what_plain_python_finds(
     seed: int, page_size: int, requests: int, longest: int, dtype: Any, layout: str
 ) -> None:
@@ -318,6 +328,10 @@ def test_large_batches_fill_the_tables_of_the_builder() -> None:
     requests=st.integers(0, 40),
     as_array=st.booleans(),
 )
+@example(seed=0, page_size=1, requests=0, as_array=True)
+@example(seed=0, page_size=16, requests=1, as_array=False)
+@example(seed=1, page_size=1, requests=40, as_array=True)
+@example(seed=2, page_size=16, requests=40, as_array=False)
 def test_neighbours_give_what_plain_python_finds(
     seed: int, page_size: int, requests: int, as_array: bool
 ) -> None:
@@ -335,6 +349,9 @@ def test_neighbours_give_what_plain_python_finds(
 
 @settings(max_examples=200, deadline=None)
 @given(seed=st.integers(0, 2**32), requests=st.integers(0, 40), twigs=st.integers(1, 30))
+@example(seed=0, requests=0, twigs=1)
+@example(seed=1, requests=40, twigs=1)
+@example(seed=2, requests=40, twigs=30)
 def test_paths_and_trees_give_what_plain_python_finds(seed: int, requests: int, twigs: int) -> None:
     rng = random.Random(seed)
     parent, depth = [0], [0]
@@ -358,6 +375,8 @@ def test_paths_and_trees_give_what_plain_python_finds(seed: int, requests: int, 
 
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**32), requests=st.integers(1, 20))
+@example(seed=0, requests=1)
+@example(seed=1, requests=20)
 def test_impossible_tables_that_are_trusted_stay_in_bounds(seed: int, requests: int) -> None:
     """Random tables: the result is a forest of the batch, whatever it shares."""
     rng = np.random.default_rng(seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deft_backend.forest.token_tree import ancestors_of_links, words_of
@@ -38,6 +38,10 @@ def trees(draw: st.DrawFn) -> list[list[int]]:
 
 
 @given(trees())
+@example([[-1]])
+@example([[-1, *range(63)]])  # one word of ancestors, full
+@example([[-1, *range(64)], [-1] + [0] * 64])  # a chain and a star; the last token in a second word
+@example([[-1, *range(129)], [-1, *(token // 2 for token in range(129))]])  # three words
 @settings(max_examples=40, deadline=None)
 def test_every_token_attends_to_its_ancestors_and_itself(forest: list[list[int]]) -> None:
     links = [links_of(parents) for parents in forest]

@@ -17,7 +17,11 @@ ROOT = Path(__file__).parents[2]
 FREE_GB = {"sglang": 14, "vllm": 8}
 """Disk space that the installation of an environment needs."""
 
-_PIP = ("-m", "pip", "install", "--quiet", "--quiet", "--progress-bar", "off")  # print errors only
+# Print errors only. Python compiles what it imports; pip would compile all files of a host, which
+# takes longer than its tests need.
+_PIP = (
+    "-m", "pip", "install", "--quiet", "--quiet", "--progress-bar", "off", "--no-compile",
+)  # fmt: skip
 
 
 class NoEnvironmentError(RuntimeError):
