@@ -94,18 +94,22 @@ class Layers:
 
 
 class Cache:
-    """A layer's KV cache in a memory order of the host's, filled at random."""
+    """One layer's KV cache between those of two others, in a memory order of vLLM's.
 
-    def __init__(self, pages: int, block_size: int, order: str = "NHD", padded: int = 0) -> None:
+    A layout names layers, blocks, heads, tokens (N) and content, outermost first. Other layers and
+    padding hold NaN, so that a read of them shows.
+    """
+
+    LAYERS = 3
+
+    def __init__(self, pages: int, block_size: int, layout: str = "LBNHC", padded: int = 0) -> None:
         generator = torch.Generator().manual_seed(pages + block_size)
-        numbers = torch.randn(
-            (pages, KV_HEADS, block_size, 2 * DIM), generator=generator, dtype=torch.float32
-        )
-        inner = (block_size, KV_HEADS) if order == "NHD" else (KV_HEADS, block_size)
-        page = math.prod(inner) * 2 * DIM
-        memory = torch.full((pages, page + padded), float("nan"))
-        view = memory[:, :page].unflatten(1, (*inner, 2 * DIM))
-        self.tensor = view.transpose(1, 2) if order == "NHD" else view
+        numbers = torch.randn((pages, KV_HEADS, block_size, 2 * DIM), generator=generator)
+        sizes = {"L": self.LAYERS, "B": pages, "H": KV_HEADS, "N": block_size, "C": 2 * DIM}
+        shape = [sizes[axis] for axis in layout]
+        memory = torch.full((*shape[:2], math.prod(shape[2:]) + padded), float("nan"))
+        memory = memory[..., : math.prod(shape[2:])].unflatten(-1, shape[2:])
+        self.tensor = memory.permute([layout.index(axis) for axis in "LBHNC"])[1]
         self.tensor.copy_(numbers)
 
     @property

@@ -59,9 +59,11 @@ def asks_for_us(arguments: Sequence[str]) -> bool:
     >>> asks_for_us(["serve", "M", "--attention-backend", "deft"]), asks_for_us(["serve", "deft"])
     (True, False)
     """
-    texts = values_of(arguments, "attention-backend")[-1:]  # the last one is valid
-    texts += values_of(arguments, "attention-config")  # JSON
-    texts += [word for word in arguments if re.match(r"(--attention[-_]config|-ac)\W", word)]
+    names = [word.partition("=")[0].replace("_", "-") for word in arguments]
+    texts = values_of(arguments, "--attention-backend")[-1:]  # the last one is valid
+    for name in sorted(set(names)):
+        if re.fullmatch(r"(--attention-config|-ac)(\.backend)?", name):
+            texts += values_of(arguments, name)
     ours = re.compile(rf"\b({PLACEHOLDER}|{OWN_NAME})\b", re.IGNORECASE)
     return any(ours.search(text) for text in texts)
 

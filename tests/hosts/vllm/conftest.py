@@ -19,7 +19,7 @@ if not INSTALLED:  # only the table of versions needs no vLLM
 
 
 @pytest.fixture(autouse=True)
-def new_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def new_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failures: list[str]) -> None:
     if not INSTALLED:
         return
     from vllm.v1.attention.backends import utils

@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec, SlidingWin
 
 from deft_backend.hosts.common.division import LayerShape
 from deft_backend.hosts.common.warm_up import LayerKind
+from deft_backend.hosts.vllm.plugin import asks_for_us
 from deft_backend.hosts.vllm.report.command_line import port_of
 from deft_backend.hosts.vllm.report.observe import original_backend
 from deft_backend.hosts.vllm.report.server import data_rank
@@ -133,10 +134,10 @@ def test_results_that_must_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPat
     assert "batch-invariant mode is not supported" in unsupported_server(make_config())
 
 
-@pytest.mark.parametrize("order", ["NHD", "HND"])
+@pytest.mark.parametrize("layout", ["LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
 @pytest.mark.parametrize("padded", [0, 64])
-def test_views_name_the_same_memory(order: str, padded: int) -> None:
-    cache = Cache(5, 16, order, padded)
+def test_views_name_the_same_memory(layout: str, padded: int) -> None:
+    cache = Cache(5, 16, layout, padded)
     keys, values = kv_views(cache.tensor, DIM)
     assert keys.shape == values.shape == (5, 16, KV_HEADS, DIM)
     assert torch.equal(keys, cache.keys)
@@ -276,3 +277,24 @@ def test_a_server_compiles_for_each_kind_of_its_layers() -> None:
     }  # fmt: skip
     attention.kv_dtype = torch.float8_e4m3fn
     assert _kinds(attention, layers, config) == [LayerKind(True, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(
+    ("words", "asks"),
+    [
+        ("serve m --attention-backend CUSTOM", True),
+        ("serve m --attention-backend=deft", True),
+        ("serve m --attention_backend DEFT", True),
+        ("serve m --attention-backend DEFT --attention-backend FLASH_ATTN", False),
+        ('serve m --attention-config {"backend":"CUSTOM"}', True),
+        ("serve m --attention-config.backend CUSTOM", True),
+        ("serve m --attention-config.backend=CUSTOM", True),
+        ("serve m -ac.backend=DEFT", True),
+        ("serve deft --served-model-name CUSTOM", False),
+        ("serve m --config FILE", True),
+    ],
+)
+def test_who_asks_for_the_plugin(words: str, asks: bool, tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text("attention-backend: deft")
+    assert asks_for_us(words.replace("FILE", str(path)).split()) is asks

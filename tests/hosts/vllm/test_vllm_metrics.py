@@ -159,3 +159,13 @@ def test_a_wrong_setting_is_another_servers_affair(
     assert not caplog.records
     assert AttentionBackendEnum.CUSTOM.is_overridden()
     assert page() == {}
+
+
+def test_wrong_settings_stop_the_servers_first_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The API server loads plugins before anything else, so the message comes early and last."""
+    arguments = ["api_server.py", "--attention-backend", "DEFT"]
+    monkeypatch.setattr("sys.argv", arguments)
+    plugin.register()
+    monkeypatch.setenv("DEFT_POLICY", "fastest")
+    with pytest.raises(SystemExit, match="deft: DEFT_POLICY is"):
+        plugin.register()

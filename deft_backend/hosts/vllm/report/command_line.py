@@ -20,7 +20,7 @@ def port_of(arguments: Sequence[str]) -> int:
     >>> port_of(["api_server", "--port", "8123"]), port_of(["serve", "M", "--port=81"]), port_of([])
     (8123, 81, 8000)
     """
-    ports = [int(text) for text in values_of(arguments, "port") if text.isdigit()]
+    ports = [int(text) for text in values_of(arguments, "--port") if text.isdigit()]
     return ports[-1] if ports else DEFAULT_PORT
 
 
@@ -32,7 +32,7 @@ def values_of(arguments: Sequence[str], name: str) -> list[str]:
     found = _configured(arguments, name)
     for word, following in pairwise([*arguments, ""]):
         option, equals, value = word.partition("=")
-        if option.replace("_", "-") == f"--{name}":
+        if option.replace("_", "-") == name:
             found.append(value if equals else following)
     return found
 
@@ -46,4 +46,5 @@ def _configured(arguments: Sequence[str], name: str) -> list[str]:
         content = yaml.safe_load(Path(files[0]).read_text()) if files else None
     except (OSError, ValueError, yaml.YAMLError):
         return []  # the server does not start with such a file
-    return [str(content[name])] if isinstance(content, dict) and name in content else []
+    key = name.removeprefix("--")
+    return [str(content[key])] if isinstance(content, dict) and key in content else []

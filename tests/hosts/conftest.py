@@ -1,0 +1,35 @@
+"""A test of an adapter fails if tree attention gave up and the test did not expect it.
+
+After a failure the host's kernel computes the right numbers, so results alone show nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+SIGNS = ("a kernel failed", "planning failed", "could not be set up", "results of tree attention")
+
+
+class _Failures(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = record.getMessage()
+        if record.levelno >= logging.WARNING and any(sign in line for sign in SIGNS):
+            self.lines.append(line)
+
+
+@pytest.fixture
+def failures() -> Iterator[list[str]]:
+    """The log's lines about failures; a test that expects one clears the list."""
+    handler = _Failures()
+    logger = logging.getLogger("deft_backend")
+    logger.addHandler(handler)
+    yield handler.lines
+    logger.removeHandler(handler)
+    assert handler.lines == []
