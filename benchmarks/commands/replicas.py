@@ -1,0 +1,39 @@
+"""``python -m benchmarks replicas``: KV read by replicas behind a router."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from benchmarks.replicas import Trace, measure
+from benchmarks.row_files import write_object
+from deft_backend.cli.shown import say
+from deft_backend.files.provenance import provenance
+from deft_backend.tools.servers.command import installed_hosts
+
+POLICIES = ("round_robin", "cache_aware")
+
+
+def replicas(
+    router: Annotated[str, typer.Option(help="The router: sglang-router or vllm-router.")],
+    model: Annotated[str, typer.Option(help="Folder of the served model.")] = "models/tiny-llama",
+    prefixes: Annotated[int, typer.Option(min=1, help="Prefixes.")] = 8,
+    branches: Annotated[int, typer.Option(min=1, help="Requests of each prefix.")] = 6,
+    together: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 16,
+    out: Annotated[Path, typer.Option(help="File of rows.")] = Path("reports/replicas.json"),
+) -> None:
+    """KV read by one server, and by two behind a router: in turns, and by prefix."""
+    console = Console()
+    trace = Trace(prefixes=prefixes, branches=branches, together=together)
+    host = installed_hosts()[0]
+    rows: list[dict[str, Any]] = []
+    header = {**provenance(), "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
+              "host": host, "trace": vars(trace)}  # fmt: skip
+    for found in measure(host, router, POLICIES, model, trace):
+        rows.append(found)
+        say(console, f"{found['setup']}, {found['policy']}: read {found['read_share']:.0%}")
+        write_object(out, rows, header)

@@ -1,0 +1,57 @@
+"""The manifests fit each other, allow the longer first start, and Prometheus finds them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+yaml = pytest.importorskip("yaml")
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+FILES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+START_SECONDS = 600
+"""A first start that loads a model, compiles every kernel and captures graphs takes less."""
+
+
+def documents(path: Path) -> dict[str, Any]:
+    return {found["kind"]: found for found in yaml.safe_load_all(path.read_text())}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_deployment_and_its_service_fit(path: Path) -> None:
+    deployment, service = (documents(path)[kind] for kind in ("Deployment", "Service"))
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items()
+    assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    (port,) = container["ports"]
+    assert {each["targetPort"] for each in service["spec"]["ports"]} == {port["name"]}
+    assert {each["name"] for each in service["spec"]["ports"]} == {"http", "metrics"}
+    dockerfile = (DEPLOY / "docker" / f"{path.stem}.Dockerfile").read_text()
+    assert f"EXPOSE {port['containerPort']}\n" in dockerfile
+
+    startup = container["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= START_SECONDS
+    assert "livenessProbe" in container
+    assert "readinessProbe" in container
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_prometheus_finds_the_pods(path: Path) -> None:
+    """The scrape configuration keeps exactly our pods' labels and port."""
+    pod = documents(path)["Deployment"]["spec"]["template"]
+    (job,) = yaml.safe_load((DEPLOY / "prometheus" / "kubernetes.yml").read_text())[
+        "scrape_configs"
+    ]
+    ports = [port["name"] for port in pod["spec"]["containers"][0]["ports"]]
+    known = {"__meta_kubernetes_pod_container_port_name": ports[0]}
+    for name, value in pod["metadata"]["labels"].items():
+        known["__meta_kubernetes_pod_label_" + re.sub(r"\W", "_", name)] = value
+    for rule in job["relabel_configs"]:
+        (source,) = rule["source_labels"]
+        assert source in known
+        if rule.get("action") == "keep":
+            assert re.fullmatch(rule["regex"], known[source])

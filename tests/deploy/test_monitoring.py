@@ -1,0 +1,182 @@
+"""A real Prometheus scrapes the real exporter: every query of the dashboard and alerts has data."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deft_backend.telemetry.metrics import register_states
+from deft_backend.telemetry.state import StateWriter
+from prometheus_server import (
+    DEPLOY,
+    Prometheus,
+    alert_queries,
+    dashboard_queries,
+    program,
+    prometheus,
+)
+from sglang_fakes import make_state
+
+client = pytest.importorskip("prometheus_client")
+
+HEALTHY, FAILED = "healthy", "failed"
+
+
+def decode(folder: Path, healthy: bool, ended: threading.Event) -> None:
+    """Grow a server's counters ten times a second, through its own state file."""
+    state = make_state()
+    writer = StateWriter(state, folder)
+    while not ended.wait(0.1):
+        if healthy:
+            state.count_tree(tokens=100, loaded=40, tree_layers=2)
+            state.plans += 1
+            state.plan_seconds += 0.001
+            state.count_host("batch smaller than DEFT_MIN_BATCH=2", tokens=1)
+        else:
+            state.count_host("kernel failed", tokens=100)
+        writer.look()
+        content = json.loads(writer.path.read_text())
+        content |= {"verified_drafts": state.plans * 10, "accepted_tokens": state.plans * 13}
+        whole = writer.path.with_suffix(".new")
+        whole.write_text(json.dumps(content))
+        whole.chmod(0o600)
+        os.replace(whole, writer.path)
+
+
+@pytest.fixture(scope="module")
+def scraped(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Prometheus, dict[str, str]]]:
+    """Two servers whose counters grow: one shares prefixes, the other's kernel failed."""
+    program("prometheus")
+    folder = tmp_path_factory.mktemp("prometheus")
+    ended, addresses, pages, threads = threading.Event(), {}, [], []
+    for name in (HEALTHY, FAILED):
+        states = folder / name
+        states.mkdir(mode=0o700)
+        registry = client.CollectorRegistry()
+        register_states(states, 1, registry)
+        # The host's own series of its page, which the panel "Batch" shows.
+        client.Gauge("vllm:num_requests_running", "of the host", registry=registry).set(3)
+        page, _ = client.start_http_server(0, "127.0.0.1", registry)
+        pages.append(page)
+        addresses[name] = f"127.0.0.1:{page.server_port}"
+        threads.append(threading.Thread(target=decode, args=(states, name == HEALTHY, ended)))
+        threads[-1].start()
+    try:
+        with prometheus(list(addresses.values()), folder) as running:
+            yield running, addresses
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+        for page in pages:
+            page.shutdown()
+
+
+def test_every_query_of_the_dashboard_has_data(scraped: Any) -> None:
+    running, addresses = scraped
+    answers = running.wait(dashboard_queries())
+    assert not [query for query, series in answers.items() if not series]
+
+    def value(panel: str, server: str) -> float:
+        found = {s["metric"]["instance"]: float(s["value"][1]) for s in answers[panel]}
+        return found[addresses[server]]
+
+    assert value("Share of KV read A", HEALTHY) == pytest.approx(41 / 101, rel=0.1)
+    assert value("Share of KV read A", FAILED) == 1
+    assert value("Share of steps through tree attention A", HEALTHY) == pytest.approx(0.5, abs=0.1)
+    assert value("Share of steps through tree attention A", FAILED) == 0
+    assert value("Planning time A", HEALTHY) == pytest.approx(0.001, rel=0.1)
+    assert value("Acceptance length A", HEALTHY) == pytest.approx(2.3, rel=0.1)
+    assert value("Batch A", HEALTHY) == 3
+
+
+def test_every_alert_sees_the_failed_server_alone(scraped: Any) -> None:
+    running, addresses = scraped
+    answers = running.wait(alert_queries())
+    for alert, series in answers.items():
+        assert {each["metric"]["instance"] for each in series} == {addresses[FAILED]}, alert
+
+
+def test_alerts_fire_and_end(tmp_path: Path) -> None:
+    """Over hours, with `promtool`: nothing before its time, and nothing for a healthy server."""
+    series = [
+        ("deft_decode_steps_total{kernel='tree', instance='ok'}", "0+60x180"),
+        ("deft_decode_steps_total{kernel='tree', instance='bad'}", "0x180"),
+        ("deft_host_decode_steps_total{reason='small', instance='ok'}", "0+1x180"),
+        (
+            "deft_host_decode_steps_total{reason='kernel failed', instance='bad'}",
+            "0+60x60 3600x120",
+        ),
+        ("deft_kv_read_bytes_total{instance='ok'}", "0+40x180"),
+        ("deft_kv_query_guided_bytes_total{instance='ok'}", "0+100x180"),
+        ("deft_kv_read_bytes_total{instance='bad'}", "0+100x180"),
+        ("deft_kv_query_guided_bytes_total{instance='bad'}", "0+100x180"),
+    ]
+    expected = {
+        ("DeftKernelFailed", "5m"): 1, ("DeftHostDecodes", "5m"): 0, ("DeftHostDecodes", "20m"): 1,
+        ("DeftNothingShared", "30m"): 0, ("DeftNothingShared", "90m"): 1,
+        ("DeftKernelFailed", "100m"): 0, ("DeftHostDecodes", "100m"): 0,
+    }  # fmt: skip
+    labels = {
+        "DeftKernelFailed": {"severity": "critical", "reason": "kernel failed"},
+        "DeftHostDecodes": {"severity": "warning"}, "DeftNothingShared": {"severity": "info"},
+    }  # fmt: skip
+    tests = [
+        {"alertname": alert, "eval_time": at,
+         "exp_alerts": [{"exp_labels": {"instance": "bad", **labels[alert]}}] * count}
+        for (alert, at), count in expected.items()
+    ]  # fmt: skip
+    alerts = (DEPLOY / "prometheus" / "alerts.yml").read_text().split("\n")
+    # promtool compares texts too; the test is about times and servers.
+    kept = [
+        line for line in alerts if not line.lstrip().startswith(("annotations", "summary", "desc"))
+    ]
+    (tmp_path / "alerts.yml").write_text("\n".join(kept))
+    (tmp_path / "test.yml").write_text(json.dumps({
+        "rule_files": ["alerts.yml"], "evaluation_interval": "1m",
+        "tests": [{
+            "interval": "1m", "alert_rule_test": tests,
+            "input_series": [{"series": name, "values": values} for name, values in series],
+        }],
+    }))  # fmt: skip
+    done = subprocess.run([program("promtool"), "test", "rules", "test.yml"], cwd=tmp_path,
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_prometheus_reads_its_configuration() -> None:
+    path = DEPLOY / "prometheus" / "prometheus.yml"
+    subprocess.run([program("promtool"), "check", "config", str(path)], check=True)
+
+
+def test_the_dashboard_is_one_that_grafana_reads() -> None:
+    dashboard = json.loads((DEPLOY / "grafana" / "deft.json").read_text())
+    assert dashboard["schemaVersion"] >= 39
+    names = {variable["name"] for variable in dashboard["templating"]["list"]}
+    assert names == {"datasource", "instance"}
+    panels = dashboard["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        assert panel["type"] in ("stat", "timeseries")
+        assert panel["datasource"]["uid"] == "${datasource}"
+        letters = [target["refId"] for target in panel["targets"]]
+        assert len(set(letters)) == len(letters) > 0
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, f"{panel['title']} covers another panel"
+        taken |= cells
