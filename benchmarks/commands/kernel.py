@@ -84,6 +84,14 @@ def kernel(
             "launch that a server's CUDA graph holds."
         ),
     ] = "host",
+    kernels_of: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GPU",
+            help="Run the plain kernels of deft as on this GPU, such as sm_80 or sm_89, with the "
+            "SMs of the one here; compare with the peers flashinfer-fa2 and fa2.",
+        ),
+    ] = None,
     peers: Annotated[
         str,
         typer.Option(
@@ -143,7 +151,7 @@ def kernel(
         shapes = [parse_heads(text) for text in words(heads)] if heads is not None else None
         chosen = chosen_workloads(sets, tree, traces, 2 if quick else steps, device, quick)
         cases = chosen_part(cases_of(chosen, shapes, size), part)
-        ours, others = chosen_methods(policy, planner, peers)
+        ours, others = chosen_methods(policy, planner, peers, kernels_of, device)
     if phases and planner == "device":
         raise fail("--phases needs plans of the host planner; leave out --planner device")
     require_device(device, quick)
@@ -157,7 +165,8 @@ def kernel(
     path = rows_file(out or Path("reports") / f"kernel-{stamp}", setup.device)
     options = {
         "sets": sets, "tree": tree, "heads": heads, "page_size": page_size, "layout": layout,
-        "policy": policy, "planner": planner, "peers": peers, "part": part,
+        "policy": policy, "planner": planner, "kernels_of": kernels_of, "peers": peers,
+        "part": part,
         "launch": "eager" if eager else "graph", "seed": seed, "quick": quick, "steps": steps,
         "traces": traces is not None,
     }  # fmt: skip

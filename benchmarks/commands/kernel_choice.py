@@ -78,8 +78,12 @@ def chosen_workloads(
     return found
 
 
-def chosen_methods(policy: str, planner: str, peers: str) -> tuple[Ours, list[Method]]:
+def chosen_methods(
+    policy: str, planner: str, peers: str, as_on: str | None, device: str
+) -> tuple[Ours, list[Method]]:
     """Our method, and the peers by name.
+
+    `as_on` is a GPU whose configuration of the plain kernels runs on this one.
 
     Raises
     ------
@@ -90,11 +94,16 @@ def chosen_methods(policy: str, planner: str, peers: str) -> tuple[Ours, list[Me
     from benchmarks.kernel.methods.ours import PLANNERS, Ours
 
     one_of("--planner", planner, PLANNERS)
+    if as_on is not None:
+        from deft_backend.kernels import Gpu
 
+        one_of("--kernels-of", as_on, [name for name in Gpu.names() if name != "sm_90"])
+        if device == "cpu":
+            raise fail("--kernels-of needs a GPU; with --device cpu the interpreter's kernels run")
     names = [] if peers == "none" else list(dict.fromkeys(words(peers)))
     for name in names:
         one_of("--peers", name, (*PEERS, "none"))
-    return Ours(OURS, policy, planner), [make_method(name) for name in names]
+    return Ours(OURS, policy, planner, as_on), [make_method(name) for name in names]
 
 
 def chosen_part(cases: list[Case], part: str | None) -> list[Case]:

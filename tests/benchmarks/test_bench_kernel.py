@@ -252,7 +252,9 @@ def with_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("name", ["flashinfer", "cascade", "fa3", "fa3 of sglang"])
+@pytest.mark.parametrize(
+    "name", ["flashinfer", "flashinfer-fa2", "cascade", "fa2", "fa3", "fa3 of sglang"]
+)
 def test_peers_are_planned_for_the_whole_batch(
     name: str, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,7 +262,12 @@ def test_peers_are_planned_for_the_whole_batch(
     fake: Any = SglangFlashAttention("fake") if "sglang" in name else VllmFlashAttention("fake")
     package = flash_attention3._SGLANG if "sglang" in name else flash_attention3._VLLM
     monkeypatch.setattr(flash_attention3, "_package", lambda: (fake, package))
+    monkeypatch.setattr(flash_attention3, "import_module", lambda name: fake)
     method = make_method(name.split()[0])
+    if name == "fa2" and page_size == 1:
+        with pytest.raises(Refused, match="multiples of 16"):
+            method.prepare(inputs_of(RAGGED, page_size))
+        return
     for forest in (RAGGED, mixed_small(), described("1,3,6 16,32,8").forest):
         inputs = inputs_of(forest, page_size)
         prepared = method.prepare(inputs)
@@ -291,10 +298,11 @@ def test_cascade_refuses_what_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_peers_say_why_they_cannot_run() -> None:
-    for name in ("flashinfer", "cascade", "fa3"):
+    for name in ("flashinfer", "cascade", "fa3", "flashinfer-fa2", "fa2"):
         assert make_method(name).unavailable(CPU) == "needs an NVIDIA GPU"
     assert set(PEERS) == {
-        "flashinfer", "cascade", "fa3", "flash-decoding", "flashinfer-prefill",
+        "flashinfer", "cascade", "fa3", "flash-decoding", "flashinfer-prefill", "flashinfer-fa2",
+        "fa2",
     }  # fmt: skip
 
 

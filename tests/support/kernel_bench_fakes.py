@@ -65,8 +65,11 @@ class Groups:
 class DecodeWrapper:
     """``flashinfer.BatchDecodeWithPagedKVCacheWrapper``."""
 
-    def __init__(self, workspace: Tensor, layout: str, *, use_tensor_cores: bool) -> None:
+    def __init__(
+        self, workspace: Tensor, layout: str, *, use_tensor_cores: bool, backend: str
+    ) -> None:
         assert (layout, use_tensor_cores) == ("NHD", True)
+        assert backend in ("auto", "fa2")
 
     def plan(
         self, indptr: Tensor, indices: Tensor, last: Tensor, query_heads: int, kv_heads: int,
@@ -126,11 +129,13 @@ class VllmFlashAttention(ModuleType):
     def flash_attn_varlen_func(
         self, q: Tensor, k: Tensor, v: Tensor, *, max_seqlen_q: int, cu_seqlens_q: Tensor,
         max_seqlen_k: int, seqused_k: Tensor, block_table: Tensor, causal: bool, out: Tensor,
-        scheduler_metadata: tuple[int, ...], num_splits: int, fa_version: int, **scales: Tensor,
+        fa_version: int, scheduler_metadata: tuple[int, ...] = (), num_splits: int = 0,
+        **scales: Tensor,
     ) -> Tensor:  # fmt: skip
         check_scales(q, k, v, scales)
-        assert (max_seqlen_q, num_splits, fa_version, causal) == (1, 0, 3, True)
-        assert scheduler_metadata == (q.shape[1], k.shape[2], q.shape[2])
+        assert (max_seqlen_q, num_splits, causal) == (1, 0, True)
+        made = (q.shape[1], k.shape[2], q.shape[2])
+        assert scheduler_metadata == {2: (), 3: made}[fa_version]
         assert cu_seqlens_q.tolist() == list(range(len(q) + 1))
         assert max_seqlen_k == int(seqused_k.max())
         for row, tokens in enumerate(seqused_k.tolist()):

@@ -1,4 +1,4 @@
-"""FlashAttention-3's paged decode from vLLM's package, or else from SGLang's."""
+"""FlashAttention's paged decode: version 3 of vLLM's package or SGLang's, version 2 of vLLM's."""
 
 from __future__ import annotations
 
@@ -83,6 +83,45 @@ class FlashAttention3(Method):
         if found is None:
             return f"{name} (version unknown: unpacked without its metadata)"
         return f"{name} ({distribution} {found})"
+
+
+class FlashAttention2(Method):
+    """The same with FlashAttention-2, which needs no Hopper GPU: the peer of the plain kernels."""
+
+    name = "fa2"
+
+    def unavailable(self, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return "needs an NVIDIA GPU"
+        try:
+            module = import_module(_VLLM)
+        except Exception as error:  # a broken extension may raise anything
+            return f"{_VLLM}: {error}".splitlines()[0]
+        return None if module.FA2_AVAILABLE else str(module.FA2_UNAVAILABLE_REASON)
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        if inputs.ancestors is not None:
+            raise Refused("FlashAttention-2 has no mask for token trees")
+        if inputs.k_cache.itemsize == 1:
+            raise Refused("FlashAttention-2 reads no cache of 8 bits")
+        if inputs.case.page_size % 16:
+            raise Refused("FlashAttention-2 takes pages of multiples of 16 tokens")
+        out, module = torch.empty_like(inputs.q), import_module(_VLLM)
+        tokens, longest = inputs.query_tokens, int(inputs.tables.seq_lens.max())
+        starts = torch.arange(inputs.batch + 1, dtype=torch.int32, device=inputs.device) * tokens
+
+        def launch() -> torch.Tensor:
+            module.flash_attn_varlen_func(
+                inputs.q, inputs.k_cache, inputs.v_cache, max_seqlen_q=tokens, cu_seqlens_q=starts,
+                max_seqlen_k=longest, seqused_k=inputs.seq_lens, block_table=inputs.page_table,
+                causal=True, out=out, fa_version=2,
+            )  # fmt: skip
+            return out
+
+        return Prepared(launch)
+
+    def origin(self) -> str:
+        return f"{_VLLM} (vllm {installed_version('vllm')}), version 2"
 
 
 def _vllm_launch(

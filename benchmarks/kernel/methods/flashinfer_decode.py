@@ -20,11 +20,14 @@ from benchmarks.kernel.methods.flashinfer_package import (
 
 
 class FlashInferDecode(Method):
-    """``BatchDecodeWithPagedKVCacheWrapper``, planned for exactly this batch."""
+    """``BatchDecodeWithPagedKVCacheWrapper``, planned for exactly this batch.
 
-    name = "flashinfer"
+    `backend` is the wrapper's: ``auto``, or ``fa2``, which runs on Ampere and Ada too.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "flashinfer", backend: str = "auto") -> None:
+        self.name = name
+        self._backend = backend
         self._wrapper: Any = None
 
     def unavailable(self, device: torch.device) -> str | None:
@@ -37,10 +40,13 @@ class FlashInferDecode(Method):
             raise Refused("FlashInfer's decode takes no request without tokens")
         if self._wrapper is None:
             self._wrapper = flashinfer().BatchDecodeWithPagedKVCacheWrapper(
-                float_workspace(inputs.device), "NHD", use_tensor_cores=True
+                float_workspace(inputs.device),
+                "NHD",
+                use_tensor_cores=True,
+                backend=self._backend,
             )
         plan(self._wrapper, *pages_of_requests(inputs), inputs=inputs)
         return prepared_run(self._wrapper, inputs)
 
     def origin(self) -> str:
-        return f"{flashinfer_origin()}, BatchDecodeWithPagedKVCacheWrapper(use_tensor_cores=True)"
+        return f"{flashinfer_origin()}, BatchDecodeWithPagedKVCacheWrapper({self._backend})"

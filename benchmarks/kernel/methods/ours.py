@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -10,6 +11,7 @@ from benchmarks.kernel.case_inputs import Inputs
 from benchmarks.kernel.methods.base import Method, Prepared, Refused
 from benchmarks.kernel.phases import alone
 from deft_backend import TreeAttention, get_policy
+from deft_backend.kernels import Gpu
 from deft_backend.planner.on_device import largest_batch
 from deft_backend.policies import PolicyError
 from deft_backend.settings.config import Settings
@@ -28,6 +30,8 @@ class Ours(Method):
         One of :data:`PLANNERS`. Servers decode with device plans inside their CUDA graphs. The
         method then uses the servers' capacity, and makes every kernel launch that a batch of that
         size can need. The CPU does not know the tile shapes of the plan's items.
+    as_on : str, optional
+        A GPU such as ``sm_89``: the plain kernels run, in its configuration, on this GPU's SMs.
 
     Raises
     ------
@@ -35,8 +39,11 @@ class Ours(Method):
         If the policy is unknown, or the device planner does not support it.
     """
 
-    def __init__(self, name: str, policy: str, planner: str = "host") -> None:
+    def __init__(
+        self, name: str, policy: str, planner: str = "host", as_on: str | None = None
+    ) -> None:
         self.name = name
+        self.as_on = as_on
         self.policy = get_policy(policy).name
         self.planner = planner
         if planner == "device" and self.policy != "auto":
@@ -61,6 +68,7 @@ class Ours(Method):
             query_tokens=inputs.query_tokens,
             policy=self.policy,
             kv_dtype=inputs.k_cache.dtype,
+            compiled_for=None if self.as_on is None else _described(self.as_on, inputs.device),
         )
 
     def _most(self, inputs: Inputs) -> int:
@@ -100,7 +108,13 @@ class Ours(Method):
             yield name, launch
 
     def origin(self) -> str:
-        return f"deft-backend, policy {self.policy}, planned on the {self.planner}"
+        as_on = "" if self.as_on is None else f", kernels as on {self.as_on}"
+        return f"deft-backend, policy {self.policy}, planned on the {self.planner}{as_on}"
+
+
+def _described(name: str, device: torch.device) -> Gpu:
+    """A GPU of another kind with the SMs of this one."""
+    return replace(Gpu.named(name), sms=Gpu.at(device).sms)
 
 
 def _launch(attention: TreeAttention, inputs: Inputs) -> Callable[[], torch.Tensor]:

@@ -176,7 +176,8 @@ def _attend_whole(
             v = tl.load(v_head + v_offset[:, None] + offs_d, mask=present, other=0)
             online = _attend(online, q, k, v, inside[None, :], scaling, True, CACHE, MODE)
     else:
-        for begin in range(done, length, TILE.block_tokens):
+        # Few blocks: pipelined, the bits of trees would take as much shared memory as keys do.
+        for begin in tl.range(done, length, TILE.block_tokens, num_stages=1):
             inside = offs_n < length - begin
             position = start + begin + offs_n
             k_offset, v_offset = kv_offsets(page, position, CACHE)

@@ -637,6 +637,38 @@ def test_warm_up_launches_every_set_of_tiles(
     assert max(call[4] for call in calls) <= max_batch
 
 
+def test_an_unknown_gpu_with_a_wrong_row_is_refused(
+    host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deft_backend.attention import TreeAttention, tree_attention
+    from deft_backend.hosts.common import self_check
+    from deft_backend.hosts.sglang.start import warm_up
+    from deft_backend.settings.config import Settings
+
+    run_plan = tree_attention.run_plan
+
+    def wrong(config: Any, plan: Any, step: Any, *rest: Any, **named: Any) -> None:
+        run_plan(config, plan, step, *rest, **named)
+        step.out[1] = -step.out[1]
+
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+        max_batch=4,
+    )  # fmt: skip
+    runner = SimpleNamespace(
+        token_to_kv_pool=MHATokenToKVPool(),
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros((9, 500), dtype=torch.int32)),
+        server_args=SimpleNamespace(speculative_algorithm=None),
+        model=torch.nn.Module(),
+    )
+    monkeypatch.setattr(warm_up, "warm_up_attention", lambda *given, **named: None)
+    monkeypatch.setattr(self_check, "gpu_name", lambda device: "NVIDIA L40S")
+    warm_up.warm_up(attention, runner, Settings(), (), on_device=True)
+    monkeypatch.setattr(tree_attention, "run_plan", wrong)
+    with pytest.raises(warm_up.Unsupported, match=r"L40S has no recorded results.* row 1 is"):
+        warm_up.warm_up(attention, runner, Settings(), (), on_device=True)
+
+
 @pytest.mark.parametrize("scales", [(None, None), (0.02, 0.5)])
 def test_scales_of_a_cache_of_eight_bits(host: Any, scales: tuple[Any, Any]) -> None:
     """The pool divides by a layer's scales, and tree attention multiplies with them."""

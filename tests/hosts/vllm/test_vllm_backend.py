@@ -15,7 +15,8 @@ import torch
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from deft_backend.attention import TreeAttention
+from deft_backend.attention import TreeAttention, tree_attention
+from deft_backend.hosts.common import self_check
 from deft_backend.hosts.common.division import LayerShape
 from deft_backend.hosts.common.latches import FailureLatch
 from deft_backend.hosts.vllm.start import factory
@@ -814,6 +815,24 @@ def test_a_set_up_that_fails_beside_a_pool_is_one_line(
     (line,) = failures
     assert "could not be set up (RuntimeError('out of memory'))" in line
     failures.clear()
+
+
+def test_an_unknown_gpu_with_a_wrong_row_keeps_the_hosts_backend(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrong(config: Any, plan: Any, step: Any, *rest: Any, **named: Any) -> None:
+        run_plan(config, plan, step, *rest, **named)
+        step.out[1] = -step.out[1]
+
+    run_plan = tree_attention.run_plan
+    monkeypatch.setenv("DEFT_PLANNER", "device")
+    monkeypatch.setattr(self_check, "gpu_name", lambda device: "NVIDIA L40S")
+    assert tree_layers().builder(make_spec()).deft_group is not None
+    monkeypatch.setattr(tree_attention, "run_plan", wrong)
+    with caplog.at_level(logging.WARNING, "deft_backend"):
+        assert tree_layers().builder(make_spec()).deft_group is None
+    assert "NVIDIA L40S has no recorded results" in caplog.text
+    assert "row 1 is off by 2" in caplog.text
 
 
 def test_prompt_lengths_alone_are_no_window(planned: list[torch.Tensor]) -> None:

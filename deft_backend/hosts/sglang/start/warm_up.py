@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from deft_backend.attention import TreeAttention
+from deft_backend.hosts.common.self_check import failed_self_check
 from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors, warm_up_attention
 from deft_backend.hosts.sglang.start.caches import full_cache
+from deft_backend.hosts.sglang.start.model_checks import Unsupported
 from deft_backend.hosts.sglang.versions import (
     attention_layers,
     draft_tokens,
@@ -27,9 +29,17 @@ def warm_up(
     """Compile planner and kernels for the tensors that the host's steps pass.
 
     `layers` are the ids of the layers that run through tree attention.
+
+    Raises
+    ------
+    Unsupported
+        If this machine has no recorded results and the check of its kernels failed.
     """
     tensors = step_tensors(runner, layers)
     warm_up_attention(attention, tensors, on_device=on_device, smallest=settings.min_batch)
+    reason = failed_self_check(attention, tensors, on_device=on_device)
+    if reason is not None:
+        raise Unsupported(reason)
 
 
 def step_tensors(runner: Any, layers: Collection[int]) -> StepTensors:

@@ -22,6 +22,7 @@ from deft_backend.hosts.common.planner_choice import (
     planned_on_device,
     selects_device_planner,
 )
+from deft_backend.hosts.common.self_check import failed_self_check
 from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors, warm_up_attention
 from deft_backend.hosts.vllm.report.server import Counted, server_of
 from deft_backend.hosts.vllm.start.division import divide_layers, drafts, query_tokens_of
@@ -137,6 +138,7 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
             take_compiled_kernels(settings, device)
             tensors = _step_tensors(attention, layers, _kinds(attention, mine, vllm_config))
             warm_up_attention(attention, tensors, on_device=True, smallest=settings.min_batch)
+            _refuse(failed_self_check(attention, tensors, on_device=True))
         else:
             warm_up()
         return attention
