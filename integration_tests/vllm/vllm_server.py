@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from deft_backend.hosts.vllm.versions import backend_name
 from deft_backend.tools.servers.command import free_port, server_command
 from deft_backend.tools.servers.process import ServerProcess
 from integration_tests.common.server import (
@@ -37,6 +38,7 @@ _SPECULATING = (
 )  # fmt: skip
 _LOOKUP = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'
 _SHORT_LINES = {"DEFT_MIN_BATCH": "1", "VLLM_LOG_STATS_INTERVAL": "1"}
+_LAYOUT = "BLHNC" if backend_name() == "DEFT" else "HND"
 _DRAFT = json.dumps({"model": str(DRAFT), "num_speculative_tokens": 4})
 
 GROUPS = {
@@ -46,14 +48,14 @@ GROUPS = {
         {"VLLM_LOG_STATS_INTERVAL": "1"},
         lora=True,
     ),
-    # Prefill in pieces, no prefix cache, and fewer pages than the requests need; the other memory
-    # order of the cache.
+    # Prefill in chunks, no prefix cache, and fewer pages than the requests need; another memory
+    # order of the cache: blocks before layers, where the version has it.
     "pressed": Group(
         (
             "--block-size", "32", "--max-model-len", "512", "--no-enable-prefix-caching",
             "--max-num-batched-tokens", "64", "--num-gpu-blocks-override", "20",
         ),
-        {"VLLM_KV_CACHE_LAYOUT": "HND", "DEFT_MIN_BATCH": "1"},
+        {"VLLM_KV_CACHE_LAYOUT": _LAYOUT, "DEFT_MIN_BATCH": "1"},
     ),
     "lookup": Group((*_SPECULATING, _LOOKUP), _SHORT_LINES),
     "draft": Group((*_SPECULATING, _DRAFT), _SHORT_LINES),
