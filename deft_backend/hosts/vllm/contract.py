@@ -13,6 +13,17 @@ OWN_NAME_SINCE = "0.32"
 _BACKEND = "vllm.v1.attention.backend"
 _SPEC = "vllm.v1.kv_cache_interface"
 _REGISTRY = "vllm.v1.attention.backends.registry"
+_LAYER = "vllm.model_executor.layers.attention_layer_base"
+_DEFAULTS = "vllm.model_executor.models.config"
+_COMPILATION = "vllm.config.compilation"
+_SCHEDULED = "vllm.v1.core.sched.output"
+
+
+def _each(module: str, owner: str, names: str, use: str, versions: str = "") -> tuple[Member, ...]:
+    """Members of one class, or of the module if `owner` is empty, without parameters."""
+    start = f"{owner}." if owner else ""
+    return tuple(Member(module, start + name, (), versions, use) for name in names.split())
+
 
 CONTRACT: tuple[Member, ...] = (
     # Registration: hosts/vllm/plugin.py
@@ -21,15 +32,10 @@ CONTRACT: tuple[Member, ...] = (
     Member(_REGISTRY, "AttentionBackendEnum.register", versions=f">={OWN_NAME_SINCE}",
            use="looked for: new names are accepted"),
     Member(_REGISTRY, "AttentionBackendEnum.CPU_ATTN", use="replaced on the CPU"),
-    Member(_REGISTRY, "AttentionBackendEnum.FLASH_ATTN", use="surrounded, or observed"),
-    Member(_REGISTRY, "AttentionBackendEnum.FLASHINFER", use="surrounded, or observed"),
-    Member(_REGISTRY, "AttentionBackendEnum.TRITON_ATTN", use="surrounded, or observed"),
-    Member(_REGISTRY, "AttentionBackendEnum.FLEX_ATTENTION", use="surrounded, or observed"),
-    *(
-        Member(_REGISTRY, f"AttentionBackendEnum.{name}", versions=">=0.30",
-               use="made of two others: surrounded, or observed")
-        for name in ("TRITON_FLASH_ATTN", "TRITON_FLASHINFER")
-    ),
+    *_each(_REGISTRY, "AttentionBackendEnum", "FLASH_ATTN FLASHINFER TRITON_ATTN FLEX_ATTENTION",
+           "surrounded, or observed"),
+    *_each(_REGISTRY, "AttentionBackendEnum", "TRITON_FLASH_ATTN TRITON_FLASHINFER",
+           "made of two others: surrounded, or observed", ">=0.30"),
     Member("vllm.platforms.interface", "Platform.is_cpu", use="called"),
     Member("vllm.platforms.interface", "Platform.get_attn_backend_cls",
            ("selected_backend", "attn_selector_config"), use="called, for the host's own choice"),
@@ -41,16 +47,11 @@ CONTRACT: tuple[Member, ...] = (
     Member(_BACKEND, "AttentionBackend.validate_configuration",
            ("device_capability", "attn_type"), use="overridden: where the host's choice is made"),
     Member(_BACKEND, "AttentionBackend.full_cls_name", use="overridden: names the class"),
-    Member(_BACKEND, "AttentionBackend.get_name", use="called"),
-    Member(_BACKEND, "AttentionBackend.get_impl_cls", use="called, and overridden"),
-    Member(_BACKEND, "AttentionBackend.get_builder_cls", use="called, and overridden"),
+    *_each(_BACKEND, "AttentionBackend", "get_impl_cls get_builder_cls", "called, and overridden"),
+    *_each(_BACKEND, "AttentionBackend", "get_name is_mla is_sparse is_ssm", "called"),
     Member(_BACKEND, "AttentionBackend.forward_includes_kv_cache_update", use="read"),
-    Member(_BACKEND, "AttentionBackend.is_mla", use="called"),
-    Member(_BACKEND, "AttentionBackend.is_sparse", use="called"),
-    Member(_BACKEND, "AttentionBackend.is_ssm", use="called"),
-    Member(_BACKEND, "AttentionBackend.get_supported_kernel_block_sizes",
-           use="overridden, on the CPU"),
-    Member(_BACKEND, "AttentionBackend.supports_sliding_window", use="overridden, on the CPU"),
+    *_each(_BACKEND, "AttentionBackend", "get_supported_kernel_block_sizes supports_sliding_window",
+           "overridden, on the CPU"),
     Member(_BACKEND, "MultipleOf", ("base",), use="made, on the CPU"),
     # The metadata builder: hosts/vllm/step/builder.py, observe.py
     Member(_BACKEND, "AttentionMetadataBuilder",
@@ -69,22 +70,19 @@ CONTRACT: tuple[Member, ...] = (
            ("common_prefix_len", "query_lens"), "<0.32", use="overridden"),
     Member(_BACKEND, "AttentionCGSupport.UNIFORM_BATCH", use="read"),
     Member(_BACKEND, "AttentionCGSupport.NEVER", use="read, for DEFT_VERIFY"),
-    *(
-        Member(_BACKEND, f"CommonAttentionMetadata.{name}", use=f"read: {use}")
-        for name, use in (
-            ("num_reqs", "the batch"), ("num_actual_tokens", "the batch"),
-            ("max_query_len", "whether it is a decode"),
-            ("query_start_loc", "the rows of a verification, on the device"),
-            ("query_start_loc_cpu", "verified tokens"),
-            ("is_prefilling", "whether it holds prompts"),
-            ("mm_req_doc_ranges", "whether prompts need more than causal attention"),
-            ("seq_lens", "planned from, on the device"),
-            ("block_table_tensor", "planned from, on the device"),
-            ("seq_lens_cpu_upper_bound", "bytes that the host's kernel reads"),
-            ("causal", "whether tokens see all before them and no other"),
-            ("dcp_local_seq_lens", "whether a rank sees a part of a context"),
-        )
-    ),
+    *_each(_BACKEND, "CommonAttentionMetadata", "num_reqs num_actual_tokens max_query_len",
+           "read: the batch, and whether it is a decode"),
+    Member(_BACKEND, "CommonAttentionMetadata.query_start_loc",
+           use="read: the rows of a verification, on the device"),
+    Member(_BACKEND, "CommonAttentionMetadata.query_start_loc_cpu", use="read: verified tokens"),
+    *_each(_BACKEND, "CommonAttentionMetadata", "is_prefilling mm_req_doc_ranges",
+           "read: whether it holds prompts, and prompts that need more than causal attention"),
+    *_each(_BACKEND, "CommonAttentionMetadata", "seq_lens block_table_tensor",
+           "read: planned from, on the device"),
+    Member(_BACKEND, "CommonAttentionMetadata.seq_lens_cpu_upper_bound",
+           use="read: bytes that the host's kernel reads"),
+    *_each(_BACKEND, "CommonAttentionMetadata", "causal dcp_local_seq_lens",
+           "read: whether tokens see all before them and no other, on this rank"),
     # The implementation: hosts/vllm/step/backend.py, layers.py, cpu.py
     Member(_BACKEND, "AttentionImpl",
            ("num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window",
@@ -97,18 +95,14 @@ CONTRACT: tuple[Member, ...] = (
            ("layer", "key", "value", "kv_cache", "slot_mapping"),
            use="the host's own; written anew on the CPU"),
     # The cache: hosts/vllm/start/factory.py, versions.py
-    *(
-        Member(_SPEC, f"FullAttentionSpec.{name}", use="read")
-        for name in ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype",
-                     "sliding_window", "attention_chunk_size", "non_causal")
-    ),
-    Member("vllm.model_executor.layers.attention_layer_base",
-           "AttentionLayerBase.get_kv_cache_spec", ("vllm_config",),
+    *_each(_SPEC, "FullAttentionSpec",
+           "block_size num_kv_heads head_size head_size_v dtype sliding_window "
+           "attention_chunk_size non_causal", "read"),
+    Member(_LAYER, "AttentionLayerBase.get_kv_cache_spec", ("vllm_config",),
            use="called: what a layer attends to"),
-    Member("vllm.model_executor.layers.attention_layer_base",
-           "AttentionLayerBase.is_draft_layer", versions=">=0.31", use="read: the draft's layers"),
-    Member(_SPEC, "SlidingWindowSpec", use="known by its class"),
-    Member(_SPEC, "MambaSpec", use="known by its class"),
+    Member(_LAYER, "AttentionLayerBase.is_draft_layer", versions=">=0.31",
+           use="read: the draft's layers"),
+    *_each(_SPEC, "", "SlidingWindowSpec MambaSpec", "known by its class"),
     Member(_BACKEND, "AttentionBackend.get_kv_cache_shape",
            ("num_blocks", "block_size", "num_kv_heads", "head_size"), "<0.29",
            use="called: whether a cache is the standard one; overridden, on the CPU"),
@@ -124,65 +118,46 @@ CONTRACT: tuple[Member, ...] = (
     Member(_SPEC, "KVCacheLayout.stride_order", versions=">=0.29", use="read, for the warm-up"),
     # The server's configuration: hosts/vllm/start and hosts/vllm/report
     Member("vllm.config.vllm", "get_current_vllm_config_or_none", use="called"),
-    *(
-        Member("vllm.config.vllm", f"VllmConfig.{name}_config", use="read")
-        for name in ("attention", "cache", "compilation", "model", "parallel", "scheduler",
-                     "speculative")
-    ),
+    *_each("vllm.config.vllm", "VllmConfig",
+           "attention_config cache_config compilation_config model_config parallel_config "
+           "scheduler_config speculative_config", "read"),
     Member("vllm.config.attention", "AttentionConfig.backend", use="read: who asks for us"),
     Member("vllm.config.attention", "AttentionConfig.use_non_causal", use="read"),
     Member("vllm.config.speculative", "SpeculativeConfig.num_speculative_tokens",
            use="read: query tokens of a verification"),
     Member("vllm.v1.worker.worker_base", "WorkerWrapperBase.execute_model",
            ("scheduler_output",), use="wrapped: accepted draft tokens"),
-    *(
-        Member("vllm.v1.core.sched.output", f"SchedulerOutput.{name}", use="read: the same")
-        for name in ("scheduled_cached_reqs", "num_scheduled_tokens",
-                     "scheduled_spec_decode_tokens", "finished_req_ids")
-    ),
-    *(
-        Member("vllm.v1.core.sched.output", f"CachedRequestData.{name}", use="read: the same")
-        for name in ("req_ids", "resumed_req_ids", "num_computed_tokens")
-    ),
+    *_each(_SCHEDULED, "SchedulerOutput",
+           "scheduled_cached_reqs num_scheduled_tokens scheduled_spec_decode_tokens "
+           "finished_req_ids", "read: the same"),
+    *_each(_SCHEDULED, "CachedRequestData", "req_ids resumed_req_ids num_computed_tokens",
+           "read: the same"),
     Member("vllm.config.scheduler", "SchedulerConfig.async_scheduling",
            use="read: when results are known"),
+    Member("vllm.config.scheduler", "SchedulerConfig.max_num_seqs", use="read"),
+    Member(_COMPILATION, "CompilationConfig.static_forward_context", use="read: all layers"),
+    Member(_COMPILATION, "CompilationConfig.cudagraph_mode", use="read, and set for DEFT_VERIFY"),
+    Member(_COMPILATION, "CompilationConfig.splitting_ops_contain_attention",
+           use="called, for DEFT_VERIFY"),
+    *_each(_COMPILATION, "CUDAGraphMode", "FULL FULL_AND_PIECEWISE FULL_DECODE_ONLY",
+           "read, for DEFT_VERIFY"),
     Member("vllm.config.model", "ModelConfig.hf_text_config",
            use="read: layers of the target, to tell the draft's"),
-    Member("vllm.config.compilation", "CompilationConfig.static_forward_context",
-           use="read: the model's layers"),
-    Member("vllm.config.compilation", "CompilationConfig.cudagraph_mode",
-           use="read, and set for DEFT_VERIFY"),
-    Member("vllm.config.compilation", "CompilationConfig.splitting_ops_contain_attention",
-           use="called, for DEFT_VERIFY"),
-    *(
-        Member("vllm.config.compilation", f"CUDAGraphMode.{name}", use="read, for DEFT_VERIFY")
-        for name in ("FULL", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY")
-    ),
-    Member("vllm.config.model", "ModelConfig.dtype", use="read"),
-    Member("vllm.config.model", "ModelConfig.max_model_len", use="read"),
     Member("vllm.config.model", "ModelConfig.architecture", use="read, for a model's defaults"),
-    Member("vllm.config.model", "ModelConfig.get_num_attention_heads",
-           ("parallel_config",), use="called, for observed servers"),
+    Member("vllm.config.model", "ModelConfig.get_num_attention_heads", ("parallel_config",),
+           use="called, for observed servers"),
     Member("vllm.config.model", "ModelConfig.rswa_window", use="read: refused"),
-    Member("vllm.config.model", "ModelConfig.enable_sleep_mode", use="read"),
-    Member("vllm.config.model", "ModelConfig.enable_cumem_allocator", use="read"),
-    Member("vllm.config.scheduler", "SchedulerConfig.max_num_seqs", use="read"),
-    *(
-        Member("vllm.config.parallel", f"ParallelConfig.{name}", use="read")
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
-                     "data_parallel_rank", "data_parallel_index", "rank",
-                     "decode_context_parallel_size", "prefill_context_parallel_size",
-                     "use_ubatching")
-    ),
-    Member("vllm.model_executor.models.config", "MODELS_CONFIG_MAP", use="read"),
-    *(
-        Member("vllm.model_executor.models.config", f"{name}.verify_and_update_config",
-               ("vllm_config",), use="called, as without --attention-backend")
-        for name in ("Gemma4Config", "DiffusionGemmaModelForBlockDiffusionConfig")
-    ),
-    Member("vllm.model_executor.models.config",
-           "EmbeddingGemma2ModelConfig.verify_and_update_config", ("vllm_config",), ">=0.32",
-           use="called, as without --attention-backend"),
+    *_each("vllm.config.model", "ModelConfig",
+           "dtype max_model_len enable_sleep_mode enable_cumem_allocator", "read"),
+    *_each("vllm.config.parallel", "ParallelConfig",
+           "tensor_parallel_size pipeline_parallel_size data_parallel_size data_parallel_rank "
+           "data_parallel_index rank decode_context_parallel_size prefill_context_parallel_size "
+           "use_ubatching", "read"),
+    Member(_DEFAULTS, "MODELS_CONFIG_MAP", use="read"),
+    *(Member(_DEFAULTS, f"{name}.verify_and_update_config", ("vllm_config",), versions,
+             "called, as without --attention-backend")
+      for name, versions in (("Gemma4Config", ""), ("EmbeddingGemma2ModelConfig", ">=0.32"),
+                             ("DiffusionGemmaModelForBlockDiffusionConfig", ""))),
     Member("vllm.distributed.parallel_state", "get_tensor_model_parallel_rank", use="called"),
     Member("vllm.envs", "VLLM_BATCH_INVARIANT", use="read: refused"),
     Member("vllm.envs", "VLLM_LOG_STATS_INTERVAL", use="read, for the log"),
