@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
@@ -123,7 +124,24 @@ def named_model(model: str, revision: str | None = None) -> ChosenModel:
             f"the model {model} is no folder; expected a checkpoint's folder, or a hub name such "
             "as Qwen/Qwen3-8B"
         )
+    if revision is None:
+        _refuse_misspelt(model)
     return ChosenModel(model, revision)
+
+
+def _refuse_misspelt(model: str) -> None:
+    """Refuse a missing checkpoint in a folder of checkpoints: the hub would be asked for 25 s."""
+    parent = Path(os.path.dirname(model))
+    if parent == Path() or not parent.is_dir():
+        return
+    siblings = [path.parent.name for path in parent.glob("*/config.json")]
+    if siblings:
+        near = get_close_matches(os.path.basename(model), siblings, n=1)
+        hint = f"did you mean {parent / near[0]}?" if near else f"it holds {', '.join(siblings)}."
+        raise ModelFilesError(
+            f"the folder {parent} holds no model {os.path.basename(model)}; {hint} If you mean the "
+            "hub's model of this name, pass --revision main"
+        )
 
 
 def served_model(

@@ -52,7 +52,7 @@ def trace(
         raise fail(f"cannot write {where}: {error.strerror or error}") from None
     prompts = sum(arrival.input_length for arrival in arrivals)
     stderr.print(
-        f"{len(arrivals):,} requests in {arrivals[-1].timestamp / 1e3:,.0f} s; "
+        f"{len(arrivals):,} requests, which arrive within {arrivals[-1].timestamp / 1e3:,.0f} s; "
         f"{prompts:,} prompt tokens, {shared_tokens(arrivals) / prompts:.0%} of them shared with "
         f"an earlier request; {sum(a.output_length for a in arrivals):,} answer tokens",
         highlight=False, soft_wrap=True,

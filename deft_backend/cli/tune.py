@@ -101,12 +101,7 @@ def _measure(key: TableKey, path: Path) -> None:
     import torch
 
     if not key.gpu:
-        stderr.print(
-            "Error: deft tune measures on an NVIDIA GPU, and torch finds none; see deft doctor",
-            highlight=False,
-            soft_wrap=True,
-        )
-        raise typer.Exit(FAILED)
+        raise fail("deft tune measures on an NVIDIA GPU, and this machine has none")
     from deft_backend.attention import AttentionError
     from deft_backend.tools.tuning.measure import tune as run
 

@@ -179,8 +179,8 @@ def _gpu(target: str | None) -> Gpu:
             raise fail(f"--target is {error}") from None
     if torch.version.cuda is None or not torch.cuda.is_available():
         raise fail(
-            "this machine has no GPU to compile for; pass --target with the server's, such as "
-            "sm_90 for H100 and H200"
+            "deft warm compiles for this machine's NVIDIA GPU, and this machine has none; pass "
+            "--target with the server's, such as sm_90 for H100 and H200"
         )
     return Gpu.at(torch.device("cuda", torch.cuda.current_device()))
 

@@ -1,10 +1,11 @@
 """`host_jit`: Numba for loops on the CPU, with a disk cache that cannot fail.
 
 Numba keeps compiled code on disk next to the source. If the package is installed read-only, it uses
-the user's cache folder. `host_jit` differs from it in two ways. If no folder can be written, or the
-disk is full, Numba raises an error. `host_jit` then compiles in every process. Numba recompiles a
-function only when its own file changes. `host_jit` also recompiles it when another file changes
-whose functions or constants it may use.
+the user's cache folder. `host_jit` differs from it in three ways. If no folder can be written, or
+the disk is full, Numba raises an error. `host_jit` then compiles in every process. Numba recompiles
+a function only when its own file changes. `host_jit` also recompiles it when another file changes
+whose functions or constants it may use. Numba overwrites the code of another Numba version.
+`host_jit` keeps a folder for each version, because several environments may use one checkout.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
@@ -55,8 +57,9 @@ class _BestEffortCache(caching.FunctionCache):  # type: ignore[misc]
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
         locator = self._impl.locator
+        self._folder = Path(self._cache_path) / f"numba-{numba.__version__}"
         self._cache_file = caching.IndexDataCacheFile(
-            cache_path=self._cache_path,
+            cache_path=str(self._folder),
             filename_base=self._impl.filename_base,
             source_stamp=(locator.get_source_stamp(), sources_digest(function.__module__)),
         )
@@ -71,6 +74,7 @@ class _BestEffortCache(caching.FunctionCache):  # type: ignore[misc]
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
+            self._folder.mkdir(parents=True, exist_ok=True)
             super().save_overload(sig, data)
         except Exception:  # full, read-only, gone: the code in memory is fine
             self.disable()

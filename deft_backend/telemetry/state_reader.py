@@ -102,13 +102,25 @@ def _first_ranks(folder: Path, port: int | None = None) -> list[Path]:
 def _writes_on(path: Path) -> bool:
     """Whether the process that wrote a state file still runs."""
     try:
-        pid = int(read_private_json(path)["pid"])
-        if pid < 1:  # 0 and below name groups of processes
-            return False
-        os.kill(pid, 0)
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return process_runs(int(read_private_json(path)["pid"]))
+    except (OSError, ValueError, KeyError, TypeError):
         return False
-    return True
+
+
+def process_runs(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits for its parent does not."""
+    if pid < 1:  # 0 and below name groups of processes
+        return False
+    try:
+        os.kill(pid, 0)
+    except PermissionError:  # another user's process
+        return True
+    except (OSError, OverflowError):
+        return False
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (OSError, IndexError):  # no /proc here, or it has just ended
+        return True
 
 
 def read_state(path: Path) -> StateReading:

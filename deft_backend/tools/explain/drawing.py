@@ -112,7 +112,7 @@ def _totals(explanation: Explanation) -> Table:
         ("items (chunk × query tile)", f"{e.num_items:,}"),
         ("KV read, each chunk once", decimal(e.kv_bytes)),
         ("KV read as issued by the tiles", decimal(e.kv_bytes_issued)),
-        ("KV read by flash-decoding", decimal(e.kv_bytes_flash_decoding)),
+        ("KV read, query by query", decimal(e.kv_bytes_flash_decoding)),
         ("KV reduction", f"{e.kv_reduction_percent:.2f} %"),
         ("queries read", decimal(e.query_bytes)),
         ("outputs written", decimal(e.output_bytes)),

@@ -88,8 +88,10 @@ def load_arrivals(path: Path, limit: int | None = None) -> list[Arrival]:
                 found.append(arrival)
                 if limit is not None and len(found) >= limit:
                     break
-    except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"cannot read the trace {path}: {error}") from error
+    except OSError as error:
+        raise TraceError(f"cannot read the trace {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise TraceError(f"cannot read the trace {path}: it is not UTF-8 ({error})") from error
     if not found:
         raise TraceError(f"{path} holds no request; expected one JSON object a line")
     return sorted(found, key=lambda arrival: arrival.timestamp)

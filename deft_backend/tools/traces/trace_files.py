@@ -16,6 +16,7 @@ from typing import Any
 
 from deft_backend.files.json_fields import shown
 from deft_backend.files.json_file import read_json
+from deft_backend.tools.traces.arrivals import is_arrival_trace
 from deft_backend.tools.traces.recorded_trees import (
     ROOT,
     Thought,
@@ -54,6 +55,8 @@ def load_thought_trees(path: Path) -> list[ThoughtTree]:
             f"{path}: expected a list of trees, each with incompleted, prompt and data; "
             f"got {_kind(content)}"
         )
+    if not content:
+        raise TraceError(f"{path} holds no tree; expected a list of at least one")
     return [_thought_tree(tree, f"{path}: tree {index}") for index, tree in enumerate(content)]
 
 
@@ -94,6 +97,8 @@ def load_token_tree(path: Path) -> TokenTree:
 
 def load_trace(path: Path) -> list[ThoughtTree] | TokenTree:
     """Read either kind of file."""
+    if is_arrival_trace(path):
+        raise TraceError(f"{path} holds arrivals, which 'deft ab --trace' replays; expected trees")
     content = read_json(path, TraceError, "the trace ")
     return load_token_tree(path) if isinstance(content, dict) else load_thought_trees(path)
 

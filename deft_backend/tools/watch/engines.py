@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deft_backend.telemetry.counters import Counters
-from deft_backend.telemetry.state_reader import StateError, StateReading, read_state
+from deft_backend.telemetry.state_reader import StateError, StateReading, process_runs, read_state
 
 DECODING, IDLE, SILENT, ENDED, UNREADABLE = "decoding", "idle", "silent", "ended", "unreadable"
 
@@ -108,7 +107,8 @@ def _engine(port: int, dp: int | None, paths: list[Path], now: float) -> Engine:
             other = read_state(path)
         except StateError:
             continue
-        if _alive(other.pid) != _alive(reading.pid):  # a rank that an earlier server left behind
+        # An earlier server may have left the file of a rank behind.
+        if process_runs(other.pid) != process_runs(reading.pid):
             continue
         processes += 1
         counters = replace(
@@ -127,19 +127,7 @@ def _status(reading: StateReading, since: float, now: float) -> str:
     silent = now - reading.sign_of_life
     # A server in a container may have a process id that means nothing here.
     if silent > SILENT_SECONDS:
-        return SILENT if _alive(reading.pid) else ENDED
-    if not _alive(reading.pid) and silent > IDLE_SECONDS:
+        return SILENT if process_runs(reading.pid) else ENDED
+    if not process_runs(reading.pid) and silent > IDLE_SECONDS:
         return ENDED
     return DECODING if since < IDLE_SECONDS and reading.counters.decode_steps else IDLE
-
-
-def _alive(pid: int) -> bool:
-    if pid < 1:  # the name of a group of processes
-        return False
-    try:
-        os.kill(pid, 0)
-    except PermissionError:  # another user's process
-        return True
-    except (OSError, OverflowError):
-        return False
-    return True
