@@ -76,12 +76,15 @@ def inspect(
         page.server_close()
 
 
-def _tell_end(folder: Path, port: int, console: Console, closed: threading.Event) -> None:
+def _tell_end(
+    folder: Path, port: int, console: Console, closed: threading.Event,
+    seconds: float = _LOOK_SECONDS,
+) -> None:  # fmt: skip
     """Print a line when the server has ended, until the page closes."""
     from deft_backend.tools.watch.engines import ENDED, find_engines
 
     told = False
-    while not closed.wait(_LOOK_SECONDS):
+    while not closed.wait(seconds):
         ended = all(engine.status == ENDED for engine in find_engines(folder, port))
         if ended and not told:
             say(

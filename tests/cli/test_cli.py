@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from deft_backend.cli.app import app
 from deft_backend.forest import build_forest
 from deft_backend.policies import POLICY_NAMES
 from deft_backend.settings import installed
+from deft_backend.settings.version import VERSION
 from deft_backend.telemetry import state_reader
 from deft_backend.telemetry.state_reader import (
     StateError,
@@ -34,6 +36,7 @@ from deft_backend.telemetry.state_reader import (
 )
 from deft_backend.tools.ab.workloads import WORKLOADS
 from deft_backend.tools.servers import command as launch
+from deft_backend.tools.servers.command import installed_hosts
 from deft_backend.tools.traces.invented_tree import ThoughtTreeShape, generate_thought_tree
 from deft_backend.tools.traces.trace_files import dump_thought_trees
 
@@ -97,7 +100,7 @@ def test_help_names_every_option(command: str, words: list[str]) -> None:
 
 
 def test_version() -> None:
-    assert run("--version")[1].startswith("deft-backend ")
+    assert run("--version")[1] == f"deft-backend {VERSION}\n"
 
 
 @pytest.mark.usefixtures("no_server")
@@ -142,6 +145,63 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     code, _, err = run("serve", "--model", str(tmp_path))
     assert code == 2
     assert "holds no config.json" in err
+
+
+def test_a_misspelt_folder_is_no_question_to_the_hub(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path.parent)
+    folder = tmp_path.name
+    for name, hint in (("modl", f"did you mean {folder}/model?"), ("xyz", "it holds model")):
+        code, _, err = run("serve", "--model", f"{folder}/{name}")
+        assert (code, hint in err) == (2, True)
+        assert f"the folder {folder} holds no model {name}" in err
+
+
+def test_serve_names_every_wrong_setting_and_a_taken_port(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for options in (["--port", str(port)], ["--", "--port", str(port)]):
+            code, _, err = run("serve", "--host", installed_hosts()[0], "--model", model, *options)
+            assert code == 2
+            assert f"cannot listen on 127.0.0.1, port {port}: Address already in use" in err
+    monkeypatch.setenv("DEFT_POLICY", "foo")
+    monkeypatch.setenv("DEFT_MIN_BATCH", "0")
+    for command in ("serve", "ab"):
+        code, _, err = run(command, "--model", model)
+        assert code == 2
+        assert "DEFT_POLICY is 'foo'" in err
+        assert "DEFT_MIN_BATCH is '0'" in err
+
+
+def test_doctor_names_the_nearest_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEFT_POLICI", "auto")
+    _, out, _ = run("doctor")
+    assert "no such setting exists; did you mean DEFT_POLICY?" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("command", ["explain", "ab"])
+def test_a_trace_without_a_tree_is_refused(command: str, tmp_path: Path, model: str) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("[]")
+    options = ["--model", model] if command == "ab" else []
+    code, _, err = run(command, "--trace", str(path), *options)
+    assert (code, f"{path} holds no tree; expected a list of at least one" in err) == (2, True)
+
+
+def test_traces_of_the_wrong_kind_and_missing_ones_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "arrivals.jsonl"
+    assert run("trace", "--requests", "3", "--out", str(path))[0] == 0
+    code, _, err = run("explain", "--trace", str(path))
+    assert (code, f"{path} holds arrivals, which 'deft ab --trace' replays" in err) == (2, True)
+    code, _, err = run("ab", "--trace", str(tmp_path / "none.jsonl"), "--model", str(tmp_path))
+    assert code == 2
+    code, _, err = run("ab", "--urls", "a", "b", "--trace", str(tmp_path / "none.jsonl"))
+    assert (code, err.count("No such file or directory"), "Errno" in err) == (2, 1, False)
 
 
 def test_serve_prints_the_command_it_would_run(model: str) -> None:
@@ -323,7 +383,6 @@ def test_explain_knows_caches_of_8_bits(dtype: str, tmp_path: Path) -> None:
         (["trace", "--rate", "1e-320"], "rate is 1e-320; expected"),
         (["trace", "--own-tokens", "9" * 30], "expected 1 to 10,000,000"),
         (["trace", "--documents", "999999999999"], "expected 0 to 10,000"),
-        (["contracts", "--wheel", "/"], "/ is no file; expected a wheel"),
         (["top", "70000"], "Invalid value for '[PORT]'"),
         (["top", "--interval", "inf"], "Invalid value for '--interval'"),
     ],

@@ -64,6 +64,19 @@ def test_a_change_of_the_package_drops_kept_code(
     assert (changed.twice(4), hits(changed.twice)) == (8, 0)
 
 
+def test_each_version_of_numba_keeps_its_own_code(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two environments of one checkout may have different versions."""
+    load(source).twice(4)
+    monkeypatch.setattr(jit.numba, "__version__", "0.0.0")
+    other = load(source)
+    assert (other.twice(4), hits(other.twice)) == (8, 0)
+    monkeypatch.undo()
+    again = load(source)
+    assert (again.twice(4), hits(again.twice)) == (8, 1)
+
+
 def test_damaged_files_are_compiled_anew(source: Path) -> None:
     load(source).twice(4)
     for suffix in ("nbc", "nbi"):

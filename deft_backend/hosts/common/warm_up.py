@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -131,6 +132,16 @@ def warm_up_attention(
     return done
 
 
+def warm_up_host_planner(attention: TreeAttention) -> None:
+    """Compile the code on the CPU that builds forests and plans; the log says how long it took."""
+    began = time.perf_counter()
+    warm_up()
+    batch = min(attention.max_batch, 4)
+    attention.plan(build_forest(range(batch), [1] * (batch - 1), [2] * batch))
+    seconds = time.perf_counter() - began
+    logger.info("deft: compiled the host planner, or loaded it, in %.1f s", seconds)
+
+
 def step_variants(
     attention: TreeAttention, tensors: StepTensors, *, on_device: bool, smallest: int = 1
 ) -> list[Variant]:
@@ -200,11 +211,6 @@ def _steps(
         attention.use(planned.plan, _forest(planned.requests))
         run(planned.requests, columns, static_launch=False)
 
-    def plan_some() -> None:
-        warm_up()
-        batch = min(largest, 4)
-        attention.plan(build_forest(range(batch), [1] * (batch - 1), [2] * batch))
-
     drafts = tensors.drafts if on_device else None
     decodes = drafts is None or not drafts.always
     if on_device and attention.interpreted:
@@ -228,7 +234,7 @@ def _steps(
             for batch in batches(1):
                 yield lambda batch=batch, columns=columns: run(batch, columns, True)  # type: ignore[misc]
         return
-    yield plan_some
+    yield lambda: warm_up_host_planner(attention)
     plans = [*plans_of_all_shapes(attention), *plans_of_many(attention)]
     for columns in tensors.table_columns:
         for planned in plans:

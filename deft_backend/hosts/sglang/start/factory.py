@@ -18,6 +18,7 @@ from deft_backend.hosts.common.planner_choice import (
     planned_on_device,
     selects_device_planner,
 )
+from deft_backend.hosts.common.warm_up import warm_up_host_planner
 from deft_backend.hosts.sglang.prefixes.cross_check import disagreement
 from deft_backend.hosts.sglang.prefixes.prefix_source import PrefixSource
 from deft_backend.hosts.sglang.report.accepted import AcceptedDrafts
@@ -164,6 +165,8 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
     if attention.device.type == "cuda":
         take_compiled_kernels(settings, attention.device)
         warm_up(attention, runner, settings, division.tree, on_device)
+    elif not on_device:
+        warm_up_host_planner(attention)
     state = state_of(runner, division, NAME, settings.policy)
     if on_device:
         compile_for = compiler_of(attention, runner, settings, division.tree)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from deft_backend.attention import TreeAttention
-from deft_backend.forest import warm_up
 from deft_backend.hosts.common.division import LayerShape
 from deft_backend.hosts.common.kernel_cache import take_compiled_kernels
 from deft_backend.hosts.common.latches import OnceLog
@@ -23,7 +22,13 @@ from deft_backend.hosts.common.planner_choice import (
     selects_device_planner,
 )
 from deft_backend.hosts.common.self_check import failed_self_check
-from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors, warm_up_attention
+from deft_backend.hosts.common.warm_up import (
+    Drafts,
+    LayerKind,
+    StepTensors,
+    warm_up_attention,
+    warm_up_host_planner,
+)
 from deft_backend.hosts.vllm.report.server import Counted, server_of
 from deft_backend.hosts.vllm.start.division import divide_layers, drafts, query_tokens_of
 from deft_backend.hosts.vllm.start.layers import Layer, kv_views
@@ -140,7 +145,7 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
             warm_up_attention(attention, tensors, on_device=True, smallest=settings.min_batch)
             _refuse(failed_self_check(attention, tensors, on_device=True))
         else:
-            warm_up()
+            warm_up_host_planner(attention)
         return attention
 
     sleeps = can_sleep(vllm_config)
