@@ -117,12 +117,17 @@ def test_rows_replace_those_of_the_same_version_device_and_suite(tmp_path: Path)
     ]  # fmt: skip
 
 
-def this_environment(tmp_path: Path) -> Path:
+def environment_of(tmp_path: Path, script: str) -> Path:
+    """An environment whose interpreter is a shell script."""
     folder = tmp_path / "environment"
     (folder / "bin").mkdir(parents=True)
-    (folder / "bin" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (folder / "bin" / "python").write_text(f"#!/bin/sh\n{script}\n")
     (folder / "bin" / "python").chmod(0o755)
     return folder
+
+
+def this_environment(tmp_path: Path) -> Path:
+    return environment_of(tmp_path, f'exec {sys.executable} "$@"')
 
 
 def test_a_row_says_what_the_environment_holds(tmp_path: Path) -> None:
@@ -140,19 +145,13 @@ def test_a_row_says_what_the_environment_holds(tmp_path: Path) -> None:
 
 
 def test_a_suite_that_cannot_run_is_a_failure(tmp_path: Path) -> None:
-    folder = tmp_path / "environment"
-    (folder / "bin").mkdir(parents=True)
-    (folder / "bin" / "python").write_text("#!/bin/sh\nexit 4\n")
-    (folder / "bin" / "python").chmod(0o755)
+    folder = environment_of(tmp_path, "exit 4")
     assert run_suite("sglang", "smoke", folder) == Outcome(4, 0, 0, 0, "")
 
 
 @pytest.mark.parametrize("suite", ["smoke", "common", "full"])
 def test_a_suite_selects_tests_by_their_marks(suite: str, tmp_path: Path) -> None:
-    folder = tmp_path / "environment"
-    (folder / "bin").mkdir(parents=True)
-    (folder / "bin" / "python").write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/asked\n')
-    (folder / "bin" / "python").chmod(0o755)
+    folder = environment_of(tmp_path, f'echo "$*" > {tmp_path}/asked')
     run_suite("vllm", suite, folder, processes=1)
     asked = (tmp_path / "asked").read_text()
     assert asked.startswith("-m pytest ")

@@ -1,0 +1,137 @@
+"""``python -m tests.support.planted_faults --out FILE``: which planted faults do the tests notice?
+
+Each fault of ``planted_faults.json`` replaces a text in a copy of the checkout; the tests that it
+names then run there. A fault survives if they pass. A fault whose text occurs no more, or more than
+once, is ``gone``: renew it. Faults of a host run where that host is installed: run the command in
+both environments with one FILE, which keeps the rows of the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FAULTS = Path(__file__).with_suffix(".json")
+PASSED, FAILED, INTERRUPTED = 0, 1, 2  # pytest's exit codes
+
+# Imported once: the process of each fault is a fork. Nothing of this checkout may be among them.
+SLOW_IMPORTS = (
+    "numba", "torch", "triton.language", "hypothesis", "transformers",
+    "sglang.srt.model_executor.forward_batch_info", "sglang.srt.layers.attention.triton_backend",
+    "vllm.v1.attention.backend", "vllm.config",
+)  # fmt: skip
+
+
+def copied(folder: Path) -> None:
+    """A copy of the checkout's files, without recorded runs."""
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+
+
+def _run(folder: Path, tests: list[str], log: Path) -> None:
+    with log.open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.chdir(folder)
+    os.environ["PYTHONPATH"] = f"{folder}:{folder}/patches"
+    sys.path[:] = [str(folder), f"{folder}/patches"] + [
+        path for path in sys.path if path and not Path(path).is_relative_to(ROOT / "tests")
+        and Path(path) not in (ROOT, ROOT / "patches")
+    ]  # fmt: skip
+    for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
+        del sys.modules[name]
+    os._exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:warnings", *tests]))
+
+
+def passes(folder: Path, tests: list[str], seconds: float) -> tuple[int, str]:
+    """Pytest's exit code in a copy, and the line that names the first failed test."""
+    log = folder / "pytest.log"
+    run = multiprocessing.get_context("fork").Process(target=_run, args=(folder, tests, log))
+    run.start()
+    run.join(seconds)
+    if run.exitcode is None:
+        run.kill()
+        return FAILED, f"no end after {seconds:g} s"
+    text = log.read_text()
+    lines = [line for line in text.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return run.exitcode, lines[0][:120] if lines else text[-300:]
+
+
+def plant(fault: dict[str, Any], folder: Path, seconds: float) -> tuple[str, str]:
+    """One fault's result, and what noticed it."""
+    path = folder / fault["file"]
+    text = path.read_text() if path.exists() else ""
+    if text.count(fault["old"]) != 1:
+        return "gone", f"the text occurs {text.count(fault['old'])} times"
+    held = path.stat()
+    path.write_text(text.replace(fault["old"], fault["new"]))
+    try:
+        code, told = passes(folder, fault["tests"], seconds)
+    finally:
+        path.write_text(text)
+        os.utime(path, ns=(held.st_atime_ns, held.st_mtime_ns))  # its compiled file fits again
+    if code == PASSED:
+        return "survived", ""
+    return ("caught" if code in (FAILED, INTERRUPTED) else "no test"), told
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", default="", help="faults whose file contains this text")
+    parser.add_argument("--trust", action="store_true", help="do not run the tests without a fault")
+    parser.add_argument("--seconds", type=float, default=300, help="for the tests of a fault")
+    given = parser.parse_args()
+    faults = json.loads(FAULTS.read_text())
+    known = json.loads(given.out.read_text())["rows"] if given.out.exists() else []
+    rows = {(row["file"], row["new"]): row for row in known}
+    chosen = [
+        fault for fault in faults
+        if given.only in fault["file"] and find_spec(fault.get("host", "torch"))
+    ]  # fmt: skip
+    for name in SLOW_IMPORTS:
+        if find_spec(name.split(".")[0]):
+            importlib.import_module(name)
+    with tempfile.TemporaryDirectory(prefix="planted-") as place:
+        copied(Path(place))
+        if not given.trust:
+            named = sorted({test for fault in chosen for test in fault["tests"]})
+            code, told = passes(Path(place), named, 20 * given.seconds)
+            if code != PASSED:
+                sys.exit(f"the tests fail without a fault: {told}")
+        for fault in chosen:
+            result, told = plant(fault, Path(place), given.seconds)
+            rows[fault["file"], fault["new"]] = {**fault, "result": result, "noticed_by": told}
+            print(f"{result:9} {fault['file']}: {fault['new'].strip()!r} {told}", flush=True)
+
+    from benchmarks.row_files import write_object
+    from deft_backend.files.provenance import provenance
+
+    kept = [rows[f["file"], f["new"]] for f in faults if (f["file"], f["new"]) in rows]
+    counts = Counter(row["result"] for row in kept)
+    write_object(given.out, kept, {**provenance(), "counts": dict(counts)})
+    print(", ".join(f"{count} {result}" for result, count in counts.items()))
+    return 0 if counts.keys() <= {"caught"} else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
