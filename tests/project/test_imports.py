@@ -16,7 +16,6 @@ PATCHES = ROOT / "patches" / "deft_patches"
 HOST_PACKAGES = {"sglang", "vllm"}
 
 BASE = ("settings", "shapes", "files", "compile")  # every room above them may import these
-ALGORITHM = ("forest", "costs", "policies", "planner", "kernels", "attention")
 
 # From bottom to top. A room may import those named here, rooms of BASE and itself.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
@@ -32,22 +31,27 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "attention": ("forest", "costs", "policies", "planner", "kernels"),
     "telemetry": ("forest",),
     "hosts/contract": (),
-    "hosts/common": ("hosts/contract", "telemetry", *ALGORITHM),
-    "hosts/sglang": ("hosts/common", "hosts/contract", "telemetry", *ALGORITHM),
-    "hosts/vllm": ("hosts/common", "hosts/contract", "telemetry", *ALGORITHM),
+    "hosts/common": ("hosts/contract", "forest", "policies", "planner", "attention"),
+    "hosts/sglang": (
+        "hosts/common", "hosts/contract", "telemetry", "forest", "costs", "policies", "planner",
+        "attention",
+    ),
+    "hosts/vllm": ("hosts/common", "hosts/contract", "telemetry", "forest", "attention"),
     "hosts": ("hosts/sglang", "hosts/vllm"),  # the supported versions of both
     "tools": (),
     "tools/servers": ("hosts/vllm",),  # the name to start vLLM with
     "tools/traces": ("forest",),
-    "tools/tuning": ("tools/traces", *ALGORITHM),
+    "tools/tuning": ("tools/traces", "forest", "costs", "policies", "planner", "attention"),
     "tools/explain": ("forest", "policies", "planner"),
     "tools/harness": ("tools/servers", "tools/traces", "telemetry"),
-    "tools/watch": ("tools/explain", "telemetry", *ALGORITHM),
+    "tools/watch": (
+        "tools/explain", "telemetry", "forest", "policies", "planner", "kernels", "attention",
+    ),
     "tools/ab": ("tools/harness", "tools/servers", "tools/traces", "telemetry"),
     "cli": (
         "tools/ab", "tools/explain", "tools/harness", "tools/servers", "tools/traces",
         "tools/tuning", "tools/watch", "hosts", "hosts/common", "hosts/contract", "hosts/sglang",
-        "hosts/vllm", "telemetry", *ALGORITHM,
+        "hosts/vllm", "telemetry", "forest", "costs", "policies", "kernels", "attention",
     ),
     "__main__": ("cli",),
     "": ("forest", "policies", "planner", "attention"),  # the library's names, on first use
