@@ -77,8 +77,8 @@ smoke-vllm: $(VENV_VLLM_OLDEST)/.test
 		--processes 1
 	$(if $(KEEP),,rm -rf $(VENV_VLLM_OLDEST))
 
-package: $(VENV)/.test
-	.ci/package $(VENV)
+package: $(VENV)/.test $(VENV_VLLM)/.test
+	.ci/package $(VENV) $(VENV_VLLM)
 
 contracts: $(VENV)/.demo
 	$(BIN)/python -m tools.host_matrix contracts
