@@ -170,6 +170,11 @@ class Batch:
         return CommonAttentionMetadata(**values)
 
 
+def cached(batch: Batch) -> tuple[Batch, Cache]:
+    """A batch and a cache that holds its pages."""
+    return batch, Cache(batch.pages, batch.block_size)
+
+
 def state() -> Any:
     """The counters of this process's server."""
     from deft_backend.hosts.vllm.report import server

@@ -38,7 +38,7 @@ class HostFiles:
                 "holds the host's package, or a .whl file"
             ) from None
         entries = set(self._zip.namelist())
-        folders = {name[:end] for name in entries for end in _slashes(name)}
+        folders = {name[: at + 1] for name in entries for at, c in enumerate(name) if c == "/"}
         self._entries = frozenset(entries | folders)
 
     def parse(self, module: str) -> tuple[ast.Module, bool] | None:
@@ -94,8 +94,3 @@ class HostFiles:
         start = f"{folder}/" if folder else ""
         rest = [name[len(start) :] for name in self._entries if name.startswith(start)]
         return [name for name in rest if "/" not in name]
-
-
-def _slashes(name: str) -> list[int]:
-    """Where each folder of an entry's path ends, its slash included."""
-    return [position + 1 for position, letter in enumerate(name) if letter == "/"]

@@ -16,7 +16,6 @@ installed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -74,11 +73,8 @@ def missing() -> str | None:
 def backend_name(version: str | None = None) -> str:
     """The name for ``--attention-backend``: our own, or vLLM's placeholder in older versions.
 
-    Parameters
-    ----------
-    version : str, optional
-        vLLM's version; None for the installed one. Without an installed vLLM, the result is the
-        placeholder.
+    Without a version, that of the installed vLLM counts; without an installed vLLM, the placeholder
+    is the answer.
     """
     found = VLLM.installed() if version is None else version
     if found is None or version_key(found) < version_key(OWN_NAME_SINCE):
@@ -180,20 +176,9 @@ def blank_cache(
     host: Any, vllm_config: Any, shape: tuple[int, int, int, int], num_layers: int,
     dtype: torch.dtype, device: torch.device,
 ) -> torch.Tensor:  # fmt: skip
-    """A layer's cache of zeros, with the strides of the server's caches.
+    """A layer's cache of zeros [blocks, Hkv, block size, 2 * D], with the strides of the server's.
 
-    Parameters
-    ----------
-    host : type[AttentionBackend]
-    vllm_config : VllmConfig
-    shape : tuple of int
-        Blocks, KV heads, tokens of a block, 2 * head dimension.
-    num_layers : int
-        Layers whose blocks may lie side by side in memory.
-
-    Returns
-    -------
-    [blocks, Hkv, block size, 2 * D]
+    `shape` is that of the result; blocks of `num_layers` layers may lie side by side in memory.
     """
     import torch
 
@@ -217,8 +202,9 @@ def _memory_order(host: Any, vllm_config: Any) -> tuple[int, ...]:
 def with_standard_cache(backend: type[T]) -> type[T]:
     """Give our own backend the standard cache if backends state its shape (to 0.28)."""
     if _backends_state_shapes():
-        for name, method in _STANDARD_CACHE.items():
-            setattr(backend, name, staticmethod(method))
+        backend.get_kv_cache_shape = staticmethod(_standard_shape)  # type: ignore[attr-defined]
+        order = staticmethod(_standard_stride_order)
+        backend.get_kv_cache_stride_order = order  # type: ignore[attr-defined]
     return backend
 
 
@@ -242,12 +228,6 @@ def _standard_stride_order(include_num_layers_dimension: bool = False) -> tuple[
     if include_num_layers_dimension:
         raise NotImplementedError("layers lie one after the other in this backend's cache")
     return (0, 2, 1, 3) if get_kv_cache_layout() == "NHD" else (0, 1, 2, 3)
-
-
-_STANDARD_CACHE: Mapping[str, Any] = {
-    "get_kv_cache_shape": _standard_shape,
-    "get_kv_cache_stride_order": _standard_stride_order,
-}
 
 
 # Cascade attention

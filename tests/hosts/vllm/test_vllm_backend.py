@@ -37,6 +37,7 @@ from vllm_fakes import (
     Batch,
     Cache,
     Layers,
+    cached,
     close,
     make_config,
     make_spec,
@@ -95,8 +96,7 @@ def test_decode_reads_every_layout(
 
 def test_soft_cap_and_scale_are_the_layers_own() -> None:
     layers = tree_layers(arguments={"logits_soft_cap": 2.0})
-    batch = Batch(DECODE, shared=2)
-    cache = Cache(batch.pages, 16)
+    batch, cache = cached(Batch(DECODE, shared=2))
     metadata = layers.builder(make_spec()).build(0, batch.common())
     assert step_of(metadata) is not None
     found = run(layers.impls[0], batch, cache, metadata)
@@ -107,8 +107,7 @@ def test_soft_cap_and_scale_are_the_layers_own() -> None:
 def test_a_scale_that_the_model_sets_later_counts() -> None:
     """Models behind vLLM's Transformers backend set the scale in a forward."""
     layers = tree_layers()
-    batch = Batch(DECODE, shared=2)
-    cache = Cache(batch.pages, 16)
+    batch, cache = cached(Batch(DECODE, shared=2))
     metadata = layers.builder(make_spec()).build(0, batch.common())
     impl = layers.impls[0]
     impl.scale = 0.7
@@ -128,8 +127,7 @@ def test_rows_that_no_request_owns(policy: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(group, "_capturing", lambda tensor: True)
     layers = tree_layers()
     builder = layers.builder(make_spec())
-    batch = Batch(DECODE, shared=2, padding=3)
-    cache = Cache(batch.pages, 16)
+    batch, cache = cached(Batch(DECODE, shared=2, padding=3))
     found = run(layers.impls[0], batch, cache, builder.build(0, batch.common()), rows=2)
     close(found[:-2], reference(batch, cache))
     assert found[len(DECODE) : -2].eq(0.0).all()
@@ -163,8 +161,7 @@ def test_a_plan_serves_a_pass_and_no_longer(planned: list[torch.Tensor]) -> None
     """The host runs the same metadata again in the capture, which must also record the planning."""
     layers = tree_layers(count=3)
     builder = layers.builder(make_spec())
-    batch = Batch(DECODE, shared=2)
-    cache = Cache(batch.pages, 16)
+    batch, cache = cached(Batch(DECODE, shared=2))
     metadata = builder.build(0, batch.common())
     for passes in (1, 2):
         for impl in layers.impls:
@@ -179,8 +176,7 @@ def test_a_plan_serves_a_pass_and_no_longer(planned: list[torch.Tensor]) -> None
 
 def test_a_pass_may_begin_with_any_layer(planned: list[torch.Tensor]) -> None:
     layers = tree_layers(count=3)
-    batch = Batch(DECODE, shared=2)
-    cache = Cache(batch.pages, 16)
+    batch, cache = cached(Batch(DECODE, shared=2))
     metadata = layers.builder(make_spec()).build(0, batch.common())
     for impl in layers.impls:
         run(impl, batch, cache, metadata)
@@ -194,8 +190,7 @@ def test_prefill_and_mixed_batches_are_the_hosts(
     query_lens: list[int], planned: list[torch.Tensor]
 ) -> None:
     layers = tree_layers()
-    batch = Batch(DECODE, shared=0, query_lens=query_lens)
-    cache = Cache(batch.pages, 16)
+    batch, cache = cached(Batch(DECODE, shared=0, query_lens=query_lens))
     metadata = layers.builder(make_spec()).build(0, batch.common())
     assert step_of(metadata) is None
     close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
@@ -217,8 +212,7 @@ def test_layers_of_another_kind_are_the_hosts(
         "deft: 1 of 2 layers decode through tree attention; 1 with a sliding window through the "
         "host's kernels"
     ) == 1
-    batch = Batch(DECODE, shared=2)
-    cache = Cache(batch.pages, 16)
+    batch, cache = cached(Batch(DECODE, shared=2))
     metadata = builder.build(0, batch.common())
     close(run(window.impls[0], batch, cache, metadata), reference(batch, cache, window=9))
     assert not planned
@@ -241,8 +235,7 @@ def test_only_unsupported_layers_make_no_group(caplog: pytest.LogCaptureFixture)
         builder = layers.builder(make_spec())
     assert builder.deft_group is None
     assert "0 of 2 layers decode through tree attention; 2 with a sliding" in caplog.text
-    batch = Batch(DECODE, shared=2)
-    cache = Cache(batch.pages, 16)
+    batch, cache = cached(Batch(DECODE, shared=2))
     metadata = builder.build(0, batch.common())
     close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache, window=9))
 
@@ -369,8 +362,7 @@ def test_cascade_is_for_what_tree_attention_leaves(monkeypatch: pytest.MonkeyPat
 def test_captures_and_drafts_are_no_steps() -> None:
     layers = tree_layers()
     builder = layers.builder(make_spec())
-    batch = Batch(DECODE, shared=2)
-    cache = Cache(batch.pages, 16)
+    batch, cache = cached(Batch(DECODE, shared=2))
     captured = builder.build_for_cudagraph_capture(batch.common())
     assert step_of(captured) is not None
     run(layers.impls[0], batch, cache, captured)
@@ -397,8 +389,7 @@ def test_a_backend_made_of_two_is_surrounded(captured: bool, planned: list[torch
     positional = (HEADS, DIM, DIM**-0.5, KV_HEADS, None, None, "auto", None, "decoder", None)
     assert layers.backend.get_impl_cls()(*positional).deft_layer == layers.impls[0].deft_layer
     builder = layers.builder(make_spec())
-    batch = Batch(DECODE, shared=2)
-    cache = Cache(batch.pages, 16)
+    batch, cache = cached(Batch(DECODE, shared=2))
     common = batch.common()
     metadata = builder.build_for_cudagraph_capture(common) if captured else builder.build(0, common)
     close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
@@ -464,8 +455,7 @@ def test_counts_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_device_counts_its_own_steps() -> None:
     layers = tree_layers(count=1)
     builder = layers.builder(make_spec())
-    batch = Batch([40, 37, 33], shared=2, padding=1)
-    cache = Cache(batch.pages, 16)
+    batch, cache = cached(Batch([40, 37, 33], shared=2, padding=1))
     for _ in range(3):
         run(layers.impls[0], batch, cache, builder.build(0, batch.common()))
     token = 2 * 2 * DIM * 4
@@ -494,8 +484,7 @@ def test_builders_made_anew_keep_workspace_and_counters() -> None:
 def test_steps_of_equal_layers_are_counted_once() -> None:
     """Other differences between two builders of the same layers must not make a step fail."""
     layers = tree_layers()
-    batch = Batch(DECODE, shared=2)
-    cache = Cache(batch.pages, 16)
+    batch, cache = cached(Batch(DECODE, shared=2))
     first = layers.builder(make_spec())
     padded = layers.builder(make_spec(page_size_padded=1 << 20))
     assert padded.deft_group is first.deft_group
@@ -542,8 +531,7 @@ def test_a_failing_kernel_costs_a_line(
     monkeypatch.setenv("DEFT_POLICY", policy)
     layers = tree_layers()
     builder = layers.builder(make_spec())
-    batch = Batch(DECODE, shared=2)
-    cache = Cache(batch.pages, 16)
+    batch, cache = cached(Batch(DECODE, shared=2))
     metadata = builder.build(0, batch.common())
 
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -566,8 +554,7 @@ def test_a_plan_that_fails_leaves_its_step_to_the_host(
     monkeypatch.setenv("DEFT_POLICY", policy)
     layers = tree_layers()
     builder = layers.builder(make_spec())
-    batch = Batch(DECODE, shared=2)
-    cache = Cache(batch.pages, 16)
+    batch, cache = cached(Batch(DECODE, shared=2))
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise ValueError("no room")
@@ -598,8 +585,7 @@ def test_verification_finds_a_wrong_kernel(
     monkeypatch.setenv("DEFT_VERIFY", "1")
     layers = tree_layers()
     builder = layers.builder(make_spec())
-    batch = Batch(DECODE, shared=2)
-    cache = Cache(batch.pages, 16)
+    batch, cache = cached(Batch(DECODE, shared=2))
     cache.tensor *= size
     run(layers.impls[0], batch, cache, builder.build(0, batch.common()))
     assert not failures
@@ -628,9 +614,9 @@ def test_verification_allows_more_where_the_host_multiplies_in_8_bits(
     for difference, agrees in ((0.02, True), (0.06, kv_dtype.itemsize == 1), (0.2, False)):
         ours = torch.ones(4, dtype=torch.bfloat16)
         theirs, out = ours - difference, ours.clone()
-        group: Any = SimpleNamespace(_attention=attention, _failure=FailureLatch())
+        group: Any = SimpleNamespace(attention=attention, failure=FailureLatch())
         GroupAttention._cross_check(group, out, lambda out=out, theirs=theirs: out.copy_(theirs))
-        assert (group._failure.reason is None) == agrees == (not failures)
+        assert (group.failure.reason is None) == agrees == (not failures)
         failures.clear()
         assert torch.equal(out, ours if agrees else theirs)
 
@@ -643,8 +629,7 @@ def test_queries_of_eight_bits_have_a_scale(
     """Some backends of vLLM take them over a cache of 8 bits."""
     monkeypatch.setenv("DEFT_POLICY", policy)
     layers = tree_layers(arguments={"kv_cache_dtype": "fp8"})
-    batch = Batch(DECODE, shared=2)
-    cache = Cache(batch.pages, 16)
+    batch, cache = cached(Batch(DECODE, shared=2))
     stored = (cache.tensor / 0.02).to(torch.float8_e4m3fn)
     query = (batch.query / q_scale).to(torch.float8_e4m3fn)
     cache.tensor, batch.query = stored.float() * 0.02, query.float() * q_scale
@@ -676,8 +661,7 @@ def test_a_group_takes_layers_with_its_own_kind_of_cache() -> None:
 def test_an_output_within_a_larger_tensor(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEFT_POLICY", policy)
     layers = tree_layers()
-    batch = Batch(DECODE, shared=2)
-    cache = Cache(batch.pages, 16)
+    batch, cache = cached(Batch(DECODE, shared=2))
     metadata = layers.builder(make_spec()).build(0, batch.common())
     wide = torch.full((len(DECODE), 2 * HEADS, DIM), 7.0)
     output = wide[:, HEADS:]
@@ -689,8 +673,7 @@ def test_an_output_within_a_larger_tensor(policy: str, monkeypatch: pytest.Monke
 
 def test_an_output_of_another_dtype_is_the_hosts(failures: list[str]) -> None:
     layers = tree_layers()
-    batch = Batch(DECODE, shared=2)
-    cache = Cache(batch.pages, 16)
+    batch, cache = cached(Batch(DECODE, shared=2))
     metadata = layers.builder(make_spec()).build(0, batch.common())
     output = torch.zeros((len(DECODE), HEADS, DIM), dtype=torch.bfloat16)
     layers.impls[0].forward(None, batch.query, None, None, cache.tensor, metadata, output)
@@ -733,8 +716,7 @@ def test_the_host_gets_what_vllm_passed(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_fused_output_quantisation_is_the_hosts(caplog: pytest.LogCaptureFixture) -> None:
     layers = tree_layers()
-    batch = Batch(DECODE, shared=2)
-    cache = Cache(batch.pages, 16)
+    batch, cache = cached(Batch(DECODE, shared=2))
     metadata = layers.builder(make_spec()).build(0, batch.common())
     for impl in layers.impls:
         with pytest.raises(NotImplementedError, match="fused output quantisation"):
@@ -789,8 +771,7 @@ def test_what_a_sleeping_server_needs_lies_outside_of_its_pools(
     builder = layers.builder(make_spec())
     assert len(makers) == 1
     assert (makers[0] == threading.get_ident()) is (flag is None)
-    batch = Batch(DECODE, shared=2)
-    cache = Cache(batch.pages, 16)
+    batch, cache = cached(Batch(DECODE, shared=2))
     metadata = builder.build(0, batch.common())
     close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
     # Another thread reads the last batch when `deft explain` asks. The host's tensors may be
@@ -848,8 +829,7 @@ def test_a_cache_of_eight_bits(policy: str, kind: str, monkeypatch: pytest.Monke
     """vLLM gives bytes; its layers hold one scale for all keys and one for all values."""
     monkeypatch.setenv("DEFT_POLICY", policy)
     layers = tree_layers(arguments={"kv_cache_dtype": kind})
-    batch = Batch(DECODE, shared=2)
-    cache = Cache(batch.pages, 16)
+    batch, cache = cached(Batch(DECODE, shared=2))
     module = SimpleNamespace(
         _q_scale=torch.tensor(1.0), _k_scale=torch.tensor(0.02), _v_scale=torch.tensor(0.5)
     )

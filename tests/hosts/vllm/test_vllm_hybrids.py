@@ -24,8 +24,8 @@ from vllm_fakes import (
     HEADS,
     KV_HEADS,
     Batch,
-    Cache,
     Layers,
+    cached,
     close,
     make_config,
     make_spec,
@@ -95,8 +95,7 @@ def test_every_group_decides_for_its_layers(caplog: pytest.LogCaptureFixture) ->
     assert "not supported" not in caplog.text
     assert [builder.deft_group is None for builder in builders] == [True, True, False]
 
-    batch = Batch(DECODE, shared=2)
-    cache = Cache(batch.pages, 16)
+    batch, cache = cached(Batch(DECODE, shared=2))
     built = [builder.build(0, batch.common()) for builder in builders]
     assert [step_of(metadata) is None for metadata in built] == [True, True, False]
     close(run(windowed.impls[0], batch, cache, built[0]), expected(batch, cache, window=9))
@@ -128,7 +127,7 @@ def test_layers_of_two_shapes_have_plans_of_their_own() -> None:
     )
     groups = [layers.builder(make_spec()).deft_group for layers in (first, second)]
     assert [group.shape.num_query_heads for group in groups] == [HEADS, 2 * HEADS]
-    assert [group._tree_layers for group in groups] == [1, 1]
+    assert [group.tree_layers for group in groups] == [1, 1]
 
 
 def test_layers_with_a_cache_of_another_dtype_are_not_counted() -> None:
@@ -143,7 +142,7 @@ def test_layers_with_a_cache_of_another_dtype_are_not_counted() -> None:
     names = ["model.layers.1.attn", "model.layers.2.attn"]
     layers = LayerGroup(PlainCpuBackend, spec, names, config, torch.device("cpu"))
     group = build(layers, Settings(policy="deft-node"))
-    assert (state().num_layers, state().dtype_bytes, group._tree_layers) == (2, 1, 2)
+    assert (state().num_layers, state().dtype_bytes, group.tree_layers) == (2, 1, 2)
 
 
 @pytest.mark.parametrize("lens", [None, [3, 1, 1, 1]], ids=["decode", "mixed"])
@@ -153,8 +152,7 @@ def test_sinks_are_part_of_every_softmax(lens: list[int] | None) -> None:
     sinks = torch.tensor([2.0, -1.0, 5.0, 0.5])
     full = layers_of(config, "full", make_spec(), sinks=sinks)
     windowed = layers_of(config, "windowed", WINDOWED, sinks=sinks, sliding_window=9)
-    batch = Batch(DECODE, shared=0 if lens else 2, query_lens=lens)
-    cache = Cache(batch.pages, 16)
+    batch, cache = cached(Batch(DECODE, shared=0 if lens else 2, query_lens=lens))
     for layers, spec, window in ((full, make_spec(), None), (windowed, WINDOWED, 9)):
         metadata = layers.builder(spec).build(0, batch.common())
         assert (step_of(metadata) is not None) == (lens is None and window is None)

@@ -20,7 +20,7 @@ from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
 from deft_backend.telemetry import metrics
 from deft_backend.telemetry.decode_log import DecodeLog
 from deft_backend.telemetry.state import StateWriter
-from vllm_fakes import Batch, Cache, Layers, forget_collectors, make_config, make_spec, run
+from vllm_fakes import Batch, Layers, cached, forget_collectors, make_config, make_spec, run
 
 
 @pytest.fixture(autouse=True)
@@ -48,8 +48,7 @@ def decode(steps: int) -> None:
     """A server of this process decodes `steps` steps of three requests."""
     layers = Layers(tree_backend(PlainCpuBackend), make_config(), count=1)
     builder = layers.builder(make_spec())
-    batch = Batch([40, 37, 33], shared=2)
-    cache = Cache(batch.pages, 16)
+    batch, cache = cached(Batch([40, 37, 33], shared=2))
     for _ in range(steps):
         run(layers.impls[0], batch, cache, builder.build(0, batch.common()))
 

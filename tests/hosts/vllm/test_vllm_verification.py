@@ -21,6 +21,7 @@ from vllm_fakes import (
     Batch,
     Cache,
     Layers,
+    cached,
     close,
     make_config,
     make_spec,
@@ -46,8 +47,7 @@ def test_rows_of_one_length_and_of_several(
 ) -> None:
     monkeypatch.setenv("DEFT_POLICY", policy)
     layers = make_layers()
-    batch = Batch(LENS, shared=2, query_lens=query_lens)
-    cache = Cache(batch.pages, 16)
+    batch, cache = cached(Batch(LENS, shared=2, query_lens=query_lens))
     builder = layers.builder(make_spec())
     metadata = builder.build(0, batch.common())
     step = step_of(metadata)
@@ -66,8 +66,7 @@ def test_sinks_are_part_of_every_query_tokens_softmax(
     monkeypatch.setenv("DEFT_POLICY", policy)
     sinks = torch.tensor([2.0, -1.0, 5.0, 0.5])
     layers = make_layers(arguments={"sinks": sinks})
-    batch = Batch(LENS, shared=2, query_lens=[5, 1, 1, 4, 2])
-    cache = Cache(batch.pages, 16)
+    batch, cache = cached(Batch(LENS, shared=2, query_lens=[5, 1, 1, 4, 2]))
     metadata = layers.builder(make_spec()).build(0, batch.common())
     assert step_of(metadata) is not None
     found = run(layers.impls[0], batch, cache, metadata)
@@ -83,8 +82,7 @@ def test_drafts_over_a_cache_of_eight_bits(
 ) -> None:
     monkeypatch.setenv("DEFT_POLICY", policy)
     layers = make_layers(arguments={"kv_cache_dtype": kind})
-    batch = Batch(LENS, shared=2, query_lens=[5, 1, 1, 4, 2])
-    cache = Cache(batch.pages, 16)
+    batch, cache = cached(Batch(LENS, shared=2, query_lens=[5, 1, 1, 4, 2]))
     module = SimpleNamespace(
         _q_scale=torch.tensor(1.0), _k_scale=torch.tensor(0.02), _v_scale=torch.tensor(0.5)
     )
@@ -116,8 +114,7 @@ def test_the_same_metadata_serves_another_batch_of_a_graph() -> None:
     """A replay fills the host's tensors anew: other lengths, fewer requests, fewer tokens."""
     layers = make_layers()
     builder = layers.builder(make_spec())
-    batch = Batch(LENS, shared=2, query_lens=[5] * 5)
-    cache = Cache(batch.pages, 16)
+    batch, cache = cached(Batch(LENS, shared=2, query_lens=[5] * 5))
     metadata = builder.build_for_cudagraph_capture(batch.common())
     other = Batch([35, 38, 41], shared=2, padding=2, query_lens=[5, 5, 5, 0, 0])
     batch.table[:, : other.table.shape[1]] = other.table
@@ -130,8 +127,7 @@ def test_the_same_metadata_serves_another_batch_of_a_graph() -> None:
 
 def test_padding_tokens_behind_the_batch_are_not_read() -> None:
     layers = make_layers()
-    batch = Batch([40, 37, 33], shared=2, query_lens=[5, 3, 4])
-    cache = Cache(batch.pages, 16)
+    batch, cache = cached(Batch([40, 37, 33], shared=2, query_lens=[5, 3, 4]))
     metadata = layers.builder(make_spec()).build(0, batch.common(num_actual_tokens=14))
     found = run(layers.impls[0], batch, cache, metadata, rows=2)
     close(found[:12], reference(batch, cache))
@@ -148,8 +144,7 @@ def test_padding_tokens_behind_the_batch_are_not_read() -> None:
 )
 def test_batches_with_prompts_are_the_hosts(query_lens: list[int], changes: dict[str, Any]) -> None:
     layers = make_layers()
-    batch = Batch([40, 37, 33, 65, 5], shared=0, query_lens=query_lens)
-    cache = Cache(batch.pages, 16)
+    batch, cache = cached(Batch([40, 37, 33, 65, 5], shared=0, query_lens=query_lens))
     metadata = layers.builder(make_spec()).build(0, batch.common(**changes))
     assert step_of(metadata) is None
     close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ HIDDEN_BATCH = (
 """The answer of a server that can sleep to `deft explain --server`."""
 
 
+@dataclass(eq=False)
 class GroupAttention:
     """The :class:`TreeAttention` of one attention group, and the rules for its use.
 
@@ -41,7 +43,7 @@ class GroupAttention:
     device planner reads the host's tensors, and the CPU reads nothing back. On the CPU the same
     launches run in the interpreter, and the host planner offers the other policies.
 
-    Parameters
+    Attributes
     ----------
     attention : TreeAttention
         Sized for the group's layers and block size.
@@ -58,38 +60,28 @@ class GroupAttention:
         Whether other threads may read the host's tensors between steps.
     """
 
-    def __init__(
-        self,
-        attention: TreeAttention,
-        settings: Settings,
-        state: ServerState,
-        tree_layers: int,
-        *,
-        counts: bool,
-        plans_on_device: bool,
-        shows_batch: bool = True,
-    ) -> None:
-        self.shape = LayerShape(
-            attention.num_query_heads, attention.num_kv_heads, attention.head_dim
-        )
-        self.query_tokens = attention.query_tokens
-        self.counts = counts
-        self._attention = attention
-        self._on_device = plans_on_device
-        self._shows_batch = shows_batch
-        self._settings = settings
-        self._state = state
-        self._tree_layers = tree_layers
-        self._attached = False
-        self._failure = FailureLatch()
-        self._log = OnceLog()
+    attention: TreeAttention
+    settings: Settings
+    state: ServerState
+    tree_layers: int
+    counts: bool
+    plans_on_device: bool
+    shows_batch: bool = True
+    failure: FailureLatch = field(default_factory=FailureLatch)
+    _log: OnceLog = field(default_factory=OnceLog)
+    _attached: bool = False
+
+    def __post_init__(self) -> None:
+        held = self.attention
+        self.shape = LayerShape(held.num_query_heads, held.num_kv_heads, held.head_dim)
+        self.query_tokens = held.query_tokens
 
     def takes(self, layer: Layer) -> bool:
         """Whether a layer goes through tree attention."""
-        if self._failure.reason is not None or layer.reason is not None:
+        if self.failure.reason is not None or layer.reason is not None:
             return False
-        held = layer.kv_dtype or self._attention.dtype
-        return layer.shape == self.shape and held == self._attention.kv_dtype
+        held = layer.kv_dtype or self.attention.dtype
+        return layer.shape == self.shape and held == self.attention.kv_dtype
 
     def refuses(self, requests: int) -> str | None:
         """The reason why the host's implementation decodes a batch of `requests` requests, or None.
@@ -97,7 +89,7 @@ class GroupAttention:
         It must follow from the padded size alone: the host captures one graph for a size, and
         replays it for every batch padded to that size.
         """
-        return self._failure.reason or refused(requests, self._settings, self._attention.max_batch)
+        return self.failure.reason or refused(requests, self.settings, self.attention.max_batch)
 
     def holds(self, step: TreeStep) -> bool:
         """Whether this group's plans hold another group's step."""
@@ -108,7 +100,7 @@ class GroupAttention:
         if step.unplanned or not self.takes(call.layer):
             return False
         first = not step.ran or id(call.owner) in step.ran
-        before = self._state.device_counts() if first else None
+        before = self.state.device_counts() if first else None
         loaded = 0
         if first:
             step.ran.clear()
@@ -122,23 +114,23 @@ class GroupAttention:
         try:
             rows = call.output[: step.tokens]
             self._run(step, call, rows)
-            if self._settings.verify:
+            if self.settings.verify:
                 self._cross_check(rows, call.host)
         except Exception as error:
-            self._failure.kernel_failed(error)
+            self.failure.kernel_failed(error)
             if first:
-                self._state.forget_device_counts(before)
+                self.state.forget_device_counts(before)
                 self._count_failure(step, "kernel failed")
             return False
         step.ran.add(id(call.owner))
-        if first and self.counts and not self._on_device:
-            self._state.count_tree(int(step.seq_lens.sum()), loaded, self._tree_layers)
+        if first and self.counts and not self.plans_on_device:
+            self.state.count_tree(int(step.seq_lens.sum()), loaded, self.tree_layers)
         return True
 
     def _plan(self, step: TreeStep) -> int:
         """Plan a step from the host's own tensors; the tokens that a plan on the host loads."""
-        if self._on_device:
-            self._attention.plan_on_device(
+        if self.plans_on_device:
+            self.attention.plan_on_device(
                 step.page_table, step.seq_lens, query_tokens=step.query_tokens
             )
             return 0
@@ -148,10 +140,10 @@ class GroupAttention:
         # and a later request may hold either copy. Equal page ids still mean equal tokens before
         # them.
         forest = forest_from_page_tables(
-            step.page_table.numpy(), lens, self._attention.page_size, check=False
+            step.page_table.numpy(), lens, self.attention.page_size, check=False
         )
-        plan = self._attention.plan(forest, query_tokens=step.query_tokens)
-        state = self._state
+        plan = self.attention.plan(forest, query_tokens=step.query_tokens)
+        state = self.state
         state.plans += 1
         state.plan_seconds += time.perf_counter() - began
         if self.counts:
@@ -165,15 +157,15 @@ class GroupAttention:
         v_scale: float | torch.Tensor = 1.0
         if layer.scales is not None:
             q_scale, k_scale, v_scale = layer.scales
-            if query.dtype != self._attention.dtype:  # some backends take queries of 8 bits
-                query, k_scale = query.to(self._attention.dtype), k_scale * q_scale
-            kv_cache = kv_cache.view(self._attention.kv_dtype)
+            if query.dtype != self.attention.dtype:  # some backends take queries of 8 bits
+                query, k_scale = query.to(self.attention.dtype), k_scale * q_scale
+            kv_cache = kv_cache.view(self.attention.kv_dtype)
         # Padding requests have length 0 or no rows. For length 0 the kernels write zeros.
-        self._attention.run(
+        self.attention.run(
             query, *kv_views(kv_cache, layer.shape.head_dim), step.page_table, step.seq_lens,
             query_start=step.query_start, sm_scale=layer.sm_scale, logit_cap=layer.logit_cap,
             k_scale=k_scale, v_scale=v_scale, sinks=call.sinks, out=rows,
-            static_launch=self._on_device,
+            static_launch=self.plans_on_device,
         )  # fmt: skip
 
     def count(self, step: TreeStep | None, reason: str | None, common: Any) -> None:
@@ -194,23 +186,23 @@ class GroupAttention:
         """
         if not self.counts or (step is None and reason is None):
             return
-        if self._on_device and not self._attached:
+        if self.plans_on_device and not self._attached:
             # Earlier plans were for this group's warm-up and for captures. Dummy batches that the
             # host builds like a step are counted as steps.
             self._attached = True
-            counters = self._attention.device_planner.counters
-            self._state.attach_device_counters(counters.numpy())
-            self._state.device_tree_layers = self._tree_layers
+            counters = self.attention.device_planner.counters
+            self.state.attach_device_counters(counters.numpy())
+            self.state.device_tree_layers = self.tree_layers
         if reason is not None:
-            self._state.count_host(reason, context_tokens(common))
+            self.state.count_host(reason, context_tokens(common))
         if step is None:
             return
         if step.query_tokens > 1:
             step.counted = int(common.query_start_loc_cpu[common.num_reqs])
-            self._state.verified_tokens += step.counted
-        if self._on_device:
-            batch = Batch(step.page_table, step.seq_lens, self._attention.page_size)
-            self._state.batch = batch if self._shows_batch else HIDDEN_BATCH
+            self.state.verified_tokens += step.counted
+        if self.plans_on_device:
+            batch = Batch(step.page_table, step.seq_lens, self.attention.page_size)
+            self.state.batch = batch if self.shows_batch else HIDDEN_BATCH
 
     def leave(self, reason: str) -> None:
         """Note that a layer of planned steps runs in the host's kernel; log each reason once."""
@@ -221,8 +213,8 @@ class GroupAttention:
 
         The device planner fails at a launch, whatever the batch is, so it is not tried again.
         """
-        if self._on_device:
-            self._failure.planning_failed(error)
+        if self.plans_on_device:
+            self.failure.planning_failed(error)
         else:
             self._log.warn(
                 f"planning failed ({error!r}). The host's kernel decodes such batches.",
@@ -232,9 +224,9 @@ class GroupAttention:
     def _count_failure(self, step: TreeStep, reason: str) -> None:
         """Count a step that the host's implementation decodes after a failure."""
         if self.counts and not _capturing(step.seq_lens):
-            self._state.verified_tokens -= step.counted
+            self.state.verified_tokens -= step.counted
             on_cpu = step.seq_lens.device.type == "cpu"
-            self._state.count_host(reason, int(step.seq_lens.sum()) if on_cpu else 0)
+            self.state.count_host(reason, int(step.seq_lens.sum()) if on_cpu else 0)
 
     def _cross_check(self, out: torch.Tensor, host: Callable[[], torch.Tensor]) -> None:
         """Compare `out` with the host's result; keep the host's result if they differ.
@@ -245,14 +237,14 @@ class GroupAttention:
             return
         ours = out.clone()
         host()
-        eight_bits = self._attention.kv_dtype.itemsize == 1
+        eight_bits = self.attention.kv_dtype.itemsize == 1
         tolerance = TOLERANCE[out.dtype] * (EIGHT_BITS if eight_bits else 1)
         tolerance *= max(SMALLEST, float(out.abs().max()))
         difference = float((ours.float() - out.float()).abs().max())
         if difference <= tolerance:
             out.copy_(ours)
             return
-        self._failure.close(
+        self.failure.close(
             "kernel failed",
             "DEFT_VERIFY: the results of tree attention and of the host's kernel differ by %g "
             "(tolerance %g)", difference, tolerance,
