@@ -20,9 +20,8 @@ METRICS = {
     "sm__throughput.avg.pct_of_peak_sustained_elapsed": "sm_percent",
     "dram__throughput.avg.pct_of_peak_sustained_elapsed": "dram_percent",
 }
-TREES = ("1,64 4000,1", "1,16 120000,512", "1,2,4,8,16 3872,3872,3872,3872,3872", "1,30 4000,200")
-METHODS = ("flash-decoding", "deft-node", "deft-node-chunk", "deft-flatten", "fasttree",
-           "flashforge", "auto", "fa3")  # fmt: skip
+TREES = ("1,64 4000,1", "1,16 120000,512")
+METHODS = ("flash-decoding", "deft-node", "deft-flatten", "flashforge", "auto")
 SECONDS = 120
 
 

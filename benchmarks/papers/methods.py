@@ -19,6 +19,7 @@ from deft_backend.forest import PrefixForest
 from deft_backend.planner.host import plan_forest
 from deft_backend.policies import POLICY_NAMES, Grouping, Policy, Target
 from deft_backend.policies.splitting import cut_evenly, node_ranges, query_ranges
+from deft_backend.settings.config import Settings
 
 MOST_SCORE_BYTES = 4 << 30
 
@@ -37,6 +38,10 @@ class Tuned(Ours):
         known = policy.name in POLICY_NAMES
         super().__init__(name, policy.name if known else "deft-node")
         self._tuned = policy
+
+    def most_requests(self, inputs: Inputs) -> int:
+        """A server's capacity: fine divisions of a small batch need room for their items."""
+        return max(inputs.batch, Settings().max_batch)
 
     def make_plan(self, attention: TreeAttention, inputs: Inputs) -> dict[str, int]:
         plan, _ = plan_forest(inputs.forest, self._tuned, attention.target, attention.capacity)

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.kernel.methods import Method, make_method
-from benchmarks.kernel.methods.ours import Ours
 from benchmarks.kernel.tree_workloads import Workload
 from benchmarks.papers import workloads as made
 from benchmarks.papers.methods import DenseMask, FixedDivision, RadixAttention, Tuned, WholeContext
-from deft_backend.policies import POLICY_NAMES
+from deft_backend.policies import POLICY_NAMES, get_policy
 from deft_backend.policies.deft_flatten import DeftFlatten
 from deft_backend.policies.deft_node_chunk import DeftNodeChunk
 
@@ -156,7 +155,7 @@ def method_named(name: str) -> Method:
     if policy == FixedDivision.name:
         return Tuned(name, FixedDivision(int(parameter)))
     if name in POLICY_NAMES:
-        return Ours(name, name)
+        return Tuned(name, get_policy(name))
     if name == DenseMask.name:
         return DenseMask()
     if name == RadixAttention.name:

@@ -64,14 +64,14 @@ class Ours(Method):
             dtype=inputs.q.dtype,
             device=inputs.device,
             page_size=inputs.case.page_size,
-            max_batch=self._most(inputs),
+            max_batch=self.most_requests(inputs),
             query_tokens=inputs.query_tokens,
             policy=self.policy,
             kv_dtype=inputs.k_cache.dtype,
             compiled_for=None if self.as_on is None else _described(self.as_on, inputs.device),
         )
 
-    def _most(self, inputs: Inputs) -> int:
+    def most_requests(self, inputs: Inputs) -> int:
         """The largest batch that the attention has capacity for."""
         if self.planner == "host":
             return inputs.batch
