@@ -2,6 +2,7 @@
 #   make demo       the same requests with the host's kernel and with tree attention, side by side
 #   make test       lint, types, unit tests, real servers of both hosts, docs, the package
 #   make files      the images, the manifests, the workflows and the citation, with their own checkers
+#   make deploy     real servers behind a router and Prometheus, and the images' steps: minutes
 #   make docs       the documentation as a site in site/; a broken link fails
 #   make contracts  check that the supported versions of a host, and the newest, have all we use
 #   make matrix     a smoke on every supported version; HOST=sglang VERSION=0.5.19 SUITE=full for one,
@@ -33,7 +34,7 @@ MATRIX := $(PYTHON) -m tools.host_matrix
 OTHER_TRITON := tests/kernels/test_compiled_kernels.py -k test_kernels_on_hopper
 
 .PHONY: demo test lint unit draws integration integration-vllm smoke smoke-sglang smoke-vllm docs \
-	package files contracts matrix audit vllm-cpu clean
+	package files deploy contracts matrix audit vllm-cpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/deft ab --quick --out $(REPORTS)
@@ -47,7 +48,11 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 
 unit: $(VENV)/.test
-	$(BIN)/python -m pytest -q -n $(PROCESSES) deft_backend tools/host_matrix tests
+	$(BIN)/python -m pytest -q -m "not rare" -n $(PROCESSES) deft_backend tools/host_matrix tests
+
+# Real servers behind a real router and a real Prometheus; `pip install sglang-router` first.
+deploy: $(VENV)/.test
+	$(BIN)/python -m pytest -q -m rare tests/deploy
 
 # Unit tests repeat the same random examples; these are new ones, with the seeds printed.
 draws: $(VENV)/.test

@@ -1,0 +1,46 @@
+"""Prometheus scrapes a real server of the installed host: the dashboard's queries have data."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from benchmarks.replicas import Trace, send
+from deft_backend.tools.servers.command import free_port, installed_hosts, server_command
+from deft_backend.tools.servers.process import ServerProcess
+from prometheus_server import dashboard_queries, program, prometheus
+
+ROOT = Path(__file__).parents[2]
+MODEL = str(ROOT / "models" / "tiny-llama")
+
+
+@pytest.mark.rare
+def test_the_dashboard_shows_a_real_server(tmp_path: Path) -> None:
+    program("prometheus")
+    host = installed_hosts()[0]
+    command = server_command(
+        MODEL, free_port(), host=host,
+        environment={"DEFT_STATE_DIR": str(tmp_path / "states")},
+        host_arguments=["--enable-metrics"] if host == "sglang" else [],
+    )  # fmt: skip
+    queries = dashboard_queries()
+    # This server does not speculate. The rates of an idle moment must not hide a missing series.
+    del queries["Acceptance length A"]
+    with (
+        ServerProcess(command, tmp_path / "server.log") as server,
+        prometheus([f"127.0.0.1:{command.port}"], tmp_path) as running,
+    ):
+        for seed in range(2):
+            # Unequal branches: some steps decode one request, on the host's kernel.
+            trace = Trace(prefixes=2, branches=3, together=5 - 4 * seed)
+            asyncio.run(send(server.url, MODEL, trace))
+        answers = running.wait(queries)
+        assert not [name for name, series in answers.items() if not series]
+        (saved,) = answers["KV reads saved A"]
+        assert 0 < float(saved["value"][1]) < 1
+        reasons = {
+            s["metric"]["reason"] for s in answers["Steps on the host's kernel, by reason A"]
+        }
+        assert "batch smaller than DEFT_MIN_BATCH=2" in reasons
