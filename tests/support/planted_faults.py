@@ -1,7 +1,8 @@
 """``python -m tests.support.planted_faults --out FILE``: which planted faults do the tests notice?
 
 Each fault of ``planted_faults.json`` replaces a text in a copy of the checkout; the tests that it
-names then run there. A fault survives if they pass. A fault whose text occurs no more, or more than
+names, or those of them that `select` chooses (pytest's ``-k``), then run there. A fault survives if
+they pass. A fault whose text occurs no more, or more than
 once, is ``gone``: renew it. Faults of a host run where that host is installed: run the command in
 both environments with one FILE, which keeps the rows of the other.
 """
@@ -85,7 +86,8 @@ def plant(fault: dict[str, Any], folder: Path, seconds: float) -> tuple[str, str
     held = path.stat()
     path.write_text(text.replace(fault["old"], fault["new"]))
     try:
-        code, told = passes(folder, fault["tests"], seconds)
+        selected = ["-k", fault["select"]] if "select" in fault else []
+        code, told = passes(folder, [*selected, *fault["tests"]], seconds)
     finally:
         path.write_text(text)
         os.utime(path, ns=(held.st_atime_ns, held.st_mtime_ns))  # its compiled file fits again
