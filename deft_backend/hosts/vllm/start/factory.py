@@ -88,7 +88,7 @@ def create_group(layers: LayerGroup) -> GroupAttention | None:
             reason = f"tree attention could not be set up ({error!r})"
             logger.debug("deft: set-up failed", exc_info=True)
         if reason:
-            log.warn(f"{reason}; {described(layers.host)} alone runs these layers")
+            log.warn(f"{reason}; these layers run through {described(layers.host)} alone")
         return None
 
 
