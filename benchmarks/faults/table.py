@@ -94,9 +94,9 @@ FAULTS = (
     Fault(
         "sigterm",
         "SIGTERM under load.",
-        "An answer is right as far as it came. No process stays. The host decides the rest, as "
-        "with its own backend: SGLang answers the requests in flight. vLLM 0.32 ends its engine at "
-        "once and then waits until clients hang up; `--shutdown-timeout` lets it answer first.",
+        "Every token sent before the shutdown is correct. No process keeps running. The host "
+        "decides the rest, as with its own backend: SGLang answers the requests in flight. vLLM 0.32 "
+        "ends its engine at once and then waits until clients hang up; `--shutdown-timeout` lets it answer first.",
     ),
     Fault(
         "sigkill",
