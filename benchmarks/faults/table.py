@@ -95,8 +95,9 @@ FAULTS = (
         "sigterm",
         "SIGTERM under load.",
         "Every token sent before the shutdown is correct. No process keeps running. The host "
-        "decides the rest, as with its own backend: SGLang answers the requests in flight. vLLM 0.32 "
-        "ends its engine at once and then waits until clients hang up; `--shutdown-timeout` lets it answer first.",
+        "decides the rest, as with its own backend: SGLang answers the requests in flight. "
+        "vLLM 0.32 ends its engine at once and then waits until clients hang up; "
+        "`--shutdown-timeout` lets it answer first.",
     ),
     Fault(
         "sigkill",
