@@ -1,6 +1,6 @@
 """What the kernels of stage 1 take: one structure for each group of values that travels together.
 
-All four kernels have these parameters, so one launch serves them::
+All kernels of stage 1 have these parameters, so one launch serves them::
 
     kernel(tensors, plan, scaling, strides, HEADS, CACHE, TILE, MODE)
 
