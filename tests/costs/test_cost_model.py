@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from deft_backend.costs.cost_model import (
     FLASHFORGE_TABLE,
     default_cost_model,
 )
+from deft_backend.costs.table_key import TableKey
+from deft_backend.costs.table_lookup import save_table, table_in_use
 from deft_backend.forest import build_forest
 from deft_backend.policies import Target, get_policy
 
@@ -79,6 +82,17 @@ def test_a_target_without_a_model_takes_the_shipped_one_once() -> None:
     assert target.costs is target.costs is default_cost_model()
     own = _replaced()
     assert Target(1, 1, 64, cost_model=own).costs is own
+
+
+def test_a_table_of_another_shape_under_the_name_is_ignored(tmp_path: Path) -> None:
+    key = TableKey("NVIDIA H100 80GB HBM3", "1", "k", "t", "t", 32, 8, 128, "bfloat16", 1)
+    path = tmp_path / key.file_name
+    save_table(default_cost_model(), key, path)
+    assert table_in_use(key, tmp_path).tuned
+    save_table(default_cost_model(), replace(key, kv_heads=4), path)
+    found = table_in_use(key, tmp_path)
+    assert not found.tuned
+    assert "its key is another one than its name says" in str(found.damage)
 
 
 def test_a_targets_own_table_changes_the_plan() -> None:

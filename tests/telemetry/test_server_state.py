@@ -13,7 +13,7 @@ from deft_backend.files.private_files import write_private
 from deft_backend.hosts.sglang.prefixes.plain_tree import RadixTreeSource
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry import reporting
-from deft_backend.telemetry.counters import Counters, DraftCounts
+from deft_backend.telemetry.counters import Counters, DeviceCounters, DraftCounts
 from deft_backend.telemetry.state import RETRY_SECONDS, StateWriter
 from deft_backend.telemetry.state_reader import StateError, read_state
 from sglang_fakes import (
@@ -279,3 +279,26 @@ def test_counters_come_back_from_json_and_subtract() -> None:
         kv_bytes_read=(4 + 2) * LAYERS * TOKEN, kv_bytes_query_guided=(6 + 2) * LAYERS * TOKEN,
         plan_seconds=0.5, verified_tokens=7, verified_drafts=3, accepted_tokens=5,
     )  # fmt: skip
+
+
+def test_device_counters_leave_out_what_is_held_and_forgotten() -> None:
+    device = np.array([5, 50, 40, 9], dtype=np.int64)
+    counters = DeviceCounters(device)
+    device += [2, 20, 10, 1]
+    counters.hold()
+    device += 100  # such as the steps of a warm-up
+    assert counters.read() == (2, 20, 10, 1)
+    counters.go_on()
+    device += [1, 2, 3, 4]
+    before = counters.read()
+    assert before == (3, 22, 13, 5)
+    device += 7
+    counters.forget(before)
+    assert counters.read() == before
+
+
+def test_counters_of_an_interval() -> None:
+    """Each field is the difference; reasons without a step in the interval are left out."""
+    before = Counters(9, 4, 2, {"small": 3, "off": 2}, 100, 300, 0.5, 40, 10, 13)
+    after = Counters(19, 10, 5, {"small": 7, "off": 2}, 300, 900, 2.5, 70, 25, 20)
+    assert after - before == Counters(10, 6, 3, {"small": 4}, 200, 600, 2.0, 30, 15, 7)

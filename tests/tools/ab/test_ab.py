@@ -463,6 +463,8 @@ def test_answers_without_ids_are_compared_by_text() -> None:
     assert agreement(first, other) == Agreement(1, 0, (Difference("r", 2, None),), tokens=2)
     cut = answered("long word", " b")
     assert agreement(first, cut) == Agreement(1, 0, (Difference("r", 2, None),), tokens=2)
+    for margin, count in ((0.49, 0), (0.5, 1), (None, 0)):
+        assert Agreement(1, 0, (Difference("r", 2, margin),), close=0.5).unexplained == count
 
 
 def sampled(*texts: str, ids: bool = True) -> Replayed:
