@@ -131,9 +131,12 @@ $(VENV)/.demo: pyproject.toml
 	$(BIN)/$(PIP) -e '.[sglang,bench]'
 	touch $@
 
-$(VENV)/.test: $(VENV)/.demo
+# The tests' packages include those of the demo: one installation serves both.
+$(VENV)/.test: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/$(PIP) -e '.[sglang,test]'
-	touch $@
+	touch $(VENV)/.demo $@
 
 $(VENV_VLLM)/.test: pyproject.toml
 	$(MATRIX) environment --host vllm --version newest --into $(VENV_VLLM)
