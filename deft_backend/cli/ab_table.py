@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from deft_backend.tools.ab.result import AbResult
 
 
+_DIFFERENCES = 12
+"""Differences that the terminal shows; the report has all of them."""
+
+
 def print_result(result: AbResult, console: Console) -> None:
     """The tables, what to know about them, and the sentence."""
     from deft_backend.tools.ab.report import acceptance, counted_side, difference_lines, notes
@@ -28,8 +32,11 @@ def print_result(result: AbResult, console: Console) -> None:
         say(console, f"acceptance length (tokens a verification): {acceptance(result)}")
     for note in notes(result):
         console.print(f"• {note}", markup=False, highlight=False, style="yellow")
-    for line in difference_lines(result):
+    lines = list(difference_lines(result))
+    for line in lines[:_DIFFERENCES]:
         say(console, line)
+    if lines[_DIFFERENCES:]:
+        say(console, f"{len(lines) - _DIFFERENCES:,} more differences are in the report")
     if result.exact and any(w.agreement.compared for w in result.workloads):
         answers = sum(w.agreement.equal for w in result.workloads)
         same = f"[green]✓ all {answers} answers have the same tokens[/green]"

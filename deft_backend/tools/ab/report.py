@@ -156,9 +156,11 @@ def _cards(result: AbResult, side: int | None) -> Iterator[str]:
         yield _card(kind, f"{equal:,} of {compared:,}", "answers have the same tokens")
     if side is None:
         return
-    reads = [(read.saved, w.name) for w in result.workloads if (read := w.kv_read(side))]
-    saved, name = max((saved, name) for saved, name in reads if saved is not None)
-    yield _card("good", percent(saved), f"less KV read per decode step ({name}, the most)")
+    reads = [(w.kv_read(side), w.name) for w in result.workloads]
+    saved = [(r.saved, name) for r, name in reads if r is not None and r.saved is not None]
+    if saved:
+        most, name = max(saved)
+        yield _card("good", percent(most), f"less KV read per decode step ({name}, the most)")
     counted = [c for w in result.workloads if (c := w.counters[side])]
     tree, every = sum(c.steps_tree for c in counted), sum(c.decode_steps for c in counted)
     yield _card("", f"{tree:,} of {every:,}", "decode steps through tree attention")

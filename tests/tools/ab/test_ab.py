@@ -638,3 +638,61 @@ def test_bytes(value: float | None, shown: str) -> None:
 def test_no_minus_zero() -> None:
     assert percent(-0.0001) == "0.0 %"
     assert percent(-0.012) == "-1.2 %"
+
+
+def told(name: str, text: str, *logprobs: float) -> Outcome:
+    times = [float(at) for at in range(len(text))]
+    answer = Answer(
+        ids=list(map(ord, text)), tokens=list(text), text=text, arrivals=times,
+        logprobs=list(logprobs), top=[{"a": value, "b": value - 1} for value in logprobs],
+    )  # fmt: skip
+    return Outcome(name, 0, 0.0, 0.0, "answered", "", len(text), answer)
+
+
+def test_the_largest_gap_is_of_the_tokens_that_agree() -> None:
+    first = Replayed((told("r", "abcd", -0.1, -0.2, -0.3, -0.1),), 1.0)
+    second = Replayed((told("r", "abcz", -0.1, -0.8, -0.4, -5.0),), 1.0)
+    compared = agreement(first, second)
+    assert compared.largest_gap == pytest.approx(0.6)
+    assert compared.tokens == 3
+    (difference,) = compared.differences
+    assert difference.tokens == (("d", -0.1), ("z", -5.0))
+
+
+def test_no_descendant_of_a_difference_is_compared() -> None:
+    """The grandchild's answer is equal, but its prompt was not."""
+    after = {"a": None, "b": "a", "c": "b", "d": None}
+    first, second = (
+        Replayed((told("a", text, -0.1), told("b", "x", -0.1), told("c", "x", -0.1),
+                  told("d", "x", -0.1)), 1.0)
+        for text in ("y", "z")
+    )  # fmt: skip
+    compared = agreement(first, second, after)
+    assert (compared.equal, compared.not_compared, len(compared.differences)) == (1, 2, 1)
+
+
+class Counting(Fake):
+    """Its page counts one decode step for each request that it got."""
+
+    async def page(self, request: Any) -> Any:
+        steps = len(self.bodies)
+        self.metrics = "\n".join(
+            f'deft_decode_steps_total{{kernel="{kernel}",tp_rank="0"}} {count}'
+            for kernel, count in (("tree", steps), ("host", 0))
+        )
+        return await super().page(request)
+
+
+def test_counters_are_of_one_workload(tmp_path: Path) -> None:
+    with serving(Counting()) as a, serving(Fake()) as b:
+        words = ["--workload", "few-shot", "--workload", "unshared", *SMALL]
+        data, _ = ab(tmp_path, "--urls", a.url, b.url, *words)
+    steps = [workload["counters"][0]["decode_steps"] for workload in data["workloads"]]
+    assert steps == [9 + 1, 9]  # the shared prefix of the first is sent once before
+
+
+def test_the_surer_server_decides_whether_a_difference_is_a_tie(tmp_path: Path) -> None:
+    with serving(Fake(margin=0.5)) as a, serving(Fake(salt="z", margin=0.02)) as b:
+        data, _ = ab(tmp_path, "--urls", a.url, b.url, "--workload", "few-shot", *SMALL, code=1)
+    differences = data["workloads"][0]["agreement"]["differences"]
+    assert [d["margin"] for d in differences] == pytest.approx([0.5] * 9)
