@@ -155,6 +155,7 @@ def test_what_does_not_fit_is_refused(change: dict[str, object], message: str) -
     ("scale", "message"),
     [
         (0.0, "k_scale is 0.0; expected a number above 0"),
+        (float("inf"), "k_scale is inf; expected a number above 0"),
         (torch.ones(2), r"k_scale has shape \[2\] and dtype torch.float32; expected one number"),
         (torch.ones(1).half(), "k_scale has shape"),
         (torch.ones(1, device="meta"), "k_scale is on meta; expected cpu"),
@@ -172,6 +173,35 @@ def test_scales_that_do_not_fit_are_refused(scale: float | torch.Tensor, message
             torch.zeros(2, 4, 64), cache, cache, torch.zeros(2, 4).int(), torch.ones(2).int(),
             k_scale=scale,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("k_scale", "v_scale"),
+    [
+        (0.5, 3.0),
+        (torch.tensor([0.5]), 3.0),
+        (0.5, torch.tensor([3.0])),
+        (torch.tensor([0.5]), 1.0),
+    ],
+    ids=["numbers", "keys", "values", "one"],
+)
+def test_scales_on_the_host_the_device_and_on_both(
+    k_scale: float | torch.Tensor, v_scale: float | torch.Tensor
+) -> None:
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+        kv_dtype=torch.float8_e4m3fn, max_batch=2,
+    )  # fmt: skip
+    table, lens = torch.tensor([[0, 1, 2], [0, 3, 4]]).int(), torch.tensor([3, 2]).int()
+    attention.plan(forest_from_page_tables(table, lens))
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(2, 4, 64, generator=generator)
+    k, v = torch.randn(2, 9, 2, 64, generator=generator).to(torch.float8_e4m3fn)
+    out = attention.run(q, k, v, table, lens, k_scale=k_scale, v_scale=v_scale)
+    expected = reference_attention(
+        q, k[:, None], v[:, None], table, lens, k_scale=float(k_scale), v_scale=float(v_scale)
+    )
+    assert relative_error(out, expected) <= 2e-6
 
 
 def test_other_dtypes_of_the_cache_are_refused() -> None:

@@ -348,7 +348,7 @@ def test_same_batch_gives_equal_bits(device: str, policy: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_strided_caches_table_rows_and_int64_lengths(device: str) -> None:
-    """A server's layout: K and V interleaved in one buffer, requests in any rows of a table."""
+    """A server's layout: K and V in one buffer, requests in any rows, an output in wider rows."""
     batch = random_batch(17, 1, 7)
     torch.manual_seed(1)
     q = torch.randn(7, 4, 64).to(device, torch.float16)
@@ -360,10 +360,13 @@ def test_strided_caches_table_rows_and_int64_lengths(device: str) -> None:
         num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=q.dtype, device=device, max_batch=7
     )
     attention.plan(forest_from_page_tables(batch.page_table, batch.seq_lens))
+    held = torch.full((7, 6, 72), 3.0, device=device, dtype=torch.float16)
     out = attention.run(
         q, kv[:, 0], kv[:, 1], table.to(device), batch.seq_lens.long().to(device),
-        table_rows=rows.to(device),
+        table_rows=rows.to(device), out=held[:, :4, :64],
     )  # fmt: skip
+    assert (held[:, 4:] == 3.0).all()
+    assert (held[..., 64:] == 3.0).all()
     reference = reference_attention(
         q, kv[:, :1], kv[:, 1:], batch.page_table.to(device), batch.seq_lens
     )
@@ -442,6 +445,15 @@ def test_unsupported_attention_is_refused(change: dict[str, object], message: st
         ({"page_table": torch.zeros(1, 4, dtype=torch.int32)}, "a page table of 1 rows"),
         ({"seq_lens": torch.tensor([1.0, 2.0])}, "seq_lens has dtype torch.float32"),
         ({"page_table": torch.zeros(4, dtype=torch.int32)}, "page_table has shape"),
+        ({"page_table": torch.zeros(2, 4)}, "page_table has dtype torch.float32"),
+        ({"page_table": torch.zeros(2, 8).int()[:, ::2]}, "page_table has shape .* strides"),
+        ({"out": torch.zeros(2, 4, 64).half()}, "out has dtype torch.float16; expected torch.fl"),
+        ({"out": torch.zeros(2, 4, 128)[..., ::2]}, "out has stride 2 in its last dimension"),
+        ({"out": torch.zeros(3, 4, 64)}, r"out has shape \[3, 4, 64\]; expected \[2, 4, 64\]"),
+        ({"q": torch.zeros(2, 4, 64, device="meta")}, "q is on meta; expected cpu"),
+        ({"out": torch.zeros(2, 4, 64, device="meta")}, "out is on meta; expected cpu"),
+        ({"v_cache": torch.zeros(9, 2, 64, device="meta")}, "v_cache is on meta; expected cpu"),
+        ({"seq_lens": torch.ones(2, device="meta").int()}, "seq_lens is on meta; expected cpu"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(change: dict[str, torch.Tensor], message: str) -> None:
