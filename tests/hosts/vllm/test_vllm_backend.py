@@ -720,11 +720,14 @@ def test_a_fused_output_quantisation_is_the_hosts(caplog: pytest.LogCaptureFixtu
     layers = tree_layers()
     batch, cache = cached(Batch(DECODE, shared=2))
     metadata = layers.builder(make_spec()).build(0, batch.common())
-    for impl in layers.impls:
+    given = zip(
+        layers.impls, ((torch.ones(1),), ()), ({}, {"output_scale": torch.ones(1)}), strict=True
+    )
+    for impl, args, kwargs in given:
         with pytest.raises(NotImplementedError, match="fused output quantisation"):
             impl.forward(
                 None, batch.query, None, None, cache.tensor, metadata,
-                torch.zeros((5, HEADS, DIM)), torch.ones(1),
+                torch.zeros((5, HEADS, DIM)), *args, **kwargs,
             )  # fmt: skip
     assert caplog.text.count("a fused output quantisation decode through the host's own") == 1
 

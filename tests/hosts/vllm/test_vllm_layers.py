@@ -89,6 +89,17 @@ def test_a_plain_layer_of_the_hosts_own_is_taken(name: str) -> None:
     assert layer_of(init, plain, {}) == Layer(LayerShape(8, 2, 128), 0.1, 0.0, None)
 
 
+@pytest.mark.parametrize("several", ["_q_scale", "_k_scale", "_v_scale"])
+def test_scales_for_each_head_are_the_hosts(several: str) -> None:
+    layer = Layer(LayerShape(8, 2, 64), 0.1, 0.0, None, cache="fp8")
+    module = SimpleNamespace(
+        _q_scale=torch.ones(1), _k_scale=torch.ones(()), _v_scale=torch.ones(1)
+    )
+    assert layer.with_scales_of(module).reason is None
+    setattr(module, several, torch.ones(2))
+    assert layer.with_scales_of(module).reason == "scales for each head"
+
+
 def test_caches_of_other_kinds_are_refused() -> None:
     assert unsupported_spec(make_spec()) is None
     # Layers of a group differ: each layer's own specification decides. See test_vllm_hybrids.py.
