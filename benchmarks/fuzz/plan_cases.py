@@ -80,8 +80,13 @@ class PlanFuzzer:
         # only if each range is one block.
         self._decides_alike = on_gpu or setting.block_tokens >= self.limits.tokens
         self._planner = DevicePlanner(
-            self.target, self._plan, device, setting.page_size, overlapped=overlapped
-        )
+            self.target,
+            get_policy(AUTO),
+            self._plan,
+            device,
+            setting.page_size,
+            overlapped=overlapped,
+        )  # fmt: skip
 
     def batch(self, seed: int) -> RandomBatch:
         """The batch of a seed."""

@@ -18,7 +18,7 @@ from deft_backend import TreeAttention
 from deft_backend.forest import PrefixForest
 from deft_backend.planner.host import plan_forest
 from deft_backend.policies import POLICY_NAMES, Grouping, Policy, Target
-from deft_backend.policies.splitting import cut_evenly, node_ranges, query_ranges
+from deft_backend.policies.edges import cut_ranges, grouped_ranges
 from deft_backend.settings.config import Settings
 
 MOST_SCORE_BYTES = 4 << 30
@@ -57,13 +57,11 @@ class FixedDivision:
 
     name: ClassVar[str] = "fixed-division"
     several_segments: ClassVar[bool] = False
-    on_device: ClassVar[bool] = False
+    rules: ClassVar[None] = None
 
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
         """As :meth:`deft_backend.policies.Policy.group`."""
-        ranges = node_ranges(forest)
-        chunks = np.full(len(ranges.tokens), self.chunks, dtype=np.int64)
-        return cut_evenly(ranges, chunks, target.block_tokens)
+        return _even(forest, self.chunks, target, cut=True)
 
 
 @dataclass(frozen=True)
@@ -72,13 +70,22 @@ class WholeContext:
 
     name: ClassVar[str] = "whole-context"
     several_segments: ClassVar[bool] = False
-    on_device: ClassVar[bool] = False
+    rules: ClassVar[None] = None
 
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
         """As :meth:`deft_backend.policies.Policy.group`."""
-        ranges = query_ranges(forest)
-        one = np.ones(len(ranges.tokens), dtype=np.int64)
-        return cut_evenly(ranges, one, target.block_tokens)
+        return _even(forest, 1, target, cut=False)
+
+
+def _even(forest: PrefixForest, chunks: int, target: Target, *, cut: bool) -> Grouping:
+    """Nodes (`cut`) or whole contexts, each in the same number of chunks."""
+    is_leaf = forest.is_leaf
+    ranges = grouped_ranges(
+        forest.parent, forest.start, forest.length, forest.query_begin, forest.query_end, is_leaf,
+        forest.order, np.full(forest.num_nodes, cut),
+    )  # fmt: skip
+    num_chunks = np.full(len(ranges.node), chunks, dtype=np.int64)
+    return Grouping.of_single_ranges(*cut_ranges(ranges, is_leaf, num_chunks, target.block_tokens))
 
 
 class DenseMask(Method):

@@ -17,7 +17,7 @@ from deft_backend.planner import (
     plan_forest,
 )
 from deft_backend.planner.on_device import DevicePlanner
-from deft_backend.policies import Grouping, Policy, PolicyError, Target
+from deft_backend.policies import Grouping, Policy, Target
 from deft_backend.shapes.query_blocks import ONE_TOKEN, QueryBlocks
 
 
@@ -117,13 +117,8 @@ class CurrentPlan:
             If the device planner cannot follow the policy, or cannot fill the capacity.
         """
         if self._device_planner is None:
-            if not self.policy.on_device:
-                raise PolicyError(
-                    f"plans made on the device follow the policy auto, not {self.policy.name}; "
-                    "plan on the host, or choose auto"
-                )
             self._device_planner = DevicePlanner(
-                self.target, self.arrays, self._device, self._page_size,
+                self.target, self.policy, self.arrays, self._device, self._page_size,
                 overlapped=self._overlapped, interpreted=self._interpreted,
             )  # fmt: skip
         return self._device_planner

@@ -250,7 +250,7 @@ class TreeAttention:
         table_rows: torch.Tensor | None = None,
         query_tokens: int = 1,
     ) -> None:
-        """Plan a batch on the device, by launches on the current stream and the policy ``auto``.
+        """Plan a batch on the device, by launches on the current stream.
 
         The CPU waits for nothing and does not learn the plan: `last_plan` is None. A CUDA graph
         that holds these launches plans the batch of each replay.
@@ -272,7 +272,7 @@ class TreeAttention:
             If shapes, dtypes or devices do not match, or the batch is larger than `max_batch`, or
             `query_tokens` is larger than the attention's.
         PolicyError
-            If the attention's policy is not ``auto``, or its `max_batch` is too large for the
+            If the device planner does not know the policy, or its `max_batch` is too large for the
             device planner.
         """
         shape = self._shape_of(query_tokens)

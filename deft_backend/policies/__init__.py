@@ -8,7 +8,7 @@ from deft_backend.policies.fasttree import FastTree
 from deft_backend.policies.flash_decoding import FlashDecoding
 from deft_backend.policies.flashforge import FlashForge
 from deft_backend.policies.grouping import Grouping, GroupingBuilder, Segment
-from deft_backend.policies.policy import Policy, PolicyError
+from deft_backend.policies.policy import Policy, PolicyError, Rules
 from deft_backend.policies.target import Target
 from deft_backend.settings.policy_names import POLICY_NAMES
 
@@ -62,6 +62,7 @@ __all__ = [
     "GroupingBuilder",
     "Policy",
     "PolicyError",
+    "Rules",
     "Segment",
     "Target",
     "get_policy",

@@ -7,20 +7,19 @@ from typing import ClassVar
 
 import numpy as np
 
+from deft_backend.compile.host_jit import host_jit
 from deft_backend.forest import PrefixForest
-from deft_backend.policies.chunk_choice import choose_chunks
-from deft_backend.policies.grouping import Grouping
-from deft_backend.policies.makespan import kv_bytes
-from deft_backend.policies.policy import PolicyError
-from deft_backend.policies.range_choice import choose_ranges, cut_ranges
-from deft_backend.policies.splitting import check_limits
+from deft_backend.policies.chunk_choice import FloatArray, shape_of
+from deft_backend.policies.edges import ROOT, BoolArray, Int32Array, Int64Array
+from deft_backend.policies.errors import PolicyError
+from deft_backend.policies.policy import Rules, TwoRulePolicy
 from deft_backend.policies.target import Target
 from deft_backend.settings.policy_names import AUTO
 
 
 @dataclass(frozen=True)
-class Auto:
-    """KV ranges by measured cost, then even chunks that fill the GPU.
+class Auto(TwoRulePolicy):
+    """Edges by measured cost, then even chunks that fill the GPU.
 
     Two groupings are the extremes. Q-guided grouping reads each query's whole context and merges
     nothing. One group for each node reads each token once and merges most. FastTree's edge
@@ -28,57 +27,106 @@ class Auto:
     read those nodes' tokens again.
 
     `auto` makes one pass over the forest, from the root down. For each node it takes the cheaper
-    way by the cost table (:class:`~deft_backend.costs.tile_costs.TileCosts`). It then chooses one
-    chunk length for each tile shape (:mod:`~deft_backend.policies.chunk_choice`); FlashForge,
-    section 5.1, chooses one for each task. In a batch that shares nothing, each query reads its
-    whole context alone, as with `flash-decoding`. So it does in a tree whose sharing saves less
-    than the merges cost.
+    way by the cost table (:class:`~deft_backend.costs.tile_costs.TileCosts`), for all of the node's
+    children alike. It then chooses one chunk length for each tile shape
+    (:mod:`~deft_backend.policies.chunk_choice`); FlashForge, section 5.1, chooses one for each
+    task. In a batch that shares nothing, each query reads its whole context alone, as with
+    `flash-decoding`. So it does in a tree whose sharing saves less than the merges cost.
     """
 
     name: ClassVar[str] = AUTO
-    several_segments: ClassVar[bool] = False
-    on_device: ClassVar[bool] = True
 
-    def group(self, forest: PrefixForest, target: Target) -> Grouping:
-        model = target.costs
-        costs = target.tile_costs()
+    @property
+    def rules(self) -> Rules:
+        return Rules("measured", "measured")
+
+    def cut_edges(self, forest: PrefixForest, target: Target) -> BoolArray:
         tile_queries = np.array(target.single_range_tiles, dtype=np.int64)
-        if len(model.tiles.item_ns) != len(tile_queries):
+        held = len(target.costs.tiles.item_ns)
+        if held != len(tile_queries):
             raise PolicyError(
-                f"the cost table holds {len(model.tiles.item_ns)} tile shapes; expected "
-                f"{len(tile_queries)}: measure this version's kernels with `deft tune`"
+                f"the cost table holds {held} tile shapes; expected {len(tile_queries)}: measure "
+                "this version's kernels with `deft tune`"
             )
-        programs_for_batch = target.programs_for(forest.batch_size)
-        programs = np.array(programs_for_batch[: len(tile_queries)], dtype=np.int64)
-        is_leaf = forest.is_leaf
-        block = target.block_tokens
-        node, begin, end = choose_ranges(
-            forest.parent, forest.start, forest.length, forest.query_begin, forest.query_end,
-            is_leaf, tile_queries, programs, costs,
+        programs = target.programs_for(forest.batch_size)[: len(tile_queries)]
+        return measured_edges(
+            forest.parent, forest.start, forest.length,
+            (forest.query_end - forest.query_begin).astype(np.int64), forest.is_leaf, tile_queries,
+            np.array(programs, dtype=np.int64), target.tile_costs(),
         )  # fmt: skip
-        queries = (forest.query_end - forest.query_begin)[node].astype(np.int64)
-        check_limits(self.name, len(node), int(queries.sum()), target)
-        chunks = choose_chunks(
-            queries, end - begin, tile_queries, programs,
-            target.num_sms / target.num_kv_heads, costs,
-            model.transfer_ms(kv_bytes(1, target)) * 1e6, block,
-        )  # fmt: skip
-        while True:
-            query_ptr, grouped, of_request, start, stop, is_open, count = cut_ranges(
-                node, begin, end, forest.request, forest.query_begin, forest.query_end, is_leaf,
-                forest.order, tile_queries, chunks, block,
-            )  # fmt: skip
-            if len(of_request) <= target.max_groups and len(grouped) <= target.max_group_queries:
-                break
-            chunks *= 2  # the undivided ranges were within the limits
-        return Grouping(
-            query_ptr=query_ptr,
-            queries=grouped,
-            segment_ptr=np.arange(len(of_request) + 1, dtype=np.int32),
-            request=of_request,
-            start=start,
-            end=stop,
-            open=is_open,
-            attend_begin=np.zeros(len(of_request), dtype=np.int32),
-            attend_end=count,
-        )
+
+
+@host_jit
+def measured_edges(
+    parent: Int32Array,
+    start: Int32Array,
+    length: Int32Array,
+    queries: Int64Array,
+    is_leaf: BoolArray,
+    tile_queries: Int64Array,
+    programs: Int64Array,
+    costs: FloatArray,
+) -> BoolArray:
+    """[N] whether the edge from each node's parent is cut, by measured costs.
+
+    The function goes from the root down and compares two ways to read a node's tokens. Either they
+    get their own items, whose partial results must be merged. Or every item below the node reads
+    them as part of a longer range. The cheaper way for the GPU wins.
+
+    Parameters
+    ----------
+    parent, start, length, queries, is_leaf : [N]
+        As in :class:`~deft_backend.forest.PrefixForest`.
+    tile_queries, programs : [T] int64
+        Queries that each tile shape holds, ascending, and programs of each that run at once.
+    costs : [2 T + 2] float64
+        :meth:`TileCosts.as_array() <deft_backend.costs.TileCosts.as_array>`, in nanoseconds.
+    """
+    shapes = len(tile_queries)
+    nodes = len(parent)
+    token = np.empty(shapes)
+    item = np.empty(shapes)
+    leaves = np.int64(0)
+    for v in range(nodes):
+        leaves += is_leaf[v]
+    for t in range(shapes):
+        # A few requests do not fill the GPU, so each of their tokens costs the GPU more time.
+        busy = max(1, min(programs[t], leaves)) if t == 0 else programs[t]
+        item[t] = costs[t] / busy
+        token[t] = costs[shapes + t] / busy
+    partial = costs[2 * shapes]
+
+    # Time to read one token below each node: once for every tile of every child.
+    below = np.zeros(nodes)
+    own = np.empty(nodes)
+    for v in range(nodes):
+        shape = shape_of(queries[v], tile_queries)
+        tiles = (queries[v] + tile_queries[shape] - 1) // tile_queries[shape]
+        own[v] = tiles * token[shape]
+        if parent[v] != ROOT:
+            below[parent[v]] += own[v]
+
+    is_cut = np.zeros(nodes, dtype=np.bool_)
+    base = np.zeros(nodes, dtype=np.int64)  # first token of the ranges below each node
+    merged = np.zeros(nodes, dtype=np.bool_)  # whether queries have a partial result from above
+    takes = np.zeros(nodes, dtype=np.bool_)
+    for v in range(nodes):
+        begin = np.int64(0)
+        has_partials = False
+        if parent[v] != ROOT:
+            begin = base[parent[v]]
+            has_partials = merged[parent[v]]
+            is_cut[v] = takes[parent[v]]
+        base[v] = begin
+        merged[v] = has_partials
+        tokens = np.int64(start[v]) + length[v] - begin
+        if is_leaf[v] or tokens == 0:
+            continue
+        shape = shape_of(queries[v], tile_queries)
+        tiles = (queries[v] + tile_queries[shape] - 1) // tile_queries[shape]
+        results = queries[v] if has_partials else 2 * queries[v]
+        if tokens * own[v] + tiles * item[shape] + results * partial < tokens * below[v]:
+            base[v] = begin + tokens
+            merged[v] = True
+            takes[v] = True
+    return is_cut

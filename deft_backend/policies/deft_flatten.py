@@ -9,14 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from deft_backend.forest import PrefixForest
+from deft_backend.policies.edges import Int64Array
+from deft_backend.policies.errors import PolicyError, check_limits
 from deft_backend.policies.grouping import Grouping
-from deft_backend.policies.policy import PolicyError
-from deft_backend.policies.splitting import (
-    Int64Array,
-    check_limits,
-    concatenated_ranges,
-    offsets,
-)
 from deft_backend.policies.target import Target
 from deft_backend.settings.policy_names import DEFT_FLATTEN
 from deft_backend.shapes.kernel_limits import MAX_ITEM_TOKENS
@@ -50,7 +45,7 @@ class DeftFlatten:
 
     name: ClassVar[str] = DEFT_FLATTEN
     several_segments: ClassVar[bool] = True
-    on_device: ClassVar[bool] = False
+    rules: ClassVar[None] = None
 
     chunk_tokens: int = 128
 
@@ -77,6 +72,19 @@ class DeftFlatten:
                 )
 
 
+def concatenated_ranges(
+    begin: npt.NDArray[np.integer], count: npt.NDArray[np.integer]
+) -> Int64Array:
+    """``begin[0], begin[0] + 1, …`` (``count[0]`` numbers), then likewise for each other
+    element."""
+    count = count.astype(np.int64)
+    first = np.cumsum(count) - count
+    values: Int64Array = np.arange(int(count.sum()), dtype=np.int64) + np.repeat(
+        begin - first, count
+    )
+    return values
+
+
 def _flatten(forest: PrefixForest, chunk: int) -> Grouping:
     """Slice the flattened tree into chunks of `chunk` tokens (DeFT, Algorithm 3: Slice)."""
     node, begin, end, block = _slices(forest, chunk)
@@ -95,7 +103,7 @@ def _flatten(forest: PrefixForest, chunk: int) -> Grouping:
 
     owner = np.repeat(np.arange(len(first)), np.diff(segment_ptr))
     return Grouping(
-        query_ptr=offsets(query_to - query_from),
+        query_ptr=np.append(0, np.cumsum(query_to - query_from)).astype(np.int32),
         queries=forest.order[concatenated_ranges(query_from, query_to - query_from)],
         segment_ptr=segment_ptr,
         request=forest.request[node],

@@ -5,21 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
 from deft_backend.forest import PrefixForest
-from deft_backend.policies.grouping import Grouping
-from deft_backend.policies.policy import PolicyError
-from deft_backend.policies.splitting import chunks_by, cut_by, fit_chunk_tokens, node_ranges
+from deft_backend.policies.edges import BoolArray
+from deft_backend.policies.errors import PolicyError
+from deft_backend.policies.policy import Rules, TwoRulePolicy
 from deft_backend.policies.target import Target
 from deft_backend.settings.policy_names import DEFT_NODE_CHUNK
 
 
 @dataclass(frozen=True)
-class DeftNodeChunk:
-    """DeFT-Node-Chunk (DeFT, section 3.3): nodes cut into chunks of at most `chunk_tokens`.
+class DeftNodeChunk(TwoRulePolicy):
+    """DeFT-Node-Chunk (DeFT, section 3.3): every edge is cut, and nodes into even chunks.
 
     The number of QKV groups is ``k = sum_i ceil(n_i / b_s)`` (Table 12), ``b_s`` being
     `chunk_tokens`. Short nodes still make short groups. If the plan cannot hold that many groups,
-    the chunks become longer.
+    the chunks are 2, 4, 8, … times as long.
 
     Attributes
     ----------
@@ -28,8 +30,6 @@ class DeftNodeChunk:
     """
 
     name: ClassVar[str] = DEFT_NODE_CHUNK
-    several_segments: ClassVar[bool] = False
-    on_device: ClassVar[bool] = False
 
     chunk_tokens: int = 128
 
@@ -37,15 +37,9 @@ class DeftNodeChunk:
         if self.chunk_tokens < 1:
             raise PolicyError(f"chunk_tokens is {self.chunk_tokens}; expected at least 1")
 
-    def group(self, forest: PrefixForest, target: Target) -> Grouping:
-        ranges = node_ranges(forest)
-        num_chunks = chunks_by(ranges.tokens, self.chunk_tokens)
-        chunk = self.chunk_tokens
-        if (
-            num_chunks.sum() > target.max_groups
-            or (num_chunks * ranges.num_queries).sum() > target.max_group_queries
-        ):
-            chunk = fit_chunk_tokens(
-                self.name, ranges, target, fill_programs=False, minimum=self.chunk_tokens
-            )
-        return cut_by(ranges, chunk)
+    @property
+    def rules(self) -> Rules:
+        return Rules("all", "fixed", self.chunk_tokens)
+
+    def cut_edges(self, forest: PrefixForest, target: Target) -> BoolArray:
+        return np.ones(forest.num_nodes, dtype=bool)

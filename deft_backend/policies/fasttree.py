@@ -2,44 +2,85 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from deft_backend.compile.host_jit import host_jit
 from deft_backend.costs.cost_model import FastTreeCoefficients
-from deft_backend.costs.fasttree_costs import FastTreeCosts
-from deft_backend.forest import VIRTUAL_ROOT, PrefixForest
-from deft_backend.policies.grouping import Grouping
-from deft_backend.policies.splitting import (
-    KVRanges,
-    chunks_by,
-    concatenated_ranges,
-    cut_evenly,
-    fit_chunk_tokens,
-    offsets,
-)
+from deft_backend.forest import PrefixForest
+from deft_backend.policies.edges import ROOT, BoolArray, Int32Array, Int64Array
+from deft_backend.policies.policy import Rules, TwoRulePolicy
 from deft_backend.policies.target import Target
 from deft_backend.settings.policy_names import FASTTREE
 
+WEIGHT_UNIT = 10_000
+"""Weights are whole multiples of 1 / WEIGHT_UNIT, so that both planners compare exact integers."""
+
+
+class EdgeCosts(NamedTuple):
+    """FastTree's cost equations of an edge ``v -> l`` (cost-based greedy heuristic).
+
+    ::
+
+        Pad(TS, N)  = TS - ((N - 1) % TS + 1)
+        C_P(nQ, len) = alpha · Pad(TS_q, nQ) · len + beta · nQ · max(0, TS_c - len)
+        SplitKVCost  = C_P(nQ_curr, len_v) + C_P(nQ_l, len_l) + gamma · nQ_l
+        SplitQCost   = C_P(nQ_curr - nQ_l, len_v) + C_P(nQ_l, len_v + len_l)
+
+    The paper multiplies every term by ``d``, which decides nothing. In `C_P`, ``nQ`` counts query
+    vectors, `vectors` for each query; ``gamma`` multiplies queries, as in the published artifact.
+
+    Attributes
+    ----------
+    alpha, beta, gamma : int
+        Weights, in units of 1 / WEIGHT_UNIT.
+    vectors : int
+        Query vectors of a query.
+    tile_rows, tile_tokens : [T] int64
+        ``TS_q`` in query vectors and ``TS_c`` of each phase, ascending (multi-phase tiling). A
+        group is in the first phase whose query tile holds it, or in the last.
+    """
+
+    alpha: int
+    beta: int
+    gamma: int
+    vectors: int
+    tile_rows: Int64Array
+    tile_tokens: Int64Array
+
+    @classmethod
+    def of(cls, coefficients: FastTreeCoefficients, target: Target) -> EdgeCosts:
+        """The equations on the tiles of the target's kernels."""
+        alpha, beta, gamma = (
+            round(weight * WEIGHT_UNIT)
+            for weight in (coefficients.alpha, coefficients.beta, coefficients.gamma)
+        )
+        phases = [
+            (height, block)
+            for height, block, segments in zip(
+                target.tile_heights, target.tile_blocks, target.tile_segments, strict=True
+            )
+            if segments == 1
+        ]
+        rows, tokens = np.array(phases, dtype=np.int64).T
+        return cls(alpha, beta, gamma, target.query_vectors, rows.copy(), tokens.copy())
+
 
 @dataclass(frozen=True)
-class FastTree:
+class FastTree(TwoRulePolicy):
     """FastTree's context-query grouping as a binary edge assignment.
 
     Every edge ``v -> l`` gets 0 or 1. With 0 (*split KV*), parent and child are two groups, and the
     child's queries have one more partial result. With 1 (*split Q*), the child's queries leave the
     parent's group. They attend to the parent's context concatenated with the child's. A
-    breadth-first search takes the cheaper choice for each edge; see :class:`FastTreeCosts` for the
-    equations. The parent's context grows by concatenation on the way down. The nodes of a path
-    follow one another in the page-table rows of its queries, so a concatenated context is one KV
-    range.
+    breadth-first search takes the cheaper choice for each edge; see :class:`EdgeCosts`. The nodes
+    of a path follow one another in the page-table rows of its queries, so a concatenated context is
+    one KV range.
 
-    *Long-context splitting*: the policy then cuts contexts until no thread block is idle and no
-    context outlasts the others. *Multi-phase tiling*: a group's phase is the smallest query tile
-    that holds it.
+    *Long-context splitting*: contexts are cut until no thread block is idle and no context outlasts
+    the others. *Multi-phase tiling*: a group's phase is the smallest query tile that holds it.
 
     Attributes
     ----------
@@ -48,104 +89,66 @@ class FastTree:
     """
 
     name: ClassVar[str] = FASTTREE
-    several_segments: ClassVar[bool] = False
-    on_device: ClassVar[bool] = False
 
     coefficients: FastTreeCoefficients | None = None
 
-    def group(self, forest: PrefixForest, target: Target) -> Grouping:
-        ranges = assigned_ranges(forest, self.assign_edges(forest, target))
-        chunk = fit_chunk_tokens(self.name, ranges, target, fill_programs=True)
-        return cut_evenly(ranges, chunks_by(ranges.tokens, chunk), target.block_tokens)
+    @property
+    def rules(self) -> Rules:
+        return Rules("greedy", "filling")
 
-    def assign_edges(self, forest: PrefixForest, target: Target) -> npt.NDArray[np.bool_]:
-        """The greedy search (FastTree, cost-based greedy heuristic).
-
-        Returns
-        -------
-        [N] bool
-            For each node the value of the edge from its parent; False for roots.
-        """
-        coefficients = self.coefficients or target.costs.fasttree
-        costs = edge_costs(coefficients, target)
-        children = forest.children
-        queries = forest.num_queries.tolist()
-        context = forest.length.tolist()  # grows by concatenation
-        assigned = np.zeros(forest.num_nodes, dtype=bool)
-        frontier = deque(np.flatnonzero(forest.parent == VIRTUAL_ROOT).tolist())
-        while frontier:
-            node = frontier.popleft()
-            remaining, length = queries[node], context[node]
-            for child in children[node]:
-                edge = (remaining, queries[child], length, context[child])
-                if costs.split_kv(*edge) > costs.split_q(*edge):
-                    assigned[child] = True
-                    remaining -= queries[child]
-                    context[child] += length
-                frontier.append(child)
-        return assigned
+    def cut_edges(self, forest: PrefixForest, target: Target) -> BoolArray:
+        costs = EdgeCosts.of(self.coefficients or target.costs.fasttree, target)
+        queries = forest.num_queries.astype(np.int64)
+        return search_edges(forest.parent, forest.length, queries, costs)
 
 
-def edge_costs(coefficients: FastTreeCoefficients, target: Target) -> FastTreeCosts:
-    """FastTree's cost equations on the tiles that the target's kernels offer."""
-    phases = tuple((rows, target.block_tokens) for rows in sorted(set(target.tile_heights)))
-    return FastTreeCosts(coefficients, phases, target.head_dim, target.query_vectors)
+@host_jit
+def search_edges(
+    parent: Int32Array, length: Int32Array, queries: Int64Array, costs: EdgeCosts
+) -> BoolArray:
+    """The greedy search: [N] whether the edge from each node's parent is cut (value 0).
 
-
-def assigned_ranges(forest: PrefixForest, assigned: npt.NDArray[np.bool_]) -> KVRanges:
-    """Context-query groups of an edge assignment.
-
-    Parameters
-    ----------
-    forest : PrefixForest
-    assigned : [N] bool
-        Value of the edge from each node's parent; True concatenates.
-
-    Returns
-    -------
-    KVRanges
-        One range for each node that any query still attends to as its own group.
+    A node's edge depends on its parent's context and on the siblings before it. In depth-first
+    order both are known, so one pass finds what a breadth-first search finds.
     """
-    batch, nodes = forest.batch_size, forest.num_nodes
-    start = forest.start.copy()
-    for node in np.flatnonzero(assigned).tolist():  # depth-first order: parents come first
-        start[node] = start[forest.parent[node]]
+    nodes = len(parent)
+    is_cut = np.ones(nodes, dtype=np.bool_)
+    remaining = queries.copy()
+    context = np.empty(nodes, dtype=np.int64)  # grows by concatenation
+    for child in range(nodes):
+        context[child] = length[child]
+        node = parent[child]
+        if node == ROOT:
+            continue
+        held = queries[child]
+        split_kv = costs.gamma * held + _padding(remaining[node], context[node], costs)
+        split_kv += _padding(held, context[child], costs)
+        split_q = _padding(remaining[node] - held, context[node], costs)
+        split_q += _padding(held, context[node] + context[child], costs)
+        if split_kv > split_q:
+            is_cut[child] = False
+            remaining[node] -= held
+            context[child] += context[node]
+    # An empty leaf that stays alone with its parent needs no group: the parent's ends where the
+    # query's context ends. As its leaf, the parent's group grows with it.
+    for child in range(nodes):
+        node = parent[child]
+        if node != ROOT and length[child] == 0 and is_cut[child] and remaining[node] == 1:
+            is_cut[child] = False
+    return is_cut
 
-    # Mark the queries that each node's group keeps: the node's, without those of concatenated
-    # children. The marks are flat over (node, query) pairs: a node's queries are a range of the
-    # forest order.
-    count = forest.num_queries.astype(np.int64)
-    pair_of = np.cumsum(count) - count
-    position = concatenated_ranges(forest.query_begin, count)
-    keeps = np.ones(len(position), dtype=bool)
-    child = np.flatnonzero(assigned)
-    parent = forest.parent[child]
-    first = pair_of[parent] + forest.query_begin[child] - forest.query_begin[parent]
-    keeps[concatenated_ranges(first, count[child])] = False
 
-    owner = np.repeat(np.arange(nodes), count)[keeps]
-    queries = forest.order[position[keeps]]
-    kept = np.bincount(owner, minlength=nodes)
-    of_request = forest.request.copy()
-    is_open = forest.is_leaf.copy()
-
-    # An empty leaf behind a group of the same single query needs no group of its own. That group
-    # ends where the query's context ends, and grows with it.
-    first_kept = np.cumsum(kept) - kept
-    for leaf in np.flatnonzero(forest.is_leaf & (forest.length == 0) & ~assigned).tolist():
-        parent_ = int(forest.parent[leaf])
-        if parent_ != VIRTUAL_ROOT and kept[parent_] == 1:
-            of_request[parent_] = queries[first_kept[parent_]]
-            is_open[parent_] = True
-            kept[leaf] = 0
-    alive = kept > 0
-    queries = queries[alive[owner]]
-    assert batch == 0 or alive.any()
-    return KVRanges(
-        request=of_request[alive],
-        start=start[alive],
-        end=forest.end[alive],
-        open=is_open[alive],
-        query_ptr=offsets(kept[alive]),
-        queries=queries,
-    )
+@host_jit
+def _padding(queries: int, context: int, costs: EdgeCosts) -> int:
+    """``C_P``; 0 without queries or without context."""
+    if queries == 0 or context == 0:
+        return 0
+    rows = queries * costs.vectors
+    phase = 0
+    while phase + 1 < len(costs.tile_rows) and costs.tile_rows[phase] < rows:
+        phase += 1
+    tile = costs.tile_rows[phase]
+    of_queries = costs.alpha * ((tile - rows % tile) % tile) * context
+    short = max(np.int64(0), costs.tile_tokens[phase] - context)
+    total: int = of_queries + costs.beta * rows * short
+    return total

@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
 from deft_backend.forest import PrefixForest
-from deft_backend.policies.grouping import Grouping
-from deft_backend.policies.splitting import chunks_by, cut_evenly, fit_chunk_tokens, query_ranges
+from deft_backend.policies.edges import BoolArray
+from deft_backend.policies.policy import Rules, TwoRulePolicy
 from deft_backend.policies.target import Target
 from deft_backend.settings.policy_names import FLASH_DECODING
 
 
 @dataclass(frozen=True)
-class FlashDecoding:
-    """Q-guided grouping (DeFT, section 3.3; Flash-Decoding).
+class FlashDecoding(TwoRulePolicy):
+    """Q-guided grouping (DeFT, section 3.3; Flash-Decoding): no edge is cut.
 
     The policy groups each query with its whole context. So the kernels read a shared prefix once
     for every query: KV IO is ``2 · d_head · sum_i N_i`` (DeFT, Table 12). Contexts are split
@@ -22,10 +24,10 @@ class FlashDecoding:
     """
 
     name: ClassVar[str] = FLASH_DECODING
-    several_segments: ClassVar[bool] = False
-    on_device: ClassVar[bool] = False
 
-    def group(self, forest: PrefixForest, target: Target) -> Grouping:
-        ranges = query_ranges(forest)
-        chunk = fit_chunk_tokens(self.name, ranges, target, fill_programs=True)
-        return cut_evenly(ranges, chunks_by(ranges.tokens, chunk), target.block_tokens)
+    @property
+    def rules(self) -> Rules:
+        return Rules("none", "filling")
+
+    def cut_edges(self, forest: PrefixForest, target: Target) -> BoolArray:
+        return np.zeros(forest.num_nodes, dtype=bool)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from deft_backend.costs.cost_model import SMALLEST_MS, FloatArray
+from deft_backend.policies.edges import Int64Array
+from deft_backend.policies.errors import PolicyError
 from deft_backend.policies.grouping import Grouping
-from deft_backend.policies.policy import PolicyError
-from deft_backend.policies.splitting import Int64Array, group_tiles
 from deft_backend.policies.target import Target
 
 
@@ -57,6 +57,17 @@ def longest_first(cost_ms: FloatArray, num_programs: int) -> Schedule:
         longest = max(longest, busy + cost)
     program[order] = placed
     return Schedule(order, program, longest)
+
+
+def group_tiles(grouping: Grouping, target: Target) -> Int64Array:
+    """[G] query tiles of each group, each of which loads the group's KV once.
+
+    Groups that need spans have masked tiles.
+    """
+    queries = grouping.num_queries().astype(np.int64)
+    held = np.where(grouping.several_ranges, target.tile_queries[-1], target.largest_tile)
+    tiles: Int64Array = -(-queries // np.maximum(1, held))
+    return tiles
 
 
 def item_costs(grouping: Grouping, target: Target) -> tuple[Int64Array, FloatArray]:

@@ -1,16 +1,40 @@
-"""The role of a policy, and the error that policies raise."""
+"""The role of a policy, its two rules, and the error that policies raise."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple, Protocol
 
 from deft_backend.forest import PrefixForest
+from deft_backend.policies.chunk_choice import (
+    CHUNK_RULES,
+    choose_chunks,
+    divided,
+    limits_of,
+    machine_of,
+)
+from deft_backend.policies.edges import BoolArray, cut_ranges, grouped_ranges
+from deft_backend.policies.errors import PolicyError, check_limits
 from deft_backend.policies.grouping import Grouping
 from deft_backend.policies.target import Target
 
 
-class PolicyError(ValueError):
-    """The policy is unknown, or it cannot work with the given parameters."""
+class Rules(NamedTuple):
+    """A policy's two rules, by the names under which the device planner knows them.
+
+    Attributes
+    ----------
+    edges : str
+        Which edges are cut: ``none``, ``all``, ``greedy`` (FastTree) or ``measured`` (`auto`).
+    chunks : str
+        One of :data:`~deft_backend.policies.chunk_choice.CHUNK_RULES`.
+    chunk_tokens : int
+        Tokens of a chunk, for the rule ``fixed``.
+    """
+
+    edges: str
+    chunks: str
+    chunk_tokens: int = 0
 
 
 class Policy(Protocol):
@@ -27,8 +51,8 @@ class Policy(Protocol):
         ...
 
     @property
-    def on_device(self) -> bool:
-        """Whether the device planner can follow this policy."""
+    def rules(self) -> Rules | None:
+        """What the device planner follows; None if only the host planner follows this policy."""
         ...
 
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
@@ -39,3 +63,48 @@ class Policy(Protocol):
         segment of no tokens for the same reason.
         """
         ...
+
+
+class TwoRulePolicy(ABC):
+    """A policy that is two decisions: which edges of the forest are cut, and how long chunks are.
+
+    An edge leads from a node to its child. If it is cut, the two are groups of their own, and the
+    child's queries have one more partial result (KV-guided grouping, DeFT section 3.3). If it is
+    not cut, the child's queries leave the node's group and read the node's tokens with their own
+    (FastTree: edge assignment). :mod:`~deft_backend.policies.edges` turns edges into KV ranges.
+    Then :mod:`~deft_backend.policies.chunk_choice` cuts the ranges of each tile shape into chunks.
+    The device planner has the same two rules under the same names.
+    """
+
+    name: ClassVar[str]
+    several_segments: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def rules(self) -> Rules: ...
+
+    @abstractmethod
+    def cut_edges(self, forest: PrefixForest, target: Target) -> BoolArray:
+        """[N] for each node, whether the edge from its parent is cut. Roots have no such edge."""
+
+    def group(self, forest: PrefixForest, target: Target) -> Grouping:
+        rules = self.rules
+        is_leaf = forest.is_leaf
+        ranges = grouped_ranges(
+            forest.parent, forest.start, forest.length, forest.query_begin, forest.query_end,
+            is_leaf, forest.order, self.cut_edges(forest, target),
+        )  # fmt: skip
+        pairs = int(ranges.queries.sum())
+        check_limits(self.name, len(ranges.node), pairs, target)
+        machine = machine_of(target, forest.batch_size)
+        tokens = ranges.end - ranges.begin
+        rule, unit = CHUNK_RULES.index(rules.chunks), rules.chunk_tokens or target.block_tokens
+        chunks = choose_chunks(
+            rule, rules.chunk_tokens, ranges.queries, tokens, machine,
+            limits_of(target, len(ranges.node), pairs),
+        )  # fmt: skip
+        num_chunks = divided(rule, ranges.queries, tokens, machine, chunks)
+        return Grouping.of_single_ranges(*cut_ranges(ranges, is_leaf, num_chunks, unit))
+
+
+__all__ = ["Policy", "PolicyError", "Rules", "TwoRulePolicy"]

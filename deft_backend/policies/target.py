@@ -36,7 +36,9 @@ class Target:
     tile_segments : tuple of int
         Most segments of one item, by tile shape.
     block_tokens : int
-        Tokens of a KV block.
+        Tokens of a KV block, in which chunks are counted.
+    tile_blocks : tuple of int
+        Tokens that the kernel of each tile shape reads at a time.
     max_groups, max_group_queries : int
         Most groups and most (group, query) pairs that the plan's arrays can hold.
     query_tokens, query_blocks : int
@@ -57,6 +59,7 @@ class Target:
     num_sms: int = 132
     tile_segments: tuple[int, ...] = TILE_SEGMENTS
     block_tokens: int = 64
+    tile_blocks: tuple[int, ...] = (16, 64, 64)
     max_groups: int = 1 << 30
     max_group_queries: int = 1 << 30
     query_tokens: int = 1
@@ -101,6 +104,21 @@ class Target:
         costs = self.costs.tiles.as_array()
         costs[-2] = self.partial_ns
         return costs
+
+    @cached_property
+    def transfer_ns(self) -> float:
+        """Time in which the GPU's memory delivers one token of all KV heads."""
+        token = 2 * self.head_dim * self.dtype_bytes * self.num_kv_heads
+        return self.costs.transfer_ms(token) * 1e6
+
+    def estimates(self) -> npt.NDArray[np.float64]:
+        """[T, K] nanoseconds of an item of each single-segment tile shape, by profiled length.
+
+        A tile computes all of its query vectors, so its height is FlashForge's ``n_q``.
+        """
+        single = zip(self.tile_heights, self.tile_segments, strict=True)
+        heights = [[height] for height, segments in single if segments == 1]
+        return self.costs.time(np.array(heights), self.costs.tokens) * 1e6
 
     @cached_property
     def single_range_tiles(self) -> tuple[int, ...]:

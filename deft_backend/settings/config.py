@@ -161,8 +161,9 @@ VARIABLES: tuple[Variable, ...] = (
         "one of " + ", ".join(PLANNERS),
         "Which planner makes the plans. `host`: on the CPU, when the batch's composition changes; "
         "vLLM offers it without a GPU only. `device`: on the GPU, in every step, inside the "
-        "step's CUDA graph, with the policy `auto` only. `auto`: with the policy `auto`, the "
-        "device planner on Hopper GPUs and in every vLLM server; otherwise the host planner.",
+        "step's CUDA graph, with every policy but `deft-flatten`. `auto`: the device planner on "
+        "Hopper GPUs and in every vLLM server, unless the policy is `deft-flatten`; otherwise the "
+        "host planner.",
     ),
     Variable(
         "DEFT_MIN_SHARE",

@@ -236,8 +236,8 @@ def test_tables_name_the_cache_where_it_differs_from_the_queries() -> None:
         (["--policy", "best"], r"no policy 'best'; expected one of"),
         (["--planner", "gpu"], r"--planner is 'gpu'; expected one of host, device"),
         (
-            ["--planner", "device", "--policy", "deft-node"],
-            r"policy is deft-node, but the device planner supports only auto",
+            ["--planner", "device", "--policy", "deft-flatten"],
+            r"the device planner does not know the policy deft-flatten",
         ),
         (["--planner", "device", "--phases"], r"--phases needs plans of the host planner"),
         (["--peers", "fa4"], r"--peers is 'fa4'; expected one of flashinfer, cascade, fa3, flash-"),

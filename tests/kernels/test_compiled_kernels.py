@@ -26,7 +26,7 @@ from deft_backend.kernels.launches import Kind, Launch, launches_of
 from deft_backend.planner import DevicePlan, PlanCapacity
 from deft_backend.planner.device_plan import ItemArrays, ReduceArrays
 from deft_backend.planner.on_device import SIZES, DevicePlanner
-from deft_backend.policies import Target
+from deft_backend.policies import Target, get_policy
 from deft_backend.shapes.query_blocks import QueryBlocks
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -373,8 +373,19 @@ def test_kernels_on_ampere() -> None:
         assert found.fit(8) >= tile.programs // SMS, (first.kernel._name, found)
 
 
-@pytest.mark.parametrize("batch", SIZES)
-def test_the_device_planner_on_hopper(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+OF_POLICIES = ("choose_ranges", "assign_edges", "price_chunks", "measure_ranges")
+"""Kernels of the device planner whose code depends on the policy."""
+
+
+@pytest.mark.parametrize(
+    ("policy", "batch"),
+    [("auto", size) for size in SIZES]
+    + [(n, SIZES[-1]) for n in ("flash-decoding", "deft-node-chunk", "fasttree", "flashforge")]
+    + [("fasttree", size) for size in SIZES[:-1]],
+)
+def test_the_device_planner_on_hopper(
+    policy: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every size of batch, without spills."""
     found: dict[str, Resources] = {}
 
@@ -383,6 +394,8 @@ def test_the_device_planner_on_hopper(batch: int, monkeypatch: pytest.MonkeyPatc
     ) -> None:
         for name in ("variant", "aligned", "interpreted"):
             del options[name]
+        if policy != "auto" and kernel._name not in OF_POLICIES:
+            return
         names = [n for n in kernel._compiled.arg_names if n not in constants]
         given = kernel.named(arguments)
         types = {n: type_of(value) for n, value in zip(names, given, strict=True)}
@@ -390,12 +403,12 @@ def test_the_device_planner_on_hopper(batch: int, monkeypatch: pytest.MonkeyPatc
 
     cpu = torch.device("cpu")
     plan = DevicePlan(PlanCapacity.for_batch(batch), cpu)
-    planner = DevicePlanner(Target(32, 8, 128), plan, cpu, 1, overlapped=True)
+    planner = DevicePlanner(Target(32, 8, 128), get_policy(policy), plan, cpu, 1, overlapped=True)
     planner._interpreted = False
     monkeypatch.setattr(Kernel, "launch", compile_it)
     rows = torch.arange(batch)
     planner.plan(torch.zeros((batch, 64), dtype=torch.int32), rows, torch.ones_like(rows))
-    assert len(found) == 7
+    assert len(found) == (7 if policy == "auto" else 3)
     for name, taken in found.items():
         # Triton 3.9 packs four booleans through the stack once in a program. That is no spill.
         packs_booleans = triton.__version__.startswith("3.9.") and name == "find_nodes"
@@ -406,7 +419,8 @@ def test_the_device_planner_on_hopper(batch: int, monkeypatch: pytest.MonkeyPatc
 def type_of(argument: Any) -> Any:
     """Of a launch's argument."""
     if isinstance(argument, tuple):
-        return type(argument)(*map(type_of, argument))
+        types = tuple(map(type_of, argument))
+        return types if type(argument) is tuple else type(argument)(*types)
     if isinstance(argument, torch.Tensor):
         return {torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32"}[argument.dtype]
     return "fp32" if isinstance(argument, float) else "i32"

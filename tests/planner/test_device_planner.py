@@ -15,15 +15,18 @@ from test_planner import check_plan
 
 from deft_backend import TreeAttention
 from deft_backend.attention import AttentionError
+from deft_backend.costs import FastTreeCoefficients
 from deft_backend.forest import PrefixForest, build_forest
 from deft_backend.planner import DevicePlan, Plan, PlanCapacity, plan_forest
 from deft_backend.planner.on_device import DevicePlanner, largest_batch
 from deft_backend.planner.on_device.program_work import ProgramWork
-from deft_backend.policies import Auto, PolicyError, Target
+from deft_backend.policies import POLICIES, Auto, FastTree, Policy, PolicyError, Target
+from deft_backend.policies.makespan import longest_first
 from deft_backend.shapes.kernel_limits import MAX_MERGED
 from strategies import GROWTH, Batch, batches, regular_forest, targets
 
 CPU = torch.device("cpu")
+AUTO = Auto()
 TARGET = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, block_tokens=16)
 
 
@@ -33,10 +36,11 @@ def planner_for(
     page_size: int,
     capacity: PlanCapacity | None = None,
     device: torch.device = CPU,
+    policy: Policy = AUTO,
 ) -> tuple[DevicePlanner, DevicePlan]:
     plan = DevicePlan(capacity or PlanCapacity.for_batch(batch), device)
     overlapped = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return DevicePlanner(target, plan, device, page_size, overlapped=overlapped), plan
+    return DevicePlanner(target, policy, plan, device, page_size, overlapped=overlapped), plan
 
 
 def read(plan: DevicePlan) -> Plan:
@@ -66,9 +70,10 @@ def plan_of(
     target: Target = TARGET,
     capacity: PlanCapacity | None = None,
     device: torch.device = CPU,
+    policy: Policy = AUTO,
 ) -> Plan:
     requests = len(batch.seq_lens)
-    planner, plan = planner_for(target, max(1, requests), batch.page_size, capacity, device)
+    planner, plan = planner_for(target, max(1, requests), batch.page_size, capacity, device, policy)
     for tensor in plan["segment_request"], plan["entry_slot"], plan["item_query_ptr"]:
         tensor.fill_(-(1 << 20))  # any earlier content
     tables = torch.from_numpy(np.ascontiguousarray(batch.page_tables))
@@ -166,10 +171,8 @@ def test_leaves_merge_as_many_results_as_the_hosts_do() -> None:
     assert sorted(device.reduce_query.tolist()) == host.reduce_query.tolist() == expected
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_with_a_gpus_candidates_chunks_are_the_hosts_too(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def all_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     """All chunk lengths that a GPU prices, like the host planner; the interpreter prices four."""
     interpreted = ProgramWork.interpreted
 
@@ -177,6 +180,113 @@ def test_with_a_gpus_candidates_chunks_are_the_hosts_too(
         return replace(interpreted(size), candidates=ProgramWork.on_gpu(size).candidates)
 
     monkeypatch.setattr(ProgramWork, "interpreted", classmethod(as_on_a_gpu))
+
+
+def random_batch(seed: int, requests: int, depths: list[int], private: int = 1500) -> Batch:
+    """Neighbours share random depths; some requests end where they part from the next one."""
+    random = np.random.default_rng(seed)
+    shared = random.choice(depths, size=requests - 1)
+    longest = np.maximum(np.append(shared, 0), np.append(0, shared))
+    lens = longest + random.integers(0, private, size=requests) * random.integers(0, 5, requests)
+    batch = batch_of(build_forest(np.arange(requests), shared, np.maximum(lens, 1)), seed)
+    # Both planners then keep the order of the rows: FastTree's search depends on it.
+    rows = zip(batch.page_tables.tolist(), batch.seq_lens.tolist(), strict=True)
+    tables, lengths = zip(*sorted(rows, key=lambda row: row[0][: row[1]]), strict=True)
+    return Batch(np.array(tables, np.int32), np.array(lengths, np.int32), 1)
+
+
+ON_DEVICE = [name for name, policy in POLICIES.items() if policy.rules is not None]
+
+
+def makespan_of(plan: Plan, batch: Batch, target: Target) -> float:
+    """Least time of the plan's items on each tile shape's programs, by the tile's ``C_est``."""
+    end = np.where(plan.segment_end < 0, batch.seq_lens[plan.segment_request], plan.segment_end)
+    tokens = end - plan.segment_start
+    large = np.arange(len(tokens)) < plan.tile_ptr[1]
+    total = 0.0
+    for shape, mine in enumerate((~large, large)):
+        slices = target.costs.time(target.tile_heights[shape], tokens[mine])
+        if len(slices):
+            total += longest_first(slices, target.tile_programs[shape]).makespan_ms
+    return total
+
+
+@pytest.mark.usefixtures("all_candidates")
+@pytest.mark.parametrize("name", ON_DEVICE)
+@pytest.mark.parametrize("seed", range(6))
+def test_the_host_planner_decides_the_same_by_every_policy(name: str, seed: int) -> None:
+    """Plans are equal item by item. FlashForge's costs are float32 on the device: makespans are."""
+    batch = random_batch(seed, 3 + 7 * seed, [0, 16, 96, 100, 400, 3000, 9000])
+    requests = len(batch.seq_lens)
+    heads = [(32, 8), (32, 32), (16, 1)][seed % 3]
+    target = Target(*heads, head_dim=128)
+    capacity = PlanCapacity.for_batch(64, 2000)
+    policy = POLICIES[name]
+    host, _ = plan_forest(batch.forest(), policy, target, capacity)
+    device = plan_of(batch, target, capacity, policy=policy)
+    check_plan(batch, device, target, np.zeros(requests, dtype=np.int32))
+    if name == "flashforge":
+        expected = makespan_of(host, batch, target)
+        assert makespan_of(device, batch, target) == pytest.approx(expected, rel=0.01)
+        return
+    assert items_of(device) == items_of(host)
+    assert device.tile_ptr.tolist() == host.tile_ptr.tolist()
+    assert device.num_partials == host.num_partials
+    assert sorted(device.reduce_query.tolist()) == host.reduce_query.tolist()
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    batch=batches(max_requests=12).filter(lambda b: len(b.seq_lens) > 0), target=targets,
+    name=st.sampled_from(ON_DEVICE), weights=st.tuples(*[st.sampled_from([0.0, 0.1, 5.0])] * 3),
+)  # fmt: skip
+def test_every_policys_plan_attends_to_every_token_once(
+    batch: Batch, target: Target, name: str, weights: tuple[float, float, float]
+) -> None:
+    policy = POLICIES[name]
+    if name == "fasttree":
+        policy = FastTree(FastTreeCoefficients(*weights))
+    plan = plan_of(batch, target, policy=policy)
+    check_plan(batch, plan, target, np.zeros(len(batch.seq_lens), dtype=np.int32))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=st.integers(0, 1 << 20), requests=st.integers(2, 30),
+    weights=st.tuples(*[st.sampled_from([0.1, 0.33, 0.66, 5.0, 60.0])] * 3),
+    heads=st.sampled_from([(32, 32), (32, 8), (16, 1)]),
+)  # fmt: skip
+def test_fasttrees_search_is_the_hosts(
+    seed: int, requests: int, weights: tuple[float, float, float], heads: tuple[int, int]
+) -> None:
+    batch = random_batch(seed, requests, [0, 3, 8, 16, 33, 96, 400], private=40)
+    policy = FastTree(FastTreeCoefficients(*weights))
+    # One KV block holds every range, so only the edges decide.
+    target = Target(*heads, head_dim=128, block_tokens=32_768)
+    capacity = PlanCapacity.for_batch(64, 2000)
+    host, _ = plan_forest(batch.forest(), policy, target, capacity)
+    device = plan_of(batch, target, capacity, policy=policy)
+    assert items_of(device) == items_of(host)
+    assert device.num_partials == host.num_partials
+
+
+@pytest.mark.usefixtures("all_candidates")
+@pytest.mark.parametrize("name", ["deft-node", "deft-node-chunk", "fasttree"])
+def test_a_policy_that_does_not_fit_reads_whole_contexts(name: str) -> None:
+    """As on the host, where the planner then plans flash-decoding."""
+    levels = np.arange(1, 24) * 100
+    batch = batch_of(build_forest(np.arange(24), levels, np.append(levels, 23 * 100) + 30))
+    policy = POLICIES[name] if name != "fasttree" else FastTree(FastTreeCoefficients(0, 0, 0))
+    capacity = PlanCapacity(24, 200, 60, 200)
+    plan = plan_of(batch, TARGET, capacity, policy=policy)
+    check_plan(batch, plan, TARGET, np.zeros(24, dtype=np.int32))
+    assert set(np.diff(plan.item_query_ptr).tolist()) == {1}
+    assert len(plan.entry_query) <= capacity.max_entries
+
+
+@pytest.mark.usefixtures("all_candidates")
+@pytest.mark.parametrize("seed", range(3))
+def test_with_a_gpus_candidates_chunks_are_the_hosts_too(seed: int) -> None:
     random = np.random.default_rng(seed)
     requests = int(random.integers(2, 40))
     shared = random.choice([0, 16, 96, 400, 3000, 9000], size=requests - 1)
@@ -269,16 +379,9 @@ def check_same(batch: Batch, capacity: PlanCapacity, device: torch.device = CPU)
     check_plan(batch, found, target, np.zeros(len(batch.seq_lens), dtype=np.int32))
 
 
-def test_the_host_planner_decides_the_same_for_the_largest_batch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("all_candidates")
+def test_the_host_planner_decides_the_same_for_the_largest_batch() -> None:
     """The largest batch with some padding requests, and all chunk lengths that a GPU prices."""
-    interpreted = ProgramWork.interpreted
-
-    def as_on_a_gpu(cls: type[ProgramWork], size: int) -> ProgramWork:
-        return replace(interpreted(size), candidates=ProgramWork.on_gpu(size).candidates)
-
-    monkeypatch.setattr(ProgramWork, "interpreted", classmethod(as_on_a_gpu))
     check_same(many(largest_batch() - 100), PlanCapacity.for_batch(largest_batch()))
 
 
@@ -469,8 +572,8 @@ def test_a_plan_that_was_refused_leaves_the_one_before() -> None:
     tables, lens = torch.from_numpy(batch.page_tables), torch.from_numpy(batch.seq_lens)
     k, v = torch.randn(2, int(batch.page_tables.max()) + 1, 2, 64)
     q = torch.randn(3, 4, 64)
-    tree = attention("fasttree")
-    with pytest.raises(PolicyError, match="follow the policy auto, not fasttree"):
+    tree = attention("deft-flatten")
+    with pytest.raises(PolicyError, match="does not know the policy deft-flatten"):
         tree.plan_on_device(tables, lens)
     with pytest.raises(AttentionError, match="nothing is planned"):
         tree.run(q, k, v, tables, lens)
@@ -485,13 +588,13 @@ def test_a_plan_that_was_refused_leaves_the_one_before() -> None:
 def test_a_plan_without_room_for_its_batch_is_refused(capacity: tuple[int, ...]) -> None:
     plan = DevicePlan(PlanCapacity(*capacity), torch.device("cpu"))
     with pytest.raises(PolicyError, match="an item, an entry and a KV range for each request"):
-        DevicePlanner(Target(4, 2, 64), plan, torch.device("cpu"), 1, overlapped=False)
+        DevicePlanner(Target(4, 2, 64), Auto(), plan, torch.device("cpu"), 1, overlapped=False)
 
 
 def test_what_cannot_be_planned_on_the_device_is_named() -> None:
     table, lens = torch.zeros((2, 8), dtype=torch.int32), torch.tensor([3, 4])
-    with pytest.raises(PolicyError, match="follow the policy auto, not fasttree"):
-        attention("fasttree").plan_on_device(table, lens)
+    with pytest.raises(PolicyError, match="does not know the policy deft-flatten"):
+        attention("deft-flatten").plan_on_device(table, lens)
     with pytest.raises(PolicyError, match=f"at most {largest_batch()} requests"):
         attention(max_batch=largest_batch() + 1).plan_on_device(table, lens)
     with pytest.raises(AttentionError, match="raise max_batch"):

@@ -10,20 +10,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deft_backend.planner.on_device.planner import PRICE_CHUNKS
-from deft_backend.planner.on_device.price_chunks import Weights
+from deft_backend.planner.on_device.planner import PRICE_CHUNKS, WEIGHTS
 from deft_backend.policies import chunk_choice
 from deft_backend.policies.chunk_choice import (
+    CHUNK_RULES,
     MOST_ROUNDS,
     NUM_CHUNKS,
     Cut,
+    Limits,
+    Machine,
     ShapeCosts,
     choose_chunks,
     chunk_of,
     cut_cost,
     cut_into,
 )
-from deft_backend.shapes.kernel_limits import MAX_MERGED
 
 TILES = (2, 16)
 """Queries of the small and the large tile."""
@@ -56,7 +57,7 @@ def host_price(found: list[tuple[int, int]], shape: int, num_chunks: int, costs:
     if num_chunks > 1 and cut.items > MOST_ROUNDS * costs["programs"][shape] and cut.most > 1:
         return math.inf, chunk
     shape_costs = ShapeCosts(
-        shape == 0, costs["programs"][shape], costs["sms"], costs["item_ns"][shape],
+        shape == 1, costs["programs"][shape], costs["sms"], costs["item_ns"][shape],
         costs["token_ns"][shape], costs["partial_ns"], costs["reduce_ns"], costs["transfer_ns"],
         beside,
     )  # fmt: skip
@@ -73,12 +74,9 @@ def device_prices(
         lanes[0, at], lanes[1, at], lanes[2, at] = queries, 7, 7 + tokens
     price = torch.zeros((2, len(num_chunks)), dtype=torch.float32)
     chunk = torch.zeros((2, len(num_chunks)), dtype=torch.int32)
-    weights = Weights(
-        chunk_choice.ALONE, chunk_choice.HIDDEN, chunk_choice.EXPOSED, chunk_choice.UNEVEN,
-        chunk_choice.ROUNDING, MAX_MERGED,
-    )  # fmt: skip
     constants = {
-        "BATCH": batch, "CANDIDATES": len(num_chunks), "WEIGHTS": weights, "OVERLAPPED": False,
+        "BATCH": batch, "CANDIDATES": len(num_chunks), "CHUNKS": "measured", "WEIGHTS": WEIGHTS,
+        "OVERLAPPED": False,
     }  # fmt: skip
     room = 1 << 28  # every candidate fits the plan's arrays
     PRICE_CHUNKS.launch(
@@ -90,7 +88,8 @@ def device_prices(
                 costs["item_ns"][0], costs["token_ns"][0], costs["item_ns"][1],
                 costs["token_ns"][1], costs["partial_ns"],
             ),
-            costs["reduce_ns"], costs["transfer_ns"], costs["block"],
+            costs["reduce_ns"], costs["transfer_ns"], costs["block"], 0,
+            ((1.0,), (1.0, 1.0, 0.0), (1.0, 1.0, 0.0)),
         ),
         {name: constants[name] for name in PRICE_CHUNKS.constants},
         variant=None, aligned=False, interpreted=True,
@@ -126,13 +125,14 @@ def test_a_full_round_of_sms_is_even_in_both_precisions(gpu_sms: int, kv_heads: 
 @given(found=ranges, costs=costs_of_tiles)
 def test_the_cheapest_candidate_is_chosen(found: list, costs: dict) -> None:
     """The reference: a search over all candidates that fit the limits."""
-    chosen = choose_chunks(
-        np.array([q for q, _ in found], dtype=np.int64),
-        np.array([n for _, n in found], dtype=np.int64),
-        np.array(TILES, dtype=np.int64), np.array(costs["programs"], dtype=np.int64),
-        costs["sms"],
+    machine = Machine(
+        np.array(TILES, dtype=np.int64), np.array(costs["programs"], dtype=np.int64), costs["sms"],
         np.array([*costs["item_ns"], *costs["token_ns"], costs["partial_ns"], costs["reduce_ns"]]),
-        costs["transfer_ns"], costs["block"],
+        costs["transfer_ns"], costs["block"], np.ones(2), np.ones((2, 2)),
+    )  # fmt: skip
+    chosen = choose_chunks(
+        CHUNK_RULES.index("measured"), 0, np.array([q for q, _ in found], dtype=np.int64),
+        np.array([n for _, n in found], dtype=np.int64), machine, Limits(1 << 28, 1 << 28),
     )  # fmt: skip
     for shape in {int(q > TILES[0]) for q, _ in found}:
         priced = [host_price(found, shape, num_chunks, costs) for num_chunks in NUM_CHUNKS]

@@ -16,9 +16,9 @@ from deft_backend.costs.shipped_tables import shipped_for
 from deft_backend.costs.tile_costs import TileCosts
 from deft_backend.forest import PrefixForest, build_forest
 from deft_backend.policies import Grouping, Target, get_policy
-from deft_backend.policies.chunk_choice import choose_chunks
+from deft_backend.policies.chunk_choice import CHUNK_RULES, Limits, choose_chunks, machine_of
+from deft_backend.policies.edges import grouped_ranges
 from deft_backend.policies.makespan import kv_bytes
-from deft_backend.policies.range_choice import choose_ranges
 from strategies import GROWTH, Batch, batches, check_coverage, regular_forest, targets
 
 GQA = Target(num_query_heads=32, num_kv_heads=8, head_dim=128)
@@ -41,21 +41,22 @@ def ranges_of(
     forest: PrefixForest, target: Target, costs: TileCosts
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Node, begin and end of every range, uncut."""
-    return choose_ranges(
+    is_cut = AUTO.cut_edges(forest, with_costs(target, costs))
+    found = grouped_ranges(
         forest.parent, forest.start, forest.length, forest.query_begin, forest.query_end,
-        forest.is_leaf, np.array(target.single_range_tiles), np.array(target.tile_programs[:-1]),
-        costs.as_array(),
+        forest.is_leaf, forest.order, is_cut,
     )  # fmt: skip
+    return found.node, found.begin, found.end
 
 
 def chunks_of(
     queries: list[int], tokens: list[int], target: Target, costs: TileCosts, transfer_ns: float
 ) -> list[int]:
     """Longest chunk of each tile shape."""
+    machine = machine_of(with_costs(target, costs), 1 << 20)._replace(transfer_ns=transfer_ns)
     found: list[int] = choose_chunks(
-        np.array(queries, dtype=np.int64), np.array(tokens, dtype=np.int64),
-        np.array(target.single_range_tiles), np.array(target.tile_programs[:-1]),
-        target.num_sms / target.num_kv_heads, costs.as_array(), transfer_ns, target.block_tokens,
+        CHUNK_RULES.index("measured"), 0, np.array(queries, dtype=np.int64),
+        np.array(tokens, dtype=np.int64), machine, Limits(1 << 28, 1 << 28),
     ).tolist()  # fmt: skip
     return found
 

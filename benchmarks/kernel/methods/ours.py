@@ -46,10 +46,9 @@ class Ours(Method):
         self.as_on = as_on
         self.policy = get_policy(policy).name
         self.planner = planner
-        if planner == "device" and self.policy != "auto":
+        if planner == "device" and get_policy(policy).rules is None:
             raise PolicyError(
-                f"the policy is {self.policy}, but the device planner supports only auto; use "
-                "--planner host or --policy auto"
+                f"the device planner does not know the policy {policy}; use --planner host"
             )
 
     def unavailable(self, device: torch.device) -> str | None:

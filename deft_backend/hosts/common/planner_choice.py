@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 
 from deft_backend.planner.on_device import largest_batch
-from deft_backend.policies import PolicyError
+from deft_backend.policies import PolicyError, get_policy
 from deft_backend.settings.config import Settings
-from deft_backend.settings.policy_names import AUTO
 from deft_backend.shapes.query_blocks import QueryBlocks
 
 logger = logging.getLogger("deft_backend")
@@ -89,10 +88,10 @@ def selects_device_planner(
 
 def _verifies_on_device(settings: Settings) -> bool:
     """True: no other planner can make the plans. The log names settings without effect."""
-    if settings.policy != AUTO:
+    if get_policy(settings.policy).rules is None:
         raise PolicyError(
-            f"verification is planned on the device, with the policy {AUTO}; "
-            f"DEFT_POLICY={settings.policy} is not supported there"
+            f"verification is planned on the device, which DEFT_POLICY={settings.policy} does not "
+            "support"
         )
     if settings.planner == "host" or settings.verify:
         logger.warning(
@@ -104,8 +103,8 @@ def _verifies_on_device(settings: Settings) -> bool:
 
 def _unable(settings: Settings, adapter: Adapter) -> str | None:
     """Why the device planner cannot make the plans, or None."""
-    if settings.policy != AUTO:
-        return f"the device planner knows the policy {AUTO} only, not {settings.policy}"
+    if get_policy(settings.policy).rules is None:
+        return f"the device planner does not know the policy {settings.policy}"
     if settings.verify and not adapter.verifies_device_plans:
         return "DEFT_VERIFY checks plans of the host planner only"
     return None

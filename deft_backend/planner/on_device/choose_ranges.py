@@ -1,7 +1,8 @@
-"""Device planner, 4: which nodes get KV ranges of their own, by measured costs.
+"""Device planner, 4: which edges are cut, and so which nodes get KV ranges of their own.
 
-The kernel decides as the host planner does (``policies/range_choice.py``), from the root down.
-Either items of the node read its tokens once for all of its queries, at the price of partial
+The rules are those of the host planner's policies. If no edge is cut, leaves read whole contexts.
+If all are, each node has a range. `auto` (``policies/auto.py``) decides from the root down. Either
+items of the node read its tokens once for all of its queries, at the price of partial
 results. Or the ranges below the node include its tokens. All nodes whose parent has decided decide
 at once: the rounds are as many as the forest is deep. The kernel is one program, whose threads hand
 decisions down.
@@ -15,6 +16,31 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deft_backend.planner.on_device.arrays import Chosen, Costs, Nodes, Ranges
 from deft_backend.planner.on_device.tiles import tiles_of, total
+
+
+@jit
+def write_nodes(ranges, chosen_nodes, chosen, first, queries, begin, end, BATCH: tl.constexpr):
+    """Write the nodes' half of `Ranges`, and `Chosen`."""
+    place = tl.arange(0, BATCH)
+    tl.store(ranges.queries + place, chosen * queries)
+    tl.store(ranges.begin + place, begin)
+    tl.store(ranges.end + place, end)
+    number = tl.associative_scan(chosen, 0, tl.standard._sum_combine) - chosen
+    tl.store(chosen_nodes.count, total(chosen))
+    tl.store(chosen_nodes.place + number, place, mask=chosen == 1)
+    tl.store(chosen_nodes.first + number, first, mask=chosen == 1)
+    tl.store(chosen_nodes.queries + number, queries, mask=chosen == 1)
+    tl.store(chosen_nodes.begin + number, begin, mask=chosen == 1)
+    tl.store(chosen_nodes.end + number, end, mask=chosen == 1)
+
+
+@jit
+def write_leaves(ranges, inside, place, begin, end, BATCH: tl.constexpr):
+    """Write the leaves' half of `Ranges`: leaves stand at `place`, behind the nodes."""
+    there = tl.arange(0, BATCH)
+    tl.store(ranges.queries + BATCH + there, inside.to(tl.int32))
+    tl.store(ranges.begin + BATCH + place, begin)
+    tl.store(ranges.end + BATCH + place, end)
 
 
 @jit(do_not_specialize=["batch", "small_tile", "large_tile", "max_entries", "max_items"])
@@ -33,9 +59,10 @@ def choose_ranges(
     costs: Costs,
     BATCH: tl.constexpr,
     BLOCKS: tl.constexpr,
+    EDGES: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Write all ranges, and `Chosen`.
+    """Write all ranges, and `Chosen`, by the edge rule ``none``, ``all`` or ``measured``.
 
     `costs` are times of the whole GPU. If the ranges would need more than `max_items` items or
     `max_entries` entries, every request reads its whole context by itself.
@@ -48,64 +75,56 @@ def choose_ranges(
     queries = tl.load(nodes.queries + place, mask=inside, other=0)
     parent = tl.load(nodes.parent + place, mask=inside, other=0)
     end = tl.load(nodes.cut + place, mask=inside, other=0)
-    leaves = tl.load(nodes.leaves + place, mask=inside, other=0)
-    small_below = tl.load(nodes.below + place, mask=inside, other=0)
-    large_below = tl.load(nodes.below + BATCH + place, mask=inside, other=0)
     is_node = queries > 0
 
     is_large, tiles = tiles_of(queries, small_tile, large_tile)
-    own = tiles.to(tl.float32) * tl.where(is_large, costs.large_token, costs.small_token)
-    if small_tile > 0:
-        small_below += leaves
-    else:  # a GQA group is larger than the small tile
-        large_below += leaves
-    below = (
-        small_below.to(tl.float32) * costs.small_token
-        + large_below.to(tl.float32) * costs.large_token
-    )
-    items = tiles.to(tl.float32) * tl.where(is_large, costs.large_item, costs.small_item)
-
     # A node's decision: where the ranges below it begin, times two. It is odd if a range above
     # them was chosen, and -1 while the node has not decided.
-    state = tl.where(is_node, -1, 0)
+    state = tl.full([BATCH], 0, tl.int32)
     chosen = tl.full([BATCH], 0, tl.int32)
     begin = tl.full([BATCH], 0, tl.int32)
-    waiting = total(is_node.to(tl.int32))
-    while waiting > 0:
-        above = tl.gather(state, parent, 0)
-        ready = (state < 0) & (above >= 0)
-        from_above = above >> 1
-        tokens = (end - from_above).to(tl.float32)
-        results = tl.where((above & 1) == 1, queries, 2 * queries).to(tl.float32)
-        cheaper = tokens * own + items + results * costs.partial < tokens * below
-        takes = ready & cheaper & (end > from_above)
-        begin = tl.where(ready, from_above, begin)
-        chosen = tl.where(takes, 1, chosen)
-        state = tl.where(takes, end * 2 + 1, tl.where(ready, above, state))
-        waiting -= total(ready.to(tl.int32))
+    if EDGES == "all":
+        chosen = is_node.to(tl.int32)
+        begin = tl.gather(end, parent, 0)
+        state = tl.where(is_node, end * 2 + 1, 0)
+    if EDGES == "measured":
+        leaves = tl.load(nodes.leaves + place, mask=inside, other=0)
+        small_below = tl.load(nodes.below + place, mask=inside, other=0)
+        large_below = tl.load(nodes.below + BATCH + place, mask=inside, other=0)
+        own = tiles.to(tl.float32) * tl.where(is_large, costs.large_token, costs.small_token)
+        if small_tile > 0:
+            small_below += leaves
+        else:  # a GQA group is larger than the small tile
+            large_below += leaves
+        below = (
+            small_below.to(tl.float32) * costs.small_token
+            + large_below.to(tl.float32) * costs.large_token
+        )
+        items = tiles.to(tl.float32) * tl.where(is_large, costs.large_item, costs.small_item)
+        state = tl.where(is_node, -1, 0)
+        waiting = total(is_node.to(tl.int32))
+        while waiting > 0:
+            above = tl.gather(state, parent, 0)
+            ready = (state < 0) & (above >= 0)
+            from_above = above >> 1
+            tokens = (end - from_above).to(tl.float32)
+            results = tl.where((above & 1) == 1, queries, 2 * queries).to(tl.float32)
+            cheaper = tokens * own + items + results * costs.partial < tokens * below
+            takes = ready & cheaper & (end > from_above)
+            begin = tl.where(ready, from_above, begin)
+            chosen = tl.where(takes, 1, chosen)
+            state = tl.where(takes, end * 2 + 1, tl.where(ready, above, state))
+            waiting -= total(ready.to(tl.int32))
 
     num_entries = total(chosen * queries) + batch
     num_items = total(chosen * tiles) + batch
     if (num_entries > max_entries) | (num_items > max_items):
         chosen = tl.full([BATCH], 0, tl.int32)
         state = tl.full([BATCH], 0, tl.int32)
-    tl.store(ranges.queries + place, chosen * queries)
-    tl.store(ranges.begin + place, begin)
-    tl.store(ranges.end + place, end)
-
-    number = tl.associative_scan(chosen, 0, tl.standard._sum_combine) - chosen
     first = tl.load(first_ptr + place, mask=inside, other=0)
-    tl.store(chosen_nodes.count, total(chosen))
-    tl.store(chosen_nodes.place + number, place, mask=chosen == 1)
-    tl.store(chosen_nodes.first + number, first, mask=chosen == 1)
-    tl.store(chosen_nodes.queries + number, queries, mask=chosen == 1)
-    tl.store(chosen_nodes.begin + number, begin, mask=chosen == 1)
-    tl.store(chosen_nodes.end + number, end, mask=chosen == 1)
-
+    write_nodes(ranges, chosen_nodes, chosen, first, queries, begin, end, BATCH)
     leaf_parent = tl.load(nodes.leaf_parent + place, mask=inside, other=0)
     request = tl.load(order_ptr + place, mask=inside, other=0)
     length = tl.load(seq_lens_ptr + request // BLOCKS, mask=inside, other=0).to(tl.int32)
-    leaf = BATCH + place
-    tl.store(ranges.queries + leaf, inside.to(tl.int32))
-    tl.store(ranges.begin + leaf, tl.gather(state, leaf_parent, 0) >> 1)
-    tl.store(ranges.end + leaf, length)
+    leaf_begin = tl.gather(state, leaf_parent, 0) >> 1
+    write_leaves(ranges, inside, place, leaf_begin, length, BATCH)

@@ -16,7 +16,7 @@ from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deft_backend.planner.on_device.arrays import Candidates, Chosen, Places, Ranges, Results
-from deft_backend.planner.on_device.tiles import tiles_of
+from deft_backend.planner.on_device.tiles import Estimate, parts_of, sizes_of, tiles_of
 
 
 class Range(NamedTuple):
@@ -29,6 +29,16 @@ class Range(NamedTuple):
     """Place of the first query."""
     number: Any
     """Nodes count before leaves, and each in order of place."""
+
+
+class Lengths(NamedTuple):
+    """The lengths of chunks."""
+
+    small: Any
+    large: Any
+    """Most tokens of a chunk, by tile shape; nanoseconds for the rule ``scheduled``."""
+    block: Any
+    estimate: Any
 
 
 class Cut(NamedTuple):
@@ -73,27 +83,31 @@ def _read_nodes(number, count, chosen):
 
 
 @jit
-def _cut(range_, is_large, tiles, chunk):
+def _cut(range_, is_large, tiles, chunk, lengths, CHUNKS: tl.constexpr):
     """Ranges, cut into chunks."""
     tokens = range_.end - range_.begin
-    num_chunks = tl.where(range_.queries > 0, tl.maximum((tokens + chunk - 1) // chunk, 1), 0)
+    sizes = sizes_of(tokens, is_large, lengths.estimate, CHUNKS)
+    num_chunks = parts_of(sizes, tokens, chunk, lengths.block, CHUNKS)
+    num_chunks = tl.where(range_.queries > 0, num_chunks, 0)
     length = (tokens + num_chunks - 1) // tl.maximum(num_chunks, 1)
     return Cut(is_large, tiles, num_chunks, tl.where(is_large, length, length - 2147483647))
 
 
 @jit
-def _cut_leaves(leaves, small_chunk, large_chunk, small_tile):
+def _cut_leaves(leaves, lengths, small_tile, CHUNKS: tl.constexpr):
     """Leaves, cut into chunks; a leaf has one query."""
     is_large = small_tile < 1
-    chunk = tl.where(is_large, large_chunk, small_chunk)
-    return _cut(leaves, tl.where(leaves.queries > 0, is_large, False), leaves.queries, chunk)
+    chunk = tl.where(is_large, lengths.large, lengths.small)
+    is_large = tl.where(leaves.queries > 0, is_large, False)
+    return _cut(leaves, is_large, leaves.queries, chunk, lengths, CHUNKS)
 
 
 @jit
-def _cut_nodes(nodes, small_chunk, large_chunk, small_tile, large_tile):
+def _cut_nodes(nodes, lengths, small_tile, large_tile, CHUNKS: tl.constexpr):
     """Nodes, cut into chunks."""
     is_large, tiles = tiles_of(nodes.queries, small_tile, large_tile)
-    return _cut(nodes, is_large, tiles, tl.where(is_large, large_chunk, small_chunk))
+    chunk = tl.where(is_large, lengths.large, lengths.small)
+    return _cut(nodes, is_large, tiles, chunk, lengths, CHUNKS)
 
 
 @jit
@@ -110,7 +124,7 @@ def _sum(values):
     return tl.reduce(values, 1, tl.standard._sum_combine)
 
 
-@jit(do_not_specialize=["batch", "small_tile", "large_tile"])
+@jit(do_not_specialize=["batch", "small_tile", "large_tile", "block"])
 def measure_ranges(
     ranges: Ranges,
     chosen: Chosen,
@@ -120,12 +134,15 @@ def measure_ranges(
     batch,
     small_tile,
     large_tile,
+    block,
+    estimate: Estimate,
     BATCH: tl.constexpr,
     BLOCK: tl.constexpr,
     LEAVES: tl.constexpr,
     NODES: tl.constexpr,
     CANDIDATES: tl.constexpr,
     MAX_MERGED: tl.constexpr,
+    CHUNKS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     """Write `Places` of all ranges and `Results`, BLOCK ranges in each program.
@@ -144,6 +161,7 @@ def measure_ranges(
     count = tl.load(chosen.count)
     small_chunk = _cheapest(candidates, 0, CANDIDATES)
     large_chunk = _cheapest(candidates, 1, CANDIDATES)
+    lengths = Lengths(small_chunk, large_chunk, block, estimate)
     lane = tl.arange(0, BLOCK)
     leaves = _read_leaves(program * BLOCK + lane, batch, ranges, BATCH)
     nodes = _read_nodes(node + lane, count, chosen)
@@ -155,12 +173,12 @@ def measure_ranges(
         tl.where(is_leaf, leaves.first, nodes.first),
         tl.where(is_leaf, leaves.number, nodes.number),
     )
-    cut = _cut_nodes(mine, small_chunk, large_chunk, small_tile, large_tile)
+    cut = _cut_nodes(mine, lengths, small_tile, large_tile, CHUNKS)
 
     before_leaves = tl.full([BLOCK, LEAVES], 0, tl.int32)
     for begin in range(0, batch, LEAVES):
         other = _read_leaves(begin + tl.arange(0, LEAVES), batch, ranges, BATCH)
-        other_cut = _cut_leaves(other, small_chunk, large_chunk, small_tile)
+        other_cut = _cut_leaves(other, lengths, small_tile, CHUNKS)
         before = _is_before(other, other_cut, mine, cut)
         before_leaves += tl.where(before, other_cut.num_chunks[None, :], 0)
     item = _sum(before_leaves)
@@ -169,7 +187,7 @@ def measure_ranges(
     small_part = tl.full([BLOCK], 0, tl.int32)
     for begin in range(0, count, NODES):
         other = _read_nodes(begin + tl.arange(0, NODES), count, chosen)
-        other_cut = _cut_nodes(other, small_chunk, large_chunk, small_tile, large_tile)
+        other_cut = _cut_nodes(other, lengths, small_tile, large_tile, CHUNKS)
         before = _is_before(other, other_cut, mine, cut)
         num_chunks = other_cut.num_chunks
         item += _sum(tl.where(before, (other_cut.tiles * num_chunks)[None, :], 0))

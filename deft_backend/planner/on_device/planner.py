@@ -10,6 +10,7 @@ import triton
 from deft_backend.compile.triton_kernel import Kernel
 from deft_backend.planner.device_plan import DevicePlan
 from deft_backend.planner.on_device import (
+    assign_edges,
     choose_ranges,
     compare_rows,
     find_nodes,
@@ -21,30 +22,50 @@ from deft_backend.planner.on_device import (
 from deft_backend.planner.on_device.arrays import Scratch
 from deft_backend.planner.on_device.program_work import SIZES, ProgramWork, largest_batch
 from deft_backend.planner.on_device.target_numbers import Numbers
-from deft_backend.policies import PolicyError, Target
-from deft_backend.policies.chunk_choice import ALONE, EXPOSED, HIDDEN, ROUNDING, UNEVEN
+from deft_backend.policies import FastTree, Policy, PolicyError, Target
+from deft_backend.policies.chunk_choice import (
+    ALONE,
+    EXPOSED,
+    HIDDEN,
+    LEVEL,
+    LEVELS,
+    MOST_DOUBLINGS,
+    MOST_ROUNDS,
+    ROUNDING,
+    UNEVEN,
+)
+from deft_backend.policies.fasttree import EdgeCosts
 from deft_backend.shapes.kernel_limits import MAX_MERGED
 
 COMPARE_ROWS = Kernel(compare_rows, "compare_rows")
 SORT_ROWS = Kernel(sort_rows, "sort_rows")
 FIND_NODES = Kernel(find_nodes, "find_nodes")
 CHOOSE_RANGES = Kernel(choose_ranges, "choose_ranges")
+ASSIGN_EDGES = Kernel(assign_edges, "assign_edges")
 PRICE_CHUNKS = Kernel(price_chunks, "price_chunks")
 MEASURE_RANGES = Kernel(measure_ranges, "measure_ranges")
 WRITE_PLAN = Kernel(write_plan, "write_plan")
 
+WEIGHTS = price_chunks.Weights(
+    ALONE, HIDDEN, EXPOSED, UNEVEN, ROUNDING, MAX_MERGED, MOST_ROUNDS, LEVELS, LEVEL,
+    MOST_DOUBLINGS,
+)  # fmt: skip
+
 
 class DevicePlanner:
-    """Plans batches on the device, by the policy `auto`.
+    """Plans batches on the device, by the two rules of a policy.
 
-    A plan takes seven launches. None waits for the CPU, and none depends on the contents of the
-    page table. So a CUDA graph that holds them plans every batch that it is replayed for.
+    A plan takes seven launches, with every policy. None waits for the CPU, and none depends on the
+    contents of the page table. So a CUDA graph that holds them plans every batch that it is
+    replayed for.
 
     Parameters
     ----------
     target : Target
         What plans are for, unless a plan has a target of its own; its cost table holds the
         measured costs.
+    policy : Policy
+        How KV and queries are grouped.
     plan : DevicePlan
         Where plans go.
     device : torch.device
@@ -66,13 +87,15 @@ class DevicePlanner:
     Raises
     ------
     PolicyError
-        If the cost table was measured for other tile shapes. If the plan is larger than
+        If the device planner does not know the policy's rules. If the cost table was measured for
+        other tile shapes. If the plan is larger than
         :func:`largest_batch`, or too small for its batch.
     """
 
     def __init__(
         self,
         target: Target,
+        policy: Policy,
         plan: DevicePlan,
         device: torch.device,
         page_size: int,
@@ -94,6 +117,13 @@ class DevicePlanner:
                 f"{capacity}; plans made on the device need an item, an entry and a KV range for "
                 "each request, and a KV range for each item"
             )
+        if policy.rules is None:
+            raise PolicyError(
+                f"the device planner does not know the policy {policy.name}; plan on the host, or "
+                "choose another policy"
+            )
+        self._policy = policy
+        self._rules = policy.rules
         self._target = target
         self._numbers = {id(target): (target, Numbers.of(target))}
         self._plan = plan
@@ -143,7 +173,7 @@ class DevicePlanner:
         table = (page_table, table_rows, seq_lens)
         kind = (
             size, self._device, page_table.dtype, table_rows.dtype, seq_lens.dtype,
-            self._page_size, self._overlapped, numbers.query_blocks,
+            self._page_size, self._overlapped, numbers.query_blocks, numbers.vectors,
         )  # fmt: skip
         pointers = 0
         for tensor in table:
@@ -205,24 +235,34 @@ class DevicePlanner:
         ]
         priced = {
             "CANDIDATES": work.candidates, "MAX_MERGED": MAX_MERGED,
-            "WEIGHTS": price_chunks.Weights(
-                ALONE, HIDDEN, EXPOSED, UNEVEN, ROUNDING, MAX_MERGED
-            ),
+            "CHUNKS": self._rules.chunks, "WEIGHTS": WEIGHTS,
         }  # fmt: skip
-        self._launch(
-            CHOOSE_RANGES, (1,),
-            (
-                scratch.order, seq_lens, scratch.first, scratch.nodes, scratch.ranges,
-                scratch.chosen, batch, small, large, *limits, (*per_gpu, partial_ns),
-            ),
-            common, work.warps.choose_ranges,
-        )  # fmt: skip
+        forest = (
+            scratch.order,
+            seq_lens,
+            scratch.first,
+            scratch.nodes,
+            scratch.ranges,
+            scratch.chosen,
+        )
+        if self._rules.edges == "greedy":
+            self._launch(
+                ASSIGN_EDGES, (1,), (*forest, scratch.places, batch, small, large, *limits),
+                {**common, "COSTS": self._edge_costs(numbers)}, work.warps.choose_ranges,
+            )  # fmt: skip
+        else:
+            self._launch(
+                CHOOSE_RANGES, (1,),
+                (*forest, batch, small, large, *limits, (*per_gpu, partial_ns)),
+                {**common, "EDGES": self._rules.edges}, work.warps.choose_ranges,
+            )  # fmt: skip
         self._launch(
             PRICE_CHUNKS, (work.candidates, 2),
             (
                 scratch.ranges, scratch.candidates, small, large, *limits, *programs,
                 numbers.sms, (*per_item, partial_ns), float(numbers.reduce_ns),
-                float(numbers.transfer_ns), numbers.block,
+                float(numbers.transfer_ns), numbers.block, self._rules.chunk_tokens,
+                numbers.estimate,
             ),
             {**common, **priced}, work.warps.price_chunks,
         )  # fmt: skip
@@ -230,7 +270,7 @@ class DevicePlanner:
             MEASURE_RANGES, (2 * -(-batch // work.ranges),),
             (
                 scratch.ranges, scratch.chosen, scratch.candidates, scratch.places,
-                scratch.results, batch, small, large,
+                scratch.results, batch, small, large, numbers.block, numbers.estimate,
             ),
             {
                 **common, **priced, "BLOCK": work.ranges, "LEAVES": work.leaf_columns,
@@ -243,10 +283,19 @@ class DevicePlanner:
             (
                 table_rows, self._plan["segment_table"], scratch.order, scratch.chosen,
                 scratch.ranges, scratch.places, scratch.results, self._plan.stage1,
-                self._plan.stage2, scratch.counters, batch, small, large, numbers.block,
+                self._plan.stage2, scratch.counters, batch, small, large,
+                self._rules.chunk_tokens or numbers.block,
             ),
             {**common, "LEAVES": work.leaves, "WIDTH": work.width}, work.warps.write_plan,
         )  # fmt: skip
+
+    def _edge_costs(self, numbers: Numbers) -> assign_edges.EdgeCosts:
+        """FastTree's equations for the two tiles of one range."""
+        target = numbers.target
+        assert isinstance(self._policy, FastTree)
+        costs = EdgeCosts.of(self._policy.coefficients or target.costs.fasttree, target)
+        (small, large), (few, many) = costs.tile_rows.tolist(), costs.tile_tokens.tolist()
+        return assign_edges.EdgeCosts(*costs[:4], small, few, large, many)
 
     def _launch(
         self,

@@ -1,20 +1,27 @@
 """Device planner, 5: what every candidate for the length of chunks is expected to cost.
 
-The estimate is the host planner's (``policies/chunk_choice.py``). Each program prices one candidate
-for one tile shape. The items of a tile shape run in rounds, with one item for each program in a
-round.
+The rules are the host planner's (``policies/chunk_choice.py``). Each program prices one candidate
+for one tile shape.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton.language as tl
 from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deft_backend.planner.on_device.arrays import Candidates, Costs, Ranges
-from deft_backend.planner.on_device.tiles import tiles_of, total
+from deft_backend.planner.on_device.tiles import (
+    Estimate,
+    estimated_ns,
+    parts_of,
+    sizes_of,
+    tiles_of,
+    total,
+)
+from deft_backend.policies.chunk_choice import Cut, ShapeCosts
 
 
 class Weights(NamedTuple):
@@ -26,32 +33,10 @@ class Weights(NamedTuple):
     uneven: float
     rounding: float
     max_merged: int
-
-
-class Cut(NamedTuple):
-    """Ranges of one tile shape, cut into chunks of one length, as in ``chunk_choice.py``."""
-
-    chunk: Any
-    longest: Any
-    items: Any
-    read: Any
-    stored: Any
-    results: Any
-    most: Any
-
-
-class ShapeCosts(NamedTuple):
-    """The costs of one tile shape, as in ``chunk_choice.py``."""
-
-    is_large: Any
-    programs: Any
-    sms: Any
-    item_ns: Any
-    token_ns: Any
-    partial_ns: Any
-    reduce_ns: Any
-    transfer_ns: Any
-    beside: Any
+    rounds: int
+    levels: int
+    level: float
+    doublings: int
 
 
 @jit
@@ -91,6 +76,30 @@ def _cut_cost(cut, costs, WEIGHTS: tl.constexpr):
     return cost + tl.where(is_reduced, in_stage_2, at_leaves)
 
 
+@jit
+def _makespan(slices, items, programs, WEIGHTS: tl.constexpr):
+    """The largest of three bounds of the time of items on `programs` programs."""
+    longest = tl.reduce(tl.where(items > 0, slices, 0.0), 0, tl.standard._elementwise_max)
+    mean = total(slices * items.to(tl.float32)) / programs.to(tl.float32)
+    bound = tl.maximum(mean, longest)
+    level = longest
+    for _ in range(WEIGHTS.levels):
+        at_least = total(tl.where(slices >= level, items, 0))
+        rounds = (at_least + programs - 1) // programs
+        bound = tl.maximum(bound, rounds.to(tl.float32) * level)
+        level *= WEIGHTS.level
+    return bound
+
+
+@jit
+def _fills(tokens, tiles, parts, chunk, programs):
+    """Whether the programs hold all chunks at once; ranges of one chunk share programs."""
+    is_cut = tokens > chunk
+    chunks = total(tl.where(is_cut, tiles * parts, 0)).to(tl.int64)
+    shared = total(tl.where(is_cut, 0, tiles.to(tl.int64) * tokens.to(tl.int64)))
+    return chunks * chunk + shared <= programs.to(tl.int64) * chunk
+
+
 @jit(
     do_not_specialize=[
         "small_tile",
@@ -100,6 +109,7 @@ def _cut_cost(cut, costs, WEIGHTS: tl.constexpr):
         "small_programs",
         "large_programs",
         "block",
+        "chunk_tokens",
     ]
 )
 def price_chunks(
@@ -116,8 +126,11 @@ def price_chunks(
     reduce_ns,
     transfer_ns,
     block,
+    chunk_tokens,
+    estimate: Estimate,
     BATCH: tl.constexpr,
     CANDIDATES: tl.constexpr,
+    CHUNKS: tl.constexpr,
     WEIGHTS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
@@ -145,35 +158,59 @@ def price_chunks(
     all_tokens = tl.where(all_queries > 0, tl.load(ranges.end + which) - begin, 0)
     tokens = tl.where(mine, all_tokens, 0)
     longest = tl.reduce(tokens, 0, tl.standard._elementwise_max)
+    sizes = sizes_of(tokens, shape == 1, estimate, CHUNKS)
+    largest = longest
+    unit = block
+    if CHUNKS == "scheduled":
+        largest = tl.reduce(tl.where(mine, sizes, 0), 0, tl.standard._elementwise_max)
+        unit = 1
     num_chunks = tl.load(candidates.num_chunks + candidate)
-    chunk = tl.maximum(block, (longest + num_chunks * block - 1) // (num_chunks * block) * block)
-    parts = tl.maximum((tokens + chunk - 1) // chunk, 1)
+    chunk = tl.maximum(unit, (largest + num_chunks * unit - 1) // (num_chunks * unit) * unit)
+    if CHUNKS == "fixed":
+        longer = chunk_tokens.to(tl.int64) << tl.minimum(candidate, WEIGHTS.doublings)
+        longer = tl.where(candidate == CANDIDATES - 1, longest, longer)
+        chunk = tl.minimum(longer, tl.maximum(longest, chunk_tokens)).to(tl.int32)
+        chunk = tl.maximum(chunk, chunk_tokens)
+    parts = parts_of(sizes, tokens, chunk, block, CHUNKS)
     items = total(tiles * parts)
     more_items = items - total(tiles)
     results = total(tl.where(parts > 1, queries * parts, 0))
     more_entries = total(queries * (parts - 1))
     most = tl.reduce(tl.where(mine, parts, 1), 0, tl.standard._elementwise_max)
-    read = total(tiles.to(tl.float32) * tokens.to(tl.float32))
-    stored = total(tokens.to(tl.float32))
-    cut = Cut(chunk, longest, items, read, stored, results, most)
-    is_small = (all_queries > 0) & (all_large == 0)
-    small_tokens = total(tl.where(is_small, all_tokens, 0).to(tl.float32))
-    beside = small_tokens * transfer_ns + costs.small_item
-    beside = tl.where(total(is_small.to(tl.int32)) > 0, beside, 0)
-    shape_costs = ShapeCosts(
-        is_large=shape == 1,
-        programs=tl.where(shape == 1, large_programs, small_programs),
-        sms=sms,
-        item_ns=tl.where(shape == 1, costs.large_item, costs.small_item),
-        token_ns=tl.where(shape == 1, costs.large_token, costs.small_token),
-        partial_ns=costs.partial,
-        reduce_ns=reduce_ns,
-        transfer_ns=transfer_ns,
-        beside=beside,
-    )
-    cost = _cut_cost(cut, shape_costs, WEIGHTS)
+    programs = tl.where(shape == 1, large_programs, small_programs)
     fits = (2 * more_entries <= spare_entries) & (2 * more_items <= spare_items)
-    useful = (items <= 8 * shape_costs.programs) | (most == 1)
-    cost = tl.where((candidate == 0) | (fits & useful), cost, float("inf"))
+    fits |= chunk >= largest
+    cost = candidate.to(tl.float32)
+    if CHUNKS == "whole":
+        fits = candidate == 0
+    if CHUNKS == "filling":
+        fits &= (candidate == 0) | _fills(tokens, tiles, parts, chunk, programs)
+        cost = chunk.to(tl.float32)
+    if CHUNKS == "scheduled":
+        each = tokens.to(tl.float32) / parts.to(tl.float32)
+        slices = estimated_ns(each, shape == 1, estimate)
+        cost = _makespan(slices, tiles * parts, programs, WEIGHTS)
+    if CHUNKS == "measured":
+        read = total(tiles.to(tl.float32) * tokens.to(tl.float32))
+        stored = total(tokens.to(tl.float32))
+        cut = Cut(chunk, longest, items, read, stored, results, most)
+        is_small = (all_queries > 0) & (all_large == 0)
+        small_tokens = total(tl.where(is_small, all_tokens, 0).to(tl.float32))
+        beside = small_tokens * transfer_ns + costs.small_item
+        beside = tl.where(total(is_small.to(tl.int32)) > 0, beside, 0)
+        shape_costs = ShapeCosts(
+            is_large=shape == 1,
+            programs=programs,
+            sms=sms,
+            item_ns=tl.where(shape == 1, costs.large_item, costs.small_item),
+            token_ns=tl.where(shape == 1, costs.large_token, costs.small_token),
+            partial_ns=costs.partial,
+            reduce_ns=reduce_ns,
+            transfer_ns=transfer_ns,
+            beside=beside,
+        )
+        cost = _cut_cost(cut, shape_costs, WEIGHTS)
+        fits &= (candidate == 0) | (items <= WEIGHTS.rounds * programs) | (most == 1)
+    cost = tl.where(fits, cost, float("inf"))
     tl.store(candidates.cost + shape * CANDIDATES + candidate, cost)
     tl.store(candidates.chunk + shape * CANDIDATES + candidate, chunk)

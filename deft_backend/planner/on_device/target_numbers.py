@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from deft_backend.policies import PolicyError, Target
-from deft_backend.policies.makespan import kv_bytes
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,10 @@ class Numbers:
     block: int
     """Tokens of a KV block."""
     query_blocks: int
+    vectors: int
+    """Query vectors of a query."""
+    estimate: tuple[tuple[float, ...], ...]
+    """The fields of :class:`~deft_backend.planner.on_device.tiles.Estimate`."""
 
     def programs(self, queries: int) -> tuple[int, int]:
         """Programs of the small tile and of the large tile in a batch of so many queries."""
@@ -58,7 +64,19 @@ class Numbers:
             partial_ns=target.partial_ns,
             reduce_ns=model.tiles.reduce_ns,
             sms=target.num_sms / target.num_kv_heads,
-            transfer_ns=model.transfer_ms(kv_bytes(1, target)) * 1e6,
+            transfer_ns=target.transfer_ns,
             block=target.block_tokens,
             query_blocks=target.query_blocks,
+            vectors=target.query_vectors,
+            estimate=_estimate(model.tokens, target.estimates()),
         )
+
+
+def _estimate(
+    knots: npt.NDArray[np.float64], times_ns: npt.NDArray[np.float64]
+) -> tuple[tuple[float, ...], ...]:
+    """``C_est`` as a line and its bends: knots [K], and times of each tile shape [2, K]."""
+    rises = np.diff(times_ns, axis=1) / np.diff(knots)
+    at_zero = times_ns[:, :1] - knots[0] * rises[:, :1]
+    lines = np.hstack([at_zero, rises[:, :1], np.diff(rises, axis=1)])
+    return (tuple(knots[1:-1].tolist()), *(tuple(line) for line in lines.tolist()))

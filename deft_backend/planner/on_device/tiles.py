@@ -1,6 +1,8 @@
-"""How a range's queries divide into tiles, as every kernel of the device planner computes it."""
+"""How ranges divide into tiles and chunks, as every kernel of the device planner computes it."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton.language as tl
 from triton import jit
@@ -22,3 +24,45 @@ def tiles_of(queries, small_tile, large_tile):
 def total(values):
     """Sum of all values."""
     return tl.reduce(values, 0, tl.standard._sum_combine)
+
+
+class Estimate(NamedTuple):
+    """``C_est`` of each tile shape in nanoseconds: linear between profiled lengths."""
+
+    knots: Any
+    """The profiled lengths in tokens, besides the first and the last."""
+    small: Any
+    """For the small tile: the time of 0 tokens, then the rise for each token, then the rise's
+    growth at each knot."""
+    large: Any
+
+
+@jit
+def estimated_ns(tokens, is_large, estimate):
+    """``C_est`` of items of these lengths."""
+    length = tokens.to(tl.float32)
+    small = estimate.small[0] + length * estimate.small[1]
+    large = estimate.large[0] + length * estimate.large[1]
+    for knot in tl.static_range(len(estimate.knots)):
+        over = tl.maximum(length - estimate.knots[knot], 0.0)
+        small += over * estimate.small[2 + knot]
+        large += over * estimate.large[2 + knot]
+    return tl.maximum(tl.where(is_large, large, small), 1.0)
+
+
+@jit
+def sizes_of(tokens, is_large, estimate, CHUNKS: tl.constexpr):
+    """What chunks divide: tokens, or nanoseconds for the rule ``scheduled``."""
+    sizes = tokens
+    if CHUNKS == "scheduled":
+        sizes = estimated_ns(tokens, is_large, estimate).to(tl.int32)
+    return sizes
+
+
+@jit
+def parts_of(sizes, tokens, chunk, block, CHUNKS: tl.constexpr):
+    """Chunks of each range, at least one; ``scheduled``: at most one for each KV block."""
+    parts = tl.maximum((sizes + chunk - 1) // chunk, 1)
+    if CHUNKS == "scheduled":
+        parts = tl.minimum(parts, tl.maximum((tokens + block - 1) // block, 1))
+    return parts

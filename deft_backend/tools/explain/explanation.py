@@ -10,8 +10,13 @@ import numpy as np
 from deft_backend.forest import PrefixForest
 from deft_backend.planner import plan_grouping
 from deft_backend.policies import Grouping, Target
-from deft_backend.policies.makespan import estimated_ms, item_costs, kv_bytes, longest_first
-from deft_backend.policies.splitting import group_tiles
+from deft_backend.policies.makespan import (
+    estimated_ms,
+    group_tiles,
+    item_costs,
+    kv_bytes,
+    longest_first,
+)
 from deft_backend.tools.explain.loads import count_plan_loads
 from deft_backend.tools.explain.structure import (
     ChunkFacts,

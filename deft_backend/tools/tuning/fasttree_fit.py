@@ -11,7 +11,6 @@ from deft_backend.costs.fasttree_costs import (
     query_padding_cost,
 )
 from deft_backend.policies import Target
-from deft_backend.policies.fasttree import edge_costs
 from deft_backend.tools.tuning.grids import Grid
 from deft_backend.tools.tuning.least_squares import fit_times
 from deft_backend.tools.tuning.machine import Work
@@ -38,7 +37,7 @@ def measure_coefficients(
     ``len`` tokens as::
 
         launch + [reduction] + u_t · nQ · len · d
-            + alpha · C_{P,q} + beta · C_{P,c} + [gamma · nQ · d]
+            + alpha · C_{P,q} + beta · C_{P,c} + [gamma · queries · d]
 
     The terms in brackets apply if there are intermediate results. Each phase has its own ``u_t``,
     because small tiles wait for memory more than large tiles. Only the ratios of the weights decide
@@ -82,16 +81,22 @@ def group_works(target: Target, grid: Grid) -> list[Work]:
 def _features(work: Work, target: Target) -> list[float]:
     rows, dim = work.queries * target.gqa_group, target.head_dim
     groups = work.groups * target.num_kv_heads
-    costs = edge_costs(ARTIFACT, target)
-    phase = costs.phase(rows)
+    phases = [
+        (height, block)
+        for height, block, segments in zip(
+            target.tile_heights, target.tile_blocks, target.tile_segments, strict=True
+        )
+        if segments == 1
+    ]
+    phase = next((each for each in phases if rows <= each[0]), phases[-1])
     tile_queries, tile_tokens = phase
     partial = work.parts > 1
     useful = groups * rows * work.tokens * dim
     return [
         1.0,
         float(partial),
-        *(float(useful * (other == phase)) for other in costs.phases),
+        *(float(useful * (other == phase)) for other in phases),
         float(groups * query_padding_cost(tile_queries, rows, work.tokens, dim)),
         float(groups * context_padding_cost(tile_tokens, rows, work.tokens, dim)),
-        float(groups * rows * dim * partial),
+        float(groups * work.queries * dim * partial),
     ]
