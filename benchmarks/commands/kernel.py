@@ -15,6 +15,7 @@ from benchmarks.commands.kernel_choice import (
     FAILED,
     chosen_methods,
     chosen_part,
+    chosen_policies,
     chosen_workloads,
     make_setup,
     one_of,
@@ -92,6 +93,14 @@ def kernel(
             "SMs of the one here; compare with the peers flashinfer-fa2 and fa2.",
         ),
     ] = None,
+    policies: Annotated[
+        str | None,
+        typer.Option(
+            metavar="POLICY[,POLICY…]",
+            help="Compare these policies, or all, with each other instead of with peers. A second "
+            "file of rows, policies-GPU.json, holds their times.",
+        ),
+    ] = None,
     peers: Annotated[
         str,
         typer.Option(
@@ -136,7 +145,13 @@ def kernel(
     """
     from benchmarks.kernel.case_inputs import LAYOUTS
     from benchmarks.kernel.measure_case import KV_DTYPES
-    from benchmarks.kernel.record_cases import DeviceLost, failures, record, rows_file
+    from benchmarks.kernel.record_cases import (
+        DeviceLost,
+        failures,
+        record,
+        rows_file,
+        write_policies,
+    )
     from benchmarks.kernel.tree_workloads import WorkloadChoiceError, cases_of, parse_heads
     from benchmarks.row_files import RowsError
     from deft_backend.forest import ForestError
@@ -151,7 +166,10 @@ def kernel(
         shapes = [parse_heads(text) for text in words(heads)] if heads is not None else None
         chosen = chosen_workloads(sets, tree, traces, 2 if quick else steps, device, quick)
         cases = chosen_part(cases_of(chosen, shapes, size), part)
-        ours, others = chosen_methods(policy, planner, peers, kernels_of, device)
+        if policies is None:
+            ours, others = chosen_methods(policy, planner, peers, kernels_of, device)
+        else:
+            ours, others = chosen_policies(policies, planner)
     if phases and planner == "device":
         raise fail("--phases needs plans of the host planner; leave out --planner device")
     require_device(device, quick)
@@ -165,8 +183,8 @@ def kernel(
     path = rows_file(out or Path("reports") / f"kernel-{stamp}", setup.device)
     options = {
         "sets": sets, "tree": tree, "heads": heads, "page_size": page_size, "layout": layout,
-        "policy": policy, "planner": planner, "kernels_of": kernels_of, "peers": peers,
-        "part": part,
+        "policy": policy, "policies": policies, "planner": planner, "kernels_of": kernels_of,
+        "peers": peers, "part": part,
         "launch": "eager" if eager else "graph", "seed": seed, "quick": quick, "steps": steps,
         "traces": traces is not None,
     }  # fmt: skip
@@ -177,7 +195,10 @@ def kernel(
             raise fail(f"{error}: {path}") from None
         except RowsError as error:
             raise fail(str(error)) from None
-    _show(rows, path, console, bars=bars)
+    if policies is None:
+        _show(rows, path, console, bars=bars)
+    else:
+        say(console, f"rows: {write_policies(path, rows, planner)}")
     found = failures(rows)
     for line in found:
         stderr.print(f"[bold red]wrong[/bold red] {line}", highlight=False, soft_wrap=True)

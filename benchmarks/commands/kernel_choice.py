@@ -106,6 +106,32 @@ def chosen_methods(
     return Ours(OURS, policy, planner, as_on), [make_method(name) for name in names]
 
 
+def chosen_policies(policies: str, planner: str) -> tuple[Ours, list[Method]]:
+    """Our method with the first of these policies, and one method for each other policy.
+
+    ``all`` are the policies that the planner knows, `auto` first.
+
+    Raises
+    ------
+    PolicyError
+        If a policy is unknown, or the device planner does not support it.
+    """
+    from benchmarks.kernel.methods import OURS
+    from benchmarks.kernel.methods.ours import PLANNERS, Ours
+    from deft_backend.policies import POLICY_NAMES, get_policy
+
+    one_of("--planner", planner, PLANNERS)
+    names = list(dict.fromkeys(words(policies)))
+    if names == ["all"]:
+        names = [
+            name
+            for name in reversed(POLICY_NAMES)
+            if planner == "host" or get_policy(name).rules is not None
+        ]
+    first, *others = names
+    return Ours(OURS, first, planner), [Ours(name, name, planner) for name in others]
+
+
 def chosen_part(cases: list[Case], part: str | None) -> list[Case]:
     """Every Nth case from the Ith on, for a `part` of ``I/N``."""
     if part is None:

@@ -32,6 +32,7 @@ def planning_host(
 
 def planning_device(
     out: Annotated[Path, typer.Option(help="JSON file to write.")],
+    policy: Annotated[str, typer.Option(help="Policy to plan with.")] = "auto",
     launch_ms: Annotated[
         int, typer.Option(help="Milliseconds that each figure is repeated for.", min=1)
     ] = 40,
@@ -46,4 +47,5 @@ def planning_device(
             "planning-device needs an NVIDIA GPU, and torch finds none; planning-host times the "
             "host planner"
         )
-    measure_batches(out, launch_ms, lambda row: typer.echo(json.dumps(row)))
+    with reported(PolicyError):
+        measure_batches(out, policy, launch_ms, lambda row: typer.echo(json.dumps(row)))

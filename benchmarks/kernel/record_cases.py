@@ -13,7 +13,7 @@ from benchmarks.kernel.kernel_rows import Row
 from benchmarks.kernel.measure_case import DeviceLost, Setup, measure
 from benchmarks.kernel.methods import OURS, Method
 from benchmarks.kernel.tree_workloads import Case
-from benchmarks.row_files import write_rows
+from benchmarks.row_files import write_object, write_rows
 from deft_backend.files.provenance import driver, provenance
 
 
@@ -51,6 +51,21 @@ def record(
     return rows
 
 
+def write_policies(path: Path, rows: Sequence[Row], planner: str) -> Path:
+    """Write the times of policies, measured as methods, next to the rows of `path`."""
+    times = [
+        {
+            "set": row["set"], "tree": row["workload"], "heads": row["heads"],
+            "dtype": row["kv_dtype"], "planner": planner,
+            "us": {row["policy"] if name == OURS else name: us for name, us in row["us"].items()},
+        }
+        for row in rows
+    ]  # fmt: skip
+    found = path.with_name(path.name.replace("kernel-", "policies-"))
+    write_object(found, times, provenance())
+    return found
+
+
 def failures(rows: Sequence[Row]) -> list[str]:
     """Cases in which the result of deft is wrong or missing, or differs between two runs."""
     found = []
@@ -82,4 +97,4 @@ def _header(setup: Setup, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-__all__ = ["DeviceLost", "failures", "record", "rows_file"]
+__all__ = ["DeviceLost", "failures", "record", "rows_file", "write_policies"]

@@ -59,7 +59,7 @@ def unshared(requests: int, tokens: int, page_size: int) -> Tables:
     return Tables(f"{tokens} tokens, unshared", table, lens, page_size)
 
 
-def measure(tables: Tables, device: torch.device, budget: Budget) -> dict[str, Any]:
+def measure(tables: Tables, policy: str, device: torch.device, budget: Budget) -> dict[str, Any]:
     """One row of the file."""
     query_heads, kv_heads, dim = HEADS
     batch = len(tables.seq_lens)
@@ -90,7 +90,7 @@ def measure(tables: Tables, device: torch.device, budget: Budget) -> dict[str, A
         replay()
         return time, out
 
-    on_device, on_host, alone = attention("auto"), attention("auto"), attention("flash-decoding")
+    on_device, on_host, alone = (attention(name) for name in (policy, policy, "flash-decoding"))
 
     def plan() -> torch.Tensor:
         on_device.plan_on_device(table, lens)
@@ -136,7 +136,10 @@ def kernel_times(replay: Callable[[], None], repeats: int = 20) -> dict[str, flo
 
 
 def measure_batches(
-    out: Path, launch_ms: int, on_row: Callable[[dict[str, Any]], None] = lambda row: None
+    out: Path,
+    policy: str,
+    launch_ms: int,
+    on_row: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> None:
     """Time the device planner on batches with and without sharing, and write the rows.
 
@@ -144,6 +147,8 @@ def measure_batches(
     ----------
     out : Path
         JSON file to write.
+    policy : str
+        The policy to plan with.
     launch_ms : int
         Milliseconds of repetitions for each figure.
     on_row : callable
@@ -151,6 +156,8 @@ def measure_batches(
 
     Raises
     ------
+    PolicyError
+        If the device planner does not know the policy.
     RowsError
         If `out` cannot be written.
     """
@@ -159,9 +166,15 @@ def measure_batches(
     batches = [shared(requests, page) for page in PAGE_SIZES for requests in FAN_OUTS]
     batches += [unshared(requests, tokens, 16) for requests, tokens in UNSHARED]
     for tables in batches:
-        row = measure(tables, device, Budget(launch_ms=launch_ms))
+        row = measure(tables, policy, device, Budget(launch_ms=launch_ms))
         rows.append(row)
         on_row(row)
         torch.cuda.empty_cache()
-    header = {**provenance(), "heads": "32/8", "head_dim": 128, "fan_outs": list(FAN_OUTS.values())}
+    header = {
+        **provenance(),
+        "policy": policy,
+        "heads": "32/8",
+        "head_dim": 128,
+        "fan_outs": list(FAN_OUTS.values()),
+    }
     write_object(out, rows, header)

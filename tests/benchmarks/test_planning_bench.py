@@ -88,7 +88,7 @@ def test_planning_on_the_device_is_compared_with_the_host(
     monkeypatch.setattr(torch, "randn", random)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     tables = device_planning.shared(8, page_size, prefix_tokens=1600)
-    row = device_planning.measure(tables, torch.device("cpu"), Budget())
+    row = device_planning.measure(tables, "auto", torch.device("cpu"), Budget())
     assert row["tokens_attended"] == int(tables.seq_lens.sum())
     assert row["tokens_loaded"] < 0.7 * row["tokens_attended"]
     assert 0 < row["error"] < 1e-4
