@@ -11,6 +11,7 @@ from typing import Any
 
 from deft_backend.tools.servers.command import free_port, server_command
 from deft_backend.tools.servers.process import ServerProcess
+from integration_tests.common.answers import POLICY_GROUPS
 from integration_tests.common.server import (
     DRAFT,
     EAGER,
@@ -87,6 +88,17 @@ GROUPS = {
     "two-ranks": Group(("--tensor-parallel-size", "2"), {**EAGER, **_TWO_PROCESSES}),
     "stages": Group(("--pipeline-parallel-size", "2"), {**EAGER, **_TWO_PROCESSES}),
     "engines": Group(("--data-parallel-size", "2"), {**EAGER, **_TWO_PROCESSES}),
+    **{
+        group: Group(
+            settings={
+                **EAGER,
+                "DEFT_POLICY": group.removeprefix("policy-"),
+                "DEFT_PLANNER": "device",
+                "DEFT_VERIFY": "0",
+            }
+        )
+        for group in POLICY_GROUPS
+    },
     "chain": _speculating(*_CHAIN),
     "tree": _speculating(*_TREE),
     "lookup": _speculating(*_LOOKUP, draft=False),

@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import pytest
+
 from integration_tests.common.answers import (
+    POLICY_GROUPS,
     PREFIX,
+    RARE_POLICIES,
     TOPICS,
     check,
     check_both_ranks,
     check_joins_and_aborts,
+    check_policy,
     on,
 )
 from integration_tests.common.server import Server
@@ -144,3 +149,11 @@ def test_without_a_radix_tree_the_kernels_still_run(server: Server, reference) -
     state = server.state()
     assert state["steps_tree"] > 0
     assert state["kv_bytes_read"] == state["kv_bytes_query_guided"]
+
+
+@on(*POLICY_GROUPS, rare=RARE_POLICIES)
+def test_every_policy(server: Server, reference, request: pytest.FixtureRequest) -> None:
+    middle = [PREFIX + f"In the year of {topic} " * 2 for topic in TOPICS[:2]]
+    asks = [Ask(m + f"they found {topic}", tokens=6) for m in middle for topic in TOPICS[2:4]]
+    asks += [asks[0], Ask("Alone.", tokens=6)]
+    check_policy(server, reference, asks, request.node.callspec.params["server"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deft_backend.costs.device_tables import cost_model_on
 from deft_backend.kernels import KernelConfiguration
-from deft_backend.policies import Target
+from deft_backend.policies.target import TILE_BLOCKS, Target
 from deft_backend.shapes.attention_shape import AttentionShape
 from deft_backend.shapes.kernel_limits import TILE_SEGMENTS
 from deft_backend.shapes.query_blocks import ONE_TOKEN, QueryBlocks
@@ -34,6 +34,9 @@ def target_of(
         tile_segments=TILE_SEGMENTS,
         # The interpreter takes larger KV blocks, for speed; plans are the same on every device.
         block_tokens=min(64, config.tiles[-1].block_tokens),
+        tile_blocks=(
+            TILE_BLOCKS if config.interpreted else tuple(t.block_tokens for t in config.tiles)
+        ),
         query_tokens=blocks.tokens,
         query_blocks=blocks.blocks,
         cost_model=cost_model_on(shape.device, *heads, shape.kv_dtype, shape.page_size),

@@ -57,14 +57,7 @@ class EdgeCosts(NamedTuple):
             round(weight * WEIGHT_UNIT)
             for weight in (coefficients.alpha, coefficients.beta, coefficients.gamma)
         )
-        phases = [
-            (height, block)
-            for height, block, segments in zip(
-                target.tile_heights, target.tile_blocks, target.tile_segments, strict=True
-            )
-            if segments == 1
-        ]
-        rows, tokens = np.array(phases, dtype=np.int64).T
+        rows, tokens = np.array(target.phases, dtype=np.int64).T
         return cls(alpha, beta, gamma, target.query_vectors, rows.copy(), tokens.copy())
 
 

@@ -11,6 +11,9 @@ import numpy.typing as npt
 from deft_backend.costs.cost_model import CostModel, default_cost_model
 from deft_backend.shapes.kernel_limits import TILE_HEIGHTS, TILE_SEGMENTS
 
+TILE_BLOCKS = (16, 64, 64)
+"""Tokens that the Hopper kernels of each tile shape read at a time, of a cache of 16 bits."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -59,7 +62,7 @@ class Target:
     num_sms: int = 132
     tile_segments: tuple[int, ...] = TILE_SEGMENTS
     block_tokens: int = 64
-    tile_blocks: tuple[int, ...] = (16, 64, 64)
+    tile_blocks: tuple[int, ...] = TILE_BLOCKS
     max_groups: int = 1 << 30
     max_group_queries: int = 1 << 30
     query_tokens: int = 1
@@ -119,6 +122,12 @@ class Target:
         single = zip(self.tile_heights, self.tile_segments, strict=True)
         heights = [[height] for height, segments in single if segments == 1]
         return self.costs.time(np.array(heights), self.costs.tokens) * 1e6
+
+    @property
+    def phases(self) -> list[tuple[int, int]]:
+        """``TS_q`` in query vectors and ``TS_c`` of each tile of one segment (FastTree)."""
+        tiles = zip(self.tile_heights, self.tile_blocks, self.tile_segments, strict=True)
+        return [(height, block) for height, block, segments in tiles if segments == 1]
 
     @cached_property
     def single_range_tiles(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import pytest
 
+from deft_backend.settings.policy_names import AUTO, POLICY_NAMES
 from integration_tests.common.server import Answer, Ask, Server, complete
 
 TOPICS = ("the harbour", "an old map", "seven lamps", "the northern road", "a grey cat", "salt")
@@ -24,8 +25,10 @@ class Reference(Protocol):
     def answers(self, asks: Sequence[Ask]) -> list[list[Answer]]: ...
 
 
-def on(*groups: str, smoke: Sequence[str] = ()) -> pytest.MarkDecorator:
-    """Run the test on a server of each group; the groups in `smoke` are also in the smoke suite.
+def on(*groups: str, smoke: Sequence[str] = (), rare: Sequence[str] = ()) -> pytest.MarkDecorator:
+    """Run the test on a server of each group.
+
+    The groups in `smoke` are also in the smoke suite; those in `rare` are left out by default.
 
     Two processes of ``pytest -n 2 --dist loadgroup`` share the groups. Each group's server starts
     once, in one of the processes.
@@ -35,8 +38,23 @@ def on(*groups: str, smoke: Sequence[str] = ()) -> pytest.MarkDecorator:
         marks = [pytest.mark.xdist_group(group)]
         if group in smoke:
             marks.append(pytest.mark.smoke)
+        if group in rare:
+            marks.append(pytest.mark.rare)
         chosen.append(pytest.param(group, marks=marks))
     return pytest.mark.parametrize("server", chosen, indirect=True)
+
+
+POLICY_GROUPS = tuple(f"policy-{name}" for name in POLICY_NAMES if name != AUTO)
+"""Groups of servers with a policy other than the default."""
+
+RARE_POLICIES = tuple(group for group in POLICY_GROUPS if group != "policy-fasttree")
+
+
+def check_policy(server: Server, reference: Reference, asks: Sequence[Ask], group: str) -> None:
+    """Tree attention decodes by the policy that the group is named after, and the log names it."""
+    check(server, reference, asks)
+    assert server.state()["steps_tree"] > 0
+    assert group.removeprefix("policy-") in server.log
 
 
 def assert_same(

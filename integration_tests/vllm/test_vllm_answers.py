@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from deft_backend.hosts.vllm.versions import backend_name
 from integration_tests.common.answers import (
+    POLICY_GROUPS,
     PREFIX,
+    RARE_POLICIES,
     TOPICS,
     check,
     check_both_ranks,
     check_joins_and_aborts,
+    check_policy,
     on,
 )
 from integration_tests.common.server import Server
@@ -153,3 +158,11 @@ def test_every_rank_plans_for_itself(server: Server, reference) -> None:
     asks = [Ask(PREFIX + f"Of {topic} it is told", tokens=6) for topic in TOPICS[:4]]
     check(server, reference, [*asks, Ask("Alone, from the first word on.", tokens=6)])
     check_both_ranks(server)
+
+
+@on(*POLICY_GROUPS, rare=RARE_POLICIES)
+def test_every_policy(server: Server, reference, request: pytest.FixtureRequest) -> None:
+    middle = [PREFIX + f"In the year of {topic} " * 2 for topic in TOPICS[:2]]
+    asks = [Ask(m + f"they found {topic}", tokens=6) for m in middle for topic in TOPICS[2:4]]
+    asks += [asks[0], Ask("Alone.", tokens=6)]
+    check_policy(server, reference, asks, request.node.callspec.params["server"])

@@ -12,6 +12,7 @@ from typing import Any
 from deft_backend.hosts.vllm.versions import backend_name
 from deft_backend.tools.servers.command import free_port, server_command
 from deft_backend.tools.servers.process import ServerProcess
+from integration_tests.common.answers import POLICY_GROUPS
 from integration_tests.common.server import (
     DRAFT,
     MODEL,
@@ -69,6 +70,13 @@ GROUPS = {
         ),
         {"DEFT_MIN_BATCH": "1"},
     ),
+    **{
+        group: Group(
+            ("--block-size", "32", "--max-model-len", "1024"),
+            {"DEFT_MIN_BATCH": "1", "DEFT_POLICY": group.removeprefix("policy-")},
+        )
+        for group in POLICY_GROUPS
+    },
     "two-ranks": Group(
         ("--block-size", "128", "--max-model-len", "1024", "--tensor-parallel-size", "2"),
         {"DEFT_MIN_BATCH": "1", "VLLM_CPU_OMP_THREADS_BIND": cores_of_two_ranks()},

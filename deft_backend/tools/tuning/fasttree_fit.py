@@ -81,13 +81,7 @@ def group_works(target: Target, grid: Grid) -> list[Work]:
 def _features(work: Work, target: Target) -> list[float]:
     rows, dim = work.queries * target.gqa_group, target.head_dim
     groups = work.groups * target.num_kv_heads
-    phases = [
-        (height, block)
-        for height, block, segments in zip(
-            target.tile_heights, target.tile_blocks, target.tile_segments, strict=True
-        )
-        if segments == 1
-    ]
+    phases = target.phases
     phase = next((each for each in phases if rows <= each[0]), phases[-1])
     tile_queries, tile_tokens = phase
     partial = work.parts > 1

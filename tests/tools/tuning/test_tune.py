@@ -127,11 +127,12 @@ def test_fasttree_weights_are_recovered() -> None:
         padded_q = element * pad(tile, rows) * work.tokens
         padded_c = element * rows * pad(context_tile, min(work.tokens, context_tile))
         time = 12.0 + own[tile] * element * rows * work.tokens + alpha * padded_q + beta * padded_c
-        return time + (4.0 + gamma * element * rows if work.parts > 1 else 0.0)
+        return time + (4.0 + gamma * element * work.queries if work.parts > 1 else 0.0)
 
     target = Target(
         32, 8, 128, tile_heights=(16, 64, 128, 64), tile_programs=(132, 33, 16, 33),
-        tile_segments=(1, 1, 1, 32), block_tokens=context_tile,
+        tile_segments=(1, 1, 1, 32), tile_blocks=(context_tile,) * 4,
+        block_tokens=context_tile,
     )  # fmt: skip
     found, error = measure_coefficients(time_us, target, Grid())
     assert error < 1e-6
