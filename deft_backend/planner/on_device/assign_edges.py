@@ -51,6 +51,13 @@ def _padding(queries, context, COSTS: tl.constexpr):
     return tl.where((queries > 0) & (context > 0), cost, 0)
 
 
+@jit
+def _lengths(order_ptr, seq_lens_ptr, place, there, BLOCKS: tl.constexpr):
+    """Tokens of the requests at places."""
+    request = tl.load(order_ptr + place, mask=there, other=0)
+    return tl.load(seq_lens_ptr + request // BLOCKS, mask=there, other=0).to(tl.int32)
+
+
 @jit(do_not_specialize=["batch", "small_tile", "large_tile", "max_entries", "max_items"])
 def assign_edges(
     order_ptr,
@@ -81,39 +88,43 @@ def assign_edges(
     if OVERLAPPED:
         gdc_launch_dependents()
         gdc_wait()
+    # The search keeps little in registers: the rest it loads again where it is needed.
     place = tl.arange(0, BATCH)
     inside = place < batch
     queries = tl.load(nodes.queries + place, mask=inside, other=0)
     parent = tl.load(nodes.parent + place, mask=inside, other=0)
     end = tl.load(nodes.cut + place, mask=inside, other=0)
     first = tl.load(first_ptr + place, mask=inside, other=0)
-    leaf_parent = tl.load(nodes.leaf_parent + place, mask=inside, other=0)
-    request = tl.load(order_ptr + place, mask=inside, other=0)
-    length = tl.load(seq_lens_ptr + request // BLOCKS, mask=inside, other=0).to(tl.int32)
-    is_node = queries > 0
-    leaf_above = tl.gather(end, leaf_parent, 0)
-
     none = tl.full([BATCH], 0, tl.int32)
-    tl.store(children.part + BATCH + place, none)  # whether the node's last query leaves it
+    # Behind the children: where the leaf at each place begins and stands, where each node stands,
+    # and whether the node's last query leaves it.
+    leaf_begins, leaf_places = children.num_chunks + BATCH, children.item + BATCH
+    node_places, deserted = children.entry + BATCH, children.part + BATCH
+    tl.store(leaf_begins + place, none)
+    tl.store(leaf_places + place, place)
+    tl.store(node_places + place, first)
+    tl.store(deserted + place, none)
     begin = none
     kept = queries  # queries that stay with the node
-    moved = first  # place of the node's first query, once siblings stand in their new order
-    leaf_begin = none
-    leaf_moved = place
-    level = is_node & (parent == 0)
-    while total(level.to(tl.int32)) > 0:
-        in_level = level.to(tl.int32)
-        is_child = is_node & (parent > 0) & (tl.gather(in_level, parent, 0) > 0)
-        is_leaf = inside & (leaf_parent > 0) & (tl.gather(in_level, leaf_parent, 0) > 0)
+    level = ((queries > 0) & (parent == 0)).to(tl.int32)
+    while total(level) > 0:
+        queries = tl.load(nodes.queries + place, mask=inside, other=0)
+        parent = tl.load(nodes.parent + place, mask=inside, other=0)
+        first = tl.load(first_ptr + place, mask=inside, other=0)
+        is_child = (queries > 0) & (parent > 0) & (tl.gather(level, parent, 0) > 0)
         tl.store(children.num_chunks + first, queries, mask=is_child)
         tl.store(children.item + first, end, mask=is_child)
+        above = tl.load(nodes.leaf_parent + place, mask=inside, other=0)
+        is_leaf = (above > 0) & (tl.gather(level, above, 0) > 0)
         tl.store(children.num_chunks + place, none + 1, mask=is_leaf)
+        length = _lengths(order_ptr, seq_lens_ptr, place, is_leaf, BLOCKS)
         tl.store(children.item + place, length, mask=is_leaf)
         tl.debug_barrier()
         at = first
+        limit = tl.where(level > 0, first + queries, 0)
         joined = none
-        active = level
-        while total(active.to(tl.int32)) > 0:
+        while total((at < limit).to(tl.int32)) > 0:
+            active = at < limit
             held = tl.load(children.num_chunks + at, mask=active, other=1)
             stop = tl.load(children.item + at, mask=active, other=0)
             context = end - begin
@@ -126,43 +137,51 @@ def assign_edges(
             joined += tl.where(joins, held, 0)
             kept -= tl.where(joins, held, 0)
             at += tl.where(active, held, 0)
-            active = level & (at < first + queries)
         tl.debug_barrier()
         # Where children begin and stand. Siblings before a child that stays: all but the joined.
+        parent = tl.load(nodes.parent + place, mask=inside, other=0)
+        first = tl.load(first_ptr + place, mask=inside, other=0)
+        queries = tl.load(nodes.queries + place, mask=inside, other=0)
+        is_child = (queries > 0) & (parent > 0) & (tl.gather(level, parent, 0) > 0)
         joins = tl.load(children.entry + first, mask=is_child, other=0) > 0
         before = tl.load(children.part + first, mask=is_child, other=0)
+        base = tl.load(node_places + parent, mask=is_child, other=0)
         stays = first - tl.gather(first, parent, 0) - before
-        base = tl.gather(moved, parent, 0)
-        behind = base + tl.gather(kept, parent, 0) + before
-        moved = tl.where(is_child, tl.where(joins, behind, base + stays), moved)
-        above = tl.where(joins, tl.gather(begin, parent, 0), tl.gather(end, parent, 0))
-        begin = tl.where(is_child, above, begin)
+        moved = base + tl.where(joins, tl.gather(kept, parent, 0) + before, stays)
+        tl.store(node_places + place, moved, mask=is_child)
+        whole = tl.where(joins, tl.gather(begin, parent, 0), tl.gather(end, parent, 0))
 
+        above = tl.load(nodes.leaf_parent + place, mask=inside, other=0)
+        is_leaf = (above > 0) & (tl.gather(level, above, 0) > 0)
         joins = tl.load(children.entry + place, mask=is_leaf, other=0) > 0
         before = tl.load(children.part + place, mask=is_leaf, other=0)
-        stays = place - tl.gather(first, leaf_parent, 0) - before
-        base = tl.gather(moved, leaf_parent, 0)
-        left = tl.gather(kept, leaf_parent, 0)
-        spot = tl.where(joins, base + left + before, base + stays)
-        leaf_moved = tl.where(is_leaf, spot, leaf_moved)
+        base = tl.load(node_places + above, mask=is_leaf, other=0)
+        stays = place - tl.gather(first, above, 0) - before
+        left = tl.gather(kept, above, 0)
+        tl.store(leaf_places + place, base + tl.where(joins, left + before, stays), mask=is_leaf)
         # An empty leaf that stays alone with its parent ends the parent's range itself.
-        lone = is_leaf & (joins == 0) & (length == leaf_above) & (left == 1)
-        joins = joins | lone
-        above = tl.where(joins, tl.gather(begin, leaf_parent, 0), leaf_above)
-        leaf_begin = tl.where(is_leaf, above, leaf_begin)
-        tl.store(children.part + BATCH + leaf_parent, none + 1, mask=lone)
-        level = is_child
-    tl.debug_barrier()
-    kept = tl.where(tl.load(children.part + BATCH + place) > 0, 0, kept)
+        length = tl.load(children.item + place, mask=is_leaf, other=0)
+        lone = is_leaf & (joins == 0) & (length == tl.gather(end, above, 0)) & (left == 1)
+        tl.store(deserted + above, none + 1, mask=lone)
+        whole_leaf = tl.where(joins | lone, tl.gather(begin, above, 0), tl.gather(end, above, 0))
+        tl.store(leaf_begins + place, whole_leaf, mask=is_leaf)
+        begin = tl.where(is_child, whole, begin)
+        level = is_child.to(tl.int32)
+        tl.debug_barrier()
 
+    queries = tl.load(nodes.queries + place, mask=inside, other=0)
+    kept = tl.where(tl.load(deserted + place) > 0, 0, kept)
     _, tiles = tiles_of(kept, small_tile, large_tile)
-    num_entries = total(tl.where(is_node, kept, 0)) + batch
-    num_items = total(tl.where(is_node, tiles, 0)) + batch
-    if (num_entries > max_entries) | (num_items > max_items):
-        kept = none
-        leaf_begin = none
-        leaf_moved = place
-    chosen = (is_node & (kept > 0)).to(tl.int32)
+    fits = total(kept) + batch <= max_entries
+    fits &= total(tl.where(kept > 0, tiles, 0)) + batch <= max_items
+    kept = tl.where(fits, kept, 0)
+    chosen = (kept > 0).to(tl.int32)
+    moved = tl.load(node_places + place)
     write_nodes(ranges, chosen_nodes, chosen, moved, kept, begin, end, BATCH)
-    write_leaves(ranges, inside, leaf_moved, leaf_begin, length, BATCH)
-    tl.store(order_ptr + leaf_moved, request, mask=inside)
+    request = tl.load(order_ptr + place, mask=inside, other=0)
+    length = _lengths(order_ptr, seq_lens_ptr, place, inside, BLOCKS)
+    leaf_place = tl.where(fits, tl.load(leaf_places + place), place)
+    leaf_begin = tl.where(fits, tl.load(leaf_begins + place), 0)
+    write_leaves(ranges, inside, leaf_place, leaf_begin, length, BATCH)
+    tl.debug_barrier()
+    tl.store(order_ptr + leaf_place, request, mask=inside)

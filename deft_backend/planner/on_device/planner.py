@@ -248,7 +248,7 @@ class DevicePlanner:
         if self._rules.edges == "greedy":
             self._launch(
                 ASSIGN_EDGES, (1,), (*forest, scratch.places, batch, small, large, *limits),
-                {**common, "COSTS": self._edge_costs(numbers)}, work.warps.choose_ranges,
+                {**common, "COSTS": self._edge_costs(numbers)}, min(16, work.warps.choose_ranges),
             )  # fmt: skip
         else:
             self._launch(

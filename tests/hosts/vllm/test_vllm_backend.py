@@ -84,6 +84,7 @@ def test_decode_reads_every_layout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("DEFT_POLICY", policy)
+    monkeypatch.setenv("DEFT_PLANNER", "device" if policy == "auto" else "host")
     layers = tree_layers()
     builder = layers.builder(make_spec(block_size))
     batch = Batch([4 * block_size + n for n in (1, 7, 11)] + [3], shared=3, block_size=block_size)
@@ -124,6 +125,7 @@ def test_a_scale_that_the_model_sets_later_counts() -> None:
 def test_rows_that_no_request_owns(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph may hold more requests than a batch: the outputs of the padding are zeros."""
     monkeypatch.setenv("DEFT_POLICY", policy)
+    monkeypatch.setenv("DEFT_PLANNER", "device" if policy == "auto" else "host")
     monkeypatch.setattr(group, "_capturing", lambda tensor: True)
     layers = tree_layers()
     builder = layers.builder(make_spec())
@@ -142,6 +144,7 @@ def test_blocks_computed_twice(seed: int, policy: str, monkeypatch: pytest.Monke
     Two rows then agree at one position but not before it, although their content is equal.
     """
     monkeypatch.setenv("DEFT_POLICY", policy)
+    monkeypatch.setenv("DEFT_PLANNER", "device" if policy == "auto" else "host")
     draw = random.Random(seed)
     layers = tree_layers(count=1)
     batch = Batch([33 + 3 * row for row in range(6)], shared=0)
@@ -442,6 +445,7 @@ def test_batches_beyond_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_counts_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEFT_POLICY", "deft-node")  # shares as much as possible
+    monkeypatch.setenv("DEFT_PLANNER", "host")
     layers = tree_layers()
     batch = Batch([40, 37, 33], shared=2)  # 32 shared tokens, and 8 + 5 + 1 unshared ones
     run(layers.impls[0], batch, Cache(batch.pages, 16), layers.builder(make_spec()).build(
@@ -502,12 +506,12 @@ def test_a_wrong_setting_stops_the_server(monkeypatch: pytest.MonkeyPatch) -> No
         tree_layers().builder(make_spec())
 
 
-def test_a_gpu_plans_with_auto_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_plans_with_policies_of_the_device_planner(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = LayerShape(HEADS, 2, DIM)
     layer = Layer(shape, 1.0, 0.0, None)
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(TreeAttention, "unsupported", staticmethod(lambda *given, **more: None))
-    for policy, reason in (("auto", None), ("deft-node", "DEFT_POLICY=deft-node")):
+    for policy, reason in (("auto", None), ("deft-flatten", "DEFT_POLICY=deft-flatten")):
         layers = LayerGroup(PlainCpuBackend, make_spec(), ["layer.0"], make_config(), gpu)
         found = factory._unsupported_shape(layers, shape, layer, Settings(policy=policy))
         assert found is None if reason is None else reason in found
@@ -531,6 +535,7 @@ def test_a_failing_kernel_costs_a_line(
 ) -> None:
     """The host's implementation runs the layer; the step that failed is one of the host's."""
     monkeypatch.setenv("DEFT_POLICY", policy)
+    monkeypatch.setenv("DEFT_PLANNER", "device" if policy == "auto" else "host")
     layers = tree_layers()
     builder = layers.builder(make_spec())
     batch, cache = cached(Batch(DECODE, shared=2))
@@ -554,6 +559,7 @@ def test_a_plan_that_fails_leaves_its_step_to_the_host(
 ) -> None:
     """The host planner plans the next step again; a launch of the device planner is not tried."""
     monkeypatch.setenv("DEFT_POLICY", policy)
+    monkeypatch.setenv("DEFT_PLANNER", "device" if policy == "auto" else "host")
     layers = tree_layers()
     builder = layers.builder(make_spec())
     batch, cache = cached(Batch(DECODE, shared=2))
@@ -630,6 +636,7 @@ def test_queries_of_eight_bits_have_a_scale(
 ) -> None:
     """Some backends of vLLM take them over a cache of 8 bits."""
     monkeypatch.setenv("DEFT_POLICY", policy)
+    monkeypatch.setenv("DEFT_PLANNER", "device" if policy == "auto" else "host")
     layers = tree_layers(arguments={"kv_cache_dtype": "fp8"})
     batch, cache = cached(Batch(DECODE, shared=2))
     stored = (cache.tensor / 0.02).to(torch.float8_e4m3fn)
@@ -662,6 +669,7 @@ def test_a_group_takes_layers_with_its_own_kind_of_cache() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_an_output_within_a_larger_tensor(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEFT_POLICY", policy)
+    monkeypatch.setenv("DEFT_PLANNER", "device" if policy == "auto" else "host")
     layers = tree_layers()
     batch, cache = cached(Batch(DECODE, shared=2))
     metadata = layers.builder(make_spec()).build(0, batch.common())
@@ -833,6 +841,7 @@ def test_prompt_lengths_alone_are_no_window(planned: list[torch.Tensor]) -> None
 def test_a_cache_of_eight_bits(policy: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM gives bytes; its layers hold one scale for all keys and one for all values."""
     monkeypatch.setenv("DEFT_POLICY", policy)
+    monkeypatch.setenv("DEFT_PLANNER", "device" if policy == "auto" else "host")
     layers = tree_layers(arguments={"kv_cache_dtype": kind})
     batch, cache = cached(Batch(DECODE, shared=2))
     module = SimpleNamespace(

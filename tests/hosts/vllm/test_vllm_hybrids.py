@@ -141,7 +141,7 @@ def test_layers_with_a_cache_of_another_dtype_are_not_counted() -> None:
     spec = make_spec(num_kv_heads=2, head_size=64, dtype=torch.uint8)
     names = ["model.layers.1.attn", "model.layers.2.attn"]
     layers = LayerGroup(PlainCpuBackend, spec, names, config, torch.device("cpu"))
-    group = build(layers, Settings(policy="deft-node"))
+    group = build(layers, Settings(policy="deft-node", planner="host"))
     assert (state().num_layers, state().dtype_bytes, group.tree_layers) == (2, 1, 2)
 
 

@@ -46,6 +46,7 @@ def test_rows_of_one_length_and_of_several(
     query_lens: list[int], policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DEFT_POLICY", policy)
+    monkeypatch.setenv("DEFT_PLANNER", "device" if policy == "auto" else "host")
     layers = make_layers()
     batch, cache = cached(Batch(LENS, shared=2, query_lens=query_lens))
     builder = layers.builder(make_spec())
@@ -64,6 +65,7 @@ def test_sinks_are_part_of_every_query_tokens_softmax(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DEFT_POLICY", policy)
+    monkeypatch.setenv("DEFT_PLANNER", "device" if policy == "auto" else "host")
     sinks = torch.tensor([2.0, -1.0, 5.0, 0.5])
     layers = make_layers(arguments={"sinks": sinks})
     batch, cache = cached(Batch(LENS, shared=2, query_lens=[5, 1, 1, 4, 2]))
@@ -81,6 +83,7 @@ def test_drafts_over_a_cache_of_eight_bits(
     policy: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DEFT_POLICY", policy)
+    monkeypatch.setenv("DEFT_PLANNER", "device" if policy == "auto" else "host")
     layers = make_layers(arguments={"kv_cache_dtype": kind})
     batch, cache = cached(Batch(LENS, shared=2, query_lens=[5, 1, 1, 4, 2]))
     module = SimpleNamespace(
