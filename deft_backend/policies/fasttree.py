@@ -38,7 +38,7 @@ class EdgeCosts(NamedTuple):
         Weights, in units of 1 / WEIGHT_UNIT.
     vectors : int
         Query vectors of a query.
-    tile_rows, tile_tokens : [T] int64
+    tile_heights, tile_tokens : [T] int64
         ``TS_q`` in query vectors and ``TS_c`` of each phase, ascending (multi-phase tiling). A
         group is in the first phase whose query tile holds it, or in the last.
     """
@@ -47,7 +47,7 @@ class EdgeCosts(NamedTuple):
     beta: int
     gamma: int
     vectors: int
-    tile_rows: Int64Array
+    tile_heights: Int64Array
     tile_tokens: Int64Array
 
     @classmethod
@@ -136,12 +136,12 @@ def _padding(queries: int, context: int, costs: EdgeCosts) -> int:
     """``C_P``; 0 without queries or without context."""
     if queries == 0 or context == 0:
         return 0
-    rows = queries * costs.vectors
+    vectors = queries * costs.vectors
     phase = 0
-    while phase + 1 < len(costs.tile_rows) and costs.tile_rows[phase] < rows:
+    while phase + 1 < len(costs.tile_heights) and costs.tile_heights[phase] < vectors:
         phase += 1
-    tile = costs.tile_rows[phase]
-    of_queries = costs.alpha * ((tile - rows % tile) % tile) * context
+    tile = costs.tile_heights[phase]
+    of_queries = costs.alpha * ((tile - vectors % tile) % tile) * context
     short = max(np.int64(0), costs.tile_tokens[phase] - context)
-    total: int = of_queries + costs.beta * rows * short
+    total: int = of_queries + costs.beta * vectors * short
     return total

@@ -294,7 +294,7 @@ class DevicePlanner:
         target = numbers.target
         assert isinstance(self._policy, FastTree)
         costs = EdgeCosts.of(self._policy.coefficients or target.costs.fasttree, target)
-        (small, large), (few, many) = costs.tile_rows.tolist(), costs.tile_tokens.tolist()
+        (small, large), (few, many) = costs.tile_heights.tolist(), costs.tile_tokens.tolist()
         return assign_edges.EdgeCosts(*costs[:4], small, few, large, many)
 
     def _launch(

@@ -34,8 +34,8 @@ from deft_backend.hosts.vllm.start.division import divide_layers, drafts, query_
 from deft_backend.hosts.vllm.start.layers import Layer, kv_views
 from deft_backend.hosts.vllm.step.group import GroupAttention
 from deft_backend.hosts.vllm.versions import blank_cache, unknown_cache
-from deft_backend.policies import get_policy
 from deft_backend.settings.config import LOG_LEVELS, Settings, warn_unknown
+from deft_backend.settings.policy_names import DEFT_FLATTEN
 
 logger = logging.getLogger("deft_backend")
 
@@ -217,7 +217,7 @@ def _unsupported_shape(
         return f"KV in {spec.dtype} under a model in {dtype} is not supported"
     if (shape.num_kv_heads, shape.head_dim) != (spec.num_kv_heads, spec.head_size):
         return f"{shape} over a KV cache of {spec.num_kv_heads} heads of {spec.head_size}"
-    if device.type == "cuda" and get_policy(settings.policy).rules is None:
+    if device.type == "cuda" and settings.policy == DEFT_FLATTEN:
         return f"DEFT_POLICY={settings.policy} is not supported: only the CPU can plan it"
     reason = TreeAttention.unsupported(*shape, dtype, device, kv_dtype=layer.kv_dtype)
     return None if reason is None else f"not supported: {reason}"
