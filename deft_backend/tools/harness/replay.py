@@ -138,15 +138,15 @@ class _Run:
     def _replayed(
         self, requests: Sequence[Request], tasks: Sequence[asyncio.Task[list[Outcome]]]
     ) -> Replayed:
-        found: list[Outcome] = []
+        outcomes: list[Outcome] = []
         for at, request in enumerate(requests):
             task = tasks[at] if at < len(tasks) else None
             if task is not None and task.done() and not task.cancelled():
-                found += task.result()
+                outcomes += task.result()
             else:  # cancelled before its first step
-                found += self._lost(request, SKIPPED, "the run was interrupted")
-        ends = [o.sent + o.answer.arrivals[-1] for o in found if o.answer is not None]
-        return Replayed(tuple(found), max(ends, default=0.0), self._died, self._stopped)
+                outcomes += self._lost(request, SKIPPED, "the run was interrupted")
+        ends = [o.sent + o.answer.arrivals[-1] for o in outcomes if o.answer is not None]
+        return Replayed(tuple(outcomes), max(ends, default=0.0), self._died, self._stopped)
 
     async def _one(self, request: Request) -> list[Outcome]:
         sent: float | None = None

@@ -81,15 +81,15 @@ def find_engines(folder: Path, port: int | None = None, now: float | None = None
         Seconds since the epoch; default: the clock.
     """
     now = time.time() if now is None else now
-    found: dict[tuple[int, int], list[tuple[tuple[int, int], Path]]] = {}
+    groups: dict[tuple[int, int], list[tuple[tuple[int, int], Path]]] = {}
     for path in folder.glob("*.json"):
         match = _NAME.fullmatch(path.name)
         if match is None or (port is not None and int(match["port"]) != port):
             continue
         key = (int(match["port"]), -1 if match["dp"] is None else int(match["dp"]))
-        found.setdefault(key, []).append(((int(match["pp"] or 0), int(match["tp"])), path))
+        groups.setdefault(key, []).append(((int(match["pp"] or 0), int(match["tp"])), path))
     engines = []
-    for (number, dp), files in sorted(found.items()):
+    for (number, dp), files in sorted(groups.items()):
         paths = [path for _, path in sorted(files)]
         engines.append(_engine(number, None if dp < 0 else dp, paths, now))
     return engines
