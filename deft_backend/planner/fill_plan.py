@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -25,6 +27,24 @@ BoolArray = npt.NDArray[np.bool_]
 NO_ITEM = -1
 
 
+class PlanArrays(NamedTuple):
+    """The fields of :class:`~deft_backend.planner.plan.Plan`, and `parts`."""
+
+    tile_ptr: Int32Array
+    item_segment_ptr: Int32Array
+    item_query_ptr: Int32Array
+    segment_request: Int32Array
+    segment_start: Int32Array
+    segment_end: Int32Array
+    segment_span: Int32Array
+    entry_query: Int32Array
+    entry_slot: Int32Array
+    reduce_query: Int32Array
+    reduce_ptr: Int32Array
+    parts: Int32Array
+    """[B] items that each query takes part in."""
+
+
 @host_jit
 def fill_plan(
     items: Int64Array,
@@ -39,10 +59,7 @@ def fill_plan(
     batch: int,
     blocks: int,
     shapes: int,
-) -> tuple[
-    Int32Array, Int32Array, Int32Array, Int32Array, Int32Array,
-    Int32Array, Int32Array, Int32Array, Int32Array, Int32Array, Int32Array, Int32Array,
-]:  # fmt: skip
+) -> PlanArrays:
     """Lay out a plan.
 
     Parameters
@@ -53,13 +70,6 @@ def fill_plan(
         As in :class:`~deft_backend.policies.Grouping`.
     batch, blocks, shapes : int
         Queries of the batch, query blocks of each request, and tile shapes.
-
-    Returns
-    -------
-    arrays
-        In the order of the fields of :class:`~deft_backend.planner.plan.Plan`.
-    parts : [B] int32
-        Items that each query takes part in.
     """
     tile_ptr = _count_shapes(items, shapes)
     item_segment_ptr, segment_request, segment_start, segment_end, segment_span = _write_segments(
@@ -77,7 +87,7 @@ def fill_plan(
     entry_slot = _assign_slots(
         item_query_ptr, entry_query, parts, merging, reduce_query, reduce_ptr
     )
-    return (
+    return PlanArrays(
         tile_ptr, item_segment_ptr, item_query_ptr, segment_request, segment_start, segment_end,
         segment_span, entry_query, entry_slot, reduce_query, reduce_ptr, parts,
     )  # fmt: skip

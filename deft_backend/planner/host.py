@@ -95,7 +95,7 @@ def plan_grouping(grouping: Grouping, forest: PrefixForest, target: Target) -> P
         np.array(target.tile_queries, dtype=np.int64),
         np.array(target.tile_segments, dtype=np.int64),
     )
-    *arrays, parts = fill_plan(
+    filled = fill_plan(
         items,
         grouping.query_ptr,
         grouping.queries,
@@ -109,11 +109,12 @@ def plan_grouping(grouping: Grouping, forest: PrefixForest, target: Target) -> P
         target.query_blocks,
         len(target.tile_heights),
     )
-    if forest.batch_size and parts.min() == 0:
+    if forest.batch_size and filled.parts.min() == 0:
         raise PlanError(
-            f"request {int(parts.argmin())} belongs to no group; a policy must cover every request"
+            f"request {int(filled.parts.argmin())} belongs to no group; a policy must cover every "
+            "request"
         )
-    return Plan(*arrays)
+    return Plan(*filled[:-1])
 
 
 _said: set[tuple[str, type[Exception]]] = set()
