@@ -164,6 +164,20 @@ def test_a_model_keeps_the_hosts_defaults_for_it(
     assert config.attention_config == expected
 
 
+def test_a_users_own_backend_gets_no_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    applied: list[Any] = []
+    settings = type("Gemma4Config", (), {"verify_and_update_config": applied.append})
+    monkeypatch.setitem(MODELS_CONFIG_MAP, "Gemma4ForCausalLM", settings)
+    for backend, times in ((AttentionBackendEnum.FLASH_ATTN, 0), (None, 0), (CUSTOM, 1)):
+        config = SimpleNamespace(
+            attention_config=SimpleNamespace(backend=backend),
+            model_config=SimpleNamespace(architecture="Gemma4ForCausalLM"),
+        )
+        assert registered.apply_model_defaults(config) is None
+        assert len(applied) == times
+        assert config.attention_config.backend is backend
+
+
 class OtherLayout(AttentionBackend):
     """A backend with separate keys and values, in the form of older and of newer versions."""
 
