@@ -16,7 +16,10 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
 from deft_backend.attention import TreeAttention
-from deft_backend.hosts.sglang.step.device_planned import DevicePlannedBackend
+from deft_backend.hosts.common.division import Division, LayerShape
+from deft_backend.hosts.sglang.step.backend import surround
+from deft_backend.hosts.sglang.step.device_planned import DevicePlannedSteps
+from deft_backend.hosts.sglang.step.tree_layers import TreeLayers
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.state import ServerState
 from deft_patches.sglang import page_table_fence
@@ -85,9 +88,11 @@ def replayed_step(requests: int, context: int) -> tuple[Callable[[], None], Call
         max_batch=requests,
     )  # fmt: skip
     host = Idle()
-    ours = DevicePlannedBackend(host, attention, server_state(), Settings())
+    division = Division({0: LayerShape(32, 8, 128)}, {})
+    steps = DevicePlannedSteps(TreeLayers(host, attention, server_state(), division), Settings())
+    ours = surround(host, steps)
     runner = SimpleNamespace(model_runner=SimpleNamespace())
-    fenced = fenced_replay(runner.model_runner, ours.replayed_tree)
+    fenced = fenced_replay(runner.model_runner, steps.replayed_tree)
 
     mode = SimpleNamespace(is_decode=lambda: True)
     batch = SimpleNamespace(
@@ -106,7 +111,7 @@ def replayed_step(requests: int, context: int) -> tuple[Callable[[], None], Call
 
     with_hooks()
     if (
-        not ours.replayed_tree(batch)
+        not steps.replayed_tree(batch)
         or runner.model_runner.war_fastpath_read_done_event is not None
     ):
         raise RuntimeError("the step did not go through tree attention")

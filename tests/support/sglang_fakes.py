@@ -11,9 +11,9 @@ import torch
 
 from deft_backend.attention import TreeAttention
 from deft_backend.forest import PrefixForest
+from deft_backend.hosts.common.division import Division, LayerShape
 from deft_backend.hosts.sglang.prefixes.prefix_source import PrefixSource
-from deft_backend.hosts.sglang.step.batch_observer import Observed
-from deft_backend.hosts.sglang.step.decode_plan import DecodePlanner
+from deft_backend.hosts.sglang.step.decode_plan import DecodePlanner, Observed
 from deft_backend.planner import PlanCapacity, plan_forest
 from deft_backend.policies import Target, get_policy
 from deft_backend.settings.config import Settings
@@ -130,9 +130,9 @@ def make_state() -> ServerState:
     )  # fmt: skip
 
 
-def make_planner(settings: Settings = EAGER, verify: Any = None) -> tuple[DecodePlanner, Any]:
+def make_planner(settings: Settings = EAGER, check: Any = None) -> tuple[DecodePlanner, Any]:
     attention = FakeAttention()
-    return DecodePlanner(attention, tree_source(), settings, make_state(), verify), attention
+    return DecodePlanner(attention, tree_source(), settings, make_state(), check), attention
 
 
 def step(planner: DecodePlanner, requests: list[Any], lens: Any) -> Any:
@@ -161,19 +161,22 @@ def make_layer(**changes: Any) -> Any:
 
 
 class FakePool:
-    def __init__(self, slots: int = 64) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.k = torch.randn(slots, 2, 64, generator=generator)
-        self.v = torch.randn(slots, 2, 64, generator=generator)
+    """Keys and values of each layer: `k` and `v` are those of layer 0."""
+
+    def __init__(self, slots: int = 64, heads: int = 2) -> None:
+        shape, generator = (2, slots, heads, 64), torch.Generator().manual_seed(0)
+        self.buffers = [torch.randn(shape, generator=generator).unbind() for _ in range(3)]
+        self.k, self.v = self.buffers[0]
 
     def set_kv_buffer(self, layer: Any, loc: Any, k: Any, v: Any) -> None:
-        self.k[loc.loc], self.v[loc.loc] = k.view(-1, 2, 64), v.view(-1, 2, 64)
+        held = self.buffers[layer.layer_id]
+        held[0][loc.loc], held[1][loc.loc] = k.view(-1, 2, 64), v.view(-1, 2, 64)
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        return self.k
+        return self.buffers[layer_id][0]
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        return self.v
+        return self.buffers[layer_id][1]
 
 
 class MHATokenToKVPool(FakePool):
@@ -242,7 +245,15 @@ def decode_attention(
 
 
 def recording_backend(host: Any, pool: Any, table: Any, calls: list[str]) -> type[Any]:
-    """A class of the host's backends that notes each call in `calls` and computes nothing."""
+    """A class of the host's backends that notes each call in `calls` and attends to nothing.
+
+    It writes keys and values if it is asked to, as a host's backend does.
+    """
+
+    def write(k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool) -> None:
+        if save_kv_cache and k is not None:
+            loc = SimpleNamespace(loc=batch.out_cache_loc, swa_loc=batch.out_cache_loc)
+            pool.set_kv_buffer(layer, loc, k, v)
 
     class HostBackend(host.AttentionBackend):
         token_to_kv_pool = pool
@@ -259,15 +270,42 @@ def recording_backend(host: Any, pool: Any, table: Any, calls: list[str]) -> typ
         def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
             calls.append("in graph")
 
-        def forward_decode(self, q: Any, *args: Any, **kwargs: Any) -> Any:
+        def forward_decode(
+            self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True,
+            **kwargs: Any,
+        ) -> Any:  # fmt: skip
             calls.append("decode")
+            write(k, v, layer, batch, save_kv_cache)
             return torch.zeros_like(q)
 
-        def forward_extend(self, q: Any, *args: Any, **kwargs: Any) -> Any:
+        def forward_extend(
+            self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True,
+            **kwargs: Any,
+        ) -> Any:  # fmt: skip
             calls.append("extend")
+            write(k, v, layer, batch, save_kv_cache)
             return q
 
     return HostBackend
+
+
+def tree_layers(host: Any, attention: Any, state: ServerState, **options: Any) -> Any:
+    """The layers of a model in which tree attention may run all; `host_layers`: but these."""
+    from deft_backend.hosts.sglang.step.tree_layers import TreeLayers
+
+    division = Division({0: LayerShape(4, 2, 64)}, options.pop("host_layers", {}))
+    return TreeLayers(host, attention, state, division, **options)
+
+
+def device_planned(
+    host: Any, attention: Any, state: ServerState, settings: Settings, **options: Any
+) -> Any:
+    """The backend that a server with the device planner gets."""
+    from deft_backend.hosts.sglang.step.backend import surround
+    from deft_backend.hosts.sglang.step.device_planned import DevicePlannedSteps
+
+    layers = tree_layers(host, attention, state, host_layers=options.pop("host_layers", {}))
+    return surround(host, DevicePlannedSteps(layers, settings, **options))
 
 
 def load_host() -> Any:

@@ -76,6 +76,10 @@ CONTRACT: tuple[Member, ...] = (
     Member(_BACKEND, "AttentionBackend.shared_read_ends", ("fm",), ">=0.5.18",
            "overridden: page tables are read until the forward ends"),
     Member(_BACKEND, "SharedReadEnds.UNKNOWN", versions=">=0.5.18", use="our answer there"),
+    Member(_BACKEND, "SharedReadEnds.PRE_REPLAY", versions=">=0.5.23",
+           use="looked for: the host still distinguishes earlier ends from our answer"),
+    Member(_RUNNER, "ModelRunner.shared_read_done_event", versions=">=0.5.23",
+           use="looked for: one event still tells when page tables may be written"),
     *_read(_LAYER, "RadixAttention",
            "layer_id tp_q_head_num tp_k_head_num tp_v_head_num qk_head_dim v_head_dim scaling "
            "logit_cap logit_capping_method sliding_window_size is_cross_attention attn_type "
@@ -98,6 +102,7 @@ CONTRACT: tuple[Member, ...] = (
            "read: what a step verifies"),
     *_read(_REQUEST, "ScheduleBatch", "reqs tree_cache", "read: the requests of a batch"),
     *_read(_REQUEST, "Req", "rid last_node", "read: a request and its node"),
+    Member(_REQUEST, "Req.beam_group", versions=">=0.5.23", use="read: a batch has rows of beams"),
     *_read(_REQUEST, "Req", "spec_verify_ct spec_num_correct_drafts", "read: accepted drafts"),
     Member(_REQUEST, "Req.seqlen", use="read: tokens of an observed batch"),
     *_read(_REQUEST, "Req", "req_pool_idx cache_protected_len", "read: row and tokens", "<0.5.19"),

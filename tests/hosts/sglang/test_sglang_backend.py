@@ -11,8 +11,7 @@ import torch
 
 from deft_backend.hosts.sglang.prefixes.prefix_source import PrefixSource
 from deft_backend.hosts.sglang.start.layers import unsupported_layer
-from deft_backend.hosts.sglang.step.batch_observer import BatchObserver
-from deft_backend.hosts.sglang.step.decode_plan import DecodePlanner
+from deft_backend.hosts.sglang.step.decode_plan import BatchObserver, DecodePlanner
 from deft_backend.planner.encoding import ITEM_ORDER
 from sglang_fakes import (
     EAGER,
@@ -27,6 +26,7 @@ from sglang_fakes import (
     recording_backend,
     requests_of,
     small_attention,
+    tree_layers,
 )
 
 
@@ -81,7 +81,8 @@ def test_layers(changes: dict[str, Any], reason: str | None) -> None:
 @pytest.fixture
 def server(host: Any) -> Any:
     """A backend over a fake host backend that records its calls, with two requests that share."""
-    from deft_backend.hosts.sglang.step.host_planned import HostPlannedBackend
+    from deft_backend.hosts.sglang.step.backend import surround
+    from deft_backend.hosts.sglang.step.host_planned import HostPlannedSteps
 
     requests, table, lens = requests_of([[1, 2, 3, 4, 5], [1, 2, 3, 9]], Tree())
     calls: list[str] = []
@@ -104,7 +105,9 @@ def server(host: Any) -> Any:
     state = make_state()
     observer = BatchObserver(runner)
     planner = DecodePlanner(attention, PrefixSource(torch.from_numpy(table)), EAGER, state)
-    backend = HostPlannedBackend(HostBackend(), attention, planner, observer, state)
+    own = HostBackend()
+    steps = HostPlannedSteps(tree_layers(own, attention, state), planner, observer)
+    backend = surround(own, steps)
 
     def batch(decode: bool = True, captured: bool = True) -> Any:
         made = SimpleNamespace(
@@ -120,7 +123,8 @@ def server(host: Any) -> Any:
 
     return SimpleNamespace(
         backend=backend, calls=calls, batch=batch, state=state, table=table, lens=lens,
-        pool=pool, attention=attention, observer=observer,
+        pool=pool, attention=attention, observer=observer, steps=steps, own=own,
+        requests=requests, planner=planner,
     )  # fmt: skip
 
 
@@ -165,16 +169,30 @@ def test_a_layers_sinks_are_part_of_its_softmax(server: Any) -> None:
     )
 
 
+def test_a_layers_own_scale_and_soft_cap_are_used(server: Any) -> None:
+    batch, (q, k, v) = server.batch(), query()
+    server.backend.init_forward_metadata(batch)
+    out = server.backend.forward(q, k, v, make_layer(scaling=0.7), batch)
+    expected = expected_attention(server, q, 0.7)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+    capped = server.backend.forward(q, k, v, make_layer(scaling=0.7, logit_cap=0.5), batch)
+    assert (capped - out).abs().max() > 0.01
+
+
 def test_layers_that_are_left_to_the_host_get_its_metadata_once(server: Any, caplog) -> None:
     batch, (q, k, v) = server.batch(), query()
     server.backend.init_forward_metadata(batch)
     windowed = [make_layer(sliding_window_size=8, layer_id=i) for i in (1, 2)]
     for layer in windowed:
         server.backend.forward(q, k, v, layer, batch)
+        written = server.pool.get_key_buffer(layer.layer_id)[batch.out_cache_loc]
+        assert torch.equal(written.flatten(), k.flatten())
     assert server.calls == ["metadata", "decode", "decode"]
+    assert server.state.steps_tree == 0  # no layer has run through tree attention yet
     server.backend.forward(q, k, v, make_layer(), batch)
     assert server.calls == ["metadata", "decode", "decode"]
     assert caplog.text.count("layers with a sliding window decode through the host's") == 1
+    assert server.state.steps_tree == 1
 
 
 @pytest.mark.parametrize("change", [{"q_rope": torch.zeros(4)}, {"k": None}])
@@ -210,15 +228,17 @@ def test_other_batches_are_handed_on(server: Any, kind: str) -> None:
 
 def test_a_batch_is_decided_and_counted_once(server: Any) -> None:
     """The host asks before it chooses its graph; a following eager step uses the same answer."""
-    batch = server.batch()
-    assert server.backend.takes(batch)
-    assert server.backend.takes(batch)
-    server.backend.init_forward_metadata(batch)
-    assert server.state.steps_tree == 1
-    server.backend.init_forward_metadata(server.batch())
-    assert server.state.steps_tree == 2
+    for steps in (1, 2):
+        each = server.batch()
+        assert server.steps.takes(each)
+        assert server.steps.takes(each)
+        server.backend.init_forward_metadata(each)
+        assert server.state.steps_tree == steps - 1  # no layer has run yet
+        for layer_id in range(2):
+            server.backend.forward(*query(), make_layer(layer_id=layer_id), each)
+        assert server.state.steps_tree == steps
     other = server.batch(captured=False)
-    assert not server.backend.takes(other)
+    assert not server.steps.takes(other)
     server.backend.init_forward_metadata(other)
     assert server.state.steps_tree == 2
     assert sum(server.state.steps_host.values()) == 1
@@ -373,18 +393,19 @@ def test_graphs_launch_every_kernel_over_whatever_plan_is_there(server: Any) -> 
     """Capture under an empty plan, with a batch of another size; then replay by hand."""
     backend, (q, k, v) = server.backend, query()
     shared = server.batch()
-    assert backend.takes(shared)  # the step is decided and planned before the host captures
+    assert server.steps.takes(shared)  # the step is decided and planned before the host captures
     captured = server.batch(captured=False)
-    backend.capture_tree(True)
+    server.steps.capture_tree(True)
     backend.init_forward_metadata_out_graph(captured, in_capture=True)
     empty = backend.forward(q, k, v, make_layer(), captured)
     assert not empty.any()
-    backend.capture_tree(False)
+    server.steps.capture_tree(False)
     assert server.calls == ["metadata out of graph"]
     # The step's plan is restored: the graph's launches now compute its attention.
     view = SimpleNamespace(forward_mode=shared.forward_mode, out_cache_loc=shared.out_cache_loc)
     backend.init_forward_metadata_out_graph(view)
     assert server.calls == ["metadata out of graph"]  # the replay needs no metadata of the host
+    assert server.state.steps_tree == 1
     out = server.attention.run(
         q.view(2, 4, 64), server.pool.get_key_buffer(0), server.pool.get_value_buffer(0),
         torch.from_numpy(server.table), shared.seq_lens, table_rows=shared.req_pool_indices,
@@ -406,6 +427,7 @@ def test_graphs_launch_every_kernel_over_whatever_plan_is_there(server: Any) -> 
     ):
         backend.init_forward_metadata_out_graph(other)
     assert server.calls == ["metadata out of graph"] * 3
+    assert server.state.steps_tree == 1
 
 
 def test_the_second_capture_of_a_size_leaves_the_hosts_buffers_to_its_own_graph(
@@ -420,7 +442,7 @@ def test_the_second_capture_of_a_size_leaves_the_hosts_buffers_to_its_own_graph(
         server.backend.init_forward_metadata_out_graph(batch, in_capture=True)
 
     model = SimpleNamespace()
-    patch._controllers[id(model)] = server.backend
+    patch._controllers[id(model)] = server.steps
     try:
         patch._capture_one_shape(capture, SimpleNamespace(model_runner=model), 2, None)
     finally:
@@ -437,12 +459,12 @@ def test_the_host_is_told_until_when_page_tables_are_read(server: Any, host: Any
 
     backend = server.backend
     decode, extend = server.batch().forward_mode, server.batch(decode=False).forward_mode
-    backend._host.shared_read_ends = lambda mode: ("the host's", mode)
+    type(server.own).shared_read_ends = lambda self, mode: ("the host's", mode)
     assert backend.shared_read_ends(decode) == read_end()
     assert backend.shared_read_ends(extend) == ("the host's", extend)
-    assert backend.takes(server.batch())
+    assert server.steps.takes(server.batch())
     assert backend.shared_read_ends(decode) == read_end()
-    assert not backend.takes(server.batch(captured=False))
+    assert not server.steps.takes(server.batch(captured=False))
     assert backend.shared_read_ends(decode) == ("the host's", decode)
     ends = getattr(host, "SharedReadEnds", None)
     assert read_end() == (None if ends is None else ends.UNKNOWN)
@@ -477,11 +499,12 @@ def test_graphs_of_every_version_are_captured_twice(host: Any) -> None:
 def test_a_batch_that_is_padded_after_it_was_decided_on_is_the_hosts(server: Any) -> None:
     """Ranks of data-parallel attention agree on a size between graph and eager step."""
     batch, (q, k, v) = server.batch(), query()
-    assert server.backend.takes(batch)
+    assert server.steps.takes(batch)
     batch.batch_size = 4
     server.backend.init_forward_metadata(batch)
     server.backend.forward(q, k, v, make_layer(), batch)
     assert server.calls == ["metadata", "decode"]
+    assert (server.state.steps_tree, server.state.steps_host) == (0, {"padded batch": 1})
     again = server.batch()
     server.backend.init_forward_metadata(again)
     server.backend.forward(q, k, v, make_layer(), again)
@@ -492,20 +515,20 @@ def test_a_graph_with_a_layer_of_the_host_gets_the_hosts_metadata(server: Any) -
     """Also if tree attention cannot run one call of a layer, but the layer in general."""
     backend, (q, k, v) = server.backend, query()
     shared = server.batch()
-    assert backend.takes(shared)
+    assert server.steps.takes(shared)
     captured = server.batch(captured=False)
-    backend.capture_tree(True)
+    server.steps.capture_tree(True)
     backend.init_forward_metadata_out_graph(captured, in_capture=True)
     backend.forward(q, k, v, make_layer(), captured)
     backend.forward(q, k, v, make_layer(), captured, q_rope=torch.zeros(4))
-    backend.capture_tree(False)
+    server.steps.capture_tree(False)
     assert server.calls == ["metadata out of graph", "decode"]
     view = SimpleNamespace(forward_mode=shared.forward_mode, out_cache_loc=shared.out_cache_loc)
     backend.init_forward_metadata_out_graph(view)
     assert server.calls == ["metadata out of graph", "decode", "metadata out of graph"]
 
 
-def test_planning_that_fails_costs_a_line(server: Any, caplog, monkeypatch) -> None:
+def test_planning_that_fails_costs_a_line(server: Any, failures: list[str], monkeypatch) -> None:
     def fail(forest: Any) -> None:
         raise ValueError("no room")
 
@@ -515,11 +538,16 @@ def test_planning_that_fails_costs_a_line(server: Any, caplog, monkeypatch) -> N
         server.backend.init_forward_metadata(batch)
         server.backend.forward(q, k, v, make_layer(), batch)
     assert server.calls == ["metadata", "decode"] * 2
-    assert caplog.text.count("planning failed (ValueError('no room'))") == 1
+    assert failures == [
+        "deft: planning failed (ValueError('no room')). The host's kernel decodes such batches."
+    ]
+    failures.clear()
     assert server.state.steps_host == {"planning failed": 2}
 
 
-def test_a_kernel_that_fails_is_not_tried_again(server: Any, caplog, monkeypatch) -> None:
+def test_a_kernel_that_fails_is_not_tried_again(
+    server: Any, failures: list[str], monkeypatch
+) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("out of resources")
 
@@ -528,20 +556,47 @@ def test_a_kernel_that_fails_is_not_tried_again(server: Any, caplog, monkeypatch
     server.backend.init_forward_metadata(batch)
     for layer_id in range(2):
         server.backend.forward(q, k, v, make_layer(layer_id=layer_id), batch)
+        written = server.pool.get_key_buffer(layer_id)[batch.out_cache_loc]
+        assert torch.equal(written.flatten(), k.flatten())
     server.backend.init_forward_metadata(server.batch())
     assert server.calls == ["metadata", "decode", "decode", "metadata"]
-    assert caplog.text.count("a kernel failed") == 1
-    assert server.state.steps_host == {"kernel failed": 1}
+    assert "a kernel failed (RuntimeError('out of resources'))" in failures.pop()
+    assert (server.state.steps_tree, server.state.steps_host) == (0, {"kernel failed": 2})
+
+
+def test_a_step_counts_once_if_a_later_layer_fails(
+    server: Any, failures: list[str], monkeypatch
+) -> None:
+    batch, (q, k, v) = server.batch(), query()
+    server.backend.init_forward_metadata(batch)
+    server.backend.forward(q, k, v, make_layer(), batch)
+    monkeypatch.setattr(server.attention, "run", None)
+    server.backend.forward(q, k, v, make_layer(layer_id=1), batch)
+    assert server.calls == ["metadata", "decode"]
+    assert (server.state.steps_tree, server.state.steps_host) == (1, {})
+    assert "a kernel failed" in failures.pop()
+
+
+def test_beams_are_named_where_their_batch_is_the_hosts(server: Any) -> None:
+    """Beams have rows of the batch, and only their leader has a request."""
+    server.requests[0].beam_group = object()
+    batch = server.batch()
+    batch.batch_size = 4
+    server.backend.init_forward_metadata(batch)
+    server.backend.forward(*query(), make_layer(), batch)
+    assert server.calls == ["metadata", "decode"]
+    assert server.state.steps_host == {"beam search": 1}
 
 
 def test_models_that_call_their_backend_find_its_metadata(server: Any, host: Any) -> None:
     """Their calls may read the host's metadata, so tree steps also make it, exactly once."""
-    from deft_backend.hosts.sglang.step.host_planned import HostPlannedBackend
+    from deft_backend.hosts.sglang.step.backend import surround
+    from deft_backend.hosts.sglang.step.host_planned import HostPlannedSteps
 
-    own = server.backend
-    backend = HostPlannedBackend(
-        own._host, server.attention, own._planner, own._observer, server.state, model_asks=True
-    )
+    layers = tree_layers(server.own, server.attention, server.state, model_asks=True)
+    steps = HostPlannedSteps(layers, server.planner, server.observer)
+    del server.own.deft
+    backend = surround(server.own, steps)
     batch, (q, k, v) = server.batch(), query()
     backend.init_forward_metadata(batch)
     out = backend.forward(q, k, v, make_layer(), batch)
@@ -549,12 +604,64 @@ def test_models_that_call_their_backend_find_its_metadata(server: Any, host: Any
     assert server.calls == ["metadata", "decode"]
     assert out.any()
     again = server.batch()
-    assert backend.takes(again)
+    assert steps.takes(again)
     view = SimpleNamespace(forward_mode=again.forward_mode, out_cache_loc=again.out_cache_loc)
     backend.init_forward_metadata_out_graph(view)
     assert server.calls[2:] == ["metadata out of graph"]
-    assert isinstance(backend, type(own._host))  # the class that they ask for
-    assert isinstance(backend, HostPlannedBackend)
+
+
+class AskingModel(torch.nn.Module):
+    """Treats its backend as models of SGLang do: by its class, its attributes and its methods."""
+
+    def __init__(self, backend_class: type) -> None:
+        super().__init__()
+        self.backend_class = backend_class
+
+    def forward(self, batch: Any) -> Any:
+        from sglang.srt.model_executor.forward_context import get_attn_backend
+
+        backend = get_attn_backend()
+        assert isinstance(backend, self.backend_class)
+        backend.tail_layer = 7
+        backend.prefill_attention_backend_str = "triton"
+        assert hasattr(backend, "metadata_of_models")
+        assert not hasattr(backend, "init_mha_chunk_metadata")
+        return backend.metadata_of_models(batch)
+
+
+def test_a_model_that_asks_meets_the_hosts_backend(server: Any) -> None:
+    """Its class, its attributes in both directions, and methods that read them."""
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+    own, backend = server.own, server.backend
+    kind = type(own)
+    kind.metadata_of_models = lambda self, batch: (self.tail_layer, self.forward_metadata, batch)
+    own.forward_metadata = "made by the host"
+    with forward_context(ForwardContext(attn_backend=backend)):
+        assert AskingModel(kind)("batch") == (7, "made by the host", "batch")
+    assert (own.tail_layer, own.prefill_attention_backend_str) == (7, "triton")
+    own.tail_layer = 8
+    assert backend.tail_layer == 8
+    del backend.tail_layer
+    assert not hasattr(own, "tail_layer")
+
+
+def test_a_backend_that_keeps_methods_in_its_instances_is_refused(server: Any) -> None:
+    """Shared attributes would hide ours: the host's kernel would run where we planned."""
+    from deft_backend.hosts.sglang.step.backend import surround
+
+    server.own.forward_decode = None
+    with pytest.raises(RuntimeError, match="HostBackend keeps forward_decode in its instances"):
+        surround(server.own, server.steps)
+
+
+def test_what_the_host_calls_of_itself_is_not_replaced(server: Any, host: Any) -> None:
+    """The base class prepares an eager step by the two hooks of graphs."""
+    del type(server.own).__mro__[1].init_forward_metadata
+    batch = server.batch(captured=False)
+    server.backend.init_forward_metadata(batch)
+    assert server.calls == ["metadata out of graph", "in graph"]
+    assert sum(server.state.steps_host.values()) == 1
 
 
 def test_members_are_the_hosts(server: Any, host: Any) -> None:
@@ -564,9 +671,9 @@ def test_members_are_the_hosts(server: Any, host: Any) -> None:
     assert backend.extra == "of the host"
     assert backend.support_triton() is False
     assert backend.needs_cpu_seq_lens is True  # our own value: the forest needs them
-    backend.prefill_attention_backend_str = "triton"
-    assert backend._host.prefill_attention_backend_str == "triton"
-    assert backend.prefill_attention_backend_str == "triton"
+    server.own.needs_cpu_seq_lens = True
+    server.steps.needs_cpu_seq_lens = False
+    assert backend.needs_cpu_seq_lens is True  # the host's
     with pytest.raises(AttributeError, match="no_such_member"):
         _ = backend.no_such_member
     with pytest.raises(NotImplementedError):  # the host's base class defines it
@@ -670,10 +777,8 @@ def test_an_unknown_gpu_with_a_wrong_row_is_refused(
 
 
 @pytest.mark.parametrize("scales", [(None, None), (0.02, 0.5)])
-def test_scales_of_a_cache_of_eight_bits(host: Any, scales: tuple[Any, Any]) -> None:
+def test_scales_of_a_cache_of_eight_bits(server: Any, scales: tuple[Any, Any]) -> None:
     """The pool divides by a layer's scales, and tree attention multiplies with them."""
-    from deft_backend.hosts.sglang.step.backend import DeftAttentionBackend
-
     k_scale, v_scale = (None if s is None else torch.tensor(s) for s in scales)
     written: list[Any] = []
     ran: dict[str, Any] = {}
@@ -683,27 +788,18 @@ def test_scales_of_a_cache_of_eight_bits(host: Any, scales: tuple[Any, Any]) -> 
         ran.update(named)
         return torch.zeros_like(q)
 
-    backend = SimpleNamespace(
-        _attention=SimpleNamespace(
-            kv_dtype=torch.float8_e4m3fn, dtype=torch.bfloat16, unit_scale=unit, run=run
-        ),
-        _pool=SimpleNamespace(
-            set_kv_buffer=lambda layer, location, k, v, *given: written.extend(given),
-            get_key_buffer=lambda layer_id: None, get_value_buffer=lambda layer_id: None,
-        ),
-        _req_to_token=None, _static_launch=False, _verification=None,
+    layers = server.steps.layers
+    layers.attention = SimpleNamespace(
+        kv_dtype=torch.float8_e4m3fn, dtype=torch.bfloat16, unit_scale=unit, run=run,
+        num_query_heads=4, num_kv_heads=2, head_dim=64,
     )  # fmt: skip
-    layer = SimpleNamespace(
-        tp_q_head_num=4, qk_head_dim=64, layer_id=0, scaling=0.125, logit_cap=0.0,
-        k_scale=k_scale, v_scale=v_scale,
+    layers.pool = SimpleNamespace(
+        set_kv_buffer=lambda layer, location, k, v, *given: written.extend(given),
+        get_key_buffer=lambda layer_id: None, get_value_buffer=lambda layer_id: None,
     )  # fmt: skip
-    batch = SimpleNamespace(
-        out_cache_loc=None, seq_lens=torch.ones(2), req_pool_indices=torch.arange(2)
-    )
-    backend._context = lambda batch: DeftAttentionBackend._context(backend, batch)
-    backend._scales = lambda layer: DeftAttentionBackend._scales(backend, layer)
-    DeftAttentionBackend._write_kv(backend, None, None, layer, batch)
-    DeftAttentionBackend._tree_attention(backend, torch.zeros(2, 256), layer, batch, None)
+    batch = server.batch()
+    server.backend.init_forward_metadata(batch)
+    server.backend.forward(*query(), make_layer(k_scale=k_scale, v_scale=v_scale), batch)
     assert written == [k_scale, v_scale]
     assert ran["k_scale"] is (unit if k_scale is None else k_scale)
     assert ran["v_scale"] is (unit if v_scale is None else v_scale)

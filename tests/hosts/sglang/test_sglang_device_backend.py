@@ -17,6 +17,7 @@ from sglang_fakes import (
     SWAKVPool,
     Tree,
     decode_attention,
+    device_planned,
     load_host,
     make_layer,
     make_state,
@@ -34,16 +35,13 @@ DECODE, EXTEND = mode("decode"), mode("extend")
 @pytest.fixture
 def server() -> Any:
     """A backend over a host that records its calls; the host's graphs hold static tensors."""
-    host = load_host()
-    from deft_backend.hosts.sglang.step.device_planned import DevicePlannedBackend
-
     _, table, lens = requests_of(SHARED, Tree())
     calls: list[str] = []
     pool = FakePool(520)
-    host_backend = recording_backend(host, pool, table, calls)()
+    own = recording_backend(load_host(), pool, table, calls)()
     attention = small_attention(max_batch=4)
     state = make_state()
-    backend = DevicePlannedBackend(host_backend, attention, state, Settings(min_batch=2))
+    backend = device_planned(own, attention, state, Settings(min_batch=2))
 
     def batch(forward_mode: Any = DECODE, size: int = 2) -> Any:
         rows = torch.tensor([1, 2, 0, 0, 0, 0][:size])
@@ -56,7 +54,7 @@ def server() -> Any:
 
     return SimpleNamespace(
         backend=backend, calls=calls, batch=batch, state=state, table=table, attention=attention,
-        pool=pool,
+        pool=pool, own=own, steps=backend.deft,
     )  # fmt: skip
 
 
@@ -90,7 +88,6 @@ def test_beams_read_their_new_parents_tokens() -> None:
     """Between steps, the host copies the rows of surviving beams to other beams' rows."""
     host = load_host()
     fork = pytest.importorskip("sglang.srt.beam_search.fork")
-    from deft_backend.hosts.sglang.step.device_planned import DevicePlannedBackend
 
     prompt, grown, rows = 8, 200, torch.tensor([1, 2, 3])
     calls: list[str] = []
@@ -98,7 +95,7 @@ def test_beams_read_their_new_parents_tokens() -> None:
     table[1, :prompt] = range(1, 1 + prompt)
     theirs = recording_backend(host, pool, table, calls)()
     pages = theirs.req_to_token_pool.req_to_token
-    backend = DevicePlannedBackend(
+    backend = device_planned(
         theirs, small_attention(max_batch=4), make_state(), Settings(min_batch=2)
     )
     fork.alias_members_prompt_kv(pages, rows[1:], 1, prompt)
@@ -137,7 +134,7 @@ def test_what_is_captured_plans_whatever_it_is_replayed_for(server: Any) -> None
     view = SimpleNamespace(**{**vars(real), "seq_lens": static.seq_lens})
     backend.init_forward_metadata_out_graph(view)
     assert server.calls == ["capture", "in graph"], "the replay needs no metadata of the host"
-    assert backend.replayed_tree(real)
+    assert server.steps.replayed_tree(real)
     assert forest_of(server.state.batch).tokens_stored == len(PREFIX) + 5
     # The graph holds the planning, and the launches of one layer.
     server.attention.plan_on_device(
@@ -158,7 +155,7 @@ def test_small_large_and_other_batches_are_the_hosts(server: Any) -> None:
         backend.forward(q, k, v, make_layer(), server.batch(size=size))
         for in_capture in (True, False):
             backend.init_forward_metadata_out_graph(server.batch(size=size), in_capture=in_capture)
-        assert not backend.replayed_tree(None)
+        assert not server.steps.replayed_tree(None)
     assert server.calls == ["metadata", "decode", "capture", "replay"] * 2
     batch, (q, k, v) = server.batch(EXTEND), query()
     backend.init_forward_metadata(batch)
@@ -180,11 +177,11 @@ def test_a_graph_that_was_captured_with_a_hosts_layer_gets_its_metadata(server: 
     assert server.state.device_tree_layers == server.state.num_layers - 1
     backend.init_forward_metadata_out_graph(server.batch())
     assert server.calls[-1] == "replay"
-    assert backend.replayed_tree(None)
+    assert server.steps.replayed_tree(None)
 
 
 def test_planning_that_fails_leaves_the_capture_to_the_host(
-    server: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: Any, monkeypatch: pytest.MonkeyPatch, failures: list[str]
 ) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("out of resources")
@@ -197,13 +194,17 @@ def test_planning_that_fails_leaves_the_capture_to_the_host(
     backend.init_forward_metadata_out_graph(server.batch())
     backend.init_forward_metadata(server.batch())
     assert server.calls == ["capture", "in graph", "decode", "replay", "metadata"]
-    assert not backend.replayed_tree(None)
-    assert caplog.text.count("planning failed, the host's own decode from here") == 1
+    assert not server.steps.replayed_tree(None)
+    assert failures == [
+        "deft: planning failed (RuntimeError('out of resources')). The host's kernel decodes from "
+        "now on; restart the server to use tree attention again."
+    ]
+    failures.clear()
     assert server.state.steps_host == {"planning failed": 2}
 
 
 def test_a_kernel_that_fails_leaves_the_capture_to_the_host(
-    server: Any, monkeypatch: pytest.MonkeyPatch
+    server: Any, monkeypatch: pytest.MonkeyPatch, failures: list[str]
 ) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("out of resources")
@@ -214,20 +215,23 @@ def test_a_kernel_that_fails_leaves_the_capture_to_the_host(
     backend.init_forward_metadata_in_graph(batch)
     for layer_id in range(2):
         backend.forward(q, k, v, make_layer(layer_id=layer_id), batch)
+        written = server.pool.get_key_buffer(layer_id)[batch.out_cache_loc]
+        assert torch.equal(written.flatten(), k.flatten())
     backend.init_forward_metadata_out_graph(server.batch())
     assert server.calls == ["capture", "in graph", "decode", "decode", "replay"]
+    assert "a kernel failed" in failures.pop()
+    # The graph holds the host's kernel. It may also hold the launches before the failure.
+    assert server.state.steps_host == {"kernel failed": 1}
+    assert server.steps.replayed_tree(None)
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_keys_and_values_of_8_bits_are_divided_once(
-    fails: bool, monkeypatch: pytest.MonkeyPatch
+    fails: bool, monkeypatch: pytest.MonkeyPatch, failures: list[str]
 ) -> None:
     """The host's pool divides its arguments in place; after a failed kernel the host gets them."""
     host = load_host()
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-    from deft_backend.hosts.sglang.step.backend import KVWriteLoc
-    from deft_backend.hosts.sglang.step.device_planned import DevicePlannedBackend
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 
     pool = MHATokenToKVPool(
         size=64, page_size=1, dtype=torch.float8_e4m3fn, head_num=2, head_dim=64, layer_num=1,
@@ -248,7 +252,7 @@ def test_keys_and_values_of_8_bits_are_divided_once(
         num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16,
         kv_dtype=torch.float8_e4m3fn, device="cpu", max_batch=4,
     )  # fmt: skip
-    backend = DevicePlannedBackend(Host(), attention, make_state(), Settings(min_batch=1))
+    backend = device_planned(Host(), attention, make_state(), Settings(min_batch=1))
     lens = torch.tensor([5, 6])
     batch = SimpleNamespace(
         forward_mode=DECODE, batch_size=2, seq_lens=lens, seq_lens_cpu=lens, seq_lens_sum=11,
@@ -266,13 +270,15 @@ def test_keys_and_values_of_8_bits_are_divided_once(
     q = torch.randn(2, 256).bfloat16()
     out = backend.forward_decode(q, k, v, layer, batch)
     assert out.any() != fails
+    assert ["a launch failed" in line for line in failures] == [True] * fails
+    failures.clear()
     stored = (pool.get_key_buffer(0)[[4, 37]].float(), pool.get_value_buffer(0)[[4, 37]].float())
     assert (stored[0] * 0.5 == 1.0).all()
     assert (stored[1] * 0.25 == 2.0).all()
 
 
 def test_graphs_captured_anew_hold_what_is_captured_then(
-    server: Any, monkeypatch: pytest.MonkeyPatch
+    server: Any, monkeypatch: pytest.MonkeyPatch, failures: list[str]
 ) -> None:
     """A capture after a kernel has failed, as after new weights: the graphs are the host's."""
     backend, (q, k, v) = server.backend, query()
@@ -295,18 +301,19 @@ def test_graphs_captured_anew_hold_what_is_captured_then(
         eager = server.batch()
         backend.init_forward_metadata(eager)
         backend.forward(q=q, k=k, v=v, layer=make_layer(), forward_batch=eager)
+    assert "out of memory" in failures.pop()
     server.calls.clear()
     capture()
     assert server.calls == ["capture", "in graph", "decode"]
     server.calls.clear()
     backend.init_forward_metadata_out_graph(server.batch())
     assert server.calls == ["replay"]
-    assert backend.replayed_tree(None)  # an earlier graph of the size may still exist
+    assert server.steps.replayed_tree(None)  # an earlier graph of the size may still exist
     assert server.state.counters().steps_host["kernel failed"] == 1
 
 
 def test_batches_are_not_shown_where_they_may_be_asleep(server: Any) -> None:
-    server.backend._shows = False
+    server.steps._shows = False
     server.backend.init_forward_metadata(server.batch())
     assert server.state.batch is None
 
@@ -331,30 +338,28 @@ def test_the_device_counts_steps_but_not_those_of_captures(server: Any) -> None:
     assert server.state.counters().kv_bytes_read * 3 == counters.kv_bytes_read * 4
 
 
-def test_members_are_the_hosts(server: Any) -> None:
-    assert server.backend._host is not None
-    server.backend.prefill_attention_backend_str = "triton"
-    assert server.backend._host.prefill_attention_backend_str == "triton"
-    with pytest.raises(AttributeError, match="no_such_member"):
-        _ = server.backend.no_such_member
-
-
 def test_page_tables_are_read_until_the_end_once_a_graph_holds_tree_attention(server: Any) -> None:
     """The host asks before it names the graph that it replays."""
     from deft_backend.hosts.sglang.versions import read_end
 
     backend = server.backend
-    backend._host.shared_read_ends = lambda mode: "the host's"
+    type(server.own).shared_read_ends = lambda self, mode: "the host's"
     assert backend.shared_read_ends(DECODE) == "the host's"
     backend.init_forward_metadata_out_graph(server.batch(size=2), in_capture=True)
     assert backend.shared_read_ends(DECODE) == read_end()
     assert backend.shared_read_ends(EXTEND) == "the host's"
+    # The host captures the size again, for itself: its earlier graph may still run.
+    server.steps.layers.failure.reason = "planning failed"
+    backend.init_forward_metadata_out_graph(server.batch(size=2), in_capture=True)
+    assert backend.shared_read_ends(DECODE) == read_end()
+    backend.init_forward_metadata_out_graph(server.batch(size=2))
+    assert server.steps.replayed_tree(None)
 
 
 def test_a_capture_is_compiled_for_before_it_begins(server: Any) -> None:
     """Graphs' own tensors may have other dtypes than eager steps'."""
     asked: list[tuple[torch.dtype, torch.dtype]] = []
-    server.backend._compile_for = lambda *dtypes: asked.append(dtypes)
+    server.steps._compile_for = lambda *dtypes: asked.append(dtypes)
     batch = server.batch()
     batch.seq_lens = batch.seq_lens.int()
     server.backend.init_forward_metadata_out_graph(batch, in_capture=True)
@@ -369,20 +374,26 @@ def test_kernels_that_do_not_compile_leave_decode_to_the_host(
     def fail(*dtypes: torch.dtype) -> None:
         raise RuntimeError("no assembler")
 
-    server.backend._compile_for = fail
+    server.steps._compile_for = fail
     batch, (q, k, v) = server.batch(), query()
     server.backend.init_forward_metadata_out_graph(batch, in_capture=True)
     server.backend.forward_decode(q, k, v, make_layer(), batch)
     assert server.calls == ["capture", "decode"]
     assert "no assembler" in caplog.text
+    assert server.steps.layers.failure.reason == "kernels not compiled"
 
 
 def test_full_and_windowed_layers_share_a_graph(server: Any, caplog: Any) -> None:
     """The host's metadata is part of each replay; the full layer writes to the full pool alone."""
     backend, (q, k, v) = server.backend, query()
     pool = SWAKVPool(full=[1], windowed=[0, 2], slots=520)
-    backend._pool, server.pool = pool, pool.full_kv_pool
-    backend.leave_layers(dict.fromkeys((0, 2), "a sliding window"))
+    left = dict.fromkeys((0, 2), "a sliding window")
+    own = recording_backend(load_host(), pool, server.table, server.calls)()
+    backend = device_planned(
+        own, server.attention, server.state, Settings(min_batch=2), host_layers=left
+    )
+    k_full, v_full = pool.full_kv_pool.buffers[1]
+    server.pool = SimpleNamespace(k=k_full, v=v_full)
     windowed = [make_layer(layer_id=at, sliding_window_size=8) for at in (0, 2)]
 
     def forward(batch: Any) -> torch.Tensor:
@@ -395,7 +406,9 @@ def test_full_and_windowed_layers_share_a_graph(server: Any, caplog: Any) -> Non
     backend.init_forward_metadata(eager)
     check(server, eager, forward(eager), q)
     assert server.calls == ["metadata", "decode", "decode"]
-    assert server.pool.k[eager.out_cache_loc].flatten().tolist() == k.flatten().tolist()
+    for layer_id in range(3):
+        written = pool.get_key_buffer(layer_id)[eager.out_cache_loc]
+        assert torch.equal(written.flatten(), k.flatten())
 
     server.calls.clear()
     static = server.batch()

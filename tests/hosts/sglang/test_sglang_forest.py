@@ -337,8 +337,8 @@ def test_the_gain_is_told_by_this_gpus_bandwidth() -> None:
 
 def test_a_plan_that_fails_verification_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     requests, _, lens = requests_of([[1, 2], [1, 2]], Tree())
-    planner, attention = make_planner(verify=lambda forest, batch: "row 1 is wrong")
-    assert step(planner, requests, lens).host_reason == "verification failed"
+    planner, attention = make_planner(check=lambda forest, batch: "row 1 is wrong")
+    assert step(planner, requests, lens).host_reason == "cross-check failed"
     assert not attention.forests
     assert "row 1 is wrong" in caplog.text
 

@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from deft_backend.hosts.sglang.start.caches import FullCache, full_cache
-from deft_backend.hosts.sglang.start.layers import Division, divide_layers
+from deft_backend.hosts.common.division import Division, LayerShape
+from deft_backend.hosts.sglang.start.layers import (
+    FullCache,
+    divide_layers,
+    full_cache,
+    planned_shape,
+)
 from sglang_fakes import (
     HybridLinearKVPool,
     MHATokenToKVPool,
@@ -63,7 +68,8 @@ def test_layers_are_divided_one_by_one() -> None:
     ]
     division = divide_layers(layers, found(SWAKVPool([1, 3, 4], [0, 2])))
     assert division == Division(
-        (4, 2, 64), (1, 3), {0: "a sliding window", 2: "a sliding window", 4: "cross attention"}
+        dict.fromkeys((1, 3), LayerShape(4, 2, 64)),
+        {0: "a sliding window", 2: "a sliding window", 4: "cross attention"},
     )
     assert division.text() == (
         "2 of 5 layers decode through tree attention; 2 with a sliding window, 1 with cross "
@@ -75,20 +81,20 @@ def test_linear_layers_count_as_layers() -> None:
     division = divide_layers(
         [make_layer(layer_id=3)], found(HybridLinearKVPool([3])), others=[0, 1, 2]
     )
-    assert division.tree == (3,)
+    assert set(division.tree) == {3}
     assert "1 of 4 layers decode through tree attention; 3 with linear" in str(division.text())
 
 
 def test_a_layer_with_both_kinds_of_attention_decides_by_its_full_one() -> None:
     layers = [make_layer(layer_id=0), make_layer(layer_id=1, sliding_window_size=8)]
     division = divide_layers(layers, found(HybridLinearKVPool([0, 1])), others=[0, 1, 2])
-    assert division.tree == (0,)
+    assert set(division.tree) == {0}
     assert division.host == {1: "a sliding window", 2: "linear or recurrent attention"}
 
 
 def test_a_model_of_full_layers_needs_no_line() -> None:
     division = divide_layers([make_layer(layer_id=i) for i in range(2)], found(MHATokenToKVPool()))
-    assert (division.tree, division.text()) == ((0, 1), None)
+    assert (set(division.tree), division.text()) == ({0, 1}, None)
 
 
 def test_most_layers_decide_on_the_shape() -> None:
@@ -97,7 +103,7 @@ def test_most_layers_decide_on_the_shape() -> None:
     layers = [make_layer(layer_id=i) for i in range(2)]
     others = [make_layer(layer_id=2, tp_q_head_num=8), make_layer(layer_id=3, **wide)]
     division = divide_layers([*others, *layers], found(MHATokenToKVPool()))
-    assert (division.shape, division.tree) == ((4, 2, 64), (0, 1))
+    assert division.tree == dict.fromkeys((0, 1), (4, 2, 64))
     assert "8 query and 2 KV heads of 64" in division.host[2]
     assert division.host[3] == "a KV cache of another kind"
 
@@ -109,19 +115,18 @@ def test_a_shape_without_kernels_leaves_the_layers_of_other_shapes() -> None:
     layers = [make_layer(layer_id=i) for i in range(2)]
     layers.append(make_layer(layer_id=2, tp_q_head_num=8))
     division = divide_layers(layers, found(MHATokenToKVPool()), refused=refused)
-    assert (division.shape, division.tree) == ((8, 2, 64), (2,))
+    assert division.tree == {2: (8, 2, 64)}
     assert division.host == dict.fromkeys((0, 1), "a head count of 4")
     nothing = divide_layers(layers[:2], found(MHATokenToKVPool()), refused=refused)
-    assert (nothing.shape, nothing.tree) == (None, ())
+    assert (planned_shape(nothing), nothing.tree) == (None, {})
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 1), (5, 1), (14, 2), (12, 1), (16, 1)])
 def test_every_rank_has_its_own_heads(heads: int, kv_heads: int) -> None:
     """The layers know them: with tensor parallelism a KV head may be the only one of its rank."""
-    pool = MHATokenToKVPool()
-    pool.k = torch.zeros(64, kv_heads, 64)
+    pool = MHATokenToKVPool(heads=kv_heads)
     layers = [make_layer(tp_q_head_num=heads, tp_k_head_num=kv_heads, tp_v_head_num=kv_heads)]
-    assert divide_layers(layers, found(pool)).shape == (heads, kv_heads, 64)
+    assert planned_shape(divide_layers(layers, found(pool))) == (heads, kv_heads, 64)
 
 
 def warm_up_sees(runner: Any, blocks: torch.nn.ModuleList) -> None:
@@ -148,8 +153,9 @@ def test_a_model_runner_is_divided_and_counted(host: Any) -> None:
     """The host's own layers are found in the model; counters count the layers with a plan."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    from deft_backend.hosts.sglang.report.server import division_of, state_of
+    from deft_backend.hosts.sglang.report.server import state_of
     from deft_backend.hosts.sglang.start import factory
+    from deft_backend.hosts.sglang.start.layers import division_of
     from deft_backend.hosts.sglang.versions import sinks_of_layers
 
     def layer(layer_id: int, window: int = -1) -> Any:
@@ -165,7 +171,7 @@ def test_a_model_runner_is_divided_and_counted(host: Any) -> None:
     runner.token_to_kv_pool.full_kv_pool.store_dtype = torch.float32
     assert factory.unsupported_model(runner) is None
     division = division_of(runner)
-    assert (division.shape, division.tree, set(division.host)) == ((4, 2, 64), (1,), {0, 2})
+    assert (division.tree, set(division.host)) == ({1: (4, 2, 64)}, {0, 2})
     assert state_of(runner, division, "deft", "auto").num_layers == 1
 
     class Block(torch.nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from contextlib import ExitStack
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from deft_backend.attention import TreeAttention
-from deft_backend.hosts.sglang.start.layers import Division
+from deft_backend.hosts.common.division import Division, LayerShape
 from deft_backend.hosts.sglang.versions import decode_graphs, read_end
 from deft_backend.settings import installed
 from deft_backend.settings.config import SettingsError
@@ -24,6 +23,7 @@ from sglang_fakes import (
     make_state,
     observed,
     requests_of,
+    tree_layers,
 )
 
 SWITCHES = {
@@ -56,7 +56,7 @@ def make_arguments(**changes: Any) -> Any:
 DENSE = SimpleNamespace(is_encoder_decoder=False)
 """The host's description of a model."""
 
-FOUR_HEADS = Division((4, 2, 64), (0, 1), {})
+FOUR_HEADS = Division(dict.fromkeys((0, 1), LayerShape(4, 2, 64)), {})
 """Both layers of a model decode through tree attention."""
 
 
@@ -338,7 +338,8 @@ def test_ranks_that_decode_for_themselves_need_the_devices_planner(
     host: Any, monkeypatch: Any, attention_per_rank: bool
 ) -> None:
     """Each rank would choose between two sets of graphs, and graphs hold collectives."""
-    from deft_backend.hosts.sglang.start import factory, model_checks
+    from deft_backend.hosts.sglang.start import factory
+    from deft_backend.hosts.sglang.start import layers as model_layers
     from deft_backend.settings.config import Settings
 
     class Made(Exception):
@@ -347,7 +348,7 @@ def test_ranks_that_decode_for_themselves_need_the_devices_planner(
     def make(**_: Any) -> None:
         raise Made
 
-    monkeypatch.setattr(model_checks, "division_of", lambda runner: FOUR_HEADS)
+    monkeypatch.setattr(model_layers, "division_of", lambda runner: FOUR_HEADS)
     monkeypatch.setattr(factory, "TreeAttention", make)
     monkeypatch.setattr(factory, "unsupported_model", lambda runner: None)
     runner = SimpleNamespace(
@@ -380,14 +381,14 @@ def test_a_backend_that_ignores_the_scales_of_8_bits_decodes_itself(
     host: Any, name: str, cache: torch.dtype, scale: float | None, refused: bool, monkeypatch
 ) -> None:
     """SGLang's torch backends write and read such a cache without its scales."""
-    from deft_backend.hosts.sglang.start import model_checks
+    from deft_backend.hosts.sglang.start import layers as model_layers
 
     layers = [
         SimpleNamespace(k_scale=None, v_scale=None),
         SimpleNamespace(k_scale=None, v_scale=scale),
     ]
-    monkeypatch.setattr(model_checks, "attention_layers", lambda model: layers)
-    reason = model_checks.ignored_scales(SimpleNamespace(kv_cache_dtype=cache, model=None), name)
+    monkeypatch.setattr(model_layers, "attention_layers", lambda model: layers)
+    reason = model_layers.ignored_scales(SimpleNamespace(kv_cache_dtype=cache, model=None), name)
     assert (reason is not None) == refused
     if refused:
         assert reason == f"{name} ignores the scales of a KV cache in {cache}"
@@ -396,7 +397,7 @@ def test_a_backend_that_ignores_the_scales_of_8_bits_decodes_itself(
 def test_arguments_made_before_the_plugin_was_there_are_told_so(host: Any) -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    from deft_backend.hosts.sglang.start.surround import surround_backends
+    from deft_backend.hosts.sglang.plugin import surround_backends
 
     surround_backends()
     with pytest.raises(ValueError, match=r"before SGLang loaded its plugins.*load_plugins"):
@@ -443,9 +444,9 @@ def test_servers_without_tree_attention_are_observed_where_that_is_asked_for(
     """Only in the process that builds the backend, and in servers with another backend."""
     from sglang.srt.layers.attention import attention_registry as registry
 
+    from deft_backend.hosts.sglang.plugin import surround_backends
     from deft_backend.hosts.sglang.report import observe
     from deft_backend.hosts.sglang.start import factory
-    from deft_backend.hosts.sglang.start.surround import surround_backends
 
     installed: list[bool] = []
     monkeypatch.setenv("DEFT_OBSERVE", observes)
@@ -508,19 +509,19 @@ def test_model_runners_that_are_not_supported(
 
 def test_models_that_call_their_backend_are_found(host: Any, monkeypatch) -> None:
     """By the source of their modules, because the call may import its function locally."""
-    from deft_backend.hosts.sglang.start import model_checks
+    from deft_backend.hosts.sglang.start import layers as model_layers
 
     part = type("Attention", (torch.nn.Module,), {"__module__": "made_up.asking"})
     heir = type("Attention", (part,), {"__module__": "made_up.inheriting"})
     texts = {"made_up.asking": "x = get_attn_backend()", "made_up.inheriting": ""}
-    monkeypatch.setattr(model_checks, "_source", texts.__getitem__)
+    monkeypatch.setattr(model_layers, "_source", texts.__getitem__)
     for model in (part(), heir()):
-        assert model_checks.model_asks(SimpleNamespace(model=model))
+        assert model_layers.model_asks(SimpleNamespace(model=model))
     texts["made_up.asking"] = "x = attention(q, k, v)"
     for model in (part(), heir(), torch.nn.Linear(1, 1)):
-        assert not model_checks.model_asks(SimpleNamespace(model=model))
+        assert not model_layers.model_asks(SimpleNamespace(model=model))
     layer = type("RadixAttention", (torch.nn.Module,), {"__module__": "sglang.srt.layers.x"})
-    assert not model_checks.model_asks(SimpleNamespace(model=layer()))
+    assert not model_layers.model_asks(SimpleNamespace(model=layer()))
 
 
 @pytest.mark.parametrize("planner", ["host", "device"])
@@ -542,17 +543,14 @@ def test_graphs_wait_where_there_are_graphs(host: Any, planner: str, graphs: str
         max_batch=4,
     )  # fmt: skip
     own = SimpleNamespace(token_to_kv_pool=FakePool(64), req_to_token_pool=table)
-    make = (
-        factory._host_planned
-        if planner == "host"
-        else partial(factory._device_planned, compile_for=None)
-    )
+    make = {"host": factory._host_planned, "device": factory._device_planned}[planner]
     observers = list(observe_batch._observers)
     try:
-        backend = make(runner, own, attention, make_state(), Settings(), ExitStack())
+        layers = tree_layers(own, attention, make_state())
+        steps = make(runner, layers, Settings(), ExitStack())
         fenced = page_table_fence._readers.get(id(runner))
         patched = graphs == "full" and read_end() is None  # later versions ask the backend
-        assert fenced == (backend.replayed_tree if patched else None)
+        assert fenced == (steps.replayed_tree if patched else None)
         second_set = planner == "host" and graphs == "full"
         assert (id(runner) in tree_graphs._controllers) == second_set
     finally:
@@ -564,7 +562,7 @@ def test_graphs_wait_where_there_are_graphs(host: Any, planner: str, graphs: str
 @pytest.mark.parametrize(
     ("changes", "device", "wrong", "reason"),
     [
-        ({"verify": True}, "cpu", True, "verification failed"),
+        ({"verify": True}, "cpu", True, "cross-check failed"),
         ({"verify": True}, "cpu", False, None),
         ({}, "cpu", True, None),
         ({"min_saved_ms": 1.0}, "cpu", False, None),
@@ -595,12 +593,20 @@ def test_the_hosts_planner_has_what_was_set(
     settings = Settings(min_batch=1, min_share=1.0, min_shared_tokens=0, **changes)
     observers = list(observe_batch._observers)
     try:
-        backend = factory._host_planned(runner, own, attention, make_state(), settings, ExitStack())
+        layers = tree_layers(own, attention, make_state())
+        steps = factory._host_planned(runner, layers, settings, ExitStack())
     finally:
         observe_batch._observers[:] = observers
     batch = SimpleNamespace(req_pool_indices=torch.tensor([1, 2]))
-    planned = backend._planner.step(observed(requests), lens, int(lens.sum()), batch)
+    planned = steps._planner.step(observed(requests), lens, int(lens.sum()), batch)
     assert planned.host_reason == reason
+
+
+class OwnBackend:
+    """The host's own."""
+
+    token_to_kv_pool: Any
+    req_to_token_pool: Any
 
 
 @pytest.mark.parametrize(
@@ -608,10 +614,11 @@ def test_the_hosts_planner_has_what_was_set(
 )
 @pytest.mark.parametrize("planner", ["host", "device"])
 def test_a_set_up_that_fails_leaves_nothing_behind(
-    host: Any, at: str, planner: str, monkeypatch, caplog, tmp_path
+    host: Any, at: str, planner: str, monkeypatch, caplog, tmp_path, failures: list[str]
 ) -> None:
     """The host's backend then runs alone on all ranks, with one set of graphs."""
-    from deft_backend.hosts.sglang.start import factory, model_checks
+    from deft_backend.hosts.sglang.start import factory
+    from deft_backend.hosts.sglang.start import layers as model_layers
     from deft_patches.sglang import observe_batch, page_table_fence, tree_graphs
 
     def fail(*given: Any) -> None:
@@ -631,7 +638,7 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
     monkeypatch.setenv("DEFT_STATE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.distributed, "all_reduce", reduced)
     monkeypatch.setattr(factory, "unsupported_model", lambda runner: None)
-    monkeypatch.setattr(model_checks, "division_of", lambda runner: FOUR_HEADS)
+    monkeypatch.setattr(model_layers, "division_of", lambda runner: FOUR_HEADS)
     monkeypatch.setattr(factory, "state_of", lambda *given: make_state())
     if at in ("fence", "graphs"):
         patch = {"fence": page_table_fence, "graphs": tree_graphs}[at]
@@ -649,7 +656,8 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
         ps=SimpleNamespace(attn_tp_rank=0),
         tp_group=SimpleNamespace(world_size=2) if at == "no group" else group,
     )  # fmt: skip
-    own = SimpleNamespace(token_to_kv_pool=FakePool(64), req_to_token_pool=table)
+    own = OwnBackend()
+    own.token_to_kv_pool, own.req_to_token_pool = FakePool(64), table
     observers = list(observe_batch._observers)
     try:
         made = factory.wrap_backend(runner, "triton", own)
@@ -662,7 +670,10 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
             "no group": "its ranks cannot agree", "differs": "decode in different ways",
         }  # fmt: skip
         assert (said["nowhere"] if works else said[at]) in caplog.text
+        assert bool(failures) == (at in ("fence", "graphs") and not works)
+        failures.clear()
         assert (made is not own) == works
+        assert hasattr(own, "deft") == works
         assert (id(runner) in page_table_fence._readers) == (works and fences)
         assert (id(runner) in tree_graphs._controllers) == (works and planner == "host")
         assert (observe_batch._observers != observers) == (works and planner == "host")

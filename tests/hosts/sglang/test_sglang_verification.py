@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from deft_backend.attention import TreeAttention
-from deft_backend.hosts.sglang.start.layers import Division
+from deft_backend.hosts.common.division import Division, LayerShape
 from deft_backend.settings.config import Settings
 from sglang_fakes import (
     FakePool,
     Tree,
+    device_planned,
     load_host,
     make_layer,
     make_state,
@@ -63,8 +64,7 @@ NO_LINKS = SimpleNamespace(
 def server() -> Any:
     """A backend over a host that records its calls."""
     host = load_host()
-    from deft_backend.hosts.sglang.step.device_planned import DevicePlannedBackend
-    from deft_backend.hosts.sglang.step.verification import Verification
+    from deft_backend.hosts.sglang.step.kinds import Verification
 
     _, table, lens = requests_of(PROMPTS, Tree(), private=1 + N)
     calls: list[str] = []
@@ -76,8 +76,9 @@ def server() -> Any:
 
     attention = small_attention(max_batch=3, query_tokens=N)
     state = make_state()
-    backend = DevicePlannedBackend(
-        HostBackend(), attention, state, Settings(min_batch=2),
+    own = HostBackend()
+    backend = device_planned(
+        own, attention, state, Settings(min_batch=2),
         verification=Verification(N, attention.max_batch, attention.device),
     )  # fmt: skip
 
@@ -92,7 +93,7 @@ def server() -> Any:
 
     return SimpleNamespace(
         backend=backend, calls=calls, batch=batch, state=state, table=table, attention=attention,
-        pool=pool,
+        pool=pool, own=own, steps=backend.deft,
     )  # fmt: skip
 
 
@@ -178,6 +179,7 @@ def test_what_is_captured_verifies_whatever_it_is_replayed_for(server: Any) -> N
     backend.init_forward_metadata_out_graph(static, in_capture=True)
     backend.init_forward_metadata_in_graph(static)
     forward(server, static)
+    captured = server.steps.layers.step
     assert server.calls == ["capture", "in graph"]
     assert backend.shared_read_ends(mode("verify")) is backend.shared_read_ends(mode("decode"))
     for parents in (PARENTS, chain(2), PARENTS[::-1]):
@@ -186,9 +188,9 @@ def test_what_is_captured_verifies_whatever_it_is_replayed_for(server: Any) -> N
         static.req_pool_indices.copy_(real.req_pool_indices)
         view = SimpleNamespace(**{**vars(real), "seq_lens": static.seq_lens, "num_padding": 1})
         backend.init_forward_metadata_out_graph(view)
-        assert backend.replayed_tree(real)
+        assert server.steps.replayed_tree(real)
         # The graph repeats the launches that the capture made on the capture's batch.
-        backend._tree_batch = static
+        server.steps.layers.step = captured
         backend.init_forward_metadata_in_graph(static)
         check(server, real, parents, forward(server, static))
     assert server.calls == ["capture", *["in graph"] * 4]
@@ -202,10 +204,11 @@ def test_links_that_come_after_the_preparation_of_a_replay(server: Any) -> None:
     backend.init_forward_metadata_out_graph(static, in_capture=True)
     backend.init_forward_metadata_in_graph(static)
     forward(server, static)
+    captured = server.steps.layers.step
     backend.init_forward_metadata_out_graph(server.batch(trees(chain(2))))
     backend.update_verify_buffers_to_fill_after_draft(trees(PARENTS), 2)
     assert server.calls[-1] == "after draft"
-    backend._tree_batch = static
+    server.steps.layers.step = captured
     backend.init_forward_metadata_in_graph(static)
     check(server, static, PARENTS, forward(server, static))
 
@@ -215,11 +218,11 @@ def test_links_of_batches_that_the_host_verifies_are_not_loaded(server: Any) -> 
     backend = server.backend
     static = server.batch(NO_LINKS)
     backend.init_forward_metadata_out_graph(static, in_capture=True)
-    held = backend._verification._links.clone()
+    held = server.steps._verification._links.clone()
     for spec, size in ((trees([*PARENTS, *PARENTS]), 4), (trees(PARENTS), None), (None, 2)):
         backend.update_verify_buffers_to_fill_after_draft(spec, size)
         assert server.calls[-1] == "after draft"
-    assert torch.equal(backend._verification._links, held)
+    assert torch.equal(server.steps._verification._links, held)
 
 
 def test_a_replay_without_links_stops(server: Any) -> None:
@@ -247,7 +250,7 @@ def test_verifications_of_another_form_are_the_hosts(server: Any) -> None:
 
 
 def test_after_a_failed_kernel_the_host_gets_the_drafts_own_keys(
-    server: Any, monkeypatch: pytest.MonkeyPatch
+    server: Any, monkeypatch: pytest.MonkeyPatch, failures: list[str]
 ) -> None:
     """The host's pool divides its arguments in place, but `triton` also reads the arguments."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -271,14 +274,16 @@ def test_after_a_failed_kernel_the_host_gets_the_drafts_own_keys(
         raise RuntimeError("a launch failed")
 
     backend = server.backend
-    backend._pool, backend._attention = pool, attention
-    monkeypatch.setattr(backend._host, "forward_extend", extend, raising=False)
+    layers = server.steps.layers
+    layers.pool, layers.attention = pool, attention
+    monkeypatch.setattr(type(server.own), "forward_extend", staticmethod(extend))
     batch = server.batch(CHAIN)
     backend.init_forward_metadata(batch)
     monkeypatch.setattr(attention, "run", fail)
     k, v = (torch.full((2 * N, 2, 64), value, dtype=torch.bfloat16) for value in (1.0, 2.0))
     layer = make_layer(k_scale=torch.tensor(0.5), v_scale=torch.tensor(0.25))
     backend.forward(torch.zeros(2 * N, 256).bfloat16(), k, v, layer, batch)
+    assert "a launch failed" in failures.pop()
     assert (seen[0] == 1.0).all()
     assert (seen[1] == 2.0).all()
     stored = (part[batch.out_cache_loc].float() for part in pool.get_kv_buffer(0))
@@ -306,7 +311,7 @@ def test_a_wrapper_that_calls_forward_extend(server: Any) -> None:
 
 
 def test_without_speculation_there_is_no_verification(server: Any) -> None:
-    server.backend._verification = None
+    server.steps._verification = None
     batch = server.batch(CHAIN)
     server.backend.init_forward_metadata(batch)
     forward(server, batch)
@@ -319,7 +324,7 @@ def test_an_observed_server_counts_verifications(monkeypatch: pytest.MonkeyPatch
 
     state = make_state()
     for name, value in (
-        ("state_of", state), ("division_of", Division((4, 2, 64), (0,), {})),
+        ("state_of", state), ("division_of", Division({0: LayerShape(4, 2, 64)}, {})),
         ("decode_backend_name", "theirs"), ("start_reporting", None),
     ):  # fmt: skip
         monkeypatch.setattr(observe, name, lambda *given, value=value: value)
@@ -362,12 +367,14 @@ def test_an_observed_server_counts_layers_that_no_kernel_of_ours_runs(
     from deft_backend.hosts.sglang.report import observe
 
     reported = []
-    theirs = Division(None, (), {0: "head dimension 80 is not supported"})
+    theirs = Division({}, {0: "head dimension 80 is not supported"})
 
-    def divided(runner: Any, refused: Any = None) -> Division:
-        return theirs if refused is None else Division((4, 2, 80), (0, 1), {})
+    def divided(runner: Any, refused: Any = None) -> Division[int, LayerShape]:
+        return (
+            theirs if refused is None else Division(dict.fromkeys((0, 1), LayerShape(4, 2, 80)), {})
+        )
 
-    def state_of(runner: Any, division: Division, *names: str) -> Any:
+    def state_of(runner: Any, division: Division[int, LayerShape], *names: str) -> Any:
         assert division.tree
         return make_state()
 

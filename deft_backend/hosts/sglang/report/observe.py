@@ -9,8 +9,8 @@ import functools
 import logging
 from typing import Any
 
-from deft_backend.hosts.sglang.report.server import division_of, start_reporting, state_of
-from deft_backend.hosts.sglang.start.caches import full_cache
+from deft_backend.hosts.sglang.report.server import start_reporting, state_of
+from deft_backend.hosts.sglang.start.layers import division_of, full_cache
 from deft_backend.hosts.sglang.versions import decode_backend_name
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.state import ServerState
@@ -61,10 +61,10 @@ def _tokens_of(forward_batch: Any, batch: Any) -> int:
 def _counting(runner: Any) -> ServerState | None:
     """Counters of a server, which are reported from now on; None if no layer's reads are known."""
     division = division_of(runner)
-    if division.shape is None and not isinstance(full_cache(runner.token_to_kv_pool), str):
+    if not division.tree and not isinstance(full_cache(runner.token_to_kv_pool), str):
         # No kernel of ours runs these heads, but the host's do, and their bytes are known.
         division = division_of(runner, lambda shape: None)
-    if division.shape is None:
+    if not division.tree:
         reasons = "; ".join(dict.fromkeys(division.host.values()))
         logger.warning("deft: DEFT_OBSERVE counts nothing in this server (%s)", reasons)
         return None

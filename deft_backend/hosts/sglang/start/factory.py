@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import zlib
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed
 
 from deft_backend.attention import TreeAttention
 from deft_backend.forest import PrefixForest
@@ -22,31 +25,33 @@ from deft_backend.hosts.common.warm_up import warm_up_host_planner
 from deft_backend.hosts.sglang.prefixes.cross_check import disagreement
 from deft_backend.hosts.sglang.prefixes.prefix_source import PrefixSource
 from deft_backend.hosts.sglang.report.accepted import AcceptedDrafts
-from deft_backend.hosts.sglang.report.server import device_of, start_reporting, state_of
+from deft_backend.hosts.sglang.report.server import start_reporting, state_of
 from deft_backend.hosts.sglang.start.arguments import NAME
-from deft_backend.hosts.sglang.start.layers import Division
-from deft_backend.hosts.sglang.start.model_checks import (
+from deft_backend.hosts.sglang.start.layers import (
     Unsupported,
+    device_of,
     divided,
     ignored_scales,
     model_asks,
     unsupported_model,
 )
-from deft_backend.hosts.sglang.start.ranks import same_on_all_ranks
 from deft_backend.hosts.sglang.start.warm_up import compiler_of, warm_up
-from deft_backend.hosts.sglang.step.batch_observer import BatchObserver
-from deft_backend.hosts.sglang.step.decode_plan import DecodePlanner
-from deft_backend.hosts.sglang.step.verification import Verification
+from deft_backend.hosts.sglang.step.backend import OWN_STATE, surround
+from deft_backend.hosts.sglang.step.decode_plan import BatchObserver, DecodePlanner
+from deft_backend.hosts.sglang.step.device_planned import DevicePlannedSteps
+from deft_backend.hosts.sglang.step.host_planned import HostPlannedSteps
+from deft_backend.hosts.sglang.step.kinds import Verification
+from deft_backend.hosts.sglang.step.tree_layers import TreeLayers
 from deft_backend.hosts.sglang.versions import (
     decode_graphs,
     decodes_per_rank,
     draft_tokens,
     read_end,
     resolved,
+    tensor_parallel_group,
 )
 from deft_backend.policies import PolicyError
 from deft_backend.settings.config import LOG_LEVELS, Settings, warn_unknown
-from deft_backend.telemetry.state import ServerState
 from deft_patches.sglang import observe_batch, page_table_fence, tree_graphs
 
 logger = logging.getLogger("deft_backend")
@@ -102,33 +107,60 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
             return host
         assert made is not None
         undo.pop_all()  # the backend stays
-    start_reporting(made.state, runner, settings)
+    attention = made.layers.attention
+    start_reporting(made.layers.state, runner, settings)
     logger.info(
         "deft: %s goes through tree attention (policy %s, planned on the %s, workspace %.1f "
         "MiB); everything else%s through %s",
-        _what(made.attention), settings.policy, "device" if made.on_device else "host",
-        made.attention.workspace_bytes / 2**20,
+        _what(attention), settings.policy, "device" if made.on_device else "host",
+        attention.workspace_bytes / 2**20,
         "" if made.on_device else ", and batches that share too little,", name,
     )  # fmt: skip
-    layers = made.division.text()
-    if layers is not None:
-        logger.info("deft: %s", layers)
+    division = made.layers.division.text()
+    if division is not None:
+        logger.info("deft: %s", division)
     return made.backend
 
 
-class _Made(NamedTuple):
+def same_on_all_ranks(runner: Any, mine: Sequence[object] | None) -> bool | None:
+    """Whether `mine` is equal on every rank of the model runner's group; all ranks must call this.
+
+    Parameters
+    ----------
+    runner
+        The host's model runner; its group communicates through CPU memory.
+    mine : sequence, optional
+        This rank's decisions; equal decisions must have equal ``repr``. None if this rank has no
+        tree attention.
+
+    Returns
+    -------
+    bool or None
+        None if some rank has no tree attention.
+    """
+    group = tensor_parallel_group(runner)
+    if group is None or group.world_size == 1:
+        return None if mine is None else True
+    digest = zlib.crc32(repr(mine).encode())
+    # The least digest, and the largest one with its sign changed, in one exchange.
+    flags = torch.tensor([int(mine is not None), digest, -digest], dtype=torch.int64)
+    torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    everywhere, least, most = flags.tolist()
+    return least == -most if everywhere else None
+
+
+@dataclass(frozen=True)
+class _Made:
     backend: Any
-    attention: TreeAttention
-    state: ServerState
+    layers: TreeLayers
     on_device: bool
-    division: Division
 
     def decided(self, settings: Settings) -> tuple[object, ...]:
         """What decides the sets of graphs and the steps of tree attention: equal on all ranks."""
         return (
-            self.on_device, self.attention.capacity.max_batch, settings.policy,
+            self.on_device, self.layers.attention.capacity.max_batch, settings.policy,
             settings.min_share, settings.min_batch, settings.min_shared_tokens,
-            settings.min_saved_ms, self.division.tree,
+            settings.min_saved_ms, tuple(self.layers.division.tree),
         )  # fmt: skip
 
 
@@ -146,9 +178,8 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
         raise Unsupported(
             "DP attention is not supported where batches are planned on the host (DEFT_PLANNER)"
         )
-    largest = min(
-        settings.max_batch, runner.req_to_token_pool.size
-    )  # the host makes no larger batch
+    # The host makes no larger batch than it has rows.
+    largest = min(settings.max_batch, runner.req_to_token_pool.size)
     if on_device:
         largest = planned_on_device(largest, query_tokens, heads // kv_heads)
     attention = TreeAttention(
@@ -168,13 +199,11 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
     elif not on_device:
         warm_up_host_planner(attention)
     state = state_of(runner, division, NAME, settings.policy)
-    if on_device:
-        compile_for = compiler_of(attention, runner, settings, division.tree)
-        backend = _device_planned(runner, host, attention, state, settings, undo, compile_for)
-    else:
-        backend = _host_planned(runner, host, attention, state, settings, undo)
-    backend.leave_layers(division.host)
-    return _Made(backend, attention, state, on_device, division)
+    layers = TreeLayers(host, attention, state, division, model_asks=model_asks(runner))
+    make = _device_planned if on_device else _host_planned
+    steps = make(runner, layers, settings, undo)
+    undo.callback(vars(host).pop, OWN_STATE, None)
+    return _Made(surround(host, steps), layers, on_device)
 
 
 def _plans_on_device(runner: Any, settings: Settings, query_tokens: int) -> bool:
@@ -194,73 +223,65 @@ def _what(attention: TreeAttention) -> str:
 
 
 def _device_planned(
-    runner: Any, host: Any, attention: TreeAttention, state: ServerState, settings: Settings,
-    undo: ExitStack, compile_for: Callable[[torch.dtype, torch.dtype], None] | None,
-) -> Any:  # fmt: skip
-    from deft_backend.hosts.sglang.step.device_planned import DevicePlannedBackend
-
+    runner: Any, layers: TreeLayers, settings: Settings, undo: ExitStack
+) -> DevicePlannedSteps:
+    attention, verification = layers.attention, None
     _ = attention.device_planner  # fail here, not in the first step
-    # A sleeping server's memory must not be read, and the thread that shows batches gets no notice.
-    shows = not getattr(resolved(runner.server_args), "enable_memory_saver", False)
-    backend = DevicePlannedBackend(
-        host, attention, state, settings, shows=shows, model_asks=model_asks(runner),
-        compile_for=compile_for, verification=_verification(attention),
-    )  # fmt: skip
     if attention.query_tokens > 1:
         drafts = AcceptedDrafts(runner)
         undo.callback(observe_batch.remove, drafts.observe)
         observe_batch.install(drafts.observe)
-        state.read_drafts = drafts.read
-    _install_fence(runner, backend, undo)
-    return backend
-
-
-def _verification(attention: TreeAttention) -> Verification | None:
-    if attention.query_tokens == 1:
-        return None
-    return Verification(attention.query_tokens, attention.max_batch, attention.device)
+        layers.state.read_drafts = drafts.read
+        verification = Verification(attention.query_tokens, attention.max_batch, attention.device)
+    steps = DevicePlannedSteps(
+        layers,
+        settings,
+        verification=verification,
+        # The thread that shows batches must not read a sleeping server's memory.
+        shows=not getattr(resolved(runner.server_args), "enable_memory_saver", False),
+        compile_for=compiler_of(attention, runner, settings, layers.division.tree),
+    )
+    _install_fence(runner, steps, undo)
+    return steps
 
 
 def _host_planned(
-    runner: Any, host: Any, attention: TreeAttention, state: ServerState, settings: Settings,
-    undo: ExitStack,
-) -> Any:  # fmt: skip
-    from deft_backend.hosts.sglang.step.host_planned import HostPlannedBackend
+    runner: Any, layers: TreeLayers, settings: Settings, undo: ExitStack
+) -> HostPlannedSteps:
+    attention, page_table = layers.attention, layers.page_table
 
-    req_to_token = runner.req_to_token_pool.req_to_token
-
-    def verify(forest: PrefixForest, batch: Any) -> str | None:
-        return disagreement(forest, req_to_token, batch.req_pool_indices)
+    def cross_check(forest: PrefixForest, batch: Any) -> str | None:
+        return disagreement(forest, page_table, batch.req_pool_indices)
 
     planner = DecodePlanner(
         attention,
-        PrefixSource(req_to_token),
+        PrefixSource(page_table),
         settings,
-        state,
-        verify if settings.verify else None,
+        layers.state,
+        cross_check if settings.verify else None,
         least_gain_ms=settings.min_saved_ms if attention.device.type == "cuda" else 0.0,
         costs=attention.target.costs,
     )
     observer = BatchObserver(runner)
-    backend = HostPlannedBackend(
-        host, attention, planner, observer, state, model_asks=model_asks(runner)
-    )
+    steps = HostPlannedSteps(layers, planner, observer)
     undo.callback(observe_batch.remove, observer.observe)
     observe_batch.install(observer.observe)
-    _install_fence(runner, backend, undo)
+    _install_fence(runner, steps, undo)
     if _has_graphs(runner):
         # If set-up fails later, the host's backend runs alone. With a second set of its graphs,
         # some backends would prepare the buffers of the newest graph only.
         undo.callback(tree_graphs.remove, runner)
-        tree_graphs.install(runner, backend)
-    return backend
+        tree_graphs.install(runner, steps)
+    return steps
 
 
-def _install_fence(runner: Any, backend: Any, undo: ExitStack) -> None:
+def _install_fence(
+    runner: Any, steps: DevicePlannedSteps | HostPlannedSteps, undo: ExitStack
+) -> None:
     """Hold page-table writes for graphs with tree attention, if the host's version does not ask."""
     if read_end() is None and _has_graphs(runner):
         undo.callback(page_table_fence.remove, runner)
-        page_table_fence.install(runner, backend.replayed_tree)
+        page_table_fence.install(runner, steps.replayed_tree)
 
 
 def _has_graphs(runner: Any) -> bool:

@@ -1,55 +1,115 @@
-"""Decide for each attention layer whether tree attention can run it."""
+"""Decide which of a model runner's layers tree attention can run: by its cache and its layers."""
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
-from deft_backend.hosts.sglang.start.caches import FullCache
+import torch
 
-Shape = tuple[int, int, int]
-"""Query heads, KV heads and head dimension of a layer, on this rank."""
+from deft_backend.attention import TreeAttention
+from deft_backend.hosts.common.division import Division, LayerShape
+from deft_backend.hosts.sglang.versions import attention_layers, attention_ranks
+from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
+
+_IGNORE_SCALES = ("torch_native", "flex_attention")
+
+_LAYERS = ("torch.", "sglang.srt.layers.")
+"""Modules of layers, which models of any package use. Attention layers call the backend by its
+``forward``."""
 
 
-class Division(NamedTuple):
-    """Which of a model's layers decode through tree attention, as far as the model shows it.
-
-    A call of a layer may still bring an argument that tree attention does not know.
+class FullCache(NamedTuple):
+    """The KV cache of the layers that attend to their whole context.
 
     Attributes
     ----------
-    shape : tuple of int, optional
-        Of the layers that decode through tree attention; None if there are none.
-    tree : tuple of int
-        Ids of these layers.
-    host : mapping
-        For each other layer, the reason why the host's kernel runs it.
+    pool
+        The host's ``MHATokenToKVPool`` that holds these layers' keys and values.
+    layers : collection of int, optional
+        The model's ids of these layers; None: every layer of the model runner.
     """
 
-    shape: Shape | None
-    tree: tuple[int, ...]
-    host: Mapping[int, str]
+    pool: Any
+    layers: Collection[int] | None
 
-    def text(self) -> str | None:
-        """The division in one line, or None if tree attention runs every layer."""
-        if not self.host:
-            return None
-        total = len(self.tree) + len(self.host)
-        reasons = Counter(self.host.values())
-        parts = [f"{count} with {reason}" for reason, count in reasons.most_common()]
-        return (
-            f"{len(self.tree)} of {total} layers decode through tree attention; "
-            f"{', '.join(parts)} through the host's kernels"
-        )
+    def holds(self, layer_id: int, shape: tuple[int, int, int]) -> bool:
+        """Whether the page table names the pages of a layer with these heads."""
+        held = self.layers is None or layer_id in self.layers
+        return held and tuple(self.keys.shape[-2:]) == shape[1:]
+
+    @property
+    def keys(self) -> Any:
+        """[tokens, Hkv, D]: the keys of the first layer; all layers have the same shape."""
+        return self.pool.get_key_buffer(self.pool.start_layer)
+
+    @property
+    def values(self) -> Any:
+        """[tokens, Hkv, D]: the values of the first layer."""
+        return self.pool.get_value_buffer(self.pool.start_layer)
+
+
+def full_cache(pool: Any) -> FullCache | str:
+    """The full-attention part of a model runner's pool, or why tree attention cannot read it.
+
+    - ``MHATokenToKVPool``: one pool for all layers, whatever they attend to.
+    - ``SWAKVPool``: a second pool holds the layers with sliding windows, in pages of its own. The
+      page table names the pages of the first pool.
+    - ``HybridLinearKVPool``: linear and recurrent layers keep their state elsewhere.
+    """
+    kind = type(pool).__name__
+    if kind == "SWAKVPool":
+        full = [layer for layer, (_, windowed) in pool.layers_mapping.items() if not windowed]
+        found = FullCache(pool.full_kv_pool, frozenset(full))
+    elif kind == "HybridLinearKVPool":
+        found = FullCache(pool.full_kv_pool, frozenset(pool.full_attention_layer_id_mapping))
+    else:
+        found = FullCache(pool, None)
+    inner = type(found.pool).__name__
+    if inner != "MHATokenToKVPool":
+        name = kind if inner == kind else f"{kind} over {inner}"
+        return f"a KV cache of kind {name} is not supported"
+    if found.layers is not None and not found.layers:
+        return f"a KV cache of kind {kind} without full-attention layers is not supported"
+    layout = getattr(found.pool, "kv_cache_layout", "nhd")
+    if layout != "nhd" or getattr(found.pool, "use_hnd", False):
+        return f"a KV cache in the layout {layout} is not supported"
+    return found
+
+
+def division_of(
+    runner: Any, refused: Callable[[LayerShape], str | None] | None = None
+) -> Division[int, LayerShape]:
+    """Which layers of a model runner tree attention can decode.
+
+    If the model shows no attention layers, the cache decides for all layers alike. `refused` says
+    why no kernel runs a shape; default: what the kernels say.
+    """
+    pool, device = runner.token_to_kv_pool, device_of(runner)
+    refused = refused or (lambda shape: TreeAttention.unsupported(*shape, runner.dtype, device))
+    cache = full_cache(pool)
+    layers = attention_layers(runner.model)
+    if not isinstance(cache, str) and layers:
+        others = getattr(runner.req_to_token_pool, "mamba_map", ())
+        return divide_layers(layers, cache, others, refused)
+    keys = pool.get_key_buffer(pool.start_layer)
+    heads = runner.model_config.num_attention_heads // attention_ranks()
+    shape = LayerShape(heads, int(keys.shape[-2]), int(keys.shape[-1]))
+    ids, reason = range(int(pool.layer_num)), refused(shape)
+    if reason is not None:
+        return Division({}, dict.fromkeys(ids, reason))
+    return Division(dict.fromkeys(ids, shape), {})
 
 
 def divide_layers(
     layers: Iterable[Any],
     cache: FullCache,
     others: Iterable[int] = (),
-    refused: Callable[[Shape], str | None] = lambda shape: None,
-) -> Division:
+    refused: Callable[[LayerShape], str | None] = lambda shape: None,
+) -> Division[int, LayerShape]:
     """Decide on every layer of a model.
 
     Layers with full attention may differ in their heads. A plan serves one shape: that of most
@@ -64,7 +124,7 @@ def divide_layers(
     refused : callable
         Why no kernel runs a shape, or None.
     """
-    shapes: dict[int, Shape] = {}
+    shapes: dict[int, LayerShape] = {}
     host: dict[int, str] = {}
     for layer in layers:
         shape = shape_of_layer(layer)
@@ -82,15 +142,15 @@ def divide_layers(
     for layer_id in others:  # a layer may have both kinds of attention side by side
         if layer_id not in shapes:
             host.setdefault(layer_id, "linear or recurrent attention")
-    tree = tuple(sorted(layer_id for layer_id in shapes if layer_id not in host))
-    return Division(planned, tree, host)
+    tree = {layer_id: shapes[layer_id] for layer_id in sorted(shapes) if layer_id not in host}
+    return Division(tree, host)
 
 
-def shape_of_layer(layer: Any) -> Shape:
-    return layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
+def shape_of_layer(layer: Any) -> LayerShape:
+    return LayerShape(layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim)
 
 
-def other_shape(shape: Shape, planned: Shape) -> str:
+def other_shape(shape: LayerShape, planned: LayerShape) -> str:
     """The reason for a layer whose heads differ from those that the plan serves."""
     return (
         f"{shape[0]} query and {shape[1]} KV heads of {shape[2]}; the model's other layers "
@@ -98,7 +158,7 @@ def other_shape(shape: Shape, planned: Shape) -> str:
     )
 
 
-def unsupported_layer(layer: Any, planned: Shape | None = None) -> str | None:
+def unsupported_layer(layer: Any, planned: LayerShape | None = None) -> str | None:
     """The reason, in one line, why the host's kernel runs a ``RadixAttention`` layer; or None.
 
     Parameters
@@ -129,3 +189,73 @@ def unsupported_layer(layer: Any, planned: Shape | None = None) -> str | None:
     if planned is not None and shape != planned:
         return other_shape(shape, planned)
     return None
+
+
+def device_of(runner: Any) -> torch.device:
+    """The device that a model runner decodes on."""
+    if runner.device == "cuda":
+        return torch.device("cuda", runner.gpu_id)
+    return torch.device(runner.device)
+
+
+class Unsupported(RuntimeError):
+    """The reason, in one line, why the host's own backend runs this model runner's attention."""
+
+
+def unsupported_model(runner: Any) -> str | None:
+    """Why a model runner's KV cache rules out tree attention, in one line, or None."""
+    cache = full_cache(runner.token_to_kv_pool)
+    if isinstance(cache, str):
+        return cache
+    if str(runner.kv_cache_dtype).removeprefix("torch.") in EIGHT_BIT_CACHES.values():
+        return None
+    if runner.kv_cache_dtype != runner.dtype or cache.pool.store_dtype != runner.dtype:
+        return f"KV in {runner.kv_cache_dtype} under a model in {runner.dtype} is not supported"
+    return None
+
+
+def ignored_scales(runner: Any, name: str) -> str | None:
+    """Why the scales of a cache of 8 bits rule out tree attention around a backend, or None.
+
+    These backends write and read such a cache without its scales. Tree attention follows the
+    scales, so it would read other values than prefill has written.
+    """
+    if name not in _IGNORE_SCALES or runner.kv_cache_dtype.itemsize > 1:
+        return None
+    if all(
+        layer.k_scale is None and layer.v_scale is None for layer in attention_layers(runner.model)
+    ):
+        return None
+    return f"{name} ignores the scales of a KV cache in {runner.kv_cache_dtype}"
+
+
+def planned_shape(division: Division[int, LayerShape]) -> LayerShape | None:
+    """The one shape of the layers that run through tree attention; None if there are none."""
+    return next(iter(division.tree.values()), None)
+
+
+def divided(runner: Any) -> tuple[Division[int, LayerShape], LayerShape]:
+    """The layers that tree attention decodes, at least one, and their shape."""
+    division = division_of(runner)
+    shape = planned_shape(division)
+    if shape is None:
+        reasons = "; ".join(dict.fromkeys(division.host.values()))
+        raise Unsupported(f"not supported in any layer: {reasons}")
+    return division, shape
+
+
+def model_asks(runner: Any) -> bool:
+    """Whether the model calls its attention backend directly, besides through attention layers."""
+    kinds = {kind for part in runner.model.modules() for kind in type(part).__mro__}
+    modules = {kind.__module__ for kind in kinds if issubclass(kind, torch.nn.Module)}
+    return any(
+        "get_attn_backend" in _source(name) for name in modules if not name.startswith(_LAYERS)
+    )
+
+
+def _source(module: str) -> str:
+    """The source of a loaded module, because such calls may import their backend locally."""
+    try:
+        return inspect.getsource(sys.modules[module])
+    except (OSError, TypeError):
+        return "get_attn_backend"  # unreadable source: assume that it does

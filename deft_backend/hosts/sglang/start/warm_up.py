@@ -11,8 +11,7 @@ import torch
 from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.self_check import failed_self_check
 from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors, warm_up_attention
-from deft_backend.hosts.sglang.start.caches import full_cache
-from deft_backend.hosts.sglang.start.model_checks import Unsupported
+from deft_backend.hosts.sglang.start.layers import Unsupported, full_cache
 from deft_backend.hosts.sglang.versions import (
     attention_layers,
     draft_tokens,

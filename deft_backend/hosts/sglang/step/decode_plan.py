@@ -15,7 +15,6 @@ from deft_backend.costs.cost_model import CostModel, default_cost_model
 from deft_backend.forest import Int32Array, PrefixForest
 from deft_backend.hosts.common.limits import refused
 from deft_backend.hosts.sglang.prefixes.prefix_source import Key, PrefixSource, key_of
-from deft_backend.hosts.sglang.step.batch_observer import Observed
 from deft_backend.planner import Plan
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.state import ServerState
@@ -27,8 +26,57 @@ GROWTH_SHARE = 0.25
 """A plan is replaced once its requests have grown by more than both of these on average. The plan
 balanced the leaves for their earlier lengths."""
 
-Verify = Callable[[PrefixForest, Any], str | None]
-"""Check a forest against the page tables of its batch; returns what disagrees, or None."""
+CrossCheck = Callable[[PrefixForest, Any], str | None]
+"""Compares a forest with the page tables of its batch; returns what differs, or None."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Requests and tree behind a forward batch.
+
+    Attributes
+    ----------
+    rids
+        The forward batch's own list of request ids; its identity names the batch.
+    requests : sequence
+    tree_cache
+    """
+
+    rids: Any
+    requests: Sequence[Any]
+    tree_cache: Any
+
+    @property
+    def has_beams(self) -> bool:
+        """Whether the batch has rows of beams, which have no request of their own."""
+        return any(getattr(each, "beam_group", None) is not None for each in self.requests)
+
+
+class BatchObserver:
+    """Remembers the last decode batch that the host made for one model runner."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._last: Observed | None = None
+
+    def observe(self, forward_batch: Any, batch: Any, runner: Any) -> None:
+        """Observer of ``ForwardBatch.init_new``."""
+        if runner is not self._runner:
+            return
+        self._last = None
+        if forward_batch.forward_mode.is_decode():
+            self._last = Observed(forward_batch.rids, batch.reqs, batch.tree_cache)
+
+    def of(self, forward_batch: Any) -> Observed | None:
+        """Requests and tree of `forward_batch`; None if the last observed batch is another one.
+
+        The host gives backends a copy of the object, with the same list of ids. Dummy batches
+        (warm-up, capture, idle ranks) have no requests.
+        """
+        last = self._last
+        if last is None or last.rids is None or last.rids is not forward_batch.rids:
+            return None
+        return last
 
 
 class Planner(Protocol):
@@ -91,7 +139,7 @@ class DecodePlanner:
         Reads the forest of a batch.
     settings : Settings
     state : ServerState
-    verify : Verify, optional
+    cross_check : CrossCheck, optional
     least_gain_ms : float
         Milliseconds of KV reads that a plan must save in a step; 0 for no minimum.
     costs : CostModel, optional
@@ -104,7 +152,7 @@ class DecodePlanner:
         source: PrefixSource,
         settings: Settings,
         state: ServerState,
-        verify: Verify | None = None,
+        cross_check: CrossCheck | None = None,
         least_gain_ms: float = 0.0,
         costs: CostModel | None = None,
     ) -> None:
@@ -112,7 +160,7 @@ class DecodePlanner:
         self._source = source
         self._settings = settings
         self._state = state
-        self._verify = verify
+        self._cross_check = cross_check
         self._least_gain_ms = least_gain_ms
         self._costs = costs or default_cost_model()
         self.current: Planned | None = None
@@ -135,7 +183,7 @@ class DecodePlanner:
         tokens : int
             Sum of `seq_lens`.
         batch
-            Handed to the verification.
+            Handed to the cross-check.
         """
         keys = [key_of(request) for request in observed.requests]
         current = self.current
@@ -161,11 +209,14 @@ class DecodePlanner:
             return Planned(keys, requests, reason, lens, tokens, 0, 0)
         forest = self._source.forest(observed.tree_cache, requests, seq_lens)
         reason = self._too_little(forest)
-        if reason is None and self._verify is not None:
-            wrong = self._verify(forest, batch)
+        if reason is None and self._cross_check is not None:
+            wrong = self._cross_check(forest, batch)
             if wrong is not None:
-                logger.error("deft: the plan does not agree with the page tables: %s", wrong)
-                reason = "verification failed"
+                logger.error(
+                    "deft: DEFT_VERIFY: the radix tree and the page tables differ: %s. The host's "
+                    "kernel decodes this batch.", wrong,
+                )  # fmt: skip
+                reason = "cross-check failed"
         if reason is not None:
             return Planned(keys, requests, reason, lens, tokens, 0, 0)
         plan = self._planner.plan(forest)

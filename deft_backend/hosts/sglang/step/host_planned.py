@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from deft_backend.attention import TreeAttention
-from deft_backend.hosts.sglang.step.backend import DeftAttentionBackend
-from deft_backend.hosts.sglang.step.batch_observer import BatchObserver
-from deft_backend.hosts.sglang.step.decode_plan import DecodePlanner, Planned
-from deft_backend.telemetry.state import ServerState
+from deft_backend.hosts.sglang.step.decode_plan import BatchObserver, DecodePlanner, Planned
+from deft_backend.hosts.sglang.step.kinds import Decode
+from deft_backend.hosts.sglang.step.tree_layers import TreeLayers, TreeStep
 
 logger = logging.getLogger("deft_backend")
 
 
-class Decision(NamedTuple):
-    """Which kernel decodes a step."""
+@dataclass
+class Decision:
+    """Which kernel decodes a step.
+
+    Attributes
+    ----------
+    rids
+        The batch's own list of request ids; the host makes a new list in each step.
+    slots
+        The batch's tensor of page ids for the new tokens; a graph's view of the batch shares it.
+    tokens : int
+        Tokens of all requests.
+    planned : Planned, optional
+        The plan, if tree attention decodes the step.
+    """
 
     rids: Any
-    """The batch's own list of request ids; the host makes a new list in each step."""
     slots: Any
-    """The batch's tensor of page ids for the new tokens; a graph's view of the batch shares it."""
-    taken: bool
-    """Whether tree attention decodes the step, not the host's kernel."""
+    tokens: int
+    planned: Planned | None
 
 
-class HostPlannedBackend(DeftAttentionBackend):
+class HostPlannedSteps:
     """Sends a decode batch through tree attention if the scheduler made it and it shares enough.
 
     Batches of a warm-up or a capture do not come from the scheduler. If the decision fails, a log
@@ -33,66 +44,75 @@ class HostPlannedBackend(DeftAttentionBackend):
 
     Parameters
     ----------
-    host : AttentionBackend
-        The host's own decode backend.
-    attention : TreeAttention
-        Sized for the model's layers.
+    layers : TreeLayers
     planner : DecodePlanner
     observer : BatchObserver
         Gives the scheduler's requests behind a forward batch.
-    state : ServerState
-        Receives the counters.
-    model_asks : bool
-        See :class:`~deft_backend.hosts.sglang.step.backend.DeftAttentionBackend`.
     """
 
     needs_cpu_seq_lens = True  # the CPU builds the forest from them
-    _own = DeftAttentionBackend._own | {"_planner", "_observer", "_decided"}
 
-    def __init__(
-        self,
-        host: Any,
-        attention: TreeAttention,
-        planner: DecodePlanner,
-        observer: BatchObserver,
-        state: ServerState,
-        *,
-        model_asks: bool = False,
-    ) -> None:
-        super().__init__(host, attention, state, model_asks=model_asks)
+    def __init__(self, layers: TreeLayers, planner: DecodePlanner, observer: BatchObserver) -> None:
+        self.layers = layers
         self._planner = planner
         self._observer = observer
+        self._kind = Decode()
+        self._capturing = False  # the host captures the second set of graphs
         self._decided: Decision | None = None
 
-    def init_forward_metadata(self, forward_batch: Any) -> None:
-        self._tree_batch = None
+    def begin(self, forward_batch: Any) -> None:
+        layers = self.layers
+        layers.step = None
         taken = forward_batch.forward_mode.is_decode() and self.takes(forward_batch)
+        decided, self._decided = self._decided, None  # the step begins
         # The host may pad a batch after the decision.
-        taken = taken and forward_batch.batch_size == len(forward_batch.rids)
-        self._decided = None  # the step begins
-        if taken:
-            self._begin_tree_step(forward_batch)
+        if not taken or forward_batch.batch_size != len(forward_batch.rids):
+            if taken and decided is not None:
+                layers.state.count_host("padded batch", decided.tokens)
+            layers.host.init_forward_metadata(forward_batch)
             return
-        self._host.init_forward_metadata(forward_batch)
+        assert decided is not None
+        layers.begin(
+            TreeStep(
+                forward_batch,
+                self._kind.inputs(forward_batch),
+                static_launch=False,
+                ran=partial(self._count_tree, decided),
+                failed=partial(layers.state.count_host, "kernel failed", decided.tokens),
+            )
+        )
 
-    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        self._tree_batch = None
-        if in_capture and self._capturing:
-            self._tree_batch = forward_batch
-        if not in_capture and self._replays_tree(forward_batch):
-            return
-        # The host has just captured its own graph of this size. If told of a second capture, some
-        # backends (FlashInfer) make new buffers for the size. From then on they fill the new
-        # buffers, but their graph reads the old ones.
-        in_capture = in_capture and not self._capturing
-        self._host.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
-        self._host_ready = True
+    def begin_capture(self, forward_batch: Any) -> None:
+        """The host captures each size twice: for itself, then with tree attention.
 
-    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        self._host.init_forward_metadata_in_graph(forward_batch)
+        If told of a second capture, some backends (FlashInfer) make new buffers for the size. From
+        then on they fill the new buffers, but their graph reads the old ones.
+        """
+        layers = self.layers
+        layers.step = None
+        layers.host.init_forward_metadata_out_graph(forward_batch, in_capture=not self._capturing)
+        if self._capturing:
+            layers.step = TreeStep(
+                forward_batch, self._kind.inputs(forward_batch), captured=True, host_ready=True
+            )
+
+    def begin_replay(self, forward_batch: Any) -> None:
+        self.layers.step = None
+        if self._replays_tree(forward_batch):
+            assert self._decided is not None
+            self._count_tree(self._decided)
+            if not self.layers.host_in_graphs:  # no layer reads the host's metadata
+                return
+        self.layers.host.init_forward_metadata_out_graph(forward_batch, in_capture=False)
+
+    def launch_planning(self, forward_batch: Any) -> None:
+        """The plan is on the device before a graph runs."""
+
+    def load_drafts(self, spec_info: Any, graph_size: int | None) -> None:
+        """Servers that speculate plan on the device."""
 
     def takes(self, forward_batch: Any) -> bool:
-        """Whether tree attention decodes a batch; decided and counted once for each batch.
+        """Whether tree attention decodes a batch; decided once for each batch.
 
         The host asks before it chooses between its graph and an eager step, and again when the
         eager step begins. The list of ids identifies the batch, because the host makes a new list
@@ -100,9 +120,8 @@ class HostPlannedBackend(DeftAttentionBackend):
         """
         rids = forward_batch.rids
         if rids is None or self._decided is None or self._decided.rids is not rids:
-            slots = forward_batch.out_cache_loc
-            self._decided = Decision(rids, slots, self._decide(forward_batch))
-        return self._decided.taken
+            self._decided = self._decide(forward_batch)
+        return self._decided.planned is not None
 
     def capture_tree(self, capturing: bool) -> None:
         """The host captures the next forwards with tree attention, or without it again.
@@ -112,72 +131,69 @@ class HostPlannedBackend(DeftAttentionBackend):
         within one, so the plan in use is restored afterwards.
         """
         self._capturing = capturing
-        self._tree_batch = None
+        self.layers.step = None
         if capturing:
-            self._attention.clear_plan()
+            self.layers.attention.clear_plan()
         else:
-            self._attention.restore_plan()
+            self.layers.attention.restore_plan()
 
-    def reads_during_forward(self) -> bool:
-        """Whether the current decode step reads page tables until it ends.
-
-        The host asks after it has chosen the graph. Without a decision the answer is yes.
-        """
-        return self._decided is None or self._decided.taken
+    def reads_during_forward(self, mode: Any) -> bool:
+        """The host asks after it has chosen the graph. Without a decision the answer is yes."""
+        decided = self._decided
+        return bool(mode.is_decode()) and (decided is None or decided.planned is not None)
 
     def replayed_tree(self, forward_batch: Any) -> bool:
         """Whether the graph replayed for a batch reads page tables while it runs."""
         return bool(forward_batch.forward_mode.is_decode()) and self.takes(forward_batch)
 
     def _replays_tree(self, view: Any) -> bool:
-        """Whether a replay holds tree attention and needs no metadata of the host.
-
-        The host passes a view of the decided batch, with the same tensor of page ids.
-        """
+        """Whether a replay holds tree attention: the host passes a view of the decided batch."""
         decided = self._decided
         return (
             decided is not None
-            and decided.taken
+            and decided.planned is not None
             and view.forward_mode.is_decode()
             and view.out_cache_loc is decided.slots
-            and not self._host_in_graphs  # the host's kernel reads the host's metadata
         )
 
-    def _decide(self, forward_batch: Any) -> bool:
-        """Whether the batch goes through tree attention; plans and counts it."""
+    def _count_tree(self, decided: Decision) -> None:
+        assert decided.planned is not None
+        loaded = decided.planned.loads(decided.tokens)
+        self.layers.state.count_tree(decided.tokens, loaded, self.layers.tree_layers)
+
+    def _decide(self, forward_batch: Any) -> Decision:
+        """Plan the batch if it goes through tree attention; if not, count it with the reason."""
+        rids, slots = forward_batch.rids, forward_batch.out_cache_loc
         lens = forward_batch.seq_lens_cpu
         if lens is None:
-            self._say("the host keeps no sequence lengths in CPU memory")
-            return False
+            self.layers.log.warn("the host keeps no sequence lengths in CPU memory")
+            return Decision(rids, slots, 0, None)
         seq_lens = lens.numpy()
         tokens = forward_batch.seq_lens_sum
         tokens = int(seq_lens.sum()) if tokens is None else int(tokens)
         try:
             planned = self._plan(forward_batch, seq_lens, tokens)
         except Exception as error:
-            self._say(
-                f"planning failed ({error!r}); the host's kernel decodes such batches",
+            self.layers.log.warn(
+                f"planning failed ({error!r}). The host's kernel decodes such batches.",
                 kind=f"planning failed {type(error).__name__}",
             )
             logger.debug("deft: planning failed", exc_info=True)
             planned = "planning failed"
-        if isinstance(planned, str):
-            self._state.count_host(planned, tokens)
-            return False
-        tree_layers = self._state.num_layers - len(self._left)
-        self._state.count_tree(tokens, planned.loads(tokens), tree_layers)
-        return True
+        if not isinstance(planned, str):
+            return Decision(rids, slots, tokens, planned)
+        self.layers.state.count_host(planned, tokens)
+        return Decision(rids, slots, tokens, None)
 
     def _plan(self, forward_batch: Any, seq_lens: Any, tokens: int) -> Planned | str:
         """The plan for this step, or why the host's kernel decodes it."""
-        if self._broken is not None:
-            return self._broken
+        if self.layers.failure.reason is not None:
+            return self.layers.failure.reason
         observed = self._observer.of(forward_batch)
         if observed is None:
             return "no requests behind the batch"
-        if len(observed.requests) != forward_batch.batch_size:
-            return "padded batch"
-        if len(seq_lens) != forward_batch.batch_size:
-            return "padded batch"
+        size = forward_batch.batch_size
+        if len(observed.requests) != size or len(seq_lens) != size:
+            return "beam search" if observed.has_beams else "padded batch"
         planned = self._planner.step(observed, seq_lens, tokens, forward_batch)
         return planned if planned.host_reason is None else planned.host_reason

@@ -1,0 +1,122 @@
+"""The two kinds of step that tree attention runs: decode, and the verification of drafts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deft_backend.forest.token_tree import ancestors_of_links
+from deft_backend.hosts.sglang.versions import draft_links
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What a step's planning and attention read of its batch, on the device.
+
+    Attributes
+    ----------
+    seq_lens : [B]
+        Tokens of each request, the step's included.
+    table_rows : [B]
+        Each request's row of the page table.
+    query_tokens : int
+        Query tokens of each request.
+    ancestors : [B, n, W] int64, optional
+        Of the query tokens of token trees; None for chains and for decode.
+    """
+
+    seq_lens: torch.Tensor
+    table_rows: torch.Tensor
+    query_tokens: int = 1
+    ancestors: torch.Tensor | None = None
+
+
+class Decode:
+    """One query token a request; the host's batch holds everything."""
+
+    query_tokens = 1
+
+    def unsuitable(self, forward_batch: Any, *, captured: bool = False) -> str | None:
+        """Why tree attention does not compute this batch, or None."""
+        return None
+
+    def load(self, forward_batch: Any) -> None:
+        """Copy into fixed memory what a graph reads and the host does not keep in place."""
+
+    def inputs(self, forward_batch: Any) -> StepInputs:
+        """Launch what computes the inputs of a step; a graph records it."""
+        return StepInputs(forward_batch.seq_lens, forward_batch.req_pool_indices)
+
+
+class Verification:
+    """The last accepted token and the draft tokens of each request: a chain or a token tree.
+
+    The host's lengths exclude the draft tokens. Its masks have a layout for each backend. The links
+    between draft tokens have one layout, so ancestors come from the links. A replay loads the links
+    of its batch, and the graph computes lengths and ancestors from them on the device.
+
+    Parameters
+    ----------
+    query_tokens : int
+        Query tokens of each request.
+    largest : int
+        Requests of the largest batch.
+    device : torch.device
+    """
+
+    def __init__(self, query_tokens: int, largest: int, device: torch.device) -> None:
+        self.query_tokens = query_tokens
+        shape = (2, largest, query_tokens)
+        self._links = torch.full(shape, -1, dtype=torch.int64, device=device)
+
+    def unsuitable(self, forward_batch: Any, *, captured: bool = False) -> str | None:
+        """Why tree attention does not compute a verification; a capture has no links yet."""
+        spec = forward_batch.spec_info
+        tokens = getattr(spec, "draft_token_num", None)
+        if tokens != self.query_tokens:
+            return f"verification of {tokens} tokens, not {self.query_tokens}"
+        if captured or is_chain(spec):
+            return None
+        links = draft_links(spec)
+        expected = forward_batch.batch_size * self.query_tokens
+        if links is None or any(part.numel() != expected for part in links):
+            return "no links between the draft tokens of each request"
+        return None
+
+    def load(self, forward_batch: Any) -> None:
+        self.load_links(forward_batch.spec_info)
+
+    def load_links(self, spec_info: Any) -> None:
+        """Copy the links of a batch of trees; chains and idle ranks have none.
+
+        Raises
+        ------
+        RuntimeError
+            If the host has no links for its trees. A graph would then verify other trees.
+        """
+        if spec_info is None or is_chain(spec_info):
+            return
+        links = draft_links(spec_info)
+        if links is None:
+            raise RuntimeError("the host gives no links between its draft tokens")
+        for held, part in zip(self._links, links, strict=True):
+            held[: part.numel() // self.query_tokens].copy_(part.view(-1, self.query_tokens))
+
+    def inputs(self, forward_batch: Any) -> StepInputs:
+        ancestors = None
+        if not is_chain(forward_batch.spec_info):
+            ancestors = ancestors_of_links(*self._links[:, : forward_batch.batch_size])
+        return StepInputs(
+            forward_batch.seq_lens + self.query_tokens, forward_batch.req_pool_indices,
+            self.query_tokens, ancestors,
+        )  # fmt: skip
+
+
+StepKind = Decode | Verification
+
+
+def is_chain(spec_info: Any) -> bool:
+    """Whether each draft token follows the one before it: EAGLE's ``topk`` of 1."""
+    return bool(getattr(spec_info, "topk", None) == 1)

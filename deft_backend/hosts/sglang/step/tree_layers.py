@@ -1,0 +1,241 @@
+"""Run each layer of a planned step: through tree attention, or through the host's kernel."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deft_backend.attention import TreeAttention
+from deft_backend.hosts.common.division import Division, LayerShape
+from deft_backend.hosts.common.latches import FailureLatch, OnceLog
+from deft_backend.hosts.sglang.start.layers import unsupported_layer
+from deft_backend.hosts.sglang.step.kinds import StepInputs
+from deft_backend.telemetry.state import ServerState
+
+logger = logging.getLogger("deft_backend")
+
+
+@dataclass
+class TreeStep:
+    """A step whose plan is on the device.
+
+    Attributes
+    ----------
+    batch : ForwardBatch
+        The host's batch; its identity tells whether a layer belongs to the step.
+    inputs : StepInputs, optional
+        None until a step that is planned in a graph is planned.
+    captured : bool
+        Whether the step is captured into a graph.
+    static_launch : bool
+        Whether to launch every kernel that any plan may need: the CPU does not know the plan.
+    host_ready : bool
+        Whether the host's metadata belongs to the batch.
+    ran : callable, optional
+        Called once, after the first layer has run through tree attention.
+    failed : callable, optional
+        Called if a kernel fails before `ran` is called.
+    """
+
+    batch: Any
+    inputs: StepInputs | None
+    captured: bool = False
+    static_launch: bool = True
+    host_ready: bool = False
+    ran: Callable[[], None] | None = None
+    failed: Callable[[], None] | None = None
+
+
+@dataclass
+class LayerCall:
+    """A layer's call of the attention backend: ``q`` [T, Hq * D], ``k`` and ``v`` [T, Hkv * D]."""
+
+    q: Any
+    k: Any
+    v: Any
+    layer: Any
+    save_kv_cache: bool
+    others: Mapping[str, Any]
+    """Further arguments by name."""
+
+    def unknown_arguments(self) -> list[str]:
+        """Names of arguments that ask for what tree attention does not compute."""
+        return sorted(n for n, value in self.others.items() if value is not None and n != "sinks")
+
+
+class TreeLayers:
+    """Holds the host's backend, tree attention, and the step that runs now.
+
+    The host's metadata is made only if some layer needs the host's kernel. If a kernel fails, a log
+    line gives the error and the host's kernel decodes from then on.
+
+    Parameters
+    ----------
+    host : AttentionBackend
+        The host's own decode backend.
+    attention : TreeAttention
+        Sized for the model's layers.
+    state : ServerState
+        Receives the counters.
+    division : Division
+        The model's layers. The log has given the reasons for those that the host's kernel runs.
+    model_asks : bool
+        Whether the model itself calls methods of its attention backend, which may read the host's
+        metadata. Then the host makes the metadata in every step.
+    """
+
+    def __init__(
+        self,
+        host: Any,
+        attention: TreeAttention,
+        state: ServerState,
+        division: Division[int, LayerShape],
+        *,
+        model_asks: bool = False,
+    ) -> None:
+        from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+        self._location = KVWriteLoc
+        self.host = host
+        self.attention = attention
+        self.state = state
+        self.division = division
+        self.pool = host.token_to_kv_pool
+        self.page_table = host.req_to_token_pool.req_to_token
+        self.failure = FailureLatch()
+        self.log = OnceLog()
+        self.step: TreeStep | None = None
+        self.host_in_graphs = model_asks
+        """Whether any layer in graphs with tree attention reads the host's metadata."""
+        self._model_asks = model_asks
+        self._reasons: dict[int, str | None] = dict(division.host)
+        self._left = 0  # layers that turned out to need the host's kernel
+
+    @property
+    def tree_layers(self) -> int:
+        """The counted layers that run through tree attention."""
+        return self.state.num_layers - self._left
+
+    def begin(self, step: TreeStep) -> None:
+        """Run the layers of an eager step from now on."""
+        self.step = step
+        if self._model_asks:
+            self._make_host_ready(step)
+
+    def has_planned(self, forward_batch: Any) -> bool:
+        """Whether the plan on the device covers this batch."""
+        return self.step is not None and forward_batch is self.step.batch
+
+    def run(self, call: LayerCall) -> Any:
+        """Run a layer of the current step; the host's kernel runs it if it must."""
+        step = self.step
+        assert step is not None
+        if self._needs_host(call):
+            return self._run_in_host(call, step)
+        try:
+            if call.save_kv_cache:
+                self._write_kv(call, step)
+                # The pool divides keys and values for 8 bits in place: nobody may write them again.
+                call.save_kv_cache = False
+            out = self._attend(call, step)
+        except Exception as error:
+            self.failure.kernel_failed(error)
+            if step.failed is not None:
+                step.failed()
+            out = self._run_in_host(call, step)
+            self.step = None  # the host's kernel also runs the later layers of this step
+            return out
+        if step.ran is not None:
+            ran, step.ran, step.failed = step.ran, None, None
+            ran()
+        return out
+
+    def _run_in_host(self, call: LayerCall, step: TreeStep) -> Any:
+        self.host_in_graphs |= step.captured
+        self._make_host_ready(step)
+        decodes = step.batch.forward_mode.is_decode()
+        run = self.host.forward_decode if decodes else self.host.forward_extend
+        return run(
+            call.q, call.k, call.v, call.layer, step.batch, call.save_kv_cache, **call.others
+        )
+
+    def _make_host_ready(self, step: TreeStep) -> None:
+        if not step.host_ready:
+            self.host.init_forward_metadata(step.batch)
+            step.host_ready = True
+
+    def _needs_host(self, call: LayerCall) -> bool:
+        """Whether the host's kernel runs this layer; decided once for each layer and logged.
+
+        A later call of a layer may bring other arguments than its first one.
+        """
+        layer = call.layer
+        if layer.layer_id not in self._reasons:
+            reason = self._reasons[layer.layer_id] = self._host_reason(call)
+            if reason is not None:
+                self._left += 1
+                self.state.device_tree_layers = self.tree_layers
+                self.log.warn(f"layers with {reason} decode through the host's kernel")
+        return (
+            self._reasons[layer.layer_id] is not None
+            or call.k is None
+            or call.v is None
+            or bool(call.unknown_arguments())
+        )
+
+    def _host_reason(self, call: LayerCall) -> str | None:
+        attention = self.attention
+        planned = LayerShape(attention.num_query_heads, attention.num_kv_heads, attention.head_dim)
+        reason = unsupported_layer(call.layer, planned)
+        if reason is None and call.unknown_arguments():
+            reason = f"the argument {call.unknown_arguments()[0]}"
+        if reason is None and (call.k is None or call.v is None):
+            reason = "keys and values of another layer"
+        return reason
+
+    def _scales(self, layer: Any) -> tuple[Any, ...]:
+        """The scales of a layer's keys and values, if the cache has 8 bits."""
+        eight_bits = self.attention.kv_dtype != self.attention.dtype
+        return (layer.k_scale, layer.v_scale) if eight_bits else ()
+
+    def _write_kv(self, call: LayerCall, step: TreeStep) -> None:
+        """Write the step's keys and values as the host does: it divides by the scales first."""
+        k, v, scales = call.k, call.v, self._scales(call.layer)
+        divides = any(scale is not None for scale in scales)
+        if divides and not step.batch.forward_mode.is_decode():
+            # The pool divides in place. If tree attention fails, the host's kernel for drafts still
+            # reads these keys and values.
+            k, v = k.clone(), v.clone()
+        location = self._location(step.batch.out_cache_loc, None)
+        self.pool.set_kv_buffer(call.layer, location, k, v, *scales)
+
+    def _attend(self, call: LayerCall, step: TreeStep) -> torch.Tensor:
+        layer, inputs = call.layer, step.inputs
+        assert inputs is not None
+        scales = self._scales(layer) or (1.0, 1.0)
+        k_scale, v_scale = (self.attention.unit_scale if s is None else s for s in scales)
+        q = call.q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        # The host may pad the tokens to a multiple of the attention's ranks.
+        rows = len(inputs.seq_lens) * inputs.query_tokens
+        out = self.attention.run(
+            q[:rows],
+            self.pool.get_key_buffer(layer.layer_id),
+            self.pool.get_value_buffer(layer.layer_id),
+            self.page_table,
+            inputs.seq_lens,
+            table_rows=inputs.table_rows,
+            ancestors=inputs.ancestors,
+            sm_scale=layer.scaling,
+            logit_cap=layer.logit_cap or 0.0,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            sinks=call.others.get("sinks"),
+            static_launch=step.static_launch,
+        )
+        if rows < len(q):
+            out = torch.cat([out, torch.zeros_like(q[rows:])])
+        return out.view(len(q), -1)

@@ -1,0 +1,10 @@
+"""No test of SGLang's adapter passes because the host's kernel ran where ours failed."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def no_failures(failures: list[str]) -> None:
+    """See ``failures``: a test that expects a failure clears the list."""
