@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from deft_backend.attention import TreeAttention
 from deft_backend.hosts.vllm.report.observe import observed_backend
 from deft_backend.hosts.vllm.start.division import drafts, query_tokens_of
 from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
@@ -100,6 +101,27 @@ def test_drafts_over_a_cache_of_eight_bits(
     )
     close(output, reference(batch, cache))
     assert (state().steps_tree, state().steps_host) == (1, {})
+
+
+@pytest.mark.parametrize("policy", ["auto", "deft-node"])
+def test_a_failed_verification_is_the_hosts(
+    policy: str, monkeypatch: pytest.MonkeyPatch, failures: list[str]
+) -> None:
+    monkeypatch.setenv("DEFT_POLICY", policy)
+    layers = make_layers()
+    batch, cache = cached(Batch(LENS, shared=2, query_lens=[5, 1, 1, 4, 2]))
+    metadata = layers.builder(make_spec()).build(0, batch.common())
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(TreeAttention, "run", fail)
+    for impl in layers.impls:
+        close(run(impl, batch, cache, metadata), reference(batch, cache))
+    assert (state().verified_tokens, state().steps_tree) == (0, 0)
+    assert state().steps_host == {"kernel failed": 1}
+    assert len(failures) == 1
+    failures.clear()
 
 
 def test_cascade_is_not_for_verification(monkeypatch: pytest.MonkeyPatch) -> None:
