@@ -10,13 +10,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.e2e.served_model import Model
-from deft_backend.settings.policy_names import AUTO, FLASH_DECODING, POLICY_NAMES
+from deft_backend.settings.policy_names import (
+    DEFT_NODE,
+    DEFT_NODE_CHUNK,
+    FASTTREE,
+    FLASHFORGE,
+)
 from deft_backend.tools.servers.command import StartError, free_port, server_command
 from deft_backend.tools.servers.process import ServerProcess
 from integration_tests.common.server import START_SECONDS, Server
 
-PAPERS = tuple(name for name in POLICY_NAMES if name not in (AUTO, FLASH_DECODING))
-"""The papers' policies, each in a server of its own."""
+PAPERS = (DEFT_NODE, DEFT_NODE_CHUNK, FASTTREE, FLASHFORGE)
+"""The papers' policies that the device planner knows, each in a server of its own."""
 
 ADAPTER = "adapted"
 """Name of the adapter on servers with LoRA."""
