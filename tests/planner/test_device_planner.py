@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from test_planner import check_plan
 
 from deft_backend import TreeAttention
 from deft_backend.attention import AttentionError
+from deft_backend.compile.triton_kernel import Kernel
 from deft_backend.costs import FastTreeCoefficients
 from deft_backend.forest import PrefixForest, build_forest
 from deft_backend.planner import DevicePlan, Plan, PlanCapacity, plan_forest
@@ -605,3 +607,28 @@ def test_what_cannot_be_planned_on_the_device_is_named() -> None:
         attention().plan_on_device(table, lens, table_rows=torch.zeros(3, dtype=torch.int32))
     with pytest.raises(AttentionError, match="contiguous rows"):
         attention().plan_on_device(table.t(), lens)
+
+
+def test_a_compiled_variant_belongs_to_one_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a launch keeps for a variant, another planner in this process finds: its own alone."""
+    kept: dict[Any, dict[str, Any]] = {}
+
+    def launch(
+        kernel: Kernel, grid: Any, arguments: Any, constants: dict[str, Any], *, variant: Any,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        known = kept.setdefault((id(kernel), variant), constants)
+        assert known == constants, f"one variant of {kernel._name} for two kinds of constants"
+
+    monkeypatch.setattr(Kernel, "launch", launch)
+    table = torch.zeros((4, 8), dtype=torch.int32)
+    lens = torch.full((4,), 5, dtype=torch.int32)
+    for name, policy in POLICIES.items():
+        for heads in (4, 8):
+            if policy.rules is not None:
+                attention = TreeAttention(
+                    num_query_heads=heads, num_kv_heads=2, head_dim=64, dtype=torch.float32,
+                    device="cpu", max_batch=4, policy=name,
+                )  # fmt: skip
+                attention.plan_on_device(table, lens)
+    assert len(kept) > 3 * 7

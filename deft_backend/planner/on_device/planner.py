@@ -126,6 +126,7 @@ class DevicePlanner:
         self._rules = policy.rules
         self._target = target
         self._numbers = {id(target): (target, Numbers.of(target))}
+        self._costs: dict[int, assign_edges.EdgeCosts] = {}
         self._plan = plan
         self._device = device
         self._page_size = page_size
@@ -174,6 +175,7 @@ class DevicePlanner:
         kind = (
             size, self._device, page_table.dtype, table_rows.dtype, seq_lens.dtype,
             self._page_size, self._overlapped, numbers.query_blocks, numbers.vectors,
+            self._rules, self._edge_costs(numbers),
         )  # fmt: skip
         pointers = 0
         for tensor in table:
@@ -289,8 +291,16 @@ class DevicePlanner:
             {**common, "LEAVES": work.leaves, "WIDTH": work.width}, work.warps.write_plan,
         )  # fmt: skip
 
-    def _edge_costs(self, numbers: Numbers) -> assign_edges.EdgeCosts:
-        """FastTree's equations for the two tiles of one range."""
+    def _edge_costs(self, numbers: Numbers) -> assign_edges.EdgeCosts | None:
+        """FastTree's equations for the two tiles of one range; None for other rules of edges."""
+        if self._rules.edges != "greedy":
+            return None
+        found = self._costs.get(id(numbers))
+        if found is None:
+            found = self._costs[id(numbers)] = self._computed_costs(numbers)
+        return found
+
+    def _computed_costs(self, numbers: Numbers) -> assign_edges.EdgeCosts:
         target = numbers.target
         assert isinstance(self._policy, FastTree)
         costs = EdgeCosts.of(self._policy.coefficients or target.costs.fasttree, target)
