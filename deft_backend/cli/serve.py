@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import socket
 from typing import Annotated
 
 import typer
@@ -63,7 +61,12 @@ def serve(
     ] = False,
 ) -> None:
     """Start SGLang or vLLM with tree attention, on a GPU if there is one, else on the CPU."""
-    from deft_backend.tools.servers.command import LOOPBACK, server_command
+    from deft_backend.tools.servers.command import (
+        LOOPBACK,
+        StartError,
+        check_port,
+        server_command,
+    )
     from deft_backend.tools.servers.driver_stub import DriverStubError
     from deft_backend.tools.servers.host_options import value_of
 
@@ -76,7 +79,10 @@ def serve(
     host = chosen_host(host, needed=not dry_run)
     if not dry_run:
         served.check()
-        _check_port(value_of("--host", extra) or LOOPBACK, value_of("--port", extra) or str(port))
+        with reported(StartError):
+            check_port(
+                value_of("--host", extra) or LOOPBACK, value_of("--port", extra) or str(port)
+            )
     with reported(DriverStubError):
         command = server_command(served.name, port, host=host, policy=policy, host_arguments=extra)
     if dry_run:
@@ -87,23 +93,3 @@ def serve(
     stderr.print(f"[dim]{command.shell()}[/dim]", highlight=False, soft_wrap=True)
     # Replace this process by the server, which then gets all signals and sets the exit code.
     os.execvpe(command.arguments[0], command.arguments, command.full_environment())
-
-
-def _check_port(address: str, port: str) -> None:
-    """Fail in one line if another program listens there: the host would tell only after its start.
-
-    An address or a port that this cannot read is the host's to judge.
-    """
-    try:
-        family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(place)
-    except OverflowError:
-        return
-    except OSError as error:
-        if error.errno in (errno.EADDRINUSE, errno.EACCES):
-            raise fail(
-                f"cannot listen on {address}, port {port}: {os.strerror(error.errno)}; choose "
-                "another --port"
-            ) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import socket
@@ -87,6 +88,26 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
+
+
+def check_port(address: str, port: str) -> None:
+    """Raise StartError if another program listens there: a host tells only after a full start.
+
+    An address or a port that this cannot read is the host's to judge.
+    """
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+    except OverflowError:
+        return
+    except OSError as error:
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            raise StartError(
+                f"cannot listen on {address}, port {port}: {os.strerror(error.errno)}; choose "
+                "another --port"
+            ) from None
 
 
 def server_command(
