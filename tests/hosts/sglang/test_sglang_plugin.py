@@ -322,6 +322,21 @@ def test_a_host_whose_batches_cannot_be_observed_is_said(host: Any, monkeypatch)
     assert "init_new takes" in str(observe_batch.missing())
 
 
+def test_an_observer_that_fails_is_dropped(host: Any, caplog, monkeypatch) -> None:
+    from deft_patches.sglang import observe_batch
+
+    def fail(*given: Any) -> None:
+        raise ValueError("unknown batch")
+
+    seen: list[Any] = []
+    monkeypatch.setattr(observe_batch, "_observers", [fail, lambda *given: seen.append(given)])
+    for _ in range(2):
+        made = observe_batch._observe(lambda cls, batch, runner: batch, None, "batch", "runner")
+        assert made == "batch"
+    assert seen == [("batch", "batch", "runner")] * 2
+    assert caplog.text.count("unknown batch") == 1
+
+
 def test_registering_never_raises(host: Any, monkeypatch, caplog) -> None:
     from deft_backend.hosts.sglang import plugin
 

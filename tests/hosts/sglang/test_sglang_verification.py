@@ -294,6 +294,7 @@ def test_prefill_and_a_layer_of_another_kind_are_the_hosts(server: Any) -> None:
     batch = server.batch(None, kind="extend")
     server.backend.init_forward_metadata(batch)
     forward(server, batch)
+    assert not server.state.steps_host  # a prefill is no decode step
     batch = server.batch(CHAIN)
     server.backend.init_forward_metadata(batch)
     forward(server, batch, make_layer(sliding_window_size=8, layer_id=1))
