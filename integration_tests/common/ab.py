@@ -28,7 +28,7 @@ def deft_ab(
         Further environment variables.
     """
     command = [
-        sys.executable, "-c", "from deft_backend.cli import app; app()", "ab",
+        sys.executable, "-c", "from deft_backend.cli.app import app; app()", "ab",
         "--out", str(folder), *arguments,
     ]  # fmt: skip
     environment = {

@@ -178,7 +178,7 @@ def _corruptions(plan: Plan) -> dict[str, Plan]:
 @pytest.mark.parametrize("name", ["deft-node", "deft-flatten", "deft-node-chunk"])
 def test_the_checker_finds_every_corruption(name: str) -> None:
     batch = wide_batch(20, shared=300)
-    target = replace(GQA, tile_segments=(1, 1, 1, 2))
+    target = replace(GQA, tile_segments=(1, 1, 2))
     plan = plan_grouping(get_policy(name).group(batch.forest(), target), batch.forest(), target)
     growth = np.ones(20, dtype=np.int32)
     check_plan(batch, plan, target, growth)

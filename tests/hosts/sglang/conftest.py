@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from failure_lines import failures  # noqa: F401
+
 
 @pytest.fixture(autouse=True)
-def no_failures(failures: list[str]) -> None:
+def no_failures(failures: list[str]) -> None:  # noqa: F811
     """See ``failures``: a test that expects a failure clears the list."""

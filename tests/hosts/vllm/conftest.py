@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from deft_backend.hosts.common.latches import OnceLog
+from failure_lines import failures  # noqa: F401
 
 INSTALLED = find_spec("vllm") is not None
 
@@ -19,7 +20,11 @@ if not INSTALLED:  # only the table of versions needs no vLLM
 
 
 @pytest.fixture(autouse=True)
-def new_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failures: list[str]) -> None:
+def new_server(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    failures: list[str],  # noqa: F811
+) -> None:
     if not INSTALLED:
         return
     from vllm.v1.attention.backends import utils

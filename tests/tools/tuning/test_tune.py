@@ -581,7 +581,7 @@ def run(*arguments: str, **environment: str) -> tuple[int, str, str]:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_tune_without_a_gpu_says_so_in_a_line() -> None:
     code, out, err = run("tune")
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert err.count("\n") == 1
     assert "measures on an NVIDIA GPU" in err
 
