@@ -237,6 +237,8 @@ def kernel_configuration(
             stages -= 1
         while block > 16 and _shared_bytes(height, block, padded, dtype, stages) > shared:
             block //= 2
+        if segments > 1 and shared < 128 * 1024:  # the bits of trees pass through it as well
+            block = min(block, 32)
         per_sm = min(most, per_sm_shared // _shared_bytes(height, block, padded, dtype, stages))
         # If the batch fits one tile, each node is one item. One program on each SM then uses the
         # memory's whole bandwidth. With two programs, the GPU would place the first ones, which

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_query_tokens import drafts, tree_bits
 
@@ -151,6 +151,8 @@ def test_random_forests(
     is_tree=st.booleans(),
     ragged=st.booleans(),
 )
+@example(1, 2, 70, 16, 2, (4, 1), 0, "auto", is_tree=True, ragged=False)
+@example(2, 1, 130, 3, 1, (2, 2), 1, "deft-node", is_tree=True, ragged=True)
 def test_several_query_tokens(
     seed: int, requests: int, query_tokens: int, page_size: int, lookahead: int,
     heads: tuple[int, int], grow: int, policy: str, is_tree: bool, ragged: bool,

@@ -1,0 +1,68 @@
+"""Without a GPU: every plain kernel compiles for the other GPUs and fits their shared memory."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from test_compiled_kernels import _usage
+
+from deft_backend.attention import Gpu, TreeAttention
+from deft_backend.compile.described_gpu import compiling_for
+from deft_backend.compile.variants import compile_all, recorded
+from deft_backend.forest import build_forest
+
+KIB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_100": 227, "sm_120": 99}
+"""Shared memory that a program may take."""
+
+SPILLED = 1024
+"""Bytes of a thread that tiles of 64 query vectors may spill: 255 registers do not hold them. Fewer
+spill with 8 warps; whether that is faster, only such a GPU can tell."""
+
+EVERY = [*product(KIB, (64, 128, 256), (None, torch.float8_e4m3fn), (1, 4))]
+CHEAP = [
+    ("sm_80", 128, None, 1), ("sm_86", 64, torch.float8_e4m3fn, 4), ("sm_89", 256, None, 4),
+    ("sm_100", 128, torch.float8_e4m3fn, 1), ("sm_120", 64, None, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "kv_dtype", "query_tokens"),
+    [
+        pytest.param(*case, marks=() if case in CHEAP else (pytest.mark.rare,), id="-".join(
+            str(part).removeprefix("torch.") for part in case)) for case in EVERY
+    ],
+)  # fmt: skip
+def test_plain_kernels_fit(
+    name: str, head_dim: int, kv_dtype: torch.dtype | None, query_tokens: int
+) -> None:
+    """Small, large and masked tiles and the reduction; a step of several query tokens has trees."""
+    gpu = Gpu.named(name)
+    assert gpu.shared_per_program == KIB[name] * 1024
+    dtype, requests = torch.bfloat16, 8
+    attention = TreeAttention(
+        num_query_heads=32, num_kv_heads=8, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype,
+        device="cpu", page_size=16, max_batch=requests, query_tokens=query_tokens,
+        policy="deft-flatten", compiled_for=gpu,
+    )  # fmt: skip
+    q = torch.zeros(requests * query_tokens, 32, head_dim, dtype=dtype)
+    caches = torch.zeros(2, 4, 16, 8, head_dim).to(attention.kv_dtype)
+    bits = torch.zeros(requests, query_tokens, 1, dtype=torch.int64) if query_tokens > 1 else None
+    table = torch.zeros(requests, 16, dtype=torch.int32)
+    lens = torch.full((requests,), 40, dtype=torch.int32)
+    forest = build_forest(range(requests), [30] * (requests - 1), [40] * requests)
+    attention.plan(forest, query_tokens=query_tokens)
+    with recorded() as found:
+        attention.run(q, *caches, table, lens, ancestors=bits, static_launch=True)
+    with compiling_for(gpu.arch):
+        kernels = compile_all(found).kernels
+    assert [kernel.name for kernel in found] == [
+        "partial_attention", "partial_attention", "small_tile_attention", "reduce_partials",
+    ]  # fmt: skip
+    for kernel in kernels:
+        assert kernel.metadata.shared <= gpu.shared_per_program, kernel.metadata
+    for kernel in kernels[2:]:
+        assert _usage(kernel.asm["cubin"])["STACK"] == 0, kernel.metadata
+    for kernel in kernels[:2]:
+        assert _usage(kernel.asm["cubin"])["STACK"] <= SPILLED, kernel.metadata
