@@ -151,8 +151,14 @@ def test_random_forests(
     is_tree=st.booleans(),
     ragged=st.booleans(),
 )
-@example(1, 2, 70, 16, 2, (4, 1), 0, "auto", is_tree=True, ragged=False)
-@example(2, 1, 130, 3, 1, (2, 2), 1, "deft-node", is_tree=True, ragged=True)
+@example(
+    seed=1, requests=2, query_tokens=70, page_size=16, lookahead=2, heads=(4, 1), grow=0,
+    policy="auto", is_tree=True, ragged=False,
+)  # fmt: skip
+@example(
+    seed=2, requests=1, query_tokens=130, page_size=3, lookahead=1, heads=(2, 2), grow=1,
+    policy="deft-node", is_tree=True, ragged=True,
+)  # fmt: skip
 def test_several_query_tokens(
     seed: int, requests: int, query_tokens: int, page_size: int, lookahead: int,
     heads: tuple[int, int], grow: int, policy: str, is_tree: bool, ragged: bool,
