@@ -32,10 +32,7 @@ DRAFT_TOKENS = 4
 def chosen_workloads(asked: Sequence[str] | None) -> list[str]:
     """Names of workloads, each once.
 
-    Raises
-    ------
-    WorkloadError
-        If one is unknown.
+    Raises WorkloadError if one is unknown.
     """
     for name in asked or ():
         if name not in CHOICES:
@@ -50,10 +47,7 @@ def chosen_tree(
 ) -> ThoughtTree | None:
     """The tree of a trace in DeFT's format.
 
-    Raises
-    ------
-    TraceError
-        If the file is wrong or has no such tree.
+    Raises TraceError if the file is wrong or has no such tree.
     """
     if trace is None:
         if scale != 1.0 or index:

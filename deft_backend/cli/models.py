@@ -35,18 +35,10 @@ RevisionOption = Annotated[
 
 @dataclass(frozen=True)
 class ChosenModel:
-    """A model, as the host's ``--model-path`` and ``--revision`` name it.
+    """A model, as the host's ``--model-path`` and ``--revision`` name it."""
 
-    Attributes
-    ----------
-    name : str
-        Folder, hub name, or any other name that the host accepts.
-    revision : str, optional
-        Branch, tag or commit of a hub name.
-    """
-
-    name: str
-    revision: str | None = None
+    name: str  # folder, hub name, or any other name that the host accepts
+    revision: str | None = None  # branch, tag or commit of a hub name
 
     def file(self, name: str) -> Path | None:
         """A file of the model; see :func:`deft_backend.tools.servers.model_files.model_file`."""

@@ -19,14 +19,10 @@ HostOption = Annotated[
 def chosen_host(host: str | None, *, needed: bool = True, compared: bool = False) -> str:
     """The host that the user named, or the installed one; fails in one line if there is none.
 
-    Parameters
-    ----------
-    host : str, optional
-        The user's choice; None: the installed one.
-    needed : bool
-        Whether the command starts the host, so it must be installed.
-    compared : bool
-        Whether the command compares the host with tree attention, so its version must support it.
+    - `host`: the user's choice; None: the installed one.
+    - `needed`: whether the command starts the host, so it must be installed.
+    - `compared`: whether the command compares the host with tree attention, so its version must
+      support it.
     """
     from deft_backend.hosts.windows import TESTED
     from deft_backend.tools.servers.command import HOST_NAMES, HOSTS, installed_hosts

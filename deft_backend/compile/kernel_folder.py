@@ -43,23 +43,14 @@ class KernelFolderError(ValueError):
 
 @dataclass(frozen=True)
 class Origin:
-    """What compiled kernels depend on.
+    """What compiled kernels depend on."""
 
-    Attributes
-    ----------
-    package, torch, triton : str
-        Versions.
-    sources : str
-        Digest of the package's kernels and of what is compiled into them.
-    gpu : str
-        Compute capability, such as ``sm_90``.
-    """
-
+    # Versions.
     package: str
-    sources: str
+    sources: str  # Digest of the package's kernels and of what is compiled into them
     torch: str
     triton: str
-    gpu: str
+    gpu: str  # Compute capability, such as ``sm_90``
 
     @classmethod
     def of(cls, gpu: str) -> Origin:
@@ -100,24 +91,10 @@ def fill(folder: Path, origin: Origin, kernels: Iterable[Any]) -> int:
 
     The function removes kernels of another origin.
 
-    Parameters
-    ----------
-    folder : Path
-        Made if need be. If it holds other files, it must hold a manifest.
-    origin : Origin
-    kernels : iterable of triton.compiler.CompiledKernel
+    - `folder`: Made if need be. If it holds other files, it must hold a manifest.
 
-    Returns
-    -------
-    int
-        How many kernels the folder holds.
-
-    Raises
-    ------
-    KernelFolderError
-        If the folder holds files that `deft warm` did not write.
-    OSError
-        If it cannot be written.
+    Returns: How many kernels the folder holds. Raises KernelFolderError if the folder holds files
+    that `deft warm` did not write. Raises OSError if it cannot be written.
     """
     create_private(folder)
     entries: dict[str, dict[str, str]] = {}
@@ -143,12 +120,8 @@ def fill(folder: Path, origin: Origin, kernels: Iterable[Any]) -> int:
 def take(folder: Path, here: Origin) -> Taken:
     """Copy a folder's kernels into Triton's cache.
 
-    Raises
-    ------
-    KernelFolderError
-        If the kernels' origin differs from `here`, or `deft warm` did not fill the folder.
-    OSError
-        If Triton's cache cannot be written.
+    Raises KernelFolderError if the kernels' origin differs from `here`, or `deft warm` did not fill
+    the folder. Raises OSError if Triton's cache cannot be written.
     """
     origin, entries = _read(folder)
     different = origin.differences(here)
@@ -173,10 +146,7 @@ def take(folder: Path, here: Origin) -> Taken:
 def check_fillable(folder: Path) -> None:
     """Refuse a folder that holds anything but kernels of `deft warm`.
 
-    Raises
-    ------
-    KernelFolderError
-        With the reason.
+    Raises KernelFolderError: With the reason.
     """
     if folder.is_dir() and any(folder.iterdir()):
         _read(folder)

@@ -12,10 +12,8 @@ PACKAGE = Path(__file__).parent.parent
 def digest_of(places: Iterable[str]) -> str:
     """Digest of Python sources: their paths in the package and their texts.
 
-    Parameters
-    ----------
-    places : iterable of str
-        Files and folders of the package, relative to it; a folder stands for all its modules.
+    - `places`: Files and folders of the package, relative to it; a folder stands for all its
+      modules.
     """
     digest = hashlib.sha256()
     for place in places:

@@ -83,17 +83,11 @@ class Kernel:
     ) -> None:
         """Run `programs` programs, a number or the sizes of a grid.
 
-        Parameters
-        ----------
-        arguments, constants
-            In the order of the kernel's signature; constants are its constexprs. The arguments
-            of a structure are a plain tuple.
-        variant : hashable
-            Everything that decides the compiled code: device, dtypes, integers, constants.
-        aligned : bool
-            Whether every pointer is a multiple of 16 bytes.
-        options
-            ``num_warps``, ``num_stages``, ``launch_pdl``.
+        - `arguments`, `constants`: in the order of the kernel's signature; constants are its
+          constexprs. The arguments of a structure are a plain tuple.
+        - `variant`: Everything that decides the compiled code: device, dtypes, integers, constants.
+        - `aligned`: whether every pointer is a multiple of 16 bytes.
+        - `options`: ``num_warps``, ``num_stages``, ``launch_pdl``.
         """
         sizes = (programs,) if isinstance(programs, int) else programs
         grid = (*sizes, 1, 1)[:3]

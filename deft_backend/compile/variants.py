@@ -47,18 +47,11 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel with everything that decides how it is compiled.
-
-    Attributes
-    ----------
-    kernel : triton.JITFunction
-    arguments : tuple
-        One of each kind for each argument: a :class:`Pointer`, a float, or an integer of the
-        argument's kind (1, a multiple of 16, or another); or a tuple of them.
-    constants, options : tuple of (str, value)
-    """
+    """A kernel with everything that decides how it is compiled."""
 
     kernel: Any
+    # One of each kind for each argument: a :class:`Pointer`, a float, or an integer of the
+    # argument's kind (1, a multiple of 16, or another); or a tuple of them.
     arguments: tuple[Any, ...]
     constants: tuple[tuple[str, Any], ...]
     options: tuple[tuple[str, Any], ...]
@@ -79,10 +72,7 @@ class Variant:
 def recorded() -> Iterator[dict[Variant, None]]:
     """Record the variants of all launches in the ``with`` block, which run nothing.
 
-    Yields
-    ------
-    dict of Variant to None
-        In the order of their first launch.
+    Returns: In the order of their first launch.
     """
     global recorder
     found: dict[Variant, None] = {}
@@ -123,19 +113,10 @@ def _kind(value: Any, *, fixed: bool) -> Any:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What :func:`compile_all` did.
+    """What :func:`compile_all` did."""
 
-    Attributes
-    ----------
-    kernels : tuple
-        Triton's compiled kernels, in the order of the variants.
-    compiled, cached : int
-        How many kernels were compiled, and how many came from Triton's cache.
-    seconds : float
-    threads : int
-    """
-
-    kernels: tuple[Any, ...]
+    kernels: tuple[Any, ...]  # Triton's compiled kernels, in the order of the variants
+    # How many kernels were compiled, and how many came from Triton's cache.
     compiled: int
     cached: int
     seconds: float
@@ -157,21 +138,13 @@ def compile_all(
 ) -> Compiled:
     """Compile the kernels that Triton's cache lacks, several at the same time.
 
-    Parameters
-    ----------
-    variants : iterable of Variant
-        Sorted by compile time, longest first, if that order is known.
-    threads : int, optional
-        Default: the CPUs that this process may use, at most :data:`MOST_THREADS`.
-    prepare : callable, optional
-        Called in each thread before it compiles: selects the GPU, which each thread does by itself.
-    load : bool
-        Whether each kernel is also loaded onto the GPU.
+    - `variants`: Sorted by compile time, longest first, if that order is known.
+    - `threads`: Default: the CPUs that this process may use, at most :data:`MOST_THREADS`.
+    - `prepare`: called in each thread before it compiles: selects the GPU, which each thread does
+      by itself.
+    - `load`: whether each kernel is also loaded onto the GPU.
 
-    Raises
-    ------
-    Exception
-        The first that a compilation raised.
+    Raises Exception: the first that a compilation raised.
     """
     wanted = list(variants)
     threads = max(1, min(threads or usable_cpus(), MOST_THREADS, len(wanted)))

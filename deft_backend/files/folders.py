@@ -14,15 +14,9 @@ def cache_directory(env: Mapping[str, str] | None = None) -> Path:
 
     The user's cache is ``$XDG_CACHE_HOME`` or ``~/.cache``.
 
-    Parameters
-    ----------
-    env : mapping, optional
-        Variables by name; default: the process's environment.
+    - `env`: Variables by name; default: the process's environment.
 
-    Raises
-    ------
-    SettingsError
-        If ``DEFT_CACHE_DIR`` is no directory. The function reads no other setting.
+    Raises SettingsError if ``DEFT_CACHE_DIR`` is no directory. The function reads no other setting.
     """
     env = os.environ if env is None else env
     name = "DEFT_CACHE_DIR"
@@ -64,10 +58,7 @@ def create_private(folder: Path) -> None:
 
     Folders that exist keep their mode.
 
-    Raises
-    ------
-    OSError
-        If a folder cannot be created, or a file is in its place.
+    Raises OSError if a folder cannot be created, or a file is in its place.
     """
     if folder.is_dir():
         return

@@ -11,13 +11,8 @@ from deft_backend.files.private_files import parsed
 def read_json(path: Path, error: type[Exception], what: str = "") -> Any:
     """The content of a JSON file.
 
-    Parameters
-    ----------
-    path : Path
-    error : type of Exception
-        The error to raise, with a message, if the file cannot be read or holds no JSON.
-    what : str
-        The kind of file, for the message, for example "the trace ".
+    - `error`: the error to raise, with a message, if the file cannot be read or holds no JSON.
+    - `what`: the kind of file, for the message, for example "the trace ".
     """
     try:
         return parsed(path.read_text(encoding="utf-8"))

@@ -25,11 +25,8 @@ MOST_BYTES = 1 << 28
 def read_private(path: Path) -> bytes:
     """The content of a file that only this user or root could write.
 
-    Raises
-    ------
-    OSError
-        If the file cannot be read, is a symbolic link or no regular file, belongs to another user,
-        is writable for others, or is too large. Its `strerror` names the reason.
+    Raises OSError if the file cannot be read, is a symbolic link or no regular file, belongs to
+    another user, is writable for others, or is too large. Its `strerror` names the reason.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -50,12 +47,7 @@ def read_private(path: Path) -> bytes:
 def read_private_json(path: Path) -> Any:
     """The content of a JSON file that only this user or root could write.
 
-    Raises
-    ------
-    OSError
-        See :func:`read_private`.
-    ValueError
-        If it holds no JSON.
+    Raises OSError: See :func:`read_private`. Raises ValueError if it holds no JSON.
     """
     return parsed(read_private(path))
 
@@ -73,10 +65,7 @@ def write_private(path: Path, content: str | bytes) -> None:
 
     If the path is a symbolic link, the new file replaces the link, not the link's target.
 
-    Raises
-    ------
-    OSError
-        If it cannot be written. No part of it stays behind.
+    Raises OSError if it cannot be written. No part of it stays behind.
     """
     data = content.encode() if isinstance(content, str) else content
     replace_private(path, lambda handle: _write_all(handle, data))
@@ -98,10 +87,7 @@ def replace_private(path: Path, write: Callable[[int], None]) -> None:
 def open_private(path: Path) -> Any:
     """Open a file for writing from its beginning, with mode 0600.
 
-    Raises
-    ------
-    OSError
-        If it cannot be opened, or a symbolic link or no regular file is in its place.
+    Raises OSError if it cannot be opened, or a symbolic link or no regular file is in its place.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     handle = os.open(path, flags, 0o600)

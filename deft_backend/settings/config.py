@@ -51,16 +51,10 @@ class Settings:
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
         """Parse and validate every variable.
 
-        Parameters
-        ----------
-        env : mapping, optional
-            Variables by name; default: the process's environment.
+        - `env`: Variables by name; default: the process's environment.
 
-        Raises
-        ------
-        SettingsError
-            If a value is not allowed. The message names every such variable, its value and the
-            allowed ones, one variable a line.
+        Raises SettingsError if a value is not allowed. The message names every such variable, its
+        value and the allowed ones, one variable a line.
         """
         env = os.environ if env is None else env
         values: dict[str, Any] = {}
@@ -281,10 +275,7 @@ _warned: set[str] = set()
 def warn_unknown(env: Mapping[str, str] | None = None) -> list[str]:
     """Log each ``DEFT_*`` variable that does not exist once, with the closest known name.
 
-    Returns
-    -------
-    list of str
-        The messages logged by this call.
+    Returns the messages logged by this call.
     """
     messages = []
     for name, hint in unknown_settings(os.environ if env is None else env):

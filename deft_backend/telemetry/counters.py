@@ -24,42 +24,27 @@ _NEWER = ("verified_tokens", "verified_drafts", "accepted_tokens")
 
 @dataclass(frozen=True)
 class Counters:
-    """Counts since the server started; subtract two readings to get the counts in between.
+    """Counts since the server started; subtract two readings to get the counts in between."""
 
-    Attributes
-    ----------
-    decode_steps, steps_tree, plans : int
-        All decode steps; the steps through tree attention; the plans of the host planner, or of the
-        device planner (one for each step).
-    steps_host : mapping
-        Decode steps on the host's kernel, by reason.
-    kv_bytes_read : int
-        Bytes that decode attention read from the KV cache, all layers.
-    kv_bytes_query_guided : int
-        Bytes that the same steps would have read query by query.
-    plan_seconds : float
-        Seconds spent on those plans, including the forest. On the CPU, the time of Triton's
-        interpreter does not count.
-    verified_tokens : int
-        Query tokens of the verifications among the steps through tree attention: draft tokens, and
-        one token before them for each request.
-    verified_drafts : int
-        Drafts that the host has verified, with any kernel: one for each request of a verification.
-        0 if the host does not tell.
-    accepted_tokens : int
-        Draft tokens of these drafts that the host has accepted.
-    """
-
+    # All decode steps; the steps through tree attention; the plans of the host planner, or of the
+    # device planner (one for each step).
     decode_steps: int = 0
     steps_tree: int = 0
     plans: int = 0
+    # Decode steps on the host's kernel, by reason.
     steps_host: Mapping[str, int] = field(default_factory=dict)
-    kv_bytes_read: int = 0
-    kv_bytes_query_guided: int = 0
+    kv_bytes_read: int = 0  # bytes that decode attention read from the KV cache, all layers
+    kv_bytes_query_guided: int = 0  # bytes that the same steps would have read query by query
+    # Seconds spent on those plans, including the forest. On the CPU, the time of Triton's
+    # interpreter does not count.
     plan_seconds: float = 0.0
+    # Query tokens of the verifications among the steps through tree attention: draft tokens, and
+    # one token before them for each request.
     verified_tokens: int = 0
+    # Drafts that the host has verified, with any kernel: one for each request of a verification. 0
+    # if the host does not tell.
     verified_drafts: int = 0
-    accepted_tokens: int = 0
+    accepted_tokens: int = 0  # Draft tokens of these drafts that the host has accepted
 
     @property
     def acceptance_length(self) -> float | None:
@@ -101,10 +86,7 @@ class Counters:
     def from_json(cls, content: Mapping[str, Any]) -> Counters:
         """Read the fields of a state file.
 
-        Raises
-        ------
-        FieldError
-            If a counter is missing or is not a number.
+        Raises FieldError if a counter is missing or is not a number.
         """
         steps = mapping(content, "steps_host")
         with within("steps_host"):
@@ -139,15 +121,10 @@ class DeviceCounters:
     A reading copies four words, without a call into the driver and without a lock. It may see only
     some of a step's four words; the next reading sees all of them.
 
-    Parameters
-    ----------
-    array : [4] int64, a view of memory that the device writes (pinned, mapped)
-        Steps, tokens attended, tokens loaded, nanoseconds; cumulative, never set back.
+    - `array` [4] int64: Steps, tokens attended, tokens loaded, nanoseconds; cumulative, never set
+      back.
 
-    Raises
-    ------
-    ValueError
-        If the array has another shape or type.
+    Raises ValueError if the array has another shape or type.
     """
 
     def __init__(self, array: npt.NDArray[np.int64]) -> None:

@@ -16,20 +16,12 @@ class DecodeLog:
 
     It runs on the writer's thread, a fraction of a second after the host's own line.
 
-    Parameters
-    ----------
-    steps : int, optional
-        Decode steps between two lines, as with SGLang's ``--decode-log-interval``.
-    seconds : float, optional
-        Seconds between two lines, as with vLLM's ``VLLM_LOG_STATS_INTERVAL``. If the server
-        decoded nothing in that time, there is no line.
-    clock
-        Seconds, from any origin.
+    - `steps`: Decode steps between two lines, as with SGLang's ``--decode-log-interval``.
+    - `seconds`: seconds between two lines, as with vLLM's ``VLLM_LOG_STATS_INTERVAL``. If the
+      server decoded nothing in that time, there is no line.
+    - `clock`: Seconds, from any origin.
 
-    Raises
-    ------
-    ValueError
-        Unless exactly one of `steps` and `seconds` is given, above zero.
+    Raises ValueError: Unless exactly one of `steps` and `seconds` is given, above zero.
     """
 
     def __init__(

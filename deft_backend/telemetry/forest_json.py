@@ -23,10 +23,7 @@ def forest_as_json(forest: PrefixForest) -> dict[str, Any]:
 def forest_from_json(content: Mapping[str, Any]) -> PrefixForest:
     """The forest; compiled code follows its indices, so all of them must fit each other.
 
-    Raises
-    ------
-    ValueError
-        If the content holds no forest; the message names a field.
+    Raises ValueError if the content holds no forest; the message names a field.
     """
     arrays = {name: whole_numbers(content, name) for name in _ARRAYS}
     order, seq_lens = arrays["order"], arrays["seq_lens"]

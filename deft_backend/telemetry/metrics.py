@@ -129,10 +129,7 @@ def _value(metric: Metric, labels: tuple[str, ...], ranks: tuple[tuple[str, str]
 class Publisher:
     """Adds the growth of the counters since the last call to this process's file.
 
-    Parameters
-    ----------
-    ranks : mapping
-        Labels of this process: the ranks that distinguish the server's processes.
+    - `ranks`: Labels of this process: the ranks that distinguish the server's processes.
     """
 
     def __init__(self, ranks: Mapping[str, str]) -> None:
@@ -156,15 +153,9 @@ def publisher(ranks: Mapping[str, str]) -> Publisher | None:
 
     Call it in the process that counts, after the host has set ``PROMETHEUS_MULTIPROC_DIR``.
 
-    Parameters
-    ----------
-    ranks : mapping
-        See :class:`Publisher`; :func:`rank_labels` of the state file.
+    - `ranks`: See :class:`Publisher`; :func:`rank_labels` of the state file.
 
-    Returns
-    -------
-    Publisher or None
-        None, with one line in the log, if the host's page cannot show them.
+    Returns: None, with one line in the log, if the host's page cannot show them.
     """
     if not page_of_files():
         logger.warning("deft: %s is not set; %s", MULTIPROCESS, _NOT_SERVED)
@@ -214,14 +205,10 @@ def register_states(directory: Path, port: int, registry: CollectorRegistry | No
     once, at any time. If it fails, the log says so in one line. If the host makes the page from
     files, this function does nothing; use :func:`publisher`.
 
-    Parameters
-    ----------
-    directory : Path
-        The folder of the state files: :func:`deft_backend.files.folders.state_directory`.
-    port : int
-        The server's; the names of the state files begin with it.
-    registry : CollectorRegistry, optional
-        The page's registry; default: the client's global one.
+    - `directory`: the folder of the state files:
+      :func:`deft_backend.files.folders.state_directory`.
+    - `port`: the server's; the names of the state files begin with it.
+    - `registry`: the page's registry; default: the client's global one.
     """
     if page_of_files():
         return

@@ -27,17 +27,12 @@ def start(
 
     A failure here must never stop the server: it costs one line in the log.
 
-    Parameters
-    ----------
-    state : ServerState
-    settings : Settings
-        They give the folder of the state file, and the log level for lines about decoding.
-    pp_rank, dp_rank : int, optional
-        Ranks of this process, if the server has several. Each rank has its own file.
-    log : DecodeLog, optional
-        It logs as often as the host; None in processes that do not log for the server.
-    publishes : bool
-        Whether the host makes its ``/metrics`` from values that its processes publish.
+    - `settings`: They give the folder of the state file, and the log level for lines about
+      decoding.
+    - `pp_rank`, `dp_rank`: Ranks of this process, if the server has several. Each rank has its own
+      file.
+    - `log`: It logs as often as the host; None in processes that do not log for the server.
+    - `publishes`: whether the host makes its ``/metrics`` from values that its processes publish.
     """
     try:
         _start(state, settings, {"pp": pp_rank, "dp": dp_rank}, log, publishes)

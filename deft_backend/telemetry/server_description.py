@@ -24,31 +24,23 @@ class ServerDescription:
     """The server process, its versions and settings, and the shape of its attention.
 
     A field's ``reader`` checks it in a state file that another process may have written.
-
-    Attributes
-    ----------
-    rank : int
-        Tensor-parallel rank.
-    dtype : str
-        Of the KV cache. Queries have it too, unless it has 8 bits.
-    dtype_bytes : int
-        Bytes of one element of the KV cache.
     """
 
     pid: int = field(default_factory=os.getpid, kw_only=True, metadata=_ID)
     port: int = field(metadata=_PORT)
-    rank: int = field(metadata=_ID)
+    rank: int = field(metadata=_ID)  # Tensor-parallel rank
     host: str = field(metadata=_TEXT)
     host_version: str = field(metadata=_TEXT)
     backend: str = field(metadata=_TEXT)
     policy: str = field(metadata=_TEXT)
     device: str = field(metadata=_TEXT)
+    # Of the KV cache. Queries have it too, unless it has 8 bits.
     dtype: str = field(metadata=_TEXT)
     num_layers: int = field(metadata=_SIZE)
     num_query_heads: int = field(metadata=_SIZE)
     num_kv_heads: int = field(metadata=_SIZE)
     head_dim: int = field(metadata=_SIZE)
-    dtype_bytes: int = field(metadata=_SIZE)
+    dtype_bytes: int = field(metadata=_SIZE)  # bytes of one element of the KV cache
 
     def description(self) -> dict[str, Any]:
         """These fields, as a state file holds them."""
@@ -58,10 +50,7 @@ class ServerDescription:
 def read_description(content: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of :class:`ServerDescription` in a state file, checked.
 
-    Raises
-    ------
-    FieldError
-        If a field is missing or impossible.
+    Raises FieldError if a field is missing or impossible.
     """
     return {
         each.name: each.metadata["reader"](content, each.name) for each in fields(ServerDescription)

@@ -27,22 +27,12 @@ class ShownBatchError(ValueError):
 
 
 class Batch(NamedTuple):
-    """A batch where the host keeps it, by reference.
+    """A batch where the host keeps it, by reference."""
 
-    Attributes
-    ----------
-    page_table : [rows, P] int
-        Page ids, on the device.
-    seq_lens : [B] int
-        Tokens of each request, on the device.
-    page_size : int
-    table_rows : [B] int, optional
-        Row of the page table of each request; None: row ``b``.
-    """
-
-    page_table: torch.Tensor
-    seq_lens: torch.Tensor
+    page_table: torch.Tensor  # [rows, P] int; Page ids, on the device
+    seq_lens: torch.Tensor  # [B] int; tokens of each request, on the device
     page_size: int
+    # [B] int; Row of the page table of each request; None: row ``b``.
     table_rows: torch.Tensor | None = None
 
 
@@ -69,10 +59,7 @@ def forest_of(batch: Batch | str | None) -> PrefixForest:
 
     The server keeps decoding, so the copy shows the host's tensors at that moment.
 
-    Raises
-    ------
-    ShownBatchError
-        If there is none, or it is too large.
+    Raises ShownBatchError if there is none, or it is too large.
     """
     if batch is None:
         raise ShownBatchError("no batch has been planned on the device yet")

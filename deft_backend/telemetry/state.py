@@ -49,36 +49,22 @@ class ServerState(ServerDescription):
     Every decode step counts once. With the host planner, :meth:`count_tree` or :meth:`count_host`
     counts it. With the device planner, the kernels count it (:meth:`attach_device_counters`). A
     reading is the sum of both. No method takes a lock.
-
-    Attributes
-    ----------
-    steps_host : Counter
-        Decode steps on the host's kernel, by reason.
-    plans : int
-        Plans of the host planner.
-    plan_seconds : float
-        Seconds spent on them.
-    verified_tokens : int
-        Query tokens of verifications through tree attention.
-    read_drafts : callable, optional
-        Gives the host's counts of verified drafts; None if the host does not tell. The log and the
-        writer thread call it.
-    device_tree_layers : int, optional
-        Layers that follow the device planner's plans; None: all. The others read query by query.
-    forest : PrefixForest, optional
-        Of the host planner's last batch, with the ids of its requests.
-    batch : Batch or str, optional
-        The last batch that the device planned, for ``deft explain``; or why there is none to show.
     """
 
+    # Decode steps on the host's kernel, by reason.
     steps_host: Counter[str] = field(default_factory=Counter)
-    plans: int = 0
-    plan_seconds: float = 0.0
-    verified_tokens: int = 0
+    plans: int = 0  # Plans of the host planner
+    plan_seconds: float = 0.0  # seconds spent on them
+    verified_tokens: int = 0  # Query tokens of verifications through tree attention
+    # Gives the host's counts of verified drafts; None if the host does not tell. The log and the
+    # writer thread call it.
     read_drafts: Callable[[], DraftCounts] | None = None
+    # Layers that follow the device planner's plans; None: all. The others read query by query.
     device_tree_layers: int | None = None
+    # Of the host planner's last batch, with the ids of its requests.
     forest: PrefixForest | None = None
     rids: Sequence[str] = ()
+    # The last batch that the device planned, for ``deft explain``; or why there is none to show.
     batch: Batch | str | None = None
     _steps_tree: int = field(default=0, init=False)
     _kv_bytes_read: int = field(default=0, init=False)
@@ -119,14 +105,9 @@ class ServerState(ServerDescription):
     def count_tree(self, tokens: int, loaded: int, tree_layers: int) -> None:
         """Count a step of tree attention with a plan of the host planner.
 
-        Parameters
-        ----------
-        tokens : int
-            Tokens of all contexts.
-        loaded : int
-            Tokens that the plan's items load.
-        tree_layers : int
-            Layers that followed the plan; the others read query by query.
+        - `tokens`: tokens of all contexts.
+        - `loaded`: tokens that the plan's items load.
+        - `tree_layers`: layers that followed the plan; the others read query by query.
         """
         self._steps_tree += 1
         self._kv_bytes_read += self._read_bytes(tokens, loaded, tree_layers)
@@ -138,16 +119,10 @@ class ServerState(ServerDescription):
         A reading computes bytes from tokens. A loaded token counts `token_bytes` in each of
         `device_tree_layers` layers. The other layers read every token that a query attends to.
 
-        Parameters
-        ----------
-        array : [4] int64, a view of memory that the device writes (pinned)
-            Steps, tokens attended to, tokens loaded, nanoseconds of planning; cumulative, never
-            reset. Its present values, from the warm-up, do not count.
+        - `array` [4] int64: Steps, tokens attended to, tokens loaded, nanoseconds of planning;
+          cumulative, never reset. Its present values, from the warm-up, do not count.
 
-        Raises
-        ------
-        ValueError
-            If the array has another shape or type, or a source is attached already.
+        Raises ValueError if the array has another shape or type, or a source is attached already.
         """
         if self._on_device is not None:
             raise ValueError("device counters are attached already; expected one source a server")
@@ -217,14 +192,10 @@ class StateWriter:
     If the file cannot be written, the log says so once and the server goes on without it. The
     writer tries again from time to time.
 
-    Attributes
-    ----------
-    path : Path
-        The file, ``<port>-tp<rank><suffix>.json``.
-    listeners : list
-        At every look, the writer calls each listener with the counters, on its own thread: metrics,
-        the log. Add listeners before :meth:`start`. If one raises, the log says so and the writer
-        drops it.
+    - `path`: the file, ``<port>-tp<rank><suffix>.json``.
+    - `listeners`: at every look, the writer calls each listener with the counters, on its own
+      thread: metrics, the log. Add listeners before :meth:`start`. If one raises, the log says so
+      and the writer drops it.
     """
 
     def __init__(self, state: ServerState, directory: Path, suffix: str = "") -> None:

@@ -32,24 +32,14 @@ class StateError(ValueError):
 
 @dataclass
 class StateReading(ServerDescription):
-    """One reading of the file.
-
-    Attributes
-    ----------
-    rids : tuple of str
-        The host's names of the requests of `forest`, by request index.
-    updated : float
-        When a counter last changed, in seconds since the epoch.
-    sign_of_life : float
-        When the writer last wrote or touched the file.
-    """
+    """One reading of the file."""
 
     path: Path
     counters: Counters
     forest: PrefixForest | None
-    rids: tuple[str, ...]
-    updated: float
-    sign_of_life: float
+    rids: tuple[str, ...]  # the host's names of the requests of `forest`, by request index
+    updated: float  # when a counter last changed, in seconds since the epoch
+    sign_of_life: float  # when the writer last wrote or touched the file
 
 
 def state_file(folder: Path, port: int) -> Path:
@@ -74,10 +64,7 @@ def running_servers(folder: Path) -> dict[int, Path]:
 def only_server(folder: Path) -> Path:
     """The file of the one server that runs.
 
-    Raises
-    ------
-    StateError
-        If none runs, or several do.
+    Raises StateError if none runs, or several do.
     """
     found = running_servers(folder)
     if len(found) != 1:
@@ -126,10 +113,7 @@ def process_runs(pid: int) -> bool:
 def read_state(path: Path) -> StateReading:
     """Read and check a state file.
 
-    Raises
-    ------
-    StateError
-        If the file is missing, has another schema, or lacks a field.
+    Raises StateError if the file is missing, has another schema, or lacks a field.
     """
     try:
         written = path.stat().st_mtime
@@ -161,10 +145,7 @@ class BatchQuestion:
 
     The server answers all open questions with one file, so no asker removes it.
 
-    Raises
-    ------
-    StateError
-        If the file with the question cannot be written next to the state file.
+    Raises StateError if the file with the question cannot be written next to the state file.
     """
 
     def __init__(self, state: Path) -> None:
@@ -179,10 +160,7 @@ class BatchQuestion:
     def answer(self) -> PrefixForest | None:
         """The batch, or None until the server has answered.
 
-        Raises
-        ------
-        StateError
-            If the server has no batch to show, or the answer cannot be read.
+        Raises StateError if the server has no batch to show, or the answer cannot be read.
         """
         if self._version() in (self._before, None):
             return None
@@ -214,15 +192,9 @@ class BatchQuestion:
 def shown_forest(state: Path, timeout: float | None = None) -> PrefixForest:
     """Ask a server with the device planner for its last batch.
 
-    Parameters
-    ----------
-    timeout : float, optional
-        Seconds to wait; default: :data:`ANSWER_SECONDS`.
+    - `timeout`: seconds to wait; default: :data:`ANSWER_SECONDS`.
 
-    Raises
-    ------
-    StateError
-        If the server does not answer in time, or has no batch to show.
+    Raises StateError if the server does not answer in time, or has no batch to show.
     """
     timeout = ANSWER_SECONDS if timeout is None else timeout
     question = BatchQuestion(state)
@@ -254,10 +226,8 @@ def written_state(folder: Path, port: int, timeout: float = 5.0) -> Path | None:
 def settled_counters(path: Path, timeout: float = 10.0) -> Counters:
     """Counters of a server at rest: two readings, a pause apart, are equal.
 
-    Raises
-    ------
-    StateError
-        If the file stays unreadable, or the counters still move after `timeout` seconds.
+    Raises StateError if the file stays unreadable, or the counters still move after `timeout`
+    seconds.
     """
     begin = time.monotonic()
     before: Counters | None = None

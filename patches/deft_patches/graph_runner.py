@@ -39,10 +39,7 @@ def other_parameters(owner: type | None, expected: Mapping[str, Sequence[str]]) 
 def checked_graph_runner(model_runner: Any, expected: Mapping[str, Sequence[str]]) -> type:
     """The class of a model runner's own runner.
 
-    Raises
-    ------
-    RuntimeError
-        If it lacks methods with these parameters.
+    Raises RuntimeError if it lacks methods with these parameters.
     """
     owner = decode_graph_runner(model_runner)
     lacks = other_parameters(owner, expected)

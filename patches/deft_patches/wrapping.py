@@ -17,13 +17,8 @@ _HOOK = "deft_hook"
 def wrap(owner: type, name: str, hook: Callable[..., Any]) -> None:
     """Call ``hook(original, ...)`` instead of a method or class method; wraps it only once.
 
-    Parameters
-    ----------
-    owner : type
-    name : str
-        Of its method.
-    hook : callable
-        Called with the original method and its arguments, the instance or class first.
+    - `name`: of its method.
+    - `hook`: called with the original method and its arguments, the instance or class first.
     """
     found = inspect.getattr_static(owner, name)
     original = found.__func__ if isinstance(found, classmethod) else found

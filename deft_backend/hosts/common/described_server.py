@@ -30,36 +30,20 @@ _COLUMNS = (4096, 4098)
 
 @dataclass(frozen=True)
 class DescribedServer:
-    """A server as far as its kernels depend on it.
+    """A server as far as its kernels depend on it."""
 
-    Attributes
-    ----------
-    host : str
-        ``sglang`` or ``vllm``.
-    num_query_heads, num_kv_heads, head_dim : int
-        On one GPU.
-    dtype : torch.dtype
-    page_size : int
-        Tokens of a page; 1 with SGLang.
-    max_batch : int
-        Most requests that decode at once.
-    kv_dtype : torch.dtype, optional
-        Of the KV cache; None: `dtype`.
-    drafts : Drafts, optional
-        What the server verifies; None if it does not speculate. See :func:`drafts_of`.
-    layers : tuple of LayerKind
-        Each kind of the layers that run through tree attention.
-    """
-
-    host: str
+    host: str  # ``sglang`` or ``vllm``
+    # On one GPU.
     num_query_heads: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    page_size: int
-    max_batch: int
-    kv_dtype: torch.dtype | None = None
+    page_size: int  # tokens of a page; 1 with SGLang
+    max_batch: int  # most requests that decode at once
+    kv_dtype: torch.dtype | None = None  # of the KV cache; None: `dtype`
+    # What the server verifies; None if it does not speculate. See :func:`drafts_of`.
     drafts: Drafts | None = None
+    # Each kind of the layers that run through tree attention.
     layers: tuple[LayerKind, ...] = (LayerKind(),)
 
     @property
@@ -70,12 +54,8 @@ class DescribedServer:
     def variants(self, gpu: Gpu, settings: Settings) -> list[Variant]:
         """The kernels that the server launches on a GPU, which need not be at hand.
 
-        Raises
-        ------
-        AttentionError
-            If the kernels cannot run this attention on that GPU.
-        PolicyError
-            If ``DEFT_POLICY`` does not fit the device planner.
+        Raises AttentionError if the kernels cannot run this attention on that GPU. Raises
+        PolicyError if ``DEFT_POLICY`` does not fit the device planner.
         """
         adapter, tensors = _HOSTS[self.host]
         query_tokens = self.query_tokens

@@ -26,18 +26,11 @@ class LayerShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Division(Generic[Name, Layer]):
-    """The layers of a model, by the host's names for them.
+    """The layers of a model, by the host's names for them."""
 
-    Attributes
-    ----------
-    tree : mapping
-        The layers that run through tree attention, each with what the adapter knows of it.
-    host : mapping
-        For each other layer, the reason why the host's kernel runs it.
-    """
-
+    # The layers that run through tree attention, each with what the adapter knows of it.
     tree: Mapping[Name, Layer]
-    host: Mapping[Name, str]
+    host: Mapping[Name, str]  # for each other layer, the reason why the host's kernel runs it
 
     def text(self) -> str | None:
         """The division in one line, or None if tree attention runs every layer."""

@@ -10,10 +10,7 @@ logger = logging.getLogger("deft_backend")
 class FailureLatch:
     """The first failure of tree attention. From then on the host's kernel decodes every step.
 
-    Attributes
-    ----------
-    reason : str, optional
-        What the counters of steps give as the reason; None while tree attention works.
+    - `reason`: what the counters of steps give as the reason; None while tree attention works.
     """
 
     def __init__(self) -> None:

@@ -14,13 +14,8 @@ def refused_cache(name: str) -> str | None:
 def refused(requests: int, settings: Settings, planned: int) -> str | None:
     """Why the host's kernel decodes a batch of `requests` requests, or None.
 
-    Parameters
-    ----------
-    requests : int
-        Of the batch. In a CUDA graph, the size that it was captured for.
-    settings : Settings
-    planned : int
-        Requests that a plan holds.
+    - `requests`: of the batch. In a CUDA graph, the size that it was captured for.
+    - `planned`: requests that a plan holds.
     """
     if requests > settings.max_batch:
         return f"batch larger than DEFT_MAX_BATCH={settings.max_batch}"

@@ -20,21 +20,13 @@ kernels, which also decode the batches that share nothing, run there."""
 
 
 class Adapter(NamedTuple):
-    """The abilities of an adapter that decide which planner makes its plans.
+    """The abilities of an adapter that decide which planner makes its plans."""
 
-    Attributes
-    ----------
-    waits : bool
-        Whether it may wait for the GPU before a step. Only then can the host planner plan for it.
-    verifies_device_plans : bool
-        Whether ``DEFT_VERIFY`` checks steps that the device planner planned.
-    plans_drafts_on_device : bool
-        Whether only the device planner plans verifications of drafts.
-    """
-
+    # Whether it may wait for the GPU before a step. Only then can the host planner plan for it.
     waits: bool
+    # Whether ``DEFT_VERIFY`` checks steps that the device planner planned.
     verifies_device_plans: bool
-    plans_drafts_on_device: bool
+    plans_drafts_on_device: bool  # whether only the device planner plans verifications of drafts
 
 
 SGLANG = Adapter(waits=True, verifies_device_plans=False, plans_drafts_on_device=True)
@@ -54,19 +46,11 @@ def selects_device_planner(
 
     If ``DEFT_PLANNER`` asks for a planner that cannot be used, the log gives the reason.
 
-    Parameters
-    ----------
-    settings : Settings
-    adapter : Adapter
-    capability : tuple of int, optional
-        Compute capability of the GPU that decodes; None for the CPU.
-    verifies : bool
-        Whether the server verifies drafts.
+    - `capability`: Compute capability of the GPU that decodes; None for the CPU.
+    - `verifies`: whether the server verifies drafts.
 
-    Raises
-    ------
-    PolicyError
-        If only the device planner plans verifications, and it does not know the policy.
+    Raises PolicyError if only the device planner plans verifications, and it does not know the
+    policy.
     """
     if verifies and adapter.plans_drafts_on_device:
         return _verifies_on_device(settings)
@@ -115,13 +99,8 @@ def planned_on_device(requests: int, query_tokens: int = 1, gqa_group: int = 1) 
 
     The log says if that is smaller than `requests`, the largest batch that the server decodes.
 
-    Parameters
-    ----------
-    requests : int
-    query_tokens : int
-        Most query tokens of a request.
-    gqa_group : int
-        Query heads that share a KV head.
+    - `query_tokens`: most query tokens of a request.
+    - `gqa_group`: Query heads that share a KV head.
     """
     held = largest_batch() // QueryBlocks.of(query_tokens, gqa_group).blocks
     if requests > held:

@@ -24,14 +24,9 @@ def failed_self_check(
 
     Call it after the warm-up, which compiles the kernels, and before the host captures graphs.
 
-    Parameters
-    ----------
-    attention : TreeAttention
-        The server's own. Its plan is another one afterwards.
-    tensors : StepTensors
-        What the host's tensors look like.
-    on_device : bool
-        Whether the device planner makes the plans.
+    - `attention`: the server's own. Its plan is another one afterwards.
+    - `tensors`: what the host's tensors look like.
+    - `on_device`: whether the device planner makes the plans.
     """
     gpu = gpu_name(attention.device)
     unknown = None if gpu is None else unrecorded(gpu)

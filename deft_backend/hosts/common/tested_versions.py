@@ -17,17 +17,10 @@ from deft_backend.settings.installed import installed_version
 
 @dataclass(frozen=True)
 class TestedVersions:
-    """The window of one host: every version from `lowest` to below `beyond`.
+    """The window of one host: every version from `lowest` to below `beyond`."""
 
-    Attributes
-    ----------
-    name : str
-        The host's own.
-    distributions : tuple of str
-        Names under which the host may be installed; the first is its own.
-    """
-
-    name: str
+    name: str  # the host's own
+    # Names under which the host may be installed; the first is its own.
     distributions: tuple[str, ...]
     lowest: str
     beyond: str

@@ -23,39 +23,20 @@ logger = logging.getLogger("deft_backend")
 
 
 class Drafts(NamedTuple):
-    """What a server verifies, as far as kernels are compiled for it.
+    """What a server verifies, as far as kernels are compiled for it."""
 
-    Attributes
-    ----------
-    query_tokens : int
-        Query tokens of a request.
-    ragged : bool
-        Whether requests have different numbers of them, up to this one.
-    trees : bool
-        Whether they form trees, not chains.
-    always : bool
-        Whether every step verifies drafts. If not, steps without drafts are plain decode.
-    """
-
-    query_tokens: int
-    ragged: bool = False
-    trees: bool = False
+    query_tokens: int  # query tokens of a request
+    ragged: bool = False  # whether requests have different numbers of them, up to this one
+    trees: bool = False  # whether they form trees, not chains
+    # Whether every step verifies drafts. If not, steps without drafts are plain decode.
     always: bool = False
 
 
 class LayerKind(NamedTuple):
-    """What differs between a server's layers, as far as kernels are compiled for it.
+    """What differs between a server's layers, as far as kernels are compiled for it."""
 
-    Attributes
-    ----------
-    soft_cap : bool
-        Whether the scores have a soft cap.
-    sinks : torch.dtype, optional
-        Of the layer's sinks; None for a layer without sinks.
-    """
-
-    soft_cap: bool = False
-    sinks: torch.dtype | None = None
+    soft_cap: bool = False  # whether the scores have a soft cap
+    sinks: torch.dtype | None = None  # of the layer's sinks; None for a layer without sinks
 
 
 @dataclass(frozen=True)
@@ -68,29 +49,19 @@ class PlannedBatch:
 
 @dataclass(frozen=True)
 class StepTensors:
-    """What a host's tensors look like in a decode step, as far as kernels are compiled for it.
+    """What a host's tensors look like in a decode step, as far as kernels are compiled for it."""
 
-    Attributes
-    ----------
-    k_cache, v_cache : [pages, page_size, Hkv, D], or [slots, Hkv, D] if the page size is 1
-        Of some layer; layers must not differ in strides. One page is enough.
-    table_columns : sequence of int
-        Columns that the host's page table may have.
-    table_dtype, rows_dtype, lens_dtype : torch.dtype
-        Of the host's page table, its table rows and its sequence lengths.
-    drafts : Drafts, optional
-        What the server verifies; None if it does not speculate.
-    layers : sequence of LayerKind
-        Each kind of the layers that run through tree attention.
-    """
-
+    # [pages, page_size, Hkv, D]; of some layer; layers must not differ in strides. One page is
+    # enough.
     k_cache: torch.Tensor
     v_cache: torch.Tensor
-    table_columns: Sequence[int]
+    table_columns: Sequence[int]  # Columns that the host's page table may have
+    # Of the host's page table, its table rows and its sequence lengths.
     table_dtype: torch.dtype = torch.int32
     rows_dtype: torch.dtype = torch.int64
     lens_dtype: torch.dtype = torch.int64
-    drafts: Drafts | None = None
+    drafts: Drafts | None = None  # what the server verifies; None if it does not speculate
+    # Each kind of the layers that run through tree attention.
     layers: Sequence[LayerKind] = (LayerKind(),)
 
 
@@ -102,19 +73,10 @@ def warm_up_attention(
     A GPU's kernels are compiled side by side; the log says how many and how long it took. On the
     CPU kernels are interpreted: one small batch shows that they run.
 
-    Parameters
-    ----------
-    attention : TreeAttention
-    tensors : StepTensors
-    on_device : bool
-        Whether the device planner makes the plans.
-    smallest : int
-        Requests of the smallest batch that tree attention decodes.
+    - `on_device`: whether the device planner makes the plans.
+    - `smallest`: requests of the smallest batch that tree attention decodes.
 
-    Returns
-    -------
-    Compiled or None
-        None on the CPU.
+    Returns None on the CPU.
     """
     device = attention.device
     done = None

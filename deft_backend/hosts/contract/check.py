@@ -20,30 +20,19 @@ from deft_backend.hosts.contract.version_numbers import matches
 
 @dataclass(frozen=True)
 class Member:
-    """One member of a host that we read, call, wrap or override.
+    """One member of a host that we read, call, wrap or override."""
 
-    Attributes
-    ----------
-    module : str
-        For example ``"sglang.srt.model_executor.forward_batch_info"``.
-    name : str
-        Dotted name inside the module, for example ``"ForwardBatch.init_new"``; empty for the module
-        itself. The part before the last dot names a class or a module, never an instance.
-    parameters : tuple of str
-        Parameters that we pass by name, or that our override takes. For a class, the parameters of
-        its constructor.
-    versions : str
-        Versions in which the host has the member, in the form of PEP 440, for example
-        ``">=0.5.20,<0.5.23"``. Empty for the whole window.
-    use : str
-        What we do with it: "read", "called", "wrapped", "overridden", and for what.
-    """
-
-    module: str
+    module: str  # for example ``"sglang.srt.model_executor.forward_batch_info"``
+    # Dotted name inside the module, for example ``"ForwardBatch.init_new"``; empty for the module
+    # itself. The part before the last dot names a class or a module, never an instance.
     name: str = ""
+    # Parameters that we pass by name, or that our override takes. For a class, the parameters of
+    # its constructor.
     parameters: tuple[str, ...] = ()
+    # Versions in which the host has the member, in the form of PEP 440, for example
+    # ``">=0.5.20,<0.5.23"``. Empty for the whole window.
     versions: str = ""
-    use: str = ""
+    use: str = ""  # what we do with it: "read", "called", "wrapped", "overridden", and for what
 
     def __str__(self) -> str:
         return f"{self.module}: {self.name}" if self.name else self.module
@@ -51,20 +40,12 @@ class Member:
 
 @dataclass(frozen=True)
 class Problem:
-    """A member that the host lacks or defines otherwise than we use it.
-
-    Attributes
-    ----------
-    member : Member
-    found : str
-        What the source has instead.
-    readable : bool
-        False if the source does not show the member, for example because the module is compiled.
-        Only a readable problem proves that the member is missing.
-    """
+    """A member that the host lacks or defines otherwise than we use it."""
 
     member: Member
-    found: str
+    found: str  # what the source has instead
+    # False if the source does not show the member, for example because the module is compiled. Only
+    # a readable problem proves that the member is missing.
     readable: bool = True
 
     def __str__(self) -> str:
@@ -77,24 +58,12 @@ def check_contract(
 ) -> list[Problem]:
     """Compare a contract with a host's source.
 
-    Parameters
-    ----------
-    contract : iterable of Member
-    source : Path or HostFiles
-        A folder that holds the host's top-level package, or a wheel.
-    version : str, optional
-        The host's version. The check skips members whose `versions` exclude it. Without a version,
-        it checks all members.
+    - `source`: a folder that holds the host's top-level package, or a wheel.
+    - `version`: the host's version. The check skips members whose `versions` exclude it. Without a
+      version, it checks all members.
 
-    Returns
-    -------
-    list of Problem
-        In the order of the contract; empty if the host has every member.
-
-    Raises
-    ------
-    ValueError
-        If `source` is neither a folder nor a zip file, or a specifier or the version is malformed.
+    Returns: In the order of the contract; empty if the host has every member. Raises ValueError if
+    `source` is neither a folder nor a zip file, or a specifier or the version is malformed.
     """
     wanted = [m for m in contract if version is None or matches(version, m.versions)]
     packages = {member.module.split(".")[0] for member in wanted}

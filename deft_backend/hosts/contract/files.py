@@ -13,15 +13,9 @@ _COMPILED = (".so", ".pyd")
 class HostFiles:
     """The source of a host's packages.
 
-    Parameters
-    ----------
-    path : Path
-        A folder that holds top-level packages, or a wheel (a zip file).
+    - `path`: a folder that holds top-level packages, or a wheel (a zip file).
 
-    Raises
-    ------
-    ValueError
-        If the path is neither.
+    Raises ValueError if the path is neither.
     """
 
     def __init__(self, path: Path) -> None:

@@ -22,28 +22,15 @@ Kind = Literal["module", "class", "function", "value", "lazy", "unreadable"]
 
 @dataclass(frozen=True, eq=False)
 class Definition:
-    """One place that defines a name; a name may have several, by version or device.
+    """One place that defines a name; a name may have several, by version or device."""
 
-    Attributes
-    ----------
-    kind : str
-        ``lazy`` is a name that a module's ``__getattr__`` answers: it exists, and the source shows
-        no more.
-    module : str
-        The module that defines it, or the module itself.
-    node : ast.AST or None
-        A class, a function, or the expression assigned to a value.
-    reason : str
-        Why the definition or its members are unreadable; else empty.
-    owner : Definition or None
-        For a member of a class: the class that defines it.
-    """
-
+    # ``lazy`` is a name that a module's ``__getattr__`` answers: it exists, and the source shows no
+    # more.
     kind: Kind
-    module: str
-    node: ast.AST | None = None
-    reason: str = ""
-    owner: Definition | None = None
+    module: str  # the module that defines it, or the module itself
+    node: ast.AST | None = None  # a class, a function, or the expression assigned to a value
+    reason: str = ""  # why the definition or its members are unreadable; else empty
+    owner: Definition | None = None  # for a member of a class: the class that defines it
 
 
 @dataclass(frozen=True)
@@ -59,11 +46,7 @@ class _Scope:
 class HostNames:
     """Definitions of the names in a host's source; each file is read once.
 
-    Parameters
-    ----------
-    files : HostFiles
-    packages : set of str
-        Top-level packages to look into. Names imported from others are values.
+    - `packages`: Top-level packages to look into. Names imported from others are values.
     """
 
     def __init__(self, files: HostFiles, packages: set[str]) -> None:

@@ -18,10 +18,7 @@ def version_key(text: str) -> tuple[int, int, int]:
     >>> version_key("0.33") == version_key("0.33.0")
     True
 
-    Raises
-    ------
-    ValueError
-        If the text does not begin with a number.
+    Raises ValueError if the text does not begin with a number.
     """
     begin = re.match(r"\s*v?(\d+)(?:\.(\d+))?(?:\.(\d+))?", text)
     if begin is None:
@@ -36,10 +33,7 @@ def matches(version: str, specifier: str) -> bool:
     >>> matches("0.5.20", ">=0.5.18,<0.5.23"), matches("0.5.23", ">=0.5.18,<0.5.23")
     (True, False)
 
-    Raises
-    ------
-    ValueError
-        If either is malformed.
+    Raises ValueError if either is malformed.
     """
     clauses = [clause.strip() for clause in specifier.split(",") if clause.strip()]
     return all(_matches_clause(version_key(version), clause, specifier) for clause in clauses)

@@ -33,11 +33,9 @@ def register() -> None:
     imports Numba. When a worker starts on the CPU, vLLM replaces kernels of its own. For this it
     looks through all modules, and it fails at one of Numba's.
 
-    Raises
-    ------
-    SystemExit
-        If the server's command line asks for the plugin and ``DEFT_*`` variables have values that
-        are not allowed. The API server loads plugins first, so the message is the log's last line.
+    Raises SystemExit if the server's command line asks for the plugin and ``DEFT_*`` variables have
+    values that are not allowed. The API server loads plugins first, so the message is the log's
+    last line.
     """
     try:
         _log_with_the_host()
@@ -54,8 +52,6 @@ def register() -> None:
 def asks_for_us(arguments: Sequence[str]) -> bool:
     """Whether a server's command line names the plugin as its attention backend.
 
-    Examples
-    --------
     >>> asks_for_us(["serve", "M", "--attention-backend", "deft"]), asks_for_us(["serve", "deft"])
     (True, False)
     """

@@ -19,52 +19,30 @@ Told = tuple[str, float | None]
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference of two answers.
-
-    Attributes
-    ----------
-    name : str
-    position : int
-        Tokens before it.
-    margin : float, optional
-        Log-probability of the likeliest token there, minus that of the next one: the larger margin
-        of both servers. None if no server was asked, or none can tell.
-    tokens : two of Told, optional
-        Each server's token, if the answers carry log-probabilities.
-    """
+    """The first difference of two answers."""
 
     name: str
-    position: int
+    position: int  # tokens before it
+    # Log-probability of the likeliest token there, minus that of the next one: the larger margin of
+    # both servers. None if no server was asked, or none can tell.
     margin: float | None
+    # Each server's token, if the answers carry log-probabilities.
     tokens: tuple[Told, Told] | None = None
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Tokens of the requests that both servers answered.
+    """Tokens of the requests that both servers answered."""
 
-    Attributes
-    ----------
-    compared, equal : int
-        Answers.
-    differences : tuple of Difference
-    not_compared : int
-        Answers whose prompt continues a different answer.
-    tokens : int
-        Tokens before the first differences.
-    largest_gap : float, optional
-        Largest difference of the servers' log-probabilities over those tokens, if known.
-    close : float
-        A smaller margin is a near tie.
-    """
-
+    # Answers.
     compared: int
     equal: int
     differences: tuple[Difference, ...] = ()
-    not_compared: int = 0
-    tokens: int = 0
+    not_compared: int = 0  # answers whose prompt continues a different answer
+    tokens: int = 0  # tokens before the first differences
+    # Largest difference of the servers' log-probabilities over those tokens, if known.
     largest_gap: float | None = None
-    close: float = CLOSE
+    close: float = CLOSE  # a smaller margin is a near tie
 
     @property
     def unexplained(self) -> int:
@@ -80,12 +58,8 @@ def agreement(
     An answer of a request with several is compared with the nearest of the other server's answers.
     A difference has the name of the second server's answer.
 
-    Parameters
-    ----------
-    first, second : Replayed
-    after : mapping, optional
-        For each request, the earlier one that it continues. Requests that continue a different
-        answer had different prompts, so their answers are not compared.
+    - `after`: for each request, the earlier one that it continues. Requests that continue a
+      different answer had different prompts, so their answers are not compared.
     """
     given = [_by_request(run) for run in (first, second)]
     differences: list[Difference] = []

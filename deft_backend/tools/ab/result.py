@@ -22,18 +22,12 @@ class KvRead:
 
     Both figures are for the same steps. The other server's steps hold other requests, because its
     answers start and end at other times.
-
-    Attributes
-    ----------
-    query_by_query : float
-        Bytes that those steps would read if every query read its whole context, as in the host's
-        kernel.
-    read : float
-        Bytes that they read.
     """
 
+    # Bytes that those steps would read if every query read its whole context, as in the host's
+    # kernel.
     query_by_query: float
-    read: float
+    read: float  # bytes that they read
 
     @property
     def saved(self) -> float | None:

@@ -34,19 +34,7 @@ class Progress(Protocol):
 
 @dataclass(frozen=True)
 class SideRun:
-    """All workloads on one server.
-
-    Attributes
-    ----------
-    device, backend, policy : str
-        By its state file; empty without one.
-    eight_bits : bool
-        Whether its KV cache has 8 bits, by its state file.
-    command : str
-        Its command, if this process started it.
-    acceptance_length : float, optional
-        Tokens that a verification gave on average; None if it does not speculate.
-    """
+    """All workloads on one server."""
 
     name: str
     url: str
@@ -54,11 +42,13 @@ class SideRun:
     runs: tuple[Replayed, ...]
     counters: tuple[Counters | None, ...]
     agreements: tuple[Agreement, ...]
+    # By its state file; empty without one.
     device: str = ""
     backend: str = ""
     policy: str = ""
-    eight_bits: bool = False
-    command: str = ""
+    eight_bits: bool = False  # whether its KV cache has 8 bits, by its state file
+    command: str = ""  # its command, if this process started it
+    # Tokens that a verification gave on average; None if it does not speculate.
     acceptance_length: float | None = None
 
 
@@ -68,25 +58,13 @@ async def run_side(
 ) -> tuple[SideRun, bool]:  # fmt: skip
     """Send all workloads to one server; the second value tells whether the run was interrupted.
 
-    Parameters
-    ----------
-    server : RunningServer
-    name : str
-    workloads : callable
-        Makes the workloads for what the server offers.
-    model : str, optional
-    first : SideRun, optional
-        The other server's run. This one then gets equal requests, and its answers are compared.
-    progress : Progress
-    exact : bool
-        Ask for the log-probability of every token.
+    - `workloads`: makes the workloads for what the server offers.
+    - `first`: the other server's run. This one then gets equal requests, and its answers are
+      compared.
+    - `exact`: ask for the log-probability of every token.
 
-    Raises
-    ------
-    ServerError
-        If the server does not answer at all.
-    AbError
-        If the plugin was asked for, and counted no decode step.
+    Raises ServerError if the server does not answer at all. Raises AbError if the plugin was asked
+    for, and counted no decode step.
     """
     source = server.counters()
     runs: list[Replayed] = []

@@ -41,27 +41,15 @@ class StartWatcher(Protocol):
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server while requests run against it; the other fields are of a server of our own.
-
-    Attributes
-    ----------
-    url : str
-    folder : Path
-        State files of servers on this machine.
-    command : str
-        As typed in a shell.
-    log : Path, optional
-    check_alive : callable
-        Raises StartError, with the end of the log, if the server has ended.
-    plugin : str
-        The plugin's name as an attention backend, if this server was started with it.
-    """
+    """A server while requests run against it; the other fields are of a server of our own."""
 
     url: str
-    folder: Path
-    command: str = ""
+    folder: Path  # State files of servers on this machine
+    command: str = ""  # as typed in a shell
     log: Path | None = None
+    # Raises StartError, with the end of the log, if the server has ended.
     check_alive: Callable[[], None] = lambda: None
+    # The plugin's name as an attention backend, if this server was started with it.
     plugin: str = ""
 
     def counters(self) -> ServerCounters:
@@ -82,21 +70,11 @@ class RunningServer:
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two servers.
+    """One of the two servers."""
 
-    Attributes
-    ----------
-    name : str
-        In the report.
-    title : str
-        A line for the terminal before its run; empty if its start prints one.
-    open : callable
-        A context manager around the server.
-    """
-
-    name: str
-    title: str
-    open: Callable[[], AbstractContextManager[RunningServer]]
+    name: str  # in the report
+    title: str  # a line for the terminal before its run; empty if its start prints one
+    open: Callable[[], AbstractContextManager[RunningServer]]  # a context manager around the server
 
 
 def running_sides(urls: Sequence[str], folder: Path) -> tuple[Side, Side]:

@@ -80,22 +80,12 @@ def make_workloads(
 ) -> list[Workload]:
     """The workloads of these names, in the order given.
 
-    Parameters
-    ----------
-    names : sequence of str
-        Names from :data:`~deft_backend.tools.ab.workloads.CHOICES`.
-    sizes : Sizes
-    characters_a_token : float
-        Converts tokens to characters of the invented text.
-    tree : ThoughtTree, optional
-        A recorded tree of thoughts; None for an invented one.
-    scale : float
-        Multiplies the lengths of the recorded tree.
+    - `names`: names from :data:`~deft_backend.tools.ab.workloads.CHOICES`.
+    - `characters_a_token`: converts tokens to characters of the invented text.
+    - `tree`: a recorded tree of thoughts; None for an invented one.
+    - `scale`: multiplies the lengths of the recorded tree.
 
-    Raises
-    ------
-    WorkloadError
-        If a name is unknown or a size is impossible.
+    Raises WorkloadError if a name is unknown or a size is impossible.
     """
     count, answer = sizes.branches, sizes.max_tokens
     if count < 1 or sizes.prefix_tokens < 1 or answer < 1:

@@ -22,25 +22,15 @@ def trace_workload(
 ) -> Workload:
     """The requests of a trace, at the times of the trace.
 
-    Parameters
-    ----------
-    arrivals : sequence of Arrival
-        Sorted by time.
-    name : str
-        The file's name, for the report.
-    characters_a_token : float
-        Converts tokens to characters of the invented text.
-    speed : float
-        Divides the trace's times; 2 replays it twice as fast.
-    rate : float, optional
-        Poisson arrivals of this rate, in place of the trace's times.
-    seed : int
-        Of the text and of the Poisson arrivals. Another seed finds nothing in a server's cache.
+    - `arrivals`: Sorted by time.
+    - `name`: the file's name, for the report.
+    - `characters_a_token`: converts tokens to characters of the invented text.
+    - `speed`: divides the trace's times; 2 replays it twice as fast.
+    - `rate`: Poisson arrivals of this rate, in place of the trace's times.
+    - `seed`: of the text and of the Poisson arrivals. Another seed finds nothing in a server's
+      cache.
 
-    Raises
-    ------
-    WorkloadError
-        If the speed or the rate is impossible.
+    Raises WorkloadError if the speed or the rate is impossible.
     """
     if not 0 < speed < float("inf"):
         raise WorkloadError(f"the speed is {speed}; expected a number above 0")

@@ -28,13 +28,8 @@ def render(
 ) -> None:
     """Print the tree of nodes with the groups that read them, then the totals.
 
-    Parameters
-    ----------
-    explanation : Explanation
-    console : rich.console.Console
-    max_nodes, max_siblings : int
-        Nodes and children to draw of a large forest; "… n more" lines count the rest. Empty leaves
-        are counted on the line of their parent.
+    - `max_nodes`, `max_siblings`: Nodes and children to draw of a large forest; "… n more" lines
+      count the rest. Empty leaves are counted on the line of their parent.
     """
     console.print(_tree(explanation, max_nodes, max_siblings))
     console.print(_totals(explanation))

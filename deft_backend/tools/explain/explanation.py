@@ -30,73 +30,45 @@ __all__ = ["ChunkFacts", "Explanation", "NodeFacts", "explain"]
 
 @dataclass(frozen=True)
 class Explanation:
-    """The bytes that one decode step moves under a grouping, over all requested layers.
-
-    Attributes
-    ----------
-    batch_size, num_layers : int
-    tokens_stored, tokens_attended : int
-        Tokens of the forest, each counted once (N_tree), and summed over queries (sum of N_i).
-    share : float
-        F_s = sum(N_i) / N_tree (DeFT, Table 11).
-    num_groups : int
-        KV ranges with their queries; chunks of one range count once.
-    num_chunks : int
-        Groups of the plan: each loads its KV once for each of its query tiles.
-    num_items : int
-        (chunk, query tile) pairs, the kernels' units of work; a tile of many KV ranges takes
-        several.
-    num_partials : int
-        (item, query) pairs whose result waits in memory to be merged. A query with one item has
-        none, because the item writes the output directly. An item that merges its query's other
-        results has none either.
-    kv_bytes : int
-        KV read if each chunk is read once: ``2 · d_head`` elements a token, KV head and layer
-        (DeFT, Table 12).
-    kv_bytes_issued : int
-        KV read by the items. If a chunk has more queries than the largest tile, each tile loads it,
-        except ranges that no query of the tile attends to.
-    kv_bytes_flash_decoding : int
-        KV that the Q-guided baseline reads: ``2 · d_head · sum(N_i)``.
-    kv_reduction_percent : float
-        Bytes by which `kv_bytes` is below the baseline's.
-    query_bytes, output_bytes : int
-        Queries read, once for each item (Table 12: k · l_n · d_head), and outputs written.
-    mask_bytes : int
-        Bit causal masks read (Table 12: N_tree words). Ours are spans: 4 bytes for each KV token
-        and KV head. Items of one KV range read none, and neither does a first range to which all
-        queries attend.
-    partial_bytes_written, partial_bytes_read : int
-        Partial results: for each query head an output, its float32 log-sum-exp and its float32
-        scale. The output has 16 bits unless the model is in float32.
-    makespan_ms : float
-        Time of the longest thread block of one layer by the cost model, with items scheduled
-        longest first (FlashForge, equation 3).
-    estimated_ms : float
-        Expected time of one layer: the longer of makespan and KV loads, plus merging.
-    nodes : tuple of NodeFacts
-    chunks : tuple of ChunkFacts
-    """
+    """The bytes that one decode step moves under a grouping, over all requested layers."""
 
     batch_size: int
     num_layers: int
+    # Tokens of the forest, each counted once (N_tree), and summed over queries (sum of N_i).
     tokens_stored: int
     tokens_attended: int
-    share: float
-    num_groups: int
-    num_chunks: int
+    share: float  # F_s = sum(N_i) / N_tree (DeFT, Table 11)
+    num_groups: int  # KV ranges with their queries; chunks of one range count once
+    num_chunks: int  # groups of the plan: each loads its KV once for each of its query tiles
+    # (chunk, query tile) pairs, the kernels' units of work; a tile of many KV ranges takes several.
     num_items: int
+    # (item, query) pairs whose result waits in memory to be merged. A query with one item has none,
+    # because the item writes the output directly. An item that merges its query's other results has
+    # none either.
     num_partials: int
+    # KV read if each chunk is read once: ``2 · d_head`` elements a token, KV head and layer (DeFT,
+    # Table 12).
     kv_bytes: int
+    # KV read by the items. If a chunk has more queries than the largest tile, each tile loads it,
+    # except ranges that no query of the tile attends to.
     kv_bytes_issued: int
-    kv_bytes_flash_decoding: int
-    kv_reduction_percent: float
+    kv_bytes_flash_decoding: int  # KV that the Q-guided baseline reads: ``2 · d_head · sum(N_i)``
+    kv_reduction_percent: float  # bytes by which `kv_bytes` is below the baseline's
+    # Queries read, once for each item (Table 12: k · l_n · d_head), and outputs written.
     query_bytes: int
     output_bytes: int
+    # Bit causal masks read (Table 12: N_tree words). Ours are spans: 4 bytes for each KV token and
+    # KV head. Items of one KV range read none, and neither does a first range to which all queries
+    # attend.
     mask_bytes: int
+    # Partial results: for each query head an output, its float32 log-sum-exp and its float32 scale.
+    # The output has 16 bits unless the model is in float32.
     partial_bytes_written: int
     partial_bytes_read: int
+    # Time of the longest thread block of one layer by the cost model, with items scheduled longest
+    # first (FlashForge, equation 3).
     makespan_ms: float
+    # Expected time of one layer: the longer of makespan and KV loads, plus merging.
     estimated_ms: float
     nodes: tuple[NodeFacts, ...]
     chunks: tuple[ChunkFacts, ...]
@@ -111,23 +83,12 @@ def explain(
 ) -> Explanation:
     """Count the reads and writes of one decode step.
 
-    Parameters
-    ----------
-    forest : PrefixForest
-    grouping : Grouping
-        Any policy's grouping of `forest`.
-    target : Target
-        Shape of the attention, and the tiles that items run in.
-    num_layers : int
-        Layers of the model; bytes are sums over them.
+    - `grouping`: Any policy's grouping of `forest`.
+    - `target`: Shape of the attention, and the tiles that items run in.
+    - `num_layers`: layers of the model; bytes are sums over them.
 
-    Raises
-    ------
-    ValueError
-        If `num_layers` is not positive.
+    Raises ValueError if `num_layers` is not positive.
 
-    Examples
-    --------
     >>> from deft_backend.forest import build_forest
     >>> from deft_backend.policies import Target, get_policy
     >>> forest = build_forest([0, 1], [100], [110, 120])

@@ -15,26 +15,13 @@ from deft_backend.tools.explain.structure import NodesOfRanges
 
 @dataclass(frozen=True)
 class ItemFacts:
-    """One work item.
+    """One work item."""
 
-    Attributes
-    ----------
-    tile : str
-        The tile that computes it.
-    queries : tuple of int
-        Request indices.
-    tokens : int
-        KV tokens that it loads.
-    nodes : tuple of int
-        The nodes that it reads a part of.
-    direct : bool
-        Whether it writes the outputs itself, so that no partial result waits for a merge.
-    """
-
-    tile: str
-    queries: tuple[int, ...]
-    tokens: int
-    nodes: tuple[int, ...]
+    tile: str  # the tile that computes it
+    queries: tuple[int, ...]  # request indices
+    tokens: int  # KV tokens that it loads
+    nodes: tuple[int, ...]  # the nodes that it reads a part of
+    # Whether it writes the outputs itself, so that no partial result waits for a merge.
     direct: bool
 
 

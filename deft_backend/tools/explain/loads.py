@@ -18,33 +18,22 @@ SPAN_BYTES = 4
 
 @dataclass(frozen=True)
 class PlanLoads:
-    """The loads and stores of one decode step, over all requested layers.
+    """The loads and stores of one decode step, over all requested layers."""
 
-    Attributes
-    ----------
-    num_items : int
-        (KV range, query tile) pairs.
-    num_partials : int
-        (item, query) pairs whose result waits in memory for a merge. A query's last item may merge
-        the other results itself; then its own result stays in registers.
-    kv_tokens, kv_bytes : int
-        KV that the items load.
-    query_bytes, output_bytes : int
-        Queries, once for each item, and outputs.
-    mask_bytes : int
-        Spans, one for each token of an item of several ranges. A first range to which the whole
-        tile attends needs none.
-    partial_bytes_written, partial_bytes_read : int
-        Partial results.
-    """
-
-    num_items: int
+    num_items: int  # (KV range, query tile) pairs
+    # (item, query) pairs whose result waits in memory for a merge. A query's last item may merge
+    # the other results itself; then its own result stays in registers.
     num_partials: int
+    # KV that the items load.
     kv_tokens: int
     kv_bytes: int
+    # Queries, once for each item, and outputs.
     query_bytes: int
     output_bytes: int
+    # Spans, one for each token of an item of several ranges. A first range to which the whole tile
+    # attends needs none.
     mask_bytes: int
+    # Partial results.
     partial_bytes_written: int
     partial_bytes_read: int
 
@@ -61,13 +50,9 @@ def count_plan_loads(
 ) -> PlanLoads:
     """Count the loads and stores of stage 1 and stage 2, item by item.
 
-    Parameters
-    ----------
-    plan : Plan
-    seq_lens : [B] int
-        Current tokens of each request; open ranges end there.
-    num_query_heads, num_kv_heads, head_dim, dtype_bytes, num_layers : int
-        Shape of the attention, bytes of an element, and layers to sum over.
+    - `seq_lens` [B] int: Current tokens of each request; open ranges end there.
+    - `num_query_heads`, `num_kv_heads`, `head_dim`, `dtype_bytes`, `num_layers`: Shape of the
+      attention, bytes of an element, and layers to sum over.
     """
     lens = np.asarray(seq_lens, dtype=np.int64)
     end = np.where(plan.segment_end == OPEN_END, lens[plan.segment_request], plan.segment_end)

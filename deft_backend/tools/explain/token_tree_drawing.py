@@ -44,14 +44,10 @@ def draw_token_tree(seen: BoolArray, gqa_group: int = 1, max_tokens: int = MAX_T
     Each query token stands below its parent: the ancestor that sees most tokens. Each line says
     how many query tokens see the token.
 
-    Parameters
-    ----------
-    seen : [n, n] bool
-        Which query tokens each sees.
-    gqa_group : int
-        Query heads that share a KV head; it decides how many query blocks read the context.
-    max_tokens : int
-        Query tokens to draw; a last line counts the rest.
+    - `seen`: which query tokens each sees.
+    - `gqa_group`: Query heads that share a KV head; it decides how many query blocks read the
+      context.
+    - `max_tokens`: Query tokens to draw; a last line counts the rest.
     """
     tokens = len(seen)
     blocks = QueryBlocks.of(tokens, gqa_group).blocks

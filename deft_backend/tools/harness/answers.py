@@ -18,37 +18,23 @@ three times bfloat16's 0.26, none of a soak's 26,281 tokens was wrong
 
 @dataclass
 class Answer:
-    """One greedy answer. A list holds one element for each token, or is empty.
+    """One greedy answer. A list holds one element for each token, or is empty."""
 
-    Attributes
-    ----------
-    request, index : str, int
-        Name of the request, and which of its answers this is.
-    ids, tokens : list
-        Token ids, and their texts. Servers without a tokenizer give no texts.
-    text : str
-        The whole text.
-    arrivals : list of float
-        Seconds from sending the request to each token; empty unless the answer was streamed.
-    sent : float
-        Time of sending, on :func:`time.perf_counter`'s clock.
-    logprobs : list of float
-        Log-probability of each token, if the client asked for it.
-    top : list of mapping
-        For each token, the log-probabilities of the likeliest ones, by id or by text.
-    cached : int, optional
-        Tokens of the prompt that the host found in its prefix cache, if it reports them.
-    """
-
+    # Name of the request, and which of its answers this is.
     request: str = ""
     index: int = 0
+    # Token ids, and their texts. Servers without a tokenizer give no texts.
     ids: list[int] = field(default_factory=list)
     tokens: list[str] = field(default_factory=list)
-    text: str = ""
+    text: str = ""  # the whole text
+    # Seconds from sending the request to each token; empty unless the answer was streamed.
     arrivals: list[float] = field(default_factory=list)
-    sent: float = 0.0
+    sent: float = 0.0  # time of sending, on :func:`time.perf_counter`'s clock
+    # Log-probability of each token, if the client asked for it.
     logprobs: list[float] = field(default_factory=list)
+    # For each token, the log-probabilities of the likeliest ones, by id or by text.
     top: list[Mapping[Any, float]] = field(default_factory=list)
+    # Tokens of the prompt that the host found in its prefix cache, if it reports them.
     cached: int | None = None
 
     def __len__(self) -> int:
@@ -88,20 +74,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two answers to one prompt, up to the first token in which they differ.
+    """Two answers to one prompt, up to the first token in which they differ."""
 
-    Attributes
-    ----------
-    agreed : int
-        Tokens before the first difference.
-    same : bool
-        Whether the answers have the same tokens and the same length.
-    differences : tuple of float
-        Absolute difference of the log-probabilities of each agreed token.
-    """
-
-    agreed: int
-    same: bool
+    agreed: int  # tokens before the first difference
+    same: bool  # whether the answers have the same tokens and the same length
+    # Absolute difference of the log-probabilities of each agreed token.
     differences: tuple[float, ...]
 
 
@@ -134,13 +111,8 @@ def nearest(
     were no ties. Which of them takes which branch of a tie depends on when each started. So an
     answer's index names no branch; of equally near answers, the one with the same index is taken.
 
-    Parameters
-    ----------
-    answer : Answer
-    others : sequence of Answer
-        At least one.
-    agreed : callable
-        How far two answers agree; infinitely if they are equal.
+    - `others`: at least one.
+    - `agreed`: how far two answers agree; infinitely if they are equal.
     """
     same = next((other for other in others if other.index == answer.index), others[0])
     if len(others) == 1 or agreed(same, answer) == math.inf:

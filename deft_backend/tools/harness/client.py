@@ -40,23 +40,12 @@ class ServerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Offers:
-    """What a server said about itself.
-
-    Attributes
-    ----------
-    model : str
-    context : int, optional
-        Tokens of prompt and answer that it takes.
-    level : int
-        The first set of :data:`_FIELDS` that it accepts; higher sets have fewer fields.
-    characters_a_token : float
-        Of the sample text.
-    """
+    """What a server said about itself."""
 
     model: str
-    context: int | None
-    level: int
-    characters_a_token: float
+    context: int | None  # tokens of prompt and answer that it takes
+    level: int  # the first set of :data:`_FIELDS` that it accepts; higher sets have fewer fields
+    characters_a_token: float  # of the sample text
 
     @property
     def exact_lengths(self) -> bool:
@@ -84,14 +73,9 @@ def base_url(address: str) -> str:
 class ServerClient:
     """A client of one server; an asynchronous context manager.
 
-    Parameters
-    ----------
-    url : str
-        The server, without ``/v1``.
-    seconds : float
-        Time limit of one request.
-    logprobs : bool
-        Ask for the log-probabilities of the two likeliest tokens of every step.
+    - `url`: the server, without ``/v1``.
+    - `seconds`: time limit of one request.
+    - `logprobs`: ask for the log-probabilities of the two likeliest tokens of every step.
     """
 
     def __init__(self, url: str, *, seconds: float = 900.0, logprobs: bool = False) -> None:
@@ -121,17 +105,10 @@ class ServerClient:
     async def offers(self, model: str | None, sample: str) -> Offers:
         """Ask the server for its model, its context and the fields that it takes.
 
-        Parameters
-        ----------
-        model : str, optional
-            The model to ask for, if the server has several.
-        sample : str
-            A text whose tokens the server counts.
+        - `model`: the model to ask for, if the server has several.
+        - `sample`: a text whose tokens the server counts.
 
-        Raises
-        ------
-        ServerError
-            If it does not answer, or has no such model.
+        Raises ServerError if it does not answer, or has no such model.
         """
         listed = await self.models()
         names = [str(entry.get("id")) for entry in listed]
@@ -158,9 +135,7 @@ class ServerClient:
     ) -> tuple[list[Answer], int | None]:  # fmt: skip
         """Greedy answers of `tokens` tokens, and the prompt's tokens by the server's count.
 
-        Raises
-        ------
-        NotAnswered
+        Raises NotAnswered.
         """
         body = {
             "model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0,
@@ -186,11 +161,7 @@ class ServerClient:
     async def margin(self, prompt: str, ahead: int = 0) -> float | None:
         """Log-probability of the likeliest token minus the second one's; None if unknown.
 
-        Parameters
-        ----------
-        prompt : str
-        ahead : int
-            Tokens that the server decodes before that token.
+        - `ahead`: tokens that the server decodes before that token.
         """
         body = {
             "model": self.model, "prompt": prompt, "max_tokens": ahead + 1, "temperature": 0.0,
@@ -228,10 +199,7 @@ class ServerClient:
     async def models(self) -> list[dict[str, Any]]:
         """What the server lists under ``/v1/models``.
 
-        Raises
-        ------
-        ServerError
-            If it lists none, answers something else, or does not answer.
+        Raises ServerError if it lists none, answers something else, or does not answer.
         """
         import aiohttp
 

@@ -23,22 +23,14 @@ from deft_backend.tools.servers.process import ServerProcess
 class CountedServer:
     """Context manager around a server; inside the block it answers requests.
 
-    Parameters
-    ----------
-    command : callable
-        Makes the server's command for a state folder, its ``DEFT_STATE_DIR``.
-    log : Path
-        Receives the server's output.
-    timeout : float
-        Seconds until the server must answer.
-    on_start : callable, optional
-        Called with the command before the server starts. It returns a function. While the server
-        starts, that function gets the seconds waited so far, about every quarter second.
+    - `command`: makes the server's command for a state folder, its ``DEFT_STATE_DIR``.
+    - `log`: receives the server's output.
+    - `timeout`: seconds until the server must answer.
+    - `on_start`: called with the command before the server starts. It returns a function. While the
+      server starts, that function gets the seconds waited so far, about every quarter second.
 
-    Raises
-    ------
-    StartError, DriverStubError
-        On entry, if the server cannot be started or does not answer in time.
+    Raises StartError, DriverStubError on entry, if the server cannot be started or does not answer
+    in time.
     """
 
     process: ServerProcess
@@ -96,10 +88,7 @@ class CountedServer:
     def counters(self) -> Counters | None:
         """The counters after the server has come to rest; None if the plugin writes none.
 
-        Raises
-        ------
-        StateError
-            If the file cannot be read, or the counters still move after 10 s.
+        Raises StateError if the file cannot be read, or the counters still move after 10 s.
         """
         path = state_file(self._folder, self.command.port)
         return settled_counters(path) if path.is_file() else None
@@ -107,9 +96,6 @@ class CountedServer:
     def state(self) -> StateReading:
         """The content of the server's state file.
 
-        Raises
-        ------
-        StateError
-            If it wrote nothing, or the file cannot be read.
+        Raises StateError if it wrote nothing, or the file cannot be read.
         """
         return read_state(state_file(self._folder, self.command.port))

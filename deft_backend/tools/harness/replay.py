@@ -28,50 +28,28 @@ _CHECK_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """One answer, or what became of it.
+    """One answer, or what became of it."""
 
-    Attributes
-    ----------
-    name, index : str, int
-        The request, and which of its answers.
-    at, sent : float
-        Seconds from the start: when it was due, and when it was sent.
-    status, detail : str
-    max_tokens : int
-    answer : Answer, optional
-    prompt_tokens : int, optional
-        By the server's count.
-    """
-
+    # The request, and which of its answers.
     name: str
     index: int
+    # Seconds from the start: when it was due, and when it was sent.
     at: float
     sent: float
     status: str
     detail: str
     max_tokens: int
     answer: Answer | None = None
-    prompt_tokens: int | None = None
+    prompt_tokens: int | None = None  # by the server's count
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """A run of one workload on one server.
+    """A run of one workload on one server."""
 
-    Attributes
-    ----------
-    outcomes : tuple of Outcome
-        In the workload's order.
-    seconds : float
-        Until the last answer.
-    died : str
-        Why the run believes that the server died; empty if it did not.
-    interrupted : bool
-    """
-
-    outcomes: tuple[Outcome, ...]
-    seconds: float
-    died: str = ""
+    outcomes: tuple[Outcome, ...]  # in the workload's order
+    seconds: float  # until the last answer
+    died: str = ""  # why the run believes that the server died; empty if it did not
     interrupted: bool = False
 
 
@@ -85,14 +63,8 @@ async def replay(
 
     No failure ends the run, except the server's death. A cancelled run returns what it has.
 
-    Parameters
-    ----------
-    workload : Workload
-    client : ServerClient
-    context : int, optional
-        Requests with more tokens than this are counted as too long and not sent.
-    on_tokens : callable
-        Called with the number of new tokens whenever some arrive.
+    - `context`: requests with more tokens than this are counted as too long and not sent.
+    - `on_tokens`: called with the number of new tokens whenever some arrive.
     """
     return await _Run(workload, client, context, on_tokens).all()
 

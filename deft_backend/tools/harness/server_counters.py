@@ -35,14 +35,10 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 class ServerCounters:
     """Reads the counters of the server at a URL, if it shows any.
 
-    Parameters
-    ----------
-    url : str
-        The server.
-    folder : Path
-        State files of servers on this machine.
-    wait_seconds : float
-        How long to wait for a state file: a server writes it a moment after its first decode step.
+    - `url`: the server.
+    - `folder`: State files of servers on this machine.
+    - `wait_seconds`: how long to wait for a state file: a server writes it a moment after its first
+      decode step.
     """
 
     def __init__(self, url: str, folder: Path, wait_seconds: float = 1.0) -> None:

@@ -15,14 +15,9 @@ def thought_requests(
 
     A thought without tokens is not sent; its children continue its parent.
 
-    Parameters
-    ----------
-    tree : ThoughtTree
-    prompt : str or tuple of int
-        The root's prompt.
-    mark : callable
-        A short text or token ids for each node. It makes a thought differ from its siblings; greedy
-        decoding would give all of them the same answer.
+    - `prompt`: the root's prompt.
+    - `mark`: a short text or token ids for each node. It makes a thought differ from its siblings;
+      greedy decoding would give all of them the same answer.
     """
     requests: list[Request] = []
     pending = _children(tree, ROOT, None)

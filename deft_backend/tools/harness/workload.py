@@ -17,34 +17,18 @@ class WorkloadError(ValueError):
 
 @dataclass(frozen=True)
 class Request:
-    """One completion request.
+    """One completion request."""
 
-    Attributes
-    ----------
-    name : str
-        Unique in its workload.
-    prompt : str, tuple of int or callable
-        Text, token ids, or a function that makes the text when it is needed. With `after`, the part
-        behind the earlier request's prompt and answer.
-    max_tokens : int
-        Tokens to decode, exactly (the end-of-sequence token is ignored).
-    n : int
-        Answers to the prompt.
-    after : str, optional
-        Name of the request whose answer this request continues; it starts when that answer ends.
-    at : float
-        Seconds from the start until it is sent.
-    prompt_tokens : int, optional
-        Tokens that the prompt should have.
-    """
-
-    name: str
+    name: str  # unique in its workload
+    # Text, token ids, or a function that makes the text when it is needed. With `after`, the part
+    # behind the earlier request's prompt and answer.
     prompt: Prompt | Callable[[], str]
-    max_tokens: int
-    n: int = 1
+    max_tokens: int  # tokens to decode, exactly (the end-of-sequence token is ignored)
+    n: int = 1  # answers to the prompt
+    # Name of the request whose answer this request continues; it starts when that answer ends.
     after: str | None = None
-    at: float = 0.0
-    prompt_tokens: int | None = None
+    at: float = 0.0  # seconds from the start until it is sent
+    prompt_tokens: int | None = None  # tokens that the prompt should have
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -61,26 +45,15 @@ class Request:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests for one server.
-
-    Attributes
-    ----------
-    name : str
-    description : str
-        A description of the requests, in one line.
-    warm : tuple of prompts
-        Prompts sent one after another before the clock starts, so that the server caches shared
-        prefixes.
-    requests : tuple of Request
-    arrivals : str
-        How requests arrive, for people.
-    """
+    """Requests for one server."""
 
     name: str
-    description: str
+    description: str  # a description of the requests, in one line
+    # Prompts sent one after another before the clock starts, so that the server caches shared
+    # prefixes.
     warm: tuple[Prompt, ...]
     requests: tuple[Request, ...]
-    arrivals: str = "all at once"
+    arrivals: str = "all at once"  # how requests arrive, for people
 
     def __post_init__(self) -> None:
         known: set[str] = set()
@@ -113,10 +86,7 @@ class Workload:
 def poisson(count: int, rate: float, seed: int) -> tuple[list[float], str]:
     """Times of Poisson arrivals in seconds, and how people call them.
 
-    Raises
-    ------
-    WorkloadError
-        If the rate is impossible.
+    Raises WorkloadError if the rate is impossible.
     """
     if not 0 < rate < float("inf"):
         raise WorkloadError(f"the rate is {rate}; expected requests a second, above 0")

@@ -123,32 +123,18 @@ def server_command(
 ) -> ServerCommand:
     """Command line and environment of a host server.
 
-    Parameters
-    ----------
-    model : str
-        A checkpoint's folder, a hub name, or anything else that the host takes as a model.
-    port : int
-        TCP port to listen on.
-    host : str
-        The host: one of :data:`HOSTS`.
-    backend : str, optional
-        ``--attention-backend``; :data:`BACKEND` names the plugin, None leaves the choice to the
-        host.
-    policy : str, optional
-        The value of ``DEFT_POLICY``; None leaves it as it is.
-    host_arguments : sequence of str
-        Last in the command line, so that they override ours.
-    environment : mapping, optional
-        Further variables for the server.
-    gpu : bool, optional
-        Run on the GPU; None means the result of :func:`use_gpu`.
+    - `model`: a checkpoint's folder, a hub name, or anything else that the host takes as a model.
+    - `port`: TCP port to listen on.
+    - `host`: the host: one of :data:`HOSTS`.
+    - `backend`: ``--attention-backend``; :data:`BACKEND` names the plugin, None leaves the choice
+      to the host.
+    - `policy`: the value of ``DEFT_POLICY``; None leaves it as it is.
+    - `host_arguments`: last in the command line, so that they override ours.
+    - `environment`: further variables for the server.
+    - `gpu`: run on the GPU; None means the result of :func:`use_gpu`.
 
-    Raises
-    ------
-    StartError
-        If there is no such host.
-    DriverStubError
-        If SGLang's CPU engine needs the driver stand-in, and it cannot be compiled.
+    Raises StartError if there is no such host. Raises DriverStubError if SGLang's CPU engine needs
+    the driver stand-in, and it cannot be compiled.
     """
     if host not in HOSTS:
         raise StartError(f"there is no host {host!r}; expected one of {', '.join(HOSTS)}")

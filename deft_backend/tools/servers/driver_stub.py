@@ -74,16 +74,9 @@ def find_compiler() -> list[str] | None:
 def ensure_driver_stub() -> Path:
     """Compile the stand-in into the package's cache folder, unless it is there already.
 
-    Returns
-    -------
-    Path
-        The folder that holds ``libcuda.so.1``: put it first on ``LD_LIBRARY_PATH``.
-
-    Raises
-    ------
-    DriverStubError
-        If there is no C compiler, the compiler fails, or the cache folder cannot be written. Also
-        if another user could exchange the library: servers load it by its path.
+    Returns the folder that holds ``libcuda.so.1``: put it first on ``LD_LIBRARY_PATH``. Raises
+    DriverStubError if there is no C compiler, the compiler fails, or the cache folder cannot be
+    written. Also if another user could exchange the library: servers load it by its path.
     """
     try:
         folder = driver_stub_directory()

@@ -36,24 +36,12 @@ def model_file(model: str, name: str, revision: str | None = None) -> Path | Non
     `huggingface_hub`, which every host brings, looks the file up. It reads ``HF_HOME``,
     ``HF_TOKEN`` and ``HF_HUB_OFFLINE`` from the environment.
 
-    Parameters
-    ----------
-    model : str
-        A folder, or a name on the hub.
-    name : str
-        Such as ``config.json``.
-    revision : str, optional
-        Branch, tag or commit on the hub; None: the main branch.
+    - `model`: a folder, or a name on the hub.
+    - `name`: such as ``config.json``.
+    - `revision`: branch, tag or commit on the hub; None: the main branch.
 
-    Returns
-    -------
-    Path or None
-        None if the model has no such file.
-
-    Raises
-    ------
-    ModelFilesError
-        If the model cannot be found; the message says why and what to do.
+    Returns None if the model has no such file. Raises ModelFilesError if the model cannot be found;
+    the message says why and what to do.
     """
     folder = Path(model)
     if folder.is_dir():

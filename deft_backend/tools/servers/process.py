@@ -25,22 +25,13 @@ _POLL_SECONDS = 0.25
 class ServerProcess:
     """Context manager around a server; inside the block it answers requests.
 
-    Parameters
-    ----------
-    command : ServerCommand
-        The server to start.
-    log : Path
-        Receives the server's output.
-    timeout : float
-        Seconds to wait until it answers.
-    progress : callable, optional
-        Called about every quarter second while waiting, with the seconds waited so far.
+    - `command`: the server to start.
+    - `log`: receives the server's output.
+    - `timeout`: seconds to wait until it answers.
+    - `progress`: called about every quarter second while waiting, with the seconds waited so far.
 
-    Raises
-    ------
-    StartError
-        On entry, if the server ends or does not answer in time. The message shows where the log
-        is, and its end.
+    Raises StartError on entry, if the server ends or does not answer in time. The message shows
+    where the log is, and its end.
     """
 
     def __init__(

@@ -17,17 +17,10 @@ _SERIES = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens)_total(?:\{
 def speculative_arguments(host: str, draft: str, tokens: int) -> list[str]:
     """Options with which a server drafts chains.
 
-    Parameters
-    ----------
-    host : str
-        "sglang" or "vllm".
-    draft : str
-        :data:`NGRAM`, or a draft model: its folder, or its name on the hub.
-    tokens : int
-        Draft tokens of a verification, besides the token before them.
+    - `host`: "sglang" or "vllm".
+    - `draft`: :data:`NGRAM`, or a draft model: its folder, or its name on the hub.
+    - `tokens`: Draft tokens of a verification, besides the token before them.
 
-    Examples
-    --------
     >>> speculative_arguments("vllm", "ngram", 4)[1]
     '{"num_speculative_tokens": 4, "method": "ngram", "prompt_lookup_max": 4}'
     """

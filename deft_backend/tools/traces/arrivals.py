@@ -31,25 +31,15 @@ LATEST_MS = 1e15
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request of a trace.
+    """One request of a trace."""
 
-    Attributes
-    ----------
-    timestamp : float
-        Milliseconds from the trace's origin.
-    input_length, output_length : int
-        Tokens of the prompt and of the answer.
-    hash_ids : tuple of int
-        One for each block of the prompt. A last block of fewer tokens may lack its id.
-    block_tokens : int
-        Tokens of a full block; 512, unless the trace is scaled.
-    """
-
-    timestamp: float
+    timestamp: float  # milliseconds from the trace's origin
+    # Tokens of the prompt and of the answer.
     input_length: int
     output_length: int
+    # One for each block of the prompt. A last block of fewer tokens may lack its id.
     hash_ids: tuple[int, ...]
-    block_tokens: int = BLOCK_TOKENS
+    block_tokens: int = BLOCK_TOKENS  # tokens of a full block; 512, unless the trace is scaled
 
     def scaled(self, scale: float) -> Arrival:
         """The same sharing, with every length multiplied by `scale`, and at least one token."""
@@ -75,11 +65,8 @@ def is_arrival_trace(path: Path) -> bool:
 def load_arrivals(path: Path, limit: int | None = None) -> list[Arrival]:
     """The first `limit` requests of a trace, sorted by time.
 
-    Raises
-    ------
-    TraceError
-        If the file cannot be read, is empty or has a wrong line. The message names the line, the
-        field, its value and the expected value.
+    Raises TraceError if the file cannot be read, is empty or has a wrong line. The message names
+    the line, the field, its value and the expected value.
     """
     found: list[Arrival] = []
     try:

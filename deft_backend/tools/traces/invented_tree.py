@@ -11,31 +11,17 @@ from deft_backend.tools.traces.trace_files import ROOT, ThoughtTree, TraceError,
 
 @dataclass(frozen=True)
 class ThoughtTreeShape:
-    """The shape of a breadth-first search that keeps the best thoughts of every level.
+    """The shape of a breadth-first search that keeps the best thoughts of every level."""
 
-    Attributes
-    ----------
-    depth : int
-        Levels of thoughts.
-    width : int
-        Thoughts proposed below each kept thought.
-    keep : int
-        Thoughts of a level that the search expands; it prunes the others when they end.
-    prompt_tokens : int
-        Tokens of the prompt.
-    shortest, longest : int
-        Least and most tokens of a thought; all lengths in between are equally likely.
-    characters_a_token : float
-        Characters of a token, so that the prompt's text has about `prompt_tokens` tokens; 1 for
-        byte-level tokenizers.
-    """
-
-    depth: int = 3
-    width: int = 4
-    keep: int = 1
-    prompt_tokens: int = 400
+    depth: int = 3  # Levels of thoughts
+    width: int = 4  # Thoughts proposed below each kept thought
+    keep: int = 1  # Thoughts of a level that the search expands; it prunes the others when they end
+    prompt_tokens: int = 400  # tokens of the prompt
+    # Least and most tokens of a thought; all lengths in between are equally likely.
     shortest: int = 8
     longest: int = 24
+    # Characters of a token, so that the prompt's text has about `prompt_tokens` tokens; 1 for
+    # byte-level tokenizers.
     characters_a_token: float = 1.0
 
     def __post_init__(self) -> None:

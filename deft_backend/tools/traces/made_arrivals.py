@@ -14,32 +14,18 @@ MOST_TOKENS = 10**7
 
 @dataclass(frozen=True)
 class TraceShape:
-    """What a made trace holds.
+    """What a made trace holds."""
 
-    Attributes
-    ----------
-    requests : int
-        Requests in all.
-    rate : float
-        Requests a second, on average; the gaps are exponential (Poisson arrivals).
-    system_tokens : int
-        Tokens of the system prompt that all requests share; 0 for none.
-    documents : int
-        Documents behind the system prompt; 0 for none. The first ones are asked about most often.
-    document_tokens, own_tokens, answer_tokens : int
-        Mean tokens of a document, of a turn's own text and of an answer.
-    turns : float
-        Mean number of turns of a conversation. A turn repeats all earlier text and answers.
-    seed : int
-    """
-
-    requests: int = 200
-    rate: float = 2.0
-    system_tokens: int = 1024
+    requests: int = 200  # requests in all
+    rate: float = 2.0  # requests a second, on average; the gaps are exponential (Poisson arrivals)
+    system_tokens: int = 1024  # tokens of the system prompt that all requests share; 0 for none
+    # Documents behind the system prompt; 0 for none. The first ones are asked about most often.
     documents: int = 8
+    # Mean tokens of a document, of a turn's own text and of an answer.
     document_tokens: int = 4096
     own_tokens: int = 256
     answer_tokens: int = 200
+    # Mean number of turns of a conversation. A turn repeats all earlier text and answers.
     turns: float = 1.5
     seed: int = 0
 

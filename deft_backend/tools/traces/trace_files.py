@@ -43,11 +43,8 @@ __all__ = [
 def load_thought_trees(path: Path) -> list[ThoughtTree]:
     """Read a tree of thoughts file.
 
-    Raises
-    ------
-    TraceError
-        If the file cannot be read, or its trees are impossible. The message names the file, the
-        tree's index, the node, the field, its value and the expected value.
+    Raises TraceError if the file cannot be read, or its trees are impossible. The message names the
+    file, the tree's index, the node, the field, its value and the expected value.
     """
     content = read_json(path, TraceError, "the trace ")
     if not isinstance(content, list):
@@ -63,10 +60,7 @@ def load_thought_trees(path: Path) -> list[ThoughtTree]:
 def load_token_tree(path: Path) -> TokenTree:
     """Read a Medusa token tree file (``Tree_Structure`` and ``Records``).
 
-    Raises
-    ------
-    TraceError
-        As in :func:`load_thought_trees`.
+    Raises TraceError: as in :func:`load_thought_trees`.
     """
     content = read_json(path, TraceError, "the trace ")
     where = str(path)

@@ -23,10 +23,7 @@ def forest_at(tree: ThoughtTree, iteration: int) -> PrefixForest:
     tokens, including the token of this iteration. The server writes that token's key and value
     before. Iteration 0 is the prompt's last token: a single query.
 
-    Raises
-    ------
-    TraceError
-        If the tree is empty, or no thought decodes at `iteration`.
+    Raises TraceError if the tree is empty, or no thought decodes at `iteration`.
     """
     if not tree.nodes:
         raise TraceError("this tree was recorded as incomplete and holds no nodes; choose another")
@@ -50,10 +47,7 @@ def token_tree_forest(tree: TokenTree, record: int, step: int) -> PrefixForest:
     All queries share the context: the prompt and the tokens accepted so far. Every candidate token
     is a query and a node of one token.
 
-    Raises
-    ------
-    TraceError
-        If there is no such record or step.
+    Raises TraceError if there is no such record or step.
     """
     if not 0 <= record < len(tree.accepted):
         raise TraceError(f"there is no record {record}; expected 0 to {len(tree.accepted) - 1}")
@@ -75,10 +69,8 @@ def forest_from_levels(description: str) -> PrefixForest:
     ``1,4,16 1024,256,32`` is one root of 1024 tokens, 4 nodes of 256 below it and 16 of 32 below
     those, spread evenly. Each node of the last level holds one query. Several roots make a forest.
 
-    Raises
-    ------
-    TraceError
-        If the description cannot be read, or a level has fewer nodes than the one above it.
+    Raises TraceError if the description cannot be read, or a level has fewer nodes than the one
+    above it.
     """
     expected = "expected something like '1,4,16 1024,256,32': nodes per level, then tokens per node"
     parts = description.split()

@@ -13,21 +13,11 @@ _PRODUCT = 8192
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The highest measured rates of a device.
+    """The highest measured rates of a device."""
 
-    Attributes
-    ----------
-    read_gb_s : float
-        Bytes that a large reduction reads, per second.
-    copy_gb_s : float
-        Bytes that a large copy reads and writes, per second.
-    tflop_s : float
-        A product of two 8192 × 8192 matrices of the dtype.
-    """
-
-    read_gb_s: float
-    copy_gb_s: float
-    tflop_s: float
+    read_gb_s: float  # bytes that a large reduction reads, per second
+    copy_gb_s: float  # bytes that a large copy reads and writes, per second
+    tflop_s: float  # a product of two 8192 × 8192 matrices of the dtype
 
     def to_dict(self) -> dict[str, float]:
         return {name: round(value, 1) for name, value in asdict(self).items()}

@@ -25,26 +25,17 @@ _ROW_PAGES = 16
 
 @dataclass(frozen=True)
 class Work:
-    """A launch of equal groups.
+    """A launch of equal groups."""
 
-    Attributes
-    ----------
-    groups : int
-        Groups; a multiple of `parts`.
-    queries, tokens : int
-        Queries and KV tokens of each group.
-    parts : int
-        Groups of each query. With 1, the query needs no merge; with more, the groups are chunks of
-        its context.
-    resident : bool
-        Whether all groups read the same few KV tokens, which stay in the L2 cache; if not, every
-        group has its own KV.
-    """
-
-    groups: int
+    groups: int  # Groups; a multiple of `parts`
+    # Queries and KV tokens of each group.
     queries: int
     tokens: int
+    # Groups of each query. With 1, the query needs no merge; with more, the groups are chunks of
+    # its context.
     parts: int = 1
+    # Whether all groups read the same few KV tokens, which stay in the L2 cache; if not, every
+    # group has its own KV.
     resident: bool = False
 
     @property
@@ -56,13 +47,9 @@ class Work:
 class Machine:
     """One device, one head shape, and a KV cache to read.
 
-    Parameters
-    ----------
-    num_query_heads, num_kv_heads, head_dim, dtype, kv_dtype, page_size
-        Shape of the attention.
-    device : torch.device
-    clock : Clock
-        Times a launch.
+    - `num_query_heads`, `num_kv_heads`, `head_dim`, `dtype`, `kv_dtype`, `page_size`: Shape of the
+      attention.
+    - `clock`: times a launch.
     """
 
     def __init__(

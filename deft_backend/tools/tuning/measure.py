@@ -29,26 +29,13 @@ _BUDGET = Budget(launch_ms=20)
 
 @dataclass(frozen=True, eq=False)
 class Tuned:
-    """A measured cost table, and the quality of the measurement.
-
-    Attributes
-    ----------
-    model : CostModel
-    errors : dict
-        Relative error of each fit.
-    seconds : dict
-        Time of each part.
-    variants : int
-        Kernel variants that Triton compiled or found in its cache.
-    found : Found
-        How the plans of the table compare with those of the table before.
-    """
+    """A measured cost table, and the quality of the measurement."""
 
     model: CostModel
-    errors: dict[str, float]
-    seconds: dict[str, float]
-    variants: int
-    found: Found
+    errors: dict[str, float]  # Relative error of each fit
+    seconds: dict[str, float]  # time of each part
+    variants: int  # Kernel variants that Triton compiled or found in its cache
+    found: Found  # how the plans of the table compare with those of the table before
 
 
 def gpu_clock(launch: Launch) -> float:
@@ -62,10 +49,7 @@ def tune(key: TableKey, before: CostModel, say: Callable[[str], None]) -> Tuned:
 
     `before` is the table in use. Its costs stay where they make plans that are as fast.
 
-    Raises
-    ------
-    AttentionError
-        If the kernels cannot run such an attention.
+    Raises AttentionError if the kernels cannot run such an attention.
     """
     kv_dtype: torch.dtype = getattr(torch, key.dtype)
     # The time does not depend on which 16 bits the queries have.

@@ -17,26 +17,13 @@ LEAST_GAIN = 0.001
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """The best costs of a search.
-
-    Attributes
-    ----------
-    model : CostModel
-    ratio : float
-        Geometric mean of the times over those of the first start; at most 1.
-    start : int
-        Index of the start that the best costs come from.
-    plans : int
-        Different plans that were measured.
-    batches : int
-        Batches that each table was compared on.
-    """
+    """The best costs of a search."""
 
     model: CostModel
-    ratio: float
-    start: int
-    plans: int
-    batches: int
+    ratio: float  # Geometric mean of the times over those of the first start; at most 1
+    start: int  # Index of the start that the best costs come from
+    plans: int  # Different plans that were measured
+    batches: int  # Batches that each table was compared on
 
 
 def search(trials: Trials, starts: Sequence[CostModel]) -> Found:

@@ -38,13 +38,9 @@ class Trials:
     Each plan runs as in a server's CUDA graph, with every launch that such a batch may need. Two
     tables that lead to the same plan share one measurement.
 
-    Parameters
-    ----------
-    machine : Machine
-        The device, the head shape and the KV cache.
-    descriptions : sequence of str
-        Batches, as :func:`~deft_backend.tools.traces.tree_forests.forest_from_levels` reads them.
-        Those that need more KV than the machine holds are left out.
+    - `machine`: the device, the head shape and the KV cache.
+    - `descriptions`: Batches, as :func:`~deft_backend.tools.traces.tree_forests.forest_from_levels`
+      reads them. Those that need more KV than the machine holds are left out.
     """
 
     def __init__(self, machine: Machine, descriptions: Sequence[str]) -> None:

@@ -16,21 +16,11 @@ _PATIENCE = 20.0
 
 @dataclass(frozen=True)
 class ShownBatch:
-    """A batch, or why there is none to show.
-
-    Attributes
-    ----------
-    forest : PrefixForest, optional
-    rids : sequence of str
-        The host's names of its requests, if known.
-    seen : float
-        When this process received it, on :func:`time.monotonic`'s clock.
-    problem : str
-    """
+    """A batch, or why there is none to show."""
 
     forest: PrefixForest | None = None
-    rids: Sequence[str] = ()
-    seen: float = 0.0
+    rids: Sequence[str] = ()  # the host's names of its requests, if known
+    seen: float = 0.0  # when this process received it, on :func:`time.monotonic`'s clock
     problem: str = ""
 
 

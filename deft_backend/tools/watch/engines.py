@@ -25,37 +25,18 @@ _NAME = re.compile(
 
 @dataclass(frozen=True)
 class Engine:
-    """The processes of a server that decode one batch together.
-
-    Attributes
-    ----------
-    port : int
-    dp : int, optional
-        Its data-parallel rank; None if the server has one engine.
-    path : Path
-        The state file of its first process.
-    status : str
-        One of the names above.
-    since : float
-        Seconds since its last decode step, or since the first reading of a server that did none.
-    reading : StateReading, optional
-        Of its first process; None if it is unreadable.
-    counters : Counters
-        Steps of the first process; bytes of all its processes.
-    processes : int
-    problem : str
-        Why it is unreadable.
-    """
+    """The processes of a server that decode one batch together."""
 
     port: int
-    dp: int | None
-    path: Path
-    status: str
+    dp: int | None  # its data-parallel rank; None if the server has one engine
+    path: Path  # the state file of its first process
+    status: str  # one of the names above
+    # Seconds since its last decode step, or since the first reading of a server that did none.
     since: float
-    reading: StateReading | None
-    counters: Counters
+    reading: StateReading | None  # of its first process; None if it is unreadable
+    counters: Counters  # steps of the first process; bytes of all its processes
     processes: int
-    problem: str = ""
+    problem: str = ""  # why it is unreadable
 
     @property
     def name(self) -> str:
@@ -71,14 +52,9 @@ class Engine:
 def find_engines(folder: Path, port: int | None = None, now: float | None = None) -> list[Engine]:
     """Every engine with a state file, by port, ended servers included.
 
-    Parameters
-    ----------
-    folder : Path
-        The folder of the state files.
-    port : int, optional
-        Only the server on this port.
-    now : float, optional
-        Seconds since the epoch; default: the clock.
+    - `folder`: the folder of the state files.
+    - `port`: only the server on this port.
+    - `now`: seconds since the epoch; default: the clock.
     """
     now = time.time() if now is None else now
     groups: dict[tuple[int, int], list[tuple[tuple[int, int], Path]]] = {}

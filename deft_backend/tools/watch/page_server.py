@@ -24,17 +24,10 @@ State = Callable[[int, int], Mapping[str, Any]]
 class PageServer(ThreadingHTTPServer):
     """An HTTP server with two documents: ``/`` and ``/state.json``.
 
-    Parameters
-    ----------
-    host, port : str, int
-        Where to listen; port 0 takes a free one.
-    state : callable
-        Gives the data for the number of an engine and the serial number of a known batch.
+    - `host`, `port`: where to listen; port 0 takes a free one.
+    - `state`: gives the data for the number of an engine and the serial number of a known batch.
 
-    Raises
-    ------
-    OSError
-        If it cannot listen there.
+    Raises OSError if it cannot listen there.
     """
 
     daemon_threads = True

@@ -30,12 +30,8 @@ _KEEP_SECONDS = 0.2
 class Inspector:
     """Looks at the server on one port, for any number of threads.
 
-    Parameters
-    ----------
-    folder : Path
-        The folder of the state files.
-    port : int
-        The server's.
+    - `folder`: the folder of the state files.
+    - `port`: the server's.
     """
 
     def __init__(self, folder: Path, port: int) -> None:
@@ -49,12 +45,8 @@ class Inspector:
     def state(self, engine: int = 0, known: int = -1) -> dict[str, Any]:
         """The data of one engine.
 
-        Parameters
-        ----------
-        engine : int
-            Which of the server's engines, if it has several.
-        known : int
-            The serial number of the batch that the asker has; that batch is not sent again.
+        - `engine`: which of the server's engines, if it has several.
+        - `known`: the serial number of the batch that the asker has; that batch is not sent again.
         """
         with self._lock:
             now = time.monotonic()

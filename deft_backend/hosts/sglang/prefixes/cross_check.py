@@ -16,14 +16,9 @@ def disagreement(forest: PrefixForest, page_table: Any, rows: Any) -> str | None
     tables are in CPU memory, the forest built from them alone must also be the same. This shows
     that the tree misses no sharing.
 
-    Parameters
-    ----------
-    forest : PrefixForest
-        Of the batch, page size 1.
-    page_table : [R, P] int32
-        SGLang's ``req_to_token``: one page id for each token.
-    rows : [B] int
-        Row of `page_table` of each request, on its device.
+    - `forest`: of the batch, page size 1.
+    - `page_table` [R, P] int32: SGLang's ``req_to_token``: one page id for each token.
+    - `rows` [B] int: Row of `page_table` of each request, on its device.
     """
     indices = rows.to(torch.int64)
     order = torch.from_numpy(forest.order.astype("int64")).to(indices.device)

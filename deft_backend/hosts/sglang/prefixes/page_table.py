@@ -22,10 +22,7 @@ class PageTableSource:
     On a GPU the copy waits until the previous forward has ended. The reader copies only when the
     batch's composition changes.
 
-    Parameters
-    ----------
-    page_table : [rows, P] int
-        ``req_to_token``: the page id of each token, pages of one token.
+    - `page_table`: ``req_to_token``: the page id of each token, pages of one token.
     """
 
     def __init__(self, page_table: torch.Tensor) -> None:

@@ -28,10 +28,7 @@ class RadixTreeSource:
         A request's path through the tree is cut to what the tree owns of the request, and to
         ``seq_len - 1`` tokens. A cut node differs from the whole node.
 
-        Raises
-        ------
-        TreeError
-            If a node has no tokens.
+        Raises TreeError if a node has no tokens.
         """
         tree = _Tree()
         index, depth = tree.index, tree.depth
@@ -55,12 +52,9 @@ class RadixTreeSource:
 class _Tree:
     """The part of the host's tree that a batch holds; it visits each node once.
 
-    Attributes
-    ----------
-    index : dict
-        Host's node id → our node.
-    parent, depth : list
-        Parent and depth of each of our nodes; see :func:`~deft_backend.forest.forest_from_tree`.
+    - `index`: Host's node id → our node.
+    - `parent`, `depth`: Parent and depth of each of our nodes; see
+      :func:`~deft_backend.forest.forest_from_tree`.
     """
 
     __slots__ = ("_cuts", "depth", "index", "parent")

@@ -40,10 +40,7 @@ class TreeReader(Protocol):
 class PrefixSource:
     """Reads the forest of each batch: from the tree if its kind is known, else from the page table.
 
-    Parameters
-    ----------
-    page_table : [rows, P] int
-        The host's ``req_to_token``.
+    - `page_table`: the host's ``req_to_token``.
     """
 
     def __init__(self, page_table: torch.Tensor) -> None:
@@ -58,14 +55,9 @@ class PrefixSource:
 
         The token being decoded is always in a leaf, even if the tree owns it.
 
-        Parameters
-        ----------
-        tree_cache
-            The host's prefix cache.
-        requests : [B] of the host's requests
-            In batch order.
-        seq_lens : [B] int, in CPU memory
-            Tokens of each request, the one being decoded included.
+        - `tree_cache`: the host's prefix cache.
+        - `requests` [B] of: in batch order.
+        - `seq_lens` [B] int: tokens of each request, the one being decoded included.
         """
         if tree_cache is not self._tree_cache:
             self._tree_cache, self._tree = tree_cache, tree_reader(tree_cache)

@@ -16,10 +16,7 @@ from deft_backend.hosts.sglang.versions import TreePaths, place_of
 class UnifiedTreeSource:
     """Reads paths of the tree; its core is in Rust or in Python.
 
-    Parameters
-    ----------
-    paths : TreePaths
-        Lists the nodes on the path from the root to each given node.
+    - `paths`: Lists the nodes on the path from the root to each given node.
     """
 
     def __init__(self, paths: TreePaths) -> None:
@@ -31,11 +28,8 @@ class UnifiedTreeSource:
         A request's path is cut to what the tree owns of the request, and to ``seq_len - 1``
         tokens. A cut node differs from the whole node.
 
-        Raises
-        ------
-        TreeError
-            If tokens on a path are not on the device, or a node does not start where its parent
-            ends.
+        Raises TreeError if tokens on a path are not on the device, or a node does not start where
+        its parent ends.
         """
         parent, depth = [ROOT], [0]
         index: dict[tuple[int, int], int] = {}

@@ -26,10 +26,7 @@ class AcceptedDrafts:
     verification. This class reads these counts, so it waits for no device. A verification costs a
     comparison of two lists. Counts are added up when requests join or leave, and at each reading.
 
-    Parameters
-    ----------
-    runner
-        The host's model runner that verifies.
+    - `runner`: the host's model runner that verifies.
     """
 
     def __init__(self, runner: Any) -> None:

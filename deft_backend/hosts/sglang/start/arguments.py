@@ -33,11 +33,8 @@ _FIELDS = (
 def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
     """Resolve the host's arguments; remove ``deft`` before and set the mark after.
 
-    Raises
-    ------
-    SettingsError
-        If the arguments name ``deft`` and a ``DEFT_*`` variable holds a value that is not allowed.
-        The server then refuses to start.
+    Raises SettingsError if the arguments name ``deft`` and a ``DEFT_*`` variable holds a value that
+    is not allowed. The server then refuses to start.
     """
     asked = [name for name in _FIELDS if getattr(server_args, name, None) == NAME]
     if not asked or getattr(server_args, "_resolution_finished", False):

@@ -63,14 +63,9 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
     If set-up fails on one rank, or ranks decided differently, every rank undoes it. Ranks with
     different sets of graphs would wait for each other forever during the capture.
 
-    Parameters
-    ----------
-    runner
-        The host's model runner.
-    name : str
-        The host's name for its backend.
-    host : AttentionBackend
-        That backend.
+    - `runner`: the host's model runner.
+    - `name`: the host's name for its backend.
+    - `host`: That backend.
     """
     if runner.is_draft_worker:
         return host
@@ -125,18 +120,11 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
 def same_on_all_ranks(runner: Any, mine: Sequence[object] | None) -> bool | None:
     """Whether `mine` is equal on every rank of the model runner's group; all ranks must call this.
 
-    Parameters
-    ----------
-    runner
-        The host's model runner; its group communicates through CPU memory.
-    mine : sequence, optional
-        This rank's decisions; equal decisions must have equal ``repr``. None if this rank has no
-        tree attention.
+    - `runner`: the host's model runner; its group communicates through CPU memory.
+    - `mine`: This rank's decisions; equal decisions must have equal ``repr``. None if this rank has
+      no tree attention.
 
-    Returns
-    -------
-    bool or None
-        None if some rank has no tree attention.
+    Returns None if some rank has no tree attention.
     """
     group = tensor_parallel_group(runner)
     if group is None or group.world_size == 1:

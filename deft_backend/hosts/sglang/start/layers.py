@@ -23,17 +23,10 @@ _LAYERS = ("torch.", "sglang.srt.layers.")
 
 
 class FullCache(NamedTuple):
-    """The KV cache of the layers that attend to their whole context.
+    """The KV cache of the layers that attend to their whole context."""
 
-    Attributes
-    ----------
-    pool
-        The host's ``MHATokenToKVPool`` that holds these layers' keys and values.
-    layers : collection of int, optional
-        The model's ids of these layers; None: every layer of the model runner.
-    """
-
-    pool: Any
+    pool: Any  # the host's ``MHATokenToKVPool`` that holds these layers' keys and values
+    # The model's ids of these layers; None: every layer of the model runner.
     layers: Collection[int] | None
 
     def holds(self, layer_id: int, shape: tuple[int, int, int]) -> bool:
@@ -115,14 +108,8 @@ def divide_layers(
     Layers with full attention may differ in their heads. A plan serves one shape: that of most
     layers.
 
-    Parameters
-    ----------
-    layers : iterable of the host's ``RadixAttention``
-    cache : FullCache
-    others : iterable of int
-        Ids of the model's linear and recurrent layers.
-    refused : callable
-        Why no kernel runs a shape, or None.
+    - `others`: Ids of the model's linear and recurrent layers.
+    - `refused`: why no kernel runs a shape, or None.
     """
     shapes: dict[int, LayerShape] = {}
     host: dict[int, str] = {}
@@ -161,11 +148,7 @@ def other_shape(shape: LayerShape, planned: LayerShape) -> str:
 def unsupported_layer(layer: Any, planned: LayerShape | None = None) -> str | None:
     """The reason, in one line, why the host's kernel runs a ``RadixAttention`` layer; or None.
 
-    Parameters
-    ----------
-    layer
-    planned : tuple of int, optional
-        The shape that the plan serves; None: any shape.
+    - `planned`: the shape that the plan serves; None: any shape.
     """
     if layer.is_cross_attention:
         return "cross attention"

@@ -29,10 +29,7 @@ def warm_up(
 
     `layers` are the ids of the layers that run through tree attention.
 
-    Raises
-    ------
-    Unsupported
-        If this machine has no recorded results and the check of its kernels failed.
+    Raises Unsupported if this machine has no recorded results and the check of its kernels failed.
     """
     tensors = step_tensors(runner, layers)
     warm_up_attention(attention, tensors, on_device=on_device, smallest=settings.min_batch)

@@ -126,10 +126,8 @@ def surround(host: Any, steps: Steps) -> Any:
 
     The host's own object keeps its class. What it calls of itself is not replaced.
 
-    Raises
-    ------
-    RuntimeError
-        If the host's object has a method of its own in the place of one that ours would replace.
+    Raises RuntimeError if the host's object has a method of its own in the place of one that ours
+    would replace.
     """
     hidden = sorted(
         name for name in vars(host) if callable(getattr(DeftAttentionBackend, name, None))

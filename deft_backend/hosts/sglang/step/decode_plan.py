@@ -32,17 +32,9 @@ CrossCheck = Callable[[PrefixForest, Any], str | None]
 
 @dataclass(frozen=True)
 class Observed:
-    """Requests and tree behind a forward batch.
+    """Requests and tree behind a forward batch."""
 
-    Attributes
-    ----------
-    rids
-        The forward batch's own list of request ids; its identity names the batch.
-    requests : sequence
-    tree_cache
-    """
-
-    rids: Any
+    rids: Any  # the forward batch's own list of request ids; its identity names the batch
     requests: Sequence[Any]
     tree_cache: Any
 
@@ -87,30 +79,15 @@ class Planner(Protocol):
 
 @dataclass(frozen=True)
 class Planned:
-    """The decision for a batch's composition, valid until the composition changes.
+    """The decision for a batch's composition, valid until the composition changes."""
 
-    Attributes
-    ----------
-    keys : list
-        Composition of the batch, a key for each request.
-    requests : sequence
-        The requests, kept alive so that the ids in `keys` stay unique.
-    host_reason : str, optional
-        Why the host's kernel decodes the batch; None: tree attention does.
-    lens : [B] int32
-        Tokens of each request when the decision was made.
-    tokens : int
-        Tokens of all requests when the decision was made.
-    loaded, grows : int
-        Tokens that the plan's items load, and the number of open ranges, which grow by one token a
-        step.
-    """
-
-    keys: list[Key]
-    requests: Sequence[Any]
-    host_reason: str | None
-    lens: Int32Array
-    tokens: int
+    keys: list[Key]  # Composition of the batch, a key for each request
+    requests: Sequence[Any]  # the requests, kept alive so that the ids in `keys` stay unique
+    host_reason: str | None  # why the host's kernel decodes the batch; None: tree attention does
+    lens: Int32Array  # [B] int32; tokens of each request when the decision was made
+    tokens: int  # tokens of all requests when the decision was made
+    # Tokens that the plan's items load, and the number of open ranges, which grow by one token a
+    # step.
     loaded: int
     grows: int
 
@@ -132,18 +109,9 @@ class Planned:
 class DecodePlanner:
     """Keeps the plan of the current composition.
 
-    Parameters
-    ----------
-    planner : Planner
-    source : PrefixSource
-        Reads the forest of a batch.
-    settings : Settings
-    state : ServerState
-    cross_check : CrossCheck, optional
-    least_gain_ms : float
-        Milliseconds of KV reads that a plan must save in a step; 0 for no minimum.
-    costs : CostModel, optional
-        Gives the time of reads; default: the shipped cost model.
+    - `source`: Reads the forest of a batch.
+    - `least_gain_ms`: milliseconds of KV reads that a plan must save in a step; 0 for no minimum.
+    - `costs`: gives the time of reads; default: the shipped cost model.
     """
 
     def __init__(
@@ -174,16 +142,10 @@ class DecodePlanner:
     ) -> Planned:
         """Decide on a decode step; plan it if the composition changed.
 
-        Parameters
-        ----------
-        observed : Observed
-            Requests, in batch order, and prefix cache of the batch.
-        seq_lens : [B] int, in CPU memory
-            Tokens of each request, the one being decoded included.
-        tokens : int
-            Sum of `seq_lens`.
-        batch
-            Handed to the cross-check.
+        - `observed`: Requests, in batch order, and prefix cache of the batch.
+        - `seq_lens` [B] int: tokens of each request, the one being decoded included.
+        - `tokens`: Sum of `seq_lens`.
+        - `batch`: Handed to the cross-check.
         """
         keys = [key_of(request) for request in observed.requests]
         current = self.current

@@ -23,18 +23,12 @@ class DevicePlannedSteps:
     requests, tree nodes or pages between steps need no notice. Unshared KV takes hardly longer than
     in the host's kernel, so only the number of requests decides.
 
-    Parameters
-    ----------
-    layers : TreeLayers
-    settings : Settings
-        Their limits on batches.
-    verification : Verification, optional
-        For servers that speculate.
-    shows : bool
-        Whether to keep the last batch, so that ``deft explain`` can show what it shares.
-    compile_for : callable, optional
-        Takes the dtypes of table rows and of sequence lengths, and compiles the kernels for them,
-        unless they are compiled. Called before a capture: nothing may be compiled within one.
+    - `settings`: their limits on batches.
+    - `verification`: for servers that speculate.
+    - `shows`: whether to keep the last batch, so that ``deft explain`` can show what it shares.
+    - `compile_for`: Takes the dtypes of table rows and of sequence lengths, and compiles the
+      kernels for them, unless they are compiled. Called before a capture: nothing may be compiled
+      within one.
     """
 
     needs_cpu_seq_lens = False

@@ -16,24 +16,13 @@ logger = logging.getLogger("deft_backend")
 
 @dataclass
 class Decision:
-    """Which kernel decodes a step.
+    """Which kernel decodes a step."""
 
-    Attributes
-    ----------
-    rids
-        The batch's own list of request ids; the host makes a new list in each step.
-    slots
-        The batch's tensor of page ids for the new tokens; a graph's view of the batch shares it.
-    tokens : int
-        Tokens of all requests.
-    planned : Planned, optional
-        The plan, if tree attention decodes the step.
-    """
-
-    rids: Any
+    rids: Any  # the batch's own list of request ids; the host makes a new list in each step
+    # The batch's tensor of page ids for the new tokens; a graph's view of the batch shares it.
     slots: Any
-    tokens: int
-    planned: Planned | None
+    tokens: int  # tokens of all requests
+    planned: Planned | None  # the plan, if tree attention decodes the step
 
 
 class HostPlannedSteps:
@@ -42,12 +31,7 @@ class HostPlannedSteps:
     Batches of a warm-up or a capture do not come from the scheduler. If the decision fails, a log
     line gives the error and the host's kernel decodes the step.
 
-    Parameters
-    ----------
-    layers : TreeLayers
-    planner : DecodePlanner
-    observer : BatchObserver
-        Gives the scheduler's requests behind a forward batch.
+    - `observer`: gives the scheduler's requests behind a forward batch.
     """
 
     needs_cpu_seq_lens = True  # the CPU builds the forest from them

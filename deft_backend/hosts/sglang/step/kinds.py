@@ -13,23 +13,12 @@ from deft_backend.hosts.sglang.versions import draft_links
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What a step's planning and attention read of its batch, on the device.
+    """What a step's planning and attention read of its batch, on the device."""
 
-    Attributes
-    ----------
-    seq_lens : [B]
-        Tokens of each request, the step's included.
-    table_rows : [B]
-        Each request's row of the page table.
-    query_tokens : int
-        Query tokens of each request.
-    ancestors : [B, n, W] int64, optional
-        Of the query tokens of token trees; None for chains and for decode.
-    """
-
-    seq_lens: torch.Tensor
-    table_rows: torch.Tensor
-    query_tokens: int = 1
+    seq_lens: torch.Tensor  # [B]; tokens of each request, the step's included
+    table_rows: torch.Tensor  # [B]; each request's row of the page table
+    query_tokens: int = 1  # Query tokens of each request
+    # [B, n, W] int64; of the query tokens of token trees; None for chains and for decode.
     ancestors: torch.Tensor | None = None
 
 
@@ -57,13 +46,8 @@ class Verification:
     between draft tokens have one layout, so ancestors come from the links. A replay loads the links
     of its batch, and the graph computes lengths and ancestors from them on the device.
 
-    Parameters
-    ----------
-    query_tokens : int
-        Query tokens of each request.
-    largest : int
-        Requests of the largest batch.
-    device : torch.device
+    - `query_tokens`: Query tokens of each request.
+    - `largest`: requests of the largest batch.
     """
 
     def __init__(self, query_tokens: int, largest: int, device: torch.device) -> None:
@@ -91,10 +75,8 @@ class Verification:
     def load_links(self, spec_info: Any) -> None:
         """Copy the links of a batch of trees; chains and idle ranks have none.
 
-        Raises
-        ------
-        RuntimeError
-            If the host has no links for its trees. A graph would then verify other trees.
+        Raises RuntimeError if the host has no links for its trees. A graph would then verify other
+        trees.
         """
         if spec_info is None or is_chain(spec_info):
             return

@@ -21,33 +21,17 @@ logger = logging.getLogger("deft_backend")
 
 @dataclass
 class TreeStep:
-    """A step whose plan is on the device.
+    """A step whose plan is on the device."""
 
-    Attributes
-    ----------
-    batch : ForwardBatch
-        The host's batch; its identity tells whether a layer belongs to the step.
-    inputs : StepInputs, optional
-        None until a step that is planned in a graph is planned.
-    captured : bool
-        Whether the step is captured into a graph.
-    static_launch : bool
-        Whether to launch every kernel that any plan may need: the CPU does not know the plan.
-    host_ready : bool
-        Whether the host's metadata belongs to the batch.
-    ran : callable, optional
-        Called once, after the first layer has run through tree attention.
-    failed : callable, optional
-        Called if a kernel fails before `ran` is called.
-    """
-
-    batch: Any
-    inputs: StepInputs | None
-    captured: bool = False
+    batch: Any  # the host's batch; its identity tells whether a layer belongs to the step
+    inputs: StepInputs | None  # None until a step that is planned in a graph is planned
+    captured: bool = False  # whether the step is captured into a graph
+    # Whether to launch every kernel that any plan may need: the CPU does not know the plan.
     static_launch: bool = True
-    host_ready: bool = False
+    host_ready: bool = False  # whether the host's metadata belongs to the batch
+    # Called once, after the first layer has run through tree attention.
     ran: Callable[[], None] | None = None
-    failed: Callable[[], None] | None = None
+    failed: Callable[[], None] | None = None  # called if a kernel fails before `ran` is called
 
 
 @dataclass
@@ -73,19 +57,13 @@ class TreeLayers:
     The host's metadata is made only if some layer needs the host's kernel. If a kernel fails, a log
     line gives the error and the host's kernel decodes from then on.
 
-    Parameters
-    ----------
-    host : AttentionBackend
-        The host's own decode backend.
-    attention : TreeAttention
-        Sized for the model's layers.
-    state : ServerState
-        Receives the counters.
-    division : Division
-        The model's layers. The log has given the reasons for those that the host's kernel runs.
-    model_asks : bool
-        Whether the model itself calls methods of its attention backend, which may read the host's
-        metadata. Then the host makes the metadata in every step.
+    - `host`: the host's own decode backend.
+    - `attention`: Sized for the model's layers.
+    - `state`: receives the counters.
+    - `division`: the model's layers. The log has given the reasons for those that the host's kernel
+      runs.
+    - `model_asks`: whether the model itself calls methods of its attention backend, which may read
+      the host's metadata. Then the host makes the metadata in every step.
     """
 
     def __init__(

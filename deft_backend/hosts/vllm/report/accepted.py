@@ -14,11 +14,8 @@ class AcceptedDrafts:
     verification this number lacks the rejected draft tokens. The messages lie in CPU memory, so no
     step waits for the device. The last draft of a request has no later message and stays uncounted.
 
-    Parameters
-    ----------
-    late : int
-        Steps whose result is unknown when the scheduler sends the next message: 1 with asynchronous
-        scheduling, else 0.
+    - `late`: steps whose result is unknown when the scheduler sends the next message: 1 with
+      asynchronous scheduling, else 0.
     """
 
     def __init__(self, late: int) -> None:

@@ -15,8 +15,6 @@ DEFAULT_PORT = 8000
 def port_of(arguments: Sequence[str]) -> int:
     """The server's port, which vLLM's configuration does not hold.
 
-    Examples
-    --------
     >>> port_of(["api_server", "--port", "8123"]), port_of(["serve", "M", "--port=81"]), port_of([])
     (8123, 81, 8000)
     """

@@ -27,29 +27,16 @@ logger = logging.getLogger("deft_backend")
 
 
 class Counted(NamedTuple):
-    """The layers whose steps the counters count.
+    """The layers whose steps the counters count."""
 
-    Attributes
-    ----------
-    names : tuple of str
-        Of the group's layers.
-    shape : LayerShape
-    dtype : torch.dtype
-        Of their KV cache.
-    device : torch.device
-    num_layers : int
-        Layers of the whole model with this shape and cache; 0 counts the layers with full
-        attention, or all if there are none.
-    observed : str, optional
-        The host's backend that runs them; None: tree attention.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of the group's layers
     shape: LayerShape
-    dtype: torch.dtype
+    dtype: torch.dtype  # of their KV cache
     device: torch.device
+    # Layers of the whole model with this shape and cache; 0 counts the layers with full attention,
+    # or all if there are none.
     num_layers: int = 0
-    observed: str | None = None
+    observed: str | None = None  # the host's backend that runs them; None: tree attention
 
 
 @dataclass
@@ -58,29 +45,15 @@ class Server:
 
     The host may build its metadata builders twice, because it profiles graphs first. Both times it
     must get the same workspace and the same counters.
-
-    Attributes
-    ----------
-    config : VllmConfig
-        The server's configuration; another object means another server.
-    groups : dict
-        Tree attention of each attention group, by the properties it was made for.
-    state : ServerState, optional
-        Counters, once there is a group.
-    drafts : AcceptedDrafts, optional
-        Counts accepted draft tokens, if the server speculates.
-    counting : tuple of str
-        Layers of the group that counts the server's steps.
-    divided : str, optional
-        The last line about layers that vLLM's implementation decodes.
     """
 
-    config: Any
+    config: Any  # the server's configuration; another object means another server
+    # Tree attention of each attention group, by the properties it was made for.
     groups: dict[Hashable, Any] = field(default_factory=dict)
-    state: ServerState | None = None
-    drafts: AcceptedDrafts | None = None
-    counting: tuple[str, ...] = ()
-    divided: str | None = None
+    state: ServerState | None = None  # Counters, once there is a group
+    drafts: AcceptedDrafts | None = None  # Counts accepted draft tokens, if the server speculates
+    counting: tuple[str, ...] = ()  # layers of the group that counts the server's steps
+    divided: str | None = None  # the last line about layers that vLLM's implementation decodes
 
     def log_division(self, division: Division[str, Layer]) -> None:
         """Log which layers tree attention decodes, once for all groups of the server."""

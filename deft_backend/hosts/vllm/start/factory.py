@@ -49,21 +49,10 @@ class Unsupported(Exception):
 
 
 class LayerGroup(NamedTuple):
-    """The layers of a metadata builder, as the host describes them.
+    """The layers of a metadata builder, as the host describes them."""
 
-    Attributes
-    ----------
-    host : type[AttentionBackend]
-        The host's backend that tree attention surrounds.
-    spec : KVCacheSpec
-        Of the layers' caches, with the block size that kernels see.
-    layer_names : list of str
-    vllm_config : VllmConfig
-    device : torch.device
-    """
-
-    host: Any
-    spec: Any
+    host: Any  # [AttentionBackend]; the host's backend that tree attention surrounds
+    spec: Any  # of the layers' caches, with the block size that kernels see
     layer_names: list[str]
     vllm_config: Any
     device: torch.device
@@ -72,10 +61,7 @@ class LayerGroup(NamedTuple):
 def create_group(layers: LayerGroup) -> GroupAttention | None:
     """Tree attention for a group; or None, with the reason in the log.
 
-    Raises
-    ------
-    SettingsError
-        If ``DEFT_*`` variables have values that are not allowed.
+    Raises SettingsError if ``DEFT_*`` variables have values that are not allowed.
     """
     settings = Settings.from_env()
     logger.setLevel(LOG_LEVELS[settings.log])
@@ -100,10 +86,8 @@ def described(host: Any) -> str:
 def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
     """Tree attention for a group.
 
-    Raises
-    ------
-    Unsupported
-        If the host's implementation runs the group. The message is empty if the log has the reason.
+    Raises Unsupported if the host's implementation runs the group. The message is empty if the log
+    has the reason.
     """
     host, spec, layer_names, vllm_config, device = layers
     _refuse(unsupported_server(vllm_config))

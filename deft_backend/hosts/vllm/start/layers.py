@@ -15,30 +15,18 @@ UNQUANTISED = ("auto", "float16", "bfloat16", "float32")
 
 
 class Layer(NamedTuple):
-    """One attention layer, as its implementation's constructor arguments describe it.
-
-    Attributes
-    ----------
-    shape : LayerShape
-    sm_scale, logit_cap : float
-        Scale and soft cap of the scores; no cap is 0.
-    reason : str, optional
-        Why the host's own implementation decodes the layer; None if tree attention does.
-    sinks : bool
-        Whether each query head has a sink.
-    cache : str
-        vLLM's name for the kind of its KV cache.
-    scales : tuple of three tensors, optional
-        What queries, stored keys and stored values of 8 bits are multiplied with: one float32 each,
-        on the device.
-    """
+    """One attention layer, as its implementation's constructor arguments describe it."""
 
     shape: LayerShape
+    # Scale and soft cap of the scores; no cap is 0.
     sm_scale: float
     logit_cap: float
+    # Why the host's own implementation decodes the layer; None if tree attention does.
     reason: str | None
-    sinks: bool = False
-    cache: str = "auto"
+    sinks: bool = False  # whether each query head has a sink
+    cache: str = "auto"  # vLLM's name for the kind of its KV cache
+    # What queries, stored keys and stored values of 8 bits are multiplied with: one float32 each,
+    # on the device.
     scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     @property
@@ -71,14 +59,10 @@ class Layer(NamedTuple):
 def layer_of(init: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layer:
     """Read a layer from the arguments of its implementation's constructor.
 
-    Parameters
-    ----------
-    init : callable
-        The bound constructor of the host's implementation. Its signature names the arguments. If
-        it passes all of them on, as an implementation made of two others does, the signature of
-        the host's base class names them.
-    args, kwargs
-        The constructor's arguments.
+    - `init`: the bound constructor of the host's implementation. Its signature names the arguments.
+      If it passes all of them on, as an implementation made of two others does, the signature of
+      the host's base class names them.
+    - `args`, `kwargs`: the constructor's arguments.
     """
     given = _named(inspect.signature(init), args, kwargs)
     heads = int(given.pop("num_heads"))
@@ -94,17 +78,11 @@ def layer_of(init: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str,
 def kv_views(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of one layer, as :meth:`TreeAttention.run` takes them; nothing is copied.
 
-    Parameters
-    ----------
-    kv_cache : [pages, Hkv, page_size, 2 * D]
-        In any memory order with a contiguous last dimension (NHD or HND, padded pages, layers
-        side by side).
-    head_dim : int
-        D.
+    - `kv_cache`: in any memory order with a contiguous last dimension (NHD or HND, padded pages,
+      layers side by side).
+    - `head_dim`: D.
 
-    Returns
-    -------
-    k_cache, v_cache : [pages, page_size, Hkv, D]
+    Returns: k_cache, v_cache : [pages, page_size, Hkv, D].
     """
     paged = kv_cache.transpose(1, 2)
     return paged[..., :head_dim], paged[..., head_dim:]

@@ -96,10 +96,7 @@ def apply_model_defaults(vllm_config: Any) -> AttentionBackendEnum | None:
     For example, the layers of Gemma 4 have heads of two sizes. vLLM sets one version of
     FlashAttention, or one backend, for all of them.
 
-    Returns
-    -------
-    AttentionBackendEnum, optional
-        The backend that vLLM names for the model, if it names one.
+    Returns the backend that vLLM names for the model, if it names one.
     """
     global _defaults
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP

@@ -22,10 +22,7 @@ from deft_backend.hosts.vllm.versions import has_standard_cache
 def tree_backend(host: Any) -> Any:
     """The backend class that decodes through tree attention and does everything else as `host`.
 
-    Parameters
-    ----------
-    host : type[AttentionBackend]
-        One of the host's backends that :func:`cannot_surround` accepts.
+    - `host` [AttentionBackend]: one of the host's backends that :func:`cannot_surround` accepts.
     """
 
     def surrounded(ours: type, theirs: type, members: dict[str, Any]) -> type:

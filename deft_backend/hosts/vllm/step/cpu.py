@@ -96,10 +96,7 @@ def _refusal(found: str) -> NotImplementedError:
 class PlainCpuImplementation(AttentionImpl):  # type: ignore[misc]
     """One layer: writes its keys and values, then attends over the pages of each request.
 
-    Raises
-    ------
-    NotImplementedError
-        On construction, if this backend cannot compute the layer.
+    Raises NotImplementedError on construction, if this backend cannot compute the layer.
     """
 
     def __init__(

@@ -42,31 +42,16 @@ class GroupAttention:
     With the policy ``auto`` a step consists of launches only, so a captured graph can hold it. The
     device planner reads the host's tensors, and the CPU reads nothing back. On the CPU the same
     launches run in the interpreter, and the host planner offers the other policies.
-
-    Attributes
-    ----------
-    attention : TreeAttention
-        Sized for the group's layers and block size.
-    settings : Settings
-    state : ServerState
-        Receives the counters.
-    tree_layers : int
-        Layers of the whole model that go through tree attention.
-    counts : bool
-        Whether this group counts the server's steps; exactly one group does.
-    plans_on_device : bool
-        Whether the device planner makes the plans; else the host planner does, from CPU memory.
-    shows_batch : bool
-        Whether other threads may read the host's tensors between steps.
     """
 
-    attention: TreeAttention
+    attention: TreeAttention  # Sized for the group's layers and block size
     settings: Settings
-    state: ServerState
-    tree_layers: int
-    counts: bool
+    state: ServerState  # receives the counters
+    tree_layers: int  # layers of the whole model that go through tree attention
+    counts: bool  # whether this group counts the server's steps; exactly one group does
+    # Whether the device planner makes the plans; else the host planner does, from CPU memory.
     plans_on_device: bool
-    shows_batch: bool = True
+    shows_batch: bool = True  # whether other threads may read the host's tensors between steps
     failure: FailureLatch = field(default_factory=FailureLatch)
     _log: OnceLog = field(default_factory=OnceLog)
     _attached: bool = False
@@ -174,15 +159,10 @@ class GroupAttention:
         The planner's kernels, or :meth:`attend`, count the steps of tree attention. Graphs replay
         steps without Python, so the builder counts a verification's tokens.
 
-        Parameters
-        ----------
-        step : TreeStep, optional
-            Of tree attention.
-        reason : str, optional
-            Why the host's implementation decodes the batch; without a step and a reason, the batch
-            is no decode and no verification.
-        common : CommonAttentionMetadata
-            Of the batch.
+        - `step`: of tree attention.
+        - `reason`: why the host's implementation decodes the batch; without a step and a reason,
+          the batch is no decode and no verification.
+        - `common`: of the batch.
         """
         if not self.counts or (step is None and reason is None):
             return

@@ -27,37 +27,21 @@ class TreeStep:
     planning and repeats it at every replay. The host may run the same metadata again: it warms up
     before it captures. A layer that runs a second time therefore begins a new pass, with a new
     plan.
-
-    Attributes
-    ----------
-    group : GroupAttention
-        Tree attention of the group's layers.
-    page_table : [B, P] int32
-        The host's own tensor on the device, which it fills again in each step.
-    seq_lens : [B] int32
-        The host's own tensor on the device, with the query tokens; 0 for padding requests.
-    tokens : int
-        Rows of the batch's queries.
-    query_tokens : int
-        Most query tokens of a request.
-    query_start : [B + 1] int32, optional
-        In verification, the host's own tensor on the device: the first row of each request.
-    counted : int
-        Query tokens of a verification that the builder has counted as verified.
-    ran : set of int
-        Layers that ran in this pass.
-    unplanned : bool
-        Whether planning failed: the host's implementation then runs all layers.
     """
 
-    group: GroupAttention
+    group: GroupAttention  # Tree attention of the group's layers
+    # [B, P] int32; the host's own tensor on the device, which it fills again in each step.
     page_table: torch.Tensor
+    # [B] int32; the host's own tensor on the device, with the query tokens; 0 for padding requests.
     seq_lens: torch.Tensor
-    tokens: int
-    query_tokens: int = 1
+    tokens: int  # Rows of the batch's queries
+    query_tokens: int = 1  # most query tokens of a request
+    # [B + 1] int32; in verification, the host's own tensor on the device: the first row of each
+    # request.
     query_start: torch.Tensor | None = None
-    counted: int = 0
-    ran: set[int] = field(default_factory=set)
+    counted: int = 0  # Query tokens of a verification that the builder has counted as verified
+    ran: set[int] = field(default_factory=set)  # layers that ran in this pass
+    # Whether planning failed: the host's implementation then runs all layers.
     unplanned: bool = False
 
     def with_page_table(self, group: GroupAttention, page_table: torch.Tensor) -> TreeStep:
@@ -67,29 +51,16 @@ class TreeStep:
 
 
 class LayerCall(NamedTuple):
-    """One layer's part of a step.
+    """One layer's part of a step."""
 
-    Attributes
-    ----------
-    owner : object
-        The layer's implementation; it identifies the layer within a pass.
-    layer : Layer
-    query, output : [T, Hq, D]
-        The batch's query tokens at the step's first `tokens` indices; padding follows.
-    kv_cache : [pages, Hkv, page_size, 2 * D]
-    sinks : [Hq], optional
-        The sink of each query head.
-    host : callable
-        Runs the host's implementation into the same `output`.
-    """
-
-    owner: object
+    owner: object  # the layer's implementation; it identifies the layer within a pass
     layer: Layer
+    # [T, Hq, D]; the batch's query tokens at the step's first `tokens` indices; padding follows.
     query: torch.Tensor
     output: torch.Tensor
-    kv_cache: torch.Tensor
-    sinks: torch.Tensor | None
-    host: Callable[[], torch.Tensor]
+    kv_cache: torch.Tensor  # [pages, Hkv, page_size, 2 * D]
+    sinks: torch.Tensor | None  # [Hq]; the sink of each query head
+    host: Callable[[], torch.Tensor]  # Runs the host's implementation into the same `output`
 
 
 def attach(metadata: Any, step: TreeStep | None) -> None:
