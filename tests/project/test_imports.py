@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,24 @@ def test_modules_import_along_the_data_flow() -> None:
             if name.startswith("deft_backend.") and room(name) not in allowed
         ]
     assert not wrong, "\n".join(sorted(wrong))
+
+
+def needed(path: Path, names: set[str]) -> set[str]:
+    """The modules of `names` that a file imports, for types alone as well."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):  # of a module, or of a name that a module defines
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= inner & names
+            found |= {str(node.module)} if inner - names else set()
+    return found & names
+
+
+def test_no_modules_import_each_other() -> None:
+    files = {module_name(path): path for path in modules(PACKAGE)}
+    TopologicalSorter({name: needed(path, {*files}) for name, path in files.items()}).prepare()
 
 
 def test_no_module_imports_the_package_itself() -> None:

@@ -13,15 +13,24 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec, SlidingWindowSpec
 
 from deft_backend.hosts.common.division import LayerShape
-from deft_backend.hosts.common.warm_up import LayerKind
+from deft_backend.hosts.common.warm_up import LayerKind, StepTensors
 from deft_backend.hosts.vllm.plugin import asks_for_us
 from deft_backend.hosts.vllm.report.command_line import port_of
 from deft_backend.hosts.vllm.report.observe import original_backend
 from deft_backend.hosts.vllm.report.server import data_rank
+from deft_backend.hosts.vllm.start import factory
 from deft_backend.hosts.vllm.start.factory import _kinds, unsupported_server, unsupported_spec
 from deft_backend.hosts.vllm.start.layers import Layer, kv_views, layer_of
 from deft_backend.hosts.vllm.versions import blank_cache, has_standard_cache, unknown_cache
-from vllm_fakes import DIM, KV_HEADS, Cache, make_config, make_spec, speculating
+from vllm_fakes import (
+    DIM,
+    KV_HEADS,
+    Cache,
+    make_config,
+    make_spec,
+    speculating,
+    tree_layers,
+)
 
 
 def constructor(
@@ -267,6 +276,22 @@ def test_the_port_may_be_in_the_servers_file(
     if content is not None:
         path.write_text(content)
     assert port_of(["vllm", "serve", "m", "--config", str(path), *words.split()]) == port
+
+
+@pytest.mark.parametrize(("longest", "columns"), [(2000, [125, 128]), (2048, [128])])
+def test_a_server_compiles_for_every_width_of_its_page_table(
+    longest: int, columns: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM may make a page table wider, to a multiple of 16 pages."""
+    warmed_up: list[StepTensors] = []
+    monkeypatch.setenv("DEFT_PLANNER", "device")
+    monkeypatch.setattr(
+        factory, "warm_up_attention", lambda attention, tensors, **kwargs: warmed_up.append(tensors)
+    )
+    config = make_config()
+    config.model_config.max_model_len = longest
+    assert tree_layers(config).builder(make_spec()).deft_group is not None
+    assert [tensors.table_columns for tensors in warmed_up] == [columns]
 
 
 def test_a_server_compiles_for_each_kind_of_its_layers() -> None:

@@ -150,11 +150,20 @@ def test_the_same_metadata_serves_another_batch_of_a_graph() -> None:
     assert state().verified_tokens == 0  # a capture is no step
 
 
-def test_padding_tokens_behind_the_batch_are_not_read() -> None:
+def test_padding_tokens_behind_the_batch_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = make_layers()
     batch, cache = cached(Batch([40, 37, 33], shared=2, query_lens=[5, 3, 4]))
     metadata = layers.builder(make_spec()).build(0, batch.common(num_actual_tokens=14))
-    found = run(layers.impls[0], batch, cache, metadata, rows=2)
+    rows = []
+    attention_run = TreeAttention.run
+
+    def recorded(self: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rows.extend((len(q), len(kwargs["out"])))
+        return attention_run(self, q, *args, **kwargs)
+
+    monkeypatch.setattr(TreeAttention, "run", recorded)
+    found = run(layers.impls[0], batch, cache, metadata, rows=3)
+    assert rows == [14, 14]  # kernels may write every row of the batch, and no row behind it
     close(found[:12], reference(batch, cache))
     assert found[12:].eq(7.0).all()
 

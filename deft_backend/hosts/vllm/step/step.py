@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from deft_backend.hosts.vllm.start.layers import Layer
 
-if TYPE_CHECKING:
-    from deft_backend.hosts.vllm.step.group import GroupAttention
-
 _ATTRIBUTE = "deft_step"
+
+
+class Group(Protocol):
+    """What a layer asks of its step's group; ``group.py`` implements it."""
+
+    def attend(self, step: TreeStep, call: LayerCall) -> bool:
+        """Compute a layer into its output; False if the host's implementation must."""
+
+    def leave(self, reason: str) -> None:
+        """Note that a layer of planned steps runs in the host's kernel; log each reason once."""
 
 
 @dataclass
@@ -29,7 +36,7 @@ class TreeStep:
     plan.
     """
 
-    group: GroupAttention  # Tree attention of the group's layers
+    group: Group  # Tree attention of the group's layers
     # [B, P] int32; the host's own tensor on the device, which it fills again in each step.
     page_table: torch.Tensor
     # [B] int32; the host's own tensor on the device, with the query tokens; 0 for padding requests.
@@ -44,7 +51,7 @@ class TreeStep:
     # Whether planning failed: the host's implementation then runs all layers.
     unplanned: bool = False
 
-    def with_page_table(self, group: GroupAttention, page_table: torch.Tensor) -> TreeStep:
+    def with_page_table(self, group: Group, page_table: torch.Tensor) -> TreeStep:
         """The same requests in another group's page table [rows, P]."""
         rows = page_table[: len(self.seq_lens)]
         return replace(self, group=group, page_table=rows, counted=0, ran=set(), unplanned=False)
