@@ -27,7 +27,7 @@ SUITE ?= smoke
 PIP := python -m pip install --quiet --progress-bar off --no-compile
 SECONDS_OF_DRAWS ?= 60
 # Groups of unit tests, and of SGLang's integration tests, side by side; each of the latter takes a
-# core and about 7 GB of memory. The shorter suites run one group after the other.
+# core and about 7 GB of memory. `test` also runs this many of the shorter suites side by side.
 PROCESSES ?= 2
 MATRIX := $(PYTHON) -m tools.host_matrix
 # Hosts bring different versions of Triton: kernels must compile without spills under each.
@@ -39,8 +39,12 @@ OTHER_TRITON := tests/kernels/test_compiled_kernels.py -k test_kernels_on_hopper
 demo: $(VENV)/.demo
 	$(BIN)/deft ab --quick --out $(REPORTS)
 
-# In this order, two environments with SGLang (11 GB of disk each) are the most there is at a time.
-test: lint files unit draws integration smoke integration-vllm docs package
+# Stages that keep one core busy run side by side, and so do the environments that they wait for: two
+# with SGLang (11 GB of disk each) and two with vLLM (4 GB each). The other stages use all cores.
+test:
+	$(MAKE) -j$(PROCESSES) --output-sync=line lint integration-vllm smoke-sglang smoke-vllm files \
+		draws docs package
+	$(MAKE) unit integration
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
