@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from dataclasses import replace
 
@@ -157,3 +158,29 @@ def test_every_policy(server: Server, reference, request: pytest.FixtureRequest)
     asks = [Ask(m + f"they found {topic}", tokens=6) for m in middle for topic in TOPICS[2:4]]
     asks += [asks[0], Ask("Alone.", tokens=6)]
     check_policy(server, reference, asks, request.node.callspec.params["server"])
+
+
+@on("default", "policy-fasttree")
+@pytest.mark.parametrize("width", [4, 24])
+def test_beam_search(server: Server, baseline: Server, width: int) -> None:
+    """Beams fork in every step: each beam has the host's tokens, in the host's order."""
+    if importlib.util.find_spec("sglang.srt.beam_search") is None:
+        pytest.skip("this version of SGLang has no beam search")
+    settings = {"temperature": 0, "max_new_tokens": 8, "beam_width": width, "n": width}
+    body = {"text": PREFIX + "Once,", "sampling_params": {**settings, "ignore_eos": True}}
+    before = server.state()
+    ours, theirs = (
+        each.post("generate", body)["meta_info"]["beam_results"] for each in (server, baseline)
+    )
+    assert [beam["output_ids"] for beam in ours] == [beam["output_ids"] for beam in theirs]
+    assert len({tuple(beam["output_ids"]) for beam in ours}) == width
+    scores = [[beam["meta_info"]["sequence_score"] for beam in found] for found in (ours, theirs)]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-3)
+    after = server.state()
+    if "planned on the device" in server.log:
+        assert after["steps_tree"] >= before["steps_tree"] + 7
+        assert after["steps_host"] == before["steps_host"]
+    else:
+        by_host = [state["steps_host"].get("beam search", 0) for state in (before, after)]
+        assert by_host[1] >= by_host[0] + 7
+    assert not server.trouble()

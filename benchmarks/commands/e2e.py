@@ -40,17 +40,22 @@ def e2e(
         str,
         typer.Option(
             metavar="NAME[,NAME…]",
-            help="grid, first-tokens, documents, trees, clients, traffic, scheduler.",
+            help="grid, first-tokens, documents, trees, beams, draft-trees, rollouts, agents, "
+            "chats, clients, traffic, scheduler.",
         ),
     ] = "grid",
     case: Annotated[
         list[str] | None,
         typer.Option(
             metavar="PREFIX,BRANCHES,SUFFIX",
-            help="A case in place of the default grid; may be repeated.",
+            help="A case in place of the default ones; may be repeated. Branches: requests, beams, "
+            "samples or sessions. Suffix: own tokens; of rollouts, prompts.",
         ),
     ] = None,
-    gen: Annotated[int | None, typer.Option(min=1, help="Output tokens to time.")] = None,
+    gen: Annotated[
+        int | None,
+        typer.Option(min=1, help="Output tokens to time; of rollouts, the longest answer's."),
+    ] = None,
     repeats: Annotated[
         int | None,
         typer.Option(
@@ -108,6 +113,14 @@ def e2e(
     tp: Annotated[
         int, typer.Option(min=1, help="GPUs over which each server splits the model.")
     ] = 1,
+    drafts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND,TOKENS,ACCEPTED",
+            help="Servers draft: eagle, ngram or mtp, query tokens of a verification, and tokens "
+            "that the host is forced to accept in each.",
+        ),
+    ] = None,
     weights: Annotated[
         str, typer.Option(help="random, or dummy: then only times can be compared.")
     ] = "random",
@@ -146,7 +159,7 @@ def e2e(
         words(workloads),
         ServerChoice(
             chosen_host(host, needed=False), _listed(backends), reference,
-            tuple(host_arguments(host_args)), tp, start_timeout,
+            tuple(host_arguments(host_args)), tp, start_timeout, drafts,
         ),
         ModelChoice(model, shape, weights, checkpoint, layers),
         BatchChoice(case or (), gen, repeats),

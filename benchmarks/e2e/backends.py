@@ -78,6 +78,16 @@ HOSTS: Mapping[str, Host] = {
 }  # fmt: skip
 
 
+_SLEEP_OPTIONS = {
+    # Dummy weights are in no file, so the CPU keeps them while the server sleeps.
+    "sglang": ("--enable-memory-saver", "--enable-weights-cpu-backup"),
+    "vllm": ("--enable-sleep-mode",),
+}
+_SLEEP_ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
+    "sglang": {}, "vllm": {"VLLM_SERVER_DEV_MODE": "1"},
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Launch:
     """The start options of a run's servers.
@@ -95,6 +105,10 @@ class Launch:
         Further environment variables.
     tensor_parallel : int
         GPUs over which each server splits the model.
+    sleeps : bool
+        Whether the server frees its GPU memory between rollouts.
+    drafts : sequence of str
+        Options of drafts, and their label for rows.
     """
 
     host: Host
@@ -103,11 +117,16 @@ class Launch:
     options: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     tensor_parallel: int = 1
+    sleeps: bool = False
+    drafts: Sequence[str] = ()
+    drafts_label: str = ""
 
     @property
     def label(self) -> str:
         """The options as rows hold them; ``tp`` is a field of its own."""
-        return " ".join([*(["(tokenizer)"] if self.tokenizer else []), *self.options])
+        marks = {"(tokenizer)": self.tokenizer, "(sleeps)": self.sleeps}
+        shown = [mark for mark, applies in marks.items() if applies]
+        return " ".join([*shown, *filter(None, [self.drafts_label]), *self.options])
 
     def command(self, backend: str, state: Path) -> ServerCommand:
         """The command of a server on a free port, with the state folder `state`."""
@@ -118,6 +137,9 @@ class Launch:
             options.append("--skip-tokenizer-init")
         if host == "vllm" and "VLLM_USE_FLASHINFER_SAMPLER" not in os.environ:
             environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # compiling takes minutes
+        if self.sleeps:
+            options += _SLEEP_OPTIONS[host]
+            environment |= _SLEEP_ENVIRONMENT[host]
         if model.load_format is not None:
             options += ["--load-format", model.load_format]
         if self.tensor_parallel > 1:  # both hosts spell it like this
@@ -125,7 +147,7 @@ class Launch:
         return server_command(
             model.path, free_port(), host=host,
             backend=None if backend == HOST_DEFAULT else backend,
-            host_arguments=[*options, *self.options],
+            host_arguments=[*options, *self.drafts, *self.options],
             environment={**environment, **self.environment},
         )  # fmt: skip
 

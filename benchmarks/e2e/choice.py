@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 WORKLOADS = (
-    "grid", "first-tokens", "documents", "trees", "clients", "traffic", "scheduler",
+    "grid", "first-tokens", "documents", "trees", "beams", "draft-trees", "rollouts", "agents",
+    "chats", "clients", "traffic", "scheduler",
 )  # fmt: skip
 
 
@@ -56,6 +57,8 @@ class ServerChoice:
         GPUs over which each server splits the model.
     start_seconds : float
         Time limit for a server's start.
+    drafts : str, optional
+        ``KIND,TOKENS,ACCEPTED``: how the servers draft.
     """
 
     host: str = "sglang"
@@ -64,6 +67,7 @@ class ServerChoice:
     options: Sequence[str] = ()
     tensor_parallel: int = 1
     start_seconds: float = 500.0
+    drafts: str | None = None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from benchmarks.e2e.checked_answers import tolerance_of
 from benchmarks.e2e.choice import Choice, ChoiceError, one_of
@@ -22,6 +23,8 @@ from benchmarks.e2e.prompt_cases import (
 from benchmarks.e2e.served_model import Model
 from benchmarks.e2e.served_workloads import HostsOwn, Mixed, Together, Tree, Workload
 from benchmarks.e2e.tree_replay import longest_path, recorded_trees
+from benchmarks.e2e.tree_shapes import Beams, Rollouts, Sessions, TreeShape
+from benchmarks.e2e.tree_traffic import TreeTraffic
 from deft_backend.tools.servers.host_options import value_of
 
 MANY_IDS = 250_000
@@ -38,6 +41,28 @@ FIRST_TOKENS = ((4096, 32, 64), (4096, 64, 64), (4096, 128, 64))
 """Requests that arrive at once behind a cached prefix."""
 
 CPU_FIRST_TOKENS = ((256, 4, 16),)
+
+DRAFT_TREES = tuple(
+    (prefix, requests, 64) for prefix in (2000, 8000, 16000) for requests in (1, 8, 32)
+)
+"""Requests behind a cached prefix, on servers that draft (``--drafts``)."""
+
+Sizes = tuple[int, int, int]
+
+GROWN: Mapping[str, tuple[Callable[..., TreeShape], Sequence[Sizes], int]] = {
+    "beams": (Beams, [(p, w, 1) for p in (100, 4096, 16384) for w in (4, 32, 128, 256)], 65),
+    "rollouts": (
+        Rollouts, [(2000, 16, 16), (8000, 16, 16), (2000, 64, 1), (8000, 64, 1)], 8000,
+    ),
+    "agents": (Sessions, [(20000, 8, 256), (20000, 32, 256), (100000, 8, 256)], 128),
+    "chats": (partial(Sessions, forks=0), [(2048, 64, 16), (8192, 64, 16)], 128),
+}  # fmt: skip
+"""Trees that people grow: the shape, its default sizes and its output tokens on a GPU."""
+
+CPU_GROWN: Mapping[str, tuple[Sequence[Sizes], int]] = {
+    "beams": ([(64, 4, 1)], 8), "rollouts": ([(64, 4, 2)], 24), "agents": ([(96, 2, 8)], 6),
+    "chats": ([(96, 3, 8)], 6),
+}  # fmt: skip
 
 CPU_DOCUMENTS = Documents(
     documents=2, tokens=192, questions=2, question_tokens=8, loners=2, loner_tokens=48
@@ -61,6 +86,10 @@ def chosen_workloads(name: str, choice: Choice, model: Model, on_gpu: bool) -> I
         yield _together(case, choice, model, on_gpu)
     elif name == "trees":
         yield from _trees(choice, model, on_gpu)
+    elif name == "draft-trees":
+        yield from _draft_trees(choice, model, on_gpu)
+    elif name in GROWN:
+        yield from _grown(name, choice, model, on_gpu)
     elif name == "clients":
         yield from _clients(choice, on_gpu)
     else:
@@ -85,6 +114,32 @@ def _first_tokens(choice: Choice, model: Model, on_gpu: bool) -> Iterator[Worklo
             )
         check_fits(grid_case(model, prefix, 1, suffix), TOKENS, model)
         yield FirstTokens(prefix, branches, suffix, repeats)
+
+
+def _draft_trees(choice: Choice, model: Model, on_gpu: bool) -> Iterator[Workload]:
+    if choice.servers.drafts is None:
+        raise ChoiceError(
+            "the workload draft-trees measures servers that draft; say how with --drafts, such as "
+            "--drafts eagle,60,3"
+        )
+    for sizes in [parse_case(text) for text in choice.batches.cases] or (
+        DRAFT_TREES if on_gpu else CPU_GRID
+    ):
+        yield _together(grid_case(model, *sizes, "draft-trees"), choice, model, on_gpu)
+
+
+def _grown(name: str, choice: Choice, model: Model, on_gpu: bool) -> Iterator[Workload]:
+    make, sizes, tokens = GROWN[name]
+    if not on_gpu:
+        sizes, tokens = CPU_GROWN[name]
+    for each in [parse_case(text) for text in choice.batches.cases] or sizes:
+        shape = make(*each, choice.batches.gen or tokens)
+        if shape.longest > model.context:
+            raise CaseError(
+                f"{shape.name} has requests of {shape.longest} tokens; {model.name} takes "
+                f"{model.context}"
+            )
+        yield TreeTraffic(shape, choice.batches.repeats or (3 if on_gpu else 1))
 
 
 def _together(

@@ -57,15 +57,18 @@ def compare(reference: Sequence[Answer], other: Sequence[Answer]) -> dict[str, A
     """
     differences: list[float] = []
     gaps: list[float | None] = []
+    agreed = 0
     for theirs, ours in zip(reference, other, strict=True):
         found = compare_answers(theirs, ours)
         differences += found.differences
+        agreed += found.agreed
         if not found.same:
-            gaps.append(theirs.gap_to(found.agreed, ours.ids[found.agreed]))
+            known = len(theirs.top) > found.agreed
+            gaps.append(theirs.gap_to(found.agreed, ours.ids[found.agreed]) if known else None)
     return {
         "requests": len(reference),
         "equal_answers": len(reference) - len(gaps),
-        "compared_tokens": len(differences),
+        "compared_tokens": agreed,
         "logprob_difference_median": percentile(differences, 0.5),
         "logprob_difference_p99": percentile(differences, 0.99),
         "logprob_difference_max": max(differences, default=None),

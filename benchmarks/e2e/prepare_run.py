@@ -20,6 +20,7 @@ from benchmarks.e2e.choice import (
     one_of,
 )
 from benchmarks.e2e.chosen_workloads import chosen_workloads
+from benchmarks.e2e.drafts import parse_drafts
 from benchmarks.e2e.plain_check import PLAIN, arithmetic_of
 from benchmarks.e2e.prompt_cases import CaseError
 from benchmarks.e2e.served_model import (
@@ -27,6 +28,7 @@ from benchmarks.e2e.served_model import (
     WEIGHTS,
     Model,
     ModelError,
+    read_config,
     read_model,
     write_model,
     written_model,
@@ -67,6 +69,9 @@ def prepared(choice: Choice) -> Iterator[Setup]:
             environment=_same_prefill(host, choice.servers.reference),
             tensor_parallel=choice.servers.tensor_parallel,
         )  # fmt: skip
+        launch = replace(launch, sleeps="rollouts" in names and on_gpu)
+        if choice.servers.drafts is not None:
+            launch = _drafting(launch, choice.servers.drafts, Path(temporary) / "draft")
         if PLAIN in (choice.servers.reference, *backends):
             launch = _checked_plainly(names, choice.model.path, launch)
         workloads = [w for name in names for w in chosen_workloads(name, choice, model, on_gpu)]
@@ -90,6 +95,16 @@ def _same_prefill(host: Host, reference: str | None) -> dict[str, str]:
     if "DEFT_FALLBACK_BACKEND" in os.environ:
         return {}
     return {"DEFT_FALLBACK_BACKEND": reference}
+
+
+def _drafting(launch: Launch, text: str, folder: Path) -> Launch:
+    """The launch of servers that draft, with a draft model in `folder` if they need one."""
+    drafts = parse_drafts(text)
+    host, target = launch.host.name, read_config(launch.model)
+    return replace(
+        launch, drafts=tuple(drafts.options(host, target, folder)), drafts_label=drafts.label,
+        environment={**launch.environment, **drafts.environment(host)},
+    )  # fmt: skip
 
 
 def _checked_plainly(names: Sequence[str], path: str | None, launch: Launch) -> Launch:

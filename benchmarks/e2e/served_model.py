@@ -191,7 +191,7 @@ def read_model(path: str) -> Model:
         If the folder has no ``config.json`` with the sizes of vocabulary and context.
     """
     try:
-        config = json.loads((Path(path) / "config.json").read_text())
+        config = _config(path)
         vocabulary, context = int(config["vocab_size"]), int(config["max_position_embeddings"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
@@ -203,6 +203,16 @@ def read_model(path: str) -> Model:
         value = config.get(name)
         special += value if isinstance(value, list) else [value] if value is not None else []
     return Model(path, Path(path).name, min([vocabulary, *(i for i in special if i)]), context)
+
+
+def read_config(model: Model) -> dict[str, Any]:
+    """The configuration of a checkpoint that was written or read before."""
+    return _config(model.path)
+
+
+def _config(path: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((Path(path) / "config.json").read_text())
+    return config
 
 
 def write_tokenizer(folder: Path, words: int) -> None:

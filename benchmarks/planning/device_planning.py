@@ -1,6 +1,7 @@
 """``python -m benchmarks planning-device``: time of the device planner and of its plans' attention.
 
-The batches are those of :mod:`benchmarks.planning.host_planning`, and some that share nothing.
+The batches are those of :mod:`benchmarks.planning.host_planning`, beam searches, and some that
+share nothing.
 Times are medians in microseconds of CUDA graphs, with the L2 cache flushed before each replay.
 ``kernels_us`` times each of the planner's kernels alone; inside a graph they overlap. ``error``
 compares the attention's output with the output of a plan in which each request reads all of its KV.
@@ -30,6 +31,12 @@ from deft_backend.tools.tuning.launch_clock import Budget, captured, launch_us
 UNSHARED = ((1, 65536), (32, 2048), (256, 4096), (2048, 256))
 """Requests, and tokens of each."""
 
+BEAMS = tuple((width, prompt) for prompt in (4096, 16384) for width in (16, 64, 128, 256))
+"""Widths of beam searches, and tokens of their prompts."""
+
+BEAM_STEPS = 32
+"""Steps since the prompt."""
+
 HEADS = (32, 8, 128)
 """Query heads, KV heads and head dimension."""
 
@@ -49,6 +56,22 @@ def shared(requests: int, page_size: int, prefix_tokens: int = PREFIX_TOKENS) ->
     batch = ragged_batch(FAN_OUTS[requests], page_size, True, prefix_tokens)
     table = np.maximum(batch.page_tables, 0)
     return Tables(f"{prefix_tokens} tokens in 4 levels", table, batch.seq_lens, page_size)
+
+
+def beams(width: int, prompt: int, steps: int = BEAM_STEPS) -> Tables:
+    """Rows of a beam search after some steps, with pages of one token.
+
+    In each step, a beam continues one of the beams before it, as often as it is among the best. So
+    the forest has many short levels, and most beams have a common ancestor of few steps ago.
+    """
+    draw = np.random.default_rng(width)
+    table = np.zeros((width, prompt + steps), dtype=np.int32)
+    table[:, :prompt] = np.arange(prompt)
+    for step in range(prompt, prompt + steps):
+        table = table[draw.integers(width, size=width)]
+        table[:, step] = prompt + (step - prompt) * width + np.arange(width)
+    lens = np.full(width, prompt + steps, dtype=np.int32)
+    return Tables(f"{width} beams of {steps} steps on {prompt} tokens", table, lens, 1)
 
 
 def unshared(requests: int, tokens: int, page_size: int) -> Tables:
@@ -164,6 +187,7 @@ def measure_batches(
     device = torch.device("cuda")
     rows = []
     batches = [shared(requests, page) for page in PAGE_SIZES for requests in FAN_OUTS]
+    batches += [beams(width, prompt) for width, prompt in BEAMS]
     batches += [unshared(requests, tokens, 16) for requests, tokens in UNSHARED]
     for tables in batches:
         row = measure(tables, policy, device, Budget(launch_ms=launch_ms))

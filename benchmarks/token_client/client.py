@@ -107,6 +107,48 @@ class Client:
             )
         return answers, seconds
 
+    async def whole(
+        self, prompt: Ids, tokens: int, *, beams: int = 1, sampled: bool = False
+    ) -> list[Answer]:
+        """The answer to one prompt when all of it is there, or all beams, best first.
+
+        Parameters
+        ----------
+        beams : int
+            Width of a beam search; 1: none.
+        sampled : bool
+            Sample at temperature 1, as rollouts do.
+
+        Raises
+        ------
+        ClientError
+            As :meth:`batch`.
+        """
+        body = self._dialect.whole_body(prompt, tokens, beams=beams, sampled=sampled)
+        async with self._post(self._encoded(body)) as response:
+            answers = self._dialect.whole(json.loads(await response.read()))
+        if [len(answer.ids) for answer in answers] != [tokens] * beams:
+            found = sorted({len(answer.ids) for answer in answers})
+            raise ClientError(
+                f"asked for {beams} answers of {tokens} tokens, got {len(answers)} of {found}; do "
+                "prompt and answer fit the model's context and the KV cache?"
+            )
+        return answers
+
+    async def sleep_and_wake(self) -> float:
+        """Let the server free its GPU memory and take it back; returns the seconds of both.
+
+        Raises
+        ------
+        ClientError
+            If the server does not offer it.
+        """
+        began = time.perf_counter()
+        for path in self._dialect.sleep:
+            async with self._post(b"{}", path) as response:
+                await response.read()
+        return time.perf_counter() - began
+
     async def gap(self, prompt: Ids, token: int) -> float:
         """How much likelier than `token` the likeliest token after a prompt is (log-probabilities).
 
@@ -176,19 +218,22 @@ class Client:
         return json.dumps({**body, **self._fields}).encode()
 
     @contextlib.asynccontextmanager
-    async def _post(self, data: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _post(
+        self, data: bytes, path: str | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         import aiohttp
 
         headers = {"Content-Type": "application/json"}
-        url = self._url + self._dialect.path
+        path = path or self._dialect.path
+        url = self._url + path
         try:
             async with self._open().post(url, data=data, headers=headers) as response:
                 if response.status != 200:
                     said = (await response.text())[:300]
-                    raise ClientError(f"{self._dialect.path} answered {response.status}: {said}")
+                    raise ClientError(f"{path} answered {response.status}: {said}")
                 yield response
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError, KeyError) as error:
-            raise ClientError(f"{self._dialect.path} failed: {error!r}") from error
+            raise ClientError(f"{path} failed: {error!r}") from error
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:

@@ -46,6 +46,17 @@ class Dialect(Protocol):
         """All answers of a batch, in the prompts' order."""
         ...
 
+    def whole_body(self, prompt: Ids, tokens: int, *, beams: int, sampled: bool) -> dict[str, Any]:
+        """A request for one sampled answer, or for all beams of a beam search."""
+        ...
+
+    def whole(self, content: Any) -> list[Answer]:
+        """The answer, or the beams, best first."""
+        ...
+
+    sleep: tuple[str, str]
+    """Paths that free the GPU's memory between rollouts, and take it back."""
+
     def gap_body(self, prompt: Ids, token: int) -> dict[str, Any]:
         """The request for :meth:`gap`."""
         ...
@@ -60,6 +71,7 @@ class SGLangDialect:
 
     path = "/generate"
     takes_in_together = True
+    sleep = ("/release_memory_occupation", "/resume_memory_occupation")
 
     async def prepare(self, get: Get) -> None:
         """Nothing to learn."""
@@ -98,6 +110,17 @@ class SGLangDialect:
         # Pieces hold all ids so far, or only the new ones.
         _arrived(answer, ids[-fresh:] if fresh > 0 else [], now)
 
+    def whole_body(self, prompt: Ids, tokens: int, *, beams: int, sampled: bool) -> dict[str, Any]:
+        body = {**_sglang_body(tokens), "input_ids": list(prompt)}
+        body["sampling_params"]["temperature"] = int(sampled)
+        if beams > 1:
+            body["sampling_params"] |= {"beam_width": beams, "n": beams}
+        return body
+
+    def whole(self, content: Any) -> list[Answer]:
+        beams = content["meta_info"].get("beam_results") or [content]
+        return [Answer(index=i, ids=list(beam["output_ids"])) for i, beam in enumerate(beams)]
+
     def gap_body(self, prompt: Ids, token: int) -> dict[str, Any]:
         return {**self.batch_body([prompt], 1, logprobs=True), "token_ids_logprob": [token]}
 
@@ -113,6 +136,7 @@ class VLLMDialect:
 
     path = "/v1/completions"
     takes_in_together = False
+    sleep = ("/sleep?level=1", "/wake_up")
 
     def __init__(self) -> None:
         self.model = ""
@@ -158,6 +182,13 @@ class VLLMDialect:
         _refuse_error(self.path, content)
         ids = [id for choice in content["choices"] for id in choice.get("token_ids") or []]
         _arrived(answer, ids, now)
+
+    def whole_body(self, prompt: Ids, tokens: int, *, beams: int, sampled: bool) -> dict[str, Any]:
+        body = {**self._body([list(prompt)], tokens), "stream": False, "temperature": int(sampled)}
+        return {**body, "use_beam_search": True, "n": beams} if beams > 1 else body
+
+    def whole(self, content: Any) -> list[Answer]:
+        return self.answers(content)
 
     def gap_body(self, prompt: Ids, token: int) -> dict[str, Any]:
         # vLLM reports the log-probability of each token of a prompt. Of an answer's tokens it

@@ -9,9 +9,17 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from bench_e2e_fakes import FakeHost, decode, first_choice, gap_to, second_choice, third_choice
+from bench_e2e_fakes import (
+    FakeHost,
+    beam,
+    decode,
+    first_choice,
+    gap_to,
+    second_choice,
+    third_choice,
+)
 from benchmarks.token_client.client import Client, ClientError
-from benchmarks.token_client.send_requests import SendError, send_requests
+from benchmarks.token_client.send_requests import SendError, TreeRequest, send_requests
 from deft_backend.tools.harness.answers import Answer
 from deft_backend.tools.harness.workload import Request, Workload
 
@@ -154,6 +162,35 @@ def test_a_request_continues_the_answer_before_it(host: str) -> None:
     assert [answer.request for answer in (first, other, last)] == ["a", "b", "c"]
     assert other.ids == decode([7], 3).ids
     assert last.ids == decode([1, 2, *decode([1, 2], 5).ids, 3], 4).ids
+
+
+@HOSTS
+def test_a_turn_goes_on_with_what_its_sub_agents_return(host: str) -> None:
+    *_, last = send(
+        FakeHost(host), Request("a", (1, 2), 3), Request("f", (5,), 2, after="a"),
+        Request("g", (6,), 2, after="a"), TreeRequest("r", (3,), 4, after="a", returned=("f", "g")),
+    )  # fmt: skip
+    start = [1, 2, *decode([1, 2], 3).ids]
+    forks = [*decode([*start, 5], 2).ids, *decode([*start, 6], 2).ids]
+    assert last.ids == decode([*start, *forks, 3], 4).ids
+
+
+@HOSTS
+def test_beams_come_back_best_first_and_samples_are_sampled(host: str) -> None:
+    fake = FakeHost(host)
+    *beams, sample = send(
+        fake, TreeRequest("b", (1, 2), 4, beams=3), TreeRequest("s", (7,), 5, sampled=True)
+    )
+    assert [answer.ids for answer in beams] == [beam([1, 2], i, 4).ids for i in range(3)]
+    assert [answer.request for answer in beams] == ["b"] * 3
+    assert sample.ids == decode([7], 5).ids
+    heat = [body.get("sampling_params", body)["temperature"] for body in fake.bodies]
+    assert sorted(heat) == [0, 1]
+
+
+def test_a_beam_that_is_too_short_is_no_answer() -> None:
+    with pytest.raises(SendError, match=r"w, b: asked for 3 answers of 4 tokens, got 3 of \[3\]"):
+        send(FakeHost(mode="short"), TreeRequest("b", (1, 2), 4, beams=3))
 
 
 @pytest.mark.parametrize(

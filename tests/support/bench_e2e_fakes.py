@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,10 @@ from deft_backend.tools.harness.answers import Answer
 from deft_backend.tools.servers.command import ServerCommand, free_port
 
 VOCABULARY = 97
+SLEEP = {
+    "sglang": ("/release_memory_occupation", "/resume_memory_occupation"),
+    "vllm": ("/sleep", "/wake_up"),
+}
 GAP = 0.125
 """Log-probability of the first choice minus that of the second."""
 
@@ -66,6 +71,11 @@ def decode(prompt: Sequence[int], tokens: int, mode: str = "right") -> Answer:
     return answer
 
 
+def beam(prompt: Sequence[int], number: int, tokens: int, mode: str = "right") -> Answer:
+    """Beam `number`: the answer to a prompt that no other beam has."""
+    return decode([*prompt, number], tokens, mode)
+
+
 def of_prompt(prompt: Sequence[int], at: int) -> dict[str, dict[str, float]]:
     """vLLM's report on a prompt's token: the likeliest tokens there, and the token itself."""
     before = prompt[:at]
@@ -86,6 +96,7 @@ class FakeHost:
     hung_up: int = 0
     prompts: list[list[int]] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    slept: list[str] = field(default_factory=list)
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=2**26)
@@ -93,10 +104,16 @@ class FakeHost:
         app.router.add_get("/v1/models", self.models)
         app.router.add_post("/generate", self.generate)
         app.router.add_post("/v1/completions", self.complete)
+        for path in SLEEP[self.host]:
+            app.router.add_post(path, self.sleep)
         return app
 
     async def health(self, request: web.Request) -> web.Response:
         return web.Response(text="ok")
+
+    async def sleep(self, request: web.Request) -> web.Response:
+        self.slept.append(request.path_qs)
+        return web.Response()
 
     async def models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "served"}]})
@@ -113,6 +130,8 @@ class FakeHost:
         body = json.loads(await request.text())
         self.bodies.append(body)
         tokens = body["sampling_params"]["max_new_tokens"] - (self.mode == "short")
+        if not body["stream"] and isinstance(body["input_ids"][0], int):
+            return web.json_response(self._whole(body["input_ids"], body, tokens))
         if not body["stream"]:
             self.prompts += body["input_ids"]
             answers = [
@@ -136,6 +155,16 @@ class FakeHost:
         ]
         return await self._stream(request, pieces)
 
+    def _whole(self, prompt: list[int], body: dict[str, Any], tokens: int) -> dict[str, Any]:
+        self.prompts.append(prompt)
+        width = body["sampling_params"].get("beam_width")
+        if width is None:
+            return self._sglang(decode(prompt, tokens, self.mode), False)
+        assert body["sampling_params"]["n"] == width
+        beams = [self._sglang(beam(prompt, i, tokens, self.mode), False) for i in range(width)]
+        best = {**beams[0], "meta_info": {**beams[0]["meta_info"], "beam_results": beams}}
+        return best
+
     def _sglang(self, answer: Answer, logprobs: bool) -> dict[str, Any]:
         meta: dict[str, Any] = {"completion_tokens": len(answer.ids), "cached_tokens": 3}
         if logprobs:
@@ -155,6 +184,9 @@ class FakeHost:
         assert body["model"] == "served"
         tokens = body["max_tokens"] - (self.mode == "short")
         answers = [decode(prompt, tokens, self.mode) for prompt in body["prompt"]]
+        if body.get("use_beam_search"):
+            (prompt,) = body["prompt"]
+            answers = [beam(prompt, i, tokens, self.mode) for i in range(body["n"])]
         self.prompts += body["prompt"]
         if body["stream"]:
             pieces = [
@@ -175,7 +207,7 @@ class FakeHost:
                     None, *(of_prompt(prompt, i) for i in range(1, len(prompt)))
                 ] if body.get("prompt_logprobs") else None,
             }
-            for index, (prompt, answer) in enumerate(zip(body["prompt"], answers, strict=True))
+            for index, (prompt, answer) in enumerate(zip(cycle(body["prompt"]), answers))
         ]  # fmt: skip
         return web.json_response({"choices": choices[::-1]})  # in any order
 
