@@ -25,6 +25,9 @@ def trace(
     own_tokens: Annotated[int, typer.Option(help="Mean tokens of a turn's own text.")] = 256,
     answer_tokens: Annotated[int, typer.Option(help="Mean tokens of an answer.")] = 200,
     turns: Annotated[float, typer.Option(help="Mean turns of a conversation.")] = 1.5,
+    forks: Annotated[
+        int, typer.Option(help="Sub-agents that fork from a turn's history and return to it.")
+    ] = 0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same trace.")] = 0,
 ) -> None:
     """Make a trace in Mooncake's format, for 'deft ab --trace'."""
@@ -35,7 +38,7 @@ def trace(
     with reported(TraceError):
         shape = TraceShape(
             requests, rate, system_tokens, documents, document_tokens, own_tokens, answer_tokens,
-            turns, seed,
+            turns, seed, forks,
         )  # fmt: skip
     arrivals = make_arrivals(shape)
     lines = (line + "\n" for line in dump_arrivals(arrivals))

@@ -1,4 +1,4 @@
-"""Makes traces of arrivals: conversations about documents behind one system prompt."""
+"""Makes traces of arrivals: conversations and agents about documents behind one system prompt."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ class TraceShape:
     # Mean number of turns of a conversation. A turn repeats all earlier text and answers.
     turns: float = 1.5
     seed: int = 0
+    # Sub-agents that a turn starts together from its history; the next turn holds their answers.
+    forks: int = 0
 
     def __post_init__(self) -> None:
         for name, least, most in (
             ("requests", 1, 10**7), ("system_tokens", 0, MOST_TOKENS), ("documents", 0, 10**4),
             ("document_tokens", 1, MOST_TOKENS), ("own_tokens", 1, MOST_TOKENS),
             ("answer_tokens", 1, MOST_TOKENS), ("turns", 1, 10**4), ("rate", 1e-6, 1e6),
+            ("forks", 0, 10**4),
         ):  # fmt: skip
             value = getattr(self, name)
             if not least <= value <= most:  # also refuses what is no number
@@ -50,13 +53,17 @@ def make_arrivals(shape: TraceShape) -> list[Arrival]:
     """A trace of this shape; the same seed gives the same trace everywhere."""
     chance = random.Random(f"arrivals {shape.seed}")
     maker = _Maker(shape, chance)
-    found = []
+    found: list[Arrival] = []
     at = 0.0
-    for _ in range(shape.requests):
-        at += 1e3 * chance.expovariate(shape.rate)
-        tokens, ids, answer = maker.turn()
-        found.append(Arrival(at, tokens, answer, ids))
-    return found
+    while len(found) < shape.requests:
+        together = maker.next()
+        at += 1e3 * chance.expovariate(shape.rate / len(together))
+        found += [Arrival(at, tokens, answer, ids) for tokens, ids, answer in together]
+    return found[: shape.requests]
+
+
+_Request = tuple[int, tuple[int, ...], int]
+"""Prompt tokens, block ids and answer tokens."""
 
 
 class _Maker:
@@ -66,25 +73,38 @@ class _Maker:
         self._next = 0
         system = self._blocks(_Conversation([], 0), shape.system_tokens)
         self._starts = [
-            self._blocks(_Conversation(list(system.ids), system.tokens), self._length(mean))
+            self._blocks(_copy(system), self._length(mean))
             for mean in [shape.document_tokens] * shape.documents
         ] or [system]
         self._weights = [1.0 / (rank + 1) for rank in range(len(self._starts))]
         self._open: list[_Conversation] = []
+        self._forked: list[_Conversation] = []
 
-    def turn(self) -> tuple[int, tuple[int, ...], int]:
-        """Prompt tokens, block ids and answer tokens of the next request."""
+    def next(self) -> list[_Request]:
+        """The requests that arrive next: a turn, or all sub-agents of a conversation."""
+        if self._forked and self._chance.random() < 0.5:
+            talk = self._forked.pop(0)
+            self._open.append(talk)
+            return [self._turn(talk)]
         again = self._open and self._chance.random() < 1.0 - 1.0 / self._shape.turns
         if again:
             talk = self._open.pop(self._chance.randrange(len(self._open)))
         else:
             (start,) = self._chance.choices(self._starts, self._weights)
-            talk = _Conversation(list(start.ids), start.tokens)
+            talk = _copy(start)
+        if not again or not self._shape.forks:
+            self._open.append(talk)
+            return [self._turn(talk)]
+        asked = [self._turn(_copy(talk)) for _ in range(self._shape.forks)]
+        self._blocks(talk, sum(answer for _, _, answer in asked))
+        self._forked.append(talk)
+        return asked
+
+    def _turn(self, talk: _Conversation) -> _Request:
         self._blocks(talk, self._length(self._shape.own_tokens))
         answer = self._length(self._shape.answer_tokens)
         asked = talk.tokens, tuple(talk.ids), answer
         self._blocks(talk, answer)
-        self._open.append(talk)
         return asked
 
     def _blocks(self, talk: _Conversation, tokens: int) -> _Conversation:
@@ -101,3 +121,7 @@ class _Maker:
         """Unequal lengths with this mean: log-normal, at most eight times the mean."""
         drawn = mean * self._chance.lognormvariate(-0.18, 0.6)
         return max(1, min(round(drawn), 8 * mean))
+
+
+def _copy(talk: _Conversation) -> _Conversation:
+    return _Conversation(list(talk.ids), talk.tokens)

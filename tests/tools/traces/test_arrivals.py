@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -91,11 +93,13 @@ def test_the_two_kinds_of_traces_are_told_apart(tmp_path: Path) -> None:
     assert is_arrival_trace(other)
 
 
-@given(st.integers(1, 40), st.integers(0, 3), st.integers(0, 2000), st.floats(1, 4))
+@given(
+    st.integers(1, 40), st.integers(0, 3), st.integers(0, 2000), st.floats(1, 4), st.integers(0, 4)
+)
 def test_made_traces_are_traces_of_that_shape(
-    requests: int, documents: int, system: int, turns: float
+    requests: int, documents: int, system: int, turns: float, forks: int
 ) -> None:
-    shape = TraceShape(requests, 3.0, system, documents, 700, 50, 20, turns, seed=7)
+    shape = TraceShape(requests, 3.0, system, documents, 700, 50, 20, turns, 7, forks)
     arrivals = make_arrivals(shape)
     assert arrivals == make_arrivals(shape)
     assert len(arrivals) == requests
@@ -108,6 +112,28 @@ def test_made_traces_are_traces_of_that_shape(
     for arrival in arrivals:
         for last, id in zip((-1, *arrival.hash_ids), arrival.hash_ids, strict=False):
             assert before.setdefault(id, last) == last
+
+
+def test_sub_agents_fork_from_a_history_and_the_next_turn_holds_their_answers() -> None:
+    arrivals = make_arrivals(TraceShape(400, 2.0, 512, 2, 2048, 3000, 100, 6.0, 3, forks=3))
+    together = [
+        list(group) for _, group in itertools.groupby(arrivals, lambda each: each.timestamp)
+    ]
+    forks = [group for group in together if len(group) == 3]
+    assert len(forks) > 20
+    assert {len(group) for group in together} <= {1, 2, 3}  # the last group may be cut
+    returns = 0
+    for group in forks:
+        shared = len(os.path.commonprefix([each.hash_ids for each in group]))
+        assert shared >= min(len(each.hash_ids) for each in group) - 1 - 8 * 3000 // BLOCK_TOKENS
+        history = group[0].hash_ids[:shared]
+        answers = sum(each.output_length for each in group)
+        later = [each for each in arrivals if each.timestamp > group[0].timestamp
+                 and each.hash_ids[: len(history)] == history]  # fmt: skip
+        for each in later[:1]:
+            returns += 1
+            assert each.input_length > len(history) * BLOCK_TOKENS + answers
+    assert returns > 20
 
 
 def test_a_made_trace_can_be_read_back(tmp_path: Path) -> None:
