@@ -43,6 +43,17 @@ def test_batches_are_trees_of_the_stated_shape(page_size: int, shuffled: bool) -
     assert len(np.unique(forest.length[~forest.is_leaf])) > 3  # ragged
 
 
+def test_beams_fork_from_each_other_in_every_step() -> None:
+    tables = device_planning.beams(16, 40, steps=12)
+    forest = forest_from_page_tables(tables.page_table, tables.seq_lens, tables.page_size)
+    assert forest.order.tolist() == oracle_of_tables(tables.page_table, tables.seq_lens, 1)["order"]
+    assert len(set(tables.page_table[:, -1])) == 16  # each beam wrote a token of its own
+    assert forest.depth[forest.leaf].max() >= 3
+    inner = forest.length[~forest.is_leaf]
+    assert sorted(inner)[-1] >= 40
+    assert np.median(inner) <= 4
+
+
 def test_the_file_holds_a_row_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_planning, "FAN_OUTS", {8: (2, 2, 2)})
     monkeypatch.setattr(host_planning, "FLUSHED_BYTES", 1 << 12)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -124,7 +123,8 @@ def test_sub_agents_fork_from_a_history_and_the_next_turn_holds_their_answers() 
     assert {len(group) for group in together} <= {1, 2, 3}  # the last group may be cut
     returns = 0
     for group in forks:
-        shared = len(os.path.commonprefix([each.hash_ids for each in group]))
+        columns = zip(*(each.hash_ids for each in group), strict=False)
+        shared = sum(1 for _ in itertools.takewhile(lambda ids: len(set(ids)) == 1, columns))
         assert shared >= min(len(each.hash_ids) for each in group) - 1 - 8 * 3000 // BLOCK_TOKENS
         history = group[0].hash_ids[:shared]
         answers = sum(each.output_length for each in group)
