@@ -47,9 +47,10 @@ def e2e(
     case: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="PREFIX,BRANCHES,SUFFIX",
-            help="A case in place of the default ones; may be repeated. Branches: requests, beams, "
-            "samples or sessions. Suffix: own tokens; of rollouts, prompts.",
+            metavar="[WORKLOAD:]PREFIX,BRANCHES,SUFFIX[:TOKENS]",
+            help="A case in place of the workload's default ones; may be repeated. Branches: "
+            "requests, beams, samples or sessions. Suffix: own tokens; of rollouts, prompts. "
+            "Tokens: in place of --gen.",
         ),
     ] = None,
     gen: Annotated[

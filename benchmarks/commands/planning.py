@@ -36,6 +36,9 @@ def planning_device(
     launch_ms: Annotated[
         int, typer.Option(help="Milliseconds that each figure is repeated for.", min=1)
     ] = 40,
+    only: Annotated[
+        str, typer.Option(help="Measure only batches whose name holds this, such as beams.")
+    ] = "",
 ) -> None:
     """Time the device planner on this GPU: one row for each batch."""
     import torch
@@ -48,4 +51,4 @@ def planning_device(
             "host planner"
         )
     with reported(PolicyError):
-        measure_batches(out, policy, launch_ms, lambda row: typer.echo(json.dumps(row)))
+        measure_batches(out, policy, launch_ms, only, lambda row: typer.echo(json.dumps(row)))

@@ -18,7 +18,7 @@ from benchmarks.e2e.prompt_cases import (
     Documents,
     check_fits,
     grid_case,
-    parse_case,
+    parse_sizes,
 )
 from benchmarks.e2e.served_model import Model
 from benchmarks.e2e.served_workloads import HostsOwn, Mixed, Together, Tree, Workload
@@ -47,9 +47,9 @@ DRAFT_TREES = tuple(
 )
 """Requests behind a cached prefix, on servers that draft (``--drafts``)."""
 
-Sizes = tuple[int, int, int]
+_Numbers = tuple[int, int, int]
 
-GROWN: Mapping[str, tuple[Callable[..., TreeShape], Sequence[Sizes], int]] = {
+GROWN: Mapping[str, tuple[Callable[..., TreeShape], Sequence[_Numbers], int]] = {
     "beams": (Beams, [(p, w, 1) for p in (100, 4096, 16384) for w in (4, 32, 128, 256)], 65),
     "rollouts": (
         Rollouts, [(2000, 16, 16), (8000, 16, 16), (2000, 64, 1), (8000, 64, 1)], 8000,
@@ -59,7 +59,7 @@ GROWN: Mapping[str, tuple[Callable[..., TreeShape], Sequence[Sizes], int]] = {
 }  # fmt: skip
 """Trees that people grow: the shape, its default sizes and its output tokens on a GPU."""
 
-CPU_GROWN: Mapping[str, tuple[Sequence[Sizes], int]] = {
+CPU_GROWN: Mapping[str, tuple[Sequence[_Numbers], int]] = {
     "beams": ([(64, 4, 1)], 8), "rollouts": ([(64, 4, 2)], 24), "agents": ([(96, 2, 8)], 6),
     "chats": ([(96, 3, 8)], 6),
 }  # fmt: skip
@@ -98,15 +98,17 @@ def chosen_workloads(name: str, choice: Choice, model: Model, on_gpu: bool) -> I
 
 def _grid(choice: Choice, model: Model, on_gpu: bool, *, scheduler: bool) -> Iterator[Workload]:
     default = SCHEDULER_GRID if scheduler else GRID if on_gpu else CPU_GRID
-    for prefix, branches, suffix in [parse_case(text) for text in choice.batches.cases] or default:
+    for (prefix, branches, suffix), gen in _cases(
+        "scheduler" if scheduler else "grid", choice, default
+    ):
         case = grid_case(model, prefix, branches, suffix, "scheduler" if scheduler else "")
-        yield _together(case, choice, model, on_gpu, scheduler=scheduler)
+        yield _together(case, choice, model, on_gpu, gen, scheduler=scheduler)
 
 
 def _first_tokens(choice: Choice, model: Model, on_gpu: bool) -> Iterator[Workload]:
     default = FIRST_TOKENS if on_gpu else CPU_FIRST_TOKENS
     repeats = choice.batches.repeats or (10 if on_gpu else 2)
-    for prefix, branches, suffix in [parse_case(text) for text in choice.batches.cases] or default:
+    for (prefix, branches, suffix), _ in _cases("first-tokens", choice, default):
         if not prefix:
             raise CaseError(
                 "first-tokens measures requests behind a cached prefix; expected a prefix of 1 "
@@ -122,18 +124,16 @@ def _draft_trees(choice: Choice, model: Model, on_gpu: bool) -> Iterator[Workloa
             "the workload draft-trees measures servers that draft; say how with --drafts, such as "
             "--drafts eagle,60,3"
         )
-    for sizes in [parse_case(text) for text in choice.batches.cases] or (
-        DRAFT_TREES if on_gpu else CPU_GRID
-    ):
-        yield _together(grid_case(model, *sizes, "draft-trees"), choice, model, on_gpu)
+    for sizes, gen in _cases("draft-trees", choice, DRAFT_TREES if on_gpu else CPU_GRID):
+        yield _together(grid_case(model, *sizes, "draft-trees"), choice, model, on_gpu, gen)
 
 
 def _grown(name: str, choice: Choice, model: Model, on_gpu: bool) -> Iterator[Workload]:
     make, sizes, tokens = GROWN[name]
     if not on_gpu:
         sizes, tokens = CPU_GROWN[name]
-    for each in [parse_case(text) for text in choice.batches.cases] or sizes:
-        shape = make(*each, choice.batches.gen or tokens)
+    for each, gen in _cases(name, choice, sizes):
+        shape = make(*each, gen or choice.batches.gen or tokens)
         if shape.longest > model.context:
             raise CaseError(
                 f"{shape.name} has requests of {shape.longest} tokens; {model.name} takes "
@@ -142,10 +142,37 @@ def _grown(name: str, choice: Choice, model: Model, on_gpu: bool) -> Iterator[Wo
         yield TreeTraffic(shape, choice.batches.repeats or (3 if on_gpu else 1))
 
 
+def _cases(
+    name: str, choice: Choice, default: Sequence[_Numbers]
+) -> Iterator[tuple[_Numbers, int | None]]:
+    """The user's cases of a workload, and their output tokens; the default ones if there are none.
+
+    Raises
+    ------
+    CaseError
+        If a case has another form, or is of a workload that is not measured.
+    """
+    asked = [parse_sizes(text) for text in choice.batches.cases]
+    for each in asked:
+        if each.workload not in (None, *choice.workloads):
+            raise CaseError(
+                f"--case names the workload {each.workload}; expected one of --workloads: "
+                f"{', '.join(choice.workloads)}"
+            )
+    own = [each for each in asked if each.workload in (None, name)]
+    yield from [(each.sizes, each.gen) for each in own] or [(sizes, None) for sizes in default]
+
+
 def _together(
-    case: Case, choice: Choice, model: Model, on_gpu: bool, *, scheduler: bool = False
+    case: Case,
+    choice: Choice,
+    model: Model,
+    on_gpu: bool,
+    gen: int | None = None,
+    *,
+    scheduler: bool = False,
 ) -> Together:
-    gen = choice.batches.gen or (512 if scheduler else 256 if on_gpu else 8)
+    gen = gen or choice.batches.gen or (512 if scheduler else 256 if on_gpu else 8)
     check_fits(case, gen + 1, model)
     repeats = SCHEDULER_REPEATS if scheduler and on_gpu else _repeats(case, on_gpu)
     return Together(case, gen, choice.batches.repeats or repeats, fastest=scheduler)

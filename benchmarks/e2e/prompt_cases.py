@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,6 +50,41 @@ class Case:
     def longest(self) -> int:
         """Tokens of the longest prompt."""
         return max(len(prompt) for prompt in self.prompts)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A case as the user typed it: of one workload, or of each (None); with output tokens or not.
+
+    Attributes
+    ----------
+    workload : str, optional
+    sizes : tuple of int
+        Tokens of the prefix, branches, and tokens of each branch.
+    gen : int, optional
+    """
+
+    workload: str | None
+    sizes: tuple[int, int, int]
+    gen: int | None
+
+
+def parse_sizes(text: str) -> Sizes:
+    """``[WORKLOAD:]PREFIX,BRANCHES,SUFFIX[:TOKENS]``.
+
+    Raises
+    ------
+    CaseError
+        If the text has another form, or describes no request.
+
+    Examples
+    --------
+    >>> parse_sizes("rollouts:2000,16,16:1500")
+    Sizes(workload='rollouts', sizes=(2000, 16, 16), gen=1500)
+    """
+    found = re.fullmatch(r"(?:([a-z-]+):)?([^:]*)(?::([1-9]\d*))?", text)
+    workload, sizes, gen = found.groups() if found else (None, text, None)
+    return Sizes(workload, parse_case(sizes), int(gen) if gen else None)
 
 
 def parse_case(text: str) -> tuple[int, int, int]:

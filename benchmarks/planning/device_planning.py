@@ -162,6 +162,7 @@ def measure_batches(
     out: Path,
     policy: str,
     launch_ms: int,
+    only: str = "",
     on_row: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> None:
     """Time the device planner on batches with and without sharing, and write the rows.
@@ -174,6 +175,8 @@ def measure_batches(
         The policy to plan with.
     launch_ms : int
         Milliseconds of repetitions for each figure.
+    only : str
+        Measure only batches whose name holds this.
     on_row : callable
         Called with each row when it is measured.
 
@@ -190,6 +193,8 @@ def measure_batches(
     batches += [beams(width, prompt) for width, prompt in BEAMS]
     batches += [unshared(requests, tokens, 16) for requests, tokens in UNSHARED]
     for tables in batches:
+        if only not in tables.name:
+            continue
         row = measure(tables, policy, device, Budget(launch_ms=launch_ms))
         rows.append(row)
         on_row(row)

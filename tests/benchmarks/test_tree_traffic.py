@@ -215,6 +215,19 @@ def test_chains_of_both_hosts(tmp_path: Path) -> None:
     assert own[:4] == ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", "4"]
 
 
+@pytest.mark.usefixtures("on_gpu")
+def test_a_case_may_be_of_one_workload_and_have_its_own_tokens(tmp_path: Path) -> None:
+    cases = ["beams:64,4,1:9", "512,8,2"]
+    with prepared(choice(tmp_path, "beams", "chats", cases=cases, gen=20)) as setup:
+        found = [(t.shape.name, t.shape.prefix, t.shape.gen) for t in setup.workloads]  # type: ignore[attr-defined]
+    assert found == [("beams", 64, 9), ("beams", 512, 20), ("chats (3 turns)", 512, 20)]
+    with pytest.raises(CaseError, match="names the workload agents"):
+        prepared(choice(tmp_path, "beams", cases=["agents:64,4,1"])).__enter__()
+    for text in ("beams:64,4", "64,4,1:0", "64,4,1:", "a:b:c"):
+        with pytest.raises(CaseError, match="PREFIX,BRANCHES,SUFFIX"):
+            prepared(choice(tmp_path, "beams", cases=[text])).__enter__()
+
+
 @pytest.mark.parametrize("text", ["", "eagle", "eagle,1,1", "eagle,4,5", "medusa,4,2", "ngram,x,2"])
 def test_drafts_of_another_form_are_refused(text: str) -> None:
     with pytest.raises(ChoiceError, match="expected KIND,TOKENS,ACCEPTED"):
