@@ -19,6 +19,12 @@ FLASH_ATTN's), by prefix and branches."""
 SEVERAL_GPUS = {(65536, 32): 0.35, (16384, 64): 0.45, (4096, 128): 0.60}
 """The same for tensor-parallel servers of both hosts, against the host's own backend."""
 
+BEAMS = {(4096, 128): 0.50}
+"""The same for beam searches of SGLang, by prompt and width, against the host's own backend."""
+
+DRAFTING_REQUESTS = 8
+"""From so many requests on, draft trees must be faster than with every other backend."""
+
 UNSHARED = 1.02
 TTFT = 1.03
 SCHEDULER_US = 30.0
@@ -53,6 +59,11 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
             found += _client(row, ours, others, ttft=row["host"] == "sglang")
         elif row["workload"].startswith("mixed-traffic"):
             found.append(_traffic(row, ours))
+        elif row["workload"] == "draft-trees":
+            if (row["branches"] or 0) >= DRAFTING_REQUESTS:
+                found.append(_time(row, ours, others, 1.0, "faster than every other"))
+        elif row["workload"].startswith(("beams", "rollouts", "agents", "chats")):
+            found += _grown(row, ours, reference)
         elif row["workload"] == "unshared":
             peers = [reference] if reference else []
             asked = f"≤ {UNSHARED} of {host.backends[1]}"
@@ -110,6 +121,23 @@ def _mean_first(ours: Row, others: Sequence[Row]) -> str:
     if not all(means):
         return ""
     return f" (means: {means[0] / min(means[1:]):.3f})"
+
+
+def _grown(row: Row, ours: Row | None, reference: Row | None) -> list[Bar]:
+    """Steps of beams by their own limits; in all, never slower than the host's own backend."""
+    peers = [reference] if reference else []
+    limit = BEAMS.get((row["prefix"] or 0, row["branches"] or 0))
+    if row["workload"] == "beams" and limit:
+        asked = f"≤ {limit:.2f} of {HOSTS[row['host']].backends[1]}"
+        return [_time(row, ours, peers, limit, asked)]
+    asked = f"≤ {UNSHARED} of the time of {HOSTS[row['host']].backends[1]}"
+    if failed := _failure(ours):
+        return [Bar(case_name(row), asked, failed, False)]
+    times = [float(each["detail"].get("total_s") or 0.0) for each in (ours, reference) if each]
+    if len(times) < 2 or not all(times):
+        return [Bar(case_name(row), asked, "not measured on both", None)]
+    ratio = round(times[0] / times[1], 4)
+    return [Bar(case_name(row), asked, f"{ratio:.3f}", ratio <= UNSHARED)]
 
 
 def _traffic(row: Row, ours: Row | None) -> Bar:

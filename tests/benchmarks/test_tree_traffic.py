@@ -25,6 +25,7 @@ from benchmarks.e2e.choice import (
 from benchmarks.e2e.drafts import parse_drafts
 from benchmarks.e2e.prepare_run import prepared
 from benchmarks.e2e.prompt_cases import CaseError
+from benchmarks.e2e.serving_bars import bars
 from benchmarks.e2e.serving_rows import make_row
 from benchmarks.e2e.tree_shapes import Beams, Rollouts, Sessions
 from benchmarks.e2e.tree_traffic import Repeat, TreeTraffic, fill
@@ -159,6 +160,33 @@ def test_every_shape_leaves_a_row_and_answers_that_are_compared(tmp_path: Path, 
     assert equal < 3
     assert "agreement" not in rows["rollouts", "right"]["detail"]
     assert rows["chats (3 turns)", "right"]["ttft_ms"] is not None
+
+
+def measured(name: str, backend: str, sizes: tuple[int, int], tpot: float, total: float) -> Any:
+    row = make_row(name, "sglang", backend, "m", "", prefix=sizes[0], branches=sizes[1], suffix=1)
+    row["tpot_ms"] = tpot
+    row["detail"] = {"total_s": total, "steps": {"tree": 5}}
+    return row
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "ours", "found"),
+    [
+        ("beams", (4096, 128), (5.0, 99.0), [("0.500", True)]),
+        ("beams", (4096, 128), (5.1, 1.0), [("0.510", False)]),
+        ("beams", (100, 4), (99.0, 10.2), [("1.020", True)]),
+        ("rollouts", (2000, 16), (99.0, 10.3), [("1.030", False)]),
+        ("chats (3 turns)", (2048, 64), (99.0, 5.0), [("0.500", True)]),
+        ("draft-trees", (2000, 8), (9.9, 0.0), [("0.990", True)]),
+        ("draft-trees", (2000, 32), (10.0, 0.0), [("1.000", False)]),
+        ("draft-trees", (2000, 1), (99.0, 0.0), []),
+    ],
+)
+def test_each_tree_has_a_bar_of_its_own(name: str, sizes: Any, ours: Any, found: Any) -> None:
+    rows = [measured(name, "deft", sizes, *ours), measured(name, "fa3", sizes, 10.0, 10.0)]
+    assert [(bar.found, bar.met) for bar in bars(rows)] == found
+    rows[0]["error"] = "it ended"
+    assert all(bar.met is False for bar in bars(rows))
 
 
 @pytest.fixture
