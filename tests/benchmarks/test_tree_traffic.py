@@ -135,15 +135,14 @@ def test_time_to_first_token_is_told_by_kind_and_prompts_count_for_rollouts() ->
     assert row["tokens_per_s"] == 0.5
 
 
-@pytest.mark.parametrize("host", ["sglang", "vllm"])
-def test_every_shape_leaves_a_row_and_answers_that_are_compared(tmp_path: Path, host: str) -> None:
+def test_every_shape_leaves_a_row_and_answers_that_are_compared(tmp_path: Path) -> None:
     traffic = [
         TreeTraffic(shape, 1)
         for shape in (Beams(12, 3, 1, 6), Rollouts(12, 2, 2, 8), SESSIONS,
                       Sessions(12, 2, 3, 4, forks=0))
     ]  # fmt: skip
     setup = Setup(
-        fake_launch(host), ("right", "tie"), "tie", traffic, tmp_path / "e.json",
+        fake_launch(), ("right", "tie"), "tie", traffic, tmp_path / "e.json",
         tmp_path / "logs", "python -m benchmarks e2e", 120.0,
     )  # fmt: skip
     rows = {(row["workload"], row["backend"]): row for row in record(setup, lambda line: None)}
