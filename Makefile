@@ -52,7 +52,8 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 
 unit: $(VENV)/.test
-	$(BIN)/python -m pytest -q -m "not rare" -n $(PROCESSES) deft_backend tools/host_matrix tests
+	$(BIN)/python -m pytest -q -m "not rare" -n $(PROCESSES) --dist worksteal \
+		deft_backend tools/host_matrix tests
 
 # Real servers behind a real router and a real Prometheus; `pip install sglang-router` first.
 deploy: $(VENV)/.test

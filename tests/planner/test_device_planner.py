@@ -215,7 +215,7 @@ def makespan_of(plan: Plan, batch: Batch, target: Target) -> float:
 
 @pytest.mark.usefixtures("all_candidates")
 @pytest.mark.parametrize("name", ON_DEVICE)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 2, 4])  # each with heads of its own
 def test_the_host_planner_decides_the_same_by_every_policy(name: str, seed: int) -> None:
     """Plans are equal item by item. FlashForge's costs are float32 on the device: makespans are."""
     batch = random_batch(seed, 3 + 7 * seed, [0, 16, 96, 100, 400, 3000, 9000])

@@ -6,11 +6,21 @@ After a failure the host's kernel computes the right numbers, so results alone s
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import pytest
 
 SIGNS = ("a kernel failed", "planning failed", "could not be set up", "results of tree attention")
+
+
+def raising(error: BaseException) -> Callable[..., NoReturn]:
+    """A stand-in for a function that fails."""
+
+    def fail(*args: Any, **kwargs: Any) -> NoReturn:
+        raise error
+
+    return fail
 
 
 class _Failures(logging.Handler):

@@ -16,6 +16,7 @@ from deft_backend.telemetry import reporting
 from deft_backend.telemetry.counters import Counters, DeviceCounters, DraftCounts
 from deft_backend.telemetry.state import RETRY_SECONDS, StateWriter
 from deft_backend.telemetry.state_reader import StateError, read_state
+from failure_lines import raising
 from sglang_fakes import (
     Tree,
     make_state,
@@ -113,11 +114,7 @@ def test_after_a_full_disk_the_file_is_written_again(tmp_path, caplog, monkeypat
     now = [1000.0]
     monkeypatch.setattr("deft_backend.telemetry.state.time.monotonic", lambda: now[0])
     honest = writer._replace
-
-    def full(path: Path, content: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(writer, "_replace", full)
+    monkeypatch.setattr(writer, "_replace", raising(OSError(28, "No space left on device")))
     for _ in range(3):
         writer.look()
         now[0] += RETRY_SECONDS
@@ -165,11 +162,10 @@ def test_a_listener_that_raises_is_said_once_and_the_others_go_on(tmp_path, capl
     state = make_state()
     writer = StateWriter(state, tmp_path)
     heard: list[int] = []
-
-    def broken(counters: Counters) -> None:
-        raise OSError("disk full")
-
-    writer.listeners += [broken, lambda counters: heard.append(counters.decode_steps)]
+    writer.listeners += [
+        raising(OSError("disk full")),
+        lambda counters: heard.append(counters.decode_steps),
+    ]
     for _ in range(3):
         state.count_host("x", 1)
         writer.look()

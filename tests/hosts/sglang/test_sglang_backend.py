@@ -13,6 +13,7 @@ from deft_backend.hosts.sglang.prefixes.prefix_source import PrefixSource
 from deft_backend.hosts.sglang.start.layers import unsupported_layer
 from deft_backend.hosts.sglang.step.decode_plan import BatchObserver, DecodePlanner
 from deft_backend.planner.encoding import ITEM_ORDER
+from failure_lines import raising
 from sglang_fakes import (
     EAGER,
     FakePool,
@@ -529,10 +530,7 @@ def test_a_graph_with_a_layer_of_the_host_gets_the_hosts_metadata(server: Any) -
 
 
 def test_planning_that_fails_costs_a_line(server: Any, failures: list[str], monkeypatch) -> None:
-    def fail(forest: Any) -> None:
-        raise ValueError("no room")
-
-    monkeypatch.setattr(server.attention, "plan", fail)
+    monkeypatch.setattr(server.attention, "plan", raising(ValueError("no room")))
     batch, (q, k, v) = server.batch(), query()
     for _ in range(2):
         server.backend.init_forward_metadata(batch)
@@ -548,10 +546,7 @@ def test_planning_that_fails_costs_a_line(server: Any, failures: list[str], monk
 def test_a_kernel_that_fails_is_not_tried_again(
     server: Any, failures: list[str], monkeypatch
 ) -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("out of resources")
-
-    monkeypatch.setattr(server.attention, "run", fail)
+    monkeypatch.setattr(server.attention, "run", raising(RuntimeError("out of resources")))
     batch, (q, k, v) = server.batch(), query()
     server.backend.init_forward_metadata(batch)
     for layer_id in range(2):

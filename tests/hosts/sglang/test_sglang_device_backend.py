@@ -12,6 +12,7 @@ import torch
 from deft_backend.attention import TreeAttention
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.shown_batch import forest_of
+from failure_lines import raising
 from sglang_fakes import (
     FakePool,
     SWAKVPool,
@@ -183,10 +184,9 @@ def test_a_graph_that_was_captured_with_a_hosts_layer_gets_its_metadata(server: 
 def test_planning_that_fails_leaves_the_capture_to_the_host(
     server: Any, monkeypatch: pytest.MonkeyPatch, failures: list[str]
 ) -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("out of resources")
-
-    monkeypatch.setattr(server.attention, "plan_on_device", fail)
+    monkeypatch.setattr(
+        server.attention, "plan_on_device", raising(RuntimeError("out of resources"))
+    )
     backend, batch, (q, k, v) = server.backend, server.batch(), query()
     backend.init_forward_metadata_out_graph(batch, in_capture=True)
     backend.init_forward_metadata_in_graph(batch)
@@ -206,10 +206,7 @@ def test_planning_that_fails_leaves_the_capture_to_the_host(
 def test_a_kernel_that_fails_leaves_the_capture_to_the_host(
     server: Any, monkeypatch: pytest.MonkeyPatch, failures: list[str]
 ) -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("out of resources")
-
-    monkeypatch.setattr(server.attention, "run", fail)
+    monkeypatch.setattr(server.attention, "run", raising(RuntimeError("out of resources")))
     backend, batch, (q, k, v) = server.backend, server.batch(), query()
     backend.init_forward_metadata_out_graph(batch, in_capture=True)
     backend.init_forward_metadata_in_graph(batch)
@@ -260,11 +257,7 @@ def test_keys_and_values_of_8_bits_are_divided_once(
     )  # fmt: skip
     backend.init_forward_metadata(batch)
     if fails:
-
-        def fail(*args: Any, **kwargs: Any) -> None:
-            raise RuntimeError("a launch failed")
-
-        monkeypatch.setattr(attention, "run", fail)
+        monkeypatch.setattr(attention, "run", raising(RuntimeError("a launch failed")))
     k, v = (torch.full((2, 2, 64), value, dtype=torch.bfloat16) for value in (1.0, 2.0))
     layer = make_layer(k_scale=torch.tensor(0.5), v_scale=torch.tensor(0.25))
     q = torch.randn(2, 256).bfloat16()
@@ -292,12 +285,8 @@ def test_graphs_captured_anew_hold_what_is_captured_then(
     capture()
     backend.init_forward_metadata_out_graph(server.batch())
     assert server.calls == ["capture", "in graph"]  # tree attention needs no metadata
-
-    def fail(*arguments: Any, **more: Any) -> None:
-        raise torch.OutOfMemoryError("out of memory")
-
     with monkeypatch.context() as broken:
-        broken.setattr(server.attention, "run", fail)
+        broken.setattr(server.attention, "run", raising(torch.OutOfMemoryError("out of memory")))
         eager = server.batch()
         backend.init_forward_metadata(eager)
         backend.forward(q=q, k=k, v=v, layer=make_layer(), forward_batch=eager)
@@ -371,10 +360,7 @@ def test_a_capture_is_compiled_for_before_it_begins(server: Any) -> None:
 def test_kernels_that_do_not_compile_leave_decode_to_the_host(
     server: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*dtypes: torch.dtype) -> None:
-        raise RuntimeError("no assembler")
-
-    server.steps._compile_for = fail
+    server.steps._compile_for = raising(RuntimeError("no assembler"))
     batch, (q, k, v) = server.batch(), query()
     server.backend.init_forward_metadata_out_graph(batch, in_capture=True)
     server.backend.forward_decode(q, k, v, make_layer(), batch)

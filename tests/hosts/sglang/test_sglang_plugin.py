@@ -15,6 +15,7 @@ from deft_backend.hosts.common.division import Division, LayerShape
 from deft_backend.hosts.sglang.versions import decode_graphs, read_end
 from deft_backend.settings import installed
 from deft_backend.settings.config import SettingsError
+from failure_lines import raising
 from sglang_fakes import (
     FakePool,
     MHATokenToKVPool,
@@ -325,11 +326,12 @@ def test_a_host_whose_batches_cannot_be_observed_is_said(host: Any, monkeypatch)
 def test_an_observer_that_fails_is_dropped(host: Any, caplog, monkeypatch) -> None:
     from deft_patches.sglang import observe_batch
 
-    def fail(*given: Any) -> None:
-        raise ValueError("unknown batch")
-
     seen: list[Any] = []
-    monkeypatch.setattr(observe_batch, "_observers", [fail, lambda *given: seen.append(given)])
+    monkeypatch.setattr(
+        observe_batch,
+        "_observers",
+        [raising(ValueError("unknown batch")), lambda *given: seen.append(given)],
+    )
     for _ in range(2):
         made = observe_batch._observe(lambda cls, batch, runner: batch, None, "batch", "runner")
         assert made == "batch"
@@ -340,10 +342,7 @@ def test_an_observer_that_fails_is_dropped(host: Any, caplog, monkeypatch) -> No
 def test_registering_never_raises(host: Any, monkeypatch, caplog) -> None:
     from deft_backend.hosts.sglang import plugin
 
-    def fail() -> None:
-        raise RuntimeError("a host from another planet")
-
-    monkeypatch.setattr(plugin, "_register", fail)
+    monkeypatch.setattr(plugin, "_register", raising(RuntimeError("a host from another planet")))
     plugin.register()
     assert "a host from another planet" in caplog.text
 
@@ -636,9 +635,6 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
     from deft_backend.hosts.sglang.start import layers as model_layers
     from deft_patches.sglang import observe_batch, page_table_fence, tree_graphs
 
-    def fail(*given: Any) -> None:
-        raise RuntimeError("not here")
-
     def reduced(flags: torch.Tensor, operation: Any, group: Any) -> None:
         assert (operation, group) == (torch.distributed.ReduceOp.MIN, "in host memory")
         other = flags.clone()
@@ -657,7 +653,7 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
     monkeypatch.setattr(factory, "state_of", lambda *given: make_state())
     if at in ("fence", "graphs"):
         patch = {"fence": page_table_fence, "graphs": tree_graphs}[at]
-        monkeypatch.setattr(patch, "install", fail)
+        monkeypatch.setattr(patch, "install", raising(RuntimeError("not here")))
     table = SimpleNamespace(req_to_token=torch.zeros(9, 64, dtype=torch.int32), size=4)
     graphs = SimpleNamespace(decode=SimpleNamespace(backend="full"))
     group = SimpleNamespace(world_size=2, cpu_group="in host memory")

@@ -11,6 +11,7 @@ import torch
 from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.division import Division, LayerShape
 from deft_backend.settings.config import Settings
+from failure_lines import raising
 from sglang_fakes import (
     FakePool,
     Tree,
@@ -270,16 +271,13 @@ def test_after_a_failed_kernel_the_host_gets_the_drafts_own_keys(
         seen.extend((k, v))
         return q
 
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("a launch failed")
-
     backend = server.backend
     layers = server.steps.layers
     layers.pool, layers.attention = pool, attention
     monkeypatch.setattr(type(server.own), "forward_extend", staticmethod(extend))
     batch = server.batch(CHAIN)
     backend.init_forward_metadata(batch)
-    monkeypatch.setattr(attention, "run", fail)
+    monkeypatch.setattr(attention, "run", raising(RuntimeError("a launch failed")))
     k, v = (torch.full((2 * N, 2, 64), value, dtype=torch.bfloat16) for value in (1.0, 2.0))
     layer = make_layer(k_scale=torch.tensor(0.5), v_scale=torch.tensor(0.25))
     backend.forward(torch.zeros(2 * N, 256).bfloat16(), k, v, layer, batch)

@@ -37,3 +37,11 @@ def new_server(
     monkeypatch.setattr(factory, "log", OnceLog())
     monkeypatch.setattr(registered, "log", OnceLog())
     monkeypatch.setattr(utils, "get_kv_cache_layout", lambda: "NHD", raising=False)  # to 0.28
+
+
+@pytest.fixture(params=["auto", "deft-node"])
+def policy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A policy with the device planner, and one with the host planner."""
+    monkeypatch.setenv("DEFT_POLICY", request.param)
+    monkeypatch.setenv("DEFT_PLANNER", "device" if request.param == "auto" else "host")
+    return request.param

@@ -13,6 +13,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 from deft_backend.hosts.vllm.report import server
 from deft_backend.hosts.vllm.report.accepted import AcceptedDrafts
 from deft_patches.vllm import observe_steps
+from failure_lines import raising
 from sglang_fakes import make_state
 from vllm_fakes import make_config, speculating
 
@@ -104,11 +105,7 @@ def test_a_worker_shows_its_steps(caplog: pytest.LogCaptureFixture) -> None:
     worker.worker = SimpleNamespace(execute_model=lambda step: f"result of {step}")
     assert observe_steps.missing() is None
     seen: list[Any] = []
-
-    def fail(step: Any) -> None:
-        raise ValueError("too many")
-
-    observe_steps.install(fail)
+    observe_steps.install(raising(ValueError("too many")))
     observe_steps.install(seen.append)
     assert [worker.execute_model(step) for step in ("a", "b")] == ["result of a", "result of b"]
     assert seen == ["a", "b"]

@@ -30,6 +30,7 @@ from deft_backend.hosts.vllm.step.step import TreeStep, attach, step_of
 from deft_backend.hosts.vllm.versions import backend_name
 from deft_backend.settings.config import Settings, SettingsError
 from deft_backend.telemetry.shown_batch import ShownBatchError, forest_of
+from failure_lines import raising
 from vllm_fakes import (
     DIM,
     HEADS,
@@ -48,7 +49,6 @@ from vllm_fakes import (
 )
 
 DECODE = [40, 37, 33, 65, 5]
-POLICIES = ["auto", "deft-node"]  # with the device planner, and with the host planner
 
 
 @pytest.fixture
@@ -65,26 +65,25 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     return tables
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
-    ("block_size", "layout", "padded"),
+    ("policy", "block_size", "layout", "padded"),
     [
-        (16, "LBNHC", 0),
-        (32, "LBHNC", 0),
-        (64, "LBNHC", 128),
-        (128, "LBHNC", 64),
-        (16, "LHBNC", 0),
-        (16, "BLHNC", 0),
-        (32, "BLNHC", 64),
-        (16, "BHLNC", 0),
+        ("auto", 16, "LBNHC", 0),
+        ("auto", 32, "LBHNC", 0),
+        ("auto", 64, "LBNHC", 128),
+        ("auto", 128, "LBHNC", 64),
+        ("auto", 16, "LHBNC", 0),
+        ("auto", 16, "BLHNC", 0),
+        ("auto", 32, "BLNHC", 64),
+        ("auto", 16, "BHLNC", 0),
+        ("deft-node", 64, "LBNHC", 128),
+        ("deft-node", 32, "BLNHC", 64),
     ],
+    indirect=["policy"],
 )
 def test_decode_reads_every_layout(
-    block_size: int, layout: str, padded: int, policy: str, planned: list[torch.Tensor],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setenv("DEFT_POLICY", policy)
-    monkeypatch.setenv("DEFT_PLANNER", "device" if policy == "auto" else "host")
+    block_size: int, layout: str, padded: int, policy: str, planned: list[torch.Tensor]
+) -> None:
     layers = tree_layers()
     builder = layers.builder(make_spec(block_size))
     batch = Batch([4 * block_size + n for n in (1, 7, 11)] + [3], shared=3, block_size=block_size)
@@ -121,11 +120,9 @@ def test_a_scale_that_the_model_sets_later_counts() -> None:
     close(run(impl, batch, cache, metadata), reference(batch, cache, scale=-0.7))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_rows_that_no_request_owns(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("policy")
+def test_rows_that_no_request_owns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph may hold more requests than a batch: the outputs of the padding are zeros."""
-    monkeypatch.setenv("DEFT_POLICY", policy)
-    monkeypatch.setenv("DEFT_PLANNER", "device" if policy == "auto" else "host")
     monkeypatch.setattr(group, "_capturing", lambda tensor: True)
     layers = tree_layers()
     builder = layers.builder(make_spec())
@@ -136,15 +133,13 @@ def test_rows_that_no_request_owns(policy: str, monkeypatch: pytest.MonkeyPatch)
     assert found[-2:].eq(7.0).all()  # nothing beyond the batch is written
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(4))
-def test_blocks_computed_twice(seed: int, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("policy")
+def test_blocks_computed_twice(seed: int) -> None:
     """vLLM keeps both of two equal pages, and later requests may hold either at any position.
 
     Two rows then agree at one position but not before it, although their content is equal.
     """
-    monkeypatch.setenv("DEFT_POLICY", policy)
-    monkeypatch.setenv("DEFT_PLANNER", "device" if policy == "auto" else "host")
     draw = random.Random(seed)
     layers = tree_layers(count=1)
     batch = Batch([33 + 3 * row for row in range(6)], shared=0)
@@ -529,22 +524,16 @@ def test_kv_of_another_kind_makes_no_group(caplog: pytest.LogCaptureFixture) -> 
         assert "; these layers run through torch's own attention (in place of CPU_ATTN)" in line
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.usefixtures("policy")
 def test_a_failing_kernel_costs_a_line(
-    policy: str, monkeypatch: pytest.MonkeyPatch, failures: list[str]
+    monkeypatch: pytest.MonkeyPatch, failures: list[str]
 ) -> None:
     """The host's implementation runs the layer; the step that failed is one of the host's."""
-    monkeypatch.setenv("DEFT_POLICY", policy)
-    monkeypatch.setenv("DEFT_PLANNER", "device" if policy == "auto" else "host")
     layers = tree_layers()
     builder = layers.builder(make_spec())
     batch, cache = cached(Batch(DECODE, shared=2))
     metadata = builder.build(0, batch.common())
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("no such instruction")
-
-    monkeypatch.setattr(TreeAttention, "run", fail)
+    monkeypatch.setattr(TreeAttention, "run", raising(RuntimeError("no such instruction")))
     for impl in layers.impls:
         close(run(impl, batch, cache, metadata), reference(batch, cache))
     assert [line.count("no such instruction") for line in failures] == [1]
@@ -553,20 +542,14 @@ def test_a_failing_kernel_costs_a_line(
     assert (state().steps_tree, state().steps_host) == (0, {"kernel failed": 2})
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 def test_a_plan_that_fails_leaves_its_step_to_the_host(
     policy: str, monkeypatch: pytest.MonkeyPatch, failures: list[str]
 ) -> None:
     """The host planner plans the next step again; a launch of the device planner is not tried."""
-    monkeypatch.setenv("DEFT_POLICY", policy)
-    monkeypatch.setenv("DEFT_PLANNER", "device" if policy == "auto" else "host")
     layers = tree_layers()
     builder = layers.builder(make_spec())
     batch, cache = cached(Batch(DECODE, shared=2))
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise ValueError("no room")
-
+    fail = raising(ValueError("no room"))
     with monkeypatch.context() as planted:
         planted.setattr(TreeAttention, "plan", fail)
         planted.setattr(TreeAttention, "plan_on_device", fail)
@@ -629,14 +612,10 @@ def test_verification_allows_more_where_the_host_multiplies_in_8_bits(
         assert torch.equal(out, ours if agrees else theirs)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("q_scale", [1.0, 0.25])
-def test_queries_of_eight_bits_have_a_scale(
-    q_scale: float, policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("policy")
+def test_queries_of_eight_bits_have_a_scale(q_scale: float) -> None:
     """Some backends of vLLM take them over a cache of 8 bits."""
-    monkeypatch.setenv("DEFT_POLICY", policy)
-    monkeypatch.setenv("DEFT_PLANNER", "device" if policy == "auto" else "host")
     layers = tree_layers(arguments={"kv_cache_dtype": "fp8"})
     batch, cache = cached(Batch(DECODE, shared=2))
     stored = (cache.tensor / 0.02).to(torch.float8_e4m3fn)
@@ -666,10 +645,8 @@ def test_a_group_takes_layers_with_its_own_kind_of_cache() -> None:
         assert group.takes(layer._replace(cache="fp8_e4m3")) == (kind == "fp8")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_an_output_within_a_larger_tensor(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEFT_POLICY", policy)
-    monkeypatch.setenv("DEFT_PLANNER", "device" if policy == "auto" else "host")
+@pytest.mark.usefixtures("policy")
+def test_an_output_within_a_larger_tensor() -> None:
     layers = tree_layers()
     batch, cache = cached(Batch(DECODE, shared=2))
     metadata = layers.builder(make_spec()).build(0, batch.common())
@@ -837,11 +814,9 @@ def test_prompt_lengths_alone_are_no_window(planned: list[torch.Tensor]) -> None
 
 
 @pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_cache_of_eight_bits(policy: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("policy")
+def test_a_cache_of_eight_bits(kind: str) -> None:
     """vLLM gives bytes; its layers hold one scale for all keys and one for all values."""
-    monkeypatch.setenv("DEFT_POLICY", policy)
-    monkeypatch.setenv("DEFT_PLANNER", "device" if policy == "auto" else "host")
     layers = tree_layers(arguments={"kv_cache_dtype": kind})
     batch, cache = cached(Batch(DECODE, shared=2))
     module = SimpleNamespace(

@@ -17,6 +17,7 @@ from deft_backend.hosts.vllm.start.division import drafts, query_tokens_of
 from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
 from deft_backend.hosts.vllm.step.step import step_of
 from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
+from failure_lines import raising
 from vllm_fakes import (
     DIM,
     Batch,
@@ -41,13 +42,9 @@ def make_layers(tokens: int = 4, **kwargs: Any) -> Layers:
     return tree_layers(config, prefix="model.layers", **kwargs)
 
 
-@pytest.mark.parametrize("policy", ["auto", "deft-node"])
 @pytest.mark.parametrize("query_lens", [[5, 5, 5, 5, 5], [5, 1, 1, 4, 2], [1, 2, 1, 1, 1]])
-def test_rows_of_one_length_and_of_several(
-    query_lens: list[int], policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DEFT_POLICY", policy)
-    monkeypatch.setenv("DEFT_PLANNER", "device" if policy == "auto" else "host")
+@pytest.mark.usefixtures("policy")
+def test_rows_of_one_length_and_of_several(query_lens: list[int]) -> None:
     layers = make_layers()
     batch, cache = cached(Batch(LENS, shared=2, query_lens=query_lens))
     builder = layers.builder(make_spec())
@@ -61,12 +58,8 @@ def test_rows_of_one_length_and_of_several(
     assert state().steps_tree == 1
 
 
-@pytest.mark.parametrize("policy", ["auto", "deft-node"])
-def test_sinks_are_part_of_every_query_tokens_softmax(
-    policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DEFT_POLICY", policy)
-    monkeypatch.setenv("DEFT_PLANNER", "device" if policy == "auto" else "host")
+@pytest.mark.usefixtures("policy")
+def test_sinks_are_part_of_every_query_tokens_softmax() -> None:
     sinks = torch.tensor([2.0, -1.0, 5.0, 0.5])
     layers = make_layers(arguments={"sinks": sinks})
     batch, cache = cached(Batch(LENS, shared=2, query_lens=[5, 1, 1, 4, 2]))
@@ -79,12 +72,8 @@ def test_sinks_are_part_of_every_query_tokens_softmax(
 
 
 @pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2"])
-@pytest.mark.parametrize("policy", ["auto", "deft-node"])
-def test_drafts_over_a_cache_of_eight_bits(
-    policy: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DEFT_POLICY", policy)
-    monkeypatch.setenv("DEFT_PLANNER", "device" if policy == "auto" else "host")
+@pytest.mark.usefixtures("policy")
+def test_drafts_over_a_cache_of_eight_bits(kind: str) -> None:
     layers = make_layers(arguments={"kv_cache_dtype": kind})
     batch, cache = cached(Batch(LENS, shared=2, query_lens=[5, 1, 1, 4, 2]))
     module = SimpleNamespace(
@@ -103,19 +92,14 @@ def test_drafts_over_a_cache_of_eight_bits(
     assert (state().steps_tree, state().steps_host) == (1, {})
 
 
-@pytest.mark.parametrize("policy", ["auto", "deft-node"])
+@pytest.mark.usefixtures("policy")
 def test_a_failed_verification_is_the_hosts(
-    policy: str, monkeypatch: pytest.MonkeyPatch, failures: list[str]
+    monkeypatch: pytest.MonkeyPatch, failures: list[str]
 ) -> None:
-    monkeypatch.setenv("DEFT_POLICY", policy)
     layers = make_layers()
     batch, cache = cached(Batch(LENS, shared=2, query_lens=[5, 1, 1, 4, 2]))
     metadata = layers.builder(make_spec()).build(0, batch.common())
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("no such instruction")
-
-    monkeypatch.setattr(TreeAttention, "run", fail)
+    monkeypatch.setattr(TreeAttention, "run", raising(RuntimeError("no such instruction")))
     for impl in layers.impls:
         close(run(impl, batch, cache, metadata), reference(batch, cache))
     assert (state().verified_tokens, state().steps_tree) == (0, 0)

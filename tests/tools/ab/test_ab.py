@@ -45,6 +45,7 @@ from deft_backend.tools.harness.server_counters import ServerCounters, counters_
 from deft_backend.tools.harness.workload import Request, Workload
 from deft_backend.tools.traces.arrivals import Arrival, dump_arrivals
 from deft_backend.tools.traces.made_arrivals import TraceShape, make_arrivals
+from failure_lines import raising
 
 SMALL = ("--branches", "9", "--prefix-tokens", "120", "--max-tokens", "6")
 
@@ -136,10 +137,7 @@ def test_a_trace_with_its_own_times_and_a_small_context(tmp_path: Path) -> None:
 def test_without_matplotlib_there_are_no_plots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def missing(w: Any, names: Any) -> str:
-        raise ImportError("matplotlib")
-
-    monkeypatch.setattr(report, "time_plots", missing)
+    monkeypatch.setattr(report, "time_plots", raising(ImportError("matplotlib")))
     with serving(Fake()) as a:
         ab(tmp_path, "--urls", a.url, a.url, "--workload", "few-shot", *SMALL)
     assert "No plots, because matplotlib" in (tmp_path / "out" / "report.html").read_text()
