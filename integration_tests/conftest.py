@@ -1,7 +1,5 @@
 """Servers that the tests share: the baseline all the time, the others one after another."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Real SGLang servers on the CPU engine: started once for many tests, and always ended."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

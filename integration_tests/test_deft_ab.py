@@ -1,7 +1,5 @@
 """`deft ab` as a user runs it: two real servers, one after the other, and the report."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`deft top`, `deft inspect` and `deft ab --urls` beside one server that decodes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Every greedy answer equals the host's own, token by token, under every kind of traffic."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Faults in a real SGLang server: damaged files, poison, a planner and a kernel that fail."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

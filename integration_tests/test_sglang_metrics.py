@@ -1,7 +1,5 @@
 """The server's ``/metrics`` and log show the values that it counted."""
 
-from __future__ import annotations
-
 from integration_tests.common.answers import on
 from integration_tests.common.counted import check_metrics, logged_steps
 from integration_tests.common.server import Server

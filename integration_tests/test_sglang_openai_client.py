@@ -1,7 +1,5 @@
 """The `openai` package gets the host's own answers while SGLang evicts, pauses and flushes."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Speculation: greedy answers equal the host's without it, and as many drafts are accepted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

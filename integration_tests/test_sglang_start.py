@@ -1,7 +1,5 @@
 """Servers that must not start, and servers that the plugin must not change."""
 
-from __future__ import annotations
-
 import pytest
 
 from deft_backend.tools.servers.command import StartError

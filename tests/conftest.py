@@ -5,8 +5,6 @@ edges are pinned by `@example`. `python -m tests.support.new_draws` draws new on
 it prints.
 """
 
-from __future__ import annotations
-
 import os
 
 import triton.language as tl

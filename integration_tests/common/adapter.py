@@ -1,8 +1,6 @@
 """A LoRA adapter with random weights, just large enough to change the answers. With larger weights,
 answers would depend on the rounding of each sum."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

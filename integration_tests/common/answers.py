@@ -1,7 +1,5 @@
 """Compare answers with the reference's, and send the traffic for them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Use a server's control endpoints while its requests decode, and change its weights."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

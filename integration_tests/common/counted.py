@@ -1,7 +1,5 @@
 """Compare a server's ``/metrics`` and log with its state file."""
 
-from __future__ import annotations
-
 import re
 import time
 from typing import Any

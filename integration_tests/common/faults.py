@@ -1,7 +1,5 @@
 """A small selection of the fault harness, for the tests of either host."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from benchmarks.faults.run import Harness

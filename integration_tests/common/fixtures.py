@@ -1,7 +1,5 @@
 """Fixtures that the ``conftest.py`` of each host imports; ``baseline`` is that host's own."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

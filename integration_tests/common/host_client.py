@@ -1,7 +1,5 @@
 """The host's own benchmark client, run for its answers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

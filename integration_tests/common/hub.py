@@ -1,7 +1,5 @@
 """A cache of the Hugging Face hub with the tiny model, like after a download."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 NAME = "made-up/tiny-llama"

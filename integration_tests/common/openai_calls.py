@@ -1,7 +1,5 @@
 """Requests in every form that the `openai` package has for text, and their answers."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Traffic of the `openai` package against a disturbed server and against the host's own backend."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time

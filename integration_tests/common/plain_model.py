@@ -1,7 +1,5 @@
 """Greedy answers of the model itself, in float32 and without a server: a second reference."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

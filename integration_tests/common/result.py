@@ -1,7 +1,5 @@
 """Pytest plugin: write a run's result, with the servers' decode steps, to a JSON file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

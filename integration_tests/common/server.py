@@ -1,7 +1,5 @@
 """A running server of either host, from its clients' side."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Architectures of the zoo on a host's CPU engine: every token is the host's own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from benchmarks.zoo.architectures import ARCHITECTURES

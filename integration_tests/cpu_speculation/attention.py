@@ -1,7 +1,5 @@
 """The attention of SGLang's backend for CPUs, `intel_amx`, in PyTorch and float32."""
 
-from __future__ import annotations
-
 import torch
 
 

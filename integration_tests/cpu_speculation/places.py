@@ -1,7 +1,5 @@
 """Where tokens lie: page tables, the places of drafts, and accepted tokens that move."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Load the stand-ins into every process of a server, as a plugin of SGLang."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import ModuleType

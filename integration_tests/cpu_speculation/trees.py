@@ -1,7 +1,5 @@
 """Token trees: how drafts become trees, and which drafts a greedy verification accepts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """What the tests of both hosts' servers on GPUs check, and where their comparisons are written."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

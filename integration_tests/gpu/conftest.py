@@ -1,7 +1,5 @@
 """A small model with random weights, and a server for every variant that this machine can run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Requests over a ragged forest of token ids; some join late, and some hang up."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Servers run with the overlap scheduler and CUDA graphs. If the environment names
 ``GPU_REPORT``, the comparisons are written there.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

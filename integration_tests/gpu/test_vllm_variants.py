@@ -4,8 +4,6 @@ Servers run with asynchronous scheduling and CUDA graphs. If the environment nam
 ``GPU_REPORT``, the comparisons are written there.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

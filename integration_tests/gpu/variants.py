@@ -1,7 +1,5 @@
 """Servers on GPUs with different dtypes, pages, ranks and modes, all started at once."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor

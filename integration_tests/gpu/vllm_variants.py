@@ -1,7 +1,5 @@
 """vLLM's servers on GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from integration_tests.gpu.variants import PAPERS, Fleet, Variant

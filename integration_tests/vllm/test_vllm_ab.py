@@ -1,7 +1,5 @@
 """`deft ab --host vllm` as a user runs it: two real servers and the report."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

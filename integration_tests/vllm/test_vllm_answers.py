@@ -1,7 +1,5 @@
 """Every answer equals the host's own, token by token, with vLLM's features in use."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Answers over a KV cache in FP8 equal the model's over such a cache, and the host's own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """vLLM's own ``/metrics`` and the log show the values that the server counted."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 from integration_tests.common.answers import PREFIX, TOPICS, on

@@ -3,8 +3,6 @@
 The reference is the model itself, which no control request reaches.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The `openai` package gets the host's own answers while vLLM evicts, pauses and flushes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

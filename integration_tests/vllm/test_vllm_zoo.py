@@ -1,7 +1,5 @@
 """Windows beside full attention, sinks, linear layers and experts, on vLLM."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Real vLLM servers on the CPU: started once for many tests, and always ended."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

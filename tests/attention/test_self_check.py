@@ -1,7 +1,5 @@
 """The self-check passes sound kernels and catches planted faults; it names the case and the row."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

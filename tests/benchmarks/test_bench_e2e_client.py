@@ -1,7 +1,5 @@
 """The client of token ids against a server with both hosts' endpoints."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows of end-to-end runs: stored, merged, and compared with the release bars."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

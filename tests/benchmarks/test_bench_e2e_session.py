@@ -1,7 +1,5 @@
 """Whole end-to-end runs with our own servers, the hosts' clients' figures, and the command."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

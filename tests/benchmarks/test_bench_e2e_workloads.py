@@ -1,7 +1,5 @@
 """The requests and measurements of an end-to-end run, with a client whose times are computed."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from pathlib import Path

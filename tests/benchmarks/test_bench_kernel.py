@@ -1,7 +1,5 @@
 """The kernel benchmark without a GPU: its workloads, inputs, reference, peers and checks."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Rows of the kernel benchmark: files, merges, release bars, plots, and the commands."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

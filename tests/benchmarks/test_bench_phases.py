@@ -1,7 +1,5 @@
 """The separate launches of a plan together give the plan's result."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

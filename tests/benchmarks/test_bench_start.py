@@ -1,7 +1,5 @@
 """`benchmarks start` and first tokens: over servers of our own, whose caches we look into."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace

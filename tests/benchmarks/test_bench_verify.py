@@ -1,7 +1,5 @@
 """The benchmark set `verify` without a GPU: its workloads, results, and FlashInfer's prefill."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

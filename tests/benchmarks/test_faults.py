@@ -1,7 +1,5 @@
 """The fault harness: its verdicts, its planted faults, and the page drawn from its record."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

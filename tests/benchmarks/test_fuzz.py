@@ -1,7 +1,5 @@
 """The fuzzer finds planted faults, keeps failing seeds, and every kept case passes today."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """The fuzzer's attention cases: every kind is drawn, passes, and fails if its part is left out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

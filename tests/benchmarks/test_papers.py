@@ -1,7 +1,5 @@
 """The papers' tables without a GPU: every method is right on a small tree, and counts are right."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The model in plain PyTorch against transformers' Llama, and the check of sampled answers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The planning benchmark: its measurements are what it claims, and its file is correct."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

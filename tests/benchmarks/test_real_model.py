@@ -1,7 +1,5 @@
 """The trained model's checkpoint and perplexity, with small stand-ins for both."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """The soak adds slices up, goes on after an interruption, and sees memory that grows."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

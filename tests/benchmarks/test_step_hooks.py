@@ -1,7 +1,5 @@
 """The benchmark of the hooks' time: it runs the real hooks and writes a row for each batch."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import subprocess

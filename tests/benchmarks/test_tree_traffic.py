@@ -1,7 +1,5 @@
 """The trees that people grow: their requests, their figures, and the servers that draft."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """The zoo of architectures: how answers are checked, and that the README says what was checked."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """The `deft` command: help, one-line errors for bad input, explain and doctor end to end."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`deft warm`: fills a folder without a GPU, and refuses what no server could use."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Commands that get a signal leave no server and no client behind."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """The model of a command: a folder, a hub name, or neither."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`host_jit`: compiles once, caches the code if possible, and is correct without a cache."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A folder of compiled kernels: written, moved, read back; refused if it is not what it says."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

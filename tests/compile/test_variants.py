@@ -1,7 +1,5 @@
 """The start compiles the variants that steps launch, under the keys that launches look up."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path

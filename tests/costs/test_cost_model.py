@@ -1,7 +1,5 @@
 """The profiled cost table: FlashForge's Table 2, its interpolation, and files."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The compose file, and its router before two real servers."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The images: the steps of each Dockerfile run in a fresh environment."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

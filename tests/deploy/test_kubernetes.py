@@ -1,7 +1,5 @@
 """The manifests fit each other, allow the longer first start, and Prometheus finds them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

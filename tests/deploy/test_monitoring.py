@@ -1,7 +1,5 @@
 """A real Prometheus scrapes the real exporter: every query of the dashboard and alerts has data."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

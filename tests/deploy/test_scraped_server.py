@@ -1,7 +1,5 @@
 """Prometheus scrapes a real server of the installed host: the dashboard's queries have data."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """docs/walkthrough.md shows the code's own results, and its batch uses every path."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

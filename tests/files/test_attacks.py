@@ -1,7 +1,5 @@
 """Attacks on the files and the port of the package: each ends in a refusal that names its cause."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

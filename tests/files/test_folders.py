@@ -1,7 +1,5 @@
 """The package's folders: one module decides their paths, and creates them for one user."""
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Iterator

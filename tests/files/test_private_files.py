@@ -1,7 +1,5 @@
 """What SECURITY.md promises of files: who may read and write them, and what is read back."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

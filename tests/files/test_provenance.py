@@ -1,7 +1,5 @@
 """The origin of a figure, which is stored with every result."""
 
-from __future__ import annotations
-
 import stat
 import sys
 from pathlib import Path

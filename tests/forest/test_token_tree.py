@@ -1,7 +1,5 @@
 """Ancestor bits from a host's links, against a walk up the tree."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import example, given, settings

@@ -1,7 +1,5 @@
 """Without a GPU: kernels compile for their GPUs, and the expected number of programs fits an SM."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """KV caches of 8 bits, and sinks: both stages against float64, over the numbers in the cache."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

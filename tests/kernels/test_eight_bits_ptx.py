@@ -1,7 +1,5 @@
 """The PTX that makes operands of bytes, instruction by instruction: every byte, exactly."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

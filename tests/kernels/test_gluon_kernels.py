@@ -1,7 +1,5 @@
 """The kernels in Gluon without a GPU: their results in an emulation of their language."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace

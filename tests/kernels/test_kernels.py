@@ -3,8 +3,6 @@
 On the CPU the interpreter runs the kernels; with a GPU, the compiled kernels run the same tests.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The masked tile in Gluon without a GPU: DeFT-Flatten in the emulation, against float64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

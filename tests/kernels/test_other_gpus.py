@@ -1,7 +1,5 @@
 """Without a GPU: every plain kernel compiles for the other GPUs and fits their shared memory."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """Programs that number themselves: every number once, and the first ones on different SMs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 Outputs and workspaces hold NaN before: a read before a write, and a row that nobody writes, show.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The device planner in the interpreter: the same attention as the host planner's `auto`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Plans from the kernels' side: every query's tokens once, every partial result in its place."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The rule for the length of chunks gives the same prices on the CPU and on the device."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every policy covers every query's context exactly once, and follows its paper."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

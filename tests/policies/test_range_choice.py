@@ -1,7 +1,5 @@
 """`auto`: the choice of KV ranges with their own items, and their chunks."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The contracts' check with a made-up host and an index that is a folder: real pip, no network."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

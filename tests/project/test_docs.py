@@ -1,7 +1,5 @@
 """Documentation: all its links, paths and module names exist, and the README is short."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

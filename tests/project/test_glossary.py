@@ -1,7 +1,5 @@
 """docs/glossary.md names modules that exist, and no file uses its retired words."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from functools import cache

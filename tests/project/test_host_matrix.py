@@ -1,7 +1,5 @@
 """The tool behind `make matrix`: requirements, versions, rows and the smoke suite's counts."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

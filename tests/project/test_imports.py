@@ -1,7 +1,5 @@
 """The data flow is also the import order: rooms import rooms below them, and nothing else."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The version: one file holds it, the build reads it, and it is cheap to import."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The tiny model in ``models/tiny-llama``: the properties that the demo and the tests need."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Settings: every variable, its limits, and the table in the documentation."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import fields
 from pathlib import Path

@@ -3,8 +3,6 @@
 Run as a script it is a host server: ``bench_e2e_fakes.py PORT HOST MODE``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """A headless Chromium for tests of pages, driven through WebDriver by the standard library."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

@@ -3,8 +3,6 @@
 After a failure the host's kernel computes the right numbers, so results alone show nothing.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn

@@ -1,7 +1,5 @@
 """A made-up server of OpenAI's completions: it answers by rule, and fails when it is told to."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """The forest in plain Python: the reference for the compiled builders, array by array."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

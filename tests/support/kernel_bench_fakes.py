@@ -1,7 +1,5 @@
 """Stand-ins for peers' packages: they compute the planned attention in float64."""
 
-from __future__ import annotations
-
 import math
 from types import ModuleType, SimpleNamespace
 from typing import Any

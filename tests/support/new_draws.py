@@ -4,8 +4,6 @@ Half of the time goes to the property tests that need no kernel, half to `benchm
 Each command is printed with its seed before it runs, so that it can be run again.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import secrets

@@ -7,8 +7,6 @@ text occurs no more, or more than once, is ``gone``: renew it. Faults of a host 
 is installed: run the command in both environments with one FILE, which keeps the rows of the other.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

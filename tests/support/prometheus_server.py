@@ -1,7 +1,5 @@
 """A real Prometheus that scrapes given addresses, and the queries of deploy/."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -5,8 +5,6 @@ that are prefixes of others, equal requests, one request, none. The checker uses
 and lengths, no nodes or policies.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

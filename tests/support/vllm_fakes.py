@@ -1,7 +1,5 @@
 """The data of a vLLM worker, without a worker: configuration, KV cache, batches, layers."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The server's counters as Prometheus metrics, and the line in its log."""
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess

@@ -1,7 +1,5 @@
 """A server's counters and its state file."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

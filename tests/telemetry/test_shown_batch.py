@@ -1,7 +1,5 @@
 """The last batch, copied while the server may be capturing graphs."""
 
-from __future__ import annotations
-
 import ctypes
 from contextlib import nullcontext
 from types import SimpleNamespace

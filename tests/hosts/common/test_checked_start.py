@@ -1,7 +1,5 @@
 """A server on a machine without recorded results checks its kernels, or uses the host's."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a server says of the kernels that `deft warm` left for it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from pathlib import Path

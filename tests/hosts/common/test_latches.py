@@ -1,7 +1,5 @@
 """A failure closes tree attention once, warnings are logged once, and a division reads well."""
 
-from __future__ import annotations
-
 from deft_backend.hosts.common.division import Division
 from deft_backend.hosts.common.latches import FailureLatch, OnceLog
 

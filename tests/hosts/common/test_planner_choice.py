@@ -1,7 +1,5 @@
 """The choice of the planner, and the number of requests that the device planner holds."""
 
-from __future__ import annotations
-
 import logging
 from itertools import product
 from typing import Any

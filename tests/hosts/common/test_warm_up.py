@@ -1,7 +1,5 @@
 """The warm-up before the first request: it runs every batch size that kernels are compiled for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The checker of contracts, with a made-up host: what it finds and what it reports."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

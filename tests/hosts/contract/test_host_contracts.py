@@ -4,8 +4,6 @@ The test replaces each member's name, and each parameter's, in the host's source
 then report that the member is missing.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

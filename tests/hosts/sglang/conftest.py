@@ -1,7 +1,5 @@
 """No test of SGLang's adapter passes because the host's kernel ran where ours failed."""
 
-from __future__ import annotations
-
 import pytest
 
 from failure_lines import failures  # noqa: F401

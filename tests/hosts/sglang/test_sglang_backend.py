@@ -1,7 +1,5 @@
 """The attention backend around a stand-in for the host's own backend: who decodes which step."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The attention backend that plans on the device: eager steps, captures and replays."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

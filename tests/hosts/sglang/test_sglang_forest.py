@@ -1,7 +1,5 @@
 """Forests from the host's radix tree, and the rule for a new plan."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

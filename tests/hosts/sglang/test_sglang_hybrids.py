@@ -1,7 +1,5 @@
 """Models that mix full attention with other layers, on SGLang: who runs which layer."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

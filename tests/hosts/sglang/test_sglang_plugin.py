@@ -1,7 +1,5 @@
 """``--attention-backend deft``: the host's arguments, and the registration."""
 
-from __future__ import annotations
-
 import re
 from contextlib import ExitStack
 from types import SimpleNamespace

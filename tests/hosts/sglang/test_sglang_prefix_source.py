@@ -1,7 +1,5 @@
 """The forest of a batch from every kind of prefix cache, and from the page table."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """SGLang's verification of chains and token trees: eager steps, captures and replays."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

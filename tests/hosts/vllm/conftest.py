@@ -1,7 +1,5 @@
 """Each test is a server of its own: an empty state folder, no earlier server, no earlier log."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Accepted draft tokens, from what vLLM's scheduler tells its workers."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """vLLM's builder and implementation with tree attention: their choices and their results."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import random

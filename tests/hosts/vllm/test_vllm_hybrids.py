@@ -1,7 +1,5 @@
 """Models that mix full attention with other layers, on vLLM: who runs which layer."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The layers, caches and servers of vLLM that get tree attention, and the position of keys."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The server's counters on vLLM's ``/metrics``: of one API server, and of several."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterator

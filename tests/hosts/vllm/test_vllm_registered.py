@@ -1,7 +1,5 @@
 """The class that vLLM gets for the plugin's names: ours, its own, or an error."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle

@@ -1,7 +1,5 @@
 """vLLM's verification of draft chains: the adapter's choices and its results."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """vLLM's window and contract, which commands read without an installed vLLM."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

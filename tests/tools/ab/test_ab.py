@@ -1,7 +1,5 @@
 """`deft ab`: two made-up servers, what becomes of requests, the tokens, and the sentence."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -1,7 +1,5 @@
 """Workloads: equal requests on every machine, and the sharing that each one promises."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import subprocess

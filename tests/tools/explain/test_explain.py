@@ -1,7 +1,5 @@
 """Explain's figures against the plan's own loads and the papers' tables."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections import Counter

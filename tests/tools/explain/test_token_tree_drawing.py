@@ -1,7 +1,5 @@
 """Token trees as `deft explain` draws them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

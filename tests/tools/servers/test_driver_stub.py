@@ -1,7 +1,5 @@
 """The driver stand-in: compiled once, with one symbol, and never mistaken for a driver."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 import stat

@@ -1,7 +1,5 @@
 """Host servers as child processes: command lines, waiting, failures and cleanup."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

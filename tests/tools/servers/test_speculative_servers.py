@@ -1,7 +1,5 @@
 """Servers that speculate, from outside: the hosts' options, and the tokens that they accept."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

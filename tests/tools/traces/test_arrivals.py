@@ -1,7 +1,5 @@
 """Traces of arrivals in Mooncake's format: read, checked, scaled, made, and turned into prompts."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

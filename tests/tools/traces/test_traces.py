@@ -1,7 +1,5 @@
 """Trace files: reading, checks, generation, and their forests against brute force."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`deft inspect`: what the page's server answers, and the page in a real browser."""
 
-from __future__ import annotations
-
 import http.client
 import io
 import json

@@ -1,7 +1,5 @@
 """`deft top`: every server's state file, and what the terminal shows of it."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
