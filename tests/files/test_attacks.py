@@ -232,6 +232,10 @@ def test_folders_in_which_others_could_exchange_files(
     if os.getuid() == 0:
         os.lchown(link, 4321, 4321)
         assert "belongs to user 4321" in str(unsafe_folder(link / "inner"))
+    inner.chmod(0o775)
+    assert unsafe_folder(inner) is None  # this user's own group
+    monkeypatch.setattr(os, "getgid", lambda: 4321)
+    assert f"others may write to {inner}" in str(unsafe_folder(inner))
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler is installed")

@@ -337,3 +337,19 @@ def test_wrong_calls_say_what_is_wrong() -> None:
     refused("ancestors is on meta; expected cpu", ancestors=bits.to("meta"))
     refused("query_start is on meta", query_start=torch.zeros(3, device="meta").int())
     refused("query_start has stride 2", query_start=torch.zeros(6).int()[::2])
+
+
+def test_words_of_bits_that_are_apart_are_refused() -> None:
+    """Kernels read a token's second word behind its first."""
+    batch = drafts(2, 2, 1, 70)
+    attention = TreeAttention(
+        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+        max_batch=2, query_tokens=70,
+    )  # fmt: skip
+    attention.plan(forest_from_page_tables(batch.page_table, batch.seq_lens), query_tokens=70)
+    bits = torch.zeros(2, 70, 4).long()[..., ::2]
+    with pytest.raises(AttentionError, match="ancestors has stride 2 in its last dimension"):
+        attention.run(
+            torch.zeros(140, 4, 64), *torch.zeros(2, batch.num_pages, 2, 64), batch.page_table,
+            batch.seq_lens, ancestors=bits,
+        )  # fmt: skip

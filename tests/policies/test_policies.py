@@ -34,7 +34,8 @@ from deft_backend.policies import (
     get_policy,
 )
 from deft_backend.policies.chunk_choice import makespan
-from deft_backend.policies.makespan import longest_first
+from deft_backend.policies.grouping import GroupingBuilder, Segment
+from deft_backend.policies.makespan import longest_first, partial_results
 from deft_backend.policies.policy import Rules, TwoRulePolicy
 from strategies import GROWTH, Batch, batches, check_coverage, regular_forest, targets
 
@@ -568,3 +569,17 @@ def test_a_small_batch_is_planned_for_fewer_programs() -> None:
     found = get_policy("auto").group(forest, target)
     assert found.num_groups == few.num_groups != many.num_groups
     np.testing.assert_array_equal(found.end, few.end)
+
+
+def test_a_query_of_one_group_has_no_partial_result() -> None:
+    builder = GroupingBuilder()
+    builder.add([0, 1], [Segment(0, 0, 16, False, 0, 2)])
+    builder.add([1], [Segment(1, 16, 20, True, 0, 1)])
+    assert partial_results(builder.build()) == 2  # both of query 1
+
+
+@pytest.mark.parametrize(("attended", "several"), [((0, 2), False), ((1, 2), True), ((0, 1), True)])
+def test_a_segment_that_a_query_skips_needs_spans(attended: tuple[int, int], several: bool) -> None:
+    builder = GroupingBuilder()
+    builder.add([0, 1], [Segment(0, 0, 16, False, *attended)])
+    assert builder.build().several_ranges.tolist() == [several]

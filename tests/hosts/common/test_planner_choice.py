@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from deft_backend.hosts.common.limits import refused
 from deft_backend.hosts.common.planner_choice import (
     SGLANG,
     VLLM,
@@ -75,3 +76,17 @@ def test_the_log_says_if_the_device_planner_holds_fewer_requests(
         assert not caplog.records
         assert planned_on_device(4096) == largest_batch()
     assert "DEFT_MAX_BATCH asks for batches of up to 4096 requests, but the device" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("requests", "planned", "reason"),
+    [
+        (2, 8, None), (4, 8, None), (3, 3, None), (1, 8, "batch smaller than DEFT_MIN_BATCH=2"),
+        (5, 8, "batch larger than DEFT_MAX_BATCH=4"),
+        (4, 3, "batch larger than the 3 requests that a plan holds"),
+    ],
+)  # fmt: skip
+def test_the_batches_that_tree_attention_decodes(
+    requests: int, planned: int, reason: str | None
+) -> None:
+    assert refused(requests, Settings(min_batch=2, max_batch=4), planned) == reason

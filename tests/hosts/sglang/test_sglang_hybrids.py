@@ -73,6 +73,8 @@ def test_layers_are_divided_one_by_one() -> None:
         "2 of 5 layers decode through tree attention; 2 with a sliding window, 1 with cross "
         "attention through the host's kernels"
     )
+    elsewhere = divide_layers([layers[1], make_layer(layer_id=5)], found(SWAKVPool([1], [0])))
+    assert elsewhere.host == {5: "a KV cache of another kind"}  # the same heads, other pages
 
 
 def test_linear_layers_count_as_layers() -> None:

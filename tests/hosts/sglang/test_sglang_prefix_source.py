@@ -66,6 +66,8 @@ def test_a_request_that_the_host_released_shares_nothing() -> None:
     assert forest.tokens_stored == 5 + 4 + 1 + 1
     shared = int(np.flatnonzero(forest.num_queries == 2)[0])
     assert sorted(forest.queries(shared).tolist()) == [0, 2]
+    requests[2].req_pool_idx = None  # two such requests share nothing with each other either
+    assert source.forest(requests, lens).num_queries.tolist() == [1, 1, 1]
 
 
 def test_the_token_being_decoded_is_private_whatever_the_table_holds() -> None:
