@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from deft_backend.settings.policy_names import AUTO, POLICY_NAMES
 
@@ -24,28 +24,161 @@ class SettingsError(ValueError):
     """An environment variable has a value that is not allowed."""
 
 
+class Variable(NamedTuple):
+    """One environment variable: the field of :class:`Settings` that it sets, and how it is read."""
+
+    field: str
+    parse: Callable[[str], Any]
+    allowed: str
+    meaning: str
+
+    @property
+    def name(self) -> str:
+        return f"DEFT_{self.field.upper()}"
+
+    @property
+    def default(self) -> str:
+        """The default as a user would write it; empty if there is none."""
+        value = getattr(Settings(), self.field)
+        return "" if value is None else str(int(value)) if isinstance(value, bool) else str(value)
+
+
+Reader = tuple[Callable[[str], Any], str]
+"""How a text is read, and which texts are allowed; the function raises ValueError for others."""
+
+
+def _one_of(names: Iterable[str]) -> Reader:
+    known = {name: name for name in names}
+
+    def parse(text: str) -> str:
+        if text not in known:
+            raise ValueError
+        return text
+
+    return parse, "one of " + ", ".join(known)
+
+
+def _number(kind: type[int] | type[float], least: int, most: int | None = None) -> Reader:
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not least <= value < float("inf") or (most is not None and value > most):
+            raise ValueError
+        return value
+
+    noun = "an integer" if kind is int else "a number"
+    return parse, f"{noun} of {least} or more" if most is None else f"{noun} from {least} to {most}"
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in _TRUE + _FALSE:
+        raise ValueError
+    return text.lower() in _TRUE
+
+
+def _directory(text: str) -> Path:
+    try:
+        path = Path(text).expanduser()
+        if path.exists() and not path.is_dir():
+            raise ValueError
+    except (OSError, RuntimeError) as error:  # unknown user, no permission, name too long
+        raise ValueError(str(error)) from error
+    return path
+
+
+_SWITCH: Reader = _switch, "1 (or true, yes, on) or 0 (or false, no, off)"
+_DIRECTORY: Reader = _directory, "a directory, existing or to be made"
+
+
+def _setting(default: Any, reader: Reader, meaning: str) -> Any:
+    """A field of :class:`Settings` with all that :class:`Variable` says about it."""
+    return field(default=default, metadata={"variable": (*reader, meaning)})
+
+
 @dataclass(frozen=True)
 class Settings:
     """The user's settings for a server, parsed from the environment.
 
-    See :data:`VARIABLES` for the variable behind each field, and ``docs/configuration.md``.
+    The variable of a field has its name in capitals, behind ``DEFT_``. See also
+    ``docs/configuration.md``.
     """
 
-    policy: str = AUTO
-    planner: str = "auto"
-    min_share: float = 1.1
-    min_batch: int = 2
-    min_shared_tokens: int = 64
-    min_saved_ms: float = 0.5
-    max_batch: int = 2048
-    fallback_backend: str | None = None
-    log: str = "info"
-    verify: bool = False
-    observe: bool = False
-    untested_host: bool = False
-    state_dir: Path | None = None
-    cache_dir: Path | None = None
-    kernel_cache: Path | None = None
+    policy: str = _setting(AUTO, _one_of(POLICY_NAMES), "The rule that groups queries and KV.")
+    planner: str = _setting(
+        "auto", _one_of(PLANNERS),
+        "Which planner makes the plans. `host`: on the CPU, when the batch's composition changes; "
+        "vLLM offers it without a GPU only. `device`: on the GPU, in every step, inside the "
+        "step's CUDA graph, with every policy but `deft-flatten`. `auto`: the device planner on "
+        "Hopper GPUs and in every vLLM server, unless the policy is `deft-flatten`; otherwise the "
+        "host planner.",
+    )  # fmt: skip
+    min_share: float = _setting(
+        1.1, _number(float, 1),
+        "Smallest share F_s: tokens attended to, divided by tokens stored. If a batch shares "
+        "less, the host's kernel decodes it.",
+    )  # fmt: skip
+    min_batch: int = _setting(
+        2, _number(int, 1),
+        "Smallest batch, in requests, for tree attention. The host's kernel decodes smaller ones.",
+    )  # fmt: skip
+    min_shared_tokens: int = _setting(
+        64, _number(int, 0),
+        "KV tokens that tree attention must save in a step. If it saves fewer, the host's "
+        "kernel decodes the batch.",
+    )  # fmt: skip
+    min_saved_ms: float = _setting(
+        0.5, _number(float, 0),
+        "On a GPU: milliseconds of KV reads that tree attention must save in a step, over all "
+        "layers, at the bandwidth in the cost table. If it saves less, the host's kernel "
+        "decodes the batch.",
+    )  # fmt: skip
+    max_batch: int = _setting(
+        2048, _number(int, 1, 4096),
+        "Largest batch, in requests, for tree attention. It sizes the plan and the workspace. "
+        "The host's kernel decodes larger batches.",
+    )  # fmt: skip
+    fallback_backend: str | None = _setting(
+        None, (str, "the name of one of the host's attention backends"),
+        "The host's backend that runs everything that tree attention does not cover. Unset: the "
+        "host chooses it.",
+    )  # fmt: skip
+    log: str = _setting(
+        "info", _one_of(LOG_LEVELS),
+        "What the log shows. `quiet`: warnings. `info`: also the set-up and lines about "
+        "decoding. `debug`: also every plan.",
+    )  # fmt: skip
+    verify: bool = _setting(
+        False, _SWITCH,
+        "Check tree attention while the server runs, which synchronises with the device. SGLang: "
+        "compare every plan with the page tables, and decode the batch of a wrong plan with the "
+        "host's kernel. vLLM: compare every step with the host's result, and decode with the "
+        "host's kernel after a difference. The log shows an error.",
+    )  # fmt: skip
+    observe: bool = _setting(
+        False, _SWITCH,
+        "Count decode steps and KV bytes of a server that runs another attention backend.",
+    )  # fmt: skip
+    untested_host: bool = _setting(
+        False, _SWITCH,
+        "Try tree attention on a version of SGLang or vLLM outside the window, if it has every "
+        "member that the plugin uses. Otherwise such a host decodes without tree attention.",
+    )  # fmt: skip
+    state_dir: Path | None = _setting(
+        None, _DIRECTORY,
+        "Where servers write their state files for `deft explain`, `ab`, `top` and `inspect`. "
+        "Unset: `servers` in the cache folder.",
+    )  # fmt: skip
+    cache_dir: Path | None = _setting(
+        None, _DIRECTORY,
+        "The package's cache folder. It holds the cost tables of `deft tune` (`tables`), the "
+        "kernels of `deft warm` (`kernels`), servers' state (`servers`) and the driver stand-in "
+        "(`driver-stub`). Unset: `deft-backend` in the user's cache folder, `$XDG_CACHE_HOME` or "
+        "`~/.cache`.",
+    )  # fmt: skip
+    kernel_cache: Path | None = _setting(
+        None, _DIRECTORY,
+        "The folder of compiled kernels that `deft warm` filled. Servers only read it. Unset: "
+        "`kernels` in the cache folder.",
+    )  # fmt: skip
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -72,201 +205,7 @@ class Settings:
         return cls(**values)
 
 
-@dataclass(frozen=True)
-class Variable:
-    """One environment variable: what it sets, how it is read, what it may hold."""
-
-    name: str
-    field: str
-    parse: Callable[[str], Any]
-    allowed: str
-    meaning: str
-
-    @property
-    def default(self) -> str:
-        """The default as a user would write it; empty if there is none."""
-        value = getattr(Settings(), self.field)
-        return "" if value is None else str(int(value)) if isinstance(value, bool) else str(value)
-
-
-def _one_of(names: tuple[str, ...]) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in names:
-            raise ValueError
-        return text
-
-    return parse
-
-
-def _integer(low: int, high: int | None = None) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        value = int(text)
-        if value < low or (high is not None and value > high):
-            raise ValueError
-        return value
-
-    return parse
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 1.0 <= value < float("inf"):
-        raise ValueError
-    return value
-
-
-def _milliseconds(text: str) -> float:
-    value = float(text)
-    if not 0.0 <= value < float("inf"):
-        raise ValueError
-    return value
-
-
-def _switch(text: str) -> bool:
-    if text.lower() not in _TRUE + _FALSE:
-        raise ValueError
-    return text.lower() in _TRUE
-
-
-def _directory(text: str) -> Path:
-    try:
-        path = Path(text).expanduser()
-        if path.exists() and not path.is_dir():
-            raise ValueError
-    except (OSError, RuntimeError) as error:  # unknown user, no permission, name too long
-        raise ValueError(str(error)) from error
-    return path
-
-
-_SWITCH = "1 (or true, yes, on) or 0 (or false, no, off)"
-
-VARIABLES: tuple[Variable, ...] = (
-    Variable(
-        "DEFT_POLICY",
-        "policy",
-        _one_of(POLICY_NAMES),
-        "one of " + ", ".join(POLICY_NAMES),
-        "The rule that groups queries and KV.",
-    ),
-    Variable(
-        "DEFT_PLANNER",
-        "planner",
-        _one_of(PLANNERS),
-        "one of " + ", ".join(PLANNERS),
-        "Which planner makes the plans. `host`: on the CPU, when the batch's composition changes; "
-        "vLLM offers it without a GPU only. `device`: on the GPU, in every step, inside the "
-        "step's CUDA graph, with every policy but `deft-flatten`. `auto`: the device planner on "
-        "Hopper GPUs and in every vLLM server, unless the policy is `deft-flatten`; otherwise the "
-        "host planner.",
-    ),
-    Variable(
-        "DEFT_MIN_SHARE",
-        "min_share",
-        _share,
-        "a number of 1 or more",
-        "Smallest share F_s: tokens attended to, divided by tokens stored. If a batch shares "
-        "less, the host's kernel decodes it.",
-    ),
-    Variable(
-        "DEFT_MIN_BATCH",
-        "min_batch",
-        _integer(1),
-        "an integer of 1 or more",
-        "Smallest batch, in requests, for tree attention. The host's kernel decodes smaller ones.",
-    ),
-    Variable(
-        "DEFT_MIN_SHARED_TOKENS",
-        "min_shared_tokens",
-        _integer(0),
-        "an integer of 0 or more",
-        "KV tokens that tree attention must save in a step. If it saves fewer, the host's "
-        "kernel decodes the batch.",
-    ),
-    Variable(
-        "DEFT_MIN_SAVED_MS",
-        "min_saved_ms",
-        _milliseconds,
-        "a number of 0 or more",
-        "On a GPU: milliseconds of KV reads that tree attention must save in a step, over all "
-        "layers, at the bandwidth in the cost table. If it saves less, the host's kernel "
-        "decodes the batch.",
-    ),
-    Variable(
-        "DEFT_MAX_BATCH",
-        "max_batch",
-        _integer(1, 4096),
-        "an integer from 1 to 4096",
-        "Largest batch, in requests, for tree attention. It sizes the plan and the workspace. "
-        "The host's kernel decodes larger batches.",
-    ),
-    Variable(
-        "DEFT_FALLBACK_BACKEND",
-        "fallback_backend",
-        str,
-        "the name of one of the host's attention backends",
-        "The host's backend that runs everything that tree attention does not cover. Unset: the "
-        "host chooses it.",
-    ),
-    Variable(
-        "DEFT_LOG",
-        "log",
-        _one_of(tuple(LOG_LEVELS)),
-        "one of " + ", ".join(LOG_LEVELS),
-        "What the log shows. `quiet`: warnings. `info`: also the set-up and lines about "
-        "decoding. `debug`: also every plan.",
-    ),
-    Variable(
-        "DEFT_VERIFY",
-        "verify",
-        _switch,
-        _SWITCH,
-        "Check tree attention while the server runs, which synchronises with the device. SGLang: "
-        "compare every plan with the page tables, and decode the batch of a wrong plan with the "
-        "host's kernel. vLLM: compare every step with the host's result, and decode with the "
-        "host's kernel after a difference. The log shows an error.",
-    ),
-    Variable(
-        "DEFT_OBSERVE",
-        "observe",
-        _switch,
-        _SWITCH,
-        "Count decode steps and KV bytes of a server that runs another attention backend.",
-    ),
-    Variable(
-        "DEFT_UNTESTED_HOST",
-        "untested_host",
-        _switch,
-        _SWITCH,
-        "Try tree attention on a version of SGLang or vLLM outside the window, if it has every "
-        "member that the plugin uses. Otherwise such a host decodes without tree attention.",
-    ),
-    Variable(
-        "DEFT_STATE_DIR",
-        "state_dir",
-        _directory,
-        "a directory, existing or to be made",
-        "Where servers write their state files for `deft explain`, `ab`, `top` and `inspect`. "
-        "Unset: `servers` in the cache folder.",
-    ),
-    Variable(
-        "DEFT_CACHE_DIR",
-        "cache_dir",
-        _directory,
-        "a directory, existing or to be made",
-        "The package's cache folder. It holds the cost tables of `deft tune` (`tables`), the "
-        "kernels of `deft warm` (`kernels`), servers' state (`servers`) and the driver stand-in "
-        "(`driver-stub`). Unset: `deft-backend` in the user's cache folder, `$XDG_CACHE_HOME` or "
-        "`~/.cache`.",
-    ),
-    Variable(
-        "DEFT_KERNEL_CACHE",
-        "kernel_cache",
-        _directory,
-        "a directory, existing or to be made",
-        "The folder of compiled kernels that `deft warm` filled. Servers only read it. Unset: "
-        "`kernels` in the cache folder.",
-    ),
-)
+VARIABLES = tuple(Variable(each.name, *each.metadata["variable"]) for each in fields(Settings))
 """Every environment variable that the package reads."""
 
 _warned: set[str] = set()
