@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,13 +13,6 @@ from deft_backend.files.json_fields import mapping, number, whole, within
 
 SCHEMA = 1
 """Version of the state file's content."""
-
-_FIGURES = (
-    "decode_steps", "steps_tree", "plans", "kv_bytes_read", "kv_bytes_query_guided",
-)  # fmt: skip
-
-_NEWER = ("verified_tokens", "verified_drafts", "accepted_tokens")
-"""Files of older versions lack these."""
 
 
 @dataclass(frozen=True)
@@ -57,46 +50,28 @@ class Counters:
         return 1.0 + self.accepted_tokens / drafts if drafts else None
 
     def __sub__(self, before: Counters) -> Counters:
+        grown = {name: getattr(self, name) - getattr(before, name) for name in _FIGURES}
         host = {
             reason: steps - before.steps_host.get(reason, 0)
             for reason, steps in self.steps_host.items()
         }
-        return Counters(
-            self.decode_steps - before.decode_steps,
-            self.steps_tree - before.steps_tree,
-            self.plans - before.plans,
-            {reason: steps for reason, steps in host.items() if steps},
-            self.kv_bytes_read - before.kv_bytes_read,
-            self.kv_bytes_query_guided - before.kv_bytes_query_guided,
-            self.plan_seconds - before.plan_seconds,
-            self.verified_tokens - before.verified_tokens,
-            self.verified_drafts - before.verified_drafts,
-            self.accepted_tokens - before.accepted_tokens,
-        )
+        return Counters(**grown, steps_host={reason: n for reason, n in host.items() if n})
 
     def as_json(self) -> dict[str, Any]:
         """The fields of a state file."""
-        figures = {name: getattr(self, name) for name in _FIGURES}
-        return {
-            **figures, "steps_host": dict(self.steps_host), "plan_seconds": self.plan_seconds,
-            **{name: getattr(self, name) for name in _NEWER},
-        }  # fmt: skip
+        return {**vars(self), "steps_host": dict(self.steps_host)}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Counters:
-        """Read the fields of a state file.
-
-        Raises FieldError if a counter is missing or is not a number.
-        """
+        """Read the fields of a state file; raises FieldError for a counter that is no number."""
         steps = mapping(content, "steps_host")
         with within("steps_host"):
             steps_host = {reason: whole(steps, reason) for reason in steps}
-        return cls(
-            **{name: whole(content, name) for name in _FIGURES},
-            steps_host=steps_host,
-            plan_seconds=number(content, "plan_seconds"),
-            **{name: whole({name: 0, **content}, name) for name in _NEWER},
-        )
+        counts = {name: whole(content, name) for name in _FIGURES if name != "plan_seconds"}
+        return cls(**counts, plan_seconds=number(content, "plan_seconds"), steps_host=steps_host)
+
+
+_FIGURES = tuple(each.name for each in fields(Counters) if each.name != "steps_host")
 
 
 class DraftCounts(NamedTuple):

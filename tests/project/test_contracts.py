@@ -137,7 +137,7 @@ def test_files_that_are_no_wheel_of_a_host_are_errors(tmp_path: Path, run: Run) 
     other.write_text("")
     for path, said in (
         (text, "is not a wheel: expected a file name such as"),
-        (damaged, "neither a folder nor a wheel"),
+        (damaged, "cannot be read as a wheel"),
         (other, "is a wheel of numpy; expected one of"),
         (tmp_path / "absent.whl", "does not exist"),
     ):

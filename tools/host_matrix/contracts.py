@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -110,10 +111,31 @@ def _downloaded(distribution: str, version: str) -> Iterator[Path]:
         yield download_wheel(distribution, version, Path(folder))
 
 
+@contextmanager
+def unpacked(wheel: Path, packages: set[str]) -> Iterator[Path]:
+    """The sources of packages in a wheel, in a folder; compiled modules are empty files there."""
+    with tempfile.TemporaryDirectory(prefix="deft-contracts-") as folder:
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                for name in archive.namelist():
+                    if name.split("/")[0] not in packages or ".." in name:
+                        continue
+                    if name.endswith(".py"):
+                        archive.extract(name, folder)
+                    elif name.endswith((".so", ".pyd")):
+                        compiled = Path(folder, name)
+                        compiled.parent.mkdir(parents=True, exist_ok=True)
+                        compiled.touch()
+        except (OSError, zipfile.BadZipFile) as error:
+            raise WheelError(f"{wheel} cannot be read as a wheel: {error}") from None
+        yield Path(folder)
+
+
 def _check(host: str, version: str, path: Path) -> Checked:
     contract = contract_of(host)
     begun = time.perf_counter()
-    problems = tuple(check_contract(contract, path, version))
+    with unpacked(path, {member.module.split(".")[0] for member in contract}) as source:
+        problems = tuple(check_contract(contract, source, version))
     seconds = time.perf_counter() - begun
     if any(problem.found == "no such package" for problem in problems):
         raise WheelError(

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from deft_backend.hosts.contract.files import HostFiles
 from deft_backend.hosts.contract.names import Definition, HostNames
+from deft_backend.hosts.contract.source import HostFiles
 from deft_backend.hosts.contract.version_numbers import matches
 
 
@@ -56,14 +56,11 @@ class Problem:
 def check_contract(
     contract: Iterable[Member], source: Path | HostFiles, version: str | None = None
 ) -> list[Problem]:
-    """Compare a contract with a host's source.
+    """The members of a contract that a host's source lacks, in the contract's order.
 
-    - `source`: a folder that holds the host's top-level package, or a wheel.
-    - `version`: the host's version. The check skips members whose `versions` exclude it. Without a
-      version, it checks all members.
-
-    Returns: In the order of the contract; empty if the host has every member. Raises ValueError if
-    `source` is neither a folder nor a zip file, or a specifier or the version is malformed.
+    `source` is the folder that holds the host's top-level package. Without a `version`, the check
+    includes members that only some versions have. Raises ValueError if there is no such folder, or
+    a specifier or the version is malformed.
     """
     wanted = [m for m in contract if version is None or matches(version, m.versions)]
     packages = {member.module.split(".")[0] for member in wanted}

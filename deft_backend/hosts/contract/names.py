@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from deft_backend.hosts.contract.files import HostFiles
-from deft_backend.hosts.contract.statements import (
+from deft_backend.hosts.contract.source import (
+    HostFiles,
     Signature,
     bound_names,
     fields_in_call,

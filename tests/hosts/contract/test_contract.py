@@ -1,6 +1,7 @@
 """The checker of contracts, with a made-up host: what it finds and what it reports."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from deft_backend.hosts.contract import Member, check_contract, installed_source
 from deft_backend.hosts.contract.version_numbers import matches
 from made_up_host import write_host, write_wheel
+from tools.host_matrix.contracts import unpacked
 
 BASE, KINDS, RUNNER = "madeup.engine.base", "madeup.kinds", "madeup.engine.runner"
 
@@ -75,10 +77,12 @@ HIDDEN = (
 
 
 @pytest.fixture(params=["folder", "wheel"])
-def host(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def host(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     if request.param == "folder":
-        return write_host(tmp_path)
-    return write_wheel(tmp_path)
+        yield write_host(tmp_path)
+        return
+    with unpacked(write_wheel(tmp_path), {"madeup"}) as source:
+        yield source
 
 
 @pytest.mark.parametrize("member", PRESENT, ids=str)
@@ -170,11 +174,9 @@ def test_malformed_versions_are_errors(version: str, specifier: str) -> None:
         assert matches(version, specifier)
 
 
-def test_a_file_that_is_no_wheel_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "host.whl"
-    path.write_text("no zip")
-    with pytest.raises(ValueError, match=r"neither a folder nor a wheel.*expected"):
-        check_contract([Member("madeup")], path)
+def test_a_folder_that_is_absent_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is no folder; expected"):
+        check_contract([Member("madeup")], tmp_path / "absent")
 
 
 def test_an_installed_package_is_found_without_importing_it(

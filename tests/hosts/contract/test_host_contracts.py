@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deft_backend.hosts.contract import Member, check_contract, installed_source
-from deft_backend.hosts.contract.files import HostFiles
+from deft_backend.hosts.contract.source import HostFiles
 from deft_backend.hosts.contract.version_numbers import matches
 from deft_backend.hosts.windows import TESTED
 from tools.host_matrix.contracts import contract_of

@@ -1,10 +1,63 @@
-"""What statements of a source file bind, and the parameters of a function: one file at a time."""
+"""Read a host's source: its modules as syntax trees, and what their statements bind."""
 
 from __future__ import annotations
 
 import ast
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+
+_COMPILED = (".so", ".pyd")
+
+
+class HostFiles:
+    """The source of a host's packages, below the folder that holds them."""
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is no folder; expected the one with the host's package")
+        self.folder = folder
+
+    def parse(self, module: str) -> tuple[ast.Module, bool] | None:
+        """The module's syntax tree and whether it is a package; None if it has no source.
+
+        A folder without ``__init__.py`` is a package with an empty tree. :meth:`unreadable` says
+        why a module has no source.
+        """
+        path = module.replace(".", "/")
+        for file, is_package in ((f"{path}/__init__.py", True), (f"{path}.py", False)):
+            content = self._read(file)
+            if content is None:
+                continue
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # warnings about the host's own string escapes
+                    return ast.parse(content, filename=file), is_package
+            except (SyntaxError, ValueError):
+                return None
+        if (self.folder / path).is_dir():
+            return ast.Module(body=[], type_ignores=[]), True
+        return None
+
+    def unreadable(self, module: str) -> str | None:
+        """Why a module exists but has no source to read, or None."""
+        path = module.replace(".", "/")
+        for file in (f"{path}/__init__.py", f"{path}.py"):
+            if self._read(file) is not None:
+                return f"{file} has syntax that this Python does not know"
+        folder, _, name = path.rpartition("/")
+        compiled = (self.folder / folder).glob(f"{name}.*")
+        if any(file.suffix in _COMPILED for file in compiled):
+            return f"{module} is compiled"
+        return None
+
+    def _read(self, file: str) -> bytes | None:
+        try:
+            return (self.folder / file).read_bytes()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+
 
 Statements = Iterable[ast.stmt]
 
