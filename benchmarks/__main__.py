@@ -18,7 +18,7 @@ from benchmarks.commands.soak import soak
 from benchmarks.commands.start import start
 from benchmarks.commands.step_hooks import step_hooks
 from benchmarks.commands.zoo import zoo
-from deft_backend.cli.shown import help_of
+from deft_backend.cli.errors import help_of
 
 app = typer.Typer(
     help="Measure deft-backend: its kernels, its planners, and servers that decode with it.",

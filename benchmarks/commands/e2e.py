@@ -15,10 +15,9 @@ from rich.console import Console
 from benchmarks.commands.kernel_choice import FAILED, words
 from benchmarks.commands.server_options import CheckpointOption, HostArguments, ReferenceOption
 from benchmarks.commands.summary import show
-from deft_backend.cli.errors import fail, host_arguments, reported, stderr
+from deft_backend.cli.errors import fail, host_arguments, reported, say, stderr
 from deft_backend.cli.interrupted import unwound
 from deft_backend.cli.serve import HostOption, chosen_host
-from deft_backend.cli.shown import say
 
 if TYPE_CHECKING:
     from benchmarks.e2e.choice import Choice

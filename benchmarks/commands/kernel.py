@@ -24,8 +24,7 @@ from benchmarks.commands.kernel_choice import (
     words,
 )
 from benchmarks.commands.summary import show
-from deft_backend.cli.errors import fail, reported, stderr
-from deft_backend.cli.shown import say
+from deft_backend.cli.errors import fail, reported, say, stderr
 from deft_backend.policies import POLICY_NAMES, PolicyError
 
 if TYPE_CHECKING:

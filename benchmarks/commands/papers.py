@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.table import Table as Shown
 
 from benchmarks.commands.kernel_choice import make_setup, one_of, require_device, words
-from deft_backend.cli.errors import fail, reported
-from deft_backend.cli.shown import say
+from deft_backend.cli.errors import fail, reported, say
 
 COUNTED, COUNTERS, STEPS = "deft-io", "counters", "deft-steps"
 PLACE_OF_STEPS = "DeFT, Figure 4, Tables 5 and 8"

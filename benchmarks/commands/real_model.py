@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from deft_backend.cli.errors import reported
-from deft_backend.cli.shown import say
+from deft_backend.cli.errors import reported, say
 
 
 def real_model(

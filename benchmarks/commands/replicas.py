@@ -11,7 +11,7 @@ from rich.console import Console
 
 from benchmarks.replicas import Trace, measure
 from benchmarks.row_files import write_object
-from deft_backend.cli.shown import say
+from deft_backend.cli.errors import say
 from deft_backend.files.provenance import provenance
 from deft_backend.tools.servers.command import installed_hosts
 

@@ -15,10 +15,9 @@ from rich.text import Text
 
 from benchmarks.commands.kernel_choice import FAILED, words
 from benchmarks.commands.server_options import HostArguments
-from deft_backend.cli.errors import fail, host_arguments, reported
+from deft_backend.cli.errors import fail, host_arguments, reported, say
 from deft_backend.cli.interrupted import unwound
 from deft_backend.cli.serve import HostOption, chosen_host
-from deft_backend.cli.shown import say
 from deft_backend.tools.ab.units import MISSING
 
 if TYPE_CHECKING:

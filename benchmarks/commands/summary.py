@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from deft_backend.cli.shown import say
+from deft_backend.cli.errors import say
 
 
 def show(

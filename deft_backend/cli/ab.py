@@ -22,18 +22,17 @@ from deft_backend.cli.ab_choices import (
     report_folder,
     written_into,
 )
-from deft_backend.cli.errors import checked_settings, fail, host_arguments, reported
+from deft_backend.cli.errors import checked_settings, fail, host_arguments, reported, say
 from deft_backend.cli.interrupted import unwound
 from deft_backend.cli.models import ModelOption, RevisionOption, served_model
 from deft_backend.cli.serve import HostOption, chosen_host
-from deft_backend.cli.shown import say
 from deft_backend.policies import POLICY_NAMES, PolicyError
 from deft_backend.tools.ab.workloads import CHOICES
 from deft_backend.tools.traces.arrivals import is_arrival_trace
 from deft_backend.tools.traces.made_arrivals import MOST_TOKENS
 
 if TYPE_CHECKING:
-    from deft_backend.cli.progress import ProgressWatcher
+    from deft_backend.tools.ab.progress import Progress
     from deft_backend.tools.ab.result import AbResult
     from deft_backend.tools.ab.sides import Side
     from deft_backend.tools.harness.client import Offers
@@ -159,8 +158,8 @@ def ab(
 def _run(asked: Asked) -> None:
     """Compare, print, write the report and exit."""
     from deft_backend.cli.ab_table import print_result
-    from deft_backend.cli.progress import ProgressWatcher
     from deft_backend.files.folders import state_directory
+    from deft_backend.tools.ab.progress import Progress
     from deft_backend.tools.ab.report import write_report
     from deft_backend.tools.ab.sides import AbError, running_sides, started_sides
     from deft_backend.tools.harness.client import ServerError, base_url
@@ -174,7 +173,7 @@ def _run(asked: Asked) -> None:
     folder = report_folder(asked.out)
     with (
         reported(WorkloadError, TraceError, PolicyError, ServerError),
-        ProgressWatcher(console) as progress,
+        Progress(console) as progress,
     ):
         if asked.urls is not None:
             _refuse_options(asked)
@@ -247,7 +246,7 @@ def compare(
     sides: tuple[Side, Side],
     build: Callable[[Offers], list[Workload]],
     model: str | None,
-    progress: ProgressWatcher,
+    progress: Progress,
     *,
     exact: bool,
 ) -> AbResult:

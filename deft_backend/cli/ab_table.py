@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from deft_backend.cli.shown import say
+from deft_backend.cli.errors import say
 from deft_backend.tools.ab.units import MISSING, megabytes, percent
 
 if TYPE_CHECKING:

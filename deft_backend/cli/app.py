@@ -12,11 +12,10 @@ from typer.core import TyperGroup
 from deft_backend.cli.ab import ab
 from deft_backend.cli.ctrl_c import unwinding
 from deft_backend.cli.doctor import doctor
-from deft_backend.cli.errors import fail, stderr
+from deft_backend.cli.errors import fail, help_of, stderr
 from deft_backend.cli.explain import explain
 from deft_backend.cli.inspect import inspect
 from deft_backend.cli.serve import serve
-from deft_backend.cli.shown import help_of
 from deft_backend.cli.top import top
 from deft_backend.cli.trace import trace
 from deft_backend.cli.tune import tune

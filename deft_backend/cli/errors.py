@@ -1,8 +1,9 @@
-"""Show errors that a user can repair as a short message, without a traceback."""
+"""Lines for the terminal, and errors that a user can repair, without a traceback."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import typer
@@ -47,3 +48,14 @@ def host_arguments(words: Sequence[str] | None) -> list[str]:
             "for example: -- --mem-fraction-static 0.8"
         )
     return arguments
+
+
+def say(console: Console, line: str) -> None:
+    """Print a line as it is."""
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def help_of(command: Callable[..., None]) -> str:
+    """A command's docstring with one line for each paragraph, so that the terminal wraps it."""
+    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)

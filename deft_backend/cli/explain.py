@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from deft_backend.cli.errors import fail, reported
+from deft_backend.cli.shapes import parse_heads
 from deft_backend.files.folders import state_directory
 from deft_backend.forest import ForestError, PrefixForest
 from deft_backend.policies import POLICY_NAMES, PolicyError, Target, get_policy
@@ -162,15 +163,7 @@ def _from_server(port: int | None) -> tuple[PrefixForest, Target, int, str, str]
 
 
 def _target(heads: str, head_dim: int, dtype: str) -> Target:
-    try:
-        query_heads, kv_heads = (int(part) for part in heads.split("/"))
-        if kv_heads < 1 or query_heads < 1 or query_heads % kv_heads:
-            raise ValueError
-    except ValueError:
-        raise fail(
-            f"--heads is {heads!r}; expected QUERY/KV such as 32/8, the first a multiple of the "
-            "second"
-        ) from None
+    query_heads, kv_heads = parse_heads(heads)
     if dtype not in _SIZES:
         raise fail(f"--dtype is {dtype!r}; expected one of {', '.join(_SIZES)}")
     return reference_target(query_heads, kv_heads, head_dim, _SIZES[dtype])

@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from deft_backend.cli.errors import fail, reported, stderr
-from deft_backend.cli.shown import say
+from deft_backend.cli.errors import fail, reported, say, stderr
 from deft_backend.files.folders import state_directory
 from deft_backend.settings.config import Settings, SettingsError
 

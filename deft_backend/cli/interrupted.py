@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from deft_backend.cli.shown import say
+from deft_backend.cli.errors import say
 
 _ENDING = b"\ninterrupted; ending what this command started\n"
 

@@ -15,8 +15,7 @@ from deft_backend.files.folders import state_directory
 from deft_backend.settings.config import Settings, SettingsError
 
 if TYPE_CHECKING:
-    from deft_backend.tools.watch.batches import BatchView
-    from deft_backend.tools.watch.rates import Rate
+    from deft_backend.tools.watch.batches import BatchView, Rate
     from deft_backend.tools.watch.top_view import Row
 
 RECENT = 3600.0
@@ -81,9 +80,8 @@ class _Watched:
 
     def rows(self, wait: float = 0.0) -> list[Row]:
         """All engines that run, and those that ended lately."""
-        from deft_backend.tools.watch.batches import BatchView
+        from deft_backend.tools.watch.batches import BatchView, Rate
         from deft_backend.tools.watch.engines import ENDED, find_engines
-        from deft_backend.tools.watch.rates import Rate
         from deft_backend.tools.watch.top_view import Row
 
         rows = []

@@ -49,6 +49,12 @@ class Counters:
         drafts = self.verified_drafts
         return 1.0 + self.accepted_tokens / drafts if drafts else None
 
+    @property
+    def saved(self) -> float | None:
+        """Share of the KV reads that tree attention saved, 0 to 1; None without a read."""
+        guided = self.kv_bytes_query_guided
+        return 1.0 - self.kv_bytes_read / guided if guided else None
+
     def __sub__(self, before: Counters) -> Counters:
         grown = {name: getattr(self, name) - getattr(before, name) for name in _FIGURES}
         host = {

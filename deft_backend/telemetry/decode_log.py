@@ -78,7 +78,7 @@ def describe(stretch: Counters) -> str:
     read, guided = stretch.kv_bytes_read, stretch.kv_bytes_query_guided
     if guided:
         share = f"{100 * read / guided:.0f} %"
-        parts.append(f"KV read {_bytes(read)} of {_bytes(guided)} query by query ({share})")
+        parts.append(f"KV read {size(read)} of {size(guided)} query by query ({share})")
     if stretch.plans and stretch.plan_seconds:  # another thread counts both, one after the other
         ms = 1e3 * stretch.plan_seconds / stretch.plans
         parts.append(f"planning {f'{ms:.2g}' if ms < 10 else f'{ms:,.0f}'} ms a plan")
@@ -97,8 +97,13 @@ def _steps(count: int) -> str:
     return f"{count:,} decode step{'' if count == 1 else 's'}"
 
 
-def _bytes(count: int) -> str:
-    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= size:
-            return f"{count / size:,.1f} {unit}"
-    return f"{count} B"
+def size(count: float) -> str:
+    """Bytes in decimal units.
+
+    >>> size(310), size(1_500_000), size(41.2e9)
+    ('310 B', '1.5 MB', '41.2 GB')
+    """
+    for unit, length in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= length:
+            return f"{count / length:,.1f} {unit}"
+    return f"{count:.0f} B"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 import deft_backend
@@ -15,7 +16,6 @@ from deft_backend.hosts.common.warm_up import StepTensors, warm_up_attention
 from deft_backend.planner.on_device import largest_batch
 from deft_backend.settings.config import LOG_LEVELS, Settings, warn_unknown
 from deft_backend.telemetry.state import ServerState
-from deft_backend.tools.explain.loads import count_plan_loads
 from examples.page_table_engine import torch_attention
 from examples.page_table_engine.cache import PagedCache
 from examples.page_table_engine.model import Llama, LlamaConfig
@@ -147,13 +147,10 @@ class TreeDecode:
             )
             self._planned = tuple(requests)
             self._state.plans += 1
-        plan, attention = self._attention.last_plan, self._attention
+        plan = self._attention.last_plan
         assert plan is not None
-        loads = count_plan_loads(
-            plan, lens, num_query_heads=attention.num_query_heads,
-            num_kv_heads=attention.num_kv_heads, head_dim=attention.head_dim,
-        )  # fmt: skip
-        self._state.count_tree(sum(lens), loads.kv_tokens, self._state.num_layers)
+        loaded = plan.loaded_tokens(np.asarray(lens))
+        self._state.count_tree(sum(lens), loaded, self._state.num_layers)
 
     def plan(self, batch: DecodeBatch) -> None:
         """First launches of a step, recorded into its graph: the device planner plans here."""

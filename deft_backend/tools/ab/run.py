@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from deft_backend.telemetry.counters import Counters
 from deft_backend.tools.ab.agreement import CLOSE, Agreement, agreement
+from deft_backend.tools.ab.progress import Progress
 from deft_backend.tools.ab.sides import RunningServer, Side
 from deft_backend.tools.harness.answers import EIGHT_BITS, Answer
 from deft_backend.tools.harness.client import Offers, ServerClient
@@ -22,14 +22,6 @@ MARGINS = 12
 """Most different answers of a workload for which both servers tell their margins."""
 
 _SAMPLE = passage(4000, "sample")
-
-
-class Progress(Protocol):
-    """Receives the progress of a run."""
-
-    def replaying(self, workload: Workload) -> Callable[[int], None]:
-        """A workload begins; the caller passes numbers of new tokens to the returned function."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
+from deft_backend.tools.ab.progress import Progress
 from deft_backend.tools.harness.counted_server import CountedServer
 from deft_backend.tools.harness.server_counters import ServerCounters
 from deft_backend.tools.servers.command import (
@@ -25,18 +25,6 @@ _REFUSED = re.compile("deft: .*(all attention|these layers) runs? through ")
 
 class AbError(RuntimeError):
     """The comparison could not be made."""
-
-
-class StartWatcher(Protocol):
-    """Receives the start of servers."""
-
-    def starting(self, side: str, command: ServerCommand) -> Callable[[float], None]:
-        """A server starts; the caller passes the seconds waited so far to the returned function."""
-        ...
-
-    def started(self, side: str) -> None:
-        """The server answers."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -92,7 +80,7 @@ def running_sides(urls: Sequence[str], folder: Path) -> tuple[Side, Side]:
 
 
 def started_sides(
-    model: str, host: str, logs: Path, watcher: StartWatcher, *, policy: str | None,
+    model: str, host: str, logs: Path, progress: Progress, *, policy: str | None,
     baseline: str | None, host_arguments: Sequence[str],
 ) -> tuple[Side, Side]:  # fmt: skip
     """The host with its own backend, and with the plugin; each runs while it is measured."""
@@ -109,9 +97,9 @@ def started_sides(
     def opened(side: str) -> Iterator[RunningServer]:
         log = logs / f"{side}.log"
         with CountedServer(
-            partial(command, side), log, on_start=partial(watcher.starting, side)
+            partial(command, side), log, on_start=partial(progress.starting, side)
         ) as server:
-            watcher.started(side)
+            progress.started(side)
             yield RunningServer(
                 server.url, server.state_folder, server.command.shell(), log,
                 server.process.check_alive, BACKEND_NAMES[host] if side == "deft" else "",

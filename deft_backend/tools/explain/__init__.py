@@ -1,12 +1,18 @@
 """Explain a plan: its groups, and the bytes that it moves."""
 
-from deft_backend.tools.explain.drawing import render
-from deft_backend.tools.explain.explanation import ChunkFacts, Explanation, NodeFacts, explain
-from deft_backend.tools.explain.loads import PlanLoads, count_plan_loads
-from deft_backend.tools.explain.token_tree_drawing import (
+from deft_backend.tools.explain.drawing import (
     draw_token_tree,
+    render,
     seen_from_bits,
     seen_from_parents,
+)
+from deft_backend.tools.explain.explanation import (
+    ChunkFacts,
+    Explanation,
+    NodeFacts,
+    PlanLoads,
+    count_plan_loads,
+    explain,
 )
 
 __all__ = [

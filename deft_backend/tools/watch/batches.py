@@ -1,12 +1,14 @@
-"""The last batch of an engine, for views that look again and again and must not wait."""
+"""The last batch of an engine and its rates, for views that look again and again."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from deft_backend.forest import PrefixForest
+from deft_backend.telemetry.counters import Counters
 from deft_backend.telemetry.state_reader import BatchQuestion, StateError
 from deft_backend.tools.watch.engines import Engine
 
@@ -104,3 +106,39 @@ def shared_prefixes(forest: PrefixForest) -> list[SharedPrefix]:
     rows = zip(*(column.tolist() for column in columns), strict=True)
     found = [SharedPrefix(*row) for row in rows]
     return sorted((p for p in found if p.readers > 1 and p.tokens), key=lambda p: -p.saved)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The counts of the last `seconds` seconds."""
+
+    counters: Counters
+    seconds: float
+
+    @property
+    def steps_a_second(self) -> float:
+        return self.counters.decode_steps / self.seconds if self.seconds else 0.0
+
+
+class Rate:
+    """Keeps readings of one engine, and subtracts the oldest of the last seconds from the newest.
+
+    Counters that went down belong to another server on the same port, so counting starts again.
+    """
+
+    def __init__(self, seconds: float = 5.0) -> None:
+        self._seconds = seconds
+        self._readings: deque[tuple[float, int, Counters]] = deque()
+
+    def add(self, now: float, pid: int, counters: Counters) -> Stretch | None:
+        """The stretch up to this reading; None at the first one."""
+        readings = self._readings
+        if readings and (
+            readings[-1][1] != pid or readings[-1][2].decode_steps > counters.decode_steps
+        ):
+            readings.clear()
+        readings.append((now, pid, counters))
+        while len(readings) > 2 and now - readings[1][0] >= self._seconds:
+            readings.popleft()
+        began, _, before = readings[0]
+        return Stretch(counters - before, now - began) if now > began else None

@@ -14,10 +14,9 @@ from deft_backend.forest import PrefixForest
 from deft_backend.planner import plan_grouping
 from deft_backend.policies import POLICY_NAMES, get_policy
 from deft_backend.telemetry.state_reader import StateReading
-from deft_backend.tools.explain.item_facts import describe_items
-from deft_backend.tools.watch.batches import BatchView
+from deft_backend.tools.explain.structure import describe_items
+from deft_backend.tools.watch.batches import BatchView, Rate
 from deft_backend.tools.watch.engines import Engine, find_engines
-from deft_backend.tools.watch.rates import Rate, saved
 from deft_backend.tools.watch.server_target import server_target
 
 _ASK_SECONDS = 2.0
@@ -88,9 +87,9 @@ class _Followed:
         names = ("pid", "host", "host_version", "backend", "policy", "device", "num_layers")
         content["server"] = {name: getattr(reading, name) for name in names}
         content["counters"] = engine.counters.as_json()
-        content["saved"] = saved(engine.counters)
+        content["saved"] = engine.counters.saved
         content["now"] = stretch and {
-            "steps_a_second": stretch.steps_a_second, "saved": stretch.saved,
+            "steps_a_second": stretch.steps_a_second, "saved": stretch.counters.saved,
         }  # fmt: skip
         shown = self._batches.look(engine)
         if shown.forest is None:

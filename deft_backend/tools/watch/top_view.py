@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from deft_backend.telemetry.counters import Counters
-from deft_backend.tools.watch.batches import ShownBatch, shared_prefixes
+from deft_backend.telemetry.decode_log import size
+from deft_backend.tools.watch.batches import ShownBatch, Stretch, shared_prefixes
 from deft_backend.tools.watch.engines import DECODING, ENDED, IDLE, SILENT, UNREADABLE, Engine
-from deft_backend.tools.watch.rates import Stretch, saved
 
 PREFIXES = 3
 """Shared prefixes shown for each engine."""
@@ -68,7 +68,7 @@ def row_json(row: Row) -> dict[str, Any]:
         "port": engine.port, "dp_rank": engine.dp, "status": engine.status,
         "seconds_since_last_step": round(engine.since, 2), "processes": engine.processes,
         "problem": engine.problem or None, **engine.counters.as_json(),
-        "kv_saved": saved(engine.counters),
+        "kv_saved": engine.counters.saved,
         "acceptance_length": engine.counters.acceptance_length, "batch": None,
     }  # fmt: skip
     if engine.reading is not None:
@@ -158,13 +158,13 @@ def _steps(counters: Counters, now: Stretch | None) -> Text:
 
 
 def _reads(counters: Counters, now: Stretch | None) -> Text:
-    part = saved(counters)
+    part = counters.saved
     if part is None:
         return Text("nothing yet")
     read, guided = counters.kv_bytes_read, counters.kv_bytes_query_guided
     text = Text(f"{size(read)} instead of {size(guided)} · ")
     text.append(f"{percent(part)} saved", style="bold green" if part >= 0.005 else "default")
-    recent = None if now is None else now.saved
+    recent = None if now is None else now.counters.saved
     if recent is not None:
         text.append(f" · now {percent(recent)}", style="green")
     return text
@@ -231,18 +231,6 @@ def lasting(seconds: float) -> str:
 
 def percent(part: float) -> str:
     return f"{100 * part:.0f} %"
-
-
-def size(count: float) -> str:
-    """Bytes in decimal units.
-
-    >>> size(310), size(1_500_000), size(41.2e9)
-    ('310 B', '1.5 MB', '41.2 GB')
-    """
-    for unit, length in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= length:
-            return f"{count / length:,.1f} {unit}"
-    return f"{count:.0f} B"
 
 
 def _count(number: int, noun: str) -> str:

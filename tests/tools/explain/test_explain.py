@@ -90,14 +90,8 @@ def test_figures_are_those_of_the_groups_and_of_the_plan(
     assert explanation.partial_bytes_read == counts.partials * partial
     # Requests grow by one token each under the same plan: every query's open range grows.
     plan = plan_grouping(grouping, forest, target)
-    shape = {
-        "num_query_heads": target.num_query_heads,
-        "num_kv_heads": target.num_kv_heads,
-        "head_dim": target.head_dim,
-        "dtype_bytes": target.dtype_bytes,
-    }
-    loads = count_plan_loads(plan, batch.seq_lens, **shape)
-    grown = count_plan_loads(plan, batch.seq_lens + GROWTH, **shape)
+    loads = count_plan_loads(plan, batch.seq_lens, target)
+    grown = count_plan_loads(plan, batch.seq_lens + GROWTH, target)
     tiles_of_open = int((plan.segment_end == OPEN_END).sum())
     assert tiles_of_open >= len(batch.seq_lens)
     assert grown.kv_tokens - loads.kv_tokens == GROWTH * tiles_of_open

@@ -23,7 +23,7 @@ from deft_backend.forest import PrefixForest, build_forest
 from deft_backend.planner import plan_grouping
 from deft_backend.policies import POLICY_NAMES, Target, get_policy
 from deft_backend.telemetry.state import ServerState, StateWriter
-from deft_backend.tools.explain.item_facts import describe_items
+from deft_backend.tools.explain.structure import describe_items
 from deft_backend.tools.watch.page_server import PageServer, page
 from deft_backend.tools.watch.snapshot import Inspector
 from sglang_fakes import make_state

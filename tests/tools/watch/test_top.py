@@ -18,9 +18,14 @@ from deft_backend.forest import build_forest
 from deft_backend.telemetry.counters import Counters, DraftCounts
 from deft_backend.telemetry.shown_batch import Batch
 from deft_backend.telemetry.state import ServerState, StateWriter
-from deft_backend.tools.watch.batches import BatchView, SharedPrefix, ShownBatch, shared_prefixes
+from deft_backend.tools.watch.batches import (
+    BatchView,
+    Rate,
+    SharedPrefix,
+    ShownBatch,
+    shared_prefixes,
+)
 from deft_backend.tools.watch.engines import DECODING, ENDED, IDLE, SILENT, UNREADABLE, find_engines
-from deft_backend.tools.watch.rates import Rate
 from deft_backend.tools.watch.top_view import Row, view
 from sglang_fakes import make_state
 
