@@ -154,7 +154,7 @@ def kernel(
     from benchmarks.kernel.tree_workloads import WorkloadChoiceError, cases_of, parse_heads
     from benchmarks.row_files import RowsError
     from deft_backend.forest import ForestError
-    from deft_backend.tools.traces.trace_files import TraceError
+    from deft_backend.tools.traces.recorded_trees import TraceError
 
     one_of("--dtype", dtype, ("fp16", "bf16"))
     one_of("--kv-dtype", kv_dtype, tuple(KV_DTYPES))

@@ -50,7 +50,7 @@ def papers(
     from benchmarks.kernel.methods.ours import Ours
     from benchmarks.papers.record import counted_io, ratios, record
     from benchmarks.papers.tables import TABLES, method_named
-    from deft_backend.tools.traces.trace_files import TraceError
+    from deft_backend.tools.traces.recorded_trees import TraceError
 
     known = {table.name: table for table in TABLES}
     every = (*known, STEPS, COUNTED, COUNTERS)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.e2e.prompt_cases import percentile
 from benchmarks.token_client.client import Client
-from deft_backend.tools.harness.answers import Answer, compare_answers
+from deft_backend.tools.harness.answers import Answer, first_difference
 
 REQUESTS = 16
 TOKENS = 32
@@ -75,3 +75,27 @@ def compare(reference: Sequence[Answer], other: Sequence[Answer]) -> dict[str, A
         "gap_where_parted_max": max((gap for gap in gaps if gap is not None), default=None),
         "parted_outside_top": sum(gap is None for gap in gaps),
     }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two answers to one prompt, up to the first token in which they differ."""
+
+    agreed: int  # tokens before the first difference
+    same: bool  # whether the answers have the same tokens and the same length
+    # Absolute difference of the log-probabilities of each agreed token.
+    differences: tuple[float, ...]
+
+
+def compare_answers(reference: Answer, other: Answer) -> Comparison:
+    """Compare two answers token by token, by ids if both servers gave all of them, else by text."""
+    left: Sequence[object] = reference.ids
+    right: Sequence[object] = other.ids
+    if len(left) < len(reference) or len(right) < len(other):
+        left, right = reference.tokens, other.tokens
+    differs = first_difference(left, right)
+    agreed = min(len(left), len(right)) if differs is None else differs
+    pairs = zip(reference.logprobs[:agreed], other.logprobs[:agreed], strict=True)
+    return Comparison(
+        agreed, agreed == len(left) == len(right), tuple(abs(a - b) for a, b in pairs)
+    )

@@ -34,7 +34,7 @@ from benchmarks.e2e.served_model import (
     written_model,
 )
 from deft_backend.tools.servers.driver_stub import num_gpus
-from deft_backend.tools.traces.trace_files import TraceError
+from deft_backend.tools.traces.recorded_trees import TraceError
 
 ERRORS = (ChoiceError, CaseError, ModelError, ServerChoiceError, TraceError)
 """The errors of :func:`prepared` that a user can fix."""

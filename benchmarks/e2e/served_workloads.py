@@ -23,7 +23,7 @@ from benchmarks.e2e.serving_rows import Row, case_of, make_row
 from benchmarks.e2e.tree_replay import replay_tree
 from benchmarks.token_client.client import Client
 from deft_backend.tools.servers.process import ServerProcess
-from deft_backend.tools.traces.trace_files import ThoughtTree
+from deft_backend.tools.traces.recorded_trees import ThoughtTree
 
 # Log lines that healthy hosts do not write.
 TROUBLE = re.compile(

@@ -25,7 +25,8 @@ from benchmarks.token_client.send_requests import send_requests
 from deft_backend.tools.harness.answers import Answer
 from deft_backend.tools.harness.thought_requests import thought_name, thought_requests
 from deft_backend.tools.harness.workload import Workload
-from deft_backend.tools.traces.trace_files import ROOT, ThoughtTree, TraceError, load_trace
+from deft_backend.tools.traces.recorded_trees import ROOT, ThoughtTree, TraceError
+from deft_backend.tools.traces.trace_files import load_trace
 
 MARK = 2
 """Number of token ids that make a thought differ from its siblings."""

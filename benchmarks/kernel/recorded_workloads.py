@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.kernel.tree_workloads import TRACES, Workload
-from deft_backend.tools.traces.trace_files import ThoughtTree, TokenTree, TraceError, load_trace
+from deft_backend.tools.traces.recorded_trees import ThoughtTree, TokenTree, TraceError
+from deft_backend.tools.traces.trace_files import load_trace
 from deft_backend.tools.traces.tree_forests import forest_at, token_tree_forest
 
 

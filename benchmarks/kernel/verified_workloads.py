@@ -11,7 +11,8 @@ import numpy.typing as npt
 from benchmarks.kernel.tree_workloads import VERIFY, Workload
 from deft_backend.forest import PrefixForest, forest_from_paths
 from deft_backend.tools.explain import seen_from_parents
-from deft_backend.tools.traces.trace_files import TokenTree, TraceError, load_trace
+from deft_backend.tools.traces.recorded_trees import TokenTree, TraceError
+from deft_backend.tools.traces.trace_files import load_trace
 from deft_backend.tools.traces.tree_forests import forest_from_levels
 
 CHAINS = (4, 8, 2)

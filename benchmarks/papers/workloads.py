@@ -9,7 +9,8 @@ from pathlib import Path
 
 from benchmarks.kernel.tree_workloads import Workload, described, workloads_of
 from deft_backend.forest import PrefixForest
-from deft_backend.tools.traces.trace_files import ROOT, ThoughtTree, TokenTree, lay_out, load_trace
+from deft_backend.tools.traces.recorded_trees import ROOT, ThoughtTree, TokenTree, lay_out
+from deft_backend.tools.traces.trace_files import load_trace
 from deft_backend.tools.traces.tree_forests import forest_at, token_tree_forest
 
 THOUGHTS = ("sorting128ToT", "docmergeToT", "keywordToT", "set128ToT")

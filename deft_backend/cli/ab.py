@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -22,21 +22,28 @@ from deft_backend.cli.ab_choices import (
     report_folder,
     written_into,
 )
+from deft_backend.cli.ab_table import print_result
 from deft_backend.cli.errors import checked_settings, fail, host_arguments, reported, say
 from deft_backend.cli.interrupted import unwound
 from deft_backend.cli.models import ModelOption, RevisionOption, served_model
 from deft_backend.cli.serve import HostOption, chosen_host
+from deft_backend.files.folders import state_directory
+from deft_backend.files.provenance import provenance
 from deft_backend.policies import POLICY_NAMES, PolicyError
+from deft_backend.tools.ab.progress import Progress
+from deft_backend.tools.ab.report import write_report
+from deft_backend.tools.ab.result import AbResult, compare_sides
+from deft_backend.tools.ab.run import SideRun, run_side, silent_side
+from deft_backend.tools.ab.sides import AbError, Side, running_sides, started_sides
 from deft_backend.tools.ab.workloads import CHOICES
+from deft_backend.tools.harness.client import Offers, ServerClient, ServerError, base_url
+from deft_backend.tools.harness.server_counters import ServerCounters
+from deft_backend.tools.harness.workload import Workload, WorkloadError
+from deft_backend.tools.servers.command import StartError, use_gpu, vllm_is_cpu_build
+from deft_backend.tools.servers.driver_stub import DriverStubError
 from deft_backend.tools.traces.arrivals import is_arrival_trace
 from deft_backend.tools.traces.made_arrivals import MOST_TOKENS
-
-if TYPE_CHECKING:
-    from deft_backend.tools.ab.progress import Progress
-    from deft_backend.tools.ab.result import AbResult
-    from deft_backend.tools.ab.sides import Side
-    from deft_backend.tools.harness.client import Offers
-    from deft_backend.tools.harness.workload import Workload
+from deft_backend.tools.traces.recorded_trees import TraceError
 
 FAULTS = 1
 """Exit code if a server lost a request or gave a wrong token, or with ``--exact`` another one."""
@@ -157,17 +164,6 @@ def ab(
 
 def _run(asked: Asked) -> None:
     """Compare, print, write the report and exit."""
-    from deft_backend.cli.ab_table import print_result
-    from deft_backend.files.folders import state_directory
-    from deft_backend.tools.ab.progress import Progress
-    from deft_backend.tools.ab.report import write_report
-    from deft_backend.tools.ab.sides import AbError, running_sides, started_sides
-    from deft_backend.tools.harness.client import ServerError, base_url
-    from deft_backend.tools.harness.workload import WorkloadError
-    from deft_backend.tools.servers.command import StartError
-    from deft_backend.tools.servers.driver_stub import DriverStubError
-    from deft_backend.tools.traces.trace_files import TraceError
-
     settings = checked_settings()
     console = Console()
     folder = report_folder(asked.out)
@@ -224,8 +220,6 @@ def _refuse_options(asked: Asked) -> None:
 
 def _server(asked: Asked) -> tuple[str, str, list[str], bool]:
     """Model, host, the host's options, and whether it runs on a GPU."""
-    from deft_backend.tools.servers.command import use_gpu, vllm_is_cpu_build
-
     host = chosen_host(asked.host, needed=False)
     check_backends(asked.policy, asked.baseline, host)
     served, extra = served_model(asked.model, asked.revision, list(asked.extra))
@@ -236,8 +230,6 @@ def _server(asked: Asked) -> tuple[str, str, list[str], bool]:
 
 
 def _on_cpu(url: str, folder: Path) -> bool:
-    from deft_backend.tools.harness.server_counters import ServerCounters
-
     state = ServerCounters(url, folder).state()
     return state is not None and state.device.startswith("cpu")
 
@@ -251,11 +243,6 @@ def compare(
     exact: bool,
 ) -> AbResult:
     """Run both sides, one after the other; an interrupted run gives what it has."""
-    from deft_backend.files.provenance import provenance
-    from deft_backend.tools.ab.result import compare_sides
-    from deft_backend.tools.ab.run import SideRun, run_side, silent_side
-    from deft_backend.tools.harness.client import ServerError
-
     made: list[Workload] = []
 
     def workloads(offers: Offers) -> list[Workload]:
@@ -293,7 +280,6 @@ def compare(
 
 def both_answer(urls: Sequence[str]) -> None:
     """Before a long run on the first server, check that both servers answer."""
-    from deft_backend.tools.harness.client import ServerClient
 
     async def ask() -> None:
         for url in urls:

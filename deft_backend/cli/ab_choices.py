@@ -20,7 +20,8 @@ from deft_backend.tools.harness.workload import Workload, WorkloadError, poisson
 from deft_backend.tools.servers.model_files import ModelFilesError
 from deft_backend.tools.traces.arrivals import load_arrivals
 from deft_backend.tools.traces.made_arrivals import MOST_TOKENS
-from deft_backend.tools.traces.trace_files import ThoughtTree, TraceError, load_thought_trees
+from deft_backend.tools.traces.recorded_trees import ThoughtTree, TraceError
+from deft_backend.tools.traces.trace_files import load_thought_trees
 
 if TYPE_CHECKING:
     from deft_backend.tools.harness.client import Offers

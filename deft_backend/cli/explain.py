@@ -59,7 +59,7 @@ def explain(
     from deft_backend.telemetry.state_reader import StateError
     from deft_backend.tools.explain import explain as explain_grouping
     from deft_backend.tools.explain import render
-    from deft_backend.tools.traces.trace_files import TraceError
+    from deft_backend.tools.traces.recorded_trees import TraceError
 
     if sum((trace is not None, tree is not None, server)) != 1:
         raise fail(
@@ -101,7 +101,8 @@ def explain(
 def _draw_token_tree(trace: Path, target: Target, console: Console) -> None:
     """A trace of token trees: also the tree as one request verifies it."""
     from deft_backend.tools.explain import draw_token_tree, seen_from_parents
-    from deft_backend.tools.traces.trace_files import TokenTree, load_trace
+    from deft_backend.tools.traces.recorded_trees import TokenTree
+    from deft_backend.tools.traces.trace_files import load_trace
 
     recorded = load_trace(trace)
     if isinstance(recorded, TokenTree):
@@ -112,7 +113,8 @@ def _draw_token_tree(trace: Path, target: Target, console: Console) -> None:
 def _described(
     tree: str | None, trace: Path | None, index: int, iteration: int | None
 ) -> tuple[PrefixForest, str]:
-    from deft_backend.tools.traces.trace_files import TokenTree, TraceError, load_trace
+    from deft_backend.tools.traces.recorded_trees import TokenTree, TraceError
+    from deft_backend.tools.traces.trace_files import load_trace
     from deft_backend.tools.traces.tree_forests import (
         forest_at,
         forest_from_levels,

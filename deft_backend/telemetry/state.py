@@ -87,10 +87,6 @@ class ServerState(ServerDescription):
         return self.counters().kv_bytes_query_guided
 
     @property
-    def decode_steps(self) -> int:
-        return self.counters().decode_steps
-
-    @property
     def token_bytes(self) -> int:
         """Bytes of keys and values of one token in one layer."""
         return 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes

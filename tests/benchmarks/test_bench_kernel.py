@@ -46,7 +46,8 @@ from benchmarks.kernel.tree_workloads import (
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.forest import PrefixForest
 from deft_backend.tools.traces.invented_tree import ThoughtTreeShape, generate_thought_tree
-from deft_backend.tools.traces.trace_files import TraceError, dump_thought_trees
+from deft_backend.tools.traces.recorded_trees import TraceError
+from deft_backend.tools.traces.trace_files import dump_thought_trees
 from deft_backend.tools.tuning.ceilings import Ceilings
 from deft_backend.tools.tuning.launch_clock import QUICK
 from kernel_bench_fakes import FLASHINFER, SglangFlashAttention, VllmFlashAttention

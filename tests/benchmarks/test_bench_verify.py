@@ -28,7 +28,7 @@ from deft_backend.attention.reference_attention import (
     relative_error,
     seen_tokens,
 )
-from deft_backend.tools.traces.trace_files import TraceError
+from deft_backend.tools.traces.recorded_trees import TraceError
 from deft_backend.tools.tuning.launch_clock import QUICK
 
 CPU = torch.device("cpu")

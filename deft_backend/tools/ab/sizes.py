@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
-from pathlib import Path
 
 from deft_backend.tools.ab.workloads import (
-    CHOICES,
     ROLLOUTS,
     document_questions,
     few_shot,
@@ -19,11 +16,8 @@ from deft_backend.tools.ab.workloads import (
     unshared,
 )
 from deft_backend.tools.harness.workload import Workload, WorkloadError
-from deft_backend.tools.traces.invented_text import passage
 from deft_backend.tools.traces.invented_tree import ThoughtTreeShape, generate_thought_tree
-from deft_backend.tools.traces.trace_files import ThoughtTree
-
-_USUAL_CHARACTERS_A_TOKEN = 4.0
+from deft_backend.tools.traces.recorded_trees import ThoughtTree
 
 
 @dataclass(frozen=True)
@@ -52,22 +46,6 @@ def chosen_sizes(
         asked[1] or default.prefix_tokens,
         asked[2] or default.max_tokens,
     )
-
-
-def characters_a_token(tokenizer: Path | None) -> float:
-    """Characters of the workloads' text for one token of a model.
-
-    Counted with the model's ``tokenizer.json``; without one, 4, which is usual for English.
-    """
-    if tokenizer is None:
-        return _USUAL_CHARACTERS_A_TOKEN
-    try:
-        tokenizers = import_module("tokenizers")  # every host installs it
-    except ImportError:
-        return _USUAL_CHARACTERS_A_TOKEN
-    sample = passage(2000, 0)
-    tokens: int = len(tokenizers.Tokenizer.from_file(str(tokenizer)).encode(sample).ids)
-    return len(sample) / tokens
 
 
 def make_workloads(
@@ -111,9 +89,4 @@ def make_workloads(
             for name, samples in ROLLOUTS.items()
         },
     }
-    for name in names:
-        if name not in makers:
-            raise WorkloadError(
-                f"there is no workload {name!r}; expected one of {', '.join(CHOICES)}"
-            )
     return [makers[name]() for name in names]

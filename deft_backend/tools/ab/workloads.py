@@ -8,7 +8,7 @@ import random
 from deft_backend.tools.harness.thought_requests import thought_requests
 from deft_backend.tools.harness.workload import Request, Workload, WorkloadError
 from deft_backend.tools.traces.invented_text import passage, question
-from deft_backend.tools.traces.trace_files import ThoughtTree
+from deft_backend.tools.traces.recorded_trees import ThoughtTree
 
 WORKLOADS = ("few-shot", "parallel-samples", "document-questions", "tree-of-thoughts", "unshared")
 """The workloads that run if the user names none."""

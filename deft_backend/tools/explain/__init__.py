@@ -7,13 +7,12 @@ from deft_backend.tools.explain.drawing import (
     seen_from_parents,
 )
 from deft_backend.tools.explain.explanation import (
-    ChunkFacts,
     Explanation,
-    NodeFacts,
     PlanLoads,
     count_plan_loads,
     explain,
 )
+from deft_backend.tools.explain.structure import ChunkFacts, NodeFacts
 
 __all__ = [
     "ChunkFacts",

@@ -72,34 +72,10 @@ class Answer:
         return self.logprobs[position] - likely[token] if token in likely else None
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Two answers to one prompt, up to the first token in which they differ."""
-
-    agreed: int  # tokens before the first difference
-    same: bool  # whether the answers have the same tokens and the same length
-    # Absolute difference of the log-probabilities of each agreed token.
-    differences: tuple[float, ...]
-
-
 def first_difference(left: Sequence[object], right: Sequence[object]) -> int | None:
     """Index of the first element that differs; None if one sequence is a prefix of the other."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((i for i, (a, b) in pairs if a != b), None)
-
-
-def compare_answers(reference: Answer, other: Answer) -> Comparison:
-    """Compare two answers token by token, by ids if both servers gave all of them, else by text."""
-    left: Sequence[object] = reference.ids
-    right: Sequence[object] = other.ids
-    if len(left) < len(reference) or len(right) < len(other):
-        left, right = reference.tokens, other.tokens
-    differs = first_difference(left, right)
-    agreed = min(len(left), len(right)) if differs is None else differs
-    pairs = zip(reference.logprobs[:agreed], other.logprobs[:agreed], strict=True)
-    return Comparison(
-        agreed, agreed == len(left) == len(right), tuple(abs(a - b) for a, b in pairs)
-    )
 
 
 def nearest(

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from deft_backend.tools.traces.invented_text import passage
-from deft_backend.tools.traces.trace_files import ROOT, ThoughtTree, TraceError, lay_out
+from deft_backend.tools.traces.recorded_trees import ROOT, ThoughtTree, TraceError, lay_out
 
 
 @dataclass(frozen=True)

@@ -23,21 +23,7 @@ from deft_backend.tools.traces.recorded_trees import (
     ThoughtTree,
     TokenTree,
     TraceError,
-    lay_out,
 )
-
-__all__ = [
-    "ROOT",
-    "Thought",
-    "ThoughtTree",
-    "TokenTree",
-    "TraceError",
-    "dump_thought_trees",
-    "lay_out",
-    "load_thought_trees",
-    "load_token_tree",
-    "load_trace",
-]
 
 
 def load_thought_trees(path: Path) -> list[ThoughtTree]:

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from itertools import pairwise
 
 from deft_backend.forest import PrefixForest, forest_from_paths
-from deft_backend.tools.traces.trace_files import ROOT, ThoughtTree, TokenTree, TraceError
+from deft_backend.tools.traces.recorded_trees import ROOT, ThoughtTree, TokenTree, TraceError
 
 CHARACTERS_A_TOKEN = 4
 """Estimate for prompts that a token-tree recording holds as text only."""

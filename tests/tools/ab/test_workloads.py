@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deft_backend.tools.ab.sizes import Sizes, characters_a_token, default_sizes, make_workloads
+from deft_backend.tools.ab.sizes import Sizes, default_sizes, make_workloads
 from deft_backend.tools.ab.workloads import (
     WORKLOADS,
     document_questions,
@@ -20,8 +20,7 @@ from deft_backend.tools.ab.workloads import (
 )
 from deft_backend.tools.harness.workload import Request, Workload, WorkloadError
 from deft_backend.tools.traces.invented_text import passage, question
-from deft_backend.tools.traces.recorded_trees import ThoughtTree
-from deft_backend.tools.traces.trace_files import ROOT, lay_out
+from deft_backend.tools.traces.recorded_trees import ROOT, ThoughtTree, lay_out
 
 SMALL = Sizes(4, 300, 8)
 
@@ -116,8 +115,6 @@ def test_trees_without_thoughts_are_refused() -> None:
 def test_bad_sizes_and_names_are_quoted() -> None:
     with pytest.raises(WorkloadError, match="branches=0"):
         make_workloads(WORKLOADS, Sizes(0, 1, 1))
-    with pytest.raises(WorkloadError, match=r"'chat'.*few-shot"):
-        make_workloads(["chat"], SMALL)
     with pytest.raises(WorkloadError, match="unknown 'b'"):
         Workload("w", "", (), (Request("a", "x", 1, after="b"),))
 
@@ -127,7 +124,3 @@ def test_quick_is_smaller() -> None:
         quick, full = (default_sizes(on_gpu=gpu, quick=q) for q in (True, False))
         assert quick.branches < full.branches
         assert quick.max_tokens < full.max_tokens
-
-
-def test_without_a_tokenizer_four_characters_make_a_token() -> None:
-    assert characters_a_token(None) == 4.0

@@ -11,11 +11,8 @@ from hypothesis import strategies as st
 
 from deft_backend.forest import PrefixForest
 from deft_backend.tools.traces.invented_tree import ThoughtTreeShape, generate_thought_tree
+from deft_backend.tools.traces.recorded_trees import ROOT, ThoughtTree, TokenTree, TraceError
 from deft_backend.tools.traces.trace_files import (
-    ROOT,
-    ThoughtTree,
-    TokenTree,
-    TraceError,
     dump_thought_trees,
     load_thought_trees,
     load_token_tree,
