@@ -1,4 +1,4 @@
-"""Files of rows: a JSON list with one line per row and a header file, or both in one object."""
+"""Files of rows: one JSON object with a header, and one line for each row."""
 
 from __future__ import annotations
 
@@ -15,31 +15,11 @@ class RowsError(ValueError):
     """The file has no rows, or its rows do not belong together."""
 
 
-def header_file(path: Path) -> Path:
-    """The path of a file's header."""
-    return path.with_suffix(".header.json")
-
-
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], header: Mapping[str, Any]) -> None:
-    """Write rows and their header. Each file is replaced at once, so readers never see half of it.
-
-    Raises
-    ------
-    RowsError
-        If the files cannot be written.
-    """
-    lines = ",\n ".join(json.dumps(row, allow_nan=False) for row in rows)
-    _replace(path, f"[{lines}]\n")
-    _replace(header_file(path), json.dumps(header, indent=1) + "\n")
-
-
-def write_object(path: Path, rows: Sequence[Mapping[str, Any]], header: Mapping[str, Any]) -> None:
     """Write ``{"header": …, "rows": […]}`` with one line per row; errors may be NaN.
 
-    Raises
-    ------
-    RowsError
-        If the file cannot be written.
+    The file is replaced at once, so readers never see half of it. Raises RowsError if it cannot be
+    written.
     """
     lines = ",\n  ".join(json.dumps(row) for row in rows)
     head = json.dumps(header)
@@ -62,18 +42,18 @@ def read_rows(path: Path, keys: Collection[str], command: str) -> tuple[Any, dic
     RowsError
         If there is no such file, or the file holds something else.
     """
-    rows = read_json(path, RowsError)
-    header = read_json(header_file(path), RowsError)
-    if not isinstance(rows, list) or not all(
-        isinstance(row, dict) and row.keys() >= set(keys) for row in rows
+    content = read_json(path, RowsError)
+    rows = content.get("rows") if isinstance(content, dict) else None
+    if (
+        not isinstance(rows, list)
+        or not isinstance(content.get("header"), dict)
+        or not all(isinstance(row, dict) and row.keys() >= set(keys) for row in rows)
     ):
         raise RowsError(
-            f"{path} does not hold rows of '{command}'; expected a list of objects with "
-            f"{', '.join(sorted(keys))}"
+            f"{path} does not hold rows of '{command}'; expected an object with a header, and a "
+            f"list of rows with {', '.join(sorted(keys))}"
         )
-    if not isinstance(header, dict):
-        raise RowsError(f"{header_file(path)} holds no object; expected the header of {path.name}")
-    return rows, header
+    return rows, content["header"]
 
 
 def make_folder(path: Path) -> None:

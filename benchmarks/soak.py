@@ -11,7 +11,7 @@ from benchmarks.e2e.backend_runs import record
 from benchmarks.e2e.choice import Choice, ModelChoice, Output, ServerChoice, TrafficChoice
 from benchmarks.e2e.prepare_run import prepared
 from benchmarks.e2e.serving_rows import read_rows
-from benchmarks.row_files import RowsError, make_folder, write_object
+from benchmarks.row_files import RowsError, make_folder, write_rows
 from deft_backend.files.json_file import read_json
 from deft_backend.files.provenance import provenance
 
@@ -75,7 +75,7 @@ def run(soak: Soak, say: Callable[[str], None]) -> dict[str, Any]:
     if not soak.out.exists():
         for rows in soak.folder.glob(f"part-*/{ROWS}"):  # of another soak
             rows.unlink()
-        write_object(soak.out, slices, {"runs": runs, "total": totals(slices)})
+        write_rows(soak.out, slices, {"runs": runs, "total": totals(slices)})
     while (left := soak.seconds - sum(row["seconds"] for row in slices)) > 1.0:
         part = max((row["part"] for row in slices), default=0) + 1
         seconds = min(left, soak.slice_seconds)
@@ -84,7 +84,7 @@ def run(soak: Soak, say: Callable[[str], None]) -> dict[str, Any]:
         slices.append(found)
         header = {**provenance(), "command": soak.command, "part": part}
         runs.append(header)
-        write_object(soak.out, slices, {"runs": runs, "total": totals(slices)})
+        write_rows(soak.out, slices, {"runs": runs, "total": totals(slices)})
         say(f"slice {part}: {found}")
         if found["seconds"] <= 0:  # the server never came up: do not try for ever
             break

@@ -36,7 +36,7 @@ def faults(
     from benchmarks.faults.record import drawn_into, merged, read_record
     from benchmarks.faults.run import Harness
     from benchmarks.faults.table import FAULTS
-    from benchmarks.row_files import RowsError, make_folder, write_object
+    from benchmarks.row_files import RowsError, make_folder, write_rows
     from deft_backend.cli.errors import reported
     from deft_backend.files.provenance import provenance
 
@@ -61,7 +61,7 @@ def faults(
         finally:
             header = {**provenance(), "command": command, "seed": seed}
             rows, headers = merged(out, str(name), harness.rows, header)
-            write_object(out, rows, headers)
+            write_rows(out, rows, headers)
             if page is not None:
                 page.write_text(drawn_into(page.read_text(), rows))
     failed = [row for row in harness.rows if not row["ok"]]

@@ -47,7 +47,7 @@ def fuzz(
     from benchmarks.fuzz.case_files import keep
     from benchmarks.fuzz.fuzz_process import WHATS
     from benchmarks.fuzz.fuzz_run import Fuzz, run
-    from benchmarks.row_files import RowsError, make_folder, write_object
+    from benchmarks.row_files import RowsError, make_folder, write_rows
     from deft_backend.cli.errors import reported
     from deft_backend.files.provenance import provenance
 
@@ -69,7 +69,7 @@ def fuzz(
         failures = [failure for row in rows for failure in row["failures"]]
         kept = keep(failures, cases)  # before the rows, whose disk may be full
         command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
-        write_object(out, rows, {**provenance(), "command": command})
+        write_rows(out, rows, {**provenance(), "command": command})
     for row in rows:
         same = (
             f", {row['same']} of {row['compared']} the same on host and device, {row['ties']} ties"

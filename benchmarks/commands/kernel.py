@@ -210,9 +210,7 @@ def kernel_merge(
         list[Path],
         typer.Argument(help="Files of rows that 'kernel' wrote, for example one for each --part."),
     ],
-    out: Annotated[
-        Path, typer.Option(help="JSON file to write; the header goes into a file next to it.")
-    ],
+    out: Annotated[Path, typer.Option(help="JSON file to write.")],
     bars: Annotated[
         bool, typer.Option("--bars", help="Show which cases reach their release bar.")
     ] = False,

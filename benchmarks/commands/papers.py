@@ -102,7 +102,7 @@ def _steps(table: Any, setup: Any, path: Path, console: Console) -> None:
     from benchmarks.kernel.measure_case import DTYPES
     from benchmarks.papers.record import record
     from benchmarks.papers.steps import MODELS, dense_us, step_row
-    from benchmarks.row_files import write_object
+    from benchmarks.row_files import write_rows
     from deft_backend.files.provenance import provenance
 
     heads = sorted({(shape.query_heads, shape.kv_heads) for shape in MODELS.values()})
@@ -114,14 +114,14 @@ def _steps(table: Any, setup: Any, path: Path, console: Console) -> None:
         for row in (row for row in attention if row["heads"] == shape.heads):
             dense = dense_us(shape, round(row["batch"]), DTYPES[setup.dtype], setup.budget)
             rows.append(step_row(model, row, *dense, baseline="flash-decoding"))
-            write_object(path, rows, {**provenance(), "table": STEPS, "place": PLACE_OF_STEPS})
+            write_rows(path, rows, {**provenance(), "table": STEPS, "place": PLACE_OF_STEPS})
             say(console, f"{model}, {row['workload']}: {rows[-1]['step_ms']}")
 
 
 def _counters(path: Path, console: Console) -> None:
     """DRAM bytes and utilisation (FlashForge, Figure 6; DeFT, Table 14)."""
     from benchmarks.papers.counters import METHODS, TREES, NoCountersError, counted
-    from benchmarks.row_files import write_object
+    from benchmarks.row_files import write_rows
     from deft_backend.files.provenance import provenance
 
     rows = []
@@ -129,7 +129,7 @@ def _counters(path: Path, console: Console) -> None:
         for tree in TREES:
             for method in METHODS:
                 rows.append(counted(method, tree, "32/8"))
-                write_object(path, rows, {**provenance(), "table": COUNTERS})
+                write_rows(path, rows, {**provenance(), "table": COUNTERS})
                 say(console, f"{rows[-1]}")
 
 

@@ -39,7 +39,7 @@ def real_model(
 
     from benchmarks.real_model.checkpoint import CheckpointError, make_checkpoint, packaged
     from benchmarks.real_model.perplexity import HOST, Decoder, cut, python_manual
-    from benchmarks.row_files import write_object
+    from benchmarks.row_files import write_rows
     from deft_backend.files.folders import cache_directory
     from deft_backend.files.provenance import provenance
     from deft_backend.shapes.dtype_names import SHORT_DTYPES
@@ -67,5 +67,5 @@ def real_model(
             "shared": shared, "continuations": continuations, "dtype": dtype,
         })  # fmt: skip
         say(console, f"{name}: perplexity {found:.5f} over {text.tokens:,} tokens")
-        write_object(out, rows, {**provenance(), "model": "SmolLM2-135M-Instruct (Q4_1)"})
+        write_rows(out, rows, {**provenance(), "model": "SmolLM2-135M-Instruct (Q4_1)"})
     say(console, str(out))

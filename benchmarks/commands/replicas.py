@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.replicas import Trace, measure
-from benchmarks.row_files import write_object
+from benchmarks.row_files import write_rows
 from deft_backend.cli.errors import say
 from deft_backend.files.provenance import provenance
 from deft_backend.tools.servers.command import installed_hosts
@@ -36,4 +36,4 @@ def replicas(
     for found in measure(host, router, POLICIES, model, trace):
         rows.append(found)
         say(console, f"{found['setup']}, {found['policy']}: read {found['read_share']:.0%}")
-        write_object(out, rows, header)
+        write_rows(out, rows, header)

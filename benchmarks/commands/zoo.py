@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.commands.server_options import HostArguments
-from benchmarks.row_files import write_object
+from benchmarks.row_files import write_rows
 from benchmarks.zoo.architectures import ARCHITECTURES
 from benchmarks.zoo.engine_options import engine_arguments
 from benchmarks.zoo.place import Place
@@ -73,7 +73,7 @@ def zoo(
     for row in run(names, place, logs, at_once, seconds):
         rows[_key(row)] = {**row, "run": len(runs) - 1}
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_object(out, list(rows.values()), {"runs": runs})
+        write_rows(out, list(rows.values()), {"runs": runs})
         typer.echo(_line(row))
     typer.echo(f"The README's line of these rows:\n{readme_line(list(rows.values()))}")
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import plot_style
-from benchmarks.row_files import header_file
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
@@ -98,10 +97,10 @@ def draw(cases: list[Case], path: Path) -> Path:
 
 def _cases(path: Path) -> Iterator[Case]:
     host, theirs, ours = FILES[path.stem]
-    header = json.loads(header_file(path).read_text())
-    device = "H200" if "H200" in header["device"] else "H100"
+    content = json.loads(path.read_text())
+    device = "H200" if "H200" in content["header"]["device"] else "H100"
     pairs: dict[tuple[int, int], dict[str, Any]] = {}
-    for row in json.loads(path.read_text()):
+    for row in content["rows"]:
         if row["workload"] in ("few-shot", "unshared") and not row["error"]:
             key = (row["branches"], row["prefix"])
             pairs.setdefault(key, {})[row["backend"]] = row["tpot_ms"]

@@ -18,7 +18,7 @@ import torch
 from rich.progress import Progress
 
 from benchmarks.random_batches import random_batch
-from benchmarks.row_files import write_object
+from benchmarks.row_files import write_rows
 from deft_backend import POLICY_NAMES, TreeAttention, forest_from_page_tables
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.files.provenance import provenance
@@ -135,5 +135,5 @@ def check_all(
             for name in TOLERANCE
         },
     }
-    write_object(out, rows, {**provenance(), **summary})
+    write_rows(out, rows, {**provenance(), **summary})
     return summary, failed

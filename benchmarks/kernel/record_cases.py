@@ -13,7 +13,7 @@ from benchmarks.kernel.kernel_rows import Row
 from benchmarks.kernel.measure_case import DeviceLost, Setup, measure
 from benchmarks.kernel.methods import OURS, Method
 from benchmarks.kernel.tree_workloads import Case
-from benchmarks.row_files import write_object, write_rows
+from benchmarks.row_files import write_rows
 from deft_backend.files.provenance import driver, provenance
 
 
@@ -62,7 +62,7 @@ def write_policies(path: Path, rows: Sequence[Row], planner: str) -> Path:
         for row in rows
     ]  # fmt: skip
     found = path.with_name(path.name.replace("kernel-", "policies-"))
-    write_object(found, times, provenance())
+    write_rows(found, times, provenance())
     return found
 
 

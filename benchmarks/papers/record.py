@@ -15,7 +15,7 @@ from benchmarks.kernel.measure_case import Setup, measure
 from benchmarks.kernel.tree_workloads import cases_of
 from benchmarks.papers.tables import Table
 from benchmarks.papers.workloads import THOUGHTS, TOKEN_TREES, every_step
-from benchmarks.row_files import write_object
+from benchmarks.row_files import write_rows
 from deft_backend.files.provenance import driver, provenance
 
 
@@ -76,7 +76,7 @@ def record(
         steps.setdefault(key, []).append(row)
         if len(steps[key]) == wanted[key]:
             rows.append(Kept(*key, steps.pop(key)).averaged())
-            write_object(path, rows, header)
+            write_rows(path, rows, header)
             on_row(rows[-1])
     return rows
 
@@ -112,5 +112,5 @@ def counted_io(traces: Path, path: Path) -> list[dict[str, Any]]:
             "saved_percent": round(100 * (1 - stored / attended), 2),
             "node_std": round(spread / max(1, steps), 1),
         })  # fmt: skip
-        write_object(path, rows, {**provenance(), "table": "deft-io", "place": "DeFT, Table 17"})
+        write_rows(path, rows, {**provenance(), "table": "deft-io", "place": "DeFT, Table 17"})
     return rows

@@ -23,7 +23,7 @@ import torch
 from torch._C._autograd import DeviceType
 
 from benchmarks.planning.host_planning import FAN_OUTS, PAGE_SIZES, PREFIX_TOKENS, ragged_batch
-from benchmarks.row_files import write_object
+from benchmarks.row_files import write_rows
 from deft_backend import TreeAttention, forest_from_page_tables
 from deft_backend.files.provenance import provenance
 from deft_backend.tools.tuning.launch_clock import Budget, captured, launch_us
@@ -206,4 +206,4 @@ def measure_batches(
         "head_dim": 128,
         "fan_outs": list(FAN_OUTS.values()),
     }
-    write_object(out, rows, header)
+    write_rows(out, rows, header)

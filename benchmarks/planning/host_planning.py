@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.row_files import write_object
+from benchmarks.row_files import write_rows
 from deft_backend.files.provenance import provenance
 from deft_backend.forest import (
     PrefixForest,
@@ -255,4 +255,4 @@ def measure_batches(
         "heads": "32/8",
         "head_dim": 128,
     }
-    write_object(out, rows, header)
+    write_rows(out, rows, header)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.planning.host_planning import processor, use_one_core
-from benchmarks.row_files import write_object
+from benchmarks.row_files import write_rows
 from deft_backend.files.provenance import provenance
 from deft_backend.telemetry.state import INTERVAL, ServerState, StateWriter
 from deft_backend.tools.servers.driver_stub import SONAME, ensure_driver_stub, has_nvidia_driver
@@ -97,4 +97,4 @@ def measure_hooks(
         **provenance(), "processor": processor(), "core": core, "repeats": repeats,
         "look_us": look, "looks_a_second": 1 / INTERVAL,
     }  # fmt: skip
-    write_object(out, rows, header)
+    write_rows(out, rows, header)

@@ -12,7 +12,7 @@ from benchmarks.e2e.serving_rows import Row, by_case, make_row, merged, read_row
 from benchmarks.e2e.serving_tables import bars_table, rows_table
 from benchmarks.e2e.where_sharing_pays import RESULTS, recorded_cases, table
 from benchmarks.e2e.where_sharing_pays import draw as draw_sharing
-from benchmarks.row_files import RowsError, header_file, write_rows
+from benchmarks.row_files import RowsError, write_rows
 
 HEADER: dict[str, Any] = {
     "device": "A GPU (CUDA 13.0)", "driver": "1", "versions": {"torch": "2"}, "commit": "abc",
@@ -72,10 +72,9 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RowsError, match="cannot read"):
         read_rows(path)
     path.write_text("[")
-    header_file(path).write_text("{}")
     with pytest.raises(RowsError, match="expected JSON"):
         read_rows(path)
-    path.write_text('[{"workload": "few-shot"}]')
+    path.write_text('{"header": {}, "rows": [{"workload": "few-shot"}]}')
     with pytest.raises(RowsError, match="does not hold rows"):
         read_rows(path)
 

@@ -24,7 +24,7 @@ from benchmarks.kernel.kernel_rows import (
     speed_up,
 )
 from benchmarks.kernel.methods import OURS
-from benchmarks.row_files import RowsError, header_file, write_rows
+from benchmarks.row_files import RowsError, write_rows
 
 runner = CliRunner(env={"COLUMNS": "400", "NO_COLOR": "1", "TERM": "dumb"})
 HEADER = {"device": "NVIDIA H100 80GB HBM3 (CUDA 13.0)", "versions": {}, "commit": "c"}
@@ -100,25 +100,27 @@ def test_means_have_bars() -> None:
 # Files
 
 
-def test_rows_are_a_list_beside_their_header(tmp_path: Path) -> None:
+def test_rows_stand_behind_their_header(tmp_path: Path) -> None:
     path = tmp_path / "new" / "kernel-h100.json"
     write_rows(path, [row(), row("other")], HEADER)
-    assert [found["workload"] for found in json.loads(path.read_text())] == [
-        "1,20 4000,200", "other",
-    ]  # fmt: skip
-    assert json.loads((path.parent / "kernel-h100.header.json").read_text()) == HEADER
+    content = json.loads(path.read_text())
+    assert [found["workload"] for found in content["rows"]] == ["1,20 4000,200", "other"]
+    assert content["header"] == HEADER
     assert read_rows(path) == ([row(), row("other")], HEADER)
-    assert len(list(path.parent.iterdir())) == 2
+    assert list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("{", "expected JSON"), ("{}", "does not hold rows"), ('[{"us": {}}]', "does not hold rows")],
+    [
+        ("{", "expected JSON"),
+        ("{}", "does not hold rows"),
+        ('{"header": {}, "rows": [{"us": {}}]}', "does not hold rows"),
+    ],
 )
 def test_a_file_that_holds_no_rows_is_refused(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text(text)
-    header_file(path).write_text("{}")
     with pytest.raises(RowsError, match=re.escape(str(path)) + ".*" + said):
         read_rows(path)
     with pytest.raises(RowsError, match=r"cannot read .*none\.json: No such file"):

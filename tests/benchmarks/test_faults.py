@@ -14,7 +14,7 @@ from benchmarks.faults.reference import draw_prompts
 from benchmarks.faults.run import is_ok
 from benchmarks.faults.table import BOTH, FAULTS
 from benchmarks.faults.tested_server import Judged
-from benchmarks.row_files import RowsError, write_object
+from benchmarks.row_files import RowsError, write_rows
 
 ROOT = Path(__file__).parents[2]
 INSIDE = ROOT / "benchmarks" / "faults" / "inside"
@@ -75,15 +75,15 @@ def test_a_failed_fault_shows_on_the_page() -> None:
 def test_a_run_keeps_the_rows_that_it_does_not_repeat(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     first, clock = {**GOOD, "run": 1}, {**GOOD, "fault": "clock", "run": 1}
-    write_object(path, *merged(path, "vllm", [GOOD, {**GOOD, "fault": "clock"}], {"date": 1}))
+    write_rows(path, *merged(path, "vllm", [GOOD, {**GOOD, "fault": "clock"}], {"date": 1}))
     other = {**GOOD, "host": "sglang"}
     rows, header = merged(path, "sglang", [other], {"date": 2})
     assert rows == [first, clock, {**other, "run": 2}]
     assert [(run["host"], run["date"]) for run in header["runs"]] == [("vllm", 1), ("sglang", 2)]
-    write_object(path, rows, header)
+    write_rows(path, rows, header)
     rows, header = merged(path, "vllm", [GOOD], {"date": 3})
     assert rows == [clock, {**other, "run": 2}, {**GOOD, "run": 3}]
-    write_object(path, rows, header)
+    write_rows(path, rows, header)
     rows, header = merged(path, "vllm", [{**GOOD, "fault": "clock"}], {"date": 4})
     assert [run["date"] for run in header["runs"]] == [2, 3, 4]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.e2e.checked_answers import TOLERANCE
-from benchmarks.row_files import write_object
+from benchmarks.row_files import write_rows
 from benchmarks.zoo.answering import check
 from benchmarks.zoo.architecture_run import KEYS, layers_of_tree
 from benchmarks.zoo.architectures import ARCHITECTURES, WINDOW
@@ -159,7 +159,7 @@ def test_the_line_of_the_readme(tmp_path: Path) -> None:
     rows = [row("qwen3", 2), row("gpt-oss", 2), row("llama", 2), row("llama", 2, wrong=1),
             row("gemma4", 0), row("phi-4", 2, checked=0)]  # fmt: skip
     assert readme_line(rows) == "| architectures checked | Qwen3, gpt-oss | Gemma 4 |"
-    write_object(tmp_path / "rows.json", rows, {})
+    write_rows(tmp_path / "rows.json", rows, {})
     assert json.loads((tmp_path / "rows.json").read_text())["rows"] == rows
 
 

@@ -133,12 +133,12 @@ def main() -> int:
             rows[name_of(fault)] = {**fault, "result": result, "noticed_by": told}
             print(f"{result:9} {fault['file']}: {fault['new'].strip()!r} {told}", flush=True)
 
-    from benchmarks.row_files import write_object
+    from benchmarks.row_files import write_rows
     from deft_backend.files.provenance import provenance
 
     kept = [rows[name_of(fault)] for fault in faults if name_of(fault) in rows]
     counts = Counter(row["result"] for row in kept)
-    write_object(given.out, kept, {**provenance(), "counts": dict(counts)})
+    write_rows(given.out, kept, {**provenance(), "counts": dict(counts)})
     print(", ".join(f"{count} {result}" for result, count in counts.items()))
     return 0 if counts.keys() <= {"caught"} else 1
 
