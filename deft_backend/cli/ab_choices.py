@@ -55,7 +55,7 @@ def chosen_tree(
             raise fail("--scale and --index belong to --trace, which is missing")
         return None
     if "tree-of-thoughts" not in names:
-        raise fail("--trace is replayed by the workload tree-of-thoughts, which is not selected")
+        raise fail("--trace needs --workload tree-of-thoughts, which is not selected")
     trees = load_thought_trees(trace)
     if index >= len(trees):
         raise TraceError(f"{trace} holds {len(trees)} trees; expected --index below that")

@@ -78,7 +78,7 @@ class Check:
 
     subject: str
     status: Status
-    found: str
+    state: str
     remedy: str | None = None
 
 
@@ -104,18 +104,18 @@ def check_packages() -> Iterator[Check]:
 
 def _host(versions: TestedVersions) -> Check:
     name = versions.distributions[0]
-    found, window = versions.installed(), _window(versions)
+    version, window = versions.installed(), _window(versions)
     remedy = f"pip install 'deft-backend[{name}]'"
-    if found is None:
+    if version is None:
         return Check(name, "problem", f"not installed; {window}", remedy)
-    if versions.holds(found):
-        newer = versions.newer(found)
+    if versions.holds(version):
+        newer = versions.newer(version)
         text = f"; newer inside the window: up to {newer}" if newer else ", the newest"
-        return Check(name, "ok", f"{found}, inside the {window}{text}")
+        return Check(name, "ok", f"{version}, inside the {window}{text}")
     if tries_others():
-        text = f"{found}, outside the {window}. DEFT_UNTESTED_HOST tries it: see the server's log"
+        text = f"{version}, outside the {window}. DEFT_UNTESTED_HOST tries it: see the server's log"
         return Check(name, "note", text, remedy)
-    text = f"{found}, outside the {window}: this {versions.name} decodes without tree attention"
+    text = f"{version}, outside the {window}: this {versions.name} decodes without tree attention"
     return Check(name, "problem", text, f"{remedy} in an environment of its own")
 
 
@@ -124,16 +124,16 @@ def _window(versions: TestedVersions) -> str:
 
 
 def _bounded(
-    name: str, found: str | None, low: str, high: str | None, missing: Status, remedy: str
+    name: str, version: str | None, low: str, high: str | None, missing: Status, remedy: str
 ) -> Check:
     bounds = f">={low}" + (f", <{high}" if high else "")
-    if found is None:
+    if version is None:
         return Check(name, missing, f"not installed; supported is {bounds}", remedy)
-    if version_key(found) < version_key(low):
-        return Check(name, missing, f"{found}; supported is {bounds}", remedy)
-    if high is not None and version_key(found) >= version_key(high):
-        return Check(name, "note", f"{found}; tested is {bounds}", remedy)
-    return Check(name, "ok", f"{found} (supported is {bounds})")
+    if version_key(version) < version_key(low):
+        return Check(name, missing, f"{version}; supported is {bounds}", remedy)
+    if high is not None and version_key(version) >= version_key(high):
+        return Check(name, "note", f"{version}; tested is {bounds}", remedy)
+    return Check(name, "ok", f"{version} (supported is {bounds})")
 
 
 def installed_hosts() -> list[Host]:
@@ -149,13 +149,13 @@ def check_entry_point() -> Iterator[Check]:
 
 def _entry_point(host: Host) -> Iterator[Check]:
     remedy = "pip install deft-backend (in a checkout: pip install -e .)"
-    found = {point.value: point for point in entry_points(group=host.group, name="deft")}
-    if not found:
+    points = {point.value: point for point in entry_points(group=host.group, name="deft")}
+    if not points:
         name = host.versions.name
         text = f"no entry point 'deft' in the group {host.group}: {name} cannot find us"
         yield Check("plugin", "problem", text, remedy)
         return
-    for value, point in found.items():
+    for value, point in points.items():
         try:
             point.load()
         except Exception as error:
@@ -203,21 +203,21 @@ def check_settings() -> Iterator[Check]:
             # Only the host knows the names of its backends, and importing the host takes too long
             # here.
             later = variable.field == "fallback_backend"
-            found = f"{value}; the server checks it when it starts" if later else value
-            yield Check(variable.name, "note" if later else "ok", found)
+            text = f"{value}; the server checks it when it starts" if later else value
+            yield Check(variable.name, "note" if later else "ok", text)
     for name, hint in unknown_settings(os.environ):
         yield Check(name, "note", f"set, but no such setting exists; {hint}", f"unset {name}")
     yield from _state_folder()
 
 
 def _own_package() -> Check:
-    found = installed_version("deft-backend")
-    if found is None:  # without the entry point, this is a problem
+    version = installed_version("deft-backend")
+    if version is None:  # without the entry point, this is a problem
         remedy = "pip install deft-backend (in a checkout: pip install -e .)"
         return Check(
             "deft-backend", "note", f"{VERSION}, not installed: it runs from its folder", remedy
         )
-    return Check("deft-backend", "ok", found)
+    return Check("deft-backend", "ok", version)
 
 
 def _stub() -> Iterator[Check]:

@@ -66,12 +66,12 @@ def doctor(
     }
     kernels = _kernels(shapes)
     ran = _checked(shapes) if check else []
-    works = all(found.status != "problem" for checks in sections.values() for found in checks)
+    works = all(each.status != "problem" for checks in sections.values() for each in checks)
     works = works and all(entry["failure"] is None for entry in ran)
     if as_json:
         content: dict[str, Any] = {"works": works, "kernels": kernels}
         content |= {"check": ran} if check else {}
-        content |= {name.lower(): [asdict(c) for c in found] for name, found in sections.items()}
+        content |= {name.lower(): [asdict(c) for c in each] for name, each in sections.items()}
         typer.echo(json.dumps(content, indent=2))
     else:
         _print(sections, kernels, ran, works, every)
@@ -104,13 +104,13 @@ def _kernels(shapes: list[HeadShape]) -> list[dict[str, Any]]:
     except ImportError as error:
         return [{**_entry(shape), "kernel": "none", "why": str(error)} for shape in shapes]
     device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
-    found = []
+    entries = []
     for shape in shapes:
         query_heads, kv_heads, head_dim, name = shape
         dtype = getattr(torch, name)
         why = unsupported(query_heads, kv_heads, head_dim, dtype, device)
         if why is not None:
-            found.append({**_entry(shape), "kernel": "host", "why": why})
+            entries.append({**_entry(shape), "kernel": "host", "why": why})
             continue
         config = kernel_configuration(head_dim, dtype, device, query_heads // kv_heads)
         tiles = "/".join(str(tile.height) for tile in config.tiles)
@@ -119,10 +119,10 @@ def _kernels(shapes: list[HeadShape]) -> list[dict[str, Any]]:
         key = table_key(device, *shape[:3], dtype)
         try:
             used = table_in_use(key, tables_directory(), gpu_facts(device))
-            found.append({**entry, **_table(used)})
+            entries.append({**entry, **_table(used)})
         except SettingsError:
-            found.append(entry)  # the settings above show the error
-    return found
+            entries.append(entry)  # the settings above show the error
+    return entries
 
 
 def _checked(shapes: list[HeadShape]) -> list[dict[str, Any]]:
@@ -145,8 +145,8 @@ def _checked(shapes: list[HeadShape]) -> list[dict[str, Any]]:
         if unsupported(query_heads, kv_heads, head_dim, dtype, device) is not None:
             continue
         for kv_dtype, outcome in check_shape(*shape[:3], dtype, device, until):
-            found = {"error": outcome.error, "failure": outcome.failure}
-            ran.append({**_entry(shape), "kv": kv_dtype, "case": str(outcome.case), **found})
+            result = {"error": outcome.error, "failure": outcome.failure}
+            ran.append({**_entry(shape), "kv": kv_dtype, "case": str(outcome.case), **result})
     return ran
 
 
@@ -155,7 +155,7 @@ def _print_check(console: Console, ran: list[dict[str, Any]]) -> None:
     for name in ("heads", "head dim", "dtype", "KV cache", "case", "largest error of a row"):
         table.add_column(name)
     for entry in ran:
-        result = Text("not run: the time was over", style="dim")
+        result = Text("not run: no time was left", style="dim")
         if entry["failure"] is not None:
             result = Text(f"✗ {entry['failure']}", style="red")
         elif entry["error"] is not None:
@@ -173,8 +173,8 @@ def _print_check(console: Console, ran: list[dict[str, Any]]) -> None:
         )  # fmt: skip
     if any(entry["error"] is None and entry["failure"] is None for entry in ran):
         console.print(
-            f"• {CHECK_SECONDS} s were over before all cases ran; compiled kernels are kept, so "
-            "run it again for the rest",
+            f"• {CHECK_SECONDS} s passed before all cases had run. Compiled kernels are kept: run "
+            "the check again for the rest",
             style="yellow", soft_wrap=True,
         )  # fmt: skip
 
@@ -184,13 +184,13 @@ def _entry(shape: HeadShape) -> dict[str, Any]:
     return {"heads": heads, "head_dim": shape.head_dim, "dtype": shape.dtype}
 
 
-def _table(found: TableInUse) -> dict[str, Any]:
+def _table(used: TableInUse) -> dict[str, Any]:
     """The cost table in use, and a remedy if another one would be better."""
-    if found.tuned:
-        return {"table": f"tuned: {found.path}"}
-    scaled = " (scaled)" if found.model.source != CostModel.load(found.path).source else ""
-    entry = {"table": f"shipped: {found.path.name}{scaled}"}
-    said = found.damage or found.notice
+    if used.tuned:
+        return {"table": f"tuned: {used.path}"}
+    scaled = " (scaled)" if used.model.source != CostModel.load(used.path).source else ""
+    entry = {"table": f"shipped: {used.path.name}{scaled}"}
+    said = used.damage or used.notice
     return entry if said is None else {**entry, "remedy": said.removeprefix("deft: ")}
 
 
@@ -214,7 +214,7 @@ def _print(
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
         for check in checks:
-            table.add_row(_SIGNS[check.status], check.subject, Text(check.found))
+            table.add_row(_SIGNS[check.status], check.subject, Text(check.state))
             if check.remedy and check.status != "ok":
                 table.add_row("", "", Text(f"→ {check.remedy}", style="cyan"))
         console.print(table)

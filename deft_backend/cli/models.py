@@ -77,13 +77,13 @@ def chosen_model(model: str | None, revision: str | None = None) -> ChosenModel:
     if model is None:
         if revision is not None:
             raise fail("--revision is given without --model; expected the model's hub name")
-        found = tiny_model()
-        if found is None:
+        tiny = tiny_model()
+        if tiny is None:
             raise fail(
-                f"no model: this is no checkout with {_TINY}. Pass --model with a checkpoint's "
+                f"no model: this is not a checkout with {_TINY}. Pass --model with a checkpoint's "
                 "folder or a hub name such as Qwen/Qwen3-8B"
             )
-        return ChosenModel(str(found))
+        return ChosenModel(str(tiny))
     with reported(ModelFilesError):
         return named_model(model, revision)
 
@@ -113,8 +113,8 @@ def named_model(model: str, revision: str | None = None) -> ChosenModel:
     looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1
     if os.path.exists(path) or (looks_like_path and "://" not in model):
         raise ModelFilesError(
-            f"the model {model} is no folder; expected a checkpoint's folder, or a hub name such "
-            "as Qwen/Qwen3-8B"
+            f"the model {model} is not a folder; expected a checkpoint's folder, or a hub name "
+            "such as Qwen/Qwen3-8B"
         )
     if revision is None:
         _refuse_misspelt(model)

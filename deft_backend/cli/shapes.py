@@ -73,7 +73,7 @@ def chosen_shape(
         return HeadShape(*parse_heads(heads or "32/8"), head_dim or 128, name)
     for option, value in (("--heads", heads), ("--head-dim", head_dim)):
         if value is not None:
-            raise fail(f"{option} is given, but --model says it already; leave one of them out")
+            raise fail(f"{option} and --model both set the shape; leave one of them out")
     shape = model_shape(chosen_model(model, revision))
     # A server may use another dtype than the checkpoint's.
     return shape if dtype is None else shape._replace(dtype=SHORT_DTYPES[dtype])

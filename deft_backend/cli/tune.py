@@ -24,7 +24,7 @@ from deft_backend.shapes.kernel_limits import TILE_NAMES
 if TYPE_CHECKING:
     from deft_backend.costs import CostModel
     from deft_backend.costs.gpu_facts import GpuFacts
-    from deft_backend.tools.tuning.search import Found
+    from deft_backend.tools.tuning.search import SearchResult
 
 FAILED = 1
 """Exit code if there is no GPU to measure on, or too little free memory on it."""
@@ -117,7 +117,8 @@ def _measure(key: TableKey, path: Path) -> None:
             tuned = run(key, before, lambda title: status.update(title))
     except torch.OutOfMemoryError as error:
         stderr.print(
-            f"Error: not enough free GPU memory to measure in; stop what else uses it ({error})",
+            "Error: too little free GPU memory to measure with; stop other programs that use it "
+            f"({error})",
             highlight=False,
             soft_wrap=True,
         )
@@ -134,33 +135,33 @@ def _measure(key: TableKey, path: Path) -> None:
         f"{tuned.variants} kernel variants; errors of the fits: {errors}", highlight=False
     )
     _print(tuned.model, console)
-    console.print(_comparison(tuned.found), highlight=False, soft_wrap=True)
+    console.print(_comparison(tuned.best), highlight=False, soft_wrap=True)
     console.print(
         f"{path}, in {time.perf_counter() - began:.0f} s", highlight=False, soft_wrap=True
     )
 
 
-def _comparison(found: Found) -> str:
-    tried = f"{found.batches} batches, {found.plans} different plans"
-    if found.ratio == 1.0:
+def _comparison(best: SearchResult) -> str:
+    tried = f"{best.batches} batches, {best.plans} different plans"
+    if best.ratio == 1.0:
         return f"{tried}: no costs make faster plans than those in use, which the table keeps"
     return (
-        f"{tried}: attention takes {1 - found.ratio:.1%} less time than with the costs in use, "
+        f"{tried}: attention takes {1 - best.ratio:.1%} less time than with the costs in use, "
         "in the geometric mean"
     )
 
 
 def _show(key: TableKey, folder: Path) -> None:
-    found = table_in_use(key, folder, _facts())
+    used = table_in_use(key, folder, _facts())
     console = Console()
     console.print(f"{key.gpu or 'CPU'}: {key.shape}", highlight=False)
-    for said in (found.damage, found.notice):
+    for said in (used.damage, used.notice):
         if said is not None:
             console.print(said.removeprefix("deft: "), highlight=False, soft_wrap=True)
-    kind = "tuned" if found.tuned else "shipped"
-    console.print(f"{kind} table {found.path}", highlight=False, soft_wrap=True)
-    console.print(found.model.source, highlight=False, markup=False, soft_wrap=True)
-    _print(found.model, console)
+    kind = "tuned" if used.tuned else "shipped"
+    console.print(f"{kind} table {used.path}", highlight=False, soft_wrap=True)
+    console.print(used.model.source, highlight=False, markup=False, soft_wrap=True)
+    _print(used.model, console)
 
 
 def _print(model: CostModel, console: Console) -> None:

@@ -66,9 +66,9 @@ class _BestEffortCache(caching.FunctionCache):  # type: ignore[misc]
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
-            found = super().load_overload(sig, target_context)
+            code = super().load_overload(sig, target_context)
             # Two processes that write the index at the same time can mix up its entries.
-            return found if found is not None and tuple(found.signature.args) == sig else None
+            return code if code is not None and tuple(code.signature.args) == sig else None
         except Exception:  # unreadable or damaged: compile
             return None
 

@@ -65,16 +65,16 @@ class Origin:
 
     def differences(self, here: Origin) -> str:
         """The differences from `here`, in words; empty if there are none."""
-        found = []
+        differing = []
         for field in fields(self):
             theirs, ours = getattr(self, field.name), getattr(here, field.name)
             if theirs != ours:
                 name = {"package": "deft-backend", "gpu": "GPU"}.get(field.name, field.name)
-                found.append(
+                differing.append(
                     "other kernel sources" if field.name == "sources"
                     else f"{name} {theirs}, this is {ours}"
                 )  # fmt: skip
-        return "; ".join(found)
+        return "; ".join(differing)
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,8 @@ def _read(folder: Path) -> tuple[Origin, dict[str, dict[str, str]]]:
     try:
         content = parsed(manifest)
         if isinstance(content, dict) and content.get("format") != FORMAT:
-            found = shown(content.get("format"))
-            raise KernelFolderError(f"its {MANIFEST} has the format {found}; expected {FORMAT}")
+            other = shown(content.get("format"))
+            raise KernelFolderError(f"its {MANIFEST} has the format {other}; expected {FORMAT}")
         kernels = mapping(content, "kernels")
         named = {field.name: text(content, field.name, 100) for field in fields(Origin)}
         return Origin(**named), {key: _files_of(kernels, key) for key in kernels}

@@ -104,9 +104,9 @@ class Kernel:
             known[grid](*arguments, *constants.values())
             return
         with variants.reported_late(self._compiled):
-            found = self._compiled[grid](*self.named(arguments), **constants, **options)
+            compiled = self._compiled[grid](*self.named(arguments), **constants, **options)
         if aligned:
-            self._variants[variant] = found
+            self._variants[variant] = compiled
 
     def named(self, arguments: Sequence[Any]) -> list[Any]:
         """Arguments of a launch, with the structures that the kernel's parameters are."""

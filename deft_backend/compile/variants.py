@@ -75,7 +75,7 @@ def recorded() -> Iterator[dict[Variant, None]]:
     Returns: In the order of their first launch.
     """
     global recorder
-    found: dict[Variant, None] = {}
+    variants: dict[Variant, None] = {}
 
     def record(
         kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any],
@@ -86,11 +86,11 @@ def recorded() -> Iterator[dict[Variant, None]]:
             _kind(value, fixed=parameter.do_not_specialize)
             for value, parameter in zip(arguments, parameters, strict=True)
         )
-        found[Variant(kernel, seen, tuple(constants.items()), tuple(options.items()))] = None
+        variants[Variant(kernel, seen, tuple(constants.items()), tuple(options.items()))] = None
 
     before, recorder = recorder, record
     try:
-        yield found
+        yield variants
     finally:
         recorder = before
 
@@ -234,6 +234,6 @@ def reported_late(kernel: Any) -> Iterator[None]:
         yield
     if False in hits:
         logger.info(
-            "deft: compiled %s in %.1f s, at its first launch",
+            "deft: compiled the kernel %s at its first launch, in %.1f s",
             kernel.fn.__name__, time.perf_counter() - began,
         )  # fmt: skip

@@ -102,7 +102,7 @@ class CostModel:
                 "tokens and one column for each of query_rows"
             )
         if not np.isfinite(self.time_ms).all() or (self.time_ms <= 0).any():
-            raise CostModelError("time_ms holds a time that is no positive number; profile again")
+            raise CostModelError("time_ms holds a time that is not positive; profile again")
         if (np.diff(self.time_ms, axis=0) < 0).any():
             at = np.argwhere(np.diff(self.time_ms, axis=0) < 0)[0]
             raise CostModelError(
@@ -217,7 +217,7 @@ def read_table(path: Path, *, private: bool) -> Any:
     except OSError as error:
         raise CostModelError(f"cost table {path}: {error.strerror}; expected a file") from error
     except ValueError as error:
-        raise CostModelError(f"cost table {path} is no JSON: {error}") from error
+        raise CostModelError(f"cost table {path} is not JSON: {error}") from error
 
 
 @lru_cache(maxsize=1)
@@ -254,7 +254,7 @@ def _tiles(data: Any) -> TileCosts:
 
 
 def _list(data: Mapping[str, Any], name: str) -> tuple[float, ...]:
-    found = numbers(data, name)
-    if found.ndim != 1:
+    values = numbers(data, name)
+    if values.ndim != 1:
         raise FieldError(f"{name} is {shown(data[name])}; expected a list of numbers")
-    return tuple(found.tolist())
+    return tuple(values.tolist())

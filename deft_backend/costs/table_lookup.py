@@ -48,13 +48,13 @@ class TableInUse:
 
 def cost_model_for(key: TableKey, folder: Path, facts: GpuFacts | None = None) -> CostModel:
     """The cost table to plan with; one log line warns if a better table should be used."""
-    found = table_in_use(key, folder, facts)
-    if found.damage is not None:
-        _warn_once(found.damage)
-    if found.notice is not None:
-        _warn_once(found.notice)
-    logger.debug("deft: cost table %s", found.path)
-    return found.model
+    table = table_in_use(key, folder, facts)
+    if table.damage is not None:
+        _warn_once(table.damage)
+    if table.notice is not None:
+        _warn_once(table.notice)
+    logger.debug("deft: cost table %s", table.path)
+    return table.model
 
 
 def table_in_use(key: TableKey, folder: Path, facts: GpuFacts | None = None) -> TableInUse:

@@ -16,7 +16,7 @@ def cache_directory(env: Mapping[str, str] | None = None) -> Path:
 
     - `env`: Variables by name; default: the process's environment.
 
-    Raises SettingsError if ``DEFT_CACHE_DIR`` is no directory. The function reads no other setting.
+    Raises SettingsError if ``DEFT_CACHE_DIR`` is not a directory. It reads no other setting.
     """
     env = os.environ if env is None else env
     name = "DEFT_CACHE_DIR"

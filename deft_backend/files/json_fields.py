@@ -48,11 +48,11 @@ def number(content: Mapping[str, Any], name: str) -> float:
     value = content.get(name)
     if isinstance(value, int | float) and not isinstance(value, bool):
         try:
-            found = float(value)
+            converted = float(value)
         except OverflowError:
-            found = math.inf
-        if math.isfinite(found):
-            return found
+            converted = math.inf
+        if math.isfinite(converted):
+            return converted
     raise FieldError(f"{name} is {shown(value)}; expected a finite number")
 
 
@@ -87,28 +87,28 @@ def numbers(content: Mapping[str, Any], name: str) -> npt.NDArray[np.float64]:
     """A list of numbers, or of lists of them."""
     if name not in content:
         raise FieldError(f"{name} is missing; expected a list of numbers")
-    found = _array(content[name])
-    if found is None or found.dtype.kind not in "iuf":
+    array = _array(content[name])
+    if array is None or array.dtype.kind not in "iuf":
         raise FieldError(f"{name} is {shown(content[name])}; expected a list of numbers")
-    return found.astype(np.float64)
+    return array.astype(np.float64)
 
 
 def whole_numbers(content: Mapping[str, Any], name: str) -> npt.NDArray[np.int32]:
     """A list of whole numbers that fit 32 bits."""
     value = content.get(name)
-    found = _array(value)
+    array = _array(value)
     limits = np.iinfo(np.int32)
-    if found is not None and found.shape == (0,):
-        return found.astype(np.int32)
+    if array is not None and array.shape == (0,):
+        return array.astype(np.int32)
     if (
-        found is None
-        or found.ndim != 1
-        or found.dtype.kind not in "iu"
-        or found.min() < limits.min
-        or found.max() > limits.max
+        array is None
+        or array.ndim != 1
+        or array.dtype.kind not in "iu"
+        or array.min() < limits.min
+        or array.max() > limits.max
     ):
         raise FieldError(f"{name} is {shown(value)}; expected a list of whole numbers of 32 bits")
-    return found.astype(np.int32)
+    return array.astype(np.int32)
 
 
 def _array(value: Any) -> npt.NDArray[Any] | None:

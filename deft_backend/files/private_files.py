@@ -93,7 +93,7 @@ def open_private(path: Path) -> Any:
     handle = os.open(path, flags, 0o600)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise _refused(path, "it is no regular file")
+            raise _refused(path, "it is not a regular file")
         os.fchmod(handle, 0o600)
         os.truncate(handle, 0)
     except BaseException:
@@ -124,11 +124,11 @@ def unsafe_folder(folder: Path) -> str | None:
     """
     real = folder.resolve()
     for path in dict.fromkeys((folder, *folder.parents, real, *real.parents)):
-        found = path.lstat()
-        if found.st_uid not in (os.getuid(), 0):
-            return f"{path} belongs to user {found.st_uid}"
-        group = 0o020 if found.st_gid != os.getgid() else 0
-        mode = 0 if stat.S_ISLNK(found.st_mode) else found.st_mode  # a link's mode means nothing
+        status = path.lstat()
+        if status.st_uid not in (os.getuid(), 0):
+            return f"{path} belongs to user {status.st_uid}"
+        group = 0o020 if status.st_gid != os.getgid() else 0
+        mode = 0 if stat.S_ISLNK(status.st_mode) else status.st_mode  # a link's mode means nothing
         if mode & (0o002 | group) and not mode & stat.S_ISVTX:
             return f"others may write to {path} (mode {stat.S_IMODE(mode):04o})"
     return None
@@ -139,14 +139,14 @@ def _write_all(handle: int, data: bytes) -> None:
         file.write(data)
 
 
-def _unsafe(found: os.stat_result) -> str | None:
+def _unsafe(status: os.stat_result) -> str | None:
     """Why a file cannot be trusted, in words; or None."""
-    if not stat.S_ISREG(found.st_mode):
-        return "it is no regular file"
-    if found.st_uid not in (os.getuid(), 0):
-        return f"it belongs to user {found.st_uid}; expected user {os.getuid()}, who runs this"
-    if found.st_mode & 0o022:
-        mode = stat.S_IMODE(found.st_mode)
+    if not stat.S_ISREG(status.st_mode):
+        return "it is not a regular file"
+    if status.st_uid not in (os.getuid(), 0):
+        return f"it belongs to user {status.st_uid}; expected user {os.getuid()}, who runs this"
+    if status.st_mode & 0o022:
+        mode = stat.S_IMODE(status.st_mode)
         return f"others may write to it (mode {mode:04o}); run: chmod go-w on the file"
     return None
 

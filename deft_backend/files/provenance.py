@@ -24,7 +24,7 @@ def provenance() -> dict[str, object]:
         "commit": _commit(),
         "device": _device(),
         "python": platform.python_version(),
-        "versions": {name: found for name in PACKAGES if (found := installed_version(name))},
+        "versions": {name: version for name in PACKAGES if (version := installed_version(name))},
     }
 
 
@@ -66,18 +66,18 @@ def _gpu_name() -> str:
 def _archived(path: Path) -> str | None:
     """The commit of a copy that ``git archive`` made; in a checkout the file holds a pattern."""
     try:
-        found = re.search(r"^node: ([0-9a-f]{12})", path.read_text(), re.MULTILINE)
+        match = re.search(r"^node: ([0-9a-f]{12})", path.read_text(), re.MULTILINE)
     except OSError:
         return None
-    return found[1] if found else None
+    return match[1] if match else None
 
 
 def _commit() -> str | None:
-    if found := os.environ.get("GIT_COMMIT"):  # a copy without a repository
-        return found
+    if named := os.environ.get("GIT_COMMIT"):  # a copy without a repository
+        return named
     here = Path(__file__).parent
-    if found := _archived(here.parents[1] / ".git_archival.txt"):
-        return found
+    if archived := _archived(here.parents[1] / ".git_archival.txt"):
+        return archived
     try:
         commit = subprocess.run(
             ["git", "rev-parse", "--short=12", "HEAD"],

@@ -109,11 +109,11 @@ class PrefixForest:
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
         """[N] children of each node, in depth-first order."""
-        found: list[list[int]] = [[] for _ in range(self.num_nodes)]
+        below: list[list[int]] = [[] for _ in range(self.num_nodes)]
         for node, parent in enumerate(self.parent.tolist()):
             if parent != VIRTUAL_ROOT:
-                found[parent].append(node)
-        return tuple(tuple(c) for c in found)
+                below[parent].append(node)
+        return tuple(tuple(c) for c in below)
 
     @property
     def tokens_stored(self) -> int:

@@ -124,7 +124,11 @@ def _say_once(policy: str, error: Exception) -> None:
     """Log only the first such batch of each policy, because the numbers differ in each batch."""
     if (policy, type(error)) not in _said:
         _said.add((policy, type(error)))
-        logger.warning("policy %s: %s; planning flash-decoding for such batches", policy, error)
+        logger.warning(
+            "deft: policy %s cannot plan this batch (%s); flash-decoding plans such batches",
+            policy,
+            error,
+        )
 
 
 def check_capacity(plan: Plan, capacity: PlanCapacity) -> None:

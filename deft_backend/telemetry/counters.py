@@ -69,7 +69,7 @@ class Counters:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Counters:
-        """Read the fields of a state file; raises FieldError for a counter that is no number."""
+        """Read the fields of a state file; raises FieldError for a counter that is not a number."""
         steps = mapping(content, "steps_host")
         with within("steps_host"):
             steps_host = {reason: whole(steps, reason) for reason in steps}

@@ -37,7 +37,9 @@ def start(
     try:
         _start(state, settings, {"pp": pp_rank, "dp": dp_rank}, log, publishes)
     except Exception as error:
-        logger.warning("deft: the server's counters are not reported: %r", error)
+        logger.warning(
+            "deft: the server's counters cannot be reported (%r); decoding goes on", error
+        )
         logger.debug("deft: reporting failed", exc_info=True)
 
 

@@ -222,7 +222,10 @@ class StateWriter:
                     listener(counters)
                 except Exception as error:
                     self.listeners.remove(listener)
-                    logger.warning("deft: reporting the server's counters failed: %r", error)
+                    logger.warning(
+                        "deft: one report of the server's counters failed and is dropped (%r); "
+                        "decoding goes on", error,
+                    )  # fmt: skip
                     logger.debug("deft: reporting failed", exc_info=True)
 
     def _write(self, counters: Counters) -> None:
@@ -269,7 +272,7 @@ class StateWriter:
             asked.unlink()  # remove it first, so that a failure is not repeated forever
             self._replace(answer_file(self.path), answer(self.state.batch))
         except OSError as error:
-            logger.warning("deft: cannot show the last batch to `deft explain`: %s", error)
+            logger.warning("deft: cannot write the last batch for `deft explain`: %s", error)
 
     def _replace(self, path: Path, content: dict[str, Any]) -> None:
         write_private(path, json.dumps(content))

@@ -47,9 +47,9 @@ def state_file(folder: Path, port: int) -> Path:
 
     The function returns the file of an ended server only if no running server has one.
     """
-    found = _first_ranks(folder, port)
-    running = [path for path in found if _writes_on(path)]
-    return next(iter(running or found), folder / f"{port}-tp0.json")
+    files = _first_ranks(folder, port)
+    running = [path for path in files if _writes_on(path)]
+    return next(iter(running or files), folder / f"{port}-tp0.json")
 
 
 def running_servers(folder: Path) -> dict[int, Path]:
@@ -66,14 +66,14 @@ def only_server(folder: Path) -> Path:
 
     Raises StateError if none runs, or several do.
     """
-    found = running_servers(folder)
-    if len(found) != 1:
-        names = ", ".join(map(str, found)) or "none"
+    servers = running_servers(folder)
+    if len(servers) != 1:
+        names = ", ".join(map(str, servers)) or "none"
         raise StateError(
-            f"{len(found)} servers with the plugin are running according to {folder} (ports: "
+            f"{len(servers)} servers with the plugin are running according to {folder} (ports: "
             f"{names}); start one with 'deft serve', or name its port: --server PORT"
         )
-    (path,) = found.values()
+    (path,) = servers.values()
     return path
 
 
@@ -81,9 +81,9 @@ def _first_ranks(folder: Path, port: int | None = None) -> list[Path]:
     """State files of first tensor-parallel ranks, the first pipeline and data ranks' first."""
     name = re.compile(rf"({port or '[0-9]+'})-tp0((?:-(?:pp|dp)[0-9]+)*)\.json")
     matches = [name.fullmatch(path.name) for path in folder.glob("*.json")]
-    found = [match for match in matches if match is not None]
-    found.sort(key=lambda match: (int(match[1]), [int(n) for n in re.findall("[0-9]+", match[2])]))
-    return [folder / match.string for match in found]
+    named = [match for match in matches if match is not None]
+    named.sort(key=lambda match: (int(match[1]), [int(n) for n in re.findall("[0-9]+", match[2])]))
+    return [folder / match.string for match in named]
 
 
 def _writes_on(path: Path) -> bool:
@@ -129,9 +129,9 @@ def read_state(path: Path) -> StateReading:
     except ValueError as error:
         raise StateError(f"cannot read the state file {path}: no JSON: {error}") from error
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        found = content.get("schema") if isinstance(content, dict) else None
+        schema = content.get("schema") if isinstance(content, dict) else None
         raise StateError(
-            f"{path} has schema {shown(found)}; this version reads {SCHEMA}. Run the same version "
+            f"{path} has schema {shown(schema)}; this version reads {SCHEMA}. Run the same version "
             "of deft-backend in the server and here"
         )
     try:
@@ -183,10 +183,10 @@ class BatchQuestion:
 
     def _version(self) -> tuple[int, int] | None:
         try:
-            found = self._answered.stat()
+            status = self._answered.stat()
         except OSError:
             return None
-        return found.st_ino, found.st_mtime_ns
+        return status.st_ino, status.st_mtime_ns
 
 
 def shown_forest(state: Path, timeout: float | None = None) -> PrefixForest:
@@ -243,7 +243,9 @@ def settled_counters(path: Path, timeout: float = 10.0) -> Counters:
         if now == before:
             return now
         if late:
-            raise StateError(f"{path}: the counters move {timeout:.0f} s after the last answer")
+            raise StateError(
+                f"{path}: the counters still change {timeout:.0f} s after the last answer"
+            )
         before = now
 
 

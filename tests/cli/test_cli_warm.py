@@ -61,7 +61,7 @@ def test_a_server_finds_every_kernel_in_the_folder(tmp_path: Path) -> None:
         (["--target", "sm_90", "--host", "sglang", "--page-size", "16"], "pages of 1 token"),
         (["--target", "sm_90", "--host", "tgi"], "there is no host 'tgi'"),
         (["--target", "sm_90", "--model", str(MODEL), "--heads", "8/8"], "leave one of them out"),
-        (["--target", "sm_90", "--model", "/no/such/folder"], "is no folder"),
+        (["--target", "sm_90", "--model", "/no/such/folder"], "is not a folder"),
         (["--kv-cache-dtype", "int4"], "'int4'; expected one of auto, fp8_e4m3, fp8_e5m2: pass"),
         (["--kv-cache-dtype", "fp8"], "'fp8'; expected one of auto, fp8_e4m3, fp8_e5m2: pass"),
         (["--draft-trees"], "--draft-trees is given without --draft-tokens; pass"),

@@ -137,7 +137,7 @@ def _check(host: str, version: str, path: Path) -> Checked:
     with unpacked(path, {member.module.split(".")[0] for member in contract}) as source:
         problems = tuple(check_contract(contract, source, version))
     seconds = time.perf_counter() - begun
-    if any(problem.found == "no such package" for problem in problems):
+    if any(problem.instead == "no such package" for problem in problems):
         raise WheelError(
             f"{path.name} does not hold the package {host!r}; is it that host's wheel?"
         )

@@ -27,16 +27,16 @@ def take_compiled_kernels(settings: Settings, device: torch.device) -> None:
     try:
         if settings.kernel_cache is None and not is_filled(folder):
             return
-        found = take(folder, Origin.of(Gpu.at(device).name))
+        taken = take(folder, Origin.of(Gpu.at(device).name))
     except KernelFolderError as error:
         logger.warning("deft: the kernels in %s are not used: %s; %s", folder, error, _REST)
         return
     except OSError as error:
         logger.warning("deft: the kernels in %s cannot be copied (%s); %s", folder, error, _REST)
         return
-    if found.damaged:
-        logger.warning("deft: %d kernels in %s are damaged; %s", found.damaged, folder, _REST)
+    if taken.damaged:
+        logger.warning("deft: %d kernels in %s are damaged; %s", taken.damaged, folder, _REST)
     logger.info(
         "deft: %s: %d kernels copied into Triton's cache, which held %d",
-        folder, found.copied, found.held,
+        folder, taken.copied, taken.held,
     )  # fmt: skip

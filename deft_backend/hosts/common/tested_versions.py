@@ -40,29 +40,29 @@ class TestedVersions:
             raise ValueError(f"the window ends before {self.beyond}; expected no 0 at its end")
         return ".".join(str(number) for number in (*leading, last - 1))
 
-    def newer(self, found: str) -> str | None:
-        """The newest version of the window if `found` is older than it, else None."""
-        return self.newest if version_key(found) < version_key(self.newest) else None
+    def newer(self, version: str) -> str | None:
+        """The newest version of the window if `version` is older than it, else None."""
+        return self.newest if version_key(version) < version_key(self.newest) else None
 
     def installed(self) -> str | None:
         """The version installed in this environment under any of `distributions`, or None."""
         for name in self.distributions:
-            found = installed_version(name)
-            if found is not None:
-                return found
+            version = installed_version(name)
+            if version is not None:
+                return version
         return None
 
-    def holds(self, found: str) -> bool:
+    def holds(self, version: str) -> bool:
         """Whether a version lies in the window."""
-        return version_key(self.lowest) <= version_key(found) < version_key(self.beyond)
+        return version_key(self.lowest) <= version_key(version) < version_key(self.beyond)
 
     def refuse(self) -> str | None:
         """Why this environment's version gets no tree attention, in one line, or None."""
-        found = self.installed()
-        if found is None or self.holds(found) or tries_others():
+        version = self.installed()
+        if version is None or self.holds(version) or tries_others():
             return None
         return (
-            f"tree attention was tested with {self.name} {self} and this is {found} "
+            f"tree attention was tested with {self.name} {self} and this is {version} "
             "(DEFT_UNTESTED_HOST=1 tries it)"
         )
 

@@ -101,7 +101,7 @@ def warm_up_host_planner(attention: TreeAttention) -> None:
     batch = min(attention.max_batch, 4)
     attention.plan(build_forest(range(batch), [1] * (batch - 1), [2] * batch))
     seconds = time.perf_counter() - began
-    logger.info("deft: compiled the host planner, or loaded it, in %.1f s", seconds)
+    logger.info("deft: the host planner was ready in %.1f s", seconds)
 
 
 def step_variants(
@@ -111,10 +111,10 @@ def step_variants(
 
     See :func:`warm_up_attention` for the parameters.
     """
-    with recorded() as found:
+    with recorded() as variants:
         for step in _steps(attention, tensors, on_device=on_device, smallest=smallest):
             step()
-    return list(found)
+    return list(variants)
 
 
 def _steps(

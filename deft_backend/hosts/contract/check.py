@@ -43,14 +43,14 @@ class Problem:
     """A member that the host lacks or defines otherwise than we use it."""
 
     member: Member
-    found: str  # what the source has instead
+    instead: str  # what the source has instead
     # False if the source does not show the member, for example because the module is compiled. Only
     # a readable problem proves that the member is missing.
     readable: bool = True
 
     def __str__(self) -> str:
         use = f" (our use: {self.member.use})" if self.member.use else ""
-        return f"{self.member}: {self.found}{use}"
+        return f"{self.member}: {self.instead}{use}"
 
 
 def check_contract(
@@ -86,19 +86,19 @@ def _problems(member: Member, names: HostNames) -> list[Problem]:
     if not module:
         package = names.module(member.module.split(".")[0])
         return [Problem(member, f"no such {'module' if package else 'package'}")]
-    found = module
+    definitions = module
     reached = member.module
     for part in member.name.split(".") if member.name else ():
-        owner = found
-        found = names.attribute(owner, part)
-        if not found:
+        owner = definitions
+        definitions = names.attribute(owner, part)
+        if not definitions:
             return [Problem(member, _absent(names, owner, reached, part))]
-        if all(definition.kind == "unreadable" for definition in found):
-            return [Problem(member, f"cannot be read: {found[0].reason}", readable=False)]
+        if all(definition.kind == "unreadable" for definition in definitions):
+            return [Problem(member, f"cannot be read: {definitions[0].reason}", readable=False)]
         reached = f"{reached}.{part}"
     problems = []
     for parameter in member.parameters:
-        found_instead = _absent_parameter(names, found, parameter)
+        found_instead = _absent_parameter(names, definitions, parameter)
         if found_instead is not None:
             problems.append(Problem(member, *found_instead))
     return problems
@@ -116,14 +116,14 @@ def _absent(names: HostNames, owner: list[Definition], reached: str, part: str) 
 
 
 def _absent_parameter(
-    names: HostNames, found: list[Definition], parameter: str
+    names: HostNames, definitions: list[Definition], parameter: str
 ) -> tuple[str, bool] | None:
-    """A :class:`Problem`'s `found` and `readable` for a parameter; None if a definition has it.
+    """A :class:`Problem`'s `instead` and `readable` for a parameter; None if a definition has it.
 
     A host may define a name more than once, by version or device. One definition with the parameter
     is enough.
     """
-    signatures = [names.signature(definition) for definition in found]
+    signatures = [names.signature(definition) for definition in definitions]
     known = [signature for signature in signatures if signature is not None]
     if any(parameter in signature.names for signature in known):
         return None

@@ -66,35 +66,35 @@ class HostNames:
 
     def attribute(self, owners: list[Definition], name: str) -> list[Definition]:
         """What `name` refers to in any of `owners`; empty if no owner has it."""
-        found: list[Definition] = []
+        definitions: list[Definition] = []
         for owner in owners:
             if owner.kind == "unreadable":
-                found.append(owner)
+                definitions.append(owner)
             elif owner.kind == "module":
-                found += self._in_module(owner.module, name, set())
+                definitions += self._in_module(owner.module, name, set())
             elif owner.kind == "class":
-                found += self._in_class(owner, name)
+                definitions += self._in_class(owner, name)
             elif owner.kind == "lazy":
-                found.append(Definition("unreadable", owner.module, reason=owner.reason))
+                definitions.append(Definition("unreadable", owner.module, reason=owner.reason))
             elif isinstance(owner.node, ast.expr) and name in fields_in_call(owner.node):
-                found.append(Definition("value", owner.module, owner.node))
-        readable = [definition for definition in found if definition.kind != "unreadable"]
-        return readable or found
+                definitions.append(Definition("value", owner.module, owner.node))
+        readable = [definition for definition in definitions if definition.kind != "unreadable"]
+        return readable or definitions
 
     def known(self, owners: list[Definition]) -> set[str]:
         """Every name in any of `owners`, for messages."""
-        found: set[str] = set()
+        names: set[str] = set()
         for owner in owners:
             scope = self._scope(owner.module) if owner.kind == "module" else None
             if isinstance(scope, _Scope):
-                found |= set(scope.names)
+                names |= set(scope.names)
             elif owner.kind == "class":
                 for base in self._bases_first_to_last(owner):
                     if isinstance(base.node, ast.ClassDef):
-                        found |= set(self._class_members(base.node))
+                        names |= set(self._class_members(base.node))
             elif isinstance(owner.node, ast.expr):
-                found |= set(fields_in_call(owner.node))
-        return found
+                names |= set(fields_in_call(owner.node))
+        return names
 
     def signature(self, definition: Definition) -> Signature | None:
         """Parameters of a function or of a class's constructor; None if the source hides them."""
@@ -128,19 +128,19 @@ class HostNames:
             return []
         if isinstance(scope, str):
             return [Definition("unreadable", module, reason=scope)]
-        found = [
+        definitions = [
             definition
             for node in scope.names.get(name, ())
             for definition in self._follow(node, name, scope, seen)
         ]
-        for star in () if found else scope.stars:
-            found += self._in_module(_absolute(star, scope), name, seen)
-        if not found and scope.is_package:
-            found = self.module(f"{module}.{name}")
-        if not found and name in _lazy_names(scope):
+        for star in () if definitions else scope.stars:
+            definitions += self._in_module(_absolute(star, scope), name, seen)
+        if not definitions and scope.is_package:
+            definitions = self.module(f"{module}.{name}")
+        if not definitions and name in _lazy_names(scope):
             reason = f"{module} answers {name!r} in __getattr__"
-            found = [Definition("lazy", module, reason=reason)]
-        return found
+            definitions = [Definition("lazy", module, reason=reason)]
+        return definitions
 
     def _follow(
         self, node: ast.AST, name: str, scope: _Scope, seen: set[tuple[str, str]]
@@ -163,9 +163,9 @@ class HostNames:
                 return [Definition("value", scope.module, node)]
             return self.module(target)
         if isinstance(node, (ast.Name, ast.Attribute)):
-            found = self._expression(node, scope, seen)
-            if found:
-                return found
+            definitions = self._expression(node, scope, seen)
+            if definitions:
+                return definitions
         return [Definition("value", scope.module, node)]
 
     def _expression(

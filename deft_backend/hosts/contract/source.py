@@ -16,7 +16,7 @@ class HostFiles:
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
-            raise ValueError(f"{folder} is no folder; expected the one with the host's package")
+            raise ValueError(f"{folder} is not a folder; expected the one with the host's package")
         self.folder = folder
 
     def parse(self, module: str) -> tuple[ast.Module, bool] | None:

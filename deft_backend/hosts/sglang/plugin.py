@@ -23,7 +23,10 @@ def register() -> None:
     try:
         _register()
     except Exception as error:
-        logger.warning("deft: the plugin is not available in this server: %r", error)
+        logger.warning(
+            "deft: the plugin could not be registered (%r); this server runs without tree "
+            "attention. Run `deft doctor`", error,
+        )  # fmt: skip
 
 
 def _register() -> None:
@@ -31,7 +34,11 @@ def _register() -> None:
 
     method = versions.resolving_method()
     if method is None:
-        logger.warning("deft: this SGLang resolves its arguments in no known way; not registered")
+        logger.warning(
+            "deft: the plugin does not know how this SGLang resolves its arguments and is not "
+            "registered; servers run without tree attention. Run `deft doctor` for the supported "
+            "versions"
+        )
         return
     # Install the hook first: without it, the name would reach host code that does not know it.
     resolve_arguments.install(method, arguments.resolve)
@@ -68,7 +75,7 @@ def _around(name: str, create: Callable[[Any], Any]) -> Callable[[Any], Any]:
         except Exception as error:  # on every rank: they run the same code
             logger.warning(
                 "deft: tree attention could not be loaded (%r); all attention runs through the "
-                "host's own backend (%s)", error, name,
+                "host's own backend (%s). Run `deft doctor`", error, name,
             )  # fmt: skip
             return backend
         return wrap_backend(runner, name, backend)

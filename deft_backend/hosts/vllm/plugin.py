@@ -41,7 +41,10 @@ def register() -> None:
         _log_with_the_host()
         _register()
     except Exception as error:
-        logger.warning("deft: the plugin is not available in this server: %r", error)
+        logger.warning(
+            "deft: the plugin could not be registered (%r); this server runs without tree "
+            "attention. Run `deft doctor`", error,
+        )  # fmt: skip
     if asks_for_us(sys.argv):
         try:
             Settings.from_env()
@@ -83,7 +86,7 @@ def _register() -> None:
     reason = VLLM.refuse()
     if reason is not None:
         if observing():
-            logger.warning("deft: DEFT_OBSERVE does not work in this server: %s", reason)
+            logger.warning("deft: DEFT_OBSERVE counts nothing in this server: %s", reason)
         # On a GPU, the plugin's class logs this itself. The CPU platform never asks that class.
         if on_cpu and asks_for_us(sys.argv):
             logger.warning("deft: %s; all attention runs through the host's own backend", reason)

@@ -46,7 +46,7 @@ def refuse() -> str | None:
     reason = VLLM.refuse()
     absent = missing() if reason is None else None
     if absent is not None:
-        reason = f"this vLLM is not one that tree attention was made for ({absent})"
+        reason = f"this vLLM lacks a member that tree attention uses ({absent})"
     return reason
 
 
@@ -76,8 +76,8 @@ def backend_name(version: str | None = None) -> str:
     Without a version, that of the installed vLLM counts; without an installed vLLM, the placeholder
     is the answer.
     """
-    found = VLLM.installed() if version is None else version
-    if found is None or version_key(found) < version_key(OWN_NAME_SINCE):
+    version = VLLM.installed() if version is None else version
+    if version is None or version_key(version) < version_key(OWN_NAME_SINCE):
         return PLACEHOLDER
     return OWN_NAME
 

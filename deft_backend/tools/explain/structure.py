@@ -158,13 +158,13 @@ def describe_items(forest: PrefixForest, plan: Plan) -> tuple[ItemFacts, ...]:
     )  # fmt: skip
     queries, slots = plan.entry_query.tolist(), plan.entry_slot.tolist()
     segments, entries = plan.item_segment_ptr.tolist(), plan.item_query_ptr.tolist()
-    found = []
+    items = []
     for at, shape in enumerate(ITEM_ORDER):
         for item in range(int(plan.tile_ptr[at]), int(plan.tile_ptr[at + 1])):
             read = ranges[segments[item] : segments[item + 1]]
             nodes = [node for ranged in read for node in finder.touched(*ranged)]
             own = slice(entries[item], entries[item + 1])
-            found.append(
+            items.append(
                 ItemFacts(
                     tile=TILE_NAMES[shape],
                     queries=tuple(queries[own]),
@@ -173,4 +173,4 @@ def describe_items(forest: PrefixForest, plan: Plan) -> tuple[ItemFacts, ...]:
                     direct=all(slot <= DIRECT for slot in slots[own]),
                 )
             )
-    return tuple(found)
+    return tuple(items)

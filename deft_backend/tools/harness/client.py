@@ -62,7 +62,7 @@ def base_url(address: str) -> str:
     url = address if "://" in address else f"http://{address}"
     url = url.rstrip("/").removesuffix("/v1")
     if not re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", url):
-        raise ServerError(f"{address!r} is no address; expected http://HOST:PORT")
+        raise ServerError(f"{address!r} is not an address; expected http://HOST:PORT")
     try:
         _ = urlsplit(url).port
     except ValueError:
@@ -207,7 +207,7 @@ class ServerClient:
             limit = aiohttp.ClientTimeout(total=10)
             async with self._open().get(f"{self.url}/v1/models", timeout=limit) as response:
                 if response.status != 200:
-                    raise ServerError(f"{self.url}/v1/models answers {response.status}")
+                    raise ServerError(f"{self.url}/v1/models returns status {response.status}")
                 listed = (await response.json(content_type=None))["data"]
                 if not listed:
                     raise ServerError(f"{self.url} lists no model under /v1/models")
@@ -218,7 +218,7 @@ class ServerClient:
                 f"({str(error) or type(error).__name__})"
             ) from error
         except (ValueError, KeyError, TypeError) as error:
-            raise ServerError(f"{self.url}/v1/models is no list of models: {error!r}") from error
+            raise ServerError(f"{self.url}/v1/models is not a list of models: {error!r}") from error
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:

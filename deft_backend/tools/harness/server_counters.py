@@ -67,8 +67,8 @@ class ServerCounters:
         try:
             return settled_counters(path, timeout=5.0)
         except StateError:  # other clients use the server
-            found = self.state()
-            return None if found is None else found.counters
+            state = self.state()
+            return None if state is None else state.counters
 
     def _file(self) -> Path | None:
         end = time.monotonic() + self._wait_seconds
@@ -95,12 +95,12 @@ def counters_of_page(page: str) -> Counters | None:
     """The counters on a page of metrics: bytes of all ranks, steps of the first ones."""
     total: dict[tuple[str, str], float] = defaultdict(float)
     for name, labels, value in _SERIES.findall(page):
-        found: dict[str, str] = dict(_LABEL.findall(labels))
+        values: dict[str, str] = dict(_LABEL.findall(labels))
         if name not in (_name(READ), _name(GUIDED)) and any(
-            found.get(rank, "0") != "0" for rank in ("tp_rank", "pp_rank")
+            values.get(rank, "0") != "0" for rank in ("tp_rank", "pp_rank")
         ):
             continue
-        kind = found.get("kernel", found.get("reason", ""))
+        kind = values.get("kernel", values.get("reason", ""))
         total[name, kind] += float(value)
     if (_name(STEPS), "tree") not in total:
         return None

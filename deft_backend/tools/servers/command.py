@@ -72,10 +72,10 @@ def installed_hosts() -> list[str]:
 
 def vllm_is_cpu_build() -> bool:
     """Whether the vLLM installed here is built for the CPU, and so uses no GPU."""
-    found = installed_version("vllm")
-    if found is None:  # the package from PyPI has a name of its own
+    version = installed_version("vllm")
+    if version is None:  # the package from PyPI has a name of its own
         return find_spec("vllm") is not None
-    return "cpu" in found
+    return "cpu" in version
 
 
 LOOPBACK = "127.0.0.1"

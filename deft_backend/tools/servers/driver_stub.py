@@ -67,8 +67,8 @@ def find_compiler() -> list[str] | None:
     chosen = shlex.split(os.environ.get("CC", ""))
     if chosen:
         return chosen if shutil.which(chosen[0]) else None
-    found = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
-    return [found] if found else None
+    installed = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
+    return [installed] if installed else None
 
 
 def ensure_driver_stub() -> Path:
@@ -98,7 +98,7 @@ def ensure_driver_stub() -> Path:
     compiler = find_compiler()
     if compiler is None:
         named = os.environ.get("CC")
-        reason = f"CC is {named!r}, which is no installed program" if named else "found none"
+        reason = f"CC is {named!r}, which is not installed" if named else "found none"
         raise DriverStubError(
             f"a C compiler is needed once, to make a stand-in for {SONAME} on a machine without "
             f"an NVIDIA driver ({reason}). Install one (Debian/Ubuntu: 'apt-get install gcc'; "

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 def value_of(option: str, arguments: Sequence[str]) -> str | None:
     """The last value of an option, from ``--option value`` or ``--option=value``; None: none."""
-    found = None
+    value = None
     for at, word in enumerate(arguments):
         if word.startswith(f"{option}="):
-            found = word.partition("=")[2]
+            value = word.partition("=")[2]
         elif word == option and at + 1 < len(arguments):
-            found = arguments[at + 1]
-    return found
+            value = arguments[at + 1]
+    return value

@@ -17,7 +17,7 @@ class ModelFilesError(ValueError):
 
 
 def is_hub_name(model: str) -> bool:
-    """Whether a name that is no folder names a repository of the Hugging Face hub.
+    """Whether a name that is not a folder names a repository of the Hugging Face hub.
 
     Hosts also accept other names: URLs and ``repository:quantization``. If a variable such as
     ``VLLM_USE_MODELSCOPE`` is set, they also accept names of another hub.
@@ -56,7 +56,7 @@ def model_file(model: str, name: str, revision: str | None = None) -> Path | Non
         errors: Any = import_module("huggingface_hub.errors")
     except ImportError:
         raise ModelFilesError(
-            f"the model {model} is no folder, and huggingface_hub, which looks up hub names, is "
+            f"the model {model} is not a folder, and huggingface_hub, which looks up hub names, is "
             "not installed. Run: pip install huggingface_hub, or pass a checkpoint's folder"
         ) from None
     at = f"{model} at revision {revision}" if revision else model
@@ -80,4 +80,4 @@ def model_file(model: str, name: str, revision: str | None = None) -> Path | Non
         return None
     except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
         reason = f"{error}"
-    raise ModelFilesError(f"{at} is no folder here, and cannot be read from the hub: {reason}")
+    raise ModelFilesError(f"{at} is not a folder here, and cannot be read from the hub: {reason}")

@@ -68,20 +68,20 @@ def load_arrivals(path: Path, limit: int | None = None) -> list[Arrival]:
     Raises TraceError if the file cannot be read, is empty or has a wrong line. The message names
     the line, the field, its value and the expected value.
     """
-    found: list[Arrival] = []
+    arrivals: list[Arrival] = []
     try:
         with path.open(encoding="utf-8") as lines:
             for arrival in _arrivals(lines, str(path)):
-                found.append(arrival)
-                if limit is not None and len(found) >= limit:
+                arrivals.append(arrival)
+                if limit is not None and len(arrivals) >= limit:
                     break
     except OSError as error:
         raise TraceError(f"cannot read the trace {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise TraceError(f"cannot read the trace {path}: it is not UTF-8 ({error})") from error
-    if not found:
+    if not arrivals:
         raise TraceError(f"{path} holds no request; expected one JSON object a line")
-    return sorted(found, key=lambda arrival: arrival.timestamp)
+    return sorted(arrivals, key=lambda arrival: arrival.timestamp)
 
 
 def dump_arrivals(arrivals: Iterable[Arrival]) -> Iterator[str]:
@@ -138,15 +138,15 @@ def _arrival(line: str, where: str) -> Arrival:
     ids = content["hash_ids"]
     if not isinstance(ids, list):
         raise TraceError(f"{where}: hash_ids is {type(ids).__name__}; expected a list of integers")
-    found = tuple(_integer(id, f"{where}: hash_ids[{at}]") for at, id in enumerate(ids))
+    hash_ids = tuple(_integer(id, f"{where}: hash_ids[{at}]") for at, id in enumerate(ids))
     least, most = tokens // BLOCK_TOKENS, -(-tokens // BLOCK_TOKENS)
-    if not least <= len(found) <= most:
+    if not least <= len(hash_ids) <= most:
         expected = f"{most}" if least == most else f"{least} or {most}"
         raise TraceError(
-            f"{where}: hash_ids holds {len(found)} ids for input_length {tokens}; expected "
+            f"{where}: hash_ids holds {len(hash_ids)} ids for input_length {tokens}; expected "
             f"{expected}, one for each {BLOCK_TOKENS} tokens"
         )
-    return Arrival(float(timestamp), tokens, answer, found)
+    return Arrival(float(timestamp), tokens, answer, hash_ids)
 
 
 def _integer(value: Any, where: str, least: int | None = None) -> int:

@@ -39,7 +39,7 @@ class TraceShape:
             ("forks", 0, 10**4),
         ):  # fmt: skip
             value = getattr(self, name)
-            if not least <= value <= most:  # also refuses what is no number
+            if not least <= value <= most:  # also refuses what is not a number
                 raise TraceError(f"{name} is {value}; expected {least:,} to {most:,}")
 
 
@@ -53,13 +53,13 @@ def make_arrivals(shape: TraceShape) -> list[Arrival]:
     """A trace of this shape; the same seed gives the same trace everywhere."""
     chance = random.Random(f"arrivals {shape.seed}")
     maker = _Maker(shape, chance)
-    found: list[Arrival] = []
+    arrivals: list[Arrival] = []
     at = 0.0
-    while len(found) < shape.requests:
+    while len(arrivals) < shape.requests:
         together = maker.next()
         at += 1e3 * chance.expovariate(shape.rate / len(together))
-        found += [Arrival(at, tokens, answer, ids) for tokens, ids, answer in together]
-    return found[: shape.requests]
+        arrivals += [Arrival(at, tokens, answer, ids) for tokens, ids, answer in together]
+    return arrivals[: shape.requests]
 
 
 _Request = tuple[int, tuple[int, ...], int]

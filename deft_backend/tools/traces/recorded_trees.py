@@ -45,10 +45,10 @@ class ThoughtTree:
 
     def path(self, node: int) -> list[int]:
         """Nodes from the root down to `node`, both included."""
-        found = [node]
-        while found[-1] != ROOT:
-            found.append(self.parent[found[-1]])
-        return found[::-1]
+        nodes = [node]
+        while nodes[-1] != ROOT:
+            nodes.append(self.parent[nodes[-1]])
+        return nodes[::-1]
 
     def live(self, iteration: int) -> list[Thought]:
         """Thoughts that decode a token at `iteration`, in depth-first order."""

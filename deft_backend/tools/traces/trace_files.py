@@ -57,12 +57,14 @@ def load_token_tree(path: Path) -> TokenTree:
         at = f"{where}: Tree_Structure[{index}]"
         if not isinstance(choices, list) or not choices:
             raise TraceError(f"{at} is {shown(choices)}; expected a list of choices, at least one")
-        found = tuple(_integer(choice, at, least=0) for choice in choices)
-        if found in paths or (len(found) > 1 and found[:-1] not in paths):
+        path_of_choices = tuple(_integer(choice, at, least=0) for choice in choices)
+        if path_of_choices in paths or (
+            len(path_of_choices) > 1 and path_of_choices[:-1] not in paths
+        ):
             raise TraceError(
                 f"{at} is {shown(choices)}; expected a new path whose parent came before"
             )
-        paths.append(found)
+        paths.append(path_of_choices)
     prompts: list[str] = []
     accepted: list[tuple[int, ...]] = []
     for index, record in enumerate(_get(content, "Records", list, where)):
@@ -161,7 +163,7 @@ def _check_shape(nodes: Mapping[int, Thought], where: str) -> None:
         at = f"{where}, node {node.id}: children"
         for child in node.children:
             if child not in nodes:
-                raise TraceError(f"{at} holds {child}, which is no node of this tree")
+                raise TraceError(f"{at} holds {child}, which is not a node of this tree")
             if child in seen:
                 raise TraceError(f"{at} holds {child}, which is a child of node {seen[child]} too")
             seen[child] = node.id

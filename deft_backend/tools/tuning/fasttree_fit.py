@@ -47,8 +47,8 @@ def measure_coefficients(
     """
     works = group_works(target, grid)
     features = [_features(work, target) for work in works]
-    found, error = fit_times(features, [time_us(work) for work in works])
-    alpha, beta, gamma = (float(value) for value in found[-3:])
+    fitted, error = fit_times(features, [time_us(work) for work in works])
+    alpha, beta, gamma = (float(value) for value in fitted[-3:])
     if error > WORST_FIT or min(alpha, beta, gamma) <= 0.0:
         logger.warning(
             "deft: FastTree's cost equations fit this GPU poorly (alpha %.3g, beta %.3g, gamma "

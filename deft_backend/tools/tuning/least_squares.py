@@ -56,11 +56,11 @@ def _non_negative(matrix: FloatArray, goal: FloatArray) -> tuple[FloatArray, flo
     for count in range(1, matrix.shape[1] + 1):
         for columns in combinations(range(matrix.shape[1]), count):
             chosen = list(columns)
-            found, *_ = np.linalg.lstsq(scaled[:, chosen], goal, rcond=None)
-            error = float(np.linalg.norm(scaled[:, chosen] @ found - goal))
-            if (found >= 0.0).all() and error < least * (1.0 - 1e-9):
+            solution, *_ = np.linalg.lstsq(scaled[:, chosen], goal, rcond=None)
+            error = float(np.linalg.norm(scaled[:, chosen] @ solution - goal))
+            if (solution >= 0.0).all() and error < least * (1.0 - 1e-9):
                 least = error
                 best = np.zeros(matrix.shape[1])
-                best[chosen] = found
+                best[chosen] = solution
     coefficients: FloatArray = best / np.where(size > 0.0, size, 1.0)
     return coefficients, least / float(np.sqrt(len(goal)))

@@ -20,7 +20,7 @@ from deft_backend.tools.tuning.fasttree_fit import measure_coefficients
 from deft_backend.tools.tuning.grids import Grid
 from deft_backend.tools.tuning.launch_clock import Budget, captured, launch_us
 from deft_backend.tools.tuning.machine import Launch, Machine, Work
-from deft_backend.tools.tuning.search import Found, search
+from deft_backend.tools.tuning.search import SearchResult, search
 from deft_backend.tools.tuning.tile_fit import measure_tile_costs, used_shapes
 from deft_backend.tools.tuning.trials import Trials
 
@@ -35,7 +35,7 @@ class Tuned:
     errors: dict[str, float]  # Relative error of each fit
     seconds: dict[str, float]  # time of each part
     variants: int  # Kernel variants that Triton compiled or found in its cache
-    found: Found  # how the plans of the table compare with those of the table before
+    best: SearchResult  # how the plans of the table compare with those of the table before
 
 
 def gpu_clock(launch: Launch) -> float:
@@ -113,8 +113,8 @@ def measure(
     with part("plans of whole batches"):
         # Only what `auto` plans with can differ: its tile costs and the bandwidth.
         kept = replace(model, tiles=before.tiles, bandwidth_gb_s=before.bandwidth_gb_s)
-        found = search(Trials(machine, grid.trials), [kept, model])
-    return Tuned(found.model, errors, seconds, len(variants), found)
+        best = search(Trials(machine, grid.trials), [kept, model])
+    return Tuned(best.model, errors, seconds, len(variants), best)
 
 
 def every_variant(machine: Machine, grid: Grid) -> Iterator[Work]:
@@ -126,10 +126,10 @@ def every_variant(machine: Machine, grid: Grid) -> Iterator[Work]:
 
 def source_of(key: TableKey) -> str:
     """The origin of a table, in one line."""
-    found = provenance()
+    origin = provenance()
     return (
-        f"deft tune on {found['device']}, {key.shape}; torch {key.torch}, triton {key.triton}, "
-        f"deft-backend {key.package} ({found['commit']}), {found['date']}"
+        f"deft tune on {origin['device']}, {key.shape}; torch {key.torch}, triton {key.triton}, "
+        f"deft-backend {key.package} ({origin['commit']}), {origin['date']}"
     )
 
 

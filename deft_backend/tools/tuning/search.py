@@ -16,7 +16,7 @@ LEAST_GAIN = 0.001
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class SearchResult:
     """The best costs of a search."""
 
     model: CostModel
@@ -26,7 +26,7 @@ class Found:
     batches: int  # Batches that each table was compared on
 
 
-def search(trials: Trials, starts: Sequence[CostModel]) -> Found:
+def search(trials: Trials, starts: Sequence[CostModel]) -> SearchResult:
     """The costs with the shortest times, from the best of `starts` on, one cost at a time.
 
     The first start is the table in use. The search leaves it only for costs whose plans are faster
@@ -39,17 +39,17 @@ def search(trials: Trials, starts: Sequence[CostModel]) -> Found:
 
     best, ratio, start = starts[0], 1.0, 0
     for index, model in enumerate(starts):
-        found = ratio_of(model)
-        if found < ratio - LEAST_GAIN:
-            best, ratio, start = model, found, index
+        measured = ratio_of(model)
+        if measured < ratio - LEAST_GAIN:
+            best, ratio, start = model, measured, index
     improved = True
     while improved:
         improved = False
         for model in _neighbours(best):
-            found = ratio_of(model)
-            if found < ratio - LEAST_GAIN:
-                best, ratio, improved = model, found, True
-    return Found(best, ratio, start, trials.plans, len(trials.names))
+            measured = ratio_of(model)
+            if measured < ratio - LEAST_GAIN:
+                best, ratio, improved = model, measured, True
+    return SearchResult(best, ratio, start, trials.plans, len(trials.names))
 
 
 def _neighbours(model: CostModel) -> Iterator[CostModel]:

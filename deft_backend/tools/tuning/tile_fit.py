@@ -34,7 +34,7 @@ def measure_tile_costs(
     - Partial results: the same items once whole contexts, once chunks of contexts. The launch of
       chunks takes ``reduce + results · partial`` more.
     """
-    found, errors = {}, {}
+    fitted, errors = {}, {}
     features: list[tuple[float, ...]]
     for shape, queries in used_shapes(target).items():
         programs = target.tile_programs[shape]
@@ -45,9 +45,9 @@ def measure_tile_costs(
                 features.append((1.0, rounds, rounds * tokens))
                 times.append(time_us(work) * 1e3)
         (_, item, token), errors[TILE_NAMES[shape]] = fit_times(features, times)
-        found[shape] = (_positive(item), _positive(token))
+        fitted[shape] = (_positive(item), _positive(token))
     # An unused shape needs values, but nothing reads them.
-    shapes = [found.get(shape, found[min(found)]) for shape in range(max(found) + 1)]
+    shapes = [fitted.get(shape, fitted[min(fitted)]) for shape in range(max(fitted) + 1)]
 
     features, more, scale = [], [], []
     for whole, parts in result_works(target, grid):
@@ -64,15 +64,15 @@ def measure_tile_costs(
 def result_works(target: Target, grid: Grid) -> list[tuple[Work, Work]]:
     """Equal launches without and with partial results, for few and for many results."""
     step = max(grid.result_parts)
-    found: dict[Work, Work] = {}
+    works: dict[Work, Work] = {}
     typical = list(used_shapes(target).values())
     for queries in (typical[0], typical[-1]):
         for count in grid.result_counts:
             groups = max(step, count // queries // step * step)
             for parts in grid.result_parts:
                 work = Work(groups, queries, target.block_tokens, parts, resident=True)
-                found[work] = Work(groups, queries, target.block_tokens, resident=True)
-    return [(whole, parts) for parts, whole in found.items()]
+                works[work] = Work(groups, queries, target.block_tokens, resident=True)
+    return [(whole, parts) for parts, whole in works.items()]
 
 
 def _positive(value: float) -> float:

@@ -121,8 +121,8 @@ def _page_table(forest: PrefixForest, page_size: int) -> npt.NDArray[np.int64]:
 
 
 def _digest(plan: Plan) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, value in vars(plan).items():
-        found.update(name.encode())
-        found.update(np.ascontiguousarray(value).tobytes())
-    return found.hexdigest()
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(value).tobytes())
+    return digest.hexdigest()

@@ -104,8 +104,8 @@ def shared_prefixes(forest: PrefixForest) -> list[SharedPrefix]:
     """The nodes with several readers, sorted by what they save, most first."""
     columns = (forest.request, forest.start, forest.length, forest.num_queries)
     rows = zip(*(column.tolist() for column in columns), strict=True)
-    found = [SharedPrefix(*row) for row in rows]
-    return sorted((p for p in found if p.readers > 1 and p.tokens), key=lambda p: -p.saved)
+    prefixes = [SharedPrefix(*row) for row in rows]
+    return sorted((p for p in prefixes if p.readers > 1 and p.tokens), key=lambda p: -p.saved)
 
 
 @dataclass(frozen=True)

@@ -34,12 +34,12 @@ class PageServer(ThreadingHTTPServer):
     allow_reuse_address = True
 
     def __init__(self, host: str, port: int, state: State) -> None:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        self.address_family = found[0][0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family = addresses[0][0]
         self.listens_to = host
-        self.loopback = is_loopback(found[0][4][0])
+        self.loopback = is_loopback(addresses[0][4][0])
         self.state = state
-        super().__init__((str(found[0][4][0]), port), _Handler)
+        super().__init__((str(addresses[0][4][0]), port), _Handler)
 
     @property
     def url(self) -> str:

@@ -39,7 +39,7 @@ class Inspector:
         self._lock = threading.Lock()
         self._engines: dict[Path, _Followed] = {}
         self._read_at = float("-inf")
-        self._found: list[Engine] = []
+        self._present: list[Engine] = []
 
     def state(self, engine: int = 0, known: int = -1) -> dict[str, Any]:
         """The data of one engine.
@@ -50,12 +50,12 @@ class Inspector:
         with self._lock:
             now = time.monotonic()
             if now - self._read_at > _KEEP_SECONDS:
-                self._found, self._read_at = find_engines(self._folder, self._port), now
-            names = [found.name for found in self._found]
+                self._present, self._read_at = find_engines(self._folder, self._port), now
+            names = [each.name for each in self._present]
             base: dict[str, Any] = {"port": self._port, "engines": names}
-            if not self._found:
+            if not self._present:
                 return {**base, "status": "missing", "since": 0.0, "batch": None}
-            chosen = self._found[min(max(engine, 0), len(names) - 1)]
+            chosen = self._present[min(max(engine, 0), len(names) - 1)]
             followed = self._engines.setdefault(chosen.path, _Followed())
             return {**base, **followed.state(chosen, known, now)}
 

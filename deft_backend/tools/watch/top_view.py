@@ -201,19 +201,19 @@ def _batch(batch: ShownBatch) -> Text:
 def _prefixes(batch: ShownBatch) -> Table | None:
     if batch.forest is None:
         return None
-    found = shared_prefixes(batch.forest)
-    if not found:
+    prefixes = shared_prefixes(batch.forest)
+    if not prefixes:
         return None
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("shared tokens", justify="right")
     table.add_column("at", justify="left")
     table.add_column("requests", justify="right")
     table.add_column("tokens not read again", justify="right")
-    for p in found[:PREFIXES]:
+    for p in prefixes[:PREFIXES]:
         place = f"{p.start:,}–{p.start + p.tokens:,}"
         table.add_row(f"{p.tokens:,}", place, f"{p.readers:,}", f"{p.saved:,}")
-    if len(found) > PREFIXES:
-        table.add_row("", Text(f"… {len(found) - PREFIXES:,} more", style="dim"), "", "")
+    if len(prefixes) > PREFIXES:
+        table.add_row("", Text(f"… {len(prefixes) - PREFIXES:,} more", style="dim"), "", "")
     return table
 
 

@@ -25,7 +25,10 @@ def install(target: str, callback: Callable[[], None]) -> None:
         try:
             callback()
         except Exception as error:
-            logger.warning("deft: backends could not be looked at before they are built: %r", error)
+            logger.warning(
+                "deft: backends of other plugins cannot be prepared (%r); a server that uses one "
+                "runs without tree attention", error,
+            )  # fmt: skip
         return original(*args, **kwargs)
 
     HookRegistry.register(target, around, HookType.AROUND)

@@ -68,5 +68,5 @@ def _observe(original: Callable[..., Any], cls: Any, batch: Any, model_runner: A
             observer(forward_batch, batch, model_runner)
         except Exception as error:
             _observers.remove(observer)
-            logger.warning("deft: an observer of batches failed and was dropped: %r", error)
+            logger.warning("deft: batches are no longer observed: an observer failed (%r)", error)
     return forward_batch

@@ -67,5 +67,5 @@ def _observe(
             observer(scheduler_output)
         except Exception as error:
             _observers.remove(observer)
-            logger.warning("deft: an observer of steps failed and was dropped: %r", error)
+            logger.warning("deft: steps are no longer observed: an observer failed (%r)", error)
     return original(worker, scheduler_output, *args, **kwargs)

@@ -95,7 +95,7 @@ def test_what_the_host_lacks_is_a_problem_of_one_line(
     member: Member, said: str, host: Path
 ) -> None:
     (problem,) = check_contract([member], host)
-    assert said in problem.found
+    assert said in problem.instead
     assert problem.readable
     assert "\n" not in str(problem)
 
@@ -109,8 +109,8 @@ def test_what_the_source_does_not_tell_is_said_separately(
         assert problems == []
         return
     assert [problem.readable for problem in problems] == [False]
-    assert said in problems[0].found
-    assert "cannot be read" in problems[0].found
+    assert said in problems[0].instead
+    assert "cannot be read" in problems[0].instead
 
 
 def test_a_problem_names_the_member_and_its_use(host: Path) -> None:
@@ -175,7 +175,7 @@ def test_malformed_versions_are_errors(version: str, specifier: str) -> None:
 
 
 def test_a_folder_that_is_absent_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is no folder; expected"):
+    with pytest.raises(ValueError, match=r"is not a folder; expected"):
         check_contract([Member("madeup")], tmp_path / "absent")
 
 

@@ -85,7 +85,7 @@ def test_a_member_that_is_renamed_is_missing(host: str, member: Member) -> None:
     problems = check_contract([member], source)
     if problems:
         assert not [str(problem) for problem in problems if problem.readable]
-        pytest.skip(f"the source does not tell: {problems[0].found}")
+        pytest.skip(f"the source does not tell: {problems[0].instead}")
     words = [member.name.rpartition(".")[-1]] if member.name else []
     for word in [*words, *member.parameters]:
         assert check_contract([member], Renamed(source, word)), f"without {word}"

@@ -220,7 +220,7 @@ def test_other_batches_are_handed_on(server: Any, kind: str) -> None:
     server.backend.forward(q, k, v, make_layer(), batch)
     assert server.calls == ["metadata", "extend" if kind == "extend" else "decode"]
     assert server.state.steps_tree == 0
-    reasons = {"not captured": "no requests behind the batch", "padded": "padded batch",
+    reasons = {"not captured": "batch without requests", "padded": "padded batch",
                "padded lengths": "padded batch"}  # fmt: skip
     assert list(server.state.steps_host) == ([reasons[kind]] if kind in reasons else [])
 
@@ -644,7 +644,7 @@ def test_a_backend_that_keeps_methods_in_its_instances_is_refused(server: Any) -
     from deft_backend.hosts.sglang.step.backend import surround
 
     server.own.forward_decode = None
-    with pytest.raises(RuntimeError, match="HostBackend keeps forward_decode in its instances"):
+    with pytest.raises(RuntimeError, match="HostBackend sets forward_decode on its instances"):
         surround(server.own, server.steps)
 
 

@@ -128,4 +128,4 @@ def test_what_is_not_counted(caplog: pytest.LogCaptureFixture) -> None:
     assert server._count_drafts(make_state(), config) is not None
     config.scheduler_config.async_scheduling = True
     assert server._count_drafts(make_state(), config) is None
-    assert "accepted draft tokens are not counted (pipeline stages" in caplog.text
+    assert "does not count accepted draft tokens: pipeline stages" in caplog.text

@@ -712,7 +712,7 @@ def test_a_fused_output_quantisation_is_the_hosts(caplog: pytest.LogCaptureFixtu
                 None, batch.query, None, None, cache.tensor, metadata,
                 torch.zeros((5, HEADS, DIM)), *args, **kwargs,
             )  # fmt: skip
-    assert caplog.text.count("a fused output quantisation decode through the host's own") == 1
+    assert caplog.text.count("a fused output quantisation decode through the host's kernel") == 1
 
 
 def test_keys_and_values_go_to_their_slots() -> None:

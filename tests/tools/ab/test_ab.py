@@ -255,7 +255,7 @@ def test_pieces_of_another_form_are_a_failed_request(piece: Any) -> None:
 
 def test_models_of_another_form(tmp_path: Path) -> None:
     with serving(Fake(listed=["made-up"])) as a:
-        assert "is no list of models" in ab(tmp_path, "--urls", a.url, a.url, code=2)[1]
+        assert "is not a list of models" in ab(tmp_path, "--urls", a.url, a.url, code=2)[1]
 
 
 def test_several_answers_from_a_server_with_openais_fields_alone(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_bad_input(tmp_path: Path) -> None:
         long = ["--urls", a.url, a.url, "--trace", str(blocks)]
         for arguments, message in (
             (["--urls", a.url, "http://127.0.0.1:9"], "does not answer under /v1/models"),
-            (["--urls", a.url, "no address"], "'no address' is no address"),
+            (["--urls", a.url, "no address"], "'no address' is not an address"),
             (["--urls", a.url, a.url, "--policy", "auto"], "--policy cannot change servers"),
             (["--urls", a.url, a.url, "--rate", "0"], "the rate is 0.0"),
             (["--urls", a.url, a.url, "--workload", "x"], "there is no workload 'x'"),
@@ -613,7 +613,7 @@ def test_the_page_shows_the_environment_and_the_speculation(tmp_path: Path) -> N
          "deft: MLA is not supported; all attention runs through the host (fa3)"),
         ("WARNING [say.py:16] deft: head dimension 18; these layers run through FLEX alone",
          "deft: head dimension 18; these layers run through FLEX alone"),
-        ("deft: decode goes through tree attention (policy auto); everything else through fa3",
+        ("deft: decode runs through tree attention (policy auto); everything else through fa3",
          None),
         ("the server is ready", None),
     ],

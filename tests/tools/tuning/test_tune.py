@@ -40,7 +40,7 @@ from deft_backend.tools.tuning.grids import Grid
 from deft_backend.tools.tuning.least_squares import fit_times
 from deft_backend.tools.tuning.machine import Launch, Machine, Work
 from deft_backend.tools.tuning.measure import measure
-from deft_backend.tools.tuning.search import Found, search
+from deft_backend.tools.tuning.search import SearchResult, search
 from deft_backend.tools.tuning.tile_fit import measure_tile_costs
 from deft_backend.tools.tuning.trials import Trials
 
@@ -216,9 +216,9 @@ def test_a_rehearsal_of_the_whole_measurement(page_size: int, dtype: str, tmp_pa
     assert launches > 20
     assert list(tuned.seconds) == said
     assert {"small tile", "partial results", "FastTree"} <= set(tuned.errors)
-    assert tuned.model.bandwidth_gb_s == (1234.0 if tuned.found.start else 999.0)
-    assert tuned.found.batches == 2
-    assert tuned.found.ratio <= 1.0
+    assert tuned.model.bandwidth_gb_s == (1234.0 if tuned.best.start else 999.0)
+    assert tuned.best.batches == 2
+    assert tuned.best.ratio <= 1.0
     assert tuned.model.head_dim == 64
     assert len(tuned.model.tiles.item_ns) == TILE_SEGMENTS.count(1)
     assert key.shape in tuned.model.source
@@ -592,8 +592,8 @@ def test_tune_without_a_gpu_says_so_in_a_line() -> None:
         (["--heads", "many"], "--heads is 'many'; expected QUERY/KV"),
         (["--heads", "0/0"], "--heads is '0/0'"),
         (["--dtype", "int8"], "--dtype is 'int8'; expected fp16 or bf16"),
-        (["--model", "/no/such/model"], "the model /no/such/model is no folder"),
-        (["--model", "/m", "--heads", "4/2"], "--model says it already"),
+        (["--model", "/no/such/model"], "the model /no/such/model is not a folder"),
+        (["--model", "/m", "--heads", "4/2"], "--heads and --model both set the shape"),
         (["--show", "--out", "x.json"], "--show measures nothing"),
     ],
 )
@@ -635,7 +635,7 @@ def test_tune_writes_and_shows_the_table(tmp_path: Path, monkeypatch: pytest.Mon
         asked.append(key)
         assert before.bandwidth_gb_s < 1000.0  # derived from this GPU's facts
         measured = replace(default_cost_model(), source="made up", bandwidth_gb_s=321.0)
-        found = Found(measured, 0.9, 1, 30, 19)
+        found = SearchResult(measured, 0.9, 1, 30, 19)
         return measure_module.Tuned(measured, {"small tile": 0.01}, {"part": 1.0}, 7, found)
 
     monkeypatch.setattr(measure_module, "tune", tune)

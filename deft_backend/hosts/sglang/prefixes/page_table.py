@@ -39,12 +39,12 @@ class PageTableSource:
         columns = min(int(lens.max(initial=0)), LIMIT // max(1, len(lens)))
         compared = np.clip(lens - 1, 0, columns)
         table = self._rows(requests, compared)
-        found = forest_from_page_tables(table, compared, check=False)
+        forest = forest_from_page_tables(table, compared, check=False)
         shared = np.zeros(max(0, len(lens) - 1), dtype=np.int32)
-        for node in np.flatnonzero(found.num_queries > 1).tolist():  # a node after its parent
-            begin, end = int(found.query_begin[node]), int(found.query_end[node])
-            shared[begin : end - 1] = found.end[node]
-        return build_forest(found.order, shared, np.asarray(seq_lens, dtype=np.int32))
+        for node in np.flatnonzero(forest.num_queries > 1).tolist():  # a node after its parent
+            begin, end = int(forest.query_begin[node]), int(forest.query_end[node])
+            shared[begin : end - 1] = forest.end[node]
+        return build_forest(forest.order, shared, np.asarray(seq_lens, dtype=np.int32))
 
     def _rows(
         self, requests: Sequence[Any], used: npt.NDArray[np.integer]

@@ -63,7 +63,8 @@ class PrefixSource:
             self._tree_cache, self._tree = tree_cache, tree_reader(tree_cache)
             if self._tree is None:
                 logger.info(
-                    "deft: prefixes under a %s are read from the page table",
+                    "deft: the prefix cache %s has no tree that the plugin reads; the page table "
+                    "shows what requests share",
                     type(tree_cache).__qualname__,
                 )
         if self._tree is not None:
@@ -72,7 +73,8 @@ class PrefixSource:
             except Exception as error:
                 self._tree = None  # permanently: the next batch would fail in the same way
                 logger.warning(
-                    "deft: the %s cannot be read (%r); prefixes are read from the page table",
+                    "deft: the tree of the prefix cache %s cannot be read (%r); from now on, the "
+                    "page table shows what requests share",
                     type(tree_cache).__qualname__, error,
                 )  # fmt: skip
         return self._page_table.forest(requests, seq_lens)

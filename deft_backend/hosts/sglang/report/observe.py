@@ -24,7 +24,7 @@ def install() -> None:
     """Observe the model runners of this process from now on; a second call changes nothing."""
     missing = observe_batch.missing()
     if missing is not None:
-        logger.warning("deft: DEFT_OBSERVE does not work with this SGLang (%s)", missing)
+        logger.warning("deft: DEFT_OBSERVE counts nothing with this SGLang (%s)", missing)
         return
     observe_batch.install(Observer().observe)
 

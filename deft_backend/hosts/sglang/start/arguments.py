@@ -51,8 +51,10 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
     result = resolve_host(server_args)
     if not decodes:
         logger.warning(
-            "deft: %s names deft, which decodes, and another backend is named for decode; all "
-            "attention runs through the host's own backends", ", ".join(asked),
+            "deft: %s selects deft, which only decodes, but another backend is selected for "
+            "decode; all attention runs through the host's own backends. Select deft for decode as "
+            "well",
+            ", ".join(asked),
         )  # fmt: skip
         return result
 
@@ -66,7 +68,7 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
     try:
         reason = unsupported(server_args) or _sized_with_graphs(server_args)
     except Exception as error:
-        reason = f"this SGLang is not one that tree attention was made for ({error!r})"
+        reason = f"this SGLang is not supported ({error!r})"
     if reason is not None:
         logger.warning(
             "deft: %s; all attention runs through the host's own backend (%s)", reason, decode
@@ -89,7 +91,7 @@ def unsupported(server_args: Any) -> str | None:
     """Why this server's arguments rule out tree attention, in one line, or None."""
     missing = versions.missing()
     if missing is not None:
-        return f"this SGLang lacks what tree attention uses of it ({missing})"
+        return f"this SGLang lacks a member that tree attention uses ({missing})"
     args = versions.resolved(server_args)
     if str(args.device) not in ("cuda", "cpu"):
         return f"device {args.device} is not supported (cuda and cpu are)"
@@ -128,7 +130,7 @@ def _unsupported_speculation(args: Any, backends: tuple[str | None, str | None])
     if str(algorithm).upper() not in _ALGORITHMS:
         return f"speculation by {algorithm} is not supported ({', '.join(_ALGORITHMS)} are)"
     if getattr(args, "speculative_adaptive", False):
-        return "drafts of changing length are not supported (speculative_adaptive)"
+        return "drafts of varying length are not supported (speculative_adaptive)"
     mode = getattr(args, "speculative_attention_mode", None)
     if mode == "prefill" and backends[0] != backends[1]:
         return (
@@ -191,7 +193,8 @@ def _keep_or_disable_decode_graphs(server_args: Any) -> None:
     if reason is not None:
         versions.disable_decode_graphs(server_args)
         logger.warning(
-            "deft: decode CUDA graphs are off; tree attention is not in them: %s", reason
+            "deft: decode runs without CUDA graphs, which cannot hold tree attention here: %s",
+            reason,
         )
 
 

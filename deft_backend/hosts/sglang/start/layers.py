@@ -56,21 +56,21 @@ def full_cache(pool: Any) -> FullCache | str:
     kind = type(pool).__name__
     if kind == "SWAKVPool":
         full = [layer for layer, (_, windowed) in pool.layers_mapping.items() if not windowed]
-        found = FullCache(pool.full_kv_pool, frozenset(full))
+        cache = FullCache(pool.full_kv_pool, frozenset(full))
     elif kind == "HybridLinearKVPool":
-        found = FullCache(pool.full_kv_pool, frozenset(pool.full_attention_layer_id_mapping))
+        cache = FullCache(pool.full_kv_pool, frozenset(pool.full_attention_layer_id_mapping))
     else:
-        found = FullCache(pool, None)
-    inner = type(found.pool).__name__
+        cache = FullCache(pool, None)
+    inner = type(cache.pool).__name__
     if inner != "MHATokenToKVPool":
         name = kind if inner == kind else f"{kind} over {inner}"
         return f"a KV cache of kind {name} is not supported"
-    if found.layers is not None and not found.layers:
+    if cache.layers is not None and not cache.layers:
         return f"a KV cache of kind {kind} without full-attention layers is not supported"
-    layout = getattr(found.pool, "kv_cache_layout", "nhd")
-    if layout != "nhd" or getattr(found.pool, "use_hnd", False):
+    layout = getattr(cache.pool, "kv_cache_layout", "nhd")
+    if layout != "nhd" or getattr(cache.pool, "use_hnd", False):
         return f"a KV cache in the layout {layout} is not supported"
-    return found
+    return cache
 
 
 def division_of(

@@ -133,7 +133,10 @@ def surround(host: Any, steps: Steps) -> Any:
         name for name in vars(host) if callable(getattr(DeftAttentionBackend, name, None))
     )
     if hidden:
-        raise RuntimeError(f"{type(host).__name__} keeps {hidden[0]} in its instances")
+        raise RuntimeError(
+            f"{type(host).__name__} sets {hidden[0]} on its instances, which would hide the "
+            "plugin's method"
+        )
     backend: Any = object.__new__(_subclass_of(host.__class__))
     backend.__dict__ = vars(host)
     setattr(backend, OWN_STATE, steps)

@@ -150,7 +150,10 @@ class HostPlannedSteps:
         rids, slots = forward_batch.rids, forward_batch.out_cache_loc
         lens = forward_batch.seq_lens_cpu
         if lens is None:
-            self.layers.log.warn("the host keeps no sequence lengths in CPU memory")
+            self.layers.log.warn(
+                "the batch has no sequence lengths in CPU memory, which the host planner needs. "
+                "The host's kernel decodes such batches."
+            )
             return Decision(rids, slots, 0, None)
         seq_lens = lens.numpy()
         tokens = forward_batch.seq_lens_sum
@@ -175,7 +178,7 @@ class HostPlannedSteps:
             return self.layers.failure.reason
         observed = self._observer.of(forward_batch)
         if observed is None:
-            return "no requests behind the batch"
+            return "batch without requests"
         size = forward_batch.batch_size
         if len(observed.requests) != size or len(seq_lens) != size:
             return "beam search" if observed.has_beams else "padded batch"

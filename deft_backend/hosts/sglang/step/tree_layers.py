@@ -157,7 +157,10 @@ class TreeLayers:
             if reason is not None:
                 self._left += 1
                 self.state.device_tree_layers = self.tree_layers
-                self.log.warn(f"layers with {reason} decode through the host's kernel")
+                self.log.warn(
+                    f"layers with {reason} decode through the host's kernel; the others use tree "
+                    "attention"
+                )
         return (
             self._reasons[layer.layer_id] is not None
             or call.k is None

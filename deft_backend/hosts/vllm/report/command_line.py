@@ -27,12 +27,12 @@ def values_of(arguments: Sequence[str], name: str) -> list[str]:
 
     As in vLLM, the last one is valid.
     """
-    found = _configured(arguments, name)
+    values = _configured(arguments, name)
     for word, following in pairwise([*arguments, ""]):
         option, equals, value = word.partition("=")
         if option.replace("_", "-") == name:
-            found.append(value if equals else following)
-    return found
+            values.append(value if equals else following)
+    return values
 
 
 def _configured(arguments: Sequence[str], name: str) -> list[str]:

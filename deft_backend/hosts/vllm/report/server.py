@@ -123,7 +123,7 @@ def _count_drafts(state: ServerState, vllm_config: Any) -> AcceptedDrafts | None
         # Several steps of a request are then under way, and their number varies.
         reason = "pipeline stages with asynchronous scheduling"
     if reason is not None:
-        logger.warning("deft: accepted draft tokens are not counted (%s)", reason)
+        logger.warning("deft: this server does not count accepted draft tokens: %s", reason)
         return None
     accepted = AcceptedDrafts(late)
     observe_steps.install(accepted.observe)

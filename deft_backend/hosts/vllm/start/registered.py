@@ -66,7 +66,7 @@ class Custom(AttentionBackend):  # type: ignore[misc]
         host = getattr(host, "observed", host)  # tree attention counts its own steps
         cls._chosen, reason = _around(host)
         if reason is not None:
-            log.warn(f"{host.get_name()} runs by itself: {reason}")
+            log.warn(f"{host.get_name()} decodes without tree attention: {reason}")
         return []
 
     @classmethod
@@ -159,7 +159,7 @@ def _cpu_backend() -> Any:
     wanted = config is not None and is_ours(config.attention_config.backend)
     reason = refuse() if wanted or observing() else None
     if reason is not None:
-        log.warn(f"{host.get_name()} runs by itself: {reason}")
+        log.warn(f"{host.get_name()} decodes without tree attention: {reason}")
         return host
     if wanted:
         from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
@@ -182,6 +182,6 @@ def __getattr__(name: str) -> Any:
             reason = refuse()
             if reason is None:
                 return observed_backend(host)
-            log.warn(f"DEFT_OBSERVE does not work in this server: {reason}")
+            log.warn(f"DEFT_OBSERVE counts nothing in this server: {reason}")
             return host
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -82,14 +82,14 @@ class PlainCpuBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         return PlainCpuMetadata(common.query_start_loc, common.seq_lens, common.block_table_tensor)
 
 
-def _refusal(found: str) -> NotImplementedError:
+def _refusal(reason: str) -> NotImplementedError:
     from vllm.config import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()
     name = backend_name() if config is None else asked_name(config)
     return NotImplementedError(
-        f"with --attention-backend {name} on the CPU, attention is causal, of decoder layers with "
-        f"a KV cache in the model's dtype or in FP8; {found}. Start the server without {name}"
+        f"--attention-backend {name} runs on the CPU only for causal attention of decoder layers, "
+        f"with a KV cache in the model's dtype or in FP8; {reason}. Start the server without {name}"
     )
 
 

@@ -186,7 +186,9 @@ class GroupAttention:
 
     def leave(self, reason: str) -> None:
         """Note that a layer of planned steps runs in the host's kernel; log each reason once."""
-        self._log.warn(f"layers with {reason} decode through the host's own kernel")
+        self._log.warn(
+            f"layers with {reason} decode through the host's kernel; the others use tree attention"
+        )
 
     def _planning_failed(self, error: Exception) -> None:
         """The host planner plans the next batch again.
