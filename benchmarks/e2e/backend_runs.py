@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.e2e.backends import Launch
 from benchmarks.e2e.checked_answers import still_to_run
+from benchmarks.e2e.counted_server import CountedServer
 from benchmarks.e2e.kept_answers import compare, kept
 from benchmarks.e2e.plain_check import PLAIN
 from benchmarks.e2e.served_workloads import Mixed, Served, Workload, answers_file
@@ -20,7 +21,6 @@ from benchmarks.row_files import make_folder, write_rows
 from benchmarks.token_client.client import Client, ClientError
 from deft_backend.files.provenance import driver, provenance
 from deft_backend.telemetry.state_reader import Counters, StateError
-from deft_backend.tools.harness.counted_server import CountedServer
 from deft_backend.tools.servers.command import StartError
 from deft_backend.tools.servers.driver_stub import DriverStubError
 from deft_backend.tools.servers.process import ServerProcess

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TypedDict
 
 from benchmarks.e2e.backends import Launch
+from benchmarks.e2e.counted_server import CountedServer
 from benchmarks.e2e.prompt_cases import draw
 from benchmarks.token_client.client import Client, ClientError
-from deft_backend.tools.harness.counted_server import CountedServer
 from deft_backend.tools.servers.command import StartError
 from deft_backend.tools.servers.driver_stub import DriverStubError
 

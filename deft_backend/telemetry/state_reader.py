@@ -210,19 +210,6 @@ def shown_forest(state: Path, timeout: float | None = None) -> PrefixForest:
     return forest
 
 
-def written_state(folder: Path, port: int, timeout: float = 5.0) -> Path | None:
-    """Wait for the server's state file; None if there is none in time.
-
-    A server can answer before it writes the file.
-    """
-    begin = time.monotonic()
-    while not (path := state_file(folder, port)).is_file():
-        if time.monotonic() - begin > timeout:
-            return None
-        time.sleep(0.1)
-    return path
-
-
 def settled_counters(path: Path, timeout: float = 10.0) -> Counters:
     """Counters of a server at rest: two readings, a pause apart, are equal.
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks.e2e.counted_server import written_state
 from deft_backend.attention import TreeAttention, self_check
 from deft_backend.attention.self_check import Case, Outcome
 from deft_backend.cli import ab as ab_module
@@ -30,7 +31,6 @@ from deft_backend.telemetry.state_reader import (
     StateError,
     read_state,
     settled_counters,
-    written_state,
 )
 from deft_backend.tools.ab.workloads import WORKLOADS
 from deft_backend.tools.servers import command as launch

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from deft_backend.tools.ab.progress import Progress
-from deft_backend.tools.harness.counted_server import CountedServer
 from deft_backend.tools.harness.server_counters import ServerCounters
 from deft_backend.tools.servers.command import (
     BACKEND,
@@ -19,6 +19,7 @@ from deft_backend.tools.servers.command import (
     free_port,
     server_command,
 )
+from deft_backend.tools.servers.process import ServerProcess
 
 _REFUSED = re.compile("deft: .*(all attention|these layers) runs? through ")
 
@@ -85,25 +86,25 @@ def started_sides(
 ) -> tuple[Side, Side]:  # fmt: skip
     """The host with its own backend, and with the plugin; each runs while it is measured."""
 
-    def command(side: str, state_folder: Path) -> ServerCommand:
+    def command(side: str, state_folder: str) -> ServerCommand:
         observe: Mapping[str, str] = {"DEFT_OBSERVE": "1"} if side == "host" else {}
         return server_command(
             model, free_port(), host=host, backend=baseline if side == "host" else BACKEND,
             policy=policy if side == "deft" else None, host_arguments=host_arguments,
-            environment={"DEFT_STATE_DIR": str(state_folder), **observe},
+            environment={"DEFT_STATE_DIR": state_folder, **observe},
         )  # fmt: skip
 
     @contextmanager
     def opened(side: str) -> Iterator[RunningServer]:
         log = logs / f"{side}.log"
-        with CountedServer(
-            partial(command, side), log, on_start=partial(progress.starting, side)
-        ) as server:
-            progress.started(side)
-            yield RunningServer(
-                server.url, server.state_folder, server.command.shell(), log,
-                server.process.check_alive, BACKEND_NAMES[host] if side == "deft" else "",
-            )  # fmt: skip
+        with TemporaryDirectory(prefix="deft-state-") as state_folder:
+            started = command(side, state_folder)
+            with ServerProcess(started, log, progress=progress.starting(side, started)) as server:
+                progress.started(side)
+                yield RunningServer(
+                    server.url, Path(state_folder), started.shell(), log, server.check_alive,
+                    BACKEND_NAMES[host] if side == "deft" else "",
+                )  # fmt: skip
 
     return (
         Side("host", "", partial(opened, "host")),

@@ -3,7 +3,6 @@
 from deft_backend.tools.explain.drawing import (
     draw_token_tree,
     render,
-    seen_from_bits,
     seen_from_parents,
 )
 from deft_backend.tools.explain.explanation import (
@@ -23,6 +22,5 @@ __all__ = [
     "draw_token_tree",
     "explain",
     "render",
-    "seen_from_bits",
     "seen_from_parents",
 ]

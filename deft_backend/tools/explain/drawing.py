@@ -147,17 +147,6 @@ def seen_from_parents(parents: tuple[int, ...]) -> BoolArray:
     return seen
 
 
-def seen_from_bits(bits: npt.NDArray[np.int64]) -> BoolArray:
-    """[n, n] bool of `ancestors` bits [n, words], as `TreeAttention.run` takes them.
-
-    >>> seen_from_bits(np.array([[0b001], [0b011], [0b101]])).astype(int).tolist()
-    [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
-    """
-    as_bytes = np.ascontiguousarray(bits, dtype=np.int64).view(np.uint8)
-    unpacked = np.unpackbits(as_bytes, axis=-1, bitorder="little")
-    return unpacked[:, : len(bits)].astype(np.bool_)
-
-
 def draw_token_tree(seen: BoolArray, gqa_group: int = 1, max_tokens: int = MAX_TOKENS) -> Tree:
     """A drawing of the query tokens of one request, for a terminal.
 
@@ -184,10 +173,7 @@ def draw_token_tree(seen: BoolArray, gqa_group: int = 1, max_tokens: int = MAX_T
     for token in np.argsort(depth, kind="stable").tolist()[:max_tokens]:
         ancestors = np.flatnonzero(above[token])
         parent = int(ancestors[depth[ancestors].argmax()]) if len(ancestors) else -1
-        sees_itself = "" if seen[token, token] else " · does not see itself"
-        drawn[token] = drawn.get(parent, root).add(
-            f"token {token} · seen by {seen_by[token]}{sees_itself}"
-        )
+        drawn[token] = drawn.get(parent, root).add(f"token {token} · seen by {seen_by[token]}")
     if tokens > max_tokens:
         root.add(f"… {tokens - max_tokens} more")
     return root

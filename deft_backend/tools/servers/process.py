@@ -12,7 +12,6 @@ import urllib.request
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 from deft_backend.files.folders import create_private
 from deft_backend.files.private_files import open_private
@@ -74,12 +73,7 @@ class ServerProcess:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def check_alive(self) -> None:

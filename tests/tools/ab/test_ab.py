@@ -11,7 +11,6 @@ from dataclasses import replace
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -511,16 +510,16 @@ def test_servers_of_its_own_run_one_after_the_other(
     class Started:
         """In place of a real server: a made-up one, which counts as the plugin does."""
 
-        def __init__(self, command: Any, log: Path, on_start: Any) -> None:
-            self.state_folder = tmp_path / log.stem
-            made = command(self.state_folder)
-            on_start(made)(0.5)
-            backend = dict(pairwise(made.arguments)).get("--attention-backend")
-            started.append((backend, dict(made.environment)))
-            self.command = made
-            self.process = SimpleNamespace(check_alive=lambda: None)
+        def __init__(self, command: Any, log: Path, *, progress: Any) -> None:
+            progress(0.5)
+            backend = dict(pairwise(command.arguments)).get("--attention-backend")
+            started.append((backend, dict(command.environment)))
+            self.state_folder = Path(command.environment["DEFT_STATE_DIR"])
             self._serving = serving(Fake())
             log.write_text("deft: these layers run through fa3\n")
+
+        def check_alive(self) -> None:
+            pass
 
         def __enter__(self) -> Any:
             assert not running
@@ -538,7 +537,7 @@ def test_servers_of_its_own_run_one_after_the_other(
             running.clear()
             self._serving.__exit__(*error)
 
-    monkeypatch.setattr(sides, "CountedServer", Started)
+    monkeypatch.setattr(sides, "ServerProcess", Started)
     options = ("--host", "sglang", "--rate", "100", "--workload", "few-shot", *SMALL)
     data, printed = ab(tmp_path, *options, code=0 if counts else 2)
     (host, deft) = started

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +15,6 @@ from deft_backend.telemetry.state_reader import (
     read_state,
     settled_counters,
     state_file,
-    written_state,
 )
 from deft_backend.tools.servers.command import ServerCommand
 from deft_backend.tools.servers.process import ServerProcess
@@ -99,3 +99,16 @@ class CountedServer:
         Raises StateError if it wrote nothing, or the file cannot be read.
         """
         return read_state(state_file(self._folder, self.command.port))
+
+
+def written_state(folder: Path, port: int, timeout: float = 5.0) -> Path | None:
+    """Wait for the server's state file; None if there is none in time.
+
+    A server can answer before it writes the file.
+    """
+    begin = time.monotonic()
+    while not (path := state_file(folder, port)).is_file():
+        if time.monotonic() - begin > timeout:
+            return None
+        time.sleep(0.1)
+    return path
