@@ -50,9 +50,8 @@ def fenced_replay(model_runner: Any, reads: Callable[[Any], bool]) -> Callable[.
         If the fence was not installed.
     """
     if not hasattr(DecodeCudaGraphRunner.execute, "__wrapped__"):
-        DecodeCudaGraphRunner.execute = (
-            Replay.execute
-        )  # the wrapper stays, because a process wraps the method only once
+        # The wrapper stays, because a process wraps the method only once.
+        DecodeCudaGraphRunner.execute = Replay.execute
     page_table_fence.install(model_runner, reads)
     fenced: Callable[..., None] = DecodeCudaGraphRunner.execute
     if fenced is Replay.execute or inspect.unwrap(fenced) is not Replay.execute:

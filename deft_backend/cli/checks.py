@@ -89,9 +89,8 @@ def check_packages() -> Iterator[Check]:
     installed = installed_hosts()
     for host in HOSTS:
         name = host.versions.distributions[0]
-        if (
-            installed and host not in installed
-        ):  # hosts exclude each other, so an environment holds one of them
+        # Hosts exclude each other, so an environment holds one of them.
+        if installed and host not in installed:
             text = f"not installed, and not needed: the other host is; {_window(host.versions)}"
             yield Check(name, "ok", text)
         elif installed or host is HOSTS[0]:

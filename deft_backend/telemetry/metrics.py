@@ -139,9 +139,8 @@ class Publisher:
 
     def __call__(self, counters: Counters) -> None:
         for metric, labels, value in samples(counters):
-            series = _value(
-                metric, labels, self._ranks
-            )  # the page now shows the series, at least at zero
+            # From here on the page shows the series, at least at zero.
+            series = _value(metric, labels, self._ranks)
             grown = value - self._published.get((metric, labels), 0)
             if grown > 0:
                 series.inc(grown)

@@ -332,9 +332,8 @@ def test_explain_finds_the_first_of_several_processes(suffix: str, tmp_path: Pat
     (tmp_path / f"31234-tp0{suffix}.json").write_text(json.dumps(state()))
     (tmp_path / f"31234-tp0{suffix}.batch.json").write_text("{}")
     (tmp_path / "31234-tp1.json").write_text(json.dumps(later))
-    (tmp_path / "31234-tp0.json").write_text(
-        json.dumps(state(pid=2**22 + 1))
-    )  # of an ended process
+    ended = state(pid=2**22 + 1)
+    (tmp_path / "31234-tp0.json").write_text(json.dumps(ended))
     for arguments in (["--server", "31234"], ["--server"]):
         code, out, err = run("explain", *arguments, "--json", DEFT_STATE_DIR=str(tmp_path))
         assert (code, err) == (0, "")

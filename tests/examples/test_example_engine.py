@@ -51,9 +51,8 @@ def drain(engine: Engine) -> dict[int, list[int]]:
 def traffic(engine: Engine) -> list[list[tuple[int, int]]]:
     """The tokens of each step while requests join, share, fork, end and are aborted."""
     first, second = engine.add(PROMPTS[0], 9), engine.add(PROMPTS[1], 3)
-    steps = [
-        engine.step() for _ in range(3)
-    ]  # the second request ends in the second of these steps
+    # The second request ends in the second of these steps.
+    steps = [engine.step() for _ in range(3)]
     assert first in engine.running
     assert second not in engine.running
     # A fork: the first request's tokens so far, with another continuation. Its pages are shared.

@@ -222,10 +222,8 @@ def test_kernels_and_which_begin_before_the_one_ahead_has_ended(
                 ("reduce_partials", 32),
             ],
         ),
-        (
-            2,
-            [("small_tile_attention", 100), ("reduce_partials", 16)],
-        ),  # eight rows a KV head: one leaf
+        # Eight rows a KV head: one leaf.
+        (2, [("small_tile_attention", 100), ("reduce_partials", 16)]),
         (
             20,
             [

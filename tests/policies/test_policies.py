@@ -318,9 +318,10 @@ def test_fasttree_takes_the_cheaper_value_of_an_edge() -> None:
     )
     edge = int(np.flatnonzero(forest.num_queries == 4)[0])
     assert not FastTree(FastTreeCoefficients(0.5, 0.25, 2.0)).cut_edges(forest, target)[edge]
+    # SplitKV 600 + 384, SplitQ 984: equal, and equal is not cheaper.
     free = FastTree(FastTreeCoefficients(0.5, 0.25, 0.0)).cut_edges(
         build_forest(range(20), [164] * 3 + [100] * 16, [164] * 4 + [100] * 16), target
-    )  # SplitKV 600 + 384, SplitQ 984: equal, and equal is not cheaper
+    )
     assert free[edge]
 
 

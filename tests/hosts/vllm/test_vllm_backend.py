@@ -304,9 +304,8 @@ def test_verified_attention_is_in_no_graph(monkeypatch: pytest.MonkeyPatch) -> N
     builder = tree_backend(PlainCpuBackend).get_builder_cls()
     config = make_config(compilation_config=CompilationConfig())
     assert builder.get_cudagraph_support(config, None) is AttentionCGSupport.NEVER
-    alone = make_config(
-        use_ubatching=True
-    )  # nothing to compare, so the same as without the setting
+    # Nothing to compare, so the same as without the setting.
+    alone = make_config(use_ubatching=True)
     assert builder.get_cudagraph_support(alone, None) is AttentionCGSupport.ALWAYS
 
 

@@ -229,10 +229,8 @@ def test_a_warm_up_sees_the_strides_of_the_servers_caches(
         ({}, None),
         ({"data_parallel_size": 2}, 0),
         ({"data_parallel_size": 2, "data_parallel_rank": 1}, 1),
-        (
-            {"data_parallel_index": 1},
-            1,
-        ),  # vLLM tells a dense model's second engine that it is alone
+        # vLLM tells a dense model's second engine that it is alone.
+        ({"data_parallel_index": 1}, 1),
     ],
 )
 def test_engines_have_files_of_their_own(changes: dict[str, int], rank: int | None) -> None:

@@ -53,9 +53,8 @@ class PageTableSource:
         table = self._host_memory(len(requests), int(used.max(initial=0)))
         for index, (request, length) in enumerate(zip(requests, used.tolist(), strict=True)):
             row, _ = place_of(request)
-            if (
-                row is None
-            ):  # the host has released the request: its row may belong to another request
+            if row is None:
+                # The host has released the request: its row may belong to another request.
                 table[index, :length] = -1 - index
             else:
                 table[index, :length].copy_(self._page_table[row, :length], non_blocking=True)

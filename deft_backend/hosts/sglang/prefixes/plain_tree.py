@@ -36,9 +36,8 @@ class RadixTreeSource:
         for request, length in zip(requests, seq_lens.tolist(), strict=True):
             row, owned = place_of(request)
             node = request.last_node
-            if (
-                node is None or row is None
-            ):  # there is no tree, or the host has released the request
+            # Without a tree, or after the host has released the request, nothing is shared.
+            if node is None or row is None:
                 holder.append(ROOT)
                 continue
             held = index.get(node.id)
