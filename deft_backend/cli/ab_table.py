@@ -1,4 +1,4 @@
-"""What `deft ab` prints: the tables, the notes and the sentence."""
+"""What `deft ab` prints: the tables, the notes and the verdict."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DIFFERENCES = 12
 
 
 def print_result(result: AbResult, console: Console) -> None:
-    """The tables, what to know about them, and the sentence."""
+    """Print the tables, the notes about them, and the verdict."""
     from deft_backend.tools.ab.report import acceptance, counted_side, difference_lines, notes
     from deft_backend.tools.ab.verdict import verdict
 
@@ -55,7 +55,7 @@ def _table(title: str, *figures: str) -> Table:
 
 
 def _reads(result: AbResult, side: int) -> Table:
-    """Of one side: bytes of two servers are not comparable, as their steps hold other requests."""
+    """KV reads of one side: the steps of two servers hold different requests."""
     name = result.names[side]
     table = _table("KV read per decode step, and agreement", "query by query", name, "saved",
                    "tree steps", "answers alike")  # fmt: skip

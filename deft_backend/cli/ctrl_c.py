@@ -10,7 +10,7 @@ from typing import Any
 
 
 def leave_at_once() -> None:
-    """Ctrl-C prints one line and ends the process, as long as nothing needs an end of its own.
+    """Let Ctrl-C print one line and end the process, while nothing needs a clean shutdown.
 
     An exception would not do: extensions that it reaches turn it into other errors.
     """

@@ -99,7 +99,7 @@ def explain(
 
 
 def _draw_token_tree(trace: Path, target: Target, console: Console) -> None:
-    """A trace of token trees: also the tree as one request verifies it."""
+    """For a trace of token trees, also draw the tree as one request verifies it."""
     from deft_backend.tools.explain import draw_token_tree, seen_from_parents
     from deft_backend.tools.traces.recorded_trees import TokenTree
     from deft_backend.tools.traces.trace_files import load_trace

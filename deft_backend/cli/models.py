@@ -44,13 +44,6 @@ class ChosenModel:
         """A file of the model; see :func:`deft_backend.tools.servers.model_files.model_file`."""
         return model_file(self.name, name, self.revision)
 
-    def tokenizer(self) -> Path | None:
-        """The model's ``tokenizer.json``; None if there is none or only the host can find it."""
-        try:
-            return self.file("tokenizer.json")
-        except ModelFilesError:
-            return None
-
     def check(self) -> None:
         """Look up a hub name, so that a wrong name fails before a server starts."""
         with reported(ModelFilesError):
@@ -122,7 +115,7 @@ def named_model(model: str, revision: str | None = None) -> ChosenModel:
 
 
 def _refuse_misspelt(model: str) -> None:
-    """Refuse a missing checkpoint in a folder of checkpoints: the hub would be asked for 25 s."""
+    """Refuse a missing checkpoint in a folder of checkpoints: asking the hub takes 25 s."""
     parent = Path(os.path.dirname(model))
     if parent == Path() or not parent.is_dir():
         return

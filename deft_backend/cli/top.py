@@ -79,7 +79,7 @@ class _Watched:
         self._known: dict[Path, tuple[BatchView, Rate]] = {}
 
     def rows(self, wait: float = 0.0) -> list[Row]:
-        """All engines that run, and those that ended lately."""
+        """All running engines, and those that ended recently."""
         from deft_backend.tools.watch.batches import BatchView, Rate
         from deft_backend.tools.watch.engines import ENDED, find_engines
         from deft_backend.tools.watch.top_view import Row

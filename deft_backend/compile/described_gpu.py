@@ -16,7 +16,7 @@ class _Driver:
         self._target = GPUTarget("cuda", arch, 32)
 
     def get_current_target(self) -> GPUTarget:
-        """What code is compiled for."""
+        """The GPU that Triton compiles for."""
         return self._target
 
     def get_current_device(self) -> object:

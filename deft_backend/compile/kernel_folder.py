@@ -54,7 +54,7 @@ class Origin:
 
     @classmethod
     def of(cls, gpu: str) -> Origin:
-        """That of kernels compiled here for `gpu`."""
+        """The origin of kernels compiled here for `gpu`."""
         return cls(
             package=VERSION,
             sources=digest_of(["kernels", "shapes", "planner", "policies"])[:16],

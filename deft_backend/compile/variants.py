@@ -96,7 +96,7 @@ def recorded() -> Iterator[dict[Variant, None]]:
 
 
 def _kind(value: Any, *, fixed: bool) -> Any:
-    """What stands for all arguments for which Triton compiles the same code."""
+    """A stand-in for all arguments for which Triton compiles the same code."""
     if isinstance(value, tuple):
         # Triton compiles for the integers in a structure, whatever `do_not_specialize` says.
         parts = [_kind(part, fixed=False) for part in value]
@@ -173,7 +173,7 @@ def compile_all(
 
 
 def _compiled(variant: Variant) -> Any:
-    """Compile a variant, again if Python itself stumbles.
+    """Compile a variant; try again after a SystemError of Python itself.
 
     Python 3.11 counts the depth of a syntax tree for all threads together. So ``ast.parse``, which
     Triton calls, can raise a SystemError if two threads parse at the same time.

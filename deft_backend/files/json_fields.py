@@ -66,7 +66,7 @@ def whole(content: Mapping[str, Any], name: str, least: int = 0, most: int = LAR
 
 
 def text(content: Mapping[str, Any], name: str, most: int = 4096) -> str:
-    """A text of at most `most` characters, none of which controls a terminal."""
+    """A text of at most `most` printable characters."""
     value = content.get(name)
     if isinstance(value, str) and len(value) <= most and value.isprintable():
         return value
@@ -112,7 +112,7 @@ def whole_numbers(content: Mapping[str, Any], name: str) -> npt.NDArray[np.int32
 
 
 def _array(value: Any) -> npt.NDArray[Any] | None:
-    """A list as an array of its own dtype; None if it is no list, or its rows are uneven."""
+    """A list as an array of its own dtype; None if it is not a list, or its rows are uneven."""
     if not isinstance(value, list):
         return None
     try:

@@ -41,7 +41,7 @@ class Counters:
 
     @property
     def acceptance_length(self) -> float | None:
-        """Tokens that a verification gives a request on average; None if the host tells of none.
+        """Tokens that a verification gives a request on average; None if the host reports no draft.
 
         >>> Counters(verified_drafts=10, accepted_tokens=13).acceptance_length
         2.3

@@ -251,12 +251,12 @@ class StateWriter:
 
     @property
     def _waits(self) -> bool:
-        """Whether writing has failed a short time ago."""
+        """Whether writing failed less than `RETRY_SECONDS` ago."""
         failed = self._failed_at
         return failed is not None and time.monotonic() - failed < RETRY_SECONDS
 
     def _touched(self) -> bool:
-        """Move the file's time, so that readers see a writer that lives; False without a file."""
+        """Move the file's time, so that readers see that the writer runs; False without a file."""
         try:
             os.utime(self.path, follow_symlinks=False)
         except FileNotFoundError:

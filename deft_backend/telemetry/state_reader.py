@@ -62,7 +62,7 @@ def running_servers(folder: Path) -> dict[int, Path]:
 
 
 def only_server(folder: Path) -> Path:
-    """The file of the one server that runs.
+    """The state file of the only running server.
 
     Raises StateError if none runs, or several do.
     """

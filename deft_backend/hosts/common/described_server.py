@@ -1,4 +1,4 @@
-"""The kernels of a server that does not run yet: from its arguments and its model's shape."""
+"""The kernels of a server that is not running yet: from its arguments and its model's shape."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class DescribedServer:
 
 
 def drafts_of(host: str, draft_tokens: int, *, trees: bool = False) -> Drafts:
-    """What a server verifies whose arguments name `draft_tokens`.
+    """What a server with this number of draft tokens verifies.
 
     SGLang's ``--speculative-num-draft-tokens`` counts the token before the drafts, vLLM's
     ``num_speculative_tokens`` does not. SGLang verifies in every step. In vLLM a request may have

@@ -71,7 +71,7 @@ def selects_device_planner(
 
 
 def _verifies_on_device(settings: Settings) -> bool:
-    """True: no other planner can make the plans. The log names settings without effect."""
+    """Always True: no other planner plans verifications. Log settings without effect."""
     if get_policy(settings.policy).rules is None:
         raise PolicyError(
             f"verification is planned on the device, which DEFT_POLICY={settings.policy} does not "

@@ -68,7 +68,7 @@ class TestedVersions:
 
 
 def tries_others() -> bool:
-    """Whether ``DEFT_UNTESTED_HOST`` is set to yes; a value that is not allowed means no.
+    """Whether ``DEFT_UNTESTED_HOST`` is set to yes; an invalid value means no.
 
     This function reads no other variable. The code that reads all settings reports a value that is
     not allowed.

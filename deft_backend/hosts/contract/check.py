@@ -40,7 +40,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Problem:
-    """A member that the host lacks or defines otherwise than we use it."""
+    """A member that the host lacks, or defines differently from how we use it."""
 
     member: Member
     instead: str  # what the source has instead

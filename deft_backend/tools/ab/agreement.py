@@ -92,7 +92,7 @@ def agreement(
 
 
 def _difference(name: str, one: Answer, other: Answer, at: int) -> Difference:
-    """With the margin and both tokens, if the answers carry log-probabilities."""
+    """A difference, with margin and tokens if the answers carry log-probabilities."""
     if not (one.logprobs and other.logprobs):
         return Difference(name, at, None)
     margins = [a.margin(at) for a in (one, other) if at < len(a.top) and len(a.top[at]) > 1]

@@ -18,7 +18,7 @@ _POINTS = 400
 
 
 def kv_plot(result: AbResult, side: int) -> str:
-    """KV bytes that a decode step of one side reads, compared with query by query; an address."""
+    """KV read by a decode step of one side, and query by query; a ``data:`` address."""
     names = [w.name for w in result.workloads]
     reads = [w.kv_read(side) for w in result.workloads]
     bars = (
@@ -43,7 +43,7 @@ def kv_plot(result: AbResult, side: int) -> str:
 
 
 def time_plots(w: ComparedWorkload, names: tuple[str, str]) -> str:
-    """Three plots of one workload: first tokens, time per token, tokens a second; an address."""
+    """First tokens, time per token and tokens a second of a workload; a ``data:`` address."""
     answers = [[o.answer for o in run.outcomes if o.answer is not None] for run in w.runs]
     with _style():
         figure = _figure(11.0, 2.7)

@@ -1,4 +1,4 @@
-"""The two servers of a comparison: servers that run already, or servers of our own."""
+"""The two servers of a comparison: running servers, or servers that the command starts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class AbError(RuntimeError):
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server while requests run against it; the other fields are of a server of our own."""
+    """A server under measurement; the later fields describe one that the command started."""
 
     url: str
     folder: Path  # State files of servers on this machine
@@ -67,7 +67,7 @@ class Side:
 
 
 def running_sides(urls: Sequence[str], folder: Path) -> tuple[Side, Side]:
-    """Two servers that run, called A and B; `folder` holds state files of this machine."""
+    """Two running servers, called A and B; `folder` holds state files of this machine."""
 
     @contextmanager
     def opened(url: str) -> Iterator[RunningServer]:

@@ -81,7 +81,7 @@ def first_difference(left: Sequence[object], right: Sequence[object]) -> int | N
 def nearest(
     answer: Answer, others: Sequence[Answer], agreed: Callable[[Answer, Answer], float]
 ) -> Answer:
-    """The one of several answers to the same prompt that agrees longest with `answer`.
+    """Of several answers to the same prompt, the one that agrees longest with `answer`.
 
     Answers of one request with ``n`` above 1 are greedy, so all of them would be equal if there
     were no ties. Which of them takes which branch of a tie depends on when each started. So an

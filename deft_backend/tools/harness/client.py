@@ -1,4 +1,4 @@
-"""A client of any server that speaks OpenAI's completions, whatever it leaves out."""
+"""A client of any server with OpenAI's completions, whichever optional fields it lacks."""
 
 from __future__ import annotations
 

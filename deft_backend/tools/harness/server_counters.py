@@ -60,7 +60,7 @@ class ServerCounters:
             return None
 
     def read(self) -> Counters | None:
-        """The counters. A server without other traffic has come to rest before."""
+        """The counters, once a server without other traffic has come to rest."""
         path = self._file()
         if path is None:
             return self._from_metrics()

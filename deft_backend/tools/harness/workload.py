@@ -37,7 +37,7 @@ class Request:
             )
 
     def text(self) -> str:
-        """The prompt of a request of text."""
+        """The prompt, which must be text."""
         if isinstance(self.prompt, tuple):
             raise TypeError(f"{self.name} has token ids; expected text")
         return self.prompt if isinstance(self.prompt, str) else self.prompt()
@@ -84,7 +84,7 @@ class Workload:
 
 
 def poisson(count: int, rate: float, seed: int) -> tuple[list[float], str]:
-    """Times of Poisson arrivals in seconds, and how people call them.
+    """Times of Poisson arrivals in seconds, and a description of them.
 
     Raises WorkloadError if the rate is impossible.
     """

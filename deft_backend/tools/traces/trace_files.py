@@ -27,7 +27,7 @@ from deft_backend.tools.traces.recorded_trees import (
 
 
 def load_thought_trees(path: Path) -> list[ThoughtTree]:
-    """Read a tree of thoughts file.
+    """Read a file of trees of thoughts.
 
     Raises TraceError if the file cannot be read, or its trees are impossible. The message names the
     file, the tree's index, the node, the field, its value and the expected value.

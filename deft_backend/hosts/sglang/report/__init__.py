@@ -1,1 +1,1 @@
-"""What the adapter tells of its server: counters and accepted drafts."""
+"""What the adapter reports about its server: counters and accepted drafts."""

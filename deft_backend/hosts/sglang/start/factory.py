@@ -205,7 +205,7 @@ def _plans_on_device(runner: Any, settings: Settings, query_tokens: int) -> bool
 
 
 def _what(attention: TreeAttention) -> str:
-    """What goes through tree attention, for the log."""
+    """What runs through tree attention, for the log."""
     tokens = attention.query_tokens
     return "decode" if tokens == 1 else f"verification of {tokens} tokens a request"
 
@@ -266,7 +266,7 @@ def _host_planned(
 def _install_fence(
     runner: Any, steps: DevicePlannedSteps | HostPlannedSteps, undo: ExitStack
 ) -> None:
-    """Hold page-table writes for graphs with tree attention, if the host's version does not ask."""
+    """Delay page-table writes during graphs with tree attention, if the host does not ask."""
     if read_end() is None and _has_graphs(runner):
         undo.callback(page_table_fence.remove, runner)
         page_table_fence.install(runner, steps.replayed_tree)

@@ -1,4 +1,4 @@
-"""What only the server's command line tells: its port, and the backend that it asks for.
+"""What only the server's command line shows: its port, and the backend that it selects.
 
 vLLM's engine and worker processes keep the command line of the server that started them.
 """
