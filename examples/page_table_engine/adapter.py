@@ -114,7 +114,7 @@ class TreeDecode:
         warm_up_attention(self._attention, tensors, on_device=self._on_device)
         self._attention.clear_plan()  # no plan covers the batch of a capture
         self.capturable = not settings.verify
-        logger.info("deft: decode runs through tree attention (policy %s)", settings.policy)
+        logger.info("deft: decode goes through tree attention (policy %s)", settings.policy)
 
     def refuses(self, size: int) -> str | None:
         """Why steps padded to `size` skip tree attention, or None; fixed for a graph."""

@@ -115,8 +115,8 @@ def test_a_module_is_changed_when_it_is_imported(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("log", "tree"),
     [
-        ("deft: decode runs through tree attention (policy auto)", 4),
-        ("deft: decode of 4 layers runs through tree attention (policy auto)", 4),
+        ("deft: decode goes through tree attention (policy auto)", 4),
+        ("deft: decode of 4 layers goes through tree attention (policy auto)", 4),
         ("deft: decode goes through tree attention\ndeft: 1 of 4 layers decode through tree "
          "attention; 3 with a sliding window through the host's kernels", 1),
         ("deft: decode goes through tree attention\ndeft: a kernel failed, the host's own", 0),

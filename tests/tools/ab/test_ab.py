@@ -612,7 +612,7 @@ def test_the_page_shows_the_environment_and_the_speculation(tmp_path: Path) -> N
          "deft: MLA is not supported; all attention runs through the host (fa3)"),
         ("WARNING [say.py:16] deft: head dimension 18; these layers run through FLEX alone",
          "deft: head dimension 18; these layers run through FLEX alone"),
-        ("deft: decode runs through tree attention (policy auto); everything else through fa3",
+        ("deft: decode goes through tree attention (policy auto); everything else through fa3",
          None),
         ("the server is ready", None),
     ],

@@ -105,7 +105,7 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
     attention = made.layers.attention
     start_reporting(made.layers.state, runner, settings)
     logger.info(
-        "deft: %s runs through tree attention (policy %s, planned on the %s, workspace %.1f "
+        "deft: %s goes through tree attention (policy %s, planned on the %s, workspace %.1f "
         "MiB); everything else%s through %s",
         _what(attention), settings.policy, "device" if made.on_device else "host",
         attention.workspace_bytes / 2**20,

@@ -143,7 +143,7 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
     )  # fmt: skip
     server.groups[key] = group
     logger.info(
-        "deft: %s of %d layers runs through tree attention (policy %s, block size %d, "
+        "deft: %s of %d layers goes through tree attention (policy %s, block size %d, "
         "workspace %.1f MiB); everything else through %s",
         "decode" if query_tokens == 1 else f"verification of up to {query_tokens} tokens",
         len(mine), settings.policy, spec.block_size, attention.workspace_bytes / 2**20,
