@@ -26,8 +26,7 @@ from deft_backend.tools.traces.trace_files import load_thought_trees
 if TYPE_CHECKING:
     from deft_backend.tools.harness.client import Offers
 
-DRAFT_TOKENS = 4
-"""Draft tokens of a verification, unless the user gives a number."""
+DRAFT_TOKENS = 4  # draft tokens of a verification, unless the user gives a number
 
 
 def chosen_workloads(asked: Sequence[str] | None) -> list[str]:

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from deft_backend.tools.ab.result import AbResult
 
 
-_DIFFERENCES = 12
-"""Differences that the terminal shows; the report has all of them."""
+_DIFFERENCES = 12  # differences that the terminal shows; the report has all of them
 
 
 def print_result(result: AbResult, console: Console) -> None:

@@ -39,10 +39,8 @@ class Host:
     """A host, and how it finds plugins."""
 
     versions: TestedVersions
-    group: str
-    """The group of entry points in which the host looks for plugins."""
-    selection: str
-    """The environment variable that, if set, names the plugins to load."""
+    group: str  # the group of entry points in which the host looks for plugins
+    selection: str  # the environment variable that, if set, names the plugins to load
     selects_literally: bool
     """Whether the host splits the variable at commas only, so that an empty value names no
     plugin."""

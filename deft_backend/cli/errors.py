@@ -12,8 +12,7 @@ from rich.text import Text
 
 from deft_backend.settings.config import Settings, SettingsError
 
-BAD_INPUT = 2
-"""Exit code of a command that could not start its work."""
+BAD_INPUT = 2  # exit code of a command that could not start its work
 
 stderr = Console(stderr=True)
 

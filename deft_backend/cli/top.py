@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from deft_backend.tools.watch.batches import BatchView, Rate
     from deft_backend.tools.watch.top_view import Row
 
-RECENT = 3600.0
-"""Seconds for which an ended server stays in the view."""
+RECENT = 3600.0  # seconds for which an ended server stays in the view
 
 _ASK_SECONDS = 5.0
 """Seconds between two questions for the batch of a server with the device planner."""

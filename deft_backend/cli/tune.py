@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from deft_backend.costs.gpu_facts import GpuFacts
     from deft_backend.tools.tuning.search import SearchResult
 
-FAILED = 1
-"""Exit code if there is no GPU to measure on, or too little free memory on it."""
+FAILED = 1  # exit code if there is no GPU to measure on, or too little free memory on it
 
 
 def tune(

@@ -19,8 +19,7 @@ from deft_backend.files.private_files import parsed, read_private_json
 
 FloatArray = npt.NDArray[np.float64]
 
-TABLE_FORMAT = 2
-"""Version of the JSON files that :meth:`CostModel.load` reads."""
+TABLE_FORMAT = 2  # version of the JSON files that :meth:`CostModel.load` reads
 
 TABLES = Path(__file__).parent / "shipped"
 

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-LARGEST = (1 << 63) - 1
-"""Largest whole number of a field, unless its reader expects a smaller one."""
+LARGEST = (1 << 63) - 1  # largest whole number of a field, unless its reader expects a smaller one
 
 _MOST_SHOWN = 80
 _short = reprlib.Repr()

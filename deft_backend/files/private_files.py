@@ -18,8 +18,7 @@ from typing import Any
 
 from deft_backend.files.folders import create_private
 
-MOST_BYTES = 1 << 28
-"""Largest file that is read: 256 MiB."""
+MOST_BYTES = 1 << 28  # largest file that is read: 256 MiB
 
 
 def read_private(path: Path) -> bytes:

@@ -17,8 +17,7 @@ from deft_backend.forest.prefix_forest import (
 )
 from deft_backend.forest.tree_order import misplaced, order_of_tree
 
-Path = Sequence[tuple[Hashable, int]]
-"""Nodes from the root downwards, as (identity, tokens held)."""
+Path = Sequence[tuple[Hashable, int]]  # nodes from the root downwards, as (identity, tokens held)
 
 
 def forest_from_paths(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-WORD = 64
-"""Ancestors are bits in words of this many."""
+WORD = 64  # ancestors are bits in words of this many
 
 
 def words_of(tokens: int) -> int:

@@ -14,8 +14,7 @@ TILE_SEGMENTS = (1, 1, 32)
 """Most segments of one item, for each tile shape. Items of small and large tiles have one segment,
 to which every query of the tile attends. Items of the masked tile have several and a span each."""
 
-MAX_MERGED = 8
-"""Most partial results that a small tile merges itself."""
+MAX_MERGED = 8  # most partial results that a small tile merges itself
 
 MAX_TOKENS = 1 << 25
 """Longest context in tokens: the kernels keep shifts between positions in 26 bits."""

@@ -45,5 +45,4 @@ class QueryBlocks(NamedTuple):
         return self.query_tokens if self.query_tokens > 1 else 0
 
 
-ONE_TOKEN = QueryBlocks(1, 1, 1)
-"""Decode."""
+ONE_TOKEN = QueryBlocks(1, 1, 1)  # decode

@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from deft_backend.files.json_fields import mapping, number, whole, within
 
-SCHEMA = 1
-"""Version of the state file's content."""
+SCHEMA = 1  # version of the state file's content
 
 
 @dataclass(frozen=True)

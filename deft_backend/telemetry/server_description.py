@@ -10,8 +10,7 @@ from typing import Any
 
 from deft_backend.files.json_fields import text, whole
 
-MOST = (1 << 31) - 1
-"""Largest process id, rank and size of an attention."""
+MOST = (1 << 31) - 1  # largest process id, rank and size of an attention
 
 _TEXT = {"reader": text}
 _ID = {"reader": partial(whole, most=MOST)}

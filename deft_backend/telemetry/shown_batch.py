@@ -18,8 +18,7 @@ from deft_backend.telemetry.forest_json import forest_as_json
 if TYPE_CHECKING:
     import torch
 
-LIMIT = 1 << 26
-"""Copy at most this many page ids of a batch: 256 MiB."""
+LIMIT = 1 << 26  # copy at most this many page ids of a batch: 256 MiB
 
 
 class ShownBatchError(ValueError):

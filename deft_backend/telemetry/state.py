@@ -32,14 +32,12 @@ from deft_backend.telemetry.shown_batch import Batch, answer, answer_file, reque
 
 logger = logging.getLogger(__name__)
 
-INTERVAL = 0.25
-"""Seconds between two looks of the writer."""
+INTERVAL = 0.25  # seconds between two looks of the writer
 
 RETRY_SECONDS = 60.0
 """Seconds after which the writer tries again, if it could not write: a full disk may be mended."""
 
-MOST_NAME = 64
-"""Characters of a request's name that the file holds."""
+MOST_NAME = 64  # characters of a request's name that the file holds
 
 
 @dataclass

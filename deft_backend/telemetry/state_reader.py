@@ -19,8 +19,7 @@ from deft_backend.telemetry.forest_json import forest_from_json
 from deft_backend.telemetry.server_description import ServerDescription, read_description
 from deft_backend.telemetry.shown_batch import answer_file, request_file
 
-ANSWER_SECONDS = 20.0
-"""Longest time in which a server on a busy machine shows its batch."""
+ANSWER_SECONDS = 20.0  # longest time in which a server on a busy machine shows its batch
 
 SETTLE_SECONDS = 0.7
 """The plugin writes every quarter second, so after this time the file has all counters."""

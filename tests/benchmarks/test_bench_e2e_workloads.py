@@ -25,7 +25,7 @@ from benchmarks.e2e.prompt_cases import (
 from benchmarks.e2e.serving_rows import make_row
 from deft_backend.tools.harness.answers import Answer
 from deft_backend.tools.traces.recorded_trees import ThoughtTree, TraceError, lay_out
-from deft_backend.tools.traces.trace_files import dump_thought_trees
+from thought_tree_files import dump_thought_trees
 
 
 def row_of(name: str = "few-shot") -> Any:

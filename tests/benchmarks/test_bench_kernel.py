@@ -47,10 +47,10 @@ from deft_backend.attention.reference_attention import reference_attention, rela
 from deft_backend.forest import PrefixForest
 from deft_backend.tools.traces.invented_tree import ThoughtTreeShape, generate_thought_tree
 from deft_backend.tools.traces.recorded_trees import TraceError
-from deft_backend.tools.traces.trace_files import dump_thought_trees
 from deft_backend.tools.tuning.ceilings import Ceilings
 from deft_backend.tools.tuning.launch_clock import QUICK
 from kernel_bench_fakes import FLASHINFER, SglangFlashAttention, VllmFlashAttention
+from thought_tree_files import dump_thought_trees
 
 CPU = torch.device("cpu")
 RAGGED = forest_from_parents([-1, 0, 0, 2, 2, -1, -1], [37, 5, 16, 9, 1, 20, 33])

@@ -36,7 +36,7 @@ from deft_backend.tools.ab.workloads import WORKLOADS
 from deft_backend.tools.servers import command as launch
 from deft_backend.tools.servers.command import installed_hosts
 from deft_backend.tools.traces.invented_tree import ThoughtTreeShape, generate_thought_tree
-from deft_backend.tools.traces.trace_files import dump_thought_trees
+from thought_tree_files import dump_thought_trees
 
 runner = CliRunner(env={"COLUMNS": "400", "NO_COLOR": "1", "TERM": "dumb"})
 

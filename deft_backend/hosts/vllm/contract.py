@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from deft_backend.hosts.contract import Member
 
-OWN_NAME_SINCE = "0.32"
-"""The first version in which plugins may add backend names."""
+OWN_NAME_SINCE = "0.32"  # the first version in which plugins may add backend names
 
 _BACKEND = "vllm.v1.attention.backend"
 _SPEC = "vllm.v1.kv_cache_interface"

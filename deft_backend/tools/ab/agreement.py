@@ -13,8 +13,7 @@ from deft_backend.tools.harness.replay import Replayed
 CLOSE = 0.15
 """A margin of log-probability below which the rounding of two correct 16-bit kernels can decide."""
 
-Told = tuple[str, float | None]
-"""A token, and the log-probability that its server gave it."""
+Told = tuple[str, float | None]  # A token, and the log-probability that its server gave it
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from deft_backend.tools.harness.replay import Replayed
 
 _COLOURS = ("#9aa5b1", "#1f6feb")
 _BINS = 60
-_POINTS = 400
-"""Points of a distribution that are drawn, at most."""
+_POINTS = 400  # points of a distribution that are drawn, at most
 
 
 def kv_plot(result: AbResult, side: int) -> str:

@@ -18,8 +18,7 @@ from deft_backend.tools.servers.command import StartError
 from deft_backend.tools.servers.speculation import acceptance_length
 from deft_backend.tools.traces.invented_text import passage
 
-MARGINS = 12
-"""Most different answers of a workload for which both servers tell their margins."""
+MARGINS = 12  # most different answers of a workload for which both servers tell their margins
 
 _SAMPLE = passage(4000, "sample")
 

@@ -11,11 +11,9 @@ from deft_backend.tools.ab.units import milliseconds
 from deft_backend.tools.harness.answers import Answer
 from deft_backend.tools.harness.streamed_request import CUT, SKIPPED, TOO_LONG
 
-LEAST = 0.05
-"""A smaller change of the time per token is no reason to switch."""
+LEAST = 0.05  # A smaller change of the time per token is no reason to switch
 
-FEW = 8
-"""With fewer pairs of answers, the sentence says nothing about times."""
+FEW = 8  # with fewer pairs of answers, the sentence says nothing about times
 
 _FIRST_TOKEN_WORSE = 0.15
 

@@ -16,8 +16,7 @@ WORKLOADS = ("few-shot", "parallel-samples", "document-questions", "tree-of-thou
 ROLLOUTS = {f"rollout-{samples}": samples for samples in (8, 16, 64)}
 """Names of the rollout workloads, with the samples of one prompt."""
 
-TRACE = "trace"
-"""The workload that replays a trace of arrivals."""
+TRACE = "trace"  # the workload that replays a trace of arrivals
 
 CHOICES = (*WORKLOADS, *ROLLOUTS)
 

@@ -15,11 +15,9 @@ from deft_backend.forest import VIRTUAL_ROOT
 from deft_backend.shapes.query_blocks import QueryBlocks
 from deft_backend.tools.explain.explanation import Explanation
 
-MAX_NODES = 60
-"""Nodes drawn by default."""
+MAX_NODES = 60  # nodes drawn by default
 
-MAX_SIBLINGS = 8
-"""Children of one node drawn by default."""
+MAX_SIBLINGS = 8  # children of one node drawn by default
 
 
 def render(
@@ -128,8 +126,7 @@ def _count(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
-MAX_TOKENS = 60
-"""Query tokens drawn by default."""
+MAX_TOKENS = 60  # query tokens drawn by default
 
 BoolArray = npt.NDArray[np.bool_]
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-Prompt = str | tuple[int, ...]
-"""Text, or token ids."""
+Prompt = str | tuple[int, ...]  # text, or token ids
 
 
 class WorkloadError(ValueError):

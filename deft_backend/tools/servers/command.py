@@ -15,8 +15,7 @@ from deft_backend.hosts.vllm.versions import backend_name
 from deft_backend.settings.installed import installed_version
 from deft_backend.tools.servers.driver_stub import ensure_driver_stub, has_nvidia_driver, num_gpus
 
-BACKEND = "deft"
-"""Our name for the plugin; :data:`BACKEND_NAMES` has the hosts' names for it."""
+BACKEND = "deft"  # our name for the plugin; :data:`BACKEND_NAMES` has the hosts' names for it
 
 BACKEND_NAMES = {"sglang": BACKEND, "vllm": backend_name()}
 """The plugin's name for ``--attention-backend`` in the installed version of each host."""
@@ -28,8 +27,7 @@ HOST_NAMES = {"sglang": "SGLang", "vllm": "vLLM"}
 CPU_TOKENS = 16384
 """Tokens in the KV cache of SGLang's CPU engine, which otherwise takes most of the memory."""
 
-CPU_GIB = 1
-"""Size of vLLM's KV cache on the CPU, in GiB."""
+CPU_GIB = 1  # size of vLLM's KV cache on the CPU, in GiB
 
 
 class StartError(RuntimeError):

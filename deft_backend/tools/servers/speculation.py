@@ -8,8 +8,7 @@ import urllib.error
 import urllib.request
 from contextlib import suppress
 
-NGRAM = "ngram"
-"""Drafts from n-grams of the context; any other name is a draft model."""
+NGRAM = "ngram"  # drafts from n-grams of the context; any other name is a draft model
 
 _SERIES = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens)_total(?:\{.*\})? (\S+)", re.M)
 

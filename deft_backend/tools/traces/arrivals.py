@@ -20,13 +20,11 @@ from deft_backend.files.json_fields import LARGEST, shown
 from deft_backend.files.private_files import parsed
 from deft_backend.tools.traces.recorded_trees import TraceError
 
-BLOCK_TOKENS = 512
-"""Tokens that one hash id stands for."""
+BLOCK_TOKENS = 512  # tokens that one hash id stands for
 
 FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 
-LATEST_MS = 1e15
-"""Largest timestamp: some thirty thousand years."""
+LATEST_MS = 1e15  # largest timestamp: some thirty thousand years
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from deft_backend.tools.traces.arrivals import BLOCK_TOKENS, Arrival
 from deft_backend.tools.traces.recorded_trees import TraceError
 
-MOST_TOKENS = 10**7
-"""Of any text in a made trace."""
+MOST_TOKENS = 10**7  # of any text in a made trace
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,7 @@ def make_arrivals(shape: TraceShape) -> list[Arrival]:
     return arrivals[: shape.requests]
 
 
-_Request = tuple[int, tuple[int, ...], int]
-"""Prompt tokens, block ids and answer tokens."""
+_Request = tuple[int, tuple[int, ...], int]  # prompt tokens, block ids and answer tokens
 
 
 class _Maker:

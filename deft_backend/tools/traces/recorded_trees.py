@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-ROOT = 0
-"""Id of the node that holds the prompt."""
+ROOT = 0  # id of the node that holds the prompt
 
 
 class TraceError(ValueError):

@@ -9,8 +9,7 @@ thought without children was pruned or is an answer. Source: DeFT, appendix A.6.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,28 +82,6 @@ def load_trace(path: Path) -> list[ThoughtTree] | TokenTree:
         raise TraceError(f"{path} holds arrivals, which 'deft ab --trace' replays; expected trees")
     content = read_json(path, TraceError, "the trace ")
     return load_token_tree(path) if isinstance(content, dict) else load_thought_trees(path)
-
-
-def dump_thought_trees(trees: Sequence[ThoughtTree], path: Path) -> None:
-    """Write trees of thoughts in DeFT's format, which :func:`load_thought_trees` reads."""
-    content = [
-        {
-            "incompleted": tree.incomplete,
-            "prompt": tree.prompt,
-            "data": {
-                str(node.id): {
-                    "id": node.id,
-                    "value": node.tokens,
-                    "start": node.start,
-                    "end": node.end,
-                    "children": list(node.children),
-                }
-                for node in tree.nodes.values()
-            },
-        }
-        for tree in trees
-    ]
-    path.write_text(json.dumps(content))
 
 
 def _thought_tree(tree: Any, where: str) -> ThoughtTree:

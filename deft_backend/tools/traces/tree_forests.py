@@ -8,12 +8,11 @@ from itertools import pairwise
 from deft_backend.forest import PrefixForest, forest_from_paths
 from deft_backend.tools.traces.recorded_trees import ROOT, ThoughtTree, TokenTree, TraceError
 
-CHARACTERS_A_TOKEN = 4
-"""Estimate for prompts that a token-tree recording holds as text only."""
+CHARACTERS_A_TOKEN = 4  # estimate for prompts that a token-tree recording holds as text only
 
-MOST_TOKENS = (1 << 31) - 1
-MOST_NODES = 1 << 20
-"""Limits of a described tree: tokens from root to leaf, and nodes on a level."""
+# Limits of a described tree.
+MOST_TOKENS = (1 << 31) - 1  # from root to leaf
+MOST_NODES = 1 << 20  # on a level
 
 
 def forest_at(tree: ThoughtTree, iteration: int) -> PrefixForest:

@@ -20,11 +20,9 @@ logger = logging.getLogger(__name__)
 ARTIFACT = FastTreeCoefficients(alpha=0.66, beta=0.33, gamma=0.1)
 """Defaults of FastTree's published artifact (kernel_bench/fasttree.py)."""
 
-WORST_FIT = 0.5
-"""Relative error above which the equations do not describe the measurements."""
+WORST_FIT = 0.5  # relative error above which the equations do not describe the measurements
 
-ROUNDS = 2
-"""Groups for each program in the measured launches."""
+ROUNDS = 2  # groups for each program in the measured launches
 
 
 def measure_coefficients(

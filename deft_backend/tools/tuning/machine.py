@@ -14,8 +14,7 @@ from deft_backend.planner import PlanCapacity, plan_grouping
 from deft_backend.policies import GroupingBuilder, Segment, Target
 
 Launch = Callable[[], torch.Tensor]
-Clock = Callable[[Launch], float]
-"""Microseconds that a launch takes."""
+Clock = Callable[[Launch], float]  # microseconds that a launch takes
 
 _MOST_CACHE_BYTES = 4 << 30
 _CACHE_SHARE_OF_FREE = 4

@@ -8,11 +8,9 @@ from dataclasses import dataclass, replace
 from deft_backend.costs import CostModel
 from deft_backend.tools.tuning.trials import Trials, mean_ratio
 
-FACTORS = (0.5, 0.7, 1.45, 2.0)
-"""Each cost is tried at these multiples of its present value."""
+FACTORS = (0.5, 0.7, 1.45, 2.0)  # each cost is tried at these multiples of its present value
 
-LEAST_GAIN = 0.001
-"""A change that gains less than this share of the time may be noise."""
+LEAST_GAIN = 0.001  # A change that gains less than this share of the time may be noise
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,7 @@ from deft_backend.tools.tuning.grids import Grid
 from deft_backend.tools.tuning.least_squares import fit_differences, fit_times
 from deft_backend.tools.tuning.machine import Work
 
-SMALLEST_NS = 1e-3
-"""Least cost in nanoseconds: no fit may give 0."""
+SMALLEST_NS = 1e-3  # least cost in nanoseconds: no fit may give 0
 
 
 def used_shapes(target: Target) -> dict[int, int]:

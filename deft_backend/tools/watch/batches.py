@@ -12,8 +12,7 @@ from deft_backend.telemetry.counters import Counters
 from deft_backend.telemetry.state_reader import BatchQuestion, StateError
 from deft_backend.tools.watch.engines import Engine
 
-_PATIENCE = 20.0
-"""Seconds after which a question without an answer is asked again."""
+_PATIENCE = 20.0  # seconds after which a question without an answer is asked again
 
 
 @dataclass(frozen=True)

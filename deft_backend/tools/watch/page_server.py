@@ -15,8 +15,7 @@ from importlib import resources
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-_IDLE_SECONDS = 20.0
-"""Close a connection that sends nothing for this long."""
+_IDLE_SECONDS = 20.0  # close a connection that sends nothing for this long
 
 State = Callable[[int, int], Mapping[str, Any]]
 

@@ -22,8 +22,7 @@ from deft_backend.tools.watch.server_target import server_target
 _ASK_SECONDS = 2.0
 """Seconds between two questions for the batch of a server with the device planner."""
 
-_KEEP_SECONDS = 0.2
-"""Several tabs that ask within this time get one reading."""
+_KEEP_SECONDS = 0.2  # several tabs that ask within this time get one reading
 
 
 class Inspector:

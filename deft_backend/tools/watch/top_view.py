@@ -18,11 +18,9 @@ from deft_backend.telemetry.decode_log import size
 from deft_backend.tools.watch.batches import ShownBatch, Stretch, shared_prefixes
 from deft_backend.tools.watch.engines import DECODING, ENDED, IDLE, SILENT, UNREADABLE, Engine
 
-PREFIXES = 3
-"""Shared prefixes shown for each engine."""
+PREFIXES = 3  # shared prefixes shown for each engine
 
-REASONS = 3
-"""Reasons of steps on the host's kernel shown for each engine."""
+REASONS = 3  # reasons of steps on the host's kernel shown for each engine
 
 _COLOURS = {DECODING: "green", IDLE: "cyan", SILENT: "yellow", ENDED: "dim", UNREADABLE: "red"}
 _HOSTS = {"sglang": "SGLang", "vllm": "vLLM"}

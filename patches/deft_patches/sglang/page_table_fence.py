@@ -28,8 +28,7 @@ the end of the forward."""
 Reader = Callable[[Any], bool]
 """Whether the graph that a forward batch has just replayed reads page tables."""
 
-_readers: dict[int, Reader] = {}
-"""By the id of the model runner."""
+_readers: dict[int, Reader] = {}  # by the id of the model runner
 
 
 def install(model_runner: Any, reader: Reader) -> None:

@@ -18,8 +18,7 @@ from typing import Any
 
 TARGET = "sglang.srt.server_args.ServerArgs"
 
-Resolve = Callable[..., Any]
-"""The host's method: takes the arguments object."""
+Resolve = Callable[..., Any]  # the host's method: takes the arguments object
 
 
 def install(method: str, around: Callable[[Resolve, Any], Any]) -> None:

@@ -42,8 +42,7 @@ class Controller(Protocol):
         ...
 
 
-_controllers: dict[int, Controller] = {}
-"""By the id of the model runner."""
+_controllers: dict[int, Controller] = {}  # by the id of the model runner
 
 
 def install(model_runner: Any, controller: Controller) -> None:

@@ -23,8 +23,7 @@ logger = logging.getLogger(__name__)
 
 METHOD = "execute_model"
 
-Observer = Callable[[Any], None]
-"""Called with the ``SchedulerOutput`` of a step."""
+Observer = Callable[[Any], None]  # called with the ``SchedulerOutput`` of a step
 
 _observers: list[Observer] = []
 

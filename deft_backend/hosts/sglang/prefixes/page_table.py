@@ -12,8 +12,7 @@ import torch
 from deft_backend.forest import PrefixForest, build_forest, forest_from_page_tables
 from deft_backend.hosts.sglang.versions import place_of
 
-LIMIT = 1 << 26
-"""Most page ids that are copied for a batch: 256 MiB."""
+LIMIT = 1 << 26  # most page ids that are copied for a batch: 256 MiB
 
 
 class PageTableSource:

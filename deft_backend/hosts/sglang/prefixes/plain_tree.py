@@ -11,8 +11,7 @@ import numpy.typing as npt
 from deft_backend.forest import PrefixForest, forest_from_tree
 from deft_backend.hosts.sglang.versions import place_of
 
-ROOT = 0
-"""The root among the nodes of a :class:`_Tree`."""
+ROOT = 0  # the root among the nodes of a :class:`_Tree`
 
 
 class TreeError(ValueError):

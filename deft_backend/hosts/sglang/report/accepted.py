@@ -15,8 +15,7 @@ class _Reading(NamedTuple):
     """The requests of a verification, and what was counted before it."""
 
     requests: Sequence[Any]
-    before: DraftCounts
-    """Of earlier batches, minus what these requests had when their batch began."""
+    before: DraftCounts  # of earlier batches, minus what these requests had when their batch began
 
 
 class AcceptedDrafts:

@@ -14,16 +14,14 @@ from typing import Any, Protocol
 from deft_backend.hosts.sglang.step.tree_layers import LayerCall, TreeLayers
 from deft_backend.hosts.sglang.versions import read_end
 
-OWN_STATE = "deft"
-"""The attribute of the host's backend that holds everything of ours."""
+OWN_STATE = "deft"  # the attribute of the host's backend that holds everything of ours
 
 
 class Steps(Protocol):
     """Decides which batches tree attention runs, and has them planned."""
 
     layers: TreeLayers
-    needs_cpu_seq_lens: bool
-    """Whether the host must keep sequence lengths in CPU memory."""
+    needs_cpu_seq_lens: bool  # whether the host must keep sequence lengths in CPU memory
 
     def begin(self, forward_batch: Any) -> None:
         """An eager step begins."""

@@ -43,8 +43,7 @@ class LayerCall:
     v: Any
     layer: Any
     save_kv_cache: bool
-    others: Mapping[str, Any]
-    """Further arguments by name."""
+    others: Mapping[str, Any]  # further arguments by name
 
     def unknown_arguments(self) -> list[str]:
         """Names of arguments that ask for what tree attention does not compute."""

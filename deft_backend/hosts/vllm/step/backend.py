@@ -54,8 +54,7 @@ class TreeImplementation:
     """Placed before one of the host's ``AttentionImpl`` classes."""
 
     deft_layer: Layer
-    scale: float
-    """The host's scale of the scores; its value at the time of a run is the valid one."""
+    scale: float  # the host's scale of the scores; its value at the time of a run is the valid one
     sinks: torch.Tensor | None
     """[Hq], the host's; some implementations convert them after the weights are loaded."""
 

@@ -19,8 +19,7 @@ class TreeBuilder:
     Nothing here reads device memory: all decisions follow from sizes that the CPU knows.
     """
 
-    host: ClassVar[Any]
-    """The host's backend that tree attention surrounds."""
+    host: ClassVar[Any]  # the host's backend that tree attention surrounds
 
     deft_group: GroupAttention | None
 

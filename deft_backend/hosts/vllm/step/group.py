@@ -23,8 +23,7 @@ from deft_backend.telemetry.state import ServerState
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """For ``DEFT_VERIFY``: the largest difference allowed, relative to the largest value."""
 
-EIGHT_BITS = 3
-"""Factor of the tolerance with a cache of 8 bits: the host may multiply in 8 bits."""
+EIGHT_BITS = 3  # factor of the tolerance with a cache of 8 bits: the host may multiply in 8 bits
 
 SMALLEST = 1e-6
 """The tolerance is relative to no smaller value than this one, so that results of zero agree."""

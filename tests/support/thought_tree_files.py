@@ -1,0 +1,31 @@
+"""Write trees of thoughts in DeFT's format, for tests of what reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from deft_backend.tools.traces.recorded_trees import ThoughtTree
+
+
+def dump_thought_trees(trees: Sequence[ThoughtTree], path: Path) -> None:
+    """Write a file that `load_thought_trees` reads."""
+    content = [
+        {
+            "incompleted": tree.incomplete,
+            "prompt": tree.prompt,
+            "data": {
+                str(node.id): {
+                    "id": node.id,
+                    "value": node.tokens,
+                    "start": node.start,
+                    "end": node.end,
+                    "children": list(node.children),
+                }
+                for node in tree.nodes.values()
+            },
+        }
+        for tree in trees
+    ]
+    path.write_text(json.dumps(content))
