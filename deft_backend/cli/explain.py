@@ -166,6 +166,8 @@ def _from_server(port: int | None) -> tuple[PrefixForest, Target, int, str, str]
 
 def _target(heads: str, head_dim: int, dtype: str) -> Target:
     query_heads, kv_heads = parse_heads(heads)
+    if query_heads % kv_heads:
+        raise fail(f"--heads is {heads!r}; expected query heads that are a multiple of KV heads")
     if dtype not in _SIZES:
         raise fail(f"--dtype is {dtype!r}; expected one of {', '.join(_SIZES)}")
     return reference_target(query_heads, kv_heads, head_dim, _SIZES[dtype])

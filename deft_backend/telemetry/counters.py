@@ -69,6 +69,7 @@ class Counters:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Counters:
         """Read the fields of a state file; raises FieldError for a counter that is not a number."""
+        content = {**_ADDED, **content}
         steps = mapping(content, "steps_host")
         with within("steps_host"):
             steps_host = {reason: whole(steps, reason) for reason in steps}
@@ -76,6 +77,8 @@ class Counters:
         return cls(**counts, plan_seconds=number(content, "plan_seconds"), steps_host=steps_host)
 
 
+# Files of older versions lack these.
+_ADDED = {"verified_tokens": 0, "verified_drafts": 0, "accepted_tokens": 0}
 _FIGURES = tuple(each.name for each in fields(Counters) if each.name != "steps_host")
 
 
