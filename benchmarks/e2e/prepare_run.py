@@ -64,9 +64,12 @@ def prepared(choice: Choice) -> Iterator[Setup]:
         served_dtype = "bfloat16" if on_gpu else "float32"
         model = _model(choice.model, shape, Path(temporary), served_dtype)
         options = tuple(choice.servers.options)
+        prefills_like = choice.servers.reference
+        if choice.servers.drafts is not None:  # the host's own choice depends on the drafts
+            prefills_like = prefills_like or host.reference()
         launch = Launch(
             host, model, tokenizer="clients" in names, options=options,
-            environment=_same_prefill(host, choice.servers.reference),
+            environment=_same_prefill(host, prefills_like),
             tensor_parallel=choice.servers.tensor_parallel,
         )  # fmt: skip
         launch = replace(launch, sleeps="rollouts" in names and on_gpu)

@@ -213,6 +213,7 @@ def test_a_server_drafts_with_a_model_that_the_command_writes(tmp_path: Path) ->
     assert config["architectures"] == ["LlamaForCausalLMEagle"]
     assert arguments[arguments.index("--speculative-num-draft-tokens") + 1] == "60"
     assert environment["SGLANG_SIMULATE_ACC_LEN"] == "3"
+    assert environment["DEFT_FALLBACK_BACKEND"] == "fa3"  # prefill and draft layers
     assert {row["options"] for row in rows} == {"(drafts eagle,60,3)"}
     assert {(row["workload"], row["branches"]) for row in rows} == {
         ("draft-trees", requests) for requests in (1, 8, 32)
