@@ -37,7 +37,7 @@ from benchmarks.row_files import RowsError, write_rows
 from deft_backend.settings import installed as distributions
 from deft_backend.tools.servers import command as launch
 from deft_backend.tools.traces.recorded_trees import ThoughtTree, lay_out
-from deft_backend.tools.traces.trace_files import dump_thought_trees
+from thought_tree_files import dump_thought_trees
 
 GRID = Together(grid_case(MODEL, 16, 3, 4), 6, 1)
 

@@ -14,7 +14,7 @@ from benchmarks.papers.record import counted_io
 from benchmarks.papers.steps import step_row
 from benchmarks.papers.workloads import THOUGHTS, TOKEN_TREES, thoughts, with_prompt
 from deft_backend.tools.traces.recorded_trees import ThoughtTree, lay_out
-from deft_backend.tools.traces.trace_files import dump_thought_trees
+from thought_tree_files import dump_thought_trees
 
 ON_A_GPU = {"fa3", "flashinfer", "cascade", "radix-attention"}
 
