@@ -36,13 +36,14 @@ def start(
     shape: Annotated[
         str | None, typer.Option(help="llama-3.1-8b, or tiny (default without a GPU).")
     ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="GPUs over which a server splits the model.")] = 1,
     prefix: Annotated[int | None, typer.Option(min=1, help="Shared tokens of the batches.")] = None,
     branches: Annotated[int, typer.Option(min=1, help="Requests of the batches.")] = 32,
     settle: Annotated[
         bool, typer.Option(help="Begin with a start of the host's own backend that is not counted.")
     ] = True,
     out: Annotated[
-        Path, typer.Option(help="JSON file of rows; rows of other hosts in it are kept.")
+        Path, typer.Option(help="JSON file of rows; rows of other hosts and --tp are kept.")
     ] = Path("reports/start.json"),
     start_timeout: Annotated[
         float, typer.Option(min=1.0, help="Time limit for a server's start, in seconds.")
@@ -66,14 +67,15 @@ def start(
             chosen, words(backends) if backends else (chosen.ours, chosen.reference())
         )
     console = Console()
-    rows, keep = _earlier(out, chosen.name), True
+    rows, keep = _earlier(out, chosen.name, tp), True
     with (
         tempfile.TemporaryDirectory(prefix="deft-start-model-") as folder,
         unwound(console, f"all servers have ended; finished rows are in {out}"),
         reported(ModelError),
     ):
         model = write_model(Path(folder), shape, "dummy", "bfloat16" if on_gpu else "float32")
-        launch = Launch(chosen, model, options=tuple(host_arguments(host_args)))
+        options = tuple(host_arguments(host_args))
+        launch = Launch(chosen, model, options=options, tensor_parallel=tp)
         for row in start_times(
             launch, names, out.with_suffix(".logs"), lambda line: say(console, line),
             prefix=prefix or (4096 if on_gpu else 64), branches=branches, timeout=start_timeout,
@@ -88,8 +90,8 @@ def start(
         raise typer.Exit(FAILED)
 
 
-def _earlier(out: Path, host: str) -> list[StartRow]:
-    """Rows of other hosts in the file."""
+def _earlier(out: Path, host: str, tp: int) -> list[StartRow]:
+    """Rows in the file of other hosts, and of other numbers of GPUs."""
     from benchmarks.e2e.start_times import StartRow
     from benchmarks.row_files import RowsError, make_folder, read_rows
 
@@ -98,7 +100,7 @@ def _earlier(out: Path, host: str) -> list[StartRow]:
         if not out.is_file():
             return []
         found: Any = read_rows(out, StartRow.__required_keys__, "python -m benchmarks start")[0]
-    return [row for row in found if row["host"] != host]
+    return [row for row in found if (row["host"], row["tp"]) != (host, tp)]
 
 
 def _write(out: Path, rows: Sequence[StartRow]) -> None:
@@ -112,16 +114,16 @@ def _write(out: Path, rows: Sequence[StartRow]) -> None:
 
 def _table(rows: Sequence[StartRow]) -> Table:
     table = Table(title="Start to first answer", title_justify="left")
-    for name in ("host", "backend", "kernel cache"):
+    for name in ("host", "GPUs", "backend", "kernel cache"):
         table.add_column(name)
     for name in ("seconds", "first tokens of batches, ms"):
         table.add_column(name, justify="right")
     for row in rows:
         if row["error"]:
             said = Text(row["error"].splitlines()[0][:60], style="bold red")
-            table.add_row(row["host"], row["backend"], row["cache"], said)
+            table.add_row(row["host"], str(row["tp"]), row["backend"], row["cache"], said)
             continue
         seconds = MISSING if row["seconds"] is None else f"{row['seconds']:.1f}"
         batches = ", ".join(f"{time:.0f}" for time in row["batches_ms"])
-        table.add_row(row["host"], row["backend"], row["cache"], seconds, batches)
+        table.add_row(row["host"], str(row["tp"]), row["backend"], row["cache"], seconds, batches)
     return table

@@ -1,10 +1,10 @@
 """Seconds from the start of a server to its first answer, with empty and with full kernel caches.
 
-Each backend starts twice over caches of its own: those of Triton, of PyTorch's compiler and of
-vLLM. They are empty at the first start and full at the second. One more start, which does not
-count, comes first: it brings the host's files into memory, and fills caches that the backends
-share. Then a batch behind a shared prefix is sent three times with other tokens: if its first time
-is longer, something was compiled or loaded late.
+Each backend starts twice over caches of its own: the package's, those of Triton, of PyTorch's
+compiler and of the hosts. They are empty at the first start and full at the second. One more
+start, which does not count, comes first: it brings the host's files into memory, and fills caches
+that the backends share. Then a batch behind a shared prefix is sent three times with other tokens:
+if its first time is longer, something was compiled or loaded late.
 """
 
 from __future__ import annotations
@@ -26,8 +26,12 @@ from benchmarks.token_client.client import Client, ClientError
 from deft_backend.tools.servers.command import StartError
 from deft_backend.tools.servers.driver_stub import DriverStubError
 
-CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")
-"""Folders of compiled code that depend on the attention backend."""
+CACHES = (
+    "DEFT_CACHE_DIR", "TRITON_HOME", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT",
+    "SGLANG_CACHE_DIR",
+)  # fmt: skip
+"""Folders of compiled code that depend on the attention backend. ``TRITON_CACHE_DIR`` is none of
+them: where the user does not set it, hosts and PyTorch's compiler choose it, for each GPU."""
 
 BATCHES = 3
 
@@ -35,12 +39,14 @@ BATCHES = 3
 class StartRow(TypedDict):
     """One start of a server.
 
-    ``seconds`` is the time from the start of the process to the first answer. ``batches_ms`` holds
-    the times to first token of the first batches, each of ``branches`` requests behind a cached
-    prefix. ``log`` holds the plugin's lines. ``error`` says why there are no figures.
+    ``tp`` counts the GPUs over which the server splits the model. ``seconds`` is the time from the
+    start of the process to the first answer. ``batches_ms`` holds the times to first token of the
+    first batches, each of ``branches`` requests behind a cached prefix. ``log`` holds the plugin's
+    lines. ``error`` says why there are no figures.
     """
 
     host: str
+    tp: int
     backend: str
     cache: str
     model: str
@@ -129,7 +135,7 @@ async def _ask(row: StartRow, launch: Launch, url: str, began: float) -> None:
 
 def _row(launch: Launch, backend: str, cache: str, prefix: int, branches: int) -> StartRow:
     return StartRow(
-        host=launch.host.name, backend=backend, cache=cache, model=launch.model.name,
-        options=launch.label, seconds=None, prefix=prefix, branches=branches, batches_ms=[],
-        log=[], error=None,
+        host=launch.host.name, tp=launch.tensor_parallel, backend=backend, cache=cache,
+        model=launch.model.name, options=launch.label, seconds=None, prefix=prefix,
+        branches=branches, batches_ms=[], log=[], error=None,
     )  # fmt: skip

@@ -14,11 +14,14 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from triton import knobs
+
+from deft_backend.compile.shared_cache import SharedCache
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +138,7 @@ def compile_all(
     threads: int | None = None,
     prepare: Callable[[], None] | None = None,
     load: bool = False,
+    shared: SharedCache | None = None,
 ) -> Compiled:
     """Compile the kernels that Triton's cache lacks, several at the same time.
 
@@ -143,6 +147,8 @@ def compile_all(
     - `prepare`: called in each thread before it compiles: selects the GPU, which each thread does
       by itself.
     - `load`: whether each kernel is also loaded onto the GPU.
+    - `shared`: the cache that other processes fill at the same time. This process then compiles
+      kernels that no other process is compiling, and takes the others from the cache.
 
     Raises Exception: the first that a compilation raised.
     """
@@ -156,18 +162,25 @@ def compile_all(
         for variant in wanted:  # made by the first use, which must not be two threads' at once
             _ = variant.kernel.device_caches[device]
 
-    def make(variant: Variant) -> Any:
-        kernel = _compiled(variant)
-        if load:
-            kernel[(1, 1, 1)]  # loads it; nothing runs
-        return kernel
+    def make(variant: Variant, *, wait: bool) -> Any:
+        turn = nullcontext(True) if shared is None else shared.lock(repr(variant), wait=wait)
+        with turn as mine:
+            if not mine and not wait:
+                return None
+            kernel = _compiled(variant)
+            if load:
+                kernel[(1, 1, 1)]  # loads it; nothing runs
+            return kernel
 
     kernels_used = {variant.kernel for variant in wanted}
     with (
         compilations(kernels_used) as hits,
         ThreadPoolExecutor(threads, initializer=prepare) as pool,
     ):
-        kernels = tuple(pool.map(make, wanted))
+        made = dict(zip(wanted, pool.map(partial(make, wait=False), wanted), strict=True))
+        left = [variant for variant, kernel in made.items() if kernel is None]
+        made.update(zip(left, pool.map(partial(make, wait=True), left), strict=True))
+        kernels = tuple(made[variant] for variant in wanted)
     compiled = hits.count(False)
     return Compiled(kernels, compiled, len(wanted) - compiled, time.perf_counter() - began, threads)
 

@@ -8,6 +8,11 @@ from pathlib import Path
 
 from deft_backend.settings.config import Settings
 
+TRITON_CACHE = "TRITON_CACHE_DIR"
+
+_USERS_TRITON_CACHE = os.environ.get(TRITON_CACHE)
+"""As the process began. PyTorch's compiler sets the variable later, to a folder for each GPU."""
+
 
 def cache_directory(env: Mapping[str, str] | None = None) -> Path:
     """The package's cache folder: ``DEFT_CACHE_DIR``, else `deft-backend` in the user's cache.
@@ -46,6 +51,16 @@ def kernels_directory(settings: Settings, env: Mapping[str, str] | None = None) 
     if settings.kernel_cache is not None:
         return settings.kernel_cache
     return _cache_directory(settings, os.environ if env is None else env) / "kernels"
+
+
+def compiled_directory(settings: Settings, env: Mapping[str, str] | None = None) -> Path:
+    """Where servers compile kernels: the user's ``TRITON_CACHE_DIR``, else `triton` in the cache.
+
+    All ranks of a server have the same folder. `env` serves as in :func:`kernels_directory`.
+    """
+    if _USERS_TRITON_CACHE:
+        return Path(_USERS_TRITON_CACHE)
+    return _cache_directory(settings, os.environ if env is None else env) / "triton"
 
 
 def driver_stub_directory(env: Mapping[str, str] | None = None) -> Path:

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 RANK = 8
 
 
-def write_adapter(folder: Path, model: Path) -> None:
+def write_adapter(folder: Path, model: Path, seed: int = 5) -> None:
     """An adapter of rank 8 for the queries, keys and values of every layer of a checkpoint."""
     config = json.loads((model / "config.json").read_text())
     width, dim = config["hidden_size"], config["head_dim"]
@@ -19,7 +19,7 @@ def write_adapter(folder: Path, model: Path) -> None:
         "k_proj": config["num_key_value_heads"] * dim,
         "v_proj": config["num_key_value_heads"] * dim,
     }
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(seed)
     weights = {}
     for layer in range(config["num_hidden_layers"]):
         for name, rows in outputs.items():
@@ -27,6 +27,7 @@ def write_adapter(folder: Path, model: Path) -> None:
             down = torch.randn((RANK, width), generator=generator)
             weights[f"{base}.lora_A.weight"] = down / width**0.5
             weights[f"{base}.lora_B.weight"] = torch.randn((rows, RANK), generator=generator) * 0.3
+    folder.mkdir(exist_ok=True)
     save_file(weights, str(folder / "adapter_model.safetensors"))
     settings = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK,

@@ -13,7 +13,7 @@ from benchmarks.token_client.client import Client
 from deft_backend.files.provenance import provenance
 from integration_tests.common.server import Server
 from integration_tests.gpu.forest_traffic import answered, requests
-from integration_tests.gpu.variants import Fleet
+from integration_tests.gpu.variants import ADAPTERS, Fleet
 
 TOO_FEW = "batch smaller than DEFT_MIN_BATCH=2"
 LITTLE_SHARED = "shares less than DEFT_MIN_SHARE=1.1"
@@ -36,6 +36,30 @@ def check_every_token(
         assert result["tokens"] > 2000
         assert result["ties"] < (1 - MOSTLY) * result["tokens"]
     assert not pair[0].trouble()
+
+
+def check_adapters(fleet: Fleet, variant: str, pair: tuple[Server, Server], model: Model) -> None:
+    """The base and both adapters decode the same forest together, and answer as alone.
+
+    Prompts of the same tokens have other KV behind each adapter: nothing of it may be shared.
+    """
+    ours, theirs = pair
+    names = (None, *ADAPTERS)
+
+    async def together() -> list[Any]:
+        found = await asyncio.gather(*(answers(fleet, ours, model, name) for name in names))
+        assert len({tuple(tuple(ids) for _, ids in samples) for samples in found}) == len(names)
+        return [
+            await compared(fleet, samples, theirs, name, tolerance(variant))
+            for samples, name in zip(found, names, strict=True)
+        ]
+
+    found = {
+        name or "base": result for name, result in zip(names, asyncio.run(together()), strict=True)
+    }
+    report(variant, "together", found)
+    assert not any(result["wrong"] for result in found.values()), found
+    assert not ours.trouble()
 
 
 def check_steps(fleet: Fleet, variant: str, ours: Server) -> None:
@@ -65,7 +89,8 @@ def tolerance(variant: str) -> float:
 
 
 def client_of(fleet: Fleet, server: Server, adapter: str | None = None) -> Client:
-    fields = {"lora_path": adapter} if adapter else {}
+    field = {"sglang": "lora_path", "vllm": "model"}[fleet.host]
+    fields = {field: adapter} if adapter else {}
     return Client(server.process.url, fleet.host, fields)
 
 

@@ -11,7 +11,7 @@ from deft_backend.tools.servers.command import StartError
 from deft_backend.tools.servers.driver_stub import num_gpus
 from integration_tests.common.adapter import write_adapter
 from integration_tests.common.server import Server
-from integration_tests.gpu.variants import running
+from integration_tests.gpu.variants import ADAPTERS, running
 
 if find_spec("sglang") is not None:
     from integration_tests.gpu.sglang_variants import FLEET
@@ -49,10 +49,11 @@ def servers(
     """Servers by name, or the reason why one did not start. Variants that need too many GPUs are
     missing."""
     gpus = num_gpus()
-    adapter = tmp_path_factory.mktemp("adapter")
-    write_adapter(adapter, Path(model.path))
+    adapters = tmp_path_factory.mktemp("adapters")
+    for seed, adapter in enumerate(ADAPTERS):
+        write_adapter(adapters / adapter, Path(model.path), seed)
     names = [name for name in _asked(request.session) if FLEET.servers[name].ranks <= gpus]
-    with running(FLEET, names, gpus, model, adapter, tmp_path_factory.mktemp("servers")) as found:
+    with running(FLEET, names, gpus, model, adapters, tmp_path_factory.mktemp("servers")) as found:
         yield found
 
 

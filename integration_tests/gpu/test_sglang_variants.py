@@ -17,18 +17,17 @@ from deft_backend.tools.servers.driver_stub import num_gpus
 from integration_tests.common.control import ask_to, changed_weights
 from integration_tests.common.server import Server
 from integration_tests.gpu.checked_variants import (
-    answers,
+    check_adapters,
     check_every_token,
     check_steps,
     checked,
     client_of,
-    compared,
     report,
     tolerance,
 )
 from integration_tests.gpu.forest_traffic import requests
 from integration_tests.gpu.sglang_variants import FLEET, VARIANTS
-from integration_tests.gpu.variants import ADAPTER
+from integration_tests.gpu.variants import ADAPTERS
 
 pytestmark = pytest.mark.skipif(not num_gpus(), reason="these servers run on a GPU")
 
@@ -38,30 +37,15 @@ on_each = pytest.mark.parametrize("variant", VARIANTS, indirect=True)
 @on_each
 def test_every_token_is_the_hosts(variant: str, pair: tuple[Server, Server], model: Model) -> None:
     """Two rounds of a forest whose requests join, end and hang up."""
-    adapters = (None, ADAPTER) if VARIANTS[variant].lora else (None,)
+    adapters = (None, *ADAPTERS) if VARIANTS[variant].lora else (None,)
     check_every_token(FLEET, variant, pair, model, *adapters)
 
 
 @pytest.mark.parametrize("variant", ["lora"], indirect=True)
-def test_an_adapter_beside_its_base(
+def test_adapters_beside_their_base(
     variant: str, pair: tuple[Server, Server], model: Model
 ) -> None:
-    """Requests with and without the adapter decode together, and give the same answers as alone."""
-    ours, theirs = pair
-
-    async def both() -> list[Any]:
-        adapters = (None, ADAPTER)
-        found = await asyncio.gather(
-            *(answers(FLEET, ours, model, adapter) for adapter in adapters)
-        )
-        return [
-            await compared(FLEET, samples, theirs, adapter, tolerance(variant))
-            for samples, adapter in zip(found, adapters, strict=True)
-        ]
-
-    found = dict(zip(("base", "adapter"), asyncio.run(both()), strict=True))
-    report(variant, "together", found)
-    assert not any(result["wrong"] for result in found.values()), found
+    check_adapters(FLEET, variant, pair, model)
 
 
 @pytest.mark.parametrize("variant", ["memory-saver"], indirect=True)

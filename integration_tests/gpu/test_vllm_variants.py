@@ -14,6 +14,7 @@ from deft_backend.tools.servers.driver_stub import num_gpus
 from integration_tests.common.control import ask_to, changed_weights
 from integration_tests.common.server import Server
 from integration_tests.gpu.checked_variants import (
+    check_adapters,
     check_every_token,
     check_steps,
     checked,
@@ -30,6 +31,13 @@ on_each = pytest.mark.parametrize("variant", VARIANTS, indirect=True)
 @on_each
 def test_every_token_is_vllms(variant: str, pair: tuple[Server, Server], model: Model) -> None:
     check_every_token(FLEET, variant, pair, model)
+
+
+@pytest.mark.parametrize("variant", ["lora"], indirect=True)
+def test_adapters_beside_their_base(
+    variant: str, pair: tuple[Server, Server], model: Model
+) -> None:
+    check_adapters(FLEET, variant, pair, model)
 
 
 @pytest.mark.parametrize("variant", ["sleeping"], indirect=True)

@@ -21,8 +21,14 @@ from integration_tests.common.server import START_SECONDS, Server
 PAPERS = (DEFT_NODE, DEFT_NODE_CHUNK, FASTTREE, FLASHFORGE)
 """The papers' policies that the device planner knows, each in a server of its own."""
 
-ADAPTER = "adapted"
-"""Name of the adapter on servers with LoRA."""
+ADAPTERS = ("adapted", "adapted-2")
+"""Names of the adapters on servers with LoRA, and of their folders."""
+
+
+_LORA = {
+    "sglang": ("--max-loras-per-batch", "3", "--lora-paths"),  # the base counts
+    "vllm": ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules"),
+}
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,7 @@ class Variant:
     ranks : int
         Number of GPUs.
     lora : bool
-        Whether it also serves the adapter.
+        Whether it also serves the adapters.
     states : tuple of str
         Names of its ranks' state files, behind the port.
     in_step : bool
@@ -85,7 +91,7 @@ class Fleet:
 
 
 @contextmanager
-def running(fleet: Fleet, names: list[str], gpus: int, model: Model, adapter: Path,
+def running(fleet: Fleet, names: list[str], gpus: int, model: Model, adapters: Path,
             folder: Path) -> Iterator[dict[str, Server | StartError]]:  # fmt: skip
     """Servers of these names, or the reason why one did not start, for a `with` block."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -96,7 +102,7 @@ def running(fleet: Fleet, names: list[str], gpus: int, model: Model, adapter: Pa
             variant = fleet.servers[name]
             shown = ",".join(visible if variant.ranks > 1 else [visible[at % gpus]])
             try:
-                return _start(fleet, name, shown, model, adapter, folder, stack)
+                return _start(fleet, name, shown, model, adapters, folder, stack)
             except StartError as error:
                 return error
 
@@ -104,13 +110,13 @@ def running(fleet: Fleet, names: list[str], gpus: int, model: Model, adapter: Pa
 
 
 def _start(
-    fleet: Fleet, name: str, gpus: str, model: Model, adapter: Path, folder: Path,
+    fleet: Fleet, name: str, gpus: str, model: Model, adapters: Path, folder: Path,
     stack: ExitStack,
 ) -> Server:  # fmt: skip
     variant = fleet.servers[name]
     flags = [*fleet.common, *variant.flags]
     if variant.lora:
-        flags += ["--lora-paths", f"{ADAPTER}={adapter}", "--max-loras-per-batch", "2"]
+        flags += [*_LORA[fleet.host], *(f"{name}={adapters / name}" for name in ADAPTERS)]
     state = folder / name / "state"
     command = server_command(
         model.path, free_port(), host=fleet.host, backend=variant.backend, host_arguments=flags,

@@ -21,12 +21,14 @@ NO_MULTICAST = (
 
 REFERENCES: Mapping[str, Variant] = {
     "host": Variant("FLASH_ATTN"),
+    "host-lora": Variant("FLASH_ATTN", lora=True),
     "host-sleeping": Variant("FLASH_ATTN", ("--enable-sleep-mode",), DEVELOPMENT),
 }
 
 VARIANTS: Mapping[str, Variant] = {
     "default": Variant("deft"),
     **{f"policy-{name}": Variant("deft", settings={"DEFT_POLICY": name}) for name in PAPERS},
+    "lora": Variant("deft", against="host-lora", lora=True),
     "sleeping": Variant("deft", ("--enable-sleep-mode",), DEVELOPMENT, "host-sleeping"),
     "two-ranks": Variant(
         "deft", ("--tensor-parallel-size", "2", *NO_MULTICAST),

@@ -40,7 +40,7 @@ def test_each_backend_starts_twice(tmp_path: Path, host: str) -> None:
         assert row["seconds"] is not None
         assert row["seconds"] > 0
         assert len(row["batches_ms"]) == BATCHES
-        assert (row["host"], row["prefix"], row["branches"]) == (host, 16, 3)
+        assert (row["host"], row["tp"], row["prefix"], row["branches"]) == (host, 1, 16, 3)
     assert len(list((tmp_path / "logs").iterdir())) == 5  # and the one that does not count
 
 

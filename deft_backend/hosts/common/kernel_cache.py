@@ -1,19 +1,48 @@
-"""Compiled kernels that `deft warm` left: a server takes them instead of compiling."""
+"""Where a server's kernels come from: its ranks' common cache, and what `deft warm` left."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from deft_backend.attention import Gpu
 from deft_backend.compile.kernel_folder import KernelFolderError, Origin, is_filled, take
-from deft_backend.files.folders import kernels_directory
+from deft_backend.compile.shared_cache import SharedCache
+from deft_backend.files.folders import compiled_directory, kernels_directory
 from deft_backend.settings.config import Settings
 
 logger = logging.getLogger("deft_backend")
 
 _REST = "the server compiles its kernels. Run `deft warm` to fill the folder again"
+
+
+@contextmanager
+def ranks_cache(settings: Settings, device: torch.device) -> Iterator[SharedCache | None]:
+    """Compile, in the ``with`` block, into the cache that the ranks of a server share.
+
+    The cache holds the kernels of `deft warm` first. The block gets None on the CPU, and if the
+    folder cannot be written: each rank then compiles into its own cache of Triton.
+    """
+    if device.type != "cuda":
+        yield None
+        return
+    folder = compiled_directory(settings)
+    try:
+        cache = SharedCache(folder)
+    except OSError as error:
+        logger.warning(
+            "deft: %s cannot be written (%s); each rank compiles all kernels. Name another folder "
+            "in DEFT_CACHE_DIR", folder, error,
+        )  # fmt: skip
+        take_compiled_kernels(settings, device)
+        yield None
+        return
+    with cache.in_use():
+        take_compiled_kernels(settings, device)
+        yield cache
 
 
 def take_compiled_kernels(settings: Settings, device: torch.device) -> None:

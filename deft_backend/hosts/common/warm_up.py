@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from deft_backend.attention import TreeAttention
+from deft_backend.compile.shared_cache import SharedCache
 from deft_backend.compile.variants import Compiled, Variant, compile_all, recorded
 from deft_backend.forest import PrefixForest, build_forest, warm_up
 from deft_backend.forest.token_tree import words_of
@@ -66,7 +67,12 @@ class StepTensors:
 
 
 def warm_up_attention(
-    attention: TreeAttention, tensors: StepTensors, *, on_device: bool, smallest: int = 1
+    attention: TreeAttention,
+    tensors: StepTensors,
+    *,
+    on_device: bool,
+    smallest: int = 1,
+    shared: SharedCache | None = None,
 ) -> Compiled | None:
     """Compile the kernels of every launch that a step may need, then run each of them once.
 
@@ -75,6 +81,7 @@ def warm_up_attention(
 
     - `on_device`: whether the device planner makes the plans.
     - `smallest`: requests of the smallest batch that tree attention decodes.
+    - `shared`: the cache that other ranks fill at the same time, in use.
 
     Returns None on the CPU.
     """
@@ -85,6 +92,7 @@ def warm_up_attention(
             step_variants(attention, tensors, on_device=on_device, smallest=smallest),
             prepare=lambda: torch.cuda.set_device(device),
             load=True,
+            shared=shared,
         )
         logger.info("deft: %s", done)
     for step in _steps(attention, tensors, on_device=on_device, smallest=smallest):

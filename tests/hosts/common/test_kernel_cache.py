@@ -1,6 +1,7 @@
 """What a server says of the kernels that `deft warm` left for it."""
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,8 @@ import torch
 from triton import knobs
 
 from deft_backend.compile.kernel_folder import MANIFEST, Origin, fill
-from deft_backend.hosts.common.kernel_cache import take_compiled_kernels
+from deft_backend.files import folders
+from deft_backend.hosts.common.kernel_cache import ranks_cache, take_compiled_kernels
 from deft_backend.settings.config import Settings
 
 GPU = torch.device("cuda", 0)
@@ -123,3 +125,44 @@ def test_a_cache_that_cannot_be_written_is_no_error(
     (tmp_path / "triton").write_text("a file where Triton's cache should be")
     (line,) = lines(caplog, Settings(kernel_cache=folder))
     assert "cannot be copied" in line
+
+
+def test_ranks_compile_into_one_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user's, if the process began with one; not the one that PyTorch's compiler names."""
+    monkeypatch.setattr(folders, "_USERS_TRITON_CACHE", None)
+    monkeypatch.setenv(folders.TRITON_CACHE, str(tmp_path / "of GPU 3"))
+    settings = Settings(cache_dir=tmp_path / "cache")
+    filled(tmp_path / "cache" / "kernels")
+    with ranks_cache(settings, GPU) as shared:
+        assert shared is not None
+        assert knobs.cache.dir == str(tmp_path / "cache" / "triton")
+    assert list((tmp_path / "cache" / "triton").glob("*/k.cubin")), "the kernels of `deft warm`"
+    monkeypatch.setattr(folders, "_USERS_TRITON_CACHE", str(tmp_path / "user's"))
+    with ranks_cache(settings, GPU):
+        assert knobs.cache.dir == str(tmp_path / "user's")
+    assert os.environ[folders.TRITON_CACHE] == str(tmp_path / "of GPU 3")
+
+
+def test_a_folder_that_cannot_be_written_costs_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "_USERS_TRITON_CACHE", str(tmp_path / "file" / "cache"))
+    (tmp_path / "file").touch()
+    before = knobs.cache.dir
+    with (
+        caplog.at_level(logging.INFO, logger="deft_backend"),
+        ranks_cache(Settings(cache_dir=tmp_path), GPU) as shared,
+    ):
+        assert shared is None
+        assert knobs.cache.dir == before
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "cannot be written" in line
+    assert "DEFT_CACHE_DIR" in line
+
+
+def test_nothing_changes_on_the_cpu(tmp_path: Path) -> None:
+    with ranks_cache(Settings(cache_dir=tmp_path / "cache"), torch.device("cpu")) as shared:
+        assert shared is None
+    assert not (tmp_path / "cache").exists()

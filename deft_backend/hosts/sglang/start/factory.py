@@ -14,7 +14,6 @@ import torch.distributed
 
 from deft_backend.attention import TreeAttention
 from deft_backend.forest import PrefixForest
-from deft_backend.hosts.common.kernel_cache import take_compiled_kernels
 from deft_backend.hosts.common.planner_choice import (
     SGLANG,
     capability_of,
@@ -182,7 +181,6 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
         policy=settings.policy,
     )
     if attention.device.type == "cuda":
-        take_compiled_kernels(settings, attention.device)
         warm_up(attention, runner, settings, division.tree, on_device)
     elif not on_device:
         warm_up_host_planner(attention)

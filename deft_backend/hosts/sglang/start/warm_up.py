@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from deft_backend.attention import TreeAttention
+from deft_backend.hosts.common.kernel_cache import ranks_cache
 from deft_backend.hosts.common.self_check import failed_self_check
 from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors, warm_up_attention
 from deft_backend.hosts.sglang.start.layers import Unsupported, full_cache
@@ -32,8 +33,11 @@ def warm_up(
     Raises Unsupported if this machine has no recorded results and the check of its kernels failed.
     """
     tensors = step_tensors(runner, layers)
-    warm_up_attention(attention, tensors, on_device=on_device, smallest=settings.min_batch)
-    reason = failed_self_check(attention, tensors, on_device=on_device)
+    with ranks_cache(settings, attention.device) as shared:
+        warm_up_attention(
+            attention, tensors, on_device=on_device, smallest=settings.min_batch, shared=shared
+        )
+        reason = failed_self_check(attention, tensors, on_device=on_device)
     if reason is not None:
         raise Unsupported(reason)
 
@@ -80,9 +84,10 @@ def compiler_of(
         if (rows, lens) in done:
             return
         done.add((rows, lens))
-        warm_up_attention(
-            attention, replace(known, rows_dtype=rows, lens_dtype=lens), on_device=True,
-            smallest=settings.min_batch,
-        )  # fmt: skip
+        with ranks_cache(settings, attention.device) as shared:
+            warm_up_attention(
+                attention, replace(known, rows_dtype=rows, lens_dtype=lens), on_device=True,
+                smallest=settings.min_batch, shared=shared,
+            )  # fmt: skip
 
     return compile_for

@@ -12,7 +12,7 @@ import torch
 
 from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.division import LayerShape
-from deft_backend.hosts.common.kernel_cache import take_compiled_kernels
+from deft_backend.hosts.common.kernel_cache import ranks_cache
 from deft_backend.hosts.common.latches import OnceLog
 from deft_backend.hosts.common.limits import refused_cache
 from deft_backend.hosts.common.planner_choice import (
@@ -124,10 +124,12 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
             policy=settings.policy,
         )  # fmt: skip
         if on_device:
-            take_compiled_kernels(settings, device)
             tensors = _step_tensors(attention, layers, _kinds(attention, mine, vllm_config))
-            warm_up_attention(attention, tensors, on_device=True, smallest=settings.min_batch)
-            _refuse(failed_self_check(attention, tensors, on_device=True))
+            with ranks_cache(settings, device) as shared:
+                warm_up_attention(
+                    attention, tensors, on_device=True, smallest=settings.min_batch, shared=shared
+                )
+                _refuse(failed_self_check(attention, tensors, on_device=True))
         else:
             warm_up_host_planner(attention)
         return attention

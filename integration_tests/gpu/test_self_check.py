@@ -1,0 +1,132 @@
+"""On a GPU: the check of its kernels passes, and finds planted faults."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton import knobs
+from triton.compiler import compiler
+from triton.runtime.errors import OutOfResources
+from typer.testing import CliRunner
+
+from deft_backend.attention import TreeAttention, tree_attention
+from deft_backend.cli.app import app
+from deft_backend.compile.triton_kernel import Kernel
+from deft_backend.hosts.common import self_check
+from deft_backend.hosts.common.warm_up import StepTensors, warm_up_attention
+from deft_backend.kernels import Step
+from deft_backend.tools.servers.driver_stub import num_gpus
+from integration_tests.gpu.checked_variants import report
+
+pytestmark = pytest.mark.skipif(not num_gpus(), reason="these kernels run on a GPU")
+
+
+@pytest.fixture
+def failure(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
+    """The check of a server on a GPU without recorded results; its report, and why it failed."""
+    monkeypatch.setattr(self_check, "unrecorded", lambda name: "this GPU")
+
+    def check(head_dim: int = 128) -> str | None:
+        attention = TreeAttention(
+            num_query_heads=32, num_kv_heads=8, head_dim=head_dim, dtype=torch.bfloat16,
+            device="cuda", max_batch=256,
+        )  # fmt: skip
+        cache = torch.zeros(2, 8, head_dim, dtype=torch.bfloat16, device="cuda")
+        tensors = StepTensors(cache, cache, [131072])
+        warm_up_attention(attention, tensors, on_device=True)
+        began = time.perf_counter()
+        found = self_check.failed_self_check(attention, tensors, on_device=True)
+        seconds = round(time.perf_counter() - began, 2)
+        report("self-check", str(found), {"seconds": seconds})
+        return found
+
+    return check
+
+
+@pytest.mark.parametrize("caches", ["empty", "full"])
+def test_doctor_checks_every_case(
+    caches: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "triton"
+    monkeypatch.setenv("DEFT_CACHE_DIR", str(folder))
+    with knobs.cache.scope():
+        knobs.cache.dir = str(folder)
+        began = time.perf_counter()
+        result = CliRunner().invoke(app, ["doctor", "--check", "--json"])
+    content: dict[str, Any] = json.loads(result.stdout)
+    rows = content["check"]
+    report(
+        "self-check", f"doctor, {caches} caches",
+        {"seconds": round(time.perf_counter() - began, 2), "rows": rows},
+    )  # fmt: skip
+    assert len(rows) == 24
+    assert not [row for row in rows if row["failure"]]
+    if caches == "full":
+        assert not [row for row in rows if row["error"] is None]
+
+
+def test_sound_kernels_pass(failure: Callable[..., str | None]) -> None:
+    assert failure() is None
+
+
+def test_a_wrong_row_is_found(
+    failure: Callable[..., str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_plan = tree_attention.run_plan
+
+    def wrong(config: Any, plan: Any, step: Step, *rest: Any, **named: Any) -> None:
+        run_plan(config, plan, step, *rest, **named)
+        step.out[1] = step.out[0]
+
+    monkeypatch.setattr(tree_attention, "run_plan", wrong)
+    found = failure()
+    assert found is not None
+    assert "row 1 is off by" in found
+
+
+@triton.jit
+def broken(x) -> None:  # type: ignore[no-untyped-def]
+    x.no_such_operation()
+
+
+def test_a_kernel_that_does_not_compile(
+    failure: Callable[..., str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = Kernel.launch
+
+    def no_kernel(self: Kernel, *given: Any, **named: Any) -> None:
+        if "small_tile" in self._name:
+            broken.warmup(torch.float32, grid=(1,))
+        launch(self, *given, **named)
+
+    monkeypatch.setattr(self_check, "first_failure", _after(monkeypatch, "launch", no_kernel))
+    found = failure()
+    assert found is not None
+    assert "no_such_operation" in found
+
+
+def test_a_device_with_64_kib_of_shared_memory(
+    failure: Callable[..., str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The warm-up cannot load the kernels. A server then logs the error and keeps its backend."""
+    monkeypatch.setattr(compiler, "max_shared_mem", lambda device: 64 * 1024)
+    with pytest.raises(OutOfResources, match="shared memory"):
+        failure(head_dim=256)  # no other test has loaded these kernels
+    report("self-check", "64 KiB of shared memory", {"raised": "OutOfResources"})
+
+
+def _after(monkeypatch: pytest.MonkeyPatch, name: str, fault: Any) -> Callable[..., Any]:
+    """The check with a fault in `Kernel` that the warm-up did not have."""
+    check = self_check.first_failure
+
+    def checked(*given: Any) -> Any:
+        monkeypatch.setattr(Kernel, name, fault)
+        return check(*given)
+
+    return checked

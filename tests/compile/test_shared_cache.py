@@ -1,0 +1,117 @@
+"""Processes that need the same kernels at the same time compile each of them once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_variants import HOPPER, reductions, server
+from triton import knobs
+
+from deft_backend.compile import shared_cache
+from deft_backend.compile.described_gpu import compiling_for
+from deft_backend.compile.shared_cache import SharedCache
+from deft_backend.compile.variants import Compiled, compile_all
+from deft_backend.files.locks import locked
+from deft_backend.settings.config import Settings
+
+# A forked process has Triton's modules already; those of a real server import them anew.
+FORK = multiprocessing.get_context("fork")
+
+
+def compiled_into(folder: Path, own: Path, wanted: list[Any]) -> Compiled:
+    """Compile as a rank does, whose own cache of Triton is another folder."""
+    with knobs.cache.scope(), compiling_for(90):
+        knobs.cache.dir = str(own)
+        cache = SharedCache(folder)
+        with cache.in_use():
+            done = compile_all(wanted, threads=2, shared=cache)
+        assert knobs.cache.dir == str(own)
+    return done
+
+
+def rank(folder: Path, own: Path, wanted: list[Any], ready: Any, answer: Connection) -> None:
+    ready.wait()
+    done = compiled_into(folder, own, wanted)
+    answer.send((done.compiled, done.cached, [kernel.hash for kernel in done.kernels]))
+
+
+def test_each_kernel_is_compiled_by_one_process(tmp_path: Path) -> None:
+    planner = [v for v in server("vllm").variants(HOPPER, Settings()) if v.name == "find_nodes"]
+    wanted = [*planner[:2], *reductions(2)]
+    assert len(set(wanted)) == 4
+    ready, pipes, ranks = FORK.Barrier(3), [], []
+    for number in range(3):
+        here, there = FORK.Pipe()
+        own = tmp_path / f"own-{number}"
+        ranks.append(
+            FORK.Process(target=rank, args=(tmp_path / "shared", own, wanted, ready, there))
+        )
+        ranks[-1].start()
+        pipes.append(here)
+    answers = [pipe.recv() for pipe in pipes if pipe.poll(120)]
+    for process in ranks:
+        process.join(10)
+        assert process.exitcode == 0
+    assert sum(compiled for compiled, _, _ in answers) == 4
+    assert [compiled + cached for compiled, cached, _ in answers] == [4, 4, 4]
+    (hashes,) = {tuple(kernels) for _, _, kernels in answers}
+    assert len(set(hashes)) == 4
+    assert not any((tmp_path / f"own-{number}").exists() for number in range(3))
+
+
+def hold(path: Path, answer: Connection) -> None:
+    with locked(path, 0.0) as mine:
+        answer.send(mine)
+        time.sleep(600)
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[Any]:
+    """A process that holds a lock until it is killed."""
+    here, there = FORK.Pipe()
+    process = FORK.Process(target=hold, args=(tmp_path / "lock", there))
+    process.start()
+    assert here.poll(60)
+    assert here.recv() is True
+    yield process
+    process.kill()
+    process.join(10)
+
+
+def test_a_killed_holder_does_not_block(tmp_path: Path, holder: Any) -> None:
+    with locked(tmp_path / "lock", 0.0) as mine:
+        assert not mine
+    os.kill(holder.pid, signal.SIGKILL)
+    with locked(tmp_path / "lock", 30.0) as mine:
+        assert mine
+
+
+def test_a_process_compiles_what_a_stopped_one_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_cache, "PATIENCE", 0.1)
+    wanted = reductions(1)
+    held = SharedCache(tmp_path / "shared").lock(repr(wanted[0]), wait=False)
+    with held as mine:
+        assert mine
+        assert compiled_into(tmp_path / "shared", tmp_path / "own", wanted).compiled == 1
+
+
+def test_a_lock_that_cannot_be_made_excludes_nobody(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with locked(tmp_path / "file" / "lock", 0.0) as mine:
+        assert mine
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        SharedCache(tmp_path / "file" / "cache")
