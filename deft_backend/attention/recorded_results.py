@@ -15,6 +15,16 @@ RECORDED = {
 }
 """By a word of the GPU's name: minor versions of Triton and of torch that decoded there."""
 
+COMPILED = {
+    "A100, A30": "sm_80",
+    "A10, A40, RTX 30": "sm_86",
+    "L4, L40S, RTX 40": "sm_89",
+    "B200, GB200": "sm_100",
+    "RTX 50, RTX PRO": "sm_120",
+}
+"""GPUs that nobody has run the kernels on. Tests compile every kernel for their compute capability,
+and check that it fits their shared memory. Servers there check themselves."""
+
 
 def unrecorded(gpu_name: str) -> str | None:
     """What has no recorded result here, in a few words; None if this GPU kind, Triton and torch

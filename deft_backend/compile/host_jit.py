@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
 from numba.core import caching
 
+from deft_backend.compile.clock import COMPILING
 from deft_backend.compile.source_digest import digest_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -39,7 +40,19 @@ def host_jit(function: F) -> F:
         # Without a folder that can be written (or a source file), every process compiles.
         with contextlib.suppress(Exception):
             dispatcher._cache = _BestEffortCache(function)
+        dispatcher.compile = _timed(dispatcher.compile)
     return cast(F, dispatcher)
+
+
+def _timed(compile_for: F) -> F:
+    """The same method of a dispatcher; the package's clock runs while it compiles or loads."""
+
+    @wraps(compile_for)
+    def timed(signature: Any) -> Any:
+        with COMPILING.running():
+            return compile_for(signature)
+
+    return cast(F, timed)
 
 
 @lru_cache

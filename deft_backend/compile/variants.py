@@ -21,6 +21,7 @@ from typing import Any
 
 from triton import knobs
 
+from deft_backend.compile.clock import COMPILING
 from deft_backend.compile.shared_cache import SharedCache
 
 logger = logging.getLogger(__name__)
@@ -174,6 +175,7 @@ def compile_all(
 
     kernels_used = {variant.kernel for variant in wanted}
     with (
+        COMPILING.running(),
         compilations(kernels_used) as hits,
         ThreadPoolExecutor(threads, initializer=prepare) as pool,
     ):
@@ -243,7 +245,7 @@ def compilations(kernels: Iterable[Any]) -> Iterator[list[bool]]:
 def reported_late(kernel: Any) -> Iterator[None]:
     """Log a kernel that a launch compiles: a server should have compiled it when it started."""
     began = time.perf_counter()
-    with compilations([kernel]) as hits:
+    with COMPILING.running(), compilations([kernel]) as hits:
         yield
     if False in hits:
         logger.info(

@@ -27,8 +27,8 @@ class Counters:
     steps_host: Mapping[str, int] = field(default_factory=dict)
     kv_bytes_read: int = 0  # bytes that decode attention read from the KV cache, all layers
     kv_bytes_query_guided: int = 0  # bytes that the same steps would have read query by query
-    # Seconds spent on those plans, including the forest. On the CPU, the time of Triton's
-    # interpreter does not count.
+    # Seconds spent on those plans, including the forest. Compilation does not count, and on the CPU
+    # neither does the time of Triton's interpreter.
     plan_seconds: float = 0.0
     # Query tokens of the verifications among the steps through tree attention: draft tokens, and
     # one token before them for each request.
@@ -37,6 +37,8 @@ class Counters:
     # if the host does not tell.
     verified_drafts: int = 0
     accepted_tokens: int = 0  # Draft tokens of these drafts that the host has accepted
+    # Seconds in which the process compiled kernels or the host planner, or loaded them.
+    compile_seconds: float = 0.0
 
     @property
     def acceptance_length(self) -> float | None:
@@ -73,12 +75,13 @@ class Counters:
         steps = mapping(content, "steps_host")
         with within("steps_host"):
             steps_host = {reason: whole(steps, reason) for reason in steps}
-        counts = {name: whole(content, name) for name in _FIGURES if name != "plan_seconds"}
-        return cls(**counts, plan_seconds=number(content, "plan_seconds"), steps_host=steps_host)
+        read = {name: number if name.endswith("_seconds") else whole for name in _FIGURES}
+        counts: dict[str, Any] = {name: of(content, name) for name, of in read.items()}
+        return cls(**counts, steps_host=steps_host)
 
 
 # Files of older versions lack these.
-_ADDED = {"verified_tokens": 0, "verified_drafts": 0, "accepted_tokens": 0}
+_ADDED = {"verified_tokens": 0, "verified_drafts": 0, "accepted_tokens": 0, "compile_seconds": 0.0}
 _FIGURES = tuple(each.name for each in fields(Counters) if each.name != "steps_host")
 
 

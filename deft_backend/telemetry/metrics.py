@@ -62,7 +62,13 @@ DRAFTS = Metric(
     "Drafts that the host verified with any kernel, one for each request of a verification.",
 )
 ACCEPTED = Metric("deft_accepted_tokens", "Draft tokens of those drafts that the host accepted.")
-METRICS = (STEPS, HOST_STEPS, READ, GUIDED, PLANS, PLAN_SECONDS, VERIFIED, DRAFTS, ACCEPTED)
+COMPILE_SECONDS = Metric(
+    "deft_compile_seconds", "Seconds spent on compiling kernels and the host planner."
+)
+METRICS = (
+    STEPS, HOST_STEPS, READ, GUIDED, PLANS, PLAN_SECONDS, VERIFIED, DRAFTS, ACCEPTED,
+    COMPILE_SECONDS,
+)  # fmt: skip
 
 
 class Sample(NamedTuple):
@@ -86,6 +92,7 @@ def samples(counters: Counters) -> Iterator[Sample]:
     yield Sample(VERIFIED, (), counters.verified_tokens)
     yield Sample(DRAFTS, (), counters.verified_drafts)
     yield Sample(ACCEPTED, (), counters.accepted_tokens)
+    yield Sample(COMPILE_SECONDS, (), counters.compile_seconds)
 
 
 def rank_labels(path: Path) -> dict[str, str]:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from deft_backend.compile.clock import COMPILING
 from deft_backend.files.private_files import write_private
 from deft_backend.forest import PrefixForest
 from deft_backend.telemetry.counters import (
@@ -155,6 +156,7 @@ class ServerState(ServerDescription):
             verified_tokens=self.verified_tokens,
             verified_drafts=drafts.drafts,
             accepted_tokens=drafts.accepted,
+            compile_seconds=COMPILING.seconds,
         )
 
     def _read_bytes(self, tokens: int, loaded: int, tree_layers: int) -> int:

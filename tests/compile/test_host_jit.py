@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,7 @@ from numba.core import caching
 
 import deft_backend
 from deft_backend.compile import host_jit as jit
+from deft_backend.compile.clock import COMPILING
 
 SOURCE = """
 from deft_backend.compile.host_jit import host_jit
@@ -50,6 +52,20 @@ def test_compiled_code_is_kept(source: Path) -> None:
     assert (first.twice(4), hits(first.twice)) == (8, 0)
     again = load(source)
     assert (again.twice(4), hits(again.twice)) == (8, 1)
+
+
+def test_the_clock_counts_what_the_first_call_waits_for(source: Path) -> None:
+    """Compilation, and the load from disk; a call of compiled code costs nothing."""
+    began, before = time.perf_counter(), COMPILING.seconds
+    twice = load(source).twice
+    twice(4)
+    spent = COMPILING.seconds - before
+    assert 0 < spent <= time.perf_counter() - began
+    twice(5)
+    assert COMPILING.seconds - before == spent
+    with COMPILING.running(), COMPILING.running():
+        twice(2.5)
+    assert COMPILING.seconds - before <= time.perf_counter() - began
 
 
 def test_a_change_of_the_package_drops_kept_code(

@@ -7,11 +7,12 @@ import torch
 from test_compiled_kernels import _usage
 
 from deft_backend.attention import Gpu, TreeAttention
+from deft_backend.attention.recorded_results import COMPILED
 from deft_backend.compile.described_gpu import compiling_for
 from deft_backend.compile.variants import compile_all, recorded
 from deft_backend.forest import build_forest
 
-KIB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_100": 227, "sm_120": 99}
+KIB = dict(zip(COMPILED.values(), (163, 99, 99, 227, 99), strict=True))
 """Shared memory that a program may take."""
 
 SPILLED = 1024

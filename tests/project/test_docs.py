@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from deft_backend.attention.recorded_results import COMPILED, RECORDED
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), ROOT / "models/tiny-llama/README.md"]
@@ -49,6 +51,19 @@ def broken_links(page: Path) -> Iterator[str]:
             yield f"{path}: no such file"
         elif anchor and target.suffix == ".md" and anchor not in anchors(target):
             yield f"{path}#{anchor}: no such heading"
+
+
+def test_the_readme_says_how_far_each_gpu_is_known() -> None:
+    """Measured, checked by itself, or untested: as the data of the self-check says."""
+    rows = re.findall(
+        r"^\| ([^|]+) \| ((?:measured|checked)[^|]*) \|$", (ROOT / "README.md").read_text(), re.M
+    )
+    measured, checked, others = rows
+    assert measured[0].split(", ") == list(RECORDED)
+    assert measured[1].startswith("measured")
+    assert checked[0].split("; ") == list(COMPILED)
+    assert all(row[1].startswith("checked by itself") for row in (checked, others))
+    assert "untested" in others[1]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from deft_backend.compile.clock import COMPILING
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry import metrics
 from deft_backend.telemetry.counters import Counters
@@ -22,9 +23,9 @@ from sglang_fakes import make_state
 client = pytest.importorskip("prometheus_client")
 
 READINGS = (
-    Counters(3, 2, 1, {"small": 1}, 100, 400, 0.5),
-    Counters(3, 2, 1, {"small": 1}, 100, 400, 0.5),
-    Counters(9, 5, 2, {"small": 3, "padded batch": 1}, 250, 1000, 0.75, 21, 10, 13),
+    Counters(3, 2, 1, {"small": 1}, 100, 400, 0.5, compile_seconds=9.5),
+    Counters(3, 2, 1, {"small": 1}, 100, 400, 0.5, compile_seconds=9.5),
+    Counters(9, 5, 2, {"small": 3, "padded batch": 1}, 250, 1000, 0.75, 21, 10, 13, 9.5),
 )
 PUBLISH = """
 import json, os, sys
@@ -99,6 +100,7 @@ def test_processes_of_one_server_publish_into_its_page(tmp_path) -> None:
         of("verified_tokens", tp_rank="0"): 21,
         of("verified_drafts", tp_rank="0"): 10,
         of("accepted_tokens", tp_rank="0"): 13,
+        of("compile_seconds", tp_rank="0"): 9.5,
         of("decode_steps", kernel="tree", tp_rank="1"): 2 + 1,
         of("decode_steps", kernel="host", tp_rank="1"): 1,
         of("host_decode_steps", reason="small", tp_rank="1"): 1,
@@ -109,6 +111,7 @@ def test_processes_of_one_server_publish_into_its_page(tmp_path) -> None:
         of("verified_tokens", tp_rank="1"): 0,
         of("verified_drafts", tp_rank="1"): 0,
         of("accepted_tokens", tp_rank="1"): 0,
+        of("compile_seconds", tp_rank="1"): 9.5,
         ("theirs_total", frozenset()): 3,
         ("later_total", frozenset()): 4,
     }
@@ -187,6 +190,7 @@ def test_an_api_server_shows_the_counters_of_its_engines(tmp_path) -> None:
             of("verified_tokens", tp_rank=f"{rank}"): 0,
             of("verified_drafts", tp_rank=f"{rank}"): 0,
             of("accepted_tokens", tp_rank=f"{rank}"): 0,
+            of("compile_seconds", tp_rank=f"{rank}"): COMPILING.seconds,
         }.items()
     }
     writer.state.count_tree(tokens=10, loaded=4, tree_layers=2)

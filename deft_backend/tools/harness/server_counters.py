@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from deft_backend.telemetry.counters import Counters
 from deft_backend.telemetry.metrics import (
+    COMPILE_SECONDS,
     GUIDED,
     HOST_STEPS,
     PLAN_SECONDS,
@@ -114,6 +115,7 @@ def counters_of_page(page: str) -> Counters | None:
         kv_bytes_read=int(total[_name(READ), ""]),
         kv_bytes_query_guided=int(total[_name(GUIDED), ""]),
         plan_seconds=float(total[_name(PLAN_SECONDS), ""]),
+        compile_seconds=float(total[_name(COMPILE_SECONDS), ""]),
     )
 
 

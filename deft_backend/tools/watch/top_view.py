@@ -139,6 +139,8 @@ def _lines(row: Row, engine: Engine, counters: Counters) -> Iterable[tuple[str, 
         each = 1e3 * counters.plan_seconds / counters.plans
         time_of_one = f"{each:.2g}" if each < 10 else f"{each:,.0f}"
         yield "planning", Text(f"{_count(counters.plans, 'plan')}, {time_of_one} ms each")
+    if counters.compile_seconds >= 0.1:
+        yield "compiling", Text(f"{counters.compile_seconds:,.1f} s since the start")
     if counters.verified_tokens or counters.verified_drafts:  # only servers that speculate
         yield "verified", _verified(counters, row.now)
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from deft_backend.cli.app import app
+from deft_backend.compile.clock import COMPILING
 from deft_backend.forest import build_forest
 from deft_backend.telemetry.counters import Counters, DraftCounts
 from deft_backend.telemetry.shown_batch import Batch
@@ -126,7 +127,10 @@ def test_the_rate_is_of_the_last_seconds_and_starts_again_with_another_server() 
     assert rate.add(22.0, 2, Counters(decode_steps=30)) is None
 
 
-def test_once_shows_all_that_a_server_counts(tmp_path: Path) -> None:
+def test_once_shows_all_that_a_server_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(COMPILING, "seconds", 9.81)
     state, writer = decoding(tmp_path)
     state.count_host("batch smaller than DEFT_MIN_BATCH=2", 10)
     state.plans, state.plan_seconds = 1, 0.002
@@ -137,7 +141,7 @@ def test_once_shows_all_that_a_server_counts(tmp_path: Path) -> None:
     for words in (
         "SGLang", "1 of 2 through tree attention (50 %)",
         "1 × batch smaller than DEFT_MIN_BATCH=2", "saved", "3 requests · share 1.6",
-        "1 plan, 2 ms each", "0–40", "40–60",
+        "1 plan, 2 ms each", "9.8 s since the start", "0–40", "40–60",
     ):  # fmt: skip
         assert words in text
     assert "kept secret" not in text

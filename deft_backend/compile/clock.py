@@ -1,0 +1,44 @@
+"""How long this process has compiled the package's code, with Numba and with Triton.
+
+A plan's time does not contain it: the first plan of a process may compile for seconds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class CompileClock:
+    """Adds up the time of its ``with`` blocks; one inside another of its thread counts once.
+
+    Attributes
+    ----------
+    seconds : float
+        The sum over all threads.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._thread = threading.local()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count the time of the ``with`` block."""
+        if getattr(self._thread, "runs", False):
+            yield
+            return
+        self._thread.runs = True
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._thread.runs = False
+            with self._lock:
+                self.seconds += time.perf_counter() - began
+
+
+COMPILING = CompileClock()
