@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -114,44 +115,54 @@ def first_failure(
     return None
 
 
-def check_shape(
-    query_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device,
-    until: float,
-) -> Iterator[tuple[str, Outcome]]:  # fmt: skip
-    """The kernels of a head shape: KV of 16 and of 8 bits, decode and chains, both planners.
+class Shape(NamedTuple):
+    """Heads and element types of an attention."""
 
-    Yields
-    ------
-    str
-        The KV cache's dtype.
-    Outcome
-        Without error and failure if `until`, by the monotonic clock, came first.
-    """
-    for kv_dtype in (dtype, torch.float8_e4m3fn):
-        attention = TreeAttention(
-            num_query_heads=query_heads, num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype,
-            kv_dtype=kv_dtype, device=device, page_size=16, max_batch=16, query_tokens=4,
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+    def attention(self, device: torch.device) -> TreeAttention:
+        """A small one: a step has up to 16 requests of up to 4 query tokens."""
+        return TreeAttention(
+            num_query_heads=self.query_heads, num_kv_heads=self.kv_heads, head_dim=self.head_dim,
+            dtype=self.dtype, kv_dtype=self.kv_dtype, device=device, page_size=16, max_batch=16,
+            query_tokens=4,
         )  # fmt: skip
-        cases = [Case(on_device, tokens) for tokens in (1, 4) for on_device in (False, True)]
-        if time.monotonic() < until:
-            _compile(attention, cases)
-        for case in cases:
-            late = time.monotonic() > until
-            yield (
-                str(kv_dtype).removeprefix("torch."),
-                Outcome(case, None) if late else checked(attention, case),
-            )
 
 
-def _compile(attention: TreeAttention, cases: Sequence[Case]) -> None:
+def check_shapes(
+    shapes: Sequence[Shape], device: torch.device, until: float
+) -> Iterator[tuple[Shape, Outcome]]:
+    """Decode and chains of each shape: planned on the device, as servers do, then on the host.
+
+    The host planner comes last, because Numba compiles it for many seconds on a new machine. An
+    outcome has neither error nor failure if `until`, by the monotonic clock, came first.
+    """
+    attentions = {shape: shape.attention(device) for shape in shapes}
+    for on_device in (True, False):
+        cases = [Case(on_device, tokens) for tokens in (1, 4)]
+        for at, (shape, attention) in enumerate(attentions.items()):
+            # The first shape's kernels alone: on few CPUs, the others' take longer than there is.
+            if at < 2 and time.monotonic() < until:
+                _compile([attention, *attentions.values()][: None if at else 1], cases)
+            for case in cases:
+                late = time.monotonic() > until
+                yield shape, Outcome(case, None) if late else checked(attention, case)
+
+
+def _compile(attentions: Sequence[TreeAttention], cases: Sequence[Case]) -> None:
     """Compile the kernels of the cases side by side; a case that cannot run says so itself."""
-    if attention.interpreted:
+    device = attentions[0].device
+    if device.type != "cuda":
         return
-    device = attention.device
-    with contextlib.suppress(Exception):
-        with recorded() as found:
+    with contextlib.suppress(Exception), recorded() as found:
+        for attention in attentions:
             for case in cases:
                 _largest_error(attention, case, Tensors(), 0)
+    with contextlib.suppress(Exception):
         compile_all(found, prepare=lambda: torch.cuda.set_device(device))
 
 

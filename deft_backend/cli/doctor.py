@@ -130,7 +130,7 @@ def _checked(shapes: list[HeadShape]) -> list[dict[str, Any]]:
     try:
         import torch
 
-        from deft_backend.attention.self_check import check_shape
+        from deft_backend.attention.self_check import Shape, check_shapes
         from deft_backend.kernels import unsupported
     except ImportError:
         return []  # the installation above shows the error
@@ -138,16 +138,26 @@ def _checked(shapes: list[HeadShape]) -> list[dict[str, Any]]:
     device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
     if device.type == "cpu":  # the interpreter takes a second for a small batch
         shapes = [HeadShape(4, 2, 64, "float16"), HeadShape(4, 2, 128, "bfloat16")]
-    ran = []
-    for shape in shapes:
-        query_heads, kv_heads, head_dim, name = shape
-        dtype = getattr(torch, name)
-        if unsupported(query_heads, kv_heads, head_dim, dtype, device) is not None:
-            continue
-        for kv_dtype, outcome in check_shape(*shape[:3], dtype, device, until):
-            result = {"error": outcome.error, "failure": outcome.failure}
-            ran.append({**_entry(shape), "kv": kv_dtype, "case": str(outcome.case), **result})
-    return ran
+    shapes = sorted(shapes, key=lambda shape: shape[2:] != _COMMON[0])  # the commonest first
+    run = [
+        Shape(*shape[:3], dtype, kv_dtype)
+        for shape in shapes
+        for dtype in [getattr(torch, shape.dtype)]
+        for kv_dtype in (dtype, torch.float8_e4m3fn)
+        if unsupported(*shape[:3], dtype, device, kv_dtype=kv_dtype) is None
+    ]
+    return [
+        {
+            "heads": f"{shape.query_heads}/{shape.kv_heads}", "head_dim": shape.head_dim,
+            "dtype": _name(shape.dtype), "kv": _name(shape.kv_dtype), "case": str(outcome.case),
+            "error": outcome.error, "failure": outcome.failure,
+        }
+        for shape, outcome in check_shapes(run, device, until)
+    ]  # fmt: skip
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _print_check(console: Console, ran: list[dict[str, Any]]) -> None:

@@ -510,16 +510,17 @@ def test_doctor_json(model: str) -> None:
 
 
 def test_doctor_runs_the_kernels_and_fails_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(*shape: Any) -> Iterator[tuple[str, Outcome]]:
-        yield "float16", Outcome(Case(on_device=False), 3e-4)
-        yield "float16", Outcome(Case(on_device=True), 2.0, "row 3 is off by 2")
-        yield "float8_e4m3fn", Outcome(Case(on_device=True, query_tokens=4), None)
+    def found(shapes: Sequence[Shape], *rest: Any) -> Iterator[tuple[Shape, Outcome]]:
+        assert len(shapes) == 4  # two shapes, each with caches of 16 and of 8 bits
+        yield shapes[0], Outcome(Case(on_device=False), 3e-4)
+        yield shapes[0], Outcome(Case(on_device=True), 2.0, "row 3 is off by 2")
+        yield shapes[1], Outcome(Case(on_device=True, query_tokens=4), None)
 
-    monkeypatch.setattr(self_check, "check_shape", found)
+    monkeypatch.setattr(self_check, "check_shapes", found)
     code, out, _ = run("doctor", "--check", COLUMNS="200")
     assert code == 1
     shown = [line for line in out.splitlines() if "planned on the" in line]
-    assert len(shown) == 6  # two shapes
+    assert len(shown) == 3
     assert ["3.0e-04" in shown[0], "row 3 is off" in shown[1], "not run" in shown[2]] == 3 * [True]
     assert "No GPU here: the check ran the interpreter's kernels" in out
     _, out, _ = run("doctor", "--check", "--json")

@@ -15,9 +15,12 @@ from deft_backend.forest import build_forest
 KIB = dict(zip(COMPILED.values(), (163, 99, 99, 227, 99), strict=True))
 """Shared memory that a program may take."""
 
-SPILLED = 1024
-"""Bytes of a thread that tiles of 64 query vectors may spill: 255 registers do not hold them. Fewer
-spill with 8 warps; whether that is faster, only such a GPU can tell."""
+SPILLED = {64: 0, 128: 160, 256: 768}
+"""Bytes of a thread that a tile may spill, by the head dimension. Accumulators and queries of heads
+of 256 need more than the 255 registers that a thread can have."""
+
+SPILLED_ON_BLACKWELL = 768
+"""On sm_100, with heads of 128 as well: results pass from the tensor memory through registers."""
 
 EVERY = [*product(KIB, (64, 128, 256), (None, torch.float8_e4m3fn), (1, 4))]
 CHEAP = [
@@ -61,8 +64,5 @@ def test_plain_kernels_fit(
     ]  # fmt: skip
     for kernel in kernels:
         assert kernel.metadata.shared <= gpu.shared_per_program, kernel.metadata
-    for kernel in kernels[2:]:
-        # Heads of 256 with several query tokens spill a little on sm_89: slow, not wrong.
-        assert _usage(kernel.asm["cubin"])["STACK"] <= 256, kernel.metadata
-    for kernel in kernels[:2]:
-        assert _usage(kernel.asm["cubin"])["STACK"] <= SPILLED, kernel.metadata
+        allowed = SPILLED_ON_BLACKWELL if name == "sm_100" else SPILLED[head_dim]
+        assert _usage(kernel.asm["cubin"])["STACK"] <= allowed, kernel.metadata

@@ -167,27 +167,21 @@ def _attend_whole(
         ahead = begin + TILE.block_tokens + offs_n
         page = tl.load(table + (start + ahead) // CACHE.page_size, mask=ahead < length, other=0)
         online = _attend(online, q, k, v, True, scaling, False, CACHE, MODE)
-    if HEADS.single:
-        if done < length:  # its last tokens; `page` holds their pages
-            inside = offs_n < length - done
-            k_offset, v_offset = kv_offsets(page, start + done + offs_n, CACHE)
-            present = inside[:, None] & in_head
-            k = tl.load(k_head + k_offset[:, None] + offs_d, mask=present, other=0)
-            v = tl.load(v_head + v_offset[:, None] + offs_d, mask=present, other=0)
-            online = _attend(online, q, k, v, inside[None, :], scaling, True, CACHE, MODE)
-    else:
-        # Few blocks: pipelined, the bits of trees would take as much shared memory as keys do.
-        for begin in tl.range(done, length, TILE.block_tokens, num_stages=1):
-            inside = offs_n < length - begin
-            position = start + begin + offs_n
-            k_offset, v_offset = kv_offsets(page, position, CACHE)
-            present = inside[:, None] & in_head
-            k = tl.load(k_head + k_offset[:, None] + offs_d, mask=present, other=0)
-            v = tl.load(v_head + v_offset[:, None] + offs_d, mask=present, other=0)
+    # Few blocks, so no pipeline: the bits of trees would take as much shared memory as keys do. One
+    # block of a single query token: outside a loop, its loads would spill the registers of mma v2.
+    for begin in tl.range(done, length, TILE.block_tokens, num_stages=1):
+        inside = offs_n < length - begin
+        position = start + begin + offs_n
+        k_offset, v_offset = kv_offsets(page, position, CACHE)
+        present = inside[:, None] & in_head
+        k = tl.load(k_head + k_offset[:, None] + offs_d, mask=present, other=0)
+        v = tl.load(v_head + v_offset[:, None] + offs_d, mask=present, other=0)
+        allowed = inside[None, :]
+        if not HEADS.single:
             ahead = begin + TILE.block_tokens + offs_n
             page = tl.load(table + (start + ahead) // CACHE.page_size, mask=ahead < length, other=0)
-            allowed = inside[None, :] & sees(position, tail, tensors, HEADS)
-            online = _attend(online, q, k, v, allowed, scaling, True, CACHE, MODE)
+            allowed &= sees(position, tail, tensors, HEADS)
+        online = _attend(online, q, k, v, allowed, scaling, True, CACHE, MODE)
     return online
 
 
