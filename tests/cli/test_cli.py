@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from benchmarks.e2e.counted_server import written_state
 from deft_backend.attention import TreeAttention, self_check
-from deft_backend.attention.self_check import Case, Outcome
+from deft_backend.attention.self_check import Case, Outcome, Shape
 from deft_backend.cli import ab as ab_module
 from deft_backend.cli import checks
 from deft_backend.cli.app import app
