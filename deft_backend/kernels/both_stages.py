@@ -148,6 +148,8 @@ def _tiles_to_launch(
             begin, end = host_plan.items_of(shape)
             if begin == end:
                 continue
+            if shape == 0:  # as many as the planner expects
+                programs = config.tiles[0].programs_for(queries, num_kv_heads)
             programs = min(programs, (end - begin) * num_kv_heads)
         elif config.tiles[shape].block_segments > 1:
             if not masked_tiles:

@@ -59,6 +59,8 @@ class Stream(NamedTuple):
 
     work: Any
     """The item and KV head that are copied."""
+    step: Any
+    """From there to the program's next ones."""
     block: Any
     """Number of the block that is copied next, in its segment."""
     slot: Any
@@ -127,7 +129,7 @@ def _known(
 
 @jit
 def begin_stream(
-    work, item, next_item, later_item, last_item, tensors, plan, strides, HEADS: gl.constexpr,
+    work, step, item, next_item, later_item, last_item, tensors, plan, strides, HEADS: gl.constexpr,
     CACHE: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The stream before its first block, from the program's first four items."""
@@ -137,7 +139,7 @@ def begin_stream(
     known = _known(segment, tensors, plan, HEADS, CACHE, TILE, LAYOUT)
     ahead_page = _read_pages(segment, 1, CACHE, TILE, LAYOUT)
     next_known = _known(next_segment, tensors, plan, HEADS, CACHE, TILE, LAYOUT)
-    return Stream(work, 0, 0, 0, known, ahead_page, next_known, later_segment, last_item)
+    return Stream(work, step, 0, 0, 0, known, ahead_page, next_known, later_segment, last_item)
 
 
 @jit
@@ -201,23 +203,26 @@ def _next_block(stream, LAYOUT: gl.constexpr):
     """The stream behind a block, within the same segment."""
     item = Known(stream.item.segment, stream.ahead_page, stream.item.query)
     return Stream(
-        stream.work, stream.block + 1, next_slot(stream.slot, LAYOUT.slots), stream.q_slot, item,
-        stream.ahead_page, stream.next_item, stream.later_segment, stream.last_item,
+        stream.work, stream.step, stream.block + 1, next_slot(stream.slot, LAYOUT.slots),
+        stream.q_slot, item, stream.ahead_page, stream.next_item, stream.later_segment,
+        stream.last_item,
     )  # fmt: skip
 
 
 @jit
 def _next_item(
-    stream, step, work_end, tensors, plan, strides, HEADS: gl.constexpr, CACHE: gl.constexpr,
+    stream, two_rounds, work_end, tensors, plan, strides, HEADS: gl.constexpr, CACHE: gl.constexpr,
     TILE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The stream at the next item's first block: each later item becomes known by one more link."""
-    work = stream.work + step
+    work = stream.work + stream.step
+    step = two_rounds - stream.step
     known = _known(stream.later_segment, tensors, plan, HEADS, CACHE, TILE, LAYOUT)
     later = _segment_of(stream.last_item, tensors, strides, CACHE)
-    last = read_item(work + 3 * step, work_end, tensors, plan, HEADS, CACHE, AHEAD=False)
+    ahead = work + two_rounds + step
+    last = read_item(ahead, work_end, tensors, plan, HEADS, CACHE, AHEAD=False)
     return Stream(
-        work, 0, stream.slot, next_slot(stream.q_slot, LAYOUT.slots), stream.next_item,
+        work, step, 0, stream.slot, next_slot(stream.q_slot, LAYOUT.slots), stream.next_item,
         stream.ahead_page, known, later, last,
     )  # fmt: skip
 
@@ -227,14 +232,14 @@ def _with_page_ahead(stream, CACHE: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl
     """The stream with the page ids of the block behind its next one."""
     page = _read_pages(stream.item.segment, stream.block + 1, CACHE, TILE, LAYOUT)
     return Stream(
-        stream.work, stream.block, stream.slot, stream.q_slot, stream.item, page,
+        stream.work, stream.step, stream.block, stream.slot, stream.q_slot, stream.item, page,
         stream.next_item, stream.later_segment, stream.last_item,
     )  # fmt: skip
 
 
 @jit
 def copy_next_block(
-    stream, step, work_end, buffers, tensors, plan, strides, HEADS: gl.constexpr,
+    stream, two_rounds, work_end, buffers, tensors, plan, strides, HEADS: gl.constexpr,
     CACHE: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Start copying the stream's next block, an item's first block with the item's queries.
@@ -248,6 +253,6 @@ def copy_next_block(
     stream = _next_block(stream, LAYOUT)
     if stream.block * TILE.block_tokens >= stream.item.segment.length:
         stream = _next_item(
-            stream, step, work_end, tensors, plan, strides, HEADS, CACHE, TILE, LAYOUT
+            stream, two_rounds, work_end, tensors, plan, strides, HEADS, CACHE, TILE, LAYOUT
         )
     return _with_page_ahead(stream, CACHE, TILE, LAYOUT)
