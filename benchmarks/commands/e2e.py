@@ -18,6 +18,7 @@ from benchmarks.commands.summary import show
 from deft_backend.cli.errors import fail, host_arguments, reported, say, stderr
 from deft_backend.cli.interrupted import unwound
 from deft_backend.cli.serve import HostOption, chosen_host
+from deft_backend.settings.policy_names import POLICY_NAMES
 
 if TYPE_CHECKING:
     from benchmarks.e2e.choice import Choice
@@ -121,6 +122,10 @@ def e2e(
             "that the host is forced to accept in each.",
         ),
     ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(help=f"The plugin's policy; the rows name it: {', '.join(POLICY_NAMES)}."),
+    ] = None,
     weights: Annotated[
         str, typer.Option(help="random, or dummy: then only times can be compared.")
     ] = "random",
@@ -159,7 +164,7 @@ def e2e(
         words(workloads),
         ServerChoice(
             chosen_host(host, needed=False), _listed(backends), reference,
-            tuple(host_arguments(host_args)), tp, start_timeout, drafts,
+            tuple(host_arguments(host_args)), tp, start_timeout, drafts, policy,
         ),
         ModelChoice(model, shape, weights, checkpoint, layers),
         BatchChoice(case or (), gen, repeats),

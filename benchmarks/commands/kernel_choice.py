@@ -88,7 +88,7 @@ def chosen_methods(
     Raises
     ------
     PolicyError
-        If the policy is unknown, or the device planner does not support it.
+        If the policy is unknown.
     """
     from benchmarks.kernel.methods import OURS, PEERS, make_method
     from benchmarks.kernel.methods.ours import PLANNERS, Ours
@@ -109,25 +109,21 @@ def chosen_methods(
 def chosen_policies(policies: str, planner: str) -> tuple[Ours, list[Method]]:
     """Our method with the first of these policies, and one method for each other policy.
 
-    ``all`` are the policies that the planner knows, `auto` first.
+    ``all`` are all policies, `auto` first.
 
     Raises
     ------
     PolicyError
-        If a policy is unknown, or the device planner does not support it.
+        If a policy is unknown.
     """
     from benchmarks.kernel.methods import OURS
     from benchmarks.kernel.methods.ours import PLANNERS, Ours
-    from deft_backend.policies import POLICY_NAMES, get_policy
+    from deft_backend.policies import POLICY_NAMES
 
     one_of("--planner", planner, PLANNERS)
     names = list(dict.fromkeys(words(policies)))
     if names == ["all"]:
-        names = [
-            name
-            for name in reversed(POLICY_NAMES)
-            if planner == "host" or get_policy(name).rules is not None
-        ]
+        names = list(reversed(POLICY_NAMES))
     first, *others = names
     return Ours(OURS, first, planner), [Ours(name, name, planner) for name in others]
 

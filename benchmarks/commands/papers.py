@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +14,7 @@ from rich.table import Table as Shown
 from benchmarks.commands.kernel_choice import make_setup, one_of, require_device, words
 from deft_backend.cli.errors import fail, reported, say
 
-COUNTED, COUNTERS, STEPS = "deft-io", "counters", "deft-steps"
+COUNTED, COUNTERS, STEPS, SERVERS = "deft-io", "counters", "deft-steps", "servers"
 PLACE_OF_STEPS = "DeFT, Figure 4, Tables 5 and 8"
 _WIDTH = 160
 
@@ -31,6 +33,16 @@ def papers(
     without: Annotated[
         str, typer.Option(metavar="METHOD[,METHOD…]", help="Methods to leave out.")
     ] = "",
+    host: Annotated[
+        str | None,
+        typer.Option(help="Table servers: sglang or vllm; the table is left out without it."),
+    ] = None,
+    policies: Annotated[
+        str, typer.Option(metavar="POLICY[,POLICY…]", help="Table servers: one server for each.")
+    ] = "auto",
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Table servers: folder that keeps the model.")
+    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Two workloads of each table, shorter measurements.")
     ] = False,
@@ -53,17 +65,25 @@ def papers(
     from deft_backend.tools.traces.recorded_trees import TraceError
 
     known = {table.name: table for table in TABLES}
-    every = (*known, STEPS, COUNTED, COUNTERS)
+    every = (*known, STEPS, COUNTED, COUNTERS, SERVERS)
     chosen = list(every) if tables is None else words(tables)
     for name in chosen:
         one_of("--table", name, every)
+    if host is None and SERVERS in chosen:
+        if tables is not None:
+            raise fail("the table servers runs a host; name it with --host sglang or --host vllm")
+        chosen.remove(SERVERS)
     one_of("--dtype", dtype, ("fp16", "bf16"))
-    needing = [name for name in chosen if name == COUNTED or (name in known and known[name].traces)]
+    needing = [
+        name
+        for name in chosen
+        if name in (COUNTED, SERVERS) or (name in known and known[name].traces)
+    ]
     if traces is None and needing:
         if tables is not None:
             raise fail(f"{needing[0]} needs DeFT's recorded trees; add --traces FOLDER")
         chosen = [name for name in chosen if name not in needing]
-    if chosen != [COUNTED]:
+    if set(chosen) - {COUNTED, SERVERS}:
         require_device(device, quick)
     console = Console(width=None if Console().is_terminal else _WIDTH)
     folder = traces or Path()
@@ -77,6 +97,10 @@ def papers(
                 continue
             if name == COUNTERS:
                 _counters(path, console)
+                continue
+            if name == SERVERS:
+                assert host is not None
+                _servers(host, words(policies), folder, out, checkpoint, console)
                 continue
             table = known["deft-architectures" if name == STEPS else name]
             if quick:
@@ -131,6 +155,26 @@ def _counters(path: Path, console: Console) -> None:
                 rows.append(counted(method, tree, "32/8"))
                 write_rows(path, rows, {**provenance(), "table": COUNTERS})
                 say(console, f"{rows[-1]}")
+
+
+def _servers(
+    host: str, policies: list[str], traces: Path, out: Path, checkpoint: Path | None,
+    console: Console,
+) -> None:  # fmt: skip
+    """Whole servers: DeFT's end-to-end tables, and FastTree's comparison with SGLang."""
+    from benchmarks.e2e.backend_runs import record as record_servers
+    from benchmarks.e2e.backends import HOSTS
+    from benchmarks.e2e.prepare_run import ERRORS, prepared
+    from benchmarks.papers.servers import choices
+    from benchmarks.row_files import RowsError
+
+    one_of("--host", host, tuple(HOSTS))
+    path = out / f"papers-servers-{host}.json"
+    command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
+    for choice in choices(host, policies, traces, path, checkpoint, command):
+        with reported(*ERRORS, RowsError), prepared(choice) as setup:
+            record_servers(setup, lambda line: say(console, line))
+    say(console, f"{path}")
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -8,7 +8,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from benchmarks.commands.kernel_choice import one_of, words
 from deft_backend.cli.errors import reported, say
+
+MODEL = "SmolLM2-135M-Instruct (Q4_1)"
+SECTION_CHARACTERS = 4000
 
 
 def real_model(
@@ -25,6 +29,23 @@ def real_model(
     continuations: Annotated[int, typer.Option(min=2, help="Continuations.")] = 50,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a continuation.")] = 1000,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    host: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST",
+            help="Compare answers about the manual in two servers of sglang or vllm instead, as "
+            "`deft ab` does.",
+        ),
+    ] = None,
+    drafts: Annotated[
+        str,
+        typer.Option(
+            metavar="TOKENS[,TOKENS…]",
+            help="With --host: n-gram drafts of a verification, in servers of their own; 0: none.",
+        ),
+    ] = "0,4",
+    sections: Annotated[int, typer.Option(min=1, help="With --host: sections to ask about.")] = 8,
+    gen: Annotated[int, typer.Option(min=1, help="With --host: tokens of an answer.")] = 128,
     out: Annotated[Path, typer.Option(help="File of rows.")] = Path("reports/real-model.json"),
     checkpoint_only: Annotated[
         bool, typer.Option("--checkpoint-only", help="Write the checkpoint for `deft serve`.")
@@ -32,8 +53,9 @@ def real_model(
 ) -> None:
     """Perplexity of the Python manual, decoded token by token behind a shared beginning.
 
-    Compares tree attention with PyTorch's attention. The checkpoint also serves `deft serve` and
-    `deft ab`. On the CPU, choose few and short continuations: the kernels are interpreted.
+    Compares tree attention with PyTorch's attention; with --host, the answers of two servers. The
+    checkpoint also serves `deft serve` and `deft ab`. On the CPU, choose few and short
+    continuations: the kernels are interpreted.
     """
     import torch
 
@@ -53,6 +75,9 @@ def real_model(
         say(console, f"checkpoint: {where}")
         if checkpoint_only:
             return
+        if host is not None:
+            _answers(where, host, words(drafts), (sections, gen), out, console)
+            return
         from tokenizers import Tokenizer
 
         ids = Tokenizer.from_file(str(where / "tokenizer.json")).encode(python_manual()).ids
@@ -67,5 +92,32 @@ def real_model(
             "shared": shared, "continuations": continuations, "dtype": dtype,
         })  # fmt: skip
         say(console, f"{name}: perplexity {found:.5f} over {text.tokens:,} tokens")
-        write_rows(out, rows, {**provenance(), "model": "SmolLM2-135M-Instruct (Q4_1)"})
+        write_rows(out, rows, {**provenance(), "model": MODEL})
     say(console, str(out))
+
+
+def _answers(
+    model: Path, host: str, drafts: list[str], sizes: tuple[int, int], out: Path, console: Console
+) -> None:
+    """One row for each number of drafts."""
+    from benchmarks.real_model.perplexity import python_manual
+    from benchmarks.real_model.served import answers, sections
+    from benchmarks.row_files import make_folder, write_rows
+    from deft_backend.files.provenance import provenance
+    from deft_backend.tools.ab.progress import Progress
+    from deft_backend.tools.ab.sides import AbError
+    from deft_backend.tools.harness.client import ServerError
+    from deft_backend.tools.servers.command import HOST_NAMES, StartError
+
+    one_of("--host", host, tuple(HOST_NAMES))
+    count, max_tokens = sizes
+    workload = sections(python_manual(), count, SECTION_CHARACTERS, max_tokens)
+    rows: list[dict[str, Any]] = []
+    make_folder(out)
+    for number in drafts:
+        with reported(StartError, ServerError, AbError, ValueError), Progress(console) as to:
+            logs = out.with_suffix("") / f"{host}-{number}"
+            logs.mkdir(parents=True, exist_ok=True)
+            rows.append(answers(model, host, workload, logs, to, drafts=int(number)))
+        say(console, f"{rows[-1]}")
+        write_rows(out, rows, {**provenance(), "model": MODEL, "workload": workload.description})

@@ -83,7 +83,7 @@ class Recorder:
         run = {
             "date": came_from["date"], "command": setup.command,
             "backends": list(setup.backends), "model": setup.launch.model.name,
-            "options": setup.launch.label,
+            "options": setup.launch.label, "policy": setup.launch.policy,
         }  # fmt: skip
         self.header: dict[str, Any] = {**came_from, "driver": driver(), "runs": [run]}
         self.rows: list[Row] = []
@@ -92,16 +92,17 @@ class Recorder:
             self.header = joined(self.path, self.rows, before, self.header, Path("this run"))
         else:  # answers without rows belong to another run
             shutil.rmtree(self.answers, ignore_errors=True)
-        self._reference = setup.reference
+        self._reference, self._launch = setup.reference, setup.launch
 
     def put(self, row: Row) -> None:
         """Add a row, compare its answers with the reference's, and write the file."""
+        row["policy"] = self._launch.policy_of(row["backend"])
         self.rows = replaced(self.rows, [row])
         for known in self.rows:
             if case_of(known) != case_of(row):
                 continue
             theirs = kept(answers_file(self.answers, known, self._reference))
-            ours = kept(answers_file(self.answers, known, known["backend"]))
+            ours = kept(answers_file(self.answers, known, known["backend"], known["policy"]))
             if theirs and ours and known["backend"] != self._reference and not known["error"]:
                 found = compare(theirs, ours)
                 known["detail"]["agreement"] = {"against": self._reference, **found}

@@ -109,6 +109,8 @@ class Launch:
         Whether the server frees its GPU memory between rollouts.
     drafts : sequence of str
         Options of drafts, and their label for rows.
+    policy : str, optional
+        The plugin's policy, as ``DEFT_POLICY``.
     """
 
     host: Host
@@ -120,6 +122,11 @@ class Launch:
     sleeps: bool = False
     drafts: Sequence[str] = ()
     drafts_label: str = ""
+    policy: str | None = None
+
+    def policy_of(self, backend: str) -> str | None:
+        """The policy of a server of this backend, if the run names one."""
+        return self.policy if backend == self.host.ours else None
 
     @property
     def label(self) -> str:
@@ -146,7 +153,7 @@ class Launch:
             options += ["--tensor-parallel-size", str(self.tensor_parallel)]
         return server_command(
             model.path, free_port(), host=host,
-            backend=None if backend == HOST_DEFAULT else backend,
+            backend=None if backend == HOST_DEFAULT else backend, policy=self.policy_of(backend),
             host_arguments=[*options, *self.drafts, *self.options],
             environment={**environment, **self.environment},
         )  # fmt: skip

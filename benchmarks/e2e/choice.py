@@ -59,6 +59,8 @@ class ServerChoice:
         Time limit for a server's start.
     drafts : str, optional
         ``KIND,TOKENS,ACCEPTED``: how the servers draft.
+    policy : str, optional
+        The plugin's policy.
     """
 
     host: str = "sglang"
@@ -68,6 +70,7 @@ class ServerChoice:
     tensor_parallel: int = 1
     start_seconds: float = 500.0
     drafts: str | None = None
+    policy: str | None = None
 
 
 @dataclass(frozen=True)

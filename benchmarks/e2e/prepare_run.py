@@ -33,6 +33,7 @@ from benchmarks.e2e.served_model import (
     write_model,
     written_model,
 )
+from deft_backend.settings.policy_names import POLICY_NAMES
 from deft_backend.tools.servers.driver_stub import num_gpus
 from deft_backend.tools.traces.recorded_trees import TraceError
 
@@ -71,6 +72,7 @@ def prepared(choice: Choice) -> Iterator[Setup]:
             host, model, tokenizer="clients" in names, options=options,
             environment=_same_prefill(host, prefills_like),
             tensor_parallel=choice.servers.tensor_parallel,
+            policy=_policy(choice.servers, backends),
         )  # fmt: skip
         launch = replace(launch, sleeps="rollouts" in names and on_gpu)
         if choice.servers.drafts is not None:
@@ -83,6 +85,19 @@ def prepared(choice: Choice) -> Iterator[Setup]:
             choice.output.rows, choice.output.log_folder, choice.output.command,
             choice.servers.start_seconds,
         )  # fmt: skip
+
+
+def _policy(servers: ServerChoice, backends: Sequence[str]) -> str | None:
+    """The policy by name; only the plugin's server has one."""
+    if servers.policy is not None:
+        one_of("the policy", servers.policy, POLICY_NAMES)
+        ours = HOSTS[servers.host].ours
+        if ours not in backends:
+            raise ChoiceError(
+                f"--policy is {servers.policy}, which is for the backend {ours}; name it with "
+                "--backends, or leave --policy out"
+            )
+    return servers.policy
 
 
 def _same_prefill(host: Host, reference: str | None) -> dict[str, str]:

@@ -82,10 +82,10 @@ class Workload(Protocol):
         ...
 
 
-def answers_file(folder: Path, row: Row, backend: str) -> Path:
+def answers_file(folder: Path, row: Row, backend: str, policy: str | None = None) -> Path:
     """The file that keeps a backend's answers to the row's case."""
     case = hashlib.sha256(repr(case_of(row)).encode()).hexdigest()[:12]
-    return folder / f"{case}-{backend}.json"
+    return folder / f"{case}-{backend}{'' if policy is None else f'-{policy}'}.json"
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,8 @@ class Together:
         )
         if served.launch.model.load_format != "dummy":  # attention does not change their logits
             answers = await kept_answers.ask(served.client, self.case.prompts, self.gen)
-            kept_answers.keep(answers_file(served.folder, row, served.backend), answers)
+            policy = served.launch.policy_of(served.backend)
+            kept_answers.keep(answers_file(served.folder, row, served.backend, policy), answers)
         return row
 
 

@@ -23,7 +23,8 @@ class Row(TypedDict):
     ``tpot_ms`` is the time per output token. ``itl_p50_ms`` and ``itl_p99_ms`` are the gaps between
     tokens that a client sees. ``detail`` holds what only this workload has. ``error`` says why
     there are no figures. ``options`` are the host's options. ``tp`` is the number of GPUs that
-    share the model's layers; older files lack it, and then it is 1.
+    share the model's layers; older files lack it, and then it is 1. ``policy`` is the plugin's, if
+    the run named one; older files lack it.
     """
 
     workload: str
@@ -36,6 +37,7 @@ class Row(TypedDict):
     model: str
     options: str
     tp: int
+    policy: str | None
     tpot_ms: float | None
     ttft_ms: float | None
     ttft_p99_ms: float | None
@@ -62,9 +64,9 @@ def make_row(
     """A row without figures."""
     return Row(
         workload=workload, prefix=prefix, branches=branches, suffix=suffix, gen=gen, host=host,
-        backend=backend, model=model, options=options, tp=tp, tpot_ms=None, ttft_ms=None,
-        ttft_p99_ms=None, itl_p50_ms=None, itl_p99_ms=None, tokens_per_s=None, error=None,
-        detail={},
+        backend=backend, model=model, options=options, tp=tp, policy=None, tpot_ms=None,
+        ttft_ms=None, ttft_p99_ms=None, itl_p50_ms=None, itl_p99_ms=None, tokens_per_s=None,
+        error=None, detail={},
     )  # fmt: skip
 
 
@@ -84,28 +86,34 @@ def case_name(row: Row) -> str:
     return f"{row['workload']} {row['prefix']:,} × {row['branches']} × {row['suffix']:,}{gpus}"
 
 
+def side_of(row: Row) -> str:
+    """The row's backend, with the policy if the run named one."""
+    return row["backend"] if row["policy"] is None else f"{row['backend']}, {row['policy']}"
+
+
 def by_case(rows: Iterable[Row]) -> dict[tuple[object, ...], dict[str, Row]]:
-    """Rows by case and backend, in their order."""
+    """Rows by case and :func:`side_of`, in their order."""
     found: dict[tuple[object, ...], dict[str, Row]] = {}
     for row in rows:
-        found.setdefault(case_of(row), {})[row["backend"]] = row
+        found.setdefault(case_of(row), {})[side_of(row)] = row
     return found
 
 
 def replaced(rows: Sequence[Row], new: Iterable[Row]) -> list[Row]:
-    """The rows with new rows added; a new row replaces the earlier row of its case and backend."""
-    found = {(case_of(row), row["backend"]): row for row in rows}
+    """The rows with new rows added; a new row replaces the earlier one of its case and side."""
+    found = {(case_of(row), side_of(row)): row for row in rows}
     for row in new:
-        found[case_of(row), row["backend"]] = row
+        found[case_of(row), side_of(row)] = row
     return list(found.values())
 
 
 def read_rows(path: Path) -> tuple[list[Row], dict[str, Any]]:
     """Rows and header of a file; raises RowsError if the file holds something else."""
-    wanted = Row.__required_keys__ - {"tp"}
+    wanted = Row.__required_keys__ - {"tp", "policy"}
     rows, header = row_files.read_rows(path, wanted, "python -m benchmarks e2e")
     for row in rows:
         row.setdefault("tp", 1)
+        row.setdefault("policy", None)
     return cast(list[Row], rows), header
 
 

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from benchmarks.e2e.backends import HOSTS
 from benchmarks.e2e.serving_bars import bars
-from benchmarks.e2e.serving_rows import Row, by_case, case_name
+from benchmarks.e2e.serving_rows import Row, by_case, case_name, side_of
 from deft_backend.tools.ab.units import MISSING
 
 
@@ -26,13 +26,13 @@ def rows_table(rows: Sequence[Row]) -> Table:
             name = case_name(row) if number == 0 else ""
             if row["error"]:
                 said = Text(row["error"].splitlines()[0][:60], style="bold red")
-                table.add_row(name, row["backend"], said)
+                table.add_row(name, side_of(row), said)
                 continue
             ratio = None
             if ours is not None and ours is not row and ours["tpot_ms"] and row["tpot_ms"]:
                 ratio = ours["tpot_ms"] / row["tpot_ms"]
             table.add_row(
-                name, row["backend"], _number(row["tpot_ms"], 3), _ratio(ratio),
+                name, side_of(row), _number(row["tpot_ms"], 3), _ratio(ratio),
                 _number(row["ttft_ms"]), _number(row["ttft_p99_ms"]),
                 _number(row["itl_p50_ms"], 2), _number(row["itl_p99_ms"], 2),
                 _number(row["tokens_per_s"]),

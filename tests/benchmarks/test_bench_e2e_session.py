@@ -32,7 +32,7 @@ from benchmarks.e2e.prompt_cases import grid_case
 from benchmarks.e2e.random_weights import write_weights
 from benchmarks.e2e.served_model import ModelError, read_model, write_model
 from benchmarks.e2e.served_workloads import Mixed, Together
-from benchmarks.e2e.serving_rows import Row, make_row, read_rows
+from benchmarks.e2e.serving_rows import Row, by_case, make_row, read_rows
 from benchmarks.row_files import RowsError, write_rows
 from deft_backend.settings import installed as distributions
 from deft_backend.tools.servers import command as launch
@@ -48,10 +48,14 @@ def one_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_COMMIT", "abc")
 
 
-def run(tmp_path: Path, backends: tuple[str, ...], workloads: Any, host: str = "sglang") -> Any:
+def run(
+    tmp_path: Path, backends: tuple[str, ...], workloads: Any, host: str = "sglang",
+    policy: str | None = None,
+) -> Any:  # fmt: skip
     said: list[str] = []
     setup = Setup(
-        fake_launch(host), backends, "tie", workloads, tmp_path / "e.json", tmp_path / "logs",
+        replace(fake_launch(host), policy=policy), backends, "tie", workloads,
+        tmp_path / "e.json", tmp_path / "logs",
         "python -m benchmarks e2e", 120.0,
     )  # fmt: skip
     rows = record(setup, said.append)
@@ -116,6 +120,13 @@ def test_runs_add_to_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert both["few-shot", "right"]["detail"]["agreement"]["against"] == "tie"
     header = read_rows(tmp_path / "e.json")[1]
     assert [entry["backends"] for entry in header["runs"]] == [["right"], ["tie"]]
+    # A policy is another side of the same case; the reference has none.
+    run(tmp_path, ("right",), [GRID], policy="fasttree")
+    rows, header = read_rows(tmp_path / "e.json")
+    (sides,) = by_case(rows).values()
+    assert sides.keys() == {"right", "tie", "right, fasttree"}
+    assert sides["right, fasttree"]["detail"]["agreement"]["against"] == "tie"
+    assert header["runs"][-1]["policy"] == "fasttree"
     monkeypatch.setenv("GIT_COMMIT", "def")
     with pytest.raises(RowsError, match="commit"):
         run(tmp_path, ("tie",), [GRID])
@@ -357,6 +368,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"servers": ServerChoice(tensor_parallel=0)}, "--tp is 0; expected 1 or more"),
         ({"servers": ServerChoice(tensor_parallel=3)}, "a divisor of the 4 query heads"),
         ({"servers": ServerChoice(options=("--tp-size=2",))}, "--tp-size=2 is among"),
+        ({"servers": ServerChoice(policy="best")}, "the policy is 'best'; expected one of flash"),
+        ({"servers": ServerChoice(backends=("triton",), policy="auto")}, "for the backend deft"),
         ({"model": ModelChoice(shape="tiny", layers=3)}, "--layers is 3; expected 1 to 2"),
         ({"model": ModelChoice("a/model", layers=1)}, "--layers is given, but --model"),
     ],
@@ -428,12 +441,16 @@ def test_the_server_with_the_plugin_prefills_as_the_named_reference(
     if set_by_user is not None:
         monkeypatch.setenv("DEFT_FALLBACK_BACKEND", set_by_user)
     choice = Choice(
-        Output(tmp_path / "e.json"), ("grid",), ServerChoice(host, None, reference),
+        Output(tmp_path / "e.json"), ("grid",),
+        ServerChoice(host, None, reference, policy="fasttree"),
         ModelChoice(shape="tiny", weights="dummy"),
     )  # fmt: skip
     with prepared(choice) as setup:
         command = setup.launch.command(setup.launch.host.ours, tmp_path)
+        other = setup.launch.command(setup.launch.host.defaults()[1], tmp_path)
     assert command.environment.get("DEFT_FALLBACK_BACKEND") == expected
+    assert command.environment["DEFT_POLICY"] == "fasttree"
+    assert "DEFT_POLICY" not in other.environment
 
 
 @pytest.mark.usefixtures("installed")

@@ -235,10 +235,6 @@ def test_tables_name_the_cache_where_it_differs_from_the_queries() -> None:
         (["--layout", "random"], r"--layout is 'random'; expected one of shuffled, contiguous"),
         (["--policy", "best"], r"no policy 'best'; expected one of"),
         (["--planner", "gpu"], r"--planner is 'gpu'; expected one of host, device"),
-        (
-            ["--planner", "device", "--policy", "deft-flatten"],
-            r"the device planner does not know the policy deft-flatten",
-        ),
         (["--planner", "device", "--phases"], r"--phases needs plans of the host planner"),
         (["--peers", "fa4"], r"--peers is 'fa4'; expected one of flashinfer, cascade, fa3, flash-"),
         (["--part", "3/2"], r"--part is '3/2'; expected I/N"),

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
+from benchmarks.e2e.backends import HOSTS
 from benchmarks.kernel.tree_workloads import described
 from benchmarks.papers import counters, tables
 from benchmarks.papers.record import counted_io
@@ -125,9 +126,37 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     assert found["attention_to_rest"]["auto"] == round(3200 / 7000, 3)
 
 
+@pytest.mark.parametrize("host", ["sglang", "vllm"])
+def test_each_policy_has_a_server_and_the_host_another(
+    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same reasoning trees, few-shot prompts and documents for all of them."""
+    ran = []
+    monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
+    monkeypatch.setattr("benchmarks.e2e.backends.find_spec", lambda name: object())
+    monkeypatch.setattr(
+        "benchmarks.e2e.backend_runs.record", lambda setup, said: ran.append(setup) or []
+    )
+    dump_thought_trees([TREE], tmp_path / "keywordToT.json")
+    done = CliRunner().invoke(app, [
+        "papers", "--table", "servers", "--host", host, "--policies", "auto,fasttree",
+        "--traces", str(tmp_path), "--out", str(tmp_path), "--checkpoint", str(tmp_path / "model"),
+    ])  # fmt: skip
+    assert done.exit_code == 0, done.output
+    ours, reference = HOSTS[host].ours, HOSTS[host].reference()
+    assert [setup.backends for setup in ran] == [(ours,), (ours,), (reference,)]
+    assert [setup.launch.policy for setup in ran] == ["auto", "fasttree", None]
+    assert {setup.out.name for setup in ran} == {f"papers-servers-{host}.json"}
+    names = [[w.row(s.launch, ours)["workload"] for w in s.workloads] for s in ran]
+    assert names[0] == names[1] == names[2]
+    assert {"few-shot", "documents"} < set(names[0])
+    assert any("keyword" in name for name in names[0])
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--table", "servers"], "name it with --host"),
         (["--table", "deft-13"], "expected one of deft-splits"),
         (["--table", "deft-io"], "add --traces FOLDER"),
         (["--table", "deft-widths", "--dtype", "fp8"], "expected one of fp16, bf16"),

@@ -13,7 +13,6 @@ from benchmarks.kernel.phases import alone
 from deft_backend import TreeAttention, get_policy
 from deft_backend.kernels import Gpu
 from deft_backend.planner.on_device import largest_batch
-from deft_backend.policies import PolicyError
 from deft_backend.settings.config import Settings
 from deft_backend.shapes.query_blocks import QueryBlocks
 
@@ -36,7 +35,7 @@ class Ours(Method):
     Raises
     ------
     PolicyError
-        If the policy is unknown, or the device planner does not support it.
+        If the policy is unknown.
     """
 
     def __init__(
@@ -46,10 +45,6 @@ class Ours(Method):
         self.as_on = as_on
         self.policy = get_policy(policy).name
         self.planner = planner
-        if planner == "device" and get_policy(policy).rules is None:
-            raise PolicyError(
-                f"the device planner does not know the policy {policy}; use --planner host"
-            )
 
     def unavailable(self, device: torch.device) -> str | None:
         return None
