@@ -12,6 +12,7 @@ from deft_backend.forest import PrefixForest
 from deft_backend.policies.edges import Int64Array
 from deft_backend.policies.errors import PolicyError, check_limits
 from deft_backend.policies.grouping import Grouping
+from deft_backend.policies.policy import FLATTENED, Rules
 from deft_backend.policies.target import Target
 from deft_backend.settings.policy_names import DEFT_FLATTEN
 from deft_backend.shapes.kernel_limits import MAX_ITEM_TOKENS
@@ -45,13 +46,16 @@ class DeftFlatten:
 
     name: ClassVar[str] = DEFT_FLATTEN
     several_segments: ClassVar[bool] = True
-    rules: ClassVar[None] = None
 
     chunk_tokens: int = 128
 
     def __post_init__(self) -> None:
         if self.chunk_tokens < 1:
             raise PolicyError(f"chunk_tokens is {self.chunk_tokens}; expected at least 1")
+
+    @property
+    def rules(self) -> Rules:
+        return Rules(FLATTENED, "fixed", self.chunk_tokens)
 
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
         chunk = self.chunk_tokens

@@ -23,26 +23,18 @@ ROOT = -1
 
 
 class KVRanges(NamedTuple):
-    """Groups of one KV range each, before cutting: ``R`` ranges in depth-first order.
-
-    Attributes
-    ----------
-    node : [R] int64
-        The node at whose end the range ends.
-    begin, end : [R] int64
-        Tokens ``begin … end - 1`` of the context of the range's queries.
-    first, queries : [R] int64
-        The range's queries are ``order[first : first + queries]``.
-    order : [B] int32
-        Request indices.
-    """
+    """Groups of one KV range each, before cutting: ``R`` ranges in depth-first order."""
 
     node: Int64Array
+    """[R]: the node at whose end the range ends."""
     begin: Int64Array
     end: Int64Array
+    """[R]: tokens ``begin … end - 1`` of the context of the range's queries."""
     first: Int64Array
     queries: Int64Array
+    """[R]: the range's queries are ``order[first : first + queries]``."""
     order: Int32Array
+    """[B]: request indices."""
 
 
 @host_jit

@@ -31,24 +31,18 @@ class EdgeCosts(NamedTuple):
 
     The paper multiplies every term by ``d``, which decides nothing. In `C_P`, ``nQ`` counts query
     vectors, `vectors` for each query; ``gamma`` multiplies queries, as in the published artifact.
-
-    Attributes
-    ----------
-    alpha, beta, gamma : int
-        Weights, in units of 1 / WEIGHT_UNIT.
-    vectors : int
-        Query vectors of a query.
-    tile_heights, tile_tokens : [T] int64
-        ``TS_q`` in query vectors and ``TS_c`` of each phase, ascending (multi-phase tiling). A
-        group is in the first phase whose query tile holds it, or in the last.
     """
 
     alpha: int
     beta: int
     gamma: int
+    """Weights, in units of 1 / WEIGHT_UNIT."""
     vectors: int
+    """Query vectors of a query."""
     tile_heights: Int64Array
     tile_tokens: Int64Array
+    """[T] ``TS_q`` in query vectors and ``TS_c`` of each phase, ascending (multi-phase tiling). A
+    group is in the first phase whose query tile holds it, or in the last."""
 
     @classmethod
     def of(cls, coefficients: FastTreeCoefficients, target: Target) -> EdgeCosts:

@@ -27,11 +27,11 @@ class FlashForge(TwoRulePolicy):
     2. ``b_k[i] = ceil(C_est(n_q[i], n[i]) / c)`` (equation 5), at most one slice for each KV block.
        Queries are divided only if they exceed the kernels' largest tile (else ``b_q = 1``).
     3. A grid search compares costs ``c``, from that of the longest task down. It keeps the division
-       with the smallest makespan (:func:`~deft_backend.policies.chunk_choice.makespan`); of equal
-       ones the coarser, which leaves fewer partial results.
+       with the smallest makespan (``scheduled_chunks.py``); of equal ones the coarser, which leaves
+       fewer partial results.
     4. Longest-first scheduling (Graham). The plan's items lie in that order, and programs take them
-       in turn. Within a tile shape more tokens never take less time, so order by length is order
-       by cost.
+       in rounds, forth and back: a program's next item is the shorter, the longer its last one was.
+       Within a tile shape more tokens never take less time, so order by length is order by cost.
     """
 
     name: ClassVar[str] = FLASHFORGE

@@ -13,25 +13,18 @@ from deft_backend.forest import Int32Array
 
 
 class Segment(NamedTuple):
-    """A KV range inside a group, with its span.
-
-    Attributes
-    ----------
-    request, start, end : int
-        Positions ``start … end - 1`` of the context of the request with index `request`.
-    open : bool
-        Whether the range ends where its request currently ends. Then `end` is the request's end at
-        the time the forest was built.
-    attend_begin, attend_end : int
-        The span: the group's queries ``attend_begin … attend_end - 1`` attend to the range.
-    """
+    """A KV range inside a group, with its span."""
 
     request: int
     start: int
     end: int
+    """Positions ``start … end - 1`` of the context of the request with this index."""
     open: bool
+    """Whether the range ends where its request currently ends. Then `end` is the request's end at
+    the time the forest was built."""
     attend_begin: int
     attend_end: int
+    """The span: the group's queries ``attend_begin … attend_end - 1`` attend to the range."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,32 +36,23 @@ class Grouping:
     forest. A group's queries are in forest order, so the queries that attend to a range are a run
     of them. Two integers therefore replace DeFT's bit causal mask (Remark 3.1). All arrays are
     NumPy arrays; ``G`` groups, ``S`` segments.
-
-    Attributes
-    ----------
-    query_ptr : [G + 1] int32
-        Queries of group ``g`` are ``queries[query_ptr[g] : query_ptr[g + 1]]``.
-    queries : int32
-        Request indices.
-    segment_ptr : [G + 1] int32
-        Segments of group ``g``.
-    request, start, end : [S] int32
-        Each segment's tokens: positions ``start … end - 1`` of a request's context.
-    open : [S] bool
-        Whether the segment ends where its request currently ends.
-    attend_begin, attend_end : [S] int32
-        The run of the group's queries that attend to each segment.
     """
 
     query_ptr: Int32Array
+    """[G + 1]: queries of group ``g`` are ``queries[query_ptr[g] : query_ptr[g + 1]]``."""
     queries: Int32Array
+    """Request indices."""
     segment_ptr: Int32Array
+    """[G + 1]: segments of group ``g``."""
     request: Int32Array
     start: Int32Array
     end: Int32Array
+    """[S]: each segment's tokens: positions ``start … end - 1`` of a request's context."""
     open: npt.NDArray[np.bool_]
+    """[S]: whether the segment ends where its request currently ends."""
     attend_begin: Int32Array
     attend_end: Int32Array
+    """[S]: the run of the group's queries that attend to each segment."""
 
     @classmethod
     def of_single_ranges(

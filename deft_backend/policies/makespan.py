@@ -16,21 +16,14 @@ from deft_backend.policies.target import Target
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Subtasks on thread blocks (FlashForge, section 5.1).
-
-    Attributes
-    ----------
-    order : [S] int64
-        Subtasks, longest first.
-    program : [S] int64
-        Thread block of each subtask.
-    makespan_ms : float
-        Time of the thread block that takes longest: the objective of equation 3.
-    """
+    """Subtasks on thread blocks (FlashForge, section 5.1)."""
 
     order: Int64Array
+    """[S]: subtasks, longest first."""
     program: Int64Array
+    """[S]: thread block of each subtask."""
     makespan_ms: float
+    """Time of the thread block that takes longest: the objective of equation 3."""
 
 
 def longest_first(cost_ms: FloatArray, num_programs: int) -> Schedule:

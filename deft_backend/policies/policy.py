@@ -18,6 +18,9 @@ from deft_backend.policies.errors import PolicyError, check_limits
 from deft_backend.policies.grouping import Grouping
 from deft_backend.policies.target import Target
 
+FLATTENED = "flattened"
+"""The rule of edges of `deft-flatten`: nodes are cut where even chunks of the forest end."""
+
 
 class Rules(NamedTuple):
     """A policy's two rules, by the names under which the device planner knows them.
@@ -25,7 +28,8 @@ class Rules(NamedTuple):
     Attributes
     ----------
     edges : str
-        Which edges are cut: ``none``, ``all``, ``greedy`` (FastTree) or ``measured`` (`auto`).
+        Which edges are cut: ``none``, ``all``, ``greedy`` (FastTree) or ``measured`` (`auto`); or
+        :data:`FLATTENED`.
     chunks : str
         One of :data:`~deft_backend.policies.chunk_choice.CHUNK_RULES`.
     chunk_tokens : int

@@ -17,57 +17,39 @@ TILE_BLOCKS = (16, 64, 64)
 
 @dataclass(frozen=True)
 class Target:
-    """The attention and the GPU that a policy plans for.
-
-    Attributes
-    ----------
-    num_query_heads, num_kv_heads, head_dim, dtype_bytes : int
-        Shape of the attention; bytes of one element of the KV cache.
-    num_programs : int
-        Programs that run at once for each KV head: about the SMs times the programs of an SM,
-        divided by the KV heads.
-    tile_heights : tuple of int
-        Query vectors that each tile shape holds: ascending for tiles of one segment, and last the
-        masked tile. A tile of height ``h`` serves ``h // query_vectors`` queries.
-    tile_programs : tuple of int
-        Programs that run at once for each KV head, by tile shape.
-    fewer_programs : tuple of (int, int)
-        The same for the first tile shape in a small batch: the most queries of the batch, and the
-        programs, ascending.
-    num_sms : int
-        SMs of the GPU.
-    tile_segments : tuple of int
-        Most segments of one item, by tile shape.
-    block_tokens : int
-        Tokens of a KV block, in which chunks are counted.
-    tile_blocks : tuple of int
-        Tokens that the kernel of each tile shape reads at a time.
-    max_groups, max_group_queries : int
-        Most groups and most (group, query) pairs that the plan's arrays can hold.
-    query_tokens, query_blocks : int
-        A query of the plan is a block of up to `query_tokens` query tokens of a request, which has
-        `query_blocks` of them. Decode has one token in one block.
-    cost_model : CostModel, optional
-        Measured costs of partial attention; None for the table shipped with the package.
-    """
+    """The attention and the GPU that a policy plans for."""
 
     num_query_heads: int
     num_kv_heads: int
     head_dim: int
     dtype_bytes: int = 2
+    """Bytes of one element of the KV cache."""
     num_programs: int = 132
+    """Programs that run at once for each KV head: SMs times programs of an SM, by the KV heads."""
     tile_heights: tuple[int, ...] = TILE_HEIGHTS
+    """Query vectors that each tile shape holds: ascending for tiles of one segment, and last the
+    masked tile. A tile of height ``h`` serves ``h // query_vectors`` queries."""
     tile_programs: tuple[int, ...] = (132, 33, 33)
+    """Programs that run at once for each KV head, by tile shape."""
     fewer_programs: tuple[tuple[int, int], ...] = ()
+    """The same for the first tile shape in a small batch: the most queries of the batch, and the
+    programs, ascending."""
     num_sms: int = 132
     tile_segments: tuple[int, ...] = TILE_SEGMENTS
+    """Most segments of one item, by tile shape."""
     block_tokens: int = 64
+    """Tokens of a KV block, in which chunks are counted."""
     tile_blocks: tuple[int, ...] = TILE_BLOCKS
+    """Tokens that the kernel of each tile shape reads at a time."""
     max_groups: int = 1 << 30
     max_group_queries: int = 1 << 30
+    """Most groups and most (group, query) pairs that the plan's arrays can hold."""
     query_tokens: int = 1
     query_blocks: int = 1
+    """A query of the plan is a block of up to `query_tokens` query tokens of a request, which has
+    `query_blocks` of them. Decode has one token in one block."""
     cost_model: CostModel | None = field(default=None, compare=False)
+    """Measured costs of partial attention; None for the table shipped with the package."""
 
     @property
     def costs(self) -> CostModel:

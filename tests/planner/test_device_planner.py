@@ -48,6 +48,7 @@ def read(plan: DevicePlan) -> Plan:
     tiles = plan["tile_ptr"].cpu().numpy().copy()
     items, reduced = int(tiles[-1]), int(plan["num_reduce"][0])
     entries = int(plan["item_query_ptr"][items])
+    segments = int(plan["item_segment_ptr"][items])
 
     def cut(name: str, count: int) -> npt.NDArray[np.int32]:
         return plan[name][:count].cpu().numpy().copy()
@@ -56,7 +57,7 @@ def read(plan: DevicePlan) -> Plan:
         tile_ptr=tiles,
         item_segment_ptr=cut("item_segment_ptr", items + 1),
         item_query_ptr=cut("item_query_ptr", items + 1),
-        **{n: cut(f"segment_{n[8:]}", items) for n in (
+        **{n: cut(f"segment_{n[8:]}", segments) for n in (
             "segment_request", "segment_start", "segment_end", "segment_span")},
         entry_query=cut("entry_query", entries),
         entry_slot=cut("entry_slot", entries),
@@ -99,14 +100,20 @@ def batch_of(forest: PrefixForest, seed: int = 0) -> Batch:
     return Batch(names[tables], forest.seq_lens.astype(np.int32), 1)
 
 
-def items_of(plan: Plan) -> Counter[tuple[int, int, int]]:
-    """Queries and range of every item, for any choice of the request that holds the range."""
+def items_of(plan: Plan) -> Counter[tuple[Any, ...]]:
+    """Queries and ranges of every item, for any choice of the request that holds a range."""
+    segments = list(zip(plan.segment_start.tolist(), plan.segment_end.tolist(), strict=True))
+    masked = int(plan.tile_ptr[-2])
+    spans = plan.segment_span.tolist()
     return Counter(
-        (int(queries), int(start), int(end))
-        for queries, start, end in zip(
-            np.diff(plan.item_query_ptr), plan.segment_start, plan.segment_end, strict=True
+        (int(queries), *segments[begin:end], *(spans[begin:end] if number >= masked else ()))
+        for number, (queries, begin, end) in enumerate(
+            zip(
+                np.diff(plan.item_query_ptr), plan.item_segment_ptr[:-1],
+                plan.item_segment_ptr[1:], strict=True,
+            )
         )
-    )
+    )  # fmt: skip
 
 
 @settings(deadline=None, max_examples=40)
@@ -271,7 +278,7 @@ def test_fasttrees_search_is_the_hosts(
 
 
 @pytest.mark.usefixtures("all_candidates")
-@pytest.mark.parametrize("name", ["deft-node", "deft-node-chunk", "fasttree"])
+@pytest.mark.parametrize("name", ["deft-node", "deft-node-chunk", "deft-flatten", "fasttree"])
 def test_a_policy_that_does_not_fit_reads_whole_contexts(name: str) -> None:
     """As on the host, where the planner then plans flash-decoding."""
     levels = np.arange(1, 24) * 100
@@ -572,8 +579,8 @@ def test_a_plan_that_was_refused_leaves_the_one_before() -> None:
     tables, lens = torch.from_numpy(batch.page_tables), torch.from_numpy(batch.seq_lens)
     k, v = torch.randn(2, int(batch.page_tables.max()) + 1, 2, 64)
     q = torch.randn(3, 4, 64)
-    tree = attention("deft-flatten")
-    with pytest.raises(PolicyError, match="does not know the policy deft-flatten"):
+    tree = attention(max_batch=largest_batch() + 1)
+    with pytest.raises(PolicyError, match=f"at most {largest_batch()} requests"):
         tree.plan_on_device(tables, lens)
     with pytest.raises(AttentionError, match="nothing is planned"):
         tree.run(q, k, v, tables, lens)
@@ -593,8 +600,6 @@ def test_a_plan_without_room_for_its_batch_is_refused(capacity: tuple[int, ...])
 
 def test_what_cannot_be_planned_on_the_device_is_named() -> None:
     table, lens = torch.zeros((2, 8), dtype=torch.int32), torch.tensor([3, 4])
-    with pytest.raises(PolicyError, match="does not know the policy deft-flatten"):
-        attention("deft-flatten").plan_on_device(table, lens)
     with pytest.raises(PolicyError, match=f"at most {largest_batch()} requests"):
         attention(max_batch=largest_batch() + 1).plan_on_device(table, lens)
     with pytest.raises(AttentionError, match="raise max_batch"):

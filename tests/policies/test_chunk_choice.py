@@ -9,17 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deft_backend.planner.on_device.planner import PRICE_CHUNKS, WEIGHTS
-from deft_backend.policies import chunk_choice
 from deft_backend.policies.chunk_choice import (
     CHUNK_RULES,
-    MOST_ROUNDS,
     NUM_CHUNKS,
-    Cut,
     Limits,
     Machine,
-    ShapeCosts,
     choose_chunks,
     chunk_of,
+)
+from deft_backend.policies.measured_chunks import (
+    MOST_ROUNDS,
+    ROUNDING,
+    Cut,
+    ShapeCosts,
     cut_cost,
     cut_into,
 )
@@ -50,6 +52,7 @@ def host_price(found: list[tuple[int, int]], shape: int, num_chunks: int, costs:
     tiles = -(-queries // TILES[shape])
     small = [n for q, n in found if q <= TILES[0]]
     beside = costs["item_ns"][0] + sum(small) * costs["transfer_ns"] if small else 0.0
+    beside /= max(1.0, len(small) / costs["programs"][0])  # the first round of them
     chunk = chunk_of(int(tokens.max(initial=0)), num_chunks, costs["block"])
     cut = cut_into(queries, tokens, tiles, chunk)
     if num_chunks > 1 and cut.items > MOST_ROUNDS * costs["programs"][shape] and cut.most > 1:
@@ -114,8 +117,8 @@ def test_a_full_round_of_sms_is_even_in_both_precisions(gpu_sms: int, kv_heads: 
     for items in range(1, 4 * gpu_sms + 1):
         fullest = -(-items * kv_heads // gpu_sms)
         sms = gpu_sms / kv_heads
-        assert np.ceil(items / sms - chunk_choice.ROUNDING) == fullest
-        in_float32 = np.float32(items) / np.float32(sms) - np.float32(chunk_choice.ROUNDING)
+        assert np.ceil(items / sms - ROUNDING) == fullest
+        in_float32 = np.float32(items) / np.float32(sms) - np.float32(ROUNDING)
         assert np.ceil(in_float32) == fullest
 
 

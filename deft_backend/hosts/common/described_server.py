@@ -54,8 +54,7 @@ class DescribedServer:
     def variants(self, gpu: Gpu, settings: Settings) -> list[Variant]:
         """The kernels that the server launches on a GPU, which need not be at hand.
 
-        Raises AttentionError if the kernels cannot run this attention on that GPU. Raises
-        PolicyError if ``DEFT_POLICY`` does not fit the device planner.
+        Raises AttentionError if the kernels cannot run this attention on that GPU.
         """
         adapter, tensors = _HOSTS[self.host]
         query_tokens = self.query_tokens

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 
 from deft_backend.planner.on_device import largest_batch
-from deft_backend.policies import PolicyError, get_policy
 from deft_backend.settings.config import Settings
 from deft_backend.shapes.query_blocks import QueryBlocks
 
@@ -48,17 +47,21 @@ def selects_device_planner(
 
     - `capability`: Compute capability of the GPU that decodes; None for the CPU.
     - `verifies`: whether the server verifies drafts.
-
-    Raises PolicyError if only the device planner plans verifications, and it does not know the
-    policy.
     """
-    if verifies and adapter.plans_drafts_on_device:
-        return _verifies_on_device(settings)
-    unable = _unable(settings, adapter)
+    if verifies and adapter.plans_drafts_on_device:  # no other planner can make these plans
+        if settings.planner == "host" or settings.verify:
+            logger.warning(
+                "deft: verification is planned on the device; DEFT_PLANNER=host and DEFT_VERIFY "
+                "have no effect in a server that speculates"
+            )
+        return True
     host_plans = adapter.waits or capability is None
-    if unable is not None:
+    if settings.verify and not adapter.verifies_device_plans:
         if settings.planner == "device":
-            logger.warning("deft: %s; the host planner makes the plans", unable)
+            logger.warning(
+                "deft: DEFT_VERIFY checks plans of the host planner only; the host planner makes "
+                "the plans"
+            )
         return False
     if settings.planner == "host" and not host_plans:
         logger.warning(
@@ -68,30 +71,6 @@ def selects_device_planner(
     if settings.planner == "host":
         return not host_plans
     return settings.planner == "device" or not adapter.waits or capability == HOPPER
-
-
-def _verifies_on_device(settings: Settings) -> bool:
-    """Always True: no other planner plans verifications. Log settings without effect."""
-    if get_policy(settings.policy).rules is None:
-        raise PolicyError(
-            f"verification is planned on the device, which DEFT_POLICY={settings.policy} does not "
-            "support"
-        )
-    if settings.planner == "host" or settings.verify:
-        logger.warning(
-            "deft: verification is planned on the device; DEFT_PLANNER=host and DEFT_VERIFY have "
-            "no effect in a server that speculates"
-        )
-    return True
-
-
-def _unable(settings: Settings, adapter: Adapter) -> str | None:
-    """Why the device planner cannot make the plans, or None."""
-    if get_policy(settings.policy).rules is None:
-        return f"the device planner does not know the policy {settings.policy}"
-    if settings.verify and not adapter.verifies_device_plans:
-        return "DEFT_VERIFY checks plans of the host planner only"
-    return None
 
 
 def planned_on_device(requests: int, query_tokens: int = 1, gqa_group: int = 1) -> int:

@@ -20,21 +20,22 @@ from deft_backend.planner.on_device import (
     write_plan,
 )
 from deft_backend.planner.on_device.arrays import Scratch
+from deft_backend.planner.on_device.flatten import Flattener
 from deft_backend.planner.on_device.program_work import SIZES, ProgramWork, largest_batch
 from deft_backend.planner.on_device.target_numbers import Numbers
 from deft_backend.policies import FastTree, Policy, PolicyError, Target
-from deft_backend.policies.chunk_choice import (
+from deft_backend.policies.chunk_choice import MOST_DOUBLINGS
+from deft_backend.policies.fasttree import EdgeCosts
+from deft_backend.policies.measured_chunks import (
     ALONE,
     EXPOSED,
     HIDDEN,
-    LEVEL,
-    LEVELS,
-    MOST_DOUBLINGS,
     MOST_ROUNDS,
     ROUNDING,
     UNEVEN,
 )
-from deft_backend.policies.fasttree import EdgeCosts
+from deft_backend.policies.policy import FLATTENED
+from deft_backend.policies.scheduled_chunks import LEVEL, LEVELS
 from deft_backend.shapes.kernel_limits import MAX_MERGED
 
 COMPARE_ROWS = Kernel(compare_rows, "compare_rows")
@@ -45,6 +46,7 @@ ASSIGN_EDGES = Kernel(assign_edges, "assign_edges")
 PRICE_CHUNKS = Kernel(price_chunks, "price_chunks")
 MEASURE_RANGES = Kernel(measure_ranges, "measure_ranges")
 WRITE_PLAN = Kernel(write_plan, "write_plan")
+COUNT_PLAN = Kernel(write_plan, "count_plan")
 
 WEIGHTS = price_chunks.Weights(
     ALONE, HIDDEN, EXPOSED, UNEVEN, ROUNDING, MAX_MERGED, MOST_ROUNDS, LEVELS, LEVEL,
@@ -55,9 +57,9 @@ WEIGHTS = price_chunks.Weights(
 class DevicePlanner:
     """Plans batches on the device, by the two rules of a policy.
 
-    A plan takes seven launches, with every policy. None waits for the CPU, and none depends on the
-    contents of the page table. So a CUDA graph that holds them plans every batch that it is
-    replayed for.
+    A plan takes seven launches, with every policy but `deft-flatten`, which takes tensor operations
+    behind the first three. None waits for the CPU, and none depends on the contents of the page
+    table. So a CUDA graph that holds them plans every batch that it is replayed for.
 
     Parameters
     ----------
@@ -205,6 +207,13 @@ class DevicePlanner:
             (scratch.first, scratch.nodes, scratch.ranks, batch, small, large),
             {**common, "BLOCK": work.nodes}, work.warps.find_nodes,
         )  # fmt: skip
+        if self._rules.edges == FLATTENED:
+            flattener = Flattener(self._plan, scratch, self._rules.chunk_tokens)
+            tokens = flattener.write(numbers.target, batch, table_rows, seq_lens)
+            self._launch(
+                COUNT_PLAN, (1,), (scratch.counters, torch.stack(tokens)), common, 1, follows=False
+            )
+            return
         self._plan_ranges(numbers, batch, table_rows, seq_lens, work, common)
 
     def _plan_ranges(
@@ -255,7 +264,7 @@ class DevicePlanner:
         else:
             self._launch(
                 CHOOSE_RANGES, (1,),
-                (*forest, batch, small, large, *limits, (*per_gpu, partial_ns)),
+                (*forest, scratch.sums, batch, small, large, *limits, (*per_gpu, partial_ns)),
                 {**common, "EDGES": self._rules.edges}, work.warps.choose_ranges,
             )  # fmt: skip
         self._launch(

@@ -21,11 +21,11 @@ from deft_backend.planner.on_device.tiles import (
     tiles_of,
     total,
 )
-from deft_backend.policies.chunk_choice import Cut, ShapeCosts
+from deft_backend.policies.measured_chunks import Cut, ShapeCosts
 
 
 class Weights(NamedTuple):
-    """Constants of the estimate, which ``policies/chunk_choice.py`` defines and explains."""
+    """Constants that ``policies/measured_chunks.py`` and its siblings define and explain."""
 
     alone: float
     hidden: float
@@ -197,7 +197,9 @@ def price_chunks(
         is_small = (all_queries > 0) & (all_large == 0)
         small_tokens = total(tl.where(is_small, all_tokens, 0).to(tl.float32))
         beside = small_tokens * transfer_ns + costs.small_item
-        beside = tl.where(total(is_small.to(tl.int32)) > 0, beside, 0)
+        rounds = total(tl.where(is_small, all_tiles, 0)).to(tl.float32)
+        beside /= tl.maximum(rounds / small_programs.to(tl.float32), 1.0)
+        beside = tl.where(rounds > 0, beside, 0)
         shape_costs = ShapeCosts(
             is_large=shape == 1,
             programs=programs,

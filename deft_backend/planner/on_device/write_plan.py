@@ -204,6 +204,22 @@ def _count(counters, which, more):
 
 
 @jit
+def _count_plan(counters, context, loaded, TIMED: tl.constexpr):
+    """Count a plan, its tokens of context, the tokens that its items load, and its time."""
+    _count(counters, 0, tl.full([], 1, tl.int64))
+    _count(counters, 1, context)
+    _count(counters, 2, loaded)
+    if TIMED:  # from the first kernel's first program to here, where the other programs end, too
+        _count(counters, 3, globaltimer() - tl.load(counters.began))
+
+
+@jit
+def count_plan(counters: Counters, tokens_ptr, TIMED: tl.constexpr):
+    """Count a plan of `deft-flatten`: its tokens of context, and those that its items load."""
+    _count_plan(counters, tl.load(tokens_ptr), tl.load(tokens_ptr + 1), TIMED)
+
+
+@jit
 def _write_totals(
     order_ptr, ranges, places, items, reduction, counters, slots, batch, small_tile, large_tile,
     BATCH: tl.constexpr, BLOCKS: tl.constexpr, TIMED: tl.constexpr,
@@ -222,11 +238,7 @@ def _write_totals(
     loaded = tl.where(queries > 0, tiles.to(tl.int64) * (end - begin).to(tl.int64), 0)
     place = tl.arange(0, BATCH)
     context = tl.load(ranges.end + BATCH + place, mask=place < batch, other=0).to(tl.int64)
-    _count(counters, 0, tl.full([], 1, tl.int64))
-    _count(counters, 1, total(context) // BLOCKS)
-    _count(counters, 2, total(loaded))
-    if TIMED:  # from the first kernel's first program to here, where the other programs end, too
-        _count(counters, 3, globaltimer() - tl.load(counters.began))
+    _count_plan(counters, total(context) // BLOCKS, total(loaded), TIMED)
 
 
 @jit(do_not_specialize=["batch", "small_tile", "large_tile", "block"])

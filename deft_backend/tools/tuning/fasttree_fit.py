@@ -22,6 +22,8 @@ ARTIFACT = FastTreeCoefficients(alpha=0.66, beta=0.33, gamma=0.1)
 
 WORST_FIT = 0.5  # relative error above which the equations do not describe the measurements
 
+LEAST_WEIGHT = 1e-3  # of padding over useful work; below it, padding has no weight
+
 ROUNDS = 2  # groups for each program in the measured launches
 
 
@@ -40,14 +42,14 @@ def measure_coefficients(
     The terms in brackets apply if there are intermediate results. Each phase has its own ``u_t``,
     because small tiles wait for memory more than large tiles. Only the ratios of the weights decide
     an edge. The fit scales them so that the weights of padding have the same sum as the artifact's.
-    If the fit is poor or gives a weight of 0, the artifact's defaults are used, and the log gives
-    this reason.
+    A weight of 0 is a result: kernels with small KV blocks lose nothing to padded contexts. If the
+    fit is poor, or padding has no weight, the artifact's defaults are used, and the log says so.
     """
     works = group_works(target, grid)
     features = [_features(work, target) for work in works]
     fitted, error = fit_times(features, [time_us(work) for work in works])
     alpha, beta, gamma = (float(value) for value in fitted[-3:])
-    if error > WORST_FIT or min(alpha, beta, gamma) <= 0.0:
+    if error > WORST_FIT or alpha + beta <= LEAST_WEIGHT * max(fitted[2:-3]):
         logger.warning(
             "deft: FastTree's cost equations fit this GPU poorly (alpha %.3g, beta %.3g, gamma "
             "%.3g, relative error %.0f %%); the defaults of its artifact are kept",

@@ -30,22 +30,20 @@ HOPPER, AMPERE, CPU = (9, 0), (8, 0), None
         (SGLANG, "auto", CPU, {}, False, ""),
         (SGLANG, "auto", HOPPER, {"verify": True}, False, ""),
         (SGLANG, "auto", HOPPER, {"policy": "fasttree"}, True, ""),
-        (SGLANG, "auto", HOPPER, {"policy": "deft-flatten"}, False, ""),
+        (SGLANG, "auto", HOPPER, {"policy": "deft-flatten"}, True, ""),
         (SGLANG, "host", HOPPER, {}, False, ""),
         (SGLANG, "device", AMPERE, {}, True, ""),
         (SGLANG, "device", CPU, {}, True, ""),
         (SGLANG, "device", HOPPER, {"verify": True}, False, "DEFT_VERIFY checks plans of the host"),
         (SGLANG, "device", HOPPER, {"policy": "deft-node"}, True, ""),
-        (SGLANG, "device", HOPPER, {"policy": "deft-flatten"}, False, "does not know the policy"),
         (VLLM, "auto", HOPPER, {}, True, ""),
         (VLLM, "auto", AMPERE, {}, True, ""),
         (VLLM, "auto", CPU, {}, True, ""),
         (VLLM, "auto", HOPPER, {"verify": True}, True, ""),
         (VLLM, "auto", CPU, {"policy": "fasttree"}, True, ""),
-        (VLLM, "auto", CPU, {"policy": "deft-flatten"}, False, ""),
+        (VLLM, "auto", CPU, {"policy": "deft-flatten"}, True, ""),
         (VLLM, "host", CPU, {}, False, ""),
         (VLLM, "host", HOPPER, {}, True, "DEFT_PLANNER=host needs a host that waits for the GPU"),
-        (VLLM, "device", CPU, {"policy": "deft-flatten"}, False, "does not know the policy"),
     ],
 )
 def test_one_rule_for_both_adapters(
@@ -58,14 +56,12 @@ def test_one_rule_for_both_adapters(
     assert bool(said) == bool(caplog.text)
 
 
-def test_both_adapters_plan_every_policy_with_rules_on_the_device_on_hopper() -> None:
-    """No setting makes either plan there what the device planner does not know."""
+def test_both_adapters_plan_every_policy_on_the_device_on_hopper() -> None:
     for adapter in (SGLANG, VLLM):
         for planner, policy in product(PLANNERS, POLICY_NAMES):
             settings = Settings(planner=planner, policy=policy)
             planned = selects_device_planner(settings, adapter, HOPPER)
-            known = policy != "deft-flatten"
-            assert planned == (known and (planner != "host" or not adapter.waits))
+            assert planned == (planner != "host" or not adapter.waits)
 
 
 def test_the_log_says_if_the_device_planner_holds_fewer_requests(

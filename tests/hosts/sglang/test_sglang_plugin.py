@@ -255,8 +255,6 @@ def test_verification_is_planned_on_the_device(
     runner = SimpleNamespace(device="cpu")
     assert factory._plans_on_device(runner, Settings(**changes), tokens) is on_device
     assert ("have no effect" in caplog.text) is bool(changes)
-    with pytest.raises(factory.Unsupported, match="DEFT_POLICY=deft-flatten"):
-        factory._plans_on_device(runner, Settings(policy="deft-flatten"), 4)
 
 
 def test_the_draft_models_runner_keeps_the_hosts_backend(host: Any) -> None:

@@ -15,18 +15,14 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 from deft_backend.attention import TreeAttention, tree_attention
 from deft_backend.hosts.common import self_check
-from deft_backend.hosts.common.division import LayerShape
 from deft_backend.hosts.common.latches import FailureLatch
-from deft_backend.hosts.vllm.start import factory
-from deft_backend.hosts.vllm.start.factory import LayerGroup
-from deft_backend.hosts.vllm.start.layers import Layer
 from deft_backend.hosts.vllm.step import group
 from deft_backend.hosts.vllm.step.backend import cannot_surround, tree_backend
 from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
 from deft_backend.hosts.vllm.step.group import GroupAttention
 from deft_backend.hosts.vllm.step.step import TreeStep, attach, step_of
 from deft_backend.hosts.vllm.versions import backend_name
-from deft_backend.settings.config import Settings, SettingsError
+from deft_backend.settings.config import SettingsError
 from deft_backend.telemetry.shown_batch import ShownBatchError, forest_of
 from failure_lines import raising
 from vllm_fakes import (
@@ -496,17 +492,6 @@ def test_a_wrong_setting_stops_the_server(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("DEFT_POLICY", "fastest")
     with pytest.raises(SettingsError, match="DEFT_POLICY is 'fastest'; expected one of"):
         tree_layers().builder(make_spec())
-
-
-def test_a_gpu_plans_with_policies_of_the_device_planner(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = LayerShape(HEADS, 2, DIM)
-    layer = Layer(shape, 1.0, 0.0, None)
-    gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(TreeAttention, "unsupported", staticmethod(lambda *given, **more: None))
-    for policy, reason in (("auto", None), ("deft-flatten", "DEFT_POLICY=deft-flatten")):
-        layers = LayerGroup(PlainCpuBackend, make_spec(), ["layer.0"], make_config(), gpu)
-        found = factory._unsupported_shape(layers, shape, layer, Settings(policy=policy))
-        assert found is None if reason is None else reason in found
 
 
 def test_kv_of_another_kind_makes_no_group(caplog: pytest.LogCaptureFixture) -> None:

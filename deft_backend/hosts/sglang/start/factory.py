@@ -49,7 +49,6 @@ from deft_backend.hosts.sglang.versions import (
     resolved,
     tensor_parallel_group,
 )
-from deft_backend.policies import PolicyError
 from deft_backend.settings.config import LOG_LEVELS, Settings, warn_unknown
 from deft_patches.sglang import observe_batch, page_table_fence, tree_graphs
 
@@ -194,12 +193,9 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
 
 def _plans_on_device(runner: Any, settings: Settings, query_tokens: int) -> bool:
     """Whether the device planner makes the plans."""
-    try:
-        return selects_device_planner(
-            settings, SGLANG, capability_of(device_of(runner)), verifies=query_tokens > 1
-        )
-    except PolicyError as error:
-        raise Unsupported(str(error)) from None
+    return selects_device_planner(
+        settings, SGLANG, capability_of(device_of(runner)), verifies=query_tokens > 1
+    )
 
 
 def _what(attention: TreeAttention) -> str:

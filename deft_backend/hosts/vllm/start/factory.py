@@ -35,7 +35,6 @@ from deft_backend.hosts.vllm.start.layers import Layer, kv_views
 from deft_backend.hosts.vllm.step.group import GroupAttention
 from deft_backend.hosts.vllm.versions import blank_cache, unknown_cache
 from deft_backend.settings.config import LOG_LEVELS, Settings, warn_unknown
-from deft_backend.settings.policy_names import DEFT_FLATTEN
 
 logger = logging.getLogger("deft_backend")
 
@@ -102,7 +101,7 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
     _refuse(unsupported_spec(spec))
     shape = Counter(layer.shape for layer in mine.values()).most_common(1)[0][0]
     layer = next(iter(mine.values()))  # one specification, one kind of cache
-    _refuse(_unsupported_shape(layers, shape, layer, settings))
+    _refuse(_unsupported_shape(layers, shape, layer))
     # Everything in a specification that the group depends on. The rest is checked already, or
     # concerns only the host.
     key = (tuple(layer_names), spec.block_size, device)
@@ -191,9 +190,7 @@ def unsupported_spec(spec: Any) -> str | None:
     return None if unknown is None else f"a KV cache with {unknown} is not supported"
 
 
-def _unsupported_shape(
-    layers: LayerGroup, shape: LayerShape, layer: Layer, settings: Settings
-) -> str | None:
+def _unsupported_shape(layers: LayerGroup, shape: LayerShape, layer: Layer) -> str | None:
     spec, device, dtype = layers.spec, layers.device, layers.vllm_config.model_config.dtype
     if layer.kv_dtype is not None:
         reason = refused_cache(layer.cache)
@@ -203,8 +200,6 @@ def _unsupported_shape(
         return f"KV in {spec.dtype} under a model in {dtype} is not supported"
     if (shape.num_kv_heads, shape.head_dim) != (spec.num_kv_heads, spec.head_size):
         return f"{shape} over a KV cache of {spec.num_kv_heads} heads of {spec.head_size}"
-    if device.type == "cuda" and settings.policy == DEFT_FLATTEN:
-        return f"DEFT_POLICY={settings.policy} is not supported: only the CPU can plan it"
     reason = TreeAttention.unsupported(*shape, dtype, device, kv_dtype=layer.kv_dtype)
     return None if reason is None else f"not supported: {reason}"
 

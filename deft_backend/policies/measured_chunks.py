@@ -1,0 +1,142 @@
+"""The rule ``measured`` of `auto`: the least time of a cut by measured costs.
+
+The cost of a candidate in nanoseconds is the sum of these terms:
+
+- ``slower(max(busy, alone), stored * transfer_ns)``. The items take ``busy``: they run in rounds,
+  one item on each program. One item takes at least ``alone``. The GPU's memory takes
+  ``transfer_ns`` for one token of all KV heads.
+- For large tiles that need at most half of their programs: minus the share :data:`HIDDEN` of the
+  first round of small tiles, which run at the same time. Later rounds wait: items that merge hold
+  their programs until the large tiles are done. Each such large tile also has half an SM to
+  itself, and takes only :data:`ALONE` of its time per token.
+- ``results * partial_ns`` for writing and reading partial results.
+- For small tiles: the share :data:`EXPOSED` of the items' own cost, and the share :data:`UNEVEN` of
+  the transfer if one round does not spread evenly over the SMs.
+- The merges. Small tiles merge up to :data:`~deft_backend.shapes.kernel_limits.MAX_MERGED`
+  results of large tiles, one after another. Stage 2 merges more than that, and the results of
+  small tiles.
+
+The rule drops a candidate with more than :data:`MOST_ROUNDS` rounds of items.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from deft_backend.compile.host_jit import host_jit
+from deft_backend.policies.edges import Int64Array
+from deft_backend.shapes.kernel_limits import MAX_MERGED
+
+MOST_ROUNDS = 8
+"""Most rounds of items over the programs; more rounds do not fill the GPU better."""
+
+ALONE = 0.87
+"""Time per token of a large tile with half an SM to itself, divided by its time next to another
+one. Like :data:`HIDDEN`, it comes from sweeps of chunks over 40 trees on an H100
+(docs/kernel-log.md)."""
+
+HIDDEN = 0.65
+"""Share of the small tiles' first round in which large tiles run at no cost. It is less than 1:
+while the memory is busy, the loads of a long item take about twice as long."""
+
+EXPOSED = 0.35
+"""Share of a small tile's ``item_ns`` that other items of the small tile do not hide.
+Like :data:`UNEVEN`, it comes from 48 trees and five head shapes on an H100 (docs/kernel-log.md),
+with leaves cut into different numbers of chunks."""
+
+UNEVEN = 0.05
+"""Weight of an uneven round of small tiles. Such a round loses this share of the transfer's time,
+multiplied by the share by which the fullest SM holds more items than the average SM."""
+
+ROUNDING = 1e-3
+"""Subtracted before items per SM are rounded up, so that a whole number stays one in float32. Items
+per SM are a multiple of 1 / SMs of the GPU, which is larger."""
+
+
+class Cut(NamedTuple):
+    """Ranges of one tile shape, cut into chunks of one length."""
+
+    chunk: int  # most tokens of a chunk
+    longest: int  # tokens of the longest range
+    items: int  # a query tile and a chunk each
+    read: int  # tokens that the items load
+    stored: int  # tokens of the ranges
+    results: int  # one for each query and chunk; ranges of one chunk leave none
+    most: int  # chunks of the range with most chunks
+
+
+class ShapeCosts(NamedTuple):
+    """Costs of one tile shape in nanoseconds, as in :class:`~deft_backend.costs.TileCosts`."""
+
+    is_large: bool
+    programs: int  # that run at once for each KV head
+    sms: float  # SMs of the GPU for each KV head
+    item_ns: float
+    token_ns: float
+    partial_ns: float
+    reduce_ns: float
+    transfer_ns: float  # in which the GPU's memory delivers one token of all KV heads
+    beside: float  # about the time of the first round of small tiles
+
+
+@host_jit
+def _slower(one: float, other: float) -> float:
+    """About the larger of two times: 9 % more if they are equal, 0.05 % more at a ratio of two.
+
+    If the work is hardly faster than the memory, the sum does not reach the memory's speed.
+    """
+    larger = max(one, other)
+    share = min(one, other) / larger
+    found: float = larger * (1.0 + share**8) ** 0.125
+    return found
+
+
+@host_jit
+def cut_cost(cut: Cut, costs: ShapeCosts) -> float:
+    """Expected nanoseconds of a cut; the module's docstring states the rule."""
+    rounds = (cut.items + costs.programs - 1) // costs.programs
+    token = costs.token_ns
+    leaves_room = costs.is_large and 2 * cut.items <= costs.programs
+    if leaves_room:
+        token *= ALONE
+    busy = rounds * (costs.item_ns + cut.read / cut.items * token)
+    alone = costs.item_ns + min(cut.chunk, cut.longest) * token
+    transfer = cut.stored * costs.transfer_ns
+    expected = _slower(max(busy, alone), transfer)
+    if leaves_room:
+        expected -= min(expected, HIDDEN * costs.beside)
+    expected += cut.results * costs.partial_ns
+    if not costs.is_large:
+        expected += EXPOSED * cut.items * costs.item_ns / costs.programs
+        if costs.sms < cut.items <= costs.programs:
+            fullest = np.ceil(cut.items / costs.sms - ROUNDING) * costs.sms
+            expected += UNEVEN * transfer * (fullest / cut.items - 1.0)
+    if not costs.is_large or cut.most > MAX_MERGED:
+        if cut.most > 1:
+            expected += costs.reduce_ns + cut.most * costs.reduce_ns / (16 * MAX_MERGED)
+    else:
+        expected += (cut.most - 1) * costs.reduce_ns / (2 * MAX_MERGED)
+    return expected
+
+
+@host_jit
+def cut_into(queries: Int64Array, tokens: Int64Array, tiles: Int64Array, chunk: int) -> Cut:
+    """Cut ranges [R] of these queries, tokens and query tiles into chunks of `chunk` tokens."""
+    longest = np.int64(0)
+    items = np.int64(0)
+    read = np.int64(0)
+    stored = np.int64(0)
+    results = np.int64(0)
+    most = np.int64(1)
+    for r in range(len(queries)):
+        parts = max(np.int64(1), (tokens[r] + chunk - 1) // chunk)
+        longest = max(longest, tokens[r])
+        items += tiles[r] * parts
+        read += tiles[r] * tokens[r]
+        stored += tokens[r]
+        if parts > 1:
+            results += queries[r] * parts
+            most = max(most, parts)
+    return Cut(chunk, longest, items, read, stored, results, most)
