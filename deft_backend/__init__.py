@@ -11,8 +11,6 @@ The library in five lines::
 Servers need none of it: ``--attention-backend deft`` is enough.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """Launches and copies go to PyTorch's current device, even if the tensors are on another one."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 
 import torch

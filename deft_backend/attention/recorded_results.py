@@ -4,8 +4,6 @@ A server on anything else checks its kernels itself before it captures graphs (`
 records lie in `docs/results`. Add a line here together with its record.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 

@@ -1,7 +1,5 @@
 """The reference for every kernel: attention in plain PyTorch and float64, request by request."""
 
-from __future__ import annotations
-
 import math
 
 import torch

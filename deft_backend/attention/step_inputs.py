@@ -1,7 +1,5 @@
 """The inputs of one run: count the requests, and fill in what the caller left out."""
 
-from __future__ import annotations
-
 import torch
 
 from deft_backend.attention.current_plan import PlannedBatch
@@ -15,17 +13,8 @@ class StepInputs:
 
     Its own tensors keep their addresses, so that CUDA graphs can hold them.
 
-    Parameters
-    ----------
-    shape : AttentionShape
-    max_requests : int
-        Most requests of a batch.
-
-    Attributes
-    ----------
-    shape : AttentionShape
-    unit_scale : [1] float32
-        The scale 1 on the device.
+    - `max_requests`: most requests of a batch.
+    - `unit_scale` [1] float32: the scale 1 on the device.
     """
 
     def __init__(self, shape: AttentionShape, max_requests: int) -> None:
@@ -78,10 +67,8 @@ class StepInputs:
 def requests_to_run(planned: PlannedBatch, given: int, static_launch: bool) -> int:
     """The number of requests for a run: that of the planned batch, or a larger one that is given.
 
-    Raises
-    ------
-    AttentionError
-        If there is no plan for the launches, or the plan covers more requests than `given`.
+    Raises AttentionError if there is no plan for the launches, or the plan covers more requests
+    than `given`.
     """
     if static_launch:
         expected = given

@@ -1,7 +1,5 @@
 """Memory for the partial results of stage 1, at addresses that CUDA graphs can hold."""
 
-from __future__ import annotations
-
 import torch
 
 from deft_backend.kernels import Partials

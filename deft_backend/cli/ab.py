@@ -1,7 +1,5 @@
 """`deft ab`: send the same requests to two servers, and compare tokens, KV reads and times."""
 
-from __future__ import annotations
-
 import asyncio
 import shlex
 import sys

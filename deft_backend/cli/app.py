@@ -1,7 +1,5 @@
 """The commands, one module each."""
 
-from __future__ import annotations
-
 import errno
 import signal
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """The checks of `deft doctor`: one function for each subject yields its findings."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Iterator

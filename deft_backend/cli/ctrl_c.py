@@ -1,7 +1,5 @@
 """What Ctrl-C does: it ends the process at once, or it unwinds a command."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

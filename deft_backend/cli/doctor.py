@@ -1,7 +1,5 @@
 """`deft doctor`: show the installation, the kernel that would run, and the missing parts."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import asdict

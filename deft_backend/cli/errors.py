@@ -1,7 +1,5 @@
 """Lines for the terminal, and errors that a user can repair, without a traceback."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`deft explain`: draw a tree in the terminal, with its groups and the bytes that they move."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`deft inspect`: a page that draws the forest that a server decodes, live."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Annotated

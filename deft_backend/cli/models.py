@@ -1,7 +1,5 @@
 """The model of a command: a folder, a hub name, or the repository's tiny model."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`deft serve`: start the host server with the plugin, in the foreground."""
 
-from __future__ import annotations
-
 import os
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Head shapes of a command: from its options, or from a model's configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`deft trace`: make a trace of arrivals in Mooncake's format."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterable

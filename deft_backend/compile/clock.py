@@ -3,8 +3,6 @@
 A plan's time does not contain it: the first plan of a process may compile for seconds.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Compile for a GPU that is not at hand: Triton asks its driver for the GPU, nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -8,8 +8,6 @@ whose functions or constants it may use. Numba overwrites the code of another Nu
 `host_jit` keeps a folder for each version, because several environments may use one checkout.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from functools import lru_cache, wraps

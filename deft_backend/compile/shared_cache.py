@@ -7,8 +7,6 @@ rank skips the kernels that others compile, and takes them from the cache afterw
 divide the kernels among all their threads.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -1,7 +1,5 @@
 """Digests of the package's sources, so that compiled code and cost tables follow their changes."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path

@@ -7,8 +7,6 @@ threads: Triton's passes and the assembler release Python's lock. Each variant g
 path of Triton's own launch, so it gets the key in Triton's cache that a launch looks up.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -51,42 +51,25 @@ class FastTreeCoefficients:
 
 @dataclass(frozen=True, eq=False)
 class CostModel:
-    """Execution times of partial attention, profiled on one GPU (FlashForge, section 5.2).
+    """Execution times of partial attention, profiled on one GPU (FlashForge, section 5.2)."""
 
-    Attributes
-    ----------
-    source : str
-        Origin of the times.
-    head_dim : int
-        Profiled head dimension.
-    query_rows : [Q] float64
-        Profiled heights ``n_q`` of the query tile in query vectors, ascending. Each query has one
-        vector for each query head of its GQA group, so one table serves MHA, GQA and MQA.
-    tokens : [T] float64
-        Profiled KV lengths ``n``, ascending.
-    time_ms : [T, Q] float64
-        Milliseconds of a program (thread block); more tokens never take less time.
-    launch_ms : float
-        Part of every time that the kernel launch takes, regardless of its work. A launch runs many
-        items, so estimates of a whole grouping count it once.
-    bandwidth_gb_s : float
-        Bandwidth of the GPU's memory in 1e9 bytes per second. All programs share it; the times of
-        one program do not show this.
-    fasttree : FastTreeCoefficients
-        Weights of FastTree's cost equations on this GPU.
-    tiles : TileCosts
-        Times of items and partial results on the whole GPU.
-    """
-
-    source: str
-    head_dim: int
+    source: str  # origin of the times
+    head_dim: int  # profiled head dimension
+    # [Q] float64: profiled heights ``n_q`` of the query tile in query vectors, ascending. Each
+    # query has one vector for each query head of its GQA group, so one table serves MHA, GQA and
+    # MQA.
     query_rows: FloatArray
-    tokens: FloatArray
+    tokens: FloatArray  # [T] float64: profiled KV lengths ``n``, ascending
+    # [T, Q] float64: milliseconds of a program (thread block); more tokens never take less time.
     time_ms: FloatArray
+    # Part of every time that the kernel launch takes, regardless of its work. A launch runs many
+    # items, so estimates of a whole grouping count it once.
     launch_ms: float
+    # Bandwidth of the GPU's memory in 1e9 bytes per second. All programs share it; the times of one
+    # program do not show this.
     bandwidth_gb_s: float
-    fasttree: FastTreeCoefficients
-    tiles: TileCosts
+    fasttree: FastTreeCoefficients  # weights of FastTree's cost equations on this GPU
+    tiles: TileCosts  # times of items and partial results on the whole GPU
 
     def __post_init__(self) -> None:
         for name, axis in (("query_rows", self.query_rows), ("tokens", self.tokens)):
@@ -141,17 +124,11 @@ class CostModel:
     def load(cls, path: str | Path, *, private: bool = False) -> CostModel:
         """Read a table from JSON, as :meth:`save` writes it.
 
-        Parameters
-        ----------
-        path : str or Path
-        private : bool
-            Whether only this user or root may be able to write the file; the package's own tables
-            may belong to others.
+        - `private`: whether only this user or root may be able to write the file; the package's own
+          tables may belong to others.
 
-        Raises
-        ------
-        CostModelError
-            If the file is missing or holds no JSON, or if a field is missing or impossible.
+        Raises CostModelError if the file is missing or holds no JSON, or if a field is missing or
+        impossible.
         """
         data = read_table(Path(path), private=private)
         try:
@@ -206,10 +183,8 @@ class CostModel:
 def read_table(path: Path, *, private: bool) -> Any:
     """The JSON of a table's file.
 
-    Raises
-    ------
-    CostModelError
-        If it cannot be read, holds no JSON or, with `private`, might be another user's work.
+    Raises CostModelError if it cannot be read, holds no JSON or, with `private`, might be another
+    user's work.
     """
     try:
         return read_private_json(path) if private else parsed(path.read_text(encoding="utf-8"))

@@ -1,7 +1,5 @@
 """The cost table of a device: the key for :mod:`deft_backend.costs.table_lookup`."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch

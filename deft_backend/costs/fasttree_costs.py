@@ -1,7 +1,5 @@
 """Padding in FastTree's cost equations, as the fit of its coefficients counts it."""
 
-from __future__ import annotations
-
 
 def pad(tile: int, size: int) -> int:
     """``Pad(TS, N) = TS - ((N - 1) % TS + 1)``: padding elements of the last tile."""

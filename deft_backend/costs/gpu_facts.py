@@ -11,21 +11,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """Size and clocks of a GPU.
+    """Size and clocks of a GPU."""
 
-    Attributes
-    ----------
-    sms : int
-        Streaming multiprocessors.
-    sm_clock_mhz : float
-        Highest clock of an SM, in MHz.
-    memory_gb_s : float
-        Bandwidth of the memory by its clock and its bus, in 1e9 bytes per second. No kernel reads
-        as fast; a cost table holds what one reads.
-    """
-
-    sms: int
-    sm_clock_mhz: float
+    sms: int  # streaming multiprocessors
+    sm_clock_mhz: float  # highest clock of an SM, in MHz
+    # Bandwidth of the memory by its clock and its bus, in 1e9 bytes per second. No kernel reads as
+    # fast; a cost table holds what one reads.
     memory_gb_s: float
 
     def to_dict(self) -> dict[str, Any]:

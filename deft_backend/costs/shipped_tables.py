@@ -1,7 +1,5 @@
 """The cost tables that the package ships, and how they are carried to other GPUs and heads."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass, replace
@@ -20,21 +18,11 @@ the CPU the first one plans."""
 
 @dataclass(frozen=True, eq=False)
 class ShippedTable:
-    """A table of the package.
-
-    Attributes
-    ----------
-    path : Path
-    key : TableKey
-        What it was measured with.
-    facts : GpuFacts
-        The GPU that it was measured on.
-    model : CostModel
-    """
+    """A table of the package."""
 
     path: Path
-    key: TableKey
-    facts: GpuFacts
+    key: TableKey  # what it was measured with
+    facts: GpuFacts  # the GPU that it was measured on
     model: CostModel
 
 

@@ -1,7 +1,5 @@
 """What a cost table was measured with: the key in its file, and the file's name."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -16,33 +14,22 @@ from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES, SHORT_DTYPES
 
 @dataclass(frozen=True)
 class TableKey:
-    """The GPU, software and attention with which a cost table was measured. It is right for these.
+    """The GPU, software and attention for which a cost table was measured."""
 
-    Attributes
-    ----------
-    gpu : str
-        Name of the GPU; empty for the CPU, where nothing is measured.
-    package, kernels, torch, triton : str
-        Version of this package, digest of its kernels' sources, versions of torch and Triton.
-    query_heads, kv_heads, head_dim : int
-        Shape of the attention.
-    dtype : str
-        Of the KV cache: one of :data:`~deft_backend.shapes.dtype_names.DTYPE_BYTES`.
-        Queries have it too, unless it has 8 bits.
-    page_size : int
-        Tokens a page of the KV cache.
-    """
-
-    gpu: str
+    gpu: str  # name of the GPU; empty for the CPU, where nothing is measured
+    # Version of this package, digest of its kernels' sources, versions of torch and Triton.
     package: str
     kernels: str
     torch: str
     triton: str
+    # Shape of the attention.
     query_heads: int
     kv_heads: int
     head_dim: int
+    # Of the KV cache: one of :data:`~deft_backend.shapes.dtype_names.DTYPE_BYTES`. Queries have it
+    # too, unless it has 8 bits.
     dtype: str
-    page_size: int
+    page_size: int  # tokens a page of the KV cache
 
     @property
     def shape(self) -> str:
@@ -74,10 +61,7 @@ class TableKey:
 def read_key(path: Path, *, private: bool = False) -> TableKey:
     """The key in a table's file; `private` as in :meth:`CostModel.load`.
 
-    Raises
-    ------
-    CostModelError
-        If the file cannot be read or holds no key.
+    Raises CostModelError if the file cannot be read or holds no key.
     """
     data = read_table(path, private=private)
     key = data.get("key") if isinstance(data, Mapping) else None

@@ -4,8 +4,6 @@ A tuned table is a JSON file in a folder of the user's cache. Its name and its `
 measurement. Another GPU, another version or another head shape has another file.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from dataclasses import asdict, dataclass
@@ -23,27 +21,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class TableInUse:
-    """A cost table and the reason for its choice.
+    """A cost table and the reason for its choice."""
 
-    Attributes
-    ----------
-    model : CostModel
-        The table to plan with.
-    path : Path
-        The table's file.
-    tuned : bool
-        Whether it was measured for this key; False for the shipped table.
-    notice : str, optional
-        Why the shipped table is used although another would be better, and the remedy.
-    damage : str, optional
-        The fault of the file that should have been used.
-    """
-
-    model: CostModel
-    path: Path
-    tuned: bool
+    model: CostModel  # the table to plan with
+    path: Path  # the table's file
+    tuned: bool  # whether it was measured for this key; False for the shipped table
+    # Why the shipped table is used although another would be better, and the remedy.
     notice: str | None = None
-    damage: str | None = None
+    damage: str | None = None  # the fault of the file that should have been used
 
 
 def cost_model_for(key: TableKey, folder: Path, facts: GpuFacts | None = None) -> CostModel:
@@ -100,10 +85,7 @@ def _notice(key: TableKey, measured_on: str, facts: GpuFacts | None) -> str:
 def save_table(model: CostModel, key: TableKey, path: Path) -> None:
     """Write a table with its key; a reader of `path` sees either the old file or the new one.
 
-    Raises
-    ------
-    OSError
-        If the folder cannot be created or written.
+    Raises OSError if the folder cannot be created or written.
     """
     text = json.dumps({**model.to_dict(), "key": asdict(key)}, indent=2) + "\n"
     write_private(path, text)

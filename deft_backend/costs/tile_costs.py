@@ -1,7 +1,5 @@
 """Costs of an item of each tile shape on one GPU: the numbers behind `auto`."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -15,22 +13,14 @@ class TileCosts:
 
     An item of tile shape ``t`` with ``n`` KV tokens takes ``item_ns[t] + n * token_ns[t]``, while
     every program of that shape is busy.
-
-    Attributes
-    ----------
-    item_ns, token_ns : tuple of float
-        For the small tile and the large tile: the time of an item, and of one KV token of one KV
-        head.
-    partial_ns : float
-        Time of the whole GPU to write and merge one partial result, all heads.
-    reduce_ns : float
-        Time of the launch of stage 2.
     """
 
+    # For the small tile and the large tile: the time of an item, and of one KV token of one KV
+    # head.
     item_ns: tuple[float, ...]
     token_ns: tuple[float, ...]
-    partial_ns: float
-    reduce_ns: float
+    partial_ns: float  # time of the whole GPU to write and merge one partial result, all heads
+    reduce_ns: float  # time of the launch of stage 2
 
     def __post_init__(self) -> None:
         if len(self.item_ns) != len(self.token_ns) or not self.item_ns:

@@ -1,7 +1,5 @@
 """The package's folders on this machine: their paths and their creation."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fields of a JSON object, each with the type and the limits that its reader expects."""
 
-from __future__ import annotations
-
 import math
 import reprlib
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Read a JSON file that a user names, with errors that explain the fault."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

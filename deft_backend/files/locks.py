@@ -1,7 +1,5 @@
 """A lock that processes of one machine share: the system releases it when its holder ends."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -4,8 +4,6 @@ A server's results depend on the files that it reads from a cache. So it reads s
 this user or root owns it, no other user may write to it, and it is no symbolic link.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """The origin of a figure: device, versions, commit and date, stored with every result."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import platform

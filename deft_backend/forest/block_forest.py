@@ -1,7 +1,5 @@
 """A batch's forest with a query for each query block, for requests of several query tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from deft_backend.forest.prefix_forest import PrefixForest, build_forest
@@ -14,19 +12,11 @@ def forest_of_blocks(forest: PrefixForest, blocks: int, private_tokens: int) -> 
     shared node holds any of a request's last `private_tokens` tokens: not every query token sees
     all of them. So these tokens lie in leaves, and so do the earlier tokens of their first page.
 
-    Parameters
-    ----------
-    forest : PrefixForest
-        The forest of the requests.
-    blocks : int
-        Query blocks of each request.
-    private_tokens : int
-        Last tokens of each request that no shared node may hold.
+    - `forest`: the forest of the requests.
+    - `blocks`: query blocks of each request.
+    - `private_tokens`: last tokens of each request that no shared node may hold.
 
-    Returns
-    -------
-    PrefixForest
-        `forest` itself if `blocks` is 1 and `private_tokens` is 0.
+    Returns: `forest` itself if `blocks` is 1 and `private_tokens` is 0.
     """
     if blocks == 1 and private_tokens == 0:
         return forest

@@ -1,7 +1,5 @@
 """Compiles the functions that build forests, before the first request needs them."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from deft_backend.forest.page_tables import forest_from_page_tables

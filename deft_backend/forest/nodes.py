@@ -1,7 +1,5 @@
 """Nodes of a forest, from a batch order and the tokens that neighbours share."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

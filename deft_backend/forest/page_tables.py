@@ -1,7 +1,5 @@
 """PrefixForest from page tables: equal page id at equal position means equal prefix."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

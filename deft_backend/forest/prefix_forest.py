@@ -6,8 +6,6 @@ radix tree both yield these arrays, and :func:`build_forest` turns them into nod
 shares nothing is a forest of single leaves and takes the same path.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -11,8 +11,6 @@ costs a cache miss. So the insertion reads few page ids, and no read waits for a
 - The search reads the inside of an edge only to split it, several page ids at a time.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

@@ -1,7 +1,5 @@
 """PrefixForest from a host's radix tree: equal node on the path means equal prefix."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Hashable, Sequence
 

@@ -1,7 +1,5 @@
 """Token trees of speculative decoding: from links between draft tokens to ancestor bits."""
 
-from __future__ import annotations
-
 import torch
 
 WORD = 64  # ancestors are bits in words of this many
@@ -19,18 +17,11 @@ def ancestors_of_links(first_child: torch.Tensor, next_sibling: torch.Tensor) ->
     parent. The parents on this path to the root are the token's ancestors. Each round doubles the
     length of the path that every token knows, so the device needs no loop over depths.
 
-    Parameters
-    ----------
-    first_child, next_sibling : [B, n] int64
-        Indices of tokens within their request, -1 for none. Token 0 is the root.
+    - `first_child`, `next_sibling` [B, n] int64: indices of tokens within their request, -1 for
+      none. Token 0 is the root.
 
-    Returns
-    -------
-    [B, n, ceil(n / 64)] int64
-        Bit ``k`` of word ``w`` is set if the token attends to token ``64 * w + k``.
+    Returns: Bit ``k`` of word ``w`` is set if the token attends to token ``64 * w + k``.
 
-    Examples
-    --------
     Token 0 has the children 1 and 2, and token 3 follows token 2:
 
     >>> child = torch.tensor([[1, -1, 3, -1]])

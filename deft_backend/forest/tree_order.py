@@ -1,7 +1,5 @@
 """Batch order of a prefix tree: depth first, subtrees by their first request."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

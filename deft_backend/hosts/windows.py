@@ -1,7 +1,5 @@
 """Every host's window: the versions that get tree attention, by the host's name."""
 
-from __future__ import annotations
-
 from deft_backend.hosts.sglang.versions import SGLANG
 from deft_backend.hosts.vllm.versions import VLLM
 

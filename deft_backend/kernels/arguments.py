@@ -28,10 +28,8 @@ class Partials(NamedTuple):
 
     out: Pointer
     """[E, Hq, D] float16 or float32: each output divided by the element of largest size in it."""
-    lse: Pointer
-    """[E, Hq] float32, in base 2."""
-    scale: Pointer
-    """[E, Hq] float32: the largest size of an element of the output."""
+    lse: Pointer  # [E, Hq] float32, in base 2
+    scale: Pointer  # [E, Hq] float32: the largest size of an element of the output
 
 
 class Tensors(NamedTuple):
@@ -50,11 +48,9 @@ class Tensors(NamedTuple):
     `Heads.ragged`."""
     ancestors: Pointer
     """[B, query tokens, words] int64: bits of a token tree; only where `Heads.tree`."""
-    sinks: Pointer
-    """[Hq]: the sink of each query head; only where `Mode.sinks`."""
+    sinks: Pointer  # [Hq]: the sink of each query head; only where `Mode.sinks`
     k_scale: Pointer
-    v_scale: Pointer
-    """[1] float32: the scales of the cache; only where `Mode.device_scales`."""
+    v_scale: Pointer  # [1] float32: the scales of the cache; only where `Mode.device_scales`
 
 
 class Scaling(NamedTuple):
@@ -62,10 +58,8 @@ class Scaling(NamedTuple):
 
     scale: float
     """Brings scores to base 2. With a soft cap it is `sm_scale`, without the change of base."""
-    cap: float
-    """The soft cap, unused without one."""
-    value: float
-    """The scale of stored values; only for a cache of 8 bits."""
+    cap: float  # the soft cap, unused without one
+    value: float  # the scale of stored values; only for a cache of 8 bits
 
 
 class Strides(NamedTuple):
@@ -87,25 +81,16 @@ class Heads(NamedTuple):
     """
 
     num_kv: int
-    group: int
-    """Query heads that share a KV head."""
+    group: int  # query heads that share a KV head
     dim: int
-    padded_dim: int
-    """`dim`, rounded up to a power of two."""
-    single: bool
-    """Whether every request has exactly one query token, as in decode."""
-    query_tokens: int
-    """Most query tokens of a request."""
-    blocks: int
-    """Query blocks of a request."""
-    tokens: int
-    """Most query tokens of a query block."""
-    vectors: int
-    """Query vectors of a query block that share a KV head: `tokens` times `group`."""
-    ragged: bool
-    """Whether requests have different numbers of query tokens, by `query_start`."""
-    tree: bool
-    """Whether the query tokens form a tree, by `ancestors`; else they form a chain."""
+    padded_dim: int  # `dim`, rounded up to a power of two
+    single: bool  # whether every request has exactly one query token, as in decode
+    query_tokens: int  # most query tokens of a request
+    blocks: int  # query blocks of a request
+    tokens: int  # most query tokens of a query block
+    vectors: int  # query vectors of a query block that share a KV head: `tokens` times `group`
+    ragged: bool  # whether requests have different numbers of query tokens, by `query_start`
+    tree: bool  # whether the query tokens form a tree, by `ancestors`; else they form a chain
 
 
 class CacheLayout(NamedTuple):
@@ -124,8 +109,7 @@ class CacheLayout(NamedTuple):
     v_page: int
     v_token: int
     v_head: int
-    same_strides: bool
-    """Whether a token has the same offset in K and in V."""
+    same_strides: bool  # whether a token has the same offset in K and in V
     exponent_bits: int
     """Of an element of a cache of 8 bits: 4 for e4m3, 5 for e5m2. 0: the cache has the dtype of the
     queries."""
@@ -134,18 +118,12 @@ class CacheLayout(NamedTuple):
 class Tile(NamedTuple):
     """Constants: the tile shape and how a program works on it."""
 
-    place: int
-    """The tile shape's place in ITEM_ORDER."""
-    height: int
-    """Query vectors."""
-    block_tokens: int
-    """Tokens of a KV block."""
-    block_segments: int
-    """Most segments of an item."""
-    lookahead: int
-    """Blocks that the kernels in Gluon copy ahead."""
-    max_merged: int
-    """Most partial results that an item of the small tile merges."""
+    place: int  # the tile shape's place in ITEM_ORDER
+    height: int  # query vectors
+    block_tokens: int  # tokens of a KV block
+    block_segments: int  # most segments of an item
+    lookahead: int  # blocks that the kernels in Gluon copy ahead
+    max_merged: int  # most partial results that an item of the small tile merges
     spread: bool
     """Whether programs of the large tile in Gluon number themselves, so that few items lie on
     different SMs."""
@@ -155,13 +133,8 @@ class Mode(NamedTuple):
     """Constants: variants of the arithmetic and of the launch."""
 
     soft_cap: bool
-    precision: str
-    """What the plain kernels pass to ``tl.dot`` as ``input_precision``."""
-    upcast: bool
-    """Whether the plain kernels multiply in float32, as the interpreter must."""
-    overlapped: bool
-    """Whether launches use programmatic dependent launch."""
-    sinks: bool
-    """Whether each query's softmax has a sink for each head."""
-    device_scales: bool
-    """Whether the device holds the scales of a cache of 8 bits."""
+    precision: str  # what the plain kernels pass to ``tl.dot`` as ``input_precision``
+    upcast: bool  # whether the plain kernels multiply in float32, as the interpreter must
+    overlapped: bool  # whether launches use programmatic dependent launch
+    sinks: bool  # whether each query's softmax has a sink for each head
+    device_scales: bool  # whether the device holds the scales of a cache of 8 bits

@@ -21,19 +21,11 @@ Compute Capability"). A program may take 1 KiB less."""
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, at hand or described by its compute capability.
+    """A GPU, at hand or described by its compute capability."""
 
-    Attributes
-    ----------
-    capability : tuple of int
-        Major and minor compute capability.
-    sms : int
-    shared_per_sm, shared_per_program : int
-        Bytes of shared memory.
-    """
-
-    capability: tuple[int, int]
+    capability: tuple[int, int]  # major and minor compute capability
     sms: int
+    # Bytes of shared memory.
     shared_per_sm: int
     shared_per_program: int
 

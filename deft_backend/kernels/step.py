@@ -13,44 +13,28 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(slots=True)
 class Step:
-    """The tensors of a planned batch's attention in one layer, on the attention's device.
+    """The tensors of a planned batch's attention in one layer, on the attention's device."""
 
-    Attributes
-    ----------
-    q, out : [T, Hq, D]
-        Query tokens and where the attention goes; the last dimension is contiguous.
-    k_cache, v_cache : [pages, page_size, Hkv, D]
-        The KV cache; the last dimension is contiguous.
-    page_table : [rows, P] int
-        Page ids.
-    seq_lens : [B] int
-        Current tokens of each request.
-    table_rows : [B] or [S] int
-        Row of the page table of each request, or of each KV range of the plan.
-    query_start : [B + 1] int32, optional
-        Index in `q` of each request's first query token; None: all requests have equally many.
-    ancestors : [B, query tokens, words] int64, optional
-        Bits of a token tree; None: the query tokens are a chain.
-    sinks : [Hq] float, optional
-        The sink of each query head.
-    k_scale, v_scale : float, or two tensors of one float32 on the device
-        What a stored key and a stored value are multiplied with. 1.0 unless the cache has 8 bits.
-    sm_scale, logit_cap : float
-        Scale of the scores, and their soft cap; a cap of 0 is none.
-    """
-
+    # [T, Hq, D]: query tokens and where the attention goes; the last dimension is contiguous.
     q: torch.Tensor
+    # [pages, page_size, Hkv, D]: the KV cache; the last dimension is contiguous.
     k_cache: torch.Tensor
     v_cache: torch.Tensor
     out: torch.Tensor
-    page_table: torch.Tensor
-    seq_lens: torch.Tensor
+    page_table: torch.Tensor  # [rows, P] int: page ids
+    seq_lens: torch.Tensor  # [B] int: current tokens of each request
+    # [B] or: row of the page table of each request, or of each KV range of the plan.
     table_rows: torch.Tensor
+    # [B + 1] int32: index in `q` of each request's first query token; None: all requests have
+    # equally many.
     query_start: torch.Tensor | None
+    # [B, query tokens, words] int64: bits of a token tree; None: the query tokens are a chain.
     ancestors: torch.Tensor | None
-    sinks: torch.Tensor | None
+    sinks: torch.Tensor | None  # [Hq] float: the sink of each query head
+    # What a stored key and a stored value are multiplied with. 1.0 unless the cache has 8 bits.
     k_scale: float | torch.Tensor
     v_scale: float | torch.Tensor
+    # Scale of the scores, and their soft cap; a cap of 0 is none.
     sm_scale: float
     logit_cap: float
 

@@ -1,7 +1,5 @@
 """The plan's fixed arrays on the device, and the copy of a new plan into them."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +11,7 @@ _ALIGNMENT = 16  # bytes; the widest vector load of a kernel
 _STAGING_BUFFERS = 4
 
 
-Pointer = Any
-"""A tensor where a kernel is launched, a pointer to its first element in the kernel."""
+Pointer = Any  # A tensor where a kernel is launched, a pointer to its first element in the kernel
 
 
 class ItemArrays(NamedTuple):
@@ -37,8 +34,7 @@ class ItemArrays(NamedTuple):
 class ReduceArrays(NamedTuple):
     """The arrays of :class:`~deft_backend.planner.plan.Plan` that stage 2 reads, and `arrivals`."""
 
-    num_reduce: Pointer
-    """[1] int32: queries whose results stage 2 merges."""
+    num_reduce: Pointer  # [1] int32: queries whose results stage 2 merges
     reduce_query: Pointer
     reduce_ptr: Pointer
     arrivals: Pointer
@@ -52,12 +48,8 @@ class DevicePlan:
     which kernels read there. Only the device planner writes `segment_table`, the page table's row
     of each segment; the host planner knows request indices only.
 
-    Parameters
-    ----------
-    capacity : PlanCapacity
-        Sizes of the arrays.
-    device : torch.device
-        The device of the kernels.
+    - `capacity`: sizes of the arrays.
+    - `device`: the device of the kernels.
     """
 
     def __init__(self, capacity: PlanCapacity, device: torch.device) -> None:

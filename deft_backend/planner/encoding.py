@@ -3,8 +3,6 @@
 Both planners write these values, and the kernels read them. Only this module defines them.
 """
 
-from __future__ import annotations
-
 ITEM_ORDER = (1, 0, 2)
 """Tile shapes in the order in which their items lie in a plan: large tile, small tile, masked tile.
 On Hopper, the launch after the large tiles starts only when each of their programs has looked for
@@ -27,11 +25,8 @@ MERGES = -2
 """An item that merges its query's other partial results has the `entry_slot` ``MERGES - slot``.
 Here `slot` is the first of those results."""
 
-OPEN_END = -1
-"""`segment_end` of a range that ends where its request's sequence currently ends."""
+OPEN_END = -1  # `segment_end` of a range that ends where its request's sequence currently ends
 
-SPAN_SHIFT = 16
-"""`segment_span` is ``attend_begin | attend_end << SPAN_SHIFT``."""
+SPAN_SHIFT = 16  # `segment_span` is ``attend_begin | attend_end << SPAN_SHIFT``
 
-SPAN_MASK = (1 << SPAN_SHIFT) - 1
-"""``segment_span & SPAN_MASK`` is `attend_begin`."""
+SPAN_MASK = (1 << SPAN_SHIFT) - 1  # ``segment_span & SPAN_MASK`` is `attend_begin`

@@ -3,8 +3,6 @@
 A kernel reads ``encoding_constants.MERGES.value``, which compiles, interprets and emulates alike.
 """
 
-from __future__ import annotations
-
 import triton.language as tl
 
 from deft_backend.planner import encoding

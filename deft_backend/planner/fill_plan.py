@@ -1,7 +1,5 @@
 """Turn work items into a plan's arrays: the second of the host planner's two compiled steps."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np
@@ -41,8 +39,7 @@ class PlanArrays(NamedTuple):
     entry_slot: Int32Array
     reduce_query: Int32Array
     reduce_ptr: Int32Array
-    parts: Int32Array
-    """[B] items that each query takes part in."""
+    parts: Int32Array  # [B] items that each query takes part in
 
 
 @host_jit
@@ -62,14 +59,11 @@ def fill_plan(
 ) -> PlanArrays:
     """Lay out a plan.
 
-    Parameters
-    ----------
-    items : [I, COLUMNS] int64
-        Of :func:`~deft_backend.planner.items.list_items`.
-    query_ptr, queries, request, start, end, is_open, attend_begin, attend_end
-        As in :class:`~deft_backend.policies.Grouping`.
-    batch, blocks, shapes : int
-        Queries of the batch, query blocks of each request, and tile shapes.
+    - `items` [I, COLUMNS] int64: of :func:`~deft_backend.planner.items.list_items`.
+    - `query_ptr`, `queries`, `request`, `start`, `end`, `is_open`, `attend_begin`, `attend_end`: as
+      in :class:`~deft_backend.policies.Grouping`.
+    - `batch`, `blocks`, `shapes`: queries of the batch, query blocks of each request, and tile
+      shapes.
     """
     tile_ptr = _count_shapes(items, shapes)
     item_segment_ptr, segment_request, segment_start, segment_end, segment_span = _write_segments(

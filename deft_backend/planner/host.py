@@ -1,7 +1,5 @@
 """The host planner: it plans a forest whenever the batch's composition changes."""
 
-from __future__ import annotations
-
 import logging
 
 import numpy as np

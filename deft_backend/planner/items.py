@@ -1,7 +1,5 @@
 """Turn groups into work items: the first of the host planner's two compiled steps."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 
@@ -51,19 +49,13 @@ def list_items(
     more segments than its shape holds is cut into several items. An item's segments are those of
     its group, from the first to the last that any query of the tile attends to.
 
-    Parameters
-    ----------
-    query_ptr, segment_ptr : [G + 1] int32; start, end, attend_begin, attend_end : [S] int32
-        As in :class:`~deft_backend.policies.Grouping`.
-    tile_queries, tile_segments : [T] int64
-        Queries and segments that each tile shape holds; the masked tile is the last.
+    - `query_ptr`, `segment_ptr` [G + 1] int32: as in :class:`~deft_backend.policies.Grouping`.
+    - `tile_queries`, `tile_segments` [T] int64: queries and segments that each tile shape holds;
+      the masked tile is the last.
 
-    Returns
-    -------
-    [I, COLUMNS] int64
-        For each item its group, the range of the group's queries, the range of the grouping's
-        segments, and its tile shape. Items are in the order of ITEM_ORDER. Within a shape the
-        longest item is first, and equally long items keep the policy's order.
+    Returns: For each item its group, the range of the group's queries, the range of the grouping's
+    segments, and its tile shape. Items are in the order of ITEM_ORDER. Within a shape the longest
+    item is first, and equally long items keep the policy's order.
     """
     masked = len(tile_queries) - 1
     largest = 1

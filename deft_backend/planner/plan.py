@@ -9,30 +9,17 @@ import numpy.typing as npt
 
 from deft_backend.planner.encoding import ITEM_ORDER, OPEN_END
 
-WORKSPACE_LIMIT = 256 << 20
-"""Most bytes of partial results in a plan's default capacity."""
+WORKSPACE_LIMIT = 256 << 20  # most bytes of partial results in a plan's default capacity
 
 
 @dataclass(frozen=True)
 class PlanCapacity:
-    """Sizes of a plan's arrays; they depend on the largest batch and the GPU, not on contexts.
+    """Sizes of a plan's arrays; they depend on the largest batch and the GPU, not on contexts."""
 
-    Attributes
-    ----------
-    max_batch : int
-        Queries: requests, or the query blocks of requests of many query tokens.
-    max_items : int
-        Work items (KV range × query tile).
-    max_entries : int
-        (item, query) pairs; also the partial results that the workspace holds.
-    max_segments : int
-        Segments; only masked tiles have several for each item.
-    """
-
-    max_batch: int
-    max_items: int
-    max_entries: int
-    max_segments: int
+    max_batch: int  # queries: requests, or the query blocks of requests of many query tokens
+    max_items: int  # work items (KV range × query tile)
+    max_entries: int  # (item, query) pairs; also the partial results that the workspace holds
+    max_segments: int  # segments; only masked tiles have several for each item
 
     @classmethod
     def for_batch(
@@ -63,39 +50,29 @@ class Plan:
     """Stage 1's items and stage 2's merges, as NumPy arrays cut to their counts.
 
     :mod:`deft_backend.planner.encoding` defines the values that these arrays hold.
-
-    Attributes
-    ----------
-    tile_ptr : [len(ITEM_ORDER) + 1] int32
-        Items of shape ``ITEM_ORDER[p]`` are those from ``tile_ptr[p]`` to ``tile_ptr[p + 1]``,
-        longest first.
-    item_segment_ptr : [I + 1] int32, item_query_ptr : [I + 1] int32
-        Segments and entries of each item.
-    segment_request, segment_start, segment_end : [S] int32
-        KV ranges of requests; `segment_end` is OPEN_END for a range that grows with its request.
-    segment_span : [S] int32
-        The span: ``begin | end << SPAN_SHIFT`` of the item's queries that attend to the range. For
-        items of the small tile instead the number of partial results that the item merges.
-    entry_query : [E] int32
-        Query of each entry: the request index, or ``request index * blocks + block`` if requests
-        have several query blocks.
-    entry_slot : [E] int32
-        Slot of the entry's partial result. DIRECT if the item is its query's whole attention.
-        ``MERGES - slot`` if the item itself writes the output. It first merges the results from
-        `slot` on, which earlier launches have written, and then writes the output.
-    reduce_query : [R] int32, reduce_ptr : [R + 1] int32
-        Queries whose results stage 2 merges, and their slots (contiguous for each query).
     """
 
+    # [len(ITEM_ORDER) + 1] int32: items of shape ``ITEM_ORDER[p]`` are those from ``tile_ptr[p]``
+    # to ``tile_ptr[p + 1]``, longest first.
     tile_ptr: npt.NDArray[np.int32]
-    item_segment_ptr: npt.NDArray[np.int32]
+    item_segment_ptr: npt.NDArray[np.int32]  # [I + 1] int32: segments and entries of each item
     item_query_ptr: npt.NDArray[np.int32]
+    # [S] int32: KV ranges of requests; `segment_end` is OPEN_END for a range that grows with its
+    # request.
     segment_request: npt.NDArray[np.int32]
     segment_start: npt.NDArray[np.int32]
     segment_end: npt.NDArray[np.int32]
+    # [S] int32: the span: ``begin | end << SPAN_SHIFT`` of the item's queries that attend to the
+    # range. For items of the small tile instead the number of partial results that the item merges.
     segment_span: npt.NDArray[np.int32]
+    # [E] int32: query of each entry: the request index, or ``request index * blocks + block`` if
+    # requests have several query blocks.
     entry_query: npt.NDArray[np.int32]
+    # [E] int32: slot of the entry's partial result. DIRECT if the item is its query's whole
+    # attention. ``MERGES - slot`` if the item itself writes the output. It first merges the results
+    # from `slot` on, which earlier launches have written, and then writes the output.
     entry_slot: npt.NDArray[np.int32]
+    # [R] int32: queries whose results stage 2 merges, and their slots (contiguous for each query).
     reduce_query: npt.NDArray[np.int32]
     reduce_ptr: npt.NDArray[np.int32]
 

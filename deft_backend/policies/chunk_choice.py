@@ -19,8 +19,6 @@ each other's functions. ``tests/policies/test_chunk_choice.py`` compares the two
 candidate.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np
@@ -42,8 +40,7 @@ CHUNK_RULES = ("whole", "fixed", "filling", "scheduled", "measured")
 
 WHOLE, FIXED, FILLING, SCHEDULED, MEASURED = range(5)
 
-MOST_DOUBLINGS = 20
-"""Most doublings of the length of ``fixed`` chunks."""
+MOST_DOUBLINGS = 20  # most doublings of the length of ``fixed`` chunks
 
 
 @host_jit
@@ -56,22 +53,15 @@ def chunk_of(longest: int, num_chunks: int, block: int) -> int:
 class Machine(NamedTuple):
     """What the rules know of the GPU; ``T`` tile shapes of one segment, ascending."""
 
-    tile_queries: Int64Array
-    """[T]: queries that each tile shape holds."""
-    programs: Int64Array
-    """[T]: programs of each shape that run at once for each KV head."""
-    sms: float
-    """SMs of the GPU for each KV head."""
+    tile_queries: Int64Array  # [T]: queries that each tile shape holds
+    programs: Int64Array  # [T]: programs of each shape that run at once for each KV head
+    sms: float  # SMs of the GPU for each KV head
     costs: FloatArray
     """[2 T + 2]: :meth:`TileCosts.as_array() <deft_backend.costs.TileCosts.as_array>`."""
-    transfer_ns: float
-    """Nanoseconds in which the GPU's memory delivers one token of all KV heads."""
-    block: int
-    """Tokens of a KV block."""
-    knots: FloatArray
-    """[K]: profiled KV lengths of ``C_est``."""
-    estimates: FloatArray
-    """[T, K]: ``C_est`` of each tile shape at those lengths, in nanoseconds."""
+    transfer_ns: float  # nanoseconds in which the GPU's memory delivers one token of all KV heads
+    block: int  # tokens of a KV block
+    knots: FloatArray  # [K]: profiled KV lengths of ``C_est``
+    estimates: FloatArray  # [T, K]: ``C_est`` of each tile shape at those lengths, in nanoseconds
 
 
 def machine_of(target: Target, batch: int) -> Machine:

@@ -1,7 +1,5 @@
 """`deft-flatten`: the flattened tree in even chunks, with bit causal masks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -37,17 +35,12 @@ class DeftFlatten:
     Requests whose tokens are in one chunk share its matrix products. A NaN or infinity in the keys
     or values of one request, times a masked weight of 0, is a NaN for the other requests. Under
     every other policy, a group's queries attend to all of its tokens.
-
-    Attributes
-    ----------
-    chunk_tokens : int
-        KV tokens of a chunk; DeFT uses 128.
     """
 
     name: ClassVar[str] = DEFT_FLATTEN
     several_segments: ClassVar[bool] = True
 
-    chunk_tokens: int = 128
+    chunk_tokens: int = 128  # KV tokens of a chunk; DeFT uses 128
 
     def __post_init__(self) -> None:
         if self.chunk_tokens < 1:

@@ -1,7 +1,5 @@
 """`deft-node`: one group for each tree node."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """`deft-node-chunk`: tree nodes, large ones cut into chunks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,16 +20,11 @@ class DeftNodeChunk(TwoRulePolicy):
     The number of QKV groups is ``k = sum_i ceil(n_i / b_s)`` (Table 12), ``b_s`` being
     `chunk_tokens`. Short nodes still make short groups. If the plan cannot hold that many groups,
     the chunks are 2, 4, 8, … times as long.
-
-    Attributes
-    ----------
-    chunk_tokens : int
-        KV tokens of a chunk; DeFT uses 128.
     """
 
     name: ClassVar[str] = DEFT_NODE_CHUNK
 
-    chunk_tokens: int = 128
+    chunk_tokens: int = 128  # KV tokens of a chunk; DeFT uses 128
 
     def __post_init__(self) -> None:
         if self.chunk_tokens < 1:

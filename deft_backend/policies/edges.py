@@ -6,8 +6,6 @@ Siblings may stand in any order. So the children that stay stand first here: the
 range are then neighbours. The device planner keeps the same order.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np
@@ -25,16 +23,12 @@ ROOT = -1
 class KVRanges(NamedTuple):
     """Groups of one KV range each, before cutting: ``R`` ranges in depth-first order."""
 
-    node: Int64Array
-    """[R]: the node at whose end the range ends."""
+    node: Int64Array  # [R]: the node at whose end the range ends
     begin: Int64Array
-    end: Int64Array
-    """[R]: tokens ``begin … end - 1`` of the context of the range's queries."""
+    end: Int64Array  # [R]: tokens ``begin … end - 1`` of the context of the range's queries
     first: Int64Array
-    queries: Int64Array
-    """[R]: the range's queries are ``order[first : first + queries]``."""
-    order: Int32Array
-    """[B]: request indices."""
+    queries: Int64Array  # [R]: the range's queries are ``order[first : first + queries]``
+    order: Int32Array  # [B]: request indices
 
 
 @host_jit
@@ -50,12 +44,9 @@ def grouped_ranges(
 ) -> KVRanges:
     """The ranges of an edge assignment (FastTree, equation 2 and Figure 5).
 
-    Parameters
-    ----------
-    parent, start, length, query_begin, query_end, is_leaf : [N], order : [B]
-        As in :class:`~deft_backend.forest.PrefixForest`.
-    is_cut : [N] bool
-        Whether the edge from each node's parent is cut; roots have none.
+    - `parent`, `start`, `length`, `query_begin`, `query_end`, `is_leaf` [N]: as in
+      :class:`~deft_backend.forest.PrefixForest`.
+    - `is_cut` [N] bool: whether the edge from each node's parent is cut; roots have none.
     """
     nodes = len(parent)
     kept = np.empty(nodes, dtype=np.int64)  # queries that stay with the node
@@ -100,19 +91,12 @@ def cut_ranges(
 ) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array, Int32Array, BoolArray]:
     """Cut ranges evenly into chunks of whole units, one group for each chunk.
 
-    Parameters
-    ----------
-    ranges : KVRanges
-    is_leaf : [N] bool
-    num_chunks : [R] int64
-        Chunks of each range. A range with fewer units gets one for each of them.
-    unit : int
-        Tokens of a unit, the KV block as a rule. A range's last unit may be shorter.
+    - `is_leaf` [N] bool
+    - `num_chunks` [R] int64: chunks of each range. A range with fewer units gets one for each of
+      them.
+    - `unit`: tokens of a unit, the KV block as a rule. A range's last unit may be shorter.
 
-    Returns
-    -------
-    query_ptr, queries, request, start, end, open
-        As in :class:`~deft_backend.policies.Grouping`, with one segment for each group.
+    Returns: As in :class:`~deft_backend.policies.Grouping`, with one segment for each group.
     """
     count = len(ranges.node)
     chunks = np.empty(count, dtype=np.int64)

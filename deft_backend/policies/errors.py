@@ -1,7 +1,5 @@
 """The error that policies raise, and the limits that they keep."""
 
-from __future__ import annotations
-
 from deft_backend.policies.target import Target
 
 

@@ -35,10 +35,8 @@ class EdgeCosts(NamedTuple):
 
     alpha: int
     beta: int
-    gamma: int
-    """Weights, in units of 1 / WEIGHT_UNIT."""
-    vectors: int
-    """Query vectors of a query."""
+    gamma: int  # weights, in units of 1 / WEIGHT_UNIT
+    vectors: int  # query vectors of a query
     tile_heights: Int64Array
     tile_tokens: Int64Array
     """[T] ``TS_q`` in query vectors and ``TS_c`` of each phase, ascending (multi-phase tiling). A
@@ -68,15 +66,11 @@ class FastTree(TwoRulePolicy):
 
     *Long-context splitting*: contexts are cut until no thread block is idle and no context outlasts
     the others. *Multi-phase tiling*: a group's phase is the smallest query tile that holds it.
-
-    Attributes
-    ----------
-    coefficients : FastTreeCoefficients, optional
-        alpha, beta and gamma; default those of the target's cost model.
     """
 
     name: ClassVar[str] = FASTTREE
 
+    # alpha, beta and gamma; default those of the target's cost model.
     coefficients: FastTreeCoefficients | None = None
 
     @property

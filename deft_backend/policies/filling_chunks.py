@@ -4,8 +4,6 @@ More would add partial results but no parallelism (Flash-Decoding; FastTree: lon
 splitting).
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from deft_backend.compile.host_jit import host_jit

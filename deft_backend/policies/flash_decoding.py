@@ -1,7 +1,5 @@
 """`flash-decoding`: the baseline, every query alone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """`flashforge`: profiled costs, bounded division, longest-first scheduling."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -17,8 +17,7 @@ class Segment(NamedTuple):
 
     request: int
     start: int
-    end: int
-    """Positions ``start … end - 1`` of the context of the request with this index."""
+    end: int  # positions ``start … end - 1`` of the context of the request with this index
     open: bool
     """Whether the range ends where its request currently ends. Then `end` is the request's end at
     the time the forest was built."""
@@ -40,19 +39,15 @@ class Grouping:
 
     query_ptr: Int32Array
     """[G + 1]: queries of group ``g`` are ``queries[query_ptr[g] : query_ptr[g + 1]]``."""
-    queries: Int32Array
-    """Request indices."""
-    segment_ptr: Int32Array
-    """[G + 1]: segments of group ``g``."""
+    queries: Int32Array  # request indices
+    segment_ptr: Int32Array  # [G + 1]: segments of group ``g``
     request: Int32Array
     start: Int32Array
     end: Int32Array
     """[S]: each segment's tokens: positions ``start … end - 1`` of a request's context."""
-    open: npt.NDArray[np.bool_]
-    """[S]: whether the segment ends where its request currently ends."""
+    open: npt.NDArray[np.bool_]  # [S]: whether the segment ends where its request currently ends
     attend_begin: Int32Array
-    attend_end: Int32Array
-    """[S]: the run of the group's queries that attend to each segment."""
+    attend_end: Int32Array  # [S]: the run of the group's queries that attend to each segment
 
     @classmethod
     def of_single_ranges(

@@ -1,7 +1,5 @@
 """The expected cost of a grouping: its items' times, their schedule, its partial results."""
 
-from __future__ import annotations
-
 import heapq
 from dataclasses import dataclass
 
@@ -18,22 +16,16 @@ from deft_backend.policies.target import Target
 class Schedule:
     """Subtasks on thread blocks (FlashForge, section 5.1)."""
 
-    order: Int64Array
-    """[S]: subtasks, longest first."""
-    program: Int64Array
-    """[S]: thread block of each subtask."""
-    makespan_ms: float
-    """Time of the thread block that takes longest: the objective of equation 3."""
+    order: Int64Array  # [S]: subtasks, longest first
+    program: Int64Array  # [S]: thread block of each subtask
+    makespan_ms: float  # time of the thread block that takes longest: the objective of equation 3
 
 
 def longest_first(cost_ms: FloatArray, num_programs: int) -> Schedule:
     """Longest-processing-time scheduling: each subtask goes to the first free thread block.
 
-    Parameters
-    ----------
-    cost_ms : [S] float64
-    num_programs : int
-        Thread blocks; at least 1.
+    - `cost_ms` [S] float64
+    - `num_programs`: thread blocks; at least 1.
     """
     if num_programs < 1:
         raise PolicyError(f"num_programs is {num_programs}; expected at least 1 thread block")

@@ -19,8 +19,6 @@ The cost of a candidate in nanoseconds is the sum of these terms:
 The rule drops a candidate with more than :data:`MOST_ROUNDS` rounds of items.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np
@@ -29,8 +27,7 @@ from deft_backend.compile.host_jit import host_jit
 from deft_backend.policies.edges import Int64Array
 from deft_backend.shapes.kernel_limits import MAX_MERGED
 
-MOST_ROUNDS = 8
-"""Most rounds of items over the programs; more rounds do not fill the GPU better."""
+MOST_ROUNDS = 8  # most rounds of items over the programs; more rounds do not fill the GPU better
 
 ALONE = 0.87
 """Time per token of a large tile with half an SM to itself, divided by its time next to another

@@ -1,7 +1,5 @@
 """The role of a policy, its two rules, and the error that policies raise."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -23,22 +21,13 @@ FLATTENED = "flattened"
 
 
 class Rules(NamedTuple):
-    """A policy's two rules, by the names under which the device planner knows them.
+    """A policy's two rules, by the names under which the device planner knows them."""
 
-    Attributes
-    ----------
-    edges : str
-        Which edges are cut: ``none``, ``all``, ``greedy`` (FastTree) or ``measured`` (`auto`); or
-        :data:`FLATTENED`.
-    chunks : str
-        One of :data:`~deft_backend.policies.chunk_choice.CHUNK_RULES`.
-    chunk_tokens : int
-        Tokens of a chunk, for the rule ``fixed``.
-    """
-
+    # Which edges are cut: ``none``, ``all``, ``greedy`` (FastTree) or ``measured`` (`auto`); or
+    # :data:`FLATTENED`.
     edges: str
-    chunks: str
-    chunk_tokens: int = 0
+    chunks: str  # one of :data:`~deft_backend.policies.chunk_choice.CHUNK_RULES`
+    chunk_tokens: int = 0  # tokens of a chunk, for the rule ``fixed``
 
 
 class Policy(Protocol):

@@ -1,7 +1,5 @@
 """The rule ``scheduled`` of `flashforge`: the least makespan (FlashForge, section 5)."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 
@@ -10,11 +8,9 @@ from deft_backend.policies.edges import Int64Array
 
 FloatArray = npt.NDArray[np.float64]
 
-LEVELS = 64
-"""Costs for which :func:`makespan` counts items that take at least as long."""
+LEVELS = 64  # costs for which :func:`makespan` counts items that take at least as long
 
-LEVEL = 0.96
-"""Ratio of neighbouring costs there."""
+LEVEL = 0.96  # ratio of neighbouring costs there
 
 
 @host_jit

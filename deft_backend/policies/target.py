@@ -22,8 +22,7 @@ class Target:
     num_query_heads: int
     num_kv_heads: int
     head_dim: int
-    dtype_bytes: int = 2
-    """Bytes of one element of the KV cache."""
+    dtype_bytes: int = 2  # bytes of one element of the KV cache
     num_programs: int = 132
     """Programs that run at once for each KV head: SMs times programs of an SM, by the KV heads."""
     tile_heights: tuple[int, ...] = TILE_HEIGHTS
@@ -35,10 +34,8 @@ class Target:
     """The same for the first tile shape in a small batch: the most queries of the batch, and the
     programs, ascending."""
     num_sms: int = 132
-    tile_segments: tuple[int, ...] = TILE_SEGMENTS
-    """Most segments of one item, by tile shape."""
-    block_tokens: int = 64
-    """Tokens of a KV block, in which chunks are counted."""
+    tile_segments: tuple[int, ...] = TILE_SEGMENTS  # most segments of one item, by tile shape
+    block_tokens: int = 64  # tokens of a KV block, in which chunks are counted
     tile_blocks: tuple[int, ...] = TILE_BLOCKS
     """Tokens that the kernel of each tile shape reads at a time."""
     max_groups: int = 1 << 30

@@ -1,7 +1,5 @@
 """The versions of installed distributions."""
 
-from __future__ import annotations
-
 from importlib.metadata import PackageNotFoundError, version
 
 

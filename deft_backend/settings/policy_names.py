@@ -4,8 +4,6 @@ Hosts load the plugin in every process of every server on the machine. Importing
 load a compiler into all of them.
 """
 
-from __future__ import annotations
-
 FLASH_DECODING = "flash-decoding"
 DEFT_NODE = "deft-node"
 DEFT_NODE_CHUNK = "deft-node-chunk"

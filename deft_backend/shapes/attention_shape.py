@@ -1,7 +1,5 @@
 """The shape of an attention: its heads, element types and pages, and the device it runs on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -9,27 +7,15 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What stays the same for all batches of one attention.
-
-    Attributes
-    ----------
-    num_query_heads, num_kv_heads, head_dim : int
-    dtype : torch.dtype
-        Of queries and output.
-    kv_dtype : torch.dtype
-        Of the KV cache.
-    device : torch.device
-    page_size : int
-        Tokens of a page of the KV cache.
-    """
+    """What stays the same for all batches of one attention."""
 
     num_query_heads: int
     num_kv_heads: int
     head_dim: int
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
+    dtype: torch.dtype  # of queries and output
+    kv_dtype: torch.dtype  # of the KV cache
     device: torch.device
-    page_size: int
+    page_size: int  # tokens of a page of the KV cache
 
     @property
     def gqa_group(self) -> int:

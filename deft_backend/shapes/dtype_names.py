@@ -1,7 +1,5 @@
 """Names of dtypes: torch's, those of the command line, and the hosts' for KV caches of 8 bits."""
 
-from __future__ import annotations
-
 DTYPE_BYTES = {
     "float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip

@@ -1,7 +1,5 @@
 """A forest as JSON, from a server to the commands that show it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reports a server's counters: in its state file, its log and its ``/metrics``."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 

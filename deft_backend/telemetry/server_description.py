@@ -1,7 +1,5 @@
 """What a state file says about the server that writes it, and how its reader checks each field."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields

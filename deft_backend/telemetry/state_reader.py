@@ -1,7 +1,5 @@
 """Read the state file of a running server: its counters and its last forest."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -4,8 +4,6 @@ The host's own registry of hooks reads each method once, when the host loads plu
 plugin had hooked the same method, a hook that we install later would silently have no effect.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Which of a model's layers run through tree attention, and why the host's kernel runs others."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass

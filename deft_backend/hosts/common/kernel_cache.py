@@ -1,7 +1,5 @@
 """Where a server's kernels come from: its ranks' common cache, and what `deft warm` left."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What an adapter does once and then remembers: give up after a failure, and log a line."""
 
-from __future__ import annotations
-
 import logging
 
 logger = logging.getLogger("deft_backend")

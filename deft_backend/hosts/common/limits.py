@@ -1,7 +1,5 @@
 """What every adapter decides without its host: caches, batch sizes, and whether to observe."""
 
-from __future__ import annotations
-
 from deft_backend.settings.config import Settings, warn_unknown
 from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
 

@@ -1,7 +1,5 @@
 """Which planner makes a server's plans: the host planner or the device planner."""
 
-from __future__ import annotations
-
 import logging
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """A server without a recorded result for its GPU, Triton and torch checks its kernels at start."""
 
-from __future__ import annotations
-
 import logging
 import time
 

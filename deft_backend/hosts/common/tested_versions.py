@@ -5,8 +5,6 @@ Tree attention runs in another version only with ``DEFT_UNTESTED_HOST=1``. The c
 It cannot show that a member still means the same, and a changed meaning gives wrong output.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 

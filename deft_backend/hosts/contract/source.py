@@ -1,7 +1,5 @@
 """Read a host's source: its modules as syntax trees, and what their statements bind."""
 
-from __future__ import annotations
-
 import ast
 import warnings
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Compare the version numbers of hosts' releases."""
 
-from __future__ import annotations
-
 import re
 
 _CLAUSE = re.compile(r"^(>=|<=|==|!=|~=|<|>)\s*(\d+(?:\.\d+)*)(\.\*)?$")

@@ -1,7 +1,5 @@
 """Entry point of SGLang's plugin group: runs in every process of every server on the machine."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

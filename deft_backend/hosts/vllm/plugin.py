@@ -1,7 +1,5 @@
 """Entry point of vLLM's plugin group: runs in every process of every server on the machine."""
 
-from __future__ import annotations
-
 import logging
 import re
 import sys

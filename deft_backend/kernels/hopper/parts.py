@@ -16,16 +16,12 @@ with suppress(ImportError):  # `gluon_versions.available` says so before anythin
 class Item(NamedTuple):
     """What the plan says about an item of one KV range."""
 
-    entry: Any
-    """Its first entry."""
+    entry: Any  # its first entry
     queries: Any
-    request: Any
-    """The request that the range's tokens belong to."""
-    listed: Any
-    """The request's row of the page table, or the request if `table_rows` is by request."""
+    request: Any  # the request that the range's tokens belong to
+    listed: Any  # the request's row of the page table, or the request if `table_rows` is by request
     start: Any
-    stop: Any
-    """Where the range ends; OPEN_END for an open one."""
+    stop: Any  # where the range ends; OPEN_END for an open one
 
 
 @jit

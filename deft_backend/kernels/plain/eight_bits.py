@@ -30,8 +30,7 @@ _BRAIN = {"multiply": "fma.rn.bf16x2", "plus": ", minus_zero"}
 
 _NEIGHBOURS = ("0x1404", "0x3424")
 """Bytes 0 and 1 to the first register, 2 and 3 to the second, each to the upper half of 16 bits."""
-_ALTERNATE = ("0x2404", "0x3414")
-"""Bytes 0 and 2 to the first register, 1 and 3 to the second."""
+_ALTERNATE = ("0x2404", "0x3414")  # bytes 0 and 2 to the first register, 1 and 3 to the second
 
 
 def _moved(

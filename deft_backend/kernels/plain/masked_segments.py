@@ -15,17 +15,14 @@ class Rest(NamedTuple):
     """
 
     first_segment: Any
-    offset: Any
-    """Position of each segment's first token."""
+    offset: Any  # position of each segment's first token
     code: Any
     """The segment's number above SHIFT_BITS bits, which hold its shift: what to add to a position
     for the token's position in its request. Codes grow with the segment's number."""
-    tokens: Any
-    """How many they are in all segments: a scalar."""
+    tokens: Any  # how many they are in all segments: a scalar
 
 
-SHIFT_BITS = tl.constexpr(26)
-"""Bits of a code that hold a segment's shift."""
+SHIFT_BITS = tl.constexpr(26)  # bits of a code that hold a segment's shift
 
 
 @jit

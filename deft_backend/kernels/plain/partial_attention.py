@@ -57,8 +57,7 @@ from deft_backend.planner.device_plan import ItemArrays
 class Item(NamedTuple):
     """What the plan says of an item."""
 
-    entry: Any
-    """Its first entry."""
+    entry: Any  # its first entry
     queries: Any
     first_segment: Any
     segments: Any
@@ -67,8 +66,7 @@ class Item(NamedTuple):
 class Segment(NamedTuple):
     """The KV range that every query of the tile attends to; empty if there is none."""
 
-    table: Any
-    """Its row of the page table."""
+    table: Any  # its row of the page table
     start: Any
     length: Any
 

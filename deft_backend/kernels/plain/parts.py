@@ -18,36 +18,26 @@ from deft_backend.kernels.arguments import Scaling
 class Online(NamedTuple):
     """The softmax of an item's tokens so far, for M query vectors."""
 
-    acc: Any
-    """Sums of values, weighted by ``2^(score - maximum)``: [M, D], or transposed."""
-    maximum: Any
-    """[M]: largest scores, in base 2."""
-    total: Any
-    """[M]: sums of weights."""
+    acc: Any  # sums of values, weighted by ``2^(score - maximum)``: [M, D], or transposed
+    maximum: Any  # [M]: largest scores, in base 2
+    total: Any  # [M]: sums of weights
 
 
 class Vectors(NamedTuple):
     """The query vectors of a tile: [M] numbers."""
 
-    row: Any
-    """Index of its query token in `q` and in the output."""
-    head: Any
-    """Its query head."""
-    result: Any
-    """Its place among the query vectors of a partial result."""
-    there: Any
-    """Whether the tile holds it."""
+    row: Any  # index of its query token in `q` and in the output
+    head: Any  # its query head
+    result: Any  # its place among the query vectors of a partial result
+    there: Any  # whether the tile holds it
 
 
 class Tail(NamedTuple):
     """What each query vector of a tile sees of its request's query tokens: [M] numbers."""
 
-    before: Any
-    """Position of the request's first query token."""
-    token: Any
-    """The vector's query token."""
-    bits: Any
-    """Where the token's bits lie in `ancestors`."""
+    before: Any  # position of the request's first query token
+    token: Any  # the vector's query token
+    bits: Any  # where the token's bits lie in `ancestors`
 
 
 @jit

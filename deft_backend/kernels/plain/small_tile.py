@@ -45,8 +45,7 @@ from deft_backend.planner.device_plan import ItemArrays
 class Item(NamedTuple):
     """First link of the chain of loads: what the plan says of an item."""
 
-    entry: Any
-    """Its first entry, and the one after its last."""
+    entry: Any  # its first entry, and the one after its last
     entry_end: Any
     request: Any
     start: Any

@@ -19,10 +19,8 @@ from deft_backend.planner.device_plan import Pointer
 class Tables(NamedTuple):
     """The batch, as hosts hold it."""
 
-    page_table: Pointer
-    """[rows, P] int32 or int64: page ids."""
-    table_rows: Pointer
-    """[requests] int: the request's row of the page table."""
+    page_table: Pointer  # [rows, P] int32 or int64: page ids
+    table_rows: Pointer  # [requests] int: the request's row of the page table
     seq_lens: Pointer
     """[requests] int; requests of the host, each of which may have several query blocks."""
 
@@ -33,46 +31,35 @@ class Ranks(NamedTuple):
     Zero before each plan: ``compare_rows`` adds to them. Any numbers give a valid plan.
     """
 
-    rank: Pointer
-    """How many requests come before it in depth-first order."""
-    common: Pointer
-    """Tokens that it shares with one of those."""
+    rank: Pointer  # how many requests come before it in depth-first order
+    common: Pointer  # tokens that it shares with one of those
 
 
 class Nodes(NamedTuple):
     """The forest [B], besides the place of each node's first query."""
 
-    cut: Pointer
-    """[B + 1]: tokens that the request at a place shares with the one before it."""
-    queries: Pointer
-    """Queries of the node that stands at this place; 0 if none does."""
+    cut: Pointer  # [B + 1]: tokens that the request at a place shares with the one before it
+    queries: Pointer  # queries of the node that stands at this place; 0 if none does
     parent: Pointer
-    leaf_parent: Pointer
-    """Node above the leaf of the request at each place."""
-    leaves: Pointer
-    """How many requests have their leaf right below the node."""
-    below: Pointer
-    """[2, B]: tiles of the nodes right below the node, by tile shape."""
+    leaf_parent: Pointer  # node above the leaf of the request at each place
+    leaves: Pointer  # how many requests have their leaf right below the node
+    below: Pointer  # [2, B]: tiles of the nodes right below the node, by tile shape
 
 
 class Ranges(NamedTuple):
     """KV ranges [2 B]."""
 
-    queries: Pointer
-    """Queries whose items read the range together; 0: no range."""
+    queries: Pointer  # queries whose items read the range together; 0: no range
     begin: Pointer
-    end: Pointer
-    """The range's first token, and the one after its last."""
+    end: Pointer  # the range's first token, and the one after its last
 
 
 class Chosen(NamedTuple):
     """The nodes with ranges of their own [B], in order of place."""
 
-    count: Pointer
-    """[1]: how many they are."""
+    count: Pointer  # [1]: how many they are
     place: Pointer
-    first: Pointer
-    """Place of the node's first query."""
+    first: Pointer  # place of the node's first query
     queries: Pointer
     begin: Pointer
     end: Pointer
@@ -81,20 +68,16 @@ class Chosen(NamedTuple):
 class Places(NamedTuple):
     """Where the items, entries and partial results of each range [2 B] go in the plan."""
 
-    num_chunks: Pointer
-    """Chunks of the range."""
+    num_chunks: Pointer  # chunks of the range
     item: Pointer
-    entry: Pointer
-    """The range's first item, and its first entry."""
-    part: Pointer
-    """Partial results of the ranges above it: these precede its own."""
+    entry: Pointer  # the range's first item, and its first entry
+    part: Pointer  # partial results of the ranges above it: these precede its own
 
 
 class Results(NamedTuple):
     """Partial results of the request at each place [B]."""
 
-    parts: Pointer
-    """How many they are; 1: the leaf's only item writes the output."""
+    parts: Pointer  # how many they are; 1: the leaf's only item writes the output
     merged: Pointer
     """How many of them the leaf's item merges. 0: stage 2 merges them, if there are several."""
 
@@ -102,23 +85,17 @@ class Results(NamedTuple):
 class Candidates(NamedTuple):
     """Candidates for the length of chunks."""
 
-    num_chunks: Pointer
-    """[candidates]: chunks of the longest range."""
-    cost: Pointer
-    """[2, candidates] float32: expected nanoseconds, by tile shape."""
-    chunk: Pointer
-    """[2, candidates]: tokens of a chunk."""
+    num_chunks: Pointer  # [candidates]: chunks of the longest range
+    cost: Pointer  # [2, candidates] float32: expected nanoseconds, by tile shape
+    chunk: Pointer  # [2, candidates]: tokens of a chunk
 
 
 class Counters(NamedTuple):
     """Plans, tokens of context in them, tokens that their items load, and nanoseconds."""
 
-    total: Pointer
-    """[4] int64"""
-    seen: Pointer
-    """[4] int64, a copy in CPU memory."""
-    began: Pointer
-    """[1] int64: the GPU's clock when planning began."""
+    total: Pointer  # [4] int64
+    seen: Pointer  # [4] int64, a copy in CPU memory
+    began: Pointer  # [1] int64: the GPU's clock when planning began
 
 
 class Costs(NamedTuple):
@@ -141,21 +118,17 @@ class Scratch:
     ranks: tuple[torch.Tensor, ...]
     guess: torch.Tensor
     """[B, B]: pages that each two requests had in common in the plan before; above the diagonal."""
-    order: torch.Tensor
-    """[B]: request index at each place."""
-    first: torch.Tensor
-    """[B]: place of each node's first query."""
+    order: torch.Tensor  # [B]: request index at each place
+    first: torch.Tensor  # [B]: place of each node's first query
     nodes: tuple[torch.Tensor, ...]
-    sums: torch.Tensor
-    """[B] int64: what the children of each node save, while edges are chosen."""
+    sums: torch.Tensor  # [B] int64: what the children of each node save, while edges are chosen
     ranges: tuple[torch.Tensor, ...]
     chosen: tuple[torch.Tensor, ...]
     places: tuple[torch.Tensor, ...]
     results: tuple[torch.Tensor, ...]
     candidates: tuple[torch.Tensor, ...]
     counters: tuple[torch.Tensor, ...]
-    num_bytes: int
-    """Bytes of device memory, most of them for pairs of requests."""
+    num_bytes: int  # bytes of device memory, most of them for pairs of requests
 
     @classmethod
     def allocate(
@@ -163,15 +136,9 @@ class Scratch:
     ) -> Scratch:
         """Allocate the arrays.
 
-        Parameters
-        ----------
-        size : int
-            The batch B, a multiple of 4.
-        num_chunks : list of int
-            Chunks of the longest range, for each candidate.
-        seen : [4] int64
-            The copy of the counters in CPU memory.
-        device : torch.device
+        - `size`: the batch B, a multiple of 4.
+        - `num_chunks`: chunks of the longest range, for each candidate.
+        - `seen` [4] int64: the copy of the counters in CPU memory.
         """
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

@@ -30,12 +30,9 @@ class Lists(NamedTuple):
     """Lists of children, one behind the other, in arrays of a fixed size."""
 
     parent: torch.Tensor
-    at: torch.Tensor
-    """The child's number among its parent's children."""
-    there: torch.Tensor
-    """Whether the array holds a child here."""
-    before: torch.Tensor
-    """[parents]: children of the parents before."""
+    at: torch.Tensor  # the child's number among its parent's children
+    there: torch.Tensor  # whether the array holds a child here
+    before: torch.Tensor  # [parents]: children of the parents before
 
 
 class Elements(NamedTuple):
@@ -44,12 +41,10 @@ class Elements(NamedTuple):
     there: torch.Tensor
     begin: torch.Tensor
     end: torch.Tensor
-    first: torch.Tensor
-    """Place of the first query."""
+    first: torch.Tensor  # place of the first query
     queries: torch.Tensor
     is_leaf: torch.Tensor
-    flat: torch.Tensor
-    """Tokens of the flattened forest before it."""
+    flat: torch.Tensor  # tokens of the flattened forest before it
 
 
 def _lists(counts: torch.Tensor, size: int) -> Lists:
@@ -73,14 +68,10 @@ def _before(values: torch.Tensor) -> torch.Tensor:
 class Flattener:
     """Plans `deft-flatten` behind the first three kernels of the device planner.
 
-    Parameters
-    ----------
-    plan : DevicePlan
-        Where plans go.
-    scratch : Scratch
-        What the kernels found.
-    chunk_tokens : int
-        Tokens of a chunk; twice, four times, … as many if the plan cannot hold so many chunks.
+    - `plan`: where plans go.
+    - `scratch`: what the kernels found.
+    - `chunk_tokens`: tokens of a chunk; twice, four times, … as many if the plan cannot hold so
+      many chunks.
     """
 
     plan: DevicePlan

@@ -25,18 +25,15 @@ class Range(NamedTuple):
     queries: Any
     begin: Any
     end: Any
-    first: Any
-    """Place of the first query."""
-    number: Any
-    """Nodes count before leaves, and each in order of place."""
+    first: Any  # place of the first query
+    number: Any  # nodes count before leaves, and each in order of place
 
 
 class Lengths(NamedTuple):
     """The lengths of chunks."""
 
     small: Any
-    large: Any
-    """Most tokens of a chunk, by tile shape; nanoseconds for the rule ``scheduled``."""
+    large: Any  # most tokens of a chunk, by tile shape; nanoseconds for the rule ``scheduled``
     block: Any
     estimate: Any
 
@@ -47,8 +44,7 @@ class Cut(NamedTuple):
     is_large: Any
     tiles: Any
     num_chunks: Any
-    rank: Any
-    """Tokens of the longest chunk; at most 0, and in the same order, if the tile is small."""
+    rank: Any  # tokens of the longest chunk; at most 0, and in the same order, if the tile is small
 
 
 @jit

@@ -10,8 +10,7 @@ from deft_backend.policies.chunk_choice import NUM_CHUNKS
 SIZES = (64, 256, 1024, 2048)
 """Batches that the kernels are compiled for; a smaller batch leaves lanes idle."""
 
-MOST_ELEMENTS = 1 << 20
-"""Most elements of a Triton tensor."""
+MOST_ELEMENTS = 1 << 20  # most elements of a Triton tensor
 
 
 class Warps(NamedTuple):
@@ -28,41 +27,22 @@ class Warps(NamedTuple):
 
 @dataclass(frozen=True)
 class ProgramWork:
-    """How much work one program of each kernel has.
+    """How much work one program of each kernel has."""
 
-    Attributes
-    ----------
-    rows : int
-        Requests that one program of ``compare_rows`` compares with as many others; at least 8.
-    sorted, nodes : int
-        Requests that one program of ``sort_rows``, and of ``find_nodes``, compares with all others.
-    ranges : int
-        Ranges that one program of ``measure_ranges`` compares with all others.
-    leaf_columns, node_columns : int
-        Ranges with which it compares them at a time.
-    leaves : int
-        Requests whose leaves one program of ``write_plan`` writes.
-    node_programs : int
-        Programs of ``write_plan`` that write nodes, at most.
-    width : int
-        Entries of a node that one program writes at a time.
-    candidates : int
-        Chunk lengths that are priced for each tile shape; a power of two.
-    warps : Warps
-        Warps of a program.
-    """
-
+    # Requests that one program of ``compare_rows`` compares with as many others; at least 8.
     rows: int
+    # Requests that one program of ``sort_rows``, and of ``find_nodes``, compares with all others.
     sorted: int
     nodes: int
-    ranges: int
+    ranges: int  # ranges that one program of ``measure_ranges`` compares with all others
+    # Ranges with which it compares them at a time.
     leaf_columns: int
     node_columns: int
-    leaves: int
-    node_programs: int
-    width: int
-    candidates: int
-    warps: Warps
+    leaves: int  # requests whose leaves one program of ``write_plan`` writes
+    node_programs: int  # programs of ``write_plan`` that write nodes, at most
+    width: int  # entries of a node that one program writes at a time
+    candidates: int  # chunk lengths that are priced for each tile shape; a power of two
+    warps: Warps  # warps of a program
 
     @classmethod
     def on_gpu(cls, size: int) -> ProgramWork:

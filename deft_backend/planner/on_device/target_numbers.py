@@ -14,23 +14,17 @@ from deft_backend.policies import PolicyError, Target
 class Numbers:
     """What the kernels take from a target."""
 
-    tiles: tuple[int, int]
-    """Queries that the small tile and the large tile serve."""
+    tiles: tuple[int, int]  # queries that the small tile and the large tile serve
     target: Target
     item_ns: tuple[float, ...]
     token_ns: tuple[float, ...]
     partial_ns: float
-    reduce_ns: float
-    """Expected times; see :class:`~deft_backend.costs.tile_costs.TileCosts`."""
-    sms: float
-    """SMs for each KV head."""
-    transfer_ns: float
-    """Time in which the memory delivers one token of all KV heads."""
-    block: int
-    """Tokens of a KV block."""
+    reduce_ns: float  # expected times; see :class:`~deft_backend.costs.tile_costs.TileCosts`
+    sms: float  # SMs for each KV head
+    transfer_ns: float  # time in which the memory delivers one token of all KV heads
+    block: int  # tokens of a KV block
     query_blocks: int
-    vectors: int
-    """Query vectors of a query."""
+    vectors: int  # query vectors of a query
     estimate: tuple[tuple[float, ...], ...]
     """The fields of :class:`~deft_backend.planner.on_device.tiles.Estimate`."""
 
@@ -43,10 +37,7 @@ class Numbers:
     def of(cls, target: Target) -> Numbers:
         """The numbers of a target.
 
-        Raises
-        ------
-        PolicyError
-            If the cost table was measured for other tile shapes.
+        Raises PolicyError if the cost table was measured for other tile shapes.
         """
         model = target.costs
         tiles = target.single_range_tiles

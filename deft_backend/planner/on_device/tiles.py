@@ -29,8 +29,7 @@ def total(values):
 class Estimate(NamedTuple):
     """``C_est`` of each tile shape in nanoseconds: linear between profiled lengths."""
 
-    knots: Any
-    """The profiled lengths in tokens, besides the first and the last."""
+    knots: Any  # the profiled lengths in tokens, besides the first and the last
     small: Any
     """For the small tile: the time of 0 tokens, then the rise for each token, then the rise's
     growth at each knot."""

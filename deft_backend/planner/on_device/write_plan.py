@@ -22,12 +22,9 @@ from deft_backend.planner.on_device.tiles import tiles_of, total
 class Slots(NamedTuple):
     """Where the partial results of the request at each place [B] go."""
 
-    first: Any
-    """First slot of the request."""
-    reduced: Any
-    """Results of the request that the reduction merges."""
-    num_reduced: Any
-    """Results that the reduction merges, of all requests."""
+    first: Any  # first slot of the request
+    reduced: Any  # results of the request that the reduction merges
+    num_reduced: Any  # results that the reduction merges, of all requests
 
 
 class Range(NamedTuple):

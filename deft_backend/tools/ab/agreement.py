@@ -1,7 +1,5 @@
 """Compare the answers of two servers, by token ids or by text."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

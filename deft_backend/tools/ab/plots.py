@@ -1,7 +1,5 @@
 """Plots of a comparison: KV reads, distributions of times, and tokens a second."""
 
-from __future__ import annotations
-
 import base64
 import io
 import math

@@ -1,7 +1,5 @@
 """The report of a comparison: a self-contained page, and the JSON behind it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape

@@ -1,7 +1,5 @@
 """One side of a comparison: all workloads on one server, and its answers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

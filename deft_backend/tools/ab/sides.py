@@ -1,7 +1,5 @@
 """The two servers of a comparison: running servers, or servers that the command starts."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager

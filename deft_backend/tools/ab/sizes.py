@@ -1,7 +1,5 @@
 """The sizes of `deft ab`'s workloads, chosen by the machine and by the user."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """A workload from a trace of arrivals: prompts are made so that equal hash ids share text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """Format figures for people, in the same way in the terminal and in the report."""
 
-from __future__ import annotations
-
 MISSING = "–"
 
 

@@ -1,7 +1,5 @@
 """One sentence about a comparison: whether to switch, and why."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The workloads that `deft ab` replays: one function each, the same requests on every machine."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """Draw an explanation in the terminal: the forest with its groups, and a table of figures."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Count the reads and writes of a grouping, as DeFT counts them and as our kernels issue them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

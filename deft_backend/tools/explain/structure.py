@@ -1,7 +1,5 @@
 """The nodes of a forest, and the groups and chunks of a grouping that read them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """An answer as a client receives it, and the comparison of two answers to one prompt."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Sends a workload to a server at its own times, and records what became of every request."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Sequence

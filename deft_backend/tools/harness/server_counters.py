@@ -1,7 +1,5 @@
 """The plugin's counters of a server: from its state file, or from its /metrics."""
 
-from __future__ import annotations
-
 import re
 import time
 import urllib.error

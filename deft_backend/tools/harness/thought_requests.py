@@ -1,7 +1,5 @@
 """A recorded tree of thoughts as requests: one request for each thought."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from deft_backend.tools.harness.workload import Prompt, Request

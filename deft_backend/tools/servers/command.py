@@ -1,7 +1,5 @@
 """Starting a host server: its command line and environment, on a GPU or on the CPU engine."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shlex

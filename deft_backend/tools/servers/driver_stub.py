@@ -4,8 +4,6 @@
 load. The stand-in's function returns an error code, so no program mistakes it for a GPU.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

@@ -1,7 +1,5 @@
 """Options of a host's server, read as a user types them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

@@ -1,7 +1,5 @@
 """Files of a model, which the user names by a folder or by a hub name such as ``Qwen/Qwen3-8B``."""
 
-from __future__ import annotations
-
 import os
 import re
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Speculative decoding in the hosts' own words: their options, and how many tokens they accept."""
 
-from __future__ import annotations
-
 import json
 import re
 import urllib.error

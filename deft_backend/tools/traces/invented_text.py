@@ -4,8 +4,6 @@ Notes hold codes, and every question asks for one code. So answers differ from o
 model that loses its context gives a wrong code.
 """
 
-from __future__ import annotations
-
 import random
 import re
 

@@ -1,7 +1,5 @@
 """Makes trees of thoughts in DeFT's format, so that a replay needs no recorded file."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Makes traces of arrivals: conversations and agents about documents behind one system prompt."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

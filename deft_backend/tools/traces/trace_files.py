@@ -7,8 +7,6 @@ ending at iteration 0). Every other node is a thought. Its tokens were decoded a
 thought without children was pruned or is an answer. Source: DeFT, appendix A.6.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Build PrefixForests from recorded or described trees, for `deft explain` and benchmarks."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from itertools import pairwise
 

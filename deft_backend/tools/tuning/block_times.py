@@ -1,7 +1,5 @@
 """FlashForge's cost table (section 5.2): C_est(n_q, n) with one thread block on each SM."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The highest rates at which this machine's GPU reads, copies and multiplies, as measured."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """FastTree's alpha, beta and gamma: its cost equations fitted to measured groups."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The measurements of `deft tune`: sizes of the launches for each fit."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 UNSHARED = ("1 1024", "1 8192", "4 32768", "8 8192", "32 2048", "64 2048", "128 512", "256 1024")

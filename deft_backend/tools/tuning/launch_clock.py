@@ -1,7 +1,5 @@
 """GPU time of a kernel launch inside a CUDA graph, with a cold L2 cache."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

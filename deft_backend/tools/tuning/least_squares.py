@@ -1,7 +1,5 @@
 """Least squares over coefficients that cannot be negative."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import numpy as np

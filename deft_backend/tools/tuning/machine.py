@@ -1,7 +1,5 @@
 """Launches of many equal groups on one device, which every fit of `deft tune` measures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

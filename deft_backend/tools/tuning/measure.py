@@ -1,7 +1,5 @@
 """`deft tune`: measure the cost table of one head shape on this machine's GPU."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Finds the costs that `auto` plans best with, by the times of its plans."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 

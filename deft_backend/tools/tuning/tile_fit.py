@@ -1,7 +1,5 @@
 """Fit TileCosts, the costs of items and partial results, to measured launches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from deft_backend.costs.tile_costs import TileCosts

@@ -1,7 +1,5 @@
 """Whole batches as servers decode them: `deft tune` compares two cost tables on them."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Sequence

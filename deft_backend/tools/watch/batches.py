@@ -1,7 +1,5 @@
 """The last batch of an engine and its rates, for views that look again and again."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence

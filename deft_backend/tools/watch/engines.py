@@ -1,7 +1,5 @@
 """The engines that decode on this machine, and what each of them is doing."""
 
-from __future__ import annotations
-
 import re
 import time
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Serves the page of `deft inspect` and its data: read-only, for browsers on this machine."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import ipaddress

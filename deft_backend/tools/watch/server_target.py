@@ -1,7 +1,5 @@
 """The target of a running server's plans, as another process can know it."""
 
-from __future__ import annotations
-
 from deft_backend.policies import Target
 from deft_backend.telemetry.state_reader import StateReading
 

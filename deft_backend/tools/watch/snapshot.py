@@ -1,7 +1,5 @@
 """What the page of `deft inspect` shows, as plain data: one engine, its counters and its batch."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Sequence

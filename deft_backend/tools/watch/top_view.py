@@ -1,7 +1,5 @@
 """What `deft top` shows: one panel for each engine, at any width from 80 columns on."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

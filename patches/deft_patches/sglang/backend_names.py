@@ -8,8 +8,6 @@ registered their backends yet. Looks for: nothing; the adapter names the functio
 callback fails, only a line in the log results.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

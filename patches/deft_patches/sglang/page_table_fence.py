@@ -12,8 +12,6 @@ Looks for: the method with the parameters used here, when it is installed.
 Harmless to runners without a reader: the wrapper only calls the host's method.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

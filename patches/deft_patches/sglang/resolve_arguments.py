@@ -11,8 +11,6 @@ Looks for: nothing; the adapter names the method.
 Harmless to servers that do not ask for ``deft``: the wrapper only calls the host's method.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

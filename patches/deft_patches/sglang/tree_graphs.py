@@ -14,8 +14,6 @@ Looks for: the two methods with the parameters used here, when it is installed. 
 Harmless to runners without a controller: the wrappers only call the host's methods.
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 from deft_patches.graph_runner import (

@@ -1,7 +1,5 @@
 """``DEFT_VERIFY``: compare a forest read from the radix tree with the page tables."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

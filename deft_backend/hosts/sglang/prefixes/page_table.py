@@ -1,7 +1,5 @@
 """The forest of a decode batch, read from the host's page table; it works with any prefix cache."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

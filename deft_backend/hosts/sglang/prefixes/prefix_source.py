@@ -3,8 +3,6 @@
 ``docs/hosts-sglang.md`` explains why a plan stays right while it is in use.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from typing import Any, Protocol

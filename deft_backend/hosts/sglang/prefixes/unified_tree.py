@@ -1,7 +1,5 @@
 """The forest of a decode batch, read from SGLang's unified radix tree."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How many draft tokens the host has accepted, from its own counts of each request."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 This gives the baseline of ``deft ab``: the KV that the host's kernels read, query by query.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from typing import Any

@@ -1,7 +1,5 @@
 """What the kernels are compiled for before the first step, or before a capture."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """How many draft tokens the host has accepted, from the scheduler's messages to its workers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from deft_backend.telemetry.counters import DraftCounts

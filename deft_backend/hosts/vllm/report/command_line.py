@@ -3,8 +3,6 @@
 vLLM's engine and worker processes keep the command line of the server that started them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path

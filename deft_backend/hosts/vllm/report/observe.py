@@ -3,8 +3,6 @@
 This gives the baseline of ``deft ab``: the KV that the host's kernels read, query by query.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Decide for each layer of a server's model whether tree attention decodes it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

@@ -4,8 +4,6 @@ This module imports the code around a class only when it makes that class. A ver
 tree attention therefore imports no compiler.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm.v1.attention.backend import AttentionBackend

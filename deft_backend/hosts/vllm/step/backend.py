@@ -5,8 +5,6 @@ windows only of layers whose implementation is an instance of its own class. The
 else from the host: names, layouts, supported sizes, KV writes, graphs.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, cast
 

@@ -6,8 +6,6 @@ the CPU then runs the same adapter and the same kernels as a server on a GPU. Th
 and not fast.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

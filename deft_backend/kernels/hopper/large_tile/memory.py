@@ -14,37 +14,24 @@ with suppress(ImportError):  # `available` says so before anything is launched
 class Layout(NamedTuple):
     """Constants: layouts in registers and shared memory, and lengths of the rings of buffers."""
 
-    scores: Any
-    """[queries, tokens], a matrix product's result."""
-    output: Any
-    """[queries, dimensions], a matrix product's result."""
+    scores: Any  # [queries, tokens], a matrix product's result
+    output: Any  # [queries, dimensions], a matrix product's result
     queries: Any
-    weights: Any
-    """Left operands of Q K^T and of P V."""
+    weights: Any  # left operands of Q K^T and of P V
     row: Any
-    output_row: Any
-    """One number for each query vector, as `scores` and `output` hold it."""
-    copy: Any
-    """Whole rows side by side, 16 bytes a thread."""
+    output_row: Any  # one number for each query vector, as `scores` and `output` hold it
+    copy: Any  # whole rows side by side, 16 bytes a thread
     copy_row: Any
     kv_copy: Any
-    kv_copy_row: Any
-    """The same for keys and values, which may have elements of another size."""
-    each: Any
-    """One number a thread."""
-    matrix: Any
-    """Shared memory that tensor cores read."""
-    kv_matrix: Any
-    """Shared memory of keys and values as they lie in the cache."""
-    plain: Any
-    """Shared memory of numbers."""
+    kv_copy_row: Any  # the same for keys and values, which may have elements of another size
+    each: Any  # one number a thread
+    matrix: Any  # shared memory that tensor cores read
+    kv_matrix: Any  # shared memory of keys and values as they lie in the cache
+    plain: Any  # shared memory of numbers
     at_once: int
-    kv_at_once: int
-    """Rows that all threads copy at once: one thread copies rows so far apart."""
-    kv_unit: int
-    """Elements of keys and values in 16 bytes."""
-    slots: int
-    """Blocks of K, and of V: the block being multiplied and those on their way."""
+    kv_at_once: int  # rows that all threads copy at once: one thread copies rows so far apart
+    kv_unit: int  # elements of keys and values in 16 bytes
+    slots: int  # blocks of K, and of V: the block being multiplied and those on their way
     known: int
     """Blocks whose offsets are known, a power of two. The V block that is copied next is the first
     of them; the last is one behind the K block that is copied next."""
@@ -94,8 +81,7 @@ class Buffers(NamedTuple):
     """A program's shared memory."""
 
     k: Any
-    v: Any
-    """[slots, tokens, D]: rings of KV blocks."""
+    v: Any  # [slots, tokens, D]: rings of KV blocks
     key_operand: Any
     value_operand: Any
     """[tokens, D]: of a cache of 8 bits, the blocks being multiplied, as operands."""
@@ -103,16 +89,12 @@ class Buffers(NamedTuple):
     v_known: Any
     """[known, tokens] int32: ring of the blocks' offsets (`offsets_of`), in the order of
     `row_of_place`. One ring if K and V have the same strides."""
-    pages: Any
-    """[pages, tokens]: ring of page ids, in the same order."""
+    pages: Any  # [pages, tokens]: ring of page ids, in the same order
     places: Any
     """[2, M] int32: where each query vector lies, and where its result goes (`result_place`)."""
-    rows: Any
-    """[M, D]: Q, and later the results, as whole rows, while no block of V is there."""
-    first_pages: Any
-    """[known * tokens]: page ids of an item's first blocks, until the item begins."""
-    entries: Any
-    """[2, M] int32: query and slot of each query vector, until the item begins."""
+    rows: Any  # [M, D]: Q, and later the results, as whole rows, while no block of V is there
+    first_pages: Any  # [known * tokens]: page ids of an item's first blocks, until the item begins
+    entries: Any  # [2, M] int32: query and slot of each query vector, until the item begins
 
 
 @jit

@@ -29,8 +29,7 @@ class Buffers(NamedTuple):
     """A program's shared memory."""
 
     k: Any
-    v: Any
-    """[slots, tokens, D]: rings of KV blocks."""
+    v: Any  # [slots, tokens, D]: rings of KV blocks
     key_operand: Any
     value_operand: Any
     """[tokens, D]: of a cache of 8 bits, the blocks being multiplied, as operands."""
@@ -44,8 +43,7 @@ class Buffers(NamedTuple):
     tokens, in the same order. The second one only for several query tokens."""
     places: Any
     """[2, M] int32: where each query vector lies, and where its result goes (`result_place`)."""
-    rows: Any
-    """[M, D]: Q, and later the results, as whole rows, while no block of V is there."""
+    rows: Any  # [M, D]: Q, and later the results, as whole rows, while no block of V is there
 
 
 class Block(NamedTuple):
@@ -60,22 +58,18 @@ class Block(NamedTuple):
 class Asked(NamedTuple):
     """What an item needs first, on its way to registers."""
 
-    blocks: Any
-    """Its first blocks."""
+    blocks: Any  # its first blocks
     query: Any
-    slot: Any
-    """[M]: of each query vector."""
+    slot: Any  # [M]: of each query vector
 
 
 class Stream(NamedTuple):
     """An item's tokens, for one KV head."""
 
     segments: Any
-    filled: Any
-    """Blocks that hold tokens."""
+    filled: Any  # blocks that hold tokens
     k_base: Any
-    v_base: Any
-    """[D] pointers: the first token of the KV head in the cache."""
+    v_base: Any  # [D] pointers: the first token of the KV head in the cache
 
 
 @jit

@@ -21,8 +21,7 @@ with suppress(ImportError):  # `available` says so before anything is launched
 class Item(NamedTuple):
     """What the plan says about an item of several KV ranges."""
 
-    entry: Any
-    """Its first entry."""
+    entry: Any  # its first entry
     queries: Any
     first_segment: Any
     segments: Any
@@ -34,18 +33,15 @@ class Listed(NamedTuple):
     present: Any
     request: Any
     start: Any
-    stop: Any
-    """OPEN_END for an open range."""
+    stop: Any  # OPEN_END for an open range
     span: Any
 
 
 class Followed(NamedTuple):
     """What the host's tensors say about the same segments: [32] numbers."""
 
-    length: Any
-    """Tokens of the segment's request."""
-    row: Any
-    """Its row of the page table."""
+    length: Any  # tokens of the segment's request
+    row: Any  # its row of the page table
     query_tokens: Any
 
 
@@ -54,27 +50,20 @@ class Segments(NamedTuple):
 
     offset: Any
     """Place in the stream of each segment's first token; `tokens` for lanes without a segment."""
-    shift: Any
-    """What to add to a place in the stream for the position in the segment's request."""
+    shift: Any  # what to add to a place in the stream for the position in the segment's request
     row: Any
     span: Any
-    before: Any
-    """Position of the request's first query token."""
-    tokens: Any
-    """Tokens of all segments."""
+    before: Any  # position of the request's first query token
+    tokens: Any  # tokens of all segments
 
 
 class Tokens(NamedTuple):
     """Where tokens of a stream lie, and who attends to them: [rows, 32] numbers."""
 
-    entry: Any
-    """Pointers to the page table: the tokens' page ids."""
-    position: Any
-    """In the token's request."""
-    span: Any
-    """0 behind the stream: no query attends to these tokens."""
-    hidden: Any
-    """Number among its request's query tokens; negative for the tokens before these."""
+    entry: Any  # pointers to the page table: the tokens' page ids
+    position: Any  # in the token's request
+    span: Any  # 0 behind the stream: no query attends to these tokens
+    hidden: Any  # number among its request's query tokens; negative for the tokens before these
 
 
 @constexpr_function

@@ -38,8 +38,7 @@ class Segment(NamedTuple):
 
     entry: Any
     queries: Any
-    table: Any
-    """The range's row of the page table."""
+    table: Any  # the range's row of the page table
     start: Any
     length: Any
 
@@ -48,27 +47,20 @@ class Known(NamedTuple):
     """An item known by the third link: its keys and values can be copied."""
 
     segment: Segment
-    page: Any
-    """[tokens]: page ids of the item's block that is copied next."""
-    query: Any
-    """[M]: where each query vector lies in `q`; a negative number without one."""
+    page: Any  # [tokens]: page ids of the item's block that is copied next
+    query: Any  # [M]: where each query vector lies in `q`; a negative number without one
 
 
 class Stream(NamedTuple):
     """Where the copies stand, and what is known of the items that are copied later."""
 
-    work: Any
-    """The item and KV head that are copied."""
-    step: Any
-    """From there to the program's next ones."""
-    block: Any
-    """Number of the block that is copied next, in its segment."""
+    work: Any  # the item and KV head that are copied
+    step: Any  # from there to the program's next ones
+    block: Any  # number of the block that is copied next, in its segment
     slot: Any
-    q_slot: Any
-    """The slots that K and V, and the queries, are copied to."""
+    q_slot: Any  # the slots that K and V, and the queries, are copied to
     item: Known
-    ahead_page: Any
-    """[tokens]: page ids of the block behind the next one."""
+    ahead_page: Any  # [tokens]: page ids of the block behind the next one
     next_item: Known
     later_segment: Segment
     last_item: Item

@@ -62,13 +62,10 @@ class Own(NamedTuple):
 
     entry: Any
     queries: Any
-    length: Any
-    """Tokens of its KV range."""
+    length: Any  # tokens of its KV range
     query: Any
-    slot: Any
-    """Query and slot of its first entry."""
-    merged: Any
-    """Partial results that it merges."""
+    slot: Any  # query and slot of its first entry
+    merged: Any  # partial results that it merges
 
 
 class Coming(NamedTuple):

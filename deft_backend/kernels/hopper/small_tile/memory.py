@@ -14,40 +14,27 @@ with suppress(ImportError):  # `available` says so before anything is launched
 class Layout(NamedTuple):
     """Constants: layouts in registers and shared memory, and lengths of the rings of buffers."""
 
-    product: Any
-    """A matrix product's result: scores are [tokens, rows], outputs [dimensions, rows]."""
+    product: Any  # A matrix product's result: scores are [tokens, rows], outputs [dimensions, rows]
     left: Any
-    right: Any
-    """Operands of the products."""
+    right: Any  # operands of the products
     keys: Any
     queries: Any
     """Operands of the first product. A register of keys holds four bytes or two of 16 bits."""
     token: Any
-    column: Any
-    """One number for each token, or for each row, as `product` holds it."""
-    copy: Any
-    """Whole rows side by side, 16 bytes a thread."""
+    column: Any  # one number for each token, or for each row, as `product` holds it
+    copy: Any  # whole rows side by side, 16 bytes a thread
     copy_row: Any
     copy_dim: Any
     kv_row: Any
-    kv_dim: Any
-    """The same for keys and values, which may have elements of another size."""
-    kv_unit: int
-    """Elements of keys and values in 16 bytes."""
-    each: Any
-    """One number a thread."""
-    matrix: Any
-    """Shared memory of queries, keys and values, in elements of 16 bits."""
-    kv_matrix: Any
-    """Shared memory of keys and values, in their own elements."""
-    result: Any
-    """Shared memory of the results."""
-    plain: Any
-    """Shared memory of numbers."""
-    slots: int
-    """Blocks of Q, of K and of V: the block being multiplied and those on their way."""
-    query_rows: int
-    """Rows that one query fills, rounded up to a power of two."""
+    kv_dim: Any  # the same for keys and values, which may have elements of another size
+    kv_unit: int  # elements of keys and values in 16 bytes
+    each: Any  # one number a thread
+    matrix: Any  # shared memory of queries, keys and values, in elements of 16 bits
+    kv_matrix: Any  # shared memory of keys and values, in their own elements
+    result: Any  # shared memory of the results
+    plain: Any  # shared memory of numbers
+    slots: int  # blocks of Q, of K and of V: the block being multiplied and those on their way
+    query_rows: int  # rows that one query fills, rounded up to a power of two
 
 
 @constexpr_function
@@ -87,16 +74,13 @@ def layout_of(head_dim, query_vectors, height, block_tokens, lookahead, exponent
 class Buffers(NamedTuple):
     """A program's shared memory."""
 
-    q: Any
-    """[slots, M, D]: a ring of items' queries."""
-    kv: Any
-    """[2 slots, tokens, D]: a ring of KV blocks, K before V."""
+    q: Any  # [slots, M, D]: a ring of items' queries
+    kv: Any  # [2 slots, tokens, D]: a ring of KV blocks, K before V
     results: Any
     """[places, M, D] float32: the same memory. An item's results go where its last KV block
     was."""
     maximum: Any
-    total: Any
-    """[M] float32: the online softmax of each row."""
+    total: Any  # [M] float32: the online softmax of each row
 
 
 @jit

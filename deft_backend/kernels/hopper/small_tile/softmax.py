@@ -18,12 +18,9 @@ with suppress(ImportError):  # `available` says so before anything is launched
 class Online(NamedTuple):
     """The softmax of an item's tokens so far, for M query vectors."""
 
-    maximum: Any
-    """[M]: each query vector's largest score, in base 2."""
-    total: Any
-    """[8, M]: sums of weights. Eight threads share a row, and each has a sum."""
-    acc: Any
-    """[D, M]: sums of values, weighted by ``2^(score - maximum)``."""
+    maximum: Any  # [M]: each query vector's largest score, in base 2
+    total: Any  # [8, M]: sums of weights. Eight threads share a row, and each has a sum.
+    acc: Any  # [D, M]: sums of values, weighted by ``2^(score - maximum)``
 
 
 @jit
