@@ -293,7 +293,7 @@ def test_the_large_tile_of_eight_bits_with_small_heads() -> None:
 
 
 @needs_gluon
-@pytest.mark.parametrize("group", [1, 4, 8, 16])
+@pytest.mark.parametrize("group", [1, 4, 16])
 def test_tiles_of_eight_bits_on_hopper(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No spills, and the launched number of programs fits on an SM."""
     monkeypatch.setattr(configurations, "GLUON_EIGHT_BITS", True)

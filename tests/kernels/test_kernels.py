@@ -198,8 +198,8 @@ def test_logit_soft_cap_and_scale(device: str, policy: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("policy", ["deft-node", "deft-flatten", "fasttree"])
 def test_more_queries_than_a_tile(device: str, policy: str) -> None:
-    """150 queries: several tiles of height 64."""
-    batch = random_batch(21, 1, 150, longest=12)
+    """70 queries: a full tile of height 64, and another."""
+    batch = random_batch(21, 1, 70, longest=12)
     check(batch, device=device, policy=policy, heads=(2, 2))
 
 
