@@ -588,6 +588,9 @@ def test_doctor_compares_versions(
     install(monkeypatch, {"sglang": version, "torch": "1.9", "triton": "99"})
     found = {check.subject: check.status for check in checks.check_packages()}
     assert (found["sglang"], found["torch"], found["triton"]) == (status, "problem", "note")
+    install(monkeypatch, {"torch": "2.8", "triton": "4"})  # the lowest, and the first beyond
+    found = {check.subject: check.status for check in checks.check_packages()}
+    assert (found["torch"], found["triton"]) == ("ok", "note")
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,10 @@
 
 Each fault of ``planted_faults.json`` replaces a text in a copy of the checkout; the tests that it
 names, or those of them that `select` chooses (pytest's ``-k``), then run there. A fault survives if
-they pass. A test that FILE names for a fault runs first, and the others if it passes. A fault whose
-text occurs no more, or more than once, is ``gone``: renew it. Faults of a host run where that host
-is installed: run the command in both environments with one FILE, which keeps the rows of the other.
+they pass. Faults that FILE knows as caught are left out; with ``--all`` they are planted again, and
+the test that noticed a fault runs first. A fault whose text occurs no more, or more than once, is
+``gone``: renew it. Faults of a host run where that host is installed: run the command in both
+environments with one FILE. FILE lists its runs, and each row names its own.
 """
 
 import argparse
@@ -99,6 +100,22 @@ def plant(fault: dict[str, Any], folder: Path, seconds: float, known: str = "") 
     return ("caught" if code in (FAILED, INTERRUPTED) else "no test"), told
 
 
+def provenance() -> dict[str, Any]:
+    """Of this checkout, read in another process: see ``SLOW_IMPORTS``."""
+    script = "from deft_backend.files.provenance import provenance; print(json.dumps(provenance()))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import json; {script}"], cwd=ROOT, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def write(path: Path, header: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    lines = ",\n  ".join(map(json.dumps, rows))
+    path.write_text(f'{{"header": {json.dumps(header)},\n "rows": [\n  {lines}\n]}}\n')
+
+
 def name_of(fault: dict[str, Any]) -> tuple[str, str, str]:
     return fault["file"], fault["old"], fault["new"]
 
@@ -107,38 +124,39 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default="", help="faults whose file contains this text")
+    parser.add_argument("--all", action="store_true", help="plant caught faults again")
     parser.add_argument("--trust", action="store_true", help="do not run the tests without a fault")
     parser.add_argument("--seconds", type=float, default=300, help="for the tests of a fault")
     given = parser.parse_args()
     faults = json.loads(FAULTS.read_text())
-    known = json.loads(given.out.read_text())["rows"] if given.out.exists() else []
-    rows = {name_of(row): row for row in known}
+    known = json.loads(given.out.read_text()) if given.out.exists() else {"rows": [], "header": {}}
+    rows = {name_of(row): row for row in known["rows"]}
     chosen = [
         fault for fault in faults
         if given.only in fault["file"] and find_spec(fault.get("host", "torch"))
+        and (given.all or rows.get(name_of(fault), {}).get("result") != "caught")
     ]  # fmt: skip
+    runs = [*known["header"].get("runs", []), provenance()]
     for name in SLOW_IMPORTS:
         if find_spec(name.split(".")[0]):
             importlib.import_module(name)
     with tempfile.TemporaryDirectory(prefix="planted-") as place:
         copied(Path(place))
-        if not given.trust:
+        if chosen and not given.trust:
             named = sorted({test for fault in chosen for test in fault["tests"]})
             code, told = passes(Path(place), named, 20 * given.seconds)
             if code != PASSED:
                 sys.exit(f"the tests fail without a fault: {told}")
+        counts = Counter(row["result"] for row in rows.values())
         for fault in chosen:
             noticed_by = rows.get(name_of(fault), {}).get("noticed_by", "")
             result, told = plant(fault, Path(place), given.seconds, noticed_by)
-            rows[name_of(fault)] = {**fault, "result": result, "noticed_by": told}
+            row = {**fault, "result": result, "noticed_by": told, "run": len(runs)}
+            rows[name_of(fault)] = row
             print(f"{result:9} {fault['file']}: {fault['new'].strip()!r} {told}", flush=True)
-
-    from benchmarks.row_files import write_rows
-    from deft_backend.files.provenance import provenance
-
-    kept = [rows[name_of(fault)] for fault in faults if name_of(fault) in rows]
-    counts = Counter(row["result"] for row in kept)
-    write_rows(given.out, kept, {**provenance(), "counts": dict(counts)})
+            kept = [rows[name_of(fault)] for fault in faults if name_of(fault) in rows]
+            counts = Counter(row["result"] for row in kept)
+            write(given.out, {"counts": counts, "of": len(faults), "runs": runs}, kept)
     print(", ".join(f"{count} {result}" for result, count in counts.items()))
     return 0 if counts.keys() <= {"caught"} else 1
 

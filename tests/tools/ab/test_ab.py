@@ -488,6 +488,7 @@ def sampled(*texts: str, ids: bool = True) -> Replayed:
         (("axyz", "axyz"), ("axyz", "abcd"), [("r #1", 1)]),
         (("axyz", "abcd"), ("axyz", "axyz"), [("r #1", 1)]),
         (("abcd", "abcd"), ("abce", "abce"), [("r", 3), ("r #1", 3)]),
+        (("abcd",), ("ab",), [("r", 2)]),  # one answer ends where the other goes on
     ],
 )
 def test_samples_of_one_prompt_are_compared_in_any_order(
