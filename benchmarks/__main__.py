@@ -14,6 +14,7 @@ from benchmarks.commands.planning import planning_device, planning_host
 from benchmarks.commands.real_model import real_model
 from benchmarks.commands.replicas import replicas
 from benchmarks.commands.sharing import sharing
+from benchmarks.commands.short_extends import short_extends
 from benchmarks.commands.soak import soak
 from benchmarks.commands.start import start
 from benchmarks.commands.step_hooks import step_hooks
@@ -30,7 +31,8 @@ app = typer.Typer(
 
 for command in (
     kernel, kernel_merge, kernel_plot, kernel_check, papers, fuzz, faults, soak, e2e, e2e_merge,
-    start, sharing, replicas, real_model, planning_host, planning_device, step_hooks, zoo,
+    start, sharing, replicas, real_model, planning_host, planning_device, step_hooks, short_extends,
+    zoo,
 ):  # fmt: skip
     app.command(help=help_of(command))(command)
 

@@ -73,6 +73,17 @@ def test_requests_join_and_others_are_aborted(server: Server, reference) -> None
     check(server, reference, again)
 
 
+@on("device-planner")
+def test_second_turns_and_samples_are_short_extends(server: Server, reference) -> None:
+    """Requests whose prompts are cached but for a few tokens; samples of a prompt but for one."""
+    first = [Ask(PREFIX + f"Who saw {topic}?", tokens=4) for topic in TOPICS[:4]]
+    check(server, reference, first)
+    before = server.state()
+    turns = [Ask(ask.prompt + " And then?", tokens=6) for ask in first]
+    check(server, reference, [*turns, replace(turns[0], n=4)])
+    assert server.state()["short_extends"] > before["short_extends"]
+
+
 @on("two-ranks")
 def test_every_rank_plans_for_itself(server: Server, reference) -> None:
     """Two ranks hold half of the heads each: the answers equal those of one rank with all heads."""

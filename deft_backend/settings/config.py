@@ -135,6 +135,13 @@ class Settings:
         "Largest batch, in requests, for tree attention. It sizes the plan and the workspace. "
         "The host's kernel decodes larger batches.",
     )  # fmt: skip
+    short_extends: int = _setting(
+        16, _number(int, 0, 32),
+        "Most new tokens of a request in a short extend. If every request of a batch computes at "
+        "most so many tokens behind a cached prefix, and the batch shares enough, tree attention "
+        "computes it. GQA groups of many query heads lower the number. 0: the host's kernel "
+        "computes all such batches.",
+    )  # fmt: skip
     fallback_backend: str | None = _setting(
         None, (str, "the name of one of the host's attention backends"),
         "The host's backend that runs everything that tree attention does not cover. Unset: the "

@@ -39,6 +39,8 @@ class Counters:
     accepted_tokens: int = 0  # Draft tokens of these drafts that the host has accepted
     # Seconds in which the process compiled kernels or the host planner, or loaded them.
     compile_seconds: float = 0.0
+    # Prefills of a few new tokens a request, through tree attention. They are no decode steps.
+    short_extends: int = 0
 
     @property
     def acceptance_length(self) -> float | None:
@@ -81,7 +83,10 @@ class Counters:
 
 
 # Files of older versions lack these.
-_ADDED = {"verified_tokens": 0, "verified_drafts": 0, "accepted_tokens": 0, "compile_seconds": 0.0}
+_ADDED = {
+    "verified_tokens": 0, "verified_drafts": 0, "accepted_tokens": 0, "compile_seconds": 0.0,
+    "short_extends": 0,
+}  # fmt: skip
 _FIGURES = tuple(each.name for each in fields(Counters) if each.name != "steps_host")
 
 

@@ -49,12 +49,12 @@ class DecodeLog:
             return
         self._last = counters
         self._since = self._clock()
-        if stretch.decode_steps:
+        if stretch.decode_steps or stretch.short_extends:
             logger.info("deft: %s", describe(stretch))
 
 
 def describe(stretch: Counters) -> str:
-    """One line about the decode steps since the previous line.
+    """One line about the decode steps and short extends since the previous line.
 
     >>> reasons = {"batch smaller than DEFT_MIN_BATCH=2": 4}
     >>> stretch = Counters(44, 40, 5, reasons, 5_120_000, 41_000_000, 0.002)
@@ -62,6 +62,8 @@ def describe(stretch: Counters) -> str:
     ["40 decode steps through tree attention, 4 on the host's kernel (batch smaller than
      DEFT_MIN_BATCH=2)", 'KV read 5.1 MB of 41.0 MB query by query (12 %)',
      'planning 0.4 ms a plan']
+    >>> describe(Counters(short_extends=3))
+    '3 short extends through tree attention'
     """
     steps = []
     if stretch.steps_tree:
@@ -70,7 +72,7 @@ def describe(stretch: Counters) -> str:
         host = stretch.decode_steps - stretch.steps_tree
         count = f"{host:,}" if steps else _steps(host)
         steps.append(f"{count} on the host's kernel ({_reasons(stretch.steps_host)})")
-    parts = [", ".join(steps)]
+    parts = [", ".join(steps)] if steps else []
     if stretch.verified_tokens:
         parts.append(f"{stretch.verified_tokens:,} tokens verified")
     if stretch.acceptance_length is not None:
@@ -82,6 +84,9 @@ def describe(stretch: Counters) -> str:
     if stretch.plans and stretch.plan_seconds:  # another thread counts both, one after the other
         ms = 1e3 * stretch.plan_seconds / stretch.plans
         parts.append(f"planning {f'{ms:.2g}' if ms < 10 else f'{ms:,.0f}'} ms a plan")
+    if stretch.short_extends:
+        plural = "" if stretch.short_extends == 1 else "s"
+        parts.append(f"{stretch.short_extends:,} short extend{plural} through tree attention")
     return "; ".join(parts)
 
 

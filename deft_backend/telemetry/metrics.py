@@ -65,9 +65,13 @@ ACCEPTED = Metric("deft_accepted_tokens", "Draft tokens of those drafts that the
 COMPILE_SECONDS = Metric(
     "deft_compile_seconds", "Seconds spent on compiling kernels and the host planner."
 )
+EXTENDS = Metric(
+    "deft_short_extends",
+    "Prefill steps of a few new tokens a request that went through tree attention.",
+)
 METRICS = (
     STEPS, HOST_STEPS, READ, GUIDED, PLANS, PLAN_SECONDS, VERIFIED, DRAFTS, ACCEPTED,
-    COMPILE_SECONDS,
+    COMPILE_SECONDS, EXTENDS,
 )  # fmt: skip
 
 
@@ -93,6 +97,7 @@ def samples(counters: Counters) -> Iterator[Sample]:
     yield Sample(DRAFTS, (), counters.verified_drafts)
     yield Sample(ACCEPTED, (), counters.accepted_tokens)
     yield Sample(COMPILE_SECONDS, (), counters.compile_seconds)
+    yield Sample(EXTENDS, (), counters.short_extends)
 
 
 def rank_labels(path: Path) -> dict[str, str]:

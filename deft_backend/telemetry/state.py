@@ -55,6 +55,7 @@ class ServerState(ServerDescription):
     plans: int = 0  # Plans of the host planner
     plan_seconds: float = 0.0  # seconds spent on them
     verified_tokens: int = 0  # Query tokens of verifications through tree attention
+    short_extends: int = 0  # prefills of a few new tokens a request, through tree attention
     # Gives the host's counts of verified drafts; None if the host does not tell. The log and the
     # writer thread call it.
     read_drafts: Callable[[], DraftCounts] | None = None
@@ -157,6 +158,7 @@ class ServerState(ServerDescription):
             verified_drafts=drafts.drafts,
             accepted_tokens=drafts.accepted,
             compile_seconds=COMPILING.seconds,
+            short_extends=self.short_extends,
         )
 
     def _read_bytes(self, tokens: int, loaded: int, tree_layers: int) -> int:

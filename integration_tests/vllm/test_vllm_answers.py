@@ -62,8 +62,22 @@ def test_several_samples_of_one_prompt(server: Server, reference) -> None:
 
 @on("default")
 def test_beam_search(server: Server, reference) -> None:
-    (answers,) = check(server, reference, [Ask(PREFIX + "Then", tokens=6, beams=3)])
+    """Each step of a beam computes its last partial block again: here 2 to 7 tokens."""
+    before = server.state()
+    (answers,) = check(server, reference, [Ask(PREFIX[: 6 * 32 + 1], tokens=7, beams=3)])
     assert len({answer.text for answer in answers}) == 3
+    assert server.state()["short_extends"] > before["short_extends"]
+
+
+@on("default")
+def test_second_turns_and_calls_of_tools(server: Server, reference) -> None:
+    """The histories fill whole blocks, so only the last words are new."""
+    first = [Ask(PREFIX[: 5 * 32] + f"{topic:.<32}", tokens=1) for topic in TOPICS[:4]]
+    check(server, reference, [together(first)])
+    before = server.state()
+    turns = [Ask(ask.prompt + said, tokens=5) for ask in first for said in (" And?", "[17, 4]")]
+    check(server, reference, [together(turns)])
+    assert server.state()["short_extends"] > before["short_extends"]
 
 
 @on("default")

@@ -18,6 +18,7 @@ from deft_backend.compile.variants import Variant, compile_all, recorded
 from deft_backend.forest.token_tree import ancestors_of_links
 from deft_backend.hosts.common.described_server import DescribedServer, drafts_of
 from deft_backend.hosts.common.planner_choice import planned_on_device
+from deft_backend.hosts.common.short_extends import extend_attention
 from deft_backend.hosts.common.warm_up import Drafts, LayerKind
 from deft_backend.kernels import Gpu, configurations
 from deft_backend.kernels.configurations import REDUCE_PARTIALS
@@ -26,6 +27,7 @@ from deft_backend.kernels.launches import launches_of
 from deft_backend.settings.config import Settings
 
 HOPPER = Gpu.named("sm_90")
+DECODE = Settings(short_extends=0)
 SIZES = (2, 3, 4, 7, 8, 16, 33, 34, 64, 65, 100, 160, 256, 257, 512, 1000, 1024, 1025, 2048)
 
 needs_gluon = pytest.mark.skipif(
@@ -85,7 +87,7 @@ def test_no_step_needs_a_kernel_that_was_not_compiled(
     host: str, heads: tuple[int, int], width: int
 ) -> None:
     described = server(host, heads)
-    compiled = set(described.variants(HOPPER, Settings()))
+    compiled = set(described.variants(HOPPER, DECODE))
     attention = attention_of(described)
     launched: set[Variant] = set()
     for batch in SIZES:
@@ -154,7 +156,7 @@ def test_exactly_what_steps_launch_is_compiled(
     """Verifications, decode, caches of 8 bits, and layers with sinks or a soft cap."""
     host, drafts, kv_dtype, layers = SERVED[name]
     described = replace(server(host, heads), drafts=drafts, kv_dtype=kv_dtype, layers=layers)
-    compiled = set(described.variants(HOPPER, Settings()))
+    compiled = set(described.variants(HOPPER, DECODE))
     held = planned_on_device(2048, described.query_tokens, heads[0] // heads[1])
     attention = attention_of(replace(described, max_batch=held))
     assert attention.max_batch == held
@@ -173,6 +175,26 @@ def test_exactly_what_steps_launch_is_compiled(
     several = drafts is not None and drafts.always
     gated = several or kv_dtype is not None
     assert ("hopper_large_tile_attention" in names) is (gluon or not gated)
+
+
+@needs_gluon
+@pytest.mark.parametrize("name", ["sglang-e4m3", "vllm-sinks"])
+def test_exactly_what_short_extends_launch_is_compiled(name: str, gluon: bool) -> None:
+    host, _, kv_dtype, layers = SERVED[name]
+    described = replace(server(host), kv_dtype=kv_dtype, layers=layers)
+    compiled = set(described.variants(HOPPER, Settings()))
+    attention = extend_attention(attention_of(described), Settings(), HOPPER)
+    assert attention is not None
+    launched: set[Variant] = set()
+    for size in (4, 8):
+        for width in (131072, 131076):
+            for batch in [*(size for size in SIZES if size < 256), 256]:
+                with recorded() as found:
+                    verify(attention, described, Drafts(size, ragged=True), batch, width)
+                launched |= set(found)
+    assert {variant.name for variant in launched - compiled} == set()
+    compiled -= set(described.variants(HOPPER, DECODE))
+    assert {variant.name for variant in compiled - launched} == set()
 
 
 def decode(attention: TreeAttention, described: DescribedServer, batch: int, width: int) -> None:

@@ -29,7 +29,9 @@ def make_config(**changes: Any) -> Any:
         scheduler_config=SimpleNamespace(max_num_seqs=16, async_scheduling=False),
         compilation_config=SimpleNamespace(static_forward_context={}),
         attention_config=SimpleNamespace(backend=None),
-        cache_config=SimpleNamespace(get_resolved_kv_cache_layout=lambda: _layout("LBNHC")),
+        cache_config=SimpleNamespace(
+            get_resolved_kv_cache_layout=lambda: _layout("LBNHC"), enable_prefix_caching=True
+        ),
     )
     for name, value in changes.items():
         owner = config if hasattr(config, name) else parallel

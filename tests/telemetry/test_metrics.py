@@ -101,6 +101,7 @@ def test_processes_of_one_server_publish_into_its_page(tmp_path) -> None:
         of("verified_drafts", tp_rank="0"): 10,
         of("accepted_tokens", tp_rank="0"): 13,
         of("compile_seconds", tp_rank="0"): 9.5,
+        of("short_extends", tp_rank="0"): 0,
         of("decode_steps", kernel="tree", tp_rank="1"): 2 + 1,
         of("decode_steps", kernel="host", tp_rank="1"): 1,
         of("host_decode_steps", reason="small", tp_rank="1"): 1,
@@ -112,6 +113,7 @@ def test_processes_of_one_server_publish_into_its_page(tmp_path) -> None:
         of("verified_drafts", tp_rank="1"): 0,
         of("accepted_tokens", tp_rank="1"): 0,
         of("compile_seconds", tp_rank="1"): 9.5,
+        of("short_extends", tp_rank="1"): 0,
         ("theirs_total", frozenset()): 3,
         ("later_total", frozenset()): 4,
     }
@@ -191,6 +193,7 @@ def test_an_api_server_shows_the_counters_of_its_engines(tmp_path) -> None:
             of("verified_drafts", tp_rank=f"{rank}"): 0,
             of("accepted_tokens", tp_rank=f"{rank}"): 0,
             of("compile_seconds", tp_rank=f"{rank}"): COMPILING.seconds,
+            of("short_extends", tp_rank=f"{rank}"): 0,
         }.items()
     }
     writer.state.count_tree(tokens=10, loaded=4, tree_layers=2)

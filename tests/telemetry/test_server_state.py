@@ -267,11 +267,13 @@ def test_counters_come_back_from_json_and_subtract() -> None:
     state.count_tree(tokens=6, loaded=4, tree_layers=LAYERS)
     state.count_host("other", tokens=2)
     state.plans, state.plan_seconds, state.verified_tokens = 3, 0.75, 12
+    state.short_extends = 2
     state.read_drafts = lambda: DraftCounts(5, 6)
     assert state.counters() - before == Counters(
         decode_steps=2, steps_tree=1, plans=2, steps_host={"other": 1},
         kv_bytes_read=(4 + 2) * LAYERS * TOKEN, kv_bytes_query_guided=(6 + 2) * LAYERS * TOKEN,
         plan_seconds=0.5, verified_tokens=7, verified_drafts=3, accepted_tokens=5,
+        short_extends=2,
     )  # fmt: skip
 
 

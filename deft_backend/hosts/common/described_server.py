@@ -16,6 +16,7 @@ from deft_backend.hosts.common.planner_choice import (
     planned_on_device,
     selects_device_planner,
 )
+from deft_backend.hosts.common.short_extends import extend_attention, sizes_of, tensors_of
 from deft_backend.hosts.common.warm_up import (
     Drafts,
     LayerKind,
@@ -78,9 +79,14 @@ class DescribedServer:
             policy=settings.policy,
             compiled_for=gpu,
         )
-        return step_variants(
-            attention, tensors(self), on_device=on_device, smallest=settings.min_batch
-        )
+        smallest = settings.min_batch
+        found = step_variants(attention, tensors(self), on_device=on_device, smallest=smallest)
+        extends = extend_attention(attention, settings, gpu)
+        if extends is not None:
+            for size in sizes_of(extends, settings):
+                steps = tensors_of(tensors(self), size)
+                found += step_variants(extends, steps, on_device=True, smallest=smallest)
+        return list(dict.fromkeys(found))
 
 
 def drafts_of(host: str, draft_tokens: int, *, trees: bool = False) -> Drafts:

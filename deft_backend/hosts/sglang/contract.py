@@ -75,6 +75,8 @@ CONTRACT: tuple[Member, ...] = (
     Member(_BACKEND, "AttentionBackend.needs_cpu_seq_lens", use="overridden"),
     Member(_BACKEND, "AttentionBackend.shared_read_ends", ("fm",), ">=0.5.18",
            "overridden: page tables are read until the forward ends"),
+    Member(_BACKEND, "AttentionBackend.resolve_prefill_shared_read_ends", ("forward_batch",),
+           ">=0.5.23", "overridden: the same for short extends"),
     Member(_BACKEND, "SharedReadEnds.UNKNOWN", versions=">=0.5.18", use="our answer there"),
     Member(_BACKEND, "SharedReadEnds.PRE_REPLAY", versions=">=0.5.23",
            use="looked for: the host still distinguishes earlier ends from our answer"),
@@ -88,9 +90,11 @@ CONTRACT: tuple[Member, ...] = (
     Member(_BATCH, "ForwardBatch.init_new", ("batch", "model_runner"), use="wrapped: see requests"),
     *_read(_BATCH, "ForwardBatch",
            "forward_mode batch_size rids req_pool_indices seq_lens seq_lens_cpu seq_lens_sum "
-           "out_cache_loc spec_info", "read: the batch"),
+           "out_cache_loc spec_info extend_seq_lens extend_seq_lens_cpu mm_inputs encoder_lens "
+           "attn_cp_metadata tbo_children global_num_tokens_cpu", "read: the batch"),
     Member(_BATCH, "ForwardMode.is_decode", use="called"),
     Member(_BATCH, "ForwardMode.is_target_verify", use="called"),
+    *_read(_BATCH, "ForwardMode", "EXTEND MIXED", "known by its name: prefill"),
     # Speculation.
     Member(_BACKEND, "AttentionBackend.update_verify_buffers_to_fill_after_draft",
            ("spec_info", "cuda_graph_bs"), use="overridden: the links are complete"),

@@ -357,9 +357,9 @@ def test_captures_and_drafts_are_no_steps() -> None:
     captured = builder.build_for_cudagraph_capture(batch.common())
     assert step_of(captured) is not None
     run(layers.impls[0], batch, cache, captured)
-    assert state().decode_steps == 0
+    assert state().counters().decode_steps == 0
     run(layers.impls[0], batch, cache, builder.build(0, batch.common()))
-    assert state().decode_steps == state().steps_tree == 1
+    assert state().counters().decode_steps == state().steps_tree == 1
     assert step_of(builder.build_for_drafting(batch.common(), 0)) is None
 
 
@@ -385,7 +385,7 @@ def test_a_backend_made_of_two_is_surrounded(captured: bool, planned: list[torch
     metadata = builder.build_for_cudagraph_capture(common) if captured else builder.build(0, common)
     close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
     assert len(planned) == 1
-    assert state().decode_steps == (0 if captured else 1)
+    assert state().counters().decode_steps == (0 if captured else 1)
     prompts = Batch([40, 33], shared=1, query_lens=[6, 1])
     metadata = builder.build(0, prompts.common())
     close(run(layers.impls[0], prompts, cache, metadata), reference(prompts, cache))

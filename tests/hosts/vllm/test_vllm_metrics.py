@@ -88,6 +88,7 @@ def test_one_api_server_reads_the_state_files_of_its_port(
         of("verified_drafts"): 0,
         of("accepted_tokens"): 0,
         of("compile_seconds"): state["compile_seconds"],
+        of("short_extends"): 0,
     }
     assert state["kv_bytes_query_guided"] == 3 * 110 * 2 * 2 * 64 * 4
 

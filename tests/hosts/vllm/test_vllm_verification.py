@@ -164,7 +164,7 @@ def test_batches_with_prompts_are_the_hosts(query_lens: list[int], changes: dict
     metadata = layers.builder(make_spec()).build(0, batch.common(**changes))
     assert step_of(metadata) is None
     close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
-    assert state().verified_tokens == state().decode_steps == 0
+    assert state().verified_tokens == state().counters().decode_steps == 0
 
 
 def test_a_verification_outside_the_limits_is_counted_with_its_reason() -> None:

@@ -20,6 +20,7 @@ from deft_backend.hosts.common.planner_choice import (
     planned_on_device,
     selects_device_planner,
 )
+from deft_backend.hosts.common.short_extends import ShortExtends
 from deft_backend.hosts.common.warm_up import warm_up_host_planner
 from deft_backend.hosts.sglang.prefixes.cross_check import disagreement
 from deft_backend.hosts.sglang.prefixes.prefix_source import PrefixSource
@@ -34,10 +35,11 @@ from deft_backend.hosts.sglang.start.layers import (
     model_asks,
     unsupported_model,
 )
-from deft_backend.hosts.sglang.start.warm_up import compiler_of, warm_up
+from deft_backend.hosts.sglang.start.warm_up import compiler_of, step_tensors, warm_up
 from deft_backend.hosts.sglang.step.backend import OWN_STATE, surround
 from deft_backend.hosts.sglang.step.decode_plan import BatchObserver, DecodePlanner
 from deft_backend.hosts.sglang.step.device_planned import DevicePlannedSteps
+from deft_backend.hosts.sglang.step.extends import ExtendSteps
 from deft_backend.hosts.sglang.step.host_planned import HostPlannedSteps
 from deft_backend.hosts.sglang.step.kinds import Verification
 from deft_backend.hosts.sglang.step.tree_layers import TreeLayers
@@ -187,6 +189,7 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
     layers = TreeLayers(host, attention, state, division, model_asks=model_asks(runner))
     make = _device_planned if on_device else _host_planned
     steps = make(runner, layers, settings, undo)
+    steps.extends = _extends(runner, layers, settings, undo)
     undo.callback(vars(host).pop, OWN_STATE, None)
     return _Made(surround(host, steps), layers, on_device)
 
@@ -255,6 +258,30 @@ def _host_planned(
         undo.callback(tree_graphs.remove, runner)
         tree_graphs.install(runner, steps)
     return steps
+
+
+def _extends(
+    runner: Any, layers: TreeLayers, settings: Settings, undo: ExitStack
+) -> ExtendSteps | None:
+    """Short extends; None where the host computes all prefills.
+
+    ``DEFT_VERIFY`` checks no plan of the device planner, so with it there are none.
+    """
+    attention = layers.attention
+    cached = not getattr(resolved(runner.server_args), "disable_radix_cache", False)
+    if not cached or settings.verify:
+        return None
+    rule = ShortExtends.beside(attention, settings, len(layers.division.tree))
+    if rule is None:
+        return None
+    if attention.device.type == "cuda":
+        reason = rule.warm_up(step_tensors(runner, layers.division.tree))
+        if reason is not None:
+            raise Unsupported(reason)
+    extends = ExtendSteps(rule, layers, runner)
+    undo.callback(observe_batch.remove, extends.observe)
+    observe_batch.install(extends.observe)
+    return extends
 
 
 def _install_fence(

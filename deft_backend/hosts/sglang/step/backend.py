@@ -11,6 +11,7 @@ import functools
 from types import new_class
 from typing import Any, Protocol
 
+from deft_backend.hosts.sglang.step.extends import ExtendSteps
 from deft_backend.hosts.sglang.step.tree_layers import LayerCall, TreeLayers
 from deft_backend.hosts.sglang.versions import read_end
 
@@ -21,6 +22,7 @@ class Steps(Protocol):
     """Decides which batches tree attention runs, and has them planned."""
 
     layers: TreeLayers
+    extends: ExtendSteps | None
     needs_cpu_seq_lens: bool  # whether the host must keep sequence lengths in CPU memory
 
     def begin(self, forward_batch: Any) -> None:
@@ -55,6 +57,8 @@ class DeftAttentionBackend:
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self.deft.begin(forward_batch)
+        if self.deft.extends is not None:
+            self.deft.extends.begin(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         begin = self.deft.begin_capture if in_capture else self.deft.begin_replay
@@ -98,7 +102,7 @@ class DeftAttentionBackend:
         **kwargs: Any,
     ) -> Any:  # fmt: skip
         layers = self.deft.layers
-        if layers.has_planned(forward_batch):  # a verification
+        if layers.has_planned(forward_batch):  # a verification, or a short extend
             return layers.run(LayerCall(q, k, v, layer, save_kv_cache, kwargs))
         host = layers.host
         return host.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
@@ -109,9 +113,16 @@ class DeftAttentionBackend:
         Tree attention reads a shared prefix through one request's row, in every layer. So the host
         must not write page tables before the forward ends.
         """
-        if self.deft.reads_during_forward(mode):
+        if self.deft.reads_during_forward(mode) or self.deft.layers.extends():
             return read_end()
         return self.deft.layers.host.shared_read_ends(mode)
+
+    def resolve_prefill_shared_read_ends(self, forward_batch: Any, **kwargs: Any) -> Any:
+        """The same for a prefill, whose host metadata is made (SGLang asks from 0.5.22 on)."""
+        if self.deft.layers.extends():
+            return read_end()
+        host = self.deft.layers.host
+        return host.resolve_prefill_shared_read_ends(forward_batch, **kwargs)
 
     @property
     def needs_cpu_seq_lens(self) -> bool:

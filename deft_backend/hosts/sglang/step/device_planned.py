@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from deft_backend.hosts.common.limits import refused
+from deft_backend.hosts.sglang.step.extends import ExtendSteps
 from deft_backend.hosts.sglang.step.kinds import Decode, StepKind, Verification
 from deft_backend.hosts.sglang.step.tree_layers import TreeLayers, TreeStep
 from deft_backend.settings.config import Settings
@@ -32,6 +33,7 @@ class DevicePlannedSteps:
     """
 
     needs_cpu_seq_lens = False
+    extends: ExtendSteps | None = None
 
     def __init__(
         self,

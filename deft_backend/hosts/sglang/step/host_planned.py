@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from deft_backend.hosts.sglang.step.decode_plan import BatchObserver, DecodePlanner, Planned
+from deft_backend.hosts.sglang.step.extends import ExtendSteps
 from deft_backend.hosts.sglang.step.kinds import Decode
 from deft_backend.hosts.sglang.step.tree_layers import TreeLayers, TreeStep
 
@@ -35,6 +36,7 @@ class HostPlannedSteps:
     """
 
     needs_cpu_seq_lens = True  # the CPU builds the forest from them
+    extends: ExtendSteps | None = None
 
     def __init__(self, layers: TreeLayers, planner: DecodePlanner, observer: BatchObserver) -> None:
         self.layers = layers

@@ -17,9 +17,17 @@ class StepInputs:
 
     seq_lens: torch.Tensor  # [B]; tokens of each request, the step's included
     table_rows: torch.Tensor  # [B]; each request's row of the page table
-    query_tokens: int = 1  # Query tokens of each request
+    query_tokens: int = 1  # of each request; in a short extend, the most of a request
     # [B, n, W] int64; of the query tokens of token trees; None for chains and for decode.
     ancestors: torch.Tensor | None = None
+    # [B + 1] int32; in a short extend, the first query token of each request
+    query_start: torch.Tensor | None = None
+    tokens: int | None = None  # in a short extend, the query tokens of all requests
+
+    @property
+    def rows(self) -> int:
+        """Query tokens of all requests."""
+        return len(self.seq_lens) * self.query_tokens if self.tokens is None else self.tokens
 
 
 class Decode:

@@ -32,6 +32,7 @@ class TreeStep:
     # Called once, after the first layer has run through tree attention.
     ran: Callable[[], None] | None = None
     failed: Callable[[], None] | None = None  # called if a kernel fails before `ran` is called
+    attention: TreeAttention | None = None  # a short extend's, with a plan of its own
 
 
 @dataclass
@@ -104,8 +105,19 @@ class TreeLayers:
             self._make_host_ready(step)
 
     def has_planned(self, forward_batch: Any) -> bool:
-        """Whether the plan on the device covers this batch."""
-        return self.step is not None and forward_batch is self.step.batch
+        """Whether the plan on the device covers this batch.
+
+        In a prefill graph, layers get a padded copy of the batch, with the same list of lengths.
+        """
+        step = self.step
+        if step is None or forward_batch is step.batch:
+            return step is not None
+        lens = getattr(forward_batch, "extend_seq_lens_cpu", None)
+        return self.extends() and lens is not None and lens is step.batch.extend_seq_lens_cpu
+
+    def extends(self) -> bool:
+        """Whether the current step is a short extend."""
+        return self.step is not None and self.step.attention is not None
 
     def run(self, call: LayerCall) -> Any:
         """Run a layer of the current step; the host's kernel runs it if it must."""
@@ -190,8 +202,10 @@ class TreeLayers:
             # The pool divides in place. If tree attention fails, the host's kernel for drafts still
             # reads these keys and values.
             k, v = k.clone(), v.clone()
-        location = self._location(step.batch.out_cache_loc, None)
-        self.pool.set_kv_buffer(call.layer, location, k, v, *scales)
+        slots = step.batch.out_cache_loc
+        if len(k) > len(slots):  # padding of a prefill graph
+            k, v = k[: len(slots)], v[: len(slots)]
+        self.pool.set_kv_buffer(call.layer, self._location(slots, None), k, v, *scales)
 
     def _attend(self, call: LayerCall, step: TreeStep) -> torch.Tensor:
         layer, inputs = call.layer, step.inputs
@@ -200,14 +214,15 @@ class TreeLayers:
         k_scale, v_scale = (self.attention.unit_scale if s is None else s for s in scales)
         q = call.q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         # The host may pad the tokens to a multiple of the attention's ranks.
-        rows = len(inputs.seq_lens) * inputs.query_tokens
-        out = self.attention.run(
+        rows = inputs.rows
+        out = (step.attention or self.attention).run(
             q[:rows],
             self.pool.get_key_buffer(layer.layer_id),
             self.pool.get_value_buffer(layer.layer_id),
             self.page_table,
             inputs.seq_lens,
             table_rows=inputs.table_rows,
+            query_start=inputs.query_start,
             ancestors=inputs.ancestors,
             sm_scale=layer.scaling,
             logit_cap=layer.logit_cap or 0.0,

@@ -50,6 +50,8 @@ class Server:
     config: Any  # the server's configuration; another object means another server
     # Tree attention of each attention group, by the properties it was made for.
     groups: dict[Hashable, Any] = field(default_factory=dict)
+    extends: dict[Hashable, Any] = field(default_factory=dict)  # of each group that computes some
+    prefixes: Any = None  # CachedPrefixes: what the requests of a short extend share
     state: ServerState | None = None  # Counters, once there is a group
     drafts: AcceptedDrafts | None = None  # Counts accepted draft tokens, if the server speculates
     counting: tuple[str, ...] = ()  # layers of the group that counts the server's steps
@@ -80,8 +82,9 @@ def server_of(vllm_config: Any) -> Server:
     """The server of a configuration; this process forgets an earlier server."""
     global _current
     if _current is None or _current.config is not vllm_config:
-        if _current is not None and _current.drafts is not None:
-            observe_steps.remove(_current.drafts.observe)
+        for observer in () if _current is None else (_current.drafts, _current.prefixes):
+            if observer is not None:
+                observe_steps.remove(observer.observe)
         _current = Server(vllm_config)
     return _current
 

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from deft_backend.hosts.common.planner_choice import (
     selects_device_planner,
 )
 from deft_backend.hosts.common.self_check import failed_self_check
+from deft_backend.hosts.common.short_extends import ShortExtends
 from deft_backend.hosts.common.warm_up import (
     Drafts,
     LayerKind,
@@ -29,12 +31,14 @@ from deft_backend.hosts.common.warm_up import (
     warm_up_attention,
     warm_up_host_planner,
 )
-from deft_backend.hosts.vllm.report.server import Counted, server_of
+from deft_backend.hosts.vllm.report.server import Counted, Server, server_of
 from deft_backend.hosts.vllm.start.division import divide_layers, drafts, query_tokens_of
 from deft_backend.hosts.vllm.start.layers import Layer, kv_views
+from deft_backend.hosts.vllm.step.extends import CachedPrefixes, Extends
 from deft_backend.hosts.vllm.step.group import GroupAttention
 from deft_backend.hosts.vllm.versions import blank_cache, unknown_cache
 from deft_backend.settings.config import LOG_LEVELS, Settings, warn_unknown
+from deft_patches.vllm import observe_steps
 
 logger = logging.getLogger("deft_backend")
 
@@ -111,11 +115,12 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
     query_tokens = query_tokens_of(vllm_config)
     on_device = selects_device_planner(settings, VLLM, capability_of(device))
     largest = min(settings.max_batch, vllm_config.scheduler_config.max_num_seqs)
+    alike = sum((of.shape, of.kv_dtype) == (shape, layer.kv_dtype) for of in division.tree.values())
     if on_device:
         largest = planned_on_device(largest, query_tokens, shape.gqa_group)
     dtype = vllm_config.model_config.dtype
 
-    def set_up() -> TreeAttention:
+    def set_up() -> tuple[TreeAttention, ShortExtends | None]:
         attention = TreeAttention(
             num_query_heads=shape.num_query_heads, num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim, dtype=dtype, kv_dtype=layer.kv_dtype, device=device,
@@ -131,11 +136,15 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
                 _refuse(failed_self_check(attention, tensors, on_device=True))
         else:
             warm_up_host_planner(attention)
-        return attention
+        if not shares_prompts(vllm_config):
+            return attention, None
+        extends = ShortExtends.beside(attention, settings, alike)
+        if extends is not None and device.type == "cuda":
+            _refuse(extends.warm_up(tensors))
+        return attention, extends
 
     sleeps = can_sleep(vllm_config)
-    attention = outside_memory_pools(set_up, device) if sleeps else set_up()
-    alike = sum((of.shape, of.kv_dtype) == (shape, layer.kv_dtype) for of in division.tree.values())
+    attention, extends = outside_memory_pools(set_up, device) if sleeps else set_up()
     counted = Counted(tuple(layer_names), shape, layer.kv_dtype or dtype, device, alike)
     group = GroupAttention(
         attention, settings, server.count_in(counted, settings), tree_layers=alike,
@@ -143,6 +152,11 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
         plans_on_device=on_device, shows_batch=not sleeps,
     )  # fmt: skip
     server.groups[key] = group
+    if extends is not None:
+        server.extends[group] = Extends(
+            replace(group, attention=extends.attention, extends=True, shows_batch=False), extends,
+            _prefixes_of(server),
+        )  # fmt: skip
     logger.info(
         "deft: %s of %d layers goes through tree attention (policy %s, block size %d, "
         "workspace %.1f MiB); everything else through %s",
@@ -151,6 +165,27 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
         described(host),
     )  # fmt: skip
     return group
+
+
+def extends_of(group: GroupAttention | None, vllm_config: Any) -> Extends | None:
+    """The short extends of a group, or None."""
+    found: Extends | None = server_of(vllm_config).extends.get(group)
+    return found
+
+
+def shares_prompts(vllm_config: Any) -> bool:
+    """Whether new requests find the start of their prompt in the cache, and this worker is told."""
+    caching = bool(vllm_config.cache_config.enable_prefix_caching)
+    return caching and observe_steps.missing() is None
+
+
+def _prefixes_of(server: Server) -> CachedPrefixes:
+    """Tells what a step's requests share; one for all groups."""
+    if server.prefixes is None:
+        server.prefixes = CachedPrefixes()
+        observe_steps.install(server.prefixes.observe)
+    held: CachedPrefixes = server.prefixes
+    return held
 
 
 def _refuse(reason: str | None) -> None:

@@ -6,7 +6,13 @@ from typing import Any, ClassVar, cast
 
 import torch
 
-from deft_backend.hosts.vllm.start.factory import LayerGroup, create_group, unsupported_server
+from deft_backend.hosts.vllm.start.factory import (
+    LayerGroup,
+    create_group,
+    extends_of,
+    unsupported_server,
+)
+from deft_backend.hosts.vllm.step.extends import Extends
 from deft_backend.hosts.vllm.step.group import GroupAttention
 from deft_backend.hosts.vllm.step.step import TreeStep, attach, is_attached, prefills, step_of
 from deft_backend.hosts.vllm.versions import host_cascades
@@ -22,6 +28,7 @@ class TreeBuilder:
     host: ClassVar[Any]  # the host's backend that tree attention surrounds
 
     deft_group: GroupAttention | None
+    deft_extends: Extends | None
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any,
                  device: torch.device) -> None:  # fmt: skip
@@ -29,6 +36,7 @@ class TreeBuilder:
         self.deft_group = create_group(
             LayerGroup(self.host, kv_cache_spec, layer_names, vllm_config, torch.device(device))
         )
+        self.deft_extends = extends_of(self.deft_group, vllm_config)
 
     def _host(self) -> Any:
         return cast(Any, super())
@@ -88,6 +96,8 @@ class TreeBuilder:
         """Another group's metadata with this group's page table and step."""
         updated = self._host().update_block_table(metadata, blk_table, slot_mapping)
         step, group = step_of(metadata), self.deft_group
+        if step is not None and step.group.extends:
+            group = None if self.deft_extends is None else self.deft_extends.group
         if step is not None:
             held = group is not None and group.holds(step)
             step = step.with_page_table(cast(GroupAttention, group), blk_table) if held else None
@@ -109,14 +119,18 @@ class TreeBuilder:
         return host_cascades(self._host(), common_prefix_len, query_lens, *args, **kwargs)
 
     def _step(self, common_prefix_len: int, common: Any) -> tuple[TreeStep | None, str | None]:
-        """The step of a batch, or why the host computes it; two None for batches with prefills."""
+        """The step of a batch, or why the host computes it.
+
+        Two None for prefills, except short extends.
+        """
         group = self.deft_group
         batch, longest = int(common.num_reqs), int(common.max_query_len)
-        if group is None or not 1 <= longest <= group.query_tokens:
+        if group is None or longest < 1:
             return None, None
         several = longest > 1
-        if several and not self._capturing and prefills(common):
-            return None, None
+        if longest > group.query_tokens or (several and not self._capturing and prefills(common)):
+            extends = None if self._capturing or common_prefix_len else self.deft_extends
+            return None if extends is None else extends.step(common), None
         if not several and common.num_actual_tokens != batch:
             return None, None
         reason = group.refuses(batch)

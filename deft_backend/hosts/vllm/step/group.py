@@ -52,6 +52,7 @@ class GroupAttention:
     # Whether the device planner makes the plans; else the host planner does, from CPU memory.
     plans_on_device: bool
     shows_batch: bool = True  # whether other threads may read the host's tensors between steps
+    extends: bool = False  # whether its steps are short extends, which are no decode steps
     failure: FailureLatch = field(default_factory=FailureLatch)
     _log: OnceLog = field(default_factory=OnceLog)
     _attached: bool = False
@@ -108,7 +109,9 @@ class GroupAttention:
                 self._count_failure(step, "kernel failed")
             return False
         step.ran.add(id(call.owner))
-        if first and self.counts and not self.plans_on_device:
+        if first and self.counts and self.extends:
+            self.state.short_extends += 1
+        elif first and self.counts and not self.plans_on_device:
             self.state.count_tree(int(step.seq_lens.sum()), loaded, self.tree_layers)
         return True
 
@@ -175,7 +178,7 @@ class GroupAttention:
             self.state.device_tree_layers = self.tree_layers
         if reason is not None:
             self.state.count_host(reason, context_tokens(common))
-        if step is None:
+        if step is None or step.group.extends:
             return
         if step.query_tokens > 1:
             step.counted = int(common.query_start_loc_cpu[common.num_reqs])
@@ -205,7 +208,7 @@ class GroupAttention:
 
     def _count_failure(self, step: TreeStep, reason: str) -> None:
         """Count a step that the host's implementation decodes after a failure."""
-        if self.counts and not _capturing(step.seq_lens):
+        if self.counts and not self.extends and not _capturing(step.seq_lens):
             self.state.verified_tokens -= step.counted
             on_cpu = step.seq_lens.device.type == "cpu"
             self.state.count_host(reason, int(step.seq_lens.sum()) if on_cpu else 0)

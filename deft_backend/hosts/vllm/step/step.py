@@ -16,6 +16,8 @@ _ATTRIBUTE = "deft_step"
 class Group(Protocol):
     """What a layer asks of its step's group; ``group.py`` implements it."""
 
+    extends: bool  # whether its steps are short extends, which are no decode steps
+
     def attend(self, step: TreeStep, call: LayerCall) -> bool:
         """Compute a layer into its output; False if the host's implementation must."""
 
@@ -28,7 +30,8 @@ class TreeStep:
     """The data of a step that the host's metadata lacks; attached to that metadata.
 
     In decode each request has one query token. In verification it has up to `query_tokens`: one
-    that follows the verified ones, and a chain of draft tokens.
+    that follows the verified ones, and a chain of draft tokens. In a short extend these are its new
+    tokens.
 
     The first layer that runs makes the plan, not the builder. So a captured graph holds the
     planning and repeats it at every replay. The host may run the same metadata again: it warms up

@@ -1,0 +1,140 @@
+"""Short extends: batches whose requests compute a few new tokens behind a cached prefix.
+
+Beams in vLLM, second turns of chats and tool calls of agents arrive so: as prefill, with most of
+the prompt cached. Tree attention computes such a batch as it verifies drafts: the new tokens of a
+request are a chain, and requests may have different numbers of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from deft_backend.attention import Gpu, TreeAttention
+from deft_backend.attention.workspace import entry_bytes
+from deft_backend.hosts.common.self_check import failed_self_check
+from deft_backend.hosts.common.warm_up import Drafts, StepTensors, warm_up_attention
+from deft_backend.planner import PlanCapacity
+from deft_backend.settings.config import Settings
+from deft_backend.shapes.kernel_limits import TILE_HEIGHTS
+
+MOST_REQUESTS = 256
+"""Requests of the largest batch. Plans and workspace are sized for it."""
+
+SMALLEST_SIZE = 4
+"""Plans are made for few numbers of tokens, because each number compiles kernels of its own."""
+
+LESS_MEMORY = 4
+"""The workspace may take this part of what a verification's may take."""
+
+
+@dataclass(frozen=True, eq=False)
+class ShortExtends:
+    """Tree attention for short extends, and the rule that decides which batches it computes."""
+
+    attention: TreeAttention  # with arrays of its own: the decoding requests' plan stays as it is
+    sizes: tuple[int, ...]  # query tokens that plans are made for, ascending
+    settings: Settings
+    token_bytes: int  # of a token's KV in all layers that go through tree attention
+
+    @classmethod
+    def beside(
+        cls, decode: TreeAttention, settings: Settings, num_layers: int
+    ) -> ShortExtends | None:
+        """Short extends of a server with this attention; None if the server computes none.
+
+        `num_layers` is the number of layers that go through tree attention.
+        """
+        attention = extend_attention(decode, settings)
+        if attention is None:
+            return None
+        token_bytes = 2 * decode.num_kv_heads * decode.head_dim * decode.kv_dtype.itemsize
+        sizes = sizes_of(attention, settings)
+        return cls(attention, sizes, settings, token_bytes * num_layers)
+
+    def size_for(self, longest: int) -> int | None:
+        """Query tokens of the plan for requests of up to `longest` new tokens; None: too long."""
+        return next((size for size in self.sizes if longest <= size), None)
+
+    def saves_enough(self, size: int, attended: int, stored: float) -> bool:
+        """Whether a plan of this size reads so much less KV that it pays.
+
+        The host's kernel reads the context of every request. A tile reads a shared token once for
+        the requests that it holds.
+
+        Parameters
+        ----------
+        size : int
+            Query tokens that the plan is for.
+        attended : int
+            Tokens of context of all requests.
+        stored : float
+            The same, with each shared token counted once.
+        """
+        read = max(stored, attended / requests_in_tile(self.attention, size))
+        if attended < self.settings.min_share * read:
+            return False
+        saved = attended - read
+        if saved < max(1, self.settings.min_shared_tokens):
+            return False
+        if self.attention.device.type != "cuda":
+            return True
+        milliseconds = self.attention.target.costs.transfer_ms(saved * self.token_bytes)
+        return milliseconds >= self.settings.min_saved_ms
+
+    def warm_up(self, tensors: StepTensors) -> str | None:
+        """Compile the kernels of every size; why they must not run on this machine, or None."""
+        for size in self.sizes:
+            mine = tensors_of(tensors, size)
+            smallest = self.settings.min_batch
+            warm_up_attention(self.attention, mine, on_device=True, smallest=smallest)
+            reason = failed_self_check(self.attention, mine, on_device=True)
+            if reason is not None:
+                return reason
+        return None
+
+
+def extend_attention(
+    decode: TreeAttention, settings: Settings, compiled_for: Gpu | None = None
+) -> TreeAttention | None:
+    """Attention for short extends of the same layers; None if a server computes none.
+
+    `compiled_for` is the GPU that `decode` was made for, if that GPU is not at hand.
+    """
+    tokens = max(sizes_of(decode, settings), default=0)
+    if not tokens or decode.policy.rules is None:  # the device planner plans them
+        return None
+    most = min(decode.max_batch, MOST_REQUESTS)
+    result = tokens * entry_bytes(decode.num_query_heads, decode.head_dim, decode.dtype)
+    return TreeAttention(
+        num_query_heads=decode.num_query_heads, num_kv_heads=decode.num_kv_heads,
+        head_dim=decode.head_dim, dtype=decode.dtype, kv_dtype=decode.kv_dtype,
+        device=decode.device, page_size=decode.page_size, max_batch=most, query_tokens=tokens,
+        policy=decode.policy.name, compiled_for=compiled_for,
+        capacity=PlanCapacity.for_batch(
+            most, max(decode.target.tile_programs), LESS_MEMORY * result
+        ),
+    )  # fmt: skip
+
+
+def sizes_of(attention: TreeAttention, settings: Settings) -> tuple[int, ...]:
+    """Query tokens that plans of short extends are made for, ascending; none if they do not pay.
+
+    A tile must hold the new tokens of two requests: only then do both read their KV together.
+    """
+    rows = attention.num_query_heads // attention.num_kv_heads
+    size = min(settings.short_extends, max(TILE_HEIGHTS) // (2 * rows))
+    sizes = [size] if size > 1 else []
+    while sizes and sizes[0] // 2 >= SMALLEST_SIZE:
+        sizes.insert(0, sizes[0] // 2)
+    return tuple(sizes)
+
+
+def requests_in_tile(attention: TreeAttention, size: int) -> int:
+    """Requests of `size` query tokens that a tile holds."""
+    rows = size * attention.num_query_heads // attention.num_kv_heads
+    return max(1, max(TILE_HEIGHTS) // rows)
+
+
+def tensors_of(tensors: StepTensors, size: int) -> StepTensors:
+    """The tensors of short extends of one size, in a server whose steps pass `tensors`."""
+    return replace(tensors, drafts=Drafts(size, ragged=True, always=True))

@@ -1,0 +1,242 @@
+"""vLLM's prefill steps of a few new tokens a request: which ones tree attention computes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deft_backend.attention import TreeAttention
+from deft_backend.hosts.vllm.report import server
+from deft_backend.hosts.vllm.step.extends import CachedPrefixes
+from deft_backend.hosts.vllm.step.step import step_of
+from vllm_fakes import (
+    Batch,
+    Cache,
+    Layers,
+    cached,
+    close,
+    make_config,
+    make_spec,
+    reference,
+    run,
+    speculating,
+    state,
+    tree_layers,
+)
+
+LENS = [69, 74, 67, 85]
+NEW = [5, 10, 3, 7]
+
+
+def message(batch: Batch, **changes: Any) -> Any:
+    """What vLLM's scheduler tells its worker before the step of a batch of new requests."""
+    new = [
+        SimpleNamespace(req_id=str(row), block_ids=(table[table > 0].tolist(),))
+        for row, table in enumerate(batch.table)
+    ]
+    lens = {str(row): tokens for row, tokens in enumerate(batch.starts.diff().tolist())}
+    cached_ones = SimpleNamespace(req_ids=[], resumed_req_ids=set(), new_block_ids=[])
+    values = {
+        "scheduled_new_reqs": new, "scheduled_cached_reqs": cached_ones,
+        "num_scheduled_tokens": lens, "finished_req_ids": set(), **changes,
+    }  # fmt: skip
+    return SimpleNamespace(**values)
+
+
+def prompts(batch: Batch, **changes: Any) -> Any:
+    """The host's metadata of a batch whose requests all compute prompts."""
+    return batch.common(is_prefilling=torch.ones(len(batch.lens), dtype=torch.bool), **changes)
+
+
+def built(layers: Layers, batch: Batch, told: Any = None, **changes: Any) -> Any:
+    """The metadata of a step, after the scheduler's message."""
+    builder = layers.builder(make_spec())
+    server._current.prefixes.observe(message(batch) if told is None else told)
+    return builder.build(0, prompts(batch, **changes))
+
+
+@pytest.mark.parametrize("policy", ["auto", "deft-node"])
+@pytest.mark.parametrize(("new", "size"), [([2, 3, 4, 1], 4), (NEW, 16), ([8, 1, 1, 1], 8)])
+def test_new_tokens_behind_a_shared_prefix(
+    new: list[int], size: int, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEFT_POLICY", policy)
+    monkeypatch.setenv("DEFT_PLANNER", "device" if policy == "auto" else "host")
+    layers = tree_layers()
+    batch, cache = cached(Batch(LENS, shared=3, query_lens=new))
+    metadata = built(layers, batch)
+    step = step_of(metadata)
+    assert step is not None
+    assert step.query_tokens == size
+    for impl in layers.impls:
+        close(run(impl, batch, cache, metadata), reference(batch, cache))
+    assert (state().short_extends, state().counters().decode_steps, state().verified_tokens) == (
+        1,
+        0,
+        0,
+    )
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> Batch:
+    """Requests that share blocks in several levels, each with 1 to 16 new tokens of its own."""
+    requests = draw(st.integers(2, 5))
+    new = draw(st.lists(st.integers(1, 16), min_size=requests, max_size=requests))
+    old = draw(st.lists(st.integers(80, 140), min_size=requests, max_size=requests))
+    batch = Batch([o + n for o, n in zip(old, new, strict=True)], shared=5, query_lens=new)
+    for row in range(1, requests):
+        other = draw(st.integers(0, row - 1))
+        most = min(old[row], old[other]) // batch.block_size  # blocks without new tokens
+        held = draw(st.integers(5, most))
+        batch.table[row, :held] = batch.table[other, :held]
+    return batch
+
+
+@settings(max_examples=6, deadline=None)
+@given(forests())
+def test_random_forests(batch: Batch) -> None:
+    layers = tree_layers(count=1)
+    metadata = built(layers, batch)
+    if max(batch.query_lens or ()) > 1:
+        assert step_of(metadata) is not None
+    close(run(layers.impls[0], batch, Cache(batch.pages, 16), metadata), reference(batch, Cache(
+        batch.pages, 16)))  # fmt: skip
+
+
+def test_a_plan_of_decode_stays_as_it_is() -> None:
+    """Prompts arrive between two layers' passes of decode steps; each step has its own plan."""
+    layers = tree_layers()
+    decode, cache = cached(Batch([40, 37, 65], shared=2))
+    first = layers.builder(make_spec()).build(0, decode.common())
+    close(run(layers.impls[0], decode, cache, first), reference(decode, cache))
+    batch, other = cached(Batch(LENS, shared=3, query_lens=NEW))
+    metadata = built(layers, batch)
+    close(run(layers.impls[0], batch, other, metadata), reference(batch, other))
+    close(run(layers.impls[1], decode, cache, first), reference(decode, cache))
+
+
+def test_decoding_requests_and_verifications_beside_prompts() -> None:
+    config = make_config(speculative_config=speculating(4))
+    layers = tree_layers(config, prefix="model.layers")
+    batch, cache = cached(Batch(LENS, shared=3, query_lens=[5, 1, 9, 1]))
+    metadata = built(layers, batch)
+    step = step_of(metadata)
+    assert step is not None
+    assert step.query_tokens == 16
+    close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
+    assert (state().short_extends, state().verified_tokens) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("new", "changes"),
+    [
+        ([17, 2, 2, 2], {}),  # a longer end of a prompt
+        (NEW, {"causal": False}),
+        (NEW, {"mm_req_doc_ranges": {1: [(0, 3)]}}),
+        ([30, 1, 1, 1], {}),
+    ],
+)
+def test_other_prompts_are_the_hosts(new: list[int], changes: dict[str, Any]) -> None:
+    batch = Batch(LENS, shared=3, query_lens=new)
+    layers = tree_layers()
+    builder = layers.builder(make_spec())
+    server._current.prefixes.observe(message(batch))
+    extends = builder.deft_extends
+    assert extends.step(prompts(batch, **changes)) is None
+    assert state().counters().decode_steps == state().short_extends == 0
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        lambda batch: message(Batch(LENS[:3], shared=3, query_lens=NEW[:3])),  # another batch
+        lambda batch: message(batch, scheduled_new_reqs=[]),  # whose blocks nobody knows
+    ],
+)
+def test_an_unknown_batch_is_the_hosts(told: Any) -> None:
+    batch = Batch(LENS, shared=3, query_lens=NEW)
+    assert step_of(built(tree_layers(), batch, told(batch))) is None
+
+
+def test_a_batch_that_shares_nothing_is_the_hosts() -> None:
+    batch = Batch(LENS, shared=0, query_lens=NEW)
+    assert step_of(built(tree_layers(), batch)) is None
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "caching"),
+    [("DEFT_SHORT_EXTENDS", "0", True), ("DEFT_SHORT_EXTENDS", "16", False)],
+)
+def test_servers_without_short_extends(
+    variable: str, value: str, caching: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    config = make_config()
+    config.cache_config.enable_prefix_caching = caching
+    builder = tree_layers(config).builder(make_spec())
+    assert builder.deft_extends is None
+    batch = Batch(LENS, shared=3, query_lens=NEW)
+    assert step_of(builder.build(0, prompts(batch))) is None
+
+
+def test_a_lower_limit_leaves_longer_prompts_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEFT_SHORT_EXTENDS", "6")
+    for new, taken in ([6, 1, 2, 3], True), ([7, 1, 2, 3], False):
+        batch = Batch(LENS, shared=3, query_lens=new)
+        assert (step_of(built(tree_layers(), batch)) is not None) is taken
+
+
+def test_a_failed_short_extend_is_the_hosts(
+    monkeypatch: pytest.MonkeyPatch, failures: list[str]
+) -> None:
+    layers = tree_layers()
+    batch, cache = cached(Batch(LENS, shared=3, query_lens=NEW))
+    metadata = built(layers, batch)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(TreeAttention, "run", fail)
+    for impl in layers.impls:
+        close(run(impl, batch, cache, metadata), reference(batch, cache))
+    assert (state().short_extends, state().counters().steps_tree, state().steps_host) == (0, 0, {})
+    assert len(failures) == 1
+    failures.clear()
+    assert step_of(built(layers, batch)) is None  # decode and prompts are the host's from now on
+
+
+def test_what_requests_share_follows_from_their_blocks() -> None:
+    prefixes = CachedPrefixes()
+    batch = Batch([64, 64, 64], shared=3, query_lens=[2, 2, 2])
+    prefixes.observe(message(batch))
+    assert prefixes.share(3, 6) == 12 / 6
+    assert prefixes.share(3, 5) is None
+    assert prefixes.share(2, 6) is None
+    gone = message(batch, scheduled_new_reqs=[], finished_req_ids={"0"})
+    prefixes.observe(gone)
+    assert prefixes.share(3, 6) is None
+    resumed = SimpleNamespace(
+        req_ids=["0", "1"], resumed_req_ids={"0"}, new_block_ids=[([1, 2, 3, 50],), None]
+    )
+    gone.finished_req_ids, gone.scheduled_cached_reqs = set(), resumed
+    prefixes.observe(gone)
+    assert prefixes.share(3, 6) == 12 / 6
+
+
+def test_blocks_of_hybrids_and_of_long_contexts() -> None:
+    """The blocks of full attention decide: windows leave null blocks, states hold one."""
+    prefixes = CachedPrefixes()
+    full = [np.arange(1, 20001), np.concatenate([np.arange(1, 10001), np.arange(20001, 30001)])]
+    batch = Batch([64, 64], shared=3, query_lens=[2, 2])
+    told = message(batch)
+    for new, blocks in zip(told.scheduled_new_reqs, full, strict=True):
+        new.block_ids = ([0] * 30000 + [7], blocks.tolist(), [9])
+    prefixes.observe(told)
+    share = prefixes.share(2, 4)
+    assert share == pytest.approx(40000 / 30000, rel=1e-3)
