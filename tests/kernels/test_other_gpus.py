@@ -15,7 +15,7 @@ from deft_backend.forest import build_forest
 KIB = dict(zip(COMPILED.values(), (163, 99, 99, 227, 99), strict=True))
 """Shared memory that a program may take."""
 
-SPILLED = {64: 0, 128: 160, 256: 768}
+SPILLED = {64: 160, 128: 160, 256: 768}
 """Bytes of a thread that a tile may spill, by the head dimension. Accumulators and queries of heads
 of 256 need more than the 255 registers that a thread can have."""
 
