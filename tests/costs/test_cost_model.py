@@ -137,8 +137,8 @@ def _replaced(**changes: Any) -> CostModel:
         ({"tokens": "many"}, "tokens is 'many'; expected a list of numbers"),
         ({"time_ms": [[1.0, 2.0]]}, r"time_ms has shape \(1, 2\); expected \(2, 2\)"),
         ({"time_ms": [[1.0, 2.0], [3.0]]}, "time_ms is .*expected a list of numbers"),
-        ({"time_ms": [[1.0, 0.0], [2.0, 3.0]]}, "no positive number"),
-        ({"time_ms": [[1.0, 2.0], [2.0, float("nan")]]}, "no positive number"),
+        ({"time_ms": [[1.0, 0.0], [2.0, 3.0]]}, "that is not positive"),
+        ({"time_ms": [[1.0, 2.0], [2.0, float("nan")]]}, "that is not positive"),
         ({"time_ms": [[1.0, 2.0], [0.5, 3.0]]}, "time_ms falls from 16 to 32 tokens at 1 query"),
         ({"launch_ms": -1}, "launch_ms is -1.0; expected a number of 0 or more"),
         ({"bandwidth_gb_s": 0}, "bandwidth_gb_s is 0.0; expected a number above 0"),
@@ -172,7 +172,7 @@ def test_missing_fields_files_and_json_are_refused(tmp_path: Path) -> None:
         CostModel.load(tmp_path / "none.json")
     path = tmp_path / "table.json"
     path.write_text("{")
-    with pytest.raises(CostModelError, match="no JSON"):
+    with pytest.raises(CostModelError, match="is not JSON"):
         CostModel.load(path)
     path.write_text("[]")
     with pytest.raises(CostModelError, match="holds a list; expected an object"):

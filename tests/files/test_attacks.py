@@ -197,7 +197,7 @@ def test_a_pipe_in_a_logs_place_is_refused_and_nothing_waits(tmp_path: Path) -> 
     with pytest.raises(OSError):  # noqa: PT011  # the system's own message: nobody reads it
         open_private(tmp_path / "log")
     reader = os.open(tmp_path / "log", os.O_RDONLY | os.O_NONBLOCK)
-    with pytest.raises(OSError, match="no regular file"):
+    with pytest.raises(OSError, match="not a regular file"):
         open_private(tmp_path / "log")
     os.close(reader)
 
