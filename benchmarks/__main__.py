@@ -9,6 +9,7 @@ from benchmarks.commands.faults import faults
 from benchmarks.commands.fuzz import fuzz
 from benchmarks.commands.kernel import kernel, kernel_merge, kernel_plot
 from benchmarks.commands.kernel_check import kernel_check
+from benchmarks.commands.mla import mla
 from benchmarks.commands.papers import papers
 from benchmarks.commands.planning import planning_device, planning_host
 from benchmarks.commands.real_model import real_model
@@ -30,9 +31,9 @@ app = typer.Typer(
 )
 
 for command in (
-    kernel, kernel_merge, kernel_plot, kernel_check, papers, fuzz, faults, soak, e2e, e2e_merge,
-    start, sharing, replicas, real_model, planning_host, planning_device, step_hooks, short_extends,
-    zoo,
+    kernel, kernel_merge, kernel_plot, kernel_check, mla, papers, fuzz, faults, soak, e2e,
+    e2e_merge, start, sharing, replicas, real_model, planning_host, planning_device, step_hooks,
+    short_extends, zoo,
 ):  # fmt: skip
     app.command(help=help_of(command))(command)
 

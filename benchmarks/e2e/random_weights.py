@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 SHARPNESS = 1.5
 """Standard deviation of the elements of q and k; the scores' is its square."""
@@ -38,12 +39,17 @@ def write_weights(folder: Path, seed: int) -> None:
     hidden, inner, vocab = (
         config["hidden_size"], config["intermediate_size"], config["vocab_size"],
     )  # fmt: skip
-    query = config["num_attention_heads"] * config["head_dim"]
-    kv = config["num_key_value_heads"] * config["head_dim"]
+    parts = _latent_parts(config) if "kv_lora_rank" in config else _parts(config)
 
     def normal(rows: int, columns: int, scale: float) -> torch.Tensor:
         weight = torch.randn(rows, columns, generator=generator, device=device)
         return (weight * scale).to(torch.bfloat16).cpu()
+
+    def latent_norm(name: str) -> dict[str, torch.Tensor]:
+        rank = config.get("kv_lora_rank")
+        if rank is None:
+            return {}
+        return {f"{name}self_attn.kv_a_layernorm.weight": torch.ones(rank, dtype=torch.bfloat16)}
 
     where: dict[str, str] = {}
 
@@ -57,10 +63,13 @@ def write_weights(folder: Path, seed: int) -> None:
         name = f"model.layers.{layer}."
         save(
             {
-                name + "self_attn.q_proj.weight": normal(query, hidden, SHARPNESS * unit),
-                name + "self_attn.k_proj.weight": normal(kv, hidden, SHARPNESS * unit),
-                name + "self_attn.v_proj.weight": normal(kv, hidden, 4 * unit),
-                name + "self_attn.o_proj.weight": normal(hidden, query, query**-0.5),
+                **{
+                    f"{name}self_attn.{part}.weight": torch.cat(
+                        [normal(rows, columns, scale * columns**-0.5) for rows, scale in blocks]
+                    )
+                    for part, (columns, blocks) in parts.items()
+                },
+                **latent_norm(name),
                 name + "mlp.gate_proj.weight": normal(inner, hidden, unit),
                 name + "mlp.up_proj.weight": normal(inner, hidden, unit),
                 name + "mlp.down_proj.weight": normal(hidden, inner, inner**-0.5),
@@ -79,6 +88,37 @@ def write_weights(folder: Path, seed: int) -> None:
     )
     index = {"metadata": {}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+Parts = dict[str, tuple[int, list[tuple[int, float]]]]
+"""Projections of an attention layer by name: columns, and blocks of rows with their scales."""
+
+
+def _parts(config: dict[str, Any]) -> Parts:
+    hidden, dim = config["hidden_size"], config["head_dim"]
+    query, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    return {
+        "q_proj": (hidden, [(query, SHARPNESS)]),
+        "k_proj": (hidden, [(kv, SHARPNESS)]),
+        "v_proj": (hidden, [(kv, 4.0)]),
+        "o_proj": (query, [(hidden, 1.0)]),
+    }
+
+
+def _latent_parts(config: dict[str, Any]) -> Parts:
+    """Of multi-head latent attention without a rank for queries."""
+    hidden, heads, rank = (
+        config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"],
+    )  # fmt: skip
+    nope, rope, value = (
+        config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"],
+    )  # fmt: skip
+    return {
+        "q_proj": (hidden, [(heads * (nope + rope), SHARPNESS)]),
+        "kv_a_proj_with_mqa": (hidden, [(rank + rope, SHARPNESS)]),
+        "kv_b_proj": (rank, [(nope, SHARPNESS), (value, 4.0)] * heads),
+        "o_proj": (heads * value, [(hidden, 1.0)]),
+    }
 
 
 if __name__ == "__main__":

@@ -94,9 +94,33 @@ QWEN35_9B: dict[str, Any] = {
 }  # fmt: skip
 """The kinds of layers of Qwen3.5: three linear ones, then full attention with heads of 256."""
 
+V2_LITE: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 2048,
+    "intermediate_size": 10944, "num_hidden_layers": 27, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64, "n_shared_experts": 2,
+    "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "first_k_dense_replace": 1,
+    "moe_layer_freq": 1, "n_group": 1, "topk_group": 1, "topk_method": "greedy",
+    "routed_scaling_factor": 1.0, "scoring_func": "softmax", "norm_topk_prob": False,
+    "vocab_size": 102400, "max_position_embeddings": 163840, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "rope_scaling": None, "hidden_act": "silu", "attention_bias": False,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 100000,
+    "eos_token_id": 100001,
+}  # fmt: skip
+"""The published shape of DeepSeek-V2-Lite, whose attention has latent vectors (MLA), without its
+scaling of positions."""
+
+LATENT: dict[str, Any] = {
+    **V2_LITE, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4,
+    "first_k_dense_replace": 4, "vocab_size": 8192, "bos_token_id": 8190, "eos_token_id": 8191,
+}  # fmt: skip
+"""Four layers with the attention of DeepSeek-V2-Lite, which is that of DeepSeek-V3 on one of eight
+ranks: for answers, not for times."""
+
 SHAPES: Mapping[str, dict[str, Any]] = {
     "llama-3.1-8b": LLAMA_8B, "llama-3.1-70b": LLAMA_70B, "four-layers": FOUR_LAYERS,
     "one-layer": ONE_LAYER, "tiny": TINY, "gpt-oss-20b": GPT_OSS_20B, "qwen3.5-9b": QWEN35_9B,
+    "v2-lite": V2_LITE, "latent-16": LATENT, "latent-8": {**LATENT, "num_attention_heads": 8},
 }  # fmt: skip
 WEIGHTS = ("random", "dummy")
 
@@ -155,7 +179,7 @@ def write_model(
         a part of them.
     """
     config = {**SHAPES[shape]}
-    if weights == "random" and config["model_type"] != "llama":
+    if weights == "random" and config["model_type"] != "llama" and "latent" not in shape:
         raise ModelError(
             f"{shape} has no random weights; pass --weights dummy, which measures times alone"
         )

@@ -1,8 +1,20 @@
 """The library: plan a batch once, then run its decode attention for every layer and step."""
 
+from deft_backend.attention.latent_attention import LatentAttention
 from deft_backend.attention.step_checks import AttentionError
 from deft_backend.attention.tree_attention import TreeAttention
 from deft_backend.kernels import HEAD_DIMS, Gpu
+from deft_backend.kernels.latent.kernel_batch import LatentCall
+from deft_backend.kernels.latent.plain_kernel import plain_latent_attention
 from deft_backend.planner import PlanError
 
-__all__ = ["HEAD_DIMS", "AttentionError", "Gpu", "PlanError", "TreeAttention"]
+__all__ = [
+    "HEAD_DIMS",
+    "AttentionError",
+    "Gpu",
+    "LatentAttention",
+    "LatentCall",
+    "PlanError",
+    "TreeAttention",
+    "plain_latent_attention",
+]

@@ -123,13 +123,17 @@ class CurrentPlan:
             )  # fmt: skip
         return self._device_planner
 
-    def plan_on_host(self, forest: PrefixForest, blocks: QueryBlocks, target: Target) -> Plan:
+    def plan_on_host(
+        self, forest: PrefixForest, blocks: QueryBlocks, target: Target,
+        policy: Policy | None = None,
+    ) -> Plan:  # fmt: skip
         """Replace the plan by the host planner's; see :func:`~deft_backend.planner.plan_forest`.
 
         `forest` has a query for each request. `target` is that of requests with these `blocks`.
+        A `policy` replaces the usual one for this plan.
         """
         forest = forest_of_blocks(forest, blocks.blocks, blocks.private_tokens)
-        plan, grouping = plan_forest(forest, self.policy, target, self.capacity)
+        plan, grouping = plan_forest(forest, policy or self.policy, target, self.capacity)
         self.use(plan, forest, blocks)
         self.batch = replace(self.batch, grouping=grouping)
         return plan
@@ -141,6 +145,7 @@ class CurrentPlan:
         seq_lens: torch.Tensor,
         blocks: QueryBlocks,
         target: Target,
+        limits: tuple[int, int] | None = None,
     ) -> None:
         """Replace the plan by the device planner's; see :meth:`DevicePlanner.plan`.
 
@@ -153,7 +158,7 @@ class CurrentPlan:
             if len(seq_lens):
                 planner.plan(
                     page_table, table_rows, seq_lens, target=target,
-                    private_tokens=blocks.private_tokens,
+                    private_tokens=blocks.private_tokens, limits=limits,
                 )  # fmt: skip
             else:
                 self.arrays.clear()

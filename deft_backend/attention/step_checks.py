@@ -58,10 +58,10 @@ def check_step(
     queries = (rows, shape.num_query_heads, shape.head_dim)
     page = (shape.page_size, shape.num_kv_heads, shape.head_dim)
     device, k_cache, v_cache = shape.device, step.k_cache, step.v_cache
-    _check_operand("q", step.q, queries, shape.dtype, device)
-    _check_operand("out", step.out, queries, shape.dtype, device)
-    _check_operand("k_cache", k_cache, (*k_cache.shape[:1], *page), shape.kv_dtype, device)
-    _check_operand("v_cache", v_cache, (*v_cache.shape[:1], *page), shape.kv_dtype, device)
+    check_operand("q", step.q, queries, shape.dtype, device)
+    check_operand("out", step.out, queries, shape.dtype, device)
+    check_operand("k_cache", k_cache, (*k_cache.shape[:1], *page), shape.kv_dtype, device)
+    check_operand("v_cache", v_cache, (*v_cache.shape[:1], *page), shape.kv_dtype, device)
     check_batch(step.page_table, step.seq_lens, step.table_rows, device, requests)
     _check_scales(shape, step)
     if step.sinks is not None:
@@ -164,13 +164,14 @@ def _check_sinks(shape: AttentionShape, sinks: torch.Tensor) -> None:
     _check_device("sinks", sinks, shape.device)
 
 
-def _check_operand(
+def check_operand(
     name: str,
     tensor: torch.Tensor,
     shape: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
+    """Refuse a tensor of another shape, dtype or device, or with a strided last dimension."""
     if tensor.shape != shape:
         raise AttentionError(f"{name} has shape {list(tensor.shape)}; expected {list(shape)}")
     if tensor.dtype != dtype:

@@ -37,10 +37,12 @@ class Auto(TwoRulePolicy):
     """
 
     name: ClassVar[str] = AUTO
+    chunks: str = "measured"
+    """The rule of chunks: ``whole`` for kernels that split KV ranges themselves."""
 
     @property
     def rules(self) -> Rules:
-        return Rules("measured", "measured")
+        return Rules("measured", self.chunks)
 
     def cut_edges(self, forest: PrefixForest, target: Target) -> BoolArray:
         tile_queries = np.array(target.single_range_tiles, dtype=np.int64)

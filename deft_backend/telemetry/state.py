@@ -66,6 +66,7 @@ class ServerState(ServerDescription):
     rids: Sequence[str] = ()
     # The last batch that the device planned, for ``deft explain``; or why there is none to show.
     batch: Batch | str | None = None
+    values_apart: bool = True  # whether the cache holds values besides keys; not with MLA
     _steps_tree: int = field(default=0, init=False)
     _kv_bytes_read: int = field(default=0, init=False)
     _kv_bytes_query_guided: int = field(default=0, init=False)
@@ -89,7 +90,7 @@ class ServerState(ServerDescription):
     @property
     def token_bytes(self) -> int:
         """Bytes of keys and values of one token in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes
+        return (1 + self.values_apart) * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
     def count_host(self, reason: str, tokens: int) -> None:
         """Count a step on the host's kernel; `tokens` are those of all contexts."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deft_backend.attention import TreeAttention
+from deft_backend.attention import LatentAttention, TreeAttention
 from deft_backend.compile.shared_cache import SharedCache
 from deft_backend.compile.variants import Compiled, Variant, compile_all, recorded
 from deft_backend.forest import PrefixForest, build_forest, warm_up
@@ -102,7 +102,7 @@ def warm_up_attention(
     return done
 
 
-def warm_up_host_planner(attention: TreeAttention) -> None:
+def warm_up_host_planner(attention: TreeAttention | LatentAttention) -> None:
     """Compile the code on the CPU that builds forests and plans; the log says how long it took."""
     began = time.perf_counter()
     warm_up()

@@ -148,6 +148,14 @@ CONTRACT: tuple[Member, ...] = (
            "start_layer layer_num store_dtype kv_cache_layout use_hnd", "read: the KV cache"),
     Member(_POOL, "KVWriteLoc", ("loc", "swa_loc"), use="made: where a token is written"),
     *_read(_POOL, "ReqToTokenPool", "req_to_token size", "read: the page table"),
+    # Multi-head latent attention.
+    Member(_POOL, "MLATokenToKVPool", use="known by its name: the pool of latent vectors"),
+    Member(_POOL, "MLATokenToKVPool.get_key_buffer", ("layer_id",), use="called"),
+    Member(_POOL, "MLATokenToKVPool.set_mla_kv_buffer", ("layer", "cache_k_nope", "cache_k_rope"),
+           use="called: write a token's latent vector"),
+    *_read(_POOL, "MLATokenToKVPool", "store_dtype", "read: the KV cache"),
+    *_read("sglang.srt.configs.model_config", "ModelConfig", "hf_text_config",
+           "read: is the attention sparse"),
     # Decode CUDA graphs and the fence.
     Member(_GRAPHS, "DecodeCudaGraphRunner.capture_one_shape",
            ("size", "forward", "stream_idx", "variant_label"), use="wrapped: the second set"),

@@ -151,6 +151,7 @@ class DevicePlanner:
         *,
         target: Target | None = None,
         private_tokens: int = 0,
+        limits: tuple[int, int] | None = None,
     ) -> None:
         """Launch the planning of a batch, on the current stream.
 
@@ -166,6 +167,8 @@ class DevicePlanner:
             What the plan is for; default: the planner's target.
         private_tokens : int
             Last tokens of each request that belong to no shared node.
+        limits : (int, int), optional
+            Most entries and most items of the plan; default: as many as its arrays hold.
         """
         numbers = self._numbers_of(target or self._target)
         batch, columns = len(seq_lens) * numbers.query_blocks, page_table.shape[1]
@@ -214,7 +217,8 @@ class DevicePlanner:
                 COUNT_PLAN, (1,), (scratch.counters, torch.stack(tokens)), common, 1, follows=False
             )
             return
-        self._plan_ranges(numbers, batch, table_rows, seq_lens, work, common)
+        held = (self._plan.capacity.max_entries, self._plan.capacity.max_items)
+        self._plan_ranges(numbers, batch, table_rows, seq_lens, work, common, limits or held)
 
     def _plan_ranges(
         self,
@@ -224,14 +228,13 @@ class DevicePlanner:
         seq_lens: torch.Tensor,
         work: ProgramWork,
         common: dict[str, Any],
+        limits: tuple[int, int],
     ) -> None:
         """Launch the kernels that do not read the page table."""
         small, large = numbers.tiles
         programs = numbers.programs(batch)
         scratch = self._scratch
-        capacity = self._plan.capacity
         partial_ns = float(numbers.partial_ns)
-        limits = (capacity.max_entries, capacity.max_items)
         # A few requests do not fill the GPU, so a token takes more of the whole GPU's time.
         busy = (max(1, min(programs[0], batch)), programs[1])
         per_gpu = [

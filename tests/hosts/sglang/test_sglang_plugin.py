@@ -55,6 +55,17 @@ def make_arguments(**changes: Any) -> Any:
 DENSE = SimpleNamespace(is_encoder_decoder=False)
 """The host's description of a model."""
 
+
+def latent_model(**config: Any) -> Any:
+    """The host's description of an MLA model with 64 heads."""
+    return SimpleNamespace(
+        is_encoder_decoder=False, num_attention_heads=64, hf_text_config=SimpleNamespace(**config)
+    )
+
+
+MLA = {"mla": True, "tp_size": 8, "model": latent_model()}
+"""What differs in the arguments of a server with an MLA model."""
+
 FOUR_HEADS = Division(dict.fromkeys((0, 1), LayerShape(4, 2, 64)), {})
 """Both layers of a model decode through tree attention."""
 
@@ -163,7 +174,15 @@ def test_the_fallback_backend(arguments: Any, monkeypatch) -> None:
         ({"dllm_algorithm": "LowConfidence"}, "diffusion decoding"),
         ({"dcp_size": 2}, "context parallelism"),
         ({"kv_cache_dtype": "nvfp4"}, "a KV cache of kind nvfp4 is not supported"),
-        ({"mla": True}, "MLA"),
+        ({**MLA, "device": "cuda"}, "MLA through torch_native is not supported (fa3 is)"),
+        ({**MLA, "kv_cache_dtype": "fp8_e4m3"}, "MLA over a KV cache of kind fp8_e4m3"),
+        (
+            {**MLA, "speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 4},
+            "MLA with speculation",
+        ),
+        ({**MLA, "attn_dp_size": 2}, "DP attention keeps all heads on each rank"),
+        ({**MLA, "tp_size": 1}, "sharing would gain nothing"),
+        ({**MLA, "model": latent_model(index_topk=2048)}, "sparse MLA"),
         ({"model": SimpleNamespace(is_encoder_decoder=True)}, "encoder-decoder"),
         ({"model": SimpleNamespace()}, "is not supported"),
     ],
@@ -179,6 +198,12 @@ def test_servers_that_are_not_supported_run_on_the_hosts_own(
     (record,) = caplog.records
     assert reason in record.message
     assert "torch_native" in record.message
+
+
+def test_servers_with_latent_vectors_are_served(arguments: Any) -> None:
+    made = make_arguments(**MLA)
+    arguments.resolve(resolve_as_host, made)
+    assert getattr(made, arguments.HOST_DECODE) == "torch_native"
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM"])

@@ -14,8 +14,9 @@ from deft_backend.telemetry.state import ServerState
 
 
 def state_of(
-    runner: Any, division: Division[int, LayerShape], backend: str, policy: str
-) -> ServerState:
+    runner: Any, division: Division[int, LayerShape], backend: str, policy: str,
+    *, values_apart: bool = True,
+) -> ServerState:  # fmt: skip
     """Counters for a model runner, at zero.
 
     They count the layers that tree attention can decode. Layers with windows or with a recurrent
@@ -36,6 +37,7 @@ def state_of(
         num_kv_heads=kv_heads,
         head_dim=dim,
         dtype_bytes=int(runner.kv_cache_dtype.itemsize),
+        values_apart=values_apart,
     )
 
 

@@ -15,6 +15,7 @@ from deft_backend.hosts.common.limits import refused_cache
 from deft_backend.hosts.sglang import versions
 from deft_backend.hosts.sglang.versions import SGLANG
 from deft_backend.settings.config import LOG_LEVELS, Settings, SettingsError
+from deft_backend.shapes.latent_limits import gains_nothing
 
 logger = logging.getLogger("deft_backend")
 
@@ -106,9 +107,9 @@ def unsupported(server_args: Any) -> str | None:
     if reason is not None:
         return reason
     if versions.uses_mla(server_args):
-        return "MLA models are not supported"
+        return _refused_latent(server_args)
     kv_dtype = str(args.kv_cache_dtype)
-    if kv_dtype not in ("auto", "bf16", "bfloat16", "float16", "float32"):
+    if kv_dtype not in _WIDE_DTYPES:
         reason = refused_cache(kv_dtype)
         if reason is not None:
             return f"{reason} (kv_cache_dtype={kv_dtype})"
@@ -116,6 +117,28 @@ def unsupported(server_args: Any) -> str | None:
     if model.is_encoder_decoder:
         return "encoder-decoder models are not supported"
     return None
+
+
+_WIDE_DTYPES = ("auto", "bf16", "bfloat16", "float16", "float32")
+_LATENT_BACKENDS = {"cuda": "fa3", "cpu": "torch_native"}
+"""The host's backend whose MLA kernel takes a plan, by device. A stand-in runs on the CPU."""
+
+
+def _refused_latent(server_args: Any) -> str | None:
+    """Why the arguments of a server with an MLA model rule out tree attention, or None."""
+    args, model = versions.resolved(server_args), versions.model_config(server_args)
+    if getattr(getattr(model, "hf_text_config", None), "index_topk", None):
+        return "sparse MLA is not supported (index_topk)"
+    backend, wanted = versions.backend_names(server_args)[1], _LATENT_BACKENDS[str(args.device)]
+    if backend != wanted:
+        return f"MLA through {backend} is not supported ({wanted} is)"
+    if str(args.kv_cache_dtype) not in _WIDE_DTYPES:
+        return f"MLA over a KV cache of kind {args.kv_cache_dtype} is not supported"
+    if versions.draft_tokens(server_args) > 1:
+        return "MLA with speculation is not supported"
+    if versions.decodes_per_rank(server_args):
+        return "DP attention keeps all heads on each rank, so sharing would gain nothing for MLA"
+    return gains_nothing(int(model.num_attention_heads) // int(args.tp_size), 1)
 
 
 _ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from deft_backend.attention import TreeAttention
+from deft_backend.attention import LatentAttention, TreeAttention
 from deft_backend.forest import PrefixForest
 from deft_backend.hosts.common.planner_choice import (
     SGLANG,
@@ -27,6 +27,7 @@ from deft_backend.hosts.sglang.prefixes.prefix_source import PrefixSource
 from deft_backend.hosts.sglang.report.accepted import AcceptedDrafts
 from deft_backend.hosts.sglang.report.server import start_reporting, state_of
 from deft_backend.hosts.sglang.start.arguments import NAME
+from deft_backend.hosts.sglang.start.latent import is_latent, latent_attention
 from deft_backend.hosts.sglang.start.layers import (
     Unsupported,
     device_of,
@@ -42,6 +43,7 @@ from deft_backend.hosts.sglang.step.device_planned import DevicePlannedSteps
 from deft_backend.hosts.sglang.step.extends import ExtendSteps
 from deft_backend.hosts.sglang.step.host_planned import HostPlannedSteps
 from deft_backend.hosts.sglang.step.kinds import Verification
+from deft_backend.hosts.sglang.step.latent_layers import LatentLayers
 from deft_backend.hosts.sglang.step.tree_layers import TreeLayers
 from deft_backend.hosts.sglang.versions import (
     decode_graphs,
@@ -51,7 +53,9 @@ from deft_backend.hosts.sglang.versions import (
     resolved,
     tensor_parallel_group,
 )
+from deft_backend.planner import Plan
 from deft_backend.settings.config import LOG_LEVELS, Settings, warn_unknown
+from deft_backend.settings.policy_names import AUTO
 from deft_patches.sglang import observe_batch, page_table_fence, tree_graphs
 
 logger = logging.getLogger("deft_backend")
@@ -154,6 +158,10 @@ class _Made:
 
 def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Made:
     """Build the backend; `undo` takes back its changes to the host."""
+    # The host makes no larger batch than it has rows.
+    largest = min(settings.max_batch, runner.req_to_token_pool.size)
+    if is_latent(runner):
+        return _create_latent(runner, host, settings, undo, largest)
     reason = unsupported_model(runner)
     if reason is not None:
         raise Unsupported(reason)
@@ -166,8 +174,6 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
         raise Unsupported(
             "DP attention is not supported where batches are planned on the host (DEFT_PLANNER)"
         )
-    # The host makes no larger batch than it has rows.
-    largest = min(settings.max_batch, runner.req_to_token_pool.size)
     if on_device:
         largest = planned_on_device(largest, query_tokens, heads // kv_heads)
     attention = TreeAttention(
@@ -194,6 +200,30 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
     return _Made(surround(host, steps), layers, on_device)
 
 
+def _create_latent(
+    runner: Any, host: Any, settings: Settings, undo: ExitStack, largest: int
+) -> _Made:
+    """Build the backend of an MLA model.
+
+    The CPU plans, because it must know which batches share enough: the host's own graphs decode
+    all others.
+    """
+    if settings.policy != AUTO or settings.planner == "device":
+        raise Unsupported(
+            "MLA is planned on the host by the policy auto (DEFT_POLICY, DEFT_PLANNER)"
+        )
+    attention, division = latent_attention(runner, largest)
+    warm_up_host_planner(attention)
+    state = state_of(runner, division, NAME, settings.policy, values_apart=False)
+    layers = LatentLayers(host, attention, state, division, model_asks=model_asks(runner))
+    # DEFT_MIN_SAVED_MS=0 takes every batch that shares something. The costs are a GPU's.
+    priced = settings.min_saved_ms > 0 and attention.device.type == "cuda"
+    loses = attention.loses if priced else None
+    steps = _host_planned(runner, layers, settings, undo, loses)
+    undo.callback(vars(host).pop, OWN_STATE, None)
+    return _Made(surround(host, steps), layers, on_device=False)
+
+
 def _plans_on_device(runner: Any, settings: Settings, query_tokens: int) -> bool:
     """Whether the device planner makes the plans."""
     return selects_device_planner(
@@ -201,7 +231,7 @@ def _plans_on_device(runner: Any, settings: Settings, query_tokens: int) -> bool
     )
 
 
-def _what(attention: TreeAttention) -> str:
+def _what(attention: TreeAttention | LatentAttention) -> str:
     """What runs through tree attention, for the log."""
     tokens = attention.query_tokens
     return "decode" if tokens == 1 else f"verification of {tokens} tokens a request"
@@ -231,8 +261,9 @@ def _device_planned(
 
 
 def _host_planned(
-    runner: Any, layers: TreeLayers, settings: Settings, undo: ExitStack
-) -> HostPlannedSteps:
+    runner: Any, layers: TreeLayers, settings: Settings, undo: ExitStack,
+    loses: Callable[[Plan, PrefixForest], bool] | None = None,
+) -> HostPlannedSteps:  # fmt: skip
     attention, page_table = layers.attention, layers.page_table
 
     def cross_check(forest: PrefixForest, batch: Any) -> str | None:
@@ -244,8 +275,12 @@ def _host_planned(
         settings,
         layers.state,
         cross_check if settings.verify else None,
-        least_gain_ms=settings.min_saved_ms if attention.device.type == "cuda" else 0.0,
+        # With costs of the attention itself, time of reads says nothing more.
+        least_gain_ms=(
+            settings.min_saved_ms if attention.device.type == "cuda" and loses is None else 0.0
+        ),
         costs=attention.target.costs,
+        loses=loses,
     )
     observer = BatchObserver(runner)
     steps = HostPlannedSteps(layers, planner, observer)

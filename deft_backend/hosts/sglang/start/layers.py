@@ -145,10 +145,13 @@ def other_shape(shape: LayerShape, planned: LayerShape) -> str:
     )
 
 
-def unsupported_layer(layer: Any, planned: LayerShape | None = None) -> str | None:
+def unsupported_layer(
+    layer: Any, planned: LayerShape | None = None, *, latent: bool = False
+) -> str | None:
     """The reason, in one line, why the host's kernel runs a ``RadixAttention`` layer; or None.
 
     - `planned`: the shape that the plan serves; None: any shape.
+    - `latent`: whether the layer attends to latent vectors, whose first elements are the values.
     """
     if layer.is_cross_attention:
         return "cross attention"
@@ -164,6 +167,8 @@ def unsupported_layer(layer: Any, planned: LayerShape | None = None) -> str | No
         return "a temperature by position"
     if layer.logit_cap and getattr(layer, "logit_capping_method", "tanh") != "tanh":
         return f"{layer.logit_capping_method} capping of the scores"
+    if latent:
+        return "a soft cap of the scores" if layer.logit_cap else None
     if layer.qk_head_dim != layer.v_head_dim:
         return f"keys of {layer.qk_head_dim} and values of {layer.v_head_dim} elements"
     if layer.tp_k_head_num != layer.tp_v_head_num:

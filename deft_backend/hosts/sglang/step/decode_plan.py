@@ -113,6 +113,7 @@ class DecodePlanner:
     - `source`: Reads the forest of a batch.
     - `least_gain_ms`: milliseconds of KV reads that a plan must save in a step; 0 for no minimum.
     - `costs`: gives the time of reads; default: the shipped cost model.
+    - `loses`: whether the host's kernel is faster than a plan, by the costs of the attention.
     """
 
     def __init__(
@@ -124,7 +125,9 @@ class DecodePlanner:
         cross_check: CrossCheck | None = None,
         least_gain_ms: float = 0.0,
         costs: CostModel | None = None,
+        loses: Callable[[Plan, PrefixForest], bool] | None = None,
     ) -> None:
+        self._loses = loses
         self._planner = planner
         self._source = source
         self._settings = settings
@@ -183,6 +186,9 @@ class DecodePlanner:
         if reason is not None:
             return Planned(keys, requests, reason, lens, tokens, 0, 0)
         plan = self._planner.plan(forest)
+        if self._loses is not None and self._loses(plan, forest):
+            reason = "shares too little to be faster"
+            return Planned(keys, requests, reason, lens, tokens, 0, 0)
         seconds = time.perf_counter() - began - (COMPILING.seconds - compiled)
         self._state.plans += 1
         self._state.plan_seconds += seconds

@@ -92,7 +92,9 @@ class HostPlannedSteps:
         self.layers.host.init_forward_metadata_out_graph(forward_batch, in_capture=False)
 
     def launch_planning(self, forward_batch: Any) -> None:
-        """The plan is on the device before a graph runs."""
+        """The plan is on the device before a graph runs; MLA lays it out in every step."""
+        if self.layers.has_planned(forward_batch):
+            self.layers.lay_out()
 
     def load_drafts(self, spec_info: Any, graph_size: int | None) -> None:
         """Servers that speculate plan on the device."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,9 +46,9 @@ class LayerCall:
     save_kv_cache: bool
     others: Mapping[str, Any]  # further arguments by name
 
-    def unknown_arguments(self) -> list[str]:
+    def unknown_arguments(self, known: Collection[str]) -> list[str]:
         """Names of arguments that ask for what tree attention does not compute."""
-        return sorted(n for n, value in self.others.items() if value is not None and n != "sinks")
+        return sorted(n for n, value in self.others.items() if value is not None and n not in known)
 
 
 class TreeLayers:
@@ -65,6 +65,8 @@ class TreeLayers:
     - `model_asks`: whether the model itself calls methods of its attention backend, which may read
       the host's metadata. Then the host makes the metadata in every step.
     """
+
+    known_arguments: tuple[str, ...] = ("sinks",)
 
     def __init__(
         self,
@@ -132,16 +134,25 @@ class TreeLayers:
                 call.save_kv_cache = False
             out = self._attend(call, step)
         except Exception as error:
-            self.failure.kernel_failed(error)
-            if step.failed is not None:
-                step.failed()
-            out = self._run_in_host(call, step)
-            self.step = None  # the host's kernel also runs the later layers of this step
-            return out
+            self.give_up(step, error)
+            return self._run_in_host(call, step)
         if step.ran is not None:
             ran, step.ran, step.failed = step.ran, None, None
             ran()
         return out
+
+    def lay_out(self) -> None:
+        """Launch what a step repeats after its plan: nothing here."""
+
+    def give_up(self, step: TreeStep, error: Exception) -> None:
+        """A launch failed: the host's kernel runs the other layers of this step, and all later
+        steps."""
+        self.failure.kernel_failed(error)
+        if step.failed is not None:
+            step.failed()
+        self.host_in_graphs |= step.captured
+        self._make_host_ready(step)
+        self.step = None
 
     def _run_in_host(self, call: LayerCall, step: TreeStep) -> Any:
         self.host_in_graphs |= step.captured
@@ -176,15 +187,16 @@ class TreeLayers:
             self._reasons[layer.layer_id] is not None
             or call.k is None
             or call.v is None
-            or bool(call.unknown_arguments())
+            or bool(call.unknown_arguments(self.known_arguments))
         )
 
     def _host_reason(self, call: LayerCall) -> str | None:
         attention = self.attention
         planned = LayerShape(attention.num_query_heads, attention.num_kv_heads, attention.head_dim)
         reason = unsupported_layer(call.layer, planned)
-        if reason is None and call.unknown_arguments():
-            reason = f"the argument {call.unknown_arguments()[0]}"
+        unknown = call.unknown_arguments(self.known_arguments)
+        if reason is None and unknown:
+            reason = f"the argument {unknown[0]}"
         if reason is None and (call.k is None or call.v is None):
             reason = "keys and values of another layer"
         return reason

@@ -1,0 +1,40 @@
+"""``python -m benchmarks mla``: multi-head latent attention over trees."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.row_files import RowsError, make_folder, write_rows
+from deft_backend.cli.errors import fail
+from deft_backend.files.provenance import provenance
+
+
+def mla(
+    out: Annotated[Path, typer.Option(help="JSON file to write.")],
+    page_size: Annotated[list[int], typer.Option(help="Tokens of a page.")] = [64],  # noqa: B006
+    rep_ms: Annotated[int, typer.Option(min=5, help="Milliseconds of repetitions.")] = 30,
+) -> None:
+    """Time the host's MLA kernel request by request, and over a plan: one row for each case."""
+    import torch
+
+    from benchmarks.latent.latent_case import hosts_kernel
+    from benchmarks.latent.measure_latent import WrongResult, cases, measure
+    from deft_backend.tools.tuning.launch_clock import Budget
+
+    if not torch.cuda.is_available():
+        raise fail("mla times FlashAttention-3, which needs a Hopper GPU")
+    rows = []
+    try:
+        make_folder(out)
+        for size in page_size:
+            for row in measure(cases(size), torch.device("cuda"), Budget(launch_ms=rep_ms)):
+                typer.echo(json.dumps(row))
+                rows.append(row)
+    except (RowsError, WrongResult) as error:
+        raise fail(str(error)) from None
+    finally:
+        write_rows(out, rows, {**provenance(), "kernel": hosts_kernel()[0]})

@@ -1,0 +1,322 @@
+"""`LatentAttention`: multi-head latent attention (MLA) over a plan, by the host's own kernel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from deft_backend.attention.current_device import device_as_current
+from deft_backend.attention.current_plan import CurrentPlan
+from deft_backend.attention.step_checks import AttentionError, check_batch, check_operand
+from deft_backend.costs.latent_costs import LAUNCH_NS, TOKEN_NS, latent_costs
+from deft_backend.forest import PrefixForest
+from deft_backend.kernels import Gpu
+from deft_backend.kernels.latent.kernel_batch import LatentKernel
+from deft_backend.kernels.latent.launches import LatentLaunches, LatentStep
+from deft_backend.planner import Plan, PlanCapacity
+from deft_backend.planner.encoding import OPEN_END
+from deft_backend.policies import Auto, Policy, Target, get_policy
+from deft_backend.settings.policy_names import FLASH_DECODING
+from deft_backend.shapes.latent_limits import gains_nothing
+from deft_backend.shapes.latent_shape import LatentShape
+from deft_backend.shapes.query_blocks import QueryBlocks
+
+LEVELS = 3
+"""Levels of shared nodes for which a call has room, if every request is below each."""
+
+NODE_REQUESTS, FEWEST_NODES = 4, 4
+"""A call has room for a node for so many requests, and for at least so many nodes. More room would
+cost time in every call: the kernel looks through empty entries."""
+
+
+class LatentAttention:
+    """MLA of decode and verification over a batch that shares prefixes: plan, lay out, run.
+
+    The host's own MLA kernel computes every node of the forest once, as a request of many query
+    tokens, and every leaf as a request of its own. A plan says which nodes are worth it. Results
+    merge by their log-sum-exp. All device memory keeps its addresses, so CUDA graphs can hold the
+    launches.
+
+    Parameters
+    ----------
+    num_query_heads : int
+        Query heads of this rank.
+    dtype : torch.dtype
+        Of queries, KV cache and output.
+    device : torch.device or str
+    kernel : LatentKernel
+        The host's kernel; :func:`~deft_backend.kernels.latent.plain_kernel.plain_latent_attention`
+        on the CPU.
+    page_size : int
+        Tokens of a page.
+    max_batch : int
+        Most requests of a batch.
+    query_tokens : int
+        Query tokens of each request: 1 in decode, more in the verification of a chain of drafts.
+    value_dim, rope_dim : int
+        Elements of a token's latent vector, and of the key's part with its position.
+    compiled_for : Gpu, optional
+        A GPU that is not at hand; launches can only be recorded, as with `TreeAttention`.
+
+    Attributes
+    ----------
+    shape : LatentShape
+    target : Target
+        The attention, the GPU and the costs that plans are made for.
+
+    Raises
+    ------
+    AttentionError
+        If a request fills a tile of the kernel by itself.
+
+    Examples
+    --------
+    Two requests share 3 tokens and hold 1 and 2 of their own:
+
+    >>> import torch
+    >>> from deft_backend import forest_from_page_tables
+    >>> from deft_backend.attention import LatentAttention
+    >>> from deft_backend.kernels.latent.plain_kernel import plain_latent_attention
+    >>> page_table = torch.tensor([[0, 1, 2, 3, 0], [0, 1, 2, 4, 5]], dtype=torch.int32)
+    >>> seq_lens = torch.tensor([4, 5], dtype=torch.int32)
+    >>> attention = LatentAttention(num_query_heads=4, dtype=torch.float32, device="cpu",
+    ...                             kernel=plain_latent_attention, max_batch=2)
+    >>> plan = attention.plan(forest_from_page_tables(page_table, seq_lens))
+    >>> attention.lay_out(seq_lens)
+    >>> q_nope, q_rope, cache = torch.randn(2, 4, 512), torch.randn(2, 4, 64), torch.randn(6, 576)
+    >>> attention.run(q_nope, q_rope, cache, page_table, sm_scale=0.1).shape
+    torch.Size([2, 4, 512])
+    """
+
+    def __init__(
+        self,
+        *,
+        num_query_heads: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        kernel: LatentKernel,
+        page_size: int = 1,
+        max_batch: int = 256,
+        query_tokens: int = 1,
+        value_dim: int = 512,
+        rope_dim: int = 64,
+        compiled_for: Gpu | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        if self.device == torch.device("cuda"):
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        reason = gains_nothing(num_query_heads, query_tokens)
+        if reason is not None:
+            raise AttentionError(reason)
+        self.shape = LatentShape(
+            num_query_heads, dtype, self.device, page_size, value_dim, rope_dim
+        )
+        self.max_batch = max_batch
+        self.query_tokens = query_tokens
+        self.capacity = self._room(max_batch)
+        self._kernel = kernel
+        self._blocks = QueryBlocks(query_tokens, 1, query_tokens)
+        gpu = Gpu.at(self.device) if self.device.type == "cuda" else compiled_for
+        self.interpreted = gpu is None
+        self.target = _target(self.shape, max_batch, query_tokens, 1 if gpu is None else gpu.sms)
+        # The host planner leaves half of the items to groups of several tiles.
+        self._current = CurrentPlan(
+            Auto(chunks="whole"), self.target,
+            replace(self.capacity, max_items=2 * self.capacity.max_items,
+                    max_segments=2 * self.capacity.max_items),
+            self.device, page_size, overlapped=gpu is not None and gpu.capability[0] >= 9,
+            interpreted=self.interpreted,
+        )  # fmt: skip
+        self._launches = LatentLaunches(
+            self.shape, self.capacity, self._current.arrays, sms=1 if gpu is None else gpu.sms,
+            interpreted=self.interpreted,
+        )  # fmt: skip
+        self._own_rows = torch.arange(max_batch, dtype=torch.int32, device=self.device)
+        self._laid_out: PlanCapacity | None = None
+
+    @property
+    def forest(self) -> PrefixForest | None:
+        """The forest of the plan; None for a plan made on the device."""
+        return self._current.batch.forest
+
+    @property
+    def last_plan(self) -> Plan | None:
+        """The host planner's plan; None for a plan made on the device."""
+        return self._current.batch.plan
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of device memory that stay allocated."""
+        return self._launches.num_bytes + self._current.num_bytes
+
+    def plan(self, forest: PrefixForest, *, policy: Policy | None = None) -> Plan:
+        """Plan a batch with the host planner; copy the plan to the device, on the current stream.
+
+        A tree that needs more than a call has room for is computed request by request. `policy`
+        replaces `auto`, for tests.
+
+        Raises
+        ------
+        PlanError
+            If the batch is larger than `max_batch`.
+        """
+        room = self._room(forest.batch_size)
+        plan = self._current.plan_on_host(forest, self._blocks, self.target, policy)
+        if plan.num_items > room.max_items or len(plan.entry_query) > room.max_entries:
+            alone = get_policy(FLASH_DECODING)
+            plan = self._current.plan_on_host(forest, self._blocks, self.target, alone)
+        return plan
+
+    def loses(self, plan: Plan, forest: PrefixForest) -> bool:
+        """Whether the host's kernel, request by request, is faster than a plan, by its costs."""
+        ends = np.where(
+            plan.segment_end == OPEN_END, forest.seq_lens[plan.segment_request], plan.segment_end
+        )
+        queries = np.diff(plan.item_query_ptr)
+        tiles = -(-queries // self.shape.tile_queries(self.query_tokens))
+        computed = int((tiles.astype(np.int64) * (ends - plan.segment_start)).sum())
+        saved = (forest.tokens_attended - computed) * TOKEN_NS
+        return bool(saved <= plan.num_partials * self.target.partial_ns + LAUNCH_NS)
+
+    def plan_on_device(
+        self,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        table_rows: torch.Tensor | None = None,
+    ) -> None:
+        """Plan a batch on the device and lay it out, by launches on the current stream.
+
+        The CPU waits for nothing and does not learn the plan. A CUDA graph that holds these
+        launches plans the batch of each replay. The parameters are those of
+        :meth:`TreeAttention.plan_on_device <deft_backend.TreeAttention.plan_on_device>`.
+        """
+        rows = self._rows_of(seq_lens, table_rows)
+        check_batch(page_table, seq_lens, rows, self.device)
+        room = self._room(len(seq_lens))
+        self._current.plan_on_device(
+            page_table, rows, seq_lens, self._blocks, self.target,
+            limits=(room.max_entries, room.max_items),
+        )  # fmt: skip
+        self.lay_out(seq_lens, table_rows=rows)
+
+    def lay_out(self, seq_lens: torch.Tensor, *, table_rows: torch.Tensor | None = None) -> None:
+        """Write the calls of the kernel for a step; needed in each step of a host plan.
+
+        Parameters
+        ----------
+        seq_lens : [B] int32 or int64
+            Current tokens of each request, its query tokens included. A CUDA graph may hold more
+            requests than the plan: the last ones are padding.
+        table_rows : [B] int32 or int64, optional
+            Row of the page table of each request; default: row ``b`` for request ``b``.
+        """
+        rows = self._rows_of(seq_lens, table_rows)
+        self._laid_out = self._room(len(seq_lens))
+        with device_as_current(self.device):
+            self._launches.lay_out(
+                self._laid_out, seq_lens, rows, self.query_tokens,
+                by_segment=self._current.batch.on_device,
+            )  # fmt: skip
+
+    def clear_plan(self) -> None:
+        """Empty the plan on the device."""
+        self._current.clear()
+
+    def restore_plan(self) -> None:
+        """Put the host planner's last plan back after :meth:`clear_plan`."""
+        self._current.restore()
+
+    def run(
+        self,
+        q_nope: torch.Tensor,
+        q_rope: torch.Tensor,
+        cache: torch.Tensor,
+        page_table: torch.Tensor,
+        *,
+        sm_scale: float,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of the batch that was laid out, in one layer.
+
+        Parameters
+        ----------
+        q_nope : [T, H, value_dim]
+            The queries, in the space of the latent vectors; request-major.
+        q_rope : [T, H, rope_dim]
+            Their parts with positions.
+        cache : [pages, page_size, value_dim + rope_dim], or [tokens, ...] if `page_size` is 1
+            The layer's KV cache; dimensions of 1 for the KV head are allowed.
+        page_table : [rows, P] int32
+        sm_scale : float
+        out : [T, H, value_dim], optional
+
+        Returns
+        -------
+        [T, H, value_dim] of q_nope's dtype
+
+        Raises
+        ------
+        AttentionError
+            If nothing was laid out, or shapes, dtypes or devices do not match.
+        """
+        room, shape = self._laid_out, self.shape
+        if room is None:
+            raise AttentionError("nothing is laid out; call lay_out(seq_lens) first")
+        tokens = room.max_batch * self.query_tokens
+        if out is None:
+            out = torch.empty(
+                (tokens, shape.num_query_heads, shape.value_dim), dtype=shape.dtype,
+                device=self.device,
+            )  # fmt: skip
+        for name, tensor, dim in (
+            ("q_nope", q_nope, shape.value_dim), ("q_rope", q_rope, shape.rope_dim),
+            ("out", out, shape.value_dim),
+        ):  # fmt: skip
+            expected = (tokens, shape.num_query_heads, dim)
+            check_operand(name, tensor, expected, shape.dtype, self.device)
+        if page_table.dtype != torch.int32:
+            raise AttentionError(f"page_table has dtype {page_table.dtype}; expected int32")
+        cache = cache.reshape(-1, shape.page_size, 1, shape.latent_dim)
+        check_operand("cache", cache, tuple(cache.shape), shape.dtype, self.device)
+        if tokens == 0:
+            return out
+        # GPUs round to bfloat16, Triton's interpreter truncates: let PyTorch convert.
+        truncates = self.interpreted and shape.dtype == torch.bfloat16
+        found = out.float() if truncates else out
+        step = LatentStep(q_nope, q_rope, cache, page_table, found, sm_scale)
+        with device_as_current(self.device):
+            self._launches.run(step, room, self.query_tokens, self._kernel)
+        if truncates:
+            out.copy_(found)
+        return out
+
+    def _rows_of(self, seq_lens: torch.Tensor, table_rows: torch.Tensor | None) -> torch.Tensor:
+        if len(seq_lens) > self.max_batch:
+            raise AttentionError(
+                f"the batch holds {len(seq_lens)} requests; the attention was made for "
+                f"{self.max_batch}: raise max_batch"
+            )
+        return self._own_rows[: len(seq_lens)] if table_rows is None else table_rows
+
+    def _room(self, requests: int) -> PlanCapacity:
+        """Items and entries of a batch of so many requests: leaves, and nodes above them."""
+        items = requests + max(FEWEST_NODES, requests // NODE_REQUESTS)
+        entries = max(1, (1 + LEVELS) * requests)
+        return PlanCapacity(requests, items, entries, items)
+
+
+def _target(shape: LatentShape, max_batch: int, query_tokens: int, sms: int) -> Target:
+    """Every item is a node or a leaf with all its queries: the kernel itself cuts it into tiles.
+
+    In the terms of the planners, it is a large tile without limit, and costs count the whole GPU.
+    Small tiles hold no query, so leaves do not merge results either.
+    """
+    height = max_batch * shape.num_query_heads * query_tokens
+    return Target(
+        shape.num_query_heads, 1, shape.latent_dim, shape.dtype.itemsize, num_programs=1,
+        tile_heights=(0, height, height), tile_programs=(1, 1, 1), num_sms=sms,
+        query_tokens=query_tokens, cost_model=latent_costs(shape.num_query_heads),
+    )  # fmt: skip

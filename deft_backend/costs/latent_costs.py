@@ -1,0 +1,34 @@
+"""Costs of MLA by the host's kernel: what an item, a token and a partial result take.
+
+The times are those of the whole GPU, for FlashAttention-3 in bfloat16 on an H100
+(docs/results/mla-h100.json). A tile takes the same time for any number of query vectors, so both
+tile shapes have the same costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from deft_backend.costs.cost_model import CostModel, default_cost_model
+from deft_backend.costs.tile_costs import TileCosts
+
+TOKEN_NS = 0.19
+"""A tile reads and computes one KV token."""
+
+ITEM_NS = 20.0
+"""A tile begins and ends."""
+
+HEAD_NS = 2.0
+"""One head's partial result of a query is written, read and merged."""
+
+LAUNCH_NS = 14000.0
+"""The launches that gather queries and merge results, in each layer."""
+
+
+def latent_costs(num_query_heads: int) -> CostModel:
+    """The cost model of the host's MLA kernel for so many heads of a rank."""
+    tiles = TileCosts(
+        (ITEM_NS, ITEM_NS), (TOKEN_NS, TOKEN_NS), partial_ns=HEAD_NS * num_query_heads,
+        reduce_ns=LAUNCH_NS,
+    )  # fmt: skip
+    return replace(default_cost_model(), source="FlashAttention-3, MLA", tiles=tiles)

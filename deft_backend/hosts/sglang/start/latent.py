@@ -1,0 +1,96 @@
+"""Multi-head latent attention (MLA) for a model runner, or why the host computes it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from deft_backend.attention import AttentionError, LatentAttention, plain_latent_attention
+from deft_backend.attention.latent_check import failed_latent_check
+from deft_backend.hosts.common.division import Division, LayerShape
+from deft_backend.hosts.common.planner_choice import HOPPER, capability_of
+from deft_backend.hosts.sglang import versions
+from deft_backend.hosts.sglang.start.layers import Unsupported, device_of, unsupported_layer
+from deft_backend.hosts.sglang.step.latent_kernel import sglang_latent_attention
+from deft_backend.shapes.latent_limits import ROPE_DIM, VALUE_DIM
+
+_POOL = "MLATokenToKVPool"
+
+
+class LatentLayer(NamedTuple):
+    """Heads of this rank, and elements of a token's latent vector and of its rotated key."""
+
+    heads: int
+    value_dim: int
+    rope_dim: int
+
+    @classmethod
+    def of(cls, layer: Any) -> LatentLayer:
+        """The shape of a ``RadixAttention`` layer."""
+        return cls(layer.tp_q_head_num, layer.v_head_dim, layer.qk_head_dim - layer.v_head_dim)
+
+
+def is_latent(runner: Any) -> bool:
+    """Whether a model runner's KV cache holds latent vectors."""
+    return type(getattr(runner, "token_to_kv_pool", None)).__name__ == _POOL
+
+
+def latent_attention(
+    runner: Any, largest: int
+) -> tuple[LatentAttention, Division[int, LayerShape]]:
+    """MLA for a model runner's layers, after it has passed a check on this machine.
+
+    Raises
+    ------
+    Unsupported
+        With the reason for the log.
+    """
+    device, dtype = device_of(runner), runner.dtype
+    if device.type == "cuda" and capability_of(device) != HOPPER:
+        raise Unsupported("MLA needs a GPU of compute capability 9.0 (Hopper)")
+    if runner.kv_cache_dtype != dtype or runner.token_to_kv_pool.store_dtype != dtype:
+        raise Unsupported(f"MLA over KV in {runner.kv_cache_dtype} under a model in {dtype}")
+    shape, division = _divided(runner)
+    if device.type == "cuda" and shape[1:] != (VALUE_DIM, ROPE_DIM):
+        raise Unsupported(
+            f"MLA of rank {shape.value_dim} + {shape.rope_dim} is not supported "
+            f"({VALUE_DIM} + {ROPE_DIM} is)"
+        )
+    kernel = sglang_latent_attention if device.type == "cuda" else plain_latent_attention
+    try:
+        attention = LatentAttention(
+            num_query_heads=shape.heads, dtype=dtype, device=device, kernel=kernel,
+            max_batch=largest, value_dim=shape.value_dim, rope_dim=shape.rope_dim,
+        )  # fmt: skip
+    except AttentionError as error:
+        raise Unsupported(str(error)) from None
+    reason = failed_latent_check(attention)
+    if reason is not None:
+        raise Unsupported(reason)
+    return attention, division
+
+
+def _divided(runner: Any) -> tuple[LatentLayer, Division[int, LayerShape]]:
+    """The one shape of the layers that decode over latent vectors, and all their ids."""
+    found: dict[int, LatentLayer] = {}
+    for layer in versions.attention_layers(runner.model):
+        if layer.tp_k_head_num == 1 and layer.qk_head_dim > layer.v_head_dim:
+            reason = unsupported_layer(layer, latent=True)
+            if reason is not None:
+                raise Unsupported(f"MLA with {reason} is not supported")
+            found[layer.layer_id] = LatentLayer.of(layer)
+    shapes = set(found.values())
+    if len(shapes) != 1:
+        raise Unsupported(f"MLA in {len(shapes)} shapes is not supported")
+    shape = shapes.pop()
+    held = LayerShape(shape.heads, 1, shape.value_dim + shape.rope_dim)
+    return shape, Division(dict.fromkeys(sorted(found), held), {})
+
+
+def rows_of(cache: torch.Tensor) -> torch.Tensor:
+    """[tokens, 1, 1, dim] view of a pool's buffer: its rows are pages of one token.
+
+    The host's page table names rows, whatever the server's page size is.
+    """
+    return cache.view(len(cache), 1, 1, cache.shape[-1])

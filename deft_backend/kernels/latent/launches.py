@@ -1,0 +1,178 @@
+"""The launches of MLA over a plan: lay out once a step, then gather, compute and merge by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from deft_backend.compile.triton_kernel import Kernel
+from deft_backend.kernels.latent import gather_queries, lay_out, merge_results
+from deft_backend.kernels.latent.kernel_batch import KernelBatch, LatentCall, LatentKernel
+from deft_backend.kernels.latent.lay_out import Merges
+from deft_backend.planner import DevicePlan, PlanCapacity
+from deft_backend.shapes.latent_shape import LatentShape
+
+LAY_OUT = Kernel(lay_out, "lay_out")
+GATHER_QUERIES = Kernel(gather_queries, "gather_queries")
+MERGE_RESULTS = Kernel(merge_results, "merge_results")
+
+_BLOCK = 128
+_HEADS = 4  # heads of a program: 4 KiB of latent queries
+_TILES_PER_SM = 2  # parts of KV ranges that the kernel may split a batch into, for each SM
+
+
+@dataclass(frozen=True)
+class LatentStep:
+    """The tensors of one layer's MLA; see :meth:`deft_backend.attention.LatentAttention.run`."""
+
+    q_nope: torch.Tensor
+    q_rope: torch.Tensor
+    cache: torch.Tensor
+    page_table: torch.Tensor
+    out: torch.Tensor
+    sm_scale: float
+
+
+class LatentLaunches:
+    """The calls' arrays on the device, and the launches that write and use them.
+
+    Batches of more requests use more of the arrays, which keep their addresses. So graphs of all
+    batch sizes share them.
+
+    Parameters
+    ----------
+    shape : LatentShape
+    capacity : PlanCapacity
+        Of the largest batch.
+    plan : DevicePlan
+    sms : int
+        SMs of the GPU.
+    interpreted : bool
+        Whether Triton's interpreter runs the kernels.
+    """
+
+    def __init__(
+        self, shape: LatentShape, capacity: PlanCapacity, plan: DevicePlan, *, sms: int,
+        interpreted: bool,
+    ) -> None:  # fmt: skip
+        self._shape = shape
+        self._slots = capacity.max_entries
+        self._plan = plan
+        self._sms = sms
+        self._interpreted = interpreted
+
+        def array(length: int) -> torch.Tensor:
+            return torch.zeros(length, dtype=torch.int32, device=shape.device)
+
+        most = capacity.max_items
+        self._lanes = triton.next_power_of_2(most)
+        self._batch = KernelBatch(array(most + 1), array(most), array(most), array(most))
+        requests = capacity.max_batch
+        leaves = [array(requests) for _ in range(3)]
+        starts = torch.arange(requests + 1, dtype=torch.int32, device=shape.device)
+        self._leaves = KernelBatch(starts, *leaves)
+        self._merges = Merges(
+            array(capacity.max_entries), array(1), array(requests), array(requests),
+            array(capacity.max_entries + requests),
+        )  # fmt: skip
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the arrays."""
+        held = (*self._batch, *self._leaves, *self._merges)
+        return sum(int(tensor.nbytes) for tensor in held)
+
+    def lay_out(
+        self, room: PlanCapacity, seq_lens: torch.Tensor, table_rows: torch.Tensor,
+        query_tokens: int, *, by_segment: bool,
+    ) -> None:  # fmt: skip
+        """Write the calls of a batch; `room` is the capacity for its number of requests."""
+        lanes = max(room.max_items + 1, room.max_entries, room.max_batch)
+        arguments = (
+            self._plan.stage1, self._plan.stage2, self._plan["segment_table"], table_rows, seq_lens,
+            tuple(self._batch), tuple(self._leaves), tuple(self._merges), room.max_batch,
+            room.max_items, room.max_entries, self._slots,
+        )  # fmt: skip
+        constants = {
+            "BY_SEGMENT": by_segment, "APART": query_tokens > 1, "TOKENS": query_tokens,
+            "ITEMS": self._lanes, "BLOCK": _BLOCK,
+        }  # fmt: skip
+        types = (table_rows.dtype, seq_lens.dtype)
+        aligned = (table_rows.data_ptr() | seq_lens.data_ptr()) % 16 == 0
+        self._launch(LAY_OUT, (-(-lanes // _BLOCK),), arguments, constants, types, aligned)
+
+    def run(
+        self, step: LatentStep, room: PlanCapacity, query_tokens: int, kernel: LatentKernel
+    ) -> None:
+        """Compute one layer's attention of the batch that was laid out."""
+        shape, apart = self._shape, query_tokens > 1
+        heads = shape.num_query_heads
+        rows = room.max_entries * query_tokens
+        nope = step.q_nope.new_empty((rows, heads, shape.value_dim))
+        rope = step.q_rope.new_empty((rows, heads, shape.rope_dim))
+        by_head = -(-heads // _HEADS)
+        constants = {
+            "HEADS": heads, "TOKENS": query_tokens, "VALUE_DIM": shape.value_dim,
+            "ROPE_DIM": shape.rope_dim, "BLOCK_H": _HEADS, "APART": apart,
+        }  # fmt: skip
+        merges = tuple(self._merges)
+        aligned = (step.q_nope.data_ptr() | step.q_rope.data_ptr() | step.out.data_ptr()) % 16 == 0
+        strides = (*step.q_nope.stride()[:2], *step.q_rope.stride()[:2])
+        self._launch(
+            GATHER_QUERIES, (rows, by_head),
+            (step.q_nope, step.q_rope, nope, rope, merges, *strides), constants, (), aligned,
+        )  # fmt: skip
+        call = LatentCall(
+            nope, rope, step.cache, step.page_table, _first(self._batch, room.max_items),
+            room.max_batch * query_tokens, step.sm_scale, causal=False,
+            most_splits=self._splits(room.max_batch, query_tokens),
+        )  # fmt: skip
+        out, lse = kernel(call)
+        leaf_out, leaf_lse = out, lse
+        if apart:
+            leaves = _first(self._leaves, room.max_batch)
+            leaf_out, leaf_lse = kernel(
+                call._replace(
+                    q_nope=step.q_nope, q_rope=step.q_rope, max_query_tokens=query_tokens,
+                    batch=leaves._replace(query_start=leaves.query_start * query_tokens),
+                    causal=True,
+                )
+            )  # fmt: skip
+        self._launch(
+            MERGE_RESULTS, (room.max_batch * query_tokens, by_head),
+            (out, lse, leaf_out, leaf_lse, step.out, merges, lse.shape[1], leaf_lse.shape[1],
+             *step.out.stride()[:2]),
+            constants, (), aligned,
+        )  # fmt: skip
+
+    def _splits(self, requests: int, query_tokens: int) -> int:
+        """As many as fill the GPU if all requests share one node: memory for results is limited."""
+        tiles = -(-requests // max(1, self._shape.tile_queries(query_tokens)))
+        return min(128, max(8, _TILES_PER_SM * self._sms // tiles))
+
+    def _launch(
+        self, kernel: Kernel, grid: tuple[int, ...], arguments: tuple[object, ...],
+        constants: Mapping[str, object], types: tuple[object, ...], aligned: bool,
+    ) -> None:  # fmt: skip
+        chosen = {name: constants[name] for name in kernel.constants}
+        kernel.launch(
+            grid, arguments, chosen,
+            variant=(self._shape, types, tuple(chosen.values()), *_kinds(arguments)),
+            aligned=aligned, interpreted=self._interpreted, num_warps=4,
+        )  # fmt: skip
+
+
+def _first(batch: KernelBatch, entries: int) -> KernelBatch:
+    """A batch of the first entries."""
+    return KernelBatch(batch.query_start[: entries + 1], *(part[:entries] for part in batch[1:]))
+
+
+def _kinds(arguments: tuple[object, ...]) -> tuple[int, ...]:
+    """Which of the plain integers Triton passes as 64 bits; it compiles for that."""
+    return tuple(
+        index for index, value in enumerate(arguments)
+        if isinstance(value, int) and value >= 1 << 31
+    )  # fmt: skip

@@ -1,0 +1,122 @@
+"""Bring a plan to the host's MLA kernel: its items become the entries of a call.
+
+The kernel runs once a step, because leaves grow. Every item is an entry: its queries, its row of
+the page table, and its KV range. `Merges` says for each request which rows of the call's result
+belong to it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton.language as tl
+from triton import jit
+
+from deft_backend.kernels.latent.kernel_batch import KernelBatch
+from deft_backend.planner import encoding_constants
+from deft_backend.planner.device_plan import ItemArrays, Pointer, ReduceArrays
+
+
+class Merges(NamedTuple):
+    """Where the partial results of each request are."""
+
+    source: Pointer
+    """[entries] int32: request of each entry of the plan."""
+    count: Pointer
+    """[1] int32: entries of the plan."""
+    first: Pointer
+    """[B] int32: first of the request's places in `entry`."""
+    parts: Pointer
+    """[B] int32: how many they are; 0 for a padding request."""
+    entry: Pointer
+    """[slots + B] int32: entry of the plan at each place. The last B belong to requests whose
+    attention is one item."""
+
+
+@jit(do_not_specialize=["requests", "most_items", "most_entries", "slots"])
+def lay_out(
+    items: ItemArrays,
+    reduction: ReduceArrays,
+    segment_table_ptr,
+    table_rows_ptr,
+    seq_lens_ptr,
+    batch: KernelBatch,
+    leaves: KernelBatch,
+    merges: Merges,
+    requests,
+    most_items,
+    most_entries,
+    slots,
+    BY_SEGMENT: tl.constexpr,
+    APART: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ITEMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write `batch` and `merges`; each program does so for BLOCK items, entries and requests.
+
+    A request has TOKENS query tokens. With APART, leaves get a call of their own, `leaves`, in the
+    order of requests, and their entries in `batch` are empty: query tokens see one another there,
+    and those of nodes do not.
+    """
+    DIRECT: tl.constexpr = encoding_constants.DIRECT.value
+    OPEN_END: tl.constexpr = encoding_constants.OPEN_END.value
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    num_items = tl.load(items.tile_ptr + 3)
+    num_entries = tl.load(items.item_query_ptr + num_items)
+
+    is_item = lane < num_items
+    entry = tl.load(
+        items.item_query_ptr + tl.minimum(lane, num_items), mask=lane <= most_items, other=0
+    )
+    request = tl.load(items.segment_request + lane, mask=is_item, other=0)
+    if BY_SEGMENT:
+        table_row = tl.load(segment_table_ptr + lane, mask=is_item, other=0)
+    else:
+        table_row = tl.load(table_rows_ptr + request, mask=is_item, other=0)
+    begin = tl.load(items.segment_start + lane, mask=is_item, other=0)
+    end = tl.load(items.segment_end + lane, mask=is_item, other=0)
+    is_leaf = is_item & (end == OPEN_END)
+    length = tl.load(seq_lens_ptr + request, mask=is_leaf, other=0).to(tl.int32)
+    end = tl.where(is_leaf, length, end)
+    inside = lane < most_items
+    tl.store(batch.query_start + lane, entry * TOKENS, mask=lane <= most_items)
+    tl.store(batch.table_rows + lane, table_row.to(tl.int32), mask=inside)
+    tl.store(batch.begin + lane, begin, mask=inside)
+    if APART:
+        tl.store(batch.end + lane, tl.where(is_leaf, begin, end), mask=inside)
+        tl.store(leaves.table_rows + request, table_row.to(tl.int32), mask=is_leaf)
+        tl.store(leaves.begin + request, begin, mask=is_leaf)
+        tl.store(leaves.end + request, end, mask=is_leaf)
+    else:
+        tl.store(batch.end + lane, end, mask=inside)
+
+    # A plan covers the first requests; those behind them are padding. Each has one leaf.
+    every = tl.arange(0, ITEMS)
+    ends = tl.load(items.segment_end + every, mask=every < num_items, other=0)
+    planned = tl.reduce((ends == OPEN_END).to(tl.int32), 0, tl.standard._sum_combine)
+    is_padding = (lane >= planned) & (lane < requests)
+    tl.store(merges.first + lane, 0, mask=is_padding)
+    tl.store(merges.parts + lane, 0, mask=is_padding)
+    if APART:
+        tl.store(leaves.table_rows + lane, 0, mask=is_padding)
+        tl.store(leaves.begin + lane, 0, mask=is_padding)
+        tl.store(leaves.end + lane, 0, mask=is_padding)
+
+    is_entry = lane < num_entries
+    query = tl.load(items.entry_query + lane, mask=is_entry, other=0)
+    slot = tl.load(items.entry_slot + lane, mask=is_entry, other=0)
+    is_whole = is_entry & (slot == DIRECT)
+    slot = tl.where(is_whole, slots + query, slot)
+    tl.store(merges.source + lane, query, mask=is_entry)
+    tl.store(merges.entry + slot, lane, mask=is_entry)
+    tl.store(merges.first + query, slot, mask=is_whole)
+    tl.store(merges.parts + query, 1, mask=is_whole)
+
+    is_reduced = lane < tl.load(reduction.num_reduce)
+    query = tl.load(reduction.reduce_query + lane, mask=is_reduced, other=0)
+    first = tl.load(reduction.reduce_ptr + lane, mask=is_reduced, other=0)
+    last = tl.load(reduction.reduce_ptr + lane + 1, mask=is_reduced, other=0)
+    tl.store(merges.first + query, first, mask=is_reduced)
+    tl.store(merges.parts + query, last - first, mask=is_reduced)
+    tl.store(merges.count, num_entries, mask=tl.program_id(0) == 0)

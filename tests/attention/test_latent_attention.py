@@ -1,0 +1,178 @@
+"""MLA over plans, with a stand-in for the host's kernel, against float64 request by request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.random_batches import random_batch
+from deft_backend import forest_from_page_tables
+from deft_backend.attention import LatentAttention
+from deft_backend.attention.reference_attention import reference_attention, relative_error
+from deft_backend.kernels.latent.kernel_batch import LatentCall
+from deft_backend.kernels.latent.plain_kernel import plain_latent_attention
+from deft_backend.tools.tuning.launch_clock import captured
+from tests.support.strategies import Batch, batches
+
+VALUE, ROPE = 64, 16  # of the tests on the CPU
+SCALE = 0.11
+
+
+class Counted:
+    """The stand-in; remembers its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[LatentCall] = []
+
+    def __call__(self, call: LatentCall) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls.append(call)
+        return plain_latent_attention(call)
+
+    @property
+    def tokens(self) -> int:
+        """KV tokens of all calls."""
+        ends = [(call.batch.end - call.batch.begin) for call in self.calls]
+        return int(sum(part.sum() for part in ends))
+
+
+def expected(
+    q_nope: torch.Tensor, q_rope: torch.Tensor, cache: torch.Tensor, table: torch.Tensor,
+    lens: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """The reference pads values to the width of keys: [T, H, value_dim] float64."""
+    keys = cache.unsqueeze(2)
+    value, rope = q_nope.shape[-1], q_rope.shape[-1]
+    values = torch.nn.functional.pad(cache[..., :value], (0, rope)).unsqueeze(2)
+    q = torch.cat([q_nope, q_rope], dim=-1)
+    return reference_attention(q, keys, values, table, lens, sm_scale=SCALE)[..., :value]
+
+
+def check(
+    batch: Batch, heads: int, query_tokens: int, *, on_device: bool, grow: int = 0,
+    padding: int = 0,
+) -> Counted:  # fmt: skip
+    """Plan, grow, lay out, run a layer of poisoned memory, and compare with float64."""
+    kernel = Counted()
+    requests = len(batch.seq_lens)
+    attention = LatentAttention(
+        num_query_heads=heads, dtype=torch.float32, device="cpu", kernel=kernel,
+        page_size=batch.page_size, max_batch=max(1, requests + padding), query_tokens=query_tokens,
+        value_dim=VALUE, rope_dim=ROPE,
+    )  # fmt: skip
+    table = torch.from_numpy(batch.page_tables)
+    # The query tokens follow what the requests share.
+    lens = torch.from_numpy(batch.seq_lens) + query_tokens
+    if on_device:
+        attention.plan_on_device(table, lens + grow)
+    else:
+        planned = Batch(batch.page_tables, lens.numpy(), batch.page_size)
+        attention.plan(planned.forest())
+        rows = torch.cat([torch.arange(requests), torch.zeros(padding, dtype=torch.int64)])
+        padded = torch.cat([lens + grow, torch.ones(padding, dtype=lens.dtype)])
+        attention.lay_out(padded, table_rows=rows)
+    generator = torch.Generator().manual_seed(int(lens.sum()) + heads)
+    tokens = (requests + padding) * query_tokens
+    pages = int(table.max()) + 1 if table.numel() else 1
+    q_nope = torch.randn(tokens, heads, VALUE, generator=generator)
+    q_rope = torch.randn(tokens, heads, ROPE, generator=generator)
+    cache = torch.randn(pages, batch.page_size, VALUE + ROPE, generator=generator)
+    out = torch.full_like(q_nope, float("nan"))
+    attention.run(q_nope, q_rope, cache, table, sm_scale=SCALE, out=out)
+    real = requests * query_tokens
+    want = expected(q_nope[:real], q_rope[:real], cache, table, lens + grow)
+    assert not out.isnan().any()
+    if real:
+        assert relative_error(out[:real], want) < 2e-6
+    return kernel
+
+
+@settings(max_examples=10)
+@given(
+    batch=batches(), heads=st.sampled_from([1, 5, 8, 20, 32]), tokens=st.sampled_from([1, 1, 3]),
+    on_device=st.booleans(), grow=st.integers(0, 20), padding=st.integers(0, 3),
+)  # fmt: skip
+def test_equals_attention_request_by_request(
+    batch: Batch, heads: int, tokens: int, on_device: bool, grow: int, padding: int
+) -> None:
+    if heads * tokens <= 32:
+        check(
+            batch, heads, tokens, on_device=on_device, grow=grow,
+            padding=0 if on_device else padding,
+        )  # fmt: skip
+
+
+def flash_attention() -> Any:
+    """The host's kernel on this machine; tests without a Hopper GPU or a host are skipped."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    from benchmarks.latent.latent_case import hosts_kernel
+
+    try:
+        return hosts_kernel()[1]
+    except ImportError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(("heads", "tokens"), [(8, 1), (16, 1), (20, 1), (32, 1), (8, 4), (16, 2)])
+def test_flash_attention_in_a_graph(heads: int, tokens: int, page_size: int) -> None:
+    """One graph serves plans of both planners, of other trees and of fewer requests."""
+    kernel = flash_attention()
+    attention = LatentAttention(
+        num_query_heads=heads, dtype=torch.bfloat16, device="cuda", kernel=kernel,
+        page_size=page_size, max_batch=24, query_tokens=tokens,
+    )  # fmt: skip
+    made = [
+        random_batch(seed, 24 - 3 * (seed % 3), page_size, longest=900, spare=tokens)
+        for seed in range(6)
+    ]
+    width, pages = max(m.page_table.shape[1] for m in made), max(m.num_pages for m in made)
+    table = torch.zeros(25, width, dtype=torch.int32, device="cuda")
+    cache = torch.randn(pages, page_size, 576, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(24 * tokens, heads, 576, device="cuda", dtype=torch.bfloat16)
+    lens = torch.full((24,), tokens, dtype=torch.int64, device="cuda")
+    rows = torch.arange(24, device="cuda").flip(0).contiguous()
+
+    def layer() -> torch.Tensor:
+        return attention.run(q[..., :512], q[..., 512:], cache, table, sm_scale=SCALE)
+
+    def from_tables() -> torch.Tensor:
+        attention.plan_on_device(table, lens, table_rows=rows)
+        return layer()
+
+    def from_plan() -> torch.Tensor:
+        attention.lay_out(lens, table_rows=rows)
+        return layer()
+
+    def plan(requests: int) -> None:
+        tables = table[rows[:requests]].cpu()
+        attention.plan(forest_from_page_tables(tables, lens[:requests].cpu(), page_size))
+
+    graphs = [(captured(from_tables), None)]
+    plan(24)
+    attention.clear_plan()
+    graphs.append((captured(from_plan), plan))
+    for batch in made:
+        requests = len(batch.seq_lens)
+        table.zero_()
+        table[rows[:requests], : batch.page_table.shape[1]] = torch.from_numpy(
+            batch.page_table
+        ).cuda()
+        lens.fill_(tokens)
+        lens[:requests] += torch.from_numpy(batch.seq_lens).cuda()
+        real = requests * tokens
+        want = expected(
+            q[:real, :, :512].double(), q[:real, :, 512:].double(), cache.double(),
+            table[rows[:requests]], lens[:requests],
+        )  # fmt: skip
+        for (replay, out), prepare in graphs:
+            if prepare is not None:
+                prepare(requests)
+            out.fill_(float("nan"))
+            replay()
+            assert not out.isnan().any()
+            assert relative_error(out[:real], want) < 1e-2

@@ -1,0 +1,232 @@
+"""MLA in SGLang: refusals by name, and layers that decode over a plan of latent vectors."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deft_backend.attention import LatentAttention
+from deft_backend.attention.reference_attention import reference_attention
+from deft_backend.hosts.common.division import Division, LayerShape
+from deft_backend.hosts.sglang.prefixes.prefix_source import PrefixSource
+from deft_backend.hosts.sglang.step.decode_plan import BatchObserver, DecodePlanner
+from deft_backend.kernels.latent.plain_kernel import plain_latent_attention
+from tests.support.sglang_fakes import (
+    EAGER,
+    Tree,
+    load_host,
+    make_layer,
+    make_state,
+    mode,
+    recording_backend,
+    requests_of,
+)
+
+HEADS, VALUE, ROPE = 4, 64, 32
+LAYER = {"qk_head_dim": VALUE + ROPE, "v_head_dim": VALUE, "tp_k_head_num": 1, "tp_v_head_num": 1}
+
+
+class MLATokenToKVPool:
+    """A pool of latent vectors for three layers."""
+
+    store_dtype = torch.float32
+
+    def __init__(self, slots: int = 64, dim: int = VALUE + ROPE) -> None:
+        self.buffers = torch.randn(3, slots, 1, dim, generator=torch.Generator().manual_seed(0))
+
+    def set_mla_kv_buffer(self, layer: Any, loc: Any, k: Any, k_rope: Any) -> None:
+        self.buffers[layer.layer_id][loc] = torch.cat([k, k_rope], -1).view(-1, 1, VALUE + ROPE)
+
+    def set_kv_buffer(self, layer: Any, loc: Any, k: Any, v: Any) -> None:
+        self.buffers[layer.layer_id][loc.loc] = k.view(-1, 1, VALUE + ROPE)
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.buffers[layer_id]
+
+
+@pytest.fixture(scope="module")
+def host() -> Any:
+    return load_host()
+
+
+@pytest.fixture
+def server(host: Any) -> Any:
+    """A backend over a fake host backend that records its calls, with three requests that share."""
+    from deft_backend.hosts.sglang.step.backend import surround
+    from deft_backend.hosts.sglang.step.host_planned import HostPlannedSteps
+    from deft_backend.hosts.sglang.step.latent_layers import LatentLayers
+
+    shared = list(range(1, 9))
+    requests, table, lens = requests_of([[*shared, 20], [*shared, 30, 31], shared], Tree())
+    calls: list[str] = []
+    pool = MLATokenToKVPool()
+    own = recording_backend(host, pool, table, calls)()
+    attention = LatentAttention(
+        num_query_heads=HEADS, dtype=torch.float32, device="cpu", kernel=plain_latent_attention,
+        max_batch=4, value_dim=VALUE, rope_dim=ROPE,
+    )  # fmt: skip
+    state = make_state()
+    division = Division(dict.fromkeys(range(3), LayerShape(HEADS, 1, VALUE + ROPE)), {})
+    layers = LatentLayers(own, attention, state, division, model_asks=False)
+    observer = BatchObserver(runner := object())
+    loses = SimpleNamespace(answer=False)
+    planner = DecodePlanner(
+        attention, PrefixSource(torch.from_numpy(table)), EAGER, state,
+        loses=lambda plan, forest: loses.answer,
+    )  # fmt: skip
+    backend = surround(own, HostPlannedSteps(layers, planner, observer))
+
+    def batch() -> Any:
+        made = SimpleNamespace(
+            forward_mode=mode("decode"), rids=["a", "b", "c"], batch_size=3,
+            seq_lens=torch.from_numpy(lens), seq_lens_cpu=torch.from_numpy(lens),
+            seq_lens_sum=int(lens.sum()), req_pool_indices=torch.tensor([1, 2, 3]),
+            out_cache_loc=torch.tensor([table[i + 1, n - 1] for i, n in enumerate(lens)]),
+        )  # fmt: skip
+        cache = type("RadixCache", (), {"__module__": "sglang.srt.mem_cache.radix_cache"})()
+        observer.observe(made, SimpleNamespace(reqs=requests, tree_cache=cache), runner)
+        return made
+
+    return SimpleNamespace(
+        backend=backend, calls=calls, batch=batch, state=state, table=torch.from_numpy(table),
+        lens=torch.from_numpy(lens), pool=pool, attention=attention, layers=layers, loses=loses,
+    )  # fmt: skip
+
+
+def expected(server: Any, q: torch.Tensor, layer: Any) -> torch.Tensor:
+    keys = server.pool.buffers[layer.layer_id].unsqueeze(1)
+    out = reference_attention(q, keys, keys, server.table[1:], server.lens, sm_scale=layer.scaling)
+    return out[..., :VALUE].reshape(3, -1)
+
+
+def queries(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(3, HEADS, VALUE + ROPE, generator=generator)
+    return q, torch.randn(3, 1, VALUE + ROPE, generator=generator)
+
+
+@pytest.mark.parametrize("in_two", [True, False], ids=["fa3", "torch_native"])
+def test_layers_decode_over_the_plan(server: Any, in_two: bool) -> None:
+    """Queries and keys come in two pieces (and not contiguous), or in one."""
+    batch = server.batch()
+    server.backend.init_forward_metadata(batch)
+    for layer_id in range(3):
+        layer = make_layer(layer_id=layer_id, scaling=0.3, **LAYER)
+        q, k = queries(layer_id)
+        if in_two:
+            nope = q[..., :VALUE].transpose(0, 1).contiguous().transpose(0, 1)
+            out = server.backend.forward(
+                nope, k[..., :VALUE], k[..., :VALUE], layer, batch, q_rope=q[..., VALUE:],
+                k_rope=k[..., VALUE:],
+            )  # fmt: skip
+        else:
+            out = server.backend.forward(q.view(3, -1), k.view(3, -1), k[..., :VALUE], layer, batch)
+        assert torch.equal(server.pool.buffers[layer_id][batch.out_cache_loc], k)
+        torch.testing.assert_close(out.double(), expected(server, q, layer), rtol=1e-5, atol=1e-6)
+    assert server.calls == []
+    assert server.state.steps_tree == 1
+
+
+def test_a_graph_lays_out_the_batch_of_its_replay(server: Any) -> None:
+    """What the capture records computes later batches, whose requests have grown."""
+    steps = server.backend.deft
+    batch = server.batch()
+    steps.takes(batch)
+    steps.capture_tree(True)
+    captured = SimpleNamespace(**vars(server.batch()))
+    server.backend.init_forward_metadata_out_graph(captured, in_capture=True)
+    layer = make_layer(scaling=0.3, **LAYER)
+    q, k = queries(1)
+
+    def graph() -> torch.Tensor:
+        server.backend.init_forward_metadata_in_graph(captured)
+        return server.backend.forward(q.view(3, -1), k.view(3, -1), k[..., :VALUE], layer, captured)
+
+    assert not graph().isnan().any()
+    step = server.layers.step
+    steps.capture_tree(False)  # the plan is back
+    server.layers.step = step
+    torch.testing.assert_close(graph().double(), expected(server, q, layer), rtol=1e-5, atol=1e-6)
+    server.lens[:2] -= 1
+    torch.testing.assert_close(graph().double(), expected(server, q, layer), rtol=1e-5, atol=1e-6)
+    assert "decode" not in server.calls
+
+
+def test_a_batch_whose_plan_loses_is_the_hosts(server: Any) -> None:
+    server.loses.answer = True
+    server.backend.init_forward_metadata(server.batch())
+    assert server.calls == ["metadata"]
+    assert server.state.steps_host == {"shares too little to be faster": 1}
+
+
+def test_layers_of_another_shape_are_the_hosts(server: Any) -> None:
+    """Such as the layer of the same id with the model's own heads, which serves prefill."""
+    batch = server.batch()
+    server.backend.init_forward_metadata(batch)
+    server.backend.forward(
+        torch.zeros(3, 256), torch.zeros(3, 64), torch.zeros(3, 64), make_layer(layer_id=2), batch,
+        save_kv_cache=False,
+    )  # fmt: skip
+    assert server.calls == ["metadata", "decode"]
+
+
+def test_if_laying_out_fails_the_host_decodes(
+    server: Any, monkeypatch, failures: list[str]
+) -> None:
+    def fail(*arguments: Any, **named: Any) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(server.attention, "lay_out", fail)
+    batch = server.batch()
+    server.backend.init_forward_metadata(batch)
+    q, k = queries(1)
+    server.backend.forward(q.view(3, -1), k.view(3, -1), k[..., :VALUE], make_layer(**LAYER), batch)
+    assert server.calls == ["metadata", "decode"]
+    assert "a kernel failed (RuntimeError('planted'))" in failures.pop()
+
+
+def runner(**changes: Any) -> Any:
+    """A model runner on the CPU with two latent layers, and a prefill layer of the first's id."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    class Layer(RadixAttention):
+        def __init__(self, **attributes: Any) -> None:
+            torch.nn.Module.__init__(self)
+            vars(self).update(vars(make_layer(**attributes)))
+
+    layers = [Layer(layer_id=i, **{**LAYER, **changes.pop(f"layer{i}", {})}) for i in range(2)]
+    made = SimpleNamespace(
+        token_to_kv_pool=MLATokenToKVPool(), dtype=torch.float32, kv_cache_dtype=torch.float32,
+        device="cpu", model=torch.nn.ModuleList([*layers, Layer(layer_id=0)]),
+    )  # fmt: skip
+    return SimpleNamespace(**{**vars(made), **changes})
+
+
+def test_a_model_runner_gets_latent_attention(host: Any) -> None:
+    from deft_backend.hosts.sglang.start.latent import is_latent, latent_attention
+
+    assert is_latent(runner())
+    attention, division = latent_attention(runner(), 4)
+    assert (attention.shape.num_query_heads, attention.shape.latent_dim) == (HEADS, VALUE + ROPE)
+    assert list(division.tree) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"kv_cache_dtype": torch.float8_e4m3fn}, "MLA over KV in torch.float8_e4m3fn"),
+        ({"layer1": {"sliding_window_size": 128}}, "MLA with a sliding window"),
+        ({"layer1": {"logit_cap": 30.0}}, "MLA with a soft cap"),
+        ({"layer1": {"tp_q_head_num": 8}}, "MLA in 2 shapes"),
+        ({f"layer{i}": {"tp_q_head_num": 64} for i in range(2)}, "sharing would gain nothing"),
+    ],
+)
+def test_model_runners_that_are_refused(host: Any, changes: dict[str, Any], reason: str) -> None:
+    from deft_backend.hosts.sglang.start.latent import latent_attention
+    from deft_backend.hosts.sglang.start.layers import Unsupported
+
+    with pytest.raises(Unsupported, match=reason):
+        latent_attention(runner(**changes), 4)
