@@ -71,6 +71,7 @@ GROUPS = {
             **EAGER,
             "DEFT_PLANNER": "device",
             "DEFT_VERIFY": "0",
+            "DEFT_SHORT_EXTENDS": "16",
             "SGLANG_TEST_RETRACT": "1",
             "SGLANG_TEST_RETRACT_INTERVAL": "8",
         }

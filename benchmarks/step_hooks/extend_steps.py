@@ -49,7 +49,7 @@ def measure_extends(
     out: Path, repeats: int, options: dict[str, Any], show: Callable[[dict[str, Any]], None]
 ) -> None:
     """Write one row for each case; `options` are further arguments of vLLM's ``LLM``."""
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "DEFT_SHORT_EXTENDS": "16"}
     on_gpu = torch.cuda.is_available()
     shape = "llama-3.1-8b" if on_gpu else "tiny"
     cases = (*BEAMS, *TURNS) if on_gpu else CPU_CASES

@@ -136,11 +136,11 @@ class Settings:
         "The host's kernel decodes larger batches.",
     )  # fmt: skip
     short_extends: int = _setting(
-        16, _number(int, 0, 32),
-        "Most new tokens of a request in a short extend. If every request of a batch computes at "
-        "most so many tokens behind a cached prefix, and the batch shares enough, tree attention "
-        "computes it. GQA groups of many query heads lower the number. 0: the host's kernel "
-        "computes all such batches.",
+        0, _number(int, 0, 32),
+        "Most new tokens of a request in a short extend; 0: the host's kernel computes all of "
+        "them. If every request of a batch computes at most so many tokens behind a cached prefix, "
+        "and the batch shares enough, tree attention computes it. GQA groups of many query heads "
+        "lower the number.",
     )  # fmt: skip
     fallback_backend: str | None = _setting(
         None, (str, "the name of one of the host's attention backends"),

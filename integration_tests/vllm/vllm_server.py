@@ -44,7 +44,7 @@ GROUPS = {
     # Prefix caching is on, which is vLLM's default.
     "default": Group(
         ("--block-size", "32", "--max-model-len", "2048", "--max-num-batched-tokens", "512"),
-        {"VLLM_LOG_STATS_INTERVAL": "1"},
+        {"VLLM_LOG_STATS_INTERVAL": "1", "DEFT_SHORT_EXTENDS": "16"},
         lora=True,
     ),
     # Prefill in chunks, no prefix cache, and fewer pages than the requests need; another memory

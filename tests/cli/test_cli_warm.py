@@ -31,7 +31,7 @@ def warm(*arguments: str, **environment: str) -> tuple[int, str, str]:
 def test_a_server_finds_every_kernel_in_the_folder(tmp_path: Path) -> None:
     """Batches of two need few kernels."""
     folder = tmp_path / "kernels"
-    where = {"DEFT_KERNEL_CACHE": str(folder), "DEFT_SHORT_EXTENDS": "0"}
+    where = {"DEFT_KERNEL_CACHE": str(folder)}
     arguments = ("--target", "sm_90", "--heads", "64/8", "--tensor-parallel", "2", "--host")
     code, out, err = warm(*arguments, "sglang", "--max-batch", "2", **where)
     assert (code, err) == (0, "")
@@ -41,7 +41,7 @@ def test_a_server_finds_every_kernel_in_the_folder(tmp_path: Path) -> None:
     assert f"{folder} holds {count} kernels" in out.replace("\n", "")
     assert f"{count} compiled on " in out
     server = DescribedServer("sglang", 32, 4, 128, torch.bfloat16, 1, 2)
-    variants = server.variants(Gpu.named("sm_90"), Settings(short_extends=0))
+    variants = server.variants(Gpu.named("sm_90"), Settings())
     assert count == len(variants)
     with knobs.cache.scope(), compiling_for(90):
         knobs.cache.dir = str(tmp_path / "triton")

@@ -27,7 +27,7 @@ from deft_backend.kernels.launches import launches_of
 from deft_backend.settings.config import Settings
 
 HOPPER = Gpu.named("sm_90")
-DECODE = Settings(short_extends=0)
+EXTENDS = Settings(short_extends=16)
 SIZES = (2, 3, 4, 7, 8, 16, 33, 34, 64, 65, 100, 160, 256, 257, 512, 1000, 1024, 1025, 2048)
 
 needs_gluon = pytest.mark.skipif(
@@ -87,7 +87,7 @@ def test_no_step_needs_a_kernel_that_was_not_compiled(
     host: str, heads: tuple[int, int], width: int
 ) -> None:
     described = server(host, heads)
-    compiled = set(described.variants(HOPPER, DECODE))
+    compiled = set(described.variants(HOPPER, Settings()))
     attention = attention_of(described)
     launched: set[Variant] = set()
     for batch in SIZES:
@@ -156,7 +156,7 @@ def test_exactly_what_steps_launch_is_compiled(
     """Verifications, decode, caches of 8 bits, and layers with sinks or a soft cap."""
     host, drafts, kv_dtype, layers = SERVED[name]
     described = replace(server(host, heads), drafts=drafts, kv_dtype=kv_dtype, layers=layers)
-    compiled = set(described.variants(HOPPER, DECODE))
+    compiled = set(described.variants(HOPPER, Settings()))
     held = planned_on_device(2048, described.query_tokens, heads[0] // heads[1])
     attention = attention_of(replace(described, max_batch=held))
     assert attention.max_batch == held
@@ -182,8 +182,8 @@ def test_exactly_what_steps_launch_is_compiled(
 def test_exactly_what_short_extends_launch_is_compiled(name: str, gluon: bool) -> None:
     host, _, kv_dtype, layers = SERVED[name]
     described = replace(server(host), kv_dtype=kv_dtype, layers=layers)
-    compiled = set(described.variants(HOPPER, Settings()))
-    attention = extend_attention(attention_of(described), Settings(), HOPPER)
+    compiled = set(described.variants(HOPPER, EXTENDS))
+    attention = extend_attention(attention_of(described), EXTENDS, HOPPER)
     assert attention is not None
     launched: set[Variant] = set()
     for size in (4, 8):
@@ -193,7 +193,7 @@ def test_exactly_what_short_extends_launch_is_compiled(name: str, gluon: bool) -
                     verify(attention, described, Drafts(size, ragged=True), batch, width)
                 launched |= set(found)
     assert {variant.name for variant in launched - compiled} == set()
-    compiled -= set(described.variants(HOPPER, DECODE))
+    compiled -= set(described.variants(HOPPER, Settings()))
     assert {variant.name for variant in compiled - launched} == set()
 
 

@@ -45,7 +45,7 @@ class Server:
         self.state, self.runner = make_state(), object()
         self.backend = device_planned(host, self.attention, self.state, Settings())
         self.layers = self.backend.deft.layers
-        rule = ShortExtends.beside(self.attention, Settings(), 2)
+        rule = ShortExtends.beside(self.attention, Settings(short_extends=16), 2)
         assert rule is not None
         self.backend.deft.extends = self.extends = ExtendSteps(rule, self.layers, self.runner)
 

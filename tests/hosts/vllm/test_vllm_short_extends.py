@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,14 @@ from vllm_fakes import (
     state,
     tree_layers,
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def switched_on() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DEFT_SHORT_EXTENDS", "16")
+        yield
+
 
 LENS = [69, 74, 67, 85]
 NEW = [5, 10, 3, 7]
