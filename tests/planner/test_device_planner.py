@@ -11,6 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_planner import check_plan
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from deft_backend import TreeAttention
 from deft_backend.attention import AttentionError
@@ -19,6 +21,8 @@ from deft_backend.costs import FastTreeCoefficients
 from deft_backend.forest import PrefixForest, build_forest
 from deft_backend.planner import DevicePlan, Plan, PlanCapacity, plan_forest
 from deft_backend.planner.on_device import DevicePlanner, largest_batch
+from deft_backend.planner.on_device.arrays import Scratch
+from deft_backend.planner.on_device.flatten import Flattener
 from deft_backend.planner.on_device.program_work import ProgramWork
 from deft_backend.policies import POLICIES, Auto, FastTree, Policy, PolicyError, Target
 from deft_backend.policies.makespan import longest_first
@@ -523,14 +527,15 @@ def attention(policy: str = "auto", max_batch: int = 8) -> TreeAttention:
     )  # fmt: skip
 
 
-def test_the_library_attends_over_a_plan_made_on_the_device() -> None:
+@pytest.mark.parametrize("policy", ["auto", "deft-flatten"])
+def test_the_library_attends_over_a_plan_made_on_the_device(policy: str) -> None:
     batch = batch_of(regular_forest([1, 2, 3], [90, 20, 7]))
     tables, lens = torch.from_numpy(batch.page_tables), torch.from_numpy(batch.seq_lens)
     torch.manual_seed(0)
     slots = int(batch.page_tables.max()) + 1
     k, v = torch.randn(2, slots, 2, 64)
     q = torch.randn(6, 4, 64)
-    tree = attention()
+    tree = attention(policy)
     tree.poison_workspace()
     rows = torch.tensor([5, 3, 1, 0, 2, 4])
     tree.plan_on_device(tables, lens[rows], table_rows=rows)
@@ -635,3 +640,29 @@ def test_a_compiled_variant_belongs_to_one_policy(monkeypatch: pytest.MonkeyPatc
                 )  # fmt: skip
                 attention.plan_on_device(table, lens)
     assert len(kept) > 3 * 7
+
+
+class OnOneDevice(TorchDispatchMode):
+    """Fails where a tensor of the CPU is copied to the GPU: a CUDA graph cannot hold the copy.
+
+    PyTorch makes such a tensor of a number that is assigned to an element.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        assert func is not torch.ops.aten.scalar_tensor.default, "a number is assigned"
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor):
+                assert tensor.device.type == "meta", f"{func} takes a tensor of the CPU"
+        return func(*args, **(kwargs or {}))
+
+
+def test_flattening_copies_nothing_from_the_cpu_and_reads_nothing_back() -> None:
+    """Tensors without contents: reading one, as a wait for the GPU does, is an error."""
+    meta = torch.device("meta")
+    plan = DevicePlan(PlanCapacity.for_batch(8), meta)
+    scratch = Scratch.allocate(8, [1], torch.zeros(4, dtype=torch.int64, device=meta), meta)
+    rows = torch.zeros(4, dtype=torch.int32, device=meta)
+    with OnOneDevice():
+        Flattener(plan, scratch, 128).write(replace(TARGET, query_blocks=2), 8, rows, rows + 5)

@@ -110,7 +110,7 @@ class Flattener:
         from_query = first[_before(held).clamp(max=len(first) - 1)]
         to_query = torch.zeros_like(held).scatter_reduce_(0, of_chunk, stop, "amax")
         queries = (to_query - from_query) * (held > 0)
-        queries[-1] = 0
+        queries[-1:].zero_()
         several = held > 1
         fits = torch.full_like(held, target.largest_tile)
         fits.masked_fill_(several, target.tile_queries[MASKED])
@@ -172,10 +172,10 @@ class Flattener:
         self._fill("entry_query", order[query.clamp(max=batch - 1)], entries.there)
         self._fill("entry_slot", slot, entries.there)
         for name, counts in (("item_segment_ptr", item_held), ("item_query_ptr", item_size)):
-            self.plan[name][0] = 0
-            self.plan[name][1 : len(counts) + 1] = counts.cumsum(0)
+            self.plan[name][:1].zero_()
+            self.plan[name][1 : len(counts) + 1].copy_(counts.cumsum(0))
         of_each = torch.stack([(item_shape == n).sum() for n in ITEM_ORDER])
-        self.plan["tile_ptr"][1:] = of_each.cumsum(0)
+        self.plan["tile_ptr"][1:].copy_(of_each.cumsum(0))
         self.plan["arrivals"].zero_()
         return length.sum() // target.query_blocks, tokens.sum()
 
@@ -269,7 +269,7 @@ class Flattener:
         lone = _sums((is_small & alone).long(), query, batch + 1)
         merges = (small == 1) & (lone == 1) & (parts > 1) & (parts <= MAX_MERGED + 1)
         reduced = (parts > 1) & ~merges
-        reduced[-1] = False
+        reduced[-1:].zero_()
         slots = parts * reduced
         behind = (parts - 1) * merges
         first = torch.where(merges, slots.sum() + _before(behind), _before(slots))
@@ -288,6 +288,6 @@ class Flattener:
         self._fill("reduce_query", order[place], there)
         ends = self.plan["reduce_ptr"][1 : batch + 1]
         ends.copy_(torch.where(there, slots.cumsum(0)[place].to(ends.dtype), ends))
-        self.plan["reduce_ptr"][0] = 0
-        self.plan["num_reduce"][0] = reduced.sum()
+        self.plan["reduce_ptr"][:1].zero_()
+        self.plan["num_reduce"].copy_(reduced.sum())
         return slot, behind
