@@ -29,11 +29,10 @@ class Auto(TwoRulePolicy):
 
     `auto` makes one pass over the forest, from the root down. For each node it takes the cheaper
     way by the cost table (:class:`~deft_backend.costs.tile_costs.TileCosts`), for all of the node's
-    children alike, as if each child took its own cheaper way then. It then chooses one chunk length
-    for each tile shape (:mod:`~deft_backend.policies.chunk_choice`); FlashForge, section 5.1,
-    chooses one for each task. In a batch that shares nothing, each query reads its whole context
-    alone, as with `flash-decoding`. So it does in a tree whose sharing saves less than the merges
-    cost.
+    children alike. It then chooses one chunk length for each tile shape
+    (:mod:`~deft_backend.policies.chunk_choice`); FlashForge, section 5.1, chooses one for each
+    task. In a batch that shares nothing, each query reads its whole context alone, as with
+    `flash-decoding`. So it does in a tree whose sharing saves less than the merges cost.
     """
 
     name: ClassVar[str] = AUTO
@@ -75,8 +74,7 @@ def measured_edges(
 
     The function goes from the root down and compares two ways to read a node's tokens. Either they
     get their own items, whose partial results must be merged. Or every item below the node reads
-    them as part of a longer range. In both cases each child then has the same two ways, with the
-    node's tokens or without. The cheaper way for the GPU wins.
+    them as part of a longer range. The cheaper way for the GPU wins.
 
     Parameters
     ----------
@@ -111,16 +109,6 @@ def measured_edges(
         if parent[v] != ROOT:
             below[parent[v]] += own[v]
 
-    first_child = np.full(nodes, ROOT, dtype=np.int64)
-    sibling = np.full(nodes, ROOT, dtype=np.int64)
-    items = np.empty(nodes)
-    for v in range(nodes - 1, -1, -1):
-        shape = shape_of(queries[v], tile_queries)
-        items[v] = (queries[v] + tile_queries[shape] - 1) // tile_queries[shape] * item[shape]
-        if parent[v] != ROOT:
-            sibling[v] = first_child[parent[v]]
-            first_child[parent[v]] = v
-
     is_cut = np.zeros(nodes, dtype=np.bool_)
     base = np.zeros(nodes, dtype=np.int64)  # first token of the ranges below each node
     merged = np.zeros(nodes, dtype=np.bool_)  # whether queries have a partial result from above
@@ -137,23 +125,10 @@ def measured_edges(
         tokens = np.int64(start[v]) + length[v] - begin
         if is_leaf[v] or tokens == 0:
             continue
-        each = partial if has_partials else 2.0 * partial
-        saved = 0.0
-        child = first_child[v]
-        while child != ROOT:
-            if is_leaf[child]:
-                saved += tokens * own[child]
-            else:
-                held, more = float(length[child]), float(tokens + length[child])
-                longer = min(
-                    more * own[child] + items[child] + queries[child] * each, more * below[child]
-                )
-                saved += longer - min(
-                    held * own[child] + items[child] + queries[child] * partial,
-                    held * below[child],
-                )
-            child = sibling[child]
-        if tokens * own[v] + items[v] + queries[v] * each < saved:
+        shape = shape_of(queries[v], tile_queries)
+        tiles = (queries[v] + tile_queries[shape] - 1) // tile_queries[shape]
+        results = queries[v] if has_partials else 2 * queries[v]
+        if tokens * own[v] + tiles * item[shape] + results * partial < tokens * below[v]:
             base[v] = begin + tokens
             merged[v] = True
             takes[v] = True

@@ -131,17 +131,6 @@ def read_item(
 
 
 @jit
-def first_step(program):
-    """From a program's first item and KV head to its next ones, and two steps together.
-
-    The items of a tile shape lie longest first. Programs take them in rounds, forth and back: with
-    the longest item of one round comes the shortest of the next (docs/kernel-log.md). So steps
-    alternate between what this returns, and the rest of two rounds.
-    """
-    return 2 * (gl.num_programs(0) - program) - 1, 2 * gl.num_programs(0)
-
-
-@jit
 def table_row(item, tensors, CACHE: gl.constexpr):
     """Row of the page table of an item's KV range: the second link, unless segments list it."""
     found = item.listed.to(gl.int64)

@@ -121,7 +121,6 @@ class Scratch:
     order: torch.Tensor  # [B]: request index at each place
     first: torch.Tensor  # [B]: place of each node's first query
     nodes: tuple[torch.Tensor, ...]
-    sums: torch.Tensor  # [B] int64: what the children of each node save, while edges are chosen
     ranges: tuple[torch.Tensor, ...]
     chosen: tuple[torch.Tensor, ...]
     places: tuple[torch.Tensor, ...]
@@ -156,17 +155,13 @@ class Scratch:
             zeros(2 * len(num_chunks)),
         )
         counted, began = zeros(4, dtype=torch.int64), zeros(2, dtype=torch.int64)
-        sums = zeros(size, dtype=torch.int64)
-        memory = (
-            by_request, by_range, count, by_node, below, guess, sums, *candidates, counted, began,
-        )  # fmt: skip
+        memory = (by_request, by_range, count, by_node, below, guess, *candidates, counted, began)
         return cls(
             ranks=(rank, common),
             guess=guess,
             order=order,
             first=first,
             nodes=(cut, queries, parent, leaf_parent, leaves, below),
-            sums=sums,
             ranges=tuple(by_range[:3]),
             chosen=(count, *by_node),
             places=tuple(by_range[3:]),

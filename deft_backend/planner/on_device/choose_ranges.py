@@ -3,10 +3,9 @@
 The rules are those of the host planner's policies. If no edge is cut, leaves read whole contexts.
 If all are, each node has a range. `auto` (``policies/auto.py``) decides from the root down. Either
 items of the node read its tokens once for all of its queries, at the price of partial
-results. Or the ranges below the node include its tokens. Both ways count what each child then
-costs, by its own cheaper way. All nodes whose parent has decided decide at once: the rounds are as
-many as the forest is deep. The kernel is one program, whose threads hand decisions down, and what
-children cost up.
+results. Or the ranges below the node include its tokens. All nodes whose parent has decided decide
+at once: the rounds are as many as the forest is deep. The kernel is one program, whose threads hand
+decisions down.
 """
 
 from __future__ import annotations
@@ -44,10 +43,6 @@ def write_leaves(ranges, inside, place, begin, end, BATCH: tl.constexpr):
     tl.store(ranges.end + BATCH + place, end)
 
 
-UNITS = tl.constexpr(64)
-"""Children's costs are added as whole multiples of 1 / UNITS ns: the sum needs no order."""
-
-
 @jit(do_not_specialize=["batch", "small_tile", "large_tile", "max_entries", "max_items"])
 def choose_ranges(
     order_ptr,
@@ -56,7 +51,6 @@ def choose_ranges(
     nodes: Nodes,
     ranges: Ranges,
     chosen_nodes: Chosen,
-    sums_ptr,
     batch,
     small_tile,
     large_tile,
@@ -70,9 +64,8 @@ def choose_ranges(
 ):
     """Write all ranges, and `Chosen`, by the edge rule ``none``, ``all`` or ``measured``.
 
-    `costs` are times of the whole GPU. `sums_ptr` [BATCH] int64 is memory for this kernel alone. If
-    the ranges would need more than `max_items` items or `max_entries` entries, every request reads
-    its whole context by itself.
+    `costs` are times of the whole GPU. If the ranges would need more than `max_items` items or
+    `max_entries` entries, every request reads its whole context by itself.
     """
     if OVERLAPPED:
         gdc_launch_dependents()
@@ -108,33 +101,16 @@ def choose_ranges(
             + large_below.to(tl.float32) * costs.large_token
         )
         items = tiles.to(tl.float32) * tl.where(is_large, costs.large_item, costs.small_item)
-        leaf = leaves.to(tl.float32)
-        leaf *= tl.where(small_tile > 0, costs.small_token, costs.large_token)
-        results = queries.to(tl.float32) * costs.partial
-        held = tl.where(is_node, end - tl.gather(end, parent, 0), 0).to(tl.float32)
-        with_parent = tl.minimum(held * own + items + results, held * below)
-        tl.store(sums_ptr + place, tl.full([BATCH], 0, tl.int64))
-        tl.debug_barrier()
         state = tl.where(is_node, -1, 0)
         waiting = total(is_node.to(tl.int32))
         while waiting > 0:
             above = tl.gather(state, parent, 0)
             ready = (state < 0) & (above >= 0)
             from_above = above >> 1
-            tokens = tl.where(ready, end - from_above, 0)
-            each = tl.where((above & 1) == 1, 1, 2)
-            # What each child of a node that decides saves if the node reads its tokens.
-            more = held + tl.gather(tokens, parent, 0).to(tl.float32)
-            merges = results * tl.gather(each, parent, 0).to(tl.float32)
-            saved = tl.minimum(more * own + items + merges, more * below) - with_parent
-            of_ready = is_node & (parent > 0) & (tl.gather(ready.to(tl.int32), parent, 0) > 0)
-            units = (saved * UNITS).to(tl.int64)
-            tl.atomic_add(sums_ptr + parent, units, mask=of_ready, sem="relaxed")
-            tl.debug_barrier()
-            saved = tl.load(sums_ptr + place).to(tl.float32) / UNITS
-            length = tokens.to(tl.float32)
-            own_cost = length * own + items + results * each.to(tl.float32)
-            takes = ready & (own_cost < saved + length * leaf) & (tokens > 0)
+            tokens = (end - from_above).to(tl.float32)
+            results = tl.where((above & 1) == 1, queries, 2 * queries).to(tl.float32)
+            cheaper = tokens * own + items + results * costs.partial < tokens * below
+            takes = ready & cheaper & (end > from_above)
             begin = tl.where(ready, from_above, begin)
             chosen = tl.where(takes, 1, chosen)
             state = tl.where(takes, end * 2 + 1, tl.where(ready, above, state))

@@ -267,7 +267,7 @@ class DevicePlanner:
         else:
             self._launch(
                 CHOOSE_RANGES, (1,),
-                (*forest, scratch.sums, batch, small, large, *limits, (*per_gpu, partial_ns)),
+                (*forest, batch, small, large, *limits, (*per_gpu, partial_ns)),
                 {**common, "EDGES": self._rules.edges}, work.warps.choose_ranges,
             )  # fmt: skip
         self._launch(

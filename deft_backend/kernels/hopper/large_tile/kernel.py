@@ -53,7 +53,6 @@ from deft_backend.kernels.hopper.large_tile.softmax import add_rescaled, masked,
 from deft_backend.kernels.hopper.parts import (
     ask_plan,
     capped,
-    first_step,
     next_slot,
     plus,
     range_end,
@@ -202,13 +201,14 @@ def hopper_large_tile_attention(
     offs_d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT.copy))
     offs_kv = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT.kv_copy))
     first_work = gl.program_id(0)
+    step_work = gl.num_programs(0)
     counted = 0
     if TILE.spread:
         counted = count_on_sm(plan.arrivals, LAYOUT)
     item = read_item(first_work, work_end, tensors, plan, HEADS, CACHE, AHEAD=True)
     if TILE.spread:
         # Of more items, most SMs have two in any case.
-        if (work_end > 0) & (2 * work_end <= gl.num_programs(0)):
+        if (work_end > 0) & (2 * work_end <= step_work):
             first_work = spread_number(plan.arrivals, counted, LAYOUT)
             item = read_item(first_work, work_end, tensors, plan, HEADS, CACHE, AHEAD=False)
     segment = Segment(tensors.page_table, item.start, item.stop)
@@ -220,9 +220,7 @@ def hopper_large_tile_attention(
         segment = _find_segment(item, tensors, strides, CACHE)
         ask_item(True, item, segment, buffers, plan, HEADS, CACHE, TILE, LAYOUT)
 
-    work = first_work
-    step_work, two_rounds = first_step(first_work)
-    while work < work_end:
+    for work in range(first_work, work_end, step_work):
         # KV heads of one item are neighbours: they read the same page-table entries.
         kv_head = work % HEADS.num_kv
         zero = hidden_zero(item.queries)
@@ -243,9 +241,7 @@ def hopper_large_tile_attention(
         position = copy_first_blocks(stream, last, buffers, CACHE, TILE, LAYOUT)
 
         # Load what the next item needs first while the program works on this item.
-        next_work = work + step_work
-        step_work = two_rounds - step_work
-        next_item = read_item(next_work, work_end, tensors, plan, HEADS, CACHE, AHEAD=False)
+        next_item = read_item(work + step_work, work_end, tensors, plan, HEADS, CACHE, AHEAD=False)
         arrived(2 * TILE.lookahead)
         q = buffers.rows.load(LAYOUT.queries)  # a V block comes where Q is
         no_scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT.scores)
@@ -285,7 +281,7 @@ def hopper_large_tile_attention(
 
         segment = _find_segment(next_item, tensors, strides, CACHE)
         arrived(0)
-        there = next_work < work_end
+        there = work + step_work < work_end
         ask_item(there, next_item, segment, buffers, plan, HEADS, CACHE, TILE, LAYOUT)
         now = state.now
         values = buffers.v.index(now)
@@ -301,7 +297,6 @@ def hopper_large_tile_attention(
             TILE, MODE, LAYOUT,
         )  # fmt: skip
         item = next_item
-        work = next_work
 
     if MODE.overlapped:
         gdc_wait()

@@ -55,7 +55,6 @@ class Stream(NamedTuple):
     """Where the copies stand, and what is known of the items that are copied later."""
 
     work: Any  # the item and KV head that are copied
-    step: Any  # from there to the program's next ones
     block: Any  # number of the block that is copied next, in its segment
     slot: Any
     q_slot: Any  # the slots that K and V, and the queries, are copied to
@@ -121,7 +120,7 @@ def _known(
 
 @jit
 def begin_stream(
-    work, step, item, next_item, later_item, last_item, tensors, plan, strides, HEADS: gl.constexpr,
+    work, item, next_item, later_item, last_item, tensors, plan, strides, HEADS: gl.constexpr,
     CACHE: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The stream before its first block, from the program's first four items."""
@@ -131,7 +130,7 @@ def begin_stream(
     known = _known(segment, tensors, plan, HEADS, CACHE, TILE, LAYOUT)
     ahead_page = _read_pages(segment, 1, CACHE, TILE, LAYOUT)
     next_known = _known(next_segment, tensors, plan, HEADS, CACHE, TILE, LAYOUT)
-    return Stream(work, step, 0, 0, 0, known, ahead_page, next_known, later_segment, last_item)
+    return Stream(work, 0, 0, 0, known, ahead_page, next_known, later_segment, last_item)
 
 
 @jit
@@ -195,26 +194,23 @@ def _next_block(stream, LAYOUT: gl.constexpr):
     """The stream behind a block, within the same segment."""
     item = Known(stream.item.segment, stream.ahead_page, stream.item.query)
     return Stream(
-        stream.work, stream.step, stream.block + 1, next_slot(stream.slot, LAYOUT.slots),
-        stream.q_slot, item, stream.ahead_page, stream.next_item, stream.later_segment,
-        stream.last_item,
+        stream.work, stream.block + 1, next_slot(stream.slot, LAYOUT.slots), stream.q_slot, item,
+        stream.ahead_page, stream.next_item, stream.later_segment, stream.last_item,
     )  # fmt: skip
 
 
 @jit
 def _next_item(
-    stream, two_rounds, work_end, tensors, plan, strides, HEADS: gl.constexpr, CACHE: gl.constexpr,
+    stream, step, work_end, tensors, plan, strides, HEADS: gl.constexpr, CACHE: gl.constexpr,
     TILE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The stream at the next item's first block: each later item becomes known by one more link."""
-    work = stream.work + stream.step
-    step = two_rounds - stream.step
+    work = stream.work + step
     known = _known(stream.later_segment, tensors, plan, HEADS, CACHE, TILE, LAYOUT)
     later = _segment_of(stream.last_item, tensors, strides, CACHE)
-    ahead = work + two_rounds + step
-    last = read_item(ahead, work_end, tensors, plan, HEADS, CACHE, AHEAD=False)
+    last = read_item(work + 3 * step, work_end, tensors, plan, HEADS, CACHE, AHEAD=False)
     return Stream(
-        work, step, 0, stream.slot, next_slot(stream.q_slot, LAYOUT.slots), stream.next_item,
+        work, 0, stream.slot, next_slot(stream.q_slot, LAYOUT.slots), stream.next_item,
         stream.ahead_page, known, later, last,
     )  # fmt: skip
 
@@ -224,14 +220,14 @@ def _with_page_ahead(stream, CACHE: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl
     """The stream with the page ids of the block behind its next one."""
     page = _read_pages(stream.item.segment, stream.block + 1, CACHE, TILE, LAYOUT)
     return Stream(
-        stream.work, stream.step, stream.block, stream.slot, stream.q_slot, stream.item, page,
+        stream.work, stream.block, stream.slot, stream.q_slot, stream.item, page,
         stream.next_item, stream.later_segment, stream.last_item,
     )  # fmt: skip
 
 
 @jit
 def copy_next_block(
-    stream, two_rounds, work_end, buffers, tensors, plan, strides, HEADS: gl.constexpr,
+    stream, step, work_end, buffers, tensors, plan, strides, HEADS: gl.constexpr,
     CACHE: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Start copying the stream's next block, an item's first block with the item's queries.
@@ -245,6 +241,6 @@ def copy_next_block(
     stream = _next_block(stream, LAYOUT)
     if stream.block * TILE.block_tokens >= stream.item.segment.length:
         stream = _next_item(
-            stream, two_rounds, work_end, tensors, plan, strides, HEADS, CACHE, TILE, LAYOUT
+            stream, step, work_end, tensors, plan, strides, HEADS, CACHE, TILE, LAYOUT
         )
     return _with_page_ahead(stream, CACHE, TILE, LAYOUT)

@@ -28,13 +28,7 @@ from typing import Any, NamedTuple
 
 from deft_backend.kernels.arguments import Scaling, Strides, Tensors
 from deft_backend.kernels.hopper.eight_bits import in_order
-from deft_backend.kernels.hopper.parts import (
-    first_step,
-    next_slot,
-    plus,
-    read_item,
-    with_device_scales,
-)
+from deft_backend.kernels.hopper.parts import next_slot, plus, read_item, with_device_scales
 from deft_backend.kernels.hopper.query_tokens import tail_of
 from deft_backend.kernels.hopper.small_tile.copies import begin_stream, copy_next_block, tokens_of
 from deft_backend.kernels.hopper.small_tile.memory import (
@@ -139,16 +133,14 @@ def hopper_small_tile_attention(
 
     work_end = gl.load(plan.tile_ptr + TILE.place + 1) * HEADS.num_kv
     work = gl.load(plan.tile_ptr + TILE.place) * HEADS.num_kv + gl.program_id(0)
-    step, two_rounds = first_step(gl.program_id(0))
-    ahead = work + two_rounds
+    step = gl.num_programs(0)
     item = read_item(work, work_end, tensors, plan, HEADS, CACHE, AHEAD=False)
     next_item = read_item(work + step, work_end, tensors, plan, HEADS, CACHE, AHEAD=False)
-    link = read_item(ahead, work_end, tensors, plan, HEADS, CACHE, AHEAD=False)
-    last_item = read_item(ahead + step, work_end, tensors, plan, HEADS, CACHE, AHEAD=False)
+    link = read_item(work + 2 * step, work_end, tensors, plan, HEADS, CACHE, AHEAD=False)
+    last_item = read_item(work + 3 * step, work_end, tensors, plan, HEADS, CACHE, AHEAD=False)
     stream = begin_stream(
-        work, step, item, next_item, link, last_item, tensors, plan, strides, HEADS, CACHE, TILE,
-        LAYOUT,
-    )  # fmt: skip
+        work, item, next_item, link, last_item, tensors, plan, strides, HEADS, CACHE, TILE, LAYOUT
+    )
 
     # The item that is worked on, the one after it, and the first link of a third.
     own = _own(work, work_end, _coming(item, tensors), plan, HEADS)
@@ -165,9 +157,8 @@ def hopper_small_tile_attention(
     while work < work_end:
         barrier()  # whatever was read from the buffers that are copied to now
         stream = copy_next_block(
-            stream, two_rounds, work_end, buffers, tensors, plan, strides, HEADS, CACHE, TILE,
-            LAYOUT,
-        )  # fmt: skip
+            stream, step, work_end, buffers, tensors, plan, strides, HEADS, CACHE, TILE, LAYOUT
+        )
         begun += 1
         if begun > TILE.lookahead:
             wait_group(TILE.lookahead)
@@ -187,7 +178,6 @@ def hopper_small_tile_attention(
                     CACHE, TILE, MODE, LAYOUT,
                 )  # fmt: skip
                 work += step
-                step = two_rounds - step
                 q_now = next_slot(q_now, LAYOUT.slots)
                 own = _own(work, work_end, coming, plan, HEADS)
                 coming = _coming(link, tensors)
@@ -195,7 +185,7 @@ def hopper_small_tile_attention(
                     tail = next_tail
                     next_tail = tail_of(link, tensors, plan, HEADS)
                 link = read_item(
-                    work + two_rounds, work_end, tensors, plan, HEADS, CACHE, AHEAD=False
+                    work + 2 * step, work_end, tensors, plan, HEADS, CACHE, AHEAD=False
                 )
                 left = own.length
                 online = no_tokens(HEADS, TILE, LAYOUT)
