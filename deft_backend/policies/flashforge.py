@@ -28,8 +28,8 @@ class FlashForge(TwoRulePolicy):
        with the smallest makespan (``scheduled_chunks.py``); of equal ones the coarser, which leaves
        fewer partial results.
     4. Longest-first scheduling (Graham). The plan's items lie in that order, and programs take them
-       in rounds, forth and back: a program's next item is the shorter, the longer its last one was.
-       Within a tile shape more tokens never take less time, so order by length is order by cost.
+       in turn (docs/papers.md says what the whole schedule would gain). Within a tile shape more
+       tokens never take less time, so order by length is order by cost.
     """
 
     name: ClassVar[str] = FLASHFORGE

@@ -31,7 +31,7 @@ def makespan(slices: FloatArray, items: Int64Array, programs: int) -> float:
     It is the largest of three bounds. Programs work at least their mean (FlashForge, equation 4).
     The longest item runs on one program. If ``k`` items take at least ``c`` each, some program
     works ``ceil(k / programs)`` of them; ``c`` takes the values ``longest * LEVEL ** j``.
-    Longest-first scheduling stays close to these bounds; programs work so (docs/papers.md).
+    Longest-first scheduling stays close to these bounds; the plan's items are in that order.
 
     `slices` [R] are nanoseconds of each item of a range, `items` [R] the range's items.
     """
