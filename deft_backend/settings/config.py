@@ -107,8 +107,8 @@ class Settings:
         "auto", _one_of(PLANNERS),
         "Which planner makes the plans. `host`: on the CPU, when the batch's composition changes; "
         "vLLM offers it without a GPU only. `device`: on the GPU, in every step, inside the "
-        "step's CUDA graph. `auto`: the device planner on Hopper GPUs and in every vLLM server; "
-        "otherwise the host planner.",
+        "step's CUDA graph. `auto`: the device planner on Hopper GPUs (not for `deft-flatten`) and "
+        "in every vLLM server; otherwise the host planner.",
     )  # fmt: skip
     min_share: float = _setting(
         1.1, _number(float, 1),

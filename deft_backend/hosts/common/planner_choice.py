@@ -7,6 +7,7 @@ import torch
 
 from deft_backend.planner.on_device import largest_batch
 from deft_backend.settings.config import Settings
+from deft_backend.settings.policy_names import DEFT_FLATTEN
 from deft_backend.shapes.query_blocks import QueryBlocks
 
 logger = logging.getLogger("deft_backend")
@@ -68,7 +69,9 @@ def selects_device_planner(
         )
     if settings.planner == "host":
         return not host_plans
-    return settings.planner == "device" or not adapter.waits or capability == HOPPER
+    # No GPU has run deft-flatten's device plans inside a CUDA graph yet, so they need to be named.
+    tried = settings.policy != DEFT_FLATTEN
+    return settings.planner == "device" or not adapter.waits or (capability == HOPPER and tried)
 
 
 def planned_on_device(requests: int, query_tokens: int = 1, gqa_group: int = 1) -> int:
